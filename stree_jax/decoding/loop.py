@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
-from stree_jax.decoding import log_probs
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import MAX_TOKENS
 from stree_jax.decoding.reading import read_text
+from stree_jax.decoding.rule_rows import rule_specs
 from stree_jax.decoding.step import decode_step
 from stree_jax.decoding.types import (
     Context,
@@ -29,8 +29,8 @@ from stree_jax.decoding.types import (
     Prefix,
     Sampling,
     Statistics,
+    TokenLogProbs,
     Verdict,
-    sampling_specs,
     state_specs,
 )
 from stree_jax.decoding.verifiers import Verifier
@@ -45,13 +45,13 @@ MAX_STEPS = 2**31 - 1  # the loop counts them in int32
 
 def _run_specs(model: HybridLM) -> Any:
     specs, whole = state_specs(model), PartitionSpec()
-    return (specs, ROWS, sampling_specs, whole, whole), specs
+    return (specs, ROWS, rule_specs, whole, whole), specs
 
 
 def _step_specs(model: HybridLM) -> Any:
     specs: Any = state_specs(model)
     draft: Any = DraftTree(ROWS, ROWS, ROWS, PartitionSpec(), ROWS, ROWS)  # type: ignore[arg-type]
-    return (specs, ROWS, sampling_specs), (specs, draft, ROWS)
+    return (specs, ROWS, rule_specs), (specs, draft, ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +191,7 @@ class SpeculativeDecoder:
             statistics=Statistics(zeros, zeros, zeros, zeros, jnp.zeros((batch, depth), jnp.int32)),
             log_probs=None
             if self.num_best is None
-            else log_probs.empty(batch, self.num_places, self.num_best),
+            else TokenLogProbs.empty(batch, self.num_places, self.num_best),
             stop=zeros if self.has_stops else None,
         )
 

@@ -29,7 +29,6 @@ from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Bool, Int, Key
 from stree_jax.checks import check_int
-from stree_jax.decoding import log_probs
 from stree_jax.decoding.capacity import cache_shapes, same_rows, with_capacity
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
@@ -42,6 +41,7 @@ from stree_jax.decoding.types import (
     DecodeState,
     Prefix,
     Sampling,
+    TokenLogProbs,
     prefix_specs,
     state_specs,
 )
@@ -228,7 +228,7 @@ def extended(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
             " pool has more"
         )
     if before < after:
-        empty = log_probs.empty(len(state.done), decoder.num_places, after)
+        empty = TokenLogProbs.empty(len(state.done), decoder.num_places, after)
         records = placed_like(state.done, empty)
         if state.log_probs is not None:
             records = jax.tree.map(
@@ -271,7 +271,7 @@ def _places(decoder: SpeculativeDecoder, state: DecodeState) -> Any:
     """Per-token buffers of the pool: tokens and log-probability records."""
     batch, records = len(state.done), state.log_probs
     if records is not None:
-        records = log_probs.empty(batch, decoder.num_places, records.best.shape[-1])
+        records = TokenLogProbs.empty(batch, decoder.num_places, records.best.shape[-1])
     return jnp.zeros((batch, decoder.num_places), jnp.int32), records
 
 

@@ -5,12 +5,13 @@ import typing
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from stree_jax.array_types import Array, Bool, Float32, Int, Key
 from stree_jax.decoding.context import Context
 from stree_jax.decoding.filters import Filter
 from stree_jax.decoding.processors import LogitsProcessor, Processing
-from stree_jax.decoding.rule_rows import classes_of, rule_specs
+from stree_jax.decoding.rule_rows import classes_of
 from stree_jax.mesh.partition import ROWS
 from stree_jax.models.cache import Cache, Path, Pending, cache_specs, pending_specs
 from stree_jax.models.lm import HybridLM
@@ -197,6 +198,12 @@ class TokenLogProbs(NamedTuple):
     best: Float32[Array, "B L best"]  # of the best tokens, in descending order
     best_tokens: Int[Array, "B L best"]
 
+    @classmethod
+    def empty(cls, batch: int, length: int, num_best: int) -> "TokenLogProbs":
+        """Buffers of rows that have no new token, with `num_best` best tokens at each position."""
+        best = (batch, length, num_best)
+        return cls(jnp.zeros(best[:2]), jnp.zeros(best), jnp.zeros(best, jnp.int32))
+
 
 class DecodeState(NamedTuple):
     """All state of a decode step. The loop donates it."""
@@ -215,11 +222,6 @@ class DecodeState(NamedTuple):
     statistics: Statistics
     log_probs: TokenLogProbs | None = None  # if the decoder records them
     stop: Int[Array, " B"] | None = None  # states of `Limits.stops`; -1: a stop has ended the row
-
-
-def sampling_specs(sampling: Sampling) -> Any:
-    """The mesh specs of sampling settings."""
-    return rule_specs(sampling)
 
 
 def state_specs(model: HybridLM) -> Any:
