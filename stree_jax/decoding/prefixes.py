@@ -110,21 +110,13 @@ def compact(
     return dataclasses.replace(decoder, max_length=size).read(model, drafter, context, prefix)
 
 
+@jax.jit
 def stacked(rows: Sequence[Any]) -> Any:
     """Concatenates the rows of several trees of arrays; one program for each number of trees."""
-    return _stacked(tuple(rows))
-
-
-@jax.jit
-def _stacked(rows: tuple[Any, ...]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
 
 
+@functools.partial(jax.jit, static_argnames="times")
 def repeated(rows: Any, times: int) -> Any:
     """Repeats each row of all arrays in place, as one program."""
-    return _repeated(rows, times)
-
-
-@functools.partial(jax.jit, static_argnames="times")
-def _repeated(rows: Any, times: int) -> Any:
     return jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), rows)

@@ -75,8 +75,11 @@ def _read(
     """
     inner = inner_layers(drafter)
     if drafter is not None and inner is not None:
-        piece = tokens, lengths, max_length, state, cache
-        return prefill_with_drafter(model, drafter, *piece, inner)
+        return prefill_with_drafter(
+            *(model, drafter, tokens, lengths, state, cache),
+            inner_layers=inner,
+            max_length=max_length,
+        )
     if drafter is not None:
         state = check_state(drafter, "read", drafter.read(state, tokens, None, lengths), state)
     return prefill(model, tokens, lengths, max_length, cache), state
