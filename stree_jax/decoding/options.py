@@ -25,7 +25,7 @@ from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import buffer_size, check_length, checked_prompts
 from stree_jax.decoding.rows import Row, check_together, limits_of, sampling_of
 from stree_jax.decoding.rule_rows import check_rules
-from stree_jax.decoding.stop_tables import listed_stops, stopping_of
+from stree_jax.decoding.stops import listed_stops, stopping_of
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import (
     LOSSY_VERIFIERS,

@@ -9,7 +9,7 @@ import numpy as np
 from stree_jax.decoding.filters import Filter, MinP, TopK, TopP
 from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.rule_rows import join_numbers, joined, kind, of_rows
-from stree_jax.decoding.stop_tables import Stopping, stops_of
+from stree_jax.decoding.stops import Stopping, stops_of
 from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.decoding.types import Limits, Sampling
 from stree_jax.decoding.verifiers import Verifier
