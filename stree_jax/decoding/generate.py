@@ -9,8 +9,9 @@ from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.fingerprints import check_origin, origin_of
 from stree_jax.decoding.local_rows import rows_of_all
-from stree_jax.decoding.options import OptionKeywords, Options, Plan, checked_options, plan
+from stree_jax.decoding.options import OptionKeywords, Options, checked_options
 from stree_jax.decoding.placement import place_request
+from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prefill import tokens_from
 from stree_jax.decoding.prefixes import continued, joined, prefix_of, repeated, with_room
 from stree_jax.decoding.prompts import check_num_rows, checked_prompts

@@ -1,6 +1,5 @@
 """Requests on the devices of their model: checks, and where their arrays lie."""
 
-import dataclasses
 import hashlib
 from typing import Any
 
@@ -9,36 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from stree_jax.decoding.drafters.base import Drafter, draft_models
 from stree_jax.decoding.rule_rows import map_rows
 from stree_jax.decoding.types import Sampling
 from stree_jax.mesh.hosts import is_same_everywhere
-from stree_jax.mesh.partition import ONE_DEVICE, Partition
-from stree_jax.models.lm import HybridLM
-
-
-def check_placement(model: HybridLM, drafter: Drafter | None) -> None:
-    """Refuses a drafter whose models do not lie on the target's devices.
-
-    Raises:
-        ValueError: a draft model on other devices than the target, or a sharded draft model.
-    """
-    own = model.partition
-    for draft in draft_models(drafter):
-        if draft.partition == dataclasses.replace(own, shards=1):
-            continue
-        if own == ONE_DEVICE:
-            raise ValueError(
-                "the draft model is on a mesh and the target is not; st.shard(target, mesh) puts it"
-                " there"
-            )
-        is_there = draft.partition.mesh == own.mesh
-        where = "cut into parts" if is_there else "not on the target's mesh"
-        raise ValueError(
-            f"the draft model is {where}; on a mesh every device has all of it: load it with"
-            " from_pretrained(..., mesh=mesh, replicate=True), or use"
-            " st.shard(draft, mesh, replicate=True)"
-        )
+from stree_jax.mesh.partition import Partition
 
 
 def place_request(request: Any, partition: Partition) -> Any:

@@ -13,7 +13,7 @@ from stree_jax.decoding.capacity import cache_shapes, fits
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.fingerprints import origin_of
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import Plan
+from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size
 from stree_jax.decoding.types import Context, DecodeState, Prefix
 from stree_jax.models.lm import HybridLM

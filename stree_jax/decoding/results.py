@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stree_jax.decoding.options import Options, Plan, is_lossless
+from stree_jax.decoding.options import Options
+from stree_jax.decoding.plan import Plan, is_lossless
 from stree_jax.decoding.step import DRAFT_FAILED, RULED_OUT, TARGET_FAILED
 from stree_jax.decoding.stops import STOPPED, Stopping
 from stree_jax.decoding.text_stream import TextStream
@@ -168,7 +169,7 @@ def generation_of(
 ) -> Generation:
     """The result of a request's own rows, padded to the largest `max_new_tokens` of all rows."""
     rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows[own])]
-    width = max(row.max_new_tokens for row in request.rows)
+    width = max(row.options.max_new_tokens for row in request.rows)
 
     def padded(buffer: Any, parts: list[Any], fill: Any) -> np.ndarray:
         """The rows' parts of a buffer, with its dtype."""

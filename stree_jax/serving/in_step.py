@@ -3,8 +3,8 @@
 import hashlib
 from typing import Any
 
-from stree_jax.decoding.options import Plan
 from stree_jax.decoding.placement import digest_of
+from stree_jax.decoding.plan import Plan
 from stree_jax.mesh.hosts import is_same_everywhere
 from stree_jax.models.lm import HybridLM
 

@@ -13,11 +13,10 @@ from stree_jax.decoding.capacity import cache_shapes, fits, same_rows
 from stree_jax.decoding.drafters import Drafter, draft_models
 from stree_jax.decoding.fingerprints import check_origin, origin_of
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import Plan
 from stree_jax.decoding.placement import place_sampling
+from stree_jax.decoding.plan import Plan, Row, limits_of, sampling_of
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.results import Ended
-from stree_jax.decoding.rows import Row, limits_of, sampling_of
 from stree_jax.decoding.types import Limits, Prefix
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM

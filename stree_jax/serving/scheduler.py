@@ -14,9 +14,8 @@ from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.keys import typed_key
 from stree_jax.decoding.loop import MAX_STEPS
-from stree_jax.decoding.options import Plan, is_lossless, plan
+from stree_jax.decoding.plan import Plan, check_together, is_lossless, plan
 from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts
-from stree_jax.decoding.rows import check_together
 from stree_jax.decoding.slots import check_rows
 from stree_jax.decoding.types import Prefix
 from stree_jax.decoding.verifiers import Verifier
@@ -320,11 +319,10 @@ class Scheduler:
 
     def _check_can_share_batch(self, job: Job, verifier: Verifier) -> None:
         """Refuses to mix filters of other kinds, and temperature 0 and others where it cannot."""
-        others = [*self._queue, *self._tenants.values()]
+        rows = [each.row for each in (job, *self._queue, *self._tenants.values())]
         rule = self._sampled.decoder.verifier if self._sampled else verifier
         apart = "use another scheduler for these requests"
-        rows = [other.row for other in others]
-        check_together(job.row, rows, rule, "requests that wait or run", apart)
+        check_together(rows, rule, "requests that wait or run", apart)
 
     def _fill(self) -> None:
         """Gives free rows to the requests that have waited longest."""
@@ -333,7 +331,7 @@ class Scheduler:
             job = self._queue[0]
             job.began = time.perf_counter()
             tokens, length = (np.asarray(part)[0] for part in job.plan.context)
-            self._grow(int(length) + job.row.max_new_tokens)
+            self._grow(int(length) + job.request.max_new_tokens)
             self._readings[row] = self._reader.begin(
                 tokens[:length].tolist(), job.request.after, [*self._readings.values()]
             )

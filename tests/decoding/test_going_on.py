@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.testing import assert_same_text, perturbed, tiny_model
 from tests.drafters import Plain
 from tests.methods import KEY, PROMPTS, SAMPLED, drafts

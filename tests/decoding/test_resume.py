@@ -7,7 +7,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding import WholeModel, slots
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.testing import perturbed, tiny_model
 
 PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3, 1], [8]]

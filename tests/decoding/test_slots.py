@@ -7,7 +7,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding import slots
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.types import Limits
 from stree_jax.testing import perturbed, tiny_model
 from tests.helpers import COMPILED

@@ -12,8 +12,8 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding import slots
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import plan
 from stree_jax.decoding.placement import place_request
+from stree_jax.decoding.plan import plan
 from tests.decoding.rules import random_walk
 from tests.helpers import COMPILED, with_weight
 from tests.serving.requests import TREE, WAYS, alone, cut, in_families, mixed, ragged, served
