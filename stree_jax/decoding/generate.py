@@ -8,9 +8,8 @@ import numpy as np
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.fingerprints import check_origin, origin_of
-from stree_jax.decoding.local_rows import rows_of_all
 from stree_jax.decoding.options import OptionKeywords, Options, checked_options
-from stree_jax.decoding.placement import place_request
+from stree_jax.decoding.placement import place_request, rows_of_all
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prefill import tokens_from
 from stree_jax.decoding.prefixes import continued, joined, prefix_of, repeated, with_room

@@ -139,7 +139,7 @@ def plan(
         context,
         keys,
         limits_of(rows, vocab_size, (1, 1) if has_stops else None),
-        sampling_of(rows, greedy=temperature_is_zero, may_differ=may_differ),
+        sampling_of(rows, may_differ=may_differ),
         rows,
     )
 
@@ -291,12 +291,11 @@ def _end_tokens(rows: Sequence[Row]) -> Any:
     return jnp.asarray(ends)
 
 
-def sampling_of(rows: Sequence[Row], *, greedy: bool, may_differ: bool) -> Sampling:
+def sampling_of(rows: Sequence[Row], *, may_differ: bool) -> Sampling:
     """The sampling settings of a batch.
 
     Args:
         rows: the rows, which `check_together` accepts.
-        greedy: whether all have temperature 0.
         may_differ: whether some may have filters or processors and others none.
     """
     options = [row.options for row in rows]
@@ -307,7 +306,7 @@ def sampling_of(rows: Sequence[Row], *, greedy: bool, may_differ: bool) -> Sampl
         jnp.asarray(np.array([own.temperature for own in options], np.float32)),
         filters_of(filtered, may_differ=may_differ),
         processors_of(rows, may_differ=may_differ),
-        temperature_is_zero=greedy,
+        temperature_is_zero=all(row.is_greedy for row in rows),
         record_sampled=jnp.asarray(sampled) if sampled.any() else None,
     )
 

@@ -146,7 +146,7 @@ class Pool:
         """
         greedy = all(row.is_greedy for row in self._settings())
         decoder, drafter = self._program(greedy)
-        sampling = sampling_of(self._settings(), greedy=greedy, may_differ=True)
+        sampling = sampling_of(self._settings(), may_differ=True)
         partition = self._model.partition
         sampling = place_sampling(partition, sampling, self._tables)
         if partition.rows > 1:  # a shard that stopped would wait for the others
