@@ -7,12 +7,18 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.fingerprints import check_origin, origin_of
 from stree_jax.decoding.options import OptionKeywords, Options, checked_options
 from stree_jax.decoding.placement import place_request, rows_of_all
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prefill import tokens_from
-from stree_jax.decoding.prefixes import continued, joined, prefix_of, repeated, with_room
+from stree_jax.decoding.prefixes import (
+    check_origin,
+    continued,
+    joined,
+    prefix_of,
+    repeated,
+    with_room,
+)
 from stree_jax.decoding.prompts import check_num_rows, checked_prompts
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, error_of, generation_of
 from stree_jax.decoding.types import Context, DecodeState, Prefix
@@ -95,10 +101,7 @@ def generate(
         state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
     ended = Ended.of(state, request.limits, own)
     cache = state.cache if return_cache else None
-    prefix = None
-    if return_prefix:
-        origin = origin_of(model, request.drafter)
-        prefix = prefix_of(decoder, state)._replace(origin=origin)
+    prefix = prefix_of(request, model, state) if return_prefix else None
     generation = generation_of(ended, request, own, text, cache, prefix)
     if error := error_of(ended, generation):
         raise error

@@ -13,7 +13,7 @@ import numpy as np
 
 from stree_jax.array_types import Array, Bool, Int, UInt32
 from stree_jax.checks import is_above_zero, is_number
-from stree_jax.decoding.context import Context
+from stree_jax.decoding.prompts import Context
 from stree_jax.decoding.rule_rows import is_given, per_row
 from stree_jax.messages import shown
 

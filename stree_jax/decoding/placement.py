@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from stree_jax.decoding.keys import typed_key
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan
-from stree_jax.decoding.prompts import checked_prompts
+from stree_jax.decoding.prompts import checked_prompts, typed_key
 from stree_jax.decoding.rule_rows import map_rows
 from stree_jax.decoding.types import Sampling
 from stree_jax.mesh.hosts import gathered, is_same_everywhere

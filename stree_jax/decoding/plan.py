@@ -20,7 +20,6 @@ from stree_jax.decoding.drafters.base import (
     with_tokens_of,
 )
 from stree_jax.decoding.filters import Filter, MinP, TopK, TopP
-from stree_jax.decoding.keys import row_keys
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import (
     OptionKeywords,
@@ -29,7 +28,7 @@ from stree_jax.decoding.options import (
     checked_options,
     listed_eos_tokens,
 )
-from stree_jax.decoding.prompts import buffer_size, check_length, checked_prompts
+from stree_jax.decoding.prompts import buffer_size, check_length, checked_prompts, row_keys
 from stree_jax.decoding.rule_rows import join_numbers, joined, kind, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
 from stree_jax.decoding.token_rules import MinNewTokens

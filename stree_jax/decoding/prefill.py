@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
-from stree_jax.decoding.context import Context
-from stree_jax.decoding.prompts import buffer_size
+from stree_jax.decoding.prompts import Context, buffer_size
 from stree_jax.decoding.returned import check_state
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Bool
-from stree_jax.decoding.context import Context
+from stree_jax.decoding.prompts import Context
 from stree_jax.mesh.partition import ROWS
 from stree_jax.messages import shown
 

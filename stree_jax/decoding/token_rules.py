@@ -12,7 +12,7 @@ import numpy as np
 
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int, is_number
-from stree_jax.decoding.context import Context
+from stree_jax.decoding.prompts import Context
 from stree_jax.decoding.rule_rows import is_given, per_row
 from stree_jax.messages import shown
 

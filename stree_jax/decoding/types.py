@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.array_types import Array, Bool, Float32, Int, Key
-from stree_jax.decoding.context import Context
 from stree_jax.decoding.filters import Filter
 from stree_jax.decoding.processors import LogitsProcessor, Processing
+from stree_jax.decoding.prompts import Context
 from stree_jax.decoding.rule_rows import classes_of
 from stree_jax.mesh.partition import ROWS
 from stree_jax.models.cache import Cache, Path, Pending, cache_specs, pending_specs
@@ -21,7 +21,7 @@ from stree_jax.tree import Tree
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Fingerprints of what a prefix was read with, see `stree_jax.decoding.fingerprints`."""
+    """Fingerprints of what a prefix was read with, see `stree_jax.decoding.prefixes`."""
 
     model: str
     drafter: str

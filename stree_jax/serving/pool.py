@@ -11,10 +11,10 @@ from pallas_kernels import dispatch
 from stree_jax.decoding import slots
 from stree_jax.decoding.capacity import cache_shapes, fits, same_rows
 from stree_jax.decoding.drafters import Drafter, draft_models
-from stree_jax.decoding.fingerprints import check_origin, origin_of
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.placement import place_sampling
 from stree_jax.decoding.plan import Plan, Row, limits_of, sampling_of
+from stree_jax.decoding.prefixes import check_origin, origin_of
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.results import Ended
 from stree_jax.decoding.types import Limits, Prefix

@@ -12,10 +12,9 @@ import numpy as np
 
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.keys import typed_key
 from stree_jax.decoding.loop import MAX_STEPS
 from stree_jax.decoding.plan import Plan, check_together, is_lossless, plan
-from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts
+from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
 from stree_jax.decoding.slots import check_rows
 from stree_jax.decoding.types import Prefix
 from stree_jax.decoding.verifiers import Verifier
