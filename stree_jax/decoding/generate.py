@@ -20,7 +20,7 @@ from stree_jax.decoding.prefixes import (
     with_room,
 )
 from stree_jax.decoding.prompts import check_num_rows, checked_prompts
-from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, error_of, generation_of
+from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
 from stree_jax.decoding.types import Context, DecodeState, Prefix
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.mesh.hosts import on_host
@@ -102,10 +102,7 @@ def generate(
     ended = Ended.of(state, request.limits, own)
     cache = state.cache if return_cache else None
     prefix = prefix_of(request, model, state) if return_prefix else None
-    generation = generation_of(ended, request, own, text, cache, prefix)
-    if error := error_of(ended, generation):
-        raise error
-    return generation
+    return generation_of(ended, request, own, text, cache, prefix)
 
 
 def stream(
@@ -168,8 +165,7 @@ def stream(
             yield given
             start = length
         ended = Ended.of(state, request.limits, rows)
-        if error := error_of(ended, generation_of(ended, request, rows, text)):
-            raise error
+        generation_of(ended, request, rows, text)  # raises if a row failed
 
     return steps()
 

@@ -90,15 +90,15 @@ class SpeculativeDecoder:
             check_int("num_best", self.num_best, 0)
 
     @property
-    def num_places(self) -> int:
+    def capacity(self) -> int:
         """Size of the token buffer: a whole path may be written past a row's end."""
         return self.max_length + self.topology.depth + 1
 
     def _check_room(self, prompts: Context) -> None:
-        if (width := prompts.tokens.shape[1]) > self.num_places:
+        if (width := prompts.tokens.shape[1]) > self.capacity:
             raise ValueError(
                 f"the prompts are a buffer of {width} tokens, and with max_length ="
-                f" {self.max_length} a row has {self.num_places} places; cut the buffer, or make"
+                f" {self.max_length} a row has {self.capacity} places; cut the buffer, or make"
                 f" max_length at least {width}"
             )
 
@@ -119,7 +119,7 @@ class SpeculativeDecoder:
                 buffers of any size; its drafter's state is one of `drafter`, or None.
 
         Raises:
-            ValueError: the prompts are a buffer with more places than `num_places`.
+            ValueError: the prompts are a buffer with more places than `capacity`.
         """
         self._check_room(prompts)
         return read_text(model, drafter, prompts, self.topology, self.max_length, before)
@@ -174,7 +174,7 @@ class SpeculativeDecoder:
         self._check_room(prompts)
         batch, width = prompts.tokens.shape
         num_nodes, depth = self.topology.num_nodes, self.topology.depth
-        tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.num_places - width)))
+        tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.capacity - width)))
         zeros = jnp.zeros(batch, jnp.int32)
         return DecodeState(
             context=Context(tokens, prompts.length),
@@ -191,7 +191,7 @@ class SpeculativeDecoder:
             statistics=Statistics(zeros, zeros, zeros, zeros, jnp.zeros((batch, depth), jnp.int32)),
             log_probs=None
             if self.num_best is None
-            else TokenLogProbs.empty(batch, self.num_places, self.num_best),
+            else TokenLogProbs.empty(batch, self.capacity, self.num_best),
             stop=zeros if self.has_stops else None,
         )
 

@@ -54,8 +54,12 @@ def _check_longer(before: Context, context: Context, max_length: int) -> None:
         )
 
 
-def drafter_shapes(drafter: Drafter, rows: int, topology: TreeTopology, max_length: int) -> Any:
+def drafter_shapes(
+    drafter: Drafter | None, rows: int, topology: TreeTopology, max_length: int
+) -> Any:
     """Shapes and dtypes of a drafter's state."""
+    if drafter is None:
+        return None
     return jax.eval_shape(lambda: drafter.init(rows, topology, max_length))
 
 

@@ -167,7 +167,11 @@ def generation_of(
     cache: Cache | None = None,
     prefix: Prefix | None = None,
 ) -> Generation:
-    """The result of a request's own rows, padded to the largest `max_new_tokens` of all rows."""
+    """The result of a request's own rows, padded to the largest `max_new_tokens` of all rows.
+
+    Raises:
+        NonFiniteLogitsError: rows failed.
+    """
     rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows[own])]
     width = max(row.options.max_new_tokens for row in request.rows)
 
@@ -186,7 +190,7 @@ def generation_of(
             padded(buffer, [row.log_probs[i] for row in rows if row.log_probs], fills[i])
             for i, buffer in enumerate(ended.log_probs)
         )
-    return Generation(
+    generation = Generation(
         padded(ended.context.tokens, [row.tokens for row in rows], PAD),
         np.array([len(row.tokens) for row in rows], np.int32),
         statistics_of(ended.statistics),
@@ -199,18 +203,14 @@ def generation_of(
         None if options.tokenizer is None else [row.text or "" for row in rows],
         prefix,
     )
-
-
-def error_of(ended: Ended, generation: Generation) -> NonFiniteLogitsError | None:
-    """The error that rows failed, if any did."""
-    if not ended.failed.any():
-        return None
-    rows = np.flatnonzero(ended.failed).tolist()
-    others = f"; rows {rows[1:]} failed too" if rows[1:] else ""
-    return NonFiniteLogitsError(
-        f"{failure(ended.failed, ended.emitted, rows[0])}{others}."
+    failed = np.flatnonzero(ended.failed).tolist()
+    if not failed:
+        return generation
+    others = f"; rows {failed[1:]} failed too" if failed[1:] else ""
+    raise NonFiniteLogitsError(
+        f"{failure(ended.failed, ended.emitted, failed[0])}{others}."
         " The output of all rows is in the error's `generation`",
-        rows,
+        failed,
         generation,
     )
 

@@ -44,7 +44,7 @@ class ForRows:
 
 
 def per_row(values: Any, logits: Array) -> Array:
-    """An array `[B]` with axes of size 1, so that it broadcasts against logits `[B, *rows, V]`."""
+    """An array `[B]`, or `[B, Q]`, with axes of size 1, so that it broadcasts against another."""
     values = jnp.asarray(values)
     return values.reshape(values.shape + (1,) * (logits.ndim - values.ndim))
 

@@ -96,7 +96,7 @@ def test_programs_leave_the_rows_where_they_are():
     assert target.partition.row_places([3, 0], 4).tolist() == [2, 0, 1, 2]
     places = target.partition.put(target.partition.row_places([3], 4))
     (key,) = target.partition.put_rows((jax.random.key(0)[None],))
-    insert = slots._insert.lower(decoder, target, state, places, prefix, key).compile()
+    insert = slots.inserted.lower(decoder, target, state, places, prefix, key).compile()
     assert not collectives(insert)
     assert insert.as_text().count("may-alias") == len(jax.tree.leaves(state))
     request = place_request(request, target.partition)
