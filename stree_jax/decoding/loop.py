@@ -68,7 +68,6 @@ class SpeculativeDecoder:
             needs no check. Up to `steps_per_sync - 1` steps are wasted at the end.
         num_best: record the log-probability of each new token, and those of this many best ones;
             None: record nothing.
-        has_stops: whether rows may end at stops, `Limits.stops`.
 
     Raises:
         ValueError: a bad size, or nodes in another order.
@@ -79,7 +78,6 @@ class SpeculativeDecoder:
     max_length: int
     steps_per_sync: int = 1
     num_best: int | None = None
-    has_stops: bool = False
 
     def __post_init__(self) -> None:
         if self.topology != self.topology.level_order():
@@ -189,10 +187,10 @@ class SpeculativeDecoder:
             keys=jax.random.clone(keys),  # the loop donates the state, not the caller's keys
             step=zeros,
             statistics=Statistics(zeros, zeros, zeros, zeros, jnp.zeros((batch, depth), jnp.int32)),
+            stop=zeros,
             log_probs=None
             if self.num_best is None
             else TokenLogProbs.empty(batch, self.capacity, self.num_best),
-            stop=zeros if self.has_stops else None,
         )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")

@@ -130,7 +130,6 @@ def plan(
         # On a GPU a termination check on the host takes long compared with a step.
         steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
         num_best=text.num_best,
-        has_stops=has_stops,
     )
     return Plan(
         decoder,

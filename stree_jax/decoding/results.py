@@ -112,15 +112,15 @@ class Ended(NamedTuple):
     emitted: np.ndarray
     failed: np.ndarray
     statistics: Statistics
+    stop: np.ndarray
     log_probs: TokenLogProbs | None
-    stop: np.ndarray | None
     eos_tokens: np.ndarray
 
     @classmethod
     def of(cls, state: DecodeState, limits: Limits, rows: slice = slice(None)) -> "Ended":
         """Of these rows. All processes of a mesh call this."""
-        taken = (state.context, state.emitted, state.failed, state.statistics, state.log_probs)
-        return cls(*on_host((*taken, state.stop, limits.eos_tokens), rows))
+        taken = (getattr(state, name) for name in cls._fields[:-1])
+        return cls(*on_host((*taken, limits.eos_tokens), rows))
 
     def new(self, row: int, stopping: Stopping) -> "NewTokens":
         """The new tokens of a row, up to its stop."""
@@ -129,7 +129,7 @@ class Ended(NamedTuple):
         text: str | None = None
         if self.failed[row]:
             reason = "failed"
-        elif self.stop is not None and self.stop[row] == STOPPED:
+        elif self.stop[row] == STOPPED:
             reason = "stop"
             count, text = stopping.cut(tokens[start:end].tolist())
         elif count and tokens[end - 1] in self.eos_tokens[row]:

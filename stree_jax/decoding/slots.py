@@ -219,26 +219,20 @@ def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
 
 
 def extended(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
-    """The pool with records and states of stops, if the decoder has them and the pool had not.
+    """The pool with the decoder's records of log-probabilities, if it had fewer.
 
     Raises:
-        ValueError: the pool has what the decoder has not.
+        ValueError: it had more.
     """
     before = -1 if state.log_probs is None else state.log_probs.best.shape[-1]
     after = -1 if decoder.num_best is None else decoder.num_best
-    if before > after or (state.stop is not None and not decoder.has_stops):
-        raise ValueError(
-            f"the decoder has num_best = {decoder.num_best}, has_stops = {decoder.has_stops}; the"
-            " pool has more"
-        )
+    if before > after:
+        raise ValueError(f"the decoder has num_best = {decoder.num_best}; the pool has more")
     if before < after:
         records = TokenLogProbs.empty(len(state.done), decoder.capacity, after)
         if state.log_probs is not None:
             records = with_capacity(state.log_probs, records)
         state = state._replace(log_probs=placed_like(state.done, records))
-    if decoder.has_stops and state.stop is None:
-        stop = jnp.zeros(len(state.done), jnp.int32)
-        state = state._replace(stop=placed_like(state.done, stop))
     return state
 
 

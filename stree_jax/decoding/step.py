@@ -58,7 +58,7 @@ class Emitted(NamedTuple):
     active: Bool[Array, " B"]  # rows that took part in the step
     ended: Bool[Array, " B"]  # by an end token or a stop
     failed: Int[Array, " B"]
-    stop: Int[Array, " B"] | None
+    stop: Int[Array, " B"]
 
 
 def decode_step(
@@ -144,11 +144,9 @@ def _emit(
 
     count = verdict.num_accepted + 1
     is_end = (tokens[..., None] == limits.eos_tokens[:, None]).any(axis=-1)
-    stop, read = state.stop, None
+    read = None
     if limits.stops is not None:
-        if stop is None:
-            raise ValueError("limits.stops needs a decoder with has_stops = True")
-        read = stops.advanced(limits.stops, stop, tokens, state.emitted)
+        read = stops.advanced(limits.stops, state.stop, tokens, state.emitted)
         is_end |= read[1]
     is_end &= places < count[:, None]
     ended = is_end.any(axis=-1)
@@ -164,8 +162,7 @@ def _emit(
     count = jnp.where(is_active, count, 0)
     if is_ruled_out is not None:  # after the tokens before it, which are right
         failed = jnp.where(is_active & is_ruled_out, RULED_OUT, failed)
-    if stop is not None and read is not None:
-        stop = stops.after(stop, *read, count)
+    stop = state.stop if read is None else stops.after(state.stop, *read, count)
     return Emitted(tokens, count, is_active, ended, failed, stop)
 
 

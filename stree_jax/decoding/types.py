@@ -175,7 +175,7 @@ class Limits(NamedTuple):
 
     max_new_tokens: Int[Array, " B"]
     eos_tokens: Int[Array, "B Y"]  # any of them ends the row; padded with -1
-    stops: Stops | None = None  # if the decoder has stops
+    stops: Stops | None = None  # None: no row has stops
 
 
 class Statistics(NamedTuple):
@@ -220,8 +220,8 @@ class DecodeState(NamedTuple):
     keys: Key[Array, " B"]  # one random stream per row
     step: Int[Array, " B"]  # steps so far; folded into the keys of sampled drafts and of tests
     statistics: Statistics
+    stop: Int[Array, " B"]  # states of `Limits.stops`; -1: a stop has ended the row
     log_probs: TokenLogProbs | None = None  # if the decoder records them
-    stop: Int[Array, " B"] | None = None  # states of `Limits.stops`; -1: a stop has ended the row
 
 
 def state_specs(model: HybridLM) -> Any:

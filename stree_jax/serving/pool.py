@@ -55,9 +55,8 @@ class Pool:
         if first_places is not None and _needs_places(model, drafter, self._most):
             self._size = min(buffer_size(first_places), self._most)
         self._rows: list[Row | None] = [None] * rows  # None: the row is free
-        # What the rows record, and whether they have stops, see `SpeculativeDecoder`.
-        self._num_best: int | None = None
-        self._has_stops, self._stop_sizes = False, (1, 1)
+        self._num_best: int | None = None  # what the rows record, see `SpeculativeDecoder`
+        self._stop_sizes: tuple[int, int] | None = None  # of their automata; None: no row has stops
         self._state: Any = None
         self._cache: Any = None  # shapes of a row's
         self._started: set[int] = set()  # rows that have started since the last run
@@ -190,19 +189,14 @@ class Pool:
         return [row or Row() for row in self._rows]
 
     def _limits(self) -> Limits:
-        sizes = self._stop_sizes if self._has_stops else None
-        limits = limits_of(self._settings(), self._model.config.vocab_size, sizes)
+        vocab_size = self._model.config.vocab_size
+        limits = limits_of(self._settings(), vocab_size, self._stop_sizes)
         return self._model.partition.put_rows(limits)
 
     def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
         found = self._plans[greedy]
         assert found is not None  # the scheduler refuses such requests
-        decoder = dataclasses.replace(
-            found.decoder,
-            max_length=self._size,
-            num_best=self._num_best,
-            has_stops=self._has_stops,
-        )
+        decoder = dataclasses.replace(found.decoder, max_length=self._size, num_best=self._num_best)
         return decoder, found.drafter
 
     def _extend(self, plan: Plan) -> None:
@@ -213,12 +207,9 @@ class Pool:
             size = buffer_size(num_best, _FEWEST_BEST) if num_best else 0
             self._num_best = min(size, vocab_size)
         if stopping:
-            self._has_stops = True
-            states, classes = stopping.machine(vocab_size).sizes
-            self._stop_sizes = (
-                max(self._stop_sizes[0], states),
-                max(self._stop_sizes[1], classes),
-            )
+            before = self._stop_sizes or (1, 1)
+            states, classes = map(max, before, stopping.machine(vocab_size).sizes)
+            self._stop_sizes = states, classes
 
 
 def _needs_places(model: HybridLM, drafter: Drafter | None, most: int) -> bool:
