@@ -17,10 +17,20 @@ from stree_jax.decoding.prompts import Context
 from stree_jax.mesh.partition import ROWS
 from stree_jax.messages import shown
 
+_Rule = typing.TypeVar("_Rule")
 
-@typing.no_type_check  # on a mesh jax unflattens it with specs
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+
+@typing.dataclass_transform(frozen_default=True)
+def rule(cls: type[_Rule]) -> type[_Rule]:
+    """Makes a frozen dataclass and pytree of a class; a `__repr__` of its own stays.
+
+    Types are not checked: jax makes objects with leaves that are specs, placeholders or None.
+    """
+    own = dataclasses.dataclass(frozen=True, repr=cls.__repr__ is object.__repr__)(cls)
+    return typing.no_type_check(jax.tree_util.register_dataclass(own))
+
+
+@rule
 class ForRows:
     """A filter or processor of some rows.
 
