@@ -26,10 +26,6 @@ def place_request(request: Plan, partition: Partition) -> Plan:
 
     Padding repeats the last row; the caller marks these rows as done.
 
-    Args:
-        request: the request.
-        partition: the model's partition.
-
     Raises:
         ValueError: processes have different requests.
     """
@@ -51,11 +47,8 @@ def place_sampling(
 ) -> Sampling:
     """The settings of rows, on the mesh.
 
-    Args:
-        partition: the model's partition.
-        sampling: settings that every process has.
-        tables: arrays that rules share and their copies on the mesh, by id; those of these
-            settings replace what was there.
+    `tables` has arrays that rules share and their copies on the mesh, by id; those of these
+    settings replace what was there.
     """
     used: dict[int, tuple[Any, Any]] = {}
 

@@ -265,13 +265,7 @@ def _checked_verifier(
 
 
 def limits_of(rows: Sequence[Row], vocab_size: int, stop_sizes: tuple[int, int] | None) -> Limits:
-    """The limits of a batch.
-
-    Args:
-        rows: the rows.
-        vocab_size: the number of tokens, V.
-        stop_sizes: least sizes of the automata of stops; None: no row has stops.
-    """
+    """The limits of a batch; `stop_sizes` are least sizes of automata, None without stops."""
     stops = None
     if stop_sizes is not None:
         machines = tuple(row.stopping.machine(vocab_size) for row in rows)
@@ -290,12 +284,7 @@ def _end_tokens(rows: Sequence[Row]) -> Any:
 
 
 def sampling_of(rows: Sequence[Row], *, may_differ: bool) -> Sampling:
-    """The sampling settings of a batch.
-
-    Args:
-        rows: the rows, which `check_together` accepts.
-        may_differ: whether some may have filters or processors and others none.
-    """
+    """The sampling settings of a batch; `may_differ`: some may have rules and others none."""
     options = [row.options for row in rows]
     sampled = np.array([own.log_probs == "sampled" for own in options])
     # A row at temperature 0 takes the best token, which no filter leaves out.

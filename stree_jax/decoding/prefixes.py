@@ -74,13 +74,9 @@ def with_room(request: Plan, model: HybridLM, after: Prefix) -> Plan:
 
 
 def continued(request: Plan, model: HybridLM, num_rows: int, after: Prefix) -> Prefix:
-    """The prefix of joined texts: reads what follows `after` in each.
+    """The prefix of `num_rows` different joined texts: reads what follows `after` in each.
 
-    Args:
-        request: the plan of the joined texts, from `with_room`; rows may be repeated in place.
-        model: the target.
-        num_rows: number of different texts.
-        after: the prefix of as many rows, or of one.
+    `request` is from `with_room`, and may repeat each text in place; `after` has as many rows or 1.
     """
     every = len(request.context.length) // num_rows
     context = Context(*(values[::every] for values in request.context))
@@ -99,13 +95,7 @@ def compact(
     prefix: Prefix,
     size: int,
 ) -> Prefix:
-    """A prefix of one row with buffers of `size` places, which `SpeculativeDecoder.read` takes.
-
-    Args:
-        decoder, model, drafter: the program.
-        prefix: the prefix.
-        size: at least the length of the text.
-    """
+    """A prefix of one row with buffers of `size` tokens, in which its text fits."""
     tokens, length = prefix.context
     context = Context(tokens[:, :size], length)
     return dataclasses.replace(decoder, max_length=size).read(model, drafter, context, prefix)

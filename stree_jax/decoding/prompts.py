@@ -90,14 +90,7 @@ def checked_prompts(
 def check_length(
     context: Context, max_new_tokens: Sequence[int], max_length: int | None, made_for: int | None
 ) -> None:
-    """Refuses requests that are longer than the model's context, instead of cutting them.
-
-    Args:
-        context: the prompts.
-        max_new_tokens: of each row.
-        max_length: the user's limit.
-        made_for: the model's context.
-    """
+    """Refuses texts longer than the user's limit, or the context that a model is made for."""
     limit = made_for if max_length is None else max_length
     lengths = np.asarray(context.length).tolist()
     totals = [length + most for length, most in zip(lengths, max_new_tokens, strict=True)]

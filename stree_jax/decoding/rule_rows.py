@@ -72,13 +72,7 @@ def is_given(value: object) -> bool:
 
 
 def check_rules(rules: object, protocol: type, name: str, example: str) -> None:
-    """Refuses invalid filters or processors of a text.
-
-    Args:
-        rules: what the user gave.
-        protocol: `Filter` or `LogitsProcessor`.
-        name: of the option.
-        example: an entry.
+    """Refuses invalid filters or processors of a text, the option of this name.
 
     Raises:
         ValueError: not a list of them, or one that is no pytree of numbers and arrays.
@@ -103,12 +97,7 @@ def check_rules(rules: object, protocol: type, name: str, example: str) -> None:
 
 
 def of_rows(rows: Sequence[Sequence[Any]], *, may_differ: bool) -> tuple[Any, ...]:
-    """The rules of a batch.
-
-    Args:
-        rows: the rules of each row: none, or those of one `kind`.
-        may_differ: whether some rows may have rules and others none.
-    """
+    """The rules of rows of one `kind`; `may_differ`: some may have none where others have rules."""
     own = next((rules for rules in rows if rules), ())
     of_all = [joined(each) for each in zip(*(rules or own for rules in rows), strict=True)]
     if not may_differ:

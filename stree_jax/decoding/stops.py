@@ -179,15 +179,9 @@ def _listed(value: Any) -> Any:
 def stops_of(
     machines: tuple["Machine", ...],
     min_new_tokens: tuple[int, ...],
-    sizes: tuple[int, int] = (1, 1),
+    sizes: tuple[int, int],
 ) -> Stops:
-    """The automata of a batch, padded to one size.
-
-    Args:
-        machines: the automaton of each row.
-        min_new_tokens: a stop that ends with one of a row's first tokens does not count.
-        sizes: least numbers of states and classes.
-    """
+    """The automata of a batch, padded to one size: at least these numbers of states and classes."""
     different = [*dict.fromkeys(machines)]
     states, classes = (
         max(sizes) for sizes in zip(sizes, *(m.sizes for m in different), strict=True)
