@@ -31,7 +31,7 @@ from benchmarks.cases.base import random_tree
 from benchmarks.common import Found, Table, main, names
 from benchmarks.families import FAMILIES
 from benchmarks.methods import TWO_TREES, Method, trees
-from stree_jax.decoding.rows import Row, processors_of
+from stree_jax.decoding.rule_rows import of_rows
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.testing import perturbed, random_mtp_head
 from stree_jax.testing.exactness import apply, processed_after
@@ -161,7 +161,7 @@ def first_difference(
     padded = np.zeros((1, -(-len(text) // PADDED) * PADDED), np.int32)  # few programs
     padded[0, : len(text)] = text
     logits = apply(model, padded)[:, len(text) - 1, None, : model.config.vocab_size]
-    rules = processors_of([Row(processors=tuple(processors))])
+    rules = of_rows([processors], may_differ=False)
     new = np.array(want[:place], np.int32)
     logits = processed_after(rules, np.array([prompt], np.int32), new[None], logits)[0, 0]
     if temperature == 0:

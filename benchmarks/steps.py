@@ -13,7 +13,7 @@ from benchmarks.common import memory_of, summary, timed_calls
 from pallas_kernels import dispatch
 from pallas_kernels.numerics import best_of
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.types import DecodeState, DraftTree, Verdict
 from stree_jax.models.cache import path_to
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from tests.helpers import fences
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.testing import (
     PROMPTS,
     assert_lossless,

@@ -19,7 +19,7 @@ from stree_jax.cli.options import MAX_SEED, Generate, wanted
 from stree_jax.cli.prompts import prompt_of, read_lines
 from stree_jax.cli.records import Record, open_records
 from stree_jax.decoding.drafters.base import draft_models
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size
 from stree_jax.mesh.hosts import by_first
 from stree_jax.messages import shown

@@ -19,7 +19,7 @@ from stree_jax.cli.loading import Chosen, load_models
 from stree_jax.cli.options import Demo
 from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
-from stree_jax.decoding.generate import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.tuning.measure import interleaved
 
 # Written for this demo: similar to the training text but not part of it.

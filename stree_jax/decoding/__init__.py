@@ -1,7 +1,7 @@
 """Drafters, verifiers and the one loop that runs them."""
 
 from stree_jax.decoding.head_reader import HeadModel, HeadReader, outputs_ahead
-from stree_jax.decoding.options import Plan
+from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.reader import (

@@ -3,18 +3,15 @@
 A filter is a logits processor without a state that comes after temperature.
 """
 
-import dataclasses
-import typing
 from typing import Any, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import largest_threshold
 from stree_jax.array_types import Array, Float32
 from stree_jax.checks import check_int, is_number
-from stree_jax.decoding.rule_rows import is_given, per_row
+from stree_jax.decoding.rule_rows import is_given, per_row, rule
 from stree_jax.messages import shown
 
 
@@ -37,9 +34,7 @@ class Filter(Protocol):
         ...
 
 
-@typing.no_type_check  # jax unflattens it with leaves that are not numbers
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@rule
 class TopK:
     """Keeps the k best tokens, and those that tie with the last of them.
 
@@ -58,9 +53,7 @@ class TopK:
         return lax.cond((k > 0).any(), lambda: _best_k(logits, k), lambda: logits)
 
 
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@rule
 class TopP:
     """Keeps the smallest set of tokens with probability p, and those that tie with its last one.
 
@@ -89,9 +82,7 @@ class TopP:
         return jnp.where(kept, logits, -jnp.inf)
 
 
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@rule
 class MinP:
     """Keeps tokens at least p times as probable as the best one (Nguyen et al., 2024).
 

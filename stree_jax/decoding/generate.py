@@ -1,25 +1,26 @@
 """`generate` and `stream`: checks first, then one compiled program."""
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
-import jax
 import numpy as np
-from jax import lax
 
 from pallas_kernels import dispatch
-from stree_jax.array_types import Array, Int
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.fingerprints import check_origin, origin_of
-from stree_jax.decoding.local_rows import rows_of_all
-from stree_jax.decoding.options import OptionKeywords, Options, Plan, checked_options, plan
-from stree_jax.decoding.pieces import Piece, Pieces
-from stree_jax.decoding.placement import place_request
-from stree_jax.decoding.prefixes import continued, joined, prefix_of, repeated, with_room
+from stree_jax.decoding.options import OptionKeywords, Options, checked_options
+from stree_jax.decoding.placement import place_request, rows_of_all
+from stree_jax.decoding.plan import Plan, plan
+from stree_jax.decoding.prefill import tokens_from
+from stree_jax.decoding.prefixes import (
+    check_origin,
+    continued,
+    joined,
+    prefix_of,
+    repeated,
+    with_room,
+)
 from stree_jax.decoding.prompts import check_num_rows, checked_prompts
-from stree_jax.decoding.results import Ended, Generation, error_of, generation_of
-from stree_jax.decoding.stops import STOPPED
+from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
 from stree_jax.decoding.types import Context, DecodeState, Prefix
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.mesh.hosts import on_host
@@ -100,14 +101,8 @@ def generate(
         state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
     ended = Ended.of(state, request.limits, own)
     cache = state.cache if return_cache else None
-    prefix = None
-    if return_prefix:
-        origin = origin_of(model, request.drafter)
-        prefix = prefix_of(decoder, state)._replace(origin=origin)
-    generation = generation_of(ended, request, own, text, cache, prefix)
-    if error := error_of(ended, generation):
-        raise error
-    return generation
+    prefix = prefix_of(request, model, state) if return_prefix else None
+    return generation_of(ended, request, own, text, cache, prefix)
 
 
 def stream(
@@ -155,30 +150,24 @@ def stream(
                     model, request.drafter, state, request.limits, request.sampling
                 )
             had_ended, most = done, request.decoder.topology.depth + 1
-            tokens, length = on_host((_tail(state.context, start, most), state.context.length))
-            done, stop = on_host((state.done, state.stop))
+            new = tokens_from(state.context.tokens, start, most)
+            tokens, length = on_host((new, state.context.length))
+            done = on_host(state.done)
+            end = done & ~had_ended
+            ended = Ended.of(state, request.limits, rows) if end.any() else None
             given = []
-            for i, row in zip(range(len(done))[rows], pieces, strict=True):
-                new = tokens[i, : length[i] - start[i]].tolist()
-                if done[i] and not had_ended[i]:
-                    given.append(
-                        row.end(new, stopped=stop is not None and bool(stop[i] == STOPPED))
-                    )
+            for own, i in enumerate(range(len(done))[rows]):
+                if end[i] and ended is not None:
+                    last = ended.new(own, request.rows[i].stopping)
+                    given.append(pieces[own].rest(last.tokens.tolist(), last.text))
                 else:
-                    given.append(row.take(new))
+                    given.append(pieces[own].take(tokens[i, : length[i] - start[i]].tolist()))
             yield given
             start = length
         ended = Ended.of(state, request.limits, rows)
-        if error := error_of(ended, generation_of(ended, request, rows, text)):
-            raise error
+        generation_of(ended, request, rows, text)  # raises if a row failed
 
     return steps()
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _tail(context: Context, start: Int[Array, " B"], size: int) -> Int[Array, "B _"]:
-    """`size` tokens of each row from position `start`: a step's new tokens."""
-    return jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (size,)))(context.tokens, start)
 
 
 def _requested(

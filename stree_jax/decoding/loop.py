@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
-from stree_jax.decoding import log_probs
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import MAX_TOKENS
 from stree_jax.decoding.reading import read_text
+from stree_jax.decoding.rule_rows import rule_specs
 from stree_jax.decoding.step import decode_step
 from stree_jax.decoding.types import (
     Context,
@@ -29,8 +29,8 @@ from stree_jax.decoding.types import (
     Prefix,
     Sampling,
     Statistics,
+    TokenLogProbs,
     Verdict,
-    sampling_specs,
     state_specs,
 )
 from stree_jax.decoding.verifiers import Verifier
@@ -45,13 +45,13 @@ MAX_STEPS = 2**31 - 1  # the loop counts them in int32
 
 def _run_specs(model: HybridLM) -> Any:
     specs, whole = state_specs(model), PartitionSpec()
-    return (specs, ROWS, sampling_specs, whole, whole), specs
+    return (specs, ROWS, rule_specs, whole, whole), specs
 
 
 def _step_specs(model: HybridLM) -> Any:
     specs: Any = state_specs(model)
     draft: Any = DraftTree(ROWS, ROWS, ROWS, PartitionSpec(), ROWS, ROWS)  # type: ignore[arg-type]
-    return (specs, ROWS, sampling_specs), (specs, draft, ROWS)
+    return (specs, ROWS, rule_specs), (specs, draft, ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,6 @@ class SpeculativeDecoder:
             needs no check. Up to `steps_per_sync - 1` steps are wasted at the end.
         num_best: record the log-probability of each new token, and those of this many best ones;
             None: record nothing.
-        has_stops: whether rows may end at stops, `Limits.stops`.
 
     Raises:
         ValueError: a bad size, or nodes in another order.
@@ -79,7 +78,6 @@ class SpeculativeDecoder:
     max_length: int
     steps_per_sync: int = 1
     num_best: int | None = None
-    has_stops: bool = False
 
     def __post_init__(self) -> None:
         if self.topology != self.topology.level_order():
@@ -90,15 +88,15 @@ class SpeculativeDecoder:
             check_int("num_best", self.num_best, 0)
 
     @property
-    def num_places(self) -> int:
+    def capacity(self) -> int:
         """Size of the token buffer: a whole path may be written past a row's end."""
         return self.max_length + self.topology.depth + 1
 
     def _check_room(self, prompts: Context) -> None:
-        if (width := prompts.tokens.shape[1]) > self.num_places:
+        if (width := prompts.tokens.shape[1]) > self.capacity:
             raise ValueError(
                 f"the prompts are a buffer of {width} tokens, and with max_length ="
-                f" {self.max_length} a row has {self.num_places} places; cut the buffer, or make"
+                f" {self.max_length} a row has {self.capacity} places; cut the buffer, or make"
                 f" max_length at least {width}"
             )
 
@@ -119,7 +117,7 @@ class SpeculativeDecoder:
                 buffers of any size; its drafter's state is one of `drafter`, or None.
 
         Raises:
-            ValueError: the prompts are a buffer with more places than `num_places`.
+            ValueError: the prompts are a buffer with more places than `capacity`.
         """
         self._check_room(prompts)
         return read_text(model, drafter, prompts, self.topology, self.max_length, before)
@@ -174,7 +172,7 @@ class SpeculativeDecoder:
         self._check_room(prompts)
         batch, width = prompts.tokens.shape
         num_nodes, depth = self.topology.num_nodes, self.topology.depth
-        tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.num_places - width)))
+        tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.capacity - width)))
         zeros = jnp.zeros(batch, jnp.int32)
         return DecodeState(
             context=Context(tokens, prompts.length),
@@ -189,10 +187,10 @@ class SpeculativeDecoder:
             keys=jax.random.clone(keys),  # the loop donates the state, not the caller's keys
             step=zeros,
             statistics=Statistics(zeros, zeros, zeros, zeros, jnp.zeros((batch, depth), jnp.int32)),
+            stop=zeros,
             log_probs=None
             if self.num_best is None
-            else log_probs.empty(batch, self.num_places, self.num_best),
-            stop=zeros if self.has_stops else None,
+            else TokenLogProbs.empty(batch, self.capacity, self.num_best),
         )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")

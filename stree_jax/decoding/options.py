@@ -1,56 +1,24 @@
-"""Checks the arguments of `generate` and makes a `Plan` of them. Nothing is compiled here."""
+"""`Options`: how texts are continued, with one value or one for each row."""
 
 import dataclasses
-import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict
 
 import jax
 import numpy as np
 
-from pallas_kernels import dispatch
-from stree_jax.array_types import Array
 from stree_jax.checks import check_int, is_above_zero, is_number
-from stree_jax.decoding.drafters.base import Drafter, check_request, drawn_by, with_tokens_of
 from stree_jax.decoding.filters import (
     Filter,
     check_min_p,
     check_top_k,
     check_top_p,
 )
-from stree_jax.decoding.keys import row_keys, typed_key
-from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.placement import check_placement
 from stree_jax.decoding.processors import LogitsProcessor
-from stree_jax.decoding.prompts import buffer_size, check_length, checked_prompts
-from stree_jax.decoding.rows import Row, check_together, limits_of, sampling_of
+from stree_jax.decoding.prompts import typed_key
 from stree_jax.decoding.rule_rows import check_rules
-from stree_jax.decoding.stop_tables import listed_stops, stopping_of
-from stree_jax.decoding.types import Context, Limits, Sampling
-from stree_jax.decoding.verifiers import (
-    LOSSY_VERIFIERS,
-    VERIFIERS,
-    Verifier,
-    default_verifier,
-)
+from stree_jax.decoding.stops import listed_stops
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.tree import TreeTopology
-
-_FEWEST_EOS_TOKENS = 4
-
-
-class Plan(NamedTuple):
-    """A checked request: the program to run, and its arguments."""
-
-    decoder: SpeculativeDecoder
-    drafter: Drafter | None
-    context: Context
-    keys: Array
-    limits: Limits
-    sampling: Sampling
-    rows: list[Row]
-
 
 PerRow: TypeAlias = Any  # a sequence with a value for each row
 
@@ -193,7 +161,7 @@ class Options:
         check_rules(self.filters, Filter, "filters", "st.TopK(8)")
         check_rules(self.processors, LogitsProcessor, "processors", "st.RepetitionPenalty(1.2)")
         if self.eos_token is not None:
-            _listed_eos_tokens(self.eos_token, None)
+            listed_eos_tokens(self.eos_token, None)
         if self.max_length is not None:
             check_int("max_length", self.max_length, 1)
         is_flag = isinstance(self.log_probs, bool | np.bool_)
@@ -264,11 +232,12 @@ def checked_options(function: str, keywords: Mapping[str, Any]) -> Options:
     for name in keywords:
         if name not in OptionKeywords.__annotations__:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-    _check_not_traced(*keywords.values())
+    check_not_traced(*keywords.values())
     return Options(**keywords)
 
 
-def _check_not_traced(*values: Any) -> None:
+def check_not_traced(*values: Any) -> None:
+    """Refuses traced arguments."""
     if any(isinstance(value, jax.core.Tracer) for value in values):
         raise ValueError(
             "generate and stream run in Python, not under jit, vmap or grad: call them outside,"
@@ -276,125 +245,8 @@ def _check_not_traced(*values: Any) -> None:
         )
 
 
-def plan(
-    model: HybridLM,
-    prompts: Sequence[Sequence[int]],
-    text: Options | None = None,
-    *,
-    drafter: Drafter | None = None,
-    topology: TreeTopology | None = None,
-    verifier: str | Verifier | None = None,
-    lossy: bool = False,
-    **options: Unpack[OptionKeywords],
-) -> Plan:
-    """Checks a request; compiles nothing.
-
-    Arguments and errors as in `generate`; `text` are options that are checked already, instead of
-    keywords.
-    """
-    text = checked_options("plan", options) if text is None else text
-    check_model(model)
-    vocab_size = model.config.vocab_size
-    _check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
-    context = checked_prompts(prompts, vocab_size)
-    _check_not_traced(context.length, text.key, model.final_norm_scale[...])
-    rows = _rows_of(text, model, len(prompts))
-    most = [row.max_new_tokens for row in rows]
-    check_length(context, most, text.max_length, model.config.max_length)
-    temperature_is_zero = all(row.is_greedy for row in rows)
-    if text.key is None and not temperature_is_zero:
-        raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
-    keys = row_keys(jax.random.key(0) if text.key is None else text.key, len(prompts))
-    _check_drafter(drafter)
-    check_placement(model, drafter)
-    topology = _checked_topology(topology, drafter, vocab_size)
-    drafter = with_tokens_of(drafter, model)
-    check_request(drafter, model, topology, temperature_is_zero=temperature_is_zero)
-    chosen = _checked_verifier(verifier, drafter, topology, temperature_is_zero)
-    if not (lossy or is_lossless(chosen)):
-        raise ValueError(
-            f"verifier {chosen.name!r} is lossy: its output does not have the target's"
-            " distribution; pass lossy=True if you want that, or leave verifier out"
-        )
-    may_differ = len({*map(id, rows)}) > 1
-    if may_differ:
-        # The first row of each sort stands for all of them.
-        sorts = (
-            lambda row: row.filters,
-            lambda row: row.processors,
-            lambda row: row.is_greedy,
-            lambda row: not row.is_greedy,
-        )
-        others = [next(filter(sort, rows)) for sort in sorts if any(map(sort, rows))]
-        for row in rows:
-            check_together(row, others, chosen, "other rows", "decode these apart")
-    longest = max(np.asarray(context.length) + np.array(most))
-    has_stops = any(row.stopping for row in rows)
-    decoder = SpeculativeDecoder(
-        topology=topology,
-        verifier=chosen,
-        max_length=buffer_size(int(longest)),
-        # On a GPU a termination check on the host takes long compared with a step.
-        steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
-        num_best=text.num_best,
-        has_stops=has_stops,
-    )
-    return Plan(
-        decoder,
-        drafter if topology.num_nodes > 1 else None,  # a root alone is autoregressive decoding
-        context,
-        keys,
-        limits_of(rows, vocab_size, (1, 1) if has_stops else None),
-        sampling_of(rows, greedy=temperature_is_zero, may_differ=may_differ),
-        rows,
-    )
-
-
-def _rows_of(options: Options, model: HybridLM, batch: int) -> list[Row]:
-    """The settings of each row, checked for the model; one object for all rows that are equal."""
-    vocab_size, ends = model.config.vocab_size, model.config.eos_token
-    check_int("top_log_probs", options.top_log_probs, 0, vocab_size)
-
-    def row_of(own: Options) -> Row:
-        eos_token, of_rules = own.eos_token, []
-        for processor in own.processors:
-            if callable(check := getattr(processor, "check", None)):
-                check(vocab_size)
-            of_rules += [end for end in getattr(processor, "end_tokens", ()) if end < vocab_size]
-        if eos_token is None:
-            eos_token = [*np.ravel([] if ends is None else ends).tolist(), *of_rules]
-        listed = _listed_eos_tokens(eos_token, vocab_size)
-        if listed and of_rules and not {*listed} & {*of_rules}:
-            raise ValueError(
-                f"eos_token = {shown(listed)} does not end the texts of a logits processor,"
-                f" which end with {shown(of_rules)}; leave it out, or make the processor with it"
-            )
-        return Row(
-            max_new_tokens=int(own.max_new_tokens),
-            min_new_tokens=own.min_new_tokens,
-            end_tokens=_padded_eos_tokens(listed),
-            stopping=stopping_of(own.stop, own.tokenizer, vocab_size),
-            temperature=float(own.temperature),
-            top_k=own.top_k,
-            top_p=own.top_p,
-            min_p=own.min_p,
-            filters=tuple(own.filters),
-            processors=tuple(own.processors),
-            record_sampled=own.log_probs == "sampled",
-        )
-
-    if not options.entries():
-        return [row_of(options)] * batch
-    return [row_of(own) for own in options.rows(batch)]
-
-
-def is_lossless(verifier: str | Verifier | None) -> bool:
-    """Whether a verifier (or its name) keeps the target's tokens or their distribution."""
-    rule = LOSSY_VERIFIERS.get(verifier) if isinstance(verifier, str) else verifier
-    return getattr(rule, "lossless", True)
-
-
-def _listed_eos_tokens(eos_token: int | Sequence[int], vocab_size: int | None) -> list[int]:
+def listed_eos_tokens(eos_token: int | Sequence[int], vocab_size: int | None) -> list[int]:
+    """The end tokens of a row, checked."""
     try:
         tokens = np.ravel(eos_token).tolist()
     except ValueError:  # lists of different lengths inside
@@ -402,76 +254,3 @@ def _listed_eos_tokens(eos_token: int | Sequence[int], vocab_size: int | None) -
     for token in tokens:
         check_int("eos_token", token, 0, None if vocab_size is None else vocab_size - 1)
     return tokens
-
-
-def _padded_eos_tokens(tokens: list[int]) -> np.ndarray:
-    """End-of-sequence tokens `[Y]`, padded with -1."""
-    row = np.full(buffer_size(len(tokens), _FEWEST_EOS_TOKENS), -1, np.int32)
-    row[: len(tokens)] = tokens
-    return row
-
-
-def _check_drafter(drafter: Drafter | None) -> None:
-    if drafter is None:
-        return
-    if isinstance(drafter, type) or not isinstance(drafter, Drafter):
-        raise ValueError(
-            "drafter must be a ModelDrafter(...), an NgramDrafter(...) or another object with the"
-            f" methods of stree_jax.Drafter, got {shown(drafter)}"
-        )
-    for leaf in jax.tree.leaves(drafter):
-        if not isinstance(leaf, jax.Array | np.ndarray | numbers.Number):
-            raise ValueError(
-                f"drafter must be a pytree of arrays, and has a leaf {shown(leaf)}; derive its"
-                " class from flax.nnx.Module, or register it with jax.tree_util"
-            )
-
-
-def _checked_topology(
-    topology: TreeTopology | None, drafter: Drafter | None, vocab_size: int
-) -> TreeTopology:
-    if topology is None:
-        topology = TreeTopology.chain(0) if drafter is None else drafter.default_topology()
-    if not isinstance(topology, TreeTopology):
-        raise ValueError(f"topology must be a TreeTopology, got {shown(topology)}")
-    if drafter is None and topology.num_nodes > 1:
-        raise ValueError(
-            f"a tree of {topology.num_nodes} nodes needs a drafter: pass drafter=ModelDrafter(...)"
-        )
-    branching = max(map(len, topology.children))
-    if branching > vocab_size:
-        raise ValueError(f"nodes with {branching} children, but only {vocab_size} tokens exist")
-    return topology.level_order()
-
-
-def _checked_verifier(
-    verifier: str | Verifier | None,
-    drafter: Drafter | None,
-    topology: TreeTopology,
-    temperature_is_zero: bool,
-) -> Verifier:
-    drawn = drawn_by(drafter, topology, temperature_is_zero=temperature_is_zero)
-    if verifier is None:
-        verifier = default_verifier(drawn, topology, temperature_is_zero=temperature_is_zero)
-    if isinstance(verifier, str):
-        known = VERIFIERS if verifier in VERIFIERS else LOSSY_VERIFIERS
-        if verifier not in known:
-            raise ValueError(
-                f"unknown verifier {shown(verifier)}; known: {sorted(VERIFIERS)}, and lossy:"
-                f" {sorted(LOSSY_VERIFIERS)}"
-            )
-        verifier = known[verifier]
-    if isinstance(verifier, type) or not isinstance(verifier, Verifier):
-        raise ValueError(
-            f"verifier must be one of {sorted(VERIFIERS)}, or an object with the name and the"
-            f" methods of stree_jax.Verifier, got {shown(verifier)}"
-        )
-    try:
-        hash(verifier)
-    except TypeError:
-        raise ValueError(
-            f"verifier {verifier.name!r} is not hashable, and a compiled program depends on it;"
-            " make its class a frozen dataclass"
-        ) from None
-    verifier.check(drawn, topology, temperature_is_zero=temperature_is_zero)
-    return verifier

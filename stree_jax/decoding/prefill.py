@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
-from stree_jax.decoding.context import Context
-from stree_jax.decoding.prompts import buffer_size
+from stree_jax.decoding.prompts import Context, buffer_size
 from stree_jax.decoding.returned import check_state
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
@@ -23,8 +22,11 @@ from stree_jax.models.lm import HybridLM
 PREFILL_CHUNK = 512  # tokens
 
 
-# A separate program: it does not depend on the tree, and takes as long to compile as a step.
-@functools.partial(jax.jit, static_argnames="max_length")
+def _specs(model: HybridLM) -> Any:
+    specs = cache_specs(model.config, model.partition.axis)
+    return (ROWS, ROWS, ROWS, specs), (specs, ROWS)
+
+
 def prefill(
     model: HybridLM,
     tokens: Tokens,
@@ -37,24 +39,39 @@ def prefill(
     Continues from `cache`; None starts with an empty one of `max_length` positions. The number of
     chunks is traced, so chunks beyond the longest row cost nothing.
     """
-    static: dict[str, Any] = dict(inner_layers=(), max_length=max_length)
-    return _prefill(model, None, tokens, lengths, None, cache, **static)[0]
+    return prefill_with_drafter(
+        *(model, None, tokens, lengths, None, cache), inner_layers=(), max_length=max_length
+    )[0]
 
 
+# A separate program: it does not depend on the tree, and takes as long to compile as a step.
 @functools.partial(jax.jit, static_argnames=("inner_layers", "max_length"))
+@on_mesh(_specs)
 def prefill_with_drafter(
     model: HybridLM,
     drafter: Any,
     tokens: Tokens,
     lengths: Lengths,
-    max_length: int,
     state: Any,
     cache: Cache | None,
+    *,
     inner_layers: tuple[int, ...],
+    max_length: int | None,
 ) -> tuple[Cache, Any]:
     """As `prefill`, and the state of a drafter that reads every chunk, see `Drafter.read`."""
-    static: dict[str, Any] = dict(inner_layers=inner_layers, max_length=max_length)
-    return _prefill(model, drafter, tokens, lengths, state, cache, **static)
+
+    def read(chunk: Array, lengths: Array, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:
+        cache, state = carry
+        if drafter is None:
+            return model.prefill(chunk, lengths, cache)[1], state
+        hidden, cache = model.prefill_hidden(chunk, lengths, cache, inner_layers)
+        after = drafter.read(state, chunk, hidden, lengths)
+        return cache, check_state(drafter, "read", after, state)
+
+    if cache is None:
+        assert max_length is not None
+        cache = model.init_cache(len(tokens), max_length)
+    return in_chunks(read, tokens, lengths, (cache, state))
 
 
 def rest_of(
@@ -71,45 +88,16 @@ def rest_of(
         return None
     width = buffer_size(int(count.max()))
     first, count = placed_like(context.length, (jnp.asarray(first), jnp.asarray(count)))
-    return placed_like(context.length, _pieces(context.tokens, first, width)), count
+    return placed_like(context.length, tokens_from(context.tokens, first, width)), count
 
 
 @functools.partial(jax.jit, static_argnames="width")
-def _pieces(tokens: Int[Array, "B L"], first: Int[Array, " B"], width: int) -> Int[Array, "B _"]:
-    """`width` tokens of each row from position `first`."""
-    tokens = jnp.pad(tokens, ((0, 0), (0, width)))
-    return jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (width,)))(tokens, first)
-
-
-def _specs(model: HybridLM) -> Any:
-    specs = cache_specs(model.config, model.partition.axis)
-    return (ROWS, ROWS, ROWS, specs), (specs, ROWS)
-
-
-@on_mesh(_specs)
-def _prefill(
-    model: HybridLM,
-    drafter: Any,
-    tokens: Array,
-    lengths: Array,
-    state: Any,
-    cache: Cache | None,
-    *,
-    inner_layers: tuple[int, ...],
-    max_length: int | None,
-) -> tuple[Cache, Any]:
-    def read(chunk: Array, lengths: Array, carry: tuple[Cache, Any]) -> tuple[Cache, Any]:
-        cache, state = carry
-        if drafter is None:
-            return model.prefill(chunk, lengths, cache)[1], state
-        hidden, cache = model.prefill_hidden(chunk, lengths, cache, inner_layers)
-        after = drafter.read(state, chunk, hidden, lengths)
-        return cache, check_state(drafter, "read", after, state)
-
-    if cache is None:
-        assert max_length is not None
-        cache = model.init_cache(len(tokens), max_length)
-    return in_chunks(read, tokens, lengths, (cache, state))
+def tokens_from(
+    tokens: Int[Array, "B L"], first: Int[Array, " B"] | np.ndarray, width: int
+) -> Int[Array, "B _"]:
+    """`width` tokens of each row from position `first`; those past a row's buffer are any."""
+    places = first[:, None] + jnp.arange(width)
+    return jnp.take_along_axis(tokens, places, axis=1, mode="clip")
 
 
 def in_chunks(

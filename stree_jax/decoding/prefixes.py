@@ -1,7 +1,11 @@
-"""Continued texts: from the rows of a generation, or of a prefix, to those of the next one."""
+"""Continued texts: from the rows of a generation, or of a prefix, to those of the next one.
+
+A prefix has fingerprints of the model and the drafter that it was read with.
+"""
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,21 +15,23 @@ import numpy as np
 
 from stree_jax.decoding.capacity import cache_shapes, fits
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.fingerprints import origin_of
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import Plan
+from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size
-from stree_jax.decoding.types import Context, DecodeState, Prefix
+from stree_jax.decoding.types import Context, DecodeState, Origin, Prefix
+from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 
+_NUMBERS = 64  # of an array, in a fingerprint
+_ARRAYS = 16  # of weights on an accelerator, where each is a transfer
 
-def prefix_of(decoder: SpeculativeDecoder, state: DecodeState) -> Prefix:
+
+def prefix_of(request: Plan, model: HybridLM, state: DecodeState) -> Prefix:
     """The prefix of all rows of a state that `run` returned; a failed row has length 0."""
     tokens, length = state.context
-    context = Context(
-        tokens[:, : decoder.max_length], jnp.where(state.failed > 0, 0, length).astype(jnp.int32)
-    )
-    return Prefix(context, state.cache, state.drafter)
+    length = jnp.where(state.failed > 0, 0, length).astype(jnp.int32)
+    context = Context(tokens[:, : request.decoder.max_length], length)
+    return Prefix(context, state.cache, state.drafter, origin_of(model, request.drafter))
 
 
 def joined(prompts: Sequence[Sequence[int]], after: Prefix) -> list[list[int]]:
@@ -68,27 +74,18 @@ def with_room(request: Plan, model: HybridLM, after: Prefix) -> Plan:
 
 
 def continued(request: Plan, model: HybridLM, num_rows: int, after: Prefix) -> Prefix:
-    """The prefix of joined texts: reads what follows `after` in each.
+    """The prefix of `num_rows` different joined texts: reads what follows `after` in each.
 
-    Args:
-        request: the plan of the joined texts, from `with_room`; rows may be repeated in place.
-        model: the target.
-        num_rows: number of different texts.
-        after: the prefix of as many rows, or of one.
+    `request` is from `with_room`, and may repeat each text in place; `after` has as many rows or 1.
     """
     every = len(request.context.length) // num_rows
     context = Context(*(values[::every] for values in request.context))
     before = after._replace(origin=None)  # static: programs serve prefixes of any
-    if not is_own(after, model, request.drafter):
+    if after.origin is None or after.origin != origin_of(model, request.drafter):
         before = before._replace(drafter=None)
     if len(after.context.length) < num_rows:
         before = repeated(before, num_rows)
     return request.decoder.read(model, request.drafter, context, before)
-
-
-def is_own(after: Prefix, model: HybridLM, drafter: Drafter | None) -> bool:
-    """Whether the drafter's state of a prefix is one of this drafter."""
-    return after.origin is not None and after.origin == origin_of(model, drafter)
 
 
 def compact(
@@ -98,33 +95,83 @@ def compact(
     prefix: Prefix,
     size: int,
 ) -> Prefix:
-    """A prefix of one row with buffers of `size` places, which `SpeculativeDecoder.read` takes.
-
-    Args:
-        decoder, model, drafter: the program.
-        prefix: the prefix.
-        size: at least the length of the text.
-    """
+    """A prefix of one row with buffers of `size` tokens, in which its text fits."""
     tokens, length = prefix.context
     context = Context(tokens[:, :size], length)
     return dataclasses.replace(decoder, max_length=size).read(model, drafter, context, prefix)
 
 
+@jax.jit
 def stacked(rows: Sequence[Any]) -> Any:
     """Concatenates the rows of several trees of arrays; one program for each number of trees."""
-    return _stacked(tuple(rows))
-
-
-@jax.jit
-def _stacked(rows: tuple[Any, ...]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
 
 
+@functools.partial(jax.jit, static_argnames="times")
 def repeated(rows: Any, times: int) -> Any:
     """Repeats each row of all arrays in place, as one program."""
-    return _repeated(rows, times)
-
-
-@functools.partial(jax.jit, static_argnames="times")
-def _repeated(rows: Any, times: int) -> Any:
     return jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), rows)
+
+
+def origin_of(model: HybridLM, drafter: Drafter | None) -> Origin:
+    """Fingerprints of the shapes of all weights and of some of their numbers: few are read.
+
+    On a mesh the numbers are those of the first shard of this process.
+    """
+    return Origin(_fingerprint(model), _fingerprint(drafter))
+
+
+def check_origin(
+    after: Prefix, model: HybridLM, drafter: Drafter | None = None, *, any_drafter: bool = False
+) -> None:
+    """Refuses a prefix of another model or drafter; one without an origin is taken.
+
+    Raises:
+        ValueError: it was read with another model or, without `any_drafter`, with another drafter.
+    """
+    if not isinstance(after, Prefix):
+        raise ValueError(
+            "after must be a Prefix: Generation.prefix, Completion.prefix or what Scheduler.read"
+            f" returned; got {shown(after)}"
+        )
+    if after.origin is None:
+        return
+    own = origin_of(model, drafter)
+    for name in ("model",) if any_drafter else ("model", "drafter"):
+        if getattr(after.origin, name) != getattr(own, name):
+            raise ValueError(
+                f"after was read with another {name}, or its weights have changed; read the text"
+                " again with this one"
+            )
+
+
+def _fingerprint(part: Any) -> str:
+    leaves = jax.tree.leaves(part)
+    kinds = [(np.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves]
+    leaves = [_first_shard(leaf) for leaf in leaves]
+    digest = hashlib.sha256(f"{type(part).__name__} {kinds}".encode())
+    near = [leaf for leaf in leaves if _is_on_host(leaf)]
+    far = [leaf for leaf in leaves if not _is_on_host(leaf)]
+    for leaf in near:
+        numbers = np.ravel(_numbers(leaf))
+        digest.update(numbers[:: max(1, numbers.size // _NUMBERS)].tobytes())
+    for leaf in far[:: max(1, len(far) // _ARRAYS)]:
+        digest.update(np.asarray(_numbers(leaf)[(0,) * (leaf.ndim - 1)][:_NUMBERS]).tobytes())
+    return digest.hexdigest()
+
+
+def _first_shard(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+        return leaf.addressable_data(0)
+    return leaf
+
+
+def _is_on_host(leaf: Any) -> bool:
+    if not isinstance(leaf, jax.Array) or not leaf.ndim:
+        return True
+    return all(device.platform == "cpu" for device in leaf.devices())
+
+
+def _numbers(leaf: Any) -> Any:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Int
-from stree_jax.decoding.context import Context
 from stree_jax.decoding.nodes import put, take, unrolls
+from stree_jax.decoding.prompts import Context
 from stree_jax.decoding.rule_rows import classes_of, per_row
 from stree_jax.tree import Tree, TreeTopology
 
@@ -187,7 +187,7 @@ class Processing(NamedTuple):
                 below = self.advance(take(states, jnp.maximum(tree.parents, 0)), tokens)
                 here = tree.depth == depth + 1
                 return jax.tree.map(
-                    lambda new, old: jnp.where(per_node(here, new), new, old), below, states
+                    lambda new, old: jnp.where(per_row(here, new), new, old), below, states
                 )
 
             return lax.fori_loop(0, topology.depth, one_pass, start)
@@ -252,11 +252,6 @@ def _advanced(processor: LogitsProcessor, state: Any, tokens: Array) -> Any:
             f" returned {now}"
         )
     return after
-
-
-def per_node(values: Array, state: Array) -> Array:
-    """An array `[B, Q]` with axes of size 1, so that it broadcasts against a state."""
-    return values.reshape(values.shape + (1,) * (state.ndim - 2))
 
 
 def first_states(

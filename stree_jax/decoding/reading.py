@@ -54,8 +54,12 @@ def _check_longer(before: Context, context: Context, max_length: int) -> None:
         )
 
 
-def drafter_shapes(drafter: Drafter, rows: int, topology: TreeTopology, max_length: int) -> Any:
+def drafter_shapes(
+    drafter: Drafter | None, rows: int, topology: TreeTopology, max_length: int
+) -> Any:
     """Shapes and dtypes of a drafter's state."""
+    if drafter is None:
+        return None
     return jax.eval_shape(lambda: drafter.init(rows, topology, max_length))
 
 
@@ -75,8 +79,11 @@ def _read(
     """
     inner = inner_layers(drafter)
     if drafter is not None and inner is not None:
-        piece = tokens, lengths, max_length, state, cache
-        return prefill_with_drafter(model, drafter, *piece, inner)
+        return prefill_with_drafter(
+            *(model, drafter, tokens, lengths, state, cache),
+            inner_layers=inner,
+            max_length=max_length,
+        )
     if drafter is not None:
         state = check_state(drafter, "read", drafter.read(state, tokens, None, lengths), state)
     return prefill(model, tokens, lengths, max_length, cache), state

@@ -1,15 +1,17 @@
-"""The results of decoding: tokens, counts and log-probabilities of rows, on the host."""
+"""The results of rows, on the host: tokens, counts, log-probabilities, and pieces of streams."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from stree_jax.decoding.options import Options, Plan, is_lossless
+from stree_jax.decoding.options import Options
+from stree_jax.decoding.plan import Plan, is_lossless
 from stree_jax.decoding.step import DRAFT_FAILED, RULED_OUT, TARGET_FAILED
-from stree_jax.decoding.stop_tables import Stopping
-from stree_jax.decoding.stops import STOPPED
+from stree_jax.decoding.stops import STOPPED, Stopping
+from stree_jax.decoding.text_stream import TextStream
 from stree_jax.decoding.types import (
     Context,
     DecodeState,
@@ -110,15 +112,15 @@ class Ended(NamedTuple):
     emitted: np.ndarray
     failed: np.ndarray
     statistics: Statistics
+    stop: np.ndarray
     log_probs: TokenLogProbs | None
-    stop: np.ndarray | None
     eos_tokens: np.ndarray
 
     @classmethod
     def of(cls, state: DecodeState, limits: Limits, rows: slice = slice(None)) -> "Ended":
         """Of these rows. All processes of a mesh call this."""
-        taken = (state.context, state.emitted, state.failed, state.statistics, state.log_probs)
-        return cls(*on_host((*taken, state.stop, limits.eos_tokens), rows))
+        taken = (getattr(state, name) for name in cls._fields[:-1])
+        return cls(*on_host((*taken, limits.eos_tokens), rows))
 
     def new(self, row: int, stopping: Stopping) -> "NewTokens":
         """The new tokens of a row, up to its stop."""
@@ -127,7 +129,7 @@ class Ended(NamedTuple):
         text: str | None = None
         if self.failed[row]:
             reason = "failed"
-        elif self.stop is not None and self.stop[row] == STOPPED:
+        elif self.stop[row] == STOPPED:
             reason = "stop"
             count, text = stopping.cut(tokens[start:end].tolist())
         elif count and tokens[end - 1] in self.eos_tokens[row]:
@@ -165,9 +167,13 @@ def generation_of(
     cache: Cache | None = None,
     prefix: Prefix | None = None,
 ) -> Generation:
-    """The result of a request's own rows, padded to the largest `max_new_tokens` of all rows."""
+    """The result of a request's own rows, padded to the largest `max_new_tokens` of all rows.
+
+    Raises:
+        NonFiniteLogitsError: rows failed.
+    """
     rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows[own])]
-    width = max(row.max_new_tokens for row in request.rows)
+    width = max(row.options.max_new_tokens for row in request.rows)
 
     def padded(buffer: Any, parts: list[Any], fill: Any) -> np.ndarray:
         """The rows' parts of a buffer, with its dtype."""
@@ -184,7 +190,7 @@ def generation_of(
             padded(buffer, [row.log_probs[i] for row in rows if row.log_probs], fills[i])
             for i, buffer in enumerate(ended.log_probs)
         )
-    return Generation(
+    generation = Generation(
         padded(ended.context.tokens, [row.tokens for row in rows], PAD),
         np.array([len(row.tokens) for row in rows], np.int32),
         statistics_of(ended.statistics),
@@ -197,18 +203,14 @@ def generation_of(
         None if options.tokenizer is None else [row.text or "" for row in rows],
         prefix,
     )
-
-
-def error_of(ended: Ended, generation: Generation) -> NonFiniteLogitsError | None:
-    """The error that rows failed, if any did."""
-    if not ended.failed.any():
-        return None
-    rows = np.flatnonzero(ended.failed).tolist()
-    others = f"; rows {rows[1:]} failed too" if rows[1:] else ""
-    return NonFiniteLogitsError(
-        f"{failure(ended.failed, ended.emitted, rows[0])}{others}."
+    failed = np.flatnonzero(ended.failed).tolist()
+    if not failed:
+        return generation
+    others = f"; rows {failed[1:]} failed too" if failed[1:] else ""
+    raise NonFiniteLogitsError(
+        f"{failure(ended.failed, ended.emitted, failed[0])}{others}."
         " The output of all rows is in the error's `generation`",
-        rows,
+        failed,
         generation,
     )
 
@@ -239,3 +241,53 @@ def statistics_of(statistics: Statistics) -> DecodeStatistics:
         tau_per_row=counts.emitted / calls_per_row,
         target_calls_per_row=counts.target_calls,
     )
+
+
+class Piece(list[int]):
+    """New tokens of a row, a list.
+
+    Attributes:
+        text: the text that follows that of the row's pieces before, if the row has a tokenizer.
+            All of them together are the text that `generate` gives.
+    """
+
+    def __init__(self, tokens: Iterable[int] = (), text: str | None = None):
+        super().__init__(tokens)
+        self.text = text
+
+
+class Pieces:
+    """Cuts the tokens of a streamed row into pieces; those that a stop may cut are held back."""
+
+    def __init__(self, stopping: Stopping):
+        self._stopping = stopping
+        self._tokens: list[int] = []
+        self._held_bytes = 0  # of the tokens that are not given
+        self._stream = None if stopping.tokenizer is None else TextStream(stopping.tokenizer)
+        self._num_given = self._num_characters = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens so far, with those that are held back."""
+        return len(self._tokens)
+
+    def take(self, new: Sequence[int]) -> Piece:
+        """The piece that no later stop can cut, after these tokens of a row that continues."""
+        size = self._stopping.size
+        self._tokens += new
+        self._held_bytes += sum(map(size, new))
+        first, until = self._num_given, len(self._tokens) + 1 - self._stopping.most_tokens
+        for token in self._tokens[first : max(first, until)]:
+            if self._held_bytes - size(token) < self._stopping.most_bytes - 1:
+                break
+            self._held_bytes -= size(token)
+            self._num_given += 1
+        given = self._tokens[first : self._num_given]
+        text = None if self._stream is None else self._stream.push(given)
+        self._num_characters += len(text or "")
+        return Piece(given, text)
+
+    def rest(self, tokens: Sequence[int], text: str | None) -> Piece:
+        """The last piece, of all tokens of the row up to its stop, and their text."""
+        rest = None if text is None else text[self._num_characters :]
+        return Piece(tokens[self._num_given :], rest)

@@ -5,6 +5,7 @@ and not inside XLA or in the carry of a loop.
 """
 
 import numbers
+import operator
 from typing import Any
 
 import jax
@@ -47,14 +48,19 @@ def check_proposed(
     draft, state = returned
     _require(f"{name} must return a DraftTree", draft, DraftTree)
     _require(f"{name} must return a DraftTree with a Tree as tree", draft.tree, Tree)
-    nodes, one = (batch, topology.num_nodes), (batch,)
-    _check(name, draft, {"tokens": (nodes, jnp.int32), "finite": (one, jnp.bool_)})
-    _check(name, draft, {"log_prob_row": (nodes[1:], jnp.int32)})
+    nodes = batch, topology.num_nodes
+    wanted: _Wanted = {
+        "tokens": (nodes, jnp.int32),
+        "finite": (nodes[:1], jnp.bool_),
+        "log_prob_row": (nodes[1:], jnp.int32),
+        "tree.parents": (nodes, jnp.int32),
+        "tree.depth": (nodes, jnp.int32),
+        "tree.ancestor_mask": ((*nodes, nodes[1]), jnp.bool_),
+        "tree.valid": (nodes, jnp.bool_),
+    }
     if draft.log_probs is not None:
-        _check(name, draft, {"log_probs": ((batch, None, vocab_size), jnp.float32)})
-    of_tree: _Wanted = {"parents": (nodes, jnp.int32), "depth": (nodes, jnp.int32)}
-    of_tree |= {"ancestor_mask": ((*nodes, nodes[1]), jnp.bool_), "valid": (nodes, jnp.bool_)}
-    _check(name, draft.tree, of_tree, "tree.")
+        wanted["log_probs"] = (batch, None, vocab_size), jnp.float32
+    _check(name, draft, wanted)
     return draft, check_state(drafter, "propose", state, before)
 
 
@@ -99,16 +105,16 @@ def _require(what: str, value: Any, cls: type) -> None:
         raise ValueError(f"{what}, got {_kind(value)}")
 
 
-def _check(name: str, arrays: Any, wanted: _Wanted, prefix: str = "") -> None:
+def _check(name: str, arrays: Any, wanted: _Wanted) -> None:
     for field, (shape, dtype) in wanted.items():
-        value = getattr(arrays, field)
+        value = operator.attrgetter(field)(arrays)
         fits = _is_array(value) and jnp.result_type(value) == dtype
         have = jnp.shape(value) if fits else ()
         sizes_fit = all(size in (None, own) for own, size in zip(have, shape, strict=False))
         if not (fits and len(have) == len(shape) and sizes_fit):
             sizes = ", ".join("any" if size is None else str(size) for size in shape)
             want = f"{jnp.dtype(dtype).name}[{sizes}]"
-            raise ValueError(f"{name} must return {prefix}{field} as {want}, got {_kind(value)}")
+            raise ValueError(f"{name} must return {field} as {want}, got {_kind(value)}")
 
 
 def _is_like(leaf: Any, old: Any) -> bool:

@@ -13,14 +13,24 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Bool
-from stree_jax.decoding.context import Context
+from stree_jax.decoding.prompts import Context
 from stree_jax.mesh.partition import ROWS
 from stree_jax.messages import shown
 
+_Rule = typing.TypeVar("_Rule")
 
-@typing.no_type_check  # on a mesh jax unflattens it with specs
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+
+@typing.dataclass_transform(frozen_default=True)
+def rule(cls: type[_Rule]) -> type[_Rule]:
+    """Makes a frozen dataclass and pytree of a class; a `__repr__` of its own stays.
+
+    Types are not checked: jax makes objects with leaves that are specs, placeholders or None.
+    """
+    own = dataclasses.dataclass(frozen=True, repr=cls.__repr__ is object.__repr__)(cls)
+    return typing.no_type_check(jax.tree_util.register_dataclass(own))
+
+
+@rule
 class ForRows:
     """A filter or processor of some rows.
 
@@ -44,7 +54,7 @@ class ForRows:
 
 
 def per_row(values: Any, logits: Array) -> Array:
-    """An array `[B]` with axes of size 1, so that it broadcasts against logits `[B, *rows, V]`."""
+    """An array `[B]`, or `[B, Q]`, with axes of size 1, so that it broadcasts against another."""
     values = jnp.asarray(values)
     return values.reshape(values.shape + (1,) * (logits.ndim - values.ndim))
 
@@ -62,13 +72,7 @@ def is_given(value: object) -> bool:
 
 
 def check_rules(rules: object, protocol: type, name: str, example: str) -> None:
-    """Refuses invalid filters or processors of a text.
-
-    Args:
-        rules: what the user gave.
-        protocol: `Filter` or `LogitsProcessor`.
-        name: of the option.
-        example: an entry.
+    """Refuses invalid filters or processors of a text, the option of this name.
 
     Raises:
         ValueError: not a list of them, or one that is no pytree of numbers and arrays.
@@ -93,12 +97,7 @@ def check_rules(rules: object, protocol: type, name: str, example: str) -> None:
 
 
 def of_rows(rows: Sequence[Sequence[Any]], *, may_differ: bool) -> tuple[Any, ...]:
-    """The rules of a batch.
-
-    Args:
-        rows: the rules of each row: none, or those of one `kind`.
-        may_differ: whether some rows may have rules and others none.
-    """
+    """The rules of rows of one `kind`; `may_differ`: some may have none where others have rules."""
     own = next((rules for rules in rows if rules), ())
     of_all = [joined(each) for each in zip(*(rules or own for rules in rows), strict=True)]
     if not may_differ:

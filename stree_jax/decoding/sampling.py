@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.numerics import best_of
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
+from stree_jax.decoding.rule_rows import per_row
 from stree_jax.decoding.types import Sampling
 
 # Folded into a row's key for its noise. Draws that belong to a step fold in the step's number.
@@ -82,10 +83,9 @@ def filtered_logits(
     Returns:
         `-inf` for tokens that are filtered out.
     """
-    per_row = (slice(None),) + (None,) * (logits.ndim - 1)
     # The best logit is 0 before the division, so no temperature overflows.
     scaled = logits - best_token(logits)[1][..., None]
-    temperature = sampling.temperature[per_row]
+    temperature = per_row(sampling.temperature, logits)
     scaled = scaled / jnp.where(temperature > 0, temperature, 1.0)
     for keep in sampling.filters:
         scaled = keep(scaled)

@@ -29,7 +29,6 @@ from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Bool, Int, Key
 from stree_jax.checks import check_int
-from stree_jax.decoding import log_probs
 from stree_jax.decoding.capacity import cache_shapes, same_rows, with_capacity
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
@@ -42,6 +41,7 @@ from stree_jax.decoding.types import (
     DecodeState,
     Prefix,
     Sampling,
+    TokenLogProbs,
     prefix_specs,
     state_specs,
 )
@@ -68,7 +68,7 @@ def empty(
             cannot have equal parts of the rows.
     """
     check_rows(model, rows)
-    width = min(buffer_size(1), decoder.num_places)
+    width = min(buffer_size(1), decoder.capacity)
     nothing = Context(jnp.zeros((1, width), jnp.int32), jnp.ones(1, jnp.int32))
     first = model.partition.put_rows((nothing, jax.random.key(0)[None], jnp.ones(1, bool)))
     state = decoder.start(model, drafter, *first[:2])
@@ -128,11 +128,14 @@ def insert(
     _check_exist(state, rows)
     if keys.shape != (len(rows),):
         raise ValueError(f"{len(rows)} rows need as many keys, got an array of shape {keys.shape}")
-    _check_prefix(state, prefix)
+    if not same_rows(state.cache, prefix.cache):
+        raise ValueError("the prefix was read for a pool with other buffers or another model")
+    if not same_rows(state.drafter, prefix.drafter):
+        raise ValueError("the prefix was read for another drafter or tree than the pool has now")
     prefix = prefix._replace(origin=None)  # static: programs serve prefixes of any
     places = model.partition.put(model.partition.row_places(rows, len(state.done)))
     keys = model.partition.put(keys, PartitionSpec())
-    return _insert(decoder, model, state, places, prefix, keys)
+    return inserted(decoder, model, state, places, prefix, keys)
 
 
 def _insert_specs(model: HybridLM) -> Any:
@@ -142,7 +145,7 @@ def _insert_specs(model: HybridLM) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
 @on_mesh(_insert_specs, modules=1)
-def _insert(
+def inserted(
     decoder: SpeculativeDecoder,
     model: HybridLM,
     state: DecodeState,
@@ -150,6 +153,7 @@ def _insert(
     prefix: Prefix,
     keys: Key[Array, " rows"],
 ) -> DecodeState:
+    """The program of `insert`; on a mesh `rows` are as `Partition.row_places` gives them."""
     new = decoder.begin(model, prefix.context, keys)
     processors = state.processors  # `with_processors` starts those of new rows
     new = new._replace(cache=prefix.cache, drafter=prefix.drafter)
@@ -215,29 +219,20 @@ def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
 
 
 def extended(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
-    """The pool with records and states of stops, if the decoder has them and the pool had not.
+    """The pool with the decoder's records of log-probabilities, if it had fewer.
 
     Raises:
-        ValueError: the pool has what the decoder has not.
+        ValueError: it had more.
     """
     before = -1 if state.log_probs is None else state.log_probs.best.shape[-1]
     after = -1 if decoder.num_best is None else decoder.num_best
-    if before > after or (state.stop is not None and not decoder.has_stops):
-        raise ValueError(
-            f"the decoder has num_best = {decoder.num_best}, has_stops = {decoder.has_stops}; the"
-            " pool has more"
-        )
+    if before > after:
+        raise ValueError(f"the decoder has num_best = {decoder.num_best}; the pool has more")
     if before < after:
-        empty = log_probs.empty(len(state.done), decoder.num_places, after)
-        records = placed_like(state.done, empty)
+        records = TokenLogProbs.empty(len(state.done), decoder.capacity, after)
         if state.log_probs is not None:
-            records = jax.tree.map(
-                lambda new, old: new.at[..., : old.shape[-1]].set(old), records, state.log_probs
-            )
+            records = with_capacity(state.log_probs, records)
         state = state._replace(log_probs=placed_like(state.done, records))
-    if decoder.has_stops and state.stop is None:
-        stop = jnp.zeros(len(state.done), jnp.int32)
-        state = state._replace(stop=placed_like(state.done, stop))
     return state
 
 
@@ -250,29 +245,21 @@ def resized(
         ValueError: a state that `run` did not return.
     """
     _check_between_runs(state)
-    context, batch, drafts = state.context, len(state.done), state.drafter
-    if drafter is not None:
-        shapes = drafter_shapes(drafter, batch, decoder.topology, decoder.max_length)
-        drafts = with_capacity(drafts, shapes)
-    records = state.log_probs
-    tokens, records = with_capacity(
-        (context.tokens, records), jax.eval_shape(lambda: _places(decoder, state))
+    batch, size = len(state.done), decoder.max_length
+    per_token = state.context.tokens, state.log_probs
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((batch, decoder.capacity, *leaf.shape[2:]), leaf.dtype),
+        per_token,
     )
+    tokens, records = with_capacity(per_token, wanted)
+    shapes = drafter_shapes(drafter, batch, decoder.topology, size)
     resized = state._replace(
-        context=context._replace(tokens=tokens),
-        cache=with_capacity(state.cache, cache_shapes(model, batch, decoder.max_length)),
-        drafter=drafts,
+        context=state.context._replace(tokens=tokens),
+        cache=with_capacity(state.cache, cache_shapes(model, batch, size)),
+        drafter=with_capacity(state.drafter, shapes),
         log_probs=records,
     )
     return owned(resized, (model, drafter))
-
-
-def _places(decoder: SpeculativeDecoder, state: DecodeState) -> Any:
-    """Per-token buffers of the pool: tokens and log-probability records."""
-    batch, records = len(state.done), state.log_probs
-    if records is not None:
-        records = log_probs.empty(batch, decoder.num_places, records.best.shape[-1])
-    return jnp.zeros((batch, decoder.num_places), jnp.int32), records
 
 
 def _check_between_runs(state: DecodeState) -> None:
@@ -287,10 +274,3 @@ def _check_exist(state: DecodeState, rows: Sequence[int]) -> None:
     num_rows = len(state.done)
     if len({*rows}) < len(rows) or not rows or min(rows) < 0 or max(rows) >= num_rows:
         raise ValueError(f"rows must be different ones of 0 to {num_rows - 1}, got {[*rows]}")
-
-
-def _check_prefix(state: DecodeState, prefix: Prefix) -> None:
-    if not same_rows(state.cache, prefix.cache):
-        raise ValueError("the prefix was read for a pool with other buffers or another model")
-    if not same_rows(state.drafter, prefix.drafter):
-        raise ValueError("the prefix was read for another drafter or tree than the pool has now")

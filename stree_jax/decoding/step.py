@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Int
-from stree_jax.decoding import log_probs, stops
+from stree_jax.decoding import stops
 from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.drafters.base import inner_layers
 from stree_jax.decoding.processors import Processing
 from stree_jax.decoding.returned import check_proposed, check_state, check_verdict
-from stree_jax.decoding.sampling import all_finite, position_noise
+from stree_jax.decoding.sampling import all_finite, position_noise, token_log_probs
 from stree_jax.decoding.types import (
     Context,
     DecodeState,
@@ -21,6 +21,7 @@ from stree_jax.decoding.types import (
     Sampling,
     Statistics,
     Step,
+    TokenLogProbs,
     Verdict,
 )
 from stree_jax.decoding.verifiers import Verifier
@@ -57,7 +58,7 @@ class Emitted(NamedTuple):
     active: Bool[Array, " B"]  # rows that took part in the step
     ended: Bool[Array, " B"]  # by an end token or a stop
     failed: Int[Array, " B"]
-    stop: Int[Array, " B"] | None
+    stop: Int[Array, " B"]
 
 
 def decode_step(
@@ -143,11 +144,9 @@ def _emit(
 
     count = verdict.num_accepted + 1
     is_end = (tokens[..., None] == limits.eos_tokens[:, None]).any(axis=-1)
-    stop, read = state.stop, None
+    read = None
     if limits.stops is not None:
-        if stop is None:
-            raise ValueError("limits.stops needs a decoder with has_stops = True")
-        read = stops.advanced(limits.stops, stop, tokens, state.emitted)
+        read = stops.advanced(limits.stops, state.stop, tokens, state.emitted)
         is_end |= read[1]
     is_end &= places < count[:, None]
     ended = is_end.any(axis=-1)
@@ -163,8 +162,7 @@ def _emit(
     count = jnp.where(is_active, count, 0)
     if is_ruled_out is not None:  # after the tokens before it, which are right
         failed = jnp.where(is_active & is_ruled_out, RULED_OUT, failed)
-    if stop is not None and read is not None:
-        stop = stops.after(stop, *read, count)
+    stop = state.stop if read is None else stops.after(state.stop, *read, count)
     return Emitted(tokens, count, is_active, ended, failed, stop)
 
 
@@ -192,19 +190,17 @@ def _advance(
 
     records = state.log_probs
     if records is not None:
-        records = log_probs.recorded(
-            records,
-            verified.logits,
-            verified.processed,
-            verified.nodes[:, :-1],
-            emitted.tokens,
-            state.context.length,
-            sampling,
-        )
+        new_records = _records(verified, emitted.tokens, sampling, records.best.shape[-1])
+        records = _written(records, new_records, state.context.length)
     number = state.emitted + count
     is_full = number >= limits.max_new_tokens
     new = state._replace(
-        context=_appended(state.context, emitted.tokens, count),
+        # All new tokens are written: the buffers have room for a whole path past a row's end, and
+        # what is beyond `count` is overwritten by the next step, or never read.
+        context=Context(
+            _written(state.context.tokens, emitted.tokens, state.context.length),
+            state.context.length + count,
+        ),
         emitted=number,
         done=state.done | (emitted.failed > 0) | emitted.ended | is_full,
         failed=emitted.failed,
@@ -221,14 +217,27 @@ def _advance(
     return new, draft, cut
 
 
-def _appended(context: Context, new_tokens: Array, count: Array) -> Context:
-    """Appends the first `count` of `new_tokens` to each row."""
-    # Writes all of them: the buffer has room for a whole path past a row's end, and tokens beyond
-    # `count` are never read.
-    tokens = jax.vmap(lambda row, new, at: lax.dynamic_update_slice(row, new, (at,)))(
-        context.tokens, new_tokens, context.length
-    )
-    return Context(tokens, context.length + count)
+def _records(
+    verified: Verified, new_tokens: Int[Array, "B _"], sampling: Sampling, num_best: int
+) -> TokenLogProbs:
+    """Log-probabilities of a step's new tokens, each at the node at which it was drawn."""
+    nodes = verified.nodes[:, :-1, None]
+    log_probs = jax.nn.log_softmax(jnp.take_along_axis(verified.logits, nodes, axis=1))
+    if sampling.record_sampled is not None:
+        processed = jnp.take_along_axis(verified.processed, nodes, axis=1)
+        sampled = token_log_probs(processed, sampling)
+        log_probs = jnp.where(sampling.record_sampled[:, None, None], sampled, log_probs)
+    chosen = jnp.take_along_axis(log_probs, new_tokens[..., None], axis=-1)[..., 0]
+    return TokenLogProbs(chosen, *lax.top_k(log_probs, num_best))
+
+
+def _written(buffers: Any, new: Any, at: Int[Array, " B"]) -> Any:
+    """Each row of the buffers with its row of `new` from position `at` on."""
+
+    def write(row: Array, new: Array, at: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(row, new, at, axis=0)
+
+    return jax.tree.map(lambda buffer, new: jax.vmap(write)(buffer, new, at), buffers, new)
 
 
 def _counted(

@@ -1,13 +1,316 @@
-"""Stops inside the decode loop: each row runs an automaton over its new tokens."""
+"""Stops: automata that are built on the host and run in the decode loop, and where they cut a text.
+
+Stops of token ids are found by an automaton of Aho and Corasick (1975) over tokens; strings by one
+over the bytes of the tokens, so that a stop may begin and end inside of tokens. Tokens that move no
+state apart from each other are one class.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from tokenizers import Tokenizer
 
 from stree_jax.array_types import Array, Bool, Int
+from stree_jax.checks import check_int
+from stree_jax.decoding.prompts import buffer_size
+from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
 from stree_jax.decoding.types import Stops
+from stree_jax.messages import shown
 
 STOPPED = -1  # the state of a row that a stop has ended
+_MOST_CELLS = 2**25  # states times tokens while strings are compiled: 128 MiB
+_OTHERS = 0  # the symbol of all tokens that are in no stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopping:
+    """The stops of a row.
+
+    Attributes:
+        tokens: stops of token ids.
+        texts: stops that are strings.
+        tokenizer: the tokenizer of the strings.
+    """
+
+    tokens: tuple[tuple[int, ...], ...] = ()
+    texts: tuple[str, ...] = ()
+    tokenizer: Any = None
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.texts)
+
+    def machine(self, vocab_size: int) -> "Machine":
+        """The automaton of all of them."""
+        return _machine(self.tokens, self.texts, self.tokenizer, vocab_size)
+
+    def cut(self, tokens: Sequence[int]) -> tuple[int, str | None]:
+        """Length of the text before the stop that its last token completed.
+
+        Of several stops that end with this token it is the one that begins first.
+
+        Returns:
+            The number of tokens before the stop, and with a tokenizer the text, which may end
+            inside the next token.
+        """
+        kept = len(tokens)
+        for stop in self.tokens:
+            if tuple(tokens[-len(stop) :]) == stop:
+                kept = min(kept, len(tokens) - len(stop))
+        if self.tokenizer is None:
+            return kept, None
+        if not self.texts:
+            return kept, self.tokenizer.decode([*tokens[:kept]])
+        pieces = [*map(self._piece, tokens)]
+        ends = np.cumsum([len(piece) for piece in pieces])
+        data, before = b"".join(pieces), int(ends[-1]) - len(pieces[-1])
+        starts = [
+            data.find(stop, max(0, before + 1 - len(stop))) for stop in map(str.encode, self.texts)
+        ]
+        start = min((start for start in starts if start >= 0), default=len(data))
+        kept = min(kept, int(np.searchsorted(ends, start, side="right")))
+        inside = start - (int(ends[kept - 1]) if kept else 0)
+        if kept == len(tokens) or not 0 < inside < len(pieces[kept]):
+            return kept, self.tokenizer.decode([*tokens[:kept]])
+        text = self.tokenizer.decode([*tokens[: kept + 1]])
+        beyond = pieces[kept][inside:].decode(errors="replace")
+        return kept, text[: len(text) - len(beyond)]
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest stop of tokens."""
+        return max([1, *map(len, self.tokens)])
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the longest stop of text."""
+        return max([1, *(len(stop.encode()) for stop in self.texts)])
+
+    def size(self, token: int) -> int:
+        """Bytes of a token, where stops of text count them."""
+        return len(self._piece(token)) if self.texts else 0
+
+    def _piece(self, token: int) -> bytes:
+        known = _bytes_of(self.tokenizer)
+        return known[token] if token < len(known) else b""
+
+
+def stopping_of(stop: Any, tokenizer: Any, vocab_size: int) -> Stopping:
+    """The stops of a row, checked.
+
+    Special tokens are no text: a string that is one is a stop of that token too.
+
+    Raises:
+        ValueError: a token outside the vocabulary, a string with a special token among other text,
+            or a string without a tokenizer or with one whose tokens have unknown text.
+    """
+    stops = listed_stops(stop)
+    texts = tuple(each for each in stops if isinstance(each, str))
+    tokens = tuple(each for each in stops if not isinstance(each, str))
+    for each in tokens:
+        for token in each:
+            check_int("a token of stop", token, 0, vocab_size - 1)
+    if tokenizer is not None:
+        tokenizer = as_tokenizer(tokenizer)
+    if texts:
+        if tokenizer is None:
+            raise ValueError(
+                f"stop = {shown(texts[0])} is a text, and needs the tokenizer: pass"
+                " tokenizer=st.load_tokenizer(path), or stops as lists of token ids"
+            )
+        _bytes_of(tokenizer)
+        tokens += _special_tokens(texts, tokenizer, vocab_size)
+    return Stopping(tokens, texts, tokenizer)
+
+
+def _special_tokens(
+    texts: Sequence[str], tokenizer: Tokenizer, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """The special tokens among the texts, each as a stop of one token."""
+    added = tokenizer.get_added_tokens_decoder()
+    special = {each.content: token for token, each in added.items() if each.special}
+    for text in texts:
+        if found := next((name for name in special if name in text and name != text), None):
+            raise ValueError(
+                f"stop = {shown(text)} can never appear: {shown(found)} is a special token and no"
+                " text; give it as a stop of its own, or the stop as a list of token ids"
+            )
+    ids = [special[text] for text in texts if text in special]
+    return tuple((token,) for token in ids if token < vocab_size)
+
+
+def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:
+    """The stops of a row: strings, and tuples of token ids.
+
+    Raises:
+        ValueError: something else, or an empty stop.
+    """
+    if stop is None:
+        return []
+    if isinstance(stop, str):
+        stop = [stop]
+    wanted = "stop must be a list of texts and of lists of token ids, such as ['\\n\\n', [1, 2]]"
+    stops = _listed(stop)
+    if not isinstance(stops, Sequence):
+        raise ValueError(f"{wanted}, got {shown(stop)}")
+    found: list[str | tuple[int, ...]] = []
+    for each in map(_listed, stops):
+        if not isinstance(each, Sequence) or isinstance(each, bytes):
+            raise ValueError(f"{wanted}, got {shown(stop)}")
+        if not len(each):
+            raise ValueError(f"stop has an empty entry: {shown(stop)}; leave it out")
+        if isinstance(each, str):
+            found.append(each)
+        else:
+            found.append(tuple(check_int("a token of stop", token, 0) for token in each))
+    return found
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+@functools.lru_cache(maxsize=2)  # a scheduler asks again before every run
+def stops_of(
+    machines: tuple["Machine", ...],
+    min_new_tokens: tuple[int, ...],
+    sizes: tuple[int, int],
+) -> Stops:
+    """The automata of a batch, padded to one size: at least these numbers of states and classes."""
+    different = [*dict.fromkeys(machines)]
+    states, classes = (
+        max(sizes) for sizes in zip(sizes, *(m.sizes for m in different), strict=True)
+    )
+    tables = np.zeros((len(different), states, classes), np.int32)
+    for table, machine in zip(tables, different, strict=True):
+        own, kinds = machine.next_state.shape
+        table[:own, :kinds] = machine.next_state
+    rows = jnp.asarray([different.index(machine) for machine in machines])
+    return Stops(
+        class_of=jnp.asarray(np.stack([machine.class_of for machine in different]))[rows],
+        next_state=jnp.asarray(tables)[rows],
+        min_new_tokens=jnp.asarray(np.array(min_new_tokens, np.int32)),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Machine:
+    """An automaton over tokens.
+
+    Attributes:
+        class_of: `[V]`, the class of each token.
+        next_state: `[states, classes]`, the state after a token of a class; -1 - n where a stop
+            ends with it and state n follows.
+    """
+
+    class_of: np.ndarray
+    next_state: np.ndarray
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of states and classes, rounded up to few values: 8, 12, 16, 24, 32, ..."""
+        states, classes = (buffer_size(needed, 8) for needed in self.next_state.shape)
+        return states, classes
+
+
+@functools.lru_cache(maxsize=64)
+def _machine(
+    tokens: tuple[tuple[int, ...], ...], texts: tuple[str, ...], tokenizer: Any, vocab_size: int
+) -> Machine:
+    machine = _of_tokens(tokens, vocab_size)
+    if not texts:
+        return machine
+    return _both(machine, _of_texts(texts, _bytes_of(tokenizer), vocab_size))
+
+
+@functools.lru_cache(maxsize=4)
+def _bytes_of(tokenizer: Any) -> list[bytes]:
+    """Special tokens are no text, as in `Tokenizer.decode`."""
+    return [piece or b"" for piece in token_bytes(tokenizer)]
+
+
+def _of_tokens(stops: tuple[tuple[int, ...], ...], vocab_size: int) -> Machine:
+    symbols = {token: 1 + i for i, token in enumerate(sorted({t for stop in stops for t in stop}))}
+    follow, ends = _automaton([[symbols[t] for t in stop] for stop in stops], 1 + len(symbols))
+    class_of = np.full(vocab_size, _OTHERS, np.int32)
+    class_of[[*symbols]] = [*symbols.values()]
+    return Machine(class_of, np.where(ends[follow], -1 - follow, follow))
+
+
+def _of_texts(stops: tuple[str, ...], pieces: list[bytes], vocab_size: int) -> Machine:
+    follow, ends = _automaton([[*stop.encode()] for stop in stops], 256)
+    num_states = len(follow)
+    if num_states * vocab_size > _MOST_CELLS:
+        raise ValueError(
+            f"the texts of stop have {num_states - 1} bytes in all; with {vocab_size} tokens at"
+            f" most {_MOST_CELLS // vocab_size - 1}"
+        )
+    pieces = [*pieces[:vocab_size], *[b""] * (vocab_size - len(pieces))]
+    sizes = np.array([len(piece) for piece in pieces])
+    order = np.argsort(-sizes, kind="stable")  # longest first: those with a byte at i come first
+    letters = np.zeros((vocab_size, max(int(sizes.max()), 1)), np.uint8)
+    for row, token in zip(letters, order, strict=True):
+        row[: sizes[token]] = np.frombuffer(pieces[token], np.uint8)
+    state = np.tile(np.arange(num_states, dtype=np.int32)[:, None], vocab_size)
+    found = np.zeros(state.shape, bool)
+    for i in range(int(sizes.max())):
+        count = int((sizes > i).sum())
+        state[:, :count] = follow[state[:, :count], letters[:count, i]]
+        found[:, :count] |= ends[state[:, :count]]
+    code = np.empty_like(state)
+    code[:, order] = np.where(found, -1 - state, state)
+    kinds: dict[bytes, int] = {}  # equal columns of the table are one class
+    columns = np.ascontiguousarray(code.T)
+    class_of = np.array([kinds.setdefault(column.tobytes(), len(kinds)) for column in columns])
+    _, examples = np.unique(class_of, return_index=True)
+    return Machine(class_of.astype(np.int32), code[:, examples])
+
+
+def _both(a: Machine, b: Machine) -> Machine:
+    """Runs two automata in parallel; a stop of either ends a text."""
+    pairs, class_of = np.unique(np.stack([a.class_of, b.class_of]), axis=1, return_inverse=True)
+    numbers, waiting, rows = {(0, 0): 0}, [(0, 0)], []
+    for first, second in waiting:
+        codes = a.next_state[first, pairs[0]], b.next_state[second, pairs[1]]
+        ends = (codes[0] < 0) | (codes[1] < 0)
+        row = []
+        for pair in zip(*(np.where(c < 0, -1 - c, c).tolist() for c in codes), strict=True):
+            if pair not in numbers:
+                numbers[pair] = len(numbers)
+                waiting.append(pair)
+            row.append(numbers[pair])
+        rows.append(np.where(ends, -1 - np.array(row), row))
+    return Machine(class_of.ravel().astype(np.int32), np.stack(rows).astype(np.int32))
+
+
+def _automaton(stops: list[list[int]], num_symbols: int) -> tuple[np.ndarray, np.ndarray]:
+    """Aho and Corasick: the state after each symbol `[states, symbols]`, and where stops end."""
+    children: list[dict[int, int]] = [{}]
+    ends = [False]
+    for stop in stops:
+        state = 0
+        for symbol in stop:
+            if symbol not in children[state]:
+                children[state][symbol] = len(children)
+                children.append({})
+                ends.append(False)
+            state = children[state][symbol]
+        ends[state] = True
+    follow = np.zeros((len(children), num_symbols), np.int32)
+    waiting = [(0, 0)]  # states, and those of their longest proper suffix: shorter ones first
+    for state, suffix in waiting:
+        ends[state] |= ends[suffix]
+        if state:
+            follow[state] = follow[suffix]
+        for symbol, child in children[state].items():
+            waiting.append((child, int(follow[suffix, symbol]) if state else 0))
+            follow[state, symbol] = child
+    return follow, np.array(ends)
 
 
 def advanced(

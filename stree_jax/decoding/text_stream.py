@@ -70,9 +70,8 @@ class TextStream:
 class _Each:
     """A step that changes each piece alone, the first one otherwise than the others."""
 
-    def __init__(self, step: dict[str, Any]):
-        self._decode = _decoder(step).decode
-        self._before = [""] if step["type"] in ("Metaspace", "WordPiece") else []
+    def __init__(self, decode: Any, before: list[str]):
+        self._decode, self._before = decode, before  # what stands before a piece that is not first
         self._is_first = True
 
     def push(self, piece: str) -> list[str]:
@@ -145,25 +144,10 @@ class _Strip:
         return []
 
 
-class _Spaced:
-    """No decoder: a space between pieces."""
-
-    def __init__(self) -> None:
-        self._is_first = True
-
-    def push(self, piece: str) -> list[str]:
-        space = "" if self._is_first else " "
-        self._is_first = False
-        return [space + piece]
-
-    def end(self) -> list[str]:
-        return []
-
-
 def _stages(tokenizer: Tokenizer) -> list[Any]:
     """The steps of a tokenizer's decoder; each gives pieces to the next one."""
     if tokenizer.decoder is None:
-        return [_Spaced()]
+        return [_Each(" ".join, [""])]  # a space between pieces
     stages: list[Any] = []
     is_one_text = False  # pieces are parts of one, as the steps of the package see it
     for step in decoder_steps(tokenizer):
@@ -178,7 +162,8 @@ def _stages(tokenizer: Tokenizer) -> list[Any]:
             case "ByteFallback" if not is_one_text:
                 stages.append(_ByteRuns(_decoder(step).decode))
             case "Replace" | "Metaspace" | "WordPiece" | "Strip" if not is_one_text:
-                stages.append(_Each(step))
+                before = [""] if step["type"] in ("Metaspace", "WordPiece") else []
+                stages.append(_Each(_decoder(step).decode, before))
             case _:
                 decode = _decoder(step).decode
                 stages.append(_Whole(_of_one_text(decode) if is_one_text else decode))

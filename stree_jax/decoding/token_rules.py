@@ -1,4 +1,8 @@
-"""Logits processors about single tokens: bias, banned and allowed tokens, minimum length."""
+"""The library's logits processors: bias, banned and allowed tokens, minimum length, penalties.
+
+Penalties are for the tokens of the text. Their states are a bit per token, whether the text has it,
+or a count per token of the output.
+"""
 
 import dataclasses
 import math
@@ -10,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.array_types import Array, Float, Int
-from stree_jax.checks import check_int, is_number
-from stree_jax.decoding.context import Context
-from stree_jax.decoding.rule_rows import is_given, per_row
+from stree_jax.array_types import Array, Bool, Float, Int, UInt32
+from stree_jax.checks import check_int, is_above_zero, is_number
+from stree_jax.decoding.prompts import Context
+from stree_jax.decoding.rule_rows import is_given, per_row, rule
 from stree_jax.messages import shown
 
 _NO_TOKEN = np.iinfo(np.int32).max  # pads lists of ids; beyond any vocabulary
 _FEWEST, _GROWTH = 8, 8  # lists of 8, 64, 512, ... ids share a program
+_BITS = 32  # of a word
+_PLACES = np.arange(_BITS, dtype=np.uint32)
 
 
 class _Stateless:
@@ -38,9 +44,7 @@ class _Stateless:
         """See `LogitsProcessor`."""
 
 
-@typing.no_type_check  # jax unflattens it with leaves that are not arrays
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@rule
 class LogitBias(_Stateless):
     """Adds to the logits of some tokens.
 
@@ -107,9 +111,7 @@ class _Listed(_Stateless):
         _check_ids(type(self).__name__, self.ids, vocab_size)
 
 
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@rule
 class BannedTokens(_Listed):
     """Rules some tokens out.
 
@@ -121,9 +123,7 @@ class BannedTokens(_Listed):
         return jnp.where(_members(self.ids, logits), -jnp.inf, logits)
 
 
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@rule
 class AllowedTokens(_Listed):
     """Rules all but some tokens out; a text ends with an end token only if that is among them.
 
@@ -135,9 +135,7 @@ class AllowedTokens(_Listed):
         return jnp.where(_members(self.ids, logits), logits, -jnp.inf)
 
 
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@rule
 class MinNewTokens:
     """Rules end tokens out until a row has some new tokens: the option `min_new_tokens`.
 
@@ -191,3 +189,106 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
         raise ValueError(
             f"{name} has token id {outside[0]}, outside the vocabulary of {vocab_size}"
         )
+
+
+@rule
+class RepetitionPenalty:
+    """Divides positive logits, and multiplies negative ones, of all tokens of prompt and output.
+
+    CTRL (Keskar et al., 2019, arXiv:1909.05858), as transformers and vLLM apply it.
+
+    Attributes:
+        penalty: 1 changes nothing; above 1 repetitions are less probable.
+    """
+
+    penalty: float
+
+    def __post_init__(self):
+        _check_number("RepetitionPenalty", self.penalty, "a number above 0")
+
+    def init(self, context, vocab_size):
+        return _bits_of(context, vocab_size)
+
+    def advance(self, state, tokens):
+        return _with_bit(state, tokens)
+
+    def __call__(self, logits, state, /):
+        penalty = per_row(self.penalty, logits)
+        penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
+        return jnp.where(_seen(state, logits.shape[-1]), penalised, logits)
+
+
+@rule
+class PresencePenalty:
+    """Subtracts from the logits of all tokens that the output has, as OpenAI's API and vLLM do.
+
+    Attributes:
+        penalty: 0 changes nothing; above 0 repetitions are less probable.
+    """
+
+    penalty: float
+
+    def __post_init__(self):
+        _check_number("PresencePenalty", self.penalty)
+
+    def init(self, context, vocab_size):
+        return jnp.zeros((len(context.length), -(-vocab_size // _BITS)), jnp.uint32)
+
+    def advance(self, state, tokens):
+        return _with_bit(state, tokens)
+
+    def __call__(self, logits, state, /):
+        seen = _seen(state, logits.shape[-1])
+        return jnp.where(seen, logits - per_row(self.penalty, logits), logits)
+
+
+@rule
+class FrequencyPenalty:
+    """Subtracts from a token's logit for each time that the output has it, as OpenAI's API does.
+
+    Attributes:
+        penalty: 0 changes nothing; above 0 repetitions are less probable.
+    """
+
+    penalty: float
+
+    def __post_init__(self):
+        _check_number("FrequencyPenalty", self.penalty)
+
+    def init(self, context, vocab_size):
+        return jnp.zeros((len(context.length), vocab_size), jnp.int32)
+
+    def advance(self, state, tokens):
+        return state + (jnp.arange(state.shape[-1]) == tokens[..., None])
+
+    def __call__(self, logits, state, /):
+        return logits - per_row(self.penalty, logits) * state
+
+
+def _check_number(name: str, value: Any, wanted: str = "a number") -> None:
+    is_right = is_number if wanted == "a number" else is_above_zero
+    if is_given(value) and not is_right(value):
+        raise ValueError(f"{name} takes {wanted}, got {shown(value)}")
+
+
+def _bits_of(context: Context, vocab_size: int) -> UInt32[Array, "B words"]:
+    """A bit for each token of the vocabulary: whether the text has it."""
+    batch, places = context.tokens.shape
+    words = -(-vocab_size // _BITS)
+    token = jnp.where(jnp.arange(places) < context.length[:, None], context.tokens, words * _BITS)
+    none = jnp.zeros((batch, words * _BITS), bool)
+    has = none.at[jnp.arange(batch)[:, None], token].set(True, mode="drop")
+    bits = has.reshape(batch, words, _BITS).astype(jnp.uint32) << _PLACES
+    return bits.sum(axis=-1, dtype=jnp.uint32)
+
+
+def _with_bit(
+    bits: UInt32[Array, "B Q words"], tokens: Int[Array, "B Q"]
+) -> UInt32[Array, "B Q words"]:
+    word, bit = tokens[..., None] // _BITS, (tokens[..., None] % _BITS).astype(jnp.uint32)
+    return jnp.where(jnp.arange(bits.shape[-1]) == word, bits | (jnp.uint32(1) << bit), bits)
+
+
+def _seen(bits: UInt32[Array, "B Q words"], vocab_size: int) -> Bool[Array, "B Q V"]:
+    has = (bits[..., None] >> _PLACES) & 1
+    return has.reshape(*bits.shape[:-1], -1)[..., :vocab_size].astype(bool)

@@ -5,12 +5,13 @@ import typing
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from stree_jax.array_types import Array, Bool, Float32, Int, Key
-from stree_jax.decoding.context import Context
 from stree_jax.decoding.filters import Filter
 from stree_jax.decoding.processors import LogitsProcessor, Processing
-from stree_jax.decoding.rule_rows import classes_of, rule_specs
+from stree_jax.decoding.prompts import Context
+from stree_jax.decoding.rule_rows import classes_of
 from stree_jax.mesh.partition import ROWS
 from stree_jax.models.cache import Cache, Path, Pending, cache_specs, pending_specs
 from stree_jax.models.lm import HybridLM
@@ -20,7 +21,7 @@ from stree_jax.tree import Tree
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Fingerprints of what a prefix was read with, see `stree_jax.decoding.fingerprints`."""
+    """Fingerprints of what a prefix was read with, see `stree_jax.decoding.prefixes`."""
 
     model: str
     drafter: str
@@ -174,7 +175,7 @@ class Limits(NamedTuple):
 
     max_new_tokens: Int[Array, " B"]
     eos_tokens: Int[Array, "B Y"]  # any of them ends the row; padded with -1
-    stops: Stops | None = None  # if the decoder has stops
+    stops: Stops | None = None  # None: no row has stops
 
 
 class Statistics(NamedTuple):
@@ -197,6 +198,12 @@ class TokenLogProbs(NamedTuple):
     best: Float32[Array, "B L best"]  # of the best tokens, in descending order
     best_tokens: Int[Array, "B L best"]
 
+    @classmethod
+    def empty(cls, batch: int, length: int, num_best: int) -> "TokenLogProbs":
+        """Buffers of rows that have no new token, with `num_best` best tokens at each position."""
+        best = (batch, length, num_best)
+        return cls(jnp.zeros(best[:2]), jnp.zeros(best), jnp.zeros(best, jnp.int32))
+
 
 class DecodeState(NamedTuple):
     """All state of a decode step. The loop donates it."""
@@ -213,13 +220,8 @@ class DecodeState(NamedTuple):
     keys: Key[Array, " B"]  # one random stream per row
     step: Int[Array, " B"]  # steps so far; folded into the keys of sampled drafts and of tests
     statistics: Statistics
+    stop: Int[Array, " B"]  # states of `Limits.stops`; -1: a stop has ended the row
     log_probs: TokenLogProbs | None = None  # if the decoder records them
-    stop: Int[Array, " B"] | None = None  # states of `Limits.stops`; -1: a stop has ended the row
-
-
-def sampling_specs(sampling: Sampling) -> Any:
-    """The mesh specs of sampling settings."""
-    return rule_specs(sampling)
 
 
 def state_specs(model: HybridLM) -> Any:

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from stree_jax.decoding.pieces import Pieces
-from stree_jax.decoding.results import Ended, NewTokens, failure, statistics_of
-from stree_jax.decoding.stop_tables import Stopping
+from stree_jax.decoding.results import Ended, NewTokens, Pieces, failure, statistics_of
+from stree_jax.decoding.stops import Stopping
 from stree_jax.decoding.types import Prefix, Statistics, TokenLogProbs
 from stree_jax.serving.types import Completion, Event, Job
 

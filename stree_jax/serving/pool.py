@@ -11,13 +11,12 @@ from pallas_kernels import dispatch
 from stree_jax.decoding import slots
 from stree_jax.decoding.capacity import cache_shapes, fits, same_rows
 from stree_jax.decoding.drafters import Drafter, draft_models
-from stree_jax.decoding.fingerprints import check_origin, origin_of
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import Plan
 from stree_jax.decoding.placement import place_sampling
+from stree_jax.decoding.plan import Plan, Row, limits_of, sampling_of
+from stree_jax.decoding.prefixes import check_origin, origin_of
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.results import Ended
-from stree_jax.decoding.rows import Row, limits_of, sampling_of
 from stree_jax.decoding.types import Limits, Prefix
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM
@@ -49,9 +48,8 @@ class Pool:
         if first_places is not None and _needs_places(model, drafter, self._most):
             self._size = min(buffer_size(first_places), self._most)
         self._rows: list[Row | None] = [None] * rows  # None: the row is free
-        # What the rows record, and the sizes of the automata of their stops; None: nothing, none.
-        self._num_best: int | None = None
-        self._stop_sizes: tuple[int, int] | None = None
+        self._num_best: int | None = None  # what the rows record, see `SpeculativeDecoder`
+        self._stop_sizes: tuple[int, int] | None = None  # of their automata; None: no row has stops
         self._state: Any = None
         self._cache: Any = None  # shapes of a row's
         self._started: set[int] = set()  # rows that have started since the last run
@@ -121,7 +119,7 @@ class Pool:
         """Runs for some steps, or until some rows have ended; returns those that are not free."""
         greedy = all(row.is_greedy for row in self._settings())
         decoder, drafter = self._program(greedy)
-        sampling = sampling_of(self._settings(), greedy=greedy, may_differ=True)
+        sampling = sampling_of(self._settings(), may_differ=True)
         partition = self._model.partition
         sampling = place_sampling(partition, sampling, self._tables)
         if partition.rows > 1:  # a shard that stopped would wait for the others
@@ -162,18 +160,14 @@ class Pool:
         return [row or Row() for row in self._rows]
 
     def _limits(self) -> Limits:
-        limits = limits_of(self._settings(), self._model.config.vocab_size, self._stop_sizes)
+        vocab_size = self._model.config.vocab_size
+        limits = limits_of(self._settings(), vocab_size, self._stop_sizes)
         return self._model.partition.put_rows(limits)
 
     def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
         found = self._plans[greedy]
         assert found is not None  # the scheduler refuses such requests
-        decoder = dataclasses.replace(
-            found.decoder,
-            max_length=self._size,
-            num_best=self._num_best,
-            has_stops=self._stop_sizes is not None,
-        )
+        decoder = dataclasses.replace(found.decoder, max_length=self._size, num_best=self._num_best)
         return decoder, found.drafter
 
     def _extend(self, plan: Plan) -> None:
@@ -184,8 +178,9 @@ class Pool:
             size = buffer_size(num_best, _FEWEST_BEST) if num_best else 0
             self._num_best = min(size, vocab_size)
         if stopping:
-            (states, classes), old = stopping.machine(vocab_size).sizes, self._stop_sizes or (1, 1)
-            self._stop_sizes = max(states, old[0]), max(classes, old[1])
+            before = self._stop_sizes or (1, 1)
+            states, classes = map(max, before, stopping.machine(vocab_size).sizes)
+            self._stop_sizes = states, classes
 
 
 def _needs_places(model: HybridLM, drafter: Drafter | None, most: int) -> bool:

@@ -136,7 +136,7 @@ class PromptReader:
     def prefix(self, reading: Reading) -> Prefix:
         """The prefix of a text that is done, for the pool."""
         assert reading.prefix is not None
-        context = self._context([reading], [reading.length], self._decoder.num_places)
+        context = self._context([reading], [reading.length], self._decoder.capacity)
         return reading.prefix._replace(context=context)
 
     def keep(self, tokens: Sequence[int], prefix: Prefix) -> None:

@@ -12,12 +12,10 @@ import numpy as np
 
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.keys import typed_key
 from stree_jax.decoding.loop import MAX_STEPS
-from stree_jax.decoding.options import Plan, is_lossless, plan
 from stree_jax.decoding.placement import digest_of
-from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts
-from stree_jax.decoding.rows import check_together
+from stree_jax.decoding.plan import Plan, check_together, is_lossless, plan
+from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
 from stree_jax.decoding.slots import check_rows
 from stree_jax.decoding.types import Prefix
 from stree_jax.decoding.verifiers import Verifier
@@ -175,10 +173,10 @@ class Scheduler:
         """
         checked = self._plan_of(self._whole(request.prompt, request.after), request)
         job = Job(self._num_submitted, request, checked, time.perf_counter())
-        others = [other.row for other in (*self._queue, *self._tenants.values())]
+        rows = [each.row for each in (job, *self._queue, *self._tenants.values())]
         rule = (self._sampled or checked).decoder.verifier
         where, apart = "requests that wait or run", "use another scheduler for these requests"
-        check_together(job.row, others, rule, where, apart)
+        check_together(rows, rule, where, apart)
         self._note(request.after is None, request.keep, plan=checked)
         self._queue.append(job)
         self._num_submitted += 1
@@ -353,7 +351,7 @@ class Scheduler:
             job = self._queue[0]
             job.began = time.perf_counter()
             tokens, length = (np.asarray(part)[0] for part in job.plan.context)
-            self._grow(int(length) + job.row.max_new_tokens)
+            self._grow(int(length) + job.request.max_new_tokens)
             self._readings[row] = self._reader.begin(
                 tokens[:length].tolist(), job.request.after, [*self._readings.values()]
             )

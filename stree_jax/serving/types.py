@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stree_jax.decoding.options import Options, Plan
-from stree_jax.decoding.pieces import Piece
-from stree_jax.decoding.results import DecodeStatistics
-from stree_jax.decoding.rows import Row
+from stree_jax.decoding.options import Options
+from stree_jax.decoding.plan import Plan, Row
+from stree_jax.decoding.results import DecodeStatistics, Piece
 from stree_jax.decoding.types import Prefix
 from stree_jax.messages import shown
 

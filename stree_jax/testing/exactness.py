@@ -12,7 +12,8 @@ import numpy as np
 
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.generate import generate
-from stree_jax.decoding.options import OptionKeywords, Plan, plan
+from stree_jax.decoding.options import OptionKeywords
+from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.processors import LogitsProcessor, Processing, first_states
 from stree_jax.decoding.results import Generation
 from stree_jax.decoding.rule_rows import map_rows

@@ -7,7 +7,7 @@ import numpy as np
 
 from stree_jax.array_types import Int
 from stree_jax.decoding.drafters import DynamicDrafter
-from stree_jax.decoding.options import Plan
+from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.reader import DraftModel
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology

@@ -15,7 +15,7 @@ from pallas_kernels.numerics import best_of
 from stree_jax.array_types import Float
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.drafters.base import first_state, inner_layers
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.decoding.types import Sampling, Step, Verdict
 from stree_jax.models.cache import Cache, path_to

@@ -16,7 +16,7 @@ import numpy as np
 from stree_jax.array_types import Array, Float, Int, Key
 from stree_jax.decoding.drafters import Drafter, drawn_by
 from stree_jax.decoding.drafters.base import first_state, inner_layers
-from stree_jax.decoding.options import Plan
+from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.sampling import filtered_logits, position_noise
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.models.lm import HybridLM

@@ -14,7 +14,7 @@ from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
 from stree_jax.decoding.drafters.base import with_tokens_of
 from stree_jax.decoding.generate import generate
-from stree_jax.decoding.options import Plan, plan
+from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.decoding.results import Generation
 from stree_jax.models.lm import HybridLM, check_on_one_device

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.rows import Row, filters_of
+from stree_jax.decoding.plan import filters_of
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import Sampling
 from tests.convert import checkpoints
@@ -90,10 +90,10 @@ def test_some_texts_end_late(models):
 @pytest.mark.parametrize(
     "row",
     [
-        Row(min_p=0.1),
-        Row(min_p=1.0),
-        Row(top_k=20, min_p=0.02),
-        Row(top_k=30, top_p=0.9, min_p=0.05),
+        st.Options(min_p=0.1),
+        st.Options(min_p=1.0),
+        st.Options(top_k=20, min_p=0.02),
+        st.Options(top_k=30, top_p=0.9, min_p=0.05),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.step import TARGET_FAILED
 from stree_jax.mesh.hosts import on_host
 from stree_jax.testing import HYBRIDS, random_model, tiny_model

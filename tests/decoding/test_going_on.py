@@ -9,7 +9,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding import WholeModel
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.testing import assert_same_text, perturbed, tiny_model
 from tests.drafters import Plain
 from tests.methods import KEY, PROMPTS, SAMPLED, drafts
@@ -147,7 +147,7 @@ def test_a_prefix_is_read_on_by_longer_texts_that_have_room():
     decoder, context = request.decoder, request.context
     prefix = decoder.read(model, None, context)
     for length in (len(PROMPTS[0]) - 1, decoder.max_length + 1):
-        text = st.Context(jnp.zeros((1, decoder.num_places), jnp.int32), jnp.full(1, length))
+        text = st.Context(jnp.zeros((1, decoder.capacity), jnp.int32), jnp.full(1, length))
         with pytest.raises(ValueError, match=f"row 0 has a prefix of .* and a text of {length}:"):
             decoder.read(model, None, text, prefix)
 

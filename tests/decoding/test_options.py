@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.options import OptionKeywords, plan
+from stree_jax.decoding.options import OptionKeywords
+from stree_jax.decoding.plan import plan
 from stree_jax.testing import (
     PROMPTS,
     assert_lossless,

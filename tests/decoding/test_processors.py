@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.decoding.rule_rows import joined
 from stree_jax.decoding.sampling import token_log_probs

@@ -7,7 +7,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.drafters import draft_models, drawn_by
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.testing import perturbed, random_model, tiny_model
 from stree_jax.tuning import tune
 from tests.decoding.texts import steps

@@ -12,7 +12,7 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import tiny_model
 from tests.drafters import AcceptNothing, Answering, Echo, NotAModule, Unhashable

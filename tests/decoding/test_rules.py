@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.testing import PROMPTS, random_model, tiny_model
 from tests.helpers import COMPILED

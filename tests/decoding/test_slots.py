@@ -10,7 +10,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding import slots
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.testing import PROMPTS, perturbed, tiny_model
 
 ROWS, NEW_TOKENS = 4, 14

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 import stree_jax as st
-from stree_jax.decoding.pieces import Piece, Pieces
-from stree_jax.decoding.stop_tables import Stopping
+from stree_jax.decoding.results import Piece, Pieces
+from stree_jax.decoding.stops import Stopping
 from stree_jax.decoding.token_bytes import token_bytes
 from stree_jax.testing import tiny_model
 from tests.decoding.texts import of_rows
@@ -154,7 +154,7 @@ def test_the_automaton_finds_what_a_search_finds():
                 assert tokens[: len(shown)] == shown
                 assert len(shown) <= kept
                 assert text.startswith(shown.text)
-            last = pieces.end(tokens[end - 1 : end], stopped=True)
+            last = pieces.rest(tokens[:kept], text)
             assert [*shown, *last] == tokens[:kept]
             assert shown.text + last.text == text
     assert 20 < num_found < 60

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.results import statistics_of
 from stree_jax.decoding.types import Sampling, Step
 from stree_jax.testing import PROMPTS, tiny_model

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
 from stree_jax.testing import PROMPTS, apply, assert_lossless, tiny_model

@@ -10,7 +10,7 @@ from flax import nnx
 import stree_jax as st
 from pallas_kernels import AttentionLayout
 from stree_jax.decoding import head_reader, outputs_ahead
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.extensions.mtp.training import head_of, mtp_loss, new_head
 from stree_jax.testing import tiny_model

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse_chain
 from stree_jax.testing import apply, assert_lossless, perturbed, random_model, tiny_model

@@ -4,7 +4,7 @@ import re
 
 import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.testing import random_model
 from tests.sharding.configs import CONFIGS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.options import plan
+from stree_jax.decoding.plan import plan
 from stree_jax.testing import perturbed, tiny_model
 from stree_jax.tuning import (
     Costs,

@@ -1,0 +1,356 @@
+"""Checks the arguments of `generate` and makes a `Plan` of them. Nothing is compiled here."""
+
+import dataclasses
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from stree_jax.array_types import Array
+from stree_jax.checks import check_int
+from stree_jax.decoding.drafters.base import (
+    Drafter,
+    check_request,
+    draft_models,
+    drawn_by,
+    with_tokens_of,
+)
+from stree_jax.decoding.filters import Filter, MinP, TopK, TopP
+from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.options import (
+    OptionKeywords,
+    Options,
+    check_not_traced,
+    checked_options,
+    listed_eos_tokens,
+)
+from stree_jax.decoding.prompts import buffer_size, check_length, checked_prompts, row_keys
+from stree_jax.decoding.rule_rows import join_numbers, joined, kind, of_rows
+from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
+from stree_jax.decoding.token_rules import MinNewTokens
+from stree_jax.decoding.types import Context, Limits, Sampling
+from stree_jax.decoding.verifiers import (
+    LOSSY_VERIFIERS,
+    VERIFIERS,
+    Verifier,
+    default_verifier,
+)
+from stree_jax.mesh.partition import ONE_DEVICE
+from stree_jax.messages import shown
+from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.tree import TreeTopology
+
+_FEWEST_END_TOKENS = 4
+
+
+class Row(NamedTuple):
+    """How a row is continued; the default is of a row that decodes nothing.
+
+    Attributes:
+        options: its options.
+        end_tokens: its end tokens.
+        stopping: its stops.
+    """
+
+    options: Options = Options()
+    end_tokens: Sequence[int] = ()
+    stopping: Stopping = Stopping()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether its temperature is 0."""
+        return self.options.temperature == 0
+
+
+class Plan(NamedTuple):
+    """A checked request: the program to run, and its arguments."""
+
+    decoder: SpeculativeDecoder
+    drafter: Drafter | None
+    context: Context
+    keys: Array
+    limits: Limits
+    sampling: Sampling
+    rows: list[Row]
+
+
+def plan(
+    model: HybridLM,
+    prompts: Sequence[Sequence[int]],
+    text: Options | None = None,
+    *,
+    drafter: Drafter | None = None,
+    topology: TreeTopology | None = None,
+    verifier: str | Verifier | None = None,
+    lossy: bool = False,
+    **options: Unpack[OptionKeywords],
+) -> Plan:
+    """Checks a request; compiles nothing.
+
+    Arguments and errors as in `generate`; `text` are options that are checked already, instead of
+    keywords.
+    """
+    text = checked_options("plan", options) if text is None else text
+    check_model(model)
+    vocab_size = model.config.vocab_size
+    check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
+    context = checked_prompts(prompts, vocab_size)
+    check_not_traced(context.length, text.key, model.final_norm_scale[...])
+    rows = _rows_of(text, model, len(prompts))
+    most = [row.options.max_new_tokens for row in rows]
+    check_length(context, most, text.max_length, model.config.max_length)
+    temperature_is_zero = all(row.is_greedy for row in rows)
+    if text.key is None and not temperature_is_zero:
+        raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
+    keys = row_keys(jax.random.key(0) if text.key is None else text.key, len(prompts))
+    _check_drafter(drafter)
+    _check_placement(model, drafter)
+    topology = _checked_topology(topology, drafter, vocab_size)
+    drafter = with_tokens_of(drafter, model)
+    check_request(drafter, model, topology, temperature_is_zero=temperature_is_zero)
+    chosen = _checked_verifier(verifier, drafter, topology, temperature_is_zero)
+    if not (lossy or is_lossless(chosen)):
+        raise ValueError(
+            f"verifier {chosen.name!r} is lossy: its output does not have the target's"
+            " distribution; pass lossy=True if you want that, or leave verifier out"
+        )
+    may_differ = len({*map(id, rows)}) > 1
+    if may_differ:
+        check_together(rows, chosen, "other rows", "decode these apart")
+    longest = max(np.asarray(context.length) + np.array(most))
+    has_stops = any(row.stopping for row in rows)
+    decoder = SpeculativeDecoder(
+        topology=topology,
+        verifier=chosen,
+        max_length=buffer_size(int(longest)),
+        # On a GPU a termination check on the host takes long compared with a step.
+        steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
+        num_best=text.num_best,
+    )
+    return Plan(
+        decoder,
+        drafter if topology.num_nodes > 1 else None,  # a root alone is autoregressive decoding
+        context,
+        keys,
+        limits_of(rows, vocab_size, (1, 1) if has_stops else None),
+        sampling_of(rows, may_differ=may_differ),
+        rows,
+    )
+
+
+def _rows_of(options: Options, model: HybridLM, batch: int) -> list[Row]:
+    """The settings of each row, checked for the model; one object for all rows that are equal."""
+    check_int("top_log_probs", options.top_log_probs, 0, model.config.vocab_size)
+    if not options.entries():
+        return [_row_of(options, model)] * batch
+    return [_row_of(own, model) for own in options.rows(batch)]
+
+
+def _row_of(own: Options, model: HybridLM) -> Row:
+    vocab_size, ends = model.config.vocab_size, model.config.eos_token
+    eos_token, of_rules = own.eos_token, []
+    for processor in own.processors:
+        if callable(check := getattr(processor, "check", None)):
+            check(vocab_size)
+        of_rules += [end for end in getattr(processor, "end_tokens", ()) if end < vocab_size]
+    if eos_token is None:
+        eos_token = [*np.ravel([] if ends is None else ends).tolist(), *of_rules]
+    end_tokens = listed_eos_tokens(eos_token, vocab_size)
+    if end_tokens and of_rules and not {*end_tokens} & {*of_rules}:
+        raise ValueError(
+            f"eos_token = {shown(end_tokens)} does not end the texts of a logits processor,"
+            f" which end with {shown(of_rules)}; leave it out, or make the processor with it"
+        )
+    return Row(own, end_tokens, stopping_of(own.stop, own.tokenizer, vocab_size))
+
+
+def is_lossless(verifier: str | Verifier | None) -> bool:
+    """Whether a verifier (or its name) keeps the target's tokens or their distribution."""
+    rule = LOSSY_VERIFIERS.get(verifier) if isinstance(verifier, str) else verifier
+    return getattr(rule, "lossless", True)
+
+
+def _check_drafter(drafter: Drafter | None) -> None:
+    if drafter is None:
+        return
+    if isinstance(drafter, type) or not isinstance(drafter, Drafter):
+        raise ValueError(
+            "drafter must be a ModelDrafter(...), an NgramDrafter(...) or another object with the"
+            f" methods of stree_jax.Drafter, got {shown(drafter)}"
+        )
+    for leaf in jax.tree.leaves(drafter):
+        if not isinstance(leaf, jax.Array | np.ndarray | numbers.Number):
+            raise ValueError(
+                f"drafter must be a pytree of arrays, and has a leaf {shown(leaf)}; derive its"
+                " class from flax.nnx.Module, or register it with jax.tree_util"
+            )
+
+
+def _check_placement(model: HybridLM, drafter: Drafter | None) -> None:
+    """Refuses a drafter whose models do not lie on the target's devices.
+
+    Raises:
+        ValueError: a draft model on other devices than the target, or a sharded draft model.
+    """
+    own = model.partition
+    for draft in draft_models(drafter):
+        if draft.partition == dataclasses.replace(own, shards=1):
+            continue
+        if own == ONE_DEVICE:
+            raise ValueError(
+                "the draft model is on a mesh and the target is not; st.shard(target, mesh) puts it"
+                " there"
+            )
+        is_there = draft.partition.mesh == own.mesh
+        where = "cut into parts" if is_there else "not on the target's mesh"
+        raise ValueError(
+            f"the draft model is {where}; on a mesh every device has all of it: load it with"
+            " from_pretrained(..., mesh=mesh, replicate=True), or use"
+            " st.shard(draft, mesh, replicate=True)"
+        )
+
+
+def _checked_topology(
+    topology: TreeTopology | None, drafter: Drafter | None, vocab_size: int
+) -> TreeTopology:
+    if topology is None:
+        topology = TreeTopology.chain(0) if drafter is None else drafter.default_topology()
+    if not isinstance(topology, TreeTopology):
+        raise ValueError(f"topology must be a TreeTopology, got {shown(topology)}")
+    if drafter is None and topology.num_nodes > 1:
+        raise ValueError(
+            f"a tree of {topology.num_nodes} nodes needs a drafter: pass drafter=ModelDrafter(...)"
+        )
+    branching = max(map(len, topology.children))
+    if branching > vocab_size:
+        raise ValueError(f"nodes with {branching} children, but only {vocab_size} tokens exist")
+    return topology.level_order()
+
+
+def _checked_verifier(
+    verifier: str | Verifier | None,
+    drafter: Drafter | None,
+    topology: TreeTopology,
+    temperature_is_zero: bool,
+) -> Verifier:
+    drawn = drawn_by(drafter, topology, temperature_is_zero=temperature_is_zero)
+    if verifier is None:
+        verifier = default_verifier(drawn, topology, temperature_is_zero=temperature_is_zero)
+    if isinstance(verifier, str):
+        known = VERIFIERS if verifier in VERIFIERS else LOSSY_VERIFIERS
+        if verifier not in known:
+            raise ValueError(
+                f"unknown verifier {shown(verifier)}; known: {sorted(VERIFIERS)}, and lossy:"
+                f" {sorted(LOSSY_VERIFIERS)}"
+            )
+        verifier = known[verifier]
+    if isinstance(verifier, type) or not isinstance(verifier, Verifier):
+        raise ValueError(
+            f"verifier must be one of {sorted(VERIFIERS)}, or an object with the name and the"
+            f" methods of stree_jax.Verifier, got {shown(verifier)}"
+        )
+    try:
+        hash(verifier)
+    except TypeError:
+        raise ValueError(
+            f"verifier {verifier.name!r} is not hashable, and a compiled program depends on it;"
+            " make its class a frozen dataclass"
+        ) from None
+    verifier.check(drawn, topology, temperature_is_zero=temperature_is_zero)
+    return verifier
+
+
+def limits_of(rows: Sequence[Row], vocab_size: int, stop_sizes: tuple[int, int] | None) -> Limits:
+    """The limits of a batch; `stop_sizes` are least sizes of automata, None without stops."""
+    stops = None
+    if stop_sizes is not None:
+        machines = tuple(row.stopping.machine(vocab_size) for row in rows)
+        stops = stops_of(machines, tuple(row.options.min_new_tokens for row in rows), stop_sizes)
+    most = np.array([row.options.max_new_tokens for row in rows], np.int32)
+    return Limits(jnp.asarray(most), _end_tokens(rows), stops)
+
+
+def _end_tokens(rows: Sequence[Row]) -> Any:
+    """The end tokens of each row `[B, Y]`, padded with -1."""
+    most = max(len(row.end_tokens) for row in rows)
+    ends = np.full((len(rows), buffer_size(most, _FEWEST_END_TOKENS)), -1, np.int32)
+    for places, row in zip(ends, rows, strict=True):
+        places[: len(row.end_tokens)] = row.end_tokens
+    return jnp.asarray(ends)
+
+
+def sampling_of(rows: Sequence[Row], *, may_differ: bool) -> Sampling:
+    """The sampling settings of a batch; `may_differ`: some may have rules and others none."""
+    options = [row.options for row in rows]
+    sampled = np.array([own.log_probs == "sampled" for own in options])
+    # A row at temperature 0 takes the best token, which no filter leaves out.
+    filtered = [Options() if row.is_greedy else row.options for row in rows]
+    return Sampling(
+        jnp.asarray(np.array([own.temperature for own in options], np.float32)),
+        filters_of(filtered, may_differ=may_differ),
+        processors_of(rows, may_differ=may_differ),
+        temperature_is_zero=all(row.is_greedy for row in rows),
+        record_sampled=jnp.asarray(sampled) if sampled.any() else None,
+    )
+
+
+def filters_of(rows: Sequence[Options], *, may_differ: bool = False) -> tuple[Filter, ...]:
+    """The filters of a batch: top-k and top-p if a row has either, min-p, then the rows' own."""
+    found: list[Any] = []
+    if any(row.top_k > 0 or row.top_p < 1 for row in rows):
+        found += [joined([TopK(row.top_k) for row in rows])]
+        found += [joined([TopP(row.top_p) for row in rows])]
+    if any(row.min_p > 0 for row in rows):
+        found += [joined([MinP(row.min_p) for row in rows])]
+    return (*found, *of_rows([row.filters for row in rows], may_differ=may_differ))
+
+
+def processors_of(rows: Sequence[Row], *, may_differ: bool = False) -> tuple[Any, ...]:
+    """The processors of a batch: that for `min_new_tokens`, then the rows' own.
+
+    Where rows may differ, `MinNewTokens` is there whenever a row has processors, so that the others
+    keep their places.
+    """
+    own = of_rows([row.options.processors for row in rows], may_differ=may_differ)
+    first = [row.options.min_new_tokens for row in rows]
+    if not (any(first) or (may_differ and own)):
+        return own
+    return (MinNewTokens(join_numbers(*first), _end_tokens(rows)), *own)
+
+
+def check_together(rows: Sequence[Row], rule: Verifier, where: str, apart: str) -> None:
+    """Refuses rows that one program cannot decode.
+
+    Args:
+        rows: the rows; messages are about the first that has what another has not.
+        rule: the verifier above temperature 0.
+        where: what the others are called in messages.
+        apart: the way out.
+
+    Raises:
+        ValueError: filters or processors of other kinds, or temperature 0 and others where the
+            verifier cannot decode both.
+    """
+    same = {
+        "processors": "classes, sizes, static fields and shared arrays (the same objects)",
+        "filters": "classes and static fields",
+    }
+    for name, shared in same.items():
+        own, *others = [rules for row in rows if (rules := getattr(row.options, name))] or [()]
+        for theirs in others:
+            if kind(own) != kind(theirs):
+                raise ValueError(
+                    f"{name} = {shown(own)}: {where} have {shown(theirs)}, and one program decodes"
+                    f" all; give {name} of the same {shared} in one order, or none, or {apart}"
+                )
+    if all(row.is_greedy == rows[0].is_greedy for row in rows):
+        return
+    if not getattr(rule, "follows_target", False):
+        raise ValueError(
+            f"temperature = {float(rows[0].options.temperature)}: verifier {rule.name!r} cannot"
+            f" decode temperature 0 and others together; use 'target_only', or {apart}"
+        )
