@@ -214,6 +214,7 @@ def generate(pair, folder):
     return result.stdout.splitlines()[0], *found, counts["log"]
 
 
+@pytest.mark.slow
 def test_a_second_command_compiles_what_was_damaged(tiny_pair, tmp_path):
     text, asked, hits, _ = generate(tiny_pair, tmp_path)
     entries = sorted(tmp_path.iterdir())

@@ -62,8 +62,8 @@ def draft_reads(monkeypatch):
     ("family", "name"),
     [
         ("plain", "heads"),
-        ("mamba2attn hybrid", "branching"),
-        *(slow("mamba2attn hybrid", name) for name in ("beam", "dynamic", "cascade")),
+        ("plain", "branching"),
+        *(slow("mamba2attn hybrid", name) for name in ("branching", "beam", "dynamic", "cascade")),
         *(slow("mamba2attn hybrid", name) for name in ("cascade of lookup", "turns", "mtp head")),
         slow("mixed hybrid", None),
     ],

@@ -27,7 +27,7 @@ def assert_same(got, want):
     ("name", "children"),
     [
         ("greedy", None),
-        ("target_only", None),
+        pytest.param("target_only", None, marks=pytest.mark.slow),
         pytest.param("target_only", "shared", marks=pytest.mark.slow),
         ("without_replacement", "without_replacement"),
     ],

@@ -123,6 +123,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert list(fit(new_model(), loss, batch, TRAINING, tmp_path / "parts")) == []
 
 
+@pytest.mark.slow
 def test_products_in_bfloat16(tmp_path):
     """It learns as well; the weights stay float32, and only the factors of products are rounded."""
     short = dataclasses.replace(TRAINING, products="bfloat16")
@@ -151,6 +152,7 @@ def test_the_gradient_of_a_bfloat16_product():
     np.testing.assert_allclose(of_kernel, x.T @ g, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_schedule_may_move(tmp_path, recipe_file):
     short = dataclasses.replace(TRAINING, decay_steps=2)  # at its peak up to step 6
     long = dataclasses.replace(TRAINING, steps=10, decay_steps=3)  # up to step 7
@@ -436,6 +438,7 @@ def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
         )
 
 
+@pytest.mark.slow
 def test_a_boosted_run_resumes_with_the_same_head(trained, tmp_path, recipe_file, monkeypatch):
     """Its end is on the target's own text alone, also if it was interrupted there."""
     target, _ = trained

@@ -42,7 +42,7 @@ class DynamicDrafter(BeamDrafter):
     """
 
     def __init__(
-        self, model: HybridLM | DraftModel, *, expand: int = 8, sharpness: float | Any = 2.5
+        self, model: HybridLM | DraftModel | Any, *, expand: int = 8, sharpness: float | Any = 2.5
     ):
         super().__init__(model)
         if not is_above_zero(sharpness):

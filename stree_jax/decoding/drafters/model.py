@@ -46,7 +46,7 @@ class RunsModel(nnx.Module):
         ValueError: `model` is neither.
     """
 
-    def __init__(self, model: HybridLM | DraftModel):
+    def __init__(self, model: HybridLM | DraftModel | Any):
         draft_model(model)  # refuses what is none
         self.model = model
 
@@ -130,7 +130,7 @@ class ModelDrafter(RunsModel):
         ValueError: another value of `child_sampling`, or `model` is not a model.
     """
 
-    def __init__(self, model: HybridLM | DraftModel, *, child_sampling: str = "auto"):
+    def __init__(self, model: HybridLM | DraftModel | Any, *, child_sampling: str = "auto"):
         check_child_sampling(child_sampling)
         super().__init__(model)
         self._child_sampling = child_sampling
