@@ -1,4 +1,4 @@
-"""Ops for tree decoding of Mamba-2 and of attention, on XLA, as Pallas-Triton kernels, or in C++.
+"""Ops for tree decoding: Mamba-2, gated delta rule, attention; on XLA, in Pallas-Triton, in C++.
 
 A step runs the nodes of a token tree through a model, and then advances the model's state along the
 accepted path. The ops are the parts of that step which XLA cannot fuse well:
@@ -8,6 +8,10 @@ accepted path. The ops are the parts of that step which XLA cannot fuse well:
     tree_scan           outputs of the Mamba-2 recurrence at tree nodes, from one state at the root
     replay              the state after one path of a tree
     replay_tree_scan    both in one pass over the state, with gate and norm
+    tree_delta          outputs of the gated delta rule at tree nodes, and the record for replay
+    replay_delta        the state after one path of such a tree
+    replay_tree_delta   both, one after the other
+    delta_chunks        the gated delta rule over a whole sequence, in chunks
     tree_attention      attention of tree nodes to a cache and to their ancestors; also of prompts
     tree_attention_layer  the same from the input projection on, with rotary embedding and replay
     rms_norm            root-mean-square norm of rows
@@ -21,7 +25,7 @@ accepted path. The ops are the parts of that step which XLA cannot fuse well:
 Every op is a pure function of arrays that returns new arrays; the ones that update a state or a
 cache update it in place if it is donated. Each op has a folder, with `reference.py` (the
 specification: sequential NumPy in any float type), `xla.py` (closed form, on any device),
-`pallas_triton.py` (the kernel and its block sizes), for some `native.py` and
+for most `pallas_triton.py` (the kernel and its block sizes), for some `native.py` and
 `native.cc` (C++ for CPUs), and `api.py` (the public functions).
 `dispatch` chooses the implementation and says why. Needs jax and jaxtyping only.
 
@@ -49,6 +53,12 @@ from pallas_kernels.tree_conv1d.api import (
     tree_conv1d_layer,
 )
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
+from pallas_kernels.tree_delta.api import (
+    delta_chunks,
+    replay_delta,
+    replay_tree_delta,
+    tree_delta,
+)
 from pallas_kernels.tree_scan.api import replay, replay_tree_scan, tree_scan
 from pallas_kernels.tree_scan.gate import Gate
 
@@ -63,6 +73,7 @@ __all__ = [
     "PackedMatrix",
     "add_rms_norm",
     "conv_gather_index",
+    "delta_chunks",
     "dispatch",
     "expert_mlps",
     "gated_rms_norm",
@@ -70,8 +81,10 @@ __all__ = [
     "matmul",
     "replay",
     "replay_conv_state",
+    "replay_delta",
     "replay_gather_index",
     "replay_kv",
+    "replay_tree_delta",
     "replay_tree_scan",
     "rms_norm",
     "ssd",
@@ -79,6 +92,7 @@ __all__ = [
     "tree_attention_layer",
     "tree_conv1d",
     "tree_conv1d_layer",
+    "tree_delta",
     "tree_scan",
     "write_kv",
 ]

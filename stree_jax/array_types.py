@@ -13,11 +13,11 @@
     M   model width
     I   input width of a mixer: M, or 2 M for a shared block
     X   columns of an input projection
-    H   SSD heads
-    P   channels of an SSD head
-    HP  channels of all SSD heads, H * P
-    G   groups of SSD heads that share B and C
-    S   SSM state size
+    H   SSD heads, or heads of a delta rule
+    P   channels of one of them
+    HP  channels of all of them, H * P
+    G   groups of heads that share B and C, or q and k
+    S   SSM state size, or channels of q and k of a delta rule
     K   conv width
     J   conv inputs that a cache keeps, K - 1
     C   conv channels: x, B and C together

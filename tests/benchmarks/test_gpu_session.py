@@ -43,6 +43,7 @@ def test_the_full_session_has_all_kernels():
     functions = {name: function for name, function in vars(pk).items() if isroutine(function)}
     ops = {n for n, f in functions.items() if "implementation" in signature(f).parameters}
     ops -= {"matmul", "rms_norm", "largest_threshold"}  # no kernel of a GPU
+    ops -= {"tree_delta", "replay_delta", "replay_tree_delta", "delta_chunks"}  # none yet
     assert set(CASES) == {*ops, tree_attention.PROMPT, moe.PROMPT}
     assert {task.name for task in gpu_checks.gate(FULL)} == set(CASES) == set(FULL.cases)
     assert set(SPACES) == set(tuning.OPS)

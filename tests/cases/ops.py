@@ -9,12 +9,17 @@ from tests.cases.threshold import LARGEST_THRESHOLD
 from tests.cases.tree_attention import TREE_ATTENTION
 from tests.cases.tree_attention_layer import TREE_ATTENTION_LAYER
 from tests.cases.tree_conv1d import TREE_CONV1D
+from tests.cases.tree_delta import DELTA_CHUNKS, REPLAY_DELTA, REPLAY_TREE_DELTA, TREE_DELTA
 from tests.cases.tree_scan import REPLAY, REPLAY_TREE_SCAN, TREE_SCAN
 
 OPS = {
     "tree_scan": TREE_SCAN,
     "replay": REPLAY,
     "replay_tree_scan": REPLAY_TREE_SCAN,
+    "tree_delta": TREE_DELTA,
+    "replay_delta": REPLAY_DELTA,
+    "replay_tree_delta": REPLAY_TREE_DELTA,
+    "delta_chunks": DELTA_CHUNKS,
     "tree_conv1d": TREE_CONV1D,
     "mamba2_layer": MAMBA2_LAYER,
     "tree_attention": TREE_ATTENTION,

@@ -10,10 +10,13 @@ import pytest
 from pallas_kernels import (
     DeferredRMSNorm,
     add_rms_norm,
+    delta_chunks,
     expert_mlps,
     gated_rms_norm,
+    replay_tree_delta,
     ssd,
     tree_attention,
+    tree_delta,
     tree_scan,
 )
 from pallas_kernels.autodiff import with_gradients_of
@@ -23,6 +26,7 @@ from tests.cases import matmul as matmul_cases
 from tests.cases import moe
 from tests.cases import ssd as ssd_cases
 from tests.cases import tree_attention as attention_cases
+from tests.cases import tree_delta as delta_cases
 from tests.cases import tree_scan as scan_cases
 from tests.cases.base import NEEDS_NATIVE, relative_error
 
@@ -80,6 +84,27 @@ def scan():
     return run, tuple(floats)
 
 
+def delta(op):
+    """The gated delta rule: of a tree, after a path of another, or of a sequence."""
+    case = delta_cases.CASES["padded nodes"].but(replayed=6)
+    given = delta_cases.on_device(case, delta_cases.inputs(case))
+    floats = delta_cases.named(given, delta_cases.TREE[:-1])
+    if op is delta_chunks:
+        return functools.partial(op, valid=given.valid, chunk_size=8), floats
+    if op is tree_delta:
+        return functools.partial(op, mask=given.mask), floats
+    old = case.but(padded=0)
+    before, (_, u, _) = delta_cases.previous(case), delta_cases.truth_before(case)
+    before = delta_cases.on_device(old, before, u)
+    k, u, g = delta_cases.named(before, delta_cases.RECORD)
+
+    def run(*floats, implementation):
+        rest = *floats[3:], given.mask
+        return op(*floats[:3], before.path, *rest, implementation=implementation)
+
+    return run, (k, u, g, *floats)
+
+
 def product(name):
     x, matrix, *which = matmul_cases.on_device(matmul_cases.CASES[name])
 
@@ -104,8 +129,10 @@ KERNELS = {
     "ssd": lambda: (functools.partial(ssd, chunk_size=8), ssd_cases.on_device(ssd_cases.PLAIN)),
     "tree_attention": attention,
 }
+DELTAS = (tree_delta, replay_tree_delta, delta_chunks)
 NATIVE = {
     "tree_scan": scan,
+    **{op.__name__: functools.partial(delta, op) for op in DELTAS},
     **{f"matmul, {name}": functools.partial(product, name) for name in PRODUCTS},
     **{f"rows, {name}": functools.partial(embedded, name) for name in ("some rows", "bf16")},
 }

@@ -1,0 +1,225 @@
+"""The gated delta rule over a tree, over a sequence, and the replay of an accepted path.
+
+It is the recurrence of Qwen3-Next and Qwen3.5 (Gated DeltaNet: Yang, Kautz and Hatamizadeh 2024,
+arXiv:2412.06464). From the state S of a node's parent, with q and k normed, a head computes
+
+    S <- exp(g) S;   u = beta (v - S k);   S <- S + u (outer) k;   y = S q.
+
+In closed form over a tree (TreeWY arXiv:2608.20961, Bole arXiv:2608.01651), with `a_i` the sum of
+the g of the ancestors-or-self of node i, and j above i if it is one of its ancestors:
+
+    u_i + sum_{j above i} beta_i exp(a_i - a_j) (k_i . k_j) u_j = beta_i (v_i - exp(a_i) state k_i)
+    y_i = exp(a_i) state q_i + sum_{j above i, or i} exp(a_i - a_j) (q_i . k_j) u_j.
+
+**Record.** `k`, `u` and `g` of the nodes. Replay has no system to solve, and the order of nodes
+enters by decays alone. But u depends on the state that the tree was run from, unlike x, dt and B of
+Mamba-2: a record is valid only with that state, not with one that was advanced or forked since.
+
+**Norms.** q and k are given as the convolution leaves them. The ops norm each vector in float32,
+`x / sqrt(sum(x * x) + 1e-6)`, and multiply q by `S ** -0.5` after that. So the record holds what
+the convolution wrote, in its dtype, and a kernel needs no launch for norms.
+
+**Existence.** A node exists if the mask has it in its own row, as `Tree.ancestor_mask` does. What
+the others hold, NaN included, reaches nothing.
+
+**Rounding.** float32 throughout. The exponent `a_i - a_j` is the sum of g over the nodes between,
+so it is never positive, and not a difference of sums.
+"""
+
+import functools
+
+import jax
+from jaxtyping import Array, Bool, Float, Float32
+
+from pallas_kernels import dispatch
+from pallas_kernels import native as cpu
+from pallas_kernels.tree_delta import native, xla
+
+
+def tree_delta(
+    q: Float[Array, "B Q G S"],
+    k: Float[Array, "B N G S"],
+    v: Float[Array, "B Q H P"],
+    g: Float32[Array, "B N H"],
+    beta: Float32[Array, "B Q H"],
+    state: Float32[Array, "B H P S"],
+    mask: Bool[Array, "B N N"],
+    *,
+    prefix_u: Float32[Array, "B prefix H P"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B Q H P"], Float32[Array, "B N H P"]]:
+    """Outputs of the gated delta rule at the last `Q` of the `N` nodes of a tree, see the module.
+
+    `Q = N` verifies a whole tree; `Q < N` grows a tree by its newest nodes, from the same state.
+
+    Args:
+        q: queries of the query nodes, before the norm. Head h uses group `h // (H / G)`.
+        k: keys of all nodes so far, before the norm, parents before children.
+        v: values of the query nodes.
+        g: log-decays of all nodes, at most 0.
+        beta: step sizes of the query nodes, 0 to 1, or to 2 (negative eigenvalues).
+        state: the state before the root.
+        mask: ancestors-or-self of each node; `mask[b, i, j]` is False for `j > i`, and
+            `mask[b, i, i]` says whether node i exists. Rows of nodes that do not exist are
+            otherwise arbitrary; their columns are False in the rows of nodes that do.
+        prefix_u: u of the first `N - Q` nodes, from calls with the same state; None if `Q == N`.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+
+    Returns:
+        Outputs of the query nodes in the dtype of `v`, and u of all nodes; both are 0 at query
+        nodes that do not exist.
+
+    Raises:
+        ValueError: groups that do not divide the heads, a prefix that is not of `N - Q` nodes, or
+            an implementation that does not exist or cannot run.
+    """
+    _check_groups(k, v)
+    prefix = 0 if prefix_u is None else prefix_u.shape[1]
+    if prefix + q.shape[1] != k.shape[1]:
+        raise ValueError(f"{prefix} prefix and {q.shape[1]} query nodes are not {k.shape[1]} nodes")
+    return dispatch.run(
+        "tree_delta",
+        {"xla": xla.tree_delta, "native": native.tree_delta},
+        (q, k, v, g, beta, state, mask, prefix_u),
+        requested=implementation,
+        unsupported=_unsupported(q, k, v),
+        xla_derivatives=("native",),
+    )
+
+
+def replay_delta(
+    k: Float[Array, "B N G S"],
+    u: Float32[Array, "B N H P"],
+    g: Float32[Array, "B N H"],
+    state: Float32[Array, "B H P S"],
+    path: Bool[Array, "B N"],
+    *,
+    implementation: str | None = None,
+) -> Float32[Array, "B H P S"]:
+    """Advances a state along a path of the tree that was run from it.
+
+    With l the last node of the path and sums over the path only,
+
+        state' = exp(a_l) state + sum_j exp(a_l - a_j) u_j (outer) k_j.
+
+    Args:
+        k: keys of the nodes, before the norm, parents before children.
+        u: what `tree_delta` returned for them.
+        g: log-decays of the nodes.
+        state: the state before the root.
+        path: a root-to-node path; all False returns the state unchanged. What other nodes hold
+            reaches nothing.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+
+    Returns:
+        The new state.
+
+    Raises:
+        ValueError: groups that do not divide the heads, or an implementation that does not exist or
+            cannot run.
+    """
+    _check_groups(k, u)
+    return dispatch.run(
+        "replay_delta",
+        {"xla": xla.replay_delta},
+        (k, u, g, state, path),
+        requested=implementation,
+    )
+
+
+def replay_tree_delta(
+    prev_k: Float[Array, "B O G S"],
+    prev_u: Float32[Array, "B O H P"],
+    prev_g: Float32[Array, "B O H"],
+    prev_path: Bool[Array, "B O"],
+    q: Float[Array, "B N G S"],
+    k: Float[Array, "B N G S"],
+    v: Float[Array, "B N H P"],
+    g: Float32[Array, "B N H"],
+    beta: Float32[Array, "B N H"],
+    state: Float32[Array, "B H P S"],
+    ancestor_mask: Bool[Array, "B N N"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B N H P"], Float32[Array, "B N H P"], Float32[Array, "B H P S"]]:
+    """`replay_delta` along the previous tree's path, then `tree_delta` of a whole new tree.
+
+    Args:
+        prev_k, prev_u, prev_g: the record of the previous tree of `O` nodes.
+        prev_path: accepted path of the previous tree; all False (a first step) is a no-op.
+        q, k, v, g, beta, ancestor_mask: the new tree of `N` nodes, as in `tree_delta`.
+        state: the state before the root of the previous tree.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+
+    Returns:
+        Outputs and u of the new tree, and the state before its root.
+
+    Raises:
+        ValueError: groups that do not divide the heads, or an implementation that does not exist or
+            cannot run.
+    """
+    _check_groups(k, v)
+    return dispatch.run(
+        "replay_tree_delta",
+        {"xla": xla.replay_tree_delta, "native": native.replay_tree_delta},
+        (prev_k, prev_u, prev_g, prev_path, q, k, v, g, beta, state, ancestor_mask),
+        requested=implementation,
+        unsupported=_unsupported(q, k, v),
+        xla_derivatives=("native",),
+    )
+
+
+def delta_chunks(
+    q: Float[Array, "B T G S"],
+    k: Float[Array, "B T G S"],
+    v: Float[Array, "B T H P"],
+    g: Float32[Array, "B T H"],
+    beta: Float32[Array, "B T H"],
+    state: Float32[Array, "B H P S"],
+    valid: Bool[Array, "B T"],
+    *,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T H P"], Float32[Array, "B H P S"]]:
+    """Outputs of a whole sequence and the state after it, for prefill and training.
+
+    Args:
+        q, k, v, g, beta: of all positions, as in `tree_delta`.
+        state: the state before the sequence.
+        valid: True on real positions. The others, wherever they are, leave the state unchanged, and
+            what they hold reaches nothing.
+        chunk_size: trades speed for memory in XLA's version; changes rounding only.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+
+    Returns:
+        The outputs in the dtype of `v`, 0 at positions that are not valid, and the state after the
+        last position. All derivatives are XLA's.
+
+    Raises:
+        ValueError: a chunk size below 1, groups that do not divide the heads, or an implementation
+            that does not exist or cannot run.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size = {chunk_size} is not positive")
+    _check_groups(k, v)
+    return dispatch.run(
+        "delta_chunks",
+        {
+            "xla": functools.partial(xla.delta_chunks, chunk_size=chunk_size),
+            "native": native.delta_chunks,
+        },
+        (q, k, v, g, beta, state, valid),
+        requested=implementation,
+        unsupported=_unsupported(q, k, v),
+        xla_derivatives=("native",),
+    )
+
+
+def _unsupported(q: jax.Array, k: jax.Array, v: jax.Array) -> dict[str, str | None]:
+    sizes = dict(head_dim=v.shape[-1], state_size=k.shape[-1])
+    return {"native": cpu.unsupported(q, k, v, **sizes)}
+
+
+def _check_groups(k: jax.Array, v: jax.Array) -> None:
+    if v.shape[2] % k.shape[2]:
+        raise ValueError(f"{k.shape[2]} groups do not divide {v.shape[2]} heads")

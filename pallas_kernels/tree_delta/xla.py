@@ -1,0 +1,275 @@
+"""The gated delta rule in closed form, with XLA's own matrix products.
+
+The u of all nodes solve a unit triangular system (TreeWY, arXiv:2608.20961). Its inverse is formed
+once and multiplies all channels, see `inverse`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.numerics import batched_product, contract
+
+EPSILON = 1e-6  # of the norm of q and k, in all published models
+BLOCK = 8  # rows of the blocks that are inverted by substitution
+
+
+class Pairs(NamedTuple):
+    """What the nodes of a tree are to each other; nothing of it depends on the state or on v.
+
+    Attributes:
+        rows: q, then k, of the Q query nodes `[B, G, 2 * Q, S]`, normed.
+        beta: `[B, H, Q, 1]`.
+        kept: how much of the state before the root a query node has left `[B, H, Q, 1]`.
+        scores: weights of u in the outputs `[B, H, Q, N]`.
+        system: weights of u in the u of their descendants `[B, H, Q, N]`, below the diagonal.
+        solution: the inverse of one plus the last Q columns of `system` `[B, H, Q, Q]`.
+    """
+
+    rows: jax.Array
+    beta: jax.Array
+    kept: jax.Array
+    scores: jax.Array
+    system: jax.Array
+    solution: jax.Array
+
+
+def tree_delta(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    mask: jax.Array,
+    prefix_u: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.tree_delta`."""
+    first = mask.shape[1] - q.shape[1]
+    exists = jnp.diagonal(mask, axis1=1, axis2=2)
+    nodes = pairs(q, k, g, beta, mask)
+    values = kept_where(exists[:, first:], v).transpose(0, 2, 1, 3)
+    above = None
+    if prefix_u is not None:
+        above = kept_where(exists[:, :first], prefix_u).transpose(0, 2, 1, 3)
+    y, u = outputs(nodes, values, state, above)
+    y, u = (each.transpose(0, 2, 1, 3) for each in (y, u))
+    u = u if prefix_u is None else jnp.concatenate([prefix_u, u], axis=1)
+    return y.astype(v.dtype), u
+
+
+def replay_delta(
+    k: jax.Array, u: jax.Array, g: jax.Array, state: jax.Array, path: jax.Array
+) -> jax.Array:
+    """See `api.replay_delta`. One contraction over the nodes."""
+    weight, total = to_the_end(kept_where(path, g))
+    k, u = normed(kept_where(path, k)), kept_where(path, u)
+    return advanced(state, k, u * weight[..., None], total)
+
+
+def replay_tree_delta(
+    prev_k: jax.Array,
+    prev_u: jax.Array,
+    prev_g: jax.Array,
+    prev_path: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    ancestor_mask: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `api.replay_tree_delta`. One after the other."""
+    state = replay_delta(prev_k, prev_u, prev_g, state, prev_path)
+    return *tree_delta(q, k, v, g, beta, state, ancestor_mask), state
+
+
+def delta_chunks(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    valid: jax.Array,
+    *,
+    chunk_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """See `api.delta_chunks`. A chunk is a chain, whose whole path is replayed.
+
+    All that does not depend on the state is computed for all chunks at once.
+    """
+    batch, length = valid.shape
+    chunk_size = min(chunk_size, length)
+    dtype = v.dtype
+
+    # With t positions of a chunk. [B * chunks, t, ...]
+    def chunked(array: jax.Array) -> jax.Array:
+        pad = [(0, 0), (0, -length % chunk_size)] + [(0, 0)] * (array.ndim - 2)
+        return jnp.pad(array, pad).reshape(-1, chunk_size, *array.shape[2:])
+
+    q, k, v, g, beta, valid = (chunked(array) for array in (q, k, v, g, beta, valid))
+    causal = jnp.tril(jnp.ones((chunk_size, chunk_size), bool)) & valid[:, None]
+    v, g = kept_where(valid, v).transpose(0, 2, 1, 3), kept_where(valid, g)
+    parts = (pairs(q, k, g, beta, causal), v, normed(kept_where(valid, k)), *to_the_end(g))
+
+    # [chunks, B, ...]
+    def by_chunk(array: jax.Array) -> jax.Array:
+        return array.reshape(batch, -1, *array.shape[1:]).swapaxes(0, 1)
+
+    def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
+        nodes, v, k, weight, total = chunk
+        y, u = outputs(nodes, v, state)
+        written = u.transpose(0, 2, 1, 3) * weight[..., None]
+        return advanced(state, k, written, total), y
+
+    state, y = lax.scan(step, state, jax.tree.map(by_chunk, parts))
+    y = y.transpose(1, 0, 3, 2, 4)  # [B, chunks, t, H, P]
+    return y.reshape(batch, -1, *y.shape[3:])[:, :length].astype(dtype), state
+
+
+def pairs(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask: jax.Array) -> Pairs:
+    """Nodes that do not exist get zeros."""
+    num_queries, num_heads = beta.shape[1:]
+    batch, num_nodes, num_groups, size = k.shape
+    first = num_nodes - num_queries
+    exists = jnp.diagonal(mask, axis1=1, axis2=2)
+    query_mask = mask[:, None, first:]
+    q = normed(kept_where(exists[:, first:], q)) * size**-0.5
+    k = normed(kept_where(exists, k))
+    beta = kept_where(exists[:, first:], beta).transpose(0, 2, 1)[..., None]
+    rows = jnp.concatenate([q, k[:, first:]], axis=1).transpose(0, 2, 1, 3)
+
+    # 1. Log-decay from node j to query i: the sum over the nodes between them. The difference of
+    #    two sums from the root on loses 3e-5 if one node's g is -100.
+    strict = mask & ~jnp.eye(num_nodes, dtype=bool)
+    g = kept_where(exists, g).transpose(0, 2, 1)
+    on_path = jnp.where(query_mask, g[:, :, None], 0.0)  # [B, H, Q, N]
+    exponent = batched_product(
+        on_path.reshape(batch, 1, -1, num_nodes), strict[:, None].astype(jnp.float32)
+    ).reshape(on_path.shape)
+    decay = jnp.where(query_mask, jnp.exp(exponent), 0.0)
+
+    # 2. Products of q and of k with all keys; the heads of a group share them.
+    products = batched_product(rows, k.transpose(0, 2, 1, 3), transpose_right=True)
+    products = products.reshape(batch, num_groups, 1, 2, num_queries, num_nodes)
+    weights = products * decay.reshape(batch, num_groups, -1, 1, num_queries, num_nodes)
+    weights = weights.reshape(batch, num_heads, 2, num_queries, num_nodes)
+    system = jnp.where(strict[:, None, first:], weights[:, :, 1] * beta, 0.0)
+    return Pairs(
+        rows=rows,
+        beta=beta,
+        kept=jnp.exp(on_path.sum(axis=-1, keepdims=True)),
+        scores=weights[:, :, 0],
+        system=system,
+        solution=inverse(system[..., first:]),
+    )
+
+
+def outputs(
+    nodes: Pairs, v: jax.Array, state: jax.Array, above: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs and u of the query nodes `[B, H, Q, P]`.
+
+    Args:
+        nodes: of the whole tree.
+        v: values of the query nodes `[B, H, Q, P]`.
+        state: before the root.
+        above: u of the nodes before them `[B, H, N - Q, P]`, if there are any.
+    """
+    batch, num_heads, num_queries, size = v.shape
+    num_groups = nodes.rows.shape[1]
+    grouped = state.reshape(batch, num_groups, -1, state.shape[-1])
+    read = batched_product(grouped, nodes.rows, transpose_right=True)
+    read = read.reshape(batch, num_heads, size, 2, num_queries).transpose(0, 1, 3, 4, 2)
+    read = read * nodes.kept[:, :, None]
+    right = nodes.beta * (v - read[:, :, 1])
+    if above is not None:
+        first = above.shape[2]
+        right = right - batched_product(nodes.system[..., :first], above)
+    u = batched_product(nodes.solution, right)
+    whole = u if above is None else jnp.concatenate([above, u], axis=2)
+    return read[:, :, 0] + batched_product(nodes.scores, whole), u
+
+
+def inverse(system: jax.Array) -> jax.Array:
+    """The inverse of one plus strictly lower triangular matrices `[B, H, N, N]`.
+
+    Blocks on the diagonal are inverted by substitution, and then pairs of them are merged:
+
+        [I + L    0  ]^-1   [    X      0]
+        [  C    I + M]    = [-Y C X     Y]    with X and Y the inverses of I + L and I + M.
+
+    An entry below the diagonal of X, Y or the result is at most its row's beta: it is a product of
+    contractions between two keys. So nothing large cancels, as in the series of powers it would.
+    """
+    count = system.shape[-1]
+    size = min(count, BLOCK)
+    padded = size
+    while padded < count:
+        padded *= 2
+    after = (0, padded - count)
+    system = jnp.pad(system, ((0, 0), (0, 0), after, after))
+    found = by_substitution(diagonal_blocks(system, size))
+    while size < padded:
+        across = diagonal_blocks(system, 2 * size)[..., size:, :size]
+        upper, lower = found[:, :, 0::2], found[:, :, 1::2]
+        across = contract("bhnij,bhnjk->bhnik", across, upper)
+        across = contract("bhnij,bhnjk->bhnik", lower, across)
+        found = jnp.concatenate(
+            [
+                jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1),
+                jnp.concatenate([-across, lower], axis=-1),
+            ],
+            axis=-2,
+        )
+        size *= 2
+    return found[:, :, 0, :count, :count]
+
+
+def by_substitution(blocks: jax.Array) -> jax.Array:
+    """The inverse of one plus small strictly lower triangular matrices, row by row."""
+    unit = jnp.broadcast_to(jnp.eye(blocks.shape[-1]), blocks.shape)
+    rows: list[jax.Array] = []
+    for i in range(blocks.shape[-1]):
+        row = unit[..., i, :]
+        for j, above in enumerate(rows):
+            row = row - blocks[..., i, j, None] * above
+        rows.append(row)
+    return jnp.stack(rows, axis=-2)
+
+
+def diagonal_blocks(matrices: jax.Array, size: int) -> jax.Array:
+    """The blocks on the diagonal `[B, H, N / size, size, size]` of `[B, H, N, N]`."""
+    starts = range(0, matrices.shape[-1], size)
+    return jnp.stack([matrices[..., i : i + size, i : i + size] for i in starts], axis=2)
+
+
+def to_the_end(g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The decay from just after each node to the end `[B, N, H]`, and that of the state `[B, H]`.
+
+    Sums over the later nodes, not differences of sums. g is 0 off the path.
+    """
+    later = jnp.concatenate([g[:, 1:], jnp.zeros_like(g[:, :1])], axis=1)
+    return jnp.exp(lax.cumsum(later, axis=1, reverse=True)), jnp.exp(g.sum(axis=1))
+
+
+def advanced(state: jax.Array, k: jax.Array, u: jax.Array, total: jax.Array) -> jax.Array:
+    """The state after all nodes, whose u are decayed to the end of the path."""
+    grouped = u.reshape(*k.shape[:3], -1, u.shape[-1])
+    written = contract("bjgkp,bjgs->bgkps", grouped, k)
+    return total[..., None, None] * state + written.reshape(state.shape)
+
+
+def normed(x: jax.Array) -> jax.Array:
+    """Vectors `[..., S]` of length 1, float32."""
+    return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPSILON)
+
+
+def kept_where(exists: jax.Array, x: jax.Array) -> jax.Array:
+    """Float32 rows `[B, N, ...]`, and zeros where no node is: NaN times 0 is NaN."""
+    where = exists.reshape(*exists.shape, *(1,) * (x.ndim - 2))
+    return jnp.where(where, x.astype(jnp.float32), 0.0)

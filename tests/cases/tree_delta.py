@@ -1,0 +1,273 @@
+"""`tree_delta`, `replay_delta`, `replay_tree_delta` and `delta_chunks` on one table."""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels import delta_chunks, native, replay_delta, replay_tree_delta, tree_delta
+from pallas_kernels.tree_delta import reference
+from tests.cases import base
+from tests.cases.base import Budget, Op, relative_error
+
+HOSTILE = dict(keys="equal", betas="near 1", decays="near 0")
+CASES = base.table(
+    {
+        "root only": dict(nodes=1, replayed=1),
+        "two nodes": dict(nodes=2, groups=4),
+        "tree": {},
+        "chain": dict(shape="chain", nodes=16),
+        "star": dict(shape="star"),
+        "newest level": dict(queries=3),
+        "newest node of many": dict(nodes=40, queries=1, heads=2, groups=1),
+        "a group a head": dict(groups=4, head_dim=32),
+        "one group": dict(groups=1, state=24, head_dim=12),
+        "padded nodes": dict(padded=5, replayed=17),
+        "padded nodes of a level": dict(padded=2, queries=5),
+        "64 nodes": dict(nodes=64, batch=1),
+        "64 nodes in a chain": dict(nodes=64, batch=1, shape="chain"),
+        "three rows, one with an empty path": dict(batch=3, nodes=5),
+        "betas of 0 and 1": dict(betas="0 or 1"),
+        "betas to 2": dict(betas="to 2", nodes=64, batch=1),
+        "decays of -100 among 0": dict(decays="-100 among 0", nodes=64, batch=1),
+        "decays of -100 among 0, chain": dict(
+            decays="-100 among 0", nodes=64, batch=1, shape="chain"
+        ),
+        "decays of six decades": dict(decays="six decades", nodes=64, batch=1),
+        "tiny keys": dict(keys="tiny"),
+        "keys of one sign": dict(HOSTILE, keys="one sign", nodes=64, batch=1, shape="chain"),
+        "equal keys": dict(HOSTILE, nodes=64, batch=1, shape="chain"),
+        "equal keys, tree": dict(HOSTILE, nodes=64, batch=1),
+        "equal keys, betas to 2": dict(
+            HOSTILE, betas="to 2", nodes=64, batch=1, shape="chain", heads=2, groups=1
+        ),
+        "bf16": dict(bf16=True),
+    },
+    batch=2,
+    nodes=13,
+    replayed=6,  # nodes of the tree before
+    queries=None,  # None: all nodes
+    heads=4,
+    head_dim=16,
+    state=16,
+    groups=2,
+    shape="random",
+    keys="random",
+    betas="random",
+    decays="moderate",
+    padded=0,  # nodes at the end that do not exist: all they hold is NaN
+)
+LEVELS = [-1, 0, 0, 0, 1, 1, 2, 3, 4, 4, 6, 7, 7]  # of 1, 3, 4 and 5 nodes
+# Of standard normal numbers.
+BETAS = {
+    "random": lambda x: 1 / (1 + np.exp(-x)),
+    "0 or 1": lambda x: (x > 0).astype(float),
+    "near 1": lambda x: 1 - 1e-4 * np.abs(x),
+    "to 2": lambda x: 2 / (1 + np.exp(-3 * x)),
+}
+DECAYS = {
+    "moderate": lambda x: -0.5 * np.abs(x),
+    "near 0": lambda x: -1e-4 * np.abs(x),
+    "-100 among 0": lambda x: np.where(x > 0.7, -100.0, -1e-4 * np.abs(x)),
+    "six decades": lambda x: -np.minimum(100.0, 10.0 ** (-1.5 + 2 * x)),
+}
+PARENTS = {
+    "levels": lambda rng, batch, nodes: np.array([LEVELS[:nodes]] * batch),
+    "random": base.random_parents,
+    "chain": lambda rng, batch, nodes: np.tile(np.arange(nodes) - 1, (batch, 1)),
+    "star": lambda rng, batch, nodes: np.tile(np.minimum(np.arange(nodes), 1) - 1, (batch, 1)),
+}
+
+
+@functools.cache
+def inputs(case, seed=0):
+    """Float64 inputs that are exact in the case's type, and the trees they live on.
+
+    In each row a path ends at the node `last`; -1: it is empty.
+    """
+    rng, draw = base.drawn(case, seed)
+    rounded = ml_dtypes.bfloat16 if case.bf16 else np.float32
+    batch, nodes = case.batch, case.nodes
+    parents = PARENTS[case.shape](rng, batch, nodes)
+    mask = base.ancestor_mask(parents) & (np.arange(nodes) < nodes - case.padded)
+    k = draw(batch, nodes, case.groups, case.state)
+    if case.keys == "equal":
+        k = np.broadcast_to(k[:, :1], k.shape)
+    elif case.keys == "one sign":
+        k = np.abs(k) + 1
+    elif case.keys == "tiny":
+        k = k * 1e-3
+    numbers = dict(
+        g=DECAYS[case.decays](draw(batch, nodes, case.heads, dtype=np.float32)),
+        beta=BETAS[case.betas](draw(batch, nodes, case.heads, dtype=np.float32)),
+    )
+    last = np.array([mask[0, : nodes - case.padded].sum(-1).argmax(), 0, -1])[:batch]
+    path = mask[np.arange(batch), np.maximum(last, 0)] & (last >= 0)[:, None]
+    return SimpleNamespace(
+        q=draw(batch, nodes, case.groups, case.state),
+        k=k.astype(rounded).astype(np.float64),
+        v=draw(batch, nodes, case.heads, case.head_dim),
+        **{name: x.astype(np.float32).astype(np.float64) for name, x in numbers.items()},
+        state=draw(batch, case.heads, case.head_dim, case.state, dtype=np.float32),
+        parents=parents,
+        mask=mask,
+        last=last,
+        path=path,
+        valid=np.arange(nodes) < nodes - case.padded + np.zeros((batch, 1), int),
+    )
+
+
+def previous(case):
+    """Inputs of the tree before, and the path that was accepted in it."""
+    return inputs(case.but(nodes=case.replayed, padded=0), seed=1)
+
+
+TREE = ("q", "k", "v", "g", "beta", "state", "parents")
+RECORD = ("k", "u", "g")
+
+
+def named(values, names):
+    return [getattr(values, name) for name in names]
+
+
+@functools.cache
+def truth(case, seed=0):
+    """Outputs, u and states of all nodes in float64."""
+    return reference.tree_delta(*named(inputs(case, seed), TREE))
+
+
+@functools.cache
+def truth_before(case):
+    return truth(case.but(nodes=case.replayed, padded=0), seed=1)
+
+
+def on_device(case, values, u=None):
+    """The inputs in the types that models have them in, with NaN where no node is."""
+    kinds = dict.fromkeys(("q", "k", "v"), case.kind) | dict.fromkeys(("g", "beta"), jnp.float32)
+    arrays = {name: jnp.asarray(getattr(values, name), kind) for name, kind in kinds.items()}
+    if u is not None:
+        arrays["u"] = jnp.asarray(u, jnp.float32)
+    if case.padded:
+        arrays = {name: x.at[:, -case.padded :].set(jnp.nan) for name, x in arrays.items()}
+    kept = {name: jnp.asarray(getattr(values, name)) for name in ("mask", "path", "valid")}
+    state = jnp.asarray(values.state, jnp.float32)
+    return SimpleNamespace(**arrays, **kept, state=state)
+
+
+def node_error(case, got, true, first=0):
+    """Of the nodes from `first` on that exist. The others are 0."""
+    end = case.nodes - case.padded
+    assert not np.asarray(got[:, end - first :], np.float32).any()
+    return relative_error(got[:, : end - first], true[:, first:end])
+
+
+def state_error(state, true, values, last):
+    """Rows with an empty path keep their state exactly."""
+    assert state.dtype == jnp.float32
+    for row in np.flatnonzero(last < 0):
+        np.testing.assert_array_equal(state[row], values.state[row])
+    return relative_error(state, true)
+
+
+@functools.cache
+def tree_errors(case, implementation):
+    given = on_device(case, inputs(case))
+    true_y, true_u, _ = truth(case)
+    first = case.nodes - (case.queries or case.nodes)
+    prefix_u = jnp.asarray(true_u[:, :first], jnp.float32) if first else None
+    run = jax.jit(functools.partial(tree_delta, implementation=implementation))
+    y, u = run(
+        *(given.q[:, first:], given.k, given.v[:, first:], given.g, given.beta[:, first:]),
+        *(given.state, given.mask),
+        prefix_u=prefix_u,
+    )
+    assert (y.dtype, u.dtype) == (case.kind, jnp.float32)
+    return {"y": node_error(case, y, true_y, first), "u": node_error(case, u, true_u)}
+
+
+@functools.cache
+def replay_errors(case, implementation):
+    """Against the states of the tree, not against a replay."""
+    values, (_, u, states) = inputs(case), truth(case)
+    given = on_device(case, values, u)
+    run = jax.jit(functools.partial(replay_delta, implementation=implementation))
+    state = run(*named(given, RECORD), given.state, given.path)
+    after = states[np.arange(case.batch), values.last]
+    true = np.where((values.last < 0)[:, None, None, None], values.state, after)
+    return {"state": state_error(state, true, values, values.last)}
+
+
+@functools.cache
+def fused_errors(case, implementation):
+    values, before, (_, u, _) = inputs(case), previous(case), truth_before(case)
+    old = on_device(case.but(padded=0), before, u)
+    given = on_device(case, values)
+    run = jax.jit(functools.partial(replay_tree_delta, implementation=implementation))
+    y, u_new, state = run(
+        *(*named(old, RECORD), old.path),
+        *(*named(given, TREE[:-1]), given.mask),
+    )
+    true_y, true_u, true_state = reference.replay_tree_delta(
+        *(before.k, u, before.g, before.path), *named(values, TREE)
+    )
+    return {
+        "y": node_error(case, y, true_y),
+        "u": node_error(case, u_new, true_u),
+        "state": state_error(state, true_state, values, before.last),
+    }
+
+
+@functools.cache
+def chunks_errors(case, implementation, chunk_size=8):
+    """The nodes as a sequence."""
+    values, options = inputs(case), dict(chunk_size=chunk_size, implementation=implementation)
+    given = on_device(case, values)
+    run = jax.jit(functools.partial(delta_chunks, **options))
+    y, state = run(*named(given, TREE[:-1]), given.valid)
+    true_y, true_state = reference.delta_chunks(*named(values, TREE[:-1]), values.valid)
+    assert (y.dtype, state.dtype) == (case.kind, jnp.float32)
+    return {"y": node_error(case, y, true_y), "state": relative_error(state, true_state)}
+
+
+def budgets(*names):
+    """About twice the errors that were measured; near-equal keys with large betas cost a digit."""
+
+    def of(case):
+        exact = 1e-6 if case.keys in ("equal", "one sign") else 3e-7
+        return {n: Budget(3e-3 if case.bf16 and n == "y" else exact) for n in names}
+
+    return of
+
+
+def lacks(case, implementation):
+    """Native code is for float32 and whole vectors."""
+    odd = case.head_dim % native.LANES or case.state % native.LANES
+    return implementation == "native" and bool(case.bf16 or odd)
+
+
+IMPLEMENTATIONS = ("xla", "native")
+TREE_DELTA = Op(CASES, tree_errors, budgets("y", "u"), IMPLEMENTATIONS, lacks=lacks)
+WHOLE = {name: case for name, case in CASES.items() if case.queries is None}
+REPLAY_DELTA = Op(WHOLE, replay_errors, budgets("state"), ("xla",))
+FUSED = (
+    *("root only", "tree", "chain", "a group a head", "padded nodes", "64 nodes"),
+    *("three rows, one with an empty path", "decays of -100 among 0", "bf16"),
+)
+REPLAY_TREE_DELTA = Op(
+    *({name: CASES[name] for name in FUSED}, fused_errors, budgets("y", "u", "state")),
+    IMPLEMENTATIONS,
+    lacks=lacks,
+)
+SEQUENCES = (
+    *("root only", "tree", "one group", "padded nodes", "64 nodes", "betas to 2"),
+    *("a group a head", "decays of -100 among 0", "decays of six decades"),
+    *("keys of one sign", "equal keys", "bf16"),
+)
+DELTA_CHUNKS = Op(
+    *({name: CASES[name] for name in SEQUENCES}, chunks_errors, budgets("y", "state")),
+    IMPLEMENTATIONS,
+    lacks=lacks,
+)
