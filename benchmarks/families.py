@@ -18,6 +18,7 @@ def _enlarged(config: st.ModelConfig, **changes: Any) -> st.ModelConfig:
     latent = moe and moe.latent_size and 32
     parts = dict(
         mamba2=with_sizes(config.mamba2, head_dim=16, state_size=16, chunk_size=16),
+        gated_delta=with_sizes(config.gated_delta, head_dim=16, state_size=16, chunk_size=16),
         attention=with_sizes(attention, head_dim=16, rotary_dim=rotary),
         moe=with_sizes(moe, hidden_size=32, latent_size=latent, shared_size=32),
     )
@@ -47,4 +48,6 @@ FAMILIES = {
     "Nemotron-H": _enlarged(HYBRIDS["nemotron_h"]),
     "Granite-4-H": _enlarged(HYBRIDS["granite_moe"]),
     "Zamba2": _enlarged(HYBRIDS["zamba2"]),
+    "Qwen3.5": _enlarged(HYBRIDS["qwen3_5"]),
+    "Qwen3-Next": _enlarged(HYBRIDS["qwen3_next"]),
 }

@@ -1,4 +1,4 @@
-"""Is text with drafts that of autoregressive decoding? Ten families, thirteen ways of decoding.
+"""Is text with drafts that of autoregressive decoding? Twelve families, thirteen ways of decoding.
 
 At temperature 0, and at temperature 1 with shared noise; float32. Besides drafters and trees there
 are logits processors with a state, which the plain text has too, and a `Scheduler` that gets the

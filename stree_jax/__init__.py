@@ -61,6 +61,7 @@ from stree_jax.mesh.partition import make_mesh
 from stree_jax.mesh.weights import shard
 from stree_jax.models import (
     AttentionConfig,
+    GatedDeltaConfig,
     LayerConfig,
     Mamba2Config,
     MlpConfig,
@@ -148,6 +149,7 @@ __all__ = [
     "Event",
     "Filter",
     "FrequencyPenalty",
+    "GatedDeltaConfig",
     "Generation",
     "HybridLM",
     "InterleavedDrafter",

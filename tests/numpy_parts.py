@@ -36,6 +36,23 @@ def state_space(x, dt, A_log, B, C, D):
     return y
 
 
+def delta_rule(q, k, v, g, beta):
+    """The gated delta rule: `q`, `k` `[T, G, S]` before the norm, `v` `[T, H, P]`, others `[T, H]`.
+
+    Head h reads group h // (H / G).
+    """
+    y, size = np.zeros_like(v), q.shape[2]
+    q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    for h in range(v.shape[1]):
+        group, state = h * q.shape[1] // v.shape[1], np.zeros((size, v.shape[2]))
+        for t in range(len(v)):
+            key = k[t, group]
+            state = np.exp(g[t, h]) * state
+            state = state + np.outer(key, beta[t, h] * (v[t, h] - key @ state))
+            y[t, h] = q[t, group] @ state / np.sqrt(size)
+    return y
+
+
 def rope_frequencies(size, base):
     """Radians per position for each of the `size / 2` channel pairs."""
     return base ** (-np.arange(0, size, 2) / size)

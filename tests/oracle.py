@@ -15,6 +15,7 @@ from stree_jax.models import MlpConfig
 from tests.numpy_parts import (
     attend,
     causal_conv,
+    delta_rule,
     llama3_frequencies,
     rms_norm,
     rope_frequencies,
@@ -57,6 +58,8 @@ def logits(model, tokens):
         elif kind == "parallel":
             out = _mixer(layer.mamba2, w["mamba2"], u)
             out = out + _attention(layer.attention, w["attention"], u)
+        elif kind == "gated_delta":
+            out = _gated_delta(layer, w, u)
         else:
             out = _mixer(layer, w, u)
         hidden, extra = hidden + config.residual_multiplier * out, 0.0
@@ -74,6 +77,10 @@ def log_probs(model, tokens):
 
 def _linear(w, x):
     return x @ w["kernel"] + w.get("bias", 0.0)
+
+
+def _sigmoid(x):
+    return 1 / (1 + np.exp(-x))
 
 
 def _activate(name, x):
@@ -100,7 +107,7 @@ def _moe(c, w, token):
         weights = np.exp(scores[chosen] - scores[chosen].max())
         weights = weights / weights.sum()
     else:
-        scores = 1 / (1 + np.exp(-scores))
+        scores = _sigmoid(scores)
         preference = scores + w["correction"]
         groups = np.split(preference, c.num_router_groups)
         if c.num_router_groups > 1:
@@ -122,7 +129,8 @@ def _moe(c, w, token):
         y = y + weight * _mlp(MlpConfig(1, activation=c.activation, gated=c.gated), one, x)
     y = y if c.latent_size is None else _linear(w["latent_out"], y)
     if c.shared_size:
-        y = y + _mlp(MlpConfig(1, activation=c.activation, gated=c.gated), w["shared"], token)
+        shared = _mlp(MlpConfig(1, activation=c.activation, gated=c.gated), w["shared"], token)
+        y = y + (_sigmoid(token @ w["shared_gate"]) if c.shared_gate else 1.0) * shared
     return y
 
 
@@ -144,8 +152,8 @@ def _attention(c, w, u, extra=0.0):
     length = len(u)
     projected = _linear(w["in_proj"], u * c.input_multiplier)
     inner, keys_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    ends = np.cumsum([inner + 2 * keys_size, c.mlp_dim])
-    qkv, gate, up = np.split(projected, ends, axis=1)
+    ends = np.cumsum([inner * c.output_gate, inner + 2 * keys_size, c.mlp_dim])
+    output_gate, qkv, gate, up = np.split(projected, ends, axis=1)
     qkv = qkv + extra
     if c.conv_width:
         qkv = causal_conv(qkv, w["conv_weight"].T[:, None], w["conv_bias"])
@@ -153,6 +161,9 @@ def _attention(c, w, u, extra=0.0):
         part.reshape(length, -1, c.head_dim)
         for part in np.split(qkv, [inner, inner + keys_size], axis=1)
     )
+    if c.qk_norm_eps is not None:
+        q = rms_norm(q, w["q_norm_scale"], c.qk_norm_eps)
+        k = rms_norm(k, w["k_norm_scale"], c.qk_norm_eps)
     if c.rotary_dim:
         rope = rope_frequencies(c.rotary_dim, c.rope_theta)
         if (s := c.rope_scaling) is not None:
@@ -160,8 +171,10 @@ def _attention(c, w, u, extra=0.0):
             rope = llama3_frequencies(rope, s.factor, *limits)
         q, k = rotate(q, rope), rotate(k, rope)
     scale = c.head_dim**-0.5 if c.scale is None else c.scale
-    y = attend(q, k * c.key_multiplier, v, scale, c.window)
-    y = np.concatenate([y.reshape(length, -1), silu(gate) * up], axis=1)
+    y = attend(q, k * c.key_multiplier, v, scale, c.window).reshape(length, -1)
+    if c.output_gate:
+        y = y * _sigmoid(output_gate)
+    y = np.concatenate([y, silu(gate) * up], axis=1)
     return _linear(w["out_proj"], y) * c.output_multiplier
 
 
@@ -210,3 +223,18 @@ def _mixer(c, p, u):
         y = y * silu(z)
     y = np.concatenate([silu(z0) * x0, y], axis=1)
     return _linear(p["out_proj"], y) * c.output_multiplier
+
+
+def _gated_delta(c, p, u):
+    length, values, keys = len(u), c.num_heads * c.head_dim, c.num_groups * c.state_size
+    sizes = [c.num_heads, values, values, keys, keys]
+    b, z, v, k, q, a = np.split(u @ p["in_proj"]["kernel"], np.cumsum(sizes), axis=1)
+    inputs = np.concatenate([v, k, q], axis=1)
+    conv = silu(causal_conv(inputs, p["conv_weight"].T[:, None], 0.0))
+    v, k, q = np.split(conv, [values, values + keys], axis=1)
+    v = v.reshape(length, c.num_heads, c.head_dim)
+    q, k = (x.reshape(length, c.num_groups, c.state_size) for x in (q, k))
+    g = -np.exp(p["A_log"]) * np.log1p(np.exp(a + p["dt_bias"]))
+    y = delta_rule(q, k, v, g, c.beta_scale * _sigmoid(b))
+    y = rms_norm(y, p["norm_scale"], c.norm_eps).reshape(length, values) * silu(z)
+    return _linear(p["out_proj"], y)

@@ -5,6 +5,7 @@ from stree_jax.models.attention import AttentionConfig, RopeScaling
 from stree_jax.models.cache import Cache, Path, Pending, empty_path, path_to
 from stree_jax.models.config import build_config
 from stree_jax.models.draft_head import DraftHead
+from stree_jax.models.gated_delta import GatedDeltaConfig
 from stree_jax.models.layer import LayerConfig, register
 from stree_jax.models.layers import linear, output_logits
 from stree_jax.models.lm import (
@@ -26,6 +27,7 @@ __all__ = [
     "AttentionConfig",
     "Cache",
     "DraftHead",
+    "GatedDeltaConfig",
     "HybridLM",
     "LayerConfig",
     "Mamba2Config",

@@ -1,7 +1,10 @@
 """The attention mixer of every family: one class; families differ in `AttentionConfig`.
 
-    q, k, v = conv(in_proj(u));   q, k = rope(q, k)
+    q, k, v = conv(in_proj(u));   q, k = rope(norm(q), norm(k))
     out_proj(softmax(q k scale) v)
+
+The norms of heads, and a gate on the outputs (Qwen3.5), stay outside of the op between the
+projections: they come before it and after it, and its kernel is the same.
 
 The cache has a fixed capacity. A forward pass over a tree does not write the tree to it: nodes
 attend to the cached tokens and to their ancestors, at positions that follow from their *depth*.
@@ -13,6 +16,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -31,7 +35,7 @@ from pallas_kernels import (
     tree_conv1d,
     write_kv,
 )
-from pallas_kernels.numerics import scaled
+from pallas_kernels.numerics import rms_norm, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer, require_types
 from stree_jax.mesh.partition import DATA, ROWS, WHOLE, Cut, Part
@@ -110,6 +114,9 @@ class AttentionConfig(LayerConfig):
         input_multiplier, key_multiplier, output_multiplier: scale the mixer's input, the keys
             before RoPE, and the mixer's output (Falcon-H1).
         qkv_bias, out_bias: whether these projections have a bias.
+        qk_norm_eps: epsilon of norms of each head's query and key before RoPE; None: no norms.
+        output_gate: whether the outputs are scaled by the sigmoid of as many columns of the input
+            projection, which are its first (Qwen3.5).
         conv_width: width of a depthwise causal convolution with bias over q, k and v (mamba_ssm);
             0: none.
         mlp_dim: width of a gated branch parallel to the attention (mamba_ssm); 0: none.
@@ -131,6 +138,8 @@ class AttentionConfig(LayerConfig):
     output_multiplier: float = 1.0
     qkv_bias: bool = False
     out_bias: bool = False
+    qk_norm_eps: float | None = None
+    output_gate: bool = False
     conv_width: int = 0
     mlp_dim: int = 0
     window: int | None = None
@@ -155,6 +164,10 @@ class AttentionConfig(LayerConfig):
             f" got {self.rotary_dim}",
         )
         require(self.rotary_dim <= 1 << 16, f"rotary_dim = {self.rotary_dim} is above 65536")
+        require(
+            self.qk_norm_eps is None or (self.qk_norm_eps > 0 and not self.conv_width),
+            f"qk_norm_eps must be above 0 in a layer without convolution, got {self.qk_norm_eps}",
+        )
         require(self.conv_width != 1, "conv_width = 1 is no convolution; use 0")
         require(self.rope_theta > 0, f"rope_theta must be above 0, got {self.rope_theta}")
         require(
@@ -168,6 +181,11 @@ class AttentionConfig(LayerConfig):
         """Channels of the queries, the keys and the values."""
         queries, keys, values = (heads * size for heads, size in self.qkv_segments)
         return queries, keys, values
+
+    @property
+    def gate_size(self) -> int:
+        """Columns of the output gate, before those of the queries."""
+        return self.projected_sizes[0] if self.output_gate else 0
 
     @property
     def score_scale(self) -> float:
@@ -256,9 +274,11 @@ class AttentionConfig(LayerConfig):
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         qkv, branch = self.qkv_segments, (self.mlp_dim, 1)
+        gate = qkv[:1] if self.output_gate else ()
+        columns = (*gate, *qkv, branch, branch)
         return {
-            "in_proj.kernel": Cut(1, (*qkv, branch, branch)),
-            "in_proj.bias": Cut(0, (*qkv, branch, branch)),
+            "in_proj.kernel": Cut(1, columns),
+            "in_proj.bias": Cut(0, columns),
             "out_proj.kernel": Cut(0, (qkv[0], branch)),
             "conv_weight": Cut(1, qkv),
             "conv_bias": Cut(0, qkv),
@@ -274,6 +294,7 @@ class AttentionConfig(LayerConfig):
 class Projected(NamedTuple):
     """Outputs of the input projection at each position."""
 
+    gate: Array  # of the outputs [B, T, W E]; without one [B, T, 0]
     qkv: Array  # before the convolution [B, T, (W + 2 U) E]
     branch: Array | None  # output of the gated branch beside the attention [B, T, mlp_dim]
 
@@ -308,7 +329,7 @@ class AttentionMixer(nnx.Module):
         channels = sum(c.projected_sizes)
         self.in_proj = linear(
             c.input_multiple * d_model,
-            channels + 2 * c.mlp_dim,
+            c.gate_size + channels + 2 * c.mlp_dim,
             bias=c.qkv_bias,
             dtype=dtype,
             rngs=rngs,
@@ -321,6 +342,9 @@ class AttentionMixer(nnx.Module):
             rngs=rngs,
             scale=out_scale,
         )
+        if c.qk_norm_eps is not None:  # scales of `1 + w` do not fit into bfloat16
+            self.q_norm_scale = nnx.Param(jnp.ones(c.head_dim))
+            self.k_norm_scale = nnx.Param(jnp.ones(c.head_dim))
         if c.conv_width:
             self.conv_weight = conv_weight(c.conv_width, channels, dtype=dtype, rngs=rngs)
             self.conv_bias = nnx.Param(jnp.zeros(channels, dtype))
@@ -486,13 +510,30 @@ class AttentionMixer(nnx.Module):
     def _project(self, u: Array, adapter: Array | None) -> Projected:
         c = self.config
         projected = self.in_proj(scaled(u, c.input_multiplier))
-        qkv, gate, up = split_last(projected, sum(c.projected_sizes), c.mlp_dim)
+        sizes = (c.gate_size, sum(c.projected_sizes), c.mlp_dim)
+        output_gate, qkv, gate, up = split_last(projected, *sizes)
         if adapter is not None:
             qkv = qkv + adapter
-        return Projected(qkv, silu(gate) * up if c.mlp_dim else None)
+        branch = silu(gate) * up if c.mlp_dim else None
+        return Projected(output_gate, self.normed(qkv, c.num_heads), branch)
+
+    def normed(self, qkv: Float[Array, "B T _"], num_heads: int) -> Float[Array, "B T _"]:
+        """Queries of so many heads, keys and values, with norms of the queries and keys."""
+        c = self.config
+        if c.qk_norm_eps is None:
+            return qkv
+        heads = qkv.reshape(*qkv.shape[:-1], -1, c.head_dim)
+        query, keys, values = jnp.split(heads, (num_heads, num_heads + c.num_kv_heads), axis=-2)
+        query = rms_norm(query, self.q_norm_scale[...], c.qk_norm_eps)
+        keys = rms_norm(keys, self.k_norm_scale[...], c.qk_norm_eps)
+        parts = [part.astype(qkv.dtype) for part in (query, keys, values)]
+        return jnp.concatenate(parts, axis=-2).reshape(qkv.shape)
 
     def _finish(self, y: Array, projected: Projected) -> Array:
         y = y.reshape(*y.shape[:2], -1)
+        if self.config.output_gate:
+            gate = jax.nn.sigmoid(projected.gate.astype(jnp.float32))
+            y = (y.astype(jnp.float32) * gate).astype(y.dtype)
         if projected.branch is not None:
             y = jnp.concatenate([y, projected.branch], axis=-1)
         return scaled(row_parallel(self.out_proj, y, self.shard), self.config.output_multiplier)

@@ -25,7 +25,8 @@ class Block(nnx.Module):
     ):
         self.kind, self.is_shared = layer.kind, layer.is_shared
         # A "shared" layer has its norm among the weights that it shares.
-        self.norm_scale = None if self.is_shared else nnx.Param(jnp.ones(config.d_model, dtype))
+        scale = jnp.ones(config.d_model, jnp.float32 if config.norm_float32 else dtype)
+        self.norm_scale = None if self.is_shared else nnx.Param(scale)
         self.mixer = layer.build(
             config.d_model,
             norm_eps=config.norm_eps,

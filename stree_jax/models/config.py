@@ -15,6 +15,7 @@ from stree_jax.checks import check_int, require, require_integer, require_types
 from stree_jax.mesh.partition import Cut
 from stree_jax.messages import shown
 from stree_jax.models.attention import AttentionConfig
+from stree_jax.models.gated_delta import GatedDeltaConfig
 from stree_jax.models.layer import LayerConfig, layer_kinds, share, within
 from stree_jax.models.mamba2 import Mamba2Config
 from stree_jax.models.mlp import MlpConfig
@@ -24,7 +25,7 @@ from stree_jax.models.presets import PRESETS
 from stree_jax.models.shared import SharedConfig
 
 # Arguments of `ModelConfig`: the configs of layers that are given by their kind.
-PARTS = ("mamba2", "attention", "mlp", "moe", "shared")
+PARTS = ("mamba2", "gated_delta", "attention", "mlp", "moe", "shared")
 _MAX_LAYERS = 8192  # a damaged or hostile file may claim any number
 _MAX_WIDTH = 2**31 - 1
 _MOST_SHARDS = 256  # suggested by error messages
@@ -47,6 +48,7 @@ class ModelConfig:
         norm_eps: epsilon of the norms on the residual stream.
         tie_embeddings: the output head is the transposed embedding.
         residual_float32: keep the residual stream in float32, whatever the dtype of the weights.
+        norm_float32: keep the scales of the norms on it in float32 (Qwen3.5, whose are `1 + w`).
         embedding_multiplier, residual_multiplier, logits_multiplier: scale the embedding, each
             layer's output before the residual add, and the logits (Granite, Falcon-H1).
         eos_token: end-of-sequence id, or a tuple of several; None if unknown.
@@ -54,9 +56,9 @@ class ModelConfig:
             otherwise. None means no limit.
 
     Args:
-        mamba2, attention, mlp, moe, shared: the configs of layers that are given by their kind.
-            With "parallel" layers both Mamba-2's and attention's; with "shared" ones attention's
-            and the MLP's too.
+        mamba2, attention, mlp, moe, shared, gated_delta: the configs of layers that are given by
+            their kind. With "parallel" layers both Mamba-2's and attention's; with "shared" ones
+            attention's and the MLP's too.
 
     Raises:
         ValueError: a bad value, an unknown kind, or a kind without its configs.
@@ -69,6 +71,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     residual_float32: bool = True
+    norm_float32: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
@@ -85,9 +88,11 @@ class ModelConfig:
         mlp: Any = None,
         moe: Any = None,
         shared: Any = None,
+        gated_delta: Any = None,
         **fields: Any,
     ):
         parts = dict(mamba2=mamba2, attention=attention, mlp=mlp, moe=moe, shared=shared)
+        parts["gated_delta"] = gated_delta
         known = {field.name: field.default for field in dataclasses.fields(self)}
         unknown = sorted(set(fields) - set(known))
         if unknown:
@@ -153,6 +158,11 @@ class ModelConfig:
         This and the next ones raise a ValueError if layers differ; `layers` has the configs then.
         """
         return self._only("mamba2")
+
+    @property
+    def gated_delta(self) -> GatedDeltaConfig | None:
+        """The config of all gated delta mixers; None if there is none."""
+        return self._only("gated_delta")
 
     @property
     def attention(self) -> AttentionConfig | None:

@@ -120,13 +120,14 @@ class DraftHead(nnx.Module):
         """
         with jax.named_scope("head_entries"):
             config, projection = self.config.attention, self.attention.in_proj
-            first = config.projected_sizes[0]  # after the queries
+            first = config.gate_size + config.projected_sizes[0]  # after the queries
             kernel = projection.kernel.cut(first)
             projected = kernel.wide_matmul(self.joined(embedded, states)[0])
             projected = projected.astype(self.activation_dtype)
             if projection.bias is not None:
                 projected += projection.bias[first:]
             layout = dataclasses.replace(config.layout, num_heads=0)
+            projected = self.attention.normed(projected, 0)
             return NodeKV(*layout.split(projected, positions)[1:])
 
     def tree(

@@ -1,5 +1,7 @@
 """Linear layers, and convolutions that mixers share."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -73,6 +75,15 @@ def conv_weight(width: int, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs) 
     bound = width**-0.5
     shape = width, channels
     return nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, minval=-bound, maxval=bound))
+
+
+def new_rates(num_heads: int, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:
+    """New rates of decay `log(-A)` and biases of time steps, `[H]` float32, as Mamba-2's begin."""
+    decay = jax.random.uniform(rngs.params(), (num_heads,), minval=1.0, maxval=16.0)
+    # dt starts log-uniform in [1e-3, 1e-1]; its bias is the inverse of softplus.
+    low, high = math.log(1e-3), math.log(1e-1)
+    dt = jnp.exp(jax.random.uniform(rngs.params(), (num_heads,), minval=low, maxval=high))
+    return nnx.Param(jnp.log(decay)), nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
 
 
 def causal_conv1d(

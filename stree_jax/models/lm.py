@@ -141,7 +141,8 @@ class HybridLM(Partitioned):
             for shared in filter(None, [config.shared])
             for _ in range(shared.num_blocks)
         )
-        self.final_norm_scale = nnx.Param(jnp.ones(config.d_model, dtype))
+        of_norm = jnp.float32 if config.norm_float32 else dtype
+        self.final_norm_scale = nnx.Param(jnp.ones(config.d_model, of_norm))
         self.head = None if config.tie_embeddings else new_embedding()
 
     @classmethod

@@ -61,6 +61,7 @@ from stree_jax.models.layers import (
     conv_state_after,
     conv_weight,
     linear,
+    new_rates,
     row_parallel,
     silu,
     split_last,
@@ -319,15 +320,7 @@ class Mamba2Mixer(nnx.Module):
         )
         self.conv_weight = conv_weight(c.conv_width, layout.num_channels, dtype=dtype, rngs=rngs)
         self.conv_bias = nnx.Param(jnp.zeros(layout.num_channels, dtype)) if c.conv_bias else None
-        decay = jax.random.uniform(rngs.params(), (c.num_heads,), minval=1.0, maxval=16.0)
-        self.A_log = nnx.Param(jnp.log(decay))
-        # dt starts log-uniform in [1e-3, 1e-1]; its bias is the inverse of softplus.
-        dt = jnp.exp(
-            jax.random.uniform(
-                rngs.params(), (c.num_heads,), minval=math.log(1e-3), maxval=math.log(1e-1)
-            )
-        )
-        self.dt_bias = nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
+        self.A_log, self.dt_bias = new_rates(c.num_heads, rngs)
         self.D = nnx.Param(jnp.ones(c.inner_size if c.d_per_channel else c.num_heads))
         self.norm_scale = nnx.Param(jnp.ones(c.inner_size, dtype)) if c.norm != "none" else None
 

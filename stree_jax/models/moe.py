@@ -10,6 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import expert_mlps
+from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integer, require_types
 from stree_jax.mesh.partition import Cut
@@ -39,6 +40,7 @@ class MoeConfig(LayerConfig):
         scale: factor of the experts' sum.
         latent_size: width of the latent space of the experts (Nemotron-H); None: none.
         shared_size: channels of the expert that all tokens use; 0: none.
+        shared_gate: whether that expert's output is scaled by the sigmoid of a projection.
         activation, gated: see `MlpConfig`; the same for all experts.
     """
 
@@ -52,6 +54,7 @@ class MoeConfig(LayerConfig):
     scale: float = 1.0
     latent_size: int | None = None
     shared_size: int = 0
+    shared_gate: bool = False
     activation: str = "silu"
     gated: bool = True
 
@@ -69,6 +72,10 @@ class MoeConfig(LayerConfig):
         require(
             self.router == "sigmoid" or (self.num_router_groups == 1 and self.scale == 1.0),
             "router groups and a scale belong to router = 'sigmoid'",
+        )
+        require(
+            self.shared_size > 0 or not self.shared_gate,
+            "shared_gate is for an expert that all tokens use; give shared_size",
         )
         require(
             self.num_experts % self.num_router_groups == 0
@@ -186,6 +193,11 @@ class MixtureOfExperts(Pointwise):
             else None
         )
 
+        def gate() -> nnx.Param:
+            return nnx.Param(d_model**-0.5 * jax.random.normal(rngs.params(), (d_model, 1), dtype))
+
+        self.shared_gate = gate() if c.shared_gate else None
+
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """The function of one position."""
         weights, chosen = self._route(u.reshape(-1, u.shape[-1]))
@@ -200,7 +212,12 @@ class MixtureOfExperts(Pointwise):
             implementation=self.implementation,
         ).reshape(x.shape)
         y = y if self.latent_out is None else self.latent_out(y)
-        y = y if self.shared is None else y + self.shared.apply(u)
+        if self.shared is not None:
+            shared = self.shared.apply(u)
+            if self.shared_gate is not None:
+                scores = contract("btm,mo->bto", u, self.shared_gate[...])
+                shared = shared * jax.nn.sigmoid(scores).astype(shared.dtype)
+            y = y + shared
         return self.shard.total(y)
 
     def _route(

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from stree_jax.models.attention import AttentionConfig, RopeScaling
+from stree_jax.models.gated_delta import GatedDeltaConfig
 from stree_jax.models.mamba2 import Mamba2Config
 from stree_jax.models.mlp import MlpConfig
 from stree_jax.models.moe import MoeConfig
@@ -160,6 +161,55 @@ def _zamba2_2_7b() -> Preset:
     )
 
 
+def _qwen(
+    d_model: int,
+    num_layers: int,
+    *,
+    delta_heads: int,
+    heads: int,
+    kv_heads: int,
+    vocab_size: int = 248320,
+    mlp: MlpConfig | None = None,
+    moe: MoeConfig | None = None,
+    tie_embeddings: bool = False,
+) -> Preset:
+    """Qwen's Qwen3.5 (also 3.6 and 3.8 of the same sizes) and Qwen3-Next."""
+    mixers = ("gated_delta", "gated_delta", "gated_delta", "attention") * (num_layers // 4)
+    return dict(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        layers=tuple(kind for mixer in mixers for kind in (mixer, "mlp" if mlp else "moe")),
+        gated_delta=GatedDeltaConfig(
+            num_heads=delta_heads, head_dim=128, num_groups=16, state_size=128
+        ),
+        attention=AttentionConfig(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=256,
+            rotary_dim=64,
+            rope_theta=1e7,
+            qk_norm_eps=1e-6,
+            output_gate=True,
+        ),
+        mlp=mlp,
+        moe=moe,
+        norm_eps=1e-6,
+        norm_float32=True,
+        tie_embeddings=tie_embeddings,
+        residual_float32=False,
+    )
+
+
+def _qwen_experts(num_experts: int, num_active: int) -> MoeConfig:
+    return MoeConfig(
+        num_experts=num_experts,
+        num_active=num_active,
+        hidden_size=512,
+        shared_size=512,
+        shared_gate=True,
+    )
+
+
 # Granite's -1b and -tiny differ only in the MLPs.
 _H_1536: dict[str, Any] = dict(
     d_model=1536,
@@ -230,5 +280,37 @@ PRESETS: dict[str, Preset] = {
     "Granite-4-H-Tiny": _granite_h(
         **_H_1536,
         moe=MoeConfig(num_experts=64, num_active=6, hidden_size=512, shared_size=1024),
+    ),
+    "Qwen3.5-0.8B": _qwen(
+        1024,
+        24,
+        mlp=MlpConfig(3584),
+        delta_heads=16,
+        heads=8,
+        kv_heads=2,
+        tie_embeddings=True,
+    ),
+    "Qwen3.5-4B": _qwen(
+        2560,
+        32,
+        mlp=MlpConfig(9216),
+        delta_heads=32,
+        heads=16,
+        kv_heads=4,
+        tie_embeddings=True,
+    ),
+    "Qwen3.5-9B": _qwen(4096, 32, mlp=MlpConfig(12288), delta_heads=32, heads=16, kv_heads=4),
+    "Qwen3.5-27B": _qwen(5120, 64, mlp=MlpConfig(17408), delta_heads=48, heads=24, kv_heads=4),
+    "Qwen3.5-35B-A3B": _qwen(
+        2048, 40, moe=_qwen_experts(256, 8), delta_heads=32, heads=16, kv_heads=2
+    ),
+    "Qwen3-Next-80B-A3B": _qwen(
+        2048,
+        48,
+        moe=_qwen_experts(512, 10),
+        delta_heads=32,
+        heads=16,
+        kv_heads=2,
+        vocab_size=151936,
     ),
 }

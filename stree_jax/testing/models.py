@@ -15,6 +15,7 @@ from stree_jax import MtpConfig, MtpHead
 from stree_jax.messages import shown
 from stree_jax.models import (
     AttentionConfig,
+    GatedDeltaConfig,
     Mamba2Config,
     MlpConfig,
     MoeConfig,
@@ -75,6 +76,9 @@ def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
         d_model=16,
         layers=layers,
         mamba2=Mamba2Config(num_heads=4, head_dim=8, state_size=8, chunk_size=8),
+        gated_delta=GatedDeltaConfig(
+            num_heads=4, head_dim=8, num_groups=2, state_size=12, chunk_size=8
+        ),
         attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8),
         mlp=MlpConfig(24),
         tie_embeddings=False,
@@ -179,6 +183,39 @@ HYBRIDS: dict[str, ModelConfig] = {
         ),
         mlp=MlpConfig(24, activation="gelu"),
         shared=SharedConfig(num_blocks=2, adapter_rank=3, attention_adapters=True),
+    ),
+    # In sizes that native code takes.
+    "qwen3_5": _hybrid(
+        ("gated_delta", "mlp", "attention", "mlp"),
+        gated_delta=GatedDeltaConfig(
+            num_heads=4, head_dim=16, num_groups=2, state_size=16, chunk_size=8
+        ),
+        attention=AttentionConfig(
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            rotary_dim=4,
+            qk_norm_eps=1e-6,
+            output_gate=True,
+        ),
+        norm_eps=1e-6,
+        norm_float32=True,
+    ),
+    "qwen3_next": _hybrid(
+        ("gated_delta", "moe", "attention", "moe"),
+        attention=AttentionConfig(
+            num_heads=4,
+            num_kv_heads=1,
+            head_dim=8,
+            rotary_dim=2,
+            qk_norm_eps=1e-6,
+            output_gate=True,
+        ),
+        moe=MoeConfig(
+            num_experts=4, num_active=2, hidden_size=12, shared_size=10, shared_gate=True
+        ),
+        norm_eps=1e-6,
+        norm_float32=True,
     ),
 }
 # Layers of one kind that differ in size: windows of attention, heads, states and experts.

@@ -62,6 +62,11 @@ RARE = (
     # Like "branching", "budget of 2" and "a padded vocabulary", whose draft has another shape, too.
     *("complete", "budget of 3", "another shape"),
 )
+# One method of each kind of drafter.
+OF_EACH_DRAFTER = (
+    *("chain of 6", "deep", "beam", "dynamic", "lookup tree", "heads", "mtp head", "turns"),
+    *("cascade", "cascade of lookup"),
+)
 UNROLLED = "paper A"  # other trees of more than two levels are looped
 TABLE = [
     *(("plain", method, "zero") for method in METHODS if method not in ELSEWHERE + RARE),
@@ -93,10 +98,12 @@ SLOW = [
     *(("nemotron_h hybrid", method, "mixed") for method in OF_HEADS),
     *(("nemotron_h hybrid", f"mtp head, {tree}", "mixed") for tree in ("deep", "beam", "dynamic")),
     *((f"{family} hybrid", "paper A", "zero") for family in HYBRIDS),
+    *(("qwen3_5 hybrid", method, "mixed") for method in OF_EACH_DRAFTER),
     # All trees but "ragged" have a shape that the loop has to find out.
     *(("plain", method, "ruled") for method in ("deep", "beam", "dynamic", "lookup tree", "heads")),
     *(("plain", method, "ruled") for method in ("mtp head, ragged", "turns", "cascade")),
     *((f"{family} hybrid", "ragged", "ruled") for family in ("mamba2attn", "falcon_h1")),
+    *((f"{family} hybrid", "ragged", "ruled") for family in ("qwen3_5", "qwen3_next")),
     ("nemotron_h hybrid", "dynamic", "ruled"),
 ]
 # Cells that `.ci/run` has time for, where the table runs as released; other cells stand for them.

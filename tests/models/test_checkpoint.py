@@ -56,10 +56,12 @@ def test_a_checkpoint_of_format_1_loads():
     np.testing.assert_allclose(logits, known["logits"], rtol=0, atol=1e-5)
 
 
-def test_layers_of_different_sizes_are_saved(tmp_path):
-    model = tiny_model("mixed hybrid")
-    st.save_pretrained(model, tmp_path / "mixed")
-    assert_same_model(st.from_pretrained(tmp_path / "mixed").in_first(), model)
+@pytest.mark.parametrize("name", ["mixed hybrid", "qwen3_5 hybrid", "qwen3_next hybrid"])
+def test_layers_are_saved(name, tmp_path):
+    """Also if those of one kind differ in size."""
+    model = tiny_model(name)
+    st.save_pretrained(model, tmp_path / "model")
+    assert_same_model(st.from_pretrained(tmp_path / "model").in_first(), model)
 
 
 def test_the_type_is_chosen_when_loading(saved):

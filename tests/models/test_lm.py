@@ -131,8 +131,9 @@ def test_the_gated_norm_of_a_tree_is_that_of_a_sequence(name):
     assert_close(got, apply(model, tokens))
 
 
-def test_a_tree_grown_level_by_level_is_the_tree_at_once():
-    model = tiny_model("groups")
+@pytest.mark.parametrize("name", ["groups", "qwen3_5 hybrid", "qwen3_next hybrid"])
+def test_a_tree_grown_level_by_level_is_the_tree_at_once(name):
+    model = tiny_model(name)
     topology = TreeTopology.from_branching((2, 2))
     drafts = random_tokens(model, BATCH, topology.num_nodes)
     cache = prefill(model, random_tokens(model, BATCH, 5), [5, 3])[1]
@@ -261,8 +262,9 @@ def test_padding_does_not_reach_the_cache():
     jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf[1], 0), cache)
 
 
-def test_prefill_goes_on_from_a_cache():
-    model = tiny_model()
+@pytest.mark.parametrize("name", ["plain", "qwen3_5 hybrid", "qwen3_next hybrid"])
+def test_prefill_goes_on_from_a_cache(name):
+    model = tiny_model(name)
     prompts = random_tokens(model, BATCH, 10)
     _, first = prefill(model, prompts[:, :6], [6, 6])
     logits, cache = prefill_from(model, prompts[:, 6:], np.array([4, 2], np.int32), first)
@@ -284,8 +286,9 @@ def test_bfloat16_keeps_state_and_logits_in_float32():
     assert np.abs(np.asarray(logits)[0] - exact).max() < 0.05 * np.abs(exact).max()
 
 
-def test_init_cache_owns_the_shapes():
-    model = tiny_model("mamba_in_llama")
+@pytest.mark.parametrize("name", ["mamba_in_llama", "qwen3_5 hybrid"])
+def test_init_cache_owns_the_shapes(name):
+    model = tiny_model(name)
     _, cache = prefill(model, random_tokens(model, BATCH, 5), [5, 2])
     tree = whole_tree(TREE)
     _, pending, _ = tree_forward(model, random_tokens(model, BATCH, TREE.num_nodes), tree, cache)

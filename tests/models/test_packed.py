@@ -20,8 +20,11 @@ CHAIN = st.TreeTopology.chain(2)
 DTYPES = ("float32", "bfloat16")
 
 
+GATED_DELTA = pytest.param("qwen3_5 hybrid", marks=pytest.mark.slow)
+
+
 # Every kind of projection: one with a bias and a head of its own, and one with a tied head.
-@pytest.fixture(scope="module", params=["falcon_h1 hybrid", "plain"])
+@pytest.fixture(scope="module", params=["falcon_h1 hybrid", "plain", GATED_DELTA])
 def stored(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("stored") / "model"
     save_pretrained(tiny_model(request.param, dtype="bfloat16"), path)

@@ -109,7 +109,13 @@ def test_damage_costs_time_and_no_text(monkeypatch):
     assert scheduler.prefix_cache_stats.damaged > 3
 
 
-@pytest.mark.parametrize("name", ["plain", "mamba2attn hybrid"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "mamba2attn hybrid", "qwen3_5 hybrid"),
+        pytest.param("qwen3_next hybrid", marks=pytest.mark.slow),
+    ],
+)
 def test_texts_go_on_from_what_was_read(name):
     """Forks of a prefix, while other rows decode; kept completions, and prompts that repeat them.
 
@@ -306,7 +312,7 @@ def test_ten_thousand_requests():
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", [0, 150_000, 10**8])
 @pytest.mark.parametrize("quantum", [1, 7, 32])
-@pytest.mark.parametrize("name", ["mamba2attn hybrid", "bamba hybrid"])
+@pytest.mark.parametrize("name", ["mamba2attn hybrid", "bamba hybrid", "qwen3_5 hybrid"])
 def test_shuffled_orders_and_cancels(name, quantum, cache):
     """With cancels at random, and the iterator closed and made again."""
     requests, texts = cases(name)

@@ -55,7 +55,11 @@ def test_mixed_requests_in_any_row_and_order():
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0, "mixed"])
 @pytest.mark.parametrize(
-    "name", ["plain", "bamba hybrid", "mamba2attn hybrid", "falcon_h1 hybrid", "granite_moe hybrid"]
+    "name",
+    [
+        *("plain", "bamba hybrid", "mamba2attn hybrid", "falcon_h1 hybrid", "granite_moe hybrid"),
+        *("qwen3_5 hybrid", "qwen3_next hybrid"),
+    ],
 )
 def test_forty_requests_through_four_rows(name, temperature):
     requests = mixed(ragged(40)) if temperature == "mixed" else ragged(40, temperature=temperature)

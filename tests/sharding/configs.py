@@ -5,6 +5,7 @@ import dataclasses
 from stree_jax import ModelConfig
 from stree_jax.models import (
     AttentionConfig,
+    GatedDeltaConfig,
     Mamba2Config,
     MlpConfig,
     MoeConfig,
@@ -13,6 +14,12 @@ from stree_jax.testing import HYBRIDS
 
 _MAMBA2 = Mamba2Config(num_heads=8, head_dim=8, state_size=8, chunk_size=8)
 _ATTENTION = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=8, rotary_dim=4)
+_GATED = dataclasses.replace(_ATTENTION, qk_norm_eps=1e-6, output_gate=True)
+
+
+def _gated_delta(**changes):
+    sizes = dict(num_heads=8, head_dim=8, num_groups=2, state_size=12, chunk_size=8)
+    return GatedDeltaConfig(**sizes | changes)
 
 
 def _mamba2(**changes):
@@ -122,5 +129,22 @@ CONFIGS = {
         ),
         mlp=HYBRIDS["zamba2"].mlp,
         shared=HYBRIDS["zamba2"].shared,
+    ),
+    "qwen3_5": _model(
+        *("gated_delta", "mlp", "attention", "mlp"),
+        gated_delta=_gated_delta(num_groups=8),
+        attention=_GATED,
+        mlp=MlpConfig(24),
+        norm_float32=True,
+    ),
+    # Heads of keys that several shards hold, and an expert for all with a gate of its own.
+    "qwen3_next": _model(
+        *("gated_delta", "moe", "attention", "moe"),
+        gated_delta=_gated_delta(),
+        attention=_GATED,
+        moe=MoeConfig(
+            num_experts=4, num_active=2, hidden_size=128, shared_size=8, shared_gate=True
+        ),
+        norm_float32=True,
     ),
 }

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import stree_jax
 from stree_jax.mesh.partition import ONE_DEVICE, Cut, Partition, check_mesh
+from stree_jax.models import GatedDeltaConfig
 from stree_jax.models.presets import PRESETS
 from stree_jax.names import flatten
 from tests.sharding.configs import CONFIGS
@@ -72,7 +73,7 @@ def mesh():
 def test_every_weight_of_a_shard_has_the_local_shape(name, mesh):
     config = CONFIGS[name]
     whole = shapes(config)
-    for shards in (2, 4) if name == "mamba_in_llama" else (4,):
+    for shards in (2, 4) if name in ("mamba_in_llama", "qwen3_next") else (4,):
         table = config.cuts(shards)
         local = shapes(config, Partition(mesh, shards))
         assert local.keys() == whole.keys()
@@ -90,6 +91,7 @@ def test_all_large_weights_are_cut(name):
     """Weights without a rule are on every device: only norms, routers and narrow sides may be."""
     config = CONFIGS[name]
     allowed = ("norm_scale", "router", "correction", "latent", "adapter", "out_proj.bias")
+    allowed = (*allowed, "shared_gate")
     uncut = [w for w in shapes(config) if w not in config.cuts(4)]
     others = [w for w in uncut if not any(part in w for part in allowed)]
     # The last projection of a shared layer follows a sum.
@@ -137,6 +139,17 @@ def test_a_local_config_has_a_share_of_everything(heads, groups, x_heads, b_grou
             assert held[shard][head * own // local.num_heads] == whole
 
 
+@given(heads=UNITS, groups=UNITS, shards=SHARDS)
+def test_a_shard_has_the_keys_of_its_value_heads(heads, groups, shards):
+    assume(heads % groups == heads % shards == 0 and 0 in (groups % shards, shards % groups))
+    mixer = GatedDeltaConfig(num_heads=heads, head_dim=2, num_groups=groups, state_size=3)
+    local = mixer.local(shards)
+    held = Cut(0, ((groups, 1),)).columns(shards)
+    for shard, head in itertools.product(range(shards), range(local.num_heads)):
+        whole = (shard * local.num_heads + head) * groups // heads
+        assert held[shard][head * local.num_groups // local.num_heads] == whole
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_can_be_cut(preset):
     config = stree_jax.ModelConfig.preset(preset)
@@ -161,6 +174,7 @@ def test_narrow_experts_are_shared_out_whole():
         ("groups", 8, r"norm groups of mamba2 = 4 does not fit model = 8.*can be 1, 2 or 4"),
         ("bamba", 16, r"mamba2.num_heads = 8 does not fit"),
         ("zamba2", 16, r"attention.num_heads = 8 does not fit model = 16"),
+        ("qwen3_next", 3, r"gated_delta.num_heads = 8 does not fit model = 3"),
     ],
 )
 def test_sizes_that_do_not_fit(name, shards, message):

@@ -14,7 +14,7 @@ import stree_jax as st
 from stree_jax.checkpoint.load import load_config
 from stree_jax.extensions.medusa.training import medusa_loss, train_medusa
 from stree_jax.extensions.mtp.training import train_mtp
-from stree_jax.testing import perturbed, tiny_model
+from stree_jax.testing import HYBRIDS, perturbed, tiny_model
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
@@ -99,6 +99,22 @@ def batch(step):
 
 
 TRAINING = Training(steps=8, batch_size=2, sequence_length=16, save_every=3, warmup_steps=2)
+
+
+def from_target(model, tokens, target):
+    return distillation_loss(model, target(tokens), tokens)
+
+
+@pytest.mark.parametrize("objective", [loss, from_target])
+def test_gated_delta_hybrids_learn(objective, tmp_path):
+    """From text, and from a target."""
+    target = tiny_model("qwen3_5 hybrid") if objective is from_target else None
+    config = HYBRIDS["qwen3_5"].with_layers(("gated_delta", "attention"))
+    model = st.HybridLM(config, rngs=nnx.Rngs(0))
+    reports = fit(model, objective, batch, TRAINING, tmp_path / "steps", target)
+    losses = [report.loss for report in reports]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < 0.98 * losses[0]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):

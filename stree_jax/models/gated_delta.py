@@ -1,0 +1,307 @@
+"""The gated delta mixer of Qwen3-Next and Qwen3.5: a linear attention that corrects its memory.
+
+    b, z, v, k, q, a = in_proj(u);   v, k, q = silu(conv(v, k, q));   k, q = l2_norm(k), l2_norm(q)
+    g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
+    state = exp(g) state;   w = beta (v - state k);   state = state + w (outer) k;   y = state q
+    out_proj(norm(y) silu(z))
+
+The model is Gated DeltaNet's (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464). To the library
+it is a Mamba-2 layer whose columns have other names: v is x, k is B, q is C and a is dt, so that
+`Mamba2Layout` and the convolution's op serve both. b stands before z, and there is no skip D.
+
+A pending record holds w, the corrections of the nodes, in the place of x. They depend on the state
+that the tree was run from: a record advances the cache that it was made from, and no other.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from pallas_kernels import (
+    Mamba2Layout,
+    Mamba2Pending,
+    delta_chunks,
+    gated_rms_norm,
+    replay_conv_state,
+    replay_delta,
+    replay_tree_delta,
+    tree_conv1d_layer,
+    tree_delta,
+)
+from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
+from stree_jax.checks import require, require_integer, require_types
+from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part
+from stree_jax.models.layer import (
+    ConvGatherIndex,
+    LayerConfig,
+    Path,
+    Replay,
+    Sizes,
+    register,
+    share,
+)
+from stree_jax.models.layers import (
+    CONV_WIDTH_BITS,
+    causal_conv1d,
+    conv_state_after,
+    conv_weight,
+    linear,
+    new_rates,
+    row_parallel,
+    silu,
+)
+from stree_jax.models.mamba2 import Mamba2Cache
+from stree_jax.tree import Tree
+
+
+@register("gated_delta")
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaConfig(LayerConfig):
+    """A layer with one gated delta mixer.
+
+    Attributes:
+        num_heads: value heads `H`.
+        head_dim: channels of a value head `P`.
+        num_groups: key heads `G`; value head h uses key head `h // (H / G)`.
+        state_size: channels of a key head `S`.
+        conv_width: conv width `K`, at least 2.
+        beta_scale: beta is this times a sigmoid; 2 allows negative eigenvalues (Olmo-Hybrid).
+        norm_eps: epsilon of the norm of each head's output.
+        chunk_size: chunk length of the prefill scan; does not change results.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    conv_width: int = 4
+    beta_scale: float = 1.0
+    norm_eps: float = 1e-6
+    chunk_size: int = 64
+
+    has_memory: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "head_dim", "num_groups", "state_size", "chunk_size"):
+            require_integer(self, name, 1)
+        require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
+        require_types(type(self), vars(self))
+        require(
+            self.num_heads % self.num_groups == 0,
+            f"num_groups = {self.num_groups} does not divide num_heads = {self.num_heads}",
+        )
+        require(0 < self.beta_scale <= 2, f"beta_scale must be in (0, 2], got {self.beta_scale}")
+        require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
+
+    @property
+    def layout(self) -> Mamba2Layout:
+        """Columns of the input projection: b, then z, v, k, q and a in the places of Mamba-2's."""
+        return Mamba2Layout(
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            num_groups=self.num_groups,
+            state_size=self.state_size,
+            x_heads=self.num_heads,
+            b_groups=self.num_groups,
+            first_column=self.num_heads,
+        )
+
+    @property
+    def conv_widths(self) -> tuple[int, ...]:
+        return (self.conv_width,)
+
+    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "GatedDeltaMixer":
+        return GatedDeltaMixer(self, d_model, **options)
+
+    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
+        """See `LayerConfig`. One size for all lengths."""
+        return Mamba2Cache(
+            ssm=jnp.zeros((batch, self.num_heads, self.head_dim, self.state_size), jnp.float32),
+            conv=jnp.zeros((batch, self.conv_width - 1, self.layout.num_channels), dtype),
+        )
+
+    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
+        """See `LayerConfig`. The corrections enter the state as they are: float32."""
+
+        def zeros(*shape: int, dtype: DTypeLike = jnp.float32) -> Array:
+            return jnp.zeros((batch, num_nodes, *shape), dtype)
+
+        return Mamba2Pending(
+            x=zeros(self.num_heads, self.head_dim),
+            dt=zeros(self.num_heads),
+            B=zeros(self.num_groups, self.state_size, dtype=dtype),
+            conv_input=zeros(self.layout.num_channels, dtype=dtype),
+        )
+
+    def cache_specs(self, axis: str | None) -> Any:
+        by_head: Any = PartitionSpec(DATA, axis)  # specs instead of arrays
+        by_channel: Any = PartitionSpec(DATA, None, axis)
+        return Mamba2Cache(ssm=by_head, conv=by_channel)
+
+    def sizes(self, shards: int) -> Sizes:
+        return Sizes(
+            {"gated_delta.num_heads": self.num_heads}, {"gated_delta.num_groups": self.num_groups}
+        )
+
+    def local(self, shards: int) -> "GatedDeltaConfig":
+        return dataclasses.replace(
+            self,
+            num_heads=share(self.num_heads, shards),
+            num_groups=share(self.num_groups, shards),
+        )
+
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        by_head, v, k = (self.num_heads, 1), (self.num_heads, self.head_dim), self._key_segment
+        heads = Cut(0, (by_head,))
+        return {
+            "in_proj.kernel": Cut(1, (by_head, v, v, k, k, by_head)),
+            "out_proj.kernel": Cut(0, (v,)),
+            "conv_weight": Cut(1, (v, k, k)),
+            "A_log": heads,
+            "dt_bias": heads,
+        }
+
+    @property
+    def _key_segment(self) -> tuple[int, int]:
+        return self.num_groups, self.state_size
+
+
+class GatedDeltaMixer(nnx.Module):
+    """One gated delta mixer, with the interface of `Mamba2Mixer`.
+
+    Args:
+        config: shape of the mixer.
+        d_model: width of input and output.
+        dtype: dtype of the weights; `A_log`, `dt_bias` and the norm's scale are always float32.
+        rngs: random streams for initialisation.
+        out_scale: scales the initial output projection, for deep stacks.
+        implementation: kernel implementation, see `pallas_kernels.dispatch`.
+    """
+
+    shard: Part = WHOLE  # a `Shard` on a mesh
+
+    def __init__(
+        self,
+        config: GatedDeltaConfig,
+        d_model: int,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+        out_scale: float = 1.0,
+        implementation: str | None = None,
+    ):
+        c = self.config = config
+        self.implementation = implementation
+        layout, inner = c.layout, c.num_heads * c.head_dim
+        options: dict[str, Any] = dict(bias=False, dtype=dtype, rngs=rngs)
+        self.in_proj = linear(d_model, layout.num_columns, **options)
+        self.out_proj = linear(inner, d_model, scale=out_scale, **options)
+        self.conv_weight = conv_weight(c.conv_width, layout.num_channels, dtype=dtype, rngs=rngs)
+        self.A_log, self.dt_bias = new_rates(c.num_heads, rngs)
+        self.norm_scale = nnx.Param(jnp.ones(c.head_dim))
+
+    def __call__(
+        self,
+        u: Float[Array, "B T M"],
+        cache: Mamba2Cache,
+        valid: Bool[Array, "B T"],
+        lengths: Lengths,
+    ) -> tuple[Float[Array, "B T M"], Mamba2Cache]:
+        """Runs a right-padded sequence from `cache`; see `Mamba2Mixer`."""
+        projected, layout = self.in_proj(u), self.config.layout
+        g = self._decays(layout.time_steps(projected, self.dt_bias[...]))
+        conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
+        conv = causal_conv1d(conv_input, cache.conv, self.conv_weight[...], None)
+        v, k, q = layout.heads(silu(conv))
+        y, state = delta_chunks(
+            *(q, k, v, g, self._beta(projected), cache.ssm, valid),
+            chunk_size=self.config.chunk_size,
+            implementation=self.implementation,
+        )
+        norm = self.in_proj.kernel.norms_of_sequences(self.implementation)
+        output = self._output(y, projected, norm)
+        return output, Mamba2Cache(state, conv_state_after(cache.conv, conv_input, lengths))
+
+    def tree(
+        self,
+        u: Float[Array, "B Q M"],
+        tree: Tree,
+        conv_gather_index: ConvGatherIndex,
+        cache: Mamba2Cache,
+        prefix_pending: Mamba2Pending | None = None,
+        replay: Replay | None = None,
+    ) -> tuple[Float[Array, "B Q M"], Mamba2Pending, Mamba2Cache]:
+        """Runs the last Q nodes of a tree from `cache`; see `Mamba2Mixer`."""
+        c, width = self.config, self.config.conv_width
+        projected = self.in_proj(u)
+        previous = replay and (replay.pending, replay.conv_gather_index[width])
+        # The convolution's op wants the corrections of the nodes before in the dtype of v.
+        prefix = prefix_pending and prefix_pending._replace(x=prefix_pending.x.astype(u.dtype))
+        nodes, q, conv_state = tree_conv1d_layer(
+            *(projected, self.conv_weight[...], None, self.dt_bias[...], cache.conv),
+            conv_gather_index[width],
+            layout=c.layout,
+            prefix_pending=prefix,
+            previous=previous,
+            implementation=self.implementation,
+        )
+        v = nodes.x[:, -u.shape[1] :]  # behind the corrections of the nodes before
+        arrays = (q, nodes.B, v, self._decays(nodes.dt), self._beta(projected), cache.ssm)
+        mask = tree.ancestor_mask
+        if replay is None:
+            above = None if prefix_pending is None else prefix_pending.x
+            y, w = tree_delta(*arrays, mask, prefix_u=above, implementation=self.implementation)
+            state = cache.ssm
+        else:
+            old = replay.pending
+            y, w, state = replay_tree_delta(
+                *(old.B, old.x, self._decays(old.dt), replay.path.mask, *arrays, mask),
+                implementation=self.implementation,
+            )
+        output = self._output(y, projected, self.implementation)
+        return output, nodes._replace(x=w), Mamba2Cache(state, conv_state)
+
+    def replay(
+        self,
+        cache: Mamba2Cache,
+        pending: Mamba2Pending,
+        path: Path,
+        conv_gather_index: ConvGatherIndex,
+    ) -> Mamba2Cache:
+        """The cache after the path; see `Mamba2Mixer`."""
+        state = replay_delta(
+            *(pending.B, pending.x, self._decays(pending.dt), cache.ssm, path.mask),
+            implementation=self.implementation,
+        )
+        window = conv_gather_index[self.config.conv_width]
+        return Mamba2Cache(state, replay_conv_state(pending.conv_input, cache.conv, window))
+
+    def _beta(self, projected: Array) -> Float32[Array, "B T H"]:
+        """How much of the error each token corrects."""
+        logits = projected[..., : self.config.num_heads].astype(jnp.float32)
+        return self.config.beta_scale * jax.nn.sigmoid(logits)
+
+    def _decays(self, dt: Float32[Array, "B T H"]) -> Float32[Array, "B T H"]:
+        """The logarithm of each token's decay."""
+        return -jnp.exp(self.A_log[...].astype(jnp.float32)) * dt
+
+    def _output(self, y: Array, projected: Array, implementation: str | None) -> Array:
+        """Norm of each head, gate and output projection of `[B, T, H, P]`."""
+        c = self.config
+        gate, start = c.layout.gate(projected)
+        rows = gated_rms_norm(
+            y.reshape(*y.shape[:2], -1),
+            gate,
+            jnp.tile(self.norm_scale[...], c.num_heads),
+            norm="norm_then_gate",
+            epsilon=c.norm_eps,
+            num_groups=c.num_heads,
+            gate_start=start,
+            implementation=implementation,
+        )
+        return row_parallel(self.out_proj, rows, self.shard)

@@ -1,0 +1,137 @@
+"""The gated delta mixer, beyond the tables that all families are in."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stree_jax as st
+from pallas_kernels import conv_gather_index, native
+from pallas_kernels.tree_delta import xla
+from stree_jax.models.cache import path_to
+from stree_jax.testing import HYBRIDS, assert_lossless, perturbed, random_model, tiny_model
+from tests.cases.base import NEEDS_NATIVE
+
+FAMILIES = ("qwen3_5 hybrid", "qwen3_next hybrid")
+TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3, 6, 7])
+WHOLE = TREE.tree(jnp.ones((2, TREE.num_nodes), bool))
+LAST = jnp.array([8, 4])
+
+
+def random_tokens(*shape, seed=0):
+    return np.random.default_rng(seed).integers(37, size=shape).astype(np.int32)
+
+
+prefill = jax.jit(lambda model, *given: model.prefill(*given, model.init_cache(2, 32)))
+run_tree = jax.jit(lambda model, *given: model.tree_forward(*given))
+replay = jax.jit(lambda model, *given: model.replay(*given))
+
+
+def relative(got, want):
+    got, want = (np.asarray(x, np.float32) for x in (got, want))
+    return np.abs(got - want).max() / np.abs(want).max()
+
+
+def test_the_corrections_of_a_bfloat16_models_record_are_float32():
+    """And the state after their replay is that of the sequence."""
+    model = tiny_model("qwen3_5 hybrid", dtype="bfloat16")
+    prompts, drafts = random_tokens(2, 7), random_tokens(2, TREE.num_nodes, seed=1)
+    _, cache = prefill(model, prompts, jnp.array([7, 7]))
+    _, pending, _ = run_tree(model, drafts, WHOLE, cache)
+    assert [x.dtype.name for x in pending[0]] == ["float32", "float32", "bfloat16", "bfloat16"]
+    after = replay(model, cache, pending, path_to(WHOLE, LAST))[0]
+    assert after.ssm.dtype == jnp.float32
+    texts = np.zeros((2, 7 + TREE.num_nodes), np.int32)
+    paths = [drafts[row, TREE.ancestor_mask[last]] for row, last in enumerate(LAST)]
+    for row, path in enumerate(paths):
+        texts[row, : 7 + len(path)] = [*prompts[row], *path]
+    _, want = prefill(model, texts, jnp.array([7 + len(path) for path in paths]))
+    assert relative(after.ssm, want[0].ssm) < 0.02
+
+
+@functools.cache
+def read(name):
+    model = tiny_model(name)
+    return model, prefill(model, random_tokens(2, 7), jnp.array([7, 4]))[1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nodes_that_do_not_exist_reach_nothing(name):
+    """Whatever a mixer gets there, to the bit; native code and XLA."""
+    model, (cache, *_) = read(name)
+    mixer = model.blocks[0].mixer
+    u = jnp.asarray(np.random.default_rng(0).normal(size=(2, TREE.num_nodes, 16)), jnp.float32)
+    tree = TREE.tree(jnp.arange(TREE.num_nodes)[None] < jnp.array([[5], [7]]))
+    exists = jnp.diagonal(tree.ancestor_mask, axis1=1, axis2=2)[..., None]
+
+    @jax.jit
+    def outputs(u):
+        width = mixer.config.conv_width
+        windows = {width: conv_gather_index(tree.parents, width)}
+        y, pending, _ = mixer.tree(u, tree, windows, cache)
+        return jnp.where(exists, y, 0), pending.x
+
+    for fill in (jnp.nan, jnp.inf, 1.0):
+        got, want = (outputs(jnp.where(exists, u, value)) for value in (fill, 0.0))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert not np.asarray(got[1])[~np.asarray(exists[..., 0])].any()
+
+
+def test_a_record_is_valid_with_its_own_cache_alone():
+    """Unlike Mamba-2's: the corrections depend on the state that the tree was run from."""
+    drafts = random_tokens(2, TREE.num_nodes, seed=1)
+    for name, is_bound in (("qwen3_5 hybrid", True), ("plain", False)):
+        model, cache = read(name)
+        forked = (cache[0]._replace(ssm=-cache[0].ssm), *cache[1:])
+        own, foreign = (run_tree(model, drafts, WHOLE, each)[1][0].x for each in (cache, forked))
+        assert (relative(foreign, own) > 0.1) == is_bound
+
+
+# A mutation that must be found: a node sees one of its siblings.
+
+
+def leaking(mask):
+    """A node's mask `[B, N, N]`, and the siblings before it."""
+    exists = jnp.diagonal(mask, axis1=1, axis2=2)
+    above = mask & ~jnp.eye(mask.shape[1], dtype=bool)
+    siblings = (above[:, :, None] == above[:, None]).all(-1)
+    return mask | jnp.tril(siblings & exists[:, None] & exists[:, :, None])
+
+
+def leaking_xla(run, *arrays, **options):
+    *given, mask = arrays[:7]
+    return run(*given, leaking(mask), *arrays[7:], **options)
+
+
+def leaking_native(run, name, results, *arrays, **options):
+    if name.endswith("tree_delta"):
+        arrays = (*arrays[:10], leaking(arrays[10]), *arrays[11:])
+    return run(name, results, *arrays, **options)
+
+
+MUTATIONS = {"xla": (xla, "tree_delta", leaking_xla), "native": (native, "call", leaking_native)}
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param("xla", marks=pytest.mark.slow),
+        pytest.param("native", marks=NEEDS_NATIVE),
+    ],
+)
+def test_a_sibling_that_leaks_in_changes_the_text(implementation, monkeypatch):
+    module, name, wrong = MUTATIONS[implementation]
+    monkeypatch.setattr(module, name, functools.partial(wrong, getattr(module, name)))
+    # A config of its own: programs that others have compiled are right.
+    config = dataclasses.replace(HYBRIDS["qwen3_5"], norm_eps=1.25e-5)
+    model = random_model(config, implementation=implementation)
+    drafter = st.ModelDrafter(perturbed(tiny_model("qwen3_5 hybrid"), 0.1))
+    options = dict(topology=st.TreeTopology.from_branching((3, 2)), temperatures=(0.0,))
+    with pytest.raises(AssertionError, match=r"new token .* a real difference"):
+        assert_lossless(model, drafter, **options)
+    monkeypatch.undo()
+    config = dataclasses.replace(config, norm_eps=1.5e-5)
+    assert_lossless(random_model(config, implementation=implementation), drafter, **options)
