@@ -2,7 +2,7 @@
 
     families       the table `FAMILIES`: recognising, reading and writing each family
     description    the input and result of a family's reader: `Source`, `Description`
-    pure, bamba, granite, nemotron_h, zamba2, mamba_in_llama    configs of the families
+    pure, bamba, granite, nemotron_h, zamba2, mamba_in_llama, qwen    configs of the families
     fields         config files, with every field accounted for
     rules, tables  maps from tensors to weights
     files, tensors, torch_file    lazily opened weights
@@ -16,6 +16,7 @@ from stree_jax.convert.api import convert, find, formats
 from stree_jax.convert.description import Description, HeadDescription, Source
 from stree_jax.convert.families import FAMILIES, QUIRKS, Family, has_field
 from stree_jax.convert.fields import TRANSFORMERS, Fields
+from stree_jax.convert.qwen import layer_rules as qwen_layer_rules
 from stree_jax.convert.reading import (
     Checkpoint,
     head_rules,
@@ -26,12 +27,13 @@ from stree_jax.convert.reading import (
     open_head,
     read_tensor,
 )
-from stree_jax.convert.rules import AS_IS, TRANSPOSED, Rule
+from stree_jax.convert.rules import AS_IS, PLUS_ONE, TRANSPOSED, Rule
 from stree_jax.convert.tables import hf_attention, nemotron_experts, split_mlp, within
 
 __all__ = [
     "AS_IS",
     "FAMILIES",
+    "PLUS_ONE",
     "QUIRKS",
     "TRANSFORMERS",
     "TRANSPOSED",
@@ -54,6 +56,7 @@ __all__ = [
     "nemotron_experts",
     "open_checkpoint",
     "open_head",
+    "qwen_layer_rules",
     "read_tensor",
     "split_mlp",
     "within",

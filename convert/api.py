@@ -130,8 +130,6 @@ def _left_out(head: Any, config: ModelConfig, to: str, dtype: str, target: Path)
     if head is None or to == "native":
         return None
     try:
-        # The reason, whatever family would hold the model.
-        part_of(FOLDER, "conversion").rules_of(head)
         written_as(config, to, dtype, target, head)
     except ValueError as error:
         return str(error)

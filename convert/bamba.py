@@ -61,8 +61,7 @@ def _rules(config: ModelConfig) -> list[Rule]:
     """The rules of both families."""
     return tables.llama_like(
         config,
-        mlp=tables.split_mlp(required(config.mlp)),
-        mlp_name="feed_forward",
+        mlp=tables.within(tables.split_mlp(required(config, "mlp")), "feed_forward"),
         mlp_norm="pre_ff_layernorm",
         final_norm="final_layernorm",
     )
@@ -80,9 +79,9 @@ def write_bamba(config: ModelConfig, dtype: str) -> dict[str, Any]:
         | {
             "num_hidden_layers": len(config.layers) // 2,
             "attn_layer_indices": positions_of(config.kinds[::2], "attention"),
-            "intermediate_size": required(config.mlp).hidden_size,
-            "hidden_act": required(config.mlp).activation,
-            "mlp_bias": required(config.mlp).bias,
+            "intermediate_size": required(config, "mlp").hidden_size,
+            "hidden_act": required(config, "mlp").activation,
+            "mlp_bias": required(config, "mlp").bias,
         }
     )
 
@@ -141,7 +140,7 @@ def read_falcon_h1(source: Source) -> Description:
 
 def write_falcon_h1(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`FalconH1Config`."""
-    m, a, mlp = mixer_of(config), attention_of(config), required(config.mlp)
+    m, a, mlp = mixer_of(config), attention_of(config), required(config, "mlp")
     return (
         hf_values(config, dtype, "falcon_h1", "FalconH1ForCausalLM")
         | mixer_values(config)

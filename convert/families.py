@@ -13,11 +13,11 @@ from stree_jax.checkpoint import is_native
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.checks import check_names
-from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, zamba2
+from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, qwen, zamba2
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.instead import ADAPTER, instead, refuse_adapter
-from stree_jax.convert.rules import Ignored, prefixed
+from stree_jax.convert.rules import Ignored, renamed
 from stree_jax.models.config import ModelConfig
 
 # Deviations of other programs from the published config, reproduced on request.
@@ -43,6 +43,7 @@ class Family:
             whose config.json has the family's name as its `model_type`.
         mark: the feature that `recognise` tests, for messages.
         beside: functions that write further config files, by file name.
+        head: the fields that say that a multi-token prediction head is beside the model.
         padded_vocab: whether the config gives the real size of a padded vocabulary. If not, padding
             counts as vocabulary when a model is written.
     """
@@ -55,8 +56,11 @@ class Family:
     beside: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = dataclasses.field(
         default_factory=dict
     )
+    head: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     padded_vocab: bool = False
 
+
+_MTP = {"mtp_num_hidden_layers": 1}  # Qwen's
 
 # By name, which is the `model_type` of transformers' families. Families with a `recognise` are
 # asked first, in this order.
@@ -66,9 +70,15 @@ FAMILIES = {
     "falcon_h1": Family(bamba.read_falcon_h1, bamba.write_falcon_h1),
     "granitemoehybrid": Family(granite.read_granite, granite.write_granite),
     "nemotron_h": Family(
-        nemotron_h.read_nemotron_h, nemotron_h.write_nemotron_h, quirk="hf_dt_floor"
+        nemotron_h.read_nemotron_h,
+        nemotron_h.write_nemotron_h,
+        quirk="hf_dt_floor",
+        head={"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "moe"]},
     ),
     "nemotron_h_puzzle": Family(nemotron_h.read_nemotron_h_puzzle, quirk="hf_dt_floor"),
+    "qwen3_next": Family(qwen.read_qwen3_next, qwen.write_qwen3_next, head=_MTP),
+    "qwen3_5_text": Family(qwen.read_qwen3_5, qwen.write_qwen3_5, head=_MTP),
+    "qwen3_5_moe_text": Family(qwen.read_qwen3_5_moe, qwen.write_qwen3_5_moe, head=_MTP),
     "zamba2": Family(zamba2.read_zamba2, zamba2.write_zamba2, quirk="hf_dt_floor"),
     "mamba_in_llama": Family(
         mamba_in_llama.read_mamba_in_llama,
@@ -91,22 +101,46 @@ FAMILIES = {
 # `model_type`s that are known and not supported.
 _REFUSED = {
     "Mamba-1 layers, whose state has no heads": ("mamba", "falcon_mamba", "jamba", "zamba"),
-    "gated delta net layers, not Mamba-2": (
-        "qwen3_next",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen4_exp",
-        "olmo_hybrid",
+    "gated delta layers between hyper-connections and sparse attention": ("qwen4_exp",),
+    "gated delta layers beside attention with norms after it": ("olmo_hybrid",),
+    "delta attention with a decay for each channel of a key": (
+        "kimi_linear",
+        "bailing_hybrid",
+        "glm5_next",
     ),
-    "delta attention, not Mamba-2": ("kimi_linear", "bailing_hybrid", "glm5_next"),
     "RG-LRU layers, not Mamba-2": ("recurrent_gemma",),
     "a speech model; its text model alone has no use": ("nemotron3_5_transcribe", "nemo_speechlm"),
 }
 
 
-# Multimodal `model_type`s whose text model is of a family above: its config is one of these tables,
-# and its tensors have this prefix.
-_WRAPPERS = {"nemotron_h_omni": (("text_config", "llm_config"), "language_model.")}
+class _Wrapper(NamedTuple):
+    """A multimodal checkpoint whose text model is of a family above.
+
+    Attributes:
+        tables: the text model's config is one of these tables.
+        model_type: of a text model that does not say it.
+        names: what names of its tensors begin with, there and in a checkpoint of the text model.
+        outer: fields that the outer config says.
+    """
+
+    tables: tuple[str, ...]
+    model_type: str
+    names: dict[str, str]
+    outer: tuple[str, ...] = ()
+
+
+def _qwen(model_type: str) -> _Wrapper:
+    names = {"model.language_model.": "model.", "lm_head.": "lm_head.", "mtp.": "mtp."}
+    return _Wrapper(("text_config",), model_type, names, ("tie_word_embeddings",))
+
+
+_WRAPPERS = {
+    "nemotron_h_omni": _Wrapper(
+        ("text_config", "llm_config"), "nemotron_h", {"language_model.": ""}
+    ),
+    "qwen3_5": _qwen("qwen3_5_text"),
+    "qwen3_5_moe": _qwen("qwen3_5_moe_text"),
+}
 _QUANTISED = "hf_quant_config.json"
 
 
@@ -208,7 +242,7 @@ def refuse_quantised(path: Path, values: Mapping[str, Any]) -> None:
     Raises:
         ValueError: it is quantised.
     """
-    inside = [name for names, _ in _WRAPPERS.values() for name in names]
+    inside = {name for wrapper in _WRAPPERS.values() for name in wrapper.tables}
     tables = [("", values), *((f"{name}.", values.get(name)) for name in inside)]
     said = [
         (path, f"{prefix}{field}")
@@ -248,28 +282,39 @@ def read(source: Source) -> Description:
         raise error if str(path.parent) in str(error) else ValueError(f"{path}: {error}") from None
 
 
-def _read_wrapped(source: Source, wrapper: str) -> Description:
+def _read_wrapped(source: Source, name: str) -> Description:
     """Describes the text model inside a multimodal checkpoint; its other tensors are ignored."""
-    names, prefix = _WRAPPERS[wrapper]
-    path = source.fields.path
-    tables = [name for name in names if source.fields.has(name)]
+    wrapper, path = _WRAPPERS[name], source.fields.path
+    tables = [table for table in wrapper.tables if source.fields.has(table)]
     if not tables:
-        raise ValueError(f"{path}: model_type = {wrapper!r} needs a table {' or '.join(names)}")
-    inside = {
-        name.removeprefix(prefix): tensor
-        for name, tensor in source.tensors.items()
-        if name.startswith(prefix)
-    }
+        raise ValueError(
+            f"{path}: model_type = {name!r} needs a table {' or '.join(wrapper.tables)}"
+        )
+    inside, others = {}, []
+    for tensor in source.tensors:
+        found = [begin for begin in wrapper.names if tensor.startswith(begin)]
+        if found:
+            own = wrapper.names[found[0]] + tensor.removeprefix(found[0])
+            inside[own] = source.tensors[tensor]
+        else:
+            others.append(tensor)
+
+    def outside(own: str) -> str:
+        begin = next(begin for begin, inner in wrapper.names.items() if own.startswith(inner))
+        return begin + own.removeprefix(wrapper.names[begin])
+
     fields = source.fields.table(tables[0])
-    fields.values.setdefault("model_type", "nemotron_h")  # transformers' default
-    found = read(source._replace(fields=fields, tensors=inside))
-    others = [name for name in source.tensors if not name.startswith(prefix)]
-    return found._replace(
-        family=f"{found.family} inside {wrapper}",
-        rules=prefixed(found.rules, prefix),
-        ignored=[entry._replace(source=prefix + entry.source) for entry in found.ignored]
-        + [Ignored(name, f"not of the text model of {wrapper}") for name in others],
-        mtp=found.mtp and found.mtp._replace(rules=prefixed(found.mtp.rules, prefix)),
+    fields.values.setdefault("model_type", wrapper.model_type)  # transformers' default
+    outer = {field: source.fields.values.get(field) for field in wrapper.outer}
+    fields.values |= {field: value for field, value in outer.items() if value is not None}
+    found_inside = read(source._replace(fields=fields, tensors=inside))
+    mtp = found_inside.mtp
+    return found_inside._replace(
+        family=f"{found_inside.family} inside {name}",
+        rules=renamed(found_inside.rules, outside),
+        ignored=[entry._replace(source=outside(entry.source)) for entry in found_inside.ignored]
+        + [Ignored(tensor, f"not of the text model of {name}") for tensor in others],
+        mtp=mtp and mtp._replace(rules=renamed(mtp.rules, outside)),
     )
 
 

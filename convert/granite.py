@@ -74,8 +74,7 @@ def read_granite(source: Source) -> Description:
     experts = tables.granite_experts(tables.GRANITE_NAMES[in_memory])
     rules = tables.llama_like(
         config,
-        mlp=experts if num_experts else tables.GRANITE_MLP,
-        mlp_name=None if num_experts else "shared_mlp",
+        mlp=experts if num_experts else tables.within(tables.GRANITE_MLP, "shared_mlp"),
         mlp_norm="post_attention_layernorm",
         final_norm="norm",
     )
@@ -84,7 +83,8 @@ def read_granite(source: Source) -> Description:
 
 def write_granite(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`GraniteMoeHybridConfig`."""
-    a, mlp, moe = attention_of(config), config.mlp, config.moe
+    a, moe = attention_of(config), config.moe
+    after = required(config, "mlp" if moe is None else "moe")
     experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 1}
     if moe is not None:
         experts = {
@@ -92,7 +92,7 @@ def write_granite(config: ModelConfig, dtype: str) -> dict[str, Any]:
             "num_experts_per_tok": moe.num_active,
             "intermediate_size": moe.hidden_size,
         }
-    shared = moe.shared_size if moe is not None else required(mlp).hidden_size
+    shared = after.hidden_size if moe is None else moe.shared_size
     return (
         hf_values(config, dtype, "granitemoehybrid", "GraniteMoeHybridForCausalLM")
         | mixer_values(config)
@@ -103,7 +103,7 @@ def write_granite(config: ModelConfig, dtype: str) -> dict[str, Any]:
             "num_hidden_layers": len(config.layers) // 2,
             "layer_types": [NAMES.get(kind, kind) for kind in config.kinds[::2]],
             "shared_intermediate_size": shared,
-            "hidden_act": required(mlp or moe).activation,
+            "hidden_act": after.activation,
             "position_embedding_type": "rope" if a.rotary_dim else "nope",
             "attention_multiplier": a.score_scale,
             "embedding_multiplier": config.embedding_multiplier,

@@ -224,14 +224,15 @@ def attention_of(config: ModelConfig) -> AttentionConfig:
     return config.attention
 
 
-def required(part: Any) -> Any:
-    """A part of a config that the family always has.
+def required(config: ModelConfig, kind: str) -> Any:
+    """The config of a kind of layer that the family always has.
 
     Raises:
-        ValueError: it is None.
+        ValueError: the model has none.
     """
+    part = getattr(config, kind)
     if part is None:
-        raise ValueError("a kind of layer that the family always has is missing")
+        raise ValueError(f"it has no layer {kind!r}, only {sorted(set(config.kinds))}")
     return part
 
 

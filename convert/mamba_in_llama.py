@@ -99,8 +99,7 @@ def read_mamba_in_llama(source: Source) -> Description:
     fields.ignore("used in training only", "initializer_range")
     rules = tables.llama_like(
         config,
-        mlp=tables.split_mlp(required(config.mlp)),
-        mlp_name="mlp",
+        mlp=tables.within(tables.split_mlp(required(config, "mlp")), "mlp"),
         mlp_norm="post_attention_layernorm",
         final_norm="norm",
     )
@@ -119,7 +118,7 @@ _LLAMA_ATTENTION = ("num_attention_heads", "num_key_value_heads", "head_dim", "a
 
 def write_mamba_in_llama(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """config.json of MambaInLlama."""
-    a, mlp = config.attention, required(config.mlp)
+    a, mlp = config.attention, required(config, "mlp")
     values = hf_values(config, dtype, "llama", "LlamaForCausalLM") | {
         "num_hidden_layers": len(config.layers) // 2,
         "num_attention_heads": mixer_of(config).num_heads,
@@ -158,8 +157,8 @@ def write_mamba_config(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": None,
         "d_inner": m.inner_size,
         "d_xb": m.x_heads * m.head_dim,
-        "intermediate_size": required(config.mlp).hidden_size,
-        "hidden_act": required(config.mlp).activation,
+        "intermediate_size": required(config, "mlp").hidden_size,
+        "hidden_act": required(config, "mlp").activation,
         "n_layer": len(config.layers) // 2,
         "attn_layers": positions_of(config.kinds[::2], "attention"),
     }

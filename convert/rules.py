@@ -46,6 +46,16 @@ EACH_TRANSPOSED = Transform(
 )
 
 
+# A norm that multiplies by `1 + w`, whose scale is held as such: in float32, for bfloat16 would
+# round it.
+PLUS_ONE = Transform(
+    "1 + w",
+    lambda w: w.astype(np.float32) + 1,
+    lambda scale: [scale.astype(np.float32) - 1],
+    lambda shape: [shape],
+)
+
+
 def joined(*sizes: int) -> Transform:
     """Transposes matrices (or biases) of widths `sizes` and concatenates them."""
     ends = np.cumsum(sizes)[:-1]
@@ -79,6 +89,49 @@ def reordered(sizes: Sequence[int], order: Sequence[int]) -> Transform:
     )
 
 
+def gathered(sizes: Sequence[int], order: np.ndarray) -> Transform:
+    """Concatenates matrices (or biases) of `sizes` rows, reorders the rows, and transposes.
+
+    Args:
+        sizes: rows of the sources.
+        order: for each column of the weight its row among those of all sources.
+    """
+    ends, back = np.cumsum(sizes)[:-1], np.argsort(order)
+    return Transform(
+        "rows gathered and transposed",
+        lambda *parts: np.concatenate(parts)[order].T,
+        lambda x: np.split(x.T[back], ends),
+        lambda shape: [(size, *shape[:-1]) for size in sizes],
+    )
+
+
+def conv_gathered(order: np.ndarray) -> Transform:
+    """`CONV` with reordered channels: for each of the weight's its channel in the source."""
+    back = np.argsort(order)
+    return Transform(
+        "depthwise convolution, channels reordered",
+        lambda x: CONV.apply(x[order]),
+        lambda x: [part[back] for part in CONV.invert(x)],
+        CONV.source_shapes,
+    )
+
+
+def stacked_pairs(count: int) -> Transform:
+    """Stacks pairs of matrices, transposed and side by side; all left ones come first."""
+
+    def halves(shape: Shape) -> Sequence[Shape]:
+        return [(shape[2] // 2, shape[1])] * (2 * count)
+
+    return Transform(
+        "pairs transposed, side by side and stacked",
+        lambda *parts: np.stack(
+            [np.concatenate(pair).T for pair in zip(parts[:count], parts[count:], strict=True)]
+        ),
+        lambda x: [half.T for side in np.split(x, 2, axis=2) for half in side],
+        halves,
+    )
+
+
 def stacked(count: int) -> Transform:
     """Transposes matrices and stacks them along a new first axis."""
     return Transform(
@@ -102,14 +155,15 @@ class Rule(NamedTuple):
         return (self.source,) if isinstance(self.source, str) else self.source
 
     def within(self, source: str, target: str) -> "Rule":
-        """The rule with prefixes on both sides."""
-        names = tuple(f"{source}.{name}" for name in self.sources)
-        return Rule(names, f"{target}.{self.target}", self.transform)
+        """The rule with prefixes on both sides; an empty one is none."""
+        before, own = (f"{prefix}." if prefix else "" for prefix in (source, target))
+        names = tuple(before + name for name in self.sources)
+        return Rule(names, own + self.target, self.transform)
 
 
-def prefixed(rules: Sequence[Rule], prefix: str) -> list[Rule]:
-    """The rules of tensors whose names begin with `prefix`."""
-    return [rule._replace(source=tuple(prefix + name for name in rule.sources)) for rule in rules]
+def renamed(rules: Sequence[Rule], name: Callable[[str], str]) -> list[Rule]:
+    """The rules with other names of the source tensors."""
+    return [rule._replace(source=tuple(map(name, rule.sources))) for rule in rules]
 
 
 class Ignored(NamedTuple):

@@ -1,6 +1,6 @@
 """The tables of rules of all families, for reading and writing."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from stree_jax.convert.rules import (
     AS_IS,
@@ -8,11 +8,12 @@ from stree_jax.convert.rules import (
     EACH_TRANSPOSED,
     TRANSPOSED,
     Rule,
+    Transform,
     joined,
     reordered,
     stacked,
 )
-from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
+from stree_jax.models import AttentionConfig, LayerConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.models.config import ModelConfig
 
 # The Mamba-2 mixer has the same names in all families.
@@ -30,7 +31,7 @@ MIXER = (
 )
 
 
-def within(rules: Iterable[Rule], source: str, target: str) -> list[Rule]:
+def within(rules: Iterable[Rule], source: str, target: str = "") -> list[Rule]:
     """The rules with prefixes on both sides."""
     return [rule.within(source, target) for rule in rules]
 
@@ -167,45 +168,60 @@ def mamba_ssm(config: ModelConfig, *, embedding: str, prefix: str = "") -> list[
     ]
 
 
-def llama_like(
+def in_pairs(
     config: ModelConfig,
+    own: Callable[[LayerConfig], Iterable[Rule]],
     *,
-    mlp: list[Rule],
-    mlp_name: str | None,
     mlp_norm: str,
     final_norm: str,
+    norm: Transform = AS_IS,
 ) -> list[Rule]:
     """Models with Llama's names, whose source layers are a mixer and an MLP.
 
     Args:
         config: the model's config; layers alternate between mixers and MLPs.
-        mlp: rules of an MLP or of a mixture of experts.
-        mlp_name: name of the MLP within the layer; None if its tensors belong to the layer itself.
+        own: function from a layer to its rules, by names within the source layer and the mixer.
         mlp_norm, final_norm: names of norms.
+        norm: the transform of all norms.
     """
     rules: list[Rule] = []
-    for block, kind in enumerate(config.kinds):
+    for block, layer in enumerate(config.layers):
         source, target = f"model.layers.{block // 2}", f"blocks.{block}"
-        norm = mlp_norm if block % 2 else "input_layernorm"
-        rules.append(Rule(f"{source}.{norm}.weight", f"{target}.norm_scale"))
-        mixer = f"{target}.mixer"
-        if kind in ("mlp", "moe"):
-            rules += within(mlp, source if mlp_name is None else f"{source}.{mlp_name}", mixer)
-            continue
-        inside = kind == "parallel"
-        if kind != "attention":
-            mamba = f"{mixer}.mamba2" if inside else mixer
-            rules += within(MIXER, f"{source}.mamba", mamba)
-        if kind != "mamba2":
-            assert config.attention is not None
-            attention = f"{mixer}.attention" if inside else mixer
-            rules += within(hf_attention(config.attention), f"{source}.self_attn", attention)
+        name = mlp_norm if block % 2 else "input_layernorm"
+        rules.append(Rule(f"{source}.{name}.weight", f"{target}.norm_scale", norm))
+        rules += within(own(layer), source, f"{target}.mixer")
     return [
         *rules,
-        Rule(f"model.{final_norm}.weight", "final_norm_scale"),
+        Rule(f"model.{final_norm}.weight", "final_norm_scale", norm),
         Rule("model.embed_tokens.weight", "embedding"),
         Rule("lm_head.weight", "head"),
     ]
+
+
+def llama_like(
+    config: ModelConfig, *, mlp: Sequence[Rule], mlp_norm: str, final_norm: str
+) -> list[Rule]:
+    """`in_pairs` with Mamba-2, attention, or both in parallel.
+
+    Args:
+        config: the model's config.
+        mlp: rules of an MLP or of a mixture of experts, by names within the source layer.
+        mlp_norm, final_norm: names of norms.
+    """
+
+    def own(layer: LayerConfig) -> Iterable[Rule]:
+        if layer.kind in ("mlp", "moe"):
+            return mlp
+        mamba = within(MIXER, "mamba")
+        if layer.kind == "mamba2":
+            return mamba
+        assert config.attention is not None
+        attention = within(hf_attention(config.attention), "self_attn")
+        if layer.kind == "attention":
+            return attention
+        return within(mamba, "", "mamba2") + within(attention, "", "attention")
+
+    return in_pairs(config, own, mlp_norm=mlp_norm, final_norm=final_norm)
 
 
 def nemotron_h(

@@ -12,14 +12,17 @@ from stree_jax.convert import families
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.families import FAMILIES
 from stree_jax.convert.fields import Fields
-from stree_jax.heads import FOLDER, part_of
+from stree_jax.heads import FOLDER
 from stree_jax.messages import first_line
+from stree_jax.models import LayerConfig
 from stree_jax.models.config import PARTS, ModelConfig
 from stree_jax.models.draft_head import DraftHead
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import weights_by_name
 
 _SHARD = 1 << 30  # bytes; one shard is in memory next to the model
+_NO_PLACE = "has no place for this multi-token prediction head"
+_SHOWN = 4  # differences between heads
 
 
 def writable() -> tuple[str, ...]:
@@ -51,11 +54,12 @@ def write_as(model: HybridLM, directory: Path, target: str, head: DraftHead | No
     weights = weights_by_name(model)
     rules = [rule for rule in written.description.rules if rule.target in weights]
     if head is not None:
+        assert written.description.mtp is not None
         own = weights_by_name(head)
         weights |= {f"{FOLDER}.{name}": weight for name, weight in own.items()}
         rules += [
             rule._replace(target=f"{FOLDER}.{rule.target}")
-            for rule in part_of(FOLDER, "conversion").rules_of(head.config)
+            for rule in written.description.mtp.rules
             if rule.target in own
         ]
     assert {rule.target for rule in rules} == set(weights)
@@ -135,9 +139,10 @@ def written_as(
                 return _written(config, name, dtype, directory, head)
             except ValueError as error:
                 problems.append(str(error))
-    shortest = min(problems, key=len)
+    # If there is a head, a family that can hold the model without it.
+    nearest = min(problems, key=lambda problem: (_NO_PLACE not in problem, len(problem)))
     what = "this model" if head is None else "this model with its multi-token prediction head"
-    raise ValueError(f"no family of transformers can hold {what}; the nearest: {shortest}")
+    raise ValueError(f"no family of transformers can hold {what}; the nearest: {nearest}")
 
 
 def _written(config: ModelConfig, name: str, dtype: str, directory: Path, head: Any) -> Written:
@@ -147,7 +152,7 @@ def _written(config: ModelConfig, name: str, dtype: str, directory: Path, head: 
     try:
         files = {"config.json": family.write(config, dtype)}
         if head is not None:
-            files["config.json"] |= part_of(FOLDER, "conversion").WRITTEN
+            files["config.json"] |= family.head
         files |= {file: write(config) for file, write in family.beside.items()}
         # Read back after JSON, which turns tuples into lists.
         tables = {
@@ -159,23 +164,42 @@ def _written(config: ModelConfig, name: str, dtype: str, directory: Path, head: 
         assert families.recognise(source) == name
     except ValueError as error:
         raise ValueError(f"{title} cannot hold this model: {error}") from None
-    want = _canonical(config, padded=family.padded_vocab)
-    have = _canonical(back.config, padded=family.padded_vocab)
+    differences = _differences(
+        *(_canonical(each, padded=family.padded_vocab) for each in (config, back.config))
+    )
+    if differences:
+        raise ValueError(f"{title} has no place for {'; '.join(differences)}")
+    if head is not None:
+        problem = "it has no such heads" if back.mtp is None else back.mtp.problem
+        if problem is None:
+            differences = _differences(_of_head(head), _of_head(back.mtp.config))
+            problem = "; ".join(differences[:_SHOWN])
+            problem += ", and more" * (len(differences) > _SHOWN)
+        if problem:
+            raise ValueError(f"{title} {_NO_PLACE}: {problem}")
+    return Written(name, files, back)
+
+
+def _differences(want: dict[str, Any], have: dict[str, Any]) -> list[str]:
+    """What differs between two flat tables."""
     differences = [
         f"{name} = {want[name]!r}" + (f" (only {have[name]!r})" if name in have else "")
         for name in want
         if name not in have or have[name] != want[name]
     ]
-    differences += [f"no {name}" for name in have if name not in want]
-    if differences:
-        raise ValueError(f"{title} has no place for {'; '.join(differences)}")
-    if head is not None and (back.mtp is None or back.mtp.config != head):
-        problem = None if back.mtp is None else back.mtp.problem
-        raise ValueError(
-            f"{title} has no place for this multi-token prediction head"
-            + (f": {problem}" if problem else "")
-        )
-    return Written(name, files, back)
+    return differences + [f"no {name}" for name in have if name not in want]
+
+
+def _of_head(config: Any) -> dict[str, Any]:
+    """A flat table of a head's config."""
+    values: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        if isinstance(value, LayerConfig):
+            values[f"{name}.kind"] = value.kind
+            values |= {f"{name}.{key}": own for key, own in vars(value).items()}
+        else:
+            values[name] = value
+    return values
 
 
 def _canonical(config: ModelConfig, *, padded: bool) -> dict[str, Any]:
@@ -203,6 +227,7 @@ def _canonical(config: ModelConfig, *, padded: bool) -> dict[str, Any]:
         values["mamba2.num_x_heads"], values["mamba2.num_b_groups"] = m.x_heads, m.b_groups
         values["mamba2.norm_groups"] = None if m.norm == "none" else m.gate_groups
         values["mamba2.norm_eps"] = None if m.norm == "none" else m.norm_eps
+    values.pop("gated_delta.chunk_size", None)  # changes no result, and no format has it
     if (a := config.attention) is not None:
         values["attention.scale"] = a.score_scale
         if not a.rotary_dim:

@@ -127,7 +127,7 @@ def _attention(fields: Fields, d_model: int, has_rope: bool) -> AttentionConfig:
 
 def write_zamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`Zamba2Config`."""
-    m, a, shared = mixer_of(config), attention_of(config), required(config.shared)
+    m, a, shared = mixer_of(config), attention_of(config), required(config, "shared")
     kinds = []
     for above, kind in zip((None, *config.kinds), config.kinds, strict=False):
         if kind != "shared":
@@ -143,8 +143,8 @@ def write_zamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
             "adapter_rank": shared.adapter_rank,
             "use_shared_attention_adapter": shared.attention_adapters,
             "use_mem_rope": a.rotary_dim > 0,
-            "intermediate_size": required(config.mlp).hidden_size,
-            "hidden_act": required(config.mlp).activation,
+            "intermediate_size": required(config, "mlp").hidden_size,
+            "hidden_act": required(config, "mlp").activation,
             "add_bias_linear": m.in_proj_bias,
             "n_mamba_heads": m.num_heads,
             "mamba_expand": m.inner_size // config.d_model,

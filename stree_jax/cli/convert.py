@@ -124,11 +124,19 @@ def _mixer_facts(name: str, part: Any) -> Iterator[tuple[str, str]]:
                 f"{part.num_heads} heads of {part.head_dim}, state size {part.state_size},"
                 f" {part.num_groups} groups, convolution width {part.conv_width}",
             )
+        case "gated_delta":
+            yield (
+                "mixer",
+                f"{part.num_heads} heads of {part.head_dim}, {part.num_groups} key heads of"
+                f" {part.state_size}, convolution width {part.conv_width}",
+            )
         case "attention":
             rope = f"RoPE on {part.rotary_dim} dimensions" if part.rotary_dim else "no RoPE"
             window = "" if part.window is None else f", window of {part.window}"
             heads = f"{part.num_heads} heads of {part.head_dim}, {part.num_kv_heads} KV heads"
-            yield "attention", f"{heads}, {rope}{window}"
+            more = "" if part.qk_norm_eps is None else ", norms of queries and keys"
+            more += ", output gate" * part.output_gate
+            yield "attention", f"{heads}, {rope}{window}{more}"
         case "moe":
             top = f"top {part.num_active} of {part.num_experts}"
             yield "experts", f"{top}, hidden size {part.hidden_size:,}"

@@ -51,7 +51,7 @@ def random_weight(name, shape, rng):
     elif name.endswith("dt_bias"):
         value = rng.uniform(-4, 1, shape)
     elif "norm" in name or name.endswith(".D"):
-        value = 1 + 0.3 * noise
+        value = np.round(256 * (1 + 0.3 * noise)) / 256  # so that 1 + w and back is exact
     elif "bias" in name:
         value = 0.2 * noise
     elif "conv1d" in name:
@@ -110,11 +110,11 @@ def _imported(name):
     return module
 
 
-def hf_checkpoint(path, model_type="mamba2", seed=0, **changes):
+def hf_checkpoint(path, model_type="mamba2", seed=0, auto="AutoModelForCausalLM", **changes):
     """A random model of this model_type, saved by transformers; returns the model."""
-    settings = configs.TRANSFORMERS[model_type] | changes
+    settings = configs.TRANSFORMERS.get(model_type, {}) | changes
     config = transformers().AutoConfig.for_model(model_type, **settings)
-    model = transformers().AutoModelForCausalLM.from_config(config).eval()
+    model = getattr(transformers(), auto).from_config(config).eval()
     rng = np.random.default_rng(seed)
     with torch().no_grad():
         for name, tensor in hf_weights(model).items():

@@ -96,6 +96,83 @@ ZAMBA2_2B = COMMON | json.loads("""{
 ZAMBA2_2B["layers_block_type"] = [
     "hybrid" if i in ZAMBA2_2B["hybrid_layer_ids"] else "mamba" for i in range(54)
 ]
+# Sizes and fields as readers of these files report them; no published file was opened.
+QWEN3_NEXT = COMMON | json.loads("""{
+  "model_type": "qwen3_next", "attention_bias": false, "bos_token_id": 151643,
+  "decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4, "head_dim": 256,
+  "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
+  "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+  "linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": [],
+  "moe_intermediate_size": 512, "norm_topk_prob": true, "num_attention_heads": 16, "num_experts":
+  512, "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+  "output_router_logits": false, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06,
+  "rope_scaling": null, "rope_theta": 10000000, "router_aux_loss_coef": 0.001,
+  "shared_expert_intermediate_size": 512, "tie_word_embeddings": false, "use_sliding_window": false,
+  "vocab_size": 151936
+}""")
+_QWEN3_5 = COMMON | json.loads("""{
+  "attention_bias": false, "attn_output_gate": true, "dtype": "bfloat16", "eos_token_id": 248044,
+  "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "linear_conv_kernel_dim": 4,
+  "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_value_head_dim": 128,
+  "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [],
+  "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": false, "output_gate_type": "swish",
+  "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_parameters": {"mrope_interleaved":
+  true, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10000000,
+  "rope_type": "default"}, "vocab_size": 248320
+}""")
+_QWEN3_5["layer_types"] = ["linear_attention"] * 3 + ["full_attention"]
+_QWEN_VISION = json.loads("""{
+  "image_token_id": 248056, "language_model_only": false, "video_token_id": 248057,
+  "vision_end_token_id": 248054, "vision_start_token_id": 248053, "vision_config": {"depth": 27}
+}""")
+
+
+def qwen3_5(model_type, num_layers, *, tied=False, **sizes):
+    """The config of a released Qwen3.5, a wrapper."""
+    text = _QWEN3_5 | {"model_type": f"{model_type}_text", "num_hidden_layers": num_layers}
+    text |= {"layer_types": _QWEN3_5["layer_types"] * (num_layers // 4)} | sizes
+    return (
+        COMMON
+        | _QWEN_VISION
+        | {
+            "model_type": model_type,
+            "tie_word_embeddings": tied,
+            "text_config": text,
+        }
+    )
+
+
+QWEN3_5_08B = qwen3_5(
+    "qwen3_5",
+    24,
+    tied=True,
+    hidden_size=1024,
+    intermediate_size=3584,
+    linear_num_value_heads=16,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+)
+QWEN3_5_27B = qwen3_5(
+    "qwen3_5",
+    64,
+    hidden_size=5120,
+    intermediate_size=17408,
+    linear_num_value_heads=48,
+    num_attention_heads=24,
+    num_key_value_heads=4,
+)
+QWEN3_5_35B = qwen3_5(
+    "qwen3_5_moe",
+    40,
+    hidden_size=2048,
+    linear_num_value_heads=32,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    num_experts=256,
+    num_experts_per_tok=8,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+)
 MAMBA2ATTN = json.loads("""{
   "d_model": 2560, "d_intermediate": 0, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {"layer":
   "Mamba2"}, "attn_layer_idx": [9, 18, 27, 36, 45, 56], "attn_cfg": {"causal": true, "d_conv": 4,
@@ -244,6 +321,20 @@ _HYBRID |= dict(max_position_embeddings=64)
 _BAMBA = _HYBRID | dict(
     num_hidden_layers=3, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=8
 )
+_DELTA = _MODEL | dict(
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    num_hidden_layers=2,
+    layer_types=["linear_attention", "full_attention"],
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
+_EXPERTS |= dict(moe_intermediate_size=24, shared_expert_intermediate_size=20)
 # A small model of each model_type of transformers: arguments of its config.
 TRANSFORMERS = dict(
     mamba2=_MODEL
@@ -285,6 +376,18 @@ TRANSFORMERS = dict(
         chunk_size=8,
         time_step_min=_NO_FLOOR,
     ),
+    qwen3_next=_DELTA | _EXPERTS,
+    qwen3_5_text=_DELTA | dict(intermediate_size=48),
+    qwen3_5_moe_text=_DELTA | _EXPERTS,
+)
+# A multimodal wrapper of one of them.
+QWEN_WRAPPER = dict(
+    tie_word_embeddings=True,
+    text_config=TRANSFORMERS["qwen3_5_moe_text"],
+    vision_config=dict(
+        depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32, patch_size=2
+    )
+    | dict(num_position_embeddings=4, deepstack_visual_indexes=[]),
 )
 # Changes to them. Each tests something that the others do not; together they use every part of the
 # released models. A name begins with its model_type.
@@ -349,4 +452,19 @@ TRANSFORMERS_CONFIGS = {
         layer_norm_epsilon=1e-3,
     ),
     "zamba2": dict(use_shared_attention_adapter=True, use_mem_rope=True, tie_word_embeddings=True),
+    "qwen3_next, dense layers, narrow convolution": dict(
+        num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        mlp_only_layers=[1],
+        intermediate_size=48,
+        linear_conv_kernel_dim=3,
+        rms_norm_eps=1e-3,
+    ),
+    "qwen3_5_text, a head for each key head, biases": dict(
+        linear_num_key_heads=4,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5),
+    ),
+    "qwen3_5_moe_text": {},
 }

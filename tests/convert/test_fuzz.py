@@ -22,7 +22,7 @@ import stree_jax as st
 from stree_jax.convert import open_checkpoint
 from stree_jax.convert.writing import write_as
 from stree_jax.testing import CONFIGS, HYBRIDS
-from tests.convert import checkpoints, configs, numpy_mamba_ssm
+from tests.convert import checkpoints, configs, numpy_mamba_ssm, qwen_files
 from tests.convert.checkpoints import sharded, write_index
 from tests.convert.torch_files import FLOATS, REBUILD, Call, Storage, pickled
 
@@ -64,6 +64,8 @@ def corpus(tmp_path_factory):
             (folder / name).mkdir()
             target = "mamba_in_llama" if name == "mamba_in_llama" else "hf"
             write_as(checkpoints.random_model(config), folder / name, target)
+    qwen_files.wrapped(folder / "qwen3_5_moe", "qwen3_5_moe")
+    shutil.rmtree(folder / "qwen3_5_moe-text")
     config = configs.mamba_ssm_config(tie_embeddings=False)
     weights = checkpoints.described_checkpoint(folder / "mamba_ssm", numpy_mamba_ssm, config)
     torch_file_of(folder / "bin", config, weights)

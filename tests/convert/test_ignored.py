@@ -27,6 +27,8 @@ FAMILIES = {
     | {"block_configs": [{"block_type": "mamba"}, {"block_type": "attention", "window": None}]},
     "omni": {"model_type": "nemotron_h_omni", "llm_config": configs.NEMOTRON_H_8B}
     | {"text_config": None},
+    "qwen3_next": configs.QWEN3_NEXT | {"num_hidden_layers": 4},
+    "qwen3_5": configs.QWEN3_5_27B,
     "zamba2": configs.ZAMBA2_2B | {"lora_rank": None},
     "mamba_in_llama": configs.MAMBA_IN_LLAMA_8B[0],
     "codestral": {"dim": 64, "n_layers": 1, "vocab_size": 48, "n_heads": None},

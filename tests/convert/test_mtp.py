@@ -1,7 +1,9 @@
-"""Multi-token prediction heads beside Nemotron-3 targets: read, written, refused."""
+"""Multi-token prediction heads beside Nemotron-3 and Qwen targets: read, written, refused."""
 
 import json
 import os
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +13,11 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.convert import convert, open_checkpoint
+from stree_jax.convert.writing import written_as
+from stree_jax.decoding import outputs_ahead
+from stree_jax.testing import CONFIGS, HYBRIDS
 from tests.convert import checkpoints
+from tests.extensions import qwen_files
 from tests.extensions.mtp_files import KEYS, files, saved
 
 
@@ -53,6 +59,30 @@ def test_convert_carries_the_head_in_both_directions(tmp_path):
     assert open_checkpoint(tmp_path / "back").description.mtp.problem is None
     assert convert(tmp_path / "native", tmp_path / "again") is None
     same(st.load_mtp(tmp_path / "again", native), want)
+
+
+EXPERTS, MLP = st.MoeConfig(4, 2, 8), st.MlpConfig(8)
+NO_PLACE = "has no place for this multi-token prediction head: "
+
+
+@pytest.mark.parametrize(
+    ("config", "after", "message"),
+    [
+        (
+            CONFIGS["plain"],
+            EXPERTS,
+            f"nearest: transformers' mamba2 {NO_PLACE}it has no such heads",
+        ),
+        (HYBRIDS["nemotron_h"], MLP, f"nemotron_h {NO_PLACE}.*feed_forward.kind = 'mlp'"),
+        (HYBRIDS["nemotron_h"], EXPERTS, f"nemotron_h {NO_PLACE}attention.num_heads = 2 .only"),
+    ],
+    ids=["none", "mlp", "sizes"],
+)
+def test_a_head_that_has_no_place(config, after, message, tmp_path):
+    head = st.MtpConfig(config.d_model, st.AttentionConfig(2, 1, 8), after)
+    for target in ("hf", re.search("(mamba2|nemotron_h) ", message)[1]):
+        with pytest.raises(ValueError, match=message if target == "hf" else NO_PLACE):
+            written_as(config, target, "float32", tmp_path, head)
 
 
 def test_a_head_of_another_size_or_none(tmp_path):
@@ -152,6 +182,127 @@ def test_quantised_releases_name_the_original(changes, quantisation, says, tmp_p
         with pytest.raises(ValueError, match=match) as error:
             load()
         assert "\n" not in str(error.value)
+
+
+# Qwen's.
+
+DATA = Path("/work/shared/data/tiny_gated_delta")
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["mlp", "experts"])
+def test_heads_of_qwen_go_along_in_both_directions(experts, tmp_path):
+    path = qwen_files.saved(tmp_path / "original", experts=experts)
+    target = st.from_pretrained(path)
+    want = st.load_mtp(path, target)
+    assert convert(path, tmp_path / "native") is None
+    same(st.load_mtp(tmp_path / "native", st.from_pretrained(tmp_path / "native")), want)
+    from safetensors.numpy import load_file
+
+    for to in ("hf", "qwen3_5_moe_text" if experts else "qwen3_5_text"):
+        assert convert(tmp_path / "native", tmp_path / to, to=to) is None
+        back = st.from_pretrained(tmp_path / to)
+        same(st.load_mtp(tmp_path / to, back), want)
+    tensors = load_file(tmp_path / to / "model.safetensors")
+    for name, value in qwen_files.files(experts)[2].items():
+        if "mlp.experts." not in name:  # read merged, and written one by one
+            np.testing.assert_allclose(tensors[name], value, atol=2e-7)  # 1 + w - 1
+
+
+def test_a_head_of_qwen_beside_a_wrapped_model(tmp_path):
+    path = qwen_files.saved(tmp_path / "original")
+    target = st.from_pretrained(path)
+    want = st.load_mtp(path, target)
+    wrapped = qwen_files.wrapped(tmp_path / "wrapped")
+    same(st.load_mtp(wrapped, st.from_pretrained(wrapped)), want)
+    assert "multi-token prediction (attention, mlp), " in inspected(wrapped)
+    without = qwen_files.saved(tmp_path / "unsaid", dict(mtp_num_hidden_layers=None))
+    same(st.load_mtp(without, target), want)  # Qwen3-Next's config does not say it
+    rounded = st.load_mtp(path, st.from_pretrained(path, dtype="bfloat16"))
+    assert rounded.in_proj.kernel.dtype == "bfloat16"
+    assert rounded.final_norm_scale.dtype == rounded.attention.q_norm_scale.dtype == "float32"
+
+
+def test_another_head_has_no_place_in_the_format_of_qwen(tmp_path):
+    """A trained one, say, whose MLP is not as wide as the target's."""
+    target = st.from_pretrained(qwen_files.saved(tmp_path / "original"))
+    st.save_pretrained(target, tmp_path / "native")
+    attention = target.config.attention
+    for name, head, only in (
+        (
+            "mlp",
+            st.MtpConfig(16, attention, st.MlpConfig(8), 1e-6, norm_float32=True),
+            r"feed_forward.hidden_size = 8 .only 24.",
+        ),
+        (
+            "norms",
+            st.MtpConfig(16, attention, target.config.mlp, 1e-6),
+            r"norm_float32 = False .only True.",
+        ),
+    ):
+        st.save_mtp(
+            st.MtpHead(head, rngs=nnx.Rngs(0)), target, tmp_path / "native" / "mtp", overwrite=True
+        )
+        why = convert(tmp_path / "native", tmp_path / name, to="qwen3_5_text")
+        place = "qwen3_5_text has no place for this multi-token prediction head"
+        assert re.fullmatch(f"transformers' {place}: {only}", why), why
+        assert st.from_pretrained(tmp_path / name).config == target.config
+
+
+OF_QWEN = [
+    (dict(mtp_num_hidden_layers=2), {}, "mtp_num_hidden_layers = 2 with 15 .* only .* one head"),
+    (dict(mtp_num_hidden_layers=0), {}, "mtp_num_hidden_layers = 0 with 15 tensors"),
+    (dict(mtp_num_hidden_layers="1"), {}, "mtp_num_hidden_layers = '1' with 15 tensors"),
+    (dict(mtp_use_dedicated_embeddings=True), {}, "mtp_use_dedicated_embeddings = true"),
+    ({}, {"mtp.norm.weight": None}, r"mtp.norm.weight .16,. is missing"),
+    ({}, {"mtp.fc.weight": (16, 16)}, "mtp.fc.weight has shape .16, 16., the config says"),
+    ({}, {"mtp.layers.1.input_layernorm.weight": (16,)}, "layers.1.* is not expected"),
+    ({}, {"mtp.embed_tokens.weight": (37, 16)}, "mtp.embed_tokens.weight' .* is not expected"),
+    ({}, "all", "this copy has no multi-token prediction head .transformers drops it .*original"),
+]
+
+
+@pytest.mark.parametrize(("changes", "own", "message"), OF_QWEN, ids=[m for *_, m in OF_QWEN])
+def test_heads_of_qwen_that_are_refused(changes, own, message, tmp_path):
+    """The target loads, `inspect` and `convert` say what is wrong with the head."""
+    head = {}
+    if own != "all":
+        new = {name: shape and np.ones(shape, np.float32) for name, shape in own.items()}
+        head = {k: v for k, v in (qwen_files.files()[2] | new).items() if v is not None}
+    path = qwen_files.wrapped(tmp_path / "original", changes, head)
+    target = st.from_pretrained(path)
+    with pytest.raises(ValueError, match=message) as error:
+        st.load_mtp(path, target)
+    assert "\n" not in str(error.value)
+    assert "cannot be used" in inspected(path)
+    assert re.search(message, convert(path, tmp_path / "native"))
+    assert not (tmp_path / "native" / "mtp").exists()
+
+
+def test_a_copy_of_qwen3_next_without_a_head_says_so(tmp_path):
+    """Its config does not say that there is one."""
+    path = qwen_files.saved(tmp_path / "again", dict(mtp_num_hidden_layers=None), {})
+    with pytest.raises(ValueError, match="no tensors mtp.*copies that transformers saved have los"):
+        st.load_mtp(path, st.from_pretrained(path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.exists(), reason="needs the tiny checkpoints")
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_heads_of_tiny_checkpoints_are_those_of_float64(name):
+    """The outputs at every position, and of the draft after the last; states are transformers'."""
+    want = np.load(DATA / name / "reference.npz")
+    target = st.from_pretrained(DATA / name)
+    model = st.MtpModel(target, st.load_mtp(DATA / name, target))
+    for prompt in range(3):
+        tokens, hidden = want[f"prompt_{prompt}"], want[f"hidden_{prompt}"].astype(np.float32)
+        drafted = want[f"mtp_draft_{prompt}"]
+        tokens = jax.numpy.asarray([[*tokens, drafted]], "int32")
+        hidden = jax.numpy.asarray([[*hidden, hidden[0]]])  # the draft's is not read
+        first, second = (model.logits(out)[0] for out in outputs_ahead(model, tokens, hidden, 2))
+        got, exact = first[:-2], want[f"mtp_logits_{prompt}"]
+        np.testing.assert_allclose(got, exact, atol=2e-5)
+        assert int(got[-1].argmax()) == drafted
+        np.testing.assert_allclose(second[-3], want[f"mtp_step2_logits_{prompt}"], atol=2e-5)
 
 
 def test_a_head_on_a_mesh_is_refused(tmp_path):

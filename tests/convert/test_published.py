@@ -52,6 +52,10 @@ def shape(config):
         ((configs.ZAMBA2_2B,), "Zamba2-2.7B"),
         (configs.MAMBA_IN_LLAMA_8B, "MambaInLlama-8B"),
         (configs.MAMBA_IN_LLAMA_DRAFT, "MambaInLlama-draft"),
+        ((configs.QWEN3_NEXT,), "Qwen3-Next-80B-A3B"),
+        ((configs.QWEN3_5_08B,), "Qwen3.5-0.8B"),
+        ((configs.QWEN3_5_27B,), "Qwen3.5-27B"),
+        ((configs.QWEN3_5_35B,), "Qwen3.5-35B-A3B"),
     ],
 )
 def test_the_preset_says_the_same(files, preset, tmp_path):
@@ -76,6 +80,8 @@ def test_what_presets_leave_out(tmp_path):
         (configs.NEMOTRON_3_NANO, 31.6e9),
         (configs.ZAMBA2_2B, 2.69e9),
         (configs.MAMBA2ATTN, 2.7e9),
+        (configs.QWEN3_5_08B, 0.75e9),
+        (configs.QWEN3_5_35B, 34.7e9),
     ],
 )
 def test_the_number_of_parameters(values, num_parameters, tmp_path):

@@ -55,7 +55,41 @@ OF_MAMBA_SSM = [
 OF_TRANSFORMERS = [
     ("mamba", {}, "'mamba': Mamba-1 layers"),
     ("jamba", {}, "'jamba': Mamba-1 layers"),
-    ("qwen3_next", {}, "'qwen3_next': gated delta net"),
+    ("qwen4_exp", {}, "'qwen4_exp': gated delta layers between hyper-connections"),
+    ("olmo_hybrid", {}, "'olmo_hybrid': gated delta layers beside attention with norms after it"),
+    ("kimi_linear", {}, "'kimi_linear': delta attention with a decay for each channel"),
+    ("qwen3_5", {}, "needs a table text_config"),
+    (
+        "qwen3_5_moe",
+        {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+        "says text_config.quantization_config: quantised .* use the bfloat16 original",
+    ),
+    ("qwen3_5", {"text_config": {"novel": 1}}, r"unknown fields \['text_config.novel'\]"),
+    (
+        "qwen3_5",
+        {"text_config": {"rope_parameters": {"mrope_novel": 1}}},
+        r"unknown fields \['text_config.rope_parameters.mrope_novel'\]",
+    ),
+    ("qwen3_next", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+    *(
+        ("qwen3_5", {"text_config": {name: value}}, f"{name} {says}")
+        for name, value, says in (
+            ("layer_scale", True, "= true is not supported"),
+            ("use_sliding_window", True, "= true is not supported"),
+            ("attn_output_gate", False, "= false is not supported"),
+            ("output_gate_type", "sigmoid", "is 'sigmoid', not one of"),
+            ("layer_types", ["mamba"], r"has unknown kinds .*mamba"),
+        )
+    ),
+    ("qwen3_5", {"text_config": {"linear_num_key_heads": 5}}, "num_groups = 5 does not divide"),
+    ("qwen3_5_moe", {"text_config": {"norm_topk_prob": False}}, "norm_topk_prob = false is not"),
+    ("qwen3_5_moe", {"text_config": {"mlp_only_layers": [1]}}, "mlp_only_layers = .1,. with exp"),
+    ("qwen3_next", {"mlp_only_layers": [48]}, "must be a list of layers below 48"),
+    (
+        "qwen3_next",
+        {"num_experts": 16_000_000},
+        r"768000000 experts in 48 layers, but there are only 21 tensors",
+    ),
     ("recurrent_gemma", {}, "'recurrent_gemma': RG-LRU"),
     ("llama", {}, "of no known family \\(model_type = 'llama'\\)"),
     (["x" * 10_000], {}, "of no known family"),

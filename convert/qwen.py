@@ -1,0 +1,348 @@
+"""Qwen3-Next, Qwen3.5 and Qwen3.6: transformers' `Qwen3NextConfig` and `Qwen3_5(Moe)TextConfig`.
+
+Three gated delta layers to one attention layer, each with an MLP or experts behind it. In memory
+they are one family; on disk the projections of delta layers and the experts lie differently. Norms
+multiply by `1 + w`, and their scales are held as such, in float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stree_jax.convert.description import Description, Source, hf_values
+from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.hybrid_parts import (
+    SILU,
+    attention_of,
+    attention_values,
+    described,
+    max_length_values,
+    model_fields,
+    read_max_length,
+    required,
+    rope_values,
+)
+from stree_jax.convert.rules import (
+    EACH_TRANSPOSED,
+    PLUS_ONE,
+    TRANSPOSED,
+    Ignored,
+    Rule,
+    conv_gathered,
+    gathered,
+    stacked,
+    stacked_pairs,
+)
+from stree_jax.convert.tables import in_pairs, linear, split_mlp, within
+from stree_jax.heads import FOLDER, part_of
+from stree_jax.models import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    LayerConfig,
+    MlpConfig,
+    MoeConfig,
+)
+from stree_jax.models.config import ModelConfig
+
+_KINDS = {"linear_attention": "gated_delta", "full_attention": "attention"}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def read_qwen3_next(source: Source) -> Description:
+    """`Qwen3NextConfig`: experts, and projections interleaved by key head."""
+    fields = source.fields
+    kinds = _kinds(fields, 48)
+    mlp = MlpConfig(fields.integer("intermediate_size", 5632))
+    experts = _experts(fields, 512, 10)
+    dense = {*fields.indices("mlp_only_layers", len(kinds))}
+    step = fields.integer("decoder_sparse_step", 1)
+    after = [mlp if i in dense or (i + 1) % step else experts for i in range(len(kinds))]
+    return _read("qwen3_next", source, kinds, after, d_model=2048)
+
+
+def read_qwen3_5(source: Source) -> Description:
+    """`Qwen3_5TextConfig`: MLPs."""
+    kinds = _kinds(source.fields, 32)
+    mlp = MlpConfig(source.fields.integer("intermediate_size", 12288))
+    source.fields.ignore("all layers have an MLP", "mlp_only_layers")
+    return _read("qwen3_5", source, kinds, [mlp] * len(kinds), d_model=4096)
+
+
+def read_qwen3_5_moe(source: Source) -> Description:
+    """`Qwen3_5MoeTextConfig`: experts."""
+    fields = source.fields
+    kinds = _kinds(fields, 40)
+    experts = _experts(fields, 256, 8)
+    dense = fields.indices("mlp_only_layers", len(kinds))
+    fields.check(not dense, f"mlp_only_layers = {dense!s:.80} with experts in all layers")
+    fields.ignore("no layer has an MLP", "intermediate_size")
+    return _read("qwen3_5_moe", source, kinds, [experts] * len(kinds), d_model=2048)
+
+
+def _kinds(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    """The kinds of the mixers."""
+    num_layers = fields.integer("num_hidden_layers", num_layers, most=MAX_LAYERS)
+    every = fields.integer("full_attention_interval", 4)
+    if fields.has("layer_types"):
+        return fields.layer_kinds("layer_types", _KINDS, num_layers)
+    return tuple("gated_delta" if (i + 1) % every else "attention" for i in range(num_layers))
+
+
+def _experts(fields: Fields, count: int, active: int) -> MoeConfig:
+    fields.check(
+        fields.flag("norm_topk_prob", True),
+        "norm_topk_prob = false is not supported: no release has it",
+    )
+    return MoeConfig(
+        fields.integer("num_experts", count),
+        fields.integer("num_experts_per_tok", active),
+        fields.integer("moe_intermediate_size", 512),
+        shared_size=fields.integer("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )
+
+
+def _read(
+    family: str,
+    source: Source,
+    kinds: Sequence[str],
+    feed_forward: Sequence[LayerConfig],
+    d_model: int,
+) -> Description:
+    """The description of a text model, and of the head beside it.
+
+    Args:
+        family: the name in messages.
+        source: the checkpoint.
+        kinds: the kind of each mixer.
+        feed_forward: the layer after each mixer.
+        d_model: default of `hidden_size`.
+    """
+    fields, tensors = source.fields, source.tensors
+    d_model = fields.integer("hidden_size", d_model)
+    norm_eps = fields.positive("rms_norm_eps", 1e-6)
+    attention = _attention(fields, norm_eps)
+    delta = GatedDeltaConfig(
+        num_heads=fields.integer("linear_num_value_heads", 32),
+        head_dim=fields.integer("linear_value_head_dim", 128),
+        num_groups=fields.integer("linear_num_key_heads", 16),
+        state_size=fields.integer("linear_key_head_dim", 128),
+        conv_width=fields.integer("linear_conv_kernel_dim", 4),
+        norm_eps=norm_eps,
+    )
+    fields.choice("hidden_act", "silu", SILU)
+    for name in ("layer_scale", "use_sliding_window"):
+        fields.check(not fields.flag(name, False), f"{name} = true is not supported")
+    fields.ignore("used in training only", "initializer_range")
+    fields.ignore("states are always float32", "mamba_ssm_dtype")
+    mixers: list[LayerConfig] = [delta if kind == "gated_delta" else attention for kind in kinds]
+    config = ModelConfig(
+        layers=tuple(layer for pair in zip(mixers, feed_forward, strict=True) for layer in pair),
+        norm_float32=True,
+        max_length=read_max_length(fields),
+        **model_fields(fields, d_model, norm_eps=norm_eps),
+    )
+    of_experts = [layer for layer in feed_forward if isinstance(layer, MoeConfig)]
+    # Released merged by Qwen3.5, and saved one by one by transformers, whatever they were.
+    merged = any(
+        name.startswith("model.") and name.endswith("mlp.experts.gate_up_proj") for name in tensors
+    )
+    if tensors and not merged:
+        count = sum(layer.num_experts for layer in of_experts)
+        fields.check(
+            count <= len(tensors),
+            f"{count} experts in {len(of_experts)} layers, but there are only {len(tensors)}"
+            " tensors",
+        )
+    by_group = family == "qwen3_next"
+    rules = in_pairs(
+        config,
+        lambda layer: layer_rules(layer, by_group=by_group, merged=merged),
+        mlp_norm="post_attention_layernorm",
+        final_norm="norm",
+        norm=PLUS_ONE,
+    )
+    heads = part_of(FOLDER, "qwen")
+    head = heads.read(fields, tensors, config, merged=merged)
+    skipped = [
+        Ignored(name, "part of a multi-token prediction head")
+        for name in tensors
+        if name.startswith(heads.PREFIX)
+    ]
+    family = f"transformers {family}"
+    return described(family, fields, config, rules, skipped)._replace(mtp=head)
+
+
+def _attention(fields: Fields, norm_eps: float) -> AttentionConfig:
+    fields.check(fields.flag("attn_output_gate", True), "attn_output_gate = false is not supported")
+    fields.choice("output_gate_type", "swish", {"swish": "sigmoid"})  # of a sigmoid all the same
+    bias = fields.flag("attention_bias", False)
+    head_dim = fields.integer("head_dim", 256)
+    theta, scaling, table = fields.rope()
+    share = fields.number("partial_rotary_factor", 0.25)
+    share = table.number("partial_rotary_factor", share)
+    table.ignore("positions of text alone", "mrope_section", "mrope_interleaved")
+    table.finish()
+    return AttentionConfig(
+        num_heads=fields.integer("num_attention_heads", 16),
+        num_kv_heads=fields.integer("num_key_value_heads", 2),
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * share),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qk_norm_eps=norm_eps,
+        output_gate=True,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+
+
+def layer_rules(layer: LayerConfig, *, by_group: bool, merged: bool) -> list[Rule]:
+    """The tensors of a mixer, or of what follows it, by their names within the layer.
+
+    Args:
+        layer: its config.
+        by_group: whether a delta layer's projections are interleaved by key head (Qwen3-Next).
+        merged: whether all experts are in one tensor.
+
+    Raises:
+        ValueError: these families have no such layer.
+    """
+    match layer:
+        case GatedDeltaConfig():
+            return within(_delta(layer, by_group=by_group), "linear_attn")
+        case AttentionConfig():
+            return within(_gated_attention(layer), "self_attn")
+        case MlpConfig():
+            return within(split_mlp(layer), "mlp")
+        case MoeConfig():
+            return within(_moe(layer, merged=merged), "mlp")
+    raise ValueError(f"Qwen3.5 has no layers {layer.kind!r}")
+
+
+def _delta(layer: GatedDeltaConfig, *, by_group: bool) -> list[Rule]:
+    """A delta layer, whose columns are b, z, v, k, q, a here."""
+    heads, groups = layer.num_heads, layer.num_groups
+    keys, values = groups * layer.state_size, heads * layer.head_dim
+    names: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
+    sizes: tuple[int, ...] = (2 * keys + 2 * values, 2 * heads)
+    if by_group:
+        of_group = np.arange(sizes[0]).reshape(groups, -1)
+        own = (layer.state_size, layer.state_size, values // groups)
+        q, k, v, z = np.split(of_group, np.cumsum(own), axis=1)
+        b, a = np.split(sizes[0] + np.arange(sizes[1]).reshape(groups, -1), 2, axis=1)
+    else:
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        sizes = (2 * keys + values, values, heads, heads)
+        ends = np.cumsum([keys, keys, values, values, heads])
+        q, k, v, z, b, a = np.split(np.arange(sum(sizes)), ends)
+    columns = np.concatenate([part.reshape(-1) for part in (b, z, v, k, q, a)])
+    channels = np.split(np.arange(2 * keys + values), [keys, 2 * keys])  # q, k, v
+    return [
+        Rule(tuple(f"{name}.weight" for name in names), "in_proj.kernel", gathered(sizes, columns)),
+        Rule("conv1d.weight", "conv_weight", conv_gathered(np.concatenate(channels[::-1]))),
+        Rule("A_log", "A_log"),
+        Rule("dt_bias", "dt_bias"),
+        Rule("norm.weight", "norm_scale"),
+        Rule("out_proj.weight", "out_proj.kernel", TRANSPOSED),
+    ]
+
+
+def _gated_attention(layer: AttentionConfig) -> list[Rule]:
+    """Attention with a gate: q_proj has queries and gates of each head side by side."""
+    queries, keys, values = layer.projected_sizes
+    sizes = (2 * queries, keys, values)
+    by_head = np.arange(2 * queries).reshape(layer.num_heads, 2, -1)
+    order = [by_head[:, 1], by_head[:, 0], 2 * queries + np.arange(keys + values)]
+    transform = gathered(sizes, np.concatenate([part.reshape(-1) for part in order]))
+    projections = [
+        Rule(tuple(f"{name}_proj.{part}" for name in "qkv"), f"in_proj.{own}", transform)
+        for part, own in (("weight", "kernel"), ("bias", "bias"))
+    ]
+    norms = [Rule(f"{name}_norm.weight", f"{name}_norm_scale", PLUS_ONE) for name in "qk"]
+    return [*projections, *norms, *linear("o_proj", "out_proj")]
+
+
+def _moe(layer: MoeConfig, *, merged: bool) -> list[Rule]:
+    """Experts, and one that all tokens use."""
+    count = layer.num_experts
+    if merged:
+        experts = [
+            Rule("experts.gate_up_proj", "experts_in", EACH_TRANSPOSED),
+            Rule("experts.down_proj", "experts_out", EACH_TRANSPOSED),
+        ]
+    else:
+        gate, up, down = (
+            tuple(f"experts.{i}.{name}_proj.weight" for i in range(count))
+            for name in ("gate", "up", "down")
+        )
+        experts = [
+            Rule((*gate, *up), "experts_in", stacked_pairs(count)),
+            Rule(down, "experts_out", stacked(count)),
+        ]
+    shared = MlpConfig(layer.shared_size)
+    return [
+        *experts,
+        Rule("gate.weight", "router", TRANSPOSED),
+        Rule("shared_expert_gate.weight", "shared_gate", TRANSPOSED),
+        *within(split_mlp(shared), "shared_expert", "shared"),
+    ]
+
+
+def write_qwen3_next(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`Qwen3NextConfig`."""
+    after = config.layers[1::2]
+    dense = [i for i, layer in enumerate(after) if isinstance(layer, MlpConfig)]
+    values = _values(config, dtype, "qwen3_next", "Qwen3NextForCausalLM")
+    values |= _moe_values(config) | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+    values["norm_topk_prob"] = True
+    return values | (_mlp_values(config) if dense else {"intermediate_size": 5632})
+
+
+def write_qwen3_5(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`Qwen3_5TextConfig`."""
+    return _values(config, dtype, "qwen3_5_text", "Qwen3_5ForCausalLM") | _mlp_values(config)
+
+
+def write_qwen3_5_moe(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`Qwen3_5MoeTextConfig`."""
+    name, architecture = "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"
+    return _values(config, dtype, name, architecture) | _moe_values(config)
+
+
+def _mlp_values(config: ModelConfig) -> dict[str, Any]:
+    return {"intermediate_size": required(config, "mlp").hidden_size}
+
+
+def _moe_values(config: ModelConfig) -> dict[str, Any]:
+    experts = required(config, "moe")
+    return {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_active,
+        "moe_intermediate_size": experts.hidden_size,
+        "shared_expert_intermediate_size": experts.shared_size,
+    }
+
+
+def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:
+    """What the families have in common."""
+    attention, delta = attention_of(config), required(config, "gated_delta")
+    return (
+        hf_values(config, dtype, name, architecture)
+        | attention_values(config)
+        | rope_values(attention, partial_rotary_factor=attention.rotary_dim / attention.head_dim)
+        | max_length_values(config)
+        | {
+            "head_dim": attention.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": config.norm_eps,
+            "num_hidden_layers": len(config.layers) // 2,
+            "layer_types": [_NAMES.get(kind, kind) for kind in config.kinds[::2]],
+            "linear_num_value_heads": delta.num_heads,
+            "linear_value_head_dim": delta.head_dim,
+            "linear_num_key_heads": delta.num_groups,
+            "linear_key_head_dim": delta.state_size,
+            "linear_conv_kernel_dim": delta.conv_width,
+        }
+    )

@@ -1,0 +1,107 @@
+"""Checkpoints of Qwen3-Next and Qwen3.5 as they are released, with their heads."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.convert import convert, open_checkpoint
+from stree_jax.convert.families import describe
+from stree_jax.convert.writing import write_as, written_as
+from tests.convert import checkpoints
+from tests.convert.qwen_files import ATTENTION, DELTA, EXPERTS, MLP, config_of, wrapped
+from tests.helpers import apply, assert_same_model
+
+# Small checkpoints of random weights with what transformers computes in float64.
+REFERENCES = Path("/work/shared/data/tiny_gated_delta")
+
+
+def same_heads(*places):
+    (one, other) = (st.load_mtp(path, st.from_pretrained(path)) for path in places)
+    assert one.config == other.config
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
+
+
+@pytest.mark.parametrize("name", [pytest.param("qwen3_5", marks=pytest.mark.slow), "qwen3_5_moe"])
+def test_convert_carries_model_and_head_in_both_directions(name, tmp_path):
+    """The vision tower stays behind, and that is said."""
+    path = wrapped(tmp_path / "released", name)
+    assert convert(path, tmp_path / "native") is None
+    assert convert(tmp_path / "native", tmp_path / "back", to=f"{name}_text") is None
+    for copy in ("native", "back", "released-text"):
+        assert_same_model(st.from_pretrained(tmp_path / copy), st.from_pretrained(path))
+        same_heads(tmp_path / copy, path)
+    said = f"model.visual.pos_embed.weight: not of the text model of {name}"
+    assert said in open_checkpoint(path).ignored
+
+
+def test_the_other_family_has_the_same_weights(tmp_path):
+    """Qwen3-Next's projections are interleaved by key head; the model in memory is the same."""
+    model, names = checkpoints.random_model(config_of(EXPERTS)), ("qwen3_next", "qwen3_5_moe_text")
+    for name in names:
+        (tmp_path / name).mkdir()
+        write_as(model, tmp_path / name, name)
+    assert_same_model(*(st.from_pretrained(tmp_path / name) for name in names))
+
+
+HEADS = [
+    ({"mtp_use_dedicated_embeddings": True}, (), "mtp_use_dedicated_embeddings = true: heads with"),
+    ({"mtp_num_hidden_layers": 2}, (), "mtp_num_hidden_layers = 2 with 15 tensors"),
+    ({}, ("mtp.fc.weight",), "mtp.fc.weight .16, 32. is missing"),
+]
+
+
+@pytest.mark.parametrize(("changes", "lacks", "message"), HEADS, ids=[m for *_, m in HEADS])
+def test_heads_that_are_refused(changes, lacks, message, tmp_path):
+    """The target loads, and `convert` says why it left the head out."""
+    path = wrapped(tmp_path / "released", "qwen3_5", changes, lacks)
+    target = st.from_pretrained(path)
+    with pytest.raises(ValueError, match=message):
+        st.load_mtp(path, target)
+    assert message[:13] in convert(path, tmp_path / "native")
+
+
+def test_which_layers_have_experts(tmp_path):
+    config = {"model_type": "qwen3_next", "num_hidden_layers": 6, "full_attention_interval": 3}
+    config |= {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    kinds = describe(tmp_path / "config.json", config, {}).config.kinds
+    assert kinds[::2] == ("gated_delta", "gated_delta", "attention") * 2
+    assert kinds[1::2] == ("mlp", "moe", "mlp", "mlp", "mlp", "moe")
+
+
+def test_the_length_of_chunks_is_no_ones_format(tmp_path):
+    config = config_of(MLP, max_length=64)
+    layers = (dataclasses.replace(DELTA, chunk_size=8), MLP, ATTENTION, MLP)
+    changed = dataclasses.replace(config, layers=layers)
+    back = written_as(changed, "qwen3_5_text", "float32", tmp_path).description.config
+    assert back == config
+
+
+def test_a_layer_or_a_head_that_qwen_has_not(tmp_path):
+    plain = st.MtpConfig(16, st.AttentionConfig(2, 1, 8), MLP)
+    message = r"qwen3_5_text has no place for .*: attention.num_heads = 2 .only 4.*, and more$"
+    with pytest.raises(ValueError, match=message):
+        written_as(config_of(MLP), "qwen3_5_text", "float32", tmp_path, plain)
+    config = dataclasses.replace(config_of(MLP), norm_float32=False)
+    with pytest.raises(ValueError, match="no place for norm_float32 = False .only True."):
+        write_as(checkpoints.random_model(config), tmp_path, "qwen3_5_text")
+    olmo = dataclasses.replace(DELTA, beta_scale=2.0)
+    config = dataclasses.replace(config_of(MLP), layers=(olmo, MLP, ATTENTION, MLP))
+    with pytest.raises(ValueError, match=r"no place for gated_delta.beta_scale = 2.0 .only 1.0."):
+        write_as(checkpoints.random_model(config), tmp_path, "qwen3_5_text")
+    with pytest.raises(ValueError, match="it has no layer 'moe', only .'attention', 'gated_delta'"):
+        write_as(checkpoints.random_model(config_of(MLP)), tmp_path, "qwen3_next")
+
+
+@pytest.mark.skipif(not REFERENCES.is_dir(), reason="the references are not here")
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_logits_are_those_of_float64(name):
+    model = st.from_pretrained(REFERENCES / name)
+    reference = np.load(REFERENCES / name / "reference.npz")
+    tokens, want = reference["prompt_2"], reference["logits_2"]
+    have = apply(model, tokens[None])[0]
+    np.testing.assert_allclose(have, want, rtol=0, atol=2e-5 * np.abs(want).max())
