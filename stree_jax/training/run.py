@@ -311,9 +311,11 @@ def _model_card(
     if verb == "trained":
         measured = f"cross-entropy: {loss:.4f} nats a token (perplexity {math.exp(loss):.1f})"
     start = "" if recipe.start is None else f", after those of `{Path(recipe.start).name}`"
-    kind = "Mamba-2" if "attention" not in kinds else "hybrid Mamba-2 and attention"
+    names = {"mamba2": "Mamba-2", "gated_delta": "gated delta", "attention": "attention"}
+    mixers = [name for kind, name in names.items() if kind in kinds]
+    kind = "hybrid " * (len(mixers) != 1) + " and ".join(mixers)
     counts = ", ".join(f"{kinds.count(part)} {part}" for part in dict.fromkeys(kinds))
-    return f"""# A small {kind} language model
+    return f"""# A small {kind.strip()} language model
 
 {size:,} parameters, layers: {counts}; width {model.config.d_model}, vocabulary
 {model.config.vocab_size}; stored as bfloat16. It was {verb} with stree-jax to show speculative

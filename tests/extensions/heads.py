@@ -11,7 +11,7 @@ import numpy as np
 
 import stree_jax as st
 from stree_jax.testing import apply, tiny_model
-from tests.extensions import eagle3_files, mtp_files, numpy_heads
+from tests.extensions import eagle3_files, mtp_files, numpy_heads, qwen_files
 from tests.helpers import heads_of
 
 
@@ -52,6 +52,18 @@ def mtp(name, **options):
     return Parts("mtp", target, head, st.MtpDrafter, exact)
 
 
+def qwen(name=None, **options):
+    """Qwen's head, for the target of its own checkpoint or another one."""
+    values, _, own = qwen_files.files(**options)
+    with tempfile.TemporaryDirectory() as folder:
+        path = qwen_files.saved(Path(folder), **options)
+        target = tiny_model(name) if name else st.from_pretrained(path)
+        head = st.load_mtp(path, target)
+    return Parts(
+        "mtp", target, head, st.MtpDrafter, numpy_heads.Qwen(values, own | of_target(target))
+    )
+
+
 def eagle3(own=False):
     target, changes, tensors = tiny_model("nemotron_h hybrid"), {}, {}
     weights = eagle3_files.tensors() | of_target(target)
@@ -72,6 +84,8 @@ HEADS = {
     "medusa, padded": lambda: medusa("groups"),
     "mtp": lambda: mtp("plain", latent=False),
     "mtp, latent": lambda: mtp("falcon_h1 hybrid"),
+    "mtp, qwen": qwen,
+    "mtp, qwen, experts": lambda: qwen("plain", experts=True),
     "eagle3": eagle3,
     "eagle3, its own embedding": lambda: eagle3(own=True),
 }

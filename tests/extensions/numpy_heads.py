@@ -39,6 +39,10 @@ class Head:
             for name in "qkv"
         ]
 
+    def gate(self, entry):
+        """What scales the attention's outputs."""
+        return 1.0
+
     def entries(self, text, states):
         """The attention's inputs for all tokens of a text but the first."""
         pairs = zip(text[1:], states, strict=False)
@@ -57,8 +61,9 @@ class Head:
         for token in [text[-1], *path]:
             entry, residual = self.entry(token, above)
             entries.append(entry)
-            y = attend(*self.qkv(np.array(entries)), self.config["head_dim"] ** -0.5)[-1]
-            above = self.after(residual + self.w[f"{self.attention}.o_proj.weight"] @ y.ravel())
+            y = attend(*self.qkv(np.array(entries)), self.config["head_dim"] ** -0.5)[-1].ravel()
+            y = self.w[f"{self.attention}.o_proj.weight"] @ (y * self.gate(entry))
+            above = self.after(residual + y)
             out.append(self.output(above))
         return np.array(out)
 
@@ -80,6 +85,71 @@ class Mtp(Head):
         experts = {name[len(start) :]: self.w[name] for name in self.w if name.startswith(start)}
         x = x + moe(self.config, experts, self.norm(x, "mtp.layers.1.norm")[None])[0]
         return self.norm(x, "mtp.layers.1.final_layernorm")
+
+    def output(self, above):
+        return self.w["lm_head"] @ above
+
+
+class Qwen(Head):
+    """A head of Qwen3.5 or Qwen3-Next: its norms multiply by 1 + w."""
+
+    attention = "mtp.layers.0.self_attn"
+
+    def norm(self, x, name):
+        return rms_norm(x[None], 1 + self.w[f"{name}.weight"], self.eps)[0]
+
+    def by_head(self, entries):
+        """The rows of q_proj: of each head its query, then its gate."""
+        rows = entries @ self.w[f"{self.attention}.q_proj.weight"].T
+        return rows.reshape(*entries.shape[:-1], -1, 2, self.config["head_dim"])
+
+    def gate(self, entry):
+        return 1 / (1 + np.exp(-self.by_head(entry)[:, 1].ravel()))
+
+    def qkv(self, entries):
+        rope, size = self.config["rope_parameters"], self.config["head_dim"]
+        turned = round(size * rope["partial_rotary_factor"])
+        frequencies = rope_frequencies(turned, rope["rope_theta"])
+        k, v = (
+            (entries @ self.w[f"{self.attention}.{name}_proj.weight"].T).reshape(
+                len(entries), -1, size
+            )
+            for name in "kv"
+        )
+        q, k = (
+            rotate(
+                rms_norm(x, 1 + self.w[f"{self.attention}.{name}_norm.weight"], self.eps),
+                frequencies,
+            )
+            for name, x in (("q", self.by_head(entries)[:, :, 0]), ("k", k))
+        )
+        return q, k, v
+
+    def entry(self, token, state):
+        """fc [norm(embedding) ; norm(h)], the embedding first."""
+        e = self.norm(self.w["embedding"][token], "mtp.pre_fc_norm_embedding")
+        h = self.norm(state, "mtp.pre_fc_norm_hidden")
+        x = self.w["mtp.fc.weight"] @ np.concatenate([e, h])
+        return self.norm(x, "mtp.layers.0.input_layernorm"), x
+
+    def mlp(self, u, part):
+        gate, up, down = (self.w[f"{part}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return down @ (silu(gate @ u) * (up @ u))
+
+    def after(self, x):
+        part = "mtp.layers.0.mlp"
+        u = self.norm(x, "mtp.layers.0.post_attention_layernorm")
+        if "num_experts" not in self.config:
+            return self.norm(x + self.mlp(u, part), "mtp.norm")
+        w = {name[len(part) + 1 :]: self.w[name] for name in self.w if name.startswith(part)}
+        scores = w["gate.weight"] @ u
+        chosen = np.argsort(-scores)[: self.config["num_experts_per_tok"]]
+        shares = np.exp(scores[chosen] - scores.max())
+        for expert, share in zip(chosen, shares / shares.sum(), strict=True):
+            gate, up = np.split(w["experts.gate_up_proj"][expert] @ u, 2)
+            x = x + share * (w["experts.down_proj"][expert] @ (silu(gate) * up))
+        opened = 1 / (1 + np.exp(-w["shared_expert_gate.weight"] @ u))
+        return self.norm(x + opened * self.mlp(u, f"{part}.shared_expert"), "mtp.norm")
 
     def output(self, above):
         return self.w["lm_head"] @ above

@@ -26,7 +26,7 @@ from tests.extensions.heads import HEADS, KINDS, log_softmax, parts, states_of
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3])
 # More levels than are unrolled: one path, with branches beside it.
 DEEP = st.TreeTopology.from_parents([*range(-1, MAX_UNROLLED + 1), 0, 2, 2]).level_order()
-SLOW = ("mtp, latent", "medusa, padded")
+SLOW = ("mtp, latent", "mtp, qwen, experts", "medusa, padded")
 
 
 def kept(state):
@@ -96,7 +96,11 @@ def test_drafts_come_from_the_head_in_float64(name, topology):
 
 
 @pytest.mark.parametrize(  # the others are in test_lossless.py, too
-    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("medusa", "mtp"))]
+    "kind",
+    [
+        "eagle3",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("medusa", "mtp", "mtp, qwen")),
+    ],
 )
 def test_text_and_cache_are_those_of_autoregressive_decoding(kind):
     """At temperature 0, and with shared noise above it."""
@@ -124,7 +128,11 @@ def assert_same_state(got, want, length):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "eagle3")) for kind in KINDS]
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("eagle3", "mtp, qwen")))
+        for kind in (*KINDS, "mtp, qwen")
+    ],
 )
 def test_the_next_chain_depends_on_the_text_alone(kind):
     """However it was cut into prompt, pieces, chunks of a piece, steps and forks."""
@@ -191,7 +199,10 @@ def test_the_next_chain_depends_on_the_text_alone(kind):
     [
         *(pytest.param(kind, 0.0, marks=pytest.mark.slow) for kind in KINDS),
         ("mtp", 1.0),
-        *(pytest.param(kind, 1.0, marks=pytest.mark.slow) for kind in ("medusa", "eagle3")),
+        *(
+            pytest.param(kind, 1.0, marks=pytest.mark.slow)
+            for kind in ("medusa", "eagle3", "mtp, qwen")
+        ),
     ],
 )
 def test_ranks_by_depth_give_the_tau_of_every_tree(kind, temperature):

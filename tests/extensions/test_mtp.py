@@ -13,9 +13,11 @@ from stree_jax.decoding import head_reader, outputs_ahead
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.extensions.mtp.training import head_of, mtp_loss, new_head
+from stree_jax.models.attention import AttentionMixer
 from stree_jax.testing import tiny_model
 from stree_jax.training import Recipe, Training
 from stree_jax.tuning import dynamic_tau
+from tests.extensions import qwen_files
 from tests.extensions.heads import log_softmax, parts, states_of
 
 # Mutations that no exactness test sees.
@@ -35,9 +37,9 @@ def chain_after(target, model, text):
     return draft.tokens[0, 1:], draft.log_probs[0]
 
 
-def gap():
+def gap(name="mtp"):
     """The largest difference of a chain of three drafts from float64."""
-    _, target, head, _, exact = parts("mtp")
+    _, target, head, _, exact = parts(name)
     text = np.array([5, 9, 2, 30, 11, 7], np.int32)
     hidden = states_of(target, text)
     run = jax.jit(lambda *arguments: chain_after(*arguments))  # traced again
@@ -79,6 +81,38 @@ def not_normed(monkeypatch):
     )
 
 
+def plain_norms(monkeypatch):
+    """Norms multiply by w, not by 1 + w."""
+    head = parts("mtp, qwen").head
+    for module in (head, head.attention):
+        for name in [name for name in vars(module) if name.endswith("norm_scale")]:
+            monkeypatch.setattr(module, name, nnx.Param(getattr(module, name)[...] - 1))
+
+
+def not_rotated(monkeypatch):
+    """Of the entries alone: the nodes of the tree are."""
+    split = AttentionLayout.split
+
+    def unturned(self, qkv, positions):
+        return split(self, qkv, positions if self.num_heads else 0 * positions)
+
+    monkeypatch.setattr(AttentionLayout, "split", unturned)
+
+
+def one_place_late(monkeypatch):
+    """Entries are one position after where the tree takes them to be."""
+    entries = st.MtpHead.entries
+    late = lambda self, embedded, states, at: entries(self, embedded, states, at + 1)  # noqa: E731
+    monkeypatch.setattr(st.MtpHead, "entries", late)
+
+
+def keys_not_normed(monkeypatch):
+    normed = AttentionMixer.normed
+    monkeypatch.setattr(
+        AttentionMixer, "normed", lambda self, x, heads: normed(self, x, heads) if heads else x
+    )
+
+
 def test_the_head_is_that_of_float64():
     assert gap() < 1e-4
 
@@ -90,6 +124,23 @@ def test_a_wrong_head_is_found(mutation, monkeypatch):
     states_of(parts("mtp").target, [1])  # compiled before the mutation
     mutation(monkeypatch)
     assert gap() > 0.01
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        *(plain_norms, one_place_late),
+        *(
+            pytest.param(mutation, marks=pytest.mark.slow)
+            for mutation in (not_rotated, keys_not_normed, before_the_final_norm, no_cache)
+        ),
+    ],
+)
+def test_a_wrong_head_of_qwen_is_found(mutation, monkeypatch):
+    """Its traps are other ones: norms of 1 + w, rotation, norms of keys."""
+    states_of(parts("mtp, qwen").target, [1])
+    mutation(monkeypatch)
+    assert gap("mtp, qwen") > 0.01
 
 
 def test_dynamic_trees_of_a_head_replay_decoding():
@@ -108,8 +159,9 @@ def test_dynamic_trees_of_a_head_replay_decoding():
 
 
 def test_configs_that_are_refused():
-    with pytest.raises(ValueError, match="without rotation and other options"):
-        st.MtpConfig(16, st.AttentionConfig(4, 2, 8, rotary_dim=4), st.MlpConfig(8))
+    for options in (dict(window=4), dict(qkv_bias=True), dict(key_multiplier=2.0)):
+        with pytest.raises(ValueError, match="a head is an AttentionConfig with no options but"):
+            st.MtpConfig(16, st.AttentionConfig(4, 2, 8, **options), st.MlpConfig(8))
     with pytest.raises(ValueError, match="feed_forward of a head is an MlpConfig or a MoeConfig"):
         st.MtpConfig(16, st.AttentionConfig(4, 2, 8), st.Mamba2Config(4, 8, 8))
 
@@ -132,8 +184,8 @@ HEADS = {"attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}}
         (HEADS | {"mlp": {"width": 8}}, "hidden_size|width"),
         (HEADS | {"mlp": 8}, "mapping"),
         (
-            {"attention": {**HEADS["attention"], "rotary_dim": 4}, "mlp": {"hidden_size": 8}},
-            "rotat",
+            {"attention": {**HEADS["attention"], "window": 4}, "mlp": {"hidden_size": 8}},
+            "no options but .* got AttentionConfig",
         ),
     ],
 )
@@ -141,6 +193,17 @@ def test_recipes_that_are_refused(table, message):
     recipe = Recipe(table, Training(1), ())
     with pytest.raises(ValueError, match=message):
         head_of(recipe, tiny_model())
+
+
+def test_without_tables_a_head_is_as_the_targets_layers():
+    config, target = qwen_files.model_config(), parts("mtp, qwen").target
+    own, steps, _ = head_of(Recipe({}, Training(1), ()), target)
+    assert own == st.MtpConfig(16, config.attention, config.mlp, 1e-6, norm_float32=True)
+    assert own == parts("mtp, qwen").head.config
+    assert steps == 4
+    smaller = {"mlp": {"hidden_size": 8}}
+    own, _, _ = head_of(Recipe(smaller, Training(1), ()), target)
+    assert (own.attention, own.feed_forward) == (config.attention, st.MlpConfig(8))
 
 
 def test_no_gradient_flows_through_recycled_outputs():

@@ -1,4 +1,7 @@
-"""Multi-token-prediction heads of Nemotron-3 checkpoints: `mtp.*` beside the target's tensors."""
+"""Published multi-token-prediction heads: `mtp.*` beside the target's tensors.
+
+The format here is Nemotron-3's; that of Qwen is in `qwen`.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -23,8 +26,6 @@ from stree_jax.heads import abstract_head
 
 PREFIXES = ("mtp.", "backbone.mtp.", "model.mtp.")
 _PATTERN = ("attention", "moe")
-# The fields that say that a checkpoint has a head.
-WRITTEN = {"num_nextn_predict_layers": 1, "mtp_layers_block_type": list(_PATTERN)}
 _LETTERS = {"*": "attention", "E": "moe"}
 # Fields of training only.
 TRAINING = ("mtp_use_repeated_layer", "keep_mtp_spec_in_bf16", "mtp_loss_scaling_factor")
@@ -47,8 +48,9 @@ def of_checkpoint(checkpoint: Checkpoint, target: HybridLM) -> MtpHead:
     head, path = checkpoint.description.mtp, checkpoint.path
     if head is None:
         raise ValueError(
-            f"{path} has no multi-token prediction head: its config does not say"
-            " num_nextn_predict_layers = 1; take a checkpoint with one, or train one:"
+            f"{path} has no multi-token prediction head: it has no tensors mtp.*, and its config"
+            " does not say num_nextn_predict_layers = 1 or mtp_num_hidden_layers = 1; take a"
+            " checkpoint with one (copies that transformers saved have lost theirs), or train one:"
             " stree-jax train-mtp RECIPE TARGET OUTPUT"
         )
     if head.config is None:
@@ -129,16 +131,8 @@ def read(
 
 
 def rules_of(config: MtpConfig, prefix: str = "mtp.") -> list[Rule]:
-    """The tensors of a head of the pattern attention, experts, by the names of `MtpHead`.
-
-    Raises:
-        ValueError: another head, which the format has no place for.
-    """
-    if not isinstance(config.feed_forward, MoeConfig):
-        raise ValueError(
-            f"a head with {config.feed_forward.kind!r} after its attention has no place in"
-            " Nemotron's format, which has experts there"
-        )
+    """The tensors of a head of attention and experts, by the names of `MtpHead`."""
+    assert isinstance(config.feed_forward, MoeConfig)
     first, last = f"{prefix}layers.0", f"{prefix}layers.1"
     experts = nemotron_experts(config.feed_forward, merged=False)
     return [

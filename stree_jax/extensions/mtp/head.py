@@ -8,7 +8,8 @@ The head of Nemotron-3 (Super, Ultra, 3.5 Lightning), which its checkpoints stor
 
 h_p is the target's state after token t_p *after* its final norm, and the target's output head maps
 g_p to the logits of t_{p+2}. Further tokens come from the same head: the next one's input is
-(draft token, g_p). Nothing in it depends on positions.
+(draft token, g_p). Nemotron's does not depend on positions. That of Qwen3-Next and Qwen3.5 has the
+target's own attention, with rotation, norms of heads and a gate, and its MLP or experts.
 """
 
 import dataclasses
@@ -21,6 +22,12 @@ from stree_jax.array_types import Array
 from stree_jax.checks import require, require_integer, require_types
 from stree_jax.models import DraftHead, linear
 
+# Fields of `AttentionConfig` that heads have.
+_OPTIONS = (
+    *("num_heads", "num_kv_heads", "head_dim", "scale"),
+    *("rotary_dim", "rope_theta", "rope_scaling", "qk_norm_eps", "output_gate"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class MtpConfig:
@@ -28,15 +35,17 @@ class MtpConfig:
 
     Attributes:
         d_model: width of the target.
-        attention: the attention layer, without rotation, biases, convolution or window.
+        attention: the attention layer, without biases, convolution, window or multipliers.
         feed_forward: the layer after it, an MLP or a mixture of experts.
         norm_eps: epsilon of all norms.
+        norm_float32: keep the scales of its norms in float32, see `ModelConfig`.
     """
 
     d_model: int
     attention: AttentionConfig
     feed_forward: LayerConfig
     norm_eps: float = 1e-5
+    norm_float32: bool = False
 
     def __post_init__(self) -> None:
         require_integer(self, "d_model", 1)
@@ -44,14 +53,9 @@ class MtpConfig:
         require(
             isinstance(attention, AttentionConfig)
             and attention
-            == AttentionConfig(
-                attention.num_heads,
-                attention.num_kv_heads,
-                attention.head_dim,
-                scale=attention.scale,
-            ),
-            "attention of a head is AttentionConfig(num_heads, num_kv_heads, head_dim), without"
-            f" rotation and other options, got {attention!r:.200}",
+            == AttentionConfig(**{name: getattr(attention, name) for name in _OPTIONS}),
+            f"attention of a head is an AttentionConfig with no options but {', '.join(_OPTIONS)},"
+            f" got {attention!r:.200}",
         )
         require(
             isinstance(self.feed_forward, LayerConfig)
@@ -75,6 +79,11 @@ class MtpHead(DraftHead):
         self.attention_norm_scale = self.scale()
         self.attention = self.layer(self.config.attention, *options)
         self.feed_forward = self.layer(self.config.feed_forward, *options)
+
+    def scale(self) -> nnx.Param:
+        """See `DraftHead`."""
+        dtype = jnp.float32 if self.config.norm_float32 else self.dtype
+        return nnx.Param(jnp.ones(self.config.d_model, dtype))
 
     def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
         """See `DraftHead`; the states are the target's after its final norm, or outputs."""

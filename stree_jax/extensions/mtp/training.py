@@ -1,7 +1,7 @@
 """`train_mtp`: from a recipe to a multi-token-prediction head with a model card."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stree_jax import AttentionConfig, HybridLM, MlpConfig, MoeConfig
+from stree_jax import AttentionConfig, HybridLM, MlpConfig, ModelConfig, MoeConfig
 from stree_jax.array_types import Array, Float, Tokens
 from stree_jax.checks import check_int
 from stree_jax.decoding import outputs_ahead
@@ -30,7 +30,8 @@ def train_mtp(
     Arguments, yields and errors are those of `distill`. The recipe's model table has `steps`, the
     drafts that a step of training makes one after the other, the tables `attention` (fields of
     `AttentionConfig`) and `mlp` or `moe` (of `MlpConfig` or `MoeConfig`), and `boost_after`: after
-    as many steps all rows are the target's own text, and `mtp_loss` is `detached`.
+    as many steps all rows are the target's own text, and `mtp_loss` is `detached`. Without a table
+    that layer is as the target's last one of its kind.
     """
 
     def planned(target: HybridLM) -> HeadPlan:
@@ -71,7 +72,7 @@ def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.R
     for end in ends:
         end[...] = jnp.zeros_like(end[...])
     size = jnp.sqrt(jnp.square(jax.jit(HybridLM.hidden)(target, tokens)).mean())
-    head.final_norm_scale[...] *= size.astype(target.dtype)
+    head.final_norm_scale[...] *= size.astype(head.final_norm_scale.dtype)
     return head
 
 
@@ -101,22 +102,34 @@ def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int, int]:
         ValueError: a field is missing, unknown or invalid.
     """
     table, config = recipe.model, target.config
-    kinds = [kind for kind in ("mlp", "moe") if kind in table]
     try:
-        known = {*_LAYERS, "steps", "boost_after"}
-        if not {*table} <= known or "attention" not in table or len(kinds) != 1:
+        if not {*table} <= {*_LAYERS, "steps", "boost_after"}:
             raise ValueError(f"got {sorted(table)}")
         steps = check_int("steps", table.get("steps", 4), 1, _MOST_STEPS)
         last = recipe.training.steps
         boost_after = check_int("boost_after", table.get("boost_after", last), 0, last)
-        attention, feed_forward = (_LAYERS[kind](**table[kind]) for kind in ("attention", kinds[0]))
-        head = MtpConfig(config.d_model, attention, feed_forward, config.norm_eps)
-        return head, steps, boost_after
+        attention, feed_forward = (
+            _layer(table, config, kinds) for kinds in (("attention",), ("mlp", "moe"))
+        )
+        own = config.norm_eps, config.norm_float32
+        return MtpConfig(config.d_model, attention, feed_forward, *own), steps, boost_after
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{recipe.source}, [model] has steps, boost_after, [model.attention], and"
             f" [model.mlp] or [model.moe]: {error}"
         ) from error
+
+
+def _layer(table: Mapping[str, Any], config: ModelConfig, kinds: Sequence[str]) -> Any:
+    """A layer of one of these kinds: of a recipe's model table, or as the target's last such."""
+    named = [kind for kind in kinds if kind in table]
+    if len(named) == 1:
+        return _LAYERS[named[0]](**table[named[0]])
+    like = [layer for layer in config.layers if layer.kind in kinds]
+    if named or not like:
+        what = " or ".join(f"[model.{kind}]" for kind in kinds)
+        raise ValueError(f"got {sorted(table)}, and the target needs one table {what}")
+    return like[-1]
 
 
 def _last_products(feed_forward: Any) -> list[Any]:

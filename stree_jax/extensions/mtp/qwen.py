@@ -1,0 +1,87 @@
+"""Multi-token-prediction heads of Qwen3-Next and Qwen3.5 checkpoints: one more attention layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from stree_jax import ModelConfig
+from stree_jax.convert import (
+    PLUS_ONE,
+    TRANSPOSED,
+    Fields,
+    HeadDescription,
+    Rule,
+    head_rules,
+    qwen_layer_rules,
+    within,
+)
+from stree_jax.extensions.mtp.head import MtpConfig
+from stree_jax.heads import abstract_head
+
+PREFIX = "mtp."
+_MERGED = f"{PREFIX}layers.0.mlp.experts.gate_up_proj"
+_NUMBER, _DEDICATED = "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"
+
+
+def read(
+    fields: Fields, tensors: Mapping[str, Any], config: ModelConfig, *, merged: bool
+) -> HeadDescription | None:
+    """Describes the head of a checkpoint; None: it neither has one nor says so.
+
+    What is wrong with a head does not keep the target from being read.
+
+    Args:
+        fields: the config.
+        tensors: all tensors by name; empty: those of the config are not checked.
+        config: the target's, whose last layers the head's are like.
+        merged: whether all experts of the target are in one tensor. Without tensors the head's are,
+            too.
+    """
+    fields.ignore("of the multi-token prediction head, see load_mtp", _NUMBER, _DEDICATED)
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    try:
+        number = fields.values.get(_NUMBER, int(bool(own)))  # Qwen3-Next does not say it
+        if number == 0 and not own:
+            return None
+        fields.check(
+            number == 1,
+            f"{_NUMBER} = {number!r:.80} with {len(own)} tensors of a multi-token prediction head;"
+            " only checkpoints with one head are supported",
+        )
+        fields.check(
+            fields.values.get(_DEDICATED) in (None, False),
+            f"{_DEDICATED} = true: heads with an embedding of their own are not supported",
+        )
+        fields.check(
+            bool(own) or not tensors,
+            f"{_NUMBER} = 1, but the files have no tensors mtp.*: this copy has no multi-token"
+            " prediction head (transformers drops it when it saves); take the original",
+        )
+        attention = config.attention
+        fields.check(attention is not None, "no attention layer says how the head's is made")
+        assert attention is not None
+        eps = config.norm_eps
+        head = MtpConfig(config.d_model, attention, config.layers[-1], eps, norm_float32=True)
+        merged = _MERGED in own if own else merged
+        rules = _rules_of(head, merged=merged)
+        if tensors:
+            rules = head_rules(rules, own, abstract_head("mtp", head))
+    except ValueError as error:
+        return HeadDescription(None, [], str(error))
+    return HeadDescription(head, rules)
+
+
+def _rules_of(config: MtpConfig, *, merged: bool) -> list[Rule]:
+    """The tensors of a head, by the names of `MtpHead`."""
+    layer = f"{PREFIX}layers.0"
+    norms = {
+        f"{PREFIX}pre_fc_norm_embedding": "embedding_norm_scale",
+        f"{PREFIX}pre_fc_norm_hidden": "hidden_norm_scale",
+        f"{layer}.input_layernorm": "attention_norm_scale",
+        f"{layer}.post_attention_layernorm": "feed_forward_norm_scale",
+        f"{PREFIX}norm": "final_norm_scale",
+    }
+    rules = [Rule(f"{name}.weight", target, PLUS_ONE) for name, target in norms.items()]
+    rules.append(Rule(f"{PREFIX}fc.weight", "in_proj.kernel", TRANSPOSED))
+    for target, part in (("attention", config.attention), ("feed_forward", config.feed_forward)):
+        rules += within(qwen_layer_rules(part, by_group=False, merged=merged), layer, target)
+    return rules

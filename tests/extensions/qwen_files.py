@@ -1,0 +1,111 @@
+"""Checkpoints of a tiny Qwen3.5 with its multi-token prediction head, with random weights."""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import stree_jax as st
+from stree_jax.convert.writing import write_as
+from stree_jax.models import GatedDeltaConfig
+from tests.convert import checkpoints
+from tests.numpy_parts import attention_shapes
+
+KEYS = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+EXPERTS = st.MoeConfig(4, 2, 6, shared_size=5, shared_gate=True)
+
+
+def model_config(experts=False):
+    """A delta layer and a layer of attention, with MLPs or experts."""
+    kind = "moe" if experts else "mlp"
+    return st.ModelConfig(
+        vocab_size=37,
+        d_model=16,
+        layers=("gated_delta", kind, "attention", kind),
+        gated_delta=GatedDeltaConfig(num_heads=4, head_dim=4, num_groups=2, state_size=4),
+        attention=st.AttentionConfig(
+            *(4, 2, 8), rotary_dim=4, rope_theta=100.0, qk_norm_eps=1e-6, output_gate=True
+        ),
+        norm_eps=1e-6,
+        norm_float32=True,
+        tie_embeddings=False,
+        residual_float32=False,
+        **({"moe": EXPERTS} if experts else {"mlp": st.MlpConfig(24)}),
+    )
+
+
+def shapes(config):
+    """The tensors of a head; experts are merged, as in Qwen3.5's releases."""
+    width, size = config["hidden_size"], config["head_dim"]
+    queries, keys = (config[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
+    layer = {"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)}
+    attention = attention_shapes(width, queries, keys)
+    attention |= {"q_proj.weight": (2 * queries, width)}  # queries and gates
+    attention |= {f"{name}_norm.weight": (size,) for name in "qk"}
+    layer |= {f"self_attn.{name}": shape for name, shape in attention.items()}
+    if "num_experts" in config:
+        count, hidden = config["num_experts"], config["moe_intermediate_size"]
+        layer |= {
+            "mlp.gate.weight": (count, width),
+            "mlp.experts.gate_up_proj": (count, 2 * hidden, width),
+            "mlp.experts.down_proj": (count, width, hidden),
+            "mlp.shared_expert_gate.weight": (1, width),
+        }
+        layer |= mlp_shapes("mlp.shared_expert", width, config["shared_expert_intermediate_size"])
+    else:
+        layer |= mlp_shapes("mlp", width, config["intermediate_size"])
+    return {f"mtp.layers.0.{name}": shape for name, shape in layer.items()} | {
+        "mtp.fc.weight": (width, 2 * width),
+        "mtp.pre_fc_norm_embedding.weight": (width,),
+        "mtp.pre_fc_norm_hidden.weight": (width,),
+        "mtp.norm.weight": (width,),
+    }
+
+
+def mlp_shapes(name, width, hidden):
+    names = dict.fromkeys(("gate", "up"), (hidden, width)) | {"down": (width, hidden)}
+    return {f"{name}.{part}_proj.weight": shape for part, shape in names.items()}
+
+
+@functools.cache
+def files(experts=False):
+    """Config and tensors of the target, and tensors of its head."""
+    from safetensors.numpy import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        path, to = Path(folder), "qwen3_5_moe_text" if experts else "qwen3_5_text"
+        write_as(checkpoints.random_model(model_config(experts)), path, to)
+        values = json.loads((path / "config.json").read_text())
+        tensors = load_file(path / "model.safetensors")
+    rng, head = np.random.default_rng(1), {}
+    for name, shape in shapes(values).items():
+        weight = checkpoints.random_weight(name, shape, rng)
+        head[name] = weight - 1 if "norm" in name else weight  # norms multiply by 1 + w
+    return values, tensors, head
+
+
+def saved(path, changes=(), tensors=None, experts=False):
+    """Writes the checkpoint, with some fields changed, and other tensors of the head."""
+    values, target, head = files(experts)
+    tensors = target | (head if tensors is None else tensors)
+    return checkpoints.write_safetensors(path, values | KEYS | dict(changes), tensors)
+
+
+def wrapped(path, changes=(), tensors=None):
+    """The same inside a multimodal checkpoint: the head is beside the text model."""
+    values, target, head = files()
+    inside = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in target.items()
+    }
+    inside |= (head if tensors is None else tensors) | {
+        "model.visual.merger.weight": target["lm_head.weight"]
+    }
+    outer = {
+        "model_type": "qwen3_5",
+        "text_config": values | KEYS | dict(changes),
+        "tie_word_embeddings": False,
+    }
+    return checkpoints.write_safetensors(path, outer, inside)
