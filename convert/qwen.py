@@ -122,7 +122,7 @@ def _read(
     fields, tensors = source.fields, source.tensors
     d_model = fields.integer("hidden_size", d_model)
     norm_eps = fields.positive("rms_norm_eps", 1e-6)
-    attention = _attention(fields, norm_eps)
+    attention = _attention(fields, norm_eps, kv_heads=4 if family == "qwen3_5" else 2)
     delta = GatedDeltaConfig(
         num_heads=fields.integer("linear_num_value_heads", 32),
         head_dim=fields.integer("linear_value_head_dim", 128),
@@ -174,7 +174,7 @@ def _read(
     return described(family, fields, config, rules, skipped)._replace(mtp=head)
 
 
-def _attention(fields: Fields, norm_eps: float) -> AttentionConfig:
+def _attention(fields: Fields, norm_eps: float, *, kv_heads: int) -> AttentionConfig:
     fields.check(fields.flag("attn_output_gate", True), "attn_output_gate = false is not supported")
     fields.choice("output_gate_type", "swish", {"swish": "sigmoid"})  # of a sigmoid all the same
     bias = fields.flag("attention_bias", False)
@@ -186,7 +186,7 @@ def _attention(fields: Fields, norm_eps: float) -> AttentionConfig:
     table.finish()
     return AttentionConfig(
         num_heads=fields.integer("num_attention_heads", 16),
-        num_kv_heads=fields.integer("num_key_value_heads", 2),
+        num_kv_heads=fields.integer("num_key_value_heads", kv_heads),
         head_dim=head_dim,
         rotary_dim=int(head_dim * share),
         rope_theta=theta,
