@@ -75,7 +75,8 @@ napoleon_custom_sections = [("Attributes", "params_style")]
 nitpick_ignore_regex = [
     ("py:obj", "(?s).*"),
     ("py:class", r"(?!stree_jax|pallas_kernels).*"),
-    ("py:class", r"stree_jax\.(array_types|mesh|models|decoding\.(types|loop|options|plan|reader))\..*"),
+    ("py:class", r"stree_jax\.(array_types|mesh|models)\..*"),
+    ("py:class", r"stree_jax\.decoding\.(types|loop|options|plan|reader)\..*"),
     ("py:class", r"stree_jax\.(convert\.(fields|rules)|checkpoint|testing\.models)\..*"),
 ]
 
