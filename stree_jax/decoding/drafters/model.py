@@ -16,7 +16,7 @@ from stree_jax.decoding.drafters.children import (
 )
 from stree_jax.decoding.drafters.levels import Level, grow_levels, levels_of
 from stree_jax.decoding.nodes import put, take
-from stree_jax.decoding.reader import DraftModel, draft_model
+from stree_jax.decoding.reader import DraftModel, WholeModel, draft_model
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
@@ -47,13 +47,14 @@ class RunsModel(nnx.Module):
     """
 
     def __init__(self, model: HybridLM | DraftModel | Any):
-        draft_model(model)  # refuses what is none
-        self.model = model
+        # Once: what the host asks it for, it asks in every call.
+        self.draft_model = draft_model(model)
 
     @property
-    def draft_model(self) -> Any:
-        """The model as a `DraftModel`."""
-        return draft_model(self.model)
+    def model(self) -> Any:
+        """The model that it was made with."""
+        own = self.draft_model
+        return own.model if isinstance(own, WholeModel) else own
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         self.draft_model.check_target(target)
