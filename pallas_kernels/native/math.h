@@ -50,4 +50,11 @@ STREE_INLINE float sum(Vec values) {
   return lanes[0];
 }
 
+// The inner product of `size` numbers, a multiple of kLanes.
+inline float dot(const float* a, const float* b, int64_t size) {
+  Vec total = {};
+  for (int64_t i = 0; i < size; i += kLanes) total += load(a + i) * load(b + i);
+  return sum(total);
+}
+
 }  // namespace stree

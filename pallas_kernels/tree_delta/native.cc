@@ -20,12 +20,6 @@ namespace {
 
 constexpr float kEpsilon = 1e-6f;  // of the norm of q and k, in all published models
 
-float dot(const float* a, const float* b, int64_t size) {
-  Vec total = {};
-  for (int64_t i = 0; i < size; i += kLanes) total += load(a + i) * load(b + i);
-  return sum(total);
-}
-
 // Writes a vector of length `length` in the direction of `from`.
 void norm(const float* from, float* to, int64_t size, float length) {
   const Vec scale = splat(length / std::sqrt(dot(from, from, size) + kEpsilon));

@@ -42,12 +42,6 @@ struct Scan {
   void head(int64_t row, int64_t h) const;
 };
 
-float dot(const float* a, const float* b, int64_t size) {
-  Vec total = {};
-  for (int64_t i = 0; i < size; i += kLanes) total += load(a + i) * load(b + i);
-  return sum(total);
-}
-
 void Scan::prepare() {
   paths.resize(batch);
   ancestors.resize(batch * nodes);
