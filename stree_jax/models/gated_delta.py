@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import (
@@ -35,7 +34,7 @@ from pallas_kernels import (
 )
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer, require_types
-from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part
+from stree_jax.mesh.partition import WHOLE, Cut, Part
 from stree_jax.models.layer import (
     ConvGatherIndex,
     LayerConfig,
@@ -119,11 +118,7 @@ class GatedDeltaConfig(LayerConfig):
         return GatedDeltaMixer(self, d_model, **options)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
-        """See `LayerConfig`. One size for all lengths."""
-        return Mamba2Cache(
-            ssm=jnp.zeros((batch, self.num_heads, self.head_dim, self.state_size), jnp.float32),
-            conv=jnp.zeros((batch, self.conv_width - 1, self.layout.num_channels), dtype),
-        )
+        return Mamba2Cache.empty(self.layout, self.conv_width, batch, dtype)
 
     def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
         """See `LayerConfig`. The corrections enter the state as they are: float32."""
@@ -139,9 +134,7 @@ class GatedDeltaConfig(LayerConfig):
         )
 
     def cache_specs(self, axis: str | None) -> Any:
-        by_head: Any = PartitionSpec(DATA, axis)  # specs instead of arrays
-        by_channel: Any = PartitionSpec(DATA, None, axis)
-        return Mamba2Cache(ssm=by_head, conv=by_channel)
+        return Mamba2Cache.specs(axis)
 
     def sizes(self, shards: int) -> Sizes:
         return Sizes(
@@ -156,7 +149,8 @@ class GatedDeltaConfig(LayerConfig):
         )
 
     def cuts(self, shards: int) -> dict[str, Cut]:
-        by_head, v, k = (self.num_heads, 1), (self.num_heads, self.head_dim), self._key_segment
+        by_head, v = (self.num_heads, 1), (self.num_heads, self.head_dim)
+        k = (self.num_groups, self.state_size)
         heads = Cut(0, (by_head,))
         return {
             "in_proj.kernel": Cut(1, (by_head, v, v, k, k, by_head)),
@@ -165,10 +159,6 @@ class GatedDeltaConfig(LayerConfig):
             "A_log": heads,
             "dt_bias": heads,
         }
-
-    @property
-    def _key_segment(self) -> tuple[int, int]:
-        return self.num_groups, self.state_size
 
 
 class GatedDeltaMixer(nnx.Module):

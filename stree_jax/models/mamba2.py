@@ -75,6 +75,22 @@ class Mamba2Cache(NamedTuple):
     ssm: Float32[Array, "B H P S"]
     conv: Float[Array, "B J C"]  # the last J = K - 1 conv inputs, oldest first
 
+    @classmethod
+    def empty(
+        cls, layout: Mamba2Layout, conv_width: int, batch: int, dtype: DTypeLike
+    ) -> "Mamba2Cache":
+        """The cache before the first token: one size for all lengths."""
+        state = (batch, layout.num_heads, layout.head_dim, layout.state_size)
+        conv = jnp.zeros((batch, conv_width - 1, layout.num_channels), dtype)
+        return cls(jnp.zeros(state, jnp.float32), conv)
+
+    @classmethod
+    def specs(cls, axis: str | None) -> Any:
+        """How its arrays lie on a mesh."""
+        by_head: Any = PartitionSpec(DATA, axis)  # specs instead of arrays
+        by_channel: Any = PartitionSpec(DATA, None, axis)
+        return cls(by_head, by_channel)
+
 
 @register("mamba2")
 @dataclasses.dataclass(frozen=True)
@@ -208,11 +224,7 @@ class Mamba2Config(LayerConfig):
         return Mamba2Mixer(self, d_model, **options)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
-        """See `LayerConfig`. One size for all lengths."""
-        return Mamba2Cache(
-            ssm=jnp.zeros((batch, self.num_heads, self.head_dim, self.state_size), jnp.float32),
-            conv=jnp.zeros((batch, self.conv_width - 1, self.layout.num_channels), dtype),
-        )
+        return Mamba2Cache.empty(self.layout, self.conv_width, batch, dtype)
 
     def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
         def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:
@@ -226,9 +238,7 @@ class Mamba2Config(LayerConfig):
         )
 
     def cache_specs(self, axis: str | None) -> Any:
-        by_head: Any = PartitionSpec(DATA, axis)  # specs instead of arrays
-        by_channel: Any = PartitionSpec(DATA, None, axis)
-        return Mamba2Cache(ssm=by_head, conv=by_channel)
+        return Mamba2Cache.specs(axis)
 
     def sizes(self, shards: int) -> Sizes:
         equal = {"mamba2.num_heads": self.num_heads, "mamba2.mlp_dim": self.mlp_dim}
