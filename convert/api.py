@@ -25,6 +25,7 @@ from stree_jax.convert.writing import writable, write_as, written_as
 from stree_jax.heads import FOLDER, load_native_head, open_head, part_of, save_head
 from stree_jax.messages import first_line, shown_path
 from stree_jax.models.config import ModelConfig
+from stree_jax.models.matrices import check_quantize
 
 # Files that are copied unchanged, as patterns.
 _COPIED = (
@@ -55,6 +56,8 @@ def convert(
     quirks: Collection[str] = (),
     ignore: Collection[str] | Any = (),
     progress: ProgressCallback = lambda done, total: None,
+    quantize: str | Any = None,
+    keep: Collection[str] | Any = (),
 ) -> str | None:
     """Converts a checkpoint directory. The destination is either complete or absent.
 
@@ -72,6 +75,8 @@ def convert(
             reproduce them.
         ignore: names of unknown config fields to ignore, see `from_pretrained`.
         progress: callback with the bytes read so far and the total.
+        quantize: "int8" for matrices in 8 bits, natively only; see `from_pretrained`.
+        keep: names of matrices that stay, see `from_pretrained`.
 
     Returns:
         Why the source's multi-token prediction head was left out; None: it was not, or there is
@@ -82,12 +87,16 @@ def convert(
     """
     if to not in formats():
         raise ValueError(f"to must be one of {formats()}, got {to!r}")
+    check_quantize(quantize, keep)
+    if quantize is not None and to != "native":
+        raise ValueError(f"quantize = {quantize!r} is for native checkpoints, not for to = {to!r}")
+    in_8_bits: dict[str, Any] = dict(quantize=quantize, keep=keep)
     path, target = find(source), Path(destination)
     if target.exists():
         raise ValueError(f"{target} exists; choose another name")
     files = side_files(path)
     if not is_foreign(path, quirks, ignore):
-        model = load_native(path, dtype=dtype)
+        model = load_native(path, dtype=dtype, **in_8_bits)
         inside = path / FOLDER
         found = open_head(FOLDER, inside)[1] if inside.is_dir() else None
         left_out = _left_out(found, model.config, to, model.dtype.name, target)
@@ -101,9 +110,8 @@ def convert(
         found = None if described.mtp is None else described.mtp.config
         left_out = None if described.mtp is None else described.mtp.problem
         left_out = left_out or _left_out(found, described.config, to, name, target)
-        model = load_model(
-            checkpoint, dtype=checkpoint.dtype if dtype is None else dtype, progress=progress
-        )
+        dtype = checkpoint.dtype if dtype is None else dtype
+        model = load_model(checkpoint, dtype=dtype, progress=progress, **in_8_bits)
         head = None
         if found is not None and left_out is None:
             head = part_of(FOLDER, "conversion").of_checkpoint(checkpoint, model)

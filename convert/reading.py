@@ -20,9 +20,9 @@ from stree_jax.convert.fields import Fields
 from stree_jax.convert.files import open_tensors
 from stree_jax.convert.rules import Rule, check_coverage
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
-from stree_jax.mesh.weights import as_weight
 from stree_jax.messages import first_line
 from stree_jax.models.lm import HybridLM
+from stree_jax.models.matrices import to_quantize
 from stree_jax.names import flatten, unflatten
 
 # A callback with the bytes read so far and the total.
@@ -125,6 +125,8 @@ def load_model(
     implementation: str | None = None,
     progress: ProgressCallback = lambda done, total: None,
     partition: Partition = ONE_DEVICE,
+    quantize: str | None = None,
+    keep: Collection[str] = (),
 ) -> HybridLM:
     """Reads the weights. Peak memory is the model plus the tensors of about one weight.
 
@@ -134,22 +136,25 @@ def load_model(
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
         progress: callback after each weight.
         partition: partition of the model.
+        quantize: "int8" for matrices in 8 bits, made of the values in the file; None: none.
+        keep: names of matrices that stay, see `from_pretrained`.
 
     Raises:
         ValueError: a weight is not finite, a tied head differs from the embedding, or the model
             does not fit the partition.
     """
     config = checkpoint.description.config
+    names = to_quantize(nnx.merge(*HybridLM.abstract(config)), quantize, keep)
     structure, wanted = HybridLM.abstract(
-        config, dtype=dtype, implementation=implementation, partition=partition
+        config, dtype=dtype, implementation=implementation, partition=partition, quantized=names
     )
-    place = placer(config, partition)
+    place = placer(config.cuts(partition.shards), partition)
     targets = flatten(wanted)
     total = sum(_num_bytes(checkpoint.tensors[name]) for name in checkpoint.sources)
     loaded: dict[str, jax.Array] = {}
     done = 0
     for rule in checkpoint.rules:
-        loaded[rule.target] = _convert(checkpoint, rule, targets[rule.target].dtype, place)
+        loaded[rule.target] = _convert(checkpoint, rule, targets[rule.target], place)
         done += sum(_num_bytes(checkpoint.tensors[name]) for name in rule.sources)
         progress(done, total)
     for entry in checkpoint.description.ignored:
@@ -188,23 +193,20 @@ def load_head_weights(checkpoint: Checkpoint, head: nnx.Module, **others: jax.Ar
     """
     structure, state = nnx.split(head)
     wanted = nnx.to_pure_dict(state)
-    dtypes = {name: leaf.dtype for name, leaf in flatten(wanted).items()}
+    targets, place = flatten(wanted), placer({})
     loaded = {
-        rule.target: _convert(checkpoint, rule, dtypes[rule.target]) for rule in checkpoint.rules
+        rule.target: _convert(checkpoint, rule, targets[rule.target], place)
+        for rule in checkpoint.rules
     }
     return nnx.merge(structure, unflatten(loaded | others, wanted))
 
 
-def _convert(
-    checkpoint: Checkpoint, rule: Rule, dtype: jnp.dtype, place: Place | None = None
-) -> jax.Array:
-    values = _values(checkpoint, rule)
-    # `values` may be a view of the mapped file.
-    weight = as_weight(values, dtype) if place is None else place(rule.target, values, dtype)
+def _convert(checkpoint: Checkpoint, rule: Rule, wanted: Any, place: Place) -> Any:
+    weight = place(rule.target, _values(checkpoint, rule), wanted)
     if not is_finite(rule.target, weight):
         raise ValueError(
             f"{checkpoint.path}: {' or '.join(rule.sources)} holds NaN, infinity or a number too"
-            f" large for {dtype.name}"
+            f" large for {wanted.dtype.name}"
         )
     return weight
 
@@ -213,13 +215,13 @@ def _values(checkpoint: Checkpoint, rule: Rule) -> np.ndarray:
     return rule.transform.apply(*(read_tensor(checkpoint, name) for name in rule.sources))
 
 
-def _check_tied(checkpoint: Checkpoint, name: str, embedding: jax.Array) -> None:
+def _check_tied(checkpoint: Checkpoint, name: str, embedding: Any) -> None:
     same = checkpoint.tensors[name].shape == embedding.shape
     if same:
         head = read_tensor(checkpoint, name)
-        if embedding.is_fully_addressable:
+        if isinstance(embedding, jax.Array) and embedding.is_fully_addressable:
             stored = np.asarray(embedding)
-        else:  # all processes must get the same answer
+        else:  # in 8 bits; or all processes must get the same answer
             (rule,) = (rule for rule in checkpoint.rules if rule.target == "embedding")
             stored = _values(checkpoint, rule).astype(embedding.dtype)
         rows = range(0, len(head), 1024)  # in blocks, to save memory

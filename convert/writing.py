@@ -18,7 +18,7 @@ from stree_jax.models import LayerConfig
 from stree_jax.models.config import PARTS, ModelConfig
 from stree_jax.models.draft_head import DraftHead
 from stree_jax.models.lm import HybridLM, check_on_one_device
-from stree_jax.models.matrices import weights_by_name
+from stree_jax.models.matrices import quantized_names, weights_by_name
 
 _SHARD = 1 << 30  # bytes; one shard is in memory next to the model
 _NO_PLACE = "has no place for this multi-token prediction head"
@@ -49,6 +49,10 @@ def write_as(model: HybridLM, directory: Path, target: str, head: DraftHead | No
     from safetensors.numpy import save_file
 
     check_on_one_device(model, "write_as")
+    if quantized_names(model):
+        raise ValueError(
+            f"{directory}: matrices in 8 bits are stored natively only; convert the original"
+        )
     of_head = None if head is None else head.config
     written = written_as(model.config, target, jnp.dtype(model.dtype).name, directory, of_head)
     weights = weights_by_name(model)

@@ -37,6 +37,7 @@ tree, with `Q < N` a draft model grows a tree level by level. Dimension letters 
 from pallas_kernels import dispatch
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.packed import PackedMatrix
+from pallas_kernels.matmul.quantized import QuantizedMatrix
 from pallas_kernels.moe.api import expert_mlps
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.rms_norm.api import add_rms_norm, gated_rms_norm, rms_norm
@@ -71,6 +72,7 @@ __all__ = [
     "Mamba2Pending",
     "NodeKV",
     "PackedMatrix",
+    "QuantizedMatrix",
     "add_rms_norm",
     "conv_gather_index",
     "delta_chunks",

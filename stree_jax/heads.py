@@ -4,8 +4,9 @@ A kind of head is a room: a package of `extensions` with its weights, its drafte
 files (`conversion.py`) and its training (`training.py`). What the library needs to know of it is
 its `KIND`. A new kind is its room and a line of `ROOMS`.
 
-A native checkpoint of a head is for one target. Its config.json has the `kind`, the head's config
-and a fingerprint of the target's weights; the other files are those of `stree_jax.checkpoint`.
+A native checkpoint of a head is for one target, and for the same in 8 bits. Its config.json has the
+`kind`, the head's config and fingerprints of the target's weights; the other files are those of
+`stree_jax.checkpoint`.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from stree_jax.checkpoint import load_header, write_checkpoint
 from stree_jax.checkpoint.load import load_module
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_on_one_device
-from stree_jax.models.matrices import named_weights
+from stree_jax.models.matrices import named_weights, quantized_names
 
 # What an extension may use.
 __all__ = ["HeadKind", "abstract_head", "save_head"]
@@ -40,13 +41,14 @@ FOLDER = "mtp"  # the kind that `convert` carries, in a folder of this name in a
 _SAMPLE = 1024  # numbers of each weight in the sketch
 
 
-def sketch(model: HybridLM) -> str:
+def sketch(model: HybridLM, *, matrices: bool = True) -> str:
     """SHA-256 of some numbers of every weight as bfloat16: the same in any dtype.
 
-    Any training changes it. Reading all weights of a large target would take minutes.
+    Any training changes it. Reading all weights of a large target would take minutes. Without
+    `matrices` it is the same in 8 bits too.
     """
     total = hashlib.sha256()
-    for name, leaf in named_weights(model):
+    for name, leaf in named_weights(model, matrices=matrices):
         total.update(f"{name} {leaf.shape}".encode())
         first = _first(leaf)
         total.update(np.asarray(first).tobytes())
@@ -127,7 +129,12 @@ def save_head(
         raise ValueError(f"head must be one of the kinds {', '.join(ROOMS)}, got {shown(head)}")
     check_on_one_device(target, f"save_{kind}")
     known = head_kind(kind)
-    header = {"kind": kind, **known.written(head), "target": known.fingerprint(target)}
+    header = {
+        "kind": kind,
+        **known.written(head),
+        "target": known.fingerprint(target),
+        "target_but_matrices": sketch(target, matrices=False),
+    }
     write_checkpoint(path, header, head, model_card, overwrite)
 
 
@@ -140,7 +147,10 @@ def load_native_head(kind: str, path: str | os.PathLike[str], target: HybridLM) 
     """
     known = head_kind(kind)
     path, config, header = open_head(kind, path)
-    if header.get("target") != known.fingerprint(target):
+    is_original = quantized_names(target) and header.get("target_but_matrices") == sketch(
+        target, matrices=False
+    )
+    if header.get("target") != known.fingerprint(target) and not is_original:
         raise ValueError(f"the {known.misfit.format(path=path)}")
     return load_module(path, abstract_head(kind, config, target))
 

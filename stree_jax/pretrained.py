@@ -21,7 +21,7 @@ from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import first_line, shown, shown_path
 from stree_jax.models.lm import HybridLM, check_on_one_device, check_options
-from stree_jax.models.matrices import loaded_for, pack
+from stree_jax.models.matrices import check_quantize, loaded_for, pack
 from stree_jax.special_tokens import end_tokens, special_tokens
 
 
@@ -34,6 +34,8 @@ def from_pretrained(
     ignore: Collection[str] | Any = (),
     mesh: Mesh | None = None,
     replicate: bool = False,
+    quantize: str | Any = None,
+    keep: Collection[str] | Any = (),
 ) -> HybridLM:
     """Loads a checkpoint: native, or of any family in `stree_jax.convert.FAMILIES`.
 
@@ -54,6 +56,12 @@ def from_pretrained(
         mesh: a mesh from `make_mesh`: each of its devices gets its shard of the model. This host
             holds one weight at a time, and the shards of its own devices.
         replicate: give every device of the mesh the whole model, as draft models need it.
+        quantize: "int8": matrices get 8 bits a weight and a scale for 32 inputs of a column, made
+            of the values in the file; norms, convolutions and routers stay. That is another model:
+            speculative decoding gives its text, which may differ from the original's. None: what
+            the checkpoint has.
+        keep: names of matrices that stay too, such as "embedding", or patterns such as
+            "*.out_proj.kernel"; `model.quantized` and `inspect --tensors` know them.
 
     Raises:
         ValueError: the checkpoint is missing, damaged, unknown or unsupported, its shapes disagree
@@ -63,11 +71,14 @@ def from_pretrained(
     check_options(jnp.float32 if dtype is None else dtype, implementation)
     if replicate and mesh is None:
         raise ValueError("replicate = True is for a model on a mesh: pass mesh=make_mesh(...)")
+    check_quantize(quantize, keep)
     partition = partition_of(mesh, replicate)
     from stree_jax import convert  # not imported by `import stree_jax`, to keep that light
 
     directory = convert.find(path)
-    options: dict[str, Any] = dict(implementation=implementation, partition=partition)
+    options: dict[str, Any] = dict(
+        implementation=implementation, partition=partition, quantize=quantize, keep=keep
+    )
     if convert.is_foreign(directory, quirks, ignore):
         checkpoint = convert.open_checkpoint(directory, quirks, ignore)
         dtype = checkpoint.dtype if dtype is None else dtype
@@ -81,7 +92,11 @@ def from_pretrained(
 
 
 def load_draft(
-    path: str | os.PathLike[str], target: HybridLM, *, ignore: Collection[str] | Any = ()
+    path: str | os.PathLike[str],
+    target: HybridLM,
+    *,
+    ignore: Collection[str] | Any = (),
+    quantize: str | Any = None,
 ) -> HybridLM:
     """Loads a draft model as fits its target: on the target's mesh, on a CPU in bfloat16.
 
@@ -91,11 +106,12 @@ def load_draft(
         path: as in `from_pretrained`.
         target: the model that it drafts for.
         ignore: as in `from_pretrained`.
+        quantize: as in `from_pretrained`.
 
     Raises:
         ValueError: as `from_pretrained`.
     """
-    return from_pretrained(path, ignore=ignore, **draft_options(target))
+    return from_pretrained(path, ignore=ignore, quantize=quantize, **draft_options(target))
 
 
 def load_head(
@@ -104,6 +120,7 @@ def load_head(
     target: HybridLM | Any,
     *,
     ignore: Collection[str] | Any = (),
+    quantize: str | Any = None,
 ) -> Any:
     """Loads a head on a model's hidden states, in the model's dtype.
 
@@ -114,6 +131,7 @@ def load_head(
             other programs, and names on the hub.
         target: the model that it is for, on one device.
         ignore: names of unknown config fields to ignore, see `from_pretrained`.
+        quantize: "int8": its matrices get 8 bits; None: what the checkpoint has.
 
     Raises:
         ValueError: the checkpoint is missing, damaged, unsupported or of another kind, or the head
@@ -121,15 +139,17 @@ def load_head(
     """
     known = head_kind(kind)
     check_on_one_device(target, f"load_{kind}")
+    check_quantize(quantize)
     if known.is_published:
         _check_path(path)
         from stree_jax import convert  # takes time to import
 
         path = convert.find(path)
         if convert.is_foreign(path, ignore=ignore):
-            return loaded_for(target, part_of(kind, "conversion").load(path, target, ignore))
+            head = part_of(kind, "conversion").load(path, target, ignore)
+            return loaded_for(target, head, quantize)
         path = path / kind if (path / kind).is_dir() else path
-    return loaded_for(target, load_native_head(kind, path, target))
+    return loaded_for(target, load_native_head(kind, path, target), quantize)
 
 
 def _check_path(path: object) -> None:

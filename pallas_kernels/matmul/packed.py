@@ -9,8 +9,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
+from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
+
 COLUMNS = 32  # of a block
-GROUP = 32  # inputs with one scale a column
 _ALIGNMENT, _LARGE_PAGE = 64, 1 << 21  # bytes
 
 
@@ -38,12 +39,15 @@ class PackedMatrix:
         """Packs a matrix on the host.
 
         Args:
-            matrix: `[I, O]` or `[E, I, O]`.
+            matrix: `[I, O]` or `[E, I, O]`, or one in 8 bits.
             dtype: float32, bfloat16 or int8; None: that of the matrix.
 
         Raises:
             ValueError: another shape or dtype.
         """
+        if isinstance(matrix, QuantizedMatrix):
+            blocks, scales = _blocks(np.asarray(matrix.values)), _blocks(np.asarray(matrix.scales))
+            return cls(_on_large_pages(blocks, np.int8), jnp.asarray(scales), matrix.shape[-1])
         host = np.asarray(matrix)
         dtype = jnp.dtype(host.dtype if dtype is None else dtype)
         if host.ndim not in (2, 3) or dtype.name not in ("float32", "bfloat16", "int8"):
@@ -52,24 +56,8 @@ class PackedMatrix:
                 f" {host.shape} as {dtype.name}"
             )
         if dtype == jnp.int8:
-            return cls._quantised(host)
+            return cls.pack(QuantizedMatrix.of(host))
         return cls(_on_large_pages(_blocks(host), dtype), None, host.shape[-1])
-
-    @classmethod
-    def _quantised(cls, matrix: np.ndarray) -> "PackedMatrix":
-        """8 bits: the largest weight of a group becomes 127."""
-        blocks = _blocks(np.asarray(matrix, np.float32))
-        size = blocks.shape[-2]
-        groups = -(-size // GROUP)
-        padding = [(0, 0)] * (blocks.ndim - 2) + [(0, groups * GROUP - size), (0, 0)]
-        grouped = np.pad(blocks, padding).reshape(*blocks.shape[:-2], groups, GROUP, COLUMNS)
-        scales = np.abs(grouped).max(axis=-2) / np.float32(127)
-        steps = np.where(scales > 0, scales, 1)[..., None, :]
-        # A scale of few bits, as of numbers below 1e-41, would give more than 127.
-        whole = np.clip(np.rint(grouped / steps), -127, 127).astype(np.int8)
-        rows = whole.reshape(*blocks.shape[:-2], groups * GROUP, COLUMNS)
-        weights = _on_large_pages(rows[..., :size, :], whole.dtype)
-        return cls(weights, jnp.asarray(scales), matrix.shape[-1])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -100,9 +88,17 @@ class PackedMatrix:
     def canonical(self) -> Num[Array, "*E I O"]:
         """The matrix `[*E, I, O]`, 8-bit weights as float32."""
         blocks, scales = self.used()
-        wide = blocks if scales is None else scaled(blocks, scales)
-        *several, count, size, width = wide.shape
-        whole = jnp.moveaxis(wide, -3, -2).reshape(*several, size, count * width)
+        return self._columns(blocks if scales is None else scaled(blocks, scales))
+
+    def quantized(self) -> QuantizedMatrix:
+        """The matrix of 8-bit weights `[*E, I, O]`."""
+        values, scales = map(self._columns, self.used())
+        return QuantizedMatrix(values, scales)
+
+    def _columns(self, blocks: Any) -> Num[Array, "*E I O"]:
+        """Its columns of an array in blocks."""
+        *several, count, size, width = blocks.shape
+        whole = jnp.moveaxis(blocks, -3, -2).reshape(*several, size, count * width)
         skipped = self.first % COLUMNS
         return whole[..., skipped : skipped + self.columns]
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int
 
-from pallas_kernels.matmul.packed import COLUMNS, GROUP, PackedMatrix, scaled
+from pallas_kernels.matmul.packed import COLUMNS, PackedMatrix, scaled
+from pallas_kernels.matmul.quantized import GROUP
 
 _MOST_ROWS = 256  # that are multiplied by blocks; more are multiplied by the whole matrix
 

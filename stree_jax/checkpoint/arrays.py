@@ -21,17 +21,19 @@ from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.messages import first_line
 
 CHECKSUMS = "checksums.json"
+VALUES, SCALES = ".values", ".scales"  # after the name of a quantised matrix
 # Zeros compress well, but weights do not.
 _MOST_COMPRESSED = 1000
 
 
 @dataclasses.dataclass(frozen=True)  # a leaf of pytrees; a NamedTuple would be a node
 class Tensor:
-    """An array in a file, read on demand."""
+    """An array in a file, read on demand; with `scales` the values of a quantised matrix."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray]  # may return a read-only view of the file
+    scales: "Tensor | None" = None
 
 
 def write_checksums(path: Path, weights: Mapping[str, jax.Array | np.ndarray]) -> None:
@@ -73,7 +75,7 @@ def open_arrays(path: Path) -> dict[str, Tensor]:
         and all(type(crc) is is_crc for crc in crcs.values())
     ):
         raise ValueError(f"{path / CHECKSUMS} is damaged: it is not about the weights here")
-    return {
+    tensors = {
         name: Tensor(
             tuple(store.shape),
             np.dtype(store.dtype.numpy_dtype),
@@ -81,6 +83,12 @@ def open_arrays(path: Path) -> dict[str, Tensor]:
         )
         for name, store in stores.items()
     }
+    for name in [name.removesuffix(SCALES) for name in tensors if name.endswith(SCALES)]:
+        values, scales = tensors.pop(name + VALUES, None), tensors.pop(name + SCALES)
+        if values is None or (values.dtype, scales.dtype) != (np.int8, np.float32):
+            raise ValueError(f"{path} is damaged: {name:.80} has scales, but no 8-bit values")
+        tensors[name] = dataclasses.replace(values, scales=scales)
+    return tensors
 
 
 def _check_sizes(params: Path, sizes: Mapping[str, int]) -> None:

@@ -1,7 +1,8 @@
 """Loading native checkpoints, and the checks of weights that other formats share."""
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,23 +12,26 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from pallas_kernels.matmul import QuantizedMatrix
 from stree_jax.checkpoint.arrays import Tensor, open_arrays
 from stree_jax.checkpoint.directories import recover
 from stree_jax.checkpoint.files import has_directory, has_file, read_json
-from stree_jax.mesh.partition import ONE_DEVICE, Partition
-from stree_jax.mesh.weights import as_weight, spread
+from stree_jax.mesh.partition import ONE_DEVICE, Cut, Partition
+from stree_jax.mesh.weights import spread
 from stree_jax.messages import first_line, shown, shown_path
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
+from stree_jax.models.matrices import quantize_named, to_quantize
 from stree_jax.names import flatten, unflatten
 
 FORMAT = "stree-jax"
 VERSION = 2
-READABLE = (1, 2)  # 1 stores one config for all layers of a kind
+QUANTIZED_VERSION = 3  # with matrices in 8 bits
+READABLE = (1, 2, 3)  # 1 stores one config for all layers of a kind
 _Module = TypeVar("_Module", bound=nnx.Module)
 _SMALL = 1 << 22  # numbers that numpy checks as fast as a program does
-# A function (name, canonical values, dtype) -> weight.
-Place = Callable[[str, np.ndarray, DTypeLike], jax.Array]
+# A function (name, canonical values, an abstract weight) -> such a weight.
+Place = Callable[[str, Any, Any], Any]
 
 
 def is_native(path: Path) -> bool:
@@ -42,15 +46,24 @@ def load_native(
     dtype: DTypeLike | None,
     implementation: str | None = None,
     partition: Partition = ONE_DEVICE,
+    quantize: str | None = None,
+    keep: Collection[str] = (),
 ) -> HybridLM:
     """Loads a native checkpoint directory; options and errors as in `from_pretrained`."""
     config, stored = open_native(path)
     if dtype is None:
         dtype = matrix_dtype(stored.values())
+    model = nnx.merge(*HybridLM.abstract(config))
+    in_8_bits = quantized_in(stored) | to_quantize(model, quantize, keep)
     structure, wanted = HybridLM.abstract(
-        config, dtype=dtype, implementation=implementation, partition=partition
+        config,
+        dtype=dtype,
+        implementation=implementation,
+        partition=partition,
+        quantized=in_8_bits,
     )
-    return nnx.merge(structure, _read_weights(path, wanted, stored, placer(config, partition)))
+    place = placer(config.cuts(partition.shards), partition)
+    return nnx.merge(structure, _read_weights(path, wanted, stored, place))
 
 
 def load_module(path: Path, like: _Module) -> _Module:
@@ -63,11 +76,13 @@ def load_module(path: Path, like: _Module) -> _Module:
     Raises:
         ValueError: the weights are missing or damaged, or have other shapes.
     """
+    stored = open_arrays(path)
+    with _damaged(path):
+        quantize_named(like, quantized_in(stored))
     structure, state = nnx.split(like)
-    wanted, stored = nnx.to_pure_dict(state), open_arrays(path)
+    wanted = nnx.to_pure_dict(state)
     _check_weights(path, wanted, stored)
-    weights = _read_weights(path, wanted, stored, lambda _, *weight: as_weight(*weight))
-    return nnx.merge(structure, weights)
+    return nnx.merge(structure, _read_weights(path, wanted, stored, placer({})))
 
 
 def open_native(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -78,15 +93,41 @@ def open_native(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             f"{path} is damaged: config.json says {len(config.layers)} layers, but there are only"
             f" {len(stored)} arrays"
         )
-    _check_weights(path, HybridLM.abstract(config)[1], stored)
+    with _damaged(path):
+        wanted = HybridLM.abstract(config, quantized=quantized_in(stored))[1]
+    _check_weights(path, wanted, stored)
     return config, stored
+
+
+def quantized_in(stored: Mapping[str, Tensor]) -> frozenset[str]:
+    """The names of the matrices in 8 bits."""
+    return frozenset(name for name, tensor in stored.items() if tensor.scales is not None)
+
+
+@contextlib.contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    """Says of an error about weights whose they are."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def _check_weights(path: Path, wanted: dict[str, Any], stored: dict[str, Tensor]) -> None:
     check_shapes(path, wanted, stored)
-    wrong = [f"{name} holds {a.dtype}" for name, a in stored.items() if a.dtype.kind not in "fV"]
+    wrong = [
+        f"{name} holds {a.dtype}"
+        for name, a in stored.items()
+        if a.scales is None and a.dtype.kind not in "fV"
+    ]
     if wrong:
         raise ValueError(f"{path} is damaged: {'; '.join(wrong)[:200]}, not real numbers")
+    for name, leaf in flatten(wanted).items():
+        scales = stored[name].scales
+        if scales is not None and scales.shape != leaf.scales.shape:
+            raise ValueError(
+                f"{path} is damaged: {name} has scales {scales.shape}, not {leaf.scales.shape}"
+            )
 
 
 def _read_weights(
@@ -95,13 +136,16 @@ def _read_weights(
     """The stored arrays in the structure and the dtypes of `wanted`, one at a time."""
     loaded = {}
     for name, leaf in flatten(wanted).items():
+        tensor = stored[name]
         try:
-            values = stored[name].read()
+            values: Any = tensor.read()
+            if tensor.scales is not None:
+                values = QuantizedMatrix(values, tensor.scales.read(), leaf.axis)
         except Exception as error:
             raise ValueError(
                 f"{path} is damaged: cannot read {name} ({first_line(error)})"
             ) from error
-        loaded[name] = place(name, values, leaf.dtype)
+        loaded[name] = place(name, values, leaf)
         if not is_finite(name, loaded[name]):
             raise ValueError(
                 f"{path}: {name} holds NaN, infinity or a number too large for {leaf.dtype.name}"
@@ -109,10 +153,15 @@ def _read_weights(
     return unflatten(loaded, wanted)
 
 
-def placer(config: ModelConfig, partition: Partition = ONE_DEVICE) -> Place:
-    """A function that puts a weight on its devices."""
-    table = config.cuts(partition.shards)
-    return lambda name, values, dtype: spread(values, table.get(name), partition, dtype)
+def placer(cuts: Mapping[str, Cut], partition: Partition = ONE_DEVICE) -> Place:
+    """A function that puts a weight on its devices, in 8 bits if such a one is wanted."""
+
+    def place(name: str, values: Any, wanted: Any) -> Any:
+        if isinstance(wanted, QuantizedMatrix) and not isinstance(values, QuantizedMatrix):
+            values = QuantizedMatrix.of(values, wanted.axis)
+        return spread(name, values, cuts, partition, wanted.dtype)
+
+    return place
 
 
 def load_config(path: str | os.PathLike[str]) -> ModelConfig:
@@ -161,8 +210,12 @@ def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
 
 
 def matrix_dtype(weights: Iterable[Any]) -> jnp.dtype:
-    """bfloat16 if all matrices among the weights are bfloat16, else float32, which is lossless."""
+    """bfloat16 if all matrices among the weights are bfloat16, else float32, which is lossless.
+
+    Those in 8 bits do not count.
+    """
     dtypes = {jnp.dtype(weight.dtype) for weight in weights if len(weight.shape) == 2}
+    dtypes -= {jnp.dtype(jnp.int8)}
     return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
 
 
@@ -188,8 +241,9 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
         raise ValueError(f"the weights of {path} disagree with its config: {shown}")
 
 
-def is_finite(name: str, weight: jax.Array) -> bool:
+def is_finite(name: str, weight: Any) -> bool:
     """Whether all values of a weight are finite, and for an `A_log` the decay rates too."""
+    weight = weight.scales if isinstance(weight, QuantizedMatrix) else weight
     decays = name.endswith("A_log")
     devices: Any = weight.sharding.device_set
     is_on_host = weight.is_fully_addressable and all(each.platform == "cpu" for each in devices)

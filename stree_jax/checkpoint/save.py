@@ -13,15 +13,16 @@ import numpy as np
 from flax import nnx
 from tokenizers import Tokenizer
 
-from stree_jax.checkpoint.arrays import write_checksums
+from pallas_kernels.matmul import QuantizedMatrix
+from stree_jax.checkpoint.arrays import SCALES, VALUES, write_checksums
 from stree_jax.checkpoint.directories import new_directory
-from stree_jax.checkpoint.load import FORMAT, VERSION
+from stree_jax.checkpoint.load import FORMAT, QUANTIZED_VERSION, VERSION
 from stree_jax.mesh.hosts import by_first
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.mesh.weights import canonical_weights
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.models.matrices import in_first
+from stree_jax.models.matrices import in_first, quantized_names
 from stree_jax.names import flatten, unflatten
 
 
@@ -80,7 +81,8 @@ def write_checkpoint(
 
         def begin() -> str:
             partial = stack.enter_context(new_directory(Path(path), overwrite))
-            full_header = {"format": FORMAT, "version": VERSION} | header
+            version = QUANTIZED_VERSION if quantized_names(weights) else VERSION
+            full_header = {"format": FORMAT, "version": version} | header
             (partial / "config.json").write_text(json.dumps(full_header, indent=2) + "\n")
             if model_card is not None:
                 (partial / "README.md").write_text(model_card)
@@ -102,20 +104,27 @@ def write_checkpoint(
 
 
 def _canonical_arrays(weights: nnx.Module) -> dict[str, Any]:
-    """The arrays to store. Only process 0 keeps their values."""
+    """The arrays to store, two for a matrix in 8 bits. Only process 0 keeps their values."""
 
-    def kept(values: np.ndarray) -> np.ndarray:
+    def kept(values: Any) -> Any:
         if jax.process_index() == 0:
             return values
         return np.broadcast_to(np.zeros((), values.dtype), values.shape)  # takes no memory
 
     arrays = nnx.to_pure_dict(nnx.state(in_first(weights)))
     if isinstance(weights, HybridLM) and weights.partition != ONE_DEVICE:
-        whole = {name: kept(read()) for name, read in canonical_weights(weights).items()}
-        return unflatten(whole, arrays)
-    if jax.process_count() > 1:  # Orbax refuses arrays of one process's devices
-        return jax.tree.map(lambda array: kept(np.asarray(array)), arrays)
-    return arrays
+        whole = canonical_weights(weights)
+        read = {name: jax.tree.map(kept, each()) for name, each in whole.items()}
+        arrays = unflatten(read, arrays)
+    elif jax.process_count() > 1:  # Orbax refuses arrays of one process's devices
+        arrays = jax.tree.map(lambda array: kept(np.asarray(array)), arrays)
+    parts = {
+        name: {VALUES[1:]: weight.values, SCALES[1:]: weight.scales}
+        if isinstance(weight, QuantizedMatrix)
+        else weight
+        for name, weight in flatten(arrays).items()
+    }
+    return unflatten(parts, arrays)
 
 
 @contextlib.contextmanager

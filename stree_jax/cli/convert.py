@@ -14,7 +14,7 @@ from pallas_kernels import dispatch
 from stree_jax import MtpConfig
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.checkpoint.files import has_file
-from stree_jax.checkpoint.load import matrix_dtype, open_native
+from stree_jax.checkpoint.load import matrix_dtype, open_native, quantized_in
 from stree_jax.cli.options import Convert, Inspect
 from stree_jax.convert import convert, find, is_foreign, open_checkpoint
 from stree_jax.heads import FOLDER, abstract_head, open_head
@@ -23,6 +23,8 @@ from stree_jax.models.lm import HybridLM
 
 def run_convert(command: Convert) -> None:
     """Converts a checkpoint with a progress bar, then prints what was converted and ignored."""
+    if command.keep and command.quantize is None:
+        raise ValueError("--keep goes with --quantize int8: without it all matrices stay")
     console, path = Console(highlight=False), find(command.source)  # may download
     with Progress(
         TextColumn("reading weights"),
@@ -40,6 +42,8 @@ def run_convert(command: Convert) -> None:
             to=command.to,
             quirks=command.quirk,
             ignore=command.ignore_field,
+            quantize=command.quantize,
+            keep=command.keep,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     console.print(_table(path, command.ignore_field))
@@ -79,10 +83,12 @@ def _table(path: Path, ignore: Sequence[str]) -> Table:
 def _facts(path: Path, ignore: Sequence[str]) -> Iterator[tuple[str, str]]:
     """What there is to know about a checkpoint, by name."""
     ignored: list[str] = []
+    in_8_bits = ""
     head: MtpConfig | str | None
     if not is_foreign(path, ignore=ignore):
         config, stored = open_native(path)
-        dtype = matrix_dtype(stored.values())
+        dtype, count = matrix_dtype(stored.values()), len(quantized_in(stored))
+        in_8_bits = f", {count} matrices in 8 bits" * bool(count)
         yield "family", "stree-jax (native)"
         yield (
             "checksums",
@@ -108,7 +114,7 @@ def _facts(path: Path, ignore: Sequence[str]) -> Iterator[tuple[str, str]]:
     padded = f", padded to {config.num_embeddings:,}" if is_padded else ""
     yield "vocabulary", f"{config.vocab_size:,}{padded}"
     yield "head", "tied to the embedding" if config.tie_embeddings else "untied"
-    yield "stored as", dtype.name
+    yield "stored as", dtype.name + in_8_bits
     if head is not None:
         yield "MTP head", _head_fact(head)
     for line in ignored:

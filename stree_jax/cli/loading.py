@@ -30,11 +30,13 @@ class Chosen(NamedTuple):
         option: its option; None: there is none.
         path: where its weights are, if it has some.
         ignore: unknown config fields to ignore, of all checkpoints of the command.
+        quantize: "int8": in 8 bits.
     """
 
     option: str | None = None
     path: str | None = None
     ignore: Sequence[str] = ()
+    quantize: str | None = None
 
 
 def chosen(target: str, drafts: Drafts) -> Chosen:
@@ -49,7 +51,10 @@ def chosen(target: str, drafts: Drafts) -> Chosen:
             "--draft, --ngram, --medusa, --mtp and --eagle3 each select a drafter; choose one"
         )
     option, path = next(iter(given.items()), (None, None))
-    return Chosen(option, None if path is True else path, drafts.ignore_field)
+    quantize = drafts.draft_quantize
+    if quantize is not None and option in (None, "ngram"):
+        raise ValueError("--draft-quantize is for a draft model or heads: give --draft or --mtp")
+    return Chosen(option, None if path is True else path, drafts.ignore_field, quantize)
 
 
 def load_models(
@@ -57,6 +62,7 @@ def load_models(
     drafter: Chosen,
     *,
     dtype: str = "float32",
+    quantize: str | None = None,
     mesh: Mesh | None = None,
     kind: str = "",
     sharpness: float | None = None,
@@ -67,22 +73,23 @@ def load_models(
     """
     ignore, of_drafter = _ignored_fields(drafter.ignore, target, drafter.path)
     enable_compilation_cache()
-    model = st.from_pretrained(target, dtype=dtype, ignore=ignore, mesh=mesh)
+    model = st.from_pretrained(target, dtype=dtype, quantize=quantize, ignore=ignore, mesh=mesh)
     path: Any = drafter.path
+    small = {"quantize": drafter.quantize}
     match drafter.option:
         case None:
             return model, None
         case "ngram":
             return model, st.NgramDrafter()
         case "medusa":
-            return model, st.MedusaDrafter(model, st.load_medusa(path, model))
+            return model, st.MedusaDrafter(model, st.load_medusa(path, model, **small))
         case "mtp_head":
-            head = st.load_mtp(path, model, ignore=of_drafter)
+            head = st.load_mtp(path, model, ignore=of_drafter, **small)
             draft: Any = st.MtpModel(model, head)
         case "eagle3":
-            draft = st.Eagle3Model(model, st.load_eagle3(path, model, ignore=of_drafter))
+            draft = st.Eagle3Model(model, st.load_eagle3(path, model, ignore=of_drafter, **small))
         case _:
-            draft = st.load_draft(path, model, ignore=of_drafter)
+            draft = st.load_draft(path, model, ignore=of_drafter, **small)
     grown: Any = {"beam": st.BeamDrafter, "budget": st.DynamicDrafter}.get(kind, st.ModelDrafter)
     return model, grown(draft) if sharpness is None else grown(draft, sharpness=sharpness)
 
@@ -171,6 +178,7 @@ def load(command: Generate) -> Loaded:
         command.checkpoint,
         drafter,
         dtype=command.dtype,
+        quantize=command.quantize,
         mesh=None if mesh is None else parse_mesh(mesh),
         kind=kind,
         sharpness=sharpness,

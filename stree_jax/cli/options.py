@@ -31,6 +31,15 @@ def _checked_dtype(dtype: str | None) -> str | None:
 
 
 _DTYPE = Option("float32", help="float32 or bfloat16 weights.", callback=_checked_dtype)
+
+
+def _checked_quantize(quantize: str | None) -> str | None:
+    if quantize not in (None, "int8"):
+        raise ValueError(f"--quantize and --draft-quantize must be int8, got {quantize!r}")
+    return quantize
+
+
+_QUANTIZE = Option(None, help="int8: the target's matrices in 8 bits.", callback=_checked_quantize)
 _IGNORE_FIELD = Option(
     [], help="Unknown field of a checkpoint's config to ignore; may be repeated."
 )
@@ -58,6 +67,11 @@ class Drafts:
     mtp: bool = Option(False, "--mtp", help="Draft with the target's multi-token prediction head.")
     mtp_head: str | None = Option(None, help="The same, with a head that is not in the checkpoint.")
     eagle3: str | None = Option(None, help="EAGLE-3 head for the target: directory or hub name.")
+    draft_quantize: str | None = Option(
+        None,
+        help="int8: matrices of the draft or of the heads in 8 bits, which changes no text.",
+        callback=_checked_quantize,
+    )
     ignore_field: list[str] = _IGNORE_FIELD
 
 
@@ -100,6 +114,7 @@ class Decoding:
     lossy: bool = Option(False, "--lossy", help="Allow a rule that changes the output: typical.")
     seed: int = Option(0, help="Random seed: the same seed, the same text.", callback=_checked_seed)
     dtype: str = _DTYPE
+    quantize: str | None = _QUANTIZE
     tokenizer: Path | None = Option(
         None, help="Directory or tokenizer.json; by default the checkpoint's."
     )
@@ -183,6 +198,12 @@ class Convert:
         None, help="float32 or bfloat16; by default the source's.", callback=_checked_dtype
     )
     to: str = Option("native", help="native, hf (the matching family), or a family's name.")
+    quantize: str | None = Option(
+        None, help="int8: matrices in 8 bits.", callback=_checked_quantize
+    )
+    keep: list[str] = Option(
+        [], help='With --quantize: a matrix that stays, such as "embedding"; may be repeated.'
+    )
     quirk: list[str] = Option([], help="hf_dt_floor or plain_rope; see docs/checkpoints.md.")
     ignore_field: list[str] = _IGNORE_FIELD
 
@@ -246,6 +267,7 @@ class TuneTree(Drafts):
     tokens: int = Option(128, help="New tokens of each prompt.")
     seed: int = Option(0, help="Random seed.")
     dtype: str = _DTYPE
+    quantize: str | None = _QUANTIZE
     thorough: bool = Option(False, "--thorough", help="Time more sizes and trees, more often.")
     output: Path | None = Option(None, help="File to write, for `generate --tree @FILE`.")
 

@@ -129,8 +129,8 @@ class Part:
         """All-gathers along the last axis."""
         return x
 
-    def rows_of(self, table: Array, index: Array) -> Array:
-        """`table[index]` for a table whose rows are sharded."""
+    def rows_of(self, table: Any, index: Array) -> Array:
+        """`table[index]` for a table whose rows are sharded, perhaps a `QuantizedMatrix`."""
         return table[index]
 
     def own_choices(self, weights: Array, chosen: Array, held: int) -> tuple[Array, Array]:
@@ -161,7 +161,7 @@ class Shard(Part):
     def all_gather(self, x: Array) -> Array:
         return lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
-    def rows_of(self, table: Array, index: Array) -> Array:
+    def rows_of(self, table: Any, index: Array) -> Array:
         own, is_own = self._among_own(index, table.shape[0])
         return lax.psum(jnp.where(is_own[..., None], table[own], 0), MODEL)
 
@@ -216,6 +216,25 @@ class Cut(NamedTuple):
                 start += units * size
             rows.append(np.concatenate(row))
         return np.stack(rows)
+
+    def of_groups(self, size: int, shards: int) -> "Cut":
+        """The cut of an array that has one column for `size` columns, such as scales.
+
+        Raises:
+            ValueError: a shard would have a part of such a group.
+        """
+        segments = []
+        for units, width in self.segments:
+            if width % size == 0:
+                segments.append((units, width // size))
+            elif units % shards == 0 and units // shards * width % size == 0:
+                segments.append((units * width // size, 1))
+            else:
+                raise ValueError(
+                    f"{units} times {width} inputs on {shards} shards are no multiples of {size},"
+                    " which have one scale"
+                )
+        return Cut(self.axis, tuple(segments))
 
     def canonical(self, shards: int) -> np.ndarray:
         """The (first) index of each canonical column in shard-major order."""

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from stree_jax.mesh.partition import DATA, MODEL, ONE_DEVICE, Cut, Partition, Partitioned
-from stree_jax.names import dotted
+from stree_jax.names import flatten
 
 __all__ = ["in_every_shard", "on_mesh", "over_mesh", "spec_of", "weight_specs"]
 
@@ -125,14 +125,12 @@ def weight_specs(modules: Any) -> list[PartitionSpec]:
             specs.append(PartitionSpec())
             continue
         table = node.cuts()
-        for path, _ in jax.tree.leaves_with_path(node):
-            specs.append(spec_of(table.get(_name(path))))
+        for name, weight in flatten(node).items():
+            # The last key of a weight's path is the value of its variable. Both arrays of a
+            # quantised one are cut along the same axis.
+            spec = spec_of(table.get(name.removesuffix(".value")))
+            specs += [spec] * len(jax.tree.leaves(weight))
     return specs
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    """The name of a weight, the last key of whose path is the value of its variable."""
-    return dotted(path).removesuffix(".value")
 
 
 def spec_of(cut: Cut | None) -> PartitionSpec:

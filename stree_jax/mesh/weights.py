@@ -1,7 +1,9 @@
 """Moving models to a mesh, from one mesh to another, and back."""
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -12,6 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from pallas_kernels.matmul import GROUP, QuantizedMatrix
 from stree_jax.mesh.partition import MODEL, ONE_DEVICE, Cut, Partition, Partitioned, check_mesh
 from stree_jax.mesh.programs import spec_of
 from stree_jax.messages import shown
@@ -44,7 +47,7 @@ def shard(model: Model, mesh: Mesh | None, *, replicate: bool = False) -> Model:
     structure, wanted = model.on(partition)
     table = model.config.cuts(partition.shards)
     spread_out = {
-        name: spread(read(), table.get(name), partition)
+        name: spread(name, read(), table, partition)
         for name, read in canonical_weights(model).items()
     }
     return nnx.merge(structure, unflatten(spread_out, wanted))
@@ -62,16 +65,36 @@ def partition_of(mesh: Mesh | None, replicate: bool) -> Partition:
     return Partition(mesh, 1 if replicate else mesh.shape[MODEL])
 
 
-def spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: Any = None) -> Any:
+def spread(
+    name: str, values: Any, cuts: Mapping[str, Cut], partition: Partition, dtype: Any = None
+) -> Any:
     """A weight on its devices. This host holds `values` and the shards of its own devices only.
 
     Args:
-        values: the whole weight in canonical order.
-        cut: the cut of this weight; None: every device has all of it.
+        name: its name.
+        values: the whole weight in canonical order, an array or a `QuantizedMatrix`.
+        cuts: cuts by name; every device has all of a weight without one.
         partition: the model's partition.
         dtype: its dtype there; None: the dtype of `values`.
+
+    Raises:
+        ValueError: shards would have parts of 32 inputs with one scale.
     """
-    dtype = values.dtype if dtype is None else jnp.dtype(dtype)
+    dtype, cut = values.dtype if dtype is None else jnp.dtype(dtype), cuts.get(name)
+    if not isinstance(values, QuantizedMatrix):
+        return _spread(values, cut, partition, dtype)
+
+    def part(values: np.ndarray, cut: Cut | None) -> jax.Array:
+        return _spread(values, cut, partition, values.dtype)
+
+    try:
+        return dataclasses.replace(_each(values, cut, partition.shards, part), dtype=dtype)
+    except ValueError as error:
+        raise ValueError(f'{name}: {error}; use fewer shards, or keep=["{name}"]') from None
+
+
+def _spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: Any) -> jax.Array:
+    """An array on its devices."""
     if partition.mesh is None:
         return as_weight(values, dtype)
     if cut is None:
@@ -113,21 +136,32 @@ def canonical_weights(model: Partitioned) -> dict[str, Callable[[], np.ndarray]]
 
     If shards are on devices of other processes, all processes call these in the same order.
     """
-    table = model.cuts()
+    table, shards = model.cuts(), model.partition.shards
 
-    def reader(name: str, weight: jax.Array) -> Callable[[], np.ndarray]:
-        def read() -> np.ndarray:
-            if weight.is_fully_addressable or weight.is_fully_replicated:
-                values = np.asarray(weight)
-            else:
-                values = multihost_utils.process_allgather(weight, tiled=True)
-            if name not in table:
-                return values
-            return np.take(
-                values, table[name].canonical(model.partition.shards), axis=table[name].axis
-            )
+    def whole(weight: jax.Array, cut: Cut | None) -> np.ndarray:
+        if weight.is_fully_addressable or weight.is_fully_replicated:
+            values = np.asarray(weight)
+        else:
+            values = multihost_utils.process_allgather(weight, tiled=True)
+        return values if cut is None else np.take(values, cut.canonical(shards), axis=cut.axis)
 
-        return read
+    def read(name: str, weight: Any) -> Any:
+        if isinstance(weight, QuantizedMatrix):
+            return _each(weight, table.get(name), shards, whole)
+        return whole(weight, table.get(name))
 
     weights = flatten(nnx.to_pure_dict(nnx.state(model.in_first())))
-    return {name: reader(name, weight) for name, weight in weights.items()}
+    return {name: functools.partial(read, name, weight) for name, weight in weights.items()}
+
+
+def _each(
+    matrix: QuantizedMatrix,
+    cut: Cut | None,
+    shards: int,
+    function: Callable[[Any, Cut | None], Any],
+) -> QuantizedMatrix:
+    """A quantised matrix with a function of an array and its cut applied to its two arrays."""
+    is_of_inputs = cut is not None and cut.axis == matrix.axis % len(matrix.shape)
+    of_scales = cut.of_groups(GROUP, shards) if cut is not None and is_of_inputs else cut
+    values, scales = function(matrix.values, cut), function(matrix.scales, of_scales)
+    return dataclasses.replace(matrix, values=values, scales=scales)

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import conv_gather_index, dispatch, replay_gather_index, rms_norm
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
+from stree_jax.checks import check_names
 from stree_jax.mesh.partition import ONE_DEVICE, Partition, Partitioned, Shard
 from stree_jax.messages import shown
 from stree_jax.models.block import Block, ResidualStream
@@ -21,7 +22,14 @@ from stree_jax.models.cache import Cache, Pending, conv_widths, init_cache, init
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import ConvGatherIndex, Path, Replay
 from stree_jax.models.layers import output_logits
-from stree_jax.models.matrices import Table, in_first, packed
+from stree_jax.models.matrices import (
+    Table,
+    in_first,
+    packed,
+    quantize_named,
+    quantized,
+    quantized_names,
+)
 from stree_jax.models.shared import SharedLayer, SharedTransformer
 from stree_jax.tree import Tree
 
@@ -153,6 +161,7 @@ class HybridLM(Partitioned):
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         partition: Partition = ONE_DEVICE,
+        quantized: Collection[str] = (),
     ) -> tuple[nnx.GraphDef, dict]:
         """A model without weights: its structure, and the shape and dtype of each weight by name.
 
@@ -160,10 +169,10 @@ class HybridLM(Partitioned):
         then copied: tracing all of them takes a time quadratic in their number.
 
         The shapes are those of one shard of the `partition`; the whole weights are the shards'
-        weights concatenated.
+        weights concatenated. The matrices named in `quantized` have 8 bits.
 
         Raises:
-            ValueError: the sizes of the model do not fit the partition.
+            ValueError: the sizes of the model do not fit the partition, or no matrix has a name.
         """
         _check_config(config)
         # A shared layer must stand before Mamba-2.
@@ -187,12 +196,15 @@ class HybridLM(Partitioned):
         block_of = dict(zip(few, model.blocks, strict=True))
         model.config = config
         model.blocks = nnx.List(nnx.clone(block_of[layer]) for layer in config.layers)
+        if quantized:
+            quantize_named(model, quantized)
         structure, weights = nnx.split(model)
         return structure, nnx.to_pure_dict(weights)
 
     def on(self, partition: Partition) -> tuple[nnx.GraphDef, dict]:
         options: dict[str, Any] = dict(dtype=self.dtype, implementation=self._implementation)
-        return self.abstract(self.config, partition=partition, **options)
+        names = quantized_names(self)
+        return self.abstract(self.config, partition=partition, quantized=names, **options)
 
     def in_first(self) -> "HybridLM":
         """This model with its matrices `[in, out]`, the embedding and the output head `[V, M]`.
@@ -212,6 +224,22 @@ class HybridLM(Partitioned):
         """
         check_on_one_device(self, "packed()")
         return packed(self)
+
+    def quantized(self, *, keep: Collection[str] = ()) -> "HybridLM":
+        """This model with its matrices in 8 bits and a scale for 32 inputs of a column.
+
+        Norms, convolutions and routers stay. It is packed if this one is: `model.packed()` and
+        `model.quantized()` in either order are a model for a CPU. Speculative decoding of a packed
+        one gives its own text token for token, which is not that of the float32 model.
+
+        Args:
+            keep: names of matrices that stay too, as in checkpoints, or patterns with `*`.
+
+        Raises:
+            ValueError: it is on a mesh, or there is no such matrix.
+        """
+        check_on_one_device(self, "quantized()")
+        return quantized(self, check_names("keep", keep))
 
     @property
     def activation_dtype(self) -> Any:

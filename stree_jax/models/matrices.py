@@ -6,21 +6,30 @@ order (`pallas_kernels.matmul`). Those products take and give float32, so the ac
 packed model are float32 whatever the type of its weights. Then a bfloat16 model's text is the same
 with drafts and without: rounding between layers would make a difference of 1e-7 one of 4e-3.
 
+A quantised matrix has 8 bits a weight and a scale for 32 inputs of a column. A CPU has it packed
+too; elsewhere it is widened inside the program, where it is multiplied. Routers stay as they are:
+another expert is another text.
+
 Everything that reads weights by name gets the order of unpacked models, from `in_first`.
 """
 
-from collections.abc import Iterator
+import dataclasses
+import fnmatch
+from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
 
-from pallas_kernels.matmul import PackedMatrix, matmul, rows
+from pallas_kernels.matmul import PackedMatrix, QuantizedMatrix, matmul, rows
 from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Float32, Int
+from stree_jax.checks import check_names
 from stree_jax.mesh.partition import WHOLE, Part
+from stree_jax.messages import shown
 from stree_jax.names import dotted
 
 
@@ -28,6 +37,12 @@ class Matrix(nnx.Param):
     """A matrix `[I, O]`, or several `[E, I, O]`."""
 
     is_packed = False
+    axis = -2  # of inputs
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its weights have 8 bits."""
+        return False
 
     def norms_of_sequences(self, implementation: str | None) -> str | None:
         """The implementation of norms of whole sequences in a model with such matrices.
@@ -80,9 +95,15 @@ class Matrix(nnx.Param):
         """The matrix, packed for a CPU."""
         return PackedWeight(PackedMatrix.pack(self[...]))
 
+    def quantized(self) -> "Matrix":
+        """The matrix in 8 bits, not packed."""
+        return QuantizedWeight(_quantized(self.get_value(), self.axis))
+
 
 class Table(Matrix):
     """An embedding or an output head `[V, M]`: a row for each token."""
+
+    axis = -1
 
     def matmul(self, x: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
         """Logits of hidden states."""
@@ -95,6 +116,46 @@ class Table(Matrix):
     def packed(self) -> Matrix:
         return PackedTable(PackedMatrix.pack(self[...].T))
 
+    def quantized(self) -> Matrix:
+        return QuantizedTable(_quantized(self.get_value(), self.axis))
+
+
+class QuantizedWeight(Matrix):
+    """A matrix in 8 bits, which is widened inside the program; `weight[...]` widens it."""
+
+    @property
+    def is_quantized(self) -> bool:
+        return True
+
+    def __getitem__(self, key: Any) -> Any:
+        """Of the matrix, which is widened first."""
+        return self.get_value().wide()[key]
+
+    @property
+    def result_dtype(self) -> Any:
+        return jnp.dtype(self.get_value().dtype)
+
+    def cut(self, start: int) -> "Matrix":
+        whole = self.get_value()
+        part = dict(values=whole.values[..., start:], scales=whole.scales[..., start:])
+        return QuantizedWeight(dataclasses.replace(whole, **part))
+
+    def packed(self) -> Matrix:
+        return PackedWeight(PackedMatrix.pack(self.get_value()))
+
+    def quantized(self) -> Matrix:
+        return self
+
+
+class QuantizedTable(QuantizedWeight, Table):
+    """A table in 8 bits."""
+
+    def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float[Array, "B T M"]:
+        return shard.rows_of(self.get_value(), index)
+
+    def packed(self) -> Matrix:
+        return PackedTable(PackedMatrix.pack(self.get_value().T))
+
 
 class PackedWeight(Matrix):
     """A packed matrix, which a CPU multiplies in float32 and in one order of sums.
@@ -103,6 +164,10 @@ class PackedWeight(Matrix):
     """
 
     is_packed = True
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.stored.scales is not None
 
     def norms_of_sequences(self, implementation: str | None) -> str | None:
         return implementation
@@ -141,10 +206,15 @@ class PackedWeight(Matrix):
         return PackedWeight(self.stored.cut(start, self.stored.columns))
 
     def canonical(self) -> Matrix:
+        if self.is_quantized:
+            return QuantizedWeight(jax.tree.map(_copied, self.stored.quantized()))
         return Matrix(_copied(self[...]))
 
     def packed(self) -> Matrix:
         return self
+
+    def quantized(self) -> Matrix:
+        return self.canonical().quantized()
 
 
 class PackedTable(PackedWeight, Table):
@@ -163,8 +233,16 @@ class PackedTable(PackedWeight, Table):
     def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float32[Array, "B T M"]:
         return rows(self.stored, index)
 
-    def canonical(self) -> Table:
+    def canonical(self) -> Matrix:
+        if self.is_quantized:
+            return QuantizedTable(jax.tree.map(_copied, self.stored.quantized().T))
         return Table(_copied(self[...]))
+
+
+def _quantized(matrix: Any, axis: int) -> QuantizedMatrix:
+    """A matrix in 8 bits, on the default device; of an abstract one abstract."""
+    own = QuantizedMatrix.of(matrix, axis)
+    return own if isinstance(matrix, jax.ShapeDtypeStruct) else jax.tree.map(jnp.asarray, own)
 
 
 def _copied(array: Array) -> Array:
@@ -180,17 +258,86 @@ def pack(module: nnx.Module) -> None:
 
     An embedding that is no output head stays as it is: it is only read by rows.
     """
-    for part, name, matrix in _matrices(module):
+    for part, name, matrix in _matrices(module).values():
         if name != "embedding" or getattr(part, "head", None) is None:
             setattr(part, name, matrix.packed())
 
 
-def _matrices(module: nnx.Module) -> Iterator[tuple[nnx.Module, str, Matrix]]:
-    """The matrices, each as an attribute of a module, which may be set."""
-    for _, part in nnx.iter_modules(module):
-        for name, leaf in [*vars(part).items()]:
-            if isinstance(leaf, Matrix):
-                yield part, name, leaf
+def _matrices(module: nnx.Module) -> dict[str, tuple[nnx.Module, str, Matrix]]:
+    """The matrices by their dotted names, each as an attribute of a module, which may be set."""
+    return {
+        dotted((*path, name)): (part, name, leaf)
+        for path, part in nnx.iter_modules(module)
+        for name, leaf in vars(part).items()
+        if isinstance(leaf, Matrix)
+    }
+
+
+def check_quantize(quantize: str | Any, keep: Collection[str] | Any = ()) -> None:
+    """Refuses other ways to quantise than "int8" and None, and names to keep without one.
+
+    Raises:
+        ValueError: names the value.
+    """
+    if quantize not in (None, "int8"):
+        raise ValueError(f'quantize must be "int8" or None, got {shown(quantize)}')
+    if check_names("keep", keep) and quantize is None:
+        raise ValueError(f"keep = {shown(keep)} goes with quantize: without it all weights stay")
+
+
+def to_quantize(
+    module: nnx.Module, quantize: str | None = "int8", keep: Collection[str] = ()
+) -> frozenset[str]:
+    """The names of the matrices that can have 8 bits, but for routers and what is kept.
+
+    Args:
+        module: a model or a head; may be abstract.
+        quantize: "int8"; None: no matrix is to be.
+        keep: names of weights, or patterns of them with `*`.
+
+    Raises:
+        ValueError: a name to keep that no matrix has.
+    """
+    if quantize is None:
+        return frozenset()
+    found = [name for name in _matrices(module) if name.rpartition(".")[2] != "router"]
+    for pattern in keep:
+        if not fnmatch.filter(found, pattern):
+            raise ValueError(
+                f"keep = {shown(pattern)} is none of the matrices, such as {found[0]} and"
+                f' {found[-1]}; "*.in_proj.kernel" is all of that name'
+            )
+    kept = {name for pattern in keep for name in fnmatch.filter(found, pattern)}
+    return frozenset(found) - kept
+
+
+def quantize_named(module: nnx.Module, names: Collection[str]) -> None:
+    """Gives these matrices of a module, which is changed, 8 bits, one at a time; not packed.
+
+    Raises:
+        ValueError: a name that no matrix has.
+    """
+    matrices = _matrices(module)
+    if strange := sorted(set(names) - matrices.keys()):
+        raise ValueError(f"{strange[0]:.80} is no matrix, and cannot have 8 bits")
+    for name in names:
+        part, own, matrix = matrices[name]
+        setattr(part, own, matrix.quantized())
+
+
+def quantized_names(module: nnx.Module) -> frozenset[str]:
+    """The names of the matrices that have 8 bits."""
+    return frozenset(name for name, (*_, each) in _matrices(module).items() if each.is_quantized)
+
+
+def quantized(module: _Module, keep: Collection[str] = ()) -> _Module:
+    """The module in 8 bits, packed if it was; the arrays of other weights are shared."""
+    own = nnx.clone(module)
+    was_packed = any(matrix.is_packed for *_, matrix in _matrices(own).values())
+    quantize_named(own, to_quantize(own, keep=keep))
+    if was_packed:
+        pack(own)
+    return own
 
 
 def packed(module: _Module) -> _Module:
@@ -200,8 +347,9 @@ def packed(module: _Module) -> _Module:
     return module
 
 
-def loaded_for(target: Any, head: _Module) -> _Module:
-    """A head that was loaded for a target: packed, which changes it, if the target is."""
+def loaded_for(target: Any, head: _Module, quantize: str | None = None) -> _Module:
+    """A head that was loaded for a target, which is changed: packed, if the target is."""
+    quantize_named(head, to_quantize(head, quantize))
     if target.output_head.is_packed:
         pack(head)
     return head
@@ -209,18 +357,19 @@ def loaded_for(target: Any, head: _Module) -> _Module:
 
 def in_first(module: _Module) -> _Module:
     """The module with all its matrices unpacked; itself if they are."""
-    if any(matrix.is_packed for *_, matrix in _matrices(module)):
+    if any(matrix.is_packed for *_, matrix in _matrices(module).values()):
         module = nnx.clone(module)
-        for part, name, matrix in _matrices(module):
+        for part, name, matrix in _matrices(module).values():
             setattr(part, name, matrix.canonical())
     return module
 
 
-def named_weights(module: nnx.Module) -> Iterator[tuple[str, Array]]:
-    """The weights by their dotted names in order, one at a time, matrices unpacked."""
+def named_weights(module: nnx.Module, *, matrices: bool = True) -> Iterator[tuple[str, Array]]:
+    """The weights by their dotted names in order, one at a time, matrices unpacked and widened."""
     leaves = {dotted(path): leaf for path, leaf in nnx.to_flat_state(nnx.state(module))}
     for name, leaf in sorted(leaves.items()):
-        yield name, (leaf.canonical() if isinstance(leaf, Matrix) else leaf)[...]
+        if matrices or not isinstance(leaf, Matrix):
+            yield name, (leaf.canonical() if isinstance(leaf, Matrix) else leaf)[...]
 
 
 def weights_by_name(module: nnx.Module) -> dict[str, Array]:

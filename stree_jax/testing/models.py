@@ -352,6 +352,9 @@ def perturbed(model: HybridLM, amount: float, seed: int = 0) -> HybridLM:
     leaves, structure = jax.tree.flatten(state)
     key, new = jax.random.key(seed), []
     for i, leaf in enumerate(leaves):
+        if leaf.dtype == jnp.int8:  # the scales of such a matrix get noise
+            new.append(leaf)
+            continue
         factor = (1 + amount * _drawn("normal", key, i, leaf.shape)).astype(leaf.dtype)
         place = leaf.sharding if leaf.committed else None
         new.append(jax.device_put(np.asarray(leaf) * factor, place))

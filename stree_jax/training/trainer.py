@@ -20,7 +20,7 @@ from stree_jax.array_types import Array
 from stree_jax.checkpoint.load import check_shapes
 from stree_jax.models.layers import Projection
 from stree_jax.models.lm import HybridLM
-from stree_jax.models.matrices import Matrix, in_first
+from stree_jax.models.matrices import Matrix, in_first, quantized_names
 from stree_jax.training.recipe import Training
 
 # (model, tokens, extra) -> scalar loss; the model is a HybridLM or Medusa heads. `extra` is the
@@ -65,11 +65,13 @@ def fit(
         One `Progress` per step.
 
     Raises:
-        ValueError: the latest checkpoint is damaged or has other shapes.
+        ValueError: the model has matrices in 8 bits, or the latest checkpoint is damaged or has
+            other shapes.
         FloatingPointError: the loss or a weight is not finite.
     """
     from orbax.checkpoint import v1 as ocp
 
+    _check_trainable(model)
     last = training.steps if until is None else until
     graphdef, params = nnx.split(_multiplying(model, training.products))
     optimizer = make_optimizer(training)
@@ -138,6 +140,11 @@ def fit(
             yield Progress(step, float(value), tokens.size / (time.perf_counter() - began))
     on_host = jax.tree.map(np.asarray, state["params"])  # else they stay bound to the mesh
     nnx.update(model, jax.tree.map(jnp.asarray, on_host))
+
+
+def _check_trainable(model: nnx.Module) -> None:
+    if quantized_names(model):
+        raise ValueError("matrices in 8 bits cannot be trained; start from the original checkpoint")
 
 
 def _multiplying(model: nnx.Module, products: str) -> nnx.Module:
@@ -244,6 +251,7 @@ def evaluate(model: nnx.Module, loss: Loss, batches: list[np.ndarray], extra: An
 
 def cast(model: HybridLM, dtype: DTypeLike) -> HybridLM:
     """A copy with the dtypes of a `dtype` model, which keeps some weights in float32."""
+    _check_trainable(model)
     structure, wanted = HybridLM.abstract(model.config, dtype=dtype)
     have = nnx.to_pure_dict(nnx.state(in_first(model)))
     return nnx.merge(structure, jax.tree.map(lambda leaf, to: leaf.astype(to.dtype), have, wanted))

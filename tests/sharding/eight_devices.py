@@ -596,6 +596,24 @@ def test_a_checkpoint_does_not_know_its_mesh(tmp_path):
         st.from_pretrained(tmp_path / "mesh", mesh=st.make_mesh(model=3))
 
 
+def test_matrices_in_8_bits_are_cut_between_groups_of_inputs(tmp_path):
+    """Both arrays, as the matrix is; the text, the checkpoint and loading do not know the mesh."""
+    one = model_of("one layer").quantized()
+    other = st.shard(one, mesh_of(2, 2))
+    options = dict(max_new_tokens=6, eos_token=())
+    texts = [st.generate(each, [[1, 2, 3], [4]], **options).tokens for each in (one, other)]
+    np.testing.assert_array_equal(*texts)
+    for name, model in {"one": one, "mesh": other}.items():
+        st.save_pretrained(model, tmp_path / name)
+    sums = [json.loads((tmp_path / n / "checksums.json").read_text()) for n in ("one", "mesh")]
+    assert sums[0]["crc32"] == sums[1]["crc32"]
+    assert same_weights(st.from_pretrained(tmp_path / "one", mesh=mesh_of(2, 2)), other)
+    with pytest.raises(
+        ValueError, match=r"out_proj.kernel: 8 times 8 inputs on 8 shards are no mul"
+    ):
+        st.shard(one, mesh_of(1, 8))
+
+
 @slow
 def test_a_load_holds_one_weight_at_a_time(tmp_path, monkeypatch):
     """Of those that are cut; on a CPU a whole one is its own device memory."""

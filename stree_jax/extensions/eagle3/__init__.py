@@ -30,10 +30,11 @@ def load_eagle3(
     target: HybridLM | Any,
     *,
     ignore: Collection[str] | Any = (),
+    quantize: str | Any = None,
 ) -> Eagle3Head:
     """Loads an EAGLE-3 head in the target's dtype: see `load_head`.
 
     In other programs' files it has architectures such as `LlamaForCausalLMEagle3`, and tensors
     `midlayer.*`, `fc`, `norm`, `lm_head`, `d2t`.
     """
-    return load_head("eagle3", path, target, ignore=ignore)
+    return load_head("eagle3", path, target, ignore=ignore, quantize=quantize)

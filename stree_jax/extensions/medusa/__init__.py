@@ -52,6 +52,11 @@ KIND = HeadKind(
 )
 
 
-def load_medusa(path: str | os.PathLike[str] | Any, target: HybridLM | Any) -> MedusaHeads:
+def load_medusa(
+    path: str | os.PathLike[str] | Any,
+    target: HybridLM | Any,
+    *,
+    quantize: str | Any = None,
+) -> MedusaHeads:
     """Loads Medusa heads in the target's dtype: see `load_head`."""
-    return load_head("medusa", path, target)
+    return load_head("medusa", path, target, quantize=quantize)

@@ -38,6 +38,7 @@ def load_mtp(
     mesh: Mesh | Any = None,
     *,
     ignore: Collection[str] | Any = (),
+    quantize: str | Any = None,
 ) -> MtpHead:
     """Loads a multi-token-prediction head in the target's dtype: see `load_head`.
 
@@ -49,4 +50,4 @@ def load_mtp(
             f"mesh = {shown(mesh)}: a multi-token-prediction head runs on one device; leave mesh"
             " out, or draft with a draft model, which a mesh can replicate"
         )
-    return load_head("mtp", path, target, ignore=ignore)
+    return load_head("mtp", path, target, ignore=ignore, quantize=quantize)

@@ -1,0 +1,92 @@
+"""Matrices in 8 bits, with a scale for 32 inputs of a column."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+GROUP = 32  # inputs with one scale a column
+_BYTES = 64 << 20  # of columns that are quantised at once
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedMatrix:
+    """A matrix `[I, O]`, several `[E, I, O]`, or a table `[V, M]`, in 8 bits.
+
+    A weight is its value times the scale of its group. The largest weight of a group has the value
+    127 or -127.
+
+    Attributes:
+        values: int8, in the shape of the matrix.
+        scales: float32, in this shape with `ceil(I / 32)` instead of `I`.
+        axis: the axis of inputs: -2, or -1 of a table, whose rows are multiplied.
+        dtype: float32 or bfloat16, of what it is widened to.
+    """
+
+    values: Any  # an array, or what jax puts in its place
+    scales: Any
+    axis: int = dataclasses.field(default=-2, metadata={"static": True})
+    dtype: Any = dataclasses.field(default=np.dtype(np.float32), metadata={"static": True})
+
+    @classmethod
+    def of(cls, matrix: Any, axis: int = -2) -> "QuantizedMatrix":
+        """The nearest 8-bit values of a matrix, on the host; of an abstract one abstract.
+
+        NaN and infinity give such scales.
+        """
+        shape = list(matrix.shape)
+        shape[axis] = -(-shape[axis] // GROUP)
+        if isinstance(matrix, jax.ShapeDtypeStruct):
+            abstract = jax.ShapeDtypeStruct(matrix.shape, jnp.int8)
+            return cls(abstract, jax.ShapeDtypeStruct(shape, jnp.float32), axis, matrix.dtype)
+        host = np.asarray(matrix)
+        values, scales = np.empty(host.shape, np.int8), np.empty(shape, np.float32)
+        # Views with the inputs second to last.
+        source, into, steps = (np.moveaxis(each, axis, -2) for each in (host, values, scales))
+        rows = source.size // max(source.shape[-1], 1)
+        width = max(_BYTES // (4 * max(rows, 1)), 1)
+        for start in range(0, source.shape[-1], width):  # float32 copies take memory
+            part = np.s_[..., start : start + width]
+            into[part], steps[part] = _rounded(source[part].astype(np.float32))
+        return cls(values, scales, axis, host.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the matrix."""
+        return self.values.shape
+
+    @property
+    def T(self) -> "QuantizedMatrix":
+        """A table as a matrix, or the reverse."""
+        values, scales = self.values.T, self.scales.T
+        return dataclasses.replace(self, values=values, scales=scales, axis=-3 - self.axis)
+
+    def __getitem__(self, index: Any) -> Float[Array, "..."]:
+        """Rows of a table, or columns of a matrix after `...`, widened."""
+        values, scales = self.values[index], self.scales[index]
+        return dataclasses.replace(self, values=values, scales=scales).wide()
+
+    def wide(self) -> Float[Array, "..."]:
+        """The matrix in its `dtype`; the product of value and scale is rounded once."""
+        size = self.shape[self.axis]
+        scales = jnp.repeat(self.scales, GROUP, axis=self.axis)
+        scales = jax.lax.slice_in_dim(scales, 0, size, axis=self.axis % scales.ndim)
+        return (self.values.astype(jnp.float32) * scales).astype(self.dtype)
+
+
+def _rounded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The values and scales of a float32 `[*E, I, O]`."""
+    *several, size, columns = matrix.shape
+    groups = -(-size // GROUP)
+    padding = [(0, 0)] * len(several) + [(0, groups * GROUP - size), (0, 0)]
+    grouped = np.pad(matrix, padding).reshape(*several, groups, GROUP, columns)
+    scales = np.abs(grouped).max(axis=-2) / np.float32(127)
+    with np.errstate(invalid="ignore"):  # NaN and infinity, which the scales tell
+        grouped /= np.where(scales > 0, scales, 1)[..., None, :]
+        # A scale of few bits, as of numbers below 1e-41, would give more than 127.
+        whole = np.clip(np.rint(grouped, out=grouped), -127, 127, out=grouped).astype(np.int8)
+    return whole.reshape(*several, groups * GROUP, columns)[..., :size, :], scales

@@ -1,0 +1,315 @@
+"""Matrices in 8 bits: their numbers, checkpoints, heads, and text with drafts."""
+
+import functools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from pallas_kernels import PackedMatrix, QuantizedMatrix
+from stree_jax.checkpoint import save_pretrained
+from stree_jax.convert import convert
+from stree_jax.convert.writing import write_as
+from stree_jax.models.matrices import (
+    PackedTable,
+    QuantizedTable,
+    quantized_names,
+    weights_by_name,
+)
+from stree_jax.names import flatten, unflatten
+from stree_jax.testing import assert_lossless, perturbed, tiny_model
+from stree_jax.training.trainer import cast
+from tests.cases.base import NEEDS_NATIVE
+
+FAMILY = "nemotron_h hybrid"  # with routers and experts
+TREE = st.TreeTopology.from_branching((2, 2))
+
+
+def in_float64(matrix, axis):
+    """Values and scales, one group after another, as the README of the format would say it."""
+    matrix = np.moveaxis(np.asarray(matrix, np.float64), axis, -1)
+    values, scales = np.zeros(matrix.shape), []
+    for start in range(0, matrix.shape[-1], 32):
+        group = matrix[..., start : start + 32]
+        scale = np.abs(group).max(axis=-1) / 127
+        scales.append(scale)
+        values[..., start : start + 32] = np.rint(group / np.where(scale > 0, scale, 1)[..., None])
+    return np.moveaxis(values, -1, axis), np.moveaxis(np.stack(scales, -1), -1, axis)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((70, 5), -2), ((3, 33, 40), -2), ((31, 2), -2), ((6, 96), -1), ((4, 1), -1)],
+)
+def test_numbers(shape, axis):
+    """Every group has its scale: of any size, of a column of zeros, of a part of a group."""
+    rng = np.random.default_rng(0)
+    matrix = rng.normal(size=shape) * 10.0 ** rng.integers(-3, 3, size=shape)
+    np.moveaxis(matrix, axis, 0)[:, 0] = 0
+    matrix = matrix.astype(np.float32)
+    own = QuantizedMatrix.of(matrix, axis)
+    values, scales = in_float64(matrix, axis)
+    assert (own.values.dtype, own.scales.dtype) == (np.int8, np.float32)
+    np.testing.assert_allclose(own.scales, scales, rtol=1e-6)
+    assert np.abs(own.values - values).max() <= 1  # a tie may be rounded the other way
+    assert (own.values != values).mean() < 0.01
+    wide = np.asarray(own.wide())
+    assert wide.dtype == np.float32
+    half = np.moveaxis(np.repeat(np.moveaxis(scales, axis, 0), 32, 0)[: shape[axis]], 0, axis) / 2
+    assert (np.abs(wide - matrix) <= half * (1 + 1e-5)).all()
+
+
+def test_a_packed_matrix_has_the_same_numbers():
+    matrix = np.random.default_rng(0).normal(size=(2, 45, 70)).astype(np.float32)
+    own = QuantizedMatrix.of(matrix)
+    for packed in (PackedMatrix.pack(own), PackedMatrix.pack(matrix, "int8")):
+        back = packed.quantized()
+        np.testing.assert_array_equal(back.values, own.values)
+        np.testing.assert_array_equal(back.scales, own.scales)
+        np.testing.assert_array_equal(packed.canonical(), own.wide())
+
+
+@jax.jit
+def sequence(model, tokens):
+    return model(tokens)
+
+
+@functools.cache
+def model():
+    return tiny_model(FAMILY, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A checkpoint in bfloat16, one in 8 bits, and one of transformers."""
+    path = tmp_path_factory.mktemp("stored")
+    save_pretrained(model(), path / "plain")
+    save_pretrained(model().quantized(), path / "int8")
+    (path / "hf").mkdir()
+    write_as(model(), path / "hf", "hf")
+    return path
+
+
+def arrays(model):
+    return jax.tree.map(np.asarray, weights_by_name(model))
+
+
+def test_which_weights(stored):
+    """All matrices but routers; packed where others are packed. Whatever is kept stays."""
+    names = quantized_names(model().quantized())
+    kernels = [name for name in weights_by_name(model()) if name.endswith(".kernel")]
+    assert {"embedding", "blocks.3.mixer.experts_in", *kernels} <= names
+    assert not any(name.endswith(("router", "scale", "conv_weight")) for name in names)
+    loaded = st.from_pretrained(stored / "plain", quantize="int8")
+    assert quantized_names(loaded) == names
+    assert {type(loaded.head), type(loaded.embedding)} == {PackedTable, QuantizedTable}
+    on_mesh = st.from_pretrained(stored / "plain", quantize="int8", mesh=st.make_mesh())
+    assert quantized_names(on_mesh) == names
+    assert isinstance(on_mesh.head, QuantizedTable)
+    assert quantized_names(st.from_pretrained(stored / "plain")) == set()
+    keep = ["embedding", "*.experts_in"]
+    kept = st.from_pretrained(stored / "plain", quantize="int8", keep=keep)
+    assert names - quantized_names(kept) == {"embedding", "blocks.3.mixer.experts_in"}
+
+
+def test_every_way_in_gives_the_same_numbers(stored, tmp_path):
+    """In memory, while loading any format, from a checkpoint in 8 bits, packed and not."""
+    want = arrays(st.from_pretrained(stored / "int8"))
+    convert(stored / "hf", tmp_path / "from hf", quantize="int8")
+    convert(stored / "int8", tmp_path / "again")
+    for path, options in {
+        stored / "plain": dict(quantize="int8"),
+        stored / "hf": dict(quantize="int8"),
+        stored / "int8": dict(quantize="int8"),
+        tmp_path / "from hf": {},
+        tmp_path / "again": dict(mesh=st.make_mesh()),
+    }.items():
+        loaded = st.from_pretrained(path, dtype=jnp.float32, **options)
+        jax.tree.map(np.testing.assert_array_equal, arrays(loaded), want)
+    assert st.from_pretrained(stored / "int8", dtype=None).dtype == jnp.bfloat16
+    save_pretrained(st.from_pretrained(stored / "int8", dtype=None), tmp_path / "packed")
+    crcs = [
+        json.loads((path / "checksums.json").read_text())["crc32"]
+        for path in (stored / "int8", tmp_path / "again", tmp_path / "packed")
+    ]
+    assert crcs[0] == crcs[1] == crcs[2]
+    whole, small = (
+        json.loads((stored / n / "checksums.json").read_text()) for n in ("plain", "int8")
+    )
+    assert "embedding.scales" in small["crc32"]
+    assert "embedding" in whole["crc32"]
+
+
+def test_the_text_is_that_of_widened_weights(stored):
+    """Logits packed and not are those of a float32 model with the widened weights."""
+    loaded = st.from_pretrained(stored / "int8")
+    tokens = jnp.arange(12)[None] % model().config.vocab_size
+    plain = loaded.in_first()
+    assert plain.activation_dtype == loaded.activation_dtype == jnp.float32
+    structure, wanted = st.HybridLM.abstract(loaded.config)
+    wide = nnx.merge(structure, unflatten(weights_by_name(loaded), wanted))
+    want = sequence(wide, tokens)
+    for each in (loaded, plain):
+        np.testing.assert_allclose(
+            sequence(each, tokens), want, atol=1e-5 * float(jnp.abs(want).max())
+        )
+    in_bfloat16 = model().quantized()
+    assert in_bfloat16.activation_dtype == jnp.bfloat16
+    assert float(jnp.abs(sequence(in_bfloat16, tokens) - want).max() / jnp.abs(want).max()) < 0.05
+
+
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in (FAMILY, "falcon_h1 hybrid", "zamba2 hybrid", "qwen3_next hybrid", "plain")
+]
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("family", ["qwen3_5 hybrid", *SLOW])
+def test_text_with_drafts(family):
+    """Token for token, with noise and without."""
+    target = tiny_model(family).quantized().packed()
+    drafter = st.ModelDrafter(perturbed(target, 0.1))
+    for tree in assert_lossless(target, drafter, topology=TREE, max_new_tokens=16):
+        assert tree.stats.tau > 1.2
+
+
+def test_a_head_is_for_its_target_in_8_bits_too(tmp_path):
+    target, path = tiny_model("plain"), tmp_path / "heads"
+    heads = st.MedusaHeads(target, num_heads=2, rngs=nnx.Rngs(0))
+    st.save_medusa(heads, target, path)
+    save_pretrained(target, tmp_path / "target")
+    small = st.from_pretrained(tmp_path / "target", quantize="int8")
+    loaded = st.load_medusa(path, small, quantize="int8")
+    assert quantized_names(loaded) == {"kernel"}
+    assert not quantized_names(st.load_medusa(path, small))
+    for each in (loaded, heads):
+        drafter = st.MedusaDrafter(small, each)
+        out = st.generate(small, [[1, 2]], drafter=drafter, max_new_tokens=8, eos_token=())
+        np.testing.assert_array_equal(
+            out.tokens, st.generate(small, [[1, 2]], max_new_tokens=8, eos_token=()).tokens
+        )
+    st.save_medusa(loaded, small, tmp_path / "small heads")
+    again = st.load_medusa(tmp_path / "small heads", small)
+    jax.tree.map(np.testing.assert_array_equal, arrays(again), arrays(loaded))
+    other = perturbed(target, 0.1)
+    for wrong in (other, other.quantized()):
+        with pytest.raises(ValueError, match="trained with another target"):
+            st.load_medusa(path, wrong)
+
+
+def test_bytes():
+    """About a byte a weight; what multiplies holds no copy of all of them in another type."""
+    config = st.ModelConfig.mamba2_lm(512, 256, 4)
+    whole = st.HybridLM(config, rngs=nnx.Rngs(0))
+    small = whole.quantized().packed()
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(each)) for each in (whole, small)]
+    assert sizes[1] < 0.3 * sizes[0]
+
+    @jax.jit
+    def loop(model, tokens):
+        step = lambda _, tokens: jnp.argmax(model(tokens), axis=-1)  # noqa: E731
+        return jax.lax.fori_loop(0, 8, step, tokens)
+
+    compiled = loop.lower(small, jnp.zeros((1, 1), int)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < sizes[1]
+
+
+def damage(change):
+    """A checkpoint without checksums, as older ones are, whose arrays by name were changed."""
+
+    def damaged(path):
+        from orbax.checkpoint import v1 as ocp
+
+        shutil.copytree(path / "int8", path / "new", ignore=lambda *_: ["params", "checksums.json"])
+        weights: dict = {}
+        for name, weight in flatten(nnx.to_pure_dict(nnx.state(model().quantized()))).items():
+            parts = {"": weight}
+            if isinstance(weight, QuantizedMatrix):
+                parts = {".values": weight.values, ".scales": weight.scales}
+            weights |= {name + part: np.asarray(array) for part, array in parts.items()}
+        change(weights)
+        nested: dict = {}
+        for name, array in weights.items():
+            *folders, last = name.split(".")
+            functools.reduce(lambda at, key: at.setdefault(key, {}), folders, nested)[last] = array
+        ocp.save(path / "new" / "params", nested)
+        try:
+            st.from_pretrained(path / "new")
+        finally:
+            shutil.rmtree(path / "new")
+
+    return damaged
+
+
+def nan(weights):
+    weights["embedding.scales"] = weights["embedding.scales"] * np.float32(np.nan)
+
+
+def other_scales(weights):
+    weights["embedding.scales"] = np.repeat(weights["embedding.scales"], 2, axis=1)
+
+
+def a_norm(weights):
+    scale = weights.pop("final_norm_scale")
+    weights |= {
+        "final_norm_scale.values": scale.astype(np.int8),
+        "final_norm_scale.scales": np.float32([1]),
+    }
+
+
+REFUSED = {
+    "another type": (
+        lambda path: st.from_pretrained(path / "plain", quantize="int4"),
+        "quantize must be \"int8\" or None, got 'int4'",
+    ),
+    "keep alone": (
+        lambda path: st.from_pretrained(path / "plain", keep=["embedding"]),
+        r"keep = \['embedding'\] goes with quantize",
+    ),
+    "nothing to keep": (
+        lambda path: st.from_pretrained(path / "plain", quantize="int8", keep=["lm_head"]),
+        "keep = 'lm_head' is none of the matrices, such as blocks.0.mixer.in_proj.kernel and",
+    ),
+    "one text to keep": (
+        lambda path: st.from_pretrained(path / "plain", quantize="int8", keep="embedding"),
+        "keep must be a list",
+    ),
+    "a head": (
+        lambda path: st.load_medusa(path / "plain", model(), quantize="fp8"),
+        'quantize must be "int8" or None',
+    ),
+    "transformers' format": (
+        lambda path: convert(path / "plain", path / "new", to="hf", quantize="int8"),
+        "is for native checkpoints, not for to = 'hf'",
+    ),
+    "written by another program": (
+        lambda path: convert(path / "int8", path / "new", to="hf"),
+        "matrices in 8 bits are stored natively only; convert the original",
+    ),
+    "scales that are not finite": (damage(nan), "embedding holds NaN"),
+    "no scales": (damage(lambda w: w.pop("embedding.scales")), "embedding .* is missing"),
+    "no values": (
+        damage(lambda w: w.pop("embedding.values")),
+        "embedding has scales, but no 8-bit values",
+    ),
+    "other scales": (damage(other_scales), r"embedding has scales \(\d+, 2\), not \(\d+, 1\)"),
+    "a norm in 8 bits": (damage(a_norm), "final_norm_scale is no matrix, and cannot have 8 bits"),
+    "training": (
+        lambda path: cast(st.from_pretrained(path / "int8"), "float32"),
+        "matrices in 8 bits cannot be trained",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(stored, name):
+    run, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        run(stored)
+    assert not (stored / "new").exists()
