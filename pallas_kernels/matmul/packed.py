@@ -47,7 +47,8 @@ class PackedMatrix:
         """
         if isinstance(matrix, QuantizedMatrix):
             blocks, scales = _blocks(np.asarray(matrix.values)), _blocks(np.asarray(matrix.scales))
-            return cls(_on_large_pages(blocks, np.int8), jnp.asarray(scales), matrix.shape[-1])
+            wide = jnp.asarray(scales.astype(np.float32))
+            return cls(_on_large_pages(blocks, np.int8), wide, matrix.shape[-1])
         host = np.asarray(matrix)
         dtype = jnp.dtype(host.dtype if dtype is None else dtype)
         if host.ndim not in (2, 3) or dtype.name not in ("float32", "bfloat16", "int8"):
@@ -93,7 +94,7 @@ class PackedMatrix:
     def quantized(self) -> QuantizedMatrix:
         """The matrix of 8-bit weights `[*E, I, O]`."""
         values, scales = map(self._columns, self.used())
-        return QuantizedMatrix(values, scales)
+        return QuantizedMatrix(values, scales.astype(jnp.bfloat16))
 
     def _columns(self, blocks: Any) -> Num[Array, "*E I O"]:
         """Its columns of an array in blocks."""

@@ -17,12 +17,13 @@ _BYTES = 64 << 20  # of columns that are quantised at once
 class QuantizedMatrix:
     """A matrix `[I, O]`, several `[E, I, O]`, or a table `[V, M]`, in 8 bits.
 
-    A weight is its value times the scale of its group. The largest weight of a group has the value
-    127 or -127.
+    A weight is its value times the scale of its group, the largest weight of a group 126 or 127
+    times. A scale is rounded up to bfloat16: then that product is exact in float32, and in bfloat16
+    rounded once.
 
     Attributes:
         values: int8, in the shape of the matrix.
-        scales: float32, in this shape with `ceil(I / 32)` instead of `I`.
+        scales: bfloat16, in this shape with `ceil(I / 32)` instead of `I`.
         axis: the axis of inputs: -2, or -1 of a table, whose rows are multiplied.
         dtype: float32 or bfloat16, of what it is widened to.
     """
@@ -42,9 +43,9 @@ class QuantizedMatrix:
         shape[axis] = -(-shape[axis] // GROUP)
         if isinstance(matrix, jax.ShapeDtypeStruct):
             abstract = jax.ShapeDtypeStruct(matrix.shape, jnp.int8)
-            return cls(abstract, jax.ShapeDtypeStruct(shape, jnp.float32), axis, matrix.dtype)
+            return cls(abstract, jax.ShapeDtypeStruct(shape, jnp.bfloat16), axis, matrix.dtype)
         host = np.asarray(matrix)
-        values, scales = np.empty(host.shape, np.int8), np.empty(shape, np.float32)
+        values, scales = np.empty(host.shape, np.int8), np.empty(shape, jnp.bfloat16)
         # Views with the inputs second to last.
         source, into, steps = (np.moveaxis(each, axis, -2) for each in (host, values, scales))
         rows = source.size // max(source.shape[-1], 1)
@@ -71,11 +72,19 @@ class QuantizedMatrix:
         return dataclasses.replace(self, values=values, scales=scales).wide()
 
     def wide(self) -> Float[Array, "..."]:
-        """The matrix in its `dtype`; the product of value and scale is rounded once."""
+        """The matrix in its `dtype`."""
         size = self.shape[self.axis]
-        scales = jnp.repeat(self.scales, GROUP, axis=self.axis)
+        scales = jnp.repeat(self.scales.astype(self.dtype), GROUP, axis=self.axis)
         scales = jax.lax.slice_in_dim(scales, 0, size, axis=self.axis % scales.ndim)
-        return (self.values.astype(jnp.float32) * scales).astype(self.dtype)
+        return self.values.astype(self.dtype) * scales
+
+    def wide_for(self, x: Array) -> tuple[Array, Array]:
+        """The rows of a product and the matrix in its `dtype`.
+
+        Without this barrier XLA would widen it once for several products, and hold the copy.
+        """
+        values, scales, x = jax.lax.optimization_barrier((self.values, self.scales, x))
+        return x, dataclasses.replace(self, values=values, scales=scales).wide()
 
 
 def _rounded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -84,9 +93,15 @@ def _rounded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     groups = -(-size // GROUP)
     padding = [(0, 0)] * len(several) + [(0, groups * GROUP - size), (0, 0)]
     grouped = np.pad(matrix, padding).reshape(*several, groups, GROUP, columns)
-    scales = np.abs(grouped).max(axis=-2) / np.float32(127)
+    scales = _up_to_bfloat16(np.abs(grouped).max(axis=-2) / np.float32(127))
     with np.errstate(invalid="ignore"):  # NaN and infinity, which the scales tell
         grouped /= np.where(scales > 0, scales, 1)[..., None, :]
-        # A scale of few bits, as of numbers below 1e-41, would give more than 127.
+        # A scale of few bits, as of tiny numbers, would give more than 127.
         whole = np.clip(np.rint(grouped, out=grouped), -127, 127, out=grouped).astype(np.int8)
     return whole.reshape(*several, groups * GROUP, columns)[..., :size, :], scales
+
+
+def _up_to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Positive numbers in float32, the next that bfloat16 has; the last 16 bits are zeros."""
+    bits = (x.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(x), bits.view(np.float32), x)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes  # noqa: F401 (registers bfloat16 with numpy)
+import ml_dtypes
 import numpy as np
 
 from stree_jax.checkpoint.files import has_file, read_json
@@ -85,7 +85,7 @@ def open_arrays(path: Path) -> dict[str, Tensor]:
     }
     for name in [name.removesuffix(SCALES) for name in tensors if name.endswith(SCALES)]:
         values, scales = tensors.pop(name + VALUES, None), tensors.pop(name + SCALES)
-        if values is None or (values.dtype, scales.dtype) != (np.int8, np.float32):
+        if values is None or (values.dtype, scales.dtype) != (np.int8, ml_dtypes.bfloat16):
             raise ValueError(f"{path} is damaged: {name:.80} has scales, but no 8-bit values")
         tensors[name] = dataclasses.replace(values, scales=scales)
     return tensors

@@ -55,10 +55,9 @@ class Matrix(nnx.Param):
         """Rows of sequences for products with such matrices, which may want zeros on padding."""
         return x
 
-    @property
-    def stored(self) -> Any:
-        """What ops take: the array, or a `PackedMatrix`."""
-        return self[...]
+    def factors(self, x: Array) -> tuple[Array, Any]:
+        """What an op takes to multiply rows by it: the rows, and an array or a `PackedMatrix`."""
+        return x, self[...]
 
     @property
     def result_dtype(self) -> Any:
@@ -68,7 +67,7 @@ class Matrix(nnx.Param):
     def matmul(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
         """Rows times the matrix, in its dtype; XLA's default for float32 on GPU is TF32."""
         contracted = ((x.ndim - 1,), (0,))
-        matrix = self[...]
+        x, matrix = self.factors(x)
         return lax.dot_general(
             x.astype(matrix.dtype), matrix, (contracted, ((), ())), precision=lax.Precision.HIGHEST
         )
@@ -76,12 +75,14 @@ class Matrix(nnx.Param):
     def wide_matmul(self, x: Float[Array, "*rows I"]) -> Float32[Array, "*rows O"]:
         """Rows times the matrix, in float32."""
         return jnp.matmul(
-            x, self[...], precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+            *self.factors(x),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
         )
 
     def matmul_each(self, x: Float[Array, "B T I"]) -> Float32[Array, "B T E O"]:
         """Rows times each of several matrices, in float32."""
-        return contract("bti,eio->bteo", x, self[...])
+        return contract("bti,eio->bteo", *self.factors(x))
 
     def cut(self, start: int) -> "Matrix":
         """Its columns from `start` on."""
@@ -107,7 +108,7 @@ class Table(Matrix):
 
     def matmul(self, x: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
         """Logits of hidden states."""
-        return contract("btm,vm->btv", x, self[...])
+        return contract("btm,vm->btv", *self.factors(x))
 
     def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float[Array, "B T M"]:
         """Rows of tokens."""
@@ -130,6 +131,9 @@ class QuantizedWeight(Matrix):
     def __getitem__(self, key: Any) -> Any:
         """Of the matrix, which is widened first."""
         return self.get_value().wide()[key]
+
+    def factors(self, x: Array) -> tuple[Array, Array]:
+        return self.get_value().wide_for(x)
 
     @property
     def result_dtype(self) -> Any:
@@ -182,7 +186,11 @@ class PackedWeight(Matrix):
 
     @property
     def stored(self) -> PackedMatrix:
+        """The matrix in blocks."""
         return self.get_value()
+
+    def factors(self, x: Array) -> tuple[Array, PackedMatrix]:
+        return x, self.stored
 
     @property
     def result_dtype(self) -> Any:

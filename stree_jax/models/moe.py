@@ -204,9 +204,10 @@ class MixtureOfExperts(Pointwise):
         if self.config.experts_held < self.config.num_experts:
             weights, chosen = self.shard.own_choices(weights, chosen, self.config.experts_held)
         x = u if self.latent_in is None else self.latent_in(u)
+        rows, into = self.experts_in.factors(x.reshape(-1, x.shape[-1]))
+        rows, out = self.experts_out.factors(rows)
         y = expert_mlps(
-            *(x.reshape(-1, x.shape[-1]), weights, chosen),
-            *(self.experts_in.stored, self.experts_out.stored),
+            *(rows, weights, chosen, into, out),
             activation=self.config.activation,
             gated=self.config.gated,
             implementation=self.implementation,

@@ -223,11 +223,11 @@ def test_a_packed_matrix_is_the_matrix(shape):
             for each in range(groups):
                 rows = (..., slice(each * GROUP, each * GROUP + GROUP), slice(None))
                 step[rows] = np.abs(dense[rows]).max(axis=-2, keepdims=True) / 127
-            assert np.abs(packed.blocks).max() == 127
+            assert np.abs(packed.blocks).max() in (126, 127)
         else:
             dense = np.asarray(jnp.asarray(dense, dtype), np.float32)
         got = np.asarray(canonical(packed), np.float32)
-        assert (np.abs(got - dense) <= 0.501 * step).all()
+        assert (np.abs(got - dense) <= 0.505 * step).all()
         np.testing.assert_array_equal(canonical(packed.cut(5, 60).cut(3, 50)), got[..., 8:55])
         assert packed.blocks.shape[-3:] == (-(-shape[-1] // COLUMNS), shape[-2], COLUMNS)
 
@@ -249,10 +249,10 @@ def test_rows_are_columns(dtype, implementation):
 
 
 def test_small_numbers_have_8_bits_too():
-    """A scale of few bits does not make a weight of more than 127."""
-    dense = np.array([[1.8e-43, 0.0], [-1.8e-43, 0.0]], np.float32)
+    """The least scale is 9e-41, which bfloat16 has, and what it makes 0 was below 5e-41."""
+    dense = np.array([[1.8e-36, 1e-38, 1e-43], [-1.8e-36, 0.0, 0.0]], np.float32)
     packed = PackedMatrix.pack(dense, "int8")
-    assert packed.blocks[0, :, :2].tolist() == [[127, 0], [-127, 0]]
+    assert packed.blocks[0, :, :3].tolist() == [[126, 109, 0], [-126, 0, 0]]
 
 
 # Transformations.

@@ -1,5 +1,6 @@
 """Matrices in 8 bits: their numbers, checkpoints, heads, and text with drafts."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -37,6 +38,8 @@ def in_float64(matrix, axis):
     for start in range(0, matrix.shape[-1], 32):
         group = matrix[..., start : start + 32]
         scale = np.abs(group).max(axis=-1) / 127
+        power = 2.0 ** (np.floor(np.log2(np.where(scale > 0, scale, 1))) - 7)
+        scale = np.ceil(scale / power) * power  # 8 bits, rounded up
         scales.append(scale)
         values[..., start : start + 32] = np.rint(group / np.where(scale > 0, scale, 1)[..., None])
     return np.moveaxis(values, -1, axis), np.moveaxis(np.stack(scales, -1), -1, axis)
@@ -54,14 +57,18 @@ def test_numbers(shape, axis):
     matrix = matrix.astype(np.float32)
     own = QuantizedMatrix.of(matrix, axis)
     values, scales = in_float64(matrix, axis)
-    assert (own.values.dtype, own.scales.dtype) == (np.int8, np.float32)
-    np.testing.assert_allclose(own.scales, scales, rtol=1e-6)
+    assert (own.values.dtype, own.scales.dtype) == (np.int8, jnp.bfloat16)
+    np.testing.assert_allclose(own.scales.astype(float), scales, rtol=0)
     assert np.abs(own.values - values).max() <= 1  # a tie may be rounded the other way
     assert (own.values != values).mean() < 0.01
     wide = np.asarray(own.wide())
     assert wide.dtype == np.float32
     half = np.moveaxis(np.repeat(np.moveaxis(scales, axis, 0), 32, 0)[: shape[axis]], 0, axis) / 2
     assert (np.abs(wide - matrix) <= half * (1 + 1e-5)).all()
+    exact = np.asarray(own.values, np.float64) * 2 * half
+    np.testing.assert_array_equal(wide, exact)
+    small = dataclasses.replace(own, dtype=np.dtype(jnp.bfloat16)).wide()
+    np.testing.assert_array_equal(small, exact.astype(np.float32).astype(jnp.bfloat16))
 
 
 def test_a_packed_matrix_has_the_same_numbers():
@@ -248,7 +255,7 @@ def damage(change):
 
 
 def nan(weights):
-    weights["embedding.scales"] = weights["embedding.scales"] * np.float32(np.nan)
+    weights["embedding.scales"] = np.full_like(weights["embedding.scales"], np.nan)
 
 
 def other_scales(weights):
@@ -259,7 +266,7 @@ def a_norm(weights):
     scale = weights.pop("final_norm_scale")
     weights |= {
         "final_norm_scale.values": scale.astype(np.int8),
-        "final_norm_scale.scales": np.float32([1]),
+        "final_norm_scale.scales": scale[:1].astype(jnp.bfloat16),
     }
 
 
