@@ -53,10 +53,12 @@ class Pair(NamedTuple):
         return {"pair": self.name, "dtype": self.target.dtype.name, "prompts": self.source}
 
 
-def embedded_pair(num_prompts: int, prompt_tokens: int | None = 64, dtype: str = "float32") -> Pair:
+def embedded_pair(
+    num_prompts: int, prompt_tokens: int | None = 64, dtype: str = "float32", **quantize: str | None
+) -> Pair:
     """The trained pair of the package; prompts are cut to `prompt_tokens`, for one program."""
     paths = st.demo_path("target"), st.demo_path("draft")
-    return loaded_pair(*paths, "embedded pair", num_prompts, prompt_tokens, dtype)
+    return loaded_pair(*paths, "embedded pair", num_prompts, prompt_tokens, dtype, **quantize)
 
 
 def loaded_pair(
@@ -66,6 +68,8 @@ def loaded_pair(
     num_prompts: int,
     prompt_tokens: int | None = None,
     dtype: str = "float32",
+    quantize: str | None = None,
+    draft_quantize: str | None = None,
 ) -> Pair:
     """A pair of checkpoints, and prompts cut to `prompt_tokens` if that is not None.
 
@@ -74,10 +78,11 @@ def loaded_pair(
     from stree_jax.convert import find  # GPU sessions run in a checkout without it
 
     target = find(target)
-    tokenizer, model = st.load_tokenizer(target), st.from_pretrained(target, dtype=dtype)
+    tokenizer = st.load_tokenizer(target)
+    model = st.from_pretrained(target, dtype=dtype, quantize=quantize)
     source, texts = load_prompts(num_prompts)
     prompts = [tokenizer.encode(text).ids[:prompt_tokens] for text in texts]
-    return Pair(name, model, st.load_draft(draft, model), prompts, source)
+    return Pair(name, model, st.load_draft(draft, model, quantize=draft_quantize), prompts, source)
 
 
 def chosen_pair(options: argparse.Namespace, num_prompts: int) -> Pair:

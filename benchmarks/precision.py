@@ -1,17 +1,19 @@
-"""What does bfloat16 gain, and does a tree still give the text of autoregressive decoding?
+"""What do bfloat16 and 8 bits gain and cost, and is a text with drafts still the type's own?
 
-Decodes the same prompts one at a time with the embedded pair as float32 and as bfloat16, all
-interleaved. Then decodes batches with all methods, at temperature 0 and with shared noise at
-temperature 1, until `--compared` tokens of each dtype were compared with those of autoregressive
-decoding in the same dtype, and reports each row's first difference with the gap of the two tokens'
-scores. In float32 there must be none but ties.
+Decodes the same prompts one at a time with the embedded pair in several types, all interleaved, and
+counts what the types change: the perplexity of the prompts, and the greedy texts. Then decodes
+batches with all methods, at temperature 0 and with shared noise at temperature 1, until
+`--compared` tokens of each type were compared with those of autoregressive decoding in the same
+type, and reports each row's first difference with the gap of the two tokens' scores. There must be
+none but ties.
 
     python -m benchmarks.precision [--prompts 16] [--tokens 96] [--rounds 3] [--compared 100000]
         [--output DIR | --commit]
 """
 
 import argparse
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -35,16 +37,31 @@ from benchmarks.models import Pair, embedded_pair
 
 OPTIONS = SIZES | {"--compared": 100_000}
 
-DTYPES = ("float32", "bfloat16")
+TYPES: dict[str, dict[str, str]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantize": "int8"},
+    "int8, drafts too": {"quantize": "int8", "draft_quantize": "int8"},
+    "drafts in int8": {"draft_quantize": "int8"},
+}
+TARGETS = [name for name, options in TYPES.items() if "draft_quantize" not in options]
 ROWS = 32  # of a batch whose tokens are compared
 LENGTH = 64  # of its prompts
-FIELDS = {
-    "tokens/s": "tokens_per_second][median]:,.0f",
-    "tau": "tau]:.2f",
-    "ms a call": "milliseconds]:.2f",
+COLUMNS = {
+    "weights": "{weights}",
+    "method": "{method}",
+    "nodes": "{nodes}",
+    "tokens/s": "{tokens_per_second[median]:,.0f}",
+    "tau": "{tau:.2f}",
+    "ms a call": "{milliseconds:.2f}",
+    "float32 = 1": "{ratio[median]:.2f}x",
 }
-COLUMNS = {"method": "{method}", "nodes": "{nodes}"} | {
-    f"{dtype}, {name}": f"{{{dtype}[{field}}}" for dtype in DTYPES for name, field in FIELDS.items()
+COST = {
+    "weights": "{weights}",
+    "MB": "{megabytes:.1f}",
+    "perplexity": "{perplexity:.2f}",
+    "texts that are float32's": "{equal} of {texts}",
+    "first difference, median token": "{first:.0f}",
 }
 
 
@@ -54,23 +71,52 @@ def methods(pair: Pair) -> list[Method]:
     return [Method(PLAIN), *trees(st.ModelDrafter(pair.draft), some)]
 
 
-def speeds(exact: Pair, rounded: Pair, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A record for each method: its speed in both types, and their ratio."""
-    ways = methods(exact)
-    others = [
-        method._replace(name=f"{method.name}, rounded", target=rounded.target)
-        for method in methods(rounded)
-    ]
-    found = {row["method"]: row for row in compare(exact, ways + others, 0.0, options)}
+def speeds(pairs: Mapping[str, Pair], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A record for each method and type: its speed, and the ratio to that of float32."""
+    exact, *_ = pairs.values()
+    ways = {
+        (weights, way.name): way._replace(
+            name=way.name if pair is exact else f"{way.name}, {weights}", target=pair.target
+        )
+        for weights, pair in pairs.items()
+        for way in methods(pair)
+        # The target alone is there already.
+        if way.name != PLAIN or weights in TARGETS
+    }
+    found = dict(zip(ways, compare(exact, [*ways.values()], 0.0, options), strict=True))
     rows = []
-    for method, other in zip(ways, others, strict=True):
-        of_dtype = dict(zip(DTYPES, (found[method.name], found[other.name]), strict=True))
-        for row in of_dtype.values():
-            row["milliseconds"] = 1e3 * row["tau"] / row["tokens_per_second"]["median"]  # a call
-        one, two = (np.array(row["tokens_per_second_by_round"]) for row in of_dtype.values())
-        row = {"method": method.name, "nodes": method.num_nodes, "ratio": summary(two / one)}
-        rows.append(row | of_dtype)
+    for (weights, method), row in found.items():
+        rounds, base = (
+            np.array(each["tokens_per_second_by_round"]) for each in (row, found["float32", method])
+        )
+        seconds = row["tau"] / row["tokens_per_second"]["median"]  # a call
+        named = {"weights": weights, "method": method, "milliseconds": 1e3 * seconds}
+        rows.append(row | named | {"ratio": summary(rounds / base)})
     return rows
+
+
+def costs(pairs: Mapping[str, Pair], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A record for each type of target: bytes, the prompts' perplexity, and greedy texts."""
+    texts: dict[str, np.ndarray] = {}
+    for weights, pair in pairs.items():
+        if weights not in TARGETS:
+            continue
+        found = [
+            st.generate(pair.target, [prompt], max_new_tokens=options.tokens, eos_token=()).tokens
+            for prompt in pair.prompts
+        ]
+        texts[weights] = np.concatenate(found)
+        differs = texts[weights] != texts["float32"]
+        first = differs.argmax(axis=1)[differs.any(axis=1)]
+        loss = -np.concatenate(st.score(pair.target, pair.prompts)).mean()
+        yield {
+            "weights": weights,
+            "megabytes": num_bytes(pair.target) / 1e6,
+            "perplexity": float(np.exp(loss)),
+            "texts": len(differs),
+            "equal": len(differs) - len(first),
+            "first": float(np.median(first)) if len(first) else math.nan,
+        }
 
 
 def exactness(pair: Pair, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -97,25 +143,29 @@ def exactness(pair: Pair, options: argparse.Namespace) -> Iterator[dict[str, Any
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
-    """Speed in both types, then exactness in both."""
-    pairs = {dtype: embedded_pair(options.prompts, None, dtype) for dtype in DTYPES}
-    megabytes = {dtype: num_bytes(pair.target) / 1e6 for dtype, pair in pairs.items()}
-    rows = speeds(*pairs.values(), options)
-    columns = COLUMNS | {"bfloat16 / float32": "{ratio[median]:.2f}x"}
-    tables = [Table(f"{pairs['float32'].name}, {options.prompts} prompts", rows, columns)]
-    results = {"megabytes": megabytes, "decoding": rows}
-    line = {row["method"]: round(row["ratio"]["median"], 2) for row in rows}
+    """What the types cost and gain, then exactness in each."""
+    pairs = {name: embedded_pair(options.prompts, None, **each) for name, each in TYPES.items()}
+    name = f"{pairs['float32'].name}, {options.prompts} prompts"
+    rows, cost = speeds(pairs, options), [*costs(pairs, options)]
+    tables = [Table(name, rows, COLUMNS), Table("What a type changes", cost, COST)]
+    results = {"costs": cost, "decoding": rows}
+    line = {f"{row['weights']}, {row['method']}": round(row["ratio"]["median"], 2) for row in rows}
     yield Found(results, tables, line=line)
     found = {
-        dtype: [*track(exactness(pair, options), dtype, 2 * len(rows) - 2, transient=True)]
-        for dtype, pair in pairs.items()
+        weights: [*track(exactness(pair, options), weights, transient=True)]
+        for weights, pair in pairs.items()
     }
-    by_dtype = sums("dtype", [{"dtype": name} | row for name in found for row in found[name]])
-    columns = {name: f"{{{name}}}" for name in ("dtype", "tokens", "differences", "ties")}
+    by_type = sums("weights", [{"weights": name} | row for name in found for row in found[name]])
+    columns = {name: f"{{{name}}}" for name in ("weights", "tokens", "differences", "ties")}
     columns |= {"median gap": "{median:.1e}", "largest gap": "{largest:.1e}"}
-    wrong = [row["method"] for row in found["float32"] if not row["right"]]
-    tables += [Table("Against autoregressive decoding in the same dtype", by_dtype, columns)]
-    yield Found(results | {"exactness": found, "sums": by_dtype}, tables, wrong, line)
+    wrong = [
+        f"{weights}, {row['method']}"
+        for weights in found
+        for row in found[weights]
+        if not row["right"]
+    ]
+    tables += [Table("Against autoregressive decoding in the same type", by_type, columns)]
+    yield Found(results | {"exactness": found, "sums": by_type}, tables, wrong, line)
 
 
 if __name__ == "__main__":

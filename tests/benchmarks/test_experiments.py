@@ -24,7 +24,7 @@ SMALLEST = {
     "decode": (GREEDY, "decoding tau speed_up accepted_per_depth"),
     "tuned": (GREEDY, "tuned parents slower_than relative_to"),
     "peer": (SIZES, "methods times_transformers identical_prompts"),
-    "precision": (f"{SIZES} --compared 20", "decoding method ratio float32 bfloat16"),
+    "precision": (f"{SIZES} --compared 20", "decoding method ratio weights tau"),
     "medusa": (f"{SIZES} --temperatures 1", "decoding tau speed_up identical"),
     "hierarchical": (f"{GREEDY} --small SMALL", "decoding tau speed_up"),
     "serving": (
