@@ -31,6 +31,9 @@ def _checked_dtype(dtype: str | None) -> str | None:
 
 
 _DTYPE = Option("float32", help="float32 or bfloat16 weights.", callback=_checked_dtype)
+_ADAPTER = Option(
+    None, help="LoRA adapter (PEFT) to merge into the checkpoint: directory or hub name."
+)
 _IGNORE_FIELD = Option(
     [], help="Unknown field of a checkpoint's config to ignore; may be repeated."
 )
@@ -66,6 +69,7 @@ class Prompts:
     """What is continued, and where it is written."""
 
     checkpoint: str = Argument(help="Target model: checkpoint directory or hub name.")
+    adapter: str | None = _ADAPTER
     prompt: str | None = Option(
         None, "--prompt", "-p", help="Text to continue.", show_default=False
     )
@@ -184,6 +188,7 @@ class Convert:
     )
     to: str = Option("native", help="native, hf (the matching family), or a family's name.")
     quirk: list[str] = Option([], help="hf_dt_floor or plain_rope; see docs/checkpoints.md.")
+    adapter: str | None = _ADAPTER
     ignore_field: list[str] = _IGNORE_FIELD
 
 
@@ -193,6 +198,7 @@ class Inspect:
 
     path: str = Argument(help="Checkpoint directory or hub name.")
     tensors: bool = Option(False, "--tensors", help="List all tensors.")
+    adapter: str | None = _ADAPTER
     ignore_field: list[str] = _IGNORE_FIELD
 
 
