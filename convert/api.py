@@ -15,6 +15,7 @@ from stree_jax.checkpoint.directories import new_directory, recover
 from stree_jax.checkpoint.files import CHAT_TEMPLATES, has_directory, has_file
 from stree_jax.checkpoint.load import load_native
 from stree_jax.convert.families import config_files, layout
+from stree_jax.convert.instead import ADAPTER
 from stree_jax.convert.reading import (
     ProgressCallback,
     is_foreign,
@@ -55,6 +56,7 @@ def convert(
     to: str = "native",
     quirks: Collection[str] = (),
     ignore: Collection[str] | Any = (),
+    adapter: str | os.PathLike[str] | None = None,
     progress: ProgressCallback = lambda done, total: None,
     quantize: str | Any = None,
     keep: Collection[str] | Any = (),
@@ -74,6 +76,7 @@ def convert(
         quirks: names from `families.QUIRKS`: deviations of other programs from the config, to
             reproduce them.
         ignore: names of unknown config fields to ignore, see `from_pretrained`.
+        adapter: a LoRA adapter to merge, see `from_pretrained`.
         progress: callback with the bytes read so far and the total.
         quantize: "int8" for matrices in 8 bits, natively only; see `from_pretrained`.
         keep: names of matrices that stay, see `from_pretrained`.
@@ -94,8 +97,9 @@ def convert(
     path, target = find(source), Path(destination)
     if target.exists():
         raise ValueError(f"{target} exists; choose another name")
+    changes = None if adapter is None else find(adapter, adapter=True)
     files = side_files(path)
-    if not is_foreign(path, quirks, ignore):
+    if not is_foreign(path, quirks, ignore, changes):
         model = load_native(path, dtype=dtype, **in_8_bits)
         inside = path / FOLDER
         found = open_head(FOLDER, inside)[1] if inside.is_dir() else None
@@ -103,7 +107,7 @@ def convert(
         has_place = found is not None and left_out is None
         head = load_native_head(FOLDER, inside, model) if has_place else None
     else:
-        checkpoint = open_checkpoint(path, quirks, ignore)
+        checkpoint = open_checkpoint(path, quirks, ignore, changes)
         described, name = checkpoint.description, checkpoint.dtype.name
         if to != "native":  # refuse before reading weights
             written_as(described.config, to, name, target)
@@ -163,8 +167,8 @@ def side_files(directory: Path) -> list[Path]:
     ]
 
 
-def find(name: str | os.PathLike[str]) -> Path:
-    """The directory of a checkpoint, downloaded from the hub if it is not a local one.
+def find(name: str | os.PathLike[str], *, adapter: bool = False) -> Path:
+    """The directory of a checkpoint or an adapter, downloaded from the hub if it is no local one.
 
     Raises:
         ValueError: there is no such directory and no such model on the hub.
@@ -182,6 +186,8 @@ def find(name: str | os.PathLike[str]) -> Path:
         raise ValueError(f"no checkpoint at {shown_path(path)}: {error.strerror}") from None
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
         raise ValueError(f"no checkpoint at {shown_path(path)}: there is no such directory")
+    if adapter:
+        return _download(str(name), [ADAPTER, "adapter_model*"])
     # The small files first: they decide which large ones are needed.
     path = _download(str(name), [*_COPIED, *config_files(), CHECKSUMS, "*.index.json"])
     if is_native(path):

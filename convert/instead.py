@@ -30,11 +30,11 @@ def refuse_adapter(directory: Path) -> None:
     if not has_file(file):
         return
     base = read_json(file).get("base_model_name_or_path")
-    of = "its model" if base is None else f"the model {shown(base)}"
+    of, name = ("its model", "MODEL") if base is None else (f"the model {shown(base)}", shown(base))
     raise ValueError(
-        f"{directory} has an adapter (PEFT, such as LoRA) for {of}, and adapters are not read:"
-        " merge it with peft, merge_and_unload(), and load what save_pretrained then writes; if the"
-        f" weights here are merged already, remove {ADAPTER}"
+        f"{directory} has an adapter (PEFT, such as LoRA) for {of}: load that with the adapter,"
+        f" from_pretrained({name}, adapter={shown(str(directory))}), on the command line --adapter;"
+        f" if the weights here are merged already, remove {ADAPTER}"
     )
 
 

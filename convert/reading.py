@@ -15,6 +15,7 @@ from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import read_json
 from stree_jax.checkpoint.load import Place, is_finite, matrix_dtype, placer
 from stree_jax.checks import check_names
+from stree_jax.convert.adapter import Adapted, adapted
 from stree_jax.convert.families import describe, layout, refuse_quantised
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.files import open_tensors
@@ -40,6 +41,7 @@ class Checkpoint(NamedTuple):
     description: Any  # a `Description`; of a head alone None
     tensors: dict[str, Tensor]
     rules: list[Rule]
+    adapter: str | None = None  # what was merged into the tensors
 
     @property
     def sources(self) -> list[str]:
@@ -66,7 +68,10 @@ class Checkpoint(NamedTuple):
 
 
 def is_foreign(
-    path: Path, quirks: Collection[str] = (), ignore: Collection[str] | Any = ()
+    path: Path,
+    quirks: Collection[str] = (),
+    ignore: Collection[str] | Any = (),
+    adapter: Path | None = None,
 ) -> bool:
     """Whether a checkpoint is one of another program, for `open_checkpoint` with these options.
 
@@ -82,11 +87,19 @@ def is_foreign(
     for what, names in given.items():
         if names:
             raise ValueError(f"{path} is native; {what} are for checkpoints of other programs")
+    if adapter is not None:
+        raise ValueError(
+            f"{path} is native, and {adapter} has the names of other programs: merge it while"
+            " converting their checkpoint, stree-jax convert SRC DST --adapter ADAPTER"
+        )
     return False
 
 
 def open_checkpoint(
-    path: Path, quirks: Collection[str] = (), ignore: Collection[str] | Any = ()
+    path: Path,
+    quirks: Collection[str] = (),
+    ignore: Collection[str] | Any = (),
+    adapter: Path | None = None,
 ) -> Checkpoint:
     """Recognises a checkpoint and checks all names and shapes. Reads no weights.
 
@@ -94,15 +107,20 @@ def open_checkpoint(
         path: directory of the checkpoint.
         quirks: names from `families.QUIRKS` to reproduce.
         ignore: names of unknown config fields to ignore.
+        adapter: directory of a LoRA adapter to merge into the tensors, see `adapter.adapted`.
 
     Raises:
-        ValueError: the checkpoint is damaged or unsupported, its tensors do not match its config,
-            or no such field is left over.
+        ValueError: the checkpoint or the adapter is damaged or unsupported, its tensors do not
+            match its config or the adapter, or no such field is left over.
     """
     files = layout(path)
     values = read_json(path / files.config)
     refuse_quantised(path / files.config, values)
     file, tensors = open_tensors(path, *files)
+    merged = None
+    if adapter is not None:
+        merged = adapted(tensors, adapter, ignore)
+        tensors, ignore = merged.tensors, merged.asked
     description = describe(path / files.config, values, tensors, quirks, ignore)
     num_layers = len(description.config.layers)
     if num_layers > len(tensors):  # each layer has at least one tensor
@@ -115,7 +133,25 @@ def open_checkpoint(
         rules = check_coverage(description.rules, description.ignored, tensors, shapes)
     except ValueError as error:
         raise ValueError(f"{path} ({description.family}): {error}") from None
-    return Checkpoint(path, file, description, tensors, rules)
+    if merged is None:
+        return Checkpoint(path, file, description, tensors, rules)
+    _check_changes(merged, adapter, description, rules)
+    description = description._replace(notes=description.notes + merged.notes)
+    return Checkpoint(path, file, description, tensors, rules, merged.about)
+
+
+def _check_changes(
+    merged: Adapted, adapter: Path | None, description: Any, rules: Sequence[Rule]
+) -> None:
+    """An adapter changes something that is read, and not a head through the embedding."""
+    changed = {rule.target for rule in rules if merged.changed.intersection(rule.sources)}
+    if not changed:
+        raise ValueError(f"{adapter} changes nothing of the text model that is read")
+    if "embedding" in changed and description.config.tie_embeddings:
+        raise ValueError(
+            f"{adapter} changes the embedding, and with it the head that is tied to it: save the"
+            " model with tie_word_embeddings = false and merge the adapter into that"
+        )
 
 
 def load_model(

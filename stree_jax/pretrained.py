@@ -32,6 +32,7 @@ def from_pretrained(
     implementation: str | None = None,
     quirks: Collection[str] = (),
     ignore: Collection[str] | Any = (),
+    adapter: str | os.PathLike[str] | Any = None,
     mesh: Mesh | None = None,
     replicate: bool = False,
     quantize: str | Any = None,
@@ -53,6 +54,8 @@ def from_pretrained(
         ignore: names of unknown config fields that do not change what is computed, such as
             "unsloth_fixed"; without it they are refused. Each must be there, and left over: a field
             that is read cannot be ignored.
+        adapter: a LoRA adapter in PEFT's format to merge into the weights, in float32: a directory
+            or the name of one on the hub. For checkpoints of other programs.
         mesh: a mesh from `make_mesh`: each of its devices gets its shard of the model. This host
             holds one weight at a time, and the shards of its own devices.
         replicate: give every device of the mesh the whole model, as draft models need it.
@@ -68,6 +71,8 @@ def from_pretrained(
             with its config or do not fit the mesh, or an argument has a wrong type or value.
     """
     _check_path(path)
+    if adapter is not None:
+        _check_path(adapter, "adapter")
     check_options(jnp.float32 if dtype is None else dtype, implementation)
     if replicate and mesh is None:
         raise ValueError("replicate = True is for a model on a mesh: pass mesh=make_mesh(...)")
@@ -76,11 +81,12 @@ def from_pretrained(
     from stree_jax import convert  # not imported by `import stree_jax`, to keep that light
 
     directory = convert.find(path)
+    changes = None if adapter is None else convert.find(adapter, adapter=True)
     options: dict[str, Any] = dict(
         implementation=implementation, partition=partition, quantize=quantize, keep=keep
     )
-    if convert.is_foreign(directory, quirks, ignore):
-        checkpoint = convert.open_checkpoint(directory, quirks, ignore)
+    if convert.is_foreign(directory, quirks, ignore, changes):
+        checkpoint = convert.open_checkpoint(directory, quirks, ignore, changes)
         dtype = checkpoint.dtype if dtype is None else dtype
         model = convert.load_model(checkpoint, dtype=dtype, **options)
     else:
@@ -152,10 +158,10 @@ def load_head(
     return loaded_for(target, load_native_head(kind, path, target), quantize)
 
 
-def _check_path(path: object) -> None:
+def _check_path(path: object, name: str = "path") -> None:
     if not isinstance(path, str | os.PathLike):
         raise ValueError(
-            f"path must be a directory or the name of a model on the hub, got {shown(path)}"
+            f"{name} must be a directory or the name of a model on the hub, got {shown(path)}"
         )
 
 

@@ -210,7 +210,7 @@ def row_bytes(models: Sequence[HybridLM], length: int) -> int:
 
 def _digest(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> str:
     """A digest of all that may change a text."""
-    names = ("checkpoint", "tree", "sharpness", "dtype", "quantize", "verifier", "seed")
+    names = ["checkpoint", "adapter", "tree", "sharpness", "dtype", "quantize", "verifier", "seed"]
     options = {name: getattr(command, name) for name in names} | settings
     options["drafter"] = chosen(command.checkpoint, command)
     options["tokenizer"] = str(command.tokenizer)

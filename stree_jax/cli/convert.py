@@ -26,6 +26,7 @@ def run_convert(command: Convert) -> None:
     if command.keep and command.quantize is None:
         raise ValueError("--keep goes with --quantize int8: without it all matrices stay")
     console, path = Console(highlight=False), find(command.source)  # may download
+    adapter = _found(command.adapter)
     with Progress(
         TextColumn("reading weights"),
         BarColumn(),
@@ -44,9 +45,10 @@ def run_convert(command: Convert) -> None:
             ignore=command.ignore_field,
             quantize=command.quantize,
             keep=command.keep,
+            adapter=adapter,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    console.print(_table(path, command.ignore_field))
+    console.print(_table(path, command.ignore_field, adapter))
     if left_out is not None:
         console.print(
             f"without the multi-token prediction head: {left_out}", markup=False, soft_wrap=True
@@ -57,35 +59,52 @@ def run_convert(command: Convert) -> None:
 def show_checkpoint(command: Inspect) -> None:
     """Runs `inspect`."""
     console = Console(highlight=False)
-    run_inspect(console, command.path, tensors=command.tensors, ignore=command.ignore_field)
+    run_inspect(
+        console,
+        command.path,
+        tensors=command.tensors,
+        ignore=command.ignore_field,
+        adapter=command.adapter,
+    )
 
 
-def run_inspect(console: Console, path: str, *, tensors: bool, ignore: Sequence[str] = ()) -> None:
+def run_inspect(
+    console: Console,
+    path: str,
+    *,
+    tensors: bool,
+    ignore: Sequence[str] = (),
+    adapter: str | None = None,
+) -> None:
     """Prints a summary of a checkpoint and, with `tensors`, the weight that each tensor becomes."""
-    directory = find(path)
-    console.print(_table(directory, ignore))
+    directory, changes = find(path), _found(adapter)
+    console.print(_table(directory, ignore, changes))
     if tensors:
-        for line in _tensors(directory, ignore):
+        for line in _tensors(directory, ignore, changes):
             console.print(line, markup=False, soft_wrap=True)
     console.print("names, shapes and files fit: can be loaded and converted")
     console.print(f"runs as {dispatch.explain()}", markup=False, soft_wrap=True)
 
 
-def _table(path: Path, ignore: Sequence[str]) -> Table:
+def _found(adapter: str | None) -> Path | None:
+    return None if adapter is None else find(adapter, adapter=True)
+
+
+def _table(path: Path, ignore: Sequence[str], adapter: Path | None) -> Table:
     table = Table(show_header=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    for name, fact in _facts(path, ignore):
+    for name, fact in _facts(path, ignore, adapter):
         table.add_row(name, fact)
     return table
 
 
-def _facts(path: Path, ignore: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[tuple[str, str]]:
     """What there is to know about a checkpoint, by name."""
     ignored: list[str] = []
     in_8_bits = ""
     head: MtpConfig | str | None
-    if not is_foreign(path, ignore=ignore):
+    if not is_foreign(path, ignore=ignore, adapter=adapter):
         config, stored = open_native(path)
         dtype, count = matrix_dtype(stored.values()), len(quantized_in(stored))
         in_8_bits = f", {count} matrices in 8 bits" * bool(count)
@@ -97,10 +116,12 @@ def _facts(path: Path, ignore: Sequence[str]) -> Iterator[tuple[str, str]]:
         inside = path / FOLDER
         head = open_head(FOLDER, inside)[1] if inside.is_dir() else None
     else:
-        checkpoint = open_checkpoint(path, ignore=ignore)
+        checkpoint = open_checkpoint(path, ignore=ignore, adapter=adapter)
         config, dtype, ignored = checkpoint.description.config, checkpoint.dtype, checkpoint.ignored
         yield "family", checkpoint.description.family
         yield "weights", checkpoint.file
+        if checkpoint.adapter is not None:
+            yield "adapter", checkpoint.adapter
         found = checkpoint.description.mtp
         head = None if found is None else found.config or found.problem
     yield "parameters", f"{_size(HybridLM.abstract(config)[1]):,}"
@@ -163,13 +184,13 @@ def _size(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def _tensors(path: Path, ignore: Sequence[str]) -> Iterator[str]:
+def _tensors(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[str]:
     """One line per tensor: name, shape, dtype, and the weight that it becomes."""
     if not is_foreign(path, ignore=ignore):
         for name, array in open_native(path)[1].items():
             yield f"{name} {array.shape} {array.dtype.name}"
         return
-    checkpoint = open_checkpoint(path, ignore=ignore)
+    checkpoint = open_checkpoint(path, ignore=ignore, adapter=adapter)
     for rule in checkpoint.rules:
         for name in rule.sources:
             tensor = checkpoint.tensors[name]

@@ -61,6 +61,7 @@ def load_models(
     target: str | Path,
     drafter: Chosen,
     *,
+    adapter: str | None = None,
     dtype: str = "float32",
     quantize: str | None = None,
     mesh: Mesh | None = None,
@@ -71,9 +72,17 @@ def load_models(
 
     `kind` is that of the tree, such as "budget" for dynamic ones, which have a `sharpness`.
     """
-    ignore, of_drafter = _ignored_fields(drafter.ignore, target, drafter.path)
+    changes = None if adapter is None else find(adapter, adapter=True)
+    ignore, of_drafter, own = _ignored_fields(drafter.ignore, target, drafter.path, changes)
     enable_compilation_cache()
-    model = st.from_pretrained(target, dtype=dtype, quantize=quantize, ignore=ignore, mesh=mesh)
+    model = st.from_pretrained(
+        target,
+        dtype=dtype,
+        quantize=quantize,
+        ignore=[*ignore, *own],
+        adapter=changes,
+        mesh=mesh,
+    )
     path: Any = drafter.path
     small = {"quantize": drafter.quantize}
     match drafter.option:
@@ -177,6 +186,7 @@ def load(command: Generate) -> Loaded:
     model, of_model = load_models(
         command.checkpoint,
         drafter,
+        adapter=command.adapter,
         dtype=command.dtype,
         quantize=command.quantize,
         mesh=None if mesh is None else parse_mesh(mesh),

@@ -40,6 +40,9 @@ def _checked_quantize(quantize: str | None) -> str | None:
 
 
 _QUANTIZE = Option(None, help="int8: the target's matrices in 8 bits.", callback=_checked_quantize)
+_ADAPTER = Option(
+    None, help="LoRA adapter (PEFT) to merge into the checkpoint: directory or hub name."
+)
 _IGNORE_FIELD = Option(
     [], help="Unknown field of a checkpoint's config to ignore; may be repeated."
 )
@@ -80,6 +83,7 @@ class Prompts:
     """What is continued, and where it is written."""
 
     checkpoint: str = Argument(help="Target model: checkpoint directory or hub name.")
+    adapter: str | None = _ADAPTER
     prompt: str | None = Option(
         None, "--prompt", "-p", help="Text to continue.", show_default=False
     )
@@ -205,6 +209,7 @@ class Convert:
         [], help='With --quantize: a matrix that stays, such as "embedding"; may be repeated.'
     )
     quirk: list[str] = Option([], help="hf_dt_floor or plain_rope; see docs/checkpoints.md.")
+    adapter: str | None = _ADAPTER
     ignore_field: list[str] = _IGNORE_FIELD
 
 
@@ -214,6 +219,7 @@ class Inspect:
 
     path: str = Argument(help="Checkpoint directory or hub name.")
     tensors: bool = Option(False, "--tensors", help="List all tensors.")
+    adapter: str | None = _ADAPTER
     ignore_field: list[str] = _IGNORE_FIELD
 
 

@@ -125,11 +125,11 @@ CHECKPOINTS = [
     ),
     (
         adapter(base_model_name_or_path="org/base"),
-        "an adapter .* for the model 'org/base', .*merge",
+        "an adapter .* for the model 'org/base': .*from_pretrained.'org/base', adapter=",
     ),
     (
         all_of(adapter(), holds("config.json", b"{}")),
-        r"an adapter .* for its model, .* merge_and_unload\(\)",
+        "an adapter .* for its model: .*; if the weights here are merged already, remove",
     ),
     (only(), "has no config.json or params.json; it is empty"),
     (only("model_index.json"), "it is a pipeline of diffusers"),
