@@ -15,9 +15,10 @@ from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import read_json
 from stree_jax.checkpoint.load import Place, is_finite, matrix_dtype, placer
 from stree_jax.checks import check_names
-from stree_jax.convert.families import describe, layout, refuse_quantised
+from stree_jax.convert.families import describe, layout, text_tables
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.files import open_tensors
+from stree_jax.convert.quantised import Plain, dequantised, read_scheme
 from stree_jax.convert.rules import Rule, check_coverage
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.mesh.weights import as_weight
@@ -40,6 +41,7 @@ class Checkpoint(NamedTuple):
     description: Any  # a `Description`; of a head alone None
     tensors: dict[str, Tensor]
     rules: list[Rule]
+    quantised: str = ""  # how many weights are, and how
 
     @property
     def sources(self) -> list[str]:
@@ -99,15 +101,13 @@ def open_checkpoint(
         ValueError: the checkpoint is damaged or unsupported, its tensors do not match its config,
             or no such field is left over.
     """
-    files = layout(path)
-    values = read_json(path / files.config)
-    refuse_quantised(path / files.config, values)
-    file, tensors = open_tensors(path, *files)
-    description = describe(path / files.config, values, tensors, quirks, ignore)
+    config, values, file, (tensors, notes, quantised) = _open(path)
+    description = describe(config, values, tensors, quirks, ignore)
+    description = description._replace(notes=[*description.notes, *notes])
     num_layers = len(description.config.layers)
     if num_layers > len(tensors):  # each layer has at least one tensor
         raise ValueError(
-            f"{path / files.config} says {num_layers} layers, but {file} has {len(tensors)} tensors"
+            f"{config} says {num_layers} layers, but {file} has {len(tensors)} tensors"
         )
     _, weights = HybridLM.abstract(description.config)
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten(weights).items()}
@@ -115,7 +115,16 @@ def open_checkpoint(
         rules = check_coverage(description.rules, description.ignored, tensors, shapes)
     except ValueError as error:
         raise ValueError(f"{path} ({description.family}): {error}") from None
-    return Checkpoint(path, file, description, tensors, rules)
+    return Checkpoint(path, file, description, tensors, rules, quantised)
+
+
+def _open(path: Path) -> tuple[Path, dict[str, Any], str, Plain]:
+    """The config file and what it says, the name of the weights, and the tensors."""
+    files = layout(path)
+    config = path / files.config
+    scheme = read_scheme(config, read_json(config), text_tables())
+    file, tensors = open_tensors(path, *files)
+    return config, scheme.values, file, dequantised(path, scheme, tensors)
 
 
 def load_model(
@@ -160,12 +169,9 @@ def load_model(
 
 def open_head(path: Path, ignore: Collection[str] | Any = ()) -> tuple[Fields, Checkpoint]:
     """The config and the tensors of a head that is a checkpoint of its own, still without rules."""
-    names = layout(path)
-    file = path / names.config
-    asked = dict.fromkeys(check_names("ignore", ignore), False)
-    fields = Fields(file, read_json(file), asked=asked)
-    weights, tensors = open_tensors(path, *names)
-    return fields, Checkpoint(path, weights, None, tensors, [])
+    config, values, file, plain = _open(path)
+    fields = Fields(config, values, asked=dict.fromkeys(check_names("ignore", ignore), False))
+    return fields, Checkpoint(path, file, None, plain.tensors, [], plain.quantised)
 
 
 def head_rules(
