@@ -16,7 +16,6 @@ bfloat16, it is what programs compute that multiply in bfloat16.
 """
 
 import functools
-import itertools
 import math
 import re
 from collections import Counter
@@ -44,9 +43,10 @@ _OF_ACTIVATIONS = re.compile(
     r".*(?:[._](?:input|output|activation)|\.[qkv])_(?:global_scale|scale|zero_point)"
 )
 
-_E4M3, _E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
-_INT8, _UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
+_E4M3, _E5M2 = _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+_INT8, _UINT8 = _CODES = np.dtype(np.int8), np.dtype(np.uint8)
 _SCALES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
+_MAX_BLOCKS = 16  # sizes of blocks with one scale
 _GROUP = 16  # inputs that share a scale in NVFP4
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
@@ -61,8 +61,8 @@ class _Form(NamedTuple):
     may_lack: str | None = None
 
 
-_FP8 = _Form("FP8", {"": (_E4M3, _E5M2), "_scale": _SCALES})
-_FP8_INV = _Form("FP8", {"": (_E4M3, _E5M2), "_scale_inv": _SCALES})
+_FP8 = _Form("FP8", {"": _FLOAT8, "_scale": _SCALES})
+_FP8_INV = _Form("FP8", {"": _FLOAT8, "_scale_inv": _SCALES})
 _INT = _Form("int8", {"": (_INT8,), "_scale": _SCALES, "_zero_point": (_INT8,)}, "_zero_point")
 _FP4 = _Form("NVFP4", {"": (_UINT8,), "_scale": (_E4M3,), "_scale_2": _SCALES})
 _PACKED = _Form("NVFP4", {"_packed": (_UINT8,), "_scale": (_E4M3,), "_global_scale": _SCALES})
@@ -125,14 +125,16 @@ def read_scheme(path: Path, values: Mapping[str, Any], tables: Collection[str] =
         for name in _schemes(said):
             if name not in _SCHEMES:
                 raise ValueError(
-                    f"{where}: {shown(name)} is not read, only {', '.join(_SCHEMES)}; use the"
-                    " bfloat16 original"
+                    f"{where}: the scheme {shown(name)} is not read, only {', '.join(_SCHEMES)};"
+                    " use the bfloat16 original"
                 )
         for block in _blocks(_table(said)):
             pair = block if isinstance(block, list) and len(block) == 2 else [0, 0]
             if not all(type(size) is int and 0 < size < 1 << 24 for size in pair):
                 raise ValueError(f"{where}: a scale cannot be of a block {shown(block)}")
             blocks.add((pair[0], pair[1]))
+        if len(blocks) > _MAX_BLOCKS:
+            raise ValueError(f"{where}: {len(blocks)} sizes of blocks are too many to be real")
     return Scheme(config, [where for where, _ in found], blocks)
 
 
@@ -197,16 +199,19 @@ def dequantised(path: Path, scheme: Scheme, tensors: Mapping[str, Tensor]) -> Pl
                 f"{path}: {base!r:.80} is quantised, and no file says how: get the config.json that"
                 " belongs to it, with a quantization_config"
             )
-        parts = {end: plain.pop(base + end) for end in ends}
         try:
-            form, plain[base] = _one(base, parts, scheme.blocks)
+            form, tensor = _one(base, {end: tensors[base + end] for end in ends}, scheme.blocks)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+        for end in ends:
+            plain.pop(base + end, None)
+        plain[base] = tensor
         count[form] += 1
     notes = []
     if scheme.said:
         skipped = [name for name in plain if _OF_ACTIVATIONS.fullmatch(name)]
-        plain = {name: plain[name] for name in plain if name not in {*skipped}}
+        for name in skipped:
+            del plain[name]
         if skipped:
             notes.append(
                 f"{len(skipped)} scales of activations or caches, such as {skipped[0]:.200}:"
@@ -224,17 +229,17 @@ def _found(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     for name, tensor in tensors.items():
         end = next((end for end in _ENDS if name.endswith(end)), "")
         base = name.removesuffix(end)
+        if _OF_ACTIVATIONS.fullmatch(name):
+            continue
         if end and (base in tensors or base.endswith("weight")):
             found.setdefault(base, []).append(end)
-        elif tensor.dtype in (_E4M3, _E5M2) and not _OF_ACTIVATIONS.fullmatch(name):
-            found.setdefault(name, [])
+        elif tensor.dtype in _FLOAT8 or (tensor.dtype in _CODES and base.endswith("weight")):
+            found.setdefault(name, [])  # even if it has no scale
     return {base: ["", *ends] if base in tensors else ends for base, ends in found.items()}
 
 
-def _one(
-    base: str, parts: Mapping[str, Tensor], blocks: Collection[tuple[int, int]]
-) -> tuple[str, Tensor]:
-    """The form of a quantised weight, and its tensor."""
+def _form(base: str, parts: Mapping[str, Tensor]) -> _Form:
+    """The form of a quantised weight, whose tensors are there and have the right types."""
     dtype = parts[""].dtype if "" in parts else None
     if "_packed" in parts or "_global_scale" in parts:
         form = _PACKED
@@ -244,42 +249,47 @@ def _one(
         form = _FP8_INV
     else:
         form = _INT if dtype == _INT8 else _FP8
-    for end in itertools.chain(form.types, parts):
-        if end not in form.types:
-            raise ValueError(f"{base + end} is not of a weight in {form.name}")
-        if end not in parts:
-            if end == form.may_lack:
-                continue
-            raise ValueError(f"{base + end} is missing, of a weight in {form.name}")
-        if parts[end].dtype not in form.types[end]:
-            names = " or ".join(dtype.name for dtype in form.types[end])
+    for end in parts.keys() - form.types.keys():
+        raise ValueError(f"{base + end!r:.120} is not of a weight in {form.name}")
+    for end, types in form.types.items():
+        if end not in parts and end != form.may_lack:
+            raise ValueError(f"{base + end!r:.120} is missing, of a weight in {form.name}")
+        if end in parts and parts[end].dtype not in types:
             raise ValueError(
-                f"{base + end} holds {parts[end].dtype.name}, in a weight in {form.name} it is"
-                f" {names}"
+                f"{base + end!r:.120} holds {parts[end].dtype}; of a weight in {form.name} it is"
+                f" {' or '.join(dtype.name for dtype in types)}"
             )
+    return form
+
+
+def _one(
+    base: str, parts: Mapping[str, Tensor], blocks: Collection[tuple[int, int]]
+) -> tuple[str, Tensor]:
+    """The form of a quantised weight, and its tensor."""
+    form = _form(base, parts)
     weight, scale, *others = (end for end in form.types if end in parts)
     shape, numbers = parts[weight].shape, parts[scale].shape
     if len(shape) < 2 or 0 in shape:
-        raise ValueError(f"{base + weight} has shape {shape!s:.80}; only matrices are quantised")
+        raise ValueError(f"{base + weight!r:.120} has shape {shape!s:.80}, and is no matrix")
     known, of_others = [shape[-2:], (1, shape[-1]), *blocks], [numbers]
     if form.name == "NVFP4":
         shape = (*shape[:-1], 2 * shape[-1])
         known, of_others = [(1, _GROUP)], [(), (1,)]
     for end in others:
         if parts[end].shape not in of_others:
-            raise ValueError(
-                f"{base + end} has shape {parts[end].shape!s:.80}, not {of_others[-1]!s:.80}"
-            )
-    # The same block may be known as a row, say, and as a group as wide as the matrix.
-    known = {(min(rows, shape[-2]), min(columns, shape[-1])) for rows, columns in known}
+            have = f"{parts[end].shape!s:.80}"
+            raise ValueError(f"{base + end!r:.120} has shape {have}, not {of_others[-1]!s:.80}")
+    # A row, say, may also be a group as wide as the matrix.
+    sizes = {(min(block[0], shape[-2]), min(block[1], shape[-1])) for block in known}
     grid = (*numbers, *[1] * (len(shape) - len(numbers)))
-    fitting = [block for block in known if _grid(shape, block) == grid]
+    fitting = [size for size in sizes if _grid(shape, size) == grid]
     if math.prod(numbers) == 1 and form.name != "NVFP4":
         fitting = [shape[-2:]]
     if len(fitting) != 1:
-        some = " or ".join(f"{_grid(shape, block)}" for block in sorted(known))
+        grids = " or ".join(str(_grid(shape, size)) for size in sorted(sizes))
         raise ValueError(
-            f"{base + scale} has shape {numbers!s:.80}; of {base} {shape!s:.80} it has {some}"
+            f"{base + scale!r:.120} has shape {numbers!s:.80}; those of a weight {shape!s:.80} are"
+            f" {grids:.200}"
         )
     read = functools.partial(_read, form, base, parts, shape, fitting[0])
     return form.name, Tensor(shape, np.dtype(ml_dtypes.bfloat16), read)
@@ -305,7 +315,7 @@ def _read(
             values = _PAIRS[values].reshape(shape)
             of_all = _scale(base + others[0], parts[others[0]]).reshape(())
             if of_all == 0:
-                raise ValueError(f"{base + others[0]} is 0")
+                raise ValueError(f"{base + others[0]!r:.120} is 0")
             scale = scale / of_all if form is _PACKED else scale * of_all
         else:
             values = values.astype(np.float32)
@@ -319,7 +329,7 @@ def _scale(name: str, tensor: Tensor) -> np.ndarray:
     """Scales, float32."""
     values = tensor.read().astype(np.float32)
     if not (np.isfinite(values) & (values >= 0)).all():
-        raise ValueError(f"{name} holds NaN, infinity or a negative number")
+        raise ValueError(f"{name!r:.120} holds NaN, infinity or a negative number")
     return values
 
 

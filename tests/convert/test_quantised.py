@@ -137,7 +137,7 @@ FORMS = {
         nvfp4(False),
         [(3, 32), (2, 3, 48)],
     ),
-    "NVFP4, the last group is smaller": (
+    "NVFP4, packed": (
         compressed("nvfp4-pack-quantized"),
         nvfp4(True),
         [(5, 40)],
@@ -188,6 +188,131 @@ def test_transformers_computes_the_same():
         "weight_scale_inv": torch.from_numpy(parts["_scale_inv"]),
     }
     np.testing.assert_array_equal(Fp8Dequantize(None).convert(own)["weight"].numpy(), want)
+
+
+INF, NAN, NEGATIVE = (lambda x, put=put: np.full_like(x, put) for put in (np.inf, np.nan, -1))
+ZERO, ONE = np.zeros_like, lambda x: np.ones(1, x.dtype)
+TWO, FLAT = lambda x: np.ones(2, x.dtype), lambda x: x.reshape(-1)
+NO = "'x.weight{}' is missing, of a weight in {}".format
+HOLDS = "'x.weight{}' holds {}; of a weight in {} it is {}".format
+SHAPE = "'x.weight{}' has shape {}; those of a weight {} are {}".format
+BAD = "'x.weight{}' holds NaN, infinity or a negative number".format
+# A form, what happens to a tensor of the weight, None: it is lost, and the message.
+DAMAGED = [
+    ("blocks", "", None, NO("", "FP8")),
+    ("blocks", "_scale_inv", None, NO("_scale", "FP8")),
+    ("NVFP4", "", None, NO("", "NVFP4")),
+    ("NVFP4", "_scale", None, NO("_scale", "NVFP4")),
+    ("NVFP4", "_scale_2", None, NO("_scale_2", "NVFP4")),
+    ("NVFP4, packed", "_packed", None, NO("_packed", "NVFP4")),
+    ("NVFP4, packed", "_scale", None, NO("_scale", "NVFP4")),
+    ("NVFP4, packed", "_global_scale", None, NO("_global_scale", "NVFP4")),
+    ("int8", "_scale", None, NO("_scale", "int8")),
+    ("blocks", "", np.float32, HOLDS("", "float32", "FP8", "float8_e4m3fn or float8_e5m2")),
+    ("rows", "_scale", lambda x: x.view(np.int16), HOLDS("_scale", "int16", "FP8", "float32 or")),
+    ("NVFP4", "_scale", np.float32, HOLDS("_scale", "float32", "NVFP4", "float8_e4m3fn")),
+    ("NVFP4, packed", "_packed", np.float32, HOLDS("_packed", "float32", "NVFP4", "uint8")),
+    ("int8, groups", "_zero_point", np.float32, HOLDS("_zero_point", "float32", "int8", "int8")),
+    ("rows", "_zero_point", np.int8(0), "'x.weight_zero_point' is not of a weight in FP8"),
+    ("NVFP4", "_scale_inv", np.ones(1), "'x.weight_scale_inv' is not of a weight in NVFP4"),
+    ("NVFP4, packed", "", np.ones((5, 40)), "'x.weight' is not of a weight in NVFP4"),
+    (
+        "blocks",
+        "_scale_inv",
+        np.transpose,
+        SHAPE("_scale_inv", (3, 2), (16, 18), "(16, 1) or (2, 3)"),
+    ),
+    ("rows", "_scale", np.transpose, SHAPE("_scale", (1, 5), (5, 4), "(5, 1) or (1, 1)")),
+    ("NVFP4", "_scale", np.transpose, SHAPE("_scale", (2, 3), (3, 32), (3, 2))),
+    ("NVFP4", "_scale", ONE, SHAPE("_scale", (1,), (3, 32), (3, 2))),
+    ("NVFP4", "_scale_2", TWO, "'x.weight_scale_2' has shape (2,), not (1,)"),
+    ("int8, groups", "_zero_point", FLAT, "'x.weight_zero_point' has shape (18,), not (6, 3)"),
+    ("weights", "", FLAT, "'x.weight' has shape (20,), and is no matrix"),
+    ("blocks", "_scale_inv", NAN, BAD("_scale_inv")),
+    ("rows", "_scale", INF, BAD("_scale")),
+    ("NVFP4", "_scale", NEGATIVE, BAD("_scale")),
+    ("NVFP4", "_scale_2", INF, BAD("_scale_2")),
+    ("NVFP4", "_scale_2", ZERO, "'x.weight_scale_2' is 0"),
+    ("NVFP4, packed", "_global_scale", ZERO, "'x.weight_global_scale' is 0"),
+]
+
+
+@pytest.mark.parametrize(("form", "end", "damage", "message"), DAMAGED)
+def test_damaged_weights(form, end, damage, message, tmp_path):
+    """One line that names the tensor, when the checkpoint is opened, or its weight is read."""
+    said, make, shapes = FORMS[form]
+    parts, _ = make(np.random.default_rng(0), shapes[0])
+    lost = parts.pop(end, None)
+    if damage is not None:
+        parts[end] = np.asarray(damage(lost) if callable(damage) else damage)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        plain_of(tmp_path, said, {f"x.weight{end}": x for end, x in parts.items()}).tensors[
+            "x.weight"
+        ].read()
+    assert "\n" not in str(error.value)
+
+
+MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+CACHE = {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+CONFIGS = [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes' is not read, only"),
+    ({"bits": 4}, "the scheme None is not read, only"),
+    ("fp4", "the scheme 'fp4' is not read"),
+    ({"quant_method": ["x" * 10_000]}, "is not read, only fp8, FP8, "),
+    (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ' is not read"),
+    (MIXED | {"quantized_layers": {"a": {"quant_algo": "MXFP8"}}}, "'MXFP8' is not read"),
+    (compressed("pack-quantized"), "'pack-quantized' is not read"),
+    (compressed("dense") | {"sparsity_config": {"format": "sparse-24"}}, "'sparse-24' is not"),
+    (FLOATS | {"transform_config": {"config_groups": {"R1": {}}}}, "'transform_config' is not"),
+    (FLOATS | {"config_groups": {"a": {"format": "mxfp4-pack-quantized"}}}, "'mxfp4-pack-quant"),
+    (FINE | {"weight_block_size": [128]}, r"a scale cannot be of a block [128]"),
+    (FINE | {"weight_block_size": [128, 0]}, r"a scale cannot be of a block [128, 0]"),
+    (compressed("int-quantized", group_size="x"), r"a scale cannot be of a block [1, 'x']"),
+    (
+        FLOATS | {"config_groups": {str(n): {"weights": {"group_size": n}} for n in range(1, 99)}},
+        "98 sizes of blocks are too many to be real",
+    ),
+    (CACHE, None),
+    (compressed("float-quantized", group_size=None, block_structure=None), None),
+]
+
+
+@pytest.mark.parametrize(("said", "message"), CONFIGS)
+def test_what_configs_say(said, message, tmp_path):
+    """An unknown scheme is refused by its name, wherever it is said, before tensors are opened."""
+    path, beside = tmp_path / "config.json", tmp_path / "hf_quant_config.json"
+    places = [
+        ("quantization_config", {"quantization_config": said}, {}),
+        ("text_config.compression_config", {"text_config": {"compression_config": said}}, {}),
+        ("quantization", {}, {"quantization": said}),
+    ]
+    of_modelopt = "modelopt" in str(said)  # the only one with a file of its own
+    for where, values, own in places[: 2 + of_modelopt]:
+        beside.write_text(json.dumps(own))
+        if message is None:
+            scheme = read_scheme(path, values, ["text_config"])
+            assert scheme.values in ({}, {"text_config": {}})
+            assert any(where in each for each in scheme.said)
+            continue
+        with pytest.raises(ValueError, match=f"says {where}: .*{re.escape(message)}"):
+            read_scheme(path, values, ["text_config"])
+
+
+def test_a_config_and_tensors_that_disagree(tmp_path):
+    """Tensors say what they are: float32 is read as such. Without a config nothing says how."""
+    tensors = {"x.weight": np.ones((2, 2), np.float32)}
+    plain = plain_of(tmp_path, FINE, tensors)
+    np.testing.assert_array_equal(plain.tensors["x.weight"].read(), tensors["x.weight"])
+    (note,) = plain.notes
+    assert note.endswith("config.json says quantization_config: no weight is quantised")
+    with pytest.raises(ValueError, match="'x.weight' is quantised, and no file says how: get the"):
+        plain_of(tmp_path, None, {"x.weight": np.zeros((2, 2), E4M3)})
+    chain = {
+        "x.weight" + "_scale" * n: np.zeros((2, 2), E4M3 if n == 0 else np.float32)
+        for n in range(3)
+    }
+    with pytest.raises(ValueError, match="'x.weight_scale' holds float32; of a weight in FP8"):
+        plain_of(tmp_path, FINE | {"weight_block_size": [1, 1]}, chain)
 
 
 KINDS = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "float32": "F32", "int8": "I8"}
