@@ -16,6 +16,8 @@ from stree_jax.convert.instead import instead
 from stree_jax.convert.torch_file import MAX_TENSORS, open_torch_file
 from stree_jax.messages import first_line
 
+HEAD = "mtp.safetensors"  # a multi-token prediction head beside the other files
+
 _MAX_HEADER = 32 << 20  # bytes of a safetensors header; 100,000 tensors take 15 MB
 
 # Types of safetensors. Its reader gives NumPy no float8.
@@ -58,7 +60,7 @@ def open_tensors(
                 f"{directory} has both {name} and {index.name}; remove the one that is out of date"
             )
         if has_whole:
-            return name, _open_file(file)
+            return name, _with_head(directory, _open_file(file))
         if has_index:
             return index.name, _open_sharded(index)
     raise ValueError(
@@ -117,18 +119,44 @@ def _read_bytes(path: Path, start: int, dtype: np.dtype, shape: tuple[int, ...])
     return np.fromfile(path, np.uint8, size, offset=start).view(dtype).reshape(shape)
 
 
-def _open_sharded(index: Path) -> dict[str, Tensor]:
+def shards(directory: Path, name: str) -> list[str]:
+    """The files of weights with this name: those of its index, or patterns if there is none."""
+    index = directory / f"{name}.index.json"
+    found = {*_weight_map(index).values()} if has_file(index) else {name.replace(".", "*.", 1)}
+    return sorted({*found, HEAD})
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    """The file of each tensor."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise ValueError(f"{index} is damaged: it has no weight_map")
     if len(weight_map) > MAX_TENSORS:
         raise ValueError(f"{index} names {len(weight_map)} tensors, more than {MAX_TENSORS}")
-    files: dict[str, dict[str, Tensor]] = {}
     for name in weight_map.values():
         # Only a plain file name in the same directory; no path.
         plain = isinstance(name, str) and 0 < len(name) < 256 and "\0" not in name
         if not plain or Path(name).name != name or "\\" in name:
             raise ValueError(f"{index} names a file {name!r:.80}, which is not a plain file name")
+    return weight_map
+
+
+def _with_head(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with those of a head in a file that no index names, as some releases have it."""
+    file = directory / HEAD
+    head = _open_file(file) if has_file(file) else {}
+    if again := sorted(head.keys() & tensors.keys()):
+        raise ValueError(
+            f"{file} has {len(again)} tensors that other files have too, such as {again[0]!r:.80};"
+            " remove the file that is out of date"
+        )
+    return tensors | head
+
+
+def _open_sharded(index: Path) -> dict[str, Tensor]:
+    weight_map = _weight_map(index)
+    files: dict[str, dict[str, Tensor]] = {}
+    for name in weight_map.values():
         if name not in files:
             if not has_file(index.parent / name):
                 raise ValueError(
@@ -150,4 +178,5 @@ def _open_sharded(index: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{index}: {len(stray)} tensors are in files it does not name: {stray[:3]!s:.200}"
         )
-    return {key: files[name][key] for key, name in weight_map.items()}
+    tensors = {key: files[name][key] for key, name in weight_map.items()}
+    return tensors if HEAD in files else _with_head(index.parent, tensors)

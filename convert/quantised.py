@@ -271,7 +271,8 @@ def _one(
     shape, numbers = parts[weight].shape, parts[scale].shape
     if len(shape) < 2 or 0 in shape:
         raise ValueError(f"{base + weight!r:.120} has shape {shape!s:.80}, and is no matrix")
-    known, of_others = [shape[-2:], (1, shape[-1]), *blocks], [numbers]
+    known: list[tuple[int, ...]] = [shape[-2:], (1, shape[-1]), *blocks]
+    of_others = [numbers]
     if form.name == "NVFP4":
         shape = (*shape[:-1], 2 * shape[-1])
         known, of_others = [(1, _GROUP)], [(), (1,)]
