@@ -15,6 +15,7 @@ from stree_jax.checkpoint.directories import new_directory, recover
 from stree_jax.checkpoint.files import CHAT_TEMPLATES, has_directory, has_file
 from stree_jax.checkpoint.load import load_native
 from stree_jax.convert.families import config_files, layout
+from stree_jax.convert.files import HEAD, shards
 from stree_jax.convert.instead import ADAPTER
 from stree_jax.convert.reading import (
     ProgressCallback,
@@ -192,9 +193,10 @@ def find(name: str | os.PathLike[str], *, adapter: bool = False) -> Path:
     path = _download(str(name), [*_COPIED, *config_files(), CHECKSUMS, "*.index.json"])
     if is_native(path):
         return _download(str(name), ["params/**", f"{FOLDER}/**"])
-    for pattern in [weights.replace(".", "*.", 1) for weights in layout(path).weights]:
-        _download(str(name), [pattern])
-        if any(path.glob(pattern)):
+    for weights in layout(path).weights:
+        wanted = shards(path, weights)
+        _download(str(name), wanted)
+        if any(match.name != HEAD for each in wanted for match in path.glob(each)):
             break
     return path
 

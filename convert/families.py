@@ -17,6 +17,7 @@ from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, 
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.instead import ADAPTER, instead, refuse_adapter
+from stree_jax.convert.quantised import MODELOPT
 from stree_jax.convert.rules import Ignored, renamed
 from stree_jax.models.config import ModelConfig
 
@@ -141,7 +142,6 @@ _WRAPPERS = {
     "qwen3_5": _qwen("qwen3_5_text"),
     "qwen3_5_moe": _qwen("qwen3_5_moe_text"),
 }
-_QUANTISED = "hf_quant_config.json"
 
 
 class FileNames(NamedTuple):
@@ -182,7 +182,7 @@ def layout(directory: Path) -> FileNames:
 
 def config_files() -> list[str]:
     """Names of all files that may describe a checkpoint."""
-    return [files.config for files in _LAYOUTS] + [_QUANTISED, ADAPTER, *_files_beside()]
+    return [files.config for files in _LAYOUTS] + [MODELOPT, ADAPTER, *_files_beside()]
 
 
 def has_field(directory: Path, name: str) -> bool:
@@ -232,33 +232,9 @@ def describe(
     return found
 
 
-def refuse_quantised(path: Path, values: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint that says that it is quantised.
-
-    Args:
-        path: path of the config file. NVIDIA's ModelOpt writes `hf_quant_config.json` beside it.
-        values: content of that file; in multimodal checkpoints a table of it may say so.
-
-    Raises:
-        ValueError: it is quantised.
-    """
-    inside = {name for wrapper in _WRAPPERS.values() for name in wrapper.tables}
-    tables = [("", values), *((f"{name}.", values.get(name)) for name in inside)]
-    said = [
-        (path, f"{prefix}{field}")
-        for prefix, table in tables
-        for field in ("quantization_config", "compression_config", "quantization")
-        if isinstance(table, Mapping) and table.get(field)
-    ]
-    beside = path.with_name(_QUANTISED)
-    found = read_json(beside).get("quantization") if has_file(beside) else None
-    if isinstance(found, Mapping) and found.get("quant_algo"):  # null: only the cache has few bits
-        said.append((beside, f"quant_algo = {found['quant_algo']!r:.80}"))
-    for file, field in said:
-        raise ValueError(
-            f"{file} says {field}: quantised checkpoints are not supported, use the bfloat16"
-            " original"
-        )
+def text_tables() -> list[str]:
+    """Names of the tables with the config of a text model, in those of multimodal checkpoints."""
+    return sorted({name for wrapper in _WRAPPERS.values() for name in wrapper.tables})
 
 
 def read(source: Source) -> Description:

@@ -1,8 +1,11 @@
 """The tensors of a checkpoint directory by name, opened lazily."""
 
 import functools
+import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # registers bfloat16 with numpy
 import numpy as np
@@ -13,9 +16,13 @@ from stree_jax.convert.instead import instead
 from stree_jax.convert.torch_file import MAX_TENSORS, open_torch_file
 from stree_jax.messages import first_line
 
+HEAD = "mtp.safetensors"  # a multi-token prediction head beside the other files
+
 _MAX_HEADER = 32 << 20  # bytes of a safetensors header; 100,000 tensors take 15 MB
 
-_SAFETENSORS = {
+# Types of safetensors. Its reader gives NumPy no float8.
+_FLOAT8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
+_SAFETENSORS = _FLOAT8 | {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -53,7 +60,7 @@ def open_tensors(
                 f"{directory} has both {name} and {index.name}; remove the one that is out of date"
             )
         if has_whole:
-            return name, _open_file(file)
+            return name, _with_head(directory, _open_file(file))
         if has_index:
             return index.name, _open_sharded(index)
     raise ValueError(
@@ -78,39 +85,78 @@ def _open_safetensors(path: Path) -> dict[str, Tensor]:
         if _MAX_HEADER < size < path.stat().st_size:
             raise ValueError(f"{path} has a header of {size} bytes, too many to be real")
         file = safe_open(path, framework="np")
-        tensors = {}
+        tensors, header = {}, None
         names = file.keys()
         if len(names) > MAX_TENSORS:
             raise ValueError(f"{path} has {len(names)} tensors, more than {MAX_TENSORS}")
         for name in names:
             part = file.get_slice(name)
-            if part.get_dtype() not in _SAFETENSORS:
+            kind, shape = part.get_dtype(), tuple(part.get_shape())
+            if kind not in _SAFETENSORS:
                 raise ValueError(
-                    f"{path}: tensor {name!r:.80} is stored as {part.get_dtype()}; quantised"
-                    " checkpoints are not supported, use the bfloat16 original"
+                    f"{path}: tensor {name!r:.80} is stored as {kind}, which is not read; use the"
+                    " bfloat16 original"
                 )
-            tensors[name] = Tensor(
-                tuple(part.get_shape()),
-                _SAFETENSORS[part.get_dtype()],
-                functools.partial(file.get_tensor, name),
-            )
+            read = functools.partial(file.get_tensor, name)
+            if kind in _FLOAT8:
+                header = header or _header(path, size)
+                start = 8 + size + header[name]["data_offsets"][0]
+                read = functools.partial(_read_bytes, path, start, _FLOAT8[kind], shape)
+            tensors[name] = Tensor(shape, _SAFETENSORS[kind], read)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged: {first_line(error)}") from error
     return tensors
 
 
-def _open_sharded(index: Path) -> dict[str, Tensor]:
+def _header(path: Path, size: int) -> dict[str, Any]:
+    """The header of a safetensors file that has been opened, and so is a good one."""
+    with path.open("rb") as file:
+        return json.loads(file.read(8 + size)[8:])
+
+
+def _read_bytes(path: Path, start: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    return np.fromfile(path, np.uint8, size, offset=start).view(dtype).reshape(shape)
+
+
+def shards(directory: Path, name: str) -> list[str]:
+    """The files of weights with this name: those of its index, or patterns if there is none."""
+    index = directory / f"{name}.index.json"
+    found = {*_weight_map(index).values()} if has_file(index) else {name.replace(".", "*.", 1)}
+    return sorted({*found, HEAD})
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    """The file of each tensor."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise ValueError(f"{index} is damaged: it has no weight_map")
     if len(weight_map) > MAX_TENSORS:
         raise ValueError(f"{index} names {len(weight_map)} tensors, more than {MAX_TENSORS}")
-    files: dict[str, dict[str, Tensor]] = {}
     for name in weight_map.values():
         # Only a plain file name in the same directory; no path.
         plain = isinstance(name, str) and 0 < len(name) < 256 and "\0" not in name
         if not plain or Path(name).name != name or "\\" in name:
             raise ValueError(f"{index} names a file {name!r:.80}, which is not a plain file name")
+    return weight_map
+
+
+def _with_head(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with those of a head in a file that no index names, as some releases have it."""
+    file = directory / HEAD
+    head = _open_file(file) if has_file(file) else {}
+    if again := sorted(head.keys() & tensors.keys()):
+        raise ValueError(
+            f"{file} has {len(again)} tensors that other files have too, such as {again[0]!r:.80};"
+            " remove the file that is out of date"
+        )
+    return tensors | head
+
+
+def _open_sharded(index: Path) -> dict[str, Tensor]:
+    weight_map = _weight_map(index)
+    files: dict[str, dict[str, Tensor]] = {}
+    for name in weight_map.values():
         if name not in files:
             if not has_file(index.parent / name):
                 raise ValueError(
@@ -132,4 +178,5 @@ def _open_sharded(index: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{index}: {len(stray)} tensors are in files it does not name: {stray[:3]!s:.200}"
         )
-    return {key: files[name][key] for key, name in weight_map.items()}
+    tensors = {key: files[name][key] for key, name in weight_map.items()}
+    return tensors if HEAD in files else _with_head(index.parent, tensors)

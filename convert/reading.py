@@ -16,9 +16,10 @@ from stree_jax.checkpoint.files import read_json
 from stree_jax.checkpoint.load import Place, is_finite, matrix_dtype, placer
 from stree_jax.checks import check_names
 from stree_jax.convert.adapter import Adapted, adapted
-from stree_jax.convert.families import describe, layout, refuse_quantised
+from stree_jax.convert.families import describe, layout, text_tables
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.files import open_tensors
+from stree_jax.convert.quantised import Plain, dequantised, read_scheme
 from stree_jax.convert.rules import Rule, check_coverage
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import first_line
@@ -41,6 +42,7 @@ class Checkpoint(NamedTuple):
     description: Any  # a `Description`; of a head alone None
     tensors: dict[str, Tensor]
     rules: list[Rule]
+    quantised: str = ""  # how many weights are, and how
     adapter: str | None = None  # what was merged into the tensors
 
     @property
@@ -113,19 +115,18 @@ def open_checkpoint(
         ValueError: the checkpoint or the adapter is damaged or unsupported, its tensors do not
             match its config or the adapter, or no such field is left over.
     """
-    files = layout(path)
-    values = read_json(path / files.config)
-    refuse_quantised(path / files.config, values)
-    file, tensors = open_tensors(path, *files)
+    config, values, file, (tensors, notes, quantised) = _open(path)
     merged = None
     if adapter is not None:
         merged = adapted(tensors, adapter, ignore)
         tensors, ignore = merged.tensors, merged.asked
-    description = describe(path / files.config, values, tensors, quirks, ignore)
+        notes = [*notes, *merged.notes]
+    description = describe(config, values, tensors, quirks, ignore)
+    description = description._replace(notes=[*description.notes, *notes])
     num_layers = len(description.config.layers)
     if num_layers > len(tensors):  # each layer has at least one tensor
         raise ValueError(
-            f"{path / files.config} says {num_layers} layers, but {file} has {len(tensors)} tensors"
+            f"{config} says {num_layers} layers, but {file} has {len(tensors)} tensors"
         )
     _, weights = HybridLM.abstract(description.config)
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten(weights).items()}
@@ -133,11 +134,10 @@ def open_checkpoint(
         rules = check_coverage(description.rules, description.ignored, tensors, shapes)
     except ValueError as error:
         raise ValueError(f"{path} ({description.family}): {error}") from None
-    if merged is None:
-        return Checkpoint(path, file, description, tensors, rules)
-    _check_changes(merged, adapter, description, rules)
-    description = description._replace(notes=description.notes + merged.notes)
-    return Checkpoint(path, file, description, tensors, rules, merged.about)
+    if merged is not None:
+        _check_changes(merged, adapter, description, rules)
+    about = None if merged is None else merged.about
+    return Checkpoint(path, file, description, tensors, rules, quantised, about)
 
 
 def _check_changes(
@@ -152,6 +152,15 @@ def _check_changes(
             f"{adapter} changes the embedding, and with it the head that is tied to it: save the"
             " model with tie_word_embeddings = false and merge the adapter into that"
         )
+
+
+def _open(path: Path) -> tuple[Path, dict[str, Any], str, Plain]:
+    """The config file and what it says, the name of the weights, and the tensors."""
+    files = layout(path)
+    config = path / files.config
+    scheme = read_scheme(config, read_json(config), text_tables())
+    file, tensors = open_tensors(path, *files)
+    return config, scheme.values, file, dequantised(path, scheme, tensors)
 
 
 def load_model(
@@ -201,12 +210,9 @@ def load_model(
 
 def open_head(path: Path, ignore: Collection[str] | Any = ()) -> tuple[Fields, Checkpoint]:
     """The config and the tensors of a head that is a checkpoint of its own, still without rules."""
-    names = layout(path)
-    file = path / names.config
-    asked = dict.fromkeys(check_names("ignore", ignore), False)
-    fields = Fields(file, read_json(file), asked=asked)
-    weights, tensors = open_tensors(path, *names)
-    return fields, Checkpoint(path, weights, None, tensors, [])
+    config, values, file, plain = _open(path)
+    fields = Fields(config, values, asked=dict.fromkeys(check_names("ignore", ignore), False))
+    return fields, Checkpoint(path, file, None, plain.tensors, [], plain.quantised)
 
 
 def head_rules(

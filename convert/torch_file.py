@@ -306,8 +306,8 @@ class _Unpickler(_PythonUnpickler):
             return _NAMES[module, name]
         if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
             raise ValueError(
-                f"{self._archive.path} holds tensors of a type such as float8; quantised"
-                " checkpoints are not supported, use the bfloat16 original"
+                f"{self._archive.path} holds tensors of a type such as float8, which are read from"
+                " safetensors only; use the bfloat16 original"
             )
         raise ValueError(
             f"{self._archive.path} is refused: its pickle asks for {module[:80]}.{name[:80]}, which"

@@ -120,6 +120,8 @@ def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[
         config, dtype, ignored = checkpoint.description.config, checkpoint.dtype, checkpoint.ignored
         yield "family", checkpoint.description.family
         yield "weights", checkpoint.file
+        if checkpoint.quantised:
+            yield "quantised", f"{checkpoint.quantised}, whose values are computed in float32"
         if checkpoint.adapter is not None:
             yield "adapter", checkpoint.adapter
         found = checkpoint.description.mtp

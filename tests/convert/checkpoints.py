@@ -146,6 +146,18 @@ WEIGHTS = described_weights(numpy_mamba_ssm, CONFIG)
 MIXER = "backbone.layers.1.mixer"
 
 
+def inspected(path):
+    """What `inspect` prints."""
+    from rich.console import Console
+
+    from stree_jax.cli.convert import run_inspect
+
+    with open(os.devnull, "w") as nowhere:
+        console = Console(record=True, width=400, file=nowhere)
+        run_inspect(console, str(path), tensors=False)
+    return console.export_text()
+
+
 def refused(path, message):
     """Every reader refuses the checkpoint, and `convert` leaves nothing behind."""
     for use in (open_checkpoint, st.from_pretrained, lambda p: convert(p, path.parent / "out")):

@@ -186,7 +186,12 @@ def test_a_hub_name(monkeypatch, checkpoint):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert st.from_pretrained("some/model").config.d_model == 16
     assert {"config.json", "additional_chat_templates/*.jinja"} <= set(asked[0][1])
-    assert asked[1:] == [("some/model", ["model*.safetensors"])]
+    assert asked[1:] == [("some/model", ["model*.safetensors", "mtp.safetensors"])]
+    write_index(checkpoint, sharded(checkpoint))  # Qwen's in FP8 are layers-0, outside, mtp
+    asked.clear()
+    st.from_pretrained("some/model")
+    files = ["mtp.safetensors", "part-0.safetensors", "part-1.safetensors"]
+    assert asked[1:] == [("some/model", files)]
 
 
 def test_both_forms_of_a_model_in_one_directory(tmp_path):

@@ -1,7 +1,6 @@
 """Multi-token prediction heads beside Nemotron-3 and Qwen targets: read, written, refused."""
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from stree_jax.convert.writing import written_as
 from stree_jax.decoding import outputs_ahead
 from stree_jax.testing import CONFIGS, HYBRIDS
 from tests.convert import checkpoints
+from tests.convert.checkpoints import inspected
 from tests.extensions import qwen_files
 from tests.extensions.mtp_files import KEYS, files, saved
 
@@ -129,17 +129,6 @@ def test_what_is_refused(changes, own, message, tmp_path):
     assert not (tmp_path / "native" / "mtp").exists()
 
 
-def inspected(path):
-    from rich.console import Console
-
-    from stree_jax.cli.convert import run_inspect
-
-    with open(os.devnull, "w") as nowhere:
-        console = Console(record=True, width=400, file=nowhere)
-        run_inspect(console, str(path), tensors=False)
-    return console.export_text()
-
-
 def test_copies_without_a_head_say_so(tmp_path):
     path = saved(tmp_path / "again", tensors={})
     target = st.from_pretrained(path)
@@ -154,7 +143,7 @@ def test_copies_without_a_head_say_so(tmp_path):
     assert "multi-token prediction (attention, moe), " in inspected(saved(tmp_path / "whole"))
 
 
-METHOD = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+METHOD = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}}
 
 
 @pytest.mark.parametrize(
@@ -163,13 +152,13 @@ METHOD = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVF
         (METHOD, None, "config.json says quantization_config"),
         ({"model_type": "nemotron_h_omni", "text_config": METHOD}, None, "says text_config.quanti"),
         ({"model_type": "nemotron_h_omni", "llm_config": METHOD}, None, "says llm_config.quanti"),
-        ({}, {"quant_algo": "NVFP4", "group_size": 16}, r"hf_quant_config.json says .*'NVFP4'"),
+        ({}, {"quant_algo": "NVFP4_AWQ", "group_size": 16}, "hf_quant_config.json says"),
         ({}, {"quant_algo": None, "kv_cache_quant_algo": "FP8"}, None),
     ],
     ids=["config", "wrapped", "wrapped, older", "beside", "its cache alone"],
 )
-def test_quantised_releases_name_the_original(changes, quantisation, says, tmp_path):
-    """They leave the head as it is, but pack the target's experts."""
+def test_unknown_quantisation_names_the_original(changes, quantisation, says, tmp_path):
+    """The head may be as it was, but the target is not."""
     path, target = saved(tmp_path / "quantised", changes), st.from_pretrained(saved(tmp_path / "b"))
     if quantisation is not None:
         beside = {"producer": {"name": "modelopt"}, "quantization": quantisation}
@@ -178,7 +167,7 @@ def test_quantised_releases_name_the_original(changes, quantisation, says, tmp_p
         if says is None:
             load()
             continue
-        match = f"{says}.*: quantised checkpoints are not supported, use the bfloat16 original"
+        match = f"{says}.*: the scheme 'NVFP4_AWQ' is not read, only .*; use the bfloat16 original"
         with pytest.raises(ValueError, match=match) as error:
             load()
         assert "\n" not in str(error.value)
@@ -220,6 +209,31 @@ def test_a_head_of_qwen_beside_a_wrapped_model(tmp_path):
     rounded = st.load_mtp(path, st.from_pretrained(path, dtype="bfloat16"))
     assert rounded.in_proj.kernel.dtype == "bfloat16"
     assert rounded.final_norm_scale.dtype == rounded.attention.q_norm_scale.dtype == "float32"
+
+
+@pytest.mark.parametrize("index", ["none", "without it", "with it"])
+def test_a_head_in_a_file_of_its_own(index, tmp_path):
+    """As in FP8 releases of Qwen; copies by other programs have an index that does not name it."""
+    want = qwen_files.saved(tmp_path / "original")
+    values, tensors, head = qwen_files.files()
+    name = "model.safetensors" if index == "none" else "layers-0.safetensors"
+    path = checkpoints.write_safetensors(
+        tmp_path / "split", values | qwen_files.KEYS, tensors, name
+    )
+    checkpoints.write_safetensors(path, values | qwen_files.KEYS, head, "mtp.safetensors")
+    if index != "none":
+        of_head = dict.fromkeys(head if index == "with it" else (), "mtp.safetensors")
+        checkpoints.write_index(path, dict.fromkeys(tensors, name) | of_head)
+    target = st.from_pretrained(path)
+    same(st.load_mtp(path, target), st.load_mtp(want, target))
+    if index != "with it":
+        again = head | {"lm_head.weight": tensors["lm_head.weight"]}
+        checkpoints.write_safetensors(path, values, again, "mtp.safetensors")
+        message = (
+            "mtp.safetensors has 1 tensors that other files have too, such as 'lm_head.weight'"
+        )
+        with pytest.raises(ValueError, match=message):
+            st.from_pretrained(path)
 
 
 def test_another_head_has_no_place_in_the_format_of_qwen(tmp_path):

@@ -49,7 +49,7 @@ OF_MAMBA_SSM = [
     ({"n_layer": 10**9}, "n_layer must be an integer, from 1 to 4096"),
     ({"n_layer": 4096}, r"config\.json says 4096 layers, but model\.safetensors has 21 tensors"),
     ({"d_model": None}, "d_model is missing"),
-    ({"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
+    ({"quantization_config": {"bits": 4}}, "the scheme None is not read, only fp8"),
 ]
 # model_type, fields beside it, and the message.
 OF_TRANSFORMERS = [
@@ -61,8 +61,8 @@ OF_TRANSFORMERS = [
     ("qwen3_5", {}, "needs a table text_config"),
     (
         "qwen3_5_moe",
-        {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
-        "says text_config.quantization_config: quantised .* use the bfloat16 original",
+        {"text_config": {"quantization_config": {"quant_method": "awq"}}},
+        "says text_config.quantization_config: the scheme 'awq' .* use the bfloat16 original",
     ),
     ("qwen3_5", {"text_config": {"novel": 1}}, r"unknown fields \['text_config.novel'\]"),
     (
@@ -236,6 +236,7 @@ def in_file(header):
 
 
 FLOAT8 = {"x": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}
+SCALES = {"x": {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}}
 
 
 def in_index(change):
@@ -282,7 +283,8 @@ REFUSED = [
     *((in_mamba_in_llama(*both), message) for *both, message in MAMBA_IN_LLAMA),
     *((in_weights(**changes), message) for changes, message in WEIGHTS_REFUSED),
     (in_file({}), r"model\.safetensors has no tensors"),
-    (in_file(FLOAT8), "stored as F8_E4M3; quantised checkpoints are not supported"),
+    (in_file(FLOAT8), "'x' is quantised, and no file says how: get the config.json that belongs"),
+    (in_file(SCALES), "stored as F8_E8M0, which is not read; use the bfloat16 original"),
     *((in_index(change), message) for change, message in INDICES),
     (
         lambda checkpoint: write_index(checkpoint, {"x": "part-0.safetensors"}),

@@ -1,0 +1,444 @@
+"""Quantised checkpoints in the published layouts, against loops over their bits in float64."""
+
+import functools
+import json
+import re
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.checkpoint.arrays import Tensor
+from stree_jax.convert import convert, open_checkpoint
+from stree_jax.convert.quantised import dequantised, read_scheme
+from tests.convert import checkpoints, qwen_files
+from tests.extensions import mtp_files
+from tests.extensions import qwen_files as dense_files
+from tests.helpers import assert_same_model
+
+E4M3, E5M2, BFLOAT16 = (
+    np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e5m2", "bfloat16")
+)
+BITS = {E4M3: (4, 3), E5M2: (5, 2)}  # of the exponent and the mantissa
+
+
+def number(bits, exponent, mantissa):
+    """The number of a sign, an exponent and a mantissa."""
+    sign = -1.0 if bits >> (exponent + mantissa) & 1 else 1.0
+    power, part = bits >> mantissa & (2**exponent - 1), bits % 2**mantissa / 2**mantissa
+    least = 2 - 2 ** (exponent - 1)
+    return sign * (part * 2.0**least if power == 0 else (1 + part) * 2.0 ** (least - 1 + power))
+
+
+def blocked(shape, block):
+    """The size of a block, and the shape of its scales."""
+    if block == "weight":
+        return shape[-2:], (1,) * len(shape)
+    rows, columns = (1, shape[-1]) if block == "row" else block
+    return (rows, columns), (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+
+
+def products(shape, block, value, scales):
+    """Each number of a weight times the scale of its block, rounded to float32."""
+    out = np.empty(shape, np.float32)
+    for index in np.ndindex(shape):
+        of = (*index[:-2], index[-2] // block[0], index[-1] // block[1])
+        of = tuple(i % n for i, n in zip(of, scales.shape, strict=True))
+        out[index] = value(index, of) * np.float64(scales[of])
+    return out
+
+
+def fp8(block, end="_scale", kind=E4M3, dtype=np.float32, stored=lambda scale: scale):
+    """How a weight in FP8 is made: its tensors by the ends of their names, and its values."""
+
+    def make(rng, shape):
+        exponent, mantissa = BITS[kind]
+        size, grid = blocked(shape, block)
+        scale = rng.uniform(0.01, 0.1, grid).astype(dtype)
+        finite = [bits for bits in range(256) if bits & 127 < {E4M3: 127, E5M2: 124}[kind]]
+        bits = rng.choice(finite, shape).astype(np.uint8)
+        values = products(shape, size, lambda i, _: number(int(bits[i]), exponent, mantissa), scale)
+        return {"": bits.view(kind), end: stored(scale)}, values
+
+    return make
+
+
+def int8(block, zeros=False):
+    def make(rng, shape):
+        size, grid = blocked(shape, block)
+        scale = rng.uniform(0.01, 0.1, grid).astype(BFLOAT16)
+        codes = rng.integers(-128, 128, shape).astype(np.int8)
+        zero = rng.integers(-9, 9, grid).astype(np.int8) * zeros
+        values = products(shape, size, lambda i, of: int(codes[i]) - int(zero[of]), scale)
+        return {"": codes, "_scale": scale} | ({"_zero_point": zero} if zeros else {}), values
+
+    return make
+
+
+def nvfp4(packed):
+    """In the names of compressed-tensors, whose global scale divides, or in those of ModelOpt."""
+
+    def make(rng, shape):
+        size, grid = blocked(shape, (1, 16))
+        bits = rng.integers(0, 256, (*shape[:-1], shape[-1] // 2)).astype(np.uint8)
+        local = rng.integers(40, 90, grid).astype(np.uint8)
+        of_all = np.float32(rng.uniform(3, 30) if packed else rng.uniform(0.01, 0.1))
+        scale = np.empty(grid, np.float32)
+        for index in np.ndindex(grid):
+            own = number(int(local[index]), 4, 3)
+            scale[index] = own / np.float64(of_all) if packed else own * np.float64(of_all)
+
+        def value(index, _):
+            byte = int(bits[(*index[:-1], index[-1] // 2)])
+            return number(byte >> 4 if index[-1] % 2 else byte & 15, 2, 1)
+
+        ends = ("_packed", "_scale", "_global_scale") if packed else ("", "_scale", "_scale_2")
+        parts = (bits, local.view(E4M3), of_all.reshape(1) if packed else of_all)
+        return dict(zip(ends, parts, strict=True)), products(shape, size, value, scale)
+
+    return make
+
+
+FINE = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 6]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+
+def compressed(form, **weights):
+    group = {"targets": ["Linear"], "weights": weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+    }
+
+
+FLOATS, INTS = compressed("float-quantized"), compressed("int-quantized", group_size=5)
+# What a config says, how a weight is made, and the shapes of weights.
+FORMS = {
+    "blocks": (FINE, fp8((8, 6), "_scale_inv"), [(16, 18), (9, 7), (3, 4), (2, 9, 13)]),
+    "blocks, bfloat16": (FINE, fp8((8, 6), "_scale_inv", dtype=BFLOAT16), [(20, 13)]),
+    "a block": (FINE, fp8("weight", "_scale_inv"), [(8, 6)]),
+    "weights": (MODELOPT, fp8("weight", stored=lambda x: x.reshape(())), [(5, 4), (2, 3, 4)]),
+    "of one number": (MODELOPT, fp8("weight", stored=lambda x: x.reshape(1)), [(4, 4)]),
+    "rows": (FLOATS, fp8("row", dtype=BFLOAT16), [(5, 4), (4, 4), (1, 4)]),
+    "rows, flat": (MODELOPT, fp8("row", stored=lambda x: x[..., 0]), [(4, 4), (3, 5), (2, 3, 3)]),
+    "E5M2": (FLOATS, fp8("row", kind=E5M2, dtype=np.float16), [(5, 4)]),
+    "experts": (MODELOPT, fp8((64, 64), stored=lambda x: x[:, 0, 0]), [(3, 4, 4)]),
+    "compressed blocks": (
+        compressed("float-quantized", block_structure=[4, 8]),
+        fp8((4, 8)),
+        [(6, 9)],
+    ),
+    "NVFP4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        nvfp4(False),
+        [(3, 32), (2, 3, 48)],
+    ),
+    "NVFP4, packed": (
+        compressed("nvfp4-pack-quantized"),
+        nvfp4(True),
+        [(5, 40)],
+    ),
+    "int8": (INTS, int8("row"), [(5, 4)]),
+    "int8, weights": (INTS, int8("weight", zeros=True), [(5, 4)]),
+    "int8, groups": (INTS, int8((1, 5), zeros=True), [(6, 15), (5, 5), (15, 6)]),
+}
+
+
+def opened(parts):
+    return {
+        name: Tensor(value.shape, value.dtype, functools.partial(np.asarray, value))
+        for name, value in parts.items()
+    }
+
+
+def plain_of(path, said, parts):
+    """The checkpoint with these tensors, whose config says that."""
+    config = path / "config.json"
+    return dequantised(path, read_scheme(config, {"quantization_config": said}), opened(parts))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_values_are_those_of_the_format(form, tmp_path):
+    """To the bit, in float32: of each number, by the position of its bits and of its scale."""
+    said, make, shapes = FORMS[form]
+    for seed, shape in enumerate(shapes):
+        parts, want = make(np.random.default_rng(seed), shape)
+        for base in ("x.weight", "experts.gate_up_proj")[: 1 + (len(shape) == 3)]:
+            plain = plain_of(tmp_path, said, {base + end: x for end, x in parts.items()})
+            (tensor,) = (plain.tensors[base],)
+            assert plain.tensors.keys() == {base}
+            assert (tensor.shape, tensor.dtype) == (shape, BFLOAT16)
+            have = tensor.read()
+            assert have.dtype == np.float32
+            np.testing.assert_array_equal(have, want)
+
+
+@pytest.mark.slow  # imports it
+def test_transformers_computes_the_same():
+    """Of blocks that it can read: they divide the weight."""
+    torch, _ = checkpoints.torch(), checkpoints.transformers()
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    parts, want = fp8((8, 6), "_scale_inv")(np.random.default_rng(0), (16, 18))
+    own = {
+        "weight": torch.from_numpy(parts[""].view(np.uint8)).view(torch.float8_e4m3fn),
+        "weight_scale_inv": torch.from_numpy(parts["_scale_inv"]),
+    }
+    np.testing.assert_array_equal(Fp8Dequantize(None).convert(own)["weight"].numpy(), want)
+
+
+INF, NAN, NEGATIVE = (lambda x, put=put: np.full_like(x, put) for put in (np.inf, np.nan, -1))
+ZERO, ONE = np.zeros_like, lambda x: np.ones(1, x.dtype)
+TWO, FLAT = lambda x: np.ones(2, x.dtype), lambda x: x.reshape(-1)
+NO = "'x.weight{}' is missing, of a weight in {}".format
+HOLDS = "'x.weight{}' holds {}; of a weight in {} it is {}".format
+SHAPE = "'x.weight{}' has shape {}; those of a weight {} are {}".format
+BAD = "'x.weight{}' holds NaN, infinity or a negative number".format
+# A form, what happens to a tensor of the weight, None: it is lost, and the message.
+DAMAGED = [
+    ("blocks", "", None, NO("", "FP8")),
+    ("blocks", "_scale_inv", None, NO("_scale", "FP8")),
+    ("NVFP4", "", None, NO("", "NVFP4")),
+    ("NVFP4", "_scale", None, NO("_scale", "NVFP4")),
+    ("NVFP4", "_scale_2", None, NO("_scale_2", "NVFP4")),
+    ("NVFP4, packed", "_packed", None, NO("_packed", "NVFP4")),
+    ("NVFP4, packed", "_scale", None, NO("_scale", "NVFP4")),
+    ("NVFP4, packed", "_global_scale", None, NO("_global_scale", "NVFP4")),
+    ("int8", "_scale", None, NO("_scale", "int8")),
+    ("blocks", "", np.float32, HOLDS("", "float32", "FP8", "float8_e4m3fn or float8_e5m2")),
+    ("rows", "_scale", lambda x: x.view(np.int16), HOLDS("_scale", "int16", "FP8", "float32 or")),
+    ("NVFP4", "_scale", np.float32, HOLDS("_scale", "float32", "NVFP4", "float8_e4m3fn")),
+    ("NVFP4, packed", "_packed", np.float32, HOLDS("_packed", "float32", "NVFP4", "uint8")),
+    ("int8, groups", "_zero_point", np.float32, HOLDS("_zero_point", "float32", "int8", "int8")),
+    ("rows", "_zero_point", np.int8(0), "'x.weight_zero_point' is not of a weight in FP8"),
+    ("NVFP4", "_scale_inv", np.ones(1), "'x.weight_scale_inv' is not of a weight in NVFP4"),
+    ("NVFP4, packed", "", np.ones((5, 40)), "'x.weight' is not of a weight in NVFP4"),
+    (
+        "blocks",
+        "_scale_inv",
+        np.transpose,
+        SHAPE("_scale_inv", (3, 2), (16, 18), "(16, 1) or (2, 3)"),
+    ),
+    ("rows", "_scale", np.transpose, SHAPE("_scale", (1, 5), (5, 4), "(5, 1) or (1, 1)")),
+    ("NVFP4", "_scale", np.transpose, SHAPE("_scale", (2, 3), (3, 32), (3, 2))),
+    ("NVFP4", "_scale", ONE, SHAPE("_scale", (1,), (3, 32), (3, 2))),
+    ("NVFP4", "_scale_2", TWO, "'x.weight_scale_2' has shape (2,), not (1,)"),
+    ("int8, groups", "_zero_point", FLAT, "'x.weight_zero_point' has shape (18,), not (6, 3)"),
+    ("weights", "", FLAT, "'x.weight' has shape (20,), and is no matrix"),
+    ("blocks", "_scale_inv", NAN, BAD("_scale_inv")),
+    ("rows", "_scale", INF, BAD("_scale")),
+    ("NVFP4", "_scale", NEGATIVE, BAD("_scale")),
+    ("NVFP4", "_scale_2", INF, BAD("_scale_2")),
+    ("NVFP4", "_scale_2", ZERO, "'x.weight_scale_2' is 0"),
+    ("NVFP4, packed", "_global_scale", ZERO, "'x.weight_global_scale' is 0"),
+]
+
+
+@pytest.mark.parametrize(("form", "end", "damage", "message"), DAMAGED)
+def test_damaged_weights(form, end, damage, message, tmp_path):
+    """One line that names the tensor, when the checkpoint is opened, or its weight is read."""
+    said, make, shapes = FORMS[form]
+    parts, _ = make(np.random.default_rng(0), shapes[0])
+    lost = parts.pop(end, None)
+    if damage is not None:
+        parts[end] = np.asarray(damage(lost) if callable(damage) else damage)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        plain_of(tmp_path, said, {f"x.weight{end}": x for end, x in parts.items()}).tensors[
+            "x.weight"
+        ].read()
+    assert "\n" not in str(error.value)
+
+
+MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+CACHE = {"quant_method": "modelopt", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+CONFIGS = [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes' is not read, only"),
+    ({"bits": 4}, "the scheme None is not read, only"),
+    ("fp4", "the scheme 'fp4' is not read"),
+    ({"quant_method": ["x" * 10_000]}, "is not read, only fp8, FP8, "),
+    (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ' is not read"),
+    (MIXED | {"quantized_layers": {"a": {"quant_algo": "MXFP8"}}}, "'MXFP8' is not read"),
+    (compressed("pack-quantized"), "'pack-quantized' is not read"),
+    (compressed("dense") | {"sparsity_config": {"format": "sparse-24"}}, "'sparse-24' is not"),
+    (FLOATS | {"transform_config": {"config_groups": {"R1": {}}}}, "'transform_config' is not"),
+    (FLOATS | {"config_groups": {"a": {"format": "mxfp4-pack-quantized"}}}, "'mxfp4-pack-quant"),
+    (FINE | {"weight_block_size": [128]}, r"a scale cannot be of a block [128]"),
+    (FINE | {"weight_block_size": [128, 0]}, r"a scale cannot be of a block [128, 0]"),
+    (compressed("int-quantized", group_size="x"), r"a scale cannot be of a block [1, 'x']"),
+    (
+        FLOATS | {"config_groups": {str(n): {"weights": {"group_size": n}} for n in range(1, 99)}},
+        "98 sizes of blocks are too many to be real",
+    ),
+    (CACHE, None),
+    (compressed("float-quantized", group_size=None, block_structure=None), None),
+]
+
+
+@pytest.mark.parametrize(("said", "message"), CONFIGS)
+def test_what_configs_say(said, message, tmp_path):
+    """An unknown scheme is refused by its name, wherever it is said, before tensors are opened."""
+    path, beside = tmp_path / "config.json", tmp_path / "hf_quant_config.json"
+    places = [
+        ("quantization_config", {"quantization_config": said}, {}),
+        ("text_config.compression_config", {"text_config": {"compression_config": said}}, {}),
+        ("quantization", {}, {"quantization": said}),
+    ]
+    of_modelopt = "modelopt" in str(said)  # the only one with a file of its own
+    for where, values, own in places[: 2 + of_modelopt]:
+        beside.write_text(json.dumps(own))
+        if message is None:
+            scheme = read_scheme(path, values, ["text_config"])
+            assert scheme.values in ({}, {"text_config": {}})
+            assert any(where in each for each in scheme.said)
+            continue
+        with pytest.raises(ValueError, match=f"says {where}: .*{re.escape(message)}"):
+            read_scheme(path, values, ["text_config"])
+
+
+def test_a_config_and_tensors_that_disagree(tmp_path):
+    """Tensors say what they are: float32 is read as such. Without a config nothing says how."""
+    tensors = {"x.weight": np.ones((2, 2), np.float32)}
+    plain = plain_of(tmp_path, FINE, tensors)
+    np.testing.assert_array_equal(plain.tensors["x.weight"].read(), tensors["x.weight"])
+    (note,) = plain.notes
+    assert note.endswith("config.json says quantization_config: no weight is quantised")
+    with pytest.raises(ValueError, match="'x.weight' is quantised, and no file says how: get the"):
+        plain_of(tmp_path, None, {"x.weight": np.zeros((2, 2), E4M3)})
+    chain = {
+        "x.weight" + "_scale" * n: np.zeros((2, 2), E4M3 if n == 0 else np.float32)
+        for n in range(3)
+    }
+    with pytest.raises(ValueError, match="'x.weight_scale' holds float32; of a weight in FP8"):
+        plain_of(tmp_path, FINE | {"weight_block_size": [1, 1]}, chain)
+
+
+KINDS = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "float32": "F32", "int8": "I8"}
+KINDS |= {"float8_e5m2": "F8_E5M2", "uint8": "U8"}
+
+
+def write(path, config, tensors, name="model.safetensors"):
+    """Writes a checkpoint; the writer of safetensors takes no float8 from NumPy."""
+    path.mkdir(exist_ok=True)
+    header, start = {}, 0
+    for key, value in tensors.items():
+        kind, end = KINDS[value.dtype.name], start + value.nbytes
+        header[key] = {"dtype": kind, "shape": value.shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    data = b"".join(np.ascontiguousarray(value).tobytes() for value in tensors.values())
+    (path / name).write_bytes(len(text).to_bytes(8, "little") + text + data)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def both(folder, original, said, makers, beside=()):
+    """A checkpoint's matrices quantised, and one of the values that these have.
+
+    Args:
+        original: a checkpoint, whose other matrices become bfloat16.
+        makers: patterns of names, and how such weights are made. The first one counts.
+        beside: ends of further tensors of quantised weights, each of one number.
+    """
+    from safetensors.numpy import load_file
+
+    rng, config = np.random.default_rng(0), json.loads((original / "config.json").read_text())
+    own, plain = {}, {}
+    for name, value in load_file(original / "model.safetensors").items():
+        make = next((make for of, make in makers if re.search(of, name)), None)
+        if make is None:
+            own[name] = plain[name] = value.astype(BFLOAT16) if value.ndim == 2 else value
+            continue
+        parts, plain[name] = make(rng, value.shape)
+        own |= {name + end: np.asarray(part) for end, part in parts.items()}
+        own |= {name.removesuffix("weight") + end: np.float32(2).reshape(()) for end in beside}
+    beside_config = said if "quantization" in said else None
+    path = write(folder / "quantised", config | ({} if beside_config else said), own)
+    if beside_config:
+        (path / "hf_quant_config.json").write_text(json.dumps(said))
+    return path, write(folder / "plain", config, plain)
+
+
+OF_QWEN = r"(in_proj_qkv|in_proj_z|out_proj|[qkvo]_proj|mlp\..*_proj)\.weight"
+EXPERTS = r"language_model\.layers.*experts\.\w+_proj$"
+CHECKPOINTS = {
+    "Qwen3.5, with its head": (
+        dense_files.wrapped,
+        {"quantization_config": FINE | {"modules_to_not_convert": ["lm_head"]}},
+        [(OF_QWEN, fp8((8, 6), "_scale_inv", dtype=BFLOAT16))],
+        (),
+        "20 weights in FP8",
+    ),
+    "Qwen3.5, experts in a tensor": (
+        lambda path: qwen_files.wrapped(path, "qwen3_5_moe"),
+        {"quantization_config": FINE},
+        [(EXPERTS, fp8((8, 6), "_scale_inv"))],
+        (),
+        "4 weights in FP8",
+    ),
+    "Nemotron-3 of ModelOpt": (
+        mtp_files.saved,
+        {
+            "producer": {"name": "modelopt"},
+            "quantization": {
+                "quant_algo": "MIXED_PRECISION",
+                "kv_cache_quant_algo": "FP8",
+                "quantized_layers": {
+                    "experts": {"quant_algo": "NVFP4", "group_size": 16},
+                    "others": {"quant_algo": "FP8"},
+                },
+            },
+        },
+        [
+            (r"backbone.*\.experts\..*weight", nvfp4(False)),
+            ("lm_head|embeddings", nvfp4(False)),
+            (
+                r"backbone.*(shared_experts|in_proj|out_proj|k_proj|v_proj).*weight",
+                fp8("weight", stored=lambda x: x.reshape(())),
+            ),
+        ],
+        ("input_scale", "k_scale"),
+        "6 weights in FP8, 14 weights in NVFP4",
+    ),
+    "Nemotron-3 of compressed-tensors": (
+        mtp_files.saved,
+        {
+            "quantization_config": compressed("mixed-precision", group_size=5)
+            | {"kv_cache_scheme": {"num_bits": 8}, "sparsity_config": {}, "transform_config": {}}
+        },
+        [
+            (r"backbone.*\.experts\..*weight", nvfp4(True)),
+            (r"backbone.*shared_experts.*weight", int8((1, 5), zeros=True)),
+            (r"backbone.*(_proj|embeddings)\.weight", fp8("row", dtype=BFLOAT16)),
+        ],
+        ("input_global_scale", "v_scale"),
+        "11 weights in FP8, 12 weights in NVFP4, 2 weights in int8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_model_is_that_of_the_values(name, tmp_path):
+    """To the bit, with its head; and it says what is quantised, and what was left out."""
+    save, *how, words = CHECKPOINTS[name]
+    places = both(tmp_path, save(tmp_path / "original"), *how)
+    models = [st.from_pretrained(path) for path in places]
+    assert_same_model(*models)
+    heads = [nnx.state(st.load_mtp(path, models[1])) for path in places]
+    jax.tree.map(np.testing.assert_array_equal, *heads)
+    assert open_checkpoint(places[0]).dtype == "bfloat16"
+    said = checkpoints.inspected(places[0])
+    assert f"{words}, whose values are computed in float32" in said
+    assert ("scales of activations or caches, such as" in said) == bool(how[-1])
+
+
+def test_conversion_rounds_once(tmp_path):
+    """Without a dtype to bfloat16: values are float32 until then."""
+    save, *how, _ = CHECKPOINTS["Nemotron-3 of ModelOpt"]
+    path, plain = both(tmp_path, save(tmp_path / "original"), *how)
+    assert convert(path, tmp_path / "native") is None
+    have = st.from_pretrained(tmp_path / "native", dtype=None)
+    assert_same_model(have, st.from_pretrained(plain, dtype="bfloat16"))
