@@ -285,7 +285,7 @@ def _one(
     grid = (*numbers, *[1] * (len(shape) - len(numbers)))
     fitting = [size for size in sizes if _grid(shape, size) == grid]
     if math.prod(numbers) == 1 and form.name != "NVFP4":
-        fitting = [shape[-2:]]
+        fitting = [(shape[-2], shape[-1])]
     if len(fitting) != 1:
         grids = " or ".join(str(_grid(shape, size)) for size in sorted(sizes))
         raise ValueError(
