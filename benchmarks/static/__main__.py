@@ -25,7 +25,12 @@ import json
 import math
 from typing import Any
 
-from benchmarks.static.deviceless import GPUS, PRODUCTS, Compiler  # first: sets XLA's flags
+from benchmarks.static.deviceless import (
+    GPUS,
+    PRODUCTS,
+    WEIGHTS,
+    Compiler,
+)  # first: sets XLA's flags
 
 import stree_jax as st  # isort: skip
 from benchmarks import common
@@ -42,6 +47,7 @@ OPTIONS = {
     "--prompts": NUMBERS,
     "--implementations": common.names(("xla", "pallas")),
     "--products": common.names(PRODUCTS),
+    "--weights": {"nargs": "+", "choices": [*WEIGHTS], "default": ["bfloat16"]},
     "--whole": {"action": "store_true"},
     "--loop-nodes": NUMBERS | {"default": [64]},
     "--most-launches": LIMITS,
@@ -67,7 +73,10 @@ def main() -> None:
     options = common.read_options(parser)
     if options.most_growth < math.inf and not (options.whole and len(options.nodes) > 1):
         parser.error("--most-growth compares whole models: add --whole and two numbers of --nodes")
-    compilers = [Compiler(gpu, products) for gpu in options.gpus for products in options.products]
+    compilers = [
+        Compiler(*each)
+        for each in itertools.product(options.gpus, options.products, options.weights)
+    ]
     tables: dict[str, report.Rows] = {"steps": [], "prompts": [], "outside": []}
 
     def add(table: str, row: dict[str, Any]) -> None:
@@ -84,6 +93,8 @@ def main() -> None:
         config = st.ModelConfig.preset(name)
         which = {"preset": name, "gpu": compiler.gpu, "implementation": implementation}
         which |= {"products": compiler.products}
+        if compiler.weights != "bfloat16":
+            which |= {"weights": compiler.weights}
         for unit, sizes, program, table in kinds:
             for size in sizes:
                 build = functools.partial(

@@ -39,6 +39,12 @@ PLUGIN = "jax-cuda13-plugin and jax-cuda13-pjrt"
 ON_SPILL = "xla_gpu_fail_ptx_compilation_on_register_spilling"
 # Whether XLA may split matrix products.
 PRODUCTS = {"split": {}, "whole": {"xla_gpu_experimental_force_split_k": 1}}
+# Types of matrices, and what XLA is told: it widens 8 bits inside of the product only if asked to.
+WEIGHTS = {
+    "bfloat16": {},
+    "int8": {"xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True},
+    "int8, widened first": {},
+}
 
 
 class Gpu(NamedTuple):
@@ -140,13 +146,14 @@ class Compiler:
     Args:
         gpu: one of `GPUS`.
         products: one of `PRODUCTS`.
+        weights: one of `WEIGHTS`.
 
     Raises:
         SystemExit: the plugin or ptxas is not installed.
     """
 
-    def __init__(self, gpu: str, products: str = "split"):
-        self.gpu, self.products = gpu, products
+    def __init__(self, gpu: str, products: str = "split", weights: str = "bfloat16"):
+        self.gpu, self.products, self.weights = gpu, products, weights
         self._mesh = Mesh(np.array(_devices(gpu, 1)), ("x",))
 
     def place(self, tree: Any) -> Any:
@@ -156,7 +163,7 @@ class Compiler:
     def __call__(self, jitted: Any, *arguments: Any) -> Compiled:
         """Traces, lowers and compiles a jitted function."""
         program = lowered(self.gpu, jitted, *arguments)
-        options = PRODUCTS[self.products]
+        options = PRODUCTS[self.products] | WEIGHTS[self.weights]
         spills = False
         for file in DUMP.iterdir():
             file.unlink()

@@ -63,7 +63,7 @@ def verify_step(
     The program is `STEPS` calls, each replaying a path of the one before, as in the decode
     loop.
     """
-    structure, weights = _abstract(config, implementation)
+    structure, weights = _abstract(compiler, config, implementation)
     topology = binary_tree(nodes)
     cache = jax.eval_shape(lambda: init_cache(config, 1, MAX_LENGTH, jnp.bfloat16))
     pending = jax.eval_shape(lambda: nnx.merge(structure, weights).init_pending(1, nodes))
@@ -92,8 +92,13 @@ def verify_step(
     return Program.of(compiled, Thunks.parse(compiled.thunks).outside, STEPS)
 
 
-def _abstract(config: st.ModelConfig, implementation: str) -> tuple[Any, Any]:
-    return st.HybridLM.abstract(config, dtype="bfloat16", implementation=implementation)
+def _abstract(compiler: Compiler, config: st.ModelConfig, implementation: str) -> tuple[Any, Any]:
+    """A model in bfloat16, its matrices in the compiler's type."""
+    plain = st.HybridLM.abstract(config, dtype="bfloat16", implementation=implementation)
+    if compiler.weights == "bfloat16":
+        return plain
+    structure, weights = nnx.split(nnx.merge(*plain).quantized())
+    return structure, nnx.to_pure_dict(weights)
 
 
 def read_prompt(
@@ -103,7 +108,7 @@ def read_prompt(
 
     XLA's scan of a sequence has a loop over chunks: its launches are multiplied by its trip count.
     """
-    structure, weights = _abstract(config, implementation)
+    structure, weights = _abstract(compiler, config, implementation)
     cache = jax.eval_shape(lambda: init_cache(config, 1, positions, jnp.bfloat16))
 
     def read(weights: Any, tokens: Any, lengths: Any, cache: Any) -> Any:
@@ -174,7 +179,7 @@ def _loop(
     sampled: bool,
 ) -> Compiled:
     drafter = GivenDrafts()
-    targets = nnx.merge(*_abstract(target, implementation))
+    targets = nnx.merge(*_abstract(compiler, target, implementation))
     verifier = st.VERIFIERS["target_only" if sampled else "greedy"]
     decoder = SpeculativeDecoder(topology, verifier, 64, steps_per_sync=STEPS)
     context, keys, limits, sampling = abstract_requests(1, sampled=sampled)

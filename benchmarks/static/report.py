@@ -12,7 +12,10 @@ from benchmarks.common import write_json
 
 Rows = list[dict[str, Any]]
 # The keys of a row of the results; steps have nodes, prompts positions.
-ROW = ("preset", "gpu", "implementation", "products", "nodes", "positions", "loop_nodes", "sampled")
+ROW = (
+    *("preset", "gpu", "implementation", "products", "weights"),
+    *("nodes", "positions", "loop_nodes", "sampled"),
+)
 
 
 def write(
