@@ -1,23 +1,27 @@
 """Is text with drafts that of autoregressive decoding? Twelve families, thirteen ways of decoding.
 
-At temperature 0, and at temperature 1 with shared noise; float32. Besides drafters and trees there
-are logits processors with a state, which the plain text has too, and a `Scheduler` that gets the
-rows in another order. Small models with random weights, in sizes that the Pallas kernels accept.
-The draft is the target with noise on its weights, so that it is often right, but not always. Rows
-are compared up to their first difference, and every first difference is reported with both tokens
-and the gap of their logits. A product of another number of rows may be rounded differently: a gap
-below 1e-4 of the largest logit, or at temperature 1 below 1e-3 in `log p + noise`, is a tie. Exit
-code 1 if any other token differs.
+At temperature 0, and at temperature 1 with shared noise; in float32, bfloat16 and 8 bits, as models
+are loaded on this device. Besides drafters and trees there are logits processors with a state,
+which the plain text has too, and a `Scheduler` that gets the rows in another order. Small models
+with random weights, in sizes that the Pallas kernels accept. The draft is the target with noise on
+its weights, so that it is often right, but not always. Rows are compared up to their first
+difference, and every first difference is reported with both tokens and the gap of their logits. A
+product of another number of rows may be rounded differently: a gap below 1e-4 of the largest logit,
+or at temperature 1 below 1e-3 in `log p + noise`, is a tie. Exit code 1 if any other token differs.
 
-    python -m benchmarks.lossless [--tokens 1000000] [--families Mamba-2 ...]
+Each row is written as it is found, and a run with the options of an earlier one goes on after it.
+
+    python -m benchmarks.lossless [--tokens 1000000] [--families Mamba-2 ...] [--types float32 ...]
         [--output DIR | --commit]
 """
 
 import argparse
 import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -31,23 +35,35 @@ from benchmarks.cases.base import random_tree
 from benchmarks.common import Found, Table, main, names
 from benchmarks.families import FAMILIES
 from benchmarks.methods import TWO_TREES, Method, trees
+from benchmarks.models import on_gpu
 from stree_jax.decoding.rule_rows import of_rows
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.testing import perturbed, random_mtp_head
 from stree_jax.testing.exactness import apply, processed_after
 
-OPTIONS = {"--families": names(FAMILIES), "--tokens": 1_000_000}
+TYPES = ("float32", "bfloat16", "int8")
+OPTIONS = {
+    "--families": names(FAMILIES),
+    "--types": {"nargs": "+", "choices": TYPES, "default": ["float32"]},
+    "--tokens": 1_000_000,
+}
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
 ROWS = 16
 NEW_TOKENS = 64  # of a row
 TEMPERATURES = (0.0, 1.0)
-NUM_WAYS = 13
 NOISE = 0.02  # relative, on the draft's weights
 PADDED = 64  # multiple of tokens to which texts are padded
 TIE = 1e-4  # of the largest logit
 SAMPLED_TIE = 1e-3  # of `log p + noise`
 TREES = TWO_TREES | {"random tree of 32": random_tree(32, seed=0)}
+
+METHODS = (
+    *TREES,
+    *("chain of 12", "3 beams of 4", "dynamic tree of 16", "prompt lookup", "Medusa heads"),
+    *("multi-token prediction", "two drafts in turns", "cascade"),
+    *("penalty and grammar", "scheduler"),
+)
 
 Texts = Iterator[tuple[np.ndarray, int]]
 
@@ -90,6 +106,15 @@ class Way(NamedTuple):
     method: Method
     processors: tuple[Any, ...] = ()  # which the plain text has too
     decode: Callable[..., Texts] = batches  # or `served`
+
+
+class Piece(NamedTuple):
+    """What a row is about."""
+
+    weights: str
+    family: str
+    temperature: float
+    method: str
 
 
 def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
@@ -217,23 +242,30 @@ def check(
     return {"identical": not row["differences"]} | row
 
 
-def work(families: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """A row for each family, temperature and method."""
-    for family, temperature in itertools.product(families, TEMPERATURES):
-        model = st.HybridLM(FAMILIES[family], rngs=nnx.Rngs(0))
-        size = model.config.vocab_size
+def made(family: str, weights: str) -> st.HybridLM:
+    """A family's model with random weights of a type, as it is loaded on this device."""
+    dtype = "bfloat16" if weights == "bfloat16" else "float32"
+    model = st.HybridLM(FAMILIES[family], dtype=dtype, rngs=nnx.Rngs(0))
+    model = model.quantized() if weights == "int8" else model
+    return model if on_gpu() else model.packed()
+
+
+def work(pieces: Sequence[Piece], rounds: int) -> Iterator[dict[str, Any]]:
+    """The rows of pieces, those of a family, a type and a temperature together."""
+    for (weights, family, temperature), some in itertools.groupby(pieces, lambda piece: piece[:3]):
+        model, size = made(family, weights), FAMILIES[family].vocab_size
         requests = [request(size, temperature, n, ROWS, NEW_TOKENS) for n in range(rounds)]
         plain = [text for text, _ in batches(model, requests, {})]
-        for way in ways_of(model, perturbed(model, NOISE, 1)):
+        ways = {way.method.name: way for way in ways_of(model, perturbed(model, NOISE, 1))}
+        for piece in some:
+            way = ways[piece.method]
             rules = {"processors": way.processors}
             want = (
                 [text for text, _ in batches(model, requests, rules)] if way.processors else plain
             )
             began = time.perf_counter()
             row = compared(model, way, requests, want)
-            seconds = round(time.perf_counter() - began, 2)
-            piece = {"family": family, "temperature": temperature, "method": way.method.name}
-            yield piece | row | {"seconds": seconds}
+            yield piece._asdict() | row | {"seconds": round(time.perf_counter() - began, 2)}
         jax.clear_caches()  # the next family shares no program
 
 
@@ -248,7 +280,8 @@ def sums(field: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         record |= {"differences": len(gaps), "ties": sum(each["tie"] for each in found)}
         record |= {"median": float(np.median(gaps or [0])), "largest": max(gaps, default=0.0)}
         taus = [[row["tau"] for row in part if row["temperature"] == t] for t in TEMPERATURES]
-        records.append(record | {"tau": " ".join(f"{np.mean(each):.2f}" for each in taus)})
+        shown = (f"{np.mean(each):.2f}" if each else "-" for each in taus)
+        records.append(record | {"tau": " ".join(shown)})
     return records
 
 
@@ -260,29 +293,51 @@ def table(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
-    """All ways with all families at both temperatures."""
-    pieces = len(options.families) * len(TEMPERATURES) * NUM_WAYS
-    rounds = math.ceil(options.tokens / (pieces * ROWS * NEW_TOKENS))
-    settings = {"families": options.families, "rounds": rounds, "rows": ROWS, "new": NEW_TOKENS}
-    rows: list[dict[str, Any]] = []
-    for row in track(work(options.families, rounds), "families", pieces, transient=True):
+    """All ways with all families in all types at both temperatures; goes on after earlier rows."""
+    pieces = [
+        Piece(*each)
+        for each in itertools.product(options.types, options.families, TEMPERATURES, METHODS)
+    ]
+    rounds = math.ceil(options.tokens / (len(pieces) * ROWS * NEW_TOKENS))
+    settings = {"rounds": rounds, "rows": ROWS, "new": NEW_TOKENS}
+    settings |= {"families": options.families, "types": options.types}
+    rows = earlier(options.output, settings)
+    done = [Piece(*(row[field] for field in Piece._fields)) for row in rows]
+    left = [piece for piece in pieces if piece not in done]
+    for row in track(work(left, rounds), "rows", len(left), transient=True):
         rows.append(row)
-        if len(rows) % (len(TEMPERATURES) * NUM_WAYS):
-            continue
-        # A family is done: a run may be cut short.
-        found = [
-            {field: row[field] for field in ("family", "temperature", "method")} | each
-            for row in rows
-            for each in row["differences"]
-        ]
-        tokens, seconds = (sum(row[field] for row in rows) for field in ("tokens", "seconds"))
-        rate = {"tokens": tokens, "tokens_per_second": round(tokens / seconds)}
-        yield Found(
-            settings | {"tokens": tokens, "seconds": round(seconds), "work": rows},
-            [table(field, rows) for field in ("family", "method")],
-            wrong=[each for each in found if not each["tie"]],
-            line=rate | {"differences": len(found)},
-        )
+        yield found_in(rows, settings)
+    if not left:
+        yield found_in(rows, settings)
+
+
+def earlier(directory: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier run with the same settings."""
+    for path in directory.glob("lossless-*.json"):
+        found = json.loads(path.read_text())
+        if found.items() >= settings.items():
+            return found["work"]
+    return []
+
+
+def found_in(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> Found:
+    """The findings of some rows."""
+    found = [
+        {field: row[field] for field in Piece._fields} | each
+        for row in rows
+        for each in row["differences"]
+    ]
+    tokens, seconds = (sum(row[field] for row in rows) for field in ("tokens", "seconds"))
+    return Found(
+        {**settings, "tokens": tokens, "seconds": round(seconds), "work": rows},
+        [table(field, rows) for field in ("weights", "family", "method")],
+        wrong=[each for each in found if not each["tie"]],
+        line={
+            "tokens": tokens,
+            "tokens_per_second": round(tokens / seconds),
+            "differences": len(found),
+        },
+    )
 
 
 if __name__ == "__main__":
