@@ -433,6 +433,30 @@ def test_a_model_is_that_of_the_values(name, tmp_path):
     assert ("scales of activations or caches, such as" in said) == bool(how[-1])
 
 
+@pytest.mark.parametrize(
+    ("end", "damage", "message"),
+    [
+        ("_scale", None, "'lm_head.weight_scale' is missing, of a weight in FP8"),
+        ("_scale", np.transpose, r"'lm_head.weight_scale' has shape \(1, \d+\)"),
+        ("_scale", NAN, "cannot read lm_head.weight: 'lm_head.weight_scale' holds NaN, infinity"),
+        ("_scale", lambda x: np.full_like(x, 3e38), "lm_head.weight holds NaN, infinity or a num"),
+        ("", lambda x: np.full(x.shape, 127, np.uint8).view(E4M3), "lm_head.weight holds NaN"),
+    ],
+)
+def test_damaged_files(end, damage, message, tmp_path):
+    """What a reader of the values alone would see as well."""
+    name, tensors = "lm_head.weight", dict(checkpoints.WEIGHTS)
+    parts, _ = fp8("row")(np.random.default_rng(0), tensors.pop(name).shape)
+    lost = parts.pop(end)
+    parts |= {} if damage is None else {end: damage(lost)}
+    tensors |= {name + each: part for each, part in parts.items()}
+    path = write(tmp_path / "model", checkpoints.CONFIG | {"quantization_config": FLOATS}, tensors)
+    with pytest.raises(ValueError, match=message) as error:
+        st.from_pretrained(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_conversion_rounds_once(tmp_path):
     """Without a dtype to bfloat16: values are float32 until then."""
     save, *how, _ = CHECKPOINTS["Nemotron-3 of ModelOpt"]
