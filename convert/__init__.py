@@ -5,7 +5,7 @@
     pure, bamba, granite, nemotron_h, zamba2, mamba_in_llama, qwen    configs of the families
     fields         config files, with every field accounted for
     rules, tables  maps from tensors to weights
-    files, tensors, torch_file    lazily opened weights
+    files, torch_file, quantised    lazily opened weights
     adapter        LoRA adapters, merged into them
     reading, writing, api         to a `HybridLM` and back; `convert`
 

@@ -50,7 +50,8 @@ _MAX_BLOCKS = 16  # sizes of blocks with one scale
 _GROUP = 16  # inputs that share a scale in NVFP4
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
-_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=-1)  # of each byte
+# The two numbers of each byte, as the parts of one, which NumPy gathers three times as fast.
+_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=-1).view(np.complex64)[:, 0]
 
 
 class _Form(NamedTuple):
@@ -229,8 +230,6 @@ def _found(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     for name, tensor in tensors.items():
         end = next((end for end in _ENDS if name.endswith(end)), "")
         base = name.removesuffix(end)
-        if _OF_ACTIVATIONS.fullmatch(name):
-            continue
         if end and (base in tensors or base.endswith("weight")):
             found.setdefault(base, []).append(end)
         elif tensor.dtype in _FLOAT8 or (tensor.dtype in _CODES and base.endswith("weight")):
@@ -271,7 +270,7 @@ def _one(
     shape, numbers = parts[weight].shape, parts[scale].shape
     if len(shape) < 2 or 0 in shape:
         raise ValueError(f"{base + weight!r:.120} has shape {shape!s:.80}, and is no matrix")
-    known: list[tuple[int, ...]] = [shape[-2:], (1, shape[-1]), *blocks]
+    known = [shape[-2:], (1, shape[-1]), *blocks]
     of_others = [numbers]
     if form.name == "NVFP4":
         shape = (*shape[:-1], 2 * shape[-1])
@@ -283,7 +282,7 @@ def _one(
     # A row, say, may also be a group as wide as the matrix.
     sizes = {(min(block[0], shape[-2]), min(block[1], shape[-1])) for block in known}
     grid = (*numbers, *[1] * (len(shape) - len(numbers)))
-    fitting = [size for size in sizes if _grid(shape, size) == grid]
+    fitting: list[tuple[int, ...]] = [size for size in sizes if _grid(shape, size) == grid]
     if math.prod(numbers) == 1 and form.name != "NVFP4":
         fitting = [(shape[-2], shape[-1])]
     if len(fitting) != 1:
@@ -313,7 +312,7 @@ def _read(
     values, scale = parts[weight].read(), _scale(base + end, parts[end])
     with np.errstate(over="ignore", invalid="ignore"):  # who reads the weight looks for infinities
         if form.name == "NVFP4":
-            values = _PAIRS[values].reshape(shape)
+            values = _PAIRS[values].view(np.float32)
             of_all = _scale(base + others[0], parts[others[0]]).reshape(())
             if of_all == 0:
                 raise ValueError(f"{base + others[0]!r:.120} is 0")

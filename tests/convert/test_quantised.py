@@ -14,9 +14,8 @@ import stree_jax as st
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.convert import convert, open_checkpoint
 from stree_jax.convert.quantised import dequantised, read_scheme
-from tests.convert import checkpoints, qwen_files
-from tests.extensions import mtp_files
-from tests.extensions import qwen_files as dense_files
+from tests.convert import checkpoints
+from tests.extensions import mtp_files, qwen_files
 from tests.helpers import assert_same_model
 
 E4M3, E5M2, BFLOAT16 = (
@@ -308,12 +307,11 @@ def test_a_config_and_tensors_that_disagree(tmp_path):
     assert note.endswith("config.json says quantization_config: no weight is quantised")
     with pytest.raises(ValueError, match="'x.weight' is quantised, and no file says how: get the"):
         plain_of(tmp_path, None, {"x.weight": np.zeros((2, 2), E4M3)})
-    chain = {
-        "x.weight" + "_scale" * n: np.zeros((2, 2), E4M3 if n == 0 else np.float32)
-        for n in range(3)
-    }
-    with pytest.raises(ValueError, match="'x.weight_scale' holds float32; of a weight in FP8"):
-        plain_of(tmp_path, FINE | {"weight_block_size": [1, 1]}, chain)
+    parts, _ = nvfp4(False)(np.random.default_rng(0), (4, 32))
+    chain = {f"x.weight{end}": x for end, x in parts.items()}
+    chain["x.weight_scale_scale"] = np.ones((4, 1), np.float32)  # then a weight, and not expected
+    plain = plain_of(tmp_path, FINE, chain)
+    assert plain.tensors.keys() == {"x.weight", "x.weight_scale"}
 
 
 KINDS = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "float32": "F32", "int8": "I8"}
@@ -363,21 +361,21 @@ def both(folder, original, said, makers, beside=()):
 
 
 OF_QWEN = r"(in_proj_qkv|in_proj_z|out_proj|[qkvo]_proj|mlp\..*_proj)\.weight"
-EXPERTS = r"language_model\.layers.*experts\.\w+_proj$"
+EXPERTS = r"\.experts\..*_proj(\.weight)?$"  # in the head all are in a tensor
 CHECKPOINTS = {
     "Qwen3.5, with its head": (
-        dense_files.wrapped,
+        qwen_files.wrapped,
         {"quantization_config": FINE | {"modules_to_not_convert": ["lm_head"]}},
         [(OF_QWEN, fp8((8, 6), "_scale_inv", dtype=BFLOAT16))],
         (),
         "20 weights in FP8",
     ),
-    "Qwen3.5, experts in a tensor": (
-        lambda path: qwen_files.wrapped(path, "qwen3_5_moe"),
+    "Qwen3.5, experts": (
+        functools.partial(qwen_files.saved, experts=True),
         {"quantization_config": FINE},
         [(EXPERTS, fp8((8, 6), "_scale_inv"))],
         (),
-        "4 weights in FP8",
+        "26 weights in FP8",
     ),
     "Nemotron-3 of ModelOpt": (
         mtp_files.saved,
@@ -433,6 +431,30 @@ def test_a_model_is_that_of_the_values(name, tmp_path):
     said = checkpoints.inspected(places[0])
     assert f"{words}, whose values are computed in float32" in said
     assert ("scales of activations or caches, such as" in said) == bool(how[-1])
+
+
+@pytest.mark.parametrize(
+    ("end", "damage", "message"),
+    [
+        ("_scale", None, "'lm_head.weight_scale' is missing, of a weight in FP8"),
+        ("_scale", np.transpose, r"'lm_head.weight_scale' has shape \(1, \d+\)"),
+        ("_scale", NAN, "cannot read lm_head.weight: 'lm_head.weight_scale' holds NaN, infinity"),
+        ("_scale", lambda x: np.full_like(x, 3e38), "lm_head.weight holds NaN, infinity or a num"),
+        ("", lambda x: np.full(x.shape, 127, np.uint8).view(E4M3), "lm_head.weight holds NaN"),
+    ],
+)
+def test_damaged_files(end, damage, message, tmp_path):
+    """What a reader of the values alone would see as well."""
+    name, tensors = "lm_head.weight", dict(checkpoints.WEIGHTS)
+    parts, _ = fp8("row")(np.random.default_rng(0), tensors.pop(name).shape)
+    lost = parts.pop(end)
+    parts |= {} if damage is None else {end: damage(lost)}
+    tensors |= {name + each: part for each, part in parts.items()}
+    path = write(tmp_path / "model", checkpoints.CONFIG | {"quantization_config": FLOATS}, tensors)
+    with pytest.raises(ValueError, match=message) as error:
+        st.from_pretrained(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_conversion_rounds_once(tmp_path):
