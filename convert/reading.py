@@ -133,11 +133,11 @@ def open_checkpoint(
         rules = check_coverage(description.rules, description.ignored, tensors, shapes)
     except ValueError as error:
         raise ValueError(f"{path} ({description.family}): {error}") from None
-    if merged is None:
-        return Checkpoint(path, file, description, tensors, rules)
-    _check_changes(merged, adapter, description, rules)
-    description = description._replace(notes=description.notes + merged.notes)
-    return Checkpoint(path, file, description, tensors, rules, merged.about)
+    if merged is not None:
+        _check_changes(merged, adapter, description, rules)
+        description = description._replace(notes=[*description.notes, *merged.notes])
+    about = None if merged is None else merged.about
+    return Checkpoint(path, file, description, tensors, rules, adapter=about)
 
 
 def _check_changes(
