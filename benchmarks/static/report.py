@@ -26,7 +26,10 @@ def write(
     with contextlib.suppress(FileNotFoundError):
         earlier = json.loads((directory / "static.json").read_text())
         if earlier.items() >= settings.items():
-            tables = {name: _merged(earlier.get(name, []), new) for name, new in tables.items()}
+            old = {name: rows for name, rows in earlier.items() if isinstance(rows, list)}
+            tables = {
+                name: _merged(old.get(name, []), tables.get(name, [])) for name in {**old, **tables}
+            }
     return write_json("static", {"question": question, **settings, **tables}, directory)
 
 

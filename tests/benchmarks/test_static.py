@@ -122,9 +122,12 @@ def test_limits(limits, options, message):
 
 def test_earlier_rows_with_the_same_settings_stay(tmp_path):
     step = row(all_bytes=3)
-    report.write("?", {"batch": 1}, {"steps": [step, step | {"preset": "q"}]}, tmp_path)
+    earlier = {"steps": [step, step | {"preset": "q"}], "loops": [step]}
+    report.write("?", {"batch": 1}, earlier, tmp_path)
     path = report.write("?", {"batch": 1}, {"steps": [step | {"nodes": 1}, step]}, tmp_path)
-    stored = json.loads(path.read_text())["steps"]
-    assert [(row["preset"], row["nodes"]) for row in stored] == [("q", 64), ("p", 1), ("p", 64)]
+    stored = json.loads(path.read_text())
+    found = [(row["preset"], row["nodes"]) for row in stored["steps"]]
+    assert found == [("q", 64), ("p", 1), ("p", 64)]
+    assert stored["loops"] == [step]  # a table that this run has not
     report.write("?", {"batch": 2}, {"steps": [step]}, tmp_path)
     assert len(json.loads(path.read_text())["steps"]) == 1
