@@ -131,7 +131,7 @@ def test_the_gated_norm_of_a_tree_is_that_of_a_sequence(name):
     assert_close(got, apply(model, tokens))
 
 
-@pytest.mark.parametrize("name", ["groups", "qwen3_5 hybrid", "qwen3_next hybrid"])
+@pytest.mark.parametrize("name", ["groups", "qwen3_5 hybrid"])
 def test_a_tree_grown_level_by_level_is_the_tree_at_once(name):
     model = tiny_model(name)
     topology = TreeTopology.from_branching((2, 2))
@@ -153,7 +153,7 @@ def test_a_tree_grown_level_by_level_is_the_tree_at_once(name):
 # Sizes that the kernels take, and all kinds of layers that have one.
 SIXTEENS = dataclasses.replace(
     _PARALLEL,
-    layers=("parallel", "moe", "mamba2"),
+    layers=("parallel", "moe"),
     mamba2=dataclasses.replace(_PARALLEL.mamba2, head_dim=16, state_size=16, norm="gate_then_norm"),
     attention=dataclasses.replace(_PARALLEL.attention, head_dim=16, rotary_dim=16),
     moe=MoeConfig(num_experts=3, num_active=2, hidden_size=16),
@@ -262,7 +262,7 @@ def test_padding_does_not_reach_the_cache():
     jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf[1], 0), cache)
 
 
-@pytest.mark.parametrize("name", ["plain", "qwen3_5 hybrid", "qwen3_next hybrid"])
+@pytest.mark.parametrize("name", ["plain", "qwen3_5 hybrid"])
 def test_prefill_goes_on_from_a_cache(name):
     model = tiny_model(name)
     prompts = random_tokens(model, BATCH, 10)
