@@ -252,7 +252,7 @@ def test_any_number_of_first_places(options):
     sizes = ((1, 3), (20, 9), (40, 30), (64, 2), (90, 30))
     requests = [st.Request(text[:size], max_new_tokens=most, key=key) for size, most in sizes]
     want = alone(tiny_model(name), requests)
-    for places in (1, 32, 33, 63, 65, 97):
+    for places in (1, 32, 33, 97):
         done = served(pool(name, first_places=places, **options), requests)
         assert [completion.tokens for completion in done] == want, places
 
