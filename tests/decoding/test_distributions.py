@@ -32,10 +32,6 @@ EXACT = {
 # Special cases of those; traversal is sampled in test_processors.py, too.
 SPECIAL = {
     "autoregressive": (lambda draft, _: None, {}),
-    "shared, top-p": (
-        lambda draft, _: Model(draft),
-        dict(temperature=4.0, top_p=0.9, topology=st.TreeTopology.from_branching((2, 1))),
-    ),
     "chain": (lambda draft, _: iid(draft), FILTERED | dict(topology=st.TreeTopology.chain(2))),
     "traversal": (
         lambda draft, _: iid(draft),
