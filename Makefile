@@ -6,11 +6,11 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 # Shapes and dtypes of signatures, checked in every call: 4 s of a process, and 6 % of the rest.
 CHECKED := --jaxtyping-packages=stree_jax,pallas_kernels,beartype.beartype
-# A file of each folder of tests runs as released: as users compile, and with trees unrolled as they
+# A file of most folders of tests runs as released: as users compile, and with trees unrolled as they
 # have them. The others compile with less effort, see tests/conftest.py.
-RELEASED := $(addprefix tests/,benchmarks/test_benchmarks.py cli/test_mtp.py convert/test_properties.py \
-	decoding/test_dynamic.py extensions/test_medusa.py kernels/test_tree_ops.py models/test_golden.py \
-	serving/test_prefix_cache.py sharding/test_partition.py training/test_refusals.py tuning/test_tune.py)
+RELEASED := $(addprefix tests/,benchmarks/test_benchmarks.py convert/test_properties.py \
+	decoding/test_padded_drafts.py extensions/test_medusa.py kernels/test_tree_ops.py models/test_golden.py \
+	serving/test_prefix_cache.py sharding/test_partition.py training/test_refusals.py)
 # What an install is made of. It compiles the C++, so it is made again after a change of that.
 PACKAGE := pyproject.toml setup.py pallas_kernels/native/build_backend.py \
 	$(wildcard pallas_kernels/*/*.cc pallas_kernels/*/*.h)

@@ -3,6 +3,11 @@
 import numpy as np
 
 
+def log_softmax(logits):
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
 def silu(x):
     return x / (1 + np.exp(-x))
 

@@ -17,6 +17,7 @@ from tests.numpy_parts import (
     causal_conv,
     delta_rule,
     llama3_frequencies,
+    log_softmax,
     rms_norm,
     rope_frequencies,
     rotate,
@@ -70,9 +71,7 @@ def logits(model, tokens):
 
 def log_probs(model, tokens):
     """Log-probabilities `[T, V]` of the tokens after each, without padded rows of the embedding."""
-    found = logits(model, tokens)[:, : model.config.vocab_size]
-    found = found - found.max(axis=-1, keepdims=True)
-    return found - np.log(np.exp(found).sum(axis=-1, keepdims=True))
+    return log_softmax(logits(model, tokens)[:, : model.config.vocab_size])
 
 
 def _linear(w, x):

@@ -58,6 +58,8 @@ def test_what_templates_use_up_has_limits(source, message, monkeypatch):
     monkeypatch.setattr(sandbox, "SECONDS", 0.2)
     if message != "runs for more than":
         monkeypatch.setattr(sandbox, "SECONDS", 30.0)
+    if message == "on its way":
+        monkeypatch.setattr(sandbox, "MADE", 3_000_000)
     start = time.monotonic()
     found = outcome(lambda: ChatTemplate(source, {}).render(USER))
     assert found.startswith("the chat template cannot write these messages: it ")

@@ -1,4 +1,4 @@
-"""`stree_jax.testing` passes what is exact, and names what is not."""
+"""`stree_jax.testing` names what is not exact; tests of decoding show that it passes what is."""
 
 import dataclasses
 import re
@@ -79,12 +79,6 @@ class Misreporting(st.ModelDrafter):
         return draft._replace(log_probs=jnp.roll(draft.log_probs, 1, axis=-1)), state
 
 
-def test_exact_drafts_pass():
-    drafted = assert_lossless(tiny_model(), drafter(), topology=CHAIN, max_new_tokens=12)
-    assert len(drafted) == 2
-    assert all(out.stats.tau > 1 for out in drafted)
-
-
 def test_a_drafter_with_a_wrong_tree_is_named():
     with pytest.raises(AssertionError, match=r"row \d, new token \d+: \d+ for \d+; a real diff"):
         assert_lossless(tiny_model(), Blind(tiny_model()), topology=CHAIN, max_new_tokens=12)
@@ -122,14 +116,6 @@ def test_another_cache_is_named():
 
 def pair():
     return random_model(SIX), random_model(SIX, 1)
-
-
-def test_exact_rules_have_the_models_distribution():
-    target, draft = pair()
-    tree = st.TreeTopology.from_branching((2, 1))
-    drafter = st.ModelDrafter(draft, child_sampling="iid")
-    out = assert_same_distribution(target, drafter, topology=tree, temperature=0.8, top_k=5)
-    assert out.stats.num_accepted > 0
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,7 @@ def _explained(model: HybridLM, request: Plan, row: int, got: np.ndarray, want: 
     )
 
 
+@jax.jit
 def processed_after(
     processors: tuple[LogitsProcessor, ...], prompts: Any, new_tokens: Any, logits: jax.Array
 ) -> jax.Array:
@@ -234,7 +235,8 @@ def assert_same_distribution(
     logits = apply(model, np.hstack([prompts, prefixes]))
     logits = logits[:, len(prompt) - 1 :, :size]  # after the prompt, and after each new token
     logits = processed_after(sampling.processors, prompts, prefixes, logits)
-    next_token = np.exp(np.asarray(token_log_probs(logits, sampling), np.float64))
+    log_probs = jax.jit(token_log_probs)(logits, sampling)
+    next_token = np.exp(np.asarray(log_probs, np.float64))
     probabilities = np.ones(1)
     for length in range(1, num_tokens + 1):
         # Texts are in lexicographic order, so different prefixes are this many rows apart.

@@ -153,5 +153,10 @@ def relative_error(value, truth):
     return np.linalg.norm(np.asarray(value, np.float64) - truth) / np.linalg.norm(truth)
 
 
+def on_device(value, kind=None):
+    """An array, converted on the host: on the device each shape would be a program."""
+    return jax.device_put(np.asarray(value, kind))
+
+
 def assert_finite(value):
     assert np.isfinite(np.asarray(value, np.float32)).all()

@@ -186,7 +186,7 @@ TOO_LARGE_ON_THE_WAY = [
     LONG + "".join(f"{{% set a{i} = b ~ {i} %}}" for i in range(200)),
     LONG + "".join(f"{{% set a{i} = b[{i}:] %}}" for i in range(200)),
     LONG + "".join(f"{{% set a{i} = l[{i}:] %}}" for i in range(200)),
-    loops("{% set x = 'y'.center(9999) %}"),
+    loops("{% set x = 'y'.center(999) %}"),
     "{{ range(99999)|map('replace', '', 'y' * 999)|list }}",
     "{{ ('{0}' * 33333).format('y' * 99999) }}",
     "{% set ns = namespace(b='y' * 99999) %}{{ ('{0.b}' * 9999).format(ns) }}",

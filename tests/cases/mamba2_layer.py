@@ -178,19 +178,19 @@ def errors(case, implementation):
             true_y, true_squares = scan_reference.gated(true_y, z, inputs.norm_weight)
 
     def small(value):
-        return None if value is None else jnp.asarray(value, kind)
+        return None if value is None else base.on_device(value, kind)
 
     def exact(value):
-        return jnp.asarray(value, jnp.float32)
+        return base.on_device(value, jnp.float32)
 
     weights = (*map(small, inputs.weights[:2]), *map(exact, inputs.weights[2:]))
     x, dt, B, conv_input = inputs.pending
     pending = Mamba2Pending(small(x), exact(dt), small(B), small(conv_input))
-    index = base.conv_gather_index(jnp.asarray(inputs.parents, jnp.int32), case.width)
+    index = base.conv_gather_index(base.on_device(inputs.parents, jnp.int32), case.width)
     back = base.replay_gather_index(
-        *(jnp.asarray(value, jnp.int32) for value in (inputs.old_parents, inputs.last)), case.width
+        *(base.on_device(v, jnp.int32) for v in (inputs.old_parents, inputs.last)), case.width
     )
-    mask = jnp.asarray(base.ancestor_mask(inputs.parents))
+    mask = base.on_device(base.ancestor_mask(inputs.parents))
     projected, first = small(inputs.projected), case.prefix or case.nodes
     run = functools.partial(
         layer,
@@ -204,7 +204,7 @@ def errors(case, implementation):
     y, record, states = run(
         *(projected[:, :first], weights, (exact(inputs.ssm), small(inputs.conv_state))),
         *(index[:, :first], mask[:, :first, :first], None),
-        (pending, jnp.asarray(inputs.path), back),
+        (pending, base.on_device(inputs.path), back),
     )
     if case.prefix:
         more, record, after = run(

@@ -84,8 +84,8 @@ def on_device(case):
     x, _, which = inputs(case)
     matrix = packed(case)
     matrix = matrix if case.cut is None else matrix.cut(*case.cut)
-    arguments = jnp.asarray(x, jnp.float32), matrix
-    return arguments if which is None else (*arguments, jnp.asarray(which))
+    arguments = base.on_device(x, jnp.float32), matrix
+    return arguments if which is None else (*arguments, base.on_device(which))
 
 
 @functools.cache

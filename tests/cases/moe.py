@@ -62,8 +62,8 @@ def inputs(case):
 
 def on_device(case):
     x, weights, chosen, *experts = inputs(case)
-    x, *experts = (jnp.asarray(value, case.kind) for value in (x, *experts))
-    return x, jnp.asarray(weights, jnp.float32), jnp.asarray(chosen), *experts
+    x, *experts = (base.on_device(value, case.kind) for value in (x, *experts))
+    return x, base.on_device(weights, jnp.float32), base.on_device(chosen), *experts
 
 
 def in_products(x, weights, chosen, *experts, **options):

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import DeferredRMSNorm, add_rms_norm, gated_rms_norm
@@ -67,7 +66,7 @@ def gated_errors(case, implementation):
     wide = (*case.rows, case.size + 2 * case.start)
     exact = [draw(*shape) * case.scale, draw(*wide) * case.gates]
     exact.append(None if case.norm == "none" else draw(case.size))
-    y, gate, weight = (None if value is None else jnp.asarray(value, case.kind) for value in exact)
+    y, gate, weight = (None if v is None else base.on_device(v, case.kind) for v in exact)
     exact = [None if v is None else np.asarray(v, np.float64) for v in (y, gate, weight)]
     options = {"norm": case.norm, "epsilon": 1e-5, "num_groups": case.groups}
     run = functools.partial(gated_rms_norm, **options, gate_start=case.start)
@@ -86,7 +85,7 @@ def add_errors(case, implementation):
     rng = np.random.default_rng(0)
 
     def draw(dtype, *shape):
-        return jnp.asarray(3.0 * rng.normal(size=shape), dtype)
+        return base.on_device(3.0 * rng.normal(size=shape), dtype)
 
     shape = (*case.rows, case.size)
     residual, output = draw(case.stream, *shape), draw(case.kind, *shape)

@@ -61,8 +61,8 @@ def inputs(case):
 
 def on_device(case):
     x, dt, A, B, C, D, state = inputs(case)
-    x, B, C = (jnp.asarray(value, case.kind) for value in (x, B, C))
-    dt, A, D, state = (jnp.asarray(value, jnp.float32) for value in (dt, A, D, state))
+    x, B, C = (base.on_device(value, case.kind) for value in (x, B, C))
+    dt, A, D, state = (base.on_device(value, jnp.float32) for value in (dt, A, D, state))
     return x, dt, A, B, C, D, state
 
 

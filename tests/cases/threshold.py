@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import largest_threshold
@@ -56,7 +55,7 @@ def errors(case, implementation):
     all_of_them = np.where(values > 0, summands, 0).sum(axis=-1, keepdims=True)
     least = np.ceil(16 * case.share * all_of_them) / 16
     run = jax.jit(functools.partial(largest_threshold, implementation=implementation))
-    got = run(values, None if case.counts else summands, jnp.asarray(least))
+    got = run(values, None if case.counts else summands, base.on_device(least))
     rows = (array.reshape(-1, array.shape[-1]) for array in (values, summands))
     truth = reference.largest_threshold(*rows, least.reshape(-1))
     np.testing.assert_array_equal(got, truth.reshape(*case.rows, 1))

@@ -63,8 +63,8 @@ def inputs(case):
     nodes = (batch, case.nodes, case.groups, head_dim)
     cache = (batch, case.groups, case.capacity, head_dim)
     shapes = ((batch, queries, case.heads, head_dim), nodes, nodes, cache, cache)
-    arrays = (jnp.asarray(draw(*shape), case.kind) for shape in shapes)
-    return (*arrays, jnp.asarray(case.lengths, jnp.int32), jnp.asarray(mask))
+    arrays = (base.on_device(draw(*shape), case.kind) for shape in shapes)
+    return (*arrays, base.on_device(case.lengths, jnp.int32), base.on_device(mask))
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def problem(case):
 
 def on_device(case):
     return jax.tree.map(
-        lambda x: jnp.asarray(x, case.kind if x.dtype == np.float64 else None), problem(case)
+        lambda x: base.on_device(x, case.kind if x.dtype == np.float64 else None), problem(case)
     )
 
 

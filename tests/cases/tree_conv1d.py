@@ -30,10 +30,10 @@ def errors(case, implementation):
     arrays = tree_scan.named(values, NAMES)
     arrays[-1] = arrays[-1] if has_bias else None
     truth = reference.tree_conv1d(*arrays, values.parents, activation)
-    window = base.conv_gather_index(jnp.asarray(values.parents, jnp.int32), case.width)
+    window = base.conv_gather_index(base.on_device(values.parents, jnp.int32), case.width)
     first = case.nodes - (case.queries or case.nodes)
     run = functools.partial(tree_conv1d, activation=activation, implementation=implementation)
-    on_device = jax.tree.map(lambda value: jnp.asarray(value, case.kind), arrays)
+    on_device = jax.tree.map(lambda value: base.on_device(value, case.kind), arrays)
     got = jax.jit(run)(*on_device, window[:, first:])
     assert got.dtype == case.kind
     return {"output": relative_error(got, truth[:, first:])}

@@ -147,13 +147,13 @@ def truth_before(case):
 def on_device(case, values, u=None):
     """The inputs in the types that models have them in, with NaN where no node is."""
     kinds = dict.fromkeys(("q", "k", "v"), case.kind) | dict.fromkeys(("g", "beta"), jnp.float32)
-    arrays = {name: jnp.asarray(getattr(values, name), kind) for name, kind in kinds.items()}
+    arrays = {name: base.on_device(getattr(values, name), kind) for name, kind in kinds.items()}
     if u is not None:
-        arrays["u"] = jnp.asarray(u, jnp.float32)
+        arrays["u"] = base.on_device(u, jnp.float32)
     if case.padded:
         arrays = {name: x.at[:, -case.padded :].set(jnp.nan) for name, x in arrays.items()}
-    kept = {name: jnp.asarray(getattr(values, name)) for name in ("mask", "path", "valid")}
-    state = jnp.asarray(values.state, jnp.float32)
+    kept = {name: base.on_device(getattr(values, name)) for name in ("mask", "path", "valid")}
+    state = base.on_device(values.state, jnp.float32)
     return SimpleNamespace(**arrays, **kept, state=state)
 
 
@@ -177,7 +177,7 @@ def tree_errors(case, implementation):
     given = on_device(case, inputs(case))
     true_y, true_u, _ = truth(case)
     first = case.nodes - (case.queries or case.nodes)
-    prefix_u = jnp.asarray(true_u[:, :first], jnp.float32) if first else None
+    prefix_u = base.on_device(true_u[:, :first], jnp.float32) if first else None
     run = jax.jit(functools.partial(tree_delta, implementation=implementation))
     y, u = run(
         *(given.q[:, first:], given.k, given.v[:, first:], given.g, given.beta[:, first:]),

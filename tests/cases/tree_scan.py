@@ -88,7 +88,7 @@ def on_device(case, values):
     """The inputs in the types that models have them in; the C of the queries alone."""
     kinds = dict.fromkeys(("dt", "A", "D", "state"), jnp.float32)
     kinds |= dict.fromkeys(("x", "B", "C"), case.kind) | dict.fromkeys(("mask", "path"))
-    found = {name: jnp.asarray(getattr(values, name), kind) for name, kind in kinds.items()}
+    found = {name: base.on_device(getattr(values, name), kind) for name, kind in kinds.items()}
     first = case.nodes - (case.queries or case.nodes)
     return SimpleNamespace(**found | {"C": found["C"][:, first:]})
 

@@ -127,7 +127,7 @@ def test_generate_streams_the_text_of_generate(tiny_pair, output, tmp_path):
     plain = output(*common)
     assert plain.startswith(prompt + text)
     assert re.search(r"24 tokens, 24 target calls, .* tau 1\.00", plain)
-    drafted = output(*common, "--draft", tiny_pair / "draft", "--tree", "branching:2,1")
+    drafted = output(*common, "--draft", tiny_pair / "draft", "--tree", "chain:2")
     assert drafted.startswith(prompt + text)
     assert "tau 1.00" not in drafted
     assert output(*common, "--ngram").startswith(prompt + text)
@@ -245,5 +245,5 @@ def test_train(tmp_path, output, monkeypatch):
     common = ["generate", "model", "-p", "cat dog", "--max-new-tokens", 5]
     plain = output(*common)
     for heads in (["--medusa", "heads"], ["--mtp-head", "head"]):
-        drafted = output(*common, *heads, "--tree", "branching:2,1")
+        drafted = output(*common, *heads, "--tree", "chain:1")
         assert plain.splitlines()[0] == drafted.splitlines()[0]

@@ -38,7 +38,7 @@ def prefill_then_decode(model, tokens, lengths, rest):
     return jnp.concatenate([first[:, None], others.swapaxes(0, 1)], axis=1)
 
 
-def assert_decodes_alike(model, want, bound=1e-5):
+def assert_decodes_alike(model, want, bound):
     """Prefills 9 and 13 TOKENS, then decodes four more; `want` is computed without padding."""
     lengths = np.array([9, 13], np.int32)
     padded = np.where(np.arange(13) < lengths[:, None], TOKENS[:, :13], 0)
@@ -50,7 +50,10 @@ def assert_decodes_alike(model, want, bound=1e-5):
 
 @pytest.mark.parametrize("name", configs.TRANSFORMERS_CONFIGS)
 def test_transformers_there_and_back(name, tmp_path):
-    """Forward pass, ragged prefill, decoding; transformers computes the same from our copy."""
+    """Forward pass, ragged prefill, decoding; transformers computes the same from our copy.
+
+    That the other options decode as they run whole is in tests/models/test_lm.py.
+    """
     model_type, changes = name.split(",")[0], configs.TRANSFORMERS_CONFIGS[name]
     hf = checkpoints.hf_checkpoint(tmp_path / "hf", model_type, **changes)
     want = checkpoints.hf_logits(hf, TOKENS)
@@ -58,7 +61,8 @@ def test_transformers_there_and_back(name, tmp_path):
     # The gated norm of delta layers divides by what may be small.
     bound = 2e-5 if model_type.startswith("qwen3") else 1e-5
     assert_close(apply(model, TOKENS), want, bound)
-    assert_decodes_alike(model, want, bound)
+    if name == model_type or model_type.startswith("qwen3"):
+        assert_decodes_alike(model, want, bound)
 
     convert(tmp_path / "hf", tmp_path / "native")
     convert(tmp_path / "native", tmp_path / "back", to=model_type)
@@ -117,7 +121,6 @@ def test_described_models_there_and_back(name, tmp_path):
     model = st.from_pretrained(path)
     want = np.stack([module.logits(*files, weights, row) for row in TOKENS])
     assert_close(apply(model, TOKENS), want)
-    assert_decodes_alike(model, want)
 
     convert(path, tmp_path / "back", to=target)
     assert_same_tensors(path, tmp_path / "back")

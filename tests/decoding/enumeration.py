@@ -13,6 +13,7 @@ from stree_jax.decoding.verifiers import follow
 from stree_jax.decoding.verifiers.reject import try_children
 
 VOCAB = 4
+ROWS = VOCAB**4  # of a program: the drafts that a tree of five nodes may have
 EXACT = 1e-6  # total variation; the probabilities are float32
 
 
@@ -170,17 +171,15 @@ def walks(models, topology, tokens, weights, *, replace, rule=try_children, log_
         log_p = np.log(p).astype(np.float32) if log_p is None else log_p
         log_q = np.log(q).astype(np.float32)
     seen = [set() for _ in tokens]
+    # Padded, so that all models share a program.
+    padded = np.arange(-(-len(tokens) // ROWS) * ROWS) % len(tokens)
+    inputs = tokens[padded], log_q[padded], log_p[padded]
+    options = dict(topology=topology, replace=replace, rule=rule)
     for pattern in itertools.product((0.0, 1 - 2**-24), repeat=topology.num_nodes - 1):
-        uniforms = np.broadcast_to(np.array([0.0, *pattern], np.float32), tokens.shape)
-        walk = jax.tree.map(
-            np.asarray,
-            run_walks(
-                *(uniforms, jnp.asarray(tokens), log_q, log_p),
-                topology=topology,
-                replace=replace,
-                rule=rule,
-            ),
-        )
+        uniforms = np.broadcast_to(np.array([0.0, *pattern], np.float32), inputs[0].shape)
+        walk = run_walks(uniforms, *inputs, **options)
+        walk = jax.tree.map(lambda leaf: np.asarray(leaf)[: len(tokens)], walk)
+        uniforms = uniforms[: len(tokens)]
         assert np.isfinite(walk.probs).all()
         odds = walk.accept_prob.astype(np.float64)
         passed = uniforms < walk.accept_prob

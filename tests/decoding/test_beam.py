@@ -11,6 +11,7 @@ from stree_jax.decoding.drafters.search import best_continuations
 from stree_jax.testing import apply, perturbed, tiny_model
 from tests.decoding.texts import HYBRID, greedy, steps, with_head
 from tests.methods import PROMPTS
+from tests.numpy_parts import log_softmax
 
 # Only the level sizes of a topology count. Here a path may be longer than the convolution.
 SIZES = (2, 3, 1)
@@ -45,8 +46,8 @@ def test_the_tree_is_that_of_a_textbook_beam_search():
     def next_log_probs(read, path):
         padded = np.zeros((1, 40), np.int32)
         padded[0, : len(read) + len(path)] = [*read, *path]
-        logits = apply(model, padded)[0, len(read) + len(path) - 1, :37]  # the rest is padding
-        return np.asarray(jax.nn.log_softmax(logits), np.float64)
+        logits = np.asarray(apply(model, padded), np.float64)
+        return log_softmax(logits[0, len(read) + len(path) - 1, :37])  # the rest is padding
 
     options = dict(drafter=st.BeamDrafter(model), topology=UNEVEN)
     for before, draft, verdict, _ in steps(target, count=6, **options):

@@ -26,21 +26,17 @@ LONGER = dict(temperature=6.0, num_tokens=3)
 # A drafter from draft models, and options.
 EXACT = {
     "autoregressive, top-k": (lambda draft, _: None, FILTERED),
-    "shared, top-p": (
-        lambda draft, _: Model(draft),
-        dict(temperature=4.0, top_p=0.9, topology=st.TreeTopology.from_branching((2, 1))),
-    ),
     "without replacement": (lambda draft, _: unlike(draft), FILTERED | dict(topology=TREE)),
     "multi-step": (lambda draft, _: iid(draft), FILTERED | dict(topology=TREE)),
+}
+# Special cases of those; traversal is sampled in test_processors.py, too.
+SPECIAL = {
+    "autoregressive": (lambda draft, _: None, {}),
+    "chain": (lambda draft, _: iid(draft), FILTERED | dict(topology=st.TreeTopology.chain(2))),
     "traversal": (
         lambda draft, _: iid(draft),
         FILTERED | dict(topology=TREE, verifier="traversal"),
     ),
-}
-# Special cases of those.
-SPECIAL = {
-    "autoregressive": (lambda draft, _: None, {}),
-    "chain": (lambda draft, _: iid(draft), FILTERED | dict(topology=st.TreeTopology.chain(2))),
     "deep traversal": (
         lambda draft, _: iid(draft),
         FILTERED | dict(topology=st.TreeTopology.chain(MAX_UNROLLED + 1), verifier="traversal"),

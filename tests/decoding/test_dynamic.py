@@ -13,6 +13,7 @@ from stree_jax.decoding.sampling import position_noise
 from stree_jax.testing import apply, perturbed, random_model, tiny_model
 from tests.decoding.texts import HYBRID, proposed, steps, with_head
 from tests.methods import PROMPTS
+from tests.numpy_parts import log_softmax
 
 SHALLOW = st.TreeTopology.budget(7, 3)
 VOCAB = 4
@@ -57,8 +58,8 @@ def test_the_kept_nodes_are_the_best_of_a_sorted_list():
         for row, path in zip(padded, paths, strict=False):
             row[: len(text) + len(path)] = [*text, *path]
         last = len(text) + len(paths[0]) - 1
-        logits = apply(model, padded)[: len(paths), last, :37]  # the rest is padding
-        return np.asarray(jax.nn.log_softmax(sharpness * logits), np.float64)
+        logits = np.asarray(apply(model, padded), np.float64)
+        return log_softmax(sharpness * logits[: len(paths), last, :37])  # the rest is padding
 
     for before, draft, verdict, _ in steps(target, drafter=drafter, topology=SHALLOW, count=5):
         for row in range(len(PROMPTS)):
@@ -92,15 +93,18 @@ def tiny_vocabulary(temperature, num_nodes, depth, expand, sharpness):
     model = random_model(st.ModelConfig.tiny(vocab_size=VOCAB, num_layers=1, tie_embeddings=False))
     text, keys = [2, 1, 3], jax.random.split(jax.random.key(3), 1)
     noise = position_noise(keys, jnp.zeros(1, jnp.int32), depth, VOCAB) if temperature else None
+    numbers = np.asarray(noise) if temperature else None
     drafter = st.DynamicDrafter(model, expand=expand, sharpness=sharpness)
     topology = st.TreeTopology.budget(num_nodes, depth)
     draft = proposed(drafter, topology, text, temperature=temperature, key=3, noise=noise)
 
     def next_log_probs(path):
-        logits = apply(model, np.array([[*text, *path]], np.int32))[0, -1]
+        row = np.zeros((1, len(text) + depth), np.int32)
+        row[0, : len(text) + len(path)] = [*text, *path]
+        logits = np.asarray(apply(model, row), np.float64)[0, len(text) + len(path) - 1]
         if temperature:
-            logits = logits / temperature + noise[0, len(path)]
-        return np.asarray(jax.nn.log_softmax(sharpness * logits), np.float64)
+            logits = logits / temperature + numbers[0, len(path)]
+        return log_softmax(sharpness * logits)
 
     tokens, tree = jax.tree.map(lambda part: np.asarray(part[0]), (draft.tokens, draft.tree))
     return paths_of(tokens, tree.parents, tree.valid), next_log_probs

@@ -96,11 +96,11 @@ def test_texts_go_on(family, name, draft_reads):
     if name == "branching":
         assert draft_reads
         assert first.prefix.drafter.reader.has_catch_up.any()
-    # Nothing was consumed: it continues from there without drafts, and with those of others.
-    other = st.ModelDrafter(perturbed(model, 0.1, seed=5))
-    for drafter in (None, other, st.NgramDrafter()):
-        again = st.generate(model, MORE, after=first.prefix, drafter=drafter, **common)
-        np.testing.assert_array_equal(again.tokens, want.tokens)
+        # Nothing was consumed: it continues from there without drafts, and with those of others.
+        other = st.ModelDrafter(perturbed(model, 0.1, seed=5))
+        for drafter in (None, other, st.NgramDrafter()):
+            again = st.generate(model, MORE, after=first.prefix, drafter=drafter, **common)
+            np.testing.assert_array_equal(again.tokens, want.tokens)
     further = st.generate(model, [[]] * 3, after=got.prefix, max_new_tokens=8, **options)
     want = st.generate(model, joined(texts, got, [[]] * 3), max_new_tokens=8)
     np.testing.assert_array_equal(further.tokens, want.tokens)
@@ -123,7 +123,8 @@ def test_a_drafter_with_other_settings_goes_on(kind):
     model = tiny_model()
     weights = perturbed(model, 0.1), perturbed(model, 0.2)
     for before, after in itertools.permutations(other_settings(*weights)[kind]):
-        first = st.generate(model, PROMPTS, max_new_tokens=9, return_prefix=True, **before)
+        own = dict(max_new_tokens=[9, 9, 24], return_prefix=True)  # all buffers have one size
+        first = st.generate(model, PROMPTS, **own, **before)
         got = st.generate(model, MORE, after=first.prefix, max_new_tokens=24, **after)
         want = st.generate(model, joined(PROMPTS, first, MORE), max_new_tokens=24, **after)
         np.testing.assert_array_equal(got.tokens, want.tokens)

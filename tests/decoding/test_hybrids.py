@@ -15,7 +15,7 @@ from tests.cases.base import NEEDS_NATIVE
 from tests.methods import CHAIN, PROMPTS, TREE
 
 # Their layers are those of others.
-OF_OTHERS = ("bamba", "mamba_in_llama", "granite_moe", "qwen3_5")
+OF_OTHERS = ("bamba", "mamba_in_llama", "granite_moe", "qwen3_5", "mixed")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,11 @@ def test_a_long_prompt():
 
 
 @pytest.mark.parametrize(
-    "name", ["mamba2attn hybrid", pytest.param("qwen3_5 hybrid", marks=pytest.mark.slow)]
+    "name",
+    [
+        "plain",
+        *(pytest.param(f"{n} hybrid", marks=pytest.mark.slow) for n in ("mamba2attn", "qwen3_5")),
+    ],
 )
 def test_bfloat16(name):
     """Not token for token; yet the model agrees with itself."""

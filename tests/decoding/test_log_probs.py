@@ -11,29 +11,30 @@ from stree_jax.testing import perturbed, tiny_model
 from tests import oracle
 from tests.decoding.texts import broken_at
 from tests.methods import KEY, PROMPTS, TREE, drafts
+from tests.numpy_parts import log_softmax
 
 NEW_TOKENS = 10
 
 
 @functools.cache
-def float64(family, text):
+def float64(text):
     """The model's log-probabilities after each token of a text."""
-    return oracle.log_probs(tiny_model(family), text)
+    return oracle.log_probs(tiny_model(), text)
 
 
-def at_new_tokens(family, prompt, new):
+def at_new_tokens(prompt, new):
     """`[T, V]`, of the distribution that each new token was drawn from."""
-    return float64(family, (*prompt, *new))[len(prompt) - 1 : -1]
+    return float64((*prompt, *new))[len(prompt) - 1 : -1]
 
 
 def filtered(log_probs, temperature, top_k):
     scaled = log_probs / temperature
     kept = np.where(scaled >= np.sort(scaled, axis=-1)[:, -top_k, None], scaled, -np.inf)
-    return kept - np.log(np.exp(kept).sum(axis=-1, keepdims=True))
+    return log_softmax(kept)
 
 
-def check(family, prompt, tokens, log_probs):
-    want = at_new_tokens(family, prompt, tokens)
+def check(prompt, tokens, log_probs):
+    want = at_new_tokens(prompt, tokens)
     np.testing.assert_allclose(
         log_probs, want[np.arange(len(tokens)), tokens], atol=1e-4, err_msg=f"{prompt}"
     )
@@ -47,18 +48,12 @@ def options_of(target, name):
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "temperature"),
-    [
-        ("plain", None, 0.0),
-        ("plain", "dynamic", 0.0),
-        ("plain", "lookup", 0.0),
-        ("plain", "traversal", 1.3),
-        ("mamba2attn hybrid", "branching", 0.8),
-    ],
+    ("name", "temperature"),
+    [(None, 0.0), ("dynamic", 0.0), ("lookup", 0.0), ("traversal", 1.3), ("branching", 0.8)],
 )
-def test_log_probs_are_the_models_own(family, name, temperature):
+def test_log_probs_are_the_models_own(name, temperature):
     """Unfiltered and at temperature 1, whatever the text was drawn with."""
-    target = tiny_model(family)
+    target = tiny_model()
     options = options_of(target, name)
     out = st.generate(
         target,
@@ -78,8 +73,8 @@ def test_log_probs_are_the_models_own(family, name, temperature):
         assert out.stats.num_accepted > 0
     for row, (prompt, count) in enumerate(zip(PROMPTS, out.lengths, strict=True)):
         new = out.tokens[row, :count].tolist()
-        check(family, prompt, new, out.log_probs[row, :count])
-        want = at_new_tokens(family, prompt, new)
+        check(prompt, new, out.log_probs[row, :count])
+        want = at_new_tokens(prompt, new)
         tokens = out.top_tokens[row, :count]
         np.testing.assert_allclose(
             out.top_log_probs[row, :count], -np.sort(-want)[:, :3], atol=1e-4
@@ -102,7 +97,7 @@ def test_log_probs_of_the_sampled_distribution():
     assert trees.top_tokens is None
     for row, prompt in enumerate(PROMPTS):
         new = trees.tokens[row].tolist()
-        want = filtered(at_new_tokens("plain", prompt, new), 0.7, 5)
+        want = filtered(at_new_tokens(prompt, new), 0.7, 5)
         np.testing.assert_allclose(trees.log_probs[row], want[np.arange(len(new)), new], atol=1e-4)
 
 
@@ -134,13 +129,13 @@ def test_a_scheduler_records_for_those_who_ask():
         if "log_probs" not in way and not most:
             assert done.log_probs is None
         elif way.get("log_probs") == "sampled":
-            want = filtered(at_new_tokens("plain", prompt, done.tokens), 0.7, 5)
+            want = filtered(at_new_tokens(prompt, done.tokens), 0.7, 5)
             want = want[np.arange(len(done.tokens)), done.tokens]
             np.testing.assert_allclose(done.log_probs, want, atol=1e-4)
         else:
-            check("plain", prompt, done.tokens, done.log_probs)
+            check(prompt, done.tokens, done.log_probs)
         if most:
-            want = at_new_tokens("plain", prompt, done.tokens)
+            want = at_new_tokens(prompt, done.tokens)
             np.testing.assert_allclose(done.top_log_probs, -np.sort(-want)[:, :most], atol=1e-4)
             assert np.shape(done.top_tokens) == (len(done.tokens), most)
         else:

@@ -111,7 +111,8 @@ RELEASED = [
     *((family, "told", "mixed") for family in ("repeated_first", "branch", "mamba_in_llama")),
     *(("plain", method, "zero") for method in ("cascade", "cascade of lookup", "turns")),
     *(("plain", method, "zero") for method in ("another family", "deep dynamic", "deep beam")),
-    *(("plain", method, "mixed") for method in ("dynamic", "beam")),
+    ("plain", "a padded vocabulary", "zero"),
+    *(("plain", method, "mixed") for method in ("dynamic", "beam", "turns")),
     *(("falcon_h1 hybrid", method, "mixed") for method in ("heads", "mtp head")),
     ("nemotron_h hybrid", "mtp head, dynamic", "zero"),
 ]
@@ -184,7 +185,9 @@ def test_text_and_cache_are_those_of_autoregressive_decoding(family, name, tempe
         assert taus[0] > taus[-1] or len(taus) == 2
 
 
-@pytest.mark.parametrize("name", ["paper A", "dynamic", "ruled"])
+@pytest.mark.parametrize(
+    "name", ["paper A", pytest.param("dynamic", marks=pytest.mark.slow), "ruled"]
+)
 def test_a_row_does_not_depend_on_its_place_in_the_batch(name):
     target, order = tiny_model(), np.random.default_rng(0).permutation(len(ROWS))
     if name == "ruled":
@@ -271,7 +274,7 @@ def test_no_drafts_after_a_step_that_accepted_several():
     ("family", "name"),
     [
         ("plain", "chain of 6"),
-        ("plain", "cascade"),
+        pytest.param("plain", "cascade", marks=pytest.mark.slow),
         pytest.param("mamba2attn hybrid", "dynamic", marks=pytest.mark.slow),
     ],
 )

@@ -17,7 +17,7 @@ SLOW = ("dynamic", "cascade of lookup", "turns")
 
 def pair(size, draft_size):
     """A target, and a draft that is the target in all tokens that both have."""
-    target = random_model(st.ModelConfig.tiny(vocab_size=size, num_layers=2))
+    target = random_model(st.ModelConfig.tiny(vocab_size=size, num_layers=1))
     draft = random_model(dataclasses.replace(target.config, vocab_size=draft_size))
 
     def common(own, other):

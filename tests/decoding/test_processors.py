@@ -193,7 +193,7 @@ def test_recorded_log_probs_are_those_after_processors():
     logits = apply(model, [[*prompt, *out.tokens[0, :-1]]])[:, len(prompt) - 1 :, :SIZE]
     sampling = plan(model, [prompt], **options).sampling
     text = np.array([prompt]), out.tokens[:, :-1]
-    want = token_log_probs(processed_after(sampling.processors, *text, logits), sampling)
+    want = jax.jit(token_log_probs)(processed_after(sampling.processors, *text, logits), sampling)
     want = np.take_along_axis(np.asarray(want), out.tokens[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(out.log_probs, want, atol=1e-4)
 

@@ -111,8 +111,3 @@ def states_of(model, text, inner=()):
     own = model.config.logits_multiplier * last @ np.asarray(model.output_head[...]).T
     np.testing.assert_allclose(own, np.asarray(apply(model, padded))[0, : len(text)], atol=1e-4)
     return states[:, width:] if inner else last
-
-
-def log_softmax(logits):
-    logits = logits - logits.max()
-    return logits - np.log(np.exp(logits).sum())

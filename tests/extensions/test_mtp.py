@@ -18,7 +18,8 @@ from stree_jax.testing import tiny_model
 from stree_jax.training import Recipe, Training
 from stree_jax.tuning import dynamic_tau
 from tests.extensions import qwen_files
-from tests.extensions.heads import log_softmax, parts, states_of
+from tests.extensions.heads import parts, states_of
+from tests.numpy_parts import log_softmax
 
 # Mutations that no exactness test sees.
 

@@ -72,7 +72,7 @@ def joined(events):
     return tokens, reasons
 
 
-@pytest.mark.parametrize("quantum", [1, 7, 32])
+@pytest.mark.parametrize("quantum", [1, pytest.param(7, marks=pytest.mark.slow), 32])
 def test_events_are_the_pieces_of_completions(quantum):
     """Cancelled at random, in any order, with both iterators stopped and resumed at random."""
     requests, texts, cut = cases()

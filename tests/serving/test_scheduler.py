@@ -46,7 +46,7 @@ def check(name, requests, quanta, orders, rows=4):
 def test_mixed_requests_in_any_row_and_order():
     """One program serves all rows: those that come later compile nothing."""
     requests, orders = mixed(ragged(12), WAYS[:2]), orders_of(12)
-    scheduler = check("mamba2attn hybrid", requests, quanta=(7,), orders=orders, rows=3)
+    scheduler = check("plain", requests, quanta=(7,), orders=orders, rows=3)
     before = len(COMPILED)
     served(scheduler, requests)
     assert len(COMPILED) == before

@@ -490,7 +490,7 @@ def test_devices_share_the_rows_of_a_training_step(tmp_path):
         return next_token_loss(model, tokens)
 
     seen, model = [], st.HybridLM(st.ModelConfig.tiny(num_layers=1), rngs=nnx.Rngs(0))
-    first = float(next_token_loss(model, batch(1)))
+    first = float(jax.jit(next_token_loss)(model, batch(1)))
     reports = [*fit(model, loss, batch, training, tmp_path)]
     assert seen == [(1, 9)]
     np.testing.assert_allclose(reports[0].loss, first, rtol=1e-5)
