@@ -6,6 +6,7 @@
     fields         config files, with every field accounted for
     rules, tables  maps from tensors to weights
     files, tensors, torch_file    lazily opened weights
+    gguf_file, gguf               llama.cpp's files, and what its converter did to a checkpoint
     reading, writing, api         to a `HybridLM` and back; `convert`
 
 A new family is a module with a reader (and a writer), and one entry of `FAMILIES`. The rooms of

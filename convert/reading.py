@@ -15,9 +15,11 @@ from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import read_json
 from stree_jax.checkpoint.load import Place, is_finite, matrix_dtype, placer
 from stree_jax.checks import check_names
-from stree_jax.convert.families import describe, layout, refuse_quantised
+from stree_jax.convert.families import describe, layout, refuse_quantised, wrapped
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.files import open_tensors
+from stree_jax.convert.gguf import open_gguf
+from stree_jax.convert.gguf_file import gguf_file
 from stree_jax.convert.rules import Rule, check_coverage
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.mesh.weights import as_weight
@@ -40,6 +42,7 @@ class Checkpoint(NamedTuple):
     description: Any  # a `Description`; of a head alone None
     tensors: dict[str, Tensor]
     rules: list[Rule]
+    quantised: str = ""  # how many weights are, and how
 
     @property
     def sources(self) -> list[str]:
@@ -91,7 +94,7 @@ def open_checkpoint(
     """Recognises a checkpoint and checks all names and shapes. Reads no weights.
 
     Args:
-        path: directory of the checkpoint.
+        path: directory of the checkpoint, or a GGUF file.
         quirks: names from `families.QUIRKS` to reproduce.
         ignore: names of unknown config fields to ignore.
 
@@ -99,15 +102,12 @@ def open_checkpoint(
         ValueError: the checkpoint is damaged or unsupported, its tensors do not match its config,
             or no such field is left over.
     """
-    files = layout(path)
-    values = read_json(path / files.config)
-    refuse_quantised(path / files.config, values)
-    file, tensors = open_tensors(path, *files)
-    description = describe(path / files.config, values, tensors, quirks, ignore)
+    config, values, file, tensors, quantised = _open(path)
+    description = describe(config, values, tensors, quirks, ignore)
     num_layers = len(description.config.layers)
     if num_layers > len(tensors):  # each layer has at least one tensor
         raise ValueError(
-            f"{path / files.config} says {num_layers} layers, but {file} has {len(tensors)} tensors"
+            f"{config} says {num_layers} layers, but {file} has {len(tensors)} tensors"
         )
     _, weights = HybridLM.abstract(description.config)
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten(weights).items()}
@@ -115,7 +115,19 @@ def open_checkpoint(
         rules = check_coverage(description.rules, description.ignored, tensors, shapes)
     except ValueError as error:
         raise ValueError(f"{path} ({description.family}): {error}") from None
-    return Checkpoint(path, file, description, tensors, rules)
+    return Checkpoint(path, file, description, tensors, rules, quantised)
+
+
+def _open(path: Path) -> tuple[Path, dict[str, Any], str, dict[str, Tensor], str]:
+    """The config file and its content, the name of the weights, the tensors, what is quantised."""
+    if (gguf := gguf_file(path)) is not None:
+        config, values, tensors, quantised = open_gguf(gguf)
+        return config, values, gguf.name, wrapped(values, tensors), quantised
+    files = layout(path)
+    config = path / files.config
+    values = read_json(config)
+    refuse_quantised(config, values)
+    return config, values, *open_tensors(path, *files), ""
 
 
 def load_model(

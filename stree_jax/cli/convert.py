@@ -95,6 +95,8 @@ def _facts(path: Path, ignore: Sequence[str]) -> Iterator[tuple[str, str]]:
         config, dtype, ignored = checkpoint.description.config, checkpoint.dtype, checkpoint.ignored
         yield "family", checkpoint.description.family
         yield "weights", checkpoint.file
+        if checkpoint.quantised:
+            yield "quantised", f"{checkpoint.quantised}, whose values are computed in float32"
         found = checkpoint.description.mtp
         head = None if found is None else found.config or found.problem
     yield "parameters", f"{_size(HybridLM.abstract(config)[1]):,}"
