@@ -170,7 +170,7 @@ class _Facts:
         return {
             "num_attention_heads": heads,
             "num_key_value_heads": self.kv_heads(),
-            "head_dim": self.take("attention.key_length", self.size("embedding_length") // heads),
+            "head_dim": self.size("attention.key_length", self.size("embedding_length") // heads),
             "attention_bias": self.has("attn_q.bias"),
         }
 
@@ -312,22 +312,27 @@ def _renamed(layout: _Layout, facts: _Facts) -> dict[str, Tensor]:
         if left.issuperset(sources):
             left -= {*sources}
             changes = (*layout.changes.get(own, ()), *_CHANGES.get(own, ()))
-            found[name] = _changed([facts.tensors[source] for source in sources], changes)
+            parts = [facts.tensors[source] for source in sources]
+            found[name] = _changed(f"{facts.file}: {name}", parts, changes)
     if left:
         raise ValueError(f"{facts.file} has unknown tensors: {sorted(left)[:3]!s:.200}")
     return found
 
 
-def _changed(parts: list[Tensor], changes: tuple[_Change, ...]) -> Tensor:
-    """The tensor that parts become, rows behind rows."""
+def _changed(name: str, parts: list[Tensor], changes: tuple[_Change, ...]) -> Tensor:
+    """The tensor of this name that parts become, rows behind rows."""
     shape = parts[0].shape
     axis = max(0, len(shape) - 2)
+    others = [(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts]
+    if len({*others}) > 1:
+        raise ValueError(f"{name}: shapes {[part.shape for part in parts]!s:.80} do not fit")
     shape = (*shape[:axis], sum(part.shape[axis] for part in parts), *shape[axis + 1 :])
     for change in changes:
         shape = change.shape(shape)
 
     def read() -> np.ndarray:
-        array = np.concatenate([part.read() for part in parts], axis)
+        arrays = [part.read() for part in parts]
+        array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis)
         for change in changes:
             array = change.apply(array)
         return array
@@ -568,34 +573,19 @@ def _nemotron(facts: _Facts, values: Values) -> _Layout:
         " ffn_up_shexp shared_experts.up_proj, ffn_down_shexp shared_experts.down_proj,"
         " ffn_latent_down fc1_latent_proj, ffn_latent_up fc2_latent_proj"
     )
-    experts = {
+    after = _table(names, "mixer") | {
         "ffn_up_exps.weight": "mixer.experts.up_proj",
         "ffn_down_exps.weight": "mixer.experts.down_proj",
         "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
     }
-    inside = _table("attn_norm norm") | _mixer("mixer") | _attention("mixer")
-    # Of a head only the model's names are known: it is there, and cannot be read.
-    head = {f"{name}.weight": f"mtp.layers.0.{name}" for name in ("post_attention_norm", *_HEAD)}
-    return _Layout(
-        "backbone.layers.{}",
-        _outside("backbone.embeddings", "backbone.norm_f"),
-        inside | _table(names, "mixer") | experts,
-        _unpaired(facts),
-        head=head,
-    )
-
-
-# Qwen's names of the tensors of a head: its norms, and others.
-_HEAD_NORMS = {
-    "nextn.enorm": "pre_fc_norm_embedding",
-    "nextn.hnorm": "pre_fc_norm_hidden",
-    "nextn.shared_head_norm": "norm",
-}
-_HEAD = _HEAD_NORMS | {
-    "nextn.eh_proj": "fc",
-    "nextn.embed_tokens": "embed_tokens",
-    "nextn.shared_head_head": "head",
-}
+    inside = _table("attn_norm norm") | _mixer("mixer") | _attention("mixer") | after
+    # The layer of the head is two here: attention, and experts.
+    first = "nextn.enorm enorm, nextn.hnorm hnorm, nextn.eh_proj eh_proj"
+    last = "post_attention_norm norm, nextn.shared_head_norm final_layernorm"
+    head = _table(first, "mtp.layers.0") | _table(last, "mtp.layers.1")
+    head |= {own: f"mtp.layers.1.{name}" for own, name in after.items()}
+    outside = _outside("backbone.embeddings", "backbone.norm_f")
+    return _Layout("backbone.layers.{}", outside, inside, _unpaired(facts), head=head)
 
 
 def _qwen_config(model_type: str) -> Callable[[_Facts], Values]:
@@ -664,12 +654,17 @@ def _qwen(facts: _Facts, values: Values) -> _Layout:
         for name in ("attn_qkv.weight", "ssm_conv1d.weight"):
             changes[name] = (_by_group(groups, heads, 2 * keys),)
         changes["ssm_out.weight"] = (_by_group(groups, heads, columns=True),)
-    of_norms = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
-    for name in (*of_norms, *_HEAD_NORMS):
+    for name in ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm"):
+        changes[f"{name}.weight"] = (_MINUS_ONE,)
+    for name in ("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"):
         changes[f"{name}.weight"] = (_MINUS_ONE,)
     outside = _outside("model.embed_tokens", "model.norm")
-    head = {f"{own}.weight": f"mtp.{name}.weight" for own, name in _HEAD.items()}
-    return _Layout("model.layers.{}", outside, inside, changes, head=head)
+    head = (
+        "nextn.eh_proj fc, nextn.enorm pre_fc_norm_embedding, nextn.hnorm pre_fc_norm_hidden,"
+        " nextn.shared_head_norm norm, nextn.embed_tokens embed_tokens,"
+        " nextn.shared_head_head lm_head"
+    )
+    return _Layout("model.layers.{}", outside, inside, changes, head=_table(head, "mtp"))
 
 
 _ARCHITECTURES = {

@@ -28,11 +28,17 @@ ARCHITECTURES = {
     "qwen3_5_text": "QWEN35",
     "qwen3_5_moe_text": "QWEN35MOE",
 }
+# Names of heads within the layer that is theirs in a GGUF file.
 HEAD = {
-    "mtp.fc.weight": "eh_proj",
-    "mtp.pre_fc_norm_embedding.weight": "enorm",
-    "mtp.pre_fc_norm_hidden.weight": "hnorm",
-    "mtp.norm.weight": "shared_head_norm",
+    "mtp.fc.weight": "nextn.eh_proj",
+    "mtp.pre_fc_norm_embedding.weight": "nextn.enorm",
+    "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm",
+    "mtp.norm.weight": "nextn.shared_head_norm",
+    "mtp.layers.0.eh_proj.weight": "nextn.eh_proj",
+    "mtp.layers.0.enorm.weight": "nextn.enorm",
+    "mtp.layers.0.hnorm.weight": "nextn.hnorm",
+    "mtp.layers.1.norm.weight": "post_attention_norm",
+    "mtp.layers.1.final_layernorm.weight": "nextn.shared_head_norm",
 }
 
 
@@ -70,16 +76,22 @@ def merged_experts(tensors):
     }
 
 
+def count_layers(values):
+    """Layers without those of a head."""
+    return values.get("num_hidden_layers") or len(values["layers_block_type"])
+
+
 def converted(values, tensors):
     """Tensors under the names of llama.cpp's table, with its numbers."""
     kind = values["model_type"]
-    qwen, last, first = kind.startswith("qwen"), values.get("num_hidden_layers"), {}
+    qwen, last, first = kind.startswith("qwen"), count_layers(values), {}
     heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
     for name, x in merged_experts(tensors).items():
         x = x.astype(np.float32)
         if name in HEAD:  # first of all: so the names of its norms end as those of others do
-            name = f"blk.{last}.nextn.{HEAD[name]}.weight"
-        name = name.replace("mtp.layers.0", f"model.layers.{last}")
+            name = f"blk.{last}.{HEAD[name]}.weight"
+        begin = f"{'model' if qwen else 'backbone'}.layers.{last}"
+        name = re.sub(r"^mtp\.layers\.[01]", begin, name)
         if qwen:
             groups, many = values["linear_num_key_heads"], values["linear_num_value_heads"]
             keys = groups * values["linear_key_head_dim"]
@@ -161,12 +173,11 @@ def multiplied(name, x, values):
 
 def metadata(values):
     """What the converter says about a config; methods of the writer and their arguments."""
-    kind, num_layers = values["model_type"], values.get("num_hidden_layers")
-    if num_layers is None:
-        num_layers = len(values["layers_block_type"])
-    get = values.get
+    kind, num_layers, get = values["model_type"], count_layers(values), values.get
+    heads = get("mtp_num_hidden_layers", get("num_nextn_predict_layers")) or 0
     facts = {
-        "block_count": num_layers + (get("mtp_num_hidden_layers") or 0),
+        "block_count": num_layers + heads,
+        "nextn_predict_layers": heads or None,
         "embedding_length": values["hidden_size"],
         "context_length": get("max_position_embeddings", 1 << 20 if kind == "mamba2" else None),
         "vocab_size": values["vocab_size"],
@@ -182,6 +193,7 @@ def metadata(values):
         here = [i for i, each in enumerate(types) if each in ("full_attention", "attention")]
         here = get("attn_layer_indices", here)
         many = [get("num_key_value_heads") * (i in here) for i in range(num_layers)]
+        many += [get("num_key_value_heads")] * heads
         listed = kind in ("bamba", "granitemoehybrid", "nemotron_h")
         facts |= {
             "head_count_kv": many if listed else get("num_key_value_heads"),
@@ -230,8 +242,6 @@ def metadata(values):
         }
         if get("moe_latent_size"):
             facts["moe_latent_size"] = values["moe_latent_size"]
-    if get("mtp_num_hidden_layers"):
-        facts["nextn_predict_layers"] = 1
     return facts
 
 

@@ -19,6 +19,7 @@ from stree_jax.models.matrices import weights_by_name
 from stree_jax.testing import apply
 from tests.convert import checkpoints, gguf_files, qwen_files
 from tests.convert.gguf_files import gguf, original, write
+from tests.extensions import mtp_files
 
 KINDS = gguf.GGMLQuantizationType
 # By model_type, with what changes to the small ones of `configs`. Metadata have no chunk size.
@@ -119,24 +120,35 @@ def test_multipliers_that_are_in_the_weights(tmp_path):
     np.testing.assert_allclose(apply(loaded, tokens), apply(model, tokens), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
-def test_a_wrapper_and_its_head(name, tmp_path):
-    """config.json of a released Qwen3.5, multimodal; the file has its text model and the head."""
-    after = qwen_files.EXPERTS if name.endswith("moe") else qwen_files.MLP
+def of_qwen(path, name, after):
     target = checkpoints.random_model(qwen_files.config_of(after))
-    head = qwen_files.random_head(target)
-    (tmp_path / "hf").mkdir()
-    write_as(target, tmp_path / "hf", f"{name}_text", head)
+    path.mkdir()
+    write_as(target, path, name, qwen_files.random_head(target))
+
+
+HEADS = {
+    "qwen3_5": lambda path: of_qwen(path, "qwen3_5_text", qwen_files.MLP),
+    "qwen3_5_moe": lambda path: of_qwen(path, "qwen3_5_moe_text", qwen_files.EXPERTS),
+    "nemotron_h_omni": lambda path: mtp_files.saved(path, {"chunk_size": 128}),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_wrapper_and_its_head(name, tmp_path):
+    """config.json of a multimodal release, of whose text model the file is; and its head."""
+    HEADS[name](tmp_path / "hf")
+    target = st.from_pretrained(tmp_path / "hf")
     values = json.loads((tmp_path / "hf" / "config.json").read_text())
     tensors = gguf_files.load_file(tmp_path / "hf" / "model.safetensors")
     file = write(tmp_path / "model.gguf", values, tensors)
     loaded = st.from_pretrained(file)
     assert_same(target, loaded)
-    assert_same(head, st.load_mtp(file, loaded))
+    assert_same(st.load_mtp(tmp_path / "hf", target), st.load_mtp(file, loaded))
     outer = {"model_type": name, "vision_config": {}, "text_config": values}
     (tmp_path / "config.json").write_text(json.dumps(outer))
     described = open_checkpoint(file).description
-    assert (described.config, described.mtp.config) == (target.config, head.config)
+    assert described.config == target.config
+    assert described.mtp.problem is None
 
 
 # Blocks: numbers of a block, bytes, places of 16-bit scales, and the formulas of ggml-quants.c as
