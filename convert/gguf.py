@@ -108,11 +108,11 @@ class _Facts:
         """Whether a layer has a tensor."""
         return any(f"blk.{i}.{name}" in self.tensors for i in range(self.num_layers))
 
-    def rows(self, *names: str) -> int:
-        """Rows of a matrix, of the first of these that a layer has; of experts those of one."""
+    def columns(self, *names: str) -> int:
+        """Columns of a matrix, of the first of these that a layer has."""
         names = tuple(f"blk.{i}.{name}" for name in names for i in range(self.num_layers))
         found = (self.tensors[name].shape for name in names if name in self.tensors)
-        return next((shape[-2] for shape in found if len(shape) > 1), 1)
+        return next((shape[-1] for shape in found), 1)
 
     def kinds(self, names: Mapping[str, str]) -> list[str]:
         """The kind of each layer by a tensor that only layers of that kind have.
@@ -203,7 +203,8 @@ _REDUNDANT = {
     *("attention.key_length", "attention.value_length", "attention.layer_norm_epsilon"),
     *("attention.recurrent_layers", "full_attention_interval", "ssm.dt_b_c_rms"),
     *("rope.freq_base", "rope.dimension_count", "rope.dimension_sections"),
-    *("rope.scaling.finetuned", "expert_count", "expert_used_count", "expert_group_count"),
+    *("rope.scaling.finetuned", "rope.scaling.type", "attention.head_count"),
+    *("expert_count", "expert_used_count", "expert_group_count"),
 }
 
 
@@ -380,7 +381,6 @@ def _unpaired(facts: _Facts) -> dict[str, tuple[_Change, ...]]:
 
 def _mamba2_config(facts: _Facts) -> Values:
     heads, inner = facts.size("ssm.time_step_rank"), facts.size("ssm.inner_size")
-    facts.take("attention.head_count", 0)
     return (
         facts.common("mamba2")
         | {
@@ -421,7 +421,7 @@ def _granite_config(facts: _Facts) -> Values:
             | made
             | {
                 "attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "attention"],
-                "intermediate_size": facts.rows("ffn_up.weight"),
+                "intermediate_size": facts.columns("ffn_down.weight"),
                 "mlp_bias": facts.has("ffn_up.bias"),
             }
         )
@@ -437,8 +437,8 @@ def _granite_config(facts: _Facts) -> Values:
             "position_embedding_type": "rope" if has_rope else "nope",
             "num_local_experts": experts,
             "num_experts_per_tok": facts.take("expert_used_count") if experts else 0,
-            "intermediate_size": facts.rows("ffn_up_exps.weight"),
-            "shared_intermediate_size": facts.rows("ffn_up_shexp.weight", "ffn_up.weight"),
+            "intermediate_size": facts.columns("ffn_down_exps.weight"),
+            "shared_intermediate_size": facts.columns("ffn_down_shexp.weight", "ffn_down.weight"),
         }
     )
 
@@ -466,17 +466,12 @@ def _granite(facts: _Facts, values: Values) -> _Layout:
 
 # Falcon-H1's, by which its weights are multiplied in the file already.
 _MULTIPLIERS = {
-    f"{name}_multiplier": 1.0
-    for name in [
-        "attention_in",
-        "attention_out",
-        "key",
-        "ssm_in",
-        "ssm_out",
-        "embedding",
-        "lm_head",
-    ]
-} | {"ssm_multipliers": [1.0] * 5, "mlp_multipliers": [1.0] * 2}
+    **dict.fromkeys(("attention_in_multiplier", "key_multiplier", "attention_out_multiplier"), 1.0),
+    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), 1.0),
+    **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier"), 1.0),
+    "ssm_multipliers": [1.0] * 5,
+    "mlp_multipliers": [1.0] * 2,
+}
 
 
 def _falcon_h1_config(facts: _Facts) -> Values:
@@ -491,7 +486,7 @@ def _falcon_h1_config(facts: _Facts) -> Values:
         | facts.attention()
         | facts.rope()
         | {
-            "intermediate_size": facts.rows("ffn_up.weight"),
+            "intermediate_size": facts.columns("ffn_down.weight"),
             "mamba_d_ssm": facts.size("ssm.inner_size"),
         }
     )
@@ -518,12 +513,12 @@ def _falcon_h1(facts: _Facts, values: Values) -> _Layout:
     return _Layout("model.layers.{}", outside, inside, overrides=overrides)
 
 
-_PATTERN = {"ssm_in.weight": "M", "attn_q.weight": "*", "ffn_gate_inp.weight": "E"}
+_PATTERN = {"ssm_in": "M", "attn_q": "*", "ffn_gate_inp": "E", "ffn_up": "-"}
 
 
 def _nemotron_config(facts: _Facts) -> Values:
     heads = facts.size("ssm.time_step_rank")
-    kinds = facts.kinds(_PATTERN | {"ffn_up.weight": "-"})
+    kinds = facts.kinds({f"{name}.weight": kind for name, kind in _PATTERN.items()})
     values = (
         facts.common("nemotron_h")
         | {
@@ -532,7 +527,7 @@ def _nemotron_config(facts: _Facts) -> Values:
             "mamba_head_dim": facts.size("ssm.inner_size") // heads,
             "use_conv_bias": facts.has("ssm_conv1d.bias"),
             "use_bias": facts.has("ssm_in.bias"),
-            "intermediate_size": facts.rows("ffn_up.weight"),
+            "intermediate_size": facts.columns("ffn_down.weight"),
             "mlp_bias": facts.has("ffn_up.bias"),
             "num_nextn_predict_layers": facts.num_heads,
         }
@@ -544,8 +539,6 @@ def _nemotron_config(facts: _Facts) -> Values:
         )
         | facts.attention()
     )
-    for key in ("rope.scaling.type", "rope.freq_base"):  # there is no RoPE
-        facts.take(key, None)
     if "E" not in kinds:
         return values
     groups = facts.size("expert_group_count", 1)
@@ -560,8 +553,8 @@ def _nemotron_config(facts: _Facts) -> Values:
         | {
             "n_group": groups,
             "topk_group": facts.take("expert_group_used_count", 1 if groups == 1 else ...),
-            "moe_intermediate_size": facts.rows("ffn_up_exps.weight"),
-            "moe_shared_expert_intermediate_size": facts.rows("ffn_up_shexp.weight"),
+            "moe_intermediate_size": facts.columns("ffn_down_exps.weight"),
+            "moe_shared_expert_intermediate_size": facts.columns("ffn_down_shexp.weight"),
             "moe_latent_size": facts.take("moe_latent_size", None),
         }
     )
@@ -606,13 +599,13 @@ def _qwen_config(model_type: str) -> Callable[[_Facts], Values]:
             rms_norm_eps="attention.layer_norm_rms_epsilon",
         )
         if not facts.has("ffn_gate_inp.weight"):
-            return made | {"intermediate_size": facts.rows("ffn_up.weight")}
+            return made | {"intermediate_size": facts.columns("ffn_down.weight")}
         return (
             made
             | facts.fields(num_experts="expert_count", num_experts_per_tok="expert_used_count")
             | {
-                "moe_intermediate_size": facts.rows("ffn_up_exps.weight"),
-                "shared_expert_intermediate_size": facts.rows("ffn_up_shexp.weight"),
+                "moe_intermediate_size": facts.columns("ffn_down_exps.weight"),
+                "shared_expert_intermediate_size": facts.columns("ffn_down_shexp.weight"),
             }
         )
 
@@ -654,9 +647,8 @@ def _qwen(facts: _Facts, values: Values) -> _Layout:
         for name in ("attn_qkv.weight", "ssm_conv1d.weight"):
             changes[name] = (_by_group(groups, heads, 2 * keys),)
         changes["ssm_out.weight"] = (_by_group(groups, heads, columns=True),)
-    for name in ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm"):
-        changes[f"{name}.weight"] = (_MINUS_ONE,)
-    for name in ("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"):
+    of_norms = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
+    for name in (*of_norms, "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"):
         changes[f"{name}.weight"] = (_MINUS_ONE,)
     outside = _outside("model.embed_tokens", "model.norm")
     head = (

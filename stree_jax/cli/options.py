@@ -65,7 +65,7 @@ class Drafts:
 class Prompts:
     """What is continued, and where it is written."""
 
-    checkpoint: str = Argument(help="Target model: checkpoint directory or hub name.")
+    checkpoint: str = Argument(help="Target model: checkpoint directory, GGUF file or hub name.")
     prompt: str | None = Option(
         None, "--prompt", "-p", help="Text to continue.", show_default=False
     )

@@ -245,13 +245,14 @@ def metadata(values):
     return facts
 
 
-def write(file, values, tensors, kind=F32, **changes):
+def write(file, values, tensors, kind=F32, edit=dict, **changes):
     """Writes a GGUF file.
 
     Args:
         file: its path.
         values, tensors: the config and the tensors of a checkpoint of transformers.
         kind: how matrices are stored, where their rows are whole blocks.
+        edit: changes tensors by the names that the package's table has, or by llama.cpp's.
         changes: other metadata; None: without it.
     """
     name = ARCHITECTURES[values["model_type"]]
@@ -263,7 +264,7 @@ def write(file, values, tensors, kind=F32, **changes):
     for fact, value in (metadata(values) | changes).items():
         if value is not None:
             getattr(writer, f"add_{fact}")(*(value if isinstance(value, tuple) else (value,)))
-    for own, x in converted(values, tensors).items():
+    for own, x in edit(converted(values, tensors)).items():
         name = own if own.startswith("blk.") else table.get_name(own, (".weight", ".bias"))
         assert name is not None, own
         add(writer, name, x, kind)

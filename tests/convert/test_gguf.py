@@ -85,6 +85,23 @@ def test_models(name, tmp_path):
     assert by_config.sources == by_metadata.sources
 
 
+def test_names_of_other_versions(tmp_path):
+    """Qwen3-Next of the first converter, its projection still in one; gates and ups in one."""
+    model, values, tensors = original(tmp_path / "hf", "qwen3_next")
+
+    def edit(found):
+        for name in [name for name in found if "in_proj_qkv" in name or "in_proj_z" in name]:
+            del found[name]
+        for i in range(2):
+            begin = f"model.layers.{i}.mlp.experts"
+            halves = [found.pop(f"{begin}.{name}_proj.weight") for name in ("gate", "up")]
+            found[f"blk.{i}.ffn_gate_up_exps.weight"] = np.concatenate(halves, axis=1)
+        whole = tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"]
+        return found | {"blk.0.ssm_in.weight": whole}
+
+    assert_same(model, st.from_pretrained(write(tmp_path / "x.gguf", values, tensors, edit=edit)))
+
+
 MULTIPLIERS = dict(
     embedding_multiplier=1.7,
     lm_head_multiplier=0.6,
