@@ -14,7 +14,7 @@ import numpy as np
 
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import has_file, read_json
-from stree_jax.checks import check_int, is_above_zero
+from stree_jax.checks import check_int
 from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.convert.gguf_file import open_parts
 from stree_jax.messages import shown
@@ -52,7 +52,7 @@ def open_gguf(file: Path) -> tuple[Path, Values, dict[str, Tensor], str]:
         layout = architecture.layout(facts, values)
         # The file has numbers of its own, however those of the model are stored.
         values = {key: own for key, own in values.items() if key != "quantization_config"}
-        return beside, {**values, **layout.overrides}, _renamed(layout, facts), quantised
+        return beside, values, _renamed(layout, facts), quantised
     values = architecture.config(facts)
     facts.refuse_unknown()
     return file, values, _renamed(architecture.layout(facts, values), facts), quantised
@@ -278,7 +278,6 @@ class _Layout(NamedTuple):
         inside: names of tensors in a layer. Several that are joined by "+" are one here, rows
             behind rows.
         changes: what undoes the converter's changes, in this order.
-        overrides: fields of config.json that are other ones for this file.
         head: names of tensors of a head that predicts further tokens.
     """
 
@@ -286,7 +285,6 @@ class _Layout(NamedTuple):
     outside: dict[str, str]
     inside: dict[str, str]
     changes: Mapping[str, tuple[_Change, ...]] = MappingProxyType({})
-    overrides: Mapping[str, Any] = MappingProxyType({})
     head: Mapping[str, str] = MappingProxyType({})
 
 
@@ -464,16 +462,6 @@ def _granite(facts: _Facts, values: Values) -> _Layout:
     return _Layout("model.layers.{}", outside, inside | _table(norms), _unpaired(facts))
 
 
-# Falcon-H1's, by which its weights are multiplied in the file already.
-_MULTIPLIERS = {
-    **dict.fromkeys(("attention_in_multiplier", "key_multiplier", "attention_out_multiplier"), 1.0),
-    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), 1.0),
-    **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier"), 1.0),
-    "ssm_multipliers": [1.0] * 5,
-    "mlp_multipliers": [1.0] * 2,
-}
-
-
 def _falcon_h1_config(facts: _Facts) -> Values:
     common = facts.common("falcon_h1")
     if common["tie_word_embeddings"]:
@@ -493,12 +481,6 @@ def _falcon_h1_config(facts: _Facts) -> Values:
 
 
 def _falcon_h1(facts: _Facts, values: Values) -> _Layout:
-    overrides = dict(_MULTIPLIERS)
-    if "output.weight" not in facts.tensors:  # the embedding is multiplied, and is the head too
-        by = [values.get(name, 1.0) for name in ("lm_head_multiplier", "embedding_multiplier")]
-        if not all(map(is_above_zero, by)):
-            raise ValueError(f"{facts.file}: its config.json has the multipliers {by!s:.80}")
-        overrides["lm_head_multiplier"] = by[0] / by[1]
     inside = (
         _mixer("mamba")
         | _attention("self_attn")
@@ -510,7 +492,44 @@ def _falcon_h1(facts: _Facts, values: Values) -> _Layout:
     kept = ("ssm_conv1d.bias", "ssm_dt.bias")
     inside = {own: name for own, name in inside.items() if own[-5:] != ".bias" or own in kept}
     outside = _outside("model.embed_tokens", "model.final_layernorm")
-    return _Layout("model.layers.{}", outside, inside, overrides=overrides)
+    return _Layout("model.layers.{}", outside, inside, _undone_multipliers(facts, values))
+
+
+def _undone_multipliers(facts: _Facts, values: Values) -> dict[str, tuple[_Change, ...]]:
+    """What divides the weights by the multipliers of config.json; of metadata alone there are none.
+
+    Tensors are read after the config, which is checked by then. A multiplier of 0 stays in them.
+    """
+    inner = facts.size("ssm.inner_size")
+    states = facts.size("ssm.group_count") * facts.size("ssm.state_size")
+
+    def factor(name: str) -> float:
+        return values.get(f"{name}_multiplier") or 1.0
+
+    def divided(*names: str) -> tuple[_Change]:
+        return (_Change(lambda x: x / np.float32(math.prod(map(factor, names)))),)
+
+    def of_list(name: str, i: int) -> float:
+        return (values.get(name) or [1.0] * 5)[i] or 1.0
+
+    def sections(x: np.ndarray) -> np.ndarray:
+        parts = np.split(x, np.cumsum([inner, inner, states, states]))
+        by = [factor("ssm_in") * of_list("ssm_multipliers", i) for i in range(5)]
+        return np.concatenate([part / np.float32(y) for part, y in zip(parts, by, strict=True)])
+
+    changes = {
+        "attn_q": divided("attention_in"),
+        "attn_k": divided("attention_in", "key"),
+        "attn_v": divided("attention_in"),
+        "attn_output": divided("attention_out"),
+        "ssm_in": (_Change(sections),),
+        "ssm_out": divided("ssm_out"),
+        "ffn_gate": (_Change(lambda x: x / np.float32(of_list("mlp_multipliers", 0))),),
+        "ffn_down": (_Change(lambda x: x / np.float32(of_list("mlp_multipliers", 1))),),
+        "token_embd": divided("embedding"),
+        "output": divided("lm_head"),
+    }
+    return {f"{name}.weight": change for name, change in changes.items()}
 
 
 _PATTERN = {"ssm_in": "M", "attn_q": "*", "ffn_gate_inp": "E", "ffn_up": "-"}
