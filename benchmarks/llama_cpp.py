@@ -1,6 +1,6 @@
 r"""llama.cpp for `benchmarks.peer`: the embedded models as GGUF files, and decoding with them.
 
-Needs two packages that nothing else here needs. The second one builds llama.cpp, whose source it
+Needs two packages. The second one, which nothing else here needs, builds llama.cpp, whose source it
 brings along, for this machine; a C++ compiler must be there (some 10 minutes on 2 cores):
 
     pip install gguf

@@ -6,6 +6,7 @@
     fields         config files, with every field accounted for
     rules, tables  maps from tensors to weights
     files, torch_file, quantised    lazily opened weights
+    gguf_file, gguf               llama.cpp's files, and what its converter did to a checkpoint
     adapter        LoRA adapters, merged into them
     reading, writing, api         to a `HybridLM` and back; `convert`
 

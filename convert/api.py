@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from stree_jax.checkpoint import is_native, write_checkpoint
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.checkpoint.directories import new_directory, recover
-from stree_jax.checkpoint.files import CHAT_TEMPLATES, has_directory, has_file
+from stree_jax.checkpoint.files import CHAT_TEMPLATES, folder_of, has_directory, has_file
 from stree_jax.checkpoint.load import load_native
 from stree_jax.convert.families import config_files, layout
 from stree_jax.convert.files import HEAD, shards
@@ -67,8 +67,8 @@ def convert(
     A multi-token prediction head beside the model goes along: natively it is in the folder `mtp`.
 
     Args:
-        source: a directory in any format that `from_pretrained` reads, or the name of a model on
-            the hub.
+        source: a directory or file in any format that `from_pretrained` reads, or the name of a
+            model on the hub.
         destination: the directory to create; tokenizer files are copied into it, see `side_files`.
         dtype: dtype of the weights, float32 or bfloat16; None: bfloat16 if the source is bfloat16,
             else float32. `A_log`, `D` and `dt_bias` are always float32.
@@ -123,7 +123,7 @@ def convert(
 
     def beside(partial: Path) -> None:
         for file in files:
-            copy = partial / file.relative_to(path)
+            copy = partial / file.relative_to(folder_of(path))
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)
         if head is not None and to == "native":
@@ -156,6 +156,7 @@ def side_files(directory: Path) -> list[Path]:
     machine into a checkpoint that is then published. In the hub's cache all files are links to its
     folder of blobs.
     """
+    directory = folder_of(directory)
     inside = [directory.resolve()]
     if directory.resolve().parent.name == "snapshots":
         inside.append(directory.resolve().parents[1] / "blobs")
@@ -169,7 +170,9 @@ def side_files(directory: Path) -> list[Path]:
 
 
 def find(name: str | os.PathLike[str], *, adapter: bool = False) -> Path:
-    """The directory of a checkpoint or an adapter, downloaded from the hub if it is no local one.
+    """The directory or GGUF file of a checkpoint, or the directory of an adapter.
+
+    It is downloaded from the hub if it is not here.
 
     Raises:
         ValueError: there is no such directory and no such model on the hub.
@@ -178,6 +181,8 @@ def find(name: str | os.PathLike[str], *, adapter: bool = False) -> Path:
     try:
         recover(path)
         if has_directory(path):
+            return path
+        if folder_of(path) != path:
             return path
         if path.exists():
             raise ValueError(

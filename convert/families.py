@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from stree_jax.checkpoint import is_native
 from stree_jax.checkpoint.arrays import Tensor
-from stree_jax.checkpoint.files import has_file, read_json
+from stree_jax.checkpoint.files import folder_of, has_file, read_json
 from stree_jax.checks import check_names
 from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, qwen, zamba2
 from stree_jax.convert.description import Description, Source
@@ -189,7 +189,7 @@ def has_field(directory: Path, name: str) -> bool:
     """Whether the config of another program's checkpoint has a field, in any of its tables."""
     if is_native(directory):
         return False
-    files = [directory / file for file in config_files()]
+    files = [folder_of(directory) / file for file in config_files()]
     key = f"{json.dumps(name.rpartition('.')[2])}: "  # quotes inside of values have a backslash
     return any(key in json.dumps(read_json(file)) for file in files if has_file(file))
 
@@ -276,8 +276,7 @@ def _read_wrapped(source: Source, name: str) -> Description:
             others.append(tensor)
 
     def outside(own: str) -> str:
-        begin = next(begin for begin, inner in wrapper.names.items() if own.startswith(inner))
-        return begin + own.removeprefix(wrapper.names[begin])
+        return _outside(wrapper, own)
 
     fields = source.fields.table(tables[0])
     fields.values.setdefault("model_type", wrapper.model_type)  # transformers' default
@@ -292,6 +291,20 @@ def _read_wrapped(source: Source, name: str) -> Description:
         + [Ignored(tensor, f"not of the text model of {name}") for tensor in others],
         mtp=mtp and mtp._replace(rules=renamed(mtp.rules, outside)),
     )
+
+
+def _outside(wrapper: _Wrapper, own: str) -> str:
+    begin = next(begin for begin, inner in wrapper.names.items() if own.startswith(inner))
+    return begin + own.removeprefix(wrapper.names[begin])
+
+
+def wrapped(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a text model, by their names in the checkpoint that has this config."""
+    wrapper = _WRAPPERS.get(str(values.get("model_type")))
+    return {
+        own if wrapper is None else _outside(wrapper, own): tensor
+        for own, tensor in tensors.items()
+    }
 
 
 def recognise(source: Source) -> str:

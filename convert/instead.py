@@ -13,7 +13,7 @@ _ORIGINAL = "is not read: take the original, in safetensors"
 _TORCH = "is not read: if it is a state dict, load it with torch and save it as model.safetensors"
 # Weights in other formats, by their suffix.
 _OTHERS = {
-    **dict.fromkeys((".gguf", ".onnx", ".h5", ".msgpack", ".nemo", ".distcp"), _ORIGINAL),
+    **dict.fromkeys((".onnx", ".h5", ".msgpack", ".nemo", ".distcp"), _ORIGINAL),
     **dict.fromkeys((".pt", ".pth", ".ckpt"), _TORCH),
 }
 _OF_TRAINING = ("optimizer", "scheduler", "rng_state", "scaler", "training_args")

@@ -16,9 +16,11 @@ from stree_jax.checkpoint.files import read_json
 from stree_jax.checkpoint.load import Place, is_finite, matrix_dtype, placer
 from stree_jax.checks import check_names
 from stree_jax.convert.adapter import Adapted, adapted
-from stree_jax.convert.families import describe, layout, text_tables
+from stree_jax.convert.families import describe, layout, text_tables, wrapped
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.files import open_tensors
+from stree_jax.convert.gguf import open_gguf
+from stree_jax.convert.gguf_file import gguf_file
 from stree_jax.convert.quantised import Plain, dequantised, read_scheme
 from stree_jax.convert.rules import Rule, check_coverage
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
@@ -106,7 +108,7 @@ def open_checkpoint(
     """Recognises a checkpoint and checks all names and shapes. Reads no weights.
 
     Args:
-        path: directory of the checkpoint.
+        path: directory of the checkpoint, or a GGUF file.
         quirks: names from `families.QUIRKS` to reproduce.
         ignore: names of unknown config fields to ignore.
         adapter: directory of a LoRA adapter to merge into the tensors, see `adapter.adapted`.
@@ -156,6 +158,9 @@ def _check_changes(
 
 def _open(path: Path) -> tuple[Path, dict[str, Any], str, Plain]:
     """The config file and what it says, the name of the weights, and the tensors."""
+    if (gguf := gguf_file(path)) is not None:
+        config, values, tensors, quantised = open_gguf(gguf)
+        return config, values, gguf.name, Plain(wrapped(values, tensors), [], quantised)
     files = layout(path)
     config = path / files.config
     scheme = read_scheme(config, read_json(config), text_tables())

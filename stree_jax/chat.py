@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stree_jax.checkpoint.files import CHAT_TEMPLATES, optional_json, read_text
+from stree_jax.checkpoint.files import CHAT_TEMPLATES, folder_of, optional_json, read_text
 from stree_jax.messages import first_line, shown, shown_path
 from stree_jax.special_tokens import special_tokens
 
@@ -77,7 +77,7 @@ def load_chat_template(
     Raises:
         ValueError: there is none, or a file is damaged.
     """
-    folder = Path(directory)
+    folder = folder_of(Path(directory))
     config = folder / "tokenizer_config.json"
     templates = _in_config(config, optional_json(config).get("chat_template"))
     files = {

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from pallas_kernels import dispatch
-from stree_jax.checkpoint.files import entries, folders_with, has_file
+from stree_jax.checkpoint.files import entries, folder_of, folders_with, has_file
 from stree_jax.checkpoint.load import load_native
 from stree_jax.heads import head_kind, load_native_head, part_of
 from stree_jax.mesh.partition import ONE_DEVICE
@@ -44,7 +44,8 @@ def from_pretrained(
     its `generation_config.json` and its tokenizer name.
 
     Args:
-        path: the directory, or the name of a model on the hub (needs `stree-jax[hub]`).
+        path: the directory, a GGUF file (needs `stree-jax[gguf]`), or the name of a model on the
+            hub (needs `stree-jax[hub]`).
         dtype: dtype of the loaded weights, float32 or bfloat16. None means bfloat16 if the
             checkpoint stores bfloat16, else float32. Speculative decoding reproduces autoregressive
             decoding token for token in float32, the default, and on a CPU in bfloat16 too.
@@ -91,7 +92,8 @@ def from_pretrained(
         model = convert.load_model(checkpoint, dtype=dtype, **options)
     else:
         model = load_native(directory, dtype=dtype, **options)
-    model.config = dataclasses.replace(model.config, eos_token=_end_tokens(model, directory))
+    ends = _end_tokens(model, folder_of(directory))
+    model.config = dataclasses.replace(model.config, eos_token=ends)
     if partition == ONE_DEVICE and dispatch.device_of(model).platform == "cpu":
         pack(model)
     return model
@@ -193,7 +195,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"path must be a directory or a tokenizer.json, got {shown(path)}")
-    file = Path(path)
+    file = folder_of(Path(path))
     if file.suffix != ".json" and not os.path.isfile(file):
         file = file / "tokenizer.json"
     if file.suffix != ".json" or _OTHERS.fullmatch(file.name) or not has_file(file):
@@ -233,6 +235,8 @@ def _instead(file: Path) -> str:
             f"; transformers reads {', '.join(found)[:80]}: AutoTokenizer.from_pretrained("
             f"{shown(str(folder))}).save_pretrained(DIR), then tokenizer=DIR or --tokenizer DIR"
         )
+    if any(name.endswith(".gguf") for name in entries(folder)):
+        return "; put the tokenizer.json of the model's repository beside its GGUF file"
     if inside := folders_with(folder, ["tokenizer.json"]):
         return f"; give the folder {shown(inside[-1])} there"
     return "" if file.name == "tokenizer.json" else "; give a directory with a tokenizer.json"

@@ -11,6 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders
 
 from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template
+from stree_jax.checkpoint.files import folder_of
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
@@ -56,7 +57,7 @@ class Texts:
             ValueError: there is none, or it cannot be read.
         """
         source = Path(path)
-        folder = source.parent if source.suffix == ".json" else source
+        folder = source.parent if source.suffix == ".json" else folder_of(source)
         return cls(_tokenizer(*_stamped(source, "tokenizer.json")), folder)
 
     def tokenizer(self, prompt: str | Messages | Any) -> Tokenizer:
@@ -235,7 +236,7 @@ def _folder(path: Location) -> Path:
 
 def _stamped(folder: Path, name: str) -> tuple[str, int]:
     """A folder and the time that a file in it was written: the cache key of what is loaded."""
-    file = folder if folder.suffix == ".json" else folder / name
+    file = folder if folder.suffix in (".json", ".gguf") else folder / name
     return os.path.realpath(folder), file.stat().st_mtime_ns if file.is_file() else 0
 
 

@@ -74,6 +74,11 @@ def has_directory(path: Path) -> bool:
     return True
 
 
+def folder_of(path: Path) -> Path:
+    """The directory of a checkpoint, which may be a GGUF file itself."""
+    return path.parent if path.suffix == ".gguf" and path.is_file() else path
+
+
 def _mode(path: Path) -> int | None:
     """The mode of what is at a path, behind links; None: nothing is there."""
     try:

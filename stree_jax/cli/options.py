@@ -82,7 +82,7 @@ class Drafts:
 class Prompts:
     """What is continued, and where it is written."""
 
-    checkpoint: str = Argument(help="Target model: checkpoint directory or hub name.")
+    checkpoint: str = Argument(help="Target model: checkpoint directory, GGUF file or hub name.")
     adapter: str | None = _ADAPTER
     prompt: str | None = Option(
         None, "--prompt", "-p", help="Text to continue.", show_default=False

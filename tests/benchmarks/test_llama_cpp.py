@@ -1,4 +1,4 @@
-"""GGUF files of the benchmark, and llama.cpp on them. CI has neither of the two packages."""
+"""GGUF files of the benchmark, and llama.cpp on them, which CI does not have."""
 
 import dataclasses
 import functools

@@ -86,6 +86,12 @@ def native(**changes):
     return make
 
 
+def gguf_header(path):
+    """A list that says to have more texts than there are, all of them empty."""
+    data = struct.pack("<4sIQQ1QcIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 8, 1 << 60)
+    (path / "model.gguf").write_bytes(data + bytes(64 * MIB))
+
+
 NEMOTRON = {"model_type": "nemotron_h", "hybrid_override_pattern": "ME" * 2048}
 WIDE = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 1 << 47, "rotary_dim": 1 << 47}
 BOMBS = {
@@ -94,6 +100,7 @@ BOMBS = {
     "experts": config(NEMOTRON | {"n_routed_experts": 16_000_000}),
     "layers": config(CONFIG | {"n_layer": 4096}),
     "large config": large_json,
+    "gguf header": gguf_header,
     "native layers": native(layers=["mamba2"] * 8192),
     "native rotary dimension": native(attention=WIDE, layers=["attention"] * 2),
 }

@@ -26,6 +26,7 @@ from stree_jax.heads import abstract_head
 
 PREFIXES = ("mtp.", "backbone.mtp.", "model.mtp.")
 _PATTERN = ("attention", "moe")
+_MERGED = "layers.1.mixer.experts.up_proj"  # all experts in one tensor
 _LETTERS = {"*": "attention", "E": "moe"}
 # Fields of training only.
 TRAINING = ("mtp_use_repeated_layer", "keep_mtp_spec_in_bf16", "mtp_loss_scaling_factor")
@@ -122,7 +123,7 @@ def read(
         config = MtpConfig(d_model, attention(), experts(), norm_eps)
         # Of several prefixes one whose rules then do not fit.
         prefix = next((x for x in PREFIXES if any(name.startswith(x) for name in own)), PREFIXES[0])
-        rules = rules_of(config, prefix)
+        rules = rules_of(config, prefix, merged=f"{prefix}{_MERGED}" in own)
         if tensors:
             rules = head_rules(rules, own, abstract_head("mtp", config))
     except ValueError as error:
@@ -130,11 +131,11 @@ def read(
     return HeadDescription(config, rules)
 
 
-def rules_of(config: MtpConfig, prefix: str = "mtp.") -> list[Rule]:
+def rules_of(config: MtpConfig, prefix: str = "mtp.", *, merged: bool = False) -> list[Rule]:
     """The tensors of a head of attention and experts, by the names of `MtpHead`."""
     assert isinstance(config.feed_forward, MoeConfig)
     first, last = f"{prefix}layers.0", f"{prefix}layers.1"
-    experts = nemotron_experts(config.feed_forward, merged=False)
+    experts = nemotron_experts(config.feed_forward, merged=merged)
     return [
         Rule(f"{first}.enorm.weight", "embedding_norm_scale"),
         Rule(f"{first}.hnorm.weight", "hidden_norm_scale"),

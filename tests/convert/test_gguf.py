@@ -1,0 +1,467 @@
+"""GGUF files: whole models, blocks of quantised numbers, and files that lie."""
+
+import dataclasses
+import json
+import math
+import random
+import struct
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.convert import convert, find, open_checkpoint
+from stree_jax.convert.gguf_file import open_parts
+from stree_jax.convert.writing import write_as
+from stree_jax.models.matrices import weights_by_name
+from stree_jax.testing import apply
+from tests.convert import checkpoints, gguf_files, qwen_files
+from tests.convert.gguf_files import gguf, original, write
+from tests.extensions import mtp_files
+
+KINDS = gguf.GGMLQuantizationType
+# By model_type, with what changes to the small ones of `configs`. Metadata have no chunk size.
+MODELS = {
+    "mamba2": dict(chunk_size=256),
+    "mamba2, biases, groups, tied": dict(
+        chunk_size=256, use_bias=True, use_conv_bias=False, n_groups=2, tie_word_embeddings=True
+    ),
+    "bamba": dict(mamba_chunk_size=256, rms_norm_eps=1e-3),
+    "granitemoehybrid": dict(
+        mamba_chunk_size=256,
+        embedding_multiplier=1.7,
+        residual_multiplier=0.6,
+        attention_multiplier=0.2,
+        logits_scaling=3.0,
+        tie_word_embeddings=True,
+    ),
+    "granitemoehybrid, experts, rope": dict(
+        mamba_chunk_size=256,
+        position_embedding_type="rope",
+        attention_multiplier=0.5,
+        intermediate_size=24,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "nemotron_h": dict(chunk_size=128),
+    "nemotron_h, experts": dict(
+        chunk_size=128,
+        hybrid_override_pattern="ME*E",
+        moe_latent_size=20,
+        n_routed_experts=6,
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=2.5,
+    ),
+    "qwen3_next": {},
+    "qwen3_5_text": dict(attention_bias=True, tie_word_embeddings=True, linear_num_value_heads=6),
+    "qwen3_5_moe_text": {},
+}
+
+
+def assert_same(model, other):
+    """Equal configs, and weights to the rounding of float32."""
+    assert model.config == other.config
+    want, have = weights_by_name(model), weights_by_name(other)
+    assert want.keys() == have.keys()
+    for name, weight in want.items():
+        np.testing.assert_allclose(have[name], weight, rtol=1e-6, atol=3e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, tmp_path):
+    """By metadata alone, and by config.json; the directory or the file."""
+    model, values, tensors = original(tmp_path / "hf", name.partition(",")[0], **MODELS[name])
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    file = write(folder / "model.gguf", values, tensors)
+    assert_same(model, st.from_pretrained(folder))
+    by_metadata = open_checkpoint(file)
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"x": 1}}))
+    by_config = open_checkpoint(file)
+    assert by_config.description.config == by_metadata.description.config
+    assert by_config.sources == by_metadata.sources
+
+
+def test_names_of_other_versions(tmp_path):
+    """Qwen3-Next of the first converter, its projection still in one; gates and ups in one."""
+    model, values, tensors = original(tmp_path / "hf", "qwen3_next")
+
+    def edit(found):
+        for name in [name for name in found if "in_proj_qkv" in name or "in_proj_z" in name]:
+            del found[name]
+        for i in range(2):
+            begin = f"model.layers.{i}.mlp.experts"
+            halves = [found.pop(f"{begin}.{name}_proj.weight") for name in ("gate", "up")]
+            found[f"blk.{i}.ffn_gate_up_exps.weight"] = np.concatenate(halves, axis=1)
+        whole = tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"]
+        return found | {"blk.0.ssm_in.weight": whole}
+
+    assert_same(model, st.from_pretrained(write(tmp_path / "x.gguf", values, tensors, edit=edit)))
+
+
+MULTIPLIERS = dict(
+    embedding_multiplier=1.7,
+    lm_head_multiplier=0.6,
+    key_multiplier=0.7,
+    attention_in_multiplier=1.2,
+    attention_out_multiplier=0.8,
+    ssm_in_multiplier=1.3,
+    ssm_out_multiplier=0.9,
+    ssm_multipliers=[0.7, 1.1, 0.8, 1.4, 1.2],
+    mlp_multipliers=[0.8, 1.5],
+)
+
+
+def test_multipliers_that_are_in_the_weights(tmp_path):
+    """Falcon-H1's: with config.json they are taken out. A tied head cannot do without it."""
+    for tied in (False, True):
+        changes = dict(num_hidden_layers=1, mamba_chunk_size=256, tie_word_embeddings=tied)
+        folder = tmp_path / str(tied)
+        folder.mkdir()
+        model, values, tensors = original(folder / "hf", "falcon_h1", **MULTIPLIERS, **changes)
+        file = write(folder / "model.gguf", values, tensors)
+        if tied:
+            message = r"model\.gguf lacks the multiplier of logits, .*: put the model's config"
+            checkpoints.refused(file, message)
+        else:
+            bare, tokens = st.from_pretrained(file), jax.numpy.array([[3, 1, 4, 1, 5]])
+            assert bare.config.logits_multiplier == 1
+            want = apply(model, tokens)
+            np.testing.assert_allclose(apply(bare, tokens), want, rtol=1e-4, atol=1e-5)
+        (folder / "config.json").write_text(json.dumps(values))
+        assert_same(model, st.from_pretrained(file))
+
+
+def of_qwen(path, name, after):
+    target = checkpoints.random_model(qwen_files.config_of(after))
+    path.mkdir()
+    write_as(target, path, name, qwen_files.random_head(target))
+
+
+HEADS = {
+    "qwen3_5": lambda path: of_qwen(path, "qwen3_5_text", qwen_files.MLP),
+    "qwen3_5_moe": lambda path: of_qwen(path, "qwen3_5_moe_text", qwen_files.EXPERTS),
+    "nemotron_h_omni": lambda path: mtp_files.saved(path, {"chunk_size": 128}),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_wrapper_and_its_head(name, tmp_path):
+    """config.json of a multimodal release, of whose text model the file is; and its head."""
+    HEADS[name](tmp_path / "hf")
+    target = st.from_pretrained(tmp_path / "hf")
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    tensors = gguf_files.load_file(tmp_path / "hf" / "model.safetensors")
+    file = write(tmp_path / "model.gguf", values, tensors)
+    loaded = st.from_pretrained(file)
+    assert_same(target, loaded)
+    assert_same(st.load_mtp(tmp_path / "hf", target), st.load_mtp(file, loaded))
+    outer = {"model_type": name, "vision_config": {}, "text_config": values}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    described = open_checkpoint(file).description
+    assert described.config == target.config
+    assert described.mtp.problem is None
+
+
+# Blocks: numbers of a block, bytes, places of 16-bit scales, and the formulas of ggml-quants.c as
+# loops in float64.
+
+
+def half(block, at):
+    return float(np.frombuffer(block, np.float16, 1, at)[0])
+
+
+def q8_0(block):
+    return [half(block, 0) * x for x in np.frombuffer(block, np.int8, 32, 2).tolist()]
+
+
+def q4_k(block):
+    """Eight times 32 numbers of 4 bits, each with a scale and a least value of 6 bits."""
+    scales, numbers, out = block[4:16], block[16:], []
+    for j in range(8):
+        if j < 4:
+            scale, least = scales[j] & 63, scales[j + 4] & 63
+        else:
+            scale = scales[j + 4] & 15 | scales[j - 4] >> 6 << 4
+            least = scales[j + 4] >> 4 | scales[j] >> 6 << 4
+        for i in range(32):
+            x = numbers[j // 2 * 32 + i]
+            x = x >> 4 if j % 2 else x & 15
+            out.append(half(block, 0) * scale * x - half(block, 2) * least)
+    return out
+
+
+def q6_k(block):
+    """Twice 128 numbers of 4 + 2 bits, with a scale of 8 bits for 16."""
+    low, high, scales, out = block[:128], block[128:192], block[192:208], [0.0] * 256
+    for at in range(256):
+        n, row, i = at // 128, at % 128 // 32, at % 32
+        x = low[64 * n + 32 * (row % 2) + i]
+        x = x >> 4 if row > 1 else x & 15
+        x |= (high[32 * n + i] >> 2 * row & 3) << 4
+        scale = scales[at // 16]
+        out[at] = half(block, 208) * (scale - 256 * (scale > 127)) * (x - 32)
+    return out
+
+
+BLOCKS = {
+    "Q8_0": (32, 34, [0], q8_0),
+    "Q4_K": (256, 144, [0, 2], q4_k),
+    "Q6_K": (256, 210, [208], q6_k),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks(name, tmp_path):
+    """Random bytes, as the loops read them."""
+    size, num_bytes, halves, loops = BLOCKS[name]
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, (3, 2, num_bytes), np.uint8)
+    for at in halves:
+        scales = rng.normal(size=(3, 2, 1)).astype(np.float16)
+        data[..., at : at + 2] = scales.view(np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "mamba2")
+    writer.add_tensor("x", data.reshape(3, -1), raw_dtype=KINDS[name])
+    gguf_files.finish(writer)
+    _, tensors, stored = open_parts(tmp_path / "x.gguf")
+    want = np.array([loops(block.tobytes()) for block in data.reshape(-1, num_bytes)])
+    assert (tensors["x"].shape, tensors["x"].dtype) == ((3, 2 * size), np.float32)
+    np.testing.assert_allclose(tensors["x"].read(), want.reshape(3, -1), rtol=1e-6, atol=1e-4)
+    assert stored == f"1 tensors {name}"
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0"])
+def test_models_in_fewer_bits(name, tmp_path):
+    """Matrices are what was stored, to the bit; the others are as they were."""
+    model, values, tensors = original(tmp_path / "hf", "mamba2")
+    file = write(tmp_path / "model.gguf", values, tensors, KINDS[name])
+    checkpoint, loaded = open_checkpoint(file), st.from_pretrained(file)
+    assert checkpoint.dtype == ("bfloat16" if name == "BF16" else "float32")
+    assert checkpoint.quantised == ("6 tensors Q8_0" if name == "Q8_0" else "")
+    plain = np.asarray(weights_by_name(model)["embedding"])
+    stored = gguf.quantize(plain, KINDS[name])
+    if name == "Q8_0":
+        want = np.array([q8_0(block.tobytes()) for block in stored.reshape(-1, 34)], np.float32)
+        want = want.reshape(plain.shape)
+    else:
+        want = plain.astype(np.float16 if name == "F16" else jax.numpy.bfloat16)
+    np.testing.assert_array_equal(loaded.embedding[...], want.astype(np.float32))
+    np.testing.assert_array_equal(loaded.blocks[0].mixer.D, model.blocks[0].mixer.D)
+
+
+def test_what_lies_beside_it(tmp_path):
+    """Its tokenizer and end tokens, a second file, and parts of one."""
+    model, values, tensors = original(tmp_path / "hf", "mamba2", chunk_size=256)
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    file = write(folder / "a.gguf", values, tensors)
+    with pytest.raises(ValueError, match=r"no tokenizer at .*; put the tokenizer\.json of the mod"):
+        st.load_tokenizer(file)
+    tokenizer = (st.demo_path("target") / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(tokenizer)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert find(file) == file
+    assert st.load_tokenizer(file).get_vocab_size() == st.load_tokenizer(folder).get_vocab_size()
+    assert st.from_pretrained(file).config.eos_token == (2, 5, 7)
+    convert(file, tmp_path / "native")
+    assert_same(st.from_pretrained(file), st.from_pretrained(tmp_path / "native"))
+    assert (tmp_path / "native" / "tokenizer.json").read_text() == tokenizer
+    write(folder / "b.gguf", values, tensors)
+    with pytest.raises(
+        ValueError, match=r"several GGUF files, 'a\.gguf', 'b\.gguf': give the path"
+    ):
+        st.from_pretrained(folder)
+    parts = [folder / f"c-0000{i}-of-00002.gguf" for i in (1, 2)]
+    half = dict(list(tensors.items())[:5])
+    write(parts[0], values, half)
+    with pytest.raises(ValueError, match=r"c-00002-of-00002\.gguf does not exist: get all 2 parts"):
+        st.from_pretrained(parts[0])
+    write(parts[1], values, {name: x for name, x in tensors.items() if name not in half})
+    model.config = dataclasses.replace(model.config, eos_token=(2, 5, 7))
+    assert_same(model, st.from_pretrained(parts[1]))
+    write(parts[1], values, tensors)
+    with pytest.raises(ValueError, match="of an earlier part again"):
+        st.from_pretrained(parts[1])
+
+
+# A changed fact, and what is said of it.
+CONTENTS = [
+    (
+        "head_count",
+        None,
+        r"lacks granitehybrid\.attention\.head_count: put the model's config\.json",
+    ),
+    ("block_count", None, r"lacks granitehybrid\.block_count: put the model's config\.json beside"),
+    ("block_count", 5000, r"block_count must be an integer, from 1 to 4096; got 5000"),
+    ("block_count", 2, r"has unknown tensors: \['blk\.2"),
+    ("block_count", 4, r"layer 3 has none of ssm_in\.weight, attn_q\.weight"),
+    ("nextn_predict_layers", 3, "nextn_predict_layers must be an integer, from 0 to 2; got 3"),
+    ("attn_logit_softcapping", 3.0, r"unknown metadata \['granitehybrid\.attn_logit_softcapping'"),
+    ("ssm_state_size", 8, "the tensors do not fit the config"),
+    ("embedding_length", 0, "embedding_length must be an integer, from 1 to"),
+    ("layer_norm_rms_eps", math.nan, "rms_norm_eps must be a number, got nan"),
+    ("head_count_kv", [1, 2, 2], r"head_count_kv = \[1, 2, 2\]"),
+    ("head_count_kv", "x", r"head_count_kv must be an integer, at least 1; got 'x'"),
+    ("rope_scaling_type", gguf.RopeScalingType.YARN, "rope_type is 'yarn', not one of"),
+]
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory):
+    return original(tmp_path_factory.mktemp("granite") / "hf", "granitemoehybrid")[1:]
+
+
+@pytest.mark.parametrize(("fact", "value", "message"), CONTENTS)
+def test_files_that_do_not_fit(fact, value, message, granite, tmp_path):
+    changes = {fact: value}
+    if value == "x":
+        changes = {fact: None, "string": ("granitehybrid.attention.head_count_kv", "x")}
+    checkpoints.refused(write(tmp_path / "model.gguf", *granite, **changes), message)
+
+
+def text(value):
+    data = value if isinstance(value, bytes) else value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def field(key, kind, data):
+    return text(key) + struct.pack("<I", kind) + data
+
+
+def tensor(name="x", shape=(4, 2), kind=0, offset=0):
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def header(fields=(), tensors=(), *, magic=b"GGUF", version=3, counts=None):
+    counts = counts or (len(tensors), len(fields))
+    return struct.pack("<4sIQQ", magic, version, *counts) + b"".join((*fields, *tensors))
+
+
+HUGE = 2**62
+LIES = {
+    "no architecture": (
+        header(tensors=[tensor()]) + bytes(99),
+        "is of the architecture None; GGUF",
+    ),
+    "another architecture": (
+        header([field("general.architecture", 8, text("llama"))], [tensor()]) + bytes(99),
+        "is of the architecture 'llama'; GGUF files are read of mamba2, granitehybrid",
+    ),
+    "a web page": (b"<html>", "is a web page"),
+    "nothing": (b"", "is damaged: it is empty"),
+    "another magic": (header(magic=b"GGML"), "does not begin with GGUF"),
+    "an old version": (header(version=1), "it has version 1, not 2 or 3"),
+    "big endian": (header(version=3 << 24), "it has version 50331648, not"),
+    "a cut header": (header(tensors=[tensor()])[:-1], "header is cut off"),
+    "no tensors": (header(), "has no tensors"),
+    "many tensors": (header(counts=(HUGE, 0)), f"{HUGE} tensors and 0 fields are too many"),
+    "many fields": (header(counts=(0, HUGE)), "are too many"),
+    "fields that are not there": (header(counts=(0, 60_000)), "header is cut off"),
+    "a long key": (header([struct.pack("<Q", HUGE)]), "header is cut off"),
+    "no text": (header([field(b"\xff", 4, bytes(4))]), "can't decode byte 0xff"),
+    "an unknown type of field": (header([field("k", 99, b"")]), "metadata of the unknown type 99"),
+    "a list of lists": (header([field("k", 9, struct.pack("<IQ", 9, 1))]), "of the unknown type 9"),
+    "a long list": (
+        header([field("k", 9, struct.pack("<IQ", 4, HUGE))]),
+        "header is cut off, or endless",
+    ),
+    "a long list of texts": (
+        header([field("k", 9, struct.pack("<IQ", 8, HUGE))]),
+        "is cut off, or end",
+    ),
+    "a long text in a list": (
+        header([field("k", 9, struct.pack("<IQQ", 8, 2, HUGE))]),
+        "header is cut off, or endless",
+    ),
+    "a key twice": (header([field("k", 0, b"0")] * 2), "'k' is there twice"),
+    "a tensor twice": (header(tensors=[tensor()] * 2) + bytes(99), "'x' is there twice"),
+    "no alignment": (
+        header([field("general.alignment", 4, bytes(4))], [tensor()]) + bytes(99),
+        r"general\.alignment must be an integer, from 1 to .*; got 0",
+    ),
+    "an alignment that is a text": (
+        header([field("general.alignment", 8, text("x"))], [tensor()]) + bytes(99),
+        r"general\.alignment must be an integer",
+    ),
+    "many axes": (header(tensors=[tensor(shape=(1,) * 9)]) + bytes(99), "has 9 axes"),
+    "no axes": (header(tensors=[tensor(shape=())]) + bytes(99), r"has shape \(\) in blocks of 1"),
+    "a huge shape": (
+        header(tensors=[tensor(shape=(HUGE, HUGE))]) + bytes(99),
+        "too few for 'x'; downl",
+    ),
+    "a huge offset": (
+        header(tensors=[tensor(offset=HUGE)]) + bytes(99),
+        "bytes are too few for 'x'",
+    ),
+    "a cut tensor": (header(tensors=[tensor()]) + bytes(31), "bytes are too few for 'x'"),
+    "tensors over each other": (
+        header(tensors=[tensor(), tensor("y")]) + bytes(64),
+        "bytes are too few for 'y'",
+    ),
+    "an unknown type": (
+        header(tensors=[tensor(kind=99)]) + bytes(99),
+        "type 99, which this version",
+    ),
+    "integers": (header(tensors=[tensor(kind=26)]) + bytes(99), "type I32, which is not supported"),
+    "a part of a block": (
+        header(tensors=[tensor(kind=8)]) + bytes(99),
+        r"'x' has shape \(2, 4\) in blocks of 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_files_that_lie(name, tmp_path):
+    data, message = LIES[name]
+    (tmp_path / "x.gguf").write_bytes(data)
+    checkpoints.refused(tmp_path / "x.gguf", rf"x\.gguf.*{message}")
+
+
+def test_random_damage(granite, tmp_path):
+    """Each file loads, or is refused in one line that names it."""
+    file, rng, messages = tmp_path / "x.gguf", random.Random(0), []
+    data = write(file, *granite).read_bytes()
+    end = data.index(b"blk.2.")
+    for _ in range(60):
+        damaged = bytearray(data[: rng.choice([len(data), rng.randrange(1, len(data))])])
+        for _ in range(rng.choice([0, 1, 3])):
+            damaged[rng.randrange(min(end, len(damaged)))] = rng.randrange(256)
+        file.write_bytes(damaged)
+        try:
+            open_checkpoint(file)
+        except ValueError as error:
+            messages.append(str(error).replace(str(file), "<file>"))
+    assert 30 < len(messages) < 60
+    for message in messages:
+        assert message.count("<file>") == 1
+        assert "\n" not in message
+        assert len(message) < 700
+
+
+def test_numbers_that_are_not_finite(tmp_path):
+    """A of 0 is no decay; an infinite scale of a block times 0 is no number."""
+    _, values, tensors = original(tmp_path / "hf", "mamba2")
+    name = "backbone.layers.0.mixer.A_log"
+    write(tmp_path / "x.gguf", values, tensors | {name: np.full_like(tensors[name], -np.inf)})
+    with pytest.raises(ValueError, match="A_log holds NaN, infinity"):
+        st.from_pretrained(tmp_path / "x.gguf")
+    file = write(tmp_path / "y.gguf", values, tensors, KINDS.Q8_0)
+    data = bytearray(file.read_bytes())
+    stored = gguf.quantize(tensors["backbone.embeddings.weight"], KINDS.Q8_0).tobytes()
+    at = data.index(stored)
+    data[at : at + 2] = np.float16(math.inf).tobytes()
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"embeddings\.weight holds NaN, infinity"):
+        st.from_pretrained(file)
+
+
+def test_without_the_package(tmp_path, monkeypatch):
+    (tmp_path / "x.gguf").write_bytes(header(tensors=[tensor()]) + bytes(99))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(
+        ValueError, match=r"x\.gguf: to read GGUF files, install stree-jax\[gguf\]$"
+    ):
+        open_checkpoint(tmp_path)
