@@ -33,6 +33,7 @@ from stree_jax.names import flatten, unflatten
 ProgressCallback = Callable[[int, int], None]
 
 
+_OF_METADATA = "config.json: there is none, and the metadata of the file say no time_step_limit"
 _LISTED = 8  # tensors that are ignored for one reason; of more, their number is said
 
 
@@ -119,6 +120,11 @@ def open_checkpoint(
     """
     config, values, file, (tensors, notes, quantised) = _open(path)
     merged = None
+    if adapter is not None and config.suffix == ".gguf":
+        raise ValueError(
+            f"{path} has no config.json beside it, without which its weights may not be those that"
+            f" {adapter} changes"
+        )
     if adapter is not None:
         merged = adapted(tensors, adapter, ignore)
         tensors, ignore = merged.tensors, merged.asked
@@ -160,7 +166,8 @@ def _open(path: Path) -> tuple[Path, dict[str, Any], str, Plain]:
     """The config file and what it says, the name of the weights, and the tensors."""
     if (gguf := gguf_file(path)) is not None:
         config, values, tensors, quantised = open_gguf(gguf)
-        return config, values, gguf.name, Plain(wrapped(values, tensors), [], quantised)
+        notes = [_OF_METADATA] if config == gguf else []
+        return config, values, gguf.name, Plain(wrapped(values, tensors), notes, quantised)
     files = layout(path)
     config = path / files.config
     scheme = read_scheme(config, read_json(config), text_tables())

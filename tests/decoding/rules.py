@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stree_jax as st
-from stree_jax.testing import tiny_model
-from tests.decoding.texts import ROWS, decoded, planned
+from tests.decoding.texts import ROWS, decoded, model_of, planned
 
 SIZE = 37  # tokens of the tiny models
 
@@ -97,5 +96,5 @@ def ruled(model, rows=None, **options):
 @functools.cache
 def autoregressive(family="plain"):
     """The texts of `ROWS` with the rules of `rules_of`."""
-    model = tiny_model(family)
+    model = model_of(family)
     return decoded(model, ruled(model))

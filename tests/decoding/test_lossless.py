@@ -35,6 +35,7 @@ from tests.decoding.texts import (
     autoregressive,
     decoded,
     greedy,
+    model_of,
     planned,
     steps,
 )
@@ -80,6 +81,7 @@ TABLE = [
     ("nemotron_h hybrid", "mtp head", "mixed"),  # the family whose checkpoints have such heads
     ("nemotron_h hybrid", "mtp head, dynamic", "zero"),
     ("plain", "ragged", "ruled"),
+    ("qwen3_5 hybrid, int8", "ragged", "mixed"),
 ]
 # More of the same, run by `make test-slow`. Of "mamba2attn hybrid | dynamic | mixed", the cell of
 # temperature 0 proves the family with the method, and that of "plain" the ways of sampling.
@@ -99,6 +101,9 @@ SLOW = [
     *(("nemotron_h hybrid", f"mtp head, {tree}", "mixed") for tree in ("deep", "beam", "dynamic")),
     *((f"{family} hybrid", "paper A", "zero") for family in HYBRIDS),
     *(("qwen3_5 hybrid", method, "mixed") for method in OF_EACH_DRAFTER),
+    *((f"{family} hybrid, int8", "ragged", "mixed") for family in HYBRIDS if family != "qwen3_5"),
+    *(("plain, int8", method, "mixed") for method in OF_EACH_DRAFTER),
+    ("nemotron_h hybrid, int8", "ragged", "ruled"),
     # All trees but "ragged" have a shape that the loop has to find out.
     *(("plain", method, "ruled") for method in ("deep", "beam", "dynamic", "lookup tree", "heads")),
     *(("plain", method, "ruled") for method in ("mtp head, ragged", "turns", "cascade")),
@@ -143,11 +148,11 @@ def full_depth(topology):
 
 @pytest.mark.parametrize(("family", "name", "temperature"), [*cells()])
 def test_text_and_cache_are_those_of_autoregressive_decoding(family, name, temperature):
-    target, method = tiny_model(family), METHODS[name]
+    target, method = model_of(family), METHODS[name]
     models = {
         "itself": lambda: target,
         "alike": lambda: perturbed(target, 0.1 if method.topology is not DEEP else 0.02),
-        "unrelated": lambda: tiny_model(family, seed=1),
+        "unrelated": lambda: model_of(family, seed=1),
     }
     taus = []
     for draft in method.drafts:

@@ -73,9 +73,17 @@ def decoded(model, request):
 
 
 @functools.cache
+def model_of(family, seed=0):
+    """A tiny model; with ", int8" behind its name in 8 bits, as a CPU loads it."""
+    name, comma, _ = family.partition(", int8")
+    model = tiny_model(name, seed)
+    return model.quantized().packed() if comma else model
+
+
+@functools.cache
 def autoregressive(family="plain"):
     """The texts of `ROWS`; all tables of a process share them."""
-    model = tiny_model(family)
+    model = model_of(family)
     return decoded(model, planned(model, ROWS))
 
 

@@ -23,12 +23,10 @@ from stree_jax.models.matrices import (
     weights_by_name,
 )
 from stree_jax.names import flatten, unflatten
-from stree_jax.testing import assert_lossless, perturbed, tiny_model
+from stree_jax.testing import perturbed, tiny_model
 from stree_jax.training.trainer import cast
-from tests.cases.base import NEEDS_NATIVE
 
 FAMILY = "nemotron_h hybrid"  # with routers and experts
-TREE = st.TreeTopology.from_branching((2, 2))
 
 
 def in_float64(matrix, axis):
@@ -168,22 +166,6 @@ def test_the_text_is_that_of_widened_weights(stored):
     in_bfloat16 = model().quantized()
     assert in_bfloat16.activation_dtype == jnp.bfloat16
     assert float(jnp.abs(sequence(in_bfloat16, tokens) - want).max() / jnp.abs(want).max()) < 0.05
-
-
-SLOW = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in (FAMILY, "falcon_h1 hybrid", "zamba2 hybrid", "qwen3_next hybrid", "plain")
-]
-
-
-@NEEDS_NATIVE
-@pytest.mark.parametrize("family", ["qwen3_5 hybrid", *SLOW])
-def test_text_with_drafts(family):
-    """Token for token, with noise and without."""
-    target = tiny_model(family).quantized().packed()
-    drafter = st.ModelDrafter(perturbed(target, 0.1))
-    for tree in assert_lossless(target, drafter, topology=TREE, max_new_tokens=16):
-        assert tree.stats.tau > 1.2
 
 
 def test_a_head_is_for_its_target_in_8_bits_too(tmp_path):
