@@ -64,8 +64,8 @@ def from_pretrained(
             of the values in the file; norms, convolutions and routers stay. That is another model:
             speculative decoding gives its text, which may differ from the original's. None: what
             the checkpoint has.
-        keep: names of matrices that stay too, such as "embedding", or patterns such as
-            "*.out_proj.kernel"; `model.quantized` and `inspect --tensors` know them.
+        keep: names of matrices that stay too, such as "embedding", or patterns of names with stars;
+            `inspect --tensors` lists the names.
 
     Raises:
         ValueError: the checkpoint is missing, damaged, unknown or unsupported, its shapes disagree

@@ -301,7 +301,7 @@ def to_quantize(
     Args:
         module: a model or a head; may be abstract.
         quantize: "int8"; None: no matrix is to be.
-        keep: names of weights, or patterns of them with `*`.
+        keep: names of weights, or patterns of names with stars.
 
     Raises:
         ValueError: a name to keep that no matrix has.
