@@ -17,6 +17,7 @@ from pallas_kernels import dispatch
 from stree_jax.checkpoint.files import entries, folders_with, has_file
 from stree_jax.checkpoint.load import load_native
 from stree_jax.heads import head_kind, load_native_head, part_of
+from stree_jax.keywords import explained
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import first_line, shown, shown_path
@@ -25,6 +26,7 @@ from stree_jax.models.matrices import check_quantize, loaded_for, pack
 from stree_jax.special_tokens import end_tokens, special_tokens
 
 
+@explained()
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
@@ -91,6 +93,7 @@ def from_pretrained(
     return model
 
 
+@explained()
 def load_draft(
     path: str | os.PathLike[str],
     target: HybridLM,
@@ -114,6 +117,7 @@ def load_draft(
     return from_pretrained(path, ignore=ignore, quantize=quantize, **draft_options(target))
 
 
+@explained()
 def load_head(
     kind: str | Any,
     path: str | os.PathLike[str] | Any,
