@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     pair = embedded_pair(options.prompts, None)
     ways, versions = {}, {}
     for name, decoders, install in (
-        (PEER, transformers_decoders, "install stree-jax[peers] on Python 3.11"),
+        (PEER, transformers_decoders, "in the clone, on Python 3.11: pip install '.[peers]'"),
         (llama_cpp.NAME, llama_cpp.decoders, llama_cpp.INSTALL),
     ):
         try:

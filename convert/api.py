@@ -25,7 +25,7 @@ from stree_jax.convert.reading import (
 )
 from stree_jax.convert.writing import writable, write_as, written_as
 from stree_jax.heads import FOLDER, load_native_head, open_head, part_of, save_head
-from stree_jax.messages import first_line, shown_path
+from stree_jax.messages import first_line, needs, shown_path
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.matrices import check_quantize
 
@@ -211,9 +211,8 @@ def _download(name: str, patterns: list[str]) -> Path:
     try:
         import huggingface_hub
     except ImportError:
-        raise ValueError(
-            f"there is no directory {name}; to look for it on the hub, install stree-jax[hub]"
-        ) from None
+        hub = needs("a name on the hub", "huggingface-hub", "hub")
+        raise ValueError(f"there is no directory {name}; {hub}") from None
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # offline, unknown, gated: the library raises many types

@@ -84,7 +84,8 @@ from stree_jax.text import complete
 from stree_jax.tree import Tree, TreeTopology
 from stree_jax.tuning import TuningReport, tune
 
-# The names of each extension, which is imported when one of them is first used.
+# What is imported when it is first used: packages, and the names of each extension.
+_PACKAGES = ("convert", "testing", "training")
 _EXTENSIONS = {
     "eagle3": ("Eagle3Config", "Eagle3Drafter", "Eagle3Head", "Eagle3Model", "load_eagle3"),
     "grammar": ("Automaton", "json_schema", "regex"),
@@ -94,6 +95,7 @@ _EXTENSIONS = {
     "reasoning": ("reasoning",),
 }
 if TYPE_CHECKING:
+    from stree_jax import convert, testing, training
     from stree_jax.extensions import reasoning
     from stree_jax.extensions.eagle3 import (
         Eagle3Config,
@@ -116,6 +118,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return importlib.import_module(f"stree_jax.{name}")
         for extension, names in _EXTENSIONS.items():
             if name in names:
                 found = importlib.import_module(f"stree_jax.extensions.{extension}")
@@ -194,6 +198,7 @@ __all__ = [
     "Verdict",
     "Verifier",
     "complete",
+    "convert",
     "demo_path",
     "enable_compilation_cache",
     "follow",
@@ -218,8 +223,10 @@ __all__ = [
     "score",
     "shard",
     "stream",
+    "testing",
     "text_log_probs",
     "token_log_probs",
+    "training",
     "tune",
 ]
 __version__ = "0.1.0"
@@ -227,4 +234,4 @@ find_convert()
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stree_jax.checkpoint.files import CHAT_TEMPLATES, folder_of, optional_json, read_text
-from stree_jax.messages import first_line, shown, shown_path
+from stree_jax.messages import first_line, needs, shown, shown_path
 from stree_jax.special_tokens import special_tokens
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -149,7 +149,7 @@ def _sandbox() -> Any:
         import jinja2.ext
         import jinja2.sandbox  # noqa: F401
     except ImportError:
-        raise ValueError("chat templates need jinja2: pip install 'stree-jax[chat]'") from None
+        raise ValueError(needs("a chat template", "jinja2", "chat")) from None
     version = importlib.metadata.version("jinja2")
     if tuple(map(int, re.findall("[0-9]+", version)[:3])) < (3, 1, 6):
         raise ValueError(

@@ -15,6 +15,7 @@ from stree_jax.messages import shown
 __all__ = [
     "check_int",
     "check_names",
+    "lacking",
     "require",
     "require_integer",
     "require_types",
@@ -59,6 +60,13 @@ def check_names(name: str, value: object) -> set[str]:
     ):
         return {*value}
     raise ValueError(f"{name} must be a list of names, got {shown(value)}")
+
+
+def lacking(value: object, protocol: type) -> str:
+    """What an object with some parts of a protocol has not, as the end of a message."""
+    names = [name for name in vars(protocol) if not name.startswith("_")]
+    without = [name for name in names if not hasattr(value, name)]
+    return f"; it has no {' and no '.join(without)}" if 0 < len(without) < len(names) else ""
 
 
 def require(condition: bool, message: str) -> None:

@@ -3,7 +3,7 @@
 import os
 import re
 
-__all__ = ["first_line", "printable", "shown", "shown_path"]
+__all__ = ["first_line", "needs", "printable", "shown", "shown_path"]
 
 
 def printable(text: str) -> str:
@@ -23,6 +23,11 @@ def shown(value: object) -> str:
 def shown_path(path: str | os.PathLike[str]) -> str:
     """A path, cut to 300 characters."""
     return _cut(os.fspath(path), 300)
+
+
+def needs(what: str, package: str, extra: str) -> str:
+    """That an optional package is missing, and how to install it."""
+    return f"{what} needs {package}; in the clone: pip install '.[{extra}]'"
 
 
 def first_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from pallas_kernels import dispatch
 from stree_jax.checkpoint.files import entries, folder_of, folders_with, has_file
 from stree_jax.checkpoint.load import load_native
 from stree_jax.heads import head_kind, load_native_head, part_of
+from stree_jax.keywords import explained
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import first_line, shown, shown_path
@@ -25,6 +26,7 @@ from stree_jax.models.matrices import check_quantize, loaded_for, pack
 from stree_jax.special_tokens import end_tokens, special_tokens
 
 
+@explained()
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
@@ -44,8 +46,8 @@ def from_pretrained(
     its `generation_config.json` and its tokenizer name.
 
     Args:
-        path: the directory, a GGUF file (needs `stree-jax[gguf]`), or the name of a model on the
-            hub (needs `stree-jax[hub]`).
+        path: the directory, a GGUF file (needs the extra `gguf`), or the name of a model on the hub
+            (needs the extra `hub`).
         dtype: dtype of the loaded weights, float32 or bfloat16. None means bfloat16 if the
             checkpoint stores bfloat16, else float32. Speculative decoding reproduces autoregressive
             decoding token for token in float32, the default, and on a CPU in bfloat16 too.
@@ -99,6 +101,7 @@ def from_pretrained(
     return model
 
 
+@explained()
 def load_draft(
     path: str | os.PathLike[str],
     target: HybridLM,
@@ -122,6 +125,7 @@ def load_draft(
     return from_pretrained(path, ignore=ignore, quantize=quantize, **draft_options(target))
 
 
+@explained()
 def load_head(
     kind: str | Any,
     path: str | os.PathLike[str] | Any,

@@ -49,6 +49,7 @@ class TreeTopology:
     Attributes:
         parents: `parents[0] == -1` and `0 <= parents[i] < i`. Siblings are ranked by index: the
             drafter gives the first child its best (or first drawn) token.
+        is_budget: made by `budget`: a size, whose shape a drafter chooses.
 
     Raises:
         ValueError: no nodes, two roots, a cycle, a child before its parent, or more than
@@ -56,6 +57,7 @@ class TreeTopology:
     """
 
     parents: tuple[int, ...]
+    is_budget: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         listed = _items("parents", "[-1, 0, 0]", self.parents)
@@ -136,10 +138,10 @@ class TreeTopology:
         if depth == 0 and num_nodes > 1:
             raise ValueError(f"a tree of depth 0 is its root; num_nodes must be 1, got {num_nodes}")
         if depth == 0:
-            return cls((-1,))
+            return cls((-1,), is_budget=True)
         width = num_nodes - depth  # children of the root, the first of which the chain goes through
         below = [1, *range(width + 1, num_nodes - 1)][: depth - 1]
-        return cls((-1, *[0] * width, *below))
+        return cls((-1, *[0] * width, *below), is_budget=True)
 
     @classmethod
     def from_branching(cls, branching: Sequence[int]) -> "TreeTopology":
@@ -216,7 +218,8 @@ class TreeTopology:
         for node in order:
             order += self.children[node]
         position = {node: index for index, node in enumerate(order)}
-        return TreeTopology((-1, *(position[self.parents[node]] for node in order[1:])))
+        parents = (-1, *(position[self.parents[node]] for node in order[1:]))
+        return TreeTopology(parents, self.is_budget)
 
     def tree(self, valid: Bool[Array, "B N"]) -> Tree:
         """This topology as arrays, restricted to the `valid` nodes.

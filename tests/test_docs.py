@@ -132,11 +132,20 @@ def test_the_reference_is_complete():
     """Every public name has its entry, and every entry is public."""
     named = r"(?m)^\.\. (?:autofunction|autoclass|autoexception|py:data):: (\w+)$"
     listed = re.findall(named, (DOCS / "api/stree_jax.md").read_text())
-    assert sorted([*listed, "reasoning"]) == sorted(st.__all__)
+    assert sorted([*listed, "convert", "reasoning", "testing", "training"]) == sorted(st.__all__)
     listed = re.findall(named, (DOCS / "api/reasoning.md").read_text())
     assert sorted(listed) == sorted(st.reasoning.__all__)
     listed = re.findall(named, (DOCS / "api/pallas_kernels.md").read_text())
     assert sorted([*listed, "dispatch"]) == sorted(pallas_kernels.__all__)
+
+
+def test_every_name_of_the_library_exists():
+    for page in TEXTS:
+        for path in re.findall(r"\bst((?:\.[A-Za-z]\w*)+)", page.read_text()):
+            found = st
+            for name in path[1:].split("."):
+                assert hasattr(found, name), f"{page.name}: st{path}"
+                found = getattr(found, name)
 
 
 def test_every_page_is_in_the_site():

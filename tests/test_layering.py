@@ -58,6 +58,7 @@ LAYERS = [
     "messages",
     "array_types",
     "checks",
+    "keywords",
     "names",
     "mesh",
     "tree",
@@ -209,6 +210,7 @@ def test_the_public_names_exist():
     assert all(hasattr(stree_jax, name) for name in stree_jax.__all__)
     with pytest.raises(AttributeError, match="module 'stree_jax' has no attribute 'Medusa'"):
         _ = stree_jax.Medusa
+    assert [name for name in dir(stree_jax) if name[:2] != "__"] == sorted(stree_jax.__all__)
 
 
 def test_test_modules_import_no_test_modules():

@@ -105,7 +105,9 @@ def test_refusals(folder, monkeypatch):
             call()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.setitem(sys.modules, "jinja2.ext", None)
-    with pytest.raises(ValueError, match=re.escape("pip install 'stree-jax[chat]'")):
+    with pytest.raises(
+        ValueError, match=re.escape("needs jinja2; in the clone: pip install '.[chat]'")
+    ):
         chat.ChatTemplate("", {}).render(MESSAGES)
 
 

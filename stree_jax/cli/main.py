@@ -4,15 +4,20 @@ User errors, which all functions here raise as ValueError, are one line on stder
 Each command imports its own module.
 """
 
+import dataclasses
 import os
 import pkgutil
+import re
 import signal
 import sys
 import warnings
 from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.models import OptionInfo
 
+from stree_jax import __version__
 from stree_jax.cli import options
 from stree_jax.messages import first_line, shown_path
 
@@ -38,7 +43,46 @@ def _run(chosen: Any) -> None:
     if isinstance(chosen, _WITHOUT_PARTIAL_FILES) and ctrl_c is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # raises, as usual in Python
     _, function = _COMMANDS[type(chosen)]
-    raise typer.Exit(pkgutil.resolve_name(f"stree_jax.cli.{function}")(chosen) or 0)
+    try:
+        code = pkgutil.resolve_name(f"stree_jax.cli.{function}")(chosen)
+    except ValueError as error:
+        raise ValueError(_in_options(str(error), chosen)) from error
+    raise typer.Exit(code or 0)
+
+
+def _in_options(message: str, chosen: Any) -> str:
+    """A message of the library with the command's options: `top_k = 3` is `--top-k 3` here."""
+    fields = [f.name for f in dataclasses.fields(chosen) if isinstance(f.default, OptionInfo)]
+    begins = r"(?:(?<=[:;,] )|^)"  # other words are words of English elsewhere
+    ends = rf"(?= = |=True)|{begins}%s(?= must be| has | goes )"
+    names = [name if "_" in name else name + ends % name for name in fields]
+    if not names:
+        return message
+    said = re.sub(
+        rf"(?<![\w'\"/.-])({'|'.join(names)})(?![\w'\"])( = |=True)?",
+        lambda found: f"--{found[1].replace('_', '-')}{' ' if found[2] == ' = ' else ''}",
+        message,
+    )
+    return re.sub(r"\bprompts\[(\d+)\]", lambda found: f"prompt {int(found[1]) + 1}", said)
+
+
+class _Plain:
+    """The options of a command, whose help gives a flag no type."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for each in params:
+            if isinstance(each, TyperOption) and each.is_flag:
+                each.display_type_rich = lambda ctx: None
+        return params
+
+
+class _Command(_Plain, TyperCommand):
+    pass
+
+
+class _Group(_Plain, TyperGroup):
+    pass
 
 
 app = typer.Typer(
@@ -52,9 +96,32 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     result_callback=_run,
+    cls=_Group,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print("stree-jax", __version__)  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="Show the version.",
+        callback=_show_version,
+        is_eager=True,
+        expose_value=False,
+    ),
+) -> None:
+    pass
+
+
 for _options, (_name, _) in _COMMANDS.items():
-    app.command(_name)(_options)
+    app.command(_name, cls=_Command)(_options)
 
 
 def _interrupted() -> NoReturn:

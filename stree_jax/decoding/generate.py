@@ -23,11 +23,13 @@ from stree_jax.decoding.prompts import check_num_rows, checked_prompts
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
 from stree_jax.decoding.types import Context, DecodeState, Prefix
 from stree_jax.decoding.verifiers import Verifier
+from stree_jax.keywords import explained
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
 from stree_jax.tree import TreeTopology
 
 
+@explained(OptionKeywords.__annotations__)
 def generate(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
@@ -89,7 +91,7 @@ def generate(
         NonFiniteLogitsError: logits of a row were not finite, or its processors left no token. Only
             that row ended early; the error names it and holds the output of all rows.
     """
-    text = checked_options("generate", options)
+    text = checked_options(options)
     check_model(model)
     if after is not None or return_prefix:
         check_on_one_device(model, "return_prefix" if after is None else "after")
@@ -105,6 +107,7 @@ def generate(
     return generation_of(ended, request, own, text, cache, prefix)
 
 
+@explained(OptionKeywords.__annotations__)
 def stream(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
@@ -129,7 +132,7 @@ def stream(
         have ended. Tokens that a stop may still cut come later. With `tokenizer` pieces have a
         text, which may come later than its tokens.
     """
-    text = checked_options("stream", options)
+    text = checked_options(options)
     check_model(model)
     if text.num_best is not None:
         raise ValueError(

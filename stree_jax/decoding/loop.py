@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.given import check_keys, check_prompts, check_settings, donating
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import MAX_TOKENS
 from stree_jax.decoding.reading import read_text
@@ -33,11 +34,13 @@ from stree_jax.decoding.types import (
     Verdict,
     state_specs,
 )
-from stree_jax.decoding.verifiers import Verifier
+from stree_jax.decoding.verifiers import Verifier, verifier_of
+from stree_jax.keywords import explained
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
+from stree_jax.messages import shown
 from stree_jax.models.cache import empty_path, replayed
-from stree_jax.models.lm import HybridLM
+from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
 
 MAX_STEPS = 2**31 - 1  # the loop counts them in int32
@@ -54,13 +57,14 @@ def _step_specs(model: HybridLM) -> Any:
     return (specs, ROWS, rule_specs), (specs, draft, ROWS)
 
 
+@explained()
 @dataclasses.dataclass(frozen=True)
 class SpeculativeDecoder:
     """The static part of a decode program: everything but weights and arrays.
 
     Attributes:
         topology: the draft tree, nodes in level order.
-        verifier: the verification rule.
+        verifier: the verification rule, or its name in `VERIFIERS`.
         max_length: most tokens of a row, prompt and output. `plan` rounds it up, see `buffer_size`.
         steps_per_sync: steps per termination check, for which the host waits. With two steps in
             the loop's body XLA alternates between two buffers for a step's results; with one step
@@ -70,18 +74,21 @@ class SpeculativeDecoder:
             None: record nothing.
 
     Raises:
-        ValueError: a bad size, or nodes in another order.
+        ValueError: a bad size, no rule, or nodes in another order.
     """
 
     topology: TreeTopology
-    verifier: Verifier
+    verifier: Verifier | Any
     max_length: int
     steps_per_sync: int = 1
     num_best: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.topology, TreeTopology):
+            raise ValueError(f"topology must be a TreeTopology, got {shown(self.topology)}")
         if self.topology != self.topology.level_order():
             raise ValueError("the nodes of topology are not in level order; use its level_order()")
+        object.__setattr__(self, "verifier", verifier_of(self.verifier))
         check_int("max_length", self.max_length, 1, MAX_TOKENS)
         check_int("steps_per_sync", self.steps_per_sync, 1, MAX_STEPS)
         if self.num_best is not None:
@@ -92,7 +99,8 @@ class SpeculativeDecoder:
         """Size of the token buffer: a whole path may be written past a row's end."""
         return self.max_length + self.topology.depth + 1
 
-    def _check_room(self, prompts: Context) -> None:
+    def _check_room(self, prompts: Context | Any) -> None:
+        check_prompts(prompts)
         if (width := prompts.tokens.shape[1]) > self.capacity:
             raise ValueError(
                 f"the prompts are a buffer of {width} tokens, and with max_length ="
@@ -104,7 +112,7 @@ class SpeculativeDecoder:
         self,
         model: HybridLM,
         drafter: Drafter | None,
-        prompts: Context,
+        prompts: Context | Any,
         before: Prefix | None = None,
     ) -> Prefix:
         """Prefills the prompts but for the last token of each, which becomes the first root.
@@ -117,8 +125,9 @@ class SpeculativeDecoder:
                 buffers of any size; its drafter's state is one of `drafter`, or None.
 
         Raises:
-            ValueError: the prompts are a buffer with more places than `capacity`.
+            ValueError: the prompts are no `Context`, or a buffer with more places than `capacity`.
         """
+        check_model(model)
         self._check_room(prompts)
         return read_text(model, drafter, prompts, self.topology, self.max_length, before)
 
@@ -126,14 +135,16 @@ class SpeculativeDecoder:
         self,
         model: HybridLM,
         drafter: Drafter | None,
-        prompts: Context,
-        keys: Array,
+        prompts: Context | Any,
+        keys: Array | Any,
         sampling: Sampling | None = None,
     ) -> DecodeState:
         """Prefills the prompts and starts a row with each.
 
         With logits processors `sampling` is that of `run`: their states begin here.
         """
+        self._check_room(prompts)
+        check_keys(keys, len(prompts.length))
         prefix = self.read(model, drafter, prompts)
         callers = (model, drafter, prompts, keys, sampling)
         return self.start_from(model, prefix, keys, sampling, callers)
@@ -167,9 +178,10 @@ class SpeculativeDecoder:
 
     @functools.partial(jax.jit, static_argnums=0)
     @on_mesh(lambda model: ((ROWS, ROWS), state_specs(model)._replace(cache=ROWS)), modules=1)
-    def begin(self, model: HybridLM, prompts: Context, keys: Array) -> DecodeState:
+    def begin(self, model: HybridLM, prompts: Context | Any, keys: Array | Any) -> DecodeState:
         """The state before the first step, without cache and drafter."""
         self._check_room(prompts)
+        check_keys(keys, len(prompts.length))
         batch, width = prompts.tokens.shape
         num_nodes, depth = self.topology.num_nodes, self.topology.depth
         tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.capacity - width)))
@@ -193,6 +205,7 @@ class SpeculativeDecoder:
             else TokenLogProbs.empty(batch, self.capacity, self.num_best),
         )
 
+    @donating
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
     @on_mesh(_run_specs)
     def run(
@@ -200,8 +213,8 @@ class SpeculativeDecoder:
         model: HybridLM,
         drafter: Drafter | None,
         state: DecodeState,
-        limits: Limits,
-        sampling: Sampling,
+        limits: Limits | Any,
+        sampling: Sampling | Any,
         max_steps: int | Array | None = None,
         stop_after_ended: int | Array | None = None,
     ) -> DecodeState:
@@ -218,6 +231,7 @@ class SpeculativeDecoder:
 
         On a mesh each shard of the batch counts its own steps and ended rows.
         """
+        check_settings(limits, sampling, len(state.done))
         before, static = state, (self.topology, self.verifier)
 
         def unfinished(state: DecodeState) -> Array:
@@ -241,6 +255,7 @@ class SpeculativeDecoder:
         cache = model.replay(state.cache, state.pending, state.path)
         return state._replace(cache=cache, path=replayed(state.path))
 
+    @donating
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
     @on_mesh(_step_specs)
     def step(
@@ -248,10 +263,11 @@ class SpeculativeDecoder:
         model: HybridLM,
         drafter: Drafter | None,
         state: DecodeState,
-        limits: Limits,
-        sampling: Sampling,
+        limits: Limits | Any,
+        sampling: Sampling | Any,
     ) -> tuple[DecodeState, DraftTree, Verdict]:
         """One iteration of `run`, for streaming and inspection."""
+        check_settings(limits, sampling, len(state.done))
         return decode_step(self.topology, self.verifier, model, drafter, state, limits, sampling)
 
 

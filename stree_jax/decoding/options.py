@@ -18,6 +18,7 @@ from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import typed_key
 from stree_jax.decoding.rule_rows import check_rules
 from stree_jax.decoding.stops import listed_stops
+from stree_jax.keywords import explained
 from stree_jax.messages import shown
 
 PerRow: TypeAlias = Any  # a sequence with a value for each row
@@ -70,6 +71,7 @@ class OptionKeywords(TypedDict, total=False):
     tokenizer: Any
 
 
+@explained()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """How a text is continued: `generate(model, prompts, **options)`, `Request(prompt, **options)`.
@@ -222,16 +224,13 @@ class Options:
         return getattr(self, name)
 
 
-def checked_options(function: str, keywords: Mapping[str, Any]) -> Options:
+def checked_options(keywords: Mapping[str, Any]) -> Options:
     """The options among the keywords of a function.
 
     Raises:
         TypeError: a keyword that is no option.
         ValueError: a bad value.
     """
-    for name in keywords:
-        if name not in OptionKeywords.__annotations__:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
     check_not_traced(*keywords.values())
     return Options(**keywords)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, lacking
 from stree_jax.decoding.drafters.base import (
     Drafter,
     check_request,
@@ -35,10 +35,11 @@ from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import (
     LOSSY_VERIFIERS,
-    VERIFIERS,
     Verifier,
     default_verifier,
+    verifier_of,
 )
+from stree_jax.keywords import explained
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
@@ -78,6 +79,7 @@ class Plan(NamedTuple):
     rows: list[Row]
 
 
+@explained(OptionKeywords.__annotations__)
 def plan(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
@@ -94,7 +96,7 @@ def plan(
     Arguments and errors as in `generate`; `text` are options that are checked already, instead of
     keywords.
     """
-    text = checked_options("plan", options) if text is None else text
+    text = checked_options(options) if text is None else text
     check_model(model)
     vocab_size = model.config.vocab_size
     check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
@@ -180,7 +182,7 @@ def _check_drafter(drafter: Drafter | None) -> None:
     if isinstance(drafter, type) or not isinstance(drafter, Drafter):
         raise ValueError(
             "drafter must be a ModelDrafter(...), an NgramDrafter(...) or another object with the"
-            f" methods of stree_jax.Drafter, got {shown(drafter)}"
+            f" methods of stree_jax.Drafter, got {shown(drafter)}{lacking(drafter, Drafter)}"
         )
     for leaf in jax.tree.leaves(drafter):
         if not isinstance(leaf, jax.Array | np.ndarray | numbers.Number):
@@ -225,6 +227,12 @@ def _checked_topology(
         raise ValueError(
             f"a tree of {topology.num_nodes} nodes needs a drafter: pass drafter=ModelDrafter(...)"
         )
+    if topology.is_budget and drafter is not None and not getattr(drafter, "chooses_shape", False):
+        raise ValueError(
+            f"TreeTopology.budget({topology.num_nodes}, {topology.depth}) is a size, for drafters"
+            f" that choose the shape, such as DynamicDrafter; {type(drafter).__name__} takes a"
+            " shape, such as TreeTopology.from_branching((3, 2, 1))"
+        )
     branching = max(map(len, topology.children))
     if branching > vocab_size:
         raise ValueError(f"nodes with {branching} children, but only {vocab_size} tokens exist")
@@ -240,28 +248,9 @@ def _checked_verifier(
     drawn = drawn_by(drafter, topology, temperature_is_zero=temperature_is_zero)
     if verifier is None:
         verifier = default_verifier(drawn, topology, temperature_is_zero=temperature_is_zero)
-    if isinstance(verifier, str):
-        known = VERIFIERS if verifier in VERIFIERS else LOSSY_VERIFIERS
-        if verifier not in known:
-            raise ValueError(
-                f"unknown verifier {shown(verifier)}; known: {sorted(VERIFIERS)}, and lossy:"
-                f" {sorted(LOSSY_VERIFIERS)}"
-            )
-        verifier = known[verifier]
-    if isinstance(verifier, type) or not isinstance(verifier, Verifier):
-        raise ValueError(
-            f"verifier must be one of {sorted(VERIFIERS)}, or an object with the name and the"
-            f" methods of stree_jax.Verifier, got {shown(verifier)}"
-        )
-    try:
-        hash(verifier)
-    except TypeError:
-        raise ValueError(
-            f"verifier {verifier.name!r} is not hashable, and a compiled program depends on it;"
-            " make its class a frozen dataclass"
-        ) from None
-    verifier.check(drawn, topology, temperature_is_zero=temperature_is_zero)
-    return verifier
+    rule = verifier_of(verifier)
+    rule.check(drawn, topology, temperature_is_zero=temperature_is_zero)
+    return rule
 
 
 def limits_of(rows: Sequence[Row], vocab_size: int, stop_sizes: tuple[int, int] | None) -> Limits:

@@ -1,7 +1,7 @@
 """What rows begin with: prompts, in buffers of few sizes, and random keys."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,7 +54,8 @@ def checked_prompts(
     is_array = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim > 0
     if not (is_array or isinstance(prompts, Sequence)):
         raise ValueError(
-            f"{name} must be a list with a list of token ids for each row, got {shown(prompts)}"
+            f"{name} must be a list with a list of token ids for each row, got"
+            f" {shown(prompts)}{_way_out(prompts)}"
         )
     if len(prompts) == 0:
         raise ValueError(f"{name} is empty; pass a list with at least one list of token ids")
@@ -66,7 +67,8 @@ def checked_prompts(
             row = np.empty((0, 0))
         if isinstance(prompt, str) or row.ndim != 1:
             raise ValueError(
-                f"{name}[{i}] is not a list of token ids: {name} is a list of lists, one a row"
+                f"{name}[{i}] is not a list of token ids: {name} is a list of lists, one a row,"
+                f" such as [[1, 2, 3]]{_way_out(prompt)}"
             )
         if row.size == 0 and may_be_empty:
             row = row.astype(np.int32)
@@ -85,6 +87,15 @@ def checked_prompts(
     for buffer, row in zip(tokens, rows, strict=True):
         buffer[: len(row)] = row
     return Context(jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32))
+
+
+def _way_out(prompt: Any) -> str:
+    """How to make token ids of a text, or of what a tokenizer made of it."""
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:  # of transformers
+        return "; it has them as ['input_ids']"
+    if isinstance(prompt, str | Mapping):  # or a message
+        return "; st.complete takes texts and messages, tokenizer.encode(text).ids makes ids"
+    return "; an encoding has them as .ids" if hasattr(prompt, "ids") else ""
 
 
 def check_length(

@@ -9,7 +9,7 @@ import numpy as np
 
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, is_lossless
-from stree_jax.decoding.step import DRAFT_FAILED, RULED_OUT, TARGET_FAILED
+from stree_jax.decoding.step import DRAFT_FAILED, NO_ROOM, RULED_OUT, TARGET_FAILED
 from stree_jax.decoding.stops import STOPPED, Stopping
 from stree_jax.decoding.text_stream import TextStream
 from stree_jax.decoding.types import (
@@ -221,6 +221,7 @@ def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:
         TARGET_FAILED: "the target model's logits are not finite",
         DRAFT_FAILED: "the draft model's logits are not finite",
         RULED_OUT: "the logits processors leave no token",
+        NO_ROOM: "the buffer has no place for the next token",
     }[int(failed[row])]
     return f"{why} in row {row}, after {emitted[row]} new tokens; the row ended there"
 

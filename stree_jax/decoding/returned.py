@@ -44,7 +44,7 @@ def check_proposed(
     """
     name = f"{type(drafter).__name__}.propose"
     if not (isinstance(returned, tuple) and len(returned) == 2):
-        raise ValueError(f"{name} must return a DraftTree and the state, got {_kind(returned)}")
+        raise ValueError(f"{name} must return a DraftTree and the state, got {kind_of(returned)}")
     draft, state = returned
     _require(f"{name} must return a DraftTree", draft, DraftTree)
     _require(f"{name} must return a DraftTree with a Tree as tree", draft.tree, Tree)
@@ -60,7 +60,7 @@ def check_proposed(
     }
     if draft.log_probs is not None:
         wanted["log_probs"] = (batch, None, vocab_size), jnp.float32
-    _check(name, draft, wanted)
+    check_arrays(f"{name} must return", draft, wanted)
     return draft, check_state(drafter, "propose", state, before)
 
 
@@ -72,7 +72,9 @@ def check_verdict(verifier: Any, verdict: Any, batch: int) -> Verdict:
     """
     name = f"{type(verifier).__name__}.verify"
     _require(f"{name} must return a Verdict", verdict, Verdict)
-    _check(name, verdict, dict.fromkeys(Verdict._fields, ((batch,), jnp.int32)))
+    check_arrays(
+        f"{name} must return", verdict, dict.fromkeys(Verdict._fields, ((batch,), jnp.int32))
+    )
     return verdict
 
 
@@ -94,41 +96,51 @@ def check_state(drafter: Any, method: str, state: Any, before: Any) -> Any:
     for path, leaf, old in zip(paths, jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
         if not _is_like(leaf, old):
             raise ValueError(
-                f"{name} must keep state{jax.tree_util.keystr(path)} = {_kind(old)}, got"
-                f" {_kind(leaf)}"
+                f"{name} must keep state{jax.tree_util.keystr(path)} = {kind_of(old)}, got"
+                f" {kind_of(leaf)}"
             )
     return state
 
 
 def _require(what: str, value: Any, cls: type) -> None:
     if not isinstance(value, cls):
-        raise ValueError(f"{what}, got {_kind(value)}")
+        raise ValueError(f"{what}, got {kind_of(value)}")
 
 
-def _check(name: str, arrays: Any, wanted: _Wanted) -> None:
+def check_arrays(what: str, arrays: Any, wanted: _Wanted) -> None:
+    """Refuses fields that are not arrays of the wanted shapes and of a wanted type of numbers.
+
+    Args:
+        what: the beginning of the message, such as "limits must have".
+        arrays: what has the fields.
+        wanted: shape, where None is any size, and type of each field.
+
+    Raises:
+        ValueError: one is something else.
+    """
     for field, (shape, dtype) in wanted.items():
         value = operator.attrgetter(field)(arrays)
-        fits = _is_array(value) and jnp.result_type(value) == dtype
+        fits = _is_array(value) and jnp.issubdtype(jnp.result_type(value), dtype)
         have = jnp.shape(value) if fits else ()
         sizes_fit = all(size in (None, own) for own, size in zip(have, shape, strict=False))
         if not (fits and len(have) == len(shape) and sizes_fit):
             sizes = ", ".join("any" if size is None else str(size) for size in shape)
-            want = f"{jnp.dtype(dtype).name}[{sizes}]"
-            raise ValueError(f"{name} must return {field} as {want}, got {_kind(value)}")
+            want = f"{dtype.__name__}[{sizes}]"
+            raise ValueError(f"{what} {field} as {want}, got {kind_of(value)}")
 
 
 def _is_like(leaf: Any, old: Any) -> bool:
     """Whether shapes and dtypes are equal; formats nothing, for it runs before every text."""
     if isinstance(leaf, jax.Array) and isinstance(old, jax.Array):
         return leaf.shape == old.shape and leaf.dtype == old.dtype
-    return _is_array(leaf) and _kind(leaf) == _kind(old)
+    return _is_array(leaf) and kind_of(leaf) == kind_of(old)
 
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic, numbers.Number))
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """The dtype and shape of an array, else the type."""
     if not _is_array(value):
         return type(value).__name__

@@ -14,14 +14,17 @@ from stree_jax.checks import check_int
 from stree_jax.decoding.prefill import PREFILL_CHUNK, in_chunks
 from stree_jax.decoding.prompts import buffer_size, checked_prompts
 from stree_jax.decoding.types import Context
+from stree_jax.keywords import explained
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
+from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 
 _MOST_LOGITS = 2**24  # at a time: 64 MiB
 
 
+@explained()
 def score(
     model: HybridLM, texts: Sequence[Sequence[int]] | Any, *, rows: int = 8
 ) -> list[Float32[np.ndarray, " _"]]:
@@ -69,7 +72,7 @@ def score(
     return found
 
 
-def text_log_probs(model: HybridLM, tokens: Tokens) -> Float32[Array, "B _"]:
+def text_log_probs(model: HybridLM, tokens: Tokens | Any) -> Float32[Array, "B _"]:
     """The log-probability of each token but the first, after the tokens before it; differentiable.
 
     For losses inside a program of your own, such as a policy gradient. Padding on the right changes
@@ -82,7 +85,18 @@ def text_log_probs(model: HybridLM, tokens: Tokens) -> Float32[Array, "B _"]:
 
     Returns:
         `[B, T - 1]`, and `[B, 0]` of texts without tokens.
+
+    Raises:
+        ValueError: not an array of token ids `[B, T]`.
     """
+    check_model(model)
+    is_array = isinstance(tokens, jax.Array | np.ndarray)
+    if not (is_array and tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer)):
+        given = f"{tokens.dtype}{[*tokens.shape]}" if is_array else shown(tokens)
+        raise ValueError(
+            f"tokens must be an array of token ids [B, T], such as jnp.array([[1, 2, 3]]), got"
+            f" {given}; st.score takes lists of any lengths"
+        )
     batch, length = tokens.shape
     if batch == 0 or length < 2:
         return jnp.zeros((batch, max(0, length - 1)), jnp.float32)

@@ -31,6 +31,7 @@ from stree_jax.array_types import Array, Bool, Int, Key
 from stree_jax.checks import check_int
 from stree_jax.decoding.capacity import cache_shapes, same_rows, with_capacity
 from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.given import check_not_donated
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import buffer_size, check_num_rows
@@ -263,6 +264,7 @@ def resized(
 
 
 def _check_between_runs(state: DecodeState) -> None:
+    check_not_donated(state)
     if (on_host(state.path.last) >= 0).any():
         raise ValueError(
             "the last step's path has not been replayed: rows come and go between runs only, not"

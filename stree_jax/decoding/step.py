@@ -29,8 +29,9 @@ from stree_jax.models.cache import Cache, Pending, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
-# Codes of `DecodeState.failed`: logits were not finite, or processors left no token.
-TARGET_FAILED, DRAFT_FAILED, RULED_OUT = 1, 2, 3
+# Codes of `DecodeState.failed`: logits were not finite, processors left no token, or the row's next
+# token has no place in its buffer.
+TARGET_FAILED, DRAFT_FAILED, RULED_OUT, NO_ROOM = 1, 2, 3, 4
 
 
 class Verified(NamedTuple):
@@ -73,7 +74,7 @@ def decode_step(
     """The state after a step, the draft tree, and the verdict, cut where the row ended."""
     processing = Processing.of(sampling.processors, state.processors)
     verified = _draft_and_verify(topology, verifier, model, drafter, state, sampling, processing)
-    emitted = _emit(verified, state, limits, processing)
+    emitted = _emit(verified, state, limits, processing, topology.depth)
     return _advance(topology, drafter, state, limits, sampling, processing, verified, emitted)
 
 
@@ -133,9 +134,9 @@ def _draft_and_verify(
 
 
 def _emit(
-    verified: Verified, state: DecodeState, limits: Limits, processing: Processing
+    verified: Verified, state: DecodeState, limits: Limits, processing: Processing, depth: int
 ) -> Emitted:
-    """The new tokens, up to the end of sequence, a stop, the limit or a failure."""
+    """The new tokens, up to the end of sequence, a stop, the limit, the buffer's or a failure."""
     draft, verdict, on_path = verified.draft, verified.verdict, verified.on_path
     drafts = jnp.take_along_axis(draft.tokens, verified.nodes[:, 1:], axis=1)
     places = jnp.arange(drafts.shape[1])
@@ -154,12 +155,15 @@ def _emit(
     count = jnp.minimum(count, limits.max_new_tokens - state.emitted)
 
     count, is_ruled_out = processing.cut(count, draft.tree.depth, on_path, verified.allows_some)
+    room = state.context.tokens.shape[1] - depth - 1 - state.context.length
+    wanted, count = count, jnp.minimum(count, jnp.maximum(room, 0))
     used = on_path & (draft.tree.depth < count[:, None])
     target_failed = (used & ~all_finite(verified.logits)).any(axis=-1)
     failed = jnp.where(target_failed, TARGET_FAILED, jnp.where(draft.finite, 0, DRAFT_FAILED))
     failed = jnp.where(state.done, state.failed, failed)
     is_active = ~state.done & (failed == 0)
     count = jnp.where(is_active, count, 0)
+    failed = jnp.where(is_active & (wanted > room), NO_ROOM, failed)
     if is_ruled_out is not None:  # after the tokens before it, which are right
         failed = jnp.where(is_active & is_ruled_out, RULED_OUT, failed)
     stop = state.stop if read is None else stops.after(state.stop, *read, count)

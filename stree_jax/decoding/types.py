@@ -211,7 +211,7 @@ class DecodeState(NamedTuple):
     context: Context
     emitted: Int[Array, " B"]  # new tokens so far
     done: Bool[Array, " B"]
-    failed: Int[Array, " B"]  # 0, `TARGET_FAILED`, `DRAFT_FAILED` or `RULED_OUT`
+    failed: Int[Array, " B"]  # 0, or why it failed, see `stree_jax.decoding.step`
     cache: Cache  # the target's, before `pending` is replayed
     pending: Pending
     path: Path  # accepted in the previous tree, replayed by the next step (STree, algorithm 1)

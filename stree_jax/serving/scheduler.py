@@ -19,6 +19,7 @@ from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
 from stree_jax.decoding.slots import check_rows
 from stree_jax.decoding.types import Prefix
 from stree_jax.decoding.verifiers import Verifier
+from stree_jax.keywords import explained
 from stree_jax.mesh.hosts import is_same_everywhere, on_host
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
@@ -32,6 +33,7 @@ from stree_jax.tree import TreeTopology
 _STEPS_WHILE_READING = 8  # rows that wait for their prompts are idle
 
 
+@explained()
 class Scheduler:
     """Continuous batching: when a row ends, the next request takes its slot.
 
@@ -160,7 +162,7 @@ class Scheduler:
         """Requests that have a row."""
         return len(self._tenants)
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: Request | Any) -> int:
         """Queues a request.
 
         Returns:
@@ -171,6 +173,10 @@ class Scheduler:
                 longer than `max_length`, or one at temperature 0 among sampled ones (or the other
                 way round) with a verifier that tests drafts.
         """
+        if not isinstance(request, Request):
+            raise ValueError(
+                f"request must be a Request, got {shown(request)}; submit(st.Request([1, 2, 3]))"
+            )
         checked = self._plan_of(self._whole(request.prompt, request.after), request)
         job = Job(self._num_submitted, request, checked, time.perf_counter())
         rows = [each.row for each in (job, *self._queue, *self._tenants.values())]

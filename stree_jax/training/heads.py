@@ -59,7 +59,7 @@ def train_heads(
     `planned` says what heads a target gets; other arguments, yields and errors are those of
     `distill`.
     """
-    recipe.refuse_start()
+    recipe.refuse_models()
     tokenizer, target = open_target(target_path, output)
     plan = planned(target)
     fingerprint = recipe.fingerprint() | {"target": weights_digest(target), "kind": plan.kind}

@@ -162,12 +162,17 @@ class Recipe:
         start = None if recipe.start is None else str(path.parent / recipe.start)
         return dataclasses.replace(recipe, source=str(path), start=start)
 
-    def refuse_start(self) -> None:
-        """Refuses a `start` where heads are trained.
+    def refuse_models(self) -> None:
+        """Refuses the recipe of a model where heads are trained.
 
         Raises:
-            ValueError: the recipe has one.
+            ValueError: it has a `start`, or a `d_model`.
         """
+        if "d_model" in self.model:
+            raise ValueError(
+                f"{self.source}, [model] has d_model: such recipes are for `train` and `distill`;"
+                " heads have num_heads (`medusa`) or steps (`train-mtp`)"
+            )
         if self.start is not None:
             raise ValueError(f"{self.source}: start is for `train` and `distill`; leave it out")
 

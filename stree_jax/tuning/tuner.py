@@ -17,6 +17,7 @@ from stree_jax.decoding.generate import generate
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.decoding.results import Generation
+from stree_jax.keywords import explained
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
 from stree_jax.tuning.dynamic import dynamic_tau, fitted
@@ -118,6 +119,7 @@ class TuningReport:
         return "\n".join([*lines, self.advice])
 
 
+@explained()
 def tune(
     target: HybridLM,
     drafter: Drafter | None,

@@ -58,6 +58,13 @@ def test_the_installed_command(tmp_path):
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_the_version_and_flags_without_a_type(output):
+    assert output("--version") == f"stree-jax {st.__version__}\n"
+    for command in ((), ("generate",)):
+        assert "<bool>" not in output(*command, "--help")
+    assert "<int>" in output("generate", "--help")
+
+
 def test_a_drawn_tree(output):
     drawing = output("tree", "paper:A")
     assert "13 nodes, depth 4, width 3" in drawing

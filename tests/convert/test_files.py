@@ -169,7 +169,8 @@ def test_a_hub_name_without_a_network(monkeypatch):
     with pytest.raises(ValueError, match="no directory some/model, .*: cannot reach the hub$"):
         st.from_pretrained("some/model")
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"install stree-jax\[hub\]"):
+    needs = r"a name on the hub needs huggingface-hub; in the clone: pip install '\.\[hub\]'"
+    with pytest.raises(ValueError, match=needs):
         st.from_pretrained("some/model")
 
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.plan import plan
-from stree_jax.decoding.step import TARGET_FAILED
+from stree_jax.decoding.step import NO_ROOM, TARGET_FAILED
 from stree_jax.mesh.hosts import on_host
 from stree_jax.testing import HYBRIDS, random_model, tiny_model
 from tests.decoding.texts import broken_at, ended, of_rows
@@ -174,6 +174,27 @@ def test_a_failure_in_the_first_of_two_steps_is_reported():
     state = ended(broken_at(35), request, decoder)
     assert state.failed.tolist() == [0, TARGET_FAILED, 0]
     assert state.emitted[1] == 0
+
+
+def test_a_row_that_does_not_fit_its_buffer_fails():
+    """With the right tokens up to its end; before, later ones were written over them."""
+    model, prompts, new = tiny_model(), [[1], [2, 3, 4], [5] * 8, [6] * 9], [7, 6, 1, 1]
+    drafts = dict(drafter=st.ModelDrafter(model), topology=TREE)
+    request = plan(model, prompts, max_new_tokens=new, **drafts)
+    arguments = model, request.drafter
+    prompts = st.Context(request.context.tokens[:, :9], request.context.length)
+
+    def texts(max_length):
+        decoder = dataclasses.replace(request.decoder, max_length=max_length)
+        state = decoder.start(*arguments, prompts, request.keys)
+        return decoder.run(*arguments, state, request.limits, request.sampling)
+
+    fine, short = texts(64), texts(8)
+    assert fine.failed.tolist() == [0, 0, 0, 0]
+    assert short.failed.tolist() == [0, NO_ROOM, NO_ROOM, NO_ROOM]
+    assert short.emitted.tolist() == [7, 5, 0, 0]
+    same = short.context.tokens[:2, :8], fine.context.tokens[:2, :8]
+    np.testing.assert_array_equal(*same)
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,14 @@ REQUESTS = [
         dict(drafter=DYNAMIC, topology=st.TreeTopology.budget(12, 3)),
         "expand = 2 scores at most 10 drafts in 3 levels, fewer",
     ),
+    (
+        dict(drafter=MODEL, topology=st.TreeTopology.budget(8, 3)),
+        r"TreeTopology.budget\(8, 3\) is a size, .* DynamicDrafter; ModelDrafter takes a shape",
+    ),
+    (
+        dict(drafter=drafter_of(st.DynamicDrafter), topology=st.TreeTopology.chain(3)),
+        "a chain of 3 drafts: DynamicDrafter chooses the shape, .* for a chain use ModelDrafter",
+    ),
     (dict(drafter=NotAModule), r"pytree of arrays.*flax\.nnx\.Module"),
     (dict(drafter=IID), "child_sampling = 'iid' needs temperature > 0"),
     (dict(drafter=SMALL), "different vocabularies: 11 and 37 tokens"),
@@ -236,9 +244,9 @@ def traced(transform, *keys):
     return call
 
 
-def decoder_of(max_length=64, topology=None, **sizes):
+def decoder_of(max_length=64, topology=None, verifier=st.VERIFIERS["greedy"], **sizes):
     topology = st.TreeTopology.chain(0) if topology is None else topology
-    return SpeculativeDecoder(topology, st.VERIFIERS["greedy"], max_length=max_length, **sizes)
+    return SpeculativeDecoder(topology, verifier, max_length=max_length, **sizes)
 
 
 def too_long_a_buffer():
@@ -275,6 +283,14 @@ CALLS = [
         r"top_k = \[1, 2\]: a request is one row",
     ),
     (scored([]), "texts is empty"),
+    *(
+        (lambda tokens=tokens: st.text_log_probs(tiny_model(), tokens), rf"ids \[B, T\], .* {got};")
+        for tokens, got in (
+            ([[1, 2, 3]], r"got \[\[1, 2, 3\]\]"),
+            (jnp.array([1, 2, 3]), r"got int32\[3\]"),
+            (jnp.ones((1, 3)), r"got float32\[1, 3\]"),
+        )
+    ),
     (scored([[1], []]), r"texts\[1\] is empty"),
     (scored([[99]]), r"texts\[0\] has token id 99, outside the vocabulary"),
     (scored(np.array(3)), r"texts must be a list .* got array\(3\)"),
@@ -347,6 +363,105 @@ CALLS = [
 def test_calls_are_refused(call, message):
     with pytest.raises(ValueError, match=message) as error:
         call()
+    assert "\n" not in str(error.value)
+
+
+# Unknown keywords: a TypeError, as without the way out.
+KEYWORDS = [
+    (st.generate, "tree", ": it is topology"),
+    (st.stream, "draft", ": it is drafter"),
+    (st.complete, "seed", r": it is key=jax.random.key\(seed\)"),
+    (st.generate, "max_tokens", ": it is max_new_tokens"),
+    (st.generate, "prompt", "; did you mean 'prompts'\\?"),
+    (st.tune, "temprature", "; did you mean 'temperature'\\?"),
+    (st.tune, "tree", "; known: drafter, key, "),
+    (st.from_pretrained, "torch_dtype", ": it is dtype"),
+    (st.from_pretrained, "tree", "; known: dtype, ignore, "),
+    (st.load_draft, "quantise", "; did you mean 'quantize'\\?"),
+    (st.load_head, "load_in_8bit", ': it is quantize="int8"'),
+    (st.score, "batch_size", ": it is rows"),
+    (st.Scheduler, "tree", ": it is topology"),
+    (st.Options, "repetition_penalty", r": it is processors=\[st.RepetitionPenalty"),
+    (st.Request, "eos_token_id", ": it is eos_token"),
+    (st.ModelDrafter, "sampling", "; known: child_sampling, model"),
+    (st.DynamicDrafter, "sharpnes", "; did you mean 'sharpness'\\?"),
+    (st.NgramDrafter, "max_ngram", "; known: max_match, min_match"),
+    (SpeculativeDecoder, "tree", ": it is topology"),
+    (st.ModelConfig, "depth", "; known: attention, d_model, "),
+]
+
+
+@pytest.mark.parametrize(("function", "name", "way_out"), KEYWORDS, ids=readable)
+def test_unknown_keywords_are_refused(function, name, way_out):
+    needed = dict(vocab_size=1, d_model=1, layers=()) if function is st.ModelConfig else {}
+    begin = rf"^{function.__name__}\(\) got an unexpected keyword argument; there is no option"
+    with pytest.raises(TypeError, match=f"{begin} '{name}'{way_out}") as error:
+        function(**needed, **{name: 1})
+    assert "\n" not in str(error.value)
+
+
+TWO = jnp.full(2, 5)
+NO_ENDS = jnp.full((2, 1), -1)
+IDS = jnp.ones((2, 4), jnp.int32)
+
+
+def functional(keys=2, **more):
+    """The decode loop without `generate`."""
+
+    def call():
+        prompts = more.get("prompts", st.Context(IDS, TWO // 2))
+        limits = more.get("limits", st.Limits(TWO, NO_ENDS))
+        model, decoder = tiny_model(), decoder_of(**more.get("decoder", {}))
+        rows = jax.random.split(KEY, keys) if isinstance(keys, int) else keys
+        state = decoder.start(model, None, prompts, rows)
+        sampling = more.get("sampling", st.Sampling(jnp.ones(2)))
+        for _ in range(more.get("times", 1)):
+            decoder.run(model, None, state, limits, sampling)
+
+    return call
+
+
+FUNCTIONAL = [
+    (dict(prompts=[[1], [2]]), r"prompts must be a Context\(.* \[B, L\] and \[B\], got list"),
+    (
+        dict(prompts=st.Context(IDS * 1.0, TWO)),
+        r"prompts must have tokens as integer\[2, any\], got fl",
+    ),
+    (dict(prompts=st.Context(IDS[0], TWO)), r"tokens as integer\[2, any\], got int32\[4\]"),
+    (dict(prompts=st.Context(IDS, TWO[:1])), r"tokens as integer\[1, any\], got int32\[2, 4\]"),
+    (
+        dict(prompts=st.Context(IDS, 4)),
+        r"prompts must have length as integer\[any\], got int32\[\]",
+    ),
+    (dict(keys=KEY), r"keys must be .* jax.random.split\(key, 2\), got key<fry>\[\]"),
+    (dict(keys=3), r"keys must be a random key for each of 2 rows, .* got key<fry>\[3\]"),
+    (dict(keys=jnp.zeros(2)), r"keys must be .* got float32\[2\]"),
+    (dict(limits=5), r"limits must be a Limits\(max_new_tokens, eos_tokens\) of .* got int32\[\]"),
+    (dict(limits=st.Limits(5, NO_ENDS)), r"max_new_tokens as integer\[2\], got int32\[\]"),
+    (
+        dict(limits=st.Limits(TWO * 1.0, NO_ENDS)),
+        r"max_new_tokens as integer\[2\], got float32\[2\]",
+    ),
+    (
+        dict(limits=st.Limits(TWO, TWO)),
+        r"limits must have eos_tokens as integer\[2, any\], got int32\[2\]",
+    ),
+    (dict(sampling=0.8), r"sampling must be a Sampling\(temperature\) .* got float32\[\]"),
+    (dict(sampling=st.Sampling(0.8)), r"temperature as floating\[2\], got float32\[\]"),
+    (dict(sampling=st.Sampling(TWO)), r"temperature as floating\[2\], got int32\[2\]"),
+    (dict(decoder=dict(verifier="best")), "unknown verifier 'best'; known: .*'greedy'"),
+    (dict(decoder=dict(topology=[-1, 0])), r"topology must be a TreeTopology, got \[-1, 0\]"),
+    (
+        dict(decoder=dict(verifier="target_only"), times=2),
+        "was donated: use the state that run ret",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), FUNCTIONAL, ids=readable)
+def test_the_loop_refuses_while_it_is_traced(change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        functional(**change)()
     assert "\n" not in str(error.value)
 
 
@@ -462,6 +577,15 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.training.recipe import Training
 
+class Half(nnx.Module):
+    def default_topology(self): ...
+    def init(self, *_): ...
+    def read(self, *_): ...
+
+class HalfRule:
+    name = "half"
+
+encoding = st.load_tokenizer(st.demo_path("target")).encode("a text")
 model = st.HybridLM(st.ModelConfig.tiny(), rngs=nnx.Rngs(0))
 for change, message in [
     (dict(prompts=None), "prompts must be a list with a list .*, got None"),
@@ -477,7 +601,15 @@ for change, message in [
     (dict(verifier="z" * 999), r"unknown verifier 'z{76}\.\.\.; known"),
     (dict(topology="z" * 999), r"topology must be a TreeTopology, got 'z{76}\.\.\.$"),
     (dict(prompts=[1, 2]), r"prompts\[0\] is not a list of token ids"),
-    (dict(prompts=["text"]), r"prompts\[0\] is not a list of token ids"),
+    (dict(prompts=["text"]), r"prompts\[0\] is not a list of token ids: .*; st.complete takes"),
+    (dict(prompts="text"), r"st.complete takes texts and messages, tokenizer.encode\(text\).ids"),
+    (dict(prompts=[{"role": "user"}]), "not a list of token ids: .*; st.complete takes texts and"),
+    (dict(prompts=[1, 2, 3]), r"prompts is a list of lists, one a row, such as \[\[1, 2, 3\]\]$"),
+    (dict(prompts=encoding), "prompts must be a list .*; an encoding has them as .ids"),
+    (dict(prompts=[encoding]), r"prompts\[0\] is not a list .*; an encoding has them as .ids"),
+    (dict(prompts=dict(input_ids=[[1]])), r"prompts must be a list .* has them as \['input_ids'\]"),
+    (dict(drafter=Half()), "drafter must be .*, got Half.*; it has no propose and no commit"),
+    (dict(verifier=HalfRule()), "verifier must be one of .*; it has no check and no verify"),
     (dict(prompts=[[0.5]]), r"prompts\[0\] has float64 values"),
     (dict(max_new_tokens=2.5), "max_new_tokens must be an integer"),
     (dict(temperature="hot"), "temperature must be a number"),

@@ -441,7 +441,8 @@ def test_other_refusals(tokenizer, monkeypatch):
     refused("eos_token must be an integer, from 0", st.regex, "x", tokenizer, eos_token=5000)
     refused("tokenizer must be that of st.load_tokenizer(path)", st.regex, "x", "gpt2")
     monkeypatch.setitem(sys.modules, "referencing", None)
-    refused("pip install 'stree-jax[grammar]'", st.json_schema, {"$ref": "#/a"}, tokenizer)
+    needs = "'$ref' needs referencing; in the clone: pip install '.[grammar]'"
+    refused(needs, st.json_schema, {"$ref": "#/a"}, tokenizer)
 
 
 def refused(message, make, *arguments, **options):

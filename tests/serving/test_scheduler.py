@@ -229,6 +229,7 @@ def test_requests_may_come_while_others_are_served():
         ),
         (dict(drafter="iid", topology=TREE, before=SAMPLED, request={}), "needs temperature > 0"),
         (dict(verifier="greedy", before={}, request=SAMPLED), "exact at temperature 0 only"),
+        (dict(request=[1, 2]), r"must be a Request, got \[1, 2\]; submit\(st.Request\(\[1, 2, 3\]"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -244,7 +245,7 @@ def test_what_is_refused(options, message):
     common, scheduler = dict(prompt=[1, 2], max_new_tokens=5), st.Scheduler(**options)
     if before is not None:
         scheduler.submit(st.Request(**common | before))
-    request = st.Request(**common | request)
+    request = request if isinstance(request, list) else st.Request(**common | request)
     with pytest.raises(ValueError, match=message):
         scheduler.submit(request)
     assert scheduler.num_waiting == (before is not None)

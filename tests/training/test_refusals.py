@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from stree_jax import ModelConfig, load_tokenizer
+from stree_jax.extensions.medusa.training import train_medusa
+from stree_jax.extensions.mtp.training import train_mtp
 from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import train
 from tests.training.conftest import RECIPE
@@ -40,6 +42,7 @@ REFUSED = [
     ("vocab_size = 280", f"x = {'[' * 5000}{']' * 5000}", "is not TOML: maximum recursion"),
     ('path = "words.txt"', "", r"\[\[text\]\] 1 lacks 'path'"),
     ("d_model", "depth", r"recipe.toml, \[model\]: .*'d"),
+    ("d_model = 16", "num_heads = 2", r"\[model\]: it lacks 'd_model', .* alone is for `medusa`"),
     ("[model]", "+depth = 3", r"recipe.toml, \[model\]: .*'depth'"),
     ("num_layers = 2", f"num_layers = {10**20}", r"recipe.toml, \[model\]: num_layers must be"),
     ("280", "100", "vocab_size must be an integer, from 257 to"),
@@ -98,6 +101,14 @@ def test_wrong_types_are_refused(recipe_file):
     recipes = [(changed(old, new), message) for old, new, message in WRONG_TYPES]
     command = [sys.executable, "-c", IN_A_PROCESS, recipe_file]
     subprocess.run(command, input=json.dumps(recipes).encode(), check=True)
+
+
+@pytest.mark.parametrize("teach", [train_medusa, train_mtp])
+def test_recipes_of_models_are_not_of_heads(recipe_file, tmp_path, teach):
+    message = r"\[model\] has d_model: such recipes are for `train` and `distill`; heads have num_h"
+    with pytest.raises(ValueError, match=message):
+        list(teach(Recipe.load(recipe_file), tmp_path / "target", tmp_path / "out", command=""))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_recipe_that_is_not_utf_8(recipe_file):

@@ -13,11 +13,13 @@ from stree_jax.decoding.drafters.children import chosen_child_sampling, shared_s
 from stree_jax.decoding.drafters.search import BeamDrafter, Continuations, Found
 from stree_jax.decoding.reader import DraftModel
 from stree_jax.decoding.types import Drawn, Step
+from stree_jax.keywords import explained
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
 
 
+@explained()
 class DynamicDrafter(BeamDrafter):
     """A beam search that grows a larger tree than requested, and keeps the best nodes.
 
@@ -56,6 +58,11 @@ class DynamicDrafter(BeamDrafter):
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         super().check(target, topology, temperature_is_zero=temperature_is_zero)
+        if topology.width == 1 and topology.depth > 1 and not topology.is_budget:
+            raise ValueError(
+                f"a chain of {topology.depth} drafts: DynamicDrafter chooses the shape, and takes a"
+                " size such as TreeTopology.budget(16, 5); for a chain use ModelDrafter"
+            )
         widths = self.widths(topology)
         most = sum(
             width * min(below, self.model.config.vocab_size)

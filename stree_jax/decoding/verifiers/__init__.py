@@ -3,12 +3,16 @@
 Those of `LOSSY_VERIFIERS` change the distribution of the output: `generate(lossy=True)` only.
 """
 
+from typing import Any
+
+from stree_jax.checks import lacking
 from stree_jax.decoding.types import Drawn
 from stree_jax.decoding.verifiers.base import CHILD_SAMPLING, Verifier
 from stree_jax.decoding.verifiers.follow import Follow, follow
 from stree_jax.decoding.verifiers.reject import Reject
 from stree_jax.decoding.verifiers.traverse import Traverse
 from stree_jax.decoding.verifiers.typical import Typical
+from stree_jax.messages import shown
 from stree_jax.tree import TreeTopology
 
 VERIFIERS: dict[str, Verifier] = {
@@ -36,6 +40,35 @@ def default_verifier(drawn: Drawn, topology: TreeTopology, *, temperature_is_zer
     return "multi_step" if drawn.kind == "iid" else "without_replacement"
 
 
+def verifier_of(given: str | Verifier | Any) -> Verifier:
+    """The rule of this name, or the rule itself.
+
+    Raises:
+        ValueError: an unknown name, or no rule that a program can depend on.
+    """
+    if isinstance(given, str):
+        known = VERIFIERS | LOSSY_VERIFIERS
+        if given not in known:
+            raise ValueError(
+                f"unknown verifier {shown(given)}; known: {sorted(VERIFIERS)}, and lossy:"
+                f" {sorted(LOSSY_VERIFIERS)}"
+            )
+        return known[given]
+    if isinstance(given, type) or not isinstance(given, Verifier):
+        raise ValueError(
+            f"verifier must be one of {sorted(VERIFIERS)}, or an object with the name and the"
+            f" methods of stree_jax.Verifier, got {shown(given)}{lacking(given, Verifier)}"
+        )
+    try:
+        hash(given)
+    except TypeError:
+        raise ValueError(
+            f"verifier {given.name!r} is not hashable, and a compiled program depends on it;"
+            " make its class a frozen dataclass"
+        ) from None
+    return given
+
+
 __all__ = [
     "CHILD_SAMPLING",
     "LOSSY_VERIFIERS",
@@ -47,4 +80,5 @@ __all__ = [
     "Verifier",
     "default_verifier",
     "follow",
+    "verifier_of",
 ]

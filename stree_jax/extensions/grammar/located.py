@@ -15,7 +15,7 @@ from stree_jax.extensions.grammar.expressions import (
     parse,
 )
 from stree_jax.extensions.grammar.graph import TextSet, TooLarge, set_of
-from stree_jax.messages import shown
+from stree_jax.messages import needs, shown
 
 _IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas", "contains"}
 
@@ -211,7 +211,7 @@ def _resolver(schema: Any) -> Any:
         from referencing import Registry
         from referencing.jsonschema import DRAFT202012
     except ImportError:
-        raise ValueError("'$ref' needs referencing: pip install 'stree-jax[grammar]'") from None
+        raise ValueError(needs("'$ref'", "referencing", "grammar")) from None
     resource = DRAFT202012.create_resource(schema)
     base = resource.id() or "urn:schema"
     return Registry().with_resource(base, resource).resolver(base)

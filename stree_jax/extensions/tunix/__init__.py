@@ -1,6 +1,6 @@
 """Rollouts of Google's Tunix by trees: reinforcement learning of Mamba-2 and hybrid models.
 
-`pip install 'stree-jax[tunix]'`. Tunix is imported when `TreeRollout` is first used.
+`pip install '.[tunix]'`. Tunix is imported when `TreeRollout` is first used.
 """
 
 import importlib

@@ -11,13 +11,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from stree_jax import Drafter, TreeTopology, generate, text_log_probs
 from stree_jax.array_types import Array, Float32, Int
 from stree_jax.extensions.tunix.policy import Policy, rolled
+from stree_jax.messages import needs
 
 try:
     from tunix.rl.rollout import base_rollout
 except ImportError as error:
-    raise ImportError(
-        f"TreeRollout needs Tunix: pip install 'stree-jax[tunix]' ({error})"
-    ) from error
+    raise ImportError(f"{needs('TreeRollout', 'google-tunix', 'tunix')} ({error})") from error
 
 
 class TreeRollout(base_rollout.BaseRollout):
