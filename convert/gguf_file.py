@@ -21,7 +21,7 @@ from stree_jax.checkpoint.files import has_file
 from stree_jax.checks import check_int
 from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.convert.torch_file import MAX_TENSORS
-from stree_jax.messages import first_line, shown
+from stree_jax.messages import first_line, needs, shown
 
 _MAX_HEADER = 64 << 20  # bytes; 250,000 tokens and their merges take 10 MB
 _MAX_FIELDS = 1 << 16
@@ -96,7 +96,7 @@ def _open_part(file: Path, kinds: Counter[str]) -> tuple[dict[str, Any], dict[st
     try:
         import gguf
     except ImportError:
-        raise ValueError(f"{file}: to read GGUF files, install stree-jax[gguf]") from None
+        raise ValueError(needs(f"{file}: reading GGUF files", "gguf", "gguf")) from None
     tensors, total = {}, 0
     try:
         with file.open("rb") as opened:

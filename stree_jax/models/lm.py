@@ -233,7 +233,7 @@ class HybridLM(Partitioned):
         one gives its own text token for token, which is not that of the float32 model.
 
         Args:
-            keep: names of matrices that stay too, as in checkpoints, or patterns of names with stars.
+            keep: names of matrices that stay too, or patterns of names with stars.
 
         Raises:
             ValueError: it is on a mesh, or there is no such matrix.
