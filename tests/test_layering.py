@@ -74,6 +74,7 @@ LAYERS = [
     "text",
     "testing",
     "serving",
+    "measuring",
     "tuning",
     "training",
     "extensions",
