@@ -68,6 +68,7 @@ class SpeculativeDecoder:
             needs no check. Up to `steps_per_sync - 1` steps are wasted at the end.
         num_best: record the log-probability of each new token, and those of this many best ones;
             None: record nothing.
+        record_calls: record which call emitted each new token, and whether it was a draft.
 
     Raises:
         ValueError: a bad size, or nodes in another order.
@@ -78,6 +79,7 @@ class SpeculativeDecoder:
     max_length: int
     steps_per_sync: int = 1
     num_best: int | None = None
+    record_calls: bool = False
 
     def __post_init__(self) -> None:
         if self.topology != self.topology.level_order():
@@ -191,6 +193,7 @@ class SpeculativeDecoder:
             log_probs=None
             if self.num_best is None
             else TokenLogProbs.empty(batch, self.capacity, self.num_best),
+            calls=jnp.zeros_like(tokens) if self.record_calls else None,
         )
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")

@@ -17,12 +17,13 @@ from stree_jax.decoding.placement import place_request
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import Generation
 from stree_jax.measuring.clock import Progress, memory_of, silent, speeds, summary, timed_rounds
-from stree_jax.measuring.costs import drafting, medians
+from stree_jax.measuring.costs import drafting
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
 PLAIN = "autoregressive"
+_NUM_DRAFTED = 16  # trees in a timed call
 
 
 class Method(NamedTuple):
@@ -121,36 +122,37 @@ def compare(
         that to the first token and its tokens, which must be `PLAIN`'s; see `docs/bench.md`.
     """
     temperature = requests[0].get("temperature", 0.0)
-    parts = {}
-    for each in methods:
-        if each.drafter is not None and each.num_nodes > 1 and target.partition == ONE_DEVICE:
-            given = {"topology": each.topology, **requests[0]}
-            parts[each.name] = drafting(each.target or target, each.drafter, **given)
     ways: dict[Any, Callable[[Any], Any]] = {}
     for each in methods:
+        own = each.target or target
         ways[each.name] = functools.partial(_called, each.decode, target)
         ways["first", each.name] = functools.partial(_called, each.first_token, target)
-    total = len(parts) + len(ways) * len(requests) * (1 + rounds)
-    ticks = itertools.count(1)
+        if each.drafter is not None and each.num_nodes > 1 and own.partition == ONE_DEVICE:
+            given = {"topology": each.topology, **requests[0]}
+            part = drafting(own, each.drafter, **given)
+            ways["draft", each.name] = functools.partial(_drafted, own, part)
+    ticks, total = itertools.count(1), len(ways) * len(requests) * (1 + rounds)
 
     def advance() -> None:
         progress(f"temperature {temperature:g}", next(ticks), total)
 
-    drafts = medians(parts, advance)
     memory: dict[str, int] = {}
     for outputs, seconds in timed_rounds(ways, requests, rounds, advance):
         memory = memory or {each.name: each.memory(target, **requests[0]) for each in methods}
         rows = _records(methods, temperature, outputs, seconds)
         for row in rows:
-            name, call = row["method"], row["milliseconds_of_call"]
-            row["memory_bytes"] = memory[name]
-            if drafts.get(name, 0) > 0 and call is not None:
-                row["draft_share"] = 1e3 * drafts[name] / call["median"]
+            row["memory_bytes"] = memory[row["method"]]
         yield rows
 
 
 def _called(decode: Callable[..., Any], target: HybridLM, request: Mapping[str, Any]) -> Any:
     return decode(target, **request)
+
+
+def _drafted(target: HybridLM, part: Callable[[int], object], _: Any) -> None:
+    """Drafts some trees, whatever the request."""
+    with dispatch.on(target):
+        jax.block_until_ready(part(_NUM_DRAFTED))
 
 
 def _records(
@@ -172,7 +174,13 @@ def _records(
         accepted = sum(out.stats.accepted_per_depth for out in mine)
         first = seconds["first", name]
         later = sum(int(max(out.stats.target_calls_per_row)) - 1 for out in mine)
-        rest = 1e3 * (of_all[name] - first).sum(axis=1)
+        # A difference of two times: where it is not above 0, it is noise.
+        rest = (of_all[name] - first).sum(axis=1)
+        call = rest / later if later and min(rest) > 0 else None
+        draft = seconds.get(("draft", name))
+        share = None
+        if draft is not None and call is not None:
+            share = summary(draft.mean(axis=1) / _NUM_DRAFTED / call)
         # Rules that test drafts have their own random numbers.
         comparable = method.follows_target or (temperature == 0 and method.target is None)
         identical = all(map(np.array_equal, plain, [out.tokens for out in mine]))
@@ -185,10 +193,9 @@ def _records(
                 "tau": emitted[name] / calls,
                 "tau_by_prompt": taus,
                 "accepted_per_depth": [round(float(count) / calls, 4) for count in accepted],
-                # A difference of two times: where it is not above 0, it is noise.
-                "milliseconds_of_call": summary(rest / later) if later and min(rest) > 0 else None,
+                "milliseconds_of_call": None if call is None else summary(1e3 * call),
                 "milliseconds_to_first_token": summary(1e3 * first.mean(axis=1)),
-                "draft_share": None,
+                "draft_share": share,
                 "identical": identical if comparable else None,
             }
             | speed[name]

@@ -79,7 +79,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
         "low": f"{speed['low']:,.0f}",
         "high": f"{speed['high']:,.0f}",
         "call": "-" if call is None else f"{call['median']:.2f}",
-        "share": "-" if share is None else f"{share:.0%}",
+        "share": "-" if share is None else f"{share['median']:.0%}",
         "first": f"{row['milliseconds_to_first_token']['median']:.1f}",
         "megabytes": f"{row['memory_bytes'] / 1e6:,.0f}",
         "same": {True: "yes", False: "NO", None: "-"}[row["identical"]],
