@@ -145,6 +145,9 @@ class Decoding:
         " temperature. Other rules are in the Python API.",
     )
     lossy: bool = Option(False, "--lossy", help="Allow a rule that changes the output: typical.")
+    show: bool = Option(
+        False, "--show", help="Mark accepted drafts: green, or in brackets in a file."
+    )
     seed: int = Option(0, help="Random seed: the same seed, the same text.", callback=_checked_seed)
     dtype: str = _DTYPE
     quantize: str | None = _QUANTIZE
