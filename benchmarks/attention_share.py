@@ -18,10 +18,12 @@ from pathlib import Path
 
 import stree_jax as st
 from benchmarks import methods
-from benchmarks.common import Found, Table, main
-from benchmarks.methods import COMPARED, PLAIN, TWO_TREES, Method
+from benchmarks.common import Found, main
+from benchmarks.methods import COMPARED, TWO_TREES
 from benchmarks.models import loaded_pair
 from benchmarks.steps import COLUMNS, time_of_calls
+from stree_jax.measuring.methods import PLAIN, Method, different
+from stree_jax.measuring.report import Table, method_tables
 
 OPTIONS = COMPARED | {"directory": {"type": Path}, "--prompts": 12, "--tokens": 64}
 
@@ -46,10 +48,10 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     yield Found(
         {"prompts": pair.source, "decoding": rows, "target_calls": steps},
         [
-            *methods.method_tables(pair.source, rows, **{"attention, %": "{attention_percent}"}),
+            *method_tables(pair.source, rows, **{"attention, %": "{attention_percent}"}),
             Table("Milliseconds of a call (one node = 1)", steps, COLUMNS),
         ],
-        wrong=methods.different(rows),
+        wrong=different(rows),
         line={"tau": {f"{row['attention_percent']} %": round(row["tau"], 3) for row in at_0}},
     )
 

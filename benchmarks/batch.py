@@ -11,9 +11,11 @@ import argparse
 from collections.abc import Iterator
 
 import stree_jax as st
-from benchmarks.common import SPEED, Found, Table, main
-from benchmarks.methods import PLAIN, TWO_TREES, Method, compare, different, trees
+from benchmarks.common import Found, main
+from benchmarks.methods import TWO_TREES, compare, trees
 from benchmarks.models import embedded_pair
+from stree_jax.measuring.methods import PLAIN, Method, different
+from stree_jax.measuring.report import SPEED, Table
 
 OPTIONS = {"--batches": (1, 2, 4, 8), "--tokens": 96, "--rounds": 5}
 

@@ -16,19 +16,11 @@ from collections.abc import Iterator
 
 import stree_jax as st
 from benchmarks import methods, steps
-from benchmarks.common import Found, Table, forget_programs, main
-from benchmarks.methods import (
-    CHAIN_OF_4,
-    CHAINS,
-    COMPARED,
-    DEEP_TREE,
-    LOOKUP,
-    PAPER_TREES,
-    PLAIN,
-    Method,
-    trees,
-)
+from benchmarks.common import Found, forget_programs, main
+from benchmarks.methods import CHAIN_OF_4, CHAINS, COMPARED, DEEP_TREE, PAPER_TREES, trees
 from benchmarks.models import CHECKPOINTS, chosen_pair, random_model
+from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, different
+from stree_jax.measuring.report import Table, method_tables
 
 OPTIONS = COMPARED | CHECKPOINTS
 
@@ -61,8 +53,8 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     of_calls = Table("Milliseconds of a call", calls, steps.COLUMNS)
     yield Found(
         pair.settings() | {"decoding": rows, "target_calls": calls},
-        [*methods.method_tables(pair.name, rows), of_calls],
-        wrong=methods.different(rows),
+        [*method_tables(pair.name, rows), of_calls],
+        wrong=different(rows),
         line={"best": best["method"], "speed_up": best["speed_up"]["median"], "tau": best["tau"]},
     )
 

@@ -18,10 +18,12 @@ from collections.abc import Iterator
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Table, main, summary, timed
+from benchmarks.common import Found, main, timed
 from benchmarks.models import RANDOM_NOTE, default_dtype, random_model
 from benchmarks.steps import Program, binary_tree
 from stree_jax.extensions.grammar.automaton import Compressor
+from stree_jax.measuring.clock import summary
+from stree_jax.measuring.report import Table
 
 OPTIONS = {"--states": 10_000, "--vocabulary": 50_000, "--steps": 50, "--rounds": 7}
 

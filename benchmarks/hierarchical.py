@@ -15,8 +15,9 @@ from collections.abc import Iterator
 
 import stree_jax as st
 from benchmarks.common import Found, main
-from benchmarks.methods import CHAIN_OF_4, COMPARED, PLAIN, Method, found
+from benchmarks.methods import CHAIN_OF_4, COMPARED, found
 from benchmarks.models import embedded_pair
+from stree_jax.measuring.methods import PLAIN, Method
 
 OPTIONS = COMPARED | {"--prompts": 6, "--small": None}
 

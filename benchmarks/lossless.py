@@ -32,12 +32,14 @@ from rich.progress import track
 
 import stree_jax as st
 from benchmarks.cases.base import random_tree
-from benchmarks.common import Found, Table, main, names
+from benchmarks.common import Found, main, names
 from benchmarks.families import FAMILIES
-from benchmarks.methods import TWO_TREES, Method, trees
+from benchmarks.methods import TWO_TREES, trees
 from benchmarks.models import on_gpu
 from stree_jax.decoding.rule_rows import of_rows
 from stree_jax.decoding.sampling import position_noise
+from stree_jax.measuring.methods import Method
+from stree_jax.measuring.report import Table
 from stree_jax.testing import perturbed, random_mtp_head
 from stree_jax.testing.exactness import apply, processed_after
 

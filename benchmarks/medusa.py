@@ -16,8 +16,9 @@ from collections.abc import Iterator
 
 import stree_jax as st
 from benchmarks.common import Found, main
-from benchmarks.methods import COMPARED, LOOKUP, PLAIN, TWO_TREES, Method, found, trees
+from benchmarks.methods import COMPARED, TWO_TREES, found, trees
 from benchmarks.models import embedded_pair
+from stree_jax.measuring.methods import LOOKUP, PLAIN, Method
 
 OPTIONS = COMPARED | {"--prompts": 8, "--heads": None, "--mtp": None}
 

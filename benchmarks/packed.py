@@ -17,11 +17,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import stree_jax as st
-from benchmarks.common import Found, Table, main, speeds, summary, timed
+from benchmarks.common import Found, main, timed
 from benchmarks.models import Pair, embedded_pair
 from benchmarks.steps import Program
 from benchmarks.unrolled import UnrolledLM
 from stree_jax.decoding.types import DecodeState
+from stree_jax.measuring.clock import speeds, summary
+from stree_jax.measuring.report import Table
 
 OPTIONS = {"--beams": (2, 4), "--steps": (4, 8), "--prompts": 4, "--tokens": 100, "--rounds": 5}
 

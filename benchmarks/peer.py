@@ -24,11 +24,14 @@ import numpy as np
 
 import stree_jax as st
 from benchmarks import llama_cpp
-from benchmarks.common import Found, Table, main, speeds, summary, timed, timed_calls
+from benchmarks.common import Found, main, timed, timed_calls
 from benchmarks.llama_cpp import Decode
-from benchmarks.methods import CHAINS, PLAIN, SIZES, Method, trees
+from benchmarks.methods import CHAINS, SIZES, trees
 from benchmarks.models import Pair, embedded_pair, random_model
 from benchmarks.steps import run_steps
+from stree_jax.measuring.clock import speeds, summary
+from stree_jax.measuring.methods import PLAIN, Method
+from stree_jax.measuring.report import Table
 
 OPTIONS = SIZES | {"--threads": 2, "--calls": 8}
 
@@ -107,7 +110,7 @@ def our_decoders(pair: Pair, tokens: int) -> dict[str, Decode]:
     """This library, without drafts and with the embedded draft, in float32 and bfloat16."""
 
     def decode(of: Pair, method: Method, prompt: list[int]) -> np.ndarray:
-        out = method.decode(of, [prompt], tokens)
+        out = method.decode(of.target, [prompt], max_new_tokens=tokens)
         return out.tokens[0, : out.lengths[0]]
 
     ways = {}

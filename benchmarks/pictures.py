@@ -24,8 +24,9 @@ from matplotlib.patches import FancyBboxPatch, PathPatch, Rectangle
 from matplotlib.path import Path
 
 import stree_jax as st
-from benchmarks.common import conclude, read_options, write_json
+from benchmarks.common import conclude, read_options
 from benchmarks.steps import Program
+from stree_jax.measuring.report import draw_speeds, write_json
 
 MEASURED = FilePath(__file__).parent / "results"
 PICTURES = FilePath(__file__).parents[1] / "docs" / "pictures"
@@ -72,28 +73,7 @@ def cost_picture(decode: Mapping[str, Any]) -> Figure:
 def speed_picture(decode: Mapping[str, Any]) -> Figure:
     """Bars of the speed of each method at both temperatures, with quartiles; tau beside them."""
     figure, axes = canvas(560)
-    # Some methods are for one temperature only.
-    names = [*dict.fromkeys(row["method"] for row in decode["decoding"])]
-    right = max(row["speed_up"]["high"] for row in decode["decoding"]) + 0.04
-    for temperature, colour in enumerate(("C0", "C1")):
-        rows = [row for row in decode["decoding"] if row["temperature"] == temperature]
-        places = [names.index(row["method"]) + 0.36 * temperature for row in rows]
-        low, median, high = zip(*(sorted(row["speed_up"].values()) for row in rows), strict=True)
-        label = f"temperature {temperature}"
-        axes.barh(places, median, height=0.32, color=colour, label=label)
-        axes.hlines(places, low, high, color=GREY)
-        for place, row in zip(places, rows, strict=True):
-            said = f"{row['speed_up']['median']:.2f}x, tau {row['tau']:.2f}"
-            if row["method"] == "autoregressive":
-                said = f"{row['tokens_per_second']['median']:.0f} tokens/s"
-            axes.text(right, place, said, va="center", size=9)
-    axes.set_yticks([i + 0.18 for i in range(len(names))], names)
-    axes.set(
-        title="Tokens per second, autoregressive = 1", xticks=(0, 0.5, 1), xlim=(0, right * 1.4)
-    )
-    axes.set_ylim(len(names) - 0.3, -0.3)
-    axes.grid(visible=False)
-    axes.axvline(1, color=GREY, linewidth=1, linestyle="--", marker="")
+    draw_speeds(axes, decode["decoding"])
     figure.legend(loc="outside lower left", ncols=2)
     return figure
 
@@ -270,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = None
     if options.decode:
         steps = decoded_steps()
-        write_json("steps", {"prompt": PROMPT, "steps": steps}, options.output)
+        write_json(options.output / "steps.json", {"prompt": PROMPT, "steps": steps})
     folder = PICTURES if options.commit else options.output
     for name, figure in figures(steps).items():
         (folder / f"{name}.svg").write_text(svg(figure))

@@ -21,19 +21,13 @@ import numpy as np
 from rich.progress import track
 
 import stree_jax as st
-from benchmarks.common import Found, Table, main, num_bytes, summary
+from benchmarks.common import Found, main
 from benchmarks.lossless import Way, compared, sums
-from benchmarks.methods import (
-    DEEP_TREE,
-    PAPER_TREES,
-    PLAIN,
-    SIZES,
-    TWO_TREES,
-    Method,
-    compare,
-    trees,
-)
+from benchmarks.methods import DEEP_TREE, PAPER_TREES, SIZES, TWO_TREES, compare, trees
 from benchmarks.models import Pair, embedded_pair
+from stree_jax.measuring.clock import num_bytes, summary
+from stree_jax.measuring.methods import PLAIN, Method
+from stree_jax.measuring.report import Table
 
 OPTIONS = SIZES | {"--compared": 100_000}
 

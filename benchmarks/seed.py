@@ -30,11 +30,13 @@ from typing import Any, NamedTuple
 import jax
 
 import stree_jax as st
-from benchmarks.common import Found, Table, forget_programs, main, names, speeds, timed
-from benchmarks.methods import PLAIN
+from benchmarks.common import Found, forget_programs, main, names, timed
 from benchmarks.models import Pair, embedded_pair
 from benchmarks.prompts import SHARED
 from stree_jax.extensions import reasoning
+from stree_jax.measuring.clock import speeds
+from stree_jax.measuring.methods import PLAIN
+from stree_jax.measuring.report import Table
 
 # Children a node by level, in the paper's table 1.
 K_CONFIGS = {

@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import SPEED, Found, Table, main, speeds, timed
+from benchmarks.common import Found, main, timed
 from benchmarks.models import embedded_pair
 from benchmarks.workloads import Path, Workload, workloads
+from stree_jax.measuring.clock import speeds
+from stree_jax.measuring.report import SPEED, Table
 
 OPTIONS = {"--workloads": {"nargs": "+"}, "--requests": 32, "--rows": 8}
 OPTIONS |= {"--load": 0.7, "--rounds": 3}

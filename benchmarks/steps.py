@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import memory_of, summary, timed_calls
+from benchmarks.common import timed_calls
 from pallas_kernels import dispatch
 from pallas_kernels.numerics import best_of
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.types import DecodeState, DraftTree, Verdict
+from stree_jax.measuring.clock import memory_of, summary
 from stree_jax.models.cache import path_to
 
 

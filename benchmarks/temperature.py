@@ -16,9 +16,11 @@ from typing import Any
 import jax
 
 import stree_jax as st
-from benchmarks.common import Found, Table, main
-from benchmarks.methods import PLAIN, TWO_TREES, Method, compare, different
+from benchmarks.common import Found, main
+from benchmarks.methods import TWO_TREES, compare
 from benchmarks.models import embedded_pair
+from stree_jax.measuring.methods import PLAIN, Method, different
+from stree_jax.measuring.report import Table
 
 OPTIONS = {"--prompts": 8, "--tokens": 96, "--keys": 5, "--rounds": 1}
 

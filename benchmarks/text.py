@@ -21,9 +21,11 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
 import stree_jax as st
-from benchmarks.common import Found, Table, main, summary
+from benchmarks.common import Found, main
 from benchmarks.prompts import SHARED
 from stree_jax.extensions.grammar.json_text import automaton_of_schema
+from stree_jax.measuring.clock import summary
+from stree_jax.measuring.report import Table
 
 OPTIONS = {"--tokens": (1000, 16_000), "--rounds": 3}
 

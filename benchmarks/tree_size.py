@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 import stree_jax as st
-from benchmarks.common import Found, Table, main
+from benchmarks.common import Found, main
 from benchmarks.models import RANDOM_NOTE, default_dtype, on_gpu, random_model
 from benchmarks.steps import binary_tree, time_of_calls
+from stree_jax.measuring.report import Table
 
 OPTIONS = {"--preset": None, "--layers": {"type": int}, "--rounds": 7}
 OPTIONS |= {"--dtype": {"choices": ("float32", "bfloat16")}}

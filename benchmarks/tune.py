@@ -24,21 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import CASES
-from benchmarks.common import (
-    OUTPUT,
-    SMOKE,
-    Table,
-    conclude,
-    names,
-    parser_of,
-    read_options,
-    write_json,
-)
+from benchmarks.common import OUTPUT, SMOKE, conclude, names, parser_of, read_options
 from benchmarks.gpu.runner import NoGpu, Results, run_section
 from benchmarks.gpu.search import DTYPES
 from benchmarks.gpu.spaces import SPACES
 from benchmarks.gpu.tasks import Row
 from pallas_kernels import tuning
+from stree_jax.measuring.report import Table, write_json
 
 LAST = 0.85  # of the time in which fields may begin
 SECTION = "tune"
@@ -82,7 +74,7 @@ def write_table(directory: Path, where: Mapping[str, Any], blocks: dict[str, Any
         **{key: where[key] for key in ("jax", "date", "commit")},
         "blocks": dict(sorted(merged.items())),
     }
-    write_json(path.stem, table, directory)
+    write_json(path, table)
     tuning.load.cache_clear()
     tuning.load(path)
     return path

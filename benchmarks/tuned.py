@@ -23,8 +23,10 @@ from rich.console import Console
 import stree_jax as st
 from benchmarks import methods
 from benchmarks.common import Found, forget_programs, main
-from benchmarks.methods import COMPARED, PAPER_TREES, PLAIN, Method, trees
+from benchmarks.methods import COMPARED, PAPER_TREES, trees
 from benchmarks.models import CHECKPOINTS, Pair, chosen_pair
+from stree_jax.measuring.methods import PLAIN, Method, different
+from stree_jax.measuring.report import method_tables
 
 OPTIONS = COMPARED | CHECKPOINTS | {"--prompts": 12}
 
@@ -63,8 +65,8 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         tuned[-1] |= {"parents": None if tree is None else tree.parents, "relative_to": ratios}
         yield Found(
             pair.settings() | {"tuned": tuned, "decoding": rows},
-            methods.method_tables("tuned", rows),
-            wrong=methods.different(rows),
+            method_tables("tuned", rows),
+            wrong=different(rows),
             line={
                 "slower_than": {f"{each['temperature']:g}": each["slower_than"] for each in tuned},
                 "draft": {f"{each['temperature']:g}": bool(each["parents"]) for each in tuned},

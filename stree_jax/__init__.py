@@ -57,6 +57,7 @@ from stree_jax.decoding.types import (
 )
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
 from stree_jax.heads import save_head
+from stree_jax.measuring import BenchReport, bench
 from stree_jax.mesh.partition import make_mesh
 from stree_jax.mesh.weights import shard
 from stree_jax.models import (
@@ -137,6 +138,7 @@ __all__ = [
     "Automaton",
     "BannedTokens",
     "BeamDrafter",
+    "BenchReport",
     "CascadeDrafter",
     "Completion",
     "Context",
@@ -197,6 +199,7 @@ __all__ = [
     "TuningReport",
     "Verdict",
     "Verifier",
+    "bench",
     "complete",
     "convert",
     "demo_path",

@@ -273,6 +273,36 @@ class TreeTopology:
                 )
         return "\n".join(lines)
 
+    def _repr_svg_(self) -> str | None:
+        """The tree from left to right, for notebooks; None if it is too deep to draw."""
+        if self.depth > MAX_DRAWN_DEPTH:
+            return None
+        heights, leaves, stack = [0.0] * self.num_nodes, 0, [0]
+        while stack:
+            node = stack.pop()
+            stack += reversed(self.children[node])
+            if not self.children[node]:
+                heights[node], leaves = leaves + 0.5, leaves + 1
+        for node in reversed(range(self.num_nodes)):  # children come after their parents
+            if children := self.children[node]:
+                heights[node] = (heights[children[0]] + heights[children[-1]]) / 2
+        places = [(20 + 48 * d, 28 * h) for d, h in zip(self.depths, heights, strict=True)]
+        lines = [
+            '<line x1="{}" y1="{:g}" x2="{}" y2="{:g}" stroke="#7d7d7d"/>'.format(
+                *places[parent], *places[node]
+            )
+            for node, parent in enumerate(self.parents)
+            if parent >= 0
+        ]
+        nodes = [
+            f'<circle cx="{x}" cy="{y:g}" r="11" fill="#3b82c4"/><text x="{x}" y="{y + 4:g}"'
+            f' fill="white" font-size="11" text-anchor="middle">{node}</text>'
+            for node, (x, y) in enumerate(places)
+        ]
+        size = f'width="{40 + 48 * self.depth}" height="{28 * leaves}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
+        return "".join([head, *lines, *nodes, "</svg>"])
+
 
 def first_nodes(tree: Tree, count: int) -> Tree:
     """The tree of the first `count` nodes."""

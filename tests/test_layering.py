@@ -75,6 +75,7 @@ LAYERS = [
     "text",
     "testing",
     "serving",
+    "measuring",
     "tuning",
     "training",
     "extensions",

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from benchmarks.cases import CASES
 from benchmarks.cases.base import Problem
 from benchmarks.cases.checks import bytes_moved, compiled_calls
-from benchmarks.common import summary, timed_calls
+from benchmarks.common import timed_calls
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
 from benchmarks.shapes import ExpertShape
+from stree_jax.measuring.clock import summary
 
 MOST_TOKENS_OF_EXPERTS = 128  # for 4,096 XLA's products of all tokens and experts need 17 GB
 

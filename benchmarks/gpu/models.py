@@ -10,13 +10,13 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks import lossless, packed
-from benchmarks.common import num_bytes
 from benchmarks.gpu.kernels import timing
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
 from benchmarks.models import Pair, random_model
 from benchmarks.steps import run_steps
 from benchmarks.tree_size import tree_of
+from stree_jax.measuring.clock import num_bytes
 
 
 def steps(model: str, scale: Scale) -> list[Task]:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.common import Table
 from benchmarks.gpu.tasks import Row
+from stree_jax.measuring.report import Table
 
 STEPS = ("steps", "hybrid", "batch")
 CHECKS = ("gate", "correctness")

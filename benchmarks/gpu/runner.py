@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import OUTPUT, device_name, write_json
+from benchmarks.common import OUTPUT, device_name
 from benchmarks.gpu import worker
+from stree_jax.measuring.report import write_json
 
 STARTING = 90.0  # seconds in which a process finds its device, makes its models, or ends
 LATEST = 1.25  # times the share of a section: when it is killed
@@ -77,12 +78,12 @@ class Results:
 
     def save(self) -> Path:
         """Replaces the file."""
-        return write_json(self.path.stem, self.data, self.path.parent)
+        return write_json(self.path, self.data)
 
     def commit(self, directory: Path) -> Path:
         """Writes them into another directory as well, under the name of the device."""
-        name = f"{self.path.stem}-{device_name(self.data['machine'])}"
-        return write_json(name, self.data, directory)
+        name = f"{self.path.stem}-{device_name(self.data['machine'])}.json"
+        return write_json(directory / name, self.data)
 
 
 def run_section(

@@ -8,10 +8,10 @@ import functools
 import importlib.util
 import time
 
-from benchmarks.common import summary
 from benchmarks.gpu.scale import Scale
 from benchmarks.gpu.tasks import Row, Task
 from benchmarks.models import on_gpu
+from stree_jax.measuring.clock import summary
 
 ROUNDS = 5
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import memory_of
 from benchmarks.static.thunks import Thunk, Thunks, by_name, launches, num_loops
 from benchmarks.steps import best_tokens, binary_tree
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.types import Context, Limits, Sampling, Step
+from stree_jax.measuring.clock import memory_of
 from stree_jax.models.cache import init_cache, path_to
 
 MAX_LENGTH = 1024  # positions of KV caches

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.common import write_json
+from stree_jax.measuring.report import write_json
 
 Rows = list[dict[str, Any]]
 # The keys of a row of the results; steps have nodes, prompts positions.
@@ -30,7 +30,7 @@ def write(
             tables = {
                 name: _merged(old.get(name, []), tables.get(name, [])) for name in {**old, **tables}
             }
-    return write_json("static", {"question": question, **settings, **tables}, directory)
+    return write_json(directory / "static.json", {"question": question, **settings, **tables})
 
 
 def _merged(earlier: Rows, new: Rows) -> Rows:

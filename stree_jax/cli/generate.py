@@ -29,6 +29,10 @@ def run_generate(command: Generate) -> int:
         raise ValueError("--output is for the texts of --prompts; --prompt writes to the terminal")
     if command.lossy and command.prompts is not None:
         raise ValueError("--lossy is for a --prompt: texts of --prompts are always the target's")
+    if command.show and command.prompts is not None:
+        raise ValueError("--show is for a --prompt: texts of --prompts are written as JSON lines")
+    if command.show and command.log_probs:
+        raise ValueError("--show marks the tokens of texts, --log-probs lists them; give one")
     try:
         (command.prompt or "").encode()
     except UnicodeEncodeError:
@@ -66,7 +70,12 @@ def _continue(console: Console, loaded: Loaded, command: Generate, asked: dict[s
         console.file.flush()
 
     head = Style(dim=True).render(prompt) if console.is_terminal else prompt
-    if asked["log_probs"] or asked["n"] > 1:
+    if command.show:
+        out = st.generate(loaded.model, [tokens], n=asked["n"], record_calls=True, **options)
+        write(f"{head}\n")
+        out.show(console)
+        speed, num_tokens, calls = "", out.stats.num_tokens, out.stats.num_target_calls
+    elif asked["log_probs"] or asked["n"] > 1:
         out = st.generate(loaded.model, [tokens], n=asked["n"], **options)
         _write_all(write, head, loaded, out)
         speed, num_tokens, calls = "", out.stats.num_tokens, out.stats.num_target_calls

@@ -1,6 +1,7 @@
 """What a command decodes with: the models, the drafter and the texts that its options name."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -12,8 +13,8 @@ import jax
 from jax.sharding import Mesh
 
 import stree_jax as st
-from stree_jax.cli.options import Drafts, Generate, sampling
-from stree_jax.cli.trees import parse_tree
+from stree_jax.cli.options import DraftModels, Drafts, Generate, sampling
+from stree_jax.cli.trees import kind_of, parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find, has_field
 from stree_jax.messages import first_line, shown
@@ -41,66 +42,120 @@ class Chosen(NamedTuple):
 
 def chosen(target: str, drafts: Drafts) -> Chosen:
     """The drafter of the options, for a target."""
-    options = ("draft", "ngram", "medusa", "mtp_head", "eagle3")
-    given = {option: getattr(drafts, option) for option in options}
-    if drafts.mtp and drafts.mtp_head is None:
-        given["mtp_head"] = target
-    given = {option: path for option, path in given.items() if path not in (None, False)}
-    if len(given) > 1:
+    found = all_chosen(target, drafts)
+    ngram = [Chosen("ngram", ignore=drafts.ignore_field)] if drafts.ngram else []
+    if len(found) + len(ngram) > 1:
         raise ValueError(
             "--draft, --ngram, --medusa, --mtp and --eagle3 each select a drafter; choose one"
         )
-    option, path = next(iter(given.items()), (None, None))
-    quantize = drafts.draft_quantize
-    if quantize is not None and option in (None, "ngram"):
+    if not found:
+        check_draft_quantize(drafts)
+    return next(iter(found + ngram), Chosen(ignore=drafts.ignore_field))
+
+
+def all_chosen(target: str, drafts: DraftModels) -> list[Chosen]:
+    """The draft models and heads of the options, for a target."""
+    head = target if drafts.mtp and drafts.mtp_head is None else drafts.mtp_head
+    given = dict(draft=drafts.draft, medusa=drafts.medusa, mtp_head=head, eagle3=drafts.eagle3)
+    settings = drafts.ignore_field, drafts.draft_quantize
+    return [Chosen(name, path, *settings) for name, path in given.items() if path is not None]
+
+
+def check_draft_quantize(drafts: DraftModels) -> None:
+    """Refuses an option of drafts where there are none."""
+    if drafts.draft_quantize is not None:
         raise ValueError("--draft-quantize is for a draft model or heads: give --draft or --mtp")
-    return Chosen(option, None if path is True else path, drafts.ignore_field, quantize)
+
+
+def check_tree(spec: str, option: str | None) -> None:
+    """Refuses a tree whose shape the drafter would have to choose, and cannot."""
+    if kind_of(spec) in ("beam", "budget") and option in ("ngram", "medusa"):
+        raise ValueError(
+            f"--tree {spec}: only a draft model chooses the shape of its tree; use --draft, --mtp"
+            " or --eagle3, or another tree such as branching:3,2,1"
+        )
+
+
+def check_mesh(spec: str, option: str | None) -> None:
+    """Refuses heads on a mesh."""
+    if option in _HEADS:
+        raise ValueError(
+            f"--mesh {spec:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
+            " or --ngram"
+        )
 
 
 def load_models(
     target: str | Path,
     drafter: Chosen,
     *,
+    kind: str = "",
+    sharpness: float | None = None,
+    **options: Any,
+) -> tuple[st.HybridLM, st.Drafter | None]:
+    """Loads a target and its drafter, as `load_all` does.
+
+    `kind` is that of the tree, such as "budget" for dynamic ones, which have a `sharpness`.
+    """
+    model, (draft,) = load_all(target, [drafter], drafter.ignore, **options)
+    return model, drafter_of(drafter, draft, kind, sharpness)
+
+
+def load_all(
+    target: str | Path,
+    drafters: Sequence[Chosen],
+    ignore: Sequence[str],
+    *,
     adapter: str | None = None,
     dtype: str = "float32",
     quantize: str | None = None,
     mesh: Mesh | None = None,
-    kind: str = "",
-    sharpness: float | None = None,
-) -> tuple[st.HybridLM, st.Drafter | None]:
-    """Loads a target and its drafter; from then on, compiled programs are kept.
+) -> tuple[st.HybridLM, list[Any]]:
+    """Loads a target, and what `drafter_of` makes each drafter of.
 
-    `kind` is that of the tree, such as "budget" for dynamic ones, which have a `sharpness`.
+    From then on, compiled programs are kept.
     """
     changes = None if adapter is None else find(adapter, adapter=True)
-    ignore, of_drafter, own = _ignored_fields(drafter.ignore, target, drafter.path, changes)
+    paths = (each.path for each in drafters)
+    of_target, own, *of_drafters = _ignored_fields(ignore, target, changes, *paths)
     enable_compilation_cache()
     model = st.from_pretrained(
         target,
         dtype=dtype,
         quantize=quantize,
-        ignore=[*ignore, *own],
+        ignore=[*of_target, *own],
         adapter=changes,
         mesh=mesh,
     )
+    return model, list(map(_loaded, itertools.repeat(model), drafters, of_drafters))
+
+
+def _loaded(model: st.HybridLM, drafter: Chosen, ignore: Sequence[str]) -> Any:
+    """A draft model, or a drafter that has none."""
     path: Any = drafter.path
     small = {"quantize": drafter.quantize}
     match drafter.option:
         case None:
-            return model, None
+            return None
         case "ngram":
-            return model, st.NgramDrafter()
+            return st.NgramDrafter()
         case "medusa":
-            return model, st.MedusaDrafter(model, st.load_medusa(path, model, **small))
+            return st.MedusaDrafter(model, st.load_medusa(path, model, **small))
         case "mtp_head":
-            head = st.load_mtp(path, model, ignore=of_drafter, **small)
-            draft: Any = st.MtpModel(model, head)
+            return st.MtpModel(model, st.load_mtp(path, model, ignore=ignore, **small))
         case "eagle3":
-            draft = st.Eagle3Model(model, st.load_eagle3(path, model, ignore=of_drafter, **small))
-        case _:
-            draft = st.load_draft(path, model, ignore=of_drafter, **small)
+            return st.Eagle3Model(model, st.load_eagle3(path, model, ignore=ignore, **small))
+    return st.load_draft(path, model, ignore=ignore, **small)
+
+
+def drafter_of(
+    drafter: Chosen, loaded: Any, kind: str = "", sharpness: float | None = None
+) -> st.Drafter | None:
+    """The drafter of what was loaded for it, for a kind of tree."""
+    if drafter.option not in _MODELS:
+        return loaded
     grown: Any = {"beam": st.BeamDrafter, "budget": st.DynamicDrafter}.get(kind, st.ModelDrafter)
-    return model, grown(draft) if sharpness is None else grown(draft, sharpness=sharpness)
+    return grown(loaded) if sharpness is None else grown(loaded, sharpness=sharpness)
 
 
 def _ignored_fields(names: Sequence[str], *checkpoints: str | Path | None) -> list[list[str]]:
@@ -162,7 +217,7 @@ def load(command: Generate) -> Loaded:
     topology = None if tree is None else parse_tree(tree)
     if tree is not None and topology is None:  # the tuned result: do not draft
         drafter = Chosen(ignore=drafter.ignore)
-    kind = "" if tree is None else tree.partition(":")[0]
+    kind = "" if tree is None else kind_of(tree)
     if mesh is None and command.distributed:
         raise ValueError("--distributed goes with --mesh, such as --mesh data=2,model=4")
     if sharpness is not None and (kind != "budget" or drafter.option not in _MODELS):
@@ -170,16 +225,10 @@ def load(command: Generate) -> Loaded:
             "--sharpness is for dynamic trees: give --tree budget:16,5 and --draft, --mtp or"
             " --eagle3 with it"
         )
-    if kind in ("beam", "budget") and drafter.option in ("ngram", "medusa"):
-        raise ValueError(
-            f"--tree {tree}: only a draft model chooses the shape of its tree; use --draft, --mtp"
-            " or --eagle3, or another tree such as branching:3,2,1"
-        )
-    if mesh is not None and drafter.option in _HEADS:
-        raise ValueError(
-            f"--mesh {mesh:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
-            " or --ngram"
-        )
+    if tree is not None:
+        check_tree(tree, drafter.option)
+    if mesh is not None:
+        check_mesh(mesh, drafter.option)
     texts = Texts.at(command.tokenizer or find(command.checkpoint))
     if command.distributed:
         join_processes()

@@ -24,6 +24,7 @@ from stree_jax.messages import first_line, shown_path
 # Each command by its options: its name, and the function that gets them.
 _COMMANDS: dict[type, tuple[str, str]] = {
     options.Demo: ("demo", "demo:run_demo"),
+    options.Bench: ("bench", "bench:run_bench"),
     options.Generate: ("generate", "generate:run_generate"),
     options.Convert: ("convert", "convert:run_convert"),
     options.Inspect: ("inspect", "convert:show_checkpoint"),

@@ -61,11 +61,10 @@ class Demo:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Drafts:
-    """The drafter."""
+class DraftModels:
+    """Draft models and heads."""
 
     draft: str | None = Option(None, help="Draft model: checkpoint directory or hub name.")
-    ngram: bool = Option(False, "--ngram", help="Draft by n-gram prompt lookup.")
     medusa: str | None = Option(None, help="Medusa heads of the target: checkpoint directory.")
     mtp: bool = Option(False, "--mtp", help="Draft with the target's multi-token prediction head.")
     mtp_head: str | None = Option(None, help="The same, with a head that is not in the checkpoint.")
@@ -76,6 +75,40 @@ class Drafts:
         callback=_checked_quantize,
     )
     ignore_field: list[str] = _IGNORE_FIELD
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drafts(DraftModels):
+    """The drafter."""
+
+    ngram: bool = Option(False, "--ngram", help="Draft by n-gram prompt lookup.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench(DraftModels):
+    """Measure what drafts bring a target on this machine; by default, the embedded pair."""
+
+    target: str | None = Argument(None, help="Target model: checkpoint directory or hub name.")
+    tree: list[str] = Option(
+        [], help="Draft tree, as in `generate --tree`; may be repeated. By default chain:4."
+    )
+    verifier: str | None = Option(
+        None, help="greedy or target_only; by default the one that fits the temperature."
+    )
+    temperature: list[float] = Option([0.0], help="0 is greedy decoding; may be repeated.")
+    prompts: Path | None = Option(
+        None, help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'
+    )
+    tokens: int = Option(96, help="New tokens of each text, at most.")
+    rows: int = Option(1, help="Number of texts decoded at the same time.")
+    rounds: int = Option(3, help="Timed runs of each text.")
+    dtype: str = _DTYPE
+    quantize: str | None = _QUANTIZE
+    mesh: str | None = Option(
+        None, help="Mesh of devices: data=2,model=4, or auto; see docs/sharding.md."
+    )
+    json: Path | None = Option(None, help="File to write what was measured to, round by round.")
+    plot: Path | None = Option(None, help="Picture to draw: a .png or .svg file.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +149,9 @@ class Decoding:
         " temperature. Other rules are in the Python API.",
     )
     lossy: bool = Option(False, "--lossy", help="Allow a rule that changes the output: typical.")
+    show: bool = Option(
+        False, "--show", help="Mark accepted drafts: green, or in brackets in a file."
+    )
     seed: int = Option(0, help="Random seed: the same seed, the same text.", callback=_checked_seed)
     dtype: str = _DTYPE
     quantize: str | None = _QUANTIZE

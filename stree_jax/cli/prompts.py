@@ -32,3 +32,15 @@ def prompt_of(line: bytes) -> tuple[Any, dict[str, Any]]:
     if not isinstance(content.get("prompt", ""), str):
         raise ValueError(f"not {_WANTED}")
     return content.get("prompt", content.get("messages")), content
+
+
+def read_prompts(path: Path) -> list[Any]:
+    """The prompts of a file: objects in a .jsonl file, otherwise a text in each line."""
+    found: list[Any] = []
+    for number, line in read_lines(path):
+        try:
+            is_text = path.suffix != ".jsonl"
+            found.append(line.decode().rstrip("\r") if is_text else prompt_of(line)[0])
+        except ValueError as error:
+            raise ValueError(f"--prompts {path}, line {number}: {error}") from None
+    return found

@@ -26,6 +26,11 @@ def run_tree(command: Tree) -> None:
         )
 
 
+def kind_of(spec: str) -> str:
+    """The word that begins the specification of a tree, such as "budget"."""
+    return spec.partition(":")[0]
+
+
 def parse_tree(spec: str) -> TreeTopology | None:
     """Parses the specification of a tree; None: the tuned result is not to draft."""
     if spec.startswith("@"):

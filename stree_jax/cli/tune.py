@@ -1,24 +1,22 @@
 """`stree-jax tune-tree`: the fastest draft tree for two checkpoints on this device."""
 
 import json
-import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import stree_jax as st
-from stree_jax.cli.demo import PROMPTS
 from stree_jax.cli.loading import Chosen, chosen, load_models
 from stree_jax.cli.options import TuneTree
-from stree_jax.cli.prompts import prompt_of, read_lines
+from stree_jax.cli.prompts import read_prompts
 from stree_jax.convert import find
+from stree_jax.measuring.bench import PROMPTS
+from stree_jax.measuring.report import progress_bar
 from stree_jax.text import Texts
 
-# In addition to the demo's. Half of the prompts measure acceptance, the other half speed.
+# In addition to those of `bench`. Half of the prompts measure acceptance, the other half speed.
 MORE_PROMPTS = (
     "def is_even(number):\n",
     "Question: A shop sells pens for $2 each. Ada buys 7 pens and pays with $20. How much change"
@@ -39,7 +37,7 @@ def run_tune_tree(command: TuneTree) -> None:
     if command.output is not None and not command.output.parent.is_dir():
         folder = command.output.parent
         raise ValueError(f"--output {command.output}: the folder {folder} does not exist")
-    texts = [*PROMPTS, *MORE_PROMPTS] if command.prompts is None else _read(command.prompts)
+    texts = [*PROMPTS, *MORE_PROMPTS] if command.prompts is None else read_prompts(command.prompts)
     encode = Texts.at(find(command.target)).tokens
     prompts = [encode(text, name=f"prompt {i + 1}") for i, text in enumerate(texts)]
     models = load_models(command.target, drafter, dtype=command.dtype, quantize=command.quantize)
@@ -71,16 +69,7 @@ def _tuned(
     prompts: list[list[int]],
 ) -> st.TuningReport:
     """Tunes, with a progress bar."""
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task, began = progress.add_task("", total=1), time.perf_counter()
-
-        def show(phase: str, done: int, total: int) -> None:
-            is_new = phase != progress.tasks[task].description
-            progress.update(task, description=phase, completed=done, total=total)
-            if is_new and not console.is_terminal:  # a bar cannot be drawn into a file
-                console.print(f"{time.perf_counter() - began:4.0f} s  {phase}")
-
+    with progress_bar(console) as show:
         return st.tune(
             model,
             drafter,
@@ -113,15 +102,3 @@ def _content(command: TuneTree, drafter: Chosen, report: st.TuningReport) -> dic
         "jax": jax.__version__,
         "decoded": decoded,
     }
-
-
-def _read(path: Path) -> list[Any]:
-    """The prompts of a file: objects in a .jsonl file, otherwise a text in each line."""
-    found: list[Any] = []
-    for number, line in read_lines(path):
-        try:
-            is_text = path.suffix != ".jsonl"
-            found.append(line.decode().rstrip("\r") if is_text else prompt_of(line)[0])
-        except ValueError as error:
-            raise ValueError(f"--prompts {path}, line {number}: {error}") from None
-    return found

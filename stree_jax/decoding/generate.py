@@ -43,6 +43,7 @@ def generate(
     return_prefix: bool = False,
     lossy: bool = False,
     local_rows: bool = False,
+    record_calls: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Generation:
     """Continues prompts by speculative decoding; the output is the target's for every drafter.
@@ -77,6 +78,8 @@ def generate(
             this process's own; processes may have different numbers of rows, or none. All other
             arguments are equal. A single key is folded with a row's index among the rows of all
             processes, in their order. Only the returned cache has the rows of all processes.
+        record_calls: record which call of the target emitted each token, and whether it was a
+            draft: `Generation.calls`, and what `Generation.show` shows.
         **options: how the texts are continued, see `Options`: `max_new_tokens`, `min_new_tokens`,
             `temperature`, `top_k`, `top_p`, `min_p`, `filters`, `processors`, `eos_token`,
             `max_length`, `key`, `log_probs`, `top_log_probs`, `stop`, `tokenizer`.
@@ -96,7 +99,8 @@ def generate(
     if after is not None or return_prefix:
         check_on_one_device(model, "return_prefix" if after is None else "after")
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
-    request, own = _requested(model, prompts, text, local_rows, n, after, **drafts, lossy=lossy)
+    drafts |= dict(lossy=lossy, record_calls=record_calls)
+    request, own = _requested(model, prompts, text, local_rows, n, after, **drafts)
     decoder = request.decoder
     with dispatch.on(model):
         state = _started(request, model, n, after)

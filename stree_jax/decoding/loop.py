@@ -72,6 +72,7 @@ class SpeculativeDecoder:
             needs no check. Up to `steps_per_sync - 1` steps are wasted at the end.
         num_best: record the log-probability of each new token, and those of this many best ones;
             None: record nothing.
+        record_calls: record which call emitted each new token, and whether it was a draft.
 
     Raises:
         ValueError: a bad size, no rule, or nodes in another order.
@@ -82,6 +83,7 @@ class SpeculativeDecoder:
     max_length: int
     steps_per_sync: int = 1
     num_best: int | None = None
+    record_calls: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.topology, TreeTopology):
@@ -203,6 +205,7 @@ class SpeculativeDecoder:
             log_probs=None
             if self.num_best is None
             else TokenLogProbs.empty(batch, self.capacity, self.num_best),
+            calls=jnp.zeros_like(tokens) if self.record_calls else None,
         )
 
     @donating

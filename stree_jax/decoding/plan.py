@@ -89,6 +89,7 @@ def plan(
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
     lossy: bool = False,
+    record_calls: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Plan:
     """Checks a request; compiles nothing.
@@ -132,6 +133,7 @@ def plan(
         # On a GPU a termination check on the host takes long compared with a step.
         steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
         num_best=text.num_best,
+        record_calls=record_calls,
     )
     return Plan(
         decoder,

@@ -72,6 +72,11 @@ class Generation:
         top_tokens: `[B, max_new_tokens, best]` int32, these tokens, then `PAD`.
         prefix: all rows' texts and caches, to continue with `generate(after=prefix)`, if
             `return_prefix` asked for it. It has read the stop that ended a row.
+        calls: `[B, max_new_tokens]` int32, with `record_calls` the call of the target, from 1, that
+            emitted each token, then 0.
+        drafted: `[B, max_new_tokens]` bool, whether it was an accepted draft; else it is the
+            target's own. Of rows without stops `stats.num_accepted` of them are.
+        pieces: the text of each token, with `record_calls` and a tokenizer.
         texts: what the tokenizer makes of each row's tokens, if one was given. Text before a stop
             that begins inside a token is there, and that token is not in `tokens`.
     """
@@ -87,6 +92,27 @@ class Generation:
     top_tokens: np.ndarray | None = None
     texts: list[str] | None = None
     prefix: Prefix | None = None
+    calls: np.ndarray | None = None
+    drafted: np.ndarray | None = None
+    pieces: list[list[str]] | None = None
+
+    def show(self, console: Any = None) -> None:
+        """Prints the new tokens, call by call; see `stree_jax.decoding.showing`.
+
+        Args:
+            console: of rich; None: the standard output.
+
+        Raises:
+            ValueError: it was made without `record_calls`.
+        """
+        from stree_jax.decoding.showing import show  # with rich, which `generate` does not need
+
+        show(self, console)
+
+    def _repr_html_(self) -> str | None:
+        from stree_jax.decoding.showing import html
+
+        return None if self.calls is None else html(self)
 
 
 class NonFiniteLogitsError(FloatingPointError):
@@ -114,6 +140,7 @@ class Ended(NamedTuple):
     statistics: Statistics
     stop: np.ndarray
     log_probs: TokenLogProbs | None
+    calls: np.ndarray | None
     eos_tokens: np.ndarray
 
     @classmethod
@@ -140,7 +167,8 @@ class Ended(NamedTuple):
         if text is None and stopping.tokenizer is not None:
             text = stopping.tokenizer.decode(tokens[places].tolist())
         records = jax.tree.map(lambda values: values[row, places], self.log_probs)
-        return NewTokens(tokens[places], reason, records, text)
+        calls = None if self.calls is None else self.calls[row, places]
+        return NewTokens(tokens[places], reason, records, text, calls)
 
 
 class NewTokens(NamedTuple):
@@ -151,12 +179,14 @@ class NewTokens(NamedTuple):
         finish_reason: see `Generation.finish_reasons`.
         log_probs: `[T, ...]`, if they were recorded.
         text: with a tokenizer.
+        calls: `[T]`, see `DecodeState`, if they were recorded.
     """
 
     tokens: np.ndarray
     finish_reason: str
     log_probs: TokenLogProbs | None
     text: str | None
+    calls: np.ndarray | None = None
 
 
 def generation_of(
@@ -190,6 +220,11 @@ def generation_of(
             padded(buffer, [row.log_probs[i] for row in rows if row.log_probs], fills[i])
             for i, buffer in enumerate(ended.log_probs)
         )
+    calls = pieces = None
+    if ended.calls is not None:
+        calls = padded(ended.calls, [row.calls for row in rows], 0)
+        if options.tokenizer is not None:
+            pieces = [pieces_of(options.tokenizer, row.tokens.tolist()) for row in rows]
     generation = Generation(
         padded(ended.context.tokens, [row.tokens for row in rows], PAD),
         np.array([len(row.tokens) for row in rows], np.int32),
@@ -202,6 +237,9 @@ def generation_of(
         best_tokens if options.top_log_probs else None,
         None if options.tokenizer is None else [row.text or "" for row in rows],
         prefix,
+        None if calls is None else abs(calls),
+        None if calls is None else calls > 0,
+        pieces,
     )
     failed = np.flatnonzero(ended.failed).tolist()
     if not failed:
@@ -213,6 +251,15 @@ def generation_of(
         failed,
         generation,
     )
+
+
+def pieces_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """The text of each token; of a character in several tokens, all of it at the last one."""
+    stream = TextStream(tokenizer)
+    pieces = [stream.push([token]) for token in tokens]
+    if pieces:
+        pieces[-1] += stream.end()
+    return pieces
 
 
 def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:

@@ -247,18 +247,19 @@ def resized(
     """
     _check_between_runs(state)
     batch, size = len(state.done), decoder.max_length
-    per_token = state.context.tokens, state.log_probs
+    per_token = state.context.tokens, state.log_probs, state.calls
     wanted = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((batch, decoder.capacity, *leaf.shape[2:]), leaf.dtype),
         per_token,
     )
-    tokens, records = with_capacity(per_token, wanted)
+    tokens, records, calls = with_capacity(per_token, wanted)
     shapes = drafter_shapes(drafter, batch, decoder.topology, size)
     resized = state._replace(
         context=state.context._replace(tokens=tokens),
         cache=with_capacity(state.cache, cache_shapes(model, batch, size)),
         drafter=with_capacity(state.drafter, shapes),
         log_probs=records,
+        calls=calls,
     )
     return owned(resized, (model, drafter))
 

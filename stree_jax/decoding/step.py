@@ -196,6 +196,11 @@ def _advance(
     if records is not None:
         new_records = _records(verified, emitted.tokens, sampling, records.best.shape[-1])
         records = _written(records, new_records, state.context.length)
+    calls = state.calls
+    if calls is not None:
+        is_draft = jnp.arange(emitted.tokens.shape[1]) < verdict.num_accepted[:, None]
+        this = state.statistics.target_calls[:, None] + 1
+        calls = _written(calls, jnp.where(is_draft, this, -this), state.context.length)
     number = state.emitted + count
     is_full = number >= limits.max_new_tokens
     new = state._replace(
@@ -217,6 +222,7 @@ def _advance(
         statistics=_counted(state.statistics, draft, verdict, count, emitted.active),
         log_probs=records,
         stop=emitted.stop,
+        calls=calls,
     )
     return new, draft, cut
 

@@ -222,6 +222,9 @@ class DecodeState(NamedTuple):
     statistics: Statistics
     stop: Int[Array, " B"]  # states of `Limits.stops`; -1: a stop has ended the row
     log_probs: TokenLogProbs | None = None  # if the decoder records them
+    # If the decoder records calls: the call, from 1, that emitted the token at each position of the
+    # text; negative if it is no accepted draft, but the target's own. 0 in prompts.
+    calls: Int[Array, "B L"] | None = None
 
 
 def state_specs(model: HybridLM) -> Any:

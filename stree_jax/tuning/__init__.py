@@ -1,7 +1,6 @@
 """Choosing the draft tree by measurement of acceptance and of step costs on this device."""
 
 from stree_jax.tuning.dynamic import SHARPNESS, dynamic_tau, fitted
-from stree_jax.tuning.measure import Costs, measure_costs
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau
 from stree_jax.tuning.trace import (
     RankTrace,
@@ -15,7 +14,6 @@ from stree_jax.tuning.tuner import Candidate, TuningReport, tune
 __all__ = [
     "SHARPNESS",
     "Candidate",
-    "Costs",
     "RankTrace",
     "TuningReport",
     "acceptance",
@@ -23,7 +21,6 @@ __all__ = [
     "dynamic_tau",
     "fitted",
     "head_trace",
-    "measure_costs",
     "rank_trace",
     "ranks_by_depth",
     "replay_tau",

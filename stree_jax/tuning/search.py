@@ -5,8 +5,8 @@ import heapq
 import numpy as np
 
 from stree_jax.array_types import Float
+from stree_jax.measuring.costs import Costs
 from stree_jax.tree import TreeTopology
-from stree_jax.tuning.measure import Costs
 from stree_jax.tuning.trace import RankTrace
 
 

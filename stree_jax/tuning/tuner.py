@@ -18,10 +18,11 @@ from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.decoding.results import Generation
 from stree_jax.keywords import explained
+from stree_jax.measuring.clock import timed_rounds
+from stree_jax.measuring.costs import SIZES, WIDTHS, Costs, measure_costs
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
 from stree_jax.tuning.dynamic import dynamic_tau, fitted
-from stree_jax.tuning.measure import SIZES, WIDTHS, Costs, interleaved, measure_costs
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau, standard_error
 from stree_jax.tuning.trace import RankTrace, head_trace, rank_trace
 
@@ -327,21 +328,23 @@ def _decoded(
 ) -> list[Candidate]:
     """The finalists with measured speeds, the fastest first."""
 
-    def decode(row: Candidate) -> list[Generation]:
+    def decode(row: Candidate, prompt: Sequence[int]) -> Generation:
         draft: dict[str, Any] = {}
         if row.topology is not None:
             draft = dict(drafter=drafter, topology=row.topology)
         if row.sharpness is not None:
             assert isinstance(drafter, ModelDrafter)
             draft["drafter"] = DynamicDrafter(drafter.model, sharpness=row.sharpness)
-        return [generate(target, [prompt], **options, **draft) for prompt in prompts]
+        return generate(target, [prompt], **options, **draft)
 
-    ticks, total = itertools.count(1), len(finalists) * (1 + rounds)
-    calls = [functools.partial(decode, row) for row in finalists]
-    outputs, seconds = interleaved(calls, rounds, lambda: progress("decoding", next(ticks), total))
-    plain, rows = outputs[0], []
-    base = sum(out.stats.num_tokens for out in plain) / seconds[:, 0]
-    for row, output, own in zip(finalists, outputs, seconds.T, strict=True):
+    ticks, total = itertools.count(1), len(finalists) * len(prompts) * (1 + rounds)
+    ways = {row.name: functools.partial(decode, row) for row in finalists}
+    timed = timed_rounds(ways, prompts, rounds, lambda: progress("decoding", next(ticks), total))
+    *_, (outputs, seconds) = timed
+    plain, rows = outputs[finalists[0].name], []
+    base = sum(out.stats.num_tokens for out in plain) / seconds[finalists[0].name].sum(axis=1)
+    for row in finalists:
+        output, own = outputs[row.name], seconds[row.name].sum(axis=1)
         tokens = sum(out.stats.num_tokens for out in output)
         low, middle, high = np.quantile(tokens / own, [0.25, 0.5, 0.75])
         same = (np.array_equal(a.tokens, b.tokens) for a, b in zip(output, plain, strict=True))

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import time
 import types
 
 import jax
@@ -13,8 +14,8 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks import common, lossless, methods, models, seed, temperature, tree_size, tuned
-from benchmarks.methods import PLAIN, Method
 from stree_jax.decoding.sampling import position_noise
+from stree_jax.measuring.methods import PLAIN, Method, different
 
 TINY = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
 SIZES = "--prompts 1 --tokens 4 --rounds 1"
@@ -141,15 +142,18 @@ def test_the_comparison_of_methods(monkeypatch):
     """Of texts that are given: a chain with tau 2, and a tree with another token."""
     texts = {PLAIN: ([1, 2, 3, 4], 4), "chain": ([1, 2, 3, 4], 2), "tree": ([1, 2, 3, 5], 1)}
 
-    def decode(method, pair, **request):
-        assert request == {"prompts": [[7]], "tokens": 4, "temperature": 0.5}
+    def decode(method, target, **request):
+        assert request == {"prompts": [[7]], "max_new_tokens": 4, "temperature": 0.5}
         text, calls = texts[method.name]
-        counts = {"num_tokens": 4, "num_target_calls": calls}
+        counts = {"num_tokens": 4, "num_target_calls": calls, "target_calls_per_row": [calls]}
+        time.sleep(1e-4)
         stats = types.SimpleNamespace(**counts, accepted_per_depth=np.array([4 - calls]))
         return types.SimpleNamespace(tokens=np.array([text]), stats=stats)
 
     monkeypatch.setattr(Method, "decode", decode)
-    pair = types.SimpleNamespace(prompts=[[7]])
+    monkeypatch.setattr(Method, "first_token", lambda *_, **__: None)
+    monkeypatch.setattr(Method, "memory", lambda method, *_, **__: len(method.name))
+    pair = types.SimpleNamespace(prompts=[[7]], target=st.HybridLM(TINY, rngs=nnx.Rngs(0)))
     options = types.SimpleNamespace(tokens=4, rounds=2)
     ways = [Method(PLAIN), Method("chain", None, st.TreeTopology.chain(1)), Method("tree")]
     rows = methods.compare(pair, ways, 0.5, options)
@@ -157,7 +161,9 @@ def test_the_comparison_of_methods(monkeypatch):
     assert found == [(1, True, 1), (2, True, 2), (4, False, 1)]
     assert rows[0]["speed_up"] == {"median": 1, "low": 1, "high": 1}
     assert rows[1]["accepted_per_depth"] == [1]
-    assert methods.different(rows) == ["tree, temperature 0.5"]
+    assert [row["milliseconds_of_call"] is None for row in rows] == [False, False, True]
+    assert [row["memory_bytes"] for row in rows] == [14, 5, 4]
+    assert different(rows) == ["tree, temperature 0.5"]
 
 
 def test_the_speed_relative_to_other_methods():

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from stree_jax.cli.main import main
-from stree_jax.tuning import Costs, dynamic_tau
+from stree_jax.measuring import Costs
+from stree_jax.tuning import dynamic_tau
 
 
 @pytest.fixture

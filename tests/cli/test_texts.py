@@ -96,3 +96,18 @@ def test_a_file(path, expected, continued):
     assert records[4]["text"] == want.texts[0]
     reasons = {line: records[line]["finish_reason"] for line in (1, 2, 4, 5)}
     assert reasons == {1: "end_token", 2: "length", 4: want.finish_reasons[0], 5: "length"}
+
+
+def test_accepted_drafts_are_shown(tiny_pair, output, refused):
+    """In brackets, in the text that is there without them."""
+    common = ["generate", tiny_pair / "target", "-p", "The", "--max-new-tokens", 8]
+    draft = ["--draft", tiny_pair / "draft", "--tree", "chain:2"]
+    plain = output(*common)
+    shown = output(*common, *draft, "--show")
+    text, counts = shown.split("\n", 1)[1].rsplit("\n8 tokens from ", 1)
+    assert "[" in text
+    assert "The" + re.sub(r"[\[\]]", "", text) == plain.rsplit("\n", 2)[0]
+    accepted = int(re.search(r", (\d+) of them accepted drafts", counts)[1])
+    calls = int(re.search(r"8 tokens, (\d+) target calls", counts)[1])
+    assert accepted in (8 - calls, 9 - calls)  # the limit may cut the last call at a draft
+    assert "--show is for a --prompt" in refused("generate", "x", "--prompts", "y", "--show")

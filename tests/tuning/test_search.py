@@ -8,9 +8,9 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.plan import plan
+from stree_jax.measuring import Costs
 from stree_jax.testing import perturbed, tiny_model
 from stree_jax.tuning import (
-    Costs,
     RankTrace,
     acceptance,
     best_trees,

@@ -10,9 +10,10 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.measuring import Costs, costs
 from stree_jax.models.moe import MixtureOfExperts
 from stree_jax.testing import HYBRIDS, apply, perturbed, random_model, randomised, tiny_model
-from stree_jax.tuning import SHARPNESS, Costs, dynamic_tau, measure, tune, tuner
+from stree_jax.tuning import SHARPNESS, dynamic_tau, tune, tuner
 from stree_jax.tuning.tuner import Candidate, advice, simplest
 
 PROMPTS = [[5, 9, 2], [3], [1, 2, 3, 4], [7, 8]]
@@ -27,7 +28,7 @@ class Timed(Exception):
 
 
 def test_a_quick_tuner_compiles_less(monkeypatch):
-    def measure_costs(*_, sizes=measure.SIZES, widths=measure.WIDTHS, **__):
+    def measure_costs(*_, sizes=costs.SIZES, widths=costs.WIDTHS, **__):
         raise Timed(sizes, widths)
 
     monkeypatch.setattr(tuner, "measure_costs", measure_costs)
@@ -36,7 +37,7 @@ def test_a_quick_tuner_compiles_less(monkeypatch):
         with pytest.warns(UserWarning, match="acceptance"), pytest.raises(Timed) as timed:
             tune(tiny_model(), drafter(), PROMPTS, max_new_tokens=2, thorough=thorough)
         sizes[thorough] = timed.value.args
-    assert sizes[True] == (measure.SIZES, measure.WIDTHS)
+    assert sizes[True] == (costs.SIZES, costs.WIDTHS)
     for few, all_ in zip(sizes[False], sizes[True], strict=True):
         assert set(few) < set(all_)
         assert few[0] == 1
@@ -46,14 +47,14 @@ def test_a_quick_tuner_compiles_less(monkeypatch):
 @pytest.fixture(scope="module")
 def report():
     """Of a tuner whose clock says 5 s for a call of a part, and 1 ms for each of its iterations."""
-    steps, timed = [], measure.seconds_of
+    steps, timed = [], costs.seconds_of
 
     def fake(part, count):
         assert timed(part, count) > 0
         return 5.0 + 1e-3 * count
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "seconds_of", fake)
+        patch.setattr(costs, "seconds_of", fake)
         # Each sharpness compiles.
         patch.setattr(tuner, "dynamic_tau", functools.partial(dynamic_tau, grid=SHARPNESS[1:3]))
         with pytest.warns(UserWarning, match="acceptance was measured on .* tokens"):
@@ -84,9 +85,9 @@ def test_the_report_covers_no_draft_chains_and_trees(report):
 
 def test_costs_are_those_of_an_iteration(report):
     """The overhead of a call cancels."""
-    costs = report.costs
-    assert costs.target.keys() == {1, 2, 3}
-    assert [*costs.target.values(), costs.first_level] == pytest.approx([1e-3] * 4)
+    found = report.costs
+    assert found.target.keys() == {1, 2, 3}
+    assert [*found.target.values(), found.first_level] == pytest.approx([1e-3] * 4)
 
 
 def test_timed_nodes_read_as_many_experts_as_different_tokens_do(monkeypatch):
@@ -118,10 +119,10 @@ def test_timed_nodes_read_as_many_experts_as_different_tokens_do(monkeypatch):
         raise Timed(*(states_and_experts(parts[part, 16], 8) for part in ("target", "draft")))
 
     monkeypatch.setattr(MixtureOfExperts, "_route", counted)
-    monkeypatch.setattr(measure, "medians", medians)
+    monkeypatch.setattr(costs, "medians", medians)
     sizes = dict(max_nodes=40, max_depth=2, sizes=(16,), widths=(16,))
     with pytest.raises(Timed) as timed:
-        measure.measure_costs(model, drafter, PROMPTS[0], **sizes)
+        costs.measure_costs(model, drafter, PROMPTS[0], **sizes)
     target, level = timed.value.args
     texts = jnp.asarray(np.random.default_rng(0).permutation(192).reshape(12, 1, 16))
     experts = states_and_experts(lambda: [apply(model, text) for text in texts])[1]
@@ -154,11 +155,12 @@ def test_slow_drafts_give_no_draft(monkeypatch):
         tuner, "measure_costs", lambda *_, **__: Costs({1: 1.0}, 0.0, {1: 0.0}, 0.0)
     )
 
-    def slow_drafts(calls, rounds, _):
-        outputs = [call() for call in calls]
-        return outputs, np.array([[1.0] + [9.0] * (len(calls) - 1)] * rounds)
+    def slow_drafts(ways, prompts, rounds, _):
+        outputs = {name: [way(prompt) for prompt in prompts] for name, way in ways.items()}
+        seconds = {name: 1.0 if name == "no draft" else 9.0 for name in ways}
+        yield outputs, {name: np.full((rounds, 1), each) for name, each in seconds.items()}
 
-    monkeypatch.setattr(tuner, "interleaved", slow_drafts)
+    monkeypatch.setattr(tuner, "timed_rounds", slow_drafts)
     options = dict(max_nodes=3, max_depth=1, max_new_tokens=6, thorough=False)
     with pytest.warns(UserWarning, match="acceptance was measured"):
         report = tune(tiny_model(), drafter(), PROMPTS[:2], **options)

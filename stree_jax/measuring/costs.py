@@ -106,18 +106,7 @@ def measure_costs(
         return functools.partial(_target_calls, model, cache, topology=topology)
 
     def drafts(topology: TreeTopology) -> Callable[[int], object]:
-        request = plan(model, [prompt], drafter=drafter, topology=topology, **options)
-        with dispatch.on(model):
-            most = request.decoder.max_length
-            state = first_state(drafter, request.context.length, topology, most)
-        noise = None
-        if not request.sampling.temperature_is_zero:  # made once per step for both models: overhead
-            size = topology.depth, model.config.vocab_size
-            noise = position_noise(request.keys, request.context.length, *size)
-        step = Step(request.context, request.keys, noise, request.sampling)
-        width = (1 + len(inner_layers(drafter) or ())) * model.config.d_model
-        hidden = jnp.zeros((1, topology.num_nodes, width), model.dtype)  # the target's
-        return functools.partial(_drafts, drafter, state, step, hidden, topology=topology)
+        return drafting(model, drafter, [prompt], topology, **options)
 
     with dispatch.on(model):
         plain = plan(model, [prompt], **options)
@@ -148,6 +137,39 @@ def measure_costs(
     )
 
 
+def drafting(
+    model: HybridLM,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    topology: TreeTopology | None = None,
+    **options: Any,
+) -> Callable[[int], object]:
+    """A part of a step: so many trees are drafted one after the other, and discarded.
+
+    Args:
+        model: the target; it is not run.
+        drafter: the drafter.
+        prompts: a batch.
+        topology: the draft tree; None: the drafter's default.
+        **options: those of `generate`.
+    """
+    options = {"key": jax.random.key(0)} | options
+    request = plan(model, prompts, drafter=drafter, topology=topology, **options)
+    context, topology, most = request.context, request.decoder.topology, request.decoder.max_length
+    with dispatch.on(model):
+        state = first_state(drafter, context.length, topology, most)
+    noise = None
+    if not request.sampling.temperature_is_zero:  # made once per step for both models: overhead
+        size = topology.depth, model.config.vocab_size
+        noise = position_noise(request.keys, context.length, *size)
+    room = request.decoder.capacity - context.tokens.shape[1]
+    context = context._replace(tokens=jnp.pad(context.tokens, ((0, 0), (0, room))))
+    step = Step(context, request.keys, noise, request.sampling)
+    width = (1 + len(inner_layers(drafter) or ())) * model.config.d_model
+    hidden = jnp.zeros((len(prompts), topology.num_nodes, width), model.dtype)  # the target's
+    return functools.partial(_drafts, request.drafter, state, step, hidden, topology=topology)
+
+
 def medians(parts: dict[Any, Callable[[int], object]], advance: Callable[[], Any]) -> dict:
     """Seconds of one iteration of each part."""
     counts = {}
@@ -163,23 +185,6 @@ def medians(parts: dict[Any, Callable[[int], object]], advance: Callable[[], Any
             few, many = seconds_of(part, counts[name] // 4), seconds_of(part, counts[name])
             samples[name].append((many - few) / (counts[name] - counts[name] // 4))
     return {name: float(np.median(values)) for name, values in samples.items()}
-
-
-def interleaved(
-    calls: Sequence[Callable[[], Any]], rounds: int, advance: Callable[[], Any]
-) -> tuple[list[Any], np.ndarray]:
-    """What calls return, and the seconds `[rounds, calls]` that they take once they are compiled.
-
-    Round by round, so that other load on the machine affects all alike; `advance` follows each.
-    """
-    outputs, seconds = [None] * len(calls), np.zeros((1 + rounds, len(calls)))
-    for times in seconds:  # the first round compiles
-        for i, call in enumerate(calls):
-            began = time.perf_counter()
-            outputs[i] = call()
-            times[i] = time.perf_counter() - began
-            advance()
-    return outputs, seconds[1:]
 
 
 def seconds_of(part: Callable[[int], object], count: int) -> float:
@@ -215,25 +220,25 @@ def _drafts(
     drafter: Drafter,
     state: Any,
     step: Step,
-    hidden: Float[jax.Array, "1 N width"],
+    hidden: Float[jax.Array, "B N width"],
     count: int | jax.Array,
     *,
     topology: TreeTopology,
 ) -> Any:
     """Drafts trees and discards them."""
-    none, context = jnp.full(1, -1, jnp.int32), step.context
-    verdict = Verdict(none, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+    context, zeros = step.context, jnp.zeros_like(step.context.length)
+    verdict = Verdict(zeros - 1, zeros, zeros)
 
     def draft(_: Any, carry: Any) -> Any:
         state, last = carry
         # The next tree depends on this one, or XLA drafts once.
-        at_root = jnp.arange(context.tokens.shape[1]) == context.length - 1
-        linked = context._replace(tokens=jnp.where(at_root, last, context.tokens))
+        at_root = jnp.arange(context.tokens.shape[1]) == context.length[:, None] - 1
+        linked = context._replace(tokens=jnp.where(at_root, last[:, None], context.tokens))
         tree, state = drafter.propose(state, step._replace(context=linked), topology)
         state = drafter.commit(state, tree, verdict, hidden, topology)
         return state, tree.tokens[:, -1]
 
-    return lax.fori_loop(0, count, draft, (state, jnp.zeros(1, jnp.int32)))[1]
+    return lax.fori_loop(0, count, draft, (state, zeros))[1]
 
 
 @functools.partial(jax.jit, static_argnames="decoder")

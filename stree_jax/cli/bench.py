@@ -1,0 +1,150 @@
+"""`stree-jax bench`: what drafts bring a target on this machine."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import stree_jax as st
+from stree_jax.checks import check_int
+from stree_jax.cli.loading import (
+    Chosen,
+    all_chosen,
+    check_draft_quantize,
+    check_mesh,
+    check_tree,
+    drafter_of,
+    load_all,
+    parse_mesh,
+)
+from stree_jax.cli.options import Bench
+from stree_jax.cli.prompts import read_prompts
+from stree_jax.cli.trees import kind_of, parse_tree
+from stree_jax.convert import find
+from stree_jax.measuring.bench import PROMPTS, check_picture
+from stree_jax.measuring.report import progress_bar, write_json
+from stree_jax.text import Texts
+
+_NAMES = {
+    "draft": "draft model",
+    "medusa": "Medusa",
+    "mtp_head": "multi-token prediction",
+    "eagle3": "EAGLE-3",
+    "ngram": "prompt lookup",
+}
+
+
+def run_bench(command: Bench) -> int:
+    """Decodes with each method; returns 1 if their outputs differ."""
+    for option, size in (("tokens", command.tokens), ("rows", command.rows)):
+        check_int(f"--{option}", size, 1)
+    check_int("--rounds", command.rounds, 1)
+    for option, file in (("json", command.json), ("plot", command.plot)):
+        if file is not None and not file.parent.is_dir():
+            raise ValueError(f"--{option} {file}: the folder {file.parent} does not exist")
+    if command.plot is not None:
+        check_picture(command.plot)
+    name = command.target or "the embedded target"
+    target = command.target or str(st.demo_path("target"))
+    drafters, specs = all_chosen(target, command), command.tree or ["chain:4"]
+    if not drafters:
+        check_draft_quantize(command)
+    if not drafters and command.target is None:
+        drafters = [Chosen("draft", str(st.demo_path("draft")), command.ignore_field)]
+        specs = command.tree or ["chain:4", tuned_tree()]
+    if not drafters and command.tree:
+        drafters = [Chosen("ngram")]
+    for each in drafters:
+        for spec in command.tree:
+            check_tree(spec, each.option)
+        if command.mesh is not None:
+            check_mesh(command.mesh, each.option)
+    trees = {spec: parse_tree(spec) for spec in specs}
+    texts = Texts.at(find(target))
+    read = PROMPTS if command.prompts is None else read_prompts(command.prompts)
+    if not read:
+        raise ValueError(f"--prompts {command.prompts} has no prompts")
+    prompts = [texts.tokens(each, name=f"prompt {i}") for i, each in enumerate(read, 1)]
+    model, loaded = load_all(
+        target,
+        drafters,
+        command.ignore_field,
+        dtype=command.dtype,
+        quantize=command.quantize,
+        mesh=None if command.mesh is None else parse_mesh(command.mesh),
+    )
+    ways: dict[str, dict[str, Any]] = {}
+    for each, draft in zip(drafters, loaded, strict=True):
+        own = {} if command.verifier is None else {"verifier": command.verifier}
+        prefix = f"{_NAMES[each.option or '']}, " if len(drafters) > 1 else ""
+        if each.option == "medusa" and not command.tree:  # heads may be fewer than a chain needs
+            ways[f"{prefix}default tree"] = {"drafter": draft} | own
+            continue
+        for spec, tree in trees.items():
+            if tree is not None:  # None: the tuned result is not to draft
+                drafter = drafter_of(each, draft, kind_of(spec))
+                ways[prefix + name_of(spec, tree)] = {"drafter": drafter, "topology": tree} | own
+    report = measure(
+        console_of_tables(),
+        model,
+        ways,
+        prompts,
+        name=name,
+        file=command.json,
+        temperatures=command.temperature,
+        max_new_tokens=command.tokens,
+        rows=command.rows,
+        rounds=command.rounds,
+    )
+    if command.plot is not None:
+        report.plot(command.plot)
+    return 1 if report.different else 0
+
+
+def tuned_tree() -> str:
+    """What `stree-jax tune-tree` found for the embedded pair."""
+    return f"@{st.demo_path('target').with_name('tree.json')}"
+
+
+def name_of(spec: str, tree: st.TreeTopology) -> str:
+    """What a table calls a tree."""
+    is_dynamic = kind_of(spec) in ("beam", "budget")
+    if not is_dynamic and tree == st.TreeTopology.chain(tree.depth):
+        return f"chain of {tree.depth}"
+    return f"tuned tree of {tree.num_nodes}" if spec.startswith("@") else spec
+
+
+def console_of_tables() -> Console:
+    """A terminal, or a file whose tables are as wide as they need."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    return console
+
+
+def measure(
+    console: Console,
+    model: st.HybridLM,
+    ways: Mapping[str, Mapping[str, Any]],
+    prompts: Sequence[list[int]],
+    file: Path | None = None,
+    **options: Any,
+) -> st.BenchReport:
+    """Measures and prints. A file is written after each round, so that Ctrl-C loses only one."""
+
+    def keep(report: st.BenchReport) -> None:
+        if file is not None:
+            write_json(file, report.content())
+
+    with progress_bar(console) as show:
+        report = st.bench(model, ways, prompts, progress=show, each_round=keep, **options)
+    for line in report.described():
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+    for table in report.tables():
+        console.print(table.grid())
+    if report.busy:
+        console.print(report.busy, style="yellow", soft_wrap=True)
+    for method in report.different:
+        console.print(f"{method}: other tokens than without drafts", style="red", soft_wrap=True)
+    return report

@@ -1,0 +1,6 @@
+"""How long decoding takes here, and its parts: one clock, one table of methods."""
+
+from stree_jax.measuring.bench import BenchReport, bench
+from stree_jax.measuring.costs import Costs, measure_costs
+
+__all__ = ["BenchReport", "Costs", "bench", "measure_costs"]

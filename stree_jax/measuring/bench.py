@@ -1,0 +1,244 @@
+"""`bench`: what drafting brings a target on this machine, as one table."""
+
+import dataclasses
+import itertools
+import os
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from pallas_kernels import dispatch
+from stree_jax.checks import check_int, is_number
+from stree_jax.decoding.prompts import checked_prompts
+from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
+from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, compare, different
+from stree_jax.measuring.report import draw_speeds, method_tables
+from stree_jax.messages import shown
+from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.pretrained import from_pretrained
+from stree_jax.text import Texts
+
+# Written for this: similar to the training text of the embedded models, but not part of it.
+PROMPTS = (
+    "Question: Rosa has 12 jars with 8 beads in each. She gives away 30 beads. How many beads does"
+    " she have left?\nAnswer:",
+    'def count_lines(path):\n    """Return the number of lines in a text file."""\n    with open(',
+    "The old house stood at the end of the lane, and nobody in the village",
+    "Question: A bus ticket costs $3. Omar buys 4 tickets every week. How much does he spend in 5"
+    " weeks?\nAnswer:",
+)
+_MAX_SPREAD = 1.3  # rounds of a quiet machine differ by a few per cent
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchReport:
+    """The result of `bench`; `str` gives its head and a table for each temperature.
+
+    Attributes:
+        head: what was measured where: the target and its weights, what runs ("native", "xla" or
+            "pallas"), machine, versions, sizes.
+        rows: a record for each way and temperature. Numbers with a spread are median and quartiles
+            over the rounds.
+    """
+
+    head: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def different(self) -> list[str]:
+        """Ways whose tokens should be those of autoregressive decoding, and are not."""
+        return different(self.rows)
+
+    @property
+    def busy(self) -> str:
+        """A warning if rounds took so different times that speeds mean little; else empty."""
+        rates = [row["tokens_per_second_by_round"] for row in self.rows]
+        spread = max((max(each) / min(each) for each in rates), default=1.0)
+        if spread < _MAX_SPREAD:
+            return ""
+        return (
+            f"This machine is busy: equal rounds took {spread:.1f} times as long as others. Speeds"
+            " are for a quiet one; run again."
+        )
+
+    def described(self) -> list[str]:
+        """Lines: what runs, where, and with which weights."""
+        own, where = self.head["weights"], self.head["machine"]
+        cores = f"{where['processor']}, {where['cores']} cores"
+        versions = f"jax {where['jax']}, Python {where['python']}"
+        return [
+            f"runs as {self.head['runs']}",
+            f"{where['device']}, {cores}; {versions}; load {where['load_average']:g}",
+            f"{self.head['target']}: {own['parameters'] / 1e6:,.1f} M parameters, {own['dtype']},"
+            f" {own['bytes'] / 1e6:,.1f} MB",
+        ]
+
+    def tables(self) -> list[Any]:
+        """A table for each temperature."""
+        head = self.head
+        title = f"{head['prompts']} prompts, {head['rows']} at a time, up to"
+        return method_tables(f"{title} {head['max_new_tokens']} new tokens each", self.rows)
+
+    def __str__(self) -> str:
+        lines = [*self.described(), *map(str, self.tables()), self.busy]
+        return "\n".join(filter(None, lines))
+
+    def content(self) -> dict[str, Any]:
+        """All that was measured, as JSON can hold it."""
+        return {**self.head, "decoding": [*self.rows]}
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the speeds into a .png or .svg file; needs matplotlib, `stree-jax[bench]`.
+
+        Raises:
+            ValueError: another kind of file, or no matplotlib.
+        """
+        file = check_picture(path)
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 1 + 0.5 * len(self.rows)), layout="constrained")
+        draw_speeds(figure.subplots(), self.rows)
+        figure.legend(loc="outside lower left", ncols=4)
+        figure.savefig(file)
+
+
+def check_picture(path: str | os.PathLike[str]) -> Path:
+    """The file of a picture.
+
+    Raises:
+        ValueError: its folder does not exist, another kind of file, or no matplotlib.
+    """
+    file = Path(path)
+    if file.suffix not in (".png", ".svg"):
+        raise ValueError(f"{file} is not a .png or .svg file; name one")
+    if not file.parent.is_dir():
+        raise ValueError(f"{file}: the folder {file.parent} does not exist")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("a picture needs matplotlib: pip install 'stree-jax[bench]'") from None
+    return file
+
+
+def bench(
+    target: HybridLM | str | os.PathLike[str] | Any,
+    ways: Mapping[str, Mapping[str, Any]] | Any = types.MappingProxyType({}),
+    prompts: Sequence[Any] | None = None,
+    *,
+    temperatures: Sequence[float] | Any = (0.0,),
+    max_new_tokens: int = 96,
+    rows: int = 1,
+    rounds: int = 3,
+    name: str | None = None,
+    progress: Progress = silent,
+    each_round: Callable[[BenchReport], object] = lambda report: None,
+    **options: Any,
+) -> BenchReport:
+    """Decodes prompts in several ways, interleaved, and compares speed, acceptance and texts.
+
+    Autoregressive decoding and prompt lookup (a chain of 4) are always among the ways.
+
+        print(st.bench(target, {"draft": {"drafter": st.ModelDrafter(draft)}}, prompts))
+
+    Args:
+        target: a model, or the directory or hub name of a checkpoint.
+        ways: by name, keywords of `generate`: `drafter`, `topology`, `verifier`.
+        prompts: lists of token ids; of a checkpoint they may be texts, and four are built in.
+        temperatures: each gives a table. Above 0 all ways draw with the same key.
+        max_new_tokens: new tokens of each text, at most.
+        rows: texts decoded at the same time. The last batch is filled with the first prompts.
+        rounds: timed runs of each batch, after one that compiles.
+        name: the target's, for the report.
+        progress: callback with the current task, its finished parts and the number of its parts.
+        each_round: callback with what is known after each round.
+        **options: other options of `generate` for all texts, such as `top_p`, `eos_token`, `key`.
+
+    Returns:
+        A record for each way and temperature. Their fields are described in `docs/bench.md`.
+
+    Raises:
+        ValueError: a bad argument, or a way that `generate` refuses; raised before anything is
+            compiled.
+    """
+    check_int("rows", rows, 1)
+    check_int("rounds", rounds, 1)
+    methods = [Method(PLAIN), LOOKUP, *_methods(ways)]
+    temperatures = _checked_temperatures(temperatures)
+    if isinstance(target, str | os.PathLike):
+        from stree_jax.convert import find  # not imported by `import stree_jax`
+
+        name, folder = name or str(target), find(target)
+        texts = Texts.at(folder)
+        target = from_pretrained(folder)
+        prompts = [
+            texts.tokens(each, name=f"prompt {number}") if isinstance(each, str) else each
+            for number, each in enumerate(PROMPTS if prompts is None else prompts, 1)
+        ]
+    check_model(target)
+    if prompts is None:
+        raise ValueError("bench of a loaded model needs prompts: give lists of token ids")
+    checked_prompts(prompts, target.config.vocab_size)
+    requests = [
+        {"prompts": [prompts[(start + i) % len(prompts)] for i in range(rows)]}
+        | {"max_new_tokens": max_new_tokens}
+        | options
+        for start in range(0, len(prompts), rows)
+    ]
+    of_each = {t: [each | {"temperature": t} for each in requests] for t in temperatures}
+    for given in of_each.values():
+        for method, request in itertools.product(methods, given):  # refuses before it compiles
+            method.planned(target, **request)
+    head = {
+        "target": name or "target",
+        "runs": dispatch.explain(dispatch.device_of(target)),
+        "machine": machine(),  # before this loads it
+        "weights": weights_of(target),
+        "prompts": len(prompts),
+        "rows": rows,
+        "max_new_tokens": max_new_tokens,
+    }
+    report = BenchReport(head, [])
+    for given in of_each.values():
+        before = report.rows
+        for found in compare(target, methods, given, rounds, progress):
+            report = BenchReport(head, [*before, *found])
+            each_round(report)
+    return report
+
+
+def weights_of(model: HybridLM) -> dict[str, Any]:
+    """Number, dtype and bytes of a model's weights."""
+    _, whole = HybridLM.abstract(model.config)
+    return {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(whole)),
+        "dtype": model.dtype.name,
+        "bytes": num_bytes(nnx.state(model)),
+    }
+
+
+def _methods(ways: Mapping[str, Mapping[str, Any]] | Any) -> list[Method]:
+    """The named ways, checked."""
+    known = ("drafter", "topology", "verifier")
+    if not isinstance(ways, Mapping):
+        raise ValueError(f"ways must be keywords of generate by name, got {shown(ways)}")
+    for name, own in ways.items():
+        if name in (PLAIN, LOOKUP.name):
+            raise ValueError(f"ways has {name!r}, which is always there; give it another name")
+        if not isinstance(own, Mapping) or not {*own} <= {*known}:
+            raise ValueError(
+                f"the way {shown(name)} is {shown(own)}; give keywords of generate: drafter,"
+                " topology, verifier"
+            )
+    return [Method(name, **own) for name, own in ways.items()]
+
+
+def _checked_temperatures(temperatures: Sequence[float] | Any) -> list[float]:
+    if not isinstance(temperatures, Sequence) or not temperatures:
+        raise ValueError(f"temperatures must be a list of numbers, got {shown(temperatures)}")
+    if not all(map(is_number, temperatures)):
+        raise ValueError(f"temperatures must be numbers, got {shown(temperatures)}")
+    return [*dict.fromkeys(float(each) for each in temperatures)]

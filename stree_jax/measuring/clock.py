@@ -1,0 +1,122 @@
+"""The clock: calls timed in turns, round by round; what a machine and a program are."""
+
+import contextlib
+import datetime
+import itertools
+import os
+import platform
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+Item = TypeVar("Item")
+Output = TypeVar("Output")
+Progress = Callable[[str, int, int], None]  # the task, its finished parts, the number of parts
+
+_ORDER = random.Random(0)
+
+
+def silent(phase: str, done: int, total: int) -> None:
+    """A `Progress` that shows nothing."""
+
+
+def timed_rounds(
+    ways: Mapping[Any, Callable[[Item], Output]],
+    items: Sequence[Item],
+    rounds: int,
+    advance: Callable[[], object] = lambda: None,
+) -> Iterator[tuple[dict[Any, list[Output]], dict[Any, np.ndarray]]]:
+    """Runs every way on every item, first untimed, then interleaved item by item.
+
+    So a slow moment of the machine affects all ways alike. Their order changes, because the call
+    before changes the time of a call by some 3 %.
+
+    Args:
+        ways: functions of an item; they block until their output is ready.
+        items: prompts, keys, or one None.
+        rounds: number of timed calls for each way and item.
+        advance: follows each call.
+
+    Yields:
+        After each round, by name: the outputs of the untimed calls, which compile, and the seconds
+        so far, `[rounds, items]`.
+    """
+    outputs: dict[Any, list[Output]] = {name: [] for name in ways}
+    seconds = {name: np.zeros((rounds, len(items))) for name in ways}
+    for (name, way), item in itertools.product(ways.items(), items):
+        outputs[name].append(way(item))
+        advance()
+    for number in range(rounds):
+        for column, item in enumerate(items):
+            for name in _ORDER.sample([*ways], len(ways)):
+                began = time.perf_counter()
+                ways[name](item)
+                seconds[name][number, column] = time.perf_counter() - began
+                advance()
+        yield outputs, {name: taken[: number + 1] for name, taken in seconds.items()}
+
+
+def summary(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """Median and quartiles."""
+    low, median, high = np.percentile(values, [25, 50, 75])
+    return {"median": float(median), "low": float(low), "high": float(high)}
+
+
+def speeds(
+    tokens: Mapping[Any, int], seconds: Mapping[Any, np.ndarray], relative_to: Any
+) -> dict[Any, dict[str, Any]]:
+    """Tokens a second by name, as rounds and summary, and what they are relative to one of them.
+
+    Args:
+        tokens: number of tokens in a round by name.
+        seconds: seconds `[rounds, items]` by name, as `timed_rounds` gives them.
+        relative_to: a name.
+    """
+    rates = {name: tokens[name] / taken.sum(axis=1) for name, taken in seconds.items()}
+    return {
+        name: {
+            "tokens_per_second": summary(rate),
+            "tokens_per_second_by_round": rate.tolist(),
+            "speed_up": summary(rate / rates[relative_to]),
+        }
+        for name, rate in rates.items()
+    }
+
+
+def num_bytes(arrays: Any) -> int:
+    """Bytes of a tree of real or abstract arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
+
+
+def memory_of(compiled: Any) -> dict[str, int]:
+    """Bytes of a program's arguments, temporary memory, and results that alias no argument."""
+    found = compiled.memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    sizes = found.argument_size_in_bytes, found.temp_size_in_bytes, results
+    return dict(zip(("arguments", "temporary", "results"), sizes, strict=True))
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions, as they are recorded with what was measured."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 2),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    return platform.processor()

@@ -1,0 +1,212 @@
+"""Methods of decoding, and the comparison of several."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from stree_jax.decoding.drafters import Drafter, NgramDrafter
+from stree_jax.decoding.generate import generate
+from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.placement import place_request
+from stree_jax.decoding.plan import Plan, plan
+from stree_jax.decoding.results import Generation
+from stree_jax.measuring.clock import Progress, memory_of, silent, speeds, summary, timed_rounds
+from stree_jax.measuring.costs import drafting
+from stree_jax.mesh.partition import ONE_DEVICE
+from stree_jax.models.lm import HybridLM
+from stree_jax.tree import TreeTopology
+
+PLAIN = "autoregressive"
+_NUM_DRAFTED = 16  # trees in a timed call
+
+
+class Method(NamedTuple):
+    """A way of decoding; autoregressive without a drafter, whose own tree is the default."""
+
+    name: str
+    drafter: Drafter | None = None
+    topology: TreeTopology | None = None
+    verifier: str | None = None
+    target: HybridLM | None = None  # None: that of the comparison
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of its tree, root included."""
+        tree = self.topology or (self.drafter and self.drafter.default_topology())
+        return tree.num_nodes if tree else 1
+
+    @property
+    def follows_target(self) -> bool:
+        """Whether its tokens are those of the comparison's target with the same key."""
+        return self.target is None and self.verifier in (None, "greedy", "target_only")
+
+    def options(self) -> dict[str, Any]:
+        """Its options of `stree_jax.generate`."""
+        chosen = {"drafter": self.drafter, "topology": self.topology, "verifier": self.verifier}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def decode(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> Generation:
+        """A batch, with key 0 unless `options` have another."""
+        given = {"key": jax.random.key(0)} | options
+        return generate(self.target or target, prompts, **given, **self.options())
+
+    def planned(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> Plan:
+        """The checked request of `decode`; compiles nothing."""
+        given: dict[str, Any] = {"key": jax.random.key(0)} | options
+        target = self.target or target
+        return place_request(plan(target, prompts, **given, **self.options()), target.partition)
+
+    def first_token(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> None:
+        """Reads the prompts and makes one step of the same program; blocks."""
+        target = self.target or target
+        decoder, arguments = self._first_step(target, prompts, **options)
+        with dispatch.on(target):
+            jax.block_until_ready(decoder.run(*arguments))
+
+    def memory(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> int:
+        """Bytes of its loop: weights, caches and temporary memory; jax has compiled it before."""
+        target = self.target or target
+        decoder, arguments = self._first_step(target, prompts, **options)
+        with dispatch.on(target):
+            return sum(
+                memory_of(SpeculativeDecoder.run.lower(decoder, *arguments).compile()).values()
+            )
+
+    def _first_step(
+        self, target: HybridLM, prompts: Sequence[list[int]], **options: Any
+    ) -> tuple[SpeculativeDecoder, tuple[Any, ...]]:
+        """The decoder, and the arguments of its loop: a row ends with its first new token."""
+        request = self.planned(target, prompts, **options)
+        decoder, drafter, sampling = request.decoder, request.drafter, request.sampling
+        with dispatch.on(target):
+            state = decoder.start(target, drafter, request.context, request.keys, sampling)
+        most = jnp.minimum(request.limits.max_new_tokens, 1)
+        return decoder, (
+            target,
+            drafter,
+            state,
+            request.limits._replace(max_new_tokens=most),
+            sampling,
+        )
+
+
+# Drafts that are copied from the text so far.
+LOOKUP = Method("prompt lookup, chain of 4", NgramDrafter(), TreeTopology.chain(4))
+
+
+def compare(
+    target: HybridLM,
+    methods: Sequence[Method],
+    requests: Sequence[Mapping[str, Any]],
+    rounds: int,
+    progress: Progress = silent,
+) -> Iterator[list[dict[str, Any]]]:
+    """Decodes requests one at a time with every method, interleaved request by request.
+
+    Args:
+        target: the model.
+        methods: ways of decoding, `PLAIN` among them.
+        requests: `prompts`, and options of `generate` but the methods' own; all of them have one
+            temperature.
+        rounds: timed runs of each request.
+        progress: callback.
+
+    Yields:
+        After each round, a record of each method: its speed, the time of a call after the first,
+        that to the first token and its tokens, which must be `PLAIN`'s; see `docs/bench.md`.
+    """
+    temperature = requests[0].get("temperature", 0.0)
+    ways: dict[Any, Callable[[Any], Any]] = {}
+    for each in methods:
+        own = each.target or target
+        ways[each.name] = functools.partial(_called, each.decode, target)
+        ways["first", each.name] = functools.partial(_called, each.first_token, target)
+        if each.drafter is not None and each.num_nodes > 1 and own.partition == ONE_DEVICE:
+            given = {"topology": each.topology, **requests[0]}
+            part = drafting(own, each.drafter, **given)
+            ways["draft", each.name] = functools.partial(_drafted, own, part)
+    ticks, total = itertools.count(1), len(ways) * len(requests) * (1 + rounds)
+
+    def advance() -> None:
+        progress(f"temperature {temperature:g}", next(ticks), total)
+
+    memory: dict[str, int] = {}
+    for outputs, seconds in timed_rounds(ways, requests, rounds, advance):
+        memory = memory or {each.name: each.memory(target, **requests[0]) for each in methods}
+        rows = _records(methods, temperature, outputs, seconds)
+        for row in rows:
+            row["memory_bytes"] = memory[row["method"]]
+        yield rows
+
+
+def _called(decode: Callable[..., Any], target: HybridLM, request: Mapping[str, Any]) -> Any:
+    return decode(target, **request)
+
+
+def _drafted(target: HybridLM, part: Callable[[int], object], _: Any) -> None:
+    """Drafts some trees, whatever the request."""
+    with dispatch.on(target):
+        jax.block_until_ready(part(_NUM_DRAFTED))
+
+
+def _records(
+    methods: Sequence[Method],
+    temperature: float,
+    outputs: Mapping[Any, list[Any]],
+    seconds: Mapping[Any, np.ndarray],
+) -> list[dict[str, Any]]:
+    """A record of each method, from what `timed_rounds` gives for its name and its first token."""
+    of_all = {each.name: seconds[each.name] for each in methods}
+    emitted = {name: sum(out.stats.num_tokens for out in outputs[name]) for name in of_all}
+    speed = speeds(emitted, of_all, PLAIN)
+    plain = [out.tokens for out in outputs[PLAIN]]
+    rows = []
+    for method in methods:
+        name, mine = method.name, outputs[method.name]
+        calls = sum(out.stats.num_target_calls for out in mine)
+        taus = [out.stats.num_tokens / out.stats.num_target_calls for out in mine]
+        accepted = sum(out.stats.accepted_per_depth for out in mine)
+        first = seconds["first", name]
+        later = sum(int(max(out.stats.target_calls_per_row)) - 1 for out in mine)
+        # A difference of two times: where it is not above 0, it is noise.
+        rest = (of_all[name] - first).sum(axis=1)
+        call = rest / later if later and min(rest) > 0 else None
+        draft = seconds.get(("draft", name))
+        share = None
+        if draft is not None and call is not None:
+            share = summary(draft.mean(axis=1) / _NUM_DRAFTED / call)
+        # Rules that test drafts have their own random numbers.
+        comparable = method.follows_target or (temperature == 0 and method.target is None)
+        identical = all(map(np.array_equal, plain, [out.tokens for out in mine]))
+        rows.append(
+            {
+                "method": name,
+                "temperature": temperature,
+                "nodes": method.num_nodes,
+                "seconds_by_prompt": np.median(of_all[name], axis=0).tolist(),
+                "tau": emitted[name] / calls,
+                "tau_by_prompt": taus,
+                "accepted_per_depth": [round(float(count) / calls, 4) for count in accepted],
+                "milliseconds_of_call": None if call is None else summary(1e3 * call),
+                "milliseconds_to_first_token": summary(1e3 * first.mean(axis=1)),
+                "draft_share": share,
+                "identical": identical if comparable else None,
+            }
+            | speed[name]
+        )
+    return rows
+
+
+def different(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Methods whose tokens should be those of autoregressive decoding, and are not."""
+    return [
+        f"{row['method']}, temperature {row['temperature']:g}"
+        for row in rows
+        if row["identical"] is False
+    ]

@@ -1,0 +1,150 @@
+"""What was measured, to read: tables, a file of JSON, a picture."""
+
+import contextlib
+import io
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stree_jax.measuring.clock import Progress
+
+# Columns of tables.
+SPEED = {"tokens/s": "{tokens_per_second[median]:,.0f}", "speed-up": "{speed_up[median]:.2f}x"}
+_GREY = "#7d7d7d"
+
+
+class Table(NamedTuple):
+    """A table to print: a row for each record, and a format of a record for each column."""
+
+    title: str
+    records: Sequence[Mapping[str, Any]]
+    columns: Mapping[str, str]
+
+    def grid(self) -> Any:
+        """The table for rich; columns of numbers are right-aligned."""
+        from rich.table import Table as Grid  # here: `import stree_jax` needs none of it
+
+        table = Grid(title=self.title)
+        columns = {
+            name: [form.format_map(record) for record in self.records]
+            for name, form in self.columns.items()
+        }
+        for name, cells in columns.items():
+            is_word = not any(cell[:1].isdigit() for cell in cells)
+            table.add_column(name, justify="left" if is_word else "right")
+        for row in zip(*columns.values(), strict=True):
+            table.add_row(*row)
+        return table
+
+    def show(self) -> None:
+        """Prints the table."""
+        from rich.console import Console
+
+        console = Console()
+        if not console.is_terminal:  # a log is not limited to 80 columns
+            console = Console(width=200)
+        console.print(self.grid())
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        file = io.StringIO()
+        Console(file=file, width=200).print(self.grid())
+        return file.getvalue()
+
+
+def method_tables(title: str, rows: Sequence[Mapping[str, Any]], **columns: str) -> list[Table]:
+    """A table of methods for each temperature; `columns` are formats of additional ones."""
+    shown = [dict(row) | _cells(row) for row in rows]
+    return [
+        Table(
+            f"{title}, temperature {temperature:g}",
+            [row for row in shown if row["temperature"] == temperature],
+            {"method": "{method}", **columns, "nodes": "{nodes}"}
+            | {"tokens/s": "{tokens_per_second[median]:,.0f} ({low} to {high})"}
+            | {"speed-up": SPEED["speed-up"], "tau": "{tau:.2f}", "ms a call": "{call}"}
+            | {"drafting": "{share}", "ms to first token": "{first}", "MB": "{megabytes}"}
+            | {"identical": "{same}"},
+        )
+        for temperature in dict.fromkeys(row["temperature"] for row in rows)
+    ]
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """Cells of a record of `compare`; "-" is what was not measured."""
+    call, share, speed = row["milliseconds_of_call"], row["draft_share"], row["tokens_per_second"]
+    return {
+        "low": f"{speed['low']:,.0f}",
+        "high": f"{speed['high']:,.0f}",
+        "call": "-" if call is None else f"{call['median']:.2f}",
+        "share": "-" if share is None else f"{share['median']:.0%}",
+        "first": f"{row['milliseconds_to_first_token']['median']:.1f}",
+        "megabytes": f"{row['memory_bytes'] / 1e6:,.0f}",
+        "same": {True: "yes", False: "NO", None: "-"}[row["identical"]],
+    }
+
+
+@contextlib.contextmanager
+def progress_bar(console: Any = None) -> Iterator[Progress]:
+    """A bar that goes away; a line for each task where a bar cannot be drawn, such as a file.
+
+    Args:
+        console: of rich; None: the standard output.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    console = console or Console()
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Bars(*columns, console=console, transient=True) as bars:
+        task, began = bars.add_task("", total=1), time.perf_counter()
+
+        def show(phase: str, done: int, total: int) -> None:
+            is_new = phase != bars.tasks[task].description
+            bars.update(task, description=phase, completed=done, total=total)
+            if is_new and not console.is_terminal:
+                console.print(f"{time.perf_counter() - began:4.0f} s  {phase}", markup=False)
+
+        yield show
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> Path:
+    """Writes a file that appears whole or not at all; returns its path."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    return partial.replace(path)
+
+
+def draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Bars of the speed of each method at each temperature, with quartiles; tau beside them.
+
+    Args:
+        axes: of matplotlib.
+        rows: records of `compare`.
+    """
+    # Some methods are for one temperature only.
+    names = [*dict.fromkeys(row["method"] for row in rows)]
+    temperatures = [*dict.fromkeys(row["temperature"] for row in rows)]
+    right, pitch = max(row["speed_up"]["high"] for row in rows) + 0.04, 0.72 / len(temperatures)
+    for number, temperature in enumerate(temperatures):
+        own = [row for row in rows if row["temperature"] == temperature]
+        places = [names.index(row["method"]) + pitch * number for row in own]
+        low, median, high = zip(*(sorted(row["speed_up"].values()) for row in own), strict=True)
+        label = f"temperature {temperature:g}"
+        axes.barh(places, median, height=pitch - 0.04, color=f"C{number}", label=label)
+        axes.hlines(places, low, high, color=_GREY)
+        for place, row in zip(places, own, strict=True):
+            said = f"{row['speed_up']['median']:.2f}x, tau {row['tau']:.2f}"
+            if row["method"] == "autoregressive":
+                said = f"{row['tokens_per_second']['median']:.0f} tokens/s"
+            axes.text(right, place, said, va="center", size=9)
+    axes.set_yticks([i + (0.72 - pitch) / 2 for i in range(len(names))], names)
+    axes.set(
+        title="Tokens per second, autoregressive = 1", xticks=(0, 0.5, 1), xlim=(0, right * 1.4)
+    )
+    axes.set_ylim(len(names) - 0.3, -0.3)
+    axes.grid(visible=False)
+    axes.axvline(1, color=_GREY, linewidth=1, linestyle="--", marker="")

@@ -1,0 +1,200 @@
+"""`st.bench` and `stree-jax bench`: tables of decoding, most of them with a clock that is given."""
+
+import json
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import stree_jax as st
+from stree_jax.cli import bench as cli
+from stree_jax.measuring import methods
+from stree_jax.measuring.methods import LOOKUP, PLAIN, Method
+from stree_jax.testing import perturbed, tiny_model
+
+CHAIN = st.TreeTopology.chain(2)
+
+
+def test_the_table_of_a_pair(tiny_pair, output, tmp_path):
+    """Whole: heads and a draft; tau is that of `generate`, and memory that of the loop."""
+    record, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Once upon a time\n")
+    models = ["--draft", tiny_pair / "draft", "--medusa", tiny_pair / "medusa"]
+    options = ["--tree", "parents:-1,0", "--tokens", 6, "--rounds", 1, "--temperature", 1]
+    target = tiny_pair / "target"
+    pytest.importorskip("matplotlib")
+    files = ["--json", record, "--plot", picture, "--prompts", prompts]
+    text = output("bench", target, *models, *options, *files)
+    found = json.loads(record.read_text())
+    rows = {row["method"]: row for row in found["decoding"]}
+    names = ["draft model, chain of 1", "Medusa, chain of 1"]
+    assert list(rows) == [PLAIN, LOOKUP.name, *names]
+    assert [row["nodes"] for row in rows.values()] == [1, 5, 2, 2]
+    assert all(row["identical"] for row in rows.values())
+    for name in (*rows, f"{target}: ", "temperature 1", "identical"):
+        assert name in text
+    model = st.from_pretrained(target)
+    drafter = st.ModelDrafter(st.load_draft(tiny_pair / "draft", model))
+    prompt = st.load_tokenizer(target).encode("Once upon a time").ids
+    given = dict(max_new_tokens=6, temperature=1.0, key=jax.random.key(0))
+    out = st.generate(model, [prompt], drafter=drafter, topology=st.TreeTopology.chain(1), **given)
+    assert rows[names[0]]["tau"] == out.stats.tau > 1
+    memory = [row["memory_bytes"] for row in rows.values()]
+    weights = found["weights"]["bytes"]
+    assert weights < memory[0] < memory[1]
+    assert memory[2] > memory[0] + weights / 2  # the draft, in bfloat16
+    assert all(row["milliseconds_to_first_token"]["median"] > 0 for row in rows.values())
+    assert all(name in picture.read_text() for name in rows)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Texts of 12 tokens in 6 calls that take 11 s, 1 s of it to the first token; 0.5 s a draft."""
+    seen = []
+
+    def decode(method, target, prompts, **options):
+        seen.append((method.name, len(prompts), options))
+        calls = 12 if method.name == PLAIN else 6
+        tokens = np.full((len(prompts), 12), 7 if "wrong" not in method.name else 8)
+        stats = types.SimpleNamespace(
+            num_tokens=12 * len(prompts),
+            num_target_calls=calls * len(prompts),
+            target_calls_per_row=[calls] * len(prompts),
+            accepted_per_depth=np.array([6]),
+        )
+        return types.SimpleNamespace(tokens=tokens, stats=stats)
+
+    def timed_rounds(ways, requests, rounds, advance):
+        outputs = {name: [way(each) for each in requests] for name, way in ways.items()}
+        for count in range(1, rounds + 1):
+            size = count, len(requests)
+            took = {n: {"first": 1.0, "draft": 16 * 0.5}.get(n[0], 11.0) for n in ways}
+            yield outputs, {name: np.full(size, each) for name, each in took.items()}
+            if count == clock.rounds_until_ctrl_c:
+                raise KeyboardInterrupt
+
+    clock = types.SimpleNamespace(seen=seen, rounds_until_ctrl_c=None)
+    monkeypatch.setattr(Method, "decode", decode)
+    monkeypatch.setattr(Method, "first_token", lambda *_, **__: None)
+    monkeypatch.setattr(Method, "memory", lambda *_, **__: 5_000_000)
+    monkeypatch.setattr(methods, "timed_rounds", timed_rounds)
+    monkeypatch.setattr(methods, "drafting", lambda *_, **__: lambda count: None)
+    return clock
+
+
+def ways(name="chain"):
+    drafter = st.ModelDrafter(perturbed(tiny_model(), 0.1))
+    return {name: {"drafter": drafter, "topology": CHAIN}}
+
+
+def test_a_call_and_the_share_of_its_draft(clock):
+    """A call is what the calls after the first take; of it, 0.5 s go to drafts."""
+    report = st.bench(tiny_model(), ways(), [[1, 2], [3]], max_new_tokens=12, rounds=2)
+    plain, _, chain = report.rows
+    assert plain["milliseconds_of_call"]["median"] == pytest.approx(1e4 / 11)
+    assert chain["milliseconds_of_call"]["median"] == pytest.approx(2000)
+    assert plain["draft_share"] is None
+    assert chain["draft_share"]["median"] == pytest.approx(0.25)
+    assert chain["tokens_per_second_by_round"] == pytest.approx([24 / 22] * 2)
+    assert chain["milliseconds_to_first_token"]["median"] == 1000
+    assert (chain["tau"], chain["nodes"], report.busy, report.different) == (2, 3, "", [])
+    row = next(line for line in str(report).splitlines() if "│ chain " in line)
+    cells = [cell.strip() for cell in row.split("│")[1:-1]]
+    expected = ["chain", "3", "1 (1 to 1)", "1.00x", "2.00", "2000.00", "25%", "1000.0", "5", "yes"]
+    assert cells == expected
+    report.rows[2]["tokens_per_second_by_round"] = [1.0, 3.0]
+    assert report.busy.startswith("This machine is busy: equal rounds took 3.0 times as long")
+
+
+def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):
+    """Rows at a time, the last batch filled up; temperatures; tokens; a text that differs."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Once\nupon\na time\n")
+    target = tiny_pair / "target"
+    options = ["--prompts", prompts, "--rows", 2, "--tokens", 12, "--rounds", 1]
+    code, text, error = command("bench", target, *options, "--temperature", 0, "--temperature", 0.5)
+    assert code == 0, error
+    whole = [each for each in clock.seen if each[0] == PLAIN]
+    assert [count for _, count, _ in whole] == [2] * 4
+    assert [given["temperature"] for *_, given in whole] == [0, 0, 0.5, 0.5]
+    assert all(given["max_new_tokens"] == 12 for *_, given in whole)
+    assert "3 prompts, 2 at a time, up to 12 new tokens each, temperature 0.5" in text
+    report = st.bench(tiny_model(), ways("wrong"), [[1]], max_new_tokens=12, rounds=1)
+    assert report.different == ["wrong, temperature 0"]
+    assert "NO" in str(report)
+
+
+def test_ctrl_c_keeps_the_rounds_before_it(clock, tmp_path):
+    clock.rounds_until_ctrl_c = 2
+    file, console = tmp_path / "bench.json", cli.console_of_tables()
+    with pytest.raises(KeyboardInterrupt):
+        cli.measure(console, tiny_model(), ways(), [[1]], file, max_new_tokens=12, rounds=5)
+    rows = json.loads(file.read_text())["decoding"]
+    assert [len(row["tokens_per_second_by_round"]) for row in rows] == [2] * 3
+    assert [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", 0], "--rows must be an integer, at least 1; got 0"),
+        (["--rounds", 0], "--rounds must be an integer, at least 1"),
+        (["--tokens", 0], "--tokens must be an integer, at least 1"),
+        (["--json", "nowhere/x.json"], "--json nowhere/x.json: the folder nowhere does not exist"),
+        (["--plot", "nowhere/x.png"], "--plot nowhere/x.png: the folder nowhere does not exist"),
+        (["--plot", "x.pdf"], "x.pdf is not a .png or .svg file"),
+        (["--plot", "x.png"], "a picture needs matplotlib: pip install 'stree-jax[bench]'"),
+        (["--tree", "star:4"], "'star:4' is not a tree"),
+        (["--medusa", "{}/medusa", "--tree", "budget:8,2"], "only a draft model chooses the shape"),
+        (["--medusa", "{}/medusa", "--mesh", "data=2"], "heads draft on one device"),
+        (["--draft-quantize", "int8"], "--draft-quantize is for a draft model or heads"),
+        (["--temperature", -1], "temperature"),
+        (["--temperature", 1, "--verifier", "greedy"], "greedy"),
+        (["--verifier", "fast"], "unknown verifier 'fast'"),
+        (["--prompts", "empty.txt"], "--prompts empty.txt has no prompts"),
+    ],
+)
+def test_refusals(options, message, tiny_pair, refused, monkeypatch, tmp_path):
+    """In one line, before anything is compiled or written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(st, "bench", refuse_only(st.bench))
+    (tmp_path / "empty.txt").touch()
+    if options[-1] == "x.png":
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    given = [str(each).format(tiny_pair) for each in options]
+    draft = ["--draft", tiny_pair / "draft"] if "--verifier" in given else []
+    assert message in refused("bench", tiny_pair / "target", *draft, *given)
+    assert [file.name for file in tmp_path.iterdir()] == ["empty.txt"]
+
+
+def refuse_only(bench):
+    """`bench`, which must not come to its first program."""
+
+    def refusing(*arguments, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(methods, "drafting", None)
+            return bench(*arguments, **options)
+
+    return refusing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (({PLAIN: {}}, [[1]]), {}, "'autoregressive', which is always there"),
+        (({"a": {"tree": CHAIN}}, [[1]]), {}, "give keywords of generate: drafter, topology"),
+        (([CHAIN], [[1]]), {}, "ways must be keywords of generate by name"),
+        (({}, None), {}, "needs prompts: give lists of token ids"),
+        (({}, [[1]]), {"temperatures": 0.5}, "temperatures must be a list of numbers, got 0.5"),
+        (({}, [[1]]), {"temperatures": ["hot"]}, "temperatures must be numbers"),
+        (({}, [[1]]), {"rounds": 0}, "rounds must be an integer"),
+        (({"a": {"topology": CHAIN}}, [[1]]), {}, "needs a drafter"),
+        (({}, [[10**9]]), {}, "10{9}|1000000000"),
+    ],
+)
+def test_bad_arguments(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        st.bench(tiny_model(), *arguments, **options)
