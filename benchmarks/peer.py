@@ -107,14 +107,19 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
 
 
 def our_decoders(pair: Pair, tokens: int) -> dict[str, Decode]:
-    """This library, without drafts and with the embedded draft, in float32 and bfloat16."""
+    """This library, without drafts and with the embedded draft, in three types."""
 
     def decode(of: Pair, method: Method, prompt: list[int]) -> np.ndarray:
         out = method.decode(of.target, [prompt], max_new_tokens=tokens)
         return out.tokens[0, : out.lengths[0]]
 
     ways = {}
-    for suffix, of in ("", pair), (", bfloat16", embedded_pair(0, dtype="bfloat16")):
+    types = {
+        "": pair,
+        ", bfloat16": embedded_pair(0, dtype="bfloat16"),
+        ", 8 bits": embedded_pair(0, quantize="int8"),
+    }
+    for suffix, of in types.items():
         drafted = trees(st.ModelDrafter(of.draft), CHAINS)
         for method in (Method(PLAIN), *drafted):
             ways[method.name + suffix] = functools.partial(decode, of, method)
