@@ -91,5 +91,5 @@ def donating(program: Any) -> Any:
         return program(decoder, model, drafter, state, *more, **named)
 
     compiled: Any = call
-    compiled.lower = program.lower
+    compiled.lower, compiled.trace = program.lower, program.trace
     return compiled
