@@ -45,7 +45,8 @@ def explained(more: Iterable[str] = ()) -> Callable[[_Made], _Made]:
     """
 
     def decorated(made: Any) -> Any:
-        function = made.__init__ if isinstance(made, type) else made
+        is_class = isinstance(made, type)
+        function = made.__init__ if is_class else made
         parameters = inspect.signature(function).parameters.values()
         kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
         known = {each.name for each in parameters if each.kind in kinds} - {"self"} | {*more}
@@ -55,10 +56,9 @@ def explained(more: Iterable[str] = ()) -> Callable[[_Made], _Made]:
             check_keywords(made.__name__, keywords, known)
             return function(*arguments, **keywords)
 
-        if function is made:
-            return call
-        made.__init__ = call
-        return made
+        if is_class:
+            made.__init__ = call
+        return made if is_class else call
 
     return decorated
 

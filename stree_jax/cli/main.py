@@ -72,9 +72,9 @@ class _Plain:
 
     def get_params(self, ctx: Any) -> Any:
         params = super().get_params(ctx)  # type: ignore[misc]
-        for each in params:
-            if isinstance(each, TyperOption) and each.is_flag:
-                each.display_type_rich = lambda ctx: None
+        flags: Any = [each for each in params if isinstance(each, TyperOption) and each.is_flag]
+        for flag in flags:
+            flag.display_type_rich = lambda ctx: None
         return params
 
 

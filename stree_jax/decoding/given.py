@@ -46,7 +46,7 @@ def check_keys(keys: Any, batch: int) -> None:
 
 
 def check_settings(limits: Any, sampling: Any, batch: int) -> None:
-    """Refuses limits and sampling settings that are not those of the rows.
+    """Refuses limits and sampling settings that are not those of the rows, or of one for all.
 
     Raises:
         ValueError: another type, or arrays of other ranks, sizes or types.
@@ -60,9 +60,15 @@ def check_settings(limits: Any, sampling: Any, batch: int) -> None:
         raise ValueError(
             f"sampling must be a Sampling(temperature) of an array [B], got {kind_of(sampling)}"
         )
-    most, ends = ((batch,), jnp.integer), ((batch, None), jnp.integer)
-    check_arrays("limits must have", limits, {"max_new_tokens": most, "eos_tokens": ends})
-    check_arrays("sampling must have", sampling, {"temperature": ((batch,), jnp.floating)})
+
+    def rows(values: Any) -> int:
+        return 1 if jnp.shape(values)[:1] == (1,) else batch
+
+    most, ends, heat = limits.max_new_tokens, limits.eos_tokens, sampling.temperature
+    wanted: dict[str, Any] = {"max_new_tokens": ((rows(most),), jnp.integer)}
+    wanted["eos_tokens"] = (rows(ends), None), jnp.integer
+    check_arrays("limits must have", limits, wanted)
+    check_arrays("sampling must have", sampling, {"temperature": ((rows(heat),), jnp.floating)})
 
 
 def check_not_donated(state: Any) -> None:
@@ -85,5 +91,5 @@ def donating(program: Any) -> Any:
         return program(decoder, model, drafter, state, *more, **named)
 
     compiled: Any = call
-    compiled.lower = program.lower
+    compiled.lower, compiled.trace = program.lower, program.trace
     return compiled

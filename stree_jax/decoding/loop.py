@@ -169,6 +169,7 @@ class SpeculativeDecoder:
             callers: arrays of the caller, which the state must not share, since the loop donates
                 it; None: those given here.
         """
+        check_keys(keys, len(prefix.context.length))
         # Caches and the drafter's state bypass `begin`: passing through a program copies them.
         state = self.begin(model, prefix.context, keys)
         state = state._replace(cache=prefix.cache, drafter=prefix.drafter)
@@ -183,7 +184,6 @@ class SpeculativeDecoder:
     def begin(self, model: HybridLM, prompts: Context | Any, keys: Array | Any) -> DecodeState:
         """The state before the first step, without cache and drafter."""
         self._check_room(prompts)
-        check_keys(keys, len(prompts.length))
         batch, width = prompts.tokens.shape
         num_nodes, depth = self.topology.num_nodes, self.topology.depth
         tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.capacity - width)))

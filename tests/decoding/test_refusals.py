@@ -446,6 +446,10 @@ FUNCTIONAL = [
         dict(limits=st.Limits(TWO, TWO)),
         r"limits must have eos_tokens as integer\[2, any\], got int32\[2\]",
     ),
+    (
+        dict(limits=st.Limits(jnp.full(3, 5), NO_ENDS)),
+        r"max_new_tokens as integer\[2\], got int32\[3\]",
+    ),
     (dict(sampling=0.8), r"sampling must be a Sampling\(temperature\) .* got float32\[\]"),
     (dict(sampling=st.Sampling(0.8)), r"temperature as floating\[2\], got float32\[\]"),
     (dict(sampling=st.Sampling(TWO)), r"temperature as floating\[2\], got int32\[2\]"),
