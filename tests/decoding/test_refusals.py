@@ -376,7 +376,7 @@ KEYWORDS = [
     (st.tune, "temprature", "; did you mean 'temperature'\\?"),
     (st.tune, "tree", "; known: drafter, key, "),
     (st.from_pretrained, "torch_dtype", ": it is dtype"),
-    (st.from_pretrained, "tree", "; known: dtype, ignore, "),
+    (st.from_pretrained, "tree", "; known: adapter, dtype, ignore, "),
     (st.load_draft, "quantise", "; did you mean 'quantize'\\?"),
     (st.load_head, "load_in_8bit", ': it is quantize="int8"'),
     (st.score, "batch_size", ": it is rows"),
