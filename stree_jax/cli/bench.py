@@ -15,6 +15,7 @@ from stree_jax.cli.loading import (
     check_mesh,
     check_tree,
     drafter_of,
+    embedded_draft,
     load_all,
     parse_mesh,
 )
@@ -48,13 +49,11 @@ def run_bench(command: Bench) -> int:
     name = command.target or "the embedded target"
     target = command.target or str(st.demo_path("target"))
     drafters, specs = all_chosen(target, command), command.tree or ["chain:4"]
-    if not drafters:
-        check_draft_quantize(command)
     if not drafters and command.target is None:
-        drafters = [Chosen("draft", str(st.demo_path("draft")), command.ignore_field)]
-        specs = command.tree or ["chain:4", tuned_tree()]
-    if not drafters and command.tree:
-        drafters = [Chosen("ngram")]
+        drafters, specs = [embedded_draft(command)], command.tree or ["chain:4", tuned_tree()]
+    elif not drafters:
+        check_draft_quantize(command)
+        drafters = [Chosen("ngram")] if command.tree else []
     for each in drafters:
         for spec in command.tree:
             check_tree(spec, each.option)

@@ -61,6 +61,12 @@ def all_chosen(target: str, drafts: DraftModels) -> list[Chosen]:
     return [Chosen(name, path, *settings) for name, path in given.items() if path is not None]
 
 
+def embedded_draft(drafts: DraftModels) -> Chosen:
+    """The draft that ships with the package, for the target that does."""
+    path = str(st.demo_path("draft"))
+    return Chosen("draft", path, drafts.ignore_field, drafts.draft_quantize)
+
+
 def check_draft_quantize(drafts: DraftModels) -> None:
     """Refuses an option of drafts where there are none."""
     if drafts.draft_quantize is not None:

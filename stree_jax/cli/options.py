@@ -297,9 +297,9 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneTree(Drafts):
-    """Find the fastest draft tree of two models on this device, or that none pays."""
+    """Find the fastest draft tree here, or that none pays; by default, of the embedded pair."""
 
-    target: str = Argument(help="Target model: checkpoint directory or hub name.")
+    target: str | None = Argument(None, help="Target model: checkpoint directory or hub name.")
     temperature: float = Option(0.0, help="0 is greedy decoding.")
     prompts: Path | None = Option(
         None, help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'

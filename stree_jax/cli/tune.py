@@ -8,7 +8,7 @@ import jax
 from rich.console import Console
 
 import stree_jax as st
-from stree_jax.cli.loading import Chosen, chosen, load_models
+from stree_jax.cli.loading import Chosen, all_chosen, chosen, embedded_draft, load_models
 from stree_jax.cli.options import TuneTree
 from stree_jax.cli.prompts import read_prompts
 from stree_jax.convert import find
@@ -28,7 +28,9 @@ MORE_PROMPTS = (
 
 def run_tune_tree(command: TuneTree) -> None:
     """Tunes, prints the report, and writes the tree to a file for `generate --tree @FILE`."""
-    drafter, console = chosen(command.target, command), Console(highlight=False)
+    console, target = Console(highlight=False), command.target or str(st.demo_path("target"))
+    is_bare = command.target is None and not (command.ngram or all_chosen(target, command))
+    drafter = embedded_draft(command) if is_bare else chosen(target, command)
     if drafter.option is None:
         raise ValueError(
             "give either --draft DRAFT, --ngram, --medusa HEADS, --mtp or --eagle3 HEAD: a tree is"
@@ -38,9 +40,9 @@ def run_tune_tree(command: TuneTree) -> None:
         folder = command.output.parent
         raise ValueError(f"--output {command.output}: the folder {folder} does not exist")
     texts = [*PROMPTS, *MORE_PROMPTS] if command.prompts is None else read_prompts(command.prompts)
-    encode = Texts.at(find(command.target)).tokens
+    encode = Texts.at(find(target)).tokens
     prompts = [encode(text, name=f"prompt {i + 1}") for i, text in enumerate(texts)]
-    models = load_models(command.target, drafter, dtype=command.dtype, quantize=command.quantize)
+    models = load_models(target, drafter, dtype=command.dtype, quantize=command.quantize)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         report = _tuned(console, command, *models, prompts)
@@ -57,7 +59,7 @@ def run_tune_tree(command: TuneTree) -> None:
     for spec in specs:
         console.print(f"--tree {spec}", soft_wrap=True)
     if command.output is not None:
-        content = _content(command, drafter, report)
+        content = _content(target, command, drafter, report)
         command.output.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -84,7 +86,9 @@ def _tuned(
         )
 
 
-def _content(command: TuneTree, drafter: Chosen, report: st.TuningReport) -> dict[str, Any]:
+def _content(
+    target: str, command: TuneTree, drafter: Chosen, report: st.TuningReport
+) -> dict[str, Any]:
     """What is written to the file."""
     decoded = {
         row.name: {"tau": row.tau, "tokens_per_second": row.measured, "speed_up": row.speed_up}
@@ -96,7 +100,7 @@ def _content(command: TuneTree, drafter: Chosen, report: st.TuningReport) -> dic
         "advice": report.advice,
         "sharpness": report.sharpness,
         "temperature": command.temperature,
-        "target": command.target,
+        "target": target,
         "draft": drafter.path or "n-gram",
         "device": str(jax.devices()[0].device_kind),
         "jax": jax.__version__,

@@ -28,7 +28,6 @@ from stree_jax.tuning.trace import RankTrace, head_trace, rank_trace
 
 NUM_RANKS = 8  # most children of a node
 _FINALISTS, _QUICK_FINALISTS = 4, 2
-_SHOWN = 8  # untimed candidates in a printed report
 _ROUNDS, _QUICK_ROUNDS = 5, 3
 _QUICK_GRID = (1.5, 2.5, 5.0)  # of sharpness
 _ENOUGH_TOKENS = 500
@@ -100,21 +99,20 @@ class TuningReport:
 
     def __str__(self) -> str:
         decoded = [row for row in self.rows if row.measured is not None]
-        others = [row for row in self.rows if row.measured is None]
+        untimed = len(self.rows) - len(decoded)
         lines = [
             f"{'tree':<20}{'nodes':>6}{'depth':>6}{'tau':>7}{'predicted':>11}{'tokens/s':>15}"
             f"{'speed-up':>10}"
         ]
-        for row in decoded + others[:_SHOWN]:
+        for row in decoded:
             depth = 0 if row.topology is None else row.topology.depth
-            speed = "" if row.measured is None else f"{row.measured:,.0f} +-{row.spread:,.0f}"
-            ratio = "" if row.speed_up is None else f"{row.speed_up:.2f}x"
+            speed, ratio = f"{row.measured:,.0f} +-{row.spread:,.0f}", f"{row.speed_up:.2f}x"
             lines.append(
                 f"{row.name:<20}{row.num_nodes:>6}{depth:>6}{row.tau:>7.2f}"
                 f"{row.predicted:>11,.0f}{speed:>15}{ratio:>10}"
             )
-        if others[_SHOWN:]:
-            lines.append(f"... and {len(others) - _SHOWN} slower trees by prediction")
+        if untimed:
+            lines.append(f"... and {untimed} trees that were not timed")
         if self.sharpness is not None:
             lines.append(f"sharpness of dynamic trees: {self.sharpness:g}")
         return "\n".join([*lines, self.advice])

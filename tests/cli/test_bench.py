@@ -56,7 +56,7 @@ def clock(monkeypatch):
     seen = []
 
     def decode(method, target, prompts, **options):
-        seen.append((method.name, len(prompts), options))
+        seen.append((method.name, prompts, options))
         calls = 12 if method.name == PLAIN else 6
         tokens = np.full((len(prompts), 12), 7 if "wrong" not in method.name else 8)
         stats = types.SimpleNamespace(
@@ -118,7 +118,9 @@ def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):
     code, text, error = command("bench", target, *options, "--temperature", 0, "--temperature", 0.5)
     assert code == 0, error
     whole = [each for each in clock.seen if each[0] == PLAIN]
-    assert [count for _, count, _ in whole] == [2] * 4
+    tokenizer = st.load_tokenizer(target)
+    one, two, three = (tokenizer.encode(text).ids for text in ("Once", "upon", "a time"))
+    assert [texts for _, texts, _ in whole] == [[one, two], [three, one]] * 2
     assert [given["temperature"] for *_, given in whole] == [0, 0, 0.5, 0.5]
     assert all(given["max_new_tokens"] == 12 for *_, given in whole)
     assert "3 prompts, 2 at a time, up to 12 new tokens each, temperature 0.5" in text

@@ -3,6 +3,15 @@
 import json
 import re
 
+import stree_jax as st
+
+
+def test_without_arguments_the_embedded_pair_is_tuned(tiny_pair, output, quick_tuning, monkeypatch):
+    monkeypatch.setattr(st, "demo_path", tiny_pair.joinpath)
+    text = output("tune-tree", *quick_tuning)
+    rows = re.findall(r"(?m)^(no draft|chain|tree|dynamic)\b.*\+-", text)
+    assert {"no draft", "chain", "dynamic"} <= {*rows}
+
 
 def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path):
     prompts, tree = tmp_path / "prompts.txt", tmp_path / "tree.json"
