@@ -94,7 +94,12 @@ def call_by_name(
 
 
 def dot(
-    left: jax.Array, right: jax.Array, *, trans_a: bool = False, trans_b: bool = False
+    left: jax.Array,
+    right: jax.Array,
+    *,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    exact: bool = False,
 ) -> jax.Array:
     """A product with float32 accuracy and float32 accumulation, on tensor cores.
 
@@ -102,12 +107,12 @@ def dot(
     into bf16 parts, each the rounding error of the sum of those before. Products of parts are exact
     before accumulation:
         bf16 x bf16  one product.
-        bf16 x f32   two parts; error 2^-16.
+        bf16 x f32   two parts; error 2^-16. If `exact` three; error 2^-24.
         f32 x f32    three parts, without the products below float32's own rounding; error 2^-23.
     (True float32 multiplications would bypass the tensor cores, and spill.)
     """
     product = functools.partial(plt.dot, trans_a=trans_a, trans_b=trans_b)
-    count = 3 if left.dtype == right.dtype == jnp.float32 else 2
+    count = 3 if exact or left.dtype == right.dtype == jnp.float32 else 2
     lefts, rights = _bf16_parts(left, count), _bf16_parts(right, count)
     # Smallest first, which loses least in the sum.
     order = [(i, j) for i in range(len(lefts)) for j in range(len(rights)) if i + j < count]

@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from pallas_kernels import dispatch
 from pallas_kernels import native as cpu
-from pallas_kernels.tree_delta import native, xla
+from pallas_kernels.tree_delta import native, pallas_triton, xla
 
 
 def tree_delta(
@@ -79,11 +79,11 @@ def tree_delta(
         raise ValueError(f"{prefix} prefix and {q.shape[1]} query nodes are not {k.shape[1]} nodes")
     return dispatch.run(
         "tree_delta",
-        {"xla": xla.tree_delta, "native": native.tree_delta},
+        {"xla": xla.tree_delta, "native": native.tree_delta, "pallas": pallas_triton.tree_delta},
         (q, k, v, g, beta, state, mask, prefix_u),
         requested=implementation,
         unsupported=_unsupported(q, k, v),
-        xla_derivatives=("native",),
+        xla_derivatives=True,
     )
 
 
@@ -121,9 +121,11 @@ def replay_delta(
     _check_groups(k, u)
     return dispatch.run(
         "replay_delta",
-        {"xla": xla.replay_delta},
+        {"xla": xla.replay_delta, "pallas": pallas_triton.replay_delta},
         (k, u, g, state, path),
         requested=implementation,
+        unsupported=_unsupported(k, k, u),
+        xla_derivatives=True,
     )
 
 
@@ -161,11 +163,15 @@ def replay_tree_delta(
     _check_groups(k, v)
     return dispatch.run(
         "replay_tree_delta",
-        {"xla": xla.replay_tree_delta, "native": native.replay_tree_delta},
+        {
+            "xla": xla.replay_tree_delta,
+            "native": native.replay_tree_delta,
+            "pallas": pallas_triton.replay_tree_delta,
+        },
         (prev_k, prev_u, prev_g, prev_path, q, k, v, g, beta, state, ancestor_mask),
         requested=implementation,
         unsupported=_unsupported(q, k, v),
-        xla_derivatives=("native",),
+        xla_derivatives=True,
     )
 
 
@@ -217,7 +223,10 @@ def delta_chunks(
 
 def _unsupported(q: jax.Array, k: jax.Array, v: jax.Array) -> dict[str, str | None]:
     sizes = dict(head_dim=v.shape[-1], state_size=k.shape[-1])
-    return {"native": cpu.unsupported(q, k, v, **sizes)}
+    return {
+        "native": cpu.unsupported(q, k, v, **sizes),
+        "pallas": pallas_triton.unsupported(**sizes, dtype=k.dtype),
+    }
 
 
 def _check_groups(k: jax.Array, v: jax.Array) -> None:

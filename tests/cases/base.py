@@ -98,6 +98,8 @@ class Op(NamedTuple):
         implementations: all that the op has.
         slow: names of cases that `make test-slow` runs, since other cases cover what they do.
         lacks: takes a case and an implementation; whether it refuses such a case.
+        interpreted: names of cases that differ in kind to a kernel, whose interpreter is slow:
+            `make test-slow` interprets the others; None: all.
     """
 
     cases: dict[str, Case]
@@ -106,6 +108,13 @@ class Op(NamedTuple):
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     slow: tuple[str, ...] = ()
     lacks: Callable[[Case, str], bool] = lambda case, implementation: False
+    interpreted: tuple[str, ...] | None = None
+
+    def is_slow(self, name, implementation):
+        """Whether `make test-slow` runs it; a GPU runs all cases."""
+        rarely = self.interpreted is not None and name not in self.interpreted
+        rarely &= implementation == "pallas_interpret"
+        return implementation != "pallas" and (rarely or name in self.slow)
 
     def check(self, case, implementation):
         """Asserts that the outputs of a case are within their budgets."""

@@ -23,6 +23,7 @@ CASES = base.table(
         "star": dict(shape="star"),
         "newest level": dict(queries=3),
         "newest node of many": dict(nodes=40, queries=1, heads=2, groups=1),
+        "newest half of many": dict(nodes=40, queries=20, batch=1),
         "a group a head": dict(groups=4, head_dim=32),
         "one group": dict(groups=1, state=24, head_dim=12),
         "padded nodes": dict(padded=5, replayed=17),
@@ -36,6 +37,7 @@ CASES = base.table(
         "decays of -100 among 0, chain": dict(
             decays="-100 among 0", nodes=64, batch=1, shape="chain"
         ),
+        "decays of -1e6 among 0": dict(decays="-1e6 among 0", nodes=40, batch=1, heads=2),
         "decays of six decades": dict(decays="six decades", nodes=64, batch=1),
         "tiny keys": dict(keys="tiny"),
         "keys of one sign": dict(HOSTILE, keys="one sign", nodes=64, batch=1, shape="chain"),
@@ -72,6 +74,7 @@ DECAYS = {
     "moderate": lambda x: -0.5 * np.abs(x),
     "near 0": lambda x: -1e-4 * np.abs(x),
     "-100 among 0": lambda x: np.where(x > 0.7, -100.0, -1e-4 * np.abs(x)),
+    "-1e6 among 0": lambda x: np.where(x > 0.7, -1e6, -1e-4 * np.abs(x)),
     "six decades": lambda x: -np.minimum(100.0, 10.0 ** (-1.5 + 2 * x)),
 }
 PARENTS = {
@@ -243,23 +246,36 @@ def budgets(*names):
 
 
 def lacks(case, implementation):
-    """Native code is for float32 and whole vectors."""
+    """Native code is for float32; it and the kernel are for whole vectors."""
     odd = case.head_dim % native.LANES or case.state % native.LANES
-    return implementation == "native" and bool(case.bf16 or odd)
+    return implementation != "xla" and bool(odd or (case.bf16 and implementation == "native"))
 
 
-IMPLEMENTATIONS = ("xla", "native")
-TREE_DELTA = Op(CASES, tree_errors, budgets("y", "u"), IMPLEMENTATIONS, lacks=lacks)
+# The three ops are one kernel. These have several blocks of nodes and of decays, prefixes, nodes
+# that do not exist, rows whose path is empty, and both types.
+TREE_DELTA = Op(
+    *(CASES, tree_errors, budgets("y", "u"), base.WITH_NATIVE),
+    lacks=lacks,
+    interpreted=(
+        *("newest half of many", "padded nodes of a level", "bf16"),
+        *("decays of -1e6 among 0", "equal keys, betas to 2"),
+    ),
+)
 WHOLE = {name: case for name, case in CASES.items() if case.queries is None}
-REPLAY_DELTA = Op(WHOLE, replay_errors, budgets("state"), ("xla",))
+REPLAY_DELTA = Op(
+    *(WHOLE, replay_errors, budgets("state"), base.IMPLEMENTATIONS),
+    lacks=lacks,
+    interpreted=("64 nodes in a chain", "three rows, one with an empty path"),
+)
 FUSED = (
     *("root only", "tree", "chain", "a group a head", "padded nodes", "64 nodes"),
     *("three rows, one with an empty path", "decays of -100 among 0", "bf16"),
 )
 REPLAY_TREE_DELTA = Op(
     *({name: CASES[name] for name in FUSED}, fused_errors, budgets("y", "u", "state")),
-    IMPLEMENTATIONS,
+    base.WITH_NATIVE,
     lacks=lacks,
+    interpreted=("root only", "padded nodes", "bf16"),
 )
 SEQUENCES = (
     *("root only", "tree", "one group", "padded nodes", "64 nodes", "betas to 2"),
@@ -268,6 +284,6 @@ SEQUENCES = (
 )
 DELTA_CHUNKS = Op(
     *({name: CASES[name] for name in SEQUENCES}, chunks_errors, budgets("y", "state")),
-    IMPLEMENTATIONS,
+    ("xla", "native"),
     lacks=lacks,
 )

@@ -128,6 +128,7 @@ KERNELS = {
     "add_rms_norm, deferred": functools.partial(added, 4),
     "ssd": lambda: (functools.partial(ssd, chunk_size=8), ssd_cases.on_device(ssd_cases.PLAIN)),
     "tree_attention": attention,
+    "tree_delta": functools.partial(delta, tree_delta),
 }
 DELTAS = (tree_delta, replay_tree_delta, delta_chunks)
 NATIVE = {

@@ -29,7 +29,13 @@ from pallas_kernels import (
 from pallas_kernels.tree_attention import config as attention_config
 from pallas_kernels.tree_attention import pallas_triton as attention_kernel
 from stree_jax import HybridLM, ModelConfig
-from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig
+from stree_jax.models import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    Mamba2Config,
+    MlpConfig,
+    MoeConfig,
+)
 from stree_jax.models.cache import init_cache, init_pending, path_to
 from stree_jax.tree import TreeTopology
 from tests.cases.mamba2_layer import layer
@@ -123,6 +129,40 @@ def test_lowers_to_one_kernel(shape, dtype, capability):
         in_place = "replay" in op or op == "ssd"
         call = functools.partial(run, op)
         check(call, arguments, capability, kernels=1, in_place=in_place)
+
+
+# nodes, queries, heads, head_dim, state, groups, type: Qwen3.5-9B's layer, and one in float32.
+DELTAS = [
+    (1, 1, 32, 128, 128, 16, "bfloat16"),
+    (64, 64, 32, 128, 128, 16, "bfloat16"),
+    (13, 3, 4, 32, 64, 2, "float32"),
+]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("shape", DELTAS, ids=str)
+def test_the_gated_delta_rule_lowers_to_one_kernel(shape, capability):
+    nodes, queries, heads, head_dim, state, groups, dtype = shape
+    q, k = (struct(2, rows, groups, state, dtype=dtype) for rows in (queries, nodes))
+    v = struct(2, queries, heads, head_dim, dtype=dtype)
+    g, beta = struct(2, nodes, heads), struct(2, queries, heads)
+    u, prefix_u = (struct(2, rows, heads, head_dim) for rows in (nodes, nodes - queries))
+    h = struct(2, heads, head_dim, state)
+    mask, path = struct(2, nodes, nodes, dtype="bool"), struct(2, nodes, dtype="bool")
+    tree = (q, k, v, g, beta, h, mask)
+    operands = {
+        "tree_delta": (tree, {"prefix_u": prefix_u} if queries < nodes else {}),
+        "replay_delta": ((k, u, g, h, path), {}),
+    }
+    if queries == nodes:
+        operands["replay_tree_delta"] = ((k, u, g, path, *tree), {})
+
+    def call(op, arguments, options):
+        return getattr(pallas_kernels, op)(*arguments, **options, implementation="pallas")
+
+    for op, arguments in operands.items():
+        in_place = op != "tree_delta"
+        check(functools.partial(call, op), arguments, capability, kernels=1, in_place=in_place)
 
 
 @everywhere
@@ -263,17 +303,28 @@ BATCH, PLACES = 2, 64
 CONFIG = ModelConfig(
     vocab_size=32,
     d_model=32,
-    layers=("mamba2", "mlp", "attention", "moe"),
+    layers=("mamba2", "gated_delta", "mlp", "attention", "moe"),
     mamba2=Mamba2Config(num_heads=4, head_dim=16, state_size=16),
+    gated_delta=GatedDeltaConfig(num_heads=4, head_dim=16, num_groups=2, state_size=16),
     attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16),
     mlp=MlpConfig(32),
     moe=MoeConfig(num_experts=4, num_active=2, hidden_size=16),
 )
-STACKS = {"mamba2": ("mamba2",), "hybrid": ("mamba2", "mlp", "attention", "moe")}
+STACKS = {
+    "mamba2": ("mamba2",),
+    "delta": ("gated_delta",),
+    "hybrid": ("mamba2", "mlp", "attention", "moe"),
+}
 # How often kernels are traced, whatever the number of layers: `add_rms_norm` once for outputs whose
 # norm is deferred and once for others, `expert_product` once for each matrix of an expert.
 EXPECTED = {
     ("mamba2", "step"): {"tree_conv1d": 1, "replay_tree_scan": 1, "add_rms_norm": 1},
+    ("delta", "step"): {
+        "tree_conv1d": 1,
+        "replay_tree_delta": 1,
+        "gated_rms_norm": 1,
+        "add_rms_norm": 1,
+    },
     ("hybrid", "step"): {
         "tree_conv1d": 1,
         "replay_tree_scan": 1,

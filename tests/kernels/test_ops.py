@@ -13,8 +13,7 @@ def runs():
                 if table.lacks(table.cases[name], implementation):
                     continue
                 marks = [base.MARKS[implementation]] if implementation in base.MARKS else []
-                slow = name in table.slow and implementation != "pallas"
-                marks += [pytest.mark.slow] if slow else []
+                marks += [pytest.mark.slow] if table.is_slow(name, implementation) else []
                 case = f"{op}: {name}-{implementation}"
                 yield pytest.param(op, name, implementation, marks=marks, id=case)
 

@@ -81,6 +81,7 @@ CASES = [
     ("tree_attention_layer", "prefix, blocks of nodes"),
     ("replay_tree_scan", "groups"),
     ("replay", "groups"),
+    ("replay_tree_delta", "padded nodes"),
     ("ssd", "blocks of channels"),
     ("expert_mlps", "blocks of rows"),
     ("expert_mlps", "experts that nobody chooses"),

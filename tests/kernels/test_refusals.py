@@ -47,6 +47,13 @@ REFUSED_BY_KERNELS = [
         dict(layout=dataclasses.replace(MIXER, head_dim=18), nodes=3),
         "tree_conv1d_layer .* channels = 72 is not a multiple of 16; use 'xla'",
     ),
+    *(
+        ("tree_delta", "two nodes", changes, message)
+        for changes, message in (
+            (dict(head_dim=12), "head_dim = 12 is not a power of two.*use 'xla'"),
+            (dict(state=128), "state_size = 128 of float32 inputs is more than 64; use 'xla'"),
+        )
+    ),
     ("gated_rms_norm", "gate then norm", dict(size=40), "group size = 40.*use 'xla'"),
     ("add_rms_norm", "float32", dict(size=81), "add_rms_norm cannot run .* 81 .*; use 'xla'"),
     *(

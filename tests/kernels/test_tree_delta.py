@@ -19,9 +19,11 @@ LARGE = table.CASES["64 nodes"]
 replayed = jax.jit(replay_delta)
 run = jax.jit(functools.partial(tree_delta, implementation="xla"))
 run_native = jax.jit(functools.partial(tree_delta, implementation="native"))
+run_kernel = jax.jit(functools.partial(tree_delta, implementation="pallas_interpret"))
 RUNS = [
     pytest.param(run, id="xla"),
     pytest.param(run_native, id="native", marks=NEEDS_NATIVE),
+    pytest.param(run_kernel, id="pallas_interpret"),
 ]
 of_each_version = pytest.mark.parametrize("run", RUNS)
 
@@ -111,7 +113,7 @@ def grown(run, case, sizes, in_slots):
 
 
 @of_each_version
-@pytest.mark.parametrize("in_slots", [False, True])
+@pytest.mark.parametrize("in_slots", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_tree_that_grows_is_the_tree(run, in_slots):
     """The nodes of a call are siblings, as those of a level are."""
     sizes = (1, 3, 4, 5)
@@ -129,12 +131,13 @@ def test_a_tree_that_grows_is_the_tree(run, in_slots):
 @of_each_version
 @pytest.mark.parametrize("fill", [np.nan, np.inf, 0.0])
 def test_what_nodes_that_do_not_exist_hold_reaches_nothing(run, fill):
-    """Nor do their rows of the mask. To the bit."""
-    *given, mask = arguments(PADDED)
+    """Nor do their rows of the mask: all nodes, or one whose decay is not theirs. To the bit."""
+    *given, mask = arguments(PADDED.but(shape="chain", decays="-100 among 0"))
     first = PADDED.nodes - PADDED.padded
     state = given.pop()
     filled = [x.at[:, first:].set(fill) for x in given]
-    rows = mask.at[:, first:, :first].set(True)
+    rows = mask.at[:, first:].set(jnp.tril(jnp.ones_like(mask[0]), -1)[first:])
+    rows = rows.at[:, first + 1 :, : first - 1].set(False)
     y, u = run(*given, state, mask)
     for one, other in zip((y, u), run(*filled, state, rows), strict=True):
         np.testing.assert_array_equal(one, other)

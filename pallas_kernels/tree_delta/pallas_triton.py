@@ -1,0 +1,310 @@
+"""`tree_delta`, `replay_delta` and `replay_tree_delta` as one Pallas-Triton kernel.
+
+Passes: a program handles one row, one value head and one block of its channels. It reads its part
+of the state once and keeps it in registers. `replay_delta` adds the path of the previous tree,
+block by block of nodes, and writes the state once (input and output are one buffer). `tree_delta`
+takes the nodes block by block, parents first: it reads the u of the blocks before from memory,
+where it wrote them, and solves the block's own system by substitution, a node at a time.
+`replay_tree_delta` does both. Blocks of channels of one head compute products of keys again.
+
+Numerics: float32; products as `triton.dot` says, exact. q and k stay as they are in products, and
+rows and columns of the products are divided by their lengths. Decays along a path are summed
+directly. The decay from node to node is a difference of sums whose larger part is exact, see
+`_Decays`. Masked before exp.
+
+Refuses head and state sizes that are not powers of two of at least 16, and larger states than
+`MOST_STATE`. Any numbers of nodes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_kernels import triton as tb
+from pallas_kernels import tuning
+from pallas_kernels.tree_delta.xla import EPSILON
+from pallas_kernels.tree_scan.head_blocks import HeadBlocks
+from pallas_kernels.triton import Ref
+
+# Float32 inputs with states of 128 spill registers on sm_90 with 16 or 32 channels per program, and
+# with 4 or 8 warps. Larger states of other inputs were not tried.
+MOST_STATE = {"float32": 64, "bfloat16": 128}
+# With these one case that was compiled for sm_80 to sm_90 spills: float32 inputs of 16 channels and
+# states of 64, on sm_80. They were not timed.
+_NODES = 16  # per block
+_CHANNELS = 32  # of the head, per program
+_NUM_WARPS = 4
+
+
+def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
+    """Why these shapes cannot run, or None."""
+    case = tuning.dtype_case(dtype)
+    if state_size > MOST_STATE[case]:
+        return f"state_size = {state_size} of {case} inputs is more than {MOST_STATE[case]}"
+    return tb.unsupported_size("head_dim", head_dim) or tb.unsupported_size(
+        "state_size", state_size
+    )
+
+
+def tree_delta(*arrays: Any, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """See `api.tree_delta`, whose arrays these are."""
+    q, k, v, g, beta, state, mask, prefix_u = arrays
+    results = _run("tree_delta", state, None, (q, k, v, g, beta, mask), prefix_u, interpret)
+    u = results["u"]
+    return results["y"], u if prefix_u is None else jnp.concatenate([prefix_u, u], axis=1)
+
+
+def replay_delta(*arrays: jax.Array, interpret: bool) -> jax.Array:
+    """See `api.replay_delta`, whose arrays these are."""
+    k, u, g, state, path = arrays
+    return _run("replay_delta", state, (k, u, g, path), None, None, interpret)["state"]
+
+
+def replay_tree_delta(
+    *arrays: jax.Array, interpret: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `api.replay_tree_delta`, whose arrays these are."""
+    previous, (*nodes, state, mask) = arrays[:4], arrays[4:]
+    results = _run("replay_tree_delta", state, previous, (*nodes, mask), None, interpret)
+    return results["y"], results["u"], results["state"]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _run(
+    name: str,
+    state: jax.Array,
+    previous: tuple[jax.Array, ...] | None,
+    tree: tuple[jax.Array, ...] | None,
+    prefix_u: jax.Array | None,
+    interpret: bool,
+) -> dict[str, jax.Array]:
+    """The kernel with a previous tree, a new one, or both.
+
+    Args:
+        name: name of the kernel.
+        state: see `api.tree_delta`.
+        previous: k, u, g and path of the previous tree.
+        tree: q, k, v, g, beta and mask of the new tree.
+        prefix_u: see `api.tree_delta`.
+        interpret: see `triton.call`.
+
+    Returns:
+        The state, if there is a previous tree; y and u of the queries, if there is a new one.
+    """
+    batch, num_heads, head_dim, state_size = state.shape
+    some_k = previous[0] if previous else tree[1]  # type: ignore[index]
+    channels = min(_CHANNELS, head_dim)
+    part = HeadBlocks(channels, state_size, num_heads // some_k.shape[2])
+
+    def of_row(array: jax.Array) -> pl.BlockSpec:
+        shape = array.shape[1:]
+        return pl.BlockSpec((None, *shape), lambda b, h, p: (b,) + (0,) * len(shape))
+
+    inputs = {"state": (state, part.state)}
+    outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
+    if previous is not None:
+        k, u, g, path = previous
+        length = k.shape[1]
+        inputs |= {
+            "prev k": (k, part.of_group(length)),
+            "prev u": (u, part.of_channels(length)),
+            "prev g": (g, part.of_head(length)),
+            "path": (path, of_row(path)),
+        }
+        outputs["state"] = inputs["state"]
+    if tree is not None:
+        q, k, v, g, beta, mask = tree
+        num_nodes, num_queries = k.shape[1], q.shape[1]
+        inputs |= {
+            "q": (q, part.of_group(num_queries)),
+            "k": (k, part.of_group(num_nodes)),
+            "v": (v, part.of_channels(num_queries)),
+            "g": (g, part.of_head(num_nodes)),
+            "beta": (beta, part.of_head(num_queries)),
+            "mask": (mask, of_row(mask)),
+        }
+        new_u = jax.ShapeDtypeStruct(v.shape, jnp.float32)
+        outputs |= {"y": inputs["v"], "u": (new_u, part.of_channels(num_queries))}
+    if prefix_u is not None and prefix_u.size:
+        inputs["prefix u"] = (prefix_u, part.of_channels(prefix_u.shape[1]))
+    return tb.call_by_name(
+        functools.partial(_kernel, interpret=interpret),
+        inputs,
+        outputs,
+        in_place={"state": "state"} if previous is not None else {},
+        name=name,
+        num_warps=_NUM_WARPS,
+        num_stages=1,
+        interpret=interpret,
+        grid=(batch, num_heads, head_dim // channels),
+    )
+
+
+def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool) -> None:
+    """Refs by name, of one row and one head; p channels of it.
+
+    inputs: state [p, S]; of a previous tree prev k [O, S], prev u [O, p], prev g [O] and path [O];
+    of a new tree q [Q, S], k [N, S], v [Q, p], g [N], beta [Q], mask [N, N], and perhaps prefix u
+    [N - Q, p].
+    outputs: state [p, S] after the path; y and u [Q, p].
+    """
+    state = inputs["state"][...]
+    if "path" in inputs:
+        state = _after_path(
+            state, *(inputs[name] for name in ("prev k", "prev u", "prev g", "path"))
+        )
+        outputs["state"][...] = state
+    if "q" in inputs:
+        _scan_tree(inputs, outputs, state, interpret)
+
+
+def _after_path(
+    state: jax.Array,  # [p, S]
+    k_ref: Ref,  # [N, S]
+    u_ref: Ref,  # [N, p]
+    g_ref: Ref,  # [N]
+    path_ref: Ref,  # [N]
+) -> jax.Array:
+    """The state `[p, S]` after the nodes of a path."""
+    num_nodes = u_ref.shape[0]
+    index = lax.broadcasted_iota(jnp.int32, (_NODES, _NODES), 0)
+    other = lax.broadcasted_iota(jnp.int32, (_NODES, _NODES), 1)
+
+    def after_block(i: jax.Array, state: jax.Array) -> jax.Array:
+        node, exists = tb.rows(i * _NODES, _NODES, num_nodes)
+        on_path = path_ref[node] & exists
+        g = jnp.where(on_path, g_ref[node], 0.0)
+        later = jnp.sum(jnp.where(other > index, g[None, :], 0.0), axis=1)
+        k, scale = _rows(k_ref, node, on_path)
+        u = _kept(u_ref, node, on_path) * (jnp.exp(later) * scale)[:, None]
+        return jnp.exp(jnp.sum(g)) * state + tb.dot(u, k, trans_a=True, exact=True)
+
+    return lax.fori_loop(0, pl.cdiv(num_nodes, _NODES), after_block, state)
+
+
+class _Decays(NamedTuple):
+    """The sums of g along the paths to some nodes, each in two parts `[n]`.
+
+    A multiple of 1/256, which is exact up to 2^16 (that is 512 nodes of the least g), and the rest,
+    which is below 1/256 a node. So the difference of two sums has no more error than a sum over the
+    nodes between.
+    """
+
+    coarse: jax.Array
+    fine: jax.Array
+
+    @classmethod
+    def of(cls, node: jax.Array, g_ref: Ref, mask_ref: Ref) -> "_Decays":
+        num_nodes = mask_ref.shape[0]
+
+        def of_block(i: jax.Array, sums: "_Decays") -> "_Decays":
+            other, exists = tb.rows(i * _NODES, _NODES, num_nodes)
+            exists &= mask_ref[other, other]
+            path = mask_ref[node[:, None], other[None, :]] & exists[None, :]
+            g = jnp.maximum(g_ref[other], -128.0)  # whose exp is 0 already
+            coarse = jnp.floor(g * 256) / 256
+            parts = zip(sums, (coarse, g - coarse), strict=True)
+            return cls(*(x + jnp.sum(jnp.where(path, y[None, :], 0.0), axis=1) for x, y in parts))
+
+        zero = jnp.zeros(node.shape, jnp.float32)
+        return lax.fori_loop(0, pl.cdiv(num_nodes, _NODES), of_block, cls(zero, zero))
+
+    def exponents(self, other: "_Decays") -> jax.Array:
+        """Log-decays `[n, m]` from other nodes to these, where those are above these."""
+        coarse, fine = (x[:, None] - y[None, :] for x, y in zip(self, other, strict=True))
+        return coarse + fine
+
+
+def _scan_tree(
+    inputs: dict[str, Ref], outputs: dict[str, Ref], state: jax.Array, interpret: bool
+) -> None:
+    """Writes y and u of all queries; see `_kernel`. `state` [p, S]."""
+    q_ref, k_ref, mask_ref = inputs["q"], inputs["k"], inputs["mask"]
+    num_queries, state_size = q_ref.shape
+    first = k_ref.shape[0] - num_queries  # queries are the last nodes
+    decays = functools.partial(_Decays.of, g_ref=inputs["g"], mask_ref=mask_ref)
+
+    def block_of_queries(i: jax.Array, _: Any) -> None:
+        query, exists = tb.rows(i * _NODES, _NODES, num_queries)
+        node = first + query
+        real = mask_ref[node, node]
+        q, q_scale = _rows(q_ref, query, real)
+        k, k_scale = _rows(k_ref, node, real)
+        q_scale = q_scale * state_size**-0.5
+        beta = jnp.where(real, inputs["beta"][query], 0.0)
+        k_scale = k_scale * beta
+        of_node = decays(node)
+        kept = jnp.exp(of_node.coarse + of_node.fine)
+        y, right = (
+            tb.dot(rows, state, trans_b=True, exact=True) * (kept * scale)[:, None]
+            for rows, scale in ((q, q_scale), (k, k_scale))
+        )
+        right = beta[:, None] * _kept(inputs["v"], query, real) - right
+
+        def weights(key: jax.Array, key_exists: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Of the u of some nodes in the outputs, and in the u, of the queries `[n, m]`."""
+            keys, scale = _rows(k_ref, key, key_exists)
+            above = mask_ref[node[:, None], key[None, :]] & real[:, None] & key_exists[None, :]
+            decay = jnp.exp(jnp.where(above, of_node.exponents(decays(key)), -jnp.inf))
+            decay = decay * scale[None, :]
+            scores = tb.dot(q, keys, trans_b=True) * decay * q_scale[:, None]
+            system = tb.dot(k, keys, trans_b=True) * decay * k_scale[:, None]
+            return scores, jnp.where(node[:, None] == key[None, :], 0.0, system)
+
+        def from_nodes(start: int, u_ref: Ref) -> Callable[[jax.Array, Any], Any]:
+            """What the nodes from `start` on, whose u are there, add."""
+
+            def from_block(j: jax.Array, carry: Any) -> Any:
+                y, right = carry
+                place, key_exists = tb.rows(j * _NODES, _NODES, u_ref.shape[0])
+                key = start + place
+                key_exists &= mask_ref[key, key]
+                scores, system = weights(key, key_exists)
+                u = _kept(u_ref, place, key_exists)
+                return y + tb.dot(scores, u), right - tb.dot(system, u)
+
+            return from_block
+
+        if first:
+            num_blocks = pl.cdiv(first, _NODES)
+            y, right = lax.fori_loop(0, num_blocks, from_nodes(0, inputs["prefix u"]), (y, right))
+        y, right = lax.fori_loop(0, i, from_nodes(first, outputs["u"]), (y, right))
+        scores, system = weights(node, real & exists)
+        u = _solved(system, right)
+        outputs["u"][query, :] = u
+        outputs["y"][query, :] = (y + tb.dot(scores, u)).astype(outputs["y"].dtype)
+        tb.barrier(interpret)  # the next block reads u
+
+    lax.fori_loop(0, pl.cdiv(num_queries, _NODES), block_of_queries, None)
+
+
+def _solved(system: jax.Array, right: jax.Array) -> jax.Array:
+    """The u `[n, p]` of `u + system u = right`, by substitution; `system` is below the diagonal."""
+    row = lax.broadcasted_iota(jnp.int32, right.shape, 0)
+    column = lax.broadcasted_iota(jnp.int32, system.shape, 1)
+
+    def below(i: jax.Array, u: jax.Array) -> jax.Array:
+        """Row i is u; what it adds to later ones goes."""
+        solved = jnp.sum(jnp.where(row == i, u, 0.0), axis=0)
+        weight = jnp.sum(jnp.where(column == i, system, 0.0), axis=1)
+        return u - weight[:, None] * solved[None, :]
+
+    return lax.fori_loop(0, len(system) - 1, below, right)
+
+
+def _rows(ref: Ref, index: jax.Array, exists: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows `[n, S]` of q or k as they are, zeros where no node is, and one over their lengths."""
+    values = jnp.where(exists[:, None], ref[index, :], 0)
+    wide = values.astype(jnp.float32)
+    return values, lax.rsqrt(jnp.sum(wide * wide, axis=1) + EPSILON)
+
+
+def _kept(ref: Ref, index: jax.Array, exists: jax.Array) -> jax.Array:
+    """Float32 rows `[n, p]`, zeros where no node is: NaN times 0 is NaN."""
+    return jnp.where(exists[:, None], ref[index, :].astype(jnp.float32), 0.0)
