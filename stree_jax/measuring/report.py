@@ -145,6 +145,6 @@ def draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set(
         title="Tokens per second, autoregressive = 1", xticks=(0, 0.5, 1), xlim=(0, right * 1.4)
     )
-    axes.set_ylim(len(names) - 0.3, -0.3)
+    axes.set_ylim(len(names) - 0.3, -0.12 - pitch / 2)
     axes.grid(visible=False)
     axes.axvline(1, color=_GREY, linewidth=1, linestyle="--", marker="")
