@@ -31,7 +31,7 @@ def run_demo(command: Demo) -> int:
         for name, given in (("target", command.target), ("draft", command.draft))
     ]
     folder, draft = map(find, names)
-    target, drafter = load_models(folder, Chosen("draft", str(draft), command.ignore_field))
+    target, drafter = load_models(folder, Chosen("draft", str(draft), command.ignore_field, "int8"))
     tokenizer = st.load_tokenizer(folder)
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     trees = {"chain of 4": st.TreeTopology.chain(4), f"tree of {_TREE.num_nodes}": _TREE}
