@@ -27,7 +27,7 @@ from stree_jax.convert.writing import writable, write_as, written_as
 from stree_jax.heads import FOLDER, load_native_head, open_head, part_of, save_head
 from stree_jax.messages import first_line, needs, shown_path
 from stree_jax.models.config import ModelConfig
-from stree_jax.models.matrices import check_quantize
+from stree_jax.models.matrices import check_quantize, quantized_names
 
 # Files that are copied unchanged, as patterns.
 _COPIED = (
@@ -102,11 +102,21 @@ def convert(
     files = side_files(path)
     if not is_foreign(path, quirks, ignore, changes):
         model = load_native(path, dtype=dtype, **in_8_bits)
+        if to != "native" and quantized_names(model):
+            raise ValueError(
+                f"{path} has matrices in 8 bits, which are stored natively only; convert the"
+                " original"
+            )
         inside = path / FOLDER
         found = open_head(FOLDER, inside)[1] if inside.is_dir() else None
         left_out = _left_out(found, model.config, to, model.dtype.name, target)
         has_place = found is not None and left_out is None
-        head = load_native_head(FOLDER, inside, model) if has_place else None
+        try:
+            head = load_native_head(FOLDER, inside, model) if has_place else None
+        except ValueError as error:
+            if quantize is None:
+                raise
+            head, left_out = None, str(error)  # of before heads knew their target in 8 bits
     else:
         checkpoint = open_checkpoint(path, quirks, ignore, changes)
         described, name = checkpoint.description, checkpoint.dtype.name

@@ -329,14 +329,17 @@ def _changed(name: str, parts: list[Tensor], changes: tuple[_Change, ...]) -> Te
     for change in changes:
         shape = change.shape(shape)
 
+    dtypes = {part.dtype for part in parts}
+    dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
+
     def read() -> np.ndarray:
-        arrays = [part.read() for part in parts]
+        arrays = [part.read().astype(dtype, copy=False) for part in parts]
         array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis)
         for change in changes:
             array = change.apply(array)
         return array
 
-    return Tensor(shape, np.result_type(*(part.dtype for part in parts)), read)
+    return Tensor(shape, dtype, read)
 
 
 def _table(names: str, within: str = "") -> dict[str, str]:

@@ -25,7 +25,7 @@ from stree_jax.messages import first_line, needs, shown
 
 _MAX_HEADER = 64 << 20  # bytes; 250,000 tokens and their merges take 10 MB
 _MAX_FIELDS = 1 << 16
-_ROWS = 1 << 20  # blocks that are dequantised at once
+_AT_ONCE = 1 << 24  # that are dequantised at once
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 # Types in metadata.
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
@@ -117,7 +117,7 @@ def _open_part(file: Path, kinds: Counter[str]) -> tuple[dict[str, Any], dict[st
             read = functools.partial(_read, file, kind, shape, start + offset, num_bytes)
             tensors[name] = Tensor(shape, np.dtype(_PLAIN.get(kind.name, "<f4")), read)
             kinds[kind.name] += 1
-    except struct.error:
+    except (struct.error, OverflowError):
         raise ValueError(f"{file} is damaged: its header is cut off, or endless") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {first_line(error)}") from error
@@ -229,9 +229,10 @@ def _read(file: Path, kind: Any, shape: tuple[int, ...], start: int, size: int) 
     if kind.name in _PLAIN:
         return raw.view(_PLAIN[kind.name]).reshape(shape)
     block, bytes_of_block = gguf.GGML_QUANT_SIZES[kind]
-    blocks = raw.reshape(-1, bytes_of_block)
-    out = np.empty((len(blocks), block), np.float32)
+    width = shape[-1]  # the package takes rows of many blocks faster
+    rows = raw.reshape(-1, width // block * bytes_of_block)
+    out, count = np.empty((len(rows), width), np.float32), max(_AT_ONCE // width, 1)
     with np.errstate(all="ignore"):  # what is not finite is refused with its weight
-        for i in range(0, len(blocks), _ROWS):
-            out[i : i + _ROWS] = gguf.dequantize(blocks[i : i + _ROWS], kind)
+        for i in range(0, len(rows), count):
+            out[i : i + count] = gguf.dequantize(rows[i : i + count], kind)
     return out.reshape(shape)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stree_jax.checkpoint.files import entries, folders_with, has_file, read_json
-from stree_jax.messages import shown
+from stree_jax.messages import shown, shown_path
 
 ADAPTER = "adapter_config.json"
 
@@ -33,7 +33,7 @@ def refuse_adapter(directory: Path) -> None:
     of, name = ("its model", "MODEL") if base is None else (f"the model {shown(base)}", shown(base))
     raise ValueError(
         f"{directory} has an adapter (PEFT, such as LoRA) for {of}: load that with the adapter,"
-        f" from_pretrained({name}, adapter={shown(str(directory))}), on the command line --adapter;"
+        f" from_pretrained({name}, adapter='{shown_path(directory)}'), on the command line --adapter;"
         f" if the weights here are merged already, remove {ADAPTER}"
     )
 

@@ -45,7 +45,7 @@ def sketch(model: HybridLM, *, matrices: bool = True) -> str:
     """SHA-256 of some numbers of every weight as bfloat16: the same in any dtype.
 
     Any training changes it. Reading all weights of a large target would take minutes. Without
-    `matrices` it is the same in 8 bits too.
+    `matrices` it is the same in 8 bits too, and after an adapter of matrices was merged.
     """
     total = hashlib.sha256()
     for name, leaf in named_weights(model, matrices=matrices):
@@ -150,7 +150,7 @@ def load_native_head(kind: str, path: str | os.PathLike[str], target: HybridLM) 
     is_original = quantized_names(target) and header.get("target_but_matrices") == sketch(
         target, matrices=False
     )
-    if header.get("target") != known.fingerprint(target) and not is_original:
+    if not is_original and header.get("target") != known.fingerprint(target):
         raise ValueError(f"the {known.misfit.format(path=path)}")
     return load_module(path, abstract_head(kind, config, target))
 

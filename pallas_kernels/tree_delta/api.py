@@ -23,7 +23,8 @@ the convolution wrote, in its dtype, and a kernel needs no launch for norms.
 the others hold, NaN included, reaches nothing.
 
 **Rounding.** float32 throughout. The exponent `a_i - a_j` is the sum of g over the nodes between,
-so it is never positive, and not a difference of sums.
+never a difference of rounded sums. (The kernel subtracts sums of g in steps of 1/256, which are
+exact, and sums of the small rest.)
 """
 
 import functools

@@ -54,13 +54,15 @@ def load_native(
     if dtype is None:
         dtype = matrix_dtype(stored.values())
     model = nnx.merge(*HybridLM.abstract(config))
-    in_8_bits = quantized_in(stored) | to_quantize(model, quantize, keep)
+    there, wanted_names = quantized_in(stored), to_quantize(model, quantize, keep)
+    if late := sorted(there & (to_quantize(model, quantize) - wanted_names)):
+        raise ValueError(f"{path} has {late[0]} in 8 bits already; keep it where they are made")
     structure, wanted = HybridLM.abstract(
         config,
         dtype=dtype,
         implementation=implementation,
         partition=partition,
-        quantized=in_8_bits,
+        quantized=there | wanted_names,
     )
     place = placer(config.cuts(partition.shards), partition)
     return nnx.merge(structure, _read_weights(path, wanted, stored, place))
@@ -243,7 +245,8 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
 
 def is_finite(name: str, weight: Any) -> bool:
     """Whether all values of a weight are finite, and for an `A_log` the decay rates too."""
-    weight = weight.scales if isinstance(weight, QuantizedMatrix) else weight
+    if isinstance(weight, QuantizedMatrix):  # its largest values
+        weight = weight.scales.astype(jnp.float32) * 127
     decays = name.endswith("A_log")
     devices: Any = weight.sharding.device_set
     is_on_host = weight.is_fully_addressable and all(each.platform == "cpu" for each in devices)

@@ -60,7 +60,7 @@ def _in_options(message: str, chosen: Any) -> str:
     if not names:
         return message
     said = re.sub(
-        rf"(?<![\w'\"/.-])({'|'.join(names)})(?![\w'\"])( = |=True)?",
+        rf"(?<![\w'\"/.-])({'|'.join(names)})(?![\w'\"]|=['\"\[])( = |=True)?",
         lambda found: f"--{found[1].replace('_', '-')}{' ' if found[2] == ' = ' else ''}",
         message,
     )

@@ -45,9 +45,14 @@ def shard(model: Model, mesh: Mesh | None, *, replicate: bool = False) -> Model:
         )
     partition = partition_of(mesh, replicate)
     structure, wanted = model.on(partition)
-    table = model.config.cuts(partition.shards)
+    table, targets = model.config.cuts(partition.shards), flatten(wanted)
+
+    def dtype_of(name: str) -> Any:
+        """That of a quantised matrix, which it has not while it is packed; None: its own."""
+        return targets[name].dtype if isinstance(targets[name], QuantizedMatrix) else None
+
     spread_out = {
-        name: spread(name, read(), table, partition)
+        name: spread(name, read(), table, partition, dtype_of(name))
         for name, read in canonical_weights(model).items()
     }
     return nnx.merge(structure, unflatten(spread_out, wanted))

@@ -462,6 +462,6 @@ def test_without_the_package(tmp_path, monkeypatch):
     (tmp_path / "x.gguf").write_bytes(header(tensors=[tensor()]) + bytes(99))
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(
-        ValueError, match=r"x\.gguf: to read GGUF files, install stree-jax\[gguf\]$"
+        ValueError, match=r"x\.gguf: reading GGUF files needs gguf; in the clone: pip install"
     ):
         open_checkpoint(tmp_path)

@@ -238,7 +238,7 @@ def test_a_single_key_is_folded_with_the_index_of_the_row():
 
 
 def test_every_family_and_every_method_is_in_the_table():
-    assert {family for family, _, _ in TABLE} == {*CONFIGS}
+    assert {family for family, _, _ in TABLE if ", int8" not in family} == {*CONFIGS}
     assert {method for _, method, _ in TABLE + SLOW} == {*METHODS}
     assert len({*TABLE} | {*SLOW}) == len(TABLE + SLOW)
 

@@ -240,6 +240,10 @@ def nan(weights):
     weights["embedding.scales"] = np.full_like(weights["embedding.scales"], np.nan)
 
 
+def huge(weights):
+    weights["embedding.scales"] = np.full_like(weights["embedding.scales"], 3e38)
+
+
 def other_scales(weights):
     weights["embedding.scales"] = np.repeat(weights["embedding.scales"], 2, axis=1)
 
@@ -269,6 +273,10 @@ REFUSED = {
         lambda path: st.from_pretrained(path / "plain", quantize="int8", keep="embedding"),
         "keep must be a list",
     ),
+    "kept too late": (
+        lambda path: st.from_pretrained(path / "int8", quantize="int8", keep=["embedding"]),
+        "has embedding in 8 bits already",
+    ),
     "a head": (
         lambda path: st.load_medusa(path / "plain", model(), quantize="fp8"),
         'quantize must be "int8" or None',
@@ -279,9 +287,10 @@ REFUSED = {
     ),
     "written by another program": (
         lambda path: convert(path / "int8", path / "new", to="hf"),
-        "matrices in 8 bits are stored natively only; convert the original",
+        "int8 has matrices in 8 bits, which are stored natively only; convert the original",
     ),
     "scales that are not finite": (damage(nan), "embedding holds NaN"),
+    "weights that are not finite": (damage(huge), "embedding holds NaN, infinity"),
     "no scales": (damage(lambda w: w.pop("embedding.scales")), "embedding .* is missing"),
     "no values": (
         damage(lambda w: w.pop("embedding.values")),
@@ -302,3 +311,10 @@ def test_refusals(stored, name):
     with pytest.raises(ValueError, match=message):
         run(stored)
     assert not (stored / "new").exists()
+
+
+def test_a_mesh_takes_the_type_of_the_model(stored):
+    """Packed, an 8-bit matrix has none; on a mesh it is widened to the model's."""
+    loaded = st.from_pretrained(stored / "int8", dtype="bfloat16")
+    on_mesh = st.shard(loaded, st.make_mesh())
+    assert on_mesh.activation_dtype == on_mesh.dtype == jnp.bfloat16

@@ -441,7 +441,9 @@ def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
 
     with pytest.raises(ValueError, match="exists and is not a stree-jax checkpoint of this kind"):
         list(distill(recipe, target, tmp_path / "whole", command=""))
-    with pytest.raises(ValueError, match=r"recipe.toml, .model. has num_heads alone: "):
+    with pytest.raises(
+        ValueError, match=r"recipe.toml, .model. has d_model: such recipes are for `train`"
+    ):
         list(
             train_medusa(
                 dataclasses.replace(recipe, model={"d_model": 3}),
