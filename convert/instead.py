@@ -33,8 +33,8 @@ def refuse_adapter(directory: Path) -> None:
     of, name = ("its model", "MODEL") if base is None else (f"the model {shown(base)}", shown(base))
     raise ValueError(
         f"{directory} has an adapter (PEFT, such as LoRA) for {of}: load that with the adapter,"
-        f" from_pretrained({name}, adapter='{shown_path(directory)}'), on the command line --adapter;"
-        f" if the weights here are merged already, remove {ADAPTER}"
+        f" from_pretrained({name}, adapter='{shown_path(directory)}'), on the command line"
+        f" --adapter; if the weights here are merged already, remove {ADAPTER}"
     )
 
 
