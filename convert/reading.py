@@ -201,7 +201,9 @@ def load_model(
             does not fit the partition.
     """
     config = checkpoint.description.config
-    names = to_quantize(nnx.merge(*HybridLM.abstract(config)), quantize, keep)
+    names: Collection[str] = ()
+    if quantize is not None:  # tracing takes time
+        names = to_quantize(nnx.merge(*HybridLM.abstract(config)), quantize, keep)
     structure, wanted = HybridLM.abstract(
         config, dtype=dtype, implementation=implementation, partition=partition, quantized=names
     )

@@ -102,10 +102,6 @@ def _run(
     channels = min(_CHANNELS, head_dim)
     part = HeadBlocks(channels, state_size, num_heads // some_k.shape[2])
 
-    def of_row(array: jax.Array) -> pl.BlockSpec:
-        shape = array.shape[1:]
-        return pl.BlockSpec((None, *shape), lambda b, h, p: (b,) + (0,) * len(shape))
-
     inputs = {"state": (state, part.state)}
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
     if previous is not None:
@@ -115,7 +111,7 @@ def _run(
             "prev k": (k, part.of_group(length)),
             "prev u": (u, part.of_channels(length)),
             "prev g": (g, part.of_head(length)),
-            "path": (path, of_row(path)),
+            "path": (path, part.of_row(path)),
         }
         outputs["state"] = inputs["state"]
     if tree is not None:
@@ -127,7 +123,7 @@ def _run(
             "v": (v, part.of_channels(num_queries)),
             "g": (g, part.of_head(num_nodes)),
             "beta": (beta, part.of_head(num_queries)),
-            "mask": (mask, of_row(mask)),
+            "mask": (mask, part.of_row(mask)),
         }
         new_u = jax.ShapeDtypeStruct(v.shape, jnp.float32)
         outputs |= {"y": inputs["v"], "u": (new_u, part.of_channels(num_queries))}

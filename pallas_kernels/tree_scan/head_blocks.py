@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
@@ -25,6 +26,11 @@ class HeadBlocks:
     channels: int
     state_size: int
     heads_per_group: int
+
+    def of_row(self, array: jax.Array) -> pl.BlockSpec:
+        """All of a row of `[B, ...]`."""
+        shape = array.shape[1:]
+        return pl.BlockSpec((None, *shape), lambda b, h, p: (b,) + (0,) * len(shape))
 
     def of_channels(self, length: int) -> pl.BlockSpec:
         """Blocks of `[B, length, H, P]`."""

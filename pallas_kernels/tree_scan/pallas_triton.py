@@ -155,10 +155,6 @@ def _run(
     num_blocks = head_dim // channels
     part = HeadBlocks(channels, state_size, num_heads // some_B.shape[2])
 
-    def of_row(array: jax.Array) -> pl.BlockSpec:
-        shape = array.shape[1:]
-        return pl.BlockSpec((None, *shape), lambda b, h, p: (b,) + (0,) * len(shape))
-
     inputs = {"A": (A, part.one_of_heads), "state": (state, part.state)}
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
     if previous is not None:
@@ -168,7 +164,7 @@ def _run(
             "prev x": (x, part.of_channels(length)),
             "prev dt": (dt, part.of_head(length)),
             "prev B": (B, part.of_group(length)),
-            "path": (path, of_row(path)),
+            "path": (path, part.of_row(path)),
         }
         outputs["state"] = inputs["state"]
     if tree is not None:
@@ -180,12 +176,12 @@ def _run(
             "B": (B, part.of_group(num_nodes)),
             "C": (C, part.of_group(num_queries)),
             "D": (D, part.one_of_heads if D.ndim == 1 else part.skip),
-            "mask": (mask, of_row(mask)),
+            "mask": (mask, part.of_row(mask)),
         }
         shape = jax.ShapeDtypeStruct((batch, num_queries, num_heads, head_dim), x.dtype)
         outputs["y"] = (shape, part.of_channels(num_queries))
     if gate is not None:
-        inputs["gate"] = (gate.projected, of_row(gate.projected))
+        inputs["gate"] = (gate.projected, part.of_row(gate.projected))
     per_head = gate is not None and gate.norm_per_head
     # A program with a part of a head cannot norm it.
     norms = not per_head or num_blocks == 1

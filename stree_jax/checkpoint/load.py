@@ -53,16 +53,19 @@ def load_native(
     config, stored = open_native(path)
     if dtype is None:
         dtype = matrix_dtype(stored.values())
-    model = nnx.merge(*HybridLM.abstract(config))
-    there, wanted_names = quantized_in(stored), to_quantize(model, quantize, keep)
-    if late := sorted(there & (to_quantize(model, quantize) - wanted_names)):
-        raise ValueError(f"{path} has {late[0]} in 8 bits already; keep it where they are made")
+    in_8_bits = quantized_in(stored)
+    if quantize is not None:  # tracing takes time
+        model = nnx.merge(*HybridLM.abstract(config))
+        names = to_quantize(model, quantize, keep)
+        if late := sorted(in_8_bits & (to_quantize(model, quantize) - names)):
+            raise ValueError(f"{path} has {late[0]} in 8 bits already; keep it where they are made")
+        in_8_bits |= names
     structure, wanted = HybridLM.abstract(
         config,
         dtype=dtype,
         implementation=implementation,
         partition=partition,
-        quantized=there | wanted_names,
+        quantized=in_8_bits,
     )
     place = placer(config.cuts(partition.shards), partition)
     return nnx.merge(structure, _read_weights(path, wanted, stored, place))
