@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import stree_jax as st
 from benchmarks import methods, steps
 from benchmarks.common import Found, forget_programs, main
-from benchmarks.methods import CHAIN_OF_4, CHAINS, COMPARED, DEEP_TREE, PAPER_TREES, trees
+from benchmarks.methods import CHAIN_OF_4, COMPARED, DEEP_TREE, PAPER_TREES, TUNED_TREES, trees
 from benchmarks.models import CHECKPOINTS, chosen_pair, random_model
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, different
 from stree_jax.measuring.report import Table, method_tables
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     """The paper's trees, a deep one, a dynamic one and prompt lookup; costs of target calls."""
     pair = chosen_pair(options, options.prompts)
     drafter = st.ModelDrafter(pair.draft)
-    ways = [Method(PLAIN), *trees(drafter, CHAINS)]
+    ways = [Method(PLAIN), *trees(drafter, TUNED_TREES)]
     if not options.target:
         ways += [Method("deep tree", drafter, DEEP_TREE), dynamic_tree(pair.draft)]
     ways += [LOOKUP, *trees(drafter, PAPER_TREES)]

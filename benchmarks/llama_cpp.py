@@ -233,6 +233,7 @@ class Model:
         for i in range(num_places):
             self.batch.seq_id[i][0] = 0
         self.saved, self.saved_end = (ctypes.c_uint8 * 0)(), 0
+        self.samplers: dict[float, Any] = {}  # by temperature
 
     def clear(self) -> None:
         """Forgets the text."""
@@ -249,6 +250,15 @@ class Model:
         logits = self.api.llama_get_logits(self.context)
         scores = np.ctypeslib.as_array(logits, (num - first, self.vocab_size))
         return scores.argmax(axis=1).tolist()
+
+    def draw(self, temperature: float) -> int:
+        """A token after the last one that was read, by llama.cpp's sampler."""
+        if temperature not in self.samplers:
+            chain = self.api.llama_sampler_chain_init(self.api.llama_sampler_chain_default_params())
+            self.api.llama_sampler_chain_add(chain, self.api.llama_sampler_init_temp(temperature))
+            self.api.llama_sampler_chain_add(chain, self.api.llama_sampler_init_dist(0))
+            self.samplers[temperature] = chain
+        return self.api.llama_sampler_sample(self.samplers[temperature], self.context, -1)
 
     def save(self, place: int) -> None:
         """Copies the recurrent states of a text that ends before `place`."""
@@ -269,13 +279,17 @@ class Model:
         assert removed
 
 
-def plain(model: Model, prompt: list[int], *, tokens: int, eos: int | None) -> np.ndarray:
-    """Greedy decoding, a token at a time."""
+def plain(
+    model: Model, prompt: list[int], *, temperature: float, tokens: int, eos: int | None
+) -> np.ndarray:
+    """Decoding a token at a time; above temperature 0 its own sampler draws the tokens."""
     model.clear()
-    text = prompt + model.read(prompt, 0)
-    while len(text) < len(prompt) + tokens and text[-1] != eos:
-        text += model.read(text[-1:], len(text) - 1)
-    return np.array(text[len(prompt) :])
+    best, text = model.read(prompt, 0), [*prompt]
+    while True:
+        text += [model.draw(temperature)] if temperature else best
+        if len(text) == len(prompt) + tokens or text[-1] == eos:
+            return np.array(text[len(prompt) :])
+        best = model.read(text[-1:], len(text) - 1)
 
 
 def drafted(
@@ -347,8 +361,12 @@ def calls(
     return {size: functools.partial(read, size) for size in sizes}
 
 
-def decoders(pair: Pair, tokens: int, threads: int) -> tuple[dict[str, Decode], dict[str, Any]]:
-    """Greedy decoding of the embedded pair by llama.cpp, and the versions.
+def decoders(
+    pair: Pair, temperatures: Collection[float], tokens: int, threads: int
+) -> tuple[dict[float, dict[str, Decode]], dict[str, Any]]:
+    """Decoding of the embedded pair by llama.cpp, by temperature, and the versions.
+
+    Its own speculation is compared at temperature 0 only.
 
     Raises:
         ImportError: a package is missing.
@@ -364,13 +382,17 @@ def decoders(pair: Pair, tokens: int, threads: int) -> tuple[dict[str, Decode], 
 
     targets = {precision: embedded("target", precision) for precision in PRECISIONS}
     draft, given = embedded("draft", "float32"), {"eos": pair.target.config.eos_token}
-    ways: dict[str, Decode] = {}
-    for precision, model in targets.items():
-        name = NAME if precision == "float32" else f"{NAME}, {precision}"
-        ways[name] = functools.partial(plain, model, tokens=tokens, **given)
-    for num in DRAFTS:
-        ways[f"{NAME}, chain of {num}"] = functools.partial(
-            drafted, targets["float32"], draft, num_drafts=num, tokens=tokens, **given
-        )
+    ways: dict[float, dict[str, Decode]] = {}
+    for temperature in temperatures:
+        these = ways[temperature] = {}
+        for precision, model in targets.items():
+            name = NAME if precision == "float32" else f"{NAME}, {precision}"
+            these[name] = functools.partial(
+                plain, model, temperature=temperature, tokens=tokens, **given
+            )
+        for num in () if temperature else DRAFTS:
+            these[f"{NAME}, chain of {num}"] = functools.partial(
+                drafted, targets["float32"], draft, num_drafts=num, tokens=tokens, **given
+            )
     built = llama_cpp.llama_print_system_info().decode()
     return ways, {"llama-cpp-python": llama_cpp.__version__, "llama.cpp was built with": built}

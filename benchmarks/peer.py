@@ -1,21 +1,21 @@
 """How does decoding compare with transformers and llama.cpp, on the same weights, in one run?
 
-Exports the embedded pair to their formats, decodes the same prompts greedily with them and with
-stree-jax, with and without drafts, interleaved prompt by prompt, and compares the tokens: in
-float32 they must be the same. The time of a text includes its prompt, in all of them.
-transformers does not support assisted decoding of these models, so it decodes without drafts;
-llama.cpp drafts as its own tools do. Either may be missing: `benchmarks/llama_cpp.py` says how to
-build llama.cpp.
+Exports the embedded pair to their formats, decodes the same prompts with them and with stree-jax,
+with and without drafts, interleaved prompt by prompt, and compares the tokens: in float32 at
+temperature 0 they must be the same, and above it ours with drafts and without. The time of a text
+includes its prompt, in all of them. transformers does not support assisted decoding of these
+models, so it decodes without drafts; llama.cpp drafts as its own tools do, at temperature 0.
+Either may be missing: `benchmarks/llama_cpp.py` says how to build llama.cpp.
 
-    python -m benchmarks.peer [--prompts 16] [--tokens 96] [--rounds 3] [--threads 2]
-        [--calls 8]
+    python -m benchmarks.peer [--prompts 16] [--tokens 96] [--rounds 3] [--temperatures 0 1]
+        [--threads 2] [--calls 8]
 """
 
 import argparse
 import functools
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,14 @@ import stree_jax as st
 from benchmarks import llama_cpp
 from benchmarks.common import Found, main, timed, timed_calls
 from benchmarks.llama_cpp import Decode
-from benchmarks.methods import CHAINS, SIZES, trees
+from benchmarks.methods import COMPARED, TUNED_TREES, trees
 from benchmarks.models import Pair, embedded_pair, random_model
 from benchmarks.steps import run_steps
 from stree_jax.measuring.clock import speeds, summary
 from stree_jax.measuring.methods import PLAIN, Method
 from stree_jax.measuring.report import Table
 
-OPTIONS = SIZES | {"--threads": 2, "--calls": 8}
+OPTIONS = COMPARED | {"--threads": 2, "--calls": 8}
 
 PEER = "transformers"
 ROUNDED = ("bfloat16", "8 bits")  # weights: texts may differ
@@ -52,84 +52,108 @@ CALLED = {tree.num_nodes: tree for tree in map(st.TreeTopology.chain, (0, 4, 12)
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """The embedded target in the peers that are installed, and here with and without drafts."""
     pair = embedded_pair(options.prompts, None)
-    ways, versions = {}, {}
+    ways = our_decoders(pair, options.temperatures, options.tokens)
+    peers, versions = [], {}
     for name, decoders, install in (
         (PEER, transformers_decoders, "in the clone, on Python 3.11: pip install '.[peers]'"),
         (llama_cpp.NAME, llama_cpp.decoders, llama_cpp.INSTALL),
     ):
         try:
-            found, used = decoders(pair, options.tokens, options.threads)
+            found, used = decoders(pair, options.temperatures, options.tokens, options.threads)
         except ImportError as error:
             print(f"Not compared with {name} ({error}): {install}")
         else:
-            ways |= found
+            peers.append(name)
+            ways = {each: found[each] | ours for each, ours in ways.items()}
             versions |= used
-    if not ways:
+    if not peers:
         raise SystemExit("there is nothing to compare with")
-    peers = [name for name in (PEER, llama_cpp.NAME) if name in ways]
-    ways |= our_decoders(pair, options.tokens)
-
-    outputs, seconds = timed("decoding", ways, pair.prompts, options.rounds)
-    tokens = {name: sum(map(len, texts)) for name, texts in outputs.items()}
-    # Braces of formats take no dots.
-    times = {peer: f"times_{peer.replace('.', '_')}" for peer in peers}
-    relative = {times[peer]: speeds(tokens, seconds, peer) for peer in peers}
-    rows = [
-        {
-            "method": name,
-            "tokens_per_second": speed["tokens_per_second"],
-            "identical_prompts": sum(map(np.array_equal, outputs[name], outputs[PLAIN])),
-        }
-        | {field: found[name]["speed_up"] for field, found in relative.items()}
-        for name, speed in speeds(tokens, seconds, PLAIN).items()
-    ]
-    medians = {row["method"]: row[times[peers[0]]]["median"] for row in rows}
+    rows = []
+    for temperature, these in ways.items():
+        rows += compared(pair, these, peers, temperature, options.rounds)
     sizes = real_sizes(options) if llama_cpp.NAME in peers and options.calls else []
     yield Found(
         pair.settings() | {"versions": versions, "methods": rows, "sizes": sizes},
         [
-            Table(
-                f"{pair.source}, greedy, {len(pair.prompts)} prompts",
-                rows,
-                {"method": "{method}", "tokens/s": "{tokens_per_second[median]:,.0f}"}
-                | {f"times {peer}": f"{{{field}[median]:.2f}}x" for peer, field in times.items()}
-                | {"identical prompts": "{identical_prompts}"},
+            *(
+                Table(
+                    f"{pair.source}, {len(pair.prompts)} prompts, temperature {temperature:g}",
+                    [row for row in rows if row["temperature"] == temperature],
+                    {"method": "{method}", "tokens/s": "{tokens_per_second[median]:,.0f}"}
+                    | {f"times {peer}": f"{{{_times(peer)}[median]:.2f}}x" for peer in peers}
+                    | {"identical prompts": "{identical_prompts}"},
+                )
+                for temperature in ways
             ),
             *([Table("A call of the target, ms", sizes, CALL_COLUMNS)] if sizes else []),
         ],
         wrong=[
-            row["method"]
+            f"{row['method']}, temperature {row['temperature']:g}"
             for row in rows
-            if row["identical_prompts"] < len(pair.prompts) and not row["method"].endswith(ROUNDED)
+            if row["must_be_identical"] and row["identical_prompts"] < len(pair.prompts)
         ],
-        line={name: round(value, 2) for name, value in medians.items()},
+        line={
+            f"{row['method']}, {row['temperature']:g}": round(row[_times(peers[0])]["median"], 2)
+            for row in rows
+        },
     )
 
 
-def our_decoders(pair: Pair, tokens: int) -> dict[str, Decode]:
-    """This library, without drafts and with the embedded draft, in three types."""
+def _times(peer: str) -> str:
+    """The field of a speed over a peer's; braces of formats take no dots."""
+    return f"times_{peer.replace('.', '_')}"
 
-    def decode(of: Pair, method: Method, prompt: list[int]) -> np.ndarray:
-        out = method.decode(of.target, [prompt], max_new_tokens=tokens)
+
+def compared(
+    pair: Pair, ways: Mapping[str, Decode], peers: Sequence[str], temperature: float, rounds: int
+) -> list[dict[str, Any]]:
+    """A record of each way at one temperature, all interleaved."""
+    title = f"decoding, temperature {temperature:g}"
+    outputs, seconds = timed(title, ways, pair.prompts, rounds)
+    tokens = {name: sum(map(len, texts)) for name, texts in outputs.items()}
+    relative = {_times(peer): speeds(tokens, seconds, peer) for peer in peers}
+    return [
+        {
+            "method": name,
+            "temperature": temperature,
+            "tokens_per_second": speed["tokens_per_second"],
+            "identical_prompts": sum(map(np.array_equal, outputs[name], outputs[PLAIN])),
+            "must_be_identical": not name.endswith(ROUNDED)
+            and not (temperature and name.startswith(tuple(peers))),
+        }
+        | {field: found[name]["speed_up"] for field, found in relative.items()}
+        for name, speed in speeds(tokens, seconds, PLAIN).items()
+    ]
+
+
+def our_decoders(
+    pair: Pair, temperatures: Sequence[float], tokens: int
+) -> dict[float, dict[str, Decode]]:
+    """This library by temperature, without drafts and with the embedded draft, in three types."""
+
+    def decode(of: Pair, method: Method, temperature: float, prompt: list[int]) -> np.ndarray:
+        out = method.decode(of.target, [prompt], temperature=temperature, max_new_tokens=tokens)
         return out.tokens[0, : out.lengths[0]]
 
-    ways = {}
     types = {
         "": pair,
         ", bfloat16": embedded_pair(0, dtype="bfloat16"),
         ", 8 bits": embedded_pair(0, quantize="int8"),
     }
+    ways: dict[float, dict[str, Decode]] = {temperature: {} for temperature in temperatures}
     for suffix, of in types.items():
-        drafted = trees(st.ModelDrafter(of.draft), CHAINS)
-        for method in (Method(PLAIN), *drafted):
-            ways[method.name + suffix] = functools.partial(decode, of, method)
+        methods = Method(PLAIN), *trees(st.ModelDrafter(of.draft), TUNED_TREES)
+        for temperature, method in itertools.product(temperatures, methods):
+            ways[temperature][method.name + suffix] = functools.partial(
+                decode, of, method, temperature
+            )
     return ways
 
 
 def transformers_decoders(
-    pair: Pair, tokens: int, threads: int
-) -> tuple[dict[str, Decode], dict[str, Any]]:
-    """Greedy decoding of the embedded target by transformers, and the versions.
+    pair: Pair, temperatures: Sequence[float], tokens: int, threads: int
+) -> tuple[dict[float, dict[str, Decode]], dict[str, Any]]:
+    """Decoding of the embedded target by transformers, by temperature, and the versions.
 
     Raises:
         ImportError: a package is missing.
@@ -145,17 +169,22 @@ def transformers_decoders(
         convert(st.demo_path("target"), path, dtype="float32", to="hf")
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
-    def decode(prompt: list[int]) -> np.ndarray:
+    def decode(options: dict[str, Any], prompt: list[int]) -> np.ndarray:
         with torch.no_grad():
             out = model.generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                 max_new_tokens=tokens,
-                do_sample=False,
+                **options,
             )
         return out[0, len(prompt) :].numpy()
 
-    return {PEER: decode}, {"torch": torch.__version__, "transformers": transformers.__version__}
+    def options(temperature: float) -> dict[str, Any]:
+        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        return sampled if temperature else {"do_sample": False}
+
+    ways = {each: {PEER: functools.partial(decode, options(each))} for each in temperatures}
+    return ways, {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def real_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
