@@ -149,11 +149,20 @@ def test_every_name_of_the_library_exists():
 
 
 def test_every_page_is_in_the_site():
-    """And in one table of contents: the first page's."""
-    index = (DOCS / "index.md").read_text()
-    trees = re.findall(r"```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)```", index, re.DOTALL)
-    listed = [DOCS / f"{line}.md" for tree in trees for line in tree.split()]
+    """And once in its menu, which has five groups of at most seven pages."""
+    menus = {
+        index: re.findall(r"```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)```", index.read_text(), re.DOTALL)
+        for index in (DOCS / "index.md", DOCS / "api" / "index.md")
+    }
+    listed = [
+        index.parent / f"{line}.md"
+        for index, trees in menus.items()
+        for tree in trees
+        for line in tree.split()
+    ]
     assert sorted(listed) == sorted(set(PAGES) - {DOCS / "index.md"})
+    assert len(menus[DOCS / "index.md"]) == 5
+    assert all(len(tree.split()) <= 7 for trees in menus.values() for tree in trees)
 
 
 def test_every_example_is_in_the_gallery():
@@ -192,7 +201,7 @@ def test_the_drawn_step_is_the_readmes():
     steps = json.loads((ROOT / "benchmarks/results/steps.json").read_text())["steps"]
     pictures = pytest.importorskip("benchmarks.pictures", reason="matplotlib is not installed")
     drawn = steps[pictures.README_STEP]
-    picture = (ROOT / "README.md").read_text().split("```")[1]
+    picture = next(block for language, block in fences(ROOT / "README.md") if not language)
     tree = st.TreeTopology.from_parents(drawn["parents"])
     labels = [json.dumps(label) for label in drawn["labels"]]
     without_note = re.sub(r" +then the target's own next token: .+", "", picture).strip()

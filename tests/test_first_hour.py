@@ -29,8 +29,9 @@ pytestmark = [
 
 
 def blocks(page):
-    """Language and text of each block of a page; pictures are none."""
-    for language, block in fences(page):
+    """Language and text of each block of a page; pictures are none, and the clone is there."""
+    for language, text in fences(page):
+        block = re.sub(r"^git clone .*\n", "", text)
         if language == "python":
             yield "python", block
         elif language == "sh" or all(map(COMMAND.match, block.splitlines())):

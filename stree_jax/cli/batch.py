@@ -60,10 +60,11 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
     Returns:
         The number of lines with errors.
     """
-    check_int("--rows", command.rows, 1)
+    wanted_rows = 8 if command.rows is None else command.rows
+    check_int("--rows", wanted_rows, 1)
     lines = _lines(loaded, command, settings)
     limit = min(command.max_length or loaded.model.config.max_length or MAX_TOKENS, MAX_TOKENS)
-    lines, rows = _fitting(loaded, lines, command.rows, limit)
+    lines, rows = _fitting(loaded, lines, wanted_rows, limit)
     longest = max([2, *(line.length for line in lines if line.length <= limit)])
     scheduler = st.Scheduler(loaded.model, rows=rows, max_length=longest, **loaded.drafting)
     columns = bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeElapsedColumn()

@@ -69,6 +69,7 @@ def run_bench(command: Bench) -> int:
         target,
         drafters,
         command.ignore_field,
+        adapter=command.adapter,
         dtype=command.dtype,
         quantize=command.quantize,
         mesh=None if command.mesh is None else parse_mesh(command.mesh),

@@ -27,6 +27,8 @@ def run_generate(command: Generate) -> int:
         raise ValueError("give either --prompt TEXT or --prompts FILE.jsonl")
     if command.prompts is None and command.output is not None:
         raise ValueError("--output is for the texts of --prompts; --prompt writes to the terminal")
+    if command.prompts is None and command.rows is not None:
+        raise ValueError("--rows is for the texts of --prompts; --prompt is one text, or --n")
     if command.lossy and command.prompts is not None:
         raise ValueError("--lossy is for a --prompt: texts of --prompts are always the target's")
     if command.show and command.prompts is not None:

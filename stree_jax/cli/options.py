@@ -89,6 +89,7 @@ class Bench(DraftModels):
     """Measure what drafts bring a target on this machine; by default, the embedded pair."""
 
     target: str | None = Argument(None, help="Target model: checkpoint directory or hub name.")
+    adapter: str | None = _ADAPTER
     tree: list[str] = Option(
         [], help="Draft tree, as in `generate --tree`; may be repeated. By default chain:4."
     )
@@ -128,7 +129,9 @@ class Prompts:
         help="With --prompts: JSON lines file to write; by default the standard output. Rerun to"
         " resume.",
     )
-    rows: int = Option(8, help="With --prompts: number of texts decoded at the same time.")
+    rows: int | None = Option(
+        None, help="With --prompts: number of texts decoded at the same time; by default 8."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -300,6 +303,7 @@ class TuneTree(Drafts):
     """Find the fastest draft tree here, or that none pays; by default, of the embedded pair."""
 
     target: str | None = Argument(None, help="Target model: checkpoint directory or hub name.")
+    adapter: str | None = _ADAPTER
     temperature: float = Option(0.0, help="0 is greedy decoding.")
     prompts: Path | None = Option(
         None, help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'

@@ -42,7 +42,13 @@ def run_tune_tree(command: TuneTree) -> None:
     texts = [*PROMPTS, *MORE_PROMPTS] if command.prompts is None else read_prompts(command.prompts)
     encode = Texts.at(find(target)).tokens
     prompts = [encode(text, name=f"prompt {i + 1}") for i, text in enumerate(texts)]
-    models = load_models(target, drafter, dtype=command.dtype, quantize=command.quantize)
+    models = load_models(
+        target,
+        drafter,
+        adapter=command.adapter,
+        dtype=command.dtype,
+        quantize=command.quantize,
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         report = _tuned(console, command, *models, prompts)

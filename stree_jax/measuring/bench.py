@@ -17,7 +17,7 @@ from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, compare, different
 from stree_jax.measuring.report import draw_speeds, method_tables
-from stree_jax.messages import shown
+from stree_jax.messages import needs, shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.pretrained import from_pretrained
 from stree_jax.text import Texts
@@ -92,7 +92,7 @@ class BenchReport:
         return {**self.head, "decoding": [*self.rows]}
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the speeds into a .png or .svg file; needs matplotlib, `stree-jax[bench]`.
+        """Draws the speeds into a .png or .svg file; needs matplotlib, the extra `bench`.
 
         Raises:
             ValueError: another kind of file, or no matplotlib.
@@ -120,7 +120,7 @@ def check_picture(path: str | os.PathLike[str]) -> Path:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ValueError("a picture needs matplotlib: pip install 'stree-jax[bench]'") from None
+        raise ValueError(needs("a picture", "matplotlib", "bench")) from None
     return file
 
 

@@ -148,7 +148,7 @@ def test_ctrl_c_keeps_the_rounds_before_it(clock, tmp_path):
         (["--json", "nowhere/x.json"], "--json nowhere/x.json: the folder nowhere does not exist"),
         (["--plot", "nowhere/x.png"], "--plot nowhere/x.png: the folder nowhere does not exist"),
         (["--plot", "x.pdf"], "x.pdf is not a .png or .svg file"),
-        (["--plot", "x.png"], "a picture needs matplotlib: pip install 'stree-jax[bench]'"),
+        (["--plot", "x.png"], "a picture needs matplotlib; in the clone: pip install '.[bench]'"),
         (["--tree", "star:4"], "'star:4' is not a tree"),
         (["--medusa", "{}/medusa", "--tree", "budget:8,2"], "only a draft model chooses the shape"),
         (["--medusa", "{}/medusa", "--mesh", "data=2"], "heads draft on one device"),

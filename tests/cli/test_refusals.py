@@ -16,6 +16,7 @@ PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
         (["generate", "{target}"], "give either --prompt TEXT or --prompts FILE.jsonl"),
         ([*GENERATE, "--prompts", "x"], "give either --prompt TEXT"),
         ([*GENERATE, "--output", "y"], "--output is for the texts of --prompts"),
+        ([*GENERATE, "--rows", "2"], "--rows is for the texts of --prompts"),
         ([*GENERATE, "--max-length", "0"], "--max-length must be an integer, at least 1; got 0"),
         ([*PROMPTS, "--max-length", "0"], "--max-length must be an integer, at least 1; got 0"),
         ([*PROMPTS, "--rows", "0"], "--rows must be an integer, at least 1; got 0"),
