@@ -1,4 +1,4 @@
-"""The README's code runs, its picture is a real step and its table the measured one; it is short."""
+"""The README's code runs, its picture is a real step, its table the measured one; it is short."""
 
 import json
 import re
