@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,12 +10,13 @@ import numpy as np
 
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import folders_with, has_file, read_json
-from stree_jax.checks import check_names, require
+from stree_jax.checks import require
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.files import open_tensors
 from stree_jax.convert.instead import ADAPTER
 from stree_jax.messages import shown
 
+_MAX_PATTERN = 200  # letters
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _MERGE = "merge it with peft, merge_and_unload(), and load what save_pretrained then writes"
 # Fields that must say nothing: each changes the function, or which weights it is added to.
@@ -56,14 +57,12 @@ class Adapted(NamedTuple):
         changed: names of the changed ones.
         about: what the adapter is.
         notes: ignored fields of its config, with reasons.
-        asked: names of unknown fields to ignore that its config has not.
     """
 
     tensors: dict[str, Tensor]
     changed: set[str]
     about: str
     notes: list[str]
-    asked: set[str]
 
 
 class _Settings(NamedTuple):
@@ -84,7 +83,7 @@ class _Change(NamedTuple):
 
 
 def adapted(
-    tensors: Mapping[str, Tensor], path: Path, ignore: Collection[str] | Any = ()
+    tensors: Mapping[str, Tensor], path: Path, asked: dict[str, bool] | None = None
 ) -> Adapted:
     """Merges a LoRA adapter: a matrix W becomes W + alpha / r B A. Reads no weights.
 
@@ -95,7 +94,7 @@ def adapted(
     Args:
         tensors: the checkpoint's, by the names of transformers.
         path: directory of the adapter.
-        ignore: names of unknown config fields to ignore.
+        asked: names of unknown config fields to ignore, see `Fields`.
 
     Raises:
         ValueError: it is damaged or no LoRA adapter, computes something else, changes a tensor that
@@ -105,7 +104,6 @@ def adapted(
         inside = folders_with(path, [ADAPTER])
         way = f"; give its folder {shown(inside[-1])}, which has one" if inside else ""
         raise ValueError(f"{path} is not an adapter (PEFT): it has no {ADAPTER}{way}")
-    asked = dict.fromkeys(check_names("ignore", ignore), False)
     fields = Fields(path / ADAPTER, read_json(path / ADAPTER), asked=asked)
     base, settings = fields.values.get("base_model_name_or_path"), _settings(fields)
     notes = fields.finish()
@@ -125,7 +123,6 @@ def adapted(
         {*merged},
         f"LoRA{of_rank}, {len(merged)} tensors" + (f"; made for {shown(base)}" if base else ""),
         notes,
-        {name for name, found in asked.items() if not found},
     )
 
 
@@ -161,15 +158,20 @@ def _by_module(
     for pattern in table.values:
         plain = pattern.replace("\\.", ".")
         fields.check(
-            re.fullmatch(r"\^?[\w.-]{1,200}", plain) is not None,
+            re.fullmatch(rf"\^?[\w.-]{{1,{_MAX_PATTERN}}}", plain) is not None,
             f"{name} has {pattern!r:.80}; only names of modules are read, no regular expressions:"
             f" {_MERGE}",
         )
         end = f"^.{plain[1:]}" if plain[0] == "^" else f".{plain}"
         ends[end] = take(table, pattern)
-    return lambda module: next(
-        (value for end, value in ends.items() if f"^.{module}".endswith(end)), default
-    )
+    order = {end: i for i, end in enumerate(ends)}
+
+    def value(module: str) -> Any:
+        last = f"^.{module}"[-_MAX_PATTERN - 2 :]  # as far as a pattern reaches
+        found = [last[at:] for at in range(len(last)) if last[at:] in ends]
+        return ends[min(found, key=order.__getitem__)] if found else default
+
+    return value
 
 
 def _changes(
@@ -236,6 +238,5 @@ def _merge(change: _Change, file: str) -> np.ndarray:
     if not own:
         return weight
     a, b = (own[part] for part in sorted(own))
-    with np.errstate(over="ignore", invalid="ignore"):  # whoever reads it refuses infinity
-        delta = np.float32(change.scale) * (b @ a)
-        return weight + (delta if "A" in own else delta.T)
+    delta = np.float32(change.scale) * (b @ a)
+    return weight + (delta if "A" in own else delta.T)

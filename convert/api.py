@@ -12,7 +12,13 @@ from jax.typing import DTypeLike
 from stree_jax.checkpoint import is_native, write_checkpoint
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.checkpoint.directories import new_directory, recover
-from stree_jax.checkpoint.files import CHAT_TEMPLATES, folder_of, has_directory, has_file
+from stree_jax.checkpoint.files import (
+    CHAT_TEMPLATES,
+    checked_path,
+    folder_of,
+    has_directory,
+    has_file,
+)
 from stree_jax.checkpoint.load import load_native
 from stree_jax.convert.families import config_files, layout
 from stree_jax.convert.files import HEAD, shards
@@ -50,14 +56,14 @@ def formats() -> tuple[str, ...]:
 
 
 def convert(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Any,
+    destination: str | os.PathLike[str] | Any,
     *,
     dtype: DTypeLike | None = None,
     to: str = "native",
     quirks: Collection[str] = (),
     ignore: Collection[str] | Any = (),
-    adapter: str | os.PathLike[str] | None = None,
+    adapter: str | os.PathLike[str] | Any = None,
     progress: ProgressCallback = lambda done, total: None,
     quantize: str | Any = None,
     keep: Collection[str] | Any = (),
@@ -95,7 +101,8 @@ def convert(
     if quantize is not None and to != "native":
         raise ValueError(f"quantize = {quantize!r} is for native checkpoints, not for to = {to!r}")
     in_8_bits: dict[str, Any] = dict(quantize=quantize, keep=keep)
-    path, target = find(source), Path(destination)
+    target = checked_path(destination, "destination", "the directory to create")
+    path = find(source)
     if target.exists():
         raise ValueError(f"{target} exists; choose another name")
     changes = None if adapter is None else find(adapter, adapter=True)
@@ -179,15 +186,16 @@ def side_files(directory: Path) -> list[Path]:
     ]
 
 
-def find(name: str | os.PathLike[str], *, adapter: bool = False) -> Path:
+def find(name: str | os.PathLike[str] | Any, *, adapter: bool = False) -> Path:
     """The directory or GGUF file of a checkpoint, or the directory of an adapter.
 
     It is downloaded from the hub if it is not here.
 
     Raises:
-        ValueError: there is no such directory and no such model on the hub.
+        ValueError: no path, or there is no such directory and no such model on the hub.
     """
-    path = Path(name)
+    what = "adapter" if adapter else "path"
+    path = checked_path(name, what, "a directory or the name of a model on the hub")
     try:
         recover(path)
         if has_directory(path):

@@ -203,7 +203,7 @@ def describe(
     values: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     quirks: Collection[str] = (),
-    ignore: Collection[str] | Any = (),
+    asked: dict[str, bool] | None = None,
 ) -> Description:
     """Recognises a checkpoint.
 
@@ -212,7 +212,7 @@ def describe(
         values: content of that file.
         tensors: the tensors by name.
         quirks: names from `QUIRKS` to reproduce.
-        ignore: names of unknown fields to ignore.
+        asked: names of unknown fields to ignore, see `Fields`.
 
     Raises:
         ValueError: the family is unknown or refused, the config is invalid, the family has no
@@ -221,7 +221,7 @@ def describe(
     unknown = sorted(check_names("quirks", quirks) - QUIRKS.keys())
     if unknown:
         raise ValueError(f"unknown quirks {unknown!s:.200}; known: {sorted(QUIRKS)}")
-    asked = dict.fromkeys(check_names("ignore", ignore), False)
+    asked = {} if asked is None else asked
     others = [path.with_name(name) for name in _files_beside()]
     beside = {
         file.name: Fields(file, read_json(file), asked=asked) for file in others if has_file(file)

@@ -15,6 +15,7 @@ import numpy as np
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.checks import check_int
+from stree_jax.convert.families import text_tables
 from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.convert.gguf_file import open_parts
 from stree_jax.messages import shown
@@ -50,8 +51,7 @@ def open_gguf(file: Path) -> tuple[Path, Values, dict[str, Tensor], str]:
     if has_file(beside):
         values = read_json(beside)
         layout = architecture.layout(facts, values)
-        # The file has numbers of its own, however those of the model are stored.
-        values = {key: own for key, own in values.items() if key != "quantization_config"}
+        _check_sizes(layout, facts, beside, values)
         return beside, values, _renamed(layout, facts), quantised
     values = architecture.config(facts)
     facts.refuse_unknown()
@@ -216,8 +216,7 @@ class _Change(NamedTuple):
 
 
 def _log(x: np.ndarray) -> np.ndarray:
-    with np.errstate(all="ignore"):  # what is not finite is refused with its weight
-        return np.log(-x.astype(np.float32))
+    return np.log(-x.astype(np.float32))
 
 
 _FLAT = _Change(np.ravel, lambda shape: (math.prod(shape),))
@@ -279,6 +278,7 @@ class _Layout(NamedTuple):
             behind rows.
         changes: what undoes the converter's changes, in this order.
         head: names of tensors of a head that predicts further tokens.
+        sizes: by which numbers are changed, by the fields of a config that say them too.
     """
 
     layer: str
@@ -286,6 +286,7 @@ class _Layout(NamedTuple):
     inside: dict[str, str]
     changes: Mapping[str, tuple[_Change, ...]] = MappingProxyType({})
     head: Mapping[str, str] = MappingProxyType({})
+    sizes: Mapping[str, int] = MappingProxyType({})
 
 
 class _Architecture(NamedTuple):
@@ -293,6 +294,17 @@ class _Architecture(NamedTuple):
 
     config: Callable[[_Facts], Values]
     layout: Callable[[_Facts, Values], _Layout]
+
+
+def _check_sizes(layout: _Layout, facts: _Facts, path: Path, values: Values) -> None:
+    """Refuses a config with other sizes: weights would be other ones, of fitting shapes."""
+    for table in (values, *filter(None, map(values.get, text_tables()))):
+        for field, size in layout.sizes.items():
+            if isinstance(table, Mapping) and table.get(field) not in (None, size):
+                raise ValueError(
+                    f"{path} says {field} = {shown(table[field])}, and {facts.file} {size}: get the"
+                    " config.json that belongs to it"
+                )
 
 
 def _renamed(layout: _Layout, facts: _Facts) -> dict[str, Tensor]:
@@ -309,6 +321,8 @@ def _renamed(layout: _Layout, facts: _Facts) -> dict[str, Tensor]:
     for begin, own, name in wanted:
         sources = [begin + part for part in own.split("+")]
         if left.issuperset(sources):
+            if name in found:
+                raise ValueError(f"{facts.file} has {name} twice, also as {shown(begin + own)}")
             left -= {*sources}
             changes = (*layout.changes.get(own, ()), *_CHANGES.get(own, ()))
             parts = [facts.tensors[source] for source in sources]
@@ -368,16 +382,18 @@ def _outside(embedding: str, norm: str) -> dict[str, str]:
     return _table(f"token_embd {embedding}, output_norm {norm}, output lm_head")
 
 
-def _unpaired(facts: _Facts) -> dict[str, tuple[_Change, ...]]:
+def _unpaired(facts: _Facts) -> dict[str, Any]:
     """What undoes the order of queries and keys, which all of these get, with RoPE or without."""
     if not facts.has("attn_q.weight"):
         return {}
     heads = {"attn_q": facts.size("attention.head_count"), "attn_k": facts.kv_heads()}
-    return {
+    changes = {
         f"{name}.{part}": (_halves_apart(count),)
         for name, count in heads.items()
         for part in ("weight", "bias")
     }
+    fields = ("num_attention_heads", "num_key_value_heads")
+    return {"changes": changes, "sizes": dict(zip(fields, heads.values(), strict=True))}
 
 
 def _mamba2_config(facts: _Facts) -> Values:
@@ -462,7 +478,7 @@ def _granite(facts: _Facts, values: Values) -> _Layout:
         )
         inside |= _table(f"{dense}, {shared}", "shared_mlp") | _table(experts, "block_sparse_moe")
     outside = _outside("model.embed_tokens", f"model.{final}")
-    return _Layout("model.layers.{}", outside, inside | _table(norms), _unpaired(facts))
+    return _Layout("model.layers.{}", outside, inside | _table(norms), **_unpaired(facts))
 
 
 def _falcon_h1_config(facts: _Facts) -> Values:
@@ -495,16 +511,23 @@ def _falcon_h1(facts: _Facts, values: Values) -> _Layout:
     kept = ("ssm_conv1d.bias", "ssm_dt.bias")
     inside = {own: name for own, name in inside.items() if own[-5:] != ".bias" or own in kept}
     outside = _outside("model.embed_tokens", "model.final_layernorm")
-    return _Layout("model.layers.{}", outside, inside, _undone_multipliers(facts, values))
+    sizes = {
+        "mamba_d_ssm": facts.size("ssm.inner_size"),
+        "mamba_n_groups": facts.size("ssm.group_count"),
+        "mamba_d_state": facts.size("ssm.state_size"),
+    }
+    changes = _undone_multipliers(values, *sizes.values())
+    return _Layout("model.layers.{}", outside, inside, changes, sizes=sizes)
 
 
-def _undone_multipliers(facts: _Facts, values: Values) -> dict[str, tuple[_Change, ...]]:
+def _undone_multipliers(
+    values: Values, inner: int, groups: int, state_size: int
+) -> dict[str, tuple[_Change, ...]]:
     """What divides the weights by the multipliers of config.json; of metadata alone there are none.
 
     Tensors are read after the config, which is checked by then. A multiplier of 0 stays in them.
     """
-    inner = facts.size("ssm.inner_size")
-    states = facts.size("ssm.group_count") * facts.size("ssm.state_size")
+    states = groups * state_size
 
     def factor(name: str) -> float:
         return values.get(f"{name}_multiplier") or 1.0
@@ -600,7 +623,7 @@ def _nemotron(facts: _Facts, values: Values) -> _Layout:
     head = _table(first, "mtp.layers.0") | _table(last, "mtp.layers.1")
     head |= {own: f"mtp.layers.1.{name}" for own, name in after.items()}
     outside = _outside("backbone.embeddings", "backbone.norm_f")
-    return _Layout("backbone.layers.{}", outside, inside, _unpaired(facts), head=head)
+    return _Layout("backbone.layers.{}", outside, inside, head=head, **_unpaired(facts))
 
 
 def _qwen_config(model_type: str) -> Callable[[_Facts], Values]:
@@ -636,7 +659,16 @@ def _qwen_config(model_type: str) -> Callable[[_Facts], Values]:
 
 def _qwen(facts: _Facts, values: Values) -> _Layout:
     groups, heads = facts.size("ssm.group_count"), facts.size("ssm.time_step_rank")
-    keys, inner = groups * facts.size("ssm.state_size"), facts.size("ssm.inner_size")
+    key_size, inner = facts.size("ssm.state_size"), facts.size("ssm.inner_size")
+    keys, sizes = (
+        groups * key_size,
+        {
+            "linear_num_key_heads": groups,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": key_size,
+            "linear_value_head_dim": inner // heads,
+        },
+    )
     norms = "attn_norm input_layernorm, post_attention_norm post_attention_layernorm"
     of_heads = "attn_q_norm q_norm, attn_k_norm k_norm"
     mlp = (
@@ -678,7 +710,7 @@ def _qwen(facts: _Facts, values: Values) -> _Layout:
         " nextn.shared_head_norm norm, nextn.embed_tokens embed_tokens,"
         " nextn.shared_head_head lm_head"
     )
-    return _Layout("model.layers.{}", outside, inside, changes, head=_table(head, "mtp"))
+    return _Layout("model.layers.{}", outside, inside, changes, _table(head, "mtp"), sizes)
 
 
 _ARCHITECTURES = {

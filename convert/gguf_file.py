@@ -97,7 +97,7 @@ def _open_part(file: Path, kinds: Counter[str]) -> tuple[dict[str, Any], dict[st
         import gguf
     except ImportError:
         raise ValueError(needs(f"{file}: reading GGUF files", "gguf", "gguf")) from None
-    tensors, total = {}, 0
+    tensors, end = {}, 0
     try:
         with file.open("rb") as opened:
             header = _Header(opened.read(_MAX_HEADER))
@@ -111,9 +111,11 @@ def _open_part(file: Path, kinds: Counter[str]) -> tuple[dict[str, Any], dict[st
             if not shape or shape[-1] % block:
                 raise ValueError(f"{name!r:.80} has shape {shape!s:.80} in blocks of {block}")
             num_bytes = math.prod(shape) // block * bytes_of_block
-            total += num_bytes
-            if start + offset + num_bytes > size or start + total > size:
+            if offset != end:  # elsewhere are the numbers of another tensor
+                raise ValueError(f"{name!r:.80} is at {offset}, not {end}, behind the one before")
+            if start + offset + num_bytes > size:
                 raise ValueError(f"{size} bytes are too few for {name!r:.80}; download it again")
+            end += -(-num_bytes // align) * align
             read = functools.partial(_read, file, kind, shape, start + offset, num_bytes)
             tensors[name] = Tensor(shape, np.dtype(_PLAIN.get(kind.name, "<f4")), read)
             kinds[kind.name] += 1
@@ -232,7 +234,6 @@ def _read(file: Path, kind: Any, shape: tuple[int, ...], start: int, size: int) 
     width = shape[-1]  # the package takes rows of many blocks faster
     rows = raw.reshape(-1, width // block * bytes_of_block)
     out, count = np.empty((len(rows), width), np.float32), max(_AT_ONCE // width, 1)
-    with np.errstate(all="ignore"):  # what is not finite is refused with its weight
-        for i in range(0, len(rows), count):
-            out[i : i + count] = gguf.dequantize(rows[i : i + count], kind)
+    for i in range(0, len(rows), count):
+        out[i : i + count] = gguf.dequantize(rows[i : i + count], kind)
     return out.reshape(shape)

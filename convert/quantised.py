@@ -110,14 +110,8 @@ def read_scheme(path: Path, values: Mapping[str, Any], tables: Collection[str] =
     Raises:
         ValueError: a scheme is not known, or its blocks are none.
     """
-    config = {name: dict(x) if _is_table(x) else x for name, x in values.items()}
-    inside = [(f"{name}.", config[name]) for name in tables if _is_table(config.get(name))]
-    found = [
-        (f"{path} says {prefix}{name}", said)
-        for prefix, table in [("", config), *inside]
-        for name in _FIELDS
-        if (said := table.pop(name, None)) is not None
-    ]
+    config, inside = without_scheme(values, tables)
+    found = [(f"{path} says {name}", said) for name, said in inside.items()]
     if has_file(beside := path.with_name(MODELOPT)):
         said = read_json(beside).get("quantization")
         found.append((f"{beside} says quantization", _table(said) | {"quant_method": "modelopt"}))
@@ -137,6 +131,21 @@ def read_scheme(path: Path, values: Mapping[str, Any], tables: Collection[str] =
         if len(blocks) > _MAX_BLOCKS:
             raise ValueError(f"{where}: {len(blocks)} sizes of blocks are too many to be real")
     return Scheme(config, [where for where, _ in found], blocks)
+
+
+def without_scheme(
+    values: Mapping[str, Any], tables: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A config without what it says about quantisation, and that by the fields that say it."""
+    config = {name: dict(x) if _is_table(x) else x for name, x in values.items()}
+    inside = [(f"{name}.", config[name]) for name in tables if _is_table(config.get(name))]
+    found = {
+        f"{prefix}{name}": said
+        for prefix, table in [("", config), *inside]
+        for name in _FIELDS
+        if (said := table.pop(name, None)) is not None
+    }
+    return config, found
 
 
 def _is_table(value: Any) -> bool:
@@ -310,18 +319,17 @@ def _read(
     """The values of a quantised weight, float32."""
     weight, end, *others = (end for end in form.types if end in parts)
     values, scale = parts[weight].read(), _scale(base + end, parts[end])
-    with np.errstate(over="ignore", invalid="ignore"):  # who reads the weight looks for infinities
-        if form.name == "NVFP4":
-            values = _PAIRS[values].view(np.float32)
-            of_all = _scale(base + others[0], parts[others[0]]).reshape(())
-            if of_all == 0:
-                raise ValueError(f"{base + others[0]!r:.120} is 0")
-            scale = scale / of_all if form is _PACKED else scale * of_all
-        else:
-            values = values.astype(np.float32)
-            for zero_point in others:
-                values -= _spread(parts[zero_point].read().astype(np.float32), shape, block)
-        values *= _spread(scale, shape, block)
+    if form.name == "NVFP4":
+        values = _PAIRS[values].view(np.float32)
+        of_all = _scale(base + others[0], parts[others[0]]).reshape(())
+        if of_all == 0:
+            raise ValueError(f"{base + others[0]!r:.120} is 0")
+        scale = scale / of_all if form is _PACKED else scale * of_all
+    else:
+        values = values.astype(np.float32)
+        for zero_point in others:
+            values -= _spread(parts[zero_point].read().astype(np.float32), shape, block)
+    values *= _spread(scale, shape, block)
     return values
 
 

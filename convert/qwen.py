@@ -227,21 +227,28 @@ def _delta(layer: GatedDeltaConfig, *, by_group: bool) -> list[Rule]:
     keys, values = groups * layer.state_size, heads * layer.head_dim
     names: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
     sizes: tuple[int, ...] = (2 * keys + 2 * values, 2 * heads)
-    if by_group:
-        of_group = np.arange(sizes[0]).reshape(groups, -1)
-        own = (layer.state_size, layer.state_size, values // groups)
-        q, k, v, z = np.split(of_group, np.cumsum(own), axis=1)
-        b, a = np.split(sizes[0] + np.arange(sizes[1]).reshape(groups, -1), 2, axis=1)
-    else:
+    if not by_group:
         names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
         sizes = (2 * keys + values, values, heads, heads)
-        ends = np.cumsum([keys, keys, values, values, heads])
-        q, k, v, z, b, a = np.split(np.arange(sum(sizes)), ends)
-    columns = np.concatenate([part.reshape(-1) for part in (b, z, v, k, q, a)])
-    channels = np.split(np.arange(2 * keys + values), [keys, 2 * keys])  # q, k, v
+
+    def columns() -> np.ndarray:
+        if by_group:
+            of_group = np.arange(sizes[0]).reshape(groups, -1)
+            own = (layer.state_size, layer.state_size, values // groups)
+            q, k, v, z = np.split(of_group, np.cumsum(own), axis=1)
+            b, a = np.split(sizes[0] + np.arange(sizes[1]).reshape(groups, -1), 2, axis=1)
+        else:
+            ends = np.cumsum([keys, keys, values, values, heads])
+            q, k, v, z, b, a = np.split(np.arange(sum(sizes)), ends)
+        return np.concatenate([part.reshape(-1) for part in (b, z, v, k, q, a)])
+
+    def channels() -> np.ndarray:
+        q, k, v = np.split(np.arange(2 * keys + values), [keys, 2 * keys])
+        return np.concatenate([v, k, q])
+
     return [
         Rule(tuple(f"{name}.weight" for name in names), "in_proj.kernel", gathered(sizes, columns)),
-        Rule("conv1d.weight", "conv_weight", conv_gathered(np.concatenate(channels[::-1]))),
+        Rule("conv1d.weight", "conv_weight", conv_gathered(channels)),
         Rule("A_log", "A_log"),
         Rule("dt_bias", "dt_bias"),
         Rule("norm.weight", "norm_scale"),
@@ -253,9 +260,13 @@ def _gated_attention(layer: AttentionConfig) -> list[Rule]:
     """Attention with a gate: q_proj has queries and gates of each head side by side."""
     queries, keys, values = layer.projected_sizes
     sizes = (2 * queries, keys, values)
-    by_head = np.arange(2 * queries).reshape(layer.num_heads, 2, -1)
-    order = [by_head[:, 1], by_head[:, 0], 2 * queries + np.arange(keys + values)]
-    transform = gathered(sizes, np.concatenate([part.reshape(-1) for part in order]))
+
+    def columns() -> np.ndarray:
+        by_head = np.arange(2 * queries).reshape(layer.num_heads, 2, -1)
+        order = [by_head[:, 1], by_head[:, 0], 2 * queries + np.arange(keys + values)]
+        return np.concatenate([part.reshape(-1) for part in order])
+
+    transform = gathered(sizes, columns)
     projections = [
         Rule(tuple(f"{name}_proj.{part}" for name in "qkv"), f"in_proj.{own}", transform)
         for part, own in (("weight", "kernel"), ("bias", "bias"))

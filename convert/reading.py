@@ -21,7 +21,7 @@ from stree_jax.convert.fields import Fields
 from stree_jax.convert.files import open_tensors
 from stree_jax.convert.gguf import open_gguf
 from stree_jax.convert.gguf_file import gguf_file
-from stree_jax.convert.quantised import Plain, dequantised, read_scheme
+from stree_jax.convert.quantised import Plain, dequantised, read_scheme, without_scheme
 from stree_jax.convert.rules import Rule, check_coverage
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import first_line
@@ -119,17 +119,16 @@ def open_checkpoint(
             match its config or the adapter, or no such field is left over.
     """
     config, values, file, (tensors, notes, quantised) = _open(path)
-    merged = None
+    merged, asked = None, dict.fromkeys(check_names("ignore", ignore), False)
     if adapter is not None and config.suffix == ".gguf":
         raise ValueError(
             f"{path} has no config.json beside it, without which its weights may not be those that"
             f" {adapter} changes"
         )
     if adapter is not None:
-        merged = adapted(tensors, adapter, ignore)
-        tensors, ignore = merged.tensors, merged.asked
-        notes = [*notes, *merged.notes]
-    description = describe(config, values, tensors, quirks, ignore)
+        merged = adapted(tensors, adapter, asked)
+        tensors, notes = merged.tensors, [*notes, *merged.notes]
+    description = describe(config, values, tensors, quirks, asked)
     description = description._replace(notes=[*description.notes, *notes])
     num_layers = len(description.config.layers)
     if num_layers > len(tensors):  # each layer has at least one tensor
@@ -166,6 +165,8 @@ def _open(path: Path) -> tuple[Path, dict[str, Any], str, Plain]:
     """The config file and what it says, the name of the weights, and the tensors."""
     if (gguf := gguf_file(path)) is not None:
         config, values, tensors, quantised = open_gguf(gguf)
+        # The file has numbers of its own, however those of the model are stored.
+        values, _ = without_scheme(values, text_tables())
         notes = [_OF_METADATA] if config == gguf else []
         return config, values, gguf.name, Plain(wrapped(values, tensors), notes, quantised)
     files = layout(path)
@@ -257,6 +258,7 @@ def load_head_weights(checkpoint: Checkpoint, head: nnx.Module, **others: jax.Ar
     return nnx.merge(structure, unflatten(loaded | others, wanted))
 
 
+@np.errstate(all="ignore")  # what is not finite is refused by name
 def _convert(checkpoint: Checkpoint, rule: Rule, wanted: Any, place: Place) -> Any:
     weight = place(rule.target, _values(checkpoint, rule), wanted)
     if not is_finite(rule.target, weight):
@@ -271,6 +273,7 @@ def _values(checkpoint: Checkpoint, rule: Rule) -> np.ndarray:
     return rule.transform.apply(*(read_tensor(checkpoint, name) for name in rule.sources))
 
 
+@np.errstate(all="ignore")
 def _check_tied(checkpoint: Checkpoint, name: str, embedding: Any) -> None:
     same = checkpoint.tensors[name].shape == embedding.shape
     if same:

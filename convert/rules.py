@@ -89,29 +89,29 @@ def reordered(sizes: Sequence[int], order: Sequence[int]) -> Transform:
     )
 
 
-def gathered(sizes: Sequence[int], order: np.ndarray) -> Transform:
+def gathered(sizes: Sequence[int], order: Callable[[], np.ndarray]) -> Transform:
     """Concatenates matrices (or biases) of `sizes` rows, reorders the rows, and transposes.
 
     Args:
         sizes: rows of the sources.
-        order: for each column of the weight its row among those of all sources.
+        order: for each column of the weight its row among those of all sources; called when tensors
+            are read, for a config alone may say any size.
     """
-    ends, back = np.cumsum(sizes)[:-1], np.argsort(order)
+    ends = np.cumsum(sizes)[:-1]
     return Transform(
         "rows gathered and transposed",
-        lambda *parts: np.concatenate(parts)[order].T,
-        lambda x: np.split(x.T[back], ends),
+        lambda *parts: np.concatenate(parts)[order()].T,
+        lambda x: np.split(x.T[np.argsort(order())], ends),
         lambda shape: [(size, *shape[:-1]) for size in sizes],
     )
 
 
-def conv_gathered(order: np.ndarray) -> Transform:
+def conv_gathered(order: Callable[[], np.ndarray]) -> Transform:
     """`CONV` with reordered channels: for each of the weight's its channel in the source."""
-    back = np.argsort(order)
     return Transform(
         "depthwise convolution, channels reordered",
-        lambda x: CONV.apply(x[order]),
-        lambda x: [part[back] for part in CONV.invert(x)],
+        lambda x: CONV.apply(x[order()]),
+        lambda x: [part[np.argsort(order())] for part in CONV.invert(x)],
         CONV.source_shapes,
     )
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from pallas_kernels import dispatch
-from stree_jax.checkpoint.files import entries, folder_of, folders_with, has_file
+from stree_jax.checkpoint.files import checked_path, entries, folder_of, folders_with, has_file
 from stree_jax.checkpoint.load import load_native
 from stree_jax.heads import head_kind, load_native_head, part_of
 from stree_jax.keywords import explained
@@ -73,9 +73,6 @@ def from_pretrained(
         ValueError: the checkpoint is missing, damaged, unknown or unsupported, its shapes disagree
             with its config or do not fit the mesh, or an argument has a wrong type or value.
     """
-    _check_path(path)
-    if adapter is not None:
-        _check_path(adapter, "adapter")
     check_options(jnp.float32 if dtype is None else dtype, implementation)
     if replicate and mesh is None:
         raise ValueError("replicate = True is for a model on a mesh: pass mesh=make_mesh(...)")
@@ -117,7 +114,8 @@ def load_draft(
         path: as in `from_pretrained`.
         target: the model that it drafts for.
         ignore: as in `from_pretrained`.
-        quantize: as in `from_pretrained`.
+        quantize: as in `from_pretrained`; of a draft that keeps some matrices, `convert` one with
+            `keep`.
 
     Raises:
         ValueError: as `from_pretrained`.
@@ -153,7 +151,6 @@ def load_head(
     check_on_one_device(target, f"load_{kind}")
     check_quantize(quantize)
     if known.is_published:
-        _check_path(path)
         from stree_jax import convert  # takes time to import
 
         path = convert.find(path)
@@ -162,13 +159,6 @@ def load_head(
             return loaded_for(target, head, quantize)
         path = path / kind if (path / kind).is_dir() else path
     return loaded_for(target, load_native_head(kind, path, target), quantize)
-
-
-def _check_path(path: object, name: str = "path") -> None:
-    if not isinstance(path, str | os.PathLike):
-        raise ValueError(
-            f"{name} must be a directory or the name of a model on the hub, got {shown(path)}"
-        )
 
 
 def draft_options(target: HybridLM) -> dict[str, Any]:
@@ -197,9 +187,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     Raises:
         ValueError: there is none, or it cannot be read.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ValueError(f"path must be a directory or a tokenizer.json, got {shown(path)}")
-    file = folder_of(Path(path))
+    file = folder_of(checked_path(path, "path", "a directory or a tokenizer.json"))
     if file.suffix != ".json" and not os.path.isfile(file):
         file = file / "tokenizer.json"
     if file.suffix != ".json" or _OTHERS.fullmatch(file.name) or not has_file(file):

@@ -1,6 +1,6 @@
-"""Directories that appear whole or not at all, whenever the process that writes them is killed.
+"""Directories and files that appear whole or not at all, whenever their writer is killed.
 
-A writer fills `.NAME.partial-*/new` beside the destination and renames it at the end. Replacing
+A writer of a directory fills `.NAME.partial-*/new` beside it and renames it at the end. Replacing
 swaps old and new in one step where the system can (Linux's `renameat2`). Elsewhere the old one is
 moved to `.NAME.partial-*/old` first; if the writer is killed before the new one is in place,
 `recover` moves it back. One process at a time writes to a destination, with a lock that the system
@@ -115,6 +115,13 @@ def try_lock(file: int) -> bool:
         return not filelock.has_fcntl or filelock.lock_descriptor(file, blocking=False)
     except OSError:
         return True
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Writes a file that appears whole or not at all; returns its path."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    return partial.replace(path)
 
 
 def _exchange(first: Path, second: Path) -> bool:

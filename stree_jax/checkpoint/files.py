@@ -25,6 +25,22 @@ CHAT_TEMPLATES = (
 )
 
 
+def checked_path(path: object, name: str, what: str) -> Path:
+    """An argument as a path.
+
+    Args:
+        path: the argument.
+        name: its name, for the message.
+        what: what it must be.
+
+    Raises:
+        ValueError: it is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"{name} must be {what}, got {shown(path)}")
+    return Path(path)
+
+
 def has_file(path: Path) -> bool:
     """Whether there is a file, which can be read.
 

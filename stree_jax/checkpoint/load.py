@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.matmul import QuantizedMatrix
 from stree_jax.checkpoint.arrays import Tensor, open_arrays
 from stree_jax.checkpoint.directories import recover
-from stree_jax.checkpoint.files import has_directory, has_file, read_json
+from stree_jax.checkpoint.files import checked_path, has_directory, has_file, read_json
 from stree_jax.mesh.partition import ONE_DEVICE, Cut, Partition
 from stree_jax.mesh.weights import spread
 from stree_jax.messages import first_line, shown, shown_path
@@ -135,6 +135,7 @@ def _check_weights(path: Path, wanted: dict[str, Any], stored: dict[str, Tensor]
             )
 
 
+@np.errstate(all="ignore")  # what is not finite is refused by name
 def _read_weights(
     path: Path, wanted: dict[str, Any], stored: dict[str, Tensor], place: Place
 ) -> dict[str, Any]:
@@ -191,9 +192,7 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
 
 def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     """The content of config.json, of a known version, and the path as a `Path`."""
-    if not isinstance(path, str | os.PathLike):
-        raise ValueError(f"path must be the directory of a checkpoint, got {shown(path)}")
-    path = Path(path)
+    path = checked_path(path, "path", "the directory of a checkpoint")
     recover(path)
     if not has_directory(path):
         raise ValueError(f"no checkpoint at {shown_path(path)}: there is no such directory")
@@ -254,8 +253,7 @@ def is_finite(name: str, weight: Any) -> bool:
     devices: Any = weight.sharding.device_set
     is_on_host = weight.is_fully_addressable and all(each.platform == "cpu" for each in devices)
     if is_on_host and weight.size <= _SMALL:  # a program for each shape takes longer
-        with np.errstate(over="ignore"):
-            return bool(_all_finite(np, np.asarray(weight), decays))
+        return bool(_all_finite(np, np.asarray(weight), decays))
     return bool(_program(jnp, weight, decays))
 
 

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from pallas_kernels.matmul import QuantizedMatrix
 from stree_jax.checkpoint.arrays import SCALES, VALUES, write_checksums
 from stree_jax.checkpoint.directories import new_directory
+from stree_jax.checkpoint.files import checked_path
 from stree_jax.checkpoint.load import FORMAT, QUANTIZED_VERSION, VERSION
 from stree_jax.mesh.hosts import by_first
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.mesh.weights import canonical_weights
-from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.models.matrices import in_first, quantized_names
 from stree_jax.names import flatten, unflatten
@@ -73,14 +73,13 @@ def write_checkpoint(
 
     All processes call this, and process 0 writes.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ValueError(f"path must be the directory to create, got {shown(path)}")
+    target = checked_path(path, "path", "the directory to create")
     from orbax.checkpoint import v1 as ocp  # takes half a second to import
 
     with contextlib.ExitStack() as stack:
 
         def begin() -> str:
-            partial = stack.enter_context(new_directory(Path(path), overwrite))
+            partial = stack.enter_context(new_directory(target, overwrite))
             version = QUANTIZED_VERSION if quantized_names(weights) else VERSION
             full_header = {"format": FORMAT, "version": version} | header
             (partial / "config.json").write_text(json.dumps(full_header, indent=2) + "\n")

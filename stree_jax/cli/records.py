@@ -111,7 +111,7 @@ def _finished(output: Path, run: str, prompts: dict[int, Record]) -> set[int]:
             )
         numbers.add(number)
     if len(whole) < len(content):
-        if not numbers and not content.startswith(b'{"line": '):
+        if not numbers and not b'{"line": '.startswith(content[:9]):
             raise ValueError(f"--output {output} is no output of this command; {_WAY_OUT}")
         with output.open("r+b") as file:
             file.truncate(len(whole))

@@ -1,6 +1,5 @@
 """`stree-jax tune-tree`: the fastest draft tree for two checkpoints on this device."""
 
-import json
 import warnings
 from typing import Any
 
@@ -13,7 +12,7 @@ from stree_jax.cli.options import TuneTree
 from stree_jax.cli.prompts import read_prompts
 from stree_jax.convert import find
 from stree_jax.measuring.bench import PROMPTS
-from stree_jax.measuring.report import progress_bar
+from stree_jax.measuring.report import progress_bar, write_json
 from stree_jax.text import Texts
 
 # In addition to those of `bench`. Half of the prompts measure acceptance, the other half speed.
@@ -66,7 +65,7 @@ def run_tune_tree(command: TuneTree) -> None:
         console.print(f"--tree {spec}", soft_wrap=True)
     if command.output is not None:
         content = _content(target, command, drafter, report)
-        command.output.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(command.output, content)
 
 
 def _tuned(

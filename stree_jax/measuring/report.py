@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stree_jax.checkpoint.directories import write_text
 from stree_jax.measuring.clock import Progress
 
 # Columns of tables.
@@ -113,9 +114,7 @@ def progress_bar(console: Any = None) -> Iterator[Progress]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> Path:
     """Writes a file that appears whole or not at all; returns its path."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    return partial.replace(path)
+    return write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

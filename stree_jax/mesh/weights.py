@@ -103,8 +103,7 @@ def _spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: An
     if partition.mesh is None:
         return as_weight(values, dtype)
     if cut is None:
-        with np.errstate(over="ignore"):  # becomes infinite, which is refused by name
-            whole = np.asarray(values, dtype)
+        whole = np.asarray(values, dtype)
         sharding = NamedSharding(partition.mesh, PartitionSpec())
         return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
     columns = cut.columns(partition.shards)
@@ -114,8 +113,7 @@ def _spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: An
 
     def part(index: Any) -> np.ndarray:
         own = columns[(index[cut.axis].start or 0) // places]
-        with np.errstate(over="ignore"):
-            return np.take(values, own, axis=cut.axis).astype(dtype)
+        return np.take(values, own, axis=cut.axis).astype(dtype)
 
     sharding = NamedSharding(partition.mesh, spec_of(cut))
     return jax.make_array_from_callback(tuple(shape), sharding, part)
@@ -131,8 +129,7 @@ def as_weight(values: np.ndarray, dtype: DTypeLike) -> jax.Array:
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64  # aligned, jax takes it over
     copy = memory[start : start + size].view(dtype).reshape(values.shape)
-    with np.errstate(over="ignore"):  # becomes infinite, which is refused by name
-        copy[...] = values
+    copy[...] = values
     return jax.device_put(copy)  # unlike asarray, takes over the memory
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from stree_jax.checkpoint import save_pretrained
+from stree_jax.checkpoint.directories import write_text
 from stree_jax.checkpoint.load import load_config
 from stree_jax.decoding.generate import generate
 from stree_jax.models.config import ModelConfig
@@ -74,7 +75,7 @@ def _tokenizer_of_run(recipe: Recipe, run: Path) -> Tokenizer:
     if (run / "tokenizer.json").is_file():
         return load_tokenizer(run)
     tokenizer = data.train_tokenizer(recipe.text, recipe.vocab_size)
-    _write(run / "tokenizer.json", tokenizer.to_str())
+    write_text(run / "tokenizer.json", tokenizer.to_str())
     return tokenizer
 
 
@@ -273,7 +274,7 @@ def run_directory(
     else:
         for part in ("tokenizer.json", "run.json"):  # run.json last: it is what they belong to
             (run / part).unlink(missing_ok=True)
-    _write(file, now)
+    write_text(file, now)
     return run
 
 
@@ -289,13 +290,6 @@ def _common_peak(before: dict[str, Any], now: dict[str, Any]) -> int | None:
         rest.append(run | {"training": dataclasses.replace(training, steps=1, decay_steps=None)})
     known = [end for end in ends if end is not None]
     return min(known) if len(known) == 2 and rest[0] == rest[1] else None
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file atomically."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(path)
 
 
 def weights_digest(model: HybridLM) -> str:

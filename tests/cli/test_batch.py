@@ -130,6 +130,8 @@ def test_a_run_resumes(run, output, out):
     """Cut within a line, as by a kill, it decodes what is missing, and the same."""
     assert "3 texts of 15 tokens" in output(*run)
     whole, done = out.read_text(), records(out)
+    out.write_text(whole[:5])  # of the first line
+    assert "3 texts of 15 tokens" in output(*run)
     out.write_text(whole[: whole.index("\n") + 30])
     shown = output(*run)
     assert "2 texts of " in shown

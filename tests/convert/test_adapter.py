@@ -210,8 +210,13 @@ def test_what_has_no_adapter(checkpoint, tmp_path):
         checkpoint, tmp_path / "run", "has no .*; give its folder 'checkpoint-5', which has one"
     )
     refused(checkpoint, tmp_path / "gone", "there is no such directory")
-    with pytest.raises(ValueError, match="adapter must be a directory or .* got 3"):
-        st.from_pretrained(checkpoint, adapter=3)
+    for load in (st.from_pretrained, lambda path, **own: convert(path, tmp_path / "out", **own)):
+        with pytest.raises(ValueError, match="adapter must be a directory or .* got 3"):
+            load(checkpoint, adapter=3)
+    with pytest.raises(ValueError, match="path must be a directory or .* got None"):
+        convert(None, tmp_path / "out")
+    with pytest.raises(ValueError, match="destination must be the directory to create, got 3"):
+        convert(checkpoint, 3)
     adapter = written(tmp_path / "adapter", pairs(WEIGHTS, IN))
     convert(checkpoint, tmp_path / "native")
     refused(
@@ -235,3 +240,13 @@ def test_an_adapter_that_changes_only_the_vision_tower(tmp_path):
     whole = {"base_model.model.model.visual.pos_embed.weight": np.zeros((2, 2), np.float32)}
     adapter = written(tmp_path / "adapter", whole)
     refused(path, adapter, "changes nothing of the text model")
+
+
+def test_fields_to_ignore(checkpoint, tmp_path):
+    """A name counts in the adapter's config and in the model's, and must be in one of them."""
+    adapter = written(tmp_path / "adapter", pairs(WEIGHTS, IN), novel=1)
+    own = write_safetensors(tmp_path / "own", CONFIG | {"novel": 1}, WEIGHTS)
+    for path in (checkpoint, own):
+        assert open_checkpoint(path, ignore=["novel"], adapter=adapter).adapter
+        with pytest.raises(ValueError, match="cannot ignore .*other.*: only a field that is there"):
+            open_checkpoint(path, ignore=["novel", "other"], adapter=adapter)

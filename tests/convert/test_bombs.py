@@ -8,11 +8,12 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import stree_jax as st
 from stree_jax.testing import tiny_model
-from tests.convert import checkpoints
+from tests.convert import adapter_files, checkpoints
 from tests.convert.checkpoints import CONFIG, WEIGHTS
 from tests.convert.torch_files import torch_file
 
@@ -86,12 +87,36 @@ def native(**changes):
     return make
 
 
+def adapter(path):
+    """As many patterns as fit into a config, and matrices for many modules."""
+    (path / "base").mkdir()
+    config(CONFIG)(path / "base")
+    names = [f"{i}.weight" for i in range(20_000)]
+    tensors(path / "base" / "model.safetensors", names)
+    patterns = {f"m{i}": 1 for i in range(400_000)}
+    adapter_files.written(path / "adapter", {"x": np.ones(1)}, r=1, rank_pattern=patterns)
+    halves = [f"{name[:-7]}.lora_{half}.weight" for name in names for half in "AB"]
+    tensors(path / "adapter" / "adapter_model.safetensors", halves)
+
+
+def tensors(file, names):
+    """A file of matrices of one number."""
+    entries = {
+        name: {"dtype": "F32", "shape": [1, 1], "data_offsets": [4 * i, 4 * i + 4]}
+        for i, name in enumerate(names)
+    }
+    header = json.dumps(entries).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4 * len(names)))
+
+
 def gguf_header(path):
     """A list that says to have more texts than there are, all of them empty."""
     data = struct.pack("<4sIQQ1QcIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 8, 1 << 60)
     (path / "model.gguf").write_bytes(data + bytes(64 * MIB))
 
 
+QWEN = {"model_type": "qwen3_5_text", "linear_num_key_heads": 1 << 20}
+QWEN |= {"linear_num_value_heads": 1 << 20, "linear_key_head_dim": 1 << 9}
 NEMOTRON = {"model_type": "nemotron_h", "hybrid_override_pattern": "ME" * 2048}
 WIDE = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 1 << 47, "rotary_dim": 1 << 47}
 BOMBS = {
@@ -101,6 +126,8 @@ BOMBS = {
     "layers": config(CONFIG | {"n_layer": 4096}),
     "large config": large_json,
     "gguf header": gguf_header,
+    "heads": config(QWEN),
+    "heads of attention": config({"model_type": "qwen3_next", "num_attention_heads": 1 << 24}),
     "native layers": native(layers=["mamba2"] * 8192),
     "native rotary dimension": native(attention=WIDE, layers=["attention"] * 2),
 }
@@ -115,11 +142,13 @@ SLOW_BOMBS = {
     "zip directory": zip_directory,
     "safetensors header": safetensors_header,
     "index": index,
+    "patterns of an adapter": adapter,
     "native layers of many kinds": native(layers=["mamba2", "mamba2"] * (1 << 20)),
 }
 
 CHILD = f"""
 import resource, sys, time
+from pathlib import Path
 import numpy, jax, stree_jax as st, stree_jax.convert, safetensors, tensorstore
 from stree_jax.models.config import ModelConfig
 st.HybridLM.abstract(ModelConfig.tiny())
@@ -129,7 +158,8 @@ resource.setrlimit(resource.RLIMIT_AS, (used + {1 << 30},) * 2)
 for path in sys.argv[1:]:
     began = time.process_time()
     try:
-        st.from_pretrained(path)
+        base, adapter = Path(path, "base"), Path(path, "adapter")
+        st.from_pretrained(base, adapter=adapter) if base.exists() else st.from_pretrained(path)
         print("loaded", path)
     except ValueError as error:
         print(time.process_time() - began, "MemoryError" in str(error), len(str(error)), error)

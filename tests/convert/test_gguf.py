@@ -100,6 +100,9 @@ def test_names_of_other_versions(tmp_path):
         return found | {"blk.0.ssm_in.weight": whole}
 
     assert_same(model, st.from_pretrained(write(tmp_path / "x.gguf", values, tensors, edit=edit)))
+    whole = {"blk.0.ssm_in.weight": tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"]}
+    file = write(tmp_path / "y.gguf", values, tensors, edit=lambda found: found | whole)
+    checkpoints.refused(file, r"qkvz\.weight twice, also as 'blk\.0\.attn_qkv\.weight\+attn_gate")
 
 
 MULTIPLIERS = dict(
@@ -159,6 +162,7 @@ def test_a_wrapper_and_its_head(name, tmp_path):
     loaded = st.from_pretrained(file)
     assert_same(target, loaded)
     assert_same(st.load_mtp(tmp_path / "hf", target), st.load_mtp(file, loaded))
+    values["quantization_config"] = {"x": 1}  # of the original: the file has its own types
     outer = {"model_type": name, "vision_config": {}, "text_config": values}
     (tmp_path / "config.json").write_text(json.dumps(outer))
     described = open_checkpoint(file).description
@@ -322,6 +326,15 @@ def test_files_that_do_not_fit(fact, value, message, granite, tmp_path):
     checkpoints.refused(write(tmp_path / "model.gguf", *granite, **changes), message)
 
 
+def test_a_config_of_another_model(granite, tmp_path):
+    """Of other heads, by which queries and keys would be put in another order."""
+    values, tensors = granite
+    file = write(tmp_path / "model.gguf", values, tensors)
+    heads = values["num_attention_heads"]
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_attention_heads": 2 * heads}))
+    checkpoints.refused(file, f"says num_attention_heads = {2 * heads}, and .*gguf {heads}: get")
+
+
 def text(value):
     data = value if isinstance(value, bytes) else value.encode()
     return struct.pack("<Q", len(data)) + data
@@ -394,12 +407,12 @@ LIES = {
     ),
     "a huge offset": (
         header(tensors=[tensor(offset=HUGE)]) + bytes(99),
-        "bytes are too few for 'x'",
+        f"'x' is at {HUGE}, not 0, behind the one before",
     ),
     "a cut tensor": (header(tensors=[tensor()]) + bytes(31), "bytes are too few for 'x'"),
     "tensors over each other": (
-        header(tensors=[tensor(), tensor("y")]) + bytes(64),
-        "bytes are too few for 'y'",
+        header(tensors=[tensor(), tensor("y")]) + bytes(999),
+        "'y' is at 0, not 32, behind the one before",
     ),
     "an unknown type": (
         header(tensors=[tensor(kind=99)]) + bytes(99),

@@ -122,6 +122,7 @@ def test_what_is_refused(changes, own, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         st.load_mtp(path, target)
     assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
     assert "cannot be used" in inspected(path)
     if not own:
         return
@@ -287,6 +288,7 @@ def test_heads_of_qwen_that_are_refused(changes, own, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         st.load_mtp(path, target)
     assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
     assert "cannot be used" in inspected(path)
     assert re.search(message, convert(path, tmp_path / "native"))
     assert not (tmp_path / "native" / "mtp").exists()

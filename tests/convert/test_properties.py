@@ -46,6 +46,11 @@ def test_a_model_survives_transformers_format(options, dtype):
     assert_same_model(loaded, model)
 
 
+def order(rng, n):
+    own = rng.permutation(n)
+    return lambda: own
+
+
 # A transform of random sizes, and the shape of its weight: `n` and `m` are two sizes.
 TRANSFORMS = {
     "as is": lambda rng, n, m: (rules.AS_IS, (n, m)),
@@ -58,9 +63,9 @@ TRANSFORMS = {
         rules.reordered((n, m, 2), rng.permutation(3).tolist()),
         (3, n + m + 2),
     ),
-    "gathered": lambda rng, n, m: (rules.gathered((n, m), rng.permutation(n + m)), (3, n + m)),
-    "gathered biases": lambda rng, n, m: (rules.gathered((n, m), rng.permutation(n + m)), (n + m,)),
-    "channels": lambda rng, n, m: (rules.conv_gathered(rng.permutation(n)), (m, n)),
+    "gathered": lambda rng, n, m: (rules.gathered((n, m), order(rng, n + m)), (3, n + m)),
+    "gathered biases": lambda rng, n, m: (rules.gathered((n, m), order(rng, n + m)), (n + m,)),
+    "channels": lambda rng, n, m: (rules.conv_gathered(order(rng, n)), (m, n)),
     "stacked": lambda rng, n, m: (rules.stacked(3), (3, n, m)),
     "stacked pairs": lambda rng, n, m: (rules.stacked_pairs(3), (3, n, 2 * m)),
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stree_jax.checkpoint.directories import new_directory, recover
+from stree_jax.checkpoint.directories import new_directory, recover, write_text
 
 # What changes the file system, except for the writing of the files themselves.
 EVENTS = (
@@ -178,6 +178,14 @@ with new_directory(pathlib.Path({str(path)!r}), overwrite=True) as new:
         assert (path / "file").read_text() == "new"
         assert time.monotonic() - began < 30
     assert not leftovers(tmp_path)
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path):
+    """As of a kill or a full disk, of a text that cannot be written to its end."""
+    file = write_text(tmp_path / "file", "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(file, "x" * 100_000 + "\ud800")
+    assert file.read_text() == "old"
 
 
 def test_a_link_and_a_file_are_replaced(tmp_path):

@@ -55,7 +55,9 @@ def of_checkpoint(checkpoint: Checkpoint, target: HybridLM) -> MtpHead:
             " stree-jax train-mtp RECIPE TARGET OUTPUT"
         )
     if head.config is None:
-        raise ValueError(f"the multi-token prediction head cannot be read: {head.problem}")
+        raise ValueError(
+            f"the multi-token prediction head in {path} cannot be read: {head.problem}"
+        )
     own = checkpoint.description.config
     have, want = ((each.d_model, each.num_embeddings) for each in (own, target.config))
     if have != want:
