@@ -16,9 +16,13 @@ _EVERY = 16  # programs after which mappings are counted, which takes millisecon
 _ROOM = 8  # an eighth of the limit is left to the programs of one request
 
 _compiled = collections.Counter[str]()  # events since mappings were counted
-jax.monitoring.register_event_duration_secs_listener(
-    lambda event, seconds, **_: _compiled.update([event] if event == _EVENT else [])
-)
+
+
+def _count(event: str, duration_secs: float, **_: str | int) -> None:
+    _compiled[event] += event == _EVENT
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def check_mappings() -> None:
