@@ -22,6 +22,7 @@ from stree_jax.testing import random_mtp_head as mtp_head_of
 
 __all__ = [
     "COMPILED",
+    "COMPILE_EVENT",
     "DOCS",
     "apply",
     "assert_same_model",
@@ -40,10 +41,9 @@ _NOT_RUN = r"<!-- not run: (.+?) -->\n"
 
 # An entry for each program that XLA has compiled in this process.
 COMPILED: list[str] = []
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 jax.monitoring.register_event_duration_secs_listener(
-    lambda event, seconds, **_: (
-        COMPILED.append(event) if event == "/jax/core/compile/backend_compile_duration" else None
-    )
+    lambda event, seconds, **_: COMPILED.append(event) if event == COMPILE_EVENT else None
 )
 # Linux allows a process 65,530 memory mappings, and a compiled program has up to some 400: XLA's
 # compiler crashed in processes that held the programs of hundreds of tests.

@@ -59,6 +59,7 @@ LAYERS = [
     "array_types",
     "checks",
     "keywords",
+    "mappings",
     "names",
     "mesh",
     "tree",

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "../native/math.h"
@@ -15,9 +14,9 @@ namespace {
 
 constexpr int64_t kAlone = 16384;  // numbers that do not pay for a second thread
 
+// No numbers may have no address, which memcpy refuses.
 float* copied(float* to, const float* from, int64_t count) {
-  std::memcpy(to, from, count * sizeof(float));
-  return to + count;
+  return std::copy_n(from, count, to);
 }
 
 // Columns [x | B | C | dt] from `first_column` on; channels [x | B | C].

@@ -28,7 +28,13 @@ from stree_jax.decoding.options import (
     checked_options,
     listed_eos_tokens,
 )
-from stree_jax.decoding.prompts import buffer_size, check_length, checked_prompts, row_keys
+from stree_jax.decoding.prompts import (
+    buffer_size,
+    check_length,
+    checked_prompts,
+    list_size,
+    row_keys,
+)
 from stree_jax.decoding.rule_rows import join_numbers, joined, kind, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
 from stree_jax.decoding.token_rules import MinNewTokens
@@ -40,12 +46,11 @@ from stree_jax.decoding.verifiers import (
     verifier_of,
 )
 from stree_jax.keywords import explained
+from stree_jax.mappings import check_mappings
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
-
-_FEWEST_END_TOKENS = 4
 
 
 class Row(NamedTuple):
@@ -99,6 +104,7 @@ def plan(
     """
     text = checked_options(options) if text is None else text
     check_model(model)
+    check_mappings()
     vocab_size = model.config.vocab_size
     check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
     context = checked_prompts(prompts, vocab_size)
@@ -132,7 +138,7 @@ def plan(
         max_length=buffer_size(int(longest)),
         # On a GPU a termination check on the host takes long compared with a step.
         steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
-        num_best=text.num_best,
+        num_best=text.num_best and min(list_size(text.num_best), vocab_size),
         record_calls=record_calls,
     )
     return Plan(
@@ -268,7 +274,7 @@ def limits_of(rows: Sequence[Row], vocab_size: int, stop_sizes: tuple[int, int] 
 def _end_tokens(rows: Sequence[Row]) -> Any:
     """The end tokens of each row `[B, Y]`, padded with -1."""
     most = max(len(row.end_tokens) for row in rows)
-    ends = np.full((len(rows), buffer_size(most, _FEWEST_END_TOKENS)), -1, np.int32)
+    ends = np.full((len(rows), list_size(most)), -1, np.int32)
     for places, row in zip(ends, rows, strict=True):
         places[: len(row.end_tokens)] = row.end_tokens
     return jnp.asarray(ends)

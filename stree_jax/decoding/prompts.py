@@ -25,14 +25,22 @@ class Context(NamedTuple):
     length: Int[Array, " B"]  # valid tokens; the last of them is the root of the next tree
 
 
-def buffer_size(needed: int, smallest: int = _SMALLEST_BUFFER) -> int:
-    """Rounds up a buffer size: powers of two from `smallest` on, and 1.5 times these.
-
-    Worked example, `smallest = 64`: 64, 96, 128, 192, 256, 384, 512, 768, ...
-    """
-    size = smallest
+def buffer_size(needed: int) -> int:
+    """Rounds up a buffer size: 64, 96, 128, 192, 256, 384, 512, 768, ..."""
+    size = _SMALLEST_BUFFER
     while size < needed:
         size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+def list_size(needed: int) -> int:
+    """Rounds up the size of a list that costs little, as of end tokens: 8, 32, 128, 512, ...
+
+    Coarser than `buffer_size`, since the numbers of sizes of all such lists multiply.
+    """
+    size = 8
+    while size < needed:
+        size *= 4
     return size
 
 

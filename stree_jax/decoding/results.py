@@ -216,10 +216,12 @@ def generation_of(
     chosen = best = best_tokens = None
     if ended.log_probs is not None:
         fills = (np.nan, np.nan, PAD)
-        chosen, best, best_tokens = (
+        chosen, *of_best = (
             padded(buffer, [row.log_probs[i] for row in rows if row.log_probs], fills[i])
             for i, buffer in enumerate(ended.log_probs)
         )
+        if most := options.top_log_probs:
+            best, best_tokens = (values[..., :most] for values in of_best)
     calls = pieces = None
     if ended.calls is not None:
         calls = padded(ended.calls, [row.calls for row in rows], 0)
@@ -233,8 +235,8 @@ def generation_of(
         is_lossless(request.decoder.verifier),
         [row.finish_reason for row in rows],
         chosen,
-        best if options.top_log_probs else None,
-        best_tokens if options.top_log_probs else None,
+        best,
+        best_tokens,
         None if options.tokenizer is None else [row.text or "" for row in rows],
         prefix,
         None if calls is None else abs(calls),

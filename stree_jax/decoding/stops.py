@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from stree_jax.array_types import Array, Bool, Int
 from stree_jax.checks import check_int
-from stree_jax.decoding.prompts import buffer_size
+from stree_jax.decoding.prompts import list_size
 from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
 from stree_jax.decoding.types import Stops
 from stree_jax.messages import shown
@@ -190,10 +190,10 @@ def stops_of(
     for table, machine in zip(tables, different, strict=True):
         own, kinds = machine.next_state.shape
         table[:own, :kinds] = machine.next_state
-    rows = jnp.asarray([different.index(machine) for machine in machines])
+    rows = [different.index(machine) for machine in machines]
     return Stops(
-        class_of=jnp.asarray(np.stack([machine.class_of for machine in different]))[rows],
-        next_state=jnp.asarray(tables)[rows],
+        class_of=jnp.asarray(np.stack([machine.class_of for machine in machines])),
+        next_state=jnp.asarray(tables[rows]),
         min_new_tokens=jnp.asarray(np.array(min_new_tokens, np.int32)),
     )
 
@@ -213,8 +213,8 @@ class Machine:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Numbers of states and classes, rounded up to few values: 8, 12, 16, 24, 32, ..."""
-        states, classes = (buffer_size(needed, 8) for needed in self.next_state.shape)
+        """Numbers of states and classes, rounded up to few values, see `list_size`."""
+        states, classes = map(list_size, self.next_state.shape)
         return states, classes
 
 

@@ -16,12 +16,11 @@ import numpy as np
 
 from stree_jax.array_types import Array, Bool, Float, Int, UInt32
 from stree_jax.checks import check_int, is_above_zero, is_number
-from stree_jax.decoding.prompts import Context
+from stree_jax.decoding.prompts import Context, list_size
 from stree_jax.decoding.rule_rows import is_given, per_row, rule
 from stree_jax.messages import shown
 
 _NO_TOKEN = np.iinfo(np.int32).max  # pads lists of ids; beyond any vocabulary
-_FEWEST, _GROWTH = 8, 8  # lists of 8, 64, 512, ... ids share a program
 _BITS = 32  # of a word
 _PLACES = np.arange(_BITS, dtype=np.uint32)
 
@@ -172,10 +171,7 @@ def _padded(name: str, ids: list[Any]) -> np.ndarray:
     if not ids:
         raise ValueError(f"{name} has no token ids; leave the processor out")
     ids = [check_int(f"a token id of {name}", token, 0, _NO_TOKEN - 1) for token in ids]
-    size = _FEWEST
-    while size < len(ids):
-        size *= _GROWTH
-    return np.array([*ids, *[_NO_TOKEN] * (size - len(ids))], np.int32)
+    return np.array([*ids, *[_NO_TOKEN] * (list_size(len(ids)) - len(ids))], np.int32)
 
 
 def _are_two_arrays(biases: Any) -> bool:

@@ -21,8 +21,6 @@ from stree_jax.decoding.types import Limits, Prefix
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM
 
-_FEWEST_BEST = 4  # tokens that rows record, if any
-
 
 class Pool:
     """The rows of one decode loop, with the settings of the text in each. It knows no requests.
@@ -175,8 +173,7 @@ class Pool:
         vocab_size, stopping = self._model.config.vocab_size, plan.rows[0].stopping
         num_best = plan.decoder.num_best
         if num_best is not None and num_best > (-1 if self._num_best is None else self._num_best):
-            size = buffer_size(num_best, _FEWEST_BEST) if num_best else 0
-            self._num_best = min(size, vocab_size)
+            self._num_best = num_best
         if stopping:
             before = self._stop_sizes or (1, 1)
             states, classes = map(max, before, stopping.machine(vocab_size).sizes)

@@ -20,6 +20,7 @@ from stree_jax.decoding.slots import check_rows
 from stree_jax.decoding.types import Prefix
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.keywords import explained
+from stree_jax.mappings import check_mappings
 from stree_jax.mesh.hosts import is_same_everywhere, on_host
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
@@ -380,6 +381,7 @@ class Scheduler:
 
     def _advance(self, asked_for: str) -> bool:
         """Fills free rows and runs; False if there was nothing to run."""
+        check_mappings()  # now: an error loses no request
         self._compare(asked_for)
         self._fill()
         if not self._tenants:

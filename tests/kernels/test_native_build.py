@@ -15,6 +15,8 @@ import pytest
 
 from pallas_kernels import dispatch, native
 from pallas_kernels.native import build_backend
+from tests.cases.base import NEEDS_NATIVE
+from tests.kernels import native_calls
 
 ROOT = Path(__file__).parents[2]
 V3 = "abm avx2 bmi1 bmi2 f16c fma movbe"
@@ -271,91 +273,66 @@ def test_a_wheel_is_for_a_platform_and_any_python(monkeypatch):
     assert machine != "any"
 
 
-# What a row past the end, a column too many or a group of weights that is not whole would read or
-# write. XLA hands arguments and results over where they are, each an allocation of its own.
-ODD_SHAPES = """
-import functools, itertools, sys
+@NEEDS_NATIVE
+def test_calls_of_any_shape_write_all_numbers_or_are_refused():
+    """With more threads than there are tasks, most of which find nothing left to do."""
+    library = build_backend.library(native.level())
+    counts = native_calls.check(library, calls=20 * len(native_calls.CALLS), seed=1, threads=64)
+    assert all(counts[name] == 15 for name in native_calls.CALLS)
+    assert counts["refused"] > 40
+
+
+# The table of cases, called by XLA. It hands arguments and results over where they are, each an
+# allocation of its own.
+CASES = """
+import sys
 from pathlib import Path
-import jax, numpy as np
 from pallas_kernels import native
-from pallas_kernels.matmul.api import matmul, rows
-from pallas_kernels.matmul.packed import PackedMatrix
 from tests.cases.ops import OPS
 
-native.build_backend.library = lambda level: Path(sys.argv[1], f"libstree-{level}.so")
+native.build_backend.library = lambda level: Path(sys.argv[1])
 assert native.obstacle() is None, native.obstacle()
-matmul = functools.partial(matmul, implementation="native")
-
-
-@jax.jit
-def products(one, several, calls):
-    return [(matmul(x, one), matmul(x, several, which)) for x, which in calls]
-
-
-rng = np.random.default_rng(0)
-shapes = itertools.product((1, 31, 33, 257, 384), (1, 31, 33, 100), ("float32", "bfloat16", "int8"))
-for inputs, columns, dtype in shapes:
-    weights = rng.standard_normal((3, inputs, columns), np.float32)
-    one, several = (PackedMatrix.pack(w, dtype) for w in (weights[0], weights))
-    calls = [
-        (rng.standard_normal((rows, inputs), np.float32), rng.integers(0, 3, rows))
-        for rows in (0, 1, 2, 3, 13, 14, 29)
-    ]
-    matrices = np.asarray(several.canonical(), np.float32)
-    for (x, which), (alone, chosen) in zip(calls, products(one, several, calls), strict=True):
-        np.testing.assert_allclose(alone, x @ matrices[0], atol=1e-3)
-        np.testing.assert_allclose(chosen, np.einsum("ri,rio->ro", x, matrices[which]), atol=1e-3)
-    index = np.arange(-1, columns + 1)
-    found = jax.jit(functools.partial(rows, implementation="native"))(one, index)
-    np.testing.assert_array_equal(found, matrices[0].T[index.clip(0, columns - 1)])
 for op in OPS.values():
     for case in op.cases.values() if "native" in op.implementations else ():
         if not op.lacks(case, "native"):
             op.errors(case, "native")
-print("done", native.level())
 """
-
-
-def sanitizer():
-    """What must be loaded first: the address sanitizer of g++, and what throws exceptions."""
-    if sys.platform != "linux" or not shutil.which("g++"):
-        pytest.skip("g++ on Linux only")
-    found = [
-        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout
-        for name in ("libasan.so", "libstdc++.so")
-    ]
-    if not all(path.startswith("/") for path in found):
-        pytest.skip("g++ has no address sanitizer")
-    return " ".join(map(str.strip, found))
+# By sanitizer: what must be loaded first. What throws exceptions must be there before its own.
+PRELOADED = {"address,undefined": ("libasan.so", "libstdc++.so"), "thread": ("libtsan.so",)}
 
 
 @pytest.mark.slow
 @needs_sources
-def test_sanitizers_find_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("sanitizer", PRELOADED)
+def test_sanitizers_find_nothing(sanitizer, tmp_path, monkeypatch):
     """For every set of instructions that this processor has."""
-    preloaded = sanitizer()
+    if sys.platform != "linux" or not shutil.which("g++"):
+        pytest.skip("g++ on Linux only")
     monkeypatch.setenv("CXX", "g++")
-    sanitized = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    build_backend.build(tmp_path, sanitized)
-    for level in build_backend.levels():
-        if native.lacks(level):
-            continue
-        environment = {
-            **os.environ,
-            "LD_PRELOAD": preloaded,
-            "ASAN_OPTIONS": "detect_leaks=0",
-            "STREE_JAX_NATIVE": level,
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", ODD_SHAPES, str(tmp_path)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-8000:]
-        assert done.stdout == f"done {level}\n"
+    found = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout
+        for name in PRELOADED[sanitizer]
+    ]
+    if not all(path.startswith("/") for path in found):
+        pytest.skip("g++ has no such sanitizer")
+    recover = () if sanitizer == "thread" else ("-fno-sanitize-recover=all",)
+    build_backend.build(tmp_path, ("-g", "-O1", f"-fsanitize={sanitizer}", *recover))
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": " ".join(map(str.strip, found)),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
+    # XLA's own threads are not watched, so only those of `native_calls` can be told from a race.
+    calls = ["-m", "tests.kernels.native_calls"], *([["-c", CASES]] * (sanitizer != "thread"))
+    for level in (level for level in build_backend.levels() if not native.lacks(level)):
+        for call in calls:
+            subprocess.run(
+                [sys.executable, *call, str(build_backend.library(level, tmp_path))],
+                cwd=ROOT,
+                env=environment | {"STREE_JAX_NATIVE": level},
+                check=True,
+            )
 
 
 @pytest.mark.slow
