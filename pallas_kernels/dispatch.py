@@ -129,6 +129,8 @@ def explain(device: Any = None) -> str:
     obstacle = triton.UNAVAILABLE or device_obstacle(device)
     if not obstacle:
         return "pallas, and xla for shapes that the kernels refuse"
+    if device.platform == "tpu":
+        return f"xla, compiled for TPUs at every change and never run on one: {obstacle}"
     if device.platform != "cpu":
         return f"xla: {obstacle}"
     if missing := native.obstacle():
@@ -146,6 +148,14 @@ def device_obstacle(device: Any = None) -> str | None:
     if not major.isdigit() or int(major) < 8:  # AMD's are words
         return f"the device's compute capability is {capability}, the kernels need 8.0 or later"
     return None
+
+
+def on_tpu() -> bool:
+    """Whether programs are for a TPU, where XLA wants some products and searches in another form.
+
+    `benchmarks.static.tpu` counts what XLA makes of them.
+    """
+    return default_device().platform == "tpu"
 
 
 def _fastest() -> str:

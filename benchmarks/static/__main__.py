@@ -35,8 +35,18 @@ from benchmarks.static.deviceless import (
 import stree_jax as st  # isort: skip
 from benchmarks import common
 from benchmarks.static import gates, report
-from benchmarks.static.layers import by_layer, shortened
-from benchmarks.static.programs import MAX_LENGTH, outside_of_layers, read_prompt, verify_step
+from benchmarks.static.layers import by_layer, outside_of_layers, shortened
+from benchmarks.static.programs import (
+    MAX_LENGTH,
+    STEPS,
+    GivenDrafts,
+    abstract_model,
+    decode_loop,
+    read_prompt,
+    verify_step,
+)
+from benchmarks.static.thunks import Program, Thunks, num_loops
+from benchmarks.steps import binary_tree
 
 NUMBERS = {"type": int, "nargs": "*", "default": []}
 LIMITS = {"nargs": "+", "type": gates.limit, "default": [], "metavar": "KIND=NUMBER"}
@@ -67,6 +77,36 @@ HELP = {
 }
 
 
+def step_of(compiler: Compiler, implementation: str, nodes: int, config: st.ModelConfig) -> Program:
+    """Calls of a target."""
+    compiled = compiler(*verify_step(config, nodes, implementation, compiler.weights))
+    return Program.of(compiled, Thunks.parse(compiled.thunks).outside, STEPS)
+
+
+def prefill_of(
+    compiler: Compiler, implementation: str, positions: int, config: st.ModelConfig
+) -> Program:
+    """The prefill of a prompt; of a loop over chunks, launches times its trip count."""
+    compiled = compiler(*read_prompt(config, positions, implementation, compiler.weights))
+    outside, inside = Thunks.parse(compiled.thunks)
+    if loops := num_loops(outside):
+        # One per Mamba-2 layer; XLA removes loops of a single trip.
+        assert config.mamba2 is not None
+        assert loops == sum(kind in ("mamba2", "parallel") for kind in config.kinds)
+        inside *= -(-positions // config.mamba2.chunk_size)
+    return Program.of(compiled, outside + inside)
+
+
+def loop_of(
+    compiler: Compiler, implementation: str, nodes: int, config: st.ModelConfig, *, sampled: bool
+) -> Program:
+    """A step of the loop on a full binary tree, with drafts of no cost."""
+    target = abstract_model(config, implementation, compiler.weights)
+    call = decode_loop(target, GivenDrafts(), binary_tree(nodes), sampled=sampled)
+    compiled = compiler(*call)
+    return Program.of(compiled, Thunks.parse(compiled.thunks).inside, STEPS)
+
+
 def main() -> None:
     """Compiles everything asked for, prints its rows and writes JSON; exit code 1 at a limit."""
     parser = common.parser_of(__doc__.splitlines()[0], OPTIONS, HELP)
@@ -83,10 +123,6 @@ def main() -> None:
         tables[table].append(row)
         print(json.dumps(row), flush=True)
 
-    kinds = (
-        ("nodes", options.nodes, verify_step, "steps"),
-        ("positions", options.prompts, read_prompt, "prompts"),
-    )
     for name, compiler, implementation in itertools.product(
         options.presets, compilers, options.implementations
     ):
@@ -95,22 +131,35 @@ def main() -> None:
         which |= {"products": compiler.products}
         if compiler.weights != "bfloat16":
             which |= {"weights": compiler.weights}
+
+        kinds = (
+            ("nodes", options.nodes, step_of, "steps"),
+            ("positions", options.prompts, prefill_of, "prompts"),
+        )
         for unit, sizes, program, table in kinds:
             for size in sizes:
-                build = functools.partial(
-                    program, compiler, **{unit: size}, implementation=implementation
-                )
-                row = which | {unit: size} | by_layer(config, build)
+                build = functools.partial(program, compiler, implementation, size)
+                row, programs = by_layer(config, build)
+                row["shared_memory_bytes"] = max(each.shared_memory for each in programs)
+                row["spills"] = any(each.spills for each in programs)
                 if options.whole:
                     row["whole"] = build(config).as_row()
-                add(table, row)
+                add(table, which | {unit: size} | row)
         short = shortened(config)
         for nodes, sampled in itertools.product(options.loop_nodes, (False, True)):
-            found = outside_of_layers(compiler, short, implementation, nodes, sampled=sampled)
-            add("outside", which | found)
+            build = functools.partial(loop_of, compiler, implementation, nodes, sampled=sampled)
+            kernels, programs = outside_of_layers(short, build)
+            row = {
+                "loop_nodes": nodes,
+                "sampled": sampled,
+                "launches_a_step": sum(kernels.values()),
+                "kernels": kernels,
+                "spills": any(each.spills for each in programs),
+            }
+            add("outside", which | row)
     steps, prompts, outside = tables.values()
     settings = {"dtype": "bfloat16", "batch": 1, "cache_positions": MAX_LENGTH}
-    path = report.write(__doc__.splitlines()[0], settings, tables, options.output)
+    path = report.write(__doc__.splitlines()[0], settings, tables, options.output / "static.json")
     passes = [*steps, *prompts]
     programs = (*passes, *outside, *(row["whole"] for row in passes if "whole" in row))
     spilled = sum(program["spills"] for program in programs)

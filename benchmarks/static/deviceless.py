@@ -1,10 +1,12 @@
-"""Compiles for GPUs that are not attached.
+"""Compiles for GPUs and TPUs that are not attached.
 
-XLA compiles for a described device. It needs the plugin wheels of the installed jax (no driver, no
-CUDA libraries), and ptxas and libdevice, from a CUDA toolkit or from two more wheels:
+XLA compiles for a described device. For GPUs it needs the plugin wheels of the installed jax (no
+driver, no CUDA libraries), and ptxas and libdevice, from a CUDA toolkit or from two more wheels:
 
     pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
     pip install --no-deps nvidia-cuda-nvcc nvidia-nvvm
+
+For TPUs it needs one, `pip install libtpu`.
 
 Import this before anything that imports jax: it sets XLA's flags.
 """
@@ -26,6 +28,7 @@ if (_WHEELS / "bin" / "ptxas").is_file():
 os.environ["XLA_FLAGS"] = " ".join(_FLAGS)
 os.environ["JAX_PLATFORMS"] = "cpu"  # the plugin registers without looking for a device
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # by several processes: no TPU is used
 
 atexit.register(shutil.rmtree, DUMP, ignore_errors=True)
 
@@ -66,6 +69,13 @@ GPUS = {
     "H100": Gpu(90, "NVIDIA H100", 132, 233472, 232448, 52428800, 2048),
 }
 
+# Topologies of 4 and of 8 chips.
+TPUS = {
+    "v5e": ("v5e:2x2", "v5e:2x4"),
+    "v6e": ("v6e:2x2", "v6e:2x4"),
+    "v5p": ("v5p:2x2x1", "v5p:2x2x2"),
+}
+
 
 def target_config(gpu: Gpu) -> str:
     """XLA's text description of a GPU."""
@@ -88,36 +98,45 @@ device_description_str: "{gpu.kind}"
 """
 
 
-def lowered(gpu: str, jitted: Any, *arguments: Any) -> Any:
-    """A jitted function of abstract arguments, traced and lowered for a described GPU."""
+def lowered(device: str, jitted: Any, *arguments: Any) -> Any:
+    """A jitted function of abstract arguments, traced and lowered for a described device."""
+    if device in TPUS:
+        with jax.default_device(_devices(device, 1)[0]):  # what `dispatch` chooses for
+            return jitted.trace(*arguments).lower()
     mesh = contextlib.nullcontext()
     if jax.__version_info__ >= (0, 11):  # Pallas must know the GPU; jax 0.10 does not need it
-        kind = GPUS[gpu].kind
-        device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-        empty = jax.sharding.AbstractMesh((), (), abstract_device=device)
+        kind = GPUS[device].kind
+        described = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+        empty = jax.sharding.AbstractMesh((), (), abstract_device=described)
         mesh = jax.sharding.use_abstract_mesh(empty)
     with mesh:
         return jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
-def described_mesh(gpu: str, data: int, model: int) -> Mesh:
-    """A mesh of described GPUs of one host.
+def described_mesh(device: str, data: int, model: int) -> Mesh:
+    """A mesh of described devices of one host.
 
     Raises:
         SystemExit: the plugin is not installed.
     """
-    return Mesh(np.array(_devices(gpu, data * model)).reshape(data, model), ("data", "model"))
+    return Mesh(np.array(_devices(device, data * model)).reshape(data, model), ("data", "model"))
 
 
-def _devices(gpu: str, count: int) -> list[Any]:
+def _devices(name: str, count: int) -> list[Any]:
+    if name in TPUS:
+        described = dict(platform="tpu", topology_name=TPUS[name][count > 4])
+    else:
+        described = dict(
+            platform="cuda",
+            target_config=target_config(GPUS[name]),
+            topology=f"1x{count}x1",
+        )
     try:
-        return topologies.get_topology_desc(
-            platform="cuda", target_config=target_config(GPUS[gpu]), topology=f"1x{count}x1"
-        ).devices
+        return topologies.get_topology_desc(**described).devices[:count]
     except Exception as error:  # jax has no exception type for a missing platform
+        needed = "libtpu" if name in TPUS else f"{PLUGIN} in the version of jax, {jax.__version__}"
         raise SystemExit(
-            f"cannot compile for a GPU here ({error!s:.200}): install {PLUGIN} in the version"
-            f" of jax, {jax.__version__}; and nvidia-cuda-nvcc and nvidia-nvvm for ptxas"
+            f"cannot compile for {name} here ({error!s:.200}): install {needed}"
         ) from None
 
 
@@ -156,13 +175,9 @@ class Compiler:
         self.gpu, self.products, self.weights = gpu, products, weights
         self._mesh = Mesh(np.array(_devices(gpu, 1)), ("x",))
 
-    def place(self, tree: Any) -> Any:
-        """Abstract arguments on that GPU."""
-        return placed(tree, PartitionSpec(), self._mesh)
-
     def __call__(self, jitted: Any, *arguments: Any) -> Compiled:
-        """Traces, lowers and compiles a jitted function."""
-        program = lowered(self.gpu, jitted, *arguments)
+        """Traces, lowers and compiles a jitted function of abstract arguments."""
+        program = lowered(self.gpu, jitted, *placed(arguments, PartitionSpec(), self._mesh))
         options = PRODUCTS[self.products] | WEIGHTS[self.weights]
         spills = False
         for file in DUMP.iterdir():
@@ -176,3 +191,13 @@ class Compiler:
             compiled = program.compile(compiler_options=options)
         (dump,) = DUMP.glob("*.thunk_sequence.txt")
         return Compiled(compiled, dump.read_text(), spills)
+
+
+def compiled_for_tpu(tpu: str, jitted: Any, *arguments: Any) -> Any:
+    """A jitted function of abstract arguments, compiled for one described TPU.
+
+    Raises:
+        SystemExit: libtpu is not installed.
+    """
+    mesh = Mesh(np.array(_devices(tpu, 1)), ("x",))
+    return lowered(tpu, jitted, *placed(arguments, PartitionSpec(), mesh)).compile()

@@ -67,7 +67,7 @@ def failures(
         spilled: number of programs that spill registers.
     """
     found = [
-        f"{kind}: {most.get(kind, 'nothing of this kind was compiled;')} launches, the limit is"
+        f"{kind}: {most.get(kind, 'nothing of this kind was compiled')}, the limit is"
         f" {number:g}; all kinds: {most}"
         for kind, number in limits
         if most.get(kind, math.inf) > number

@@ -1,13 +1,28 @@
-"""Launches of a layer of each kind: those of one more of them in a program."""
+"""What a layer of each kind adds to a program: the counts of one more of them."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import stree_jax as st
-from benchmarks.static.programs import Program
 
-COUNTS = ("launches", "copies")
+
+class Program(Protocol):
+    """A compiled program."""
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """Of a step, such as its launches."""
+        ...
+
+    @property
+    def kernels(self) -> Counter[str]:
+        """What a step runs, by name."""
+        ...
+
+
+AnyProgram = TypeVar("AnyProgram", bound=Program)
 
 
 def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
@@ -32,16 +47,21 @@ def shortened(config: st.ModelConfig) -> st.ModelConfig:
     return with_layers(config, one_of_each(config))
 
 
-def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program]) -> dict[str, Any]:
-    """Launches of a layer of each kind in a program, and of the whole model as their sum.
+def by_layer(
+    config: st.ModelConfig, build: Callable[[st.ModelConfig], AnyProgram]
+) -> tuple[dict[str, Any], Iterable[AnyProgram]]:
+    """Counts of a layer of each kind, and of the whole model as their sum.
 
-    For steps with our kernels the sum is what `--whole` finds.
+    For steps with our kernels on a GPU the sum is what `--whole` finds.
+
+    Returns:
+        The row, and the programs behind it.
     """
     # Twice, since a first layer fuses with the embedding.
     few = one_of_each(config) * 2
     base = build(with_layers(config, few))
     layers: dict[str, dict[str, Any]] = {}
-    longer: dict[str, Program] = {}
+    longer: dict[str, AnyProgram] = {}
     for kind in sorted({*few}, key=lambda kind: (kind == "shared", few.index(kind))):
         # Inserted before the last layer of its kind, so that it has the usual neighbours.
         new, without = (kind,), base
@@ -50,17 +70,30 @@ def by_layer(config: st.ModelConfig, build: Callable[[st.ModelConfig], Program])
         last = len(few) - 1 - few[::-1].index(kind)
         longer[kind] = build(with_layers(config, (*few[:last], *new, *few[last:])))
         layers[kind] = {
-            name: getattr(longer[kind], name) - getattr(without, name) for name in COUNTS
+            name: count - without.counts[name] for name, count in longer[kind].counts.items()
         }
         layers[kind]["kernels"] = dict(sorted((longer[kind].kernels - without.kernels).items()))
     more = {kind: config.kinds.count(kind) - few.count(kind) for kind in layers}
-    programs = (base, *longer.values())
-    return {
-        "layers": layers,
-        "step": {
-            name: getattr(base, name) + sum(more[kind] * layers[kind][name] for kind in layers)
-            for name in COUNTS
-        },
-        "shared_memory_bytes": max(program.shared_memory for program in programs),
-        "spills": any(program.spills for program in programs),
+    step = {
+        name: count + sum(more[kind] * layers[kind][name] for kind in layers)
+        for name, count in base.counts.items()
     }
+    return {"layers": layers, "step": step}, (base, *longer.values())
+
+
+def outside_of_layers(
+    config: st.ModelConfig, build: Callable[[st.ModelConfig], AnyProgram]
+) -> tuple[dict[str, float], Iterable[AnyProgram]]:
+    """What a step of the loop runs beside the target's layers, by name.
+
+    The layers' part is the difference to a target with every layer twice.
+
+    Returns:
+        The counts, below 0 where XLA gave a layer's kernels another name, as it names them by what
+        it fused; and the programs behind them.
+    """
+    longer = dataclasses.replace(config, layers=config.layers * 2)
+    once, twice = build(config), build(longer)
+    names = sorted(once.kernels | twice.kernels)
+    counts = {name: 2 * once.kernels[name] - twice.kernels[name] for name in names}
+    return {name: count for name, count in counts.items() if count}, (once, twice)

@@ -1,9 +1,10 @@
-"""Which collectives does a decode step have on several GPUs? Compiled for GPUs not attached.
+"""Which collectives does a decode step have on several devices? Compiled for some not attached.
 
-XLA compiles the decode loop for a mesh of described GPUs, from abstract weights, for models with
+XLA compiles the decode loop for a mesh of described devices, from abstract weights, for models with
 one layer of each kind; and the collectives of a step are counted.
 
-    python -m benchmarks.static.mesh [--presets mamba2-2.7b ...] [--data 2] [--model 2]
+    python -m benchmarks.static.mesh [--presets mamba2-2.7b ...] [--device H100] [--data 2]
+        [--model 2]
 
 Exit code 1 unless a step has one all-reduce for each layer (two for a shared block), one for the
 embedding and one broadcast from shard 0; one all-gather for the logits; no other collective, none
@@ -16,7 +17,13 @@ import json
 from collections import Counter
 from typing import Any
 
-from benchmarks.static.deviceless import GPUS, described_mesh, lowered, placed  # first: XLA's flags
+from benchmarks.static.deviceless import (
+    GPUS,
+    TPUS,
+    described_mesh,
+    lowered,
+    placed,
+)  # first: XLA's flags
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -37,9 +44,9 @@ from stree_jax.names import flatten, unflatten
 MAX_LENGTH = 256
 
 
-def abstract_model(config: st.ModelConfig, partition: Partition) -> Any:
+def abstract_model(config: st.ModelConfig, partition: Partition, implementation: str) -> Any:
     """A model of abstract weights on a mesh."""
-    options: dict[str, Any] = dict(dtype=jnp.bfloat16, implementation="pallas")
+    options: dict[str, Any] = dict(dtype=jnp.bfloat16, implementation=implementation)
     structure, local = st.HybridLM.abstract(config, partition=partition, **options)
     table = config.cuts(partition.shards)
 
@@ -54,12 +61,13 @@ def abstract_model(config: st.ModelConfig, partition: Partition) -> Any:
 
 
 def decode_loop(
-    gpu: str, config: st.ModelConfig, draft: st.ModelConfig, data: int, model: int
+    device: str, config: st.ModelConfig, draft: st.ModelConfig, data: int, model: int
 ) -> Any:
     """Compiles the loop with a draft model and the paper's tree A, at temperature 0."""
-    mesh = described_mesh(gpu, data, model)
-    target = abstract_model(config, Partition(mesh, model))
-    drafter = st.ModelDrafter(abstract_model(draft, Partition(mesh, 1)))
+    mesh = described_mesh(device, data, model)
+    fastest = "pallas" if device in GPUS else "xla"
+    target = abstract_model(config, Partition(mesh, model), fastest)
+    drafter = st.ModelDrafter(abstract_model(draft, Partition(mesh, 1), fastest))
     topology = st.TreeTopology.paper("A").level_order()
     verifier = st.VERIFIERS["greedy"]
     decoder = SpeculativeDecoder(topology, verifier, MAX_LENGTH, steps_per_sync=STEPS)
@@ -83,25 +91,25 @@ def decode_loop(
     def run(modules: Any, state: Any, settings: Any) -> Any:
         return decoder.run(*modules, state, *settings)
 
-    return lowered(gpu, jax.jit(run, donate_argnums=1), *arguments).compile()
+    return lowered(device, jax.jit(run, donate_argnums=1), *arguments).compile()
 
 
 def main() -> None:
     """Compiles, prints a line of JSON for each program; exit code 1 if there is a problem."""
     known = {"--presets": ("mamba2-2.7b", "MambaInLlama-8B"), "--data": 2, "--model": 2}
-    known |= {"--gpu": {"default": "H100", "choices": GPUS}}
+    known |= {"--device": {"default": "H100", "choices": [*GPUS, *TPUS]}}
     options = parser_of(__doc__.splitlines()[0], known).parse_args()
     failures = []
     for preset in options.presets:
         config = shortened(st.ModelConfig.preset(preset))
         draft = dataclasses.replace(config, layers=config.layers[-1:])
-        program = decode_loop(options.gpu, config, draft, options.data, options.model)
+        program = decode_loop(options.device, config, draft, options.data, options.model)
         found = collectives(program.as_text())
         wrong = problems(config, found, steps=STEPS, nodes=13, rows=2)
         counts = Counter(f"{each.name} {each.where}" for each in found)
         row = {
             "preset": preset,
-            "gpu": options.gpu,
+            "device": options.device,
             "mesh": {"data": options.data, "model": options.model},
             "layers": config.kinds,
             "collectives": counts,

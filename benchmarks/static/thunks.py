@@ -1,9 +1,14 @@
-"""Counts launches in XLA's dump of a compiled program."""
+"""Counts launches in XLA's dump of a program compiled for a GPU."""
 
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stree_jax.measuring.clock import memory_of
+
+if TYPE_CHECKING:
+    from benchmarks.static.deviceless import Compiled
 
 # Thunks that only group or wait for others.
 WRAPPERS = {
@@ -79,3 +84,35 @@ def by_name(thunks: Sequence[Thunk]) -> Counter[str]:
 def num_loops(thunks: Sequence[Thunk]) -> int:
     """The number of loops."""
     return sum(thunk.kind == "kWhile" for thunk in thunks)
+
+
+class Program(NamedTuple):
+    """A program for a GPU."""
+
+    counts: dict[str, float]  # of a step: kernels, library calls, copies and fills; the last two
+    kernels: Counter[str]  # launches of a step by name
+    shared_memory: int  # bytes, of the largest block
+    spills: bool
+    memory: dict[str, int]  # see `memory_of`
+
+    @classmethod
+    def of(cls, compiled: "Compiled", thunks: Sequence[Thunk], steps: int = 1) -> "Program":
+        """From a compiled program and the thunks of its steps."""
+        put, copies = launches(thunks)
+        return cls(
+            {"launches": put / steps, "copies": copies / steps},
+            Counter({name: count / steps for name, count in by_name(thunks).items()}),
+            shared_memory=max(thunk.shared_memory for thunk in thunks),
+            spills=compiled.spills,
+            memory=memory_of(compiled.program),
+        )
+
+    def as_row(self) -> dict[str, Any]:
+        """A whole model's row."""
+        return {
+            **self.counts,
+            "spills": self.spills,
+            "temporary_bytes": self.memory["temporary"],
+            "argument_bytes": self.memory["arguments"],
+            "all_bytes": sum(self.memory.values()),
+        }

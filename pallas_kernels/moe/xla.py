@@ -1,9 +1,9 @@
-"""`expert_mlps` as XLA operations: loops on a CPU, batched products elsewhere.
+"""`expert_mlps` as XLA operations: loops on a CPU, batched products on a GPU, on a TPU either.
 
 On a CPU XLA copies gathered matrices, and multiplies every row of a grouped product by all experts.
 A loop over experts does neither: for Granite-4-H-Tiny on 2 cores it is 4 times as fast for one
 token and 26 times for 512 (`docs/results.md`). On a GPU each iteration would be several
-launches.
+launches. On a TPU XLA groups, but before it gathers it copies the matrices of all experts.
 
 A choice is a pair of a token and one of its experts. Choices are numbered `A * token + rank`.
 """
@@ -40,14 +40,18 @@ def expert_mlps(
     """See `api.expert_mlps`."""
     if not chosen.size:
         return x
-    loop = _loop_over_choices if few(chosen, len(experts_in)) else _loop_over_experts
-    in_products, in_loops = (
+    are_few = few(chosen, len(experts_in))
+    loop = _loop_over_choices if are_few else _loop_over_experts
+    # Two copies of a row: XLA multiplies a single one on a TPU's vector unit.
+    twice = functools.partial(_loop_over_choices, copies=2) if are_few else products
+    in_products, on_cpu, on_tpu = (
         functools.partial(function, activation=activation, gated=gated)
-        for function in (products, loop)
+        for function in (products, loop, twice)
     )
     by_choice = lax.platform_dependent(
         *(x, chosen, experts_in, experts_out),
-        cpu=with_gradients_of(in_products, in_loops),
+        cpu=with_gradients_of(in_products, on_cpu),
+        tpu=with_gradients_of(in_products, on_tpu),
         default=in_products,
     )
     return weighted_sum(by_choice, weights)
@@ -164,13 +168,18 @@ def _product_with(experts: jax.Array, expert: jax.Array) -> Product:
 
 
 def _loop_over_choices(
-    x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
+    x: jax.Array,
+    chosen: jax.Array,
+    experts_in: jax.Array,
+    experts_out: jax.Array,
+    copies: int = 1,
+    **options: Any,
 ) -> jax.Array:
     def of_choice(choice_and_expert: tuple[jax.Array, jax.Array]) -> jax.Array:
         choice, expert = choice_and_expert
         row = lax.dynamic_index_in_dim(x, choice // chosen.shape[1])
         first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
-        return _mlp(row, first, second, **options)[0]
+        return _mlp(jnp.repeat(row, copies, axis=0), first, second, **options)[0]
 
     return lax.map(of_choice, (jnp.arange(chosen.size), chosen.reshape(-1)))
 

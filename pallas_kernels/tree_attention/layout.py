@@ -39,10 +39,11 @@ class AttentionLayout:
         self, projected: Float[Array, "B T X"], positions: Int[Array, "B T"]
     ) -> tuple[Array, Array, Array]:
         """Queries `[B, T, W, E]`, keys and values `[B, T, U, E]`, rotated to their positions."""
-        heads = projected[..., : self.num_columns]
-        heads = heads.reshape(*heads.shape[:-1], -1, self.head_dim)
-        query, keys, values = jnp.split(
-            heads, (self.num_heads, self.num_heads + self.num_groups), axis=-2
+        # Cut before heads get an axis: XLA for TPUs transposes the weights of a product with heads.
+        bounds = self.num_heads * self.head_dim, (self.num_heads + self.num_groups) * self.head_dim
+        query, keys, values = (
+            part.reshape(*part.shape[:-1], -1, self.head_dim)
+            for part in jnp.split(projected[..., : self.num_columns], bounds, axis=-1)
         )
         keys = scaled(keys, self.key_multiplier)
         if self.frequencies:

@@ -8,14 +8,18 @@ token too (Daliri, Musco and Suresh, 2024, arXiv:2408.07978).
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels.numerics import best_of
+from pallas_kernels import dispatch
+from pallas_kernels.numerics import best_of, few_best
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
 from stree_jax.decoding.rule_rows import per_row
 from stree_jax.decoding.types import Sampling
 
 # Folded into a row's key for its noise. Draws that belong to a step fold in the step's number.
 _NOISE = 0x6E6F6973
+# Best tokens that are searched one by one on a TPU; more are sorted.
+_FEW = 16
 
 
 def position_noise(
@@ -109,3 +113,13 @@ def best_token(
     Shared by all uses of the best token or its logit, so that XLA makes one pass for all of them.
     """
     return best_of(jnp.where(jnp.isnan(logits), jnp.inf, logits))
+
+
+def best_tokens(
+    scores: Float[Array, "*rows V"], count: int
+) -> tuple[Float[Array, "*rows count"], Int[Array, "*rows count"]]:
+    """The `count` best scores and their tokens, best first; those of score `-inf` are any."""
+    if dispatch.on_tpu() and 0 < count <= _FEW:
+        return few_best(scores, count)
+    best, tokens = lax.top_k(scores, count)
+    return best, tokens.astype(jnp.int32)

@@ -12,7 +12,12 @@ from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.drafters.base import inner_layers
 from stree_jax.decoding.processors import Processing
 from stree_jax.decoding.returned import check_proposed, check_state, check_verdict
-from stree_jax.decoding.sampling import all_finite, position_noise, token_log_probs
+from stree_jax.decoding.sampling import (
+    all_finite,
+    best_tokens,
+    position_noise,
+    token_log_probs,
+)
 from stree_jax.decoding.types import (
     Context,
     DecodeState,
@@ -238,7 +243,7 @@ def _records(
         sampled = token_log_probs(processed, sampling)
         log_probs = jnp.where(sampling.record_sampled[:, None, None], sampled, log_probs)
     chosen = jnp.take_along_axis(log_probs, new_tokens[..., None], axis=-1)[..., 0]
-    return TokenLogProbs(chosen, *lax.top_k(log_probs, num_best))
+    return TokenLogProbs(chosen, *best_tokens(log_probs, num_best))
 
 
 def _written(buffers: Any, new: Any, at: Int[Array, " B"]) -> Any:

@@ -15,7 +15,9 @@ Everything that reads weights by name gets the order of unpacked models, from `i
 
 import dataclasses
 import fnmatch
-from collections.abc import Collection, Iterator
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -24,6 +26,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from pallas_kernels import dispatch
 from pallas_kernels.matmul import PackedMatrix, QuantizedMatrix, matmul, rows
 from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Float32, Int
@@ -68,21 +71,29 @@ class Matrix(nnx.Param):
         """Rows times the matrix, in its dtype; XLA's default for float32 on GPU is TF32."""
         contracted = ((x.ndim - 1,), (0,))
         x, matrix = self.factors(x)
-        return lax.dot_general(
-            x.astype(matrix.dtype), matrix, (contracted, ((), ())), precision=lax.Precision.HIGHEST
-        )
+
+        def product(x: Array) -> Array:
+            return lax.dot_general(
+                x, matrix, (contracted, ((), ())), precision=lax.Precision.HIGHEST
+            )
+
+        return _of_rows(product, x.astype(matrix.dtype))
 
     def wide_matmul(self, x: Float[Array, "*rows I"]) -> Float32[Array, "*rows O"]:
         """Rows times the matrix, in float32."""
-        return jnp.matmul(
-            *self.factors(x),
+        x, matrix = self.factors(x)
+        product = functools.partial(
+            jnp.matmul,
+            b=matrix,
             precision=lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
+        return _of_rows(product, x)
 
     def matmul_each(self, x: Float[Array, "B T I"]) -> Float32[Array, "B T E O"]:
         """Rows times each of several matrices, in float32."""
-        return contract("bti,eio->bteo", *self.factors(x))
+        x, matrices = self.factors(x)
+        return _of_rows(lambda x: contract("bti,eio->bteo", x, matrices), x)
 
     def cut(self, start: int) -> "Matrix":
         """Its columns from `start` on."""
@@ -108,7 +119,8 @@ class Table(Matrix):
 
     def matmul(self, x: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
         """Logits of hidden states."""
-        return contract("btm,vm->btv", *self.factors(x))
+        x, table = self.factors(x)
+        return _of_rows(lambda x: contract("btm,vm->btv", x, table), x)
 
     def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float[Array, "B T M"]:
         """Rows of tokens."""
@@ -245,6 +257,16 @@ class PackedTable(PackedWeight, Table):
         if self.is_quantized:
             return QuantizedTable(jax.tree.map(_copied, self.stored.quantized().T))
         return Table(_copied(self[...]))
+
+
+def _of_rows(product: Callable[[Array], Array], x: Array) -> Array:
+    """A product of rows; on a TPU of two at least.
+
+    XLA multiplies a single row on a TPU's vector unit, which takes longer than reading the matrix.
+    """
+    if x.ndim < 2 or math.prod(x.shape[:-1]) != 1 or not dispatch.on_tpu():
+        return product(x)
+    return product(jnp.pad(x, [(0, 1), *[(0, 0)] * (x.ndim - 1)]))[:1]
 
 
 def _quantized(matrix: Any, axis: int) -> QuantizedMatrix:

@@ -6,7 +6,7 @@ import math
 import pytest
 
 import stree_jax
-from benchmarks.static import gates, report, thunks
+from benchmarks.static import gates, hlo, report, thunks
 from benchmarks.static.collectives import Found, collectives, problems
 
 THUNKS = """\
@@ -37,6 +37,57 @@ def test_what_xla_launches_is_counted():
     assert put == ["kKernel", "kGemm", "kMemzero", "kCopy"]
     assert thunks.launches(found.outside) == (3, 1)
     assert thunks.launches(found.inside) == (4, 2)
+
+
+HLO = """\
+%fused (p.1: bf16[64,32], p.2: bf16[2,64]) -> f32[2,32] {
+  %p.1 = bf16[64,32]{1,0:T(8,128)(2,1)} parameter(0)
+  %p.2 = bf16[2,64]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %c.1 = f32[2,32]{1,0:T(8,128)} convolution(%p.2, %p.1), dim_labels=bf_io->bf
+}
+
+%body (s.1: (s32[], f32[2,32])) -> (s32[], f32[2,32]) {
+  %s.1 = (s32[]{:T(128)}, f32[2,32]{1,0:T(8,128)}) parameter(0)
+  %f.1 = f32[2,32]{1,0:T(8,128)S(1)} fusion(%w, %g.1), calls=%fused, "estimated_cycles":"700"
+  %d.1 = bf16[64,32]{1,0:T(8,128)S(1)} copy-done(%s.2)
+  %b.1 = bf16[64,32]{1,0:S(1)} custom-call(%d.1), custom_call_target="ConcatBitcast"
+  INSTRUCTION
+}
+
+%condition (s.3: (s32[], f32[2,32])) -> pred[] {
+  %n.1 = pred[]{:T(512)} compare(%g.2, %k.1), direction=LT
+}
+
+ENTRY %main (w.1: bf16[64,32]) -> f32[2,32] {
+  %s.2 = (bf16[64,32]{1,0:S(1)}, bf16[64,32]{1,0}, u32[]{:S(2)}) copy-start(%w.1)
+  %l.1 = (s32[], f32[2,32]{1,0}) while(%t.1), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("instruction", "problem"),
+    [
+        ("%x = f32[2,32]{1,0} add(%f.1, %f.1)", None),
+        ("%x = (f32[5000]{0}, s32[5000]{0}) sort(%a, %b), dimensions={0}", "sorts 5000 numbers"),
+        ("%x = bf16[32,64]{1,0:T(8,128)S(1)} copy(%b.1)", "writes bf16[32,64]"),
+        ("%x = f32[64,32]{1,0:T(8,128)} fusion(%b.1), calls=%y", "writes f32[64,32]"),
+        ("%x = (f32[2], u32[], token[]) send(%f.1), is_host_transfer=true", "transfer to the host"),
+    ],
+)
+def test_what_a_program_for_a_tpu_must_not_do(instruction, problem):
+    text = hlo.Text(HLO.replace("INSTRUCTION", instruction))
+    in_body = [each.opcode for each in text.run(text.body())]
+    assert in_body == ["fusion", instruction.split("(%")[0].split()[-1]]
+    assert [each.opcode for each in text.run(text.entry)] == ["copy-start", "compare", *in_body]
+    assert sum(each.cycles for each in text.run(text.entry)) == 700
+    found = hlo.problems(text, {64 * 32})
+    assert [problem in each for each in found] == ([True] if problem else [])
+
+
+def test_a_weight_that_is_widened_inside_of_a_product_is_found():
+    text = hlo.Text(HLO.replace("%p.1 = bf16", "%p.1 = f32"))
+    assert ["weight in float32" in each for each in hlo.problems(text, {64 * 32})] == [True]
 
 
 def test_collectives_are_found_where_they_are():
@@ -102,8 +153,8 @@ def test_launches_are_those_of_our_kernels_with_products_whole():
     ("limits", "options", "message"),
     [
         (["mamba2=5", "mlp=4"], {"most_growth": 4.2}, None),
-        (["mamba2=4", "mlp=4"], {}, "mamba2: 5.0 launches, the limit is 4;"),
-        (["sampled=34"], {}, "sampled: nothing of this kind was compiled; launches, the limit"),
+        (["mamba2=4", "mlp=4"], {}, "mamba2: 5.0, the limit is 4;"),
+        (["sampled=34"], {}, "sampled: nothing of this kind was compiled, the limit"),
         ([], {"most_growth": 4.0}, "p, g: memory grows by 4.10 %, the limit is 4 %"),
         ([], {"most_growth": 4.0, "growth": {}}, "growth of memory: no whole model was compiled"),
         ([], {"spilled": 2}, "2 programs spill registers"),
@@ -121,13 +172,13 @@ def test_limits(limits, options, message):
 
 
 def test_earlier_rows_with_the_same_settings_stay(tmp_path):
-    step = row(all_bytes=3)
+    step, path = row(all_bytes=3), tmp_path / "static.json"
     earlier = {"steps": [step, step | {"preset": "q"}], "loops": [step]}
-    report.write("?", {"batch": 1}, earlier, tmp_path)
-    path = report.write("?", {"batch": 1}, {"steps": [step | {"nodes": 1}, step]}, tmp_path)
+    report.write("?", {"batch": 1}, earlier, path)
+    report.write("?", {"batch": 1}, {"steps": [step | {"nodes": 1}, step]}, path)
     stored = json.loads(path.read_text())
     found = [(row["preset"], row["nodes"]) for row in stored["steps"]]
     assert found == [("q", 64), ("p", 1), ("p", 64)]
     assert stored["loops"] == [step]  # a table that this run has not
-    report.write("?", {"batch": 2}, {"steps": [step]}, tmp_path)
+    report.write("?", {"batch": 2}, {"steps": [step]}, path)
     assert len(json.loads(path.read_text())["steps"]) == 1

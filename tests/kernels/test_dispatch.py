@@ -19,6 +19,7 @@ from tests.cases.tree_scan import small_replay
         ("cpu", None, "the device is a CPU, the kernels need an NVIDIA GPU"),
         ("gpu", "7.5", "compute capability is 7.5, the kernels need 8.0"),
         ("gpu", "gfx942", "compute capability is gfx942"),
+        ("tpu", None, "xla, compiled for TPUs at every change and never run on one: the device is"),
         ("gpu", "8.0", None),
         ("gpu", "12.0", None),
     ],
@@ -29,6 +30,7 @@ def test_the_default_depends_on_the_device(platform, capability, obstacle, monke
     assert dispatch.choose("replay", None, None) == ("xla" if obstacle else "pallas")
     assert dispatch.choose("replay", None, "odd shape") == "xla"
     assert (obstacle or "pallas, and xla") in dispatch.explain()
+    assert dispatch.on_tpu() == (platform == "tpu")
 
 
 FAKE_GPU = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="NVIDIA H100")

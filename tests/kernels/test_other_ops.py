@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch, expert_mlps
-from pallas_kernels.numerics import best_of
+from pallas_kernels.numerics import best_of, few_best
 from tests.cases import moe
 
 
@@ -21,6 +21,31 @@ def test_few_tokens_are_xlas_unless_asked_for(monkeypatch):
 
     assert num_kernels(moe.FEW) == 0
     assert num_kernels(moe.FEW, "pallas") == num_kernels(moe.MANY) == 2
+
+
+def test_what_few_tokens_copy_on_a_tpu():
+    """A loop over choices reads the matrices of the chosen experts; a gather copies all of them."""
+
+    def text(case, platform):
+        options = dict(activation=case.activation, gated=case.gated, implementation="xla")
+        jitted = jax.jit(functools.partial(expert_mlps, **options))
+        lowered = jitted.trace(*moe.on_device(case)).lower(lowering_platforms=(platform,))
+        return lowered.as_text()
+
+    for case, loops in ((moe.FEW, 1), (moe.MANY, 0)):
+        assert text(case, "tpu").count("stablehlo.while") == loops
+        assert "stablehlo.while" not in text(case, "cuda")
+
+
+def test_a_few_of_the_best_are_those_of_top_k():
+    least, most = -jnp.inf, jnp.inf
+    values = jnp.array([[2.0, 3, 2, 3, 1], [least, 7, least, least, 8], [most, 0, most, -1, 2]])
+    for count in (1, 2, 5):
+        largest, index = few_best(values, count)
+        wanted, where = jax.lax.top_k(values, count)
+        np.testing.assert_array_equal(largest, wanted)
+        is_number = wanted > least  # others are unspecified
+        np.testing.assert_array_equal(index[is_number], where[is_number])
 
 
 def test_the_best_of_logits():

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_kernels.numerics import best_of
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding.sampling import all_finite, filtered_logits, token_log_probs
+from stree_jax.decoding.sampling import all_finite, best_tokens, filtered_logits, token_log_probs
 from stree_jax.decoding.types import Step
 from stree_jax.decoding.verifiers import CHILD_SAMPLING
 from stree_jax.messages import shown
@@ -101,5 +100,5 @@ def draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array
     if width == 1:  # a third of the time of `top_k` on a CPU
         drawn, best = (found[..., None] for found in best_of(scores))
     else:
-        best, drawn = lax.top_k(scores, width)
-    return drawn.astype(jnp.int32), jnp.isfinite(best)
+        best, drawn = best_tokens(scores, width)
+    return drawn, jnp.isfinite(best)

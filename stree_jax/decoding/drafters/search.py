@@ -17,7 +17,7 @@ from stree_jax.decoding.drafters.base import drawn_by, root_only
 from stree_jax.decoding.drafters.levels import Level, grow_levels
 from stree_jax.decoding.drafters.model import ModelDraftState, RunsModel
 from stree_jax.decoding.nodes import put, take
-from stree_jax.decoding.sampling import all_finite
+from stree_jax.decoding.sampling import all_finite, best_tokens
 from stree_jax.decoding.types import DraftTree, Step
 from stree_jax.tree import Tree, TreeTopology, first_nodes
 
@@ -57,13 +57,13 @@ def best_continuations(
         candidates.
     """
     # At most `count` of the best continue one beam, so the second sort is small.
-    best, tokens = lax.top_k(logits, min(count, logits.shape[-1]))
+    best, tokens = best_tokens(logits, min(count, logits.shape[-1]))
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     # Rounding must not put a continuation above its beam.
     scores = score[..., None] + jnp.minimum(best - total, 0.0).astype(jnp.float32)
     batch, _, per_beam = best.shape
     kept, chosen = lax.top_k(scores.reshape(batch, -1), count)
-    chosen, tokens = chosen.astype(jnp.int32), tokens.astype(jnp.int32)
+    chosen = chosen.astype(jnp.int32)
     added = jnp.take_along_axis(tokens.reshape(batch, -1), chosen, axis=1)
     return kept, chosen // per_beam, added, Continuations(scores, tokens, chosen)
 
