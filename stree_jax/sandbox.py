@@ -15,6 +15,7 @@ import json
 import re
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
@@ -127,7 +128,9 @@ def _compiled(source: str) -> types.CodeType:
     if len(source) > SOURCE:
         _stop(f"has more than {SOURCE} characters")
     sandbox = _Sandbox({}, 0, 0)
-    return sandbox.compile(_Hooks().visit(sandbox.parse(source)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of Python, such as about {{ (1)[0] }}
+        return sandbox.compile(_Hooks().visit(sandbox.parse(source)))
 
 
 class _Generation(jinja2.ext.Extension):

@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import random
 import re
 import time
 import types
@@ -16,6 +17,7 @@ import pytest
 import stree_jax as st
 from stree_jax import sandbox
 from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template, special_tokens
+from tests.cases import random_chats
 from tests.cases.chat_templates import ALIKE, HARMLESS, MISTAKES, REFUSED
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -38,6 +40,36 @@ def test_templates_are_rendered_as_by_transformers(source):
     messages = [{k: v for k, v in message.items() if v is not None} for message in MESSAGES]
     wanted, _ = peer.render_jinja_template([messages], chat_template=source, **SPECIAL, **variables)
     assert ChatTemplate(source, SPECIAL).render(MESSAGES, **variables) == wanted[0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # while transformers' are compiled
+@pytest.mark.parametrize("seed", range(4))
+def test_random_templates_are_rendered_as_by_transformers(seed):
+    """The same text, or an error in both, but for limits and for slices of constant numbers."""
+    peer = pytest.importorskip("transformers.utils.chat_template_utils")
+    rng, counts = random.Random(seed), collections.Counter()
+    for _ in range(1500):
+        source, messages = random_chats.template(rng), random_chats.conversation(rng)
+        given = {"names": {1: "one"}, "x": random_chats.json_value(rng), "tools": TOOLS}
+        try:
+            (wanted,), _ = peer.render_jinja_template(
+                [messages], chat_template=source, add_generation_prompt=True, **SPECIAL, **given
+            )
+        except Exception:  # of any type
+            wanted = None
+        try:
+            found, refusal = ChatTemplate(source, SPECIAL).render(messages, **given), ""
+        except ValueError as error:
+            found, refusal = None, str(error)
+        is_known = wanted is None or re.search(
+            "it (may )?(makes?|writes)|is not subscriptable|'slice'", refusal
+        )
+        assert is_known or found is not None, (source, messages, given, refusal)
+        assert found in (None, wanted), (source, messages, given)
+        counts[wanted is not None, found is not None] += 1
+    assert counts[True, True] > 300
+    assert counts[True, False] < 15
 
 
 def outcome(call):

@@ -292,6 +292,7 @@ MISTAKES = {
     "{{ 1 + 'a' }}": "TypeError: unsupported operand",
     "{{ [1, 'a']|sort }}": "TypeError",
     "{{ 5|first }}": "TypeError",
+    "{{ 5[1:] }}": "TypeError: 'int' object is not",  # without the warning of Python's compiler
     "{{ 'a'.center() }}": "TypeError",
     "{{ ', '.join() }}": "TypeError",
     "{{ lipsum('y' * 99999, true, 1, 99999) }}": "ValueError: invalid literal",

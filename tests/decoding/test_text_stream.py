@@ -7,6 +7,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 
 import stree_jax as st
+from benchmarks.prompts import SHARED
+from stree_jax.decoding.token_bytes import token_bytes
 
 WORDS = ["▁Hello", "▁wor", "lo", "▁", "##b", "b</w>", "a", " ", "  ", "|", "<pad>", "do not", "'s"]
 # In byte-level BPE: a space, parts of é and of a smiley, and the replacement character.
@@ -52,9 +54,9 @@ def tokenizer_of(decoder):
     return tokenizer
 
 
-def random_texts(tokenizer, count):
+def random_texts(tokenizer, count, seed=0):
     """Tokens, among them runs of bytes, whole characters in bytes and parts of them."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     size = tokenizer.get_vocab_size()
     for _ in range(count):
         parts = []
@@ -89,6 +91,55 @@ def test_pieces_are_the_text(name):
     assert len(texts) > 200
     # What is shown comes as early as it can, where no step needs all of the text.
     assert held < (200 if name in ("byte level", "metaspace", "wordpiece", "none") else 2000)
+
+
+def pieces_of(tokenizer, tokens, rng):
+    """The text of tokens that come a few at a time."""
+    stream, pieces, at = st.TextStream(tokenizer), [], 0
+    while at < len(tokens):
+        size = int(rng.integers(1, 4))
+        pieces.append(stream.push(tokens[at : at + size]))
+        at += size
+    return "".join([*pieces, stream.end()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_many_texts(name):
+    tokenizer, rng = tokenizer_of(KINDS[name]), np.random.default_rng(2)
+    first = [tokenizer.token_to_id("▁Hello")] * (name == "spaces at both ends")
+    for tokens in random_texts(tokenizer, 7500, seed=1):
+        tokens = [*first, *tokens]
+        assert pieces_of(tokenizer, tokens, rng) == tokenizer.decode(tokens), tokens
+
+
+RANGES = (0x80, 0x250, 0x3000, 0xD7FF, 0x110000)  # up to which characters are drawn
+
+
+def any_text(rng):
+    """Characters of any kind, with spaces, words and special tokens among them."""
+    characters = rng.integers(0, rng.choice(RANGES), rng.integers(1, 30)).tolist()
+    text = "".join(chr(each) for each in characters if not 0xD800 <= each < 0xE000)
+    return text + str(rng.choice(("", " ", "\n\n", " the end", "<|endoftext|>", "  a", "é")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["demo", "gpt2", "20B_tokenizer"])
+def test_many_texts_of_real_tokenizers(name):
+    """Encoded, and of random tokens; the bytes of tokens say the same."""
+    file = SHARED / "tokenizers" / f"{name}.json"
+    file = st.demo_path("target") if name == "demo" else file
+    if not file.exists():
+        pytest.skip(f"{file} is not here")
+    tokenizer, rng = st.load_tokenizer(file), np.random.default_rng(3)
+    bytes_of = token_bytes(tokenizer)
+    for i in range(7500):
+        tokens = rng.integers(0, tokenizer.get_vocab_size(), rng.integers(1, 30)).tolist()
+        tokens = tokens if i % 3 == 0 else tokenizer.encode(any_text(rng)).ids
+        text = tokenizer.decode(tokens)
+        assert pieces_of(tokenizer, tokens, rng) == text, tokens
+        joined = b"".join(bytes_of[token] or b"" for token in tokens)
+        assert joined.decode(errors="replace") == text, tokens
 
 
 def test_a_tokenizer_of_transformers_and_arrays():

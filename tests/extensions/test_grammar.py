@@ -259,9 +259,25 @@ def test_random_schemas_against_jsonschema():
 
 @pytest.mark.slow
 def test_many_random_schemas_against_jsonschema():
-    num_read, share = compare(1, 1000, 12)
-    assert num_read > 500
+    num_read, share = compare(1, 2500, 12)
+    assert num_read > 1000
     assert share > 0.9
+
+
+@pytest.mark.slow
+def test_walks_through_random_schemas(tokenizer):
+    """Over tokens: what the tables of a grammar let through is valid."""
+    num_texts = 0
+    for schema in schemas(2, 300):
+        try:
+            automaton = st.json_schema(schema, tokenizer)
+        except ValueError:
+            continue
+        validator = jsonschema.Draft202012Validator(schema)
+        for text in walks(automaton, tokenizer, num_walks=8):
+            assert validator.is_valid(json.loads(text)), (schema, text)
+            num_texts += 1
+    assert num_texts > 500
 
 
 @pytest.mark.slow
