@@ -259,7 +259,7 @@ def test_random_schemas_against_jsonschema():
 
 @pytest.mark.slow
 def test_many_random_schemas_against_jsonschema():
-    num_read, share = compare(1, 2500, 12)
+    num_read, share = compare(1, 1500, 12)
     assert num_read > 1000
     assert share > 0.9
 
@@ -268,7 +268,7 @@ def test_many_random_schemas_against_jsonschema():
 def test_walks_through_random_schemas(tokenizer):
     """Over tokens: what the tables of a grammar let through is valid."""
     num_texts = 0
-    for schema in schemas(2, 300):
+    for schema in schemas(2, 30):
         try:
             automaton = st.json_schema(schema, tokenizer)
         except ValueError:
@@ -277,7 +277,7 @@ def test_walks_through_random_schemas(tokenizer):
         for text in walks(automaton, tokenizer, num_walks=8):
             assert validator.is_valid(json.loads(text)), (schema, text)
             num_texts += 1
-    assert num_texts > 500
+    assert num_texts > 100
 
 
 @pytest.mark.slow
