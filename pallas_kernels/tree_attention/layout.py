@@ -4,8 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import dispatch
 from pallas_kernels.numerics import scaled
 
 
@@ -39,11 +41,12 @@ class AttentionLayout:
         self, projected: Float[Array, "B T X"], positions: Int[Array, "B T"]
     ) -> tuple[Array, Array, Array]:
         """Queries `[B, T, W, E]`, keys and values `[B, T, U, E]`, rotated to their positions."""
-        # Cut before heads get an axis: XLA for TPUs transposes the weights of a product with heads.
-        bounds = self.num_heads * self.head_dim, (self.num_heads + self.num_groups) * self.head_dim
-        query, keys, values = (
-            part.reshape(*part.shape[:-1], -1, self.head_dim)
-            for part in jnp.split(projected[..., : self.num_columns], bounds, axis=-1)
+        heads = projected[..., : self.num_columns]
+        if dispatch.on_tpu():  # a product whose result has an axis of heads transposes its weight
+            heads = lax.optimization_barrier(heads)
+        heads = heads.reshape(*heads.shape[:-1], -1, self.head_dim)
+        query, keys, values = jnp.split(
+            heads, (self.num_heads, self.num_heads + self.num_groups), axis=-2
         )
         keys = scaled(keys, self.key_multiplier)
         if self.frequencies:

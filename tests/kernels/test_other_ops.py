@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch, expert_mlps
+from pallas_kernels import AttentionLayout, dispatch, expert_mlps
 from pallas_kernels.numerics import best_of, few_best
 from tests.cases import moe
 
@@ -35,6 +35,22 @@ def test_what_few_tokens_copy_on_a_tpu():
     for case, loops in ((moe.FEW, 1), (moe.MANY, 0)):
         assert text(case, "tpu").count("stablehlo.while") == loops
         assert "stablehlo.while" not in text(case, "cuda")
+
+
+def test_heads_are_kept_out_of_the_projection_on_a_tpu(monkeypatch):
+    """XLA would transpose its weight, whose copy is as large; also where it is differentiated."""
+    layout = AttentionLayout(2, 1, 4, 1.0, frequencies=(1.0,))
+    projected = jnp.arange(16.0)[None, None]
+
+    def total():  # a new function each time: jax keeps what it traced
+        positions = jnp.ones((1, 1), jnp.int32)
+        return lambda projected: sum(part.sum() for part in layout.split(projected, positions))
+
+    wanted = jax.grad(total())(projected)
+    assert "optimization_barrier" not in str(jax.make_jaxpr(total())(projected))
+    monkeypatch.setattr(dispatch, "on_tpu", lambda: True)
+    assert "optimization_barrier" in str(jax.make_jaxpr(total())(projected))
+    np.testing.assert_array_equal(jax.grad(total())(projected), wanted)
 
 
 def test_a_few_of_the_best_are_those_of_top_k():
