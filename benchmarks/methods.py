@@ -11,14 +11,16 @@ from stree_jax.measuring.methods import Method, different
 from stree_jax.measuring.report import method_tables, progress_bar
 
 CHAIN_OF_4 = st.TreeTopology.chain(4)
-CHAIN_OF_6 = st.TreeTopology.chain(6)
-# What `tune-tree` chose for the embedded pair at temperature 1; at 0 it is the chain of 4.
-SMALL_TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 3])
 # A chain of 8 and one second choice: what it chose for the first embedded pair.
 DEEP_TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 3, 4, 5, 6, 7, 8])
 PAPER_TREES = {f"tree {name}": st.TreeTopology.paper(name) for name in "ABCDE"}
 TWO_TREES = {"chain of 4": CHAIN_OF_4, "tree A": PAPER_TREES["tree A"]}
-TUNED_TREES = {"chain of 4": CHAIN_OF_4, "tree of 5": SMALL_TREE, "chain of 6": CHAIN_OF_6}
+# What `tune-tree` chose for the embedded pair at temperature 0 and at 1, and a longer chain.
+TUNED_TREES = {
+    "chain of 4": CHAIN_OF_4,
+    "tree of 5": st.TreeTopology.from_parents([-1, 0, 0, 1, 3]),
+    "chain of 6": st.TreeTopology.chain(6),
+}
 
 # Options of experiments that compare methods.
 SIZES = {"--prompts": 16, "--tokens": 96, "--rounds": 3}

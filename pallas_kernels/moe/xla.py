@@ -1,4 +1,4 @@
-"""`expert_mlps` as XLA operations: loops on a CPU, batched products on a GPU, on a TPU either.
+"""`expert_mlps` as XLA operations: loops on a CPU, batched products on a GPU, either on a TPU.
 
 On a CPU XLA copies gathered matrices, and multiplies every row of a grouped product by all experts.
 A loop over experts does neither: for Granite-4-H-Tiny on 2 cores it is 4 times as fast for one
