@@ -3,7 +3,7 @@
 from stree_jax.decoding.head_reader import HeadModel, HeadReader, outputs_ahead
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.prefill import prefill
-from stree_jax.decoding.prompts import buffer_size
+from stree_jax.decoding.prompts import buffer_size, list_size
 from stree_jax.decoding.reader import (
     DraftModel,
     Reader,
@@ -29,6 +29,7 @@ __all__ = [
     "buffer_size",
     "filtered_logits",
     "is_given",
+    "list_size",
     "nodes_so_far",
     "outputs_ahead",
     "position_noise",

@@ -14,13 +14,14 @@ import numpy as np
 from stree_jax import Context
 from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.checks import check_int
-from stree_jax.decoding import buffer_size, is_given
+from stree_jax.decoding import buffer_size, is_given, list_size
 from stree_jax.messages import shown
 
 _BITS = 32  # of a word
 # A code is the distance to the state after a token, or, from here on, that state itself.
 ABSOLUTE = 1 << 30
 _MOST = 2**24  # states, or tokens
+_FEW = 64  # states, moves or exceptions that all automata have room for
 
 
 @typing.no_type_check  # jax unflattens it with leaves that are not arrays
@@ -342,12 +343,19 @@ def _on_device(vocab_size: int, **arrays: np.ndarray) -> Tables:
     padded = {}
     for name, values in arrays.items():
         values = values if name == "allowed" else values.astype(np.int32)
-        if padding := buffer_size(len(values)) - len(values):
+        if padding := _size_of(name, len(values)) - len(values):
             width = ((0, padding), *[(0, 0)] * (values.ndim - 1))
             fill = values[-1] if name == "first" else 0  # there is nothing after the last
             values = np.pad(values, width, constant_values=fill)
         padded[name] = jnp.asarray(values)
     return Tables(**padded, vocab_size=vocab_size)
+
+
+def _size_of(name: str, needed: int) -> int:
+    """The size of a table: one of few, since each set of sizes is another program."""
+    if name in ("allowed", "move", "extra"):  # by kind, where the sets of tokens take the memory
+        return buffer_size(needed)
+    return list_size(max(needed, _FEW))
 
 
 def _firsts(tables: Sequence[Tables], name: str) -> list[int]:
