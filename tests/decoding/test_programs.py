@@ -66,6 +66,12 @@ def test_longer_requests_compile_again_in_geometric_steps(warm):
     assert all(n <= buffer_size(n) <= max(64, 1.5 * n) for n in range(1, 5000))
 
 
+def counting(num_states):
+    """An automaton that counts tokens."""
+    next_state = np.minimum(np.arange(num_states) + 1, num_states - 1)
+    return st.Automaton(np.repeat(next_state[:, None], 37, axis=1))
+
+
 @pytest.mark.parametrize(
     ("few", "more"),
     [
@@ -73,10 +79,14 @@ def test_longer_requests_compile_again_in_geometric_steps(warm):
         (dict(eos_token=1), dict(eos_token=[*range(8)])),
         (dict(stop=[[1]]), dict(stop=[[1, 2], [3, 4, 5], [6]])),
         (dict(processors=[st.BannedTokens([1])]), dict(processors=[st.BannedTokens(range(8))])),
+        (dict(processors=[counting(3)]), dict(processors=[counting(100)])),
     ],
 )
 def test_short_lists_share_a_program(few, more):
-    """Its key is asked for, nothing is compiled: lists of 1 to 8 are arrays of one size."""
+    """Its key is asked for, nothing is compiled: lists of 1 to 8 are arrays of one size.
+
+    So are the tables of an automaton of up to 128 states.
+    """
 
     def key(options):
         request = plan(tiny_model(), [[1]], **options)
