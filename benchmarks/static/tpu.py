@@ -63,7 +63,7 @@ HELP = {
 def compiled(tpu: str, call: Call, *, in_loop: bool = False) -> Program:
     """A program, compiled and counted."""
     arrays = (leaf for leaf in jax.tree.leaves(call[1:3]) if leaf.ndim > 1)
-    weights = {leaf.size for leaf in arrays if leaf.size >= LARGE}
+    weights = {leaf.shape for leaf in arrays if leaf.size >= LARGE}
     return Program.of(compiled_for_tpu(tpu, *call), weights, in_loop=in_loop)
 
 

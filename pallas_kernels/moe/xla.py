@@ -1,9 +1,10 @@
 """`expert_mlps` as XLA operations: loops on a CPU, batched products on a GPU, either on a TPU.
 
 On a CPU XLA copies gathered matrices, and multiplies every row of a grouped product by all experts.
-A loop over experts does neither: for Granite-4-H-Tiny on 2 cores it is 4 times as fast for one
-token and 26 times for 512 (`docs/results.md`). On a GPU each iteration would be several
-launches. On a TPU XLA groups, but before it gathers it copies the matrices of all experts.
+A loop does neither: for Granite-4-H-Tiny on 2 cores it is 4 times as fast for one token and 26
+times for 512 (`docs/results.md`). On a GPU each iteration would be several launches. On a TPU XLA
+copies the matrices of all experts before it gathers, and multiplies every row by all experts too:
+for few rows of each that takes less time than a loop.
 
 A choice is a pair of a token and one of its experts. Choices are numbered `A * token + rank`.
 """
@@ -22,7 +23,7 @@ from pallas_kernels.matmul import PackedMatrix, matmul
 from pallas_kernels.numerics import activate, contract
 
 # Least and most rows that a loop multiplies by an expert's matrices at a time.
-_BLOCK = 8, 64
+_BLOCK = 8, 256
 
 Product = Callable[[jax.Array], jax.Array]
 
@@ -40,13 +41,15 @@ def expert_mlps(
     """See `api.expert_mlps`."""
     if not chosen.size:
         return x
-    are_few = few(chosen, len(experts_in))
-    loop = _loop_over_choices if are_few else _loop_over_experts
-    # Two copies of a row: XLA multiplies a single one on a TPU's vector unit.
-    twice = functools.partial(_loop_over_choices, copies=2) if are_few else products
+    loops: tuple[Callable[..., jax.Array], ...] = (_loop_over_blocks, _loop_over_blocks)
+    if few(chosen, len(experts_in)):
+        # Two copies of a row: XLA multiplies a single one on a TPU's vector unit.
+        loops = _loop_over_choices, functools.partial(_loop_over_choices, copies=2)
+    elif _average(chosen, len(experts_in)) < _BLOCK[0]:
+        loops = _loop_over_blocks, products
     in_products, on_cpu, on_tpu = (
         functools.partial(function, activation=activation, gated=gated)
-        for function in (products, loop, twice)
+        for function in (products, *loops)
     )
     by_choice = lax.platform_dependent(
         *(x, chosen, experts_in, experts_out),
@@ -184,27 +187,30 @@ def _loop_over_choices(
     return lax.map(of_choice, (jnp.arange(chosen.size), chosen.reshape(-1)))
 
 
-def _loop_over_experts(
+def _loop_over_blocks(
     x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
 ) -> jax.Array:
-    """A loop over experts, and inside it one over blocks of rows that have chosen the expert."""
+    """A loop over blocks of rows that have chosen one expert; each expert has what it needs."""
     num_experts, num_choices = len(experts_in), chosen.size
-    average = -(-num_choices // num_experts)
     least, most = _BLOCK
-    size = min(most, max(least, 1 << (average - 1).bit_length()))
+    size = min(most, max(least, 1 << (_average(chosen, num_experts) - 1).bit_length()))
     order, starts = by_expert(chosen), starts_of(chosen, num_experts)
+    ends = jnp.cumsum((jnp.diff(starts) + size - 1) // size)  # of each expert's blocks
+    firsts = jnp.append(0, ends[:-1])
 
-    def of_expert(expert: jax.Array, y: jax.Array) -> jax.Array:
-        start, end = starts[expert], starts[expert + 1]
-
-        def of_block(i: jax.Array, y: jax.Array) -> jax.Array:
-            place = start + i * size + jnp.arange(size)
-            choice = order[jnp.minimum(place, num_choices - 1)]
-            first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
-            rows = _mlp(x[choice // chosen.shape[1]], first, second, **options)
-            return y.at[jnp.where(place < end, choice, num_choices)].set(rows, mode="drop")
-
-        return lax.fori_loop(0, (end - start + size - 1) // size, of_block, y)
+    def of_block(i: jax.Array, y: jax.Array) -> jax.Array:
+        expert = jnp.sum(ends <= i)
+        place = starts[expert] + (i - firsts[expert]) * size + jnp.arange(size)
+        choice = order[jnp.minimum(place, num_choices - 1)]
+        first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
+        rows = _mlp(x[choice // chosen.shape[1]], first, second, **options)
+        own = place < starts[expert + 1]
+        return y.at[jnp.where(own, choice, num_choices)].set(rows, mode="drop")
 
     nothing = jnp.zeros((num_choices, x.shape[1]), x.dtype)
-    return lax.fori_loop(0, num_experts, of_expert, nothing)
+    return lax.fori_loop(0, ends[-1], of_block, nothing)
+
+
+def _average(chosen: Int[Array, "tokens A"], num_experts: int) -> int:
+    """Rows that choose an expert."""
+    return -(-chosen.size // num_experts)

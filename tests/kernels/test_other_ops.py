@@ -23,8 +23,12 @@ def test_few_tokens_are_xlas_unless_asked_for(monkeypatch):
     assert num_kernels(moe.FEW, "pallas") == num_kernels(moe.MANY) == 2
 
 
-def test_what_few_tokens_copy_on_a_tpu():
-    """A loop over choices reads the matrices of the chosen experts; a gather copies all of them."""
+def test_experts_on_a_tpu():
+    """Loops but for some rows an expert, whose grouped product is faster.
+
+    One over choices reads the matrices of the chosen experts, where a gather copies all of them;
+    one over blocks of rows multiplies these by one expert, a grouped product by all experts.
+    """
 
     def text(case, platform):
         options = dict(activation=case.activation, gated=case.gated, implementation="xla")
@@ -32,7 +36,7 @@ def test_what_few_tokens_copy_on_a_tpu():
         lowered = jitted.trace(*moe.on_device(case)).lower(lowering_platforms=(platform,))
         return lowered.as_text()
 
-    for case, loops in ((moe.FEW, 1), (moe.MANY, 0)):
+    for case, loops in ((moe.FEW, 1), (moe.MANY, 0), (moe.CASES["large blocks of rows"], 1)):
         assert text(case, "tpu").count("stablehlo.while") == loops
         assert "stablehlo.while" not in text(case, "cuda")
 
