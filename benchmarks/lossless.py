@@ -12,7 +12,7 @@ or at temperature 1 below 1e-3 in `log p + noise`, is a tie. Exit code 1 if any 
 Each row is written as it is found, and a run with the options of an earlier one goes on after it.
 
     python -m benchmarks.lossless [--tokens 1000000] [--families Mamba-2 ...] [--types float32 ...]
-        [--output DIR | --commit]
+        [--mesh data=2,model=2] [--output DIR | --commit]
 """
 
 import argparse
@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from rich.progress import track
 
 import stree_jax as st
@@ -36,10 +37,12 @@ from benchmarks.common import Found, main, names
 from benchmarks.families import FAMILIES
 from benchmarks.methods import TWO_TREES, trees
 from benchmarks.models import on_gpu
+from stree_jax.cli.loading import parse_mesh
 from stree_jax.decoding.rule_rows import of_rows
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.measuring.methods import Method
 from stree_jax.measuring.report import Table
+from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.testing import perturbed, random_mtp_head
 from stree_jax.testing.exactness import apply, processed_after
 
@@ -48,6 +51,7 @@ OPTIONS = {
     "--families": names(FAMILIES),
     "--types": {"nargs": "+", "choices": TYPES, "default": ["float32"]},
     "--tokens": 1_000_000,
+    "--mesh": {"help": "devices, such as data=2,model=2; default: one"},
 }
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
@@ -60,10 +64,11 @@ TIE = 1e-4  # of the largest logit
 SAMPLED_TIE = 1e-3  # of `log p + noise`
 TREES = TWO_TREES | {"random tree of 32": random_tree(32, seed=0)}
 
+HEADS = "Medusa heads", "multi-token prediction"
 METHODS = (
     *TREES,
-    *("chain of 12", "3 beams of 4", "dynamic tree of 16", "prompt lookup", "Medusa heads"),
-    *("multi-token prediction", "two drafts in turns", "cascade"),
+    *("chain of 12", "3 beams of 4", "dynamic tree of 16", "prompt lookup", *HEADS),
+    *("two drafts in turns", "cascade"),
     *("penalty and grammar", "scheduler"),
 )
 
@@ -121,8 +126,6 @@ class Piece(NamedTuple):
 
 def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
     """Thirteen ways to decode."""
-    heads = st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))
-    own = st.MtpDrafter(model, random_mtp_head(model))
     turns = st.InterleavedDrafter(draft, perturbed(draft, NOISE, 1), "qqss")
     drafter, lookup = st.ModelDrafter(draft), st.NgramDrafter()
     branching = st.TreeTopology.from_branching((3, 2, 1))
@@ -132,8 +135,7 @@ def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
         Method("3 beams of 4", st.BeamDrafter(draft)),
         Method("dynamic tree of 16", st.DynamicDrafter(draft)),
         Method("prompt lookup", lookup, branching),
-        Method("Medusa heads", st.MedusaDrafter(model, heads)),
-        Method("multi-token prediction", own, branching),
+        *with_heads(model, branching),
         Method("two drafts in turns", turns),
         Method("cascade", st.CascadeDrafter(draft, lookup)),
     ]
@@ -143,6 +145,17 @@ def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
         Way(Method("penalty and grammar", drafter, branching), rules),
         Way(Method("scheduler", drafter, branching), decode=served),
     ]
+
+
+def with_heads(model: st.HybridLM, topology: st.TreeTopology) -> list[Method]:
+    """Heads are on the target's device: there are none on a mesh."""
+    if model.partition != ONE_DEVICE:
+        return []
+    drafters = (
+        (st.MedusaDrafter(model, st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))), None),
+        (st.MtpDrafter(model, random_mtp_head(model)), topology),
+    )
+    return [Method(name, *each) for name, each in zip(HEADS, drafters, strict=True)]
 
 
 def random_grammar(vocab_size: int, num_states: int = 7) -> st.Automaton:
@@ -244,21 +257,28 @@ def check(
     return {"identical": not row["differences"]} | row
 
 
-def made(family: str, weights: str) -> st.HybridLM:
-    """A family's model with random weights of a type, as it is loaded on this device."""
+def made(family: str, weights: str, mesh: Mesh | None) -> tuple[st.HybridLM, st.HybridLM]:
+    """A family's model with random weights of a type, as it is loaded on this device, or a mesh.
+
+    And its draft.
+    """
     dtype = "bfloat16" if weights == "bfloat16" else "float32"
     model = st.HybridLM(FAMILIES[family], dtype=dtype, rngs=nnx.Rngs(0))
     model = model.quantized() if weights == "int8" else model
-    return model if on_gpu() else model.packed()
+    if mesh is not None:
+        draft = st.shard(perturbed(model, NOISE, 1), mesh, replicate=True)
+        return st.shard(model, mesh), draft
+    model = model if on_gpu() else model.packed()
+    return model, perturbed(model, NOISE, 1)
 
 
-def work(pieces: Sequence[Piece], rounds: int) -> Iterator[dict[str, Any]]:
+def work(pieces: Sequence[Piece], rounds: int, mesh: Mesh | None) -> Iterator[dict[str, Any]]:
     """The rows of pieces, those of a family, a type and a temperature together."""
     for (weights, family, temperature), some in itertools.groupby(pieces, lambda piece: piece[:3]):
-        model, size = made(family, weights), FAMILIES[family].vocab_size
+        (model, draft), size = made(family, weights, mesh), FAMILIES[family].vocab_size
         requests = [request(size, temperature, n, ROWS, NEW_TOKENS) for n in range(rounds)]
         plain = [text for text, _ in batches(model, requests, {})]
-        ways = {way.method.name: way for way in ways_of(model, perturbed(model, NOISE, 1))}
+        ways = {way.method.name: way for way in ways_of(model, draft)}
         for piece in some:
             way = ways[piece.method]
             rules = {"processors": way.processors}
@@ -296,17 +316,19 @@ def table(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """All ways with all families in all types at both temperatures; goes on after earlier rows."""
+    mesh = None if options.mesh is None else parse_mesh(options.mesh)
+    methods = [name for name in METHODS if mesh is None or name not in HEADS]
     pieces = [
         Piece(*each)
-        for each in itertools.product(options.types, options.families, TEMPERATURES, METHODS)
+        for each in itertools.product(options.types, options.families, TEMPERATURES, methods)
     ]
     rounds = math.ceil(options.tokens / (len(pieces) * ROWS * NEW_TOKENS))
     settings = {"rounds": rounds, "rows": ROWS, "new": NEW_TOKENS}
-    settings |= {"families": options.families, "types": options.types}
+    settings |= {"families": options.families, "types": options.types, "mesh": options.mesh}
     rows = earlier(options.output, settings)
     done = [Piece(*(row[field] for field in Piece._fields)) for row in rows]
     left = [piece for piece in pieces if piece not in done]
-    for row in track(work(left, rounds), "rows", len(left), transient=True):
+    for row in track(work(left, rounds, mesh), "rows", len(left), transient=True):
         rows.append(row)
         yield found_in(rows, settings)
     if not left:
