@@ -22,9 +22,6 @@ _INSTRUCTION = re.compile(
 )
 
 
-Shape = tuple[int, ...]
-
-
 class Instruction(NamedTuple):
     """A line of a computation."""
 
@@ -34,32 +31,23 @@ class Instruction(NamedTuple):
     line: str
 
     @property
-    def shapes(self) -> list[Shape]:
-        """Of its results."""
-        found = re.findall(r"\[([\d,]*)\]", self.type)
-        return [tuple(int(n) for n in each.split(",") if n) for each in found]
-
-    @property
     def numbers(self) -> int:
         """Of its largest result."""
-        return max(map(math.prod, self.shapes), default=0)
-
-    def is_like(self, weights: Collection[Shape]) -> bool:
-        """Whether a result may be a weight in another layout: as large, with an axis of the weight.
-
-        The activations of a prompt may be as large as a weight by chance.
-        """
-        return any(
-            math.prod(own) == math.prod(weight) and {*own} & {*weight}
-            for own in self.shapes
-            for weight in weights
-        )
+        shapes = re.findall(r"\[([\d,]*)\]", self.type)
+        return max((math.prod(int(n) for n in each.split(",") if n) for each in shapes), default=0)
 
     @property
     def cycles(self) -> int:
         """XLA's estimate; 0 where it has none, as for gathers and sorts."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.line)
         return int(found[1]) if found else 0
+
+    @property
+    def sorted(self) -> int:
+        """Numbers that are sorted together, where it sorts."""
+        (axis,) = re.findall(r"dimensions=\{(\d+)\}", self.line)
+        (shape, *_) = re.findall(r"\[([\d,]*)\]", self.type)
+        return int(shape.split(",")[int(axis)])
 
     def called(self) -> list[str]:
         """Computations that it runs, but for those of fusions."""
@@ -107,8 +95,8 @@ class Program(NamedTuple):
     problems: list[str]
 
     @classmethod
-    def of(cls, compiled: Any, weights: Collection[Shape], *, in_loop: bool = False) -> "Program":
-        """From a compiled program, or the body of its loop, and shapes of its large weights."""
+    def of(cls, compiled: Any, weights: Collection[int], *, in_loop: bool = False) -> "Program":
+        """From a compiled program, or the body of its loop, and numbers of its large weights."""
         text = Text(compiled.as_text())
         operations = [*text.run(text.body() if in_loop else text.entry)]
         kinds = Counter(each.opcode for each in operations)
@@ -126,20 +114,20 @@ class Program(NamedTuple):
         )
 
 
-def problems(text: Text, weights: Collection[Shape]) -> list[str]:
+def problems(text: Text, weights: Collection[int]) -> list[str]:
     """What a program must not do: transfers to the host, long sorts, other copies of weights.
 
     Args:
         text: the program.
-        weights: shapes of the weights that must be multiplied as they are.
+        weights: numbers of the weights that must be multiplied as they are.
     """
     found = []
     for each in text.run(text.entry):
         if each.opcode in _TO_HOST:
             found.append(f"{each.name}: a transfer to the host")
-        elif each.opcode == "sort" and each.numbers > _LONGEST_SORT:
-            found.append(f"{each.name} sorts {each.numbers} numbers")
-        elif each.is_like(weights) and not each.opcode.endswith("-start"):  # a prefetch
+        elif each.opcode == "sort" and each.sorted > _LONGEST_SORT:
+            found.append(f"{each.name} sorts {each.sorted} numbers")
+        elif each.numbers in weights and not each.opcode.endswith("-start"):  # a prefetch
             found.append(f"{each.name} writes {each.type}, as large as a weight")
     for computation in text.computations.values():
         types = {each.name: each.type for each in computation}
@@ -147,7 +135,7 @@ def problems(text: Text, weights: Collection[Shape]) -> list[str]:
             if each.opcode in ("convolution", "dot"):
                 operands = re.findall(r"%([\w.-]+)", each.line.split(f" {each.opcode}(")[1])[:2]
                 for name in operands:
-                    operand = Instruction(name, types[name], "", "")
-                    if types[name].startswith("f32") and operand.is_like(weights):
+                    size = Instruction(name, types[name], "", "").numbers
+                    if types[name].startswith("f32") and size in weights:
                         found.append(f"{each.name} multiplies {types[name]}, a weight in float32")
     return found

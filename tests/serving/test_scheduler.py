@@ -26,6 +26,7 @@ from tests.serving.requests import (
     ragged,
     served,
 )
+from tests.serving.soak import soak
 
 
 def check(name, requests, quanta, orders, rows=4):
@@ -64,6 +65,14 @@ def test_mixed_requests_in_any_row_and_order():
 def test_forty_requests_through_four_rows(name, temperature):
     requests = mixed(ragged(40)) if temperature == "mixed" else ragged(40, temperature=temperature)
     check(name, requests, quanta=(1, 7, 32), orders=[[*range(40)], *orders_of(40)])
+
+
+@pytest.mark.slow
+def test_random_requests_of_all_kinds():
+    found = soak(tiny_model(), requests=300, seed=0, samples=5)
+    assert {"length", "end_token", "stop", "cancelled"} <= found.reasons.keys()
+    assert found.compared > 2
+    assert found.cache.hits > 20
 
 
 def test_one_request_is_generate():
