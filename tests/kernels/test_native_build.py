@@ -324,7 +324,8 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path, monkeypatch):
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }
     # XLA's own threads are not watched, so only those of `native_calls` can be told from a race.
-    calls = ["-m", "tests.kernels.native_calls"], *([["-c", CASES]] * (sanitizer != "thread"))
+    calls = [["-m", "tests.kernels.native_calls", "--calls", "1400"]]
+    calls += [["-c", CASES]] * (sanitizer != "thread")
     for level in (level for level in build_backend.levels() if not native.lacks(level)):
         for call in calls:
             subprocess.run(
