@@ -11,8 +11,8 @@ import pytest
 
 from pallas_kernels import dispatch
 from stree_jax.testing import assert_same_text
-from tests.decoding.test_lossless import METHODS
 from tests.decoding.texts import ROWS, autoregressive, decoded, model_of, planned
+from tests.drafters import Told
 from tests.methods import RAGGED
 
 NODES = RAGGED.num_nodes
@@ -108,10 +108,10 @@ CASES = [
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
 def test_a_wrong_op_is_found(family, op, mutation, mutated):
-    target, method, want = model_of(family), METHODS["told"], autoregressive(family)
+    target, want = model_of(family), autoregressive(family)
+    drafter = Told([row.prompt for row in ROWS], want.tokens, target.config.vocab_size)
     changed = mutated(op, mutation)
-    options = dict(drafter=method.make(target), topology=method.topology)
-    request = planned(target, ROWS, **options)
+    request = planned(target, ROWS, drafter=drafter, topology=RAGGED)
     got = decoded(target, request)
     assert changed
     with pytest.raises(AssertionError):
