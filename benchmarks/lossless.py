@@ -12,7 +12,7 @@ or at temperature 1 below 1e-3 in `log p + noise`, is a tie. Exit code 1 if any 
 Each row is written as it is found, and a run with the options of an earlier one goes on after it.
 
     python -m benchmarks.lossless [--tokens 1000000] [--families Mamba-2 ...] [--types float32 ...]
-        [--mesh data=2,model=2] [--output DIR | --commit]
+        [--data 2] [--model 2] [--output DIR | --commit]
 """
 
 import argparse
@@ -37,7 +37,6 @@ from benchmarks.common import Found, main, names
 from benchmarks.families import FAMILIES
 from benchmarks.methods import TWO_TREES, trees
 from benchmarks.models import on_gpu
-from stree_jax.cli.loading import parse_mesh
 from stree_jax.decoding.rule_rows import of_rows
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.measuring.methods import Method
@@ -51,7 +50,7 @@ OPTIONS = {
     "--families": names(FAMILIES),
     "--types": {"nargs": "+", "choices": TYPES, "default": ["float32"]},
     "--tokens": 1_000_000,
-    "--mesh": {"help": "devices, such as data=2,model=2; default: one"},
+    **dict.fromkeys(("--data", "--model"), 1),  # of a mesh
 }
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
@@ -316,7 +315,8 @@ def table(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """All ways with all families in all types at both temperatures; goes on after earlier rows."""
-    mesh = None if options.mesh is None else parse_mesh(options.mesh)
+    sizes = {"data": options.data, "model": options.model}
+    mesh = None if {*sizes.values()} == {1} else st.make_mesh(**sizes)
     methods = [name for name in METHODS if mesh is None or name not in HEADS]
     pieces = [
         Piece(*each)
@@ -324,7 +324,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     ]
     rounds = math.ceil(options.tokens / (len(pieces) * ROWS * NEW_TOKENS))
     settings = {"rounds": rounds, "rows": ROWS, "new": NEW_TOKENS}
-    settings |= {"families": options.families, "types": options.types, "mesh": options.mesh}
+    settings |= {"families": options.families, "types": options.types, **sizes}
     rows = earlier(options.output, settings)
     done = [Piece(*(row[field] for field in Piece._fields)) for row in rows]
     left = [piece for piece in pieces if piece not in done]
