@@ -150,11 +150,12 @@ def with_heads(model: st.HybridLM, topology: st.TreeTopology) -> list[Method]:
     """Heads are on the target's device: there are none on a mesh."""
     if model.partition != ONE_DEVICE:
         return []
-    drafters = (
-        (st.MedusaDrafter(model, st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))), None),
-        (st.MtpDrafter(model, random_mtp_head(model)), topology),
-    )
-    return [Method(name, *each) for name, each in zip(HEADS, drafters, strict=True)]
+    medusa, of_many = HEADS
+    heads = st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))
+    return [
+        Method(medusa, st.MedusaDrafter(model, heads)),
+        Method(of_many, st.MtpDrafter(model, random_mtp_head(model)), topology),
+    ]
 
 
 def random_grammar(vocab_size: int, num_states: int = 7) -> st.Automaton:
@@ -257,10 +258,7 @@ def check(
 
 
 def made(family: str, weights: str, mesh: Mesh | None) -> tuple[st.HybridLM, st.HybridLM]:
-    """A family's model with random weights of a type, as it is loaded on this device, or a mesh.
-
-    And its draft.
-    """
+    """A family's model and its draft, with random weights, as loaded on this device or a mesh."""
     dtype = "bfloat16" if weights == "bfloat16" else "float32"
     model = st.HybridLM(FAMILIES[family], dtype=dtype, rngs=nnx.Rngs(0))
     model = model.quantized() if weights == "int8" else model

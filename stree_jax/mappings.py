@@ -25,6 +25,11 @@ def _count(event: str, duration_secs: float, **_: str | int) -> None:
 jax.monitoring.register_event_duration_secs_listener(_count)
 
 
+def num_mappings() -> int:
+    """Of this process, on Linux."""
+    return MAPPINGS.read_bytes().count(b"\n")
+
+
 def check_mappings() -> None:
     """Refuses to go on where the next programs might reach the limit.
 
@@ -33,7 +38,7 @@ def check_mappings() -> None:
     """
     if _compiled[_EVENT] < _EVERY or not LIMIT.is_file():
         return
-    have, most = MAPPINGS.read_bytes().count(b"\n"), int(LIMIT.read_text())
+    have, most = num_mappings(), int(LIMIT.read_text())
     if have > most - most // _ROOM:
         raise ValueError(
             f"this process has {have} memory mappings, most of them of compiled programs, and Linux"

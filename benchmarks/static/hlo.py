@@ -31,10 +31,15 @@ class Instruction(NamedTuple):
     line: str
 
     @property
+    def shapes(self) -> list[list[int]]:
+        """Of its results."""
+        found = re.findall(r"\[([\d,]*)\]", self.type)
+        return [[int(size) for size in each.split(",") if size] for each in found]
+
+    @property
     def numbers(self) -> int:
         """Of its largest result."""
-        shapes = re.findall(r"\[([\d,]*)\]", self.type)
-        return max((math.prod(int(n) for n in each.split(",") if n) for each in shapes), default=0)
+        return max(map(math.prod, self.shapes), default=0)
 
     @property
     def cycles(self) -> int:
@@ -46,8 +51,7 @@ class Instruction(NamedTuple):
     def sorted(self) -> int:
         """Numbers that are sorted together, where it sorts."""
         (axis,) = re.findall(r"dimensions=\{(\d+)\}", self.line)
-        (shape, *_) = re.findall(r"\[([\d,]*)\]", self.type)
-        return int(shape.split(",")[int(axis)])
+        return self.shapes[0][int(axis)]
 
     def called(self) -> list[str]:
         """Computations that it runs, but for those of fusions."""

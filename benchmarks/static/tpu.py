@@ -65,7 +65,7 @@ def compiled(tpu: str, call: Call, *, in_loop: bool = False, once: bool = False)
 
     The activations of its many tokens are as large as some weights, by chance.
     """
-    arrays = (leaf for leaf in jax.tree.leaves(call[1:3]) if leaf.ndim > 1 and not once)
+    arrays = () if once else (leaf for leaf in jax.tree.leaves(call[1:3]) if leaf.ndim > 1)
     weights = {leaf.size for leaf in arrays if leaf.size >= LARGE}
     return Program.of(compiled_for_tpu(tpu, *call), weights, in_loop=in_loop)
 

@@ -275,7 +275,7 @@ class Compressor:
         """The tables, on the device."""
         lengths = [len(tokens) for tokens, _ in self._exceptions]
         # The largest table, padded here so that it is not copied again.
-        padding = buffer_size(len(self._words)) - len(self._words)
+        padding = _size_of("allowed", len(self._words)) - len(self._words)
         return _on_device(
             self._vocab_size,
             kind=self._kind,
