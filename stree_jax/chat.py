@@ -1,12 +1,17 @@
 """Chat templates: render a conversation as the text that a checkpoint expects."""
 
 import dataclasses
+import functools
 import importlib.metadata
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from stree_jax.checkpoint.files import CHAT_TEMPLATES, folder_of, optional_json, read_text
 from stree_jax.messages import first_line, needs, shown, shown_path
@@ -30,30 +35,29 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]] | Any, /, **variables: Any) -> str:
         """Renders a conversation, up to where the assistant's next message begins.
 
-        Rendered as transformers renders it: in a sandbox, with the filter `tojson`, the functions
-        `raise_exception` and `strftime_now`, and the block `generation`. Templates are programs of
-        strangers: `stree_jax.sandbox` limits what they may use up.
+        Rendered as transformers renders it: in jinja2's sandbox, with the filter `tojson`, the
+        functions `raise_exception` and `strftime_now`, and the block `generation`. The sandbox
+        keeps a stranger's program from other values, not from taking time and memory.
 
         Args:
             messages: such as `[{"role": "user", "content": "Hello"}]`.
             **variables: more variables of the program, such as `tools`, or `enable_thinking`.
 
         Raises:
-            ValueError: messages or variables are no JSON; the template refuses them, is damaged, or
-                does too much; or jinja2 is not installed.
+            ValueError: messages or variables are no JSON; the template refuses them or is damaged;
+                or jinja2 is not installed.
         """
-        sandbox = _sandbox()
-        given = sandbox.Given()
         values = {"tools": None, "documents": None, "add_generation_prompt": True} | variables
         values["messages"] = _checked(messages)
         for name, value in values.items():
             try:
-                values[name] = given.copy(value)
-            except ValueError as error:
+                values[name] = _plain(value)
+            except (TypeError, RecursionError) as error:
                 where = "a message" if name == "messages" else f"chat[{shown(name)}]"
-                raise ValueError(f"{where} {error}") from None
+                raise ValueError(f"{where} is no JSON: {first_line(error)}") from None
+        _sandbox()
         try:
-            return sandbox.render(self.source, self.special_tokens, values, given)
+            return _compiled(self.source).render({**self.special_tokens, **values})
         except Exception as error:  # a stranger's program raises what it likes
             kind = type(error)
             named = "" if kind.__module__.startswith("jinja2") else f"{kind.__name__}: "
@@ -144,10 +148,33 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
     return found
 
 
+def _plain(value: Any) -> Any:
+    """Returns a copy of JSON's types: a template must not reach methods of other objects."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    for kind, plain in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
+        if isinstance(value, kind):
+            return plain(value)
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(map(_plain, value))
+    raise TypeError(f"it holds {shown(value)}; use texts, numbers, lists and tables")
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(source: str) -> Any:
+    return _sandbox().from_string(source)
+
+
+@functools.cache
 def _sandbox() -> Any:
+    """Returns the environment in which templates run, as transformers makes it."""
     try:
         import jinja2.ext
-        import jinja2.sandbox  # noqa: F401
+        import jinja2.sandbox
     except ImportError:
         raise ValueError(needs("a chat template", "jinja2", "chat")) from None
     version = importlib.metadata.version("jinja2")
@@ -156,6 +183,67 @@ def _sandbox() -> Any:
             f"chat templates need jinja2 3.1.6, whose sandbox has no known holes, not {version}:"
             " pip install -U jinja2"
         )
-    from stree_jax import sandbox
 
-    return sandbox
+    class Generation(jinja2.ext.Extension):
+        """The block around an assistant's text; transformers notes where it lies."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    class Dict:
+        """`dict` without the methods that would change what is given."""
+
+        def __call__(self, *args: Any, **items: Any) -> dict:
+            return dict(*args, **items)
+
+        def fromkeys(self, *args: Any) -> dict:
+            return dict.fromkeys(*args)
+
+    class Namespace(jinja2.utils.Namespace):
+        """Has no names with an underscore, which are Python's own."""
+
+        def __init__(self, /, *args: Any, **items: Any) -> None:
+            super().__init__()
+            for name, value in dict(*args, **items).items():
+                self[name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if str(name).startswith("_"):
+                raise jinja2.sandbox.SecurityError(f"a namespace has no attribute {shown(name)}")
+            super().__setitem__(name, value)
+
+    def raise_exception(message: Any) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: Any = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: Any = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    found = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
+    )
+    found.filters["tojson"] = to_json
+    found.globals |= {
+        "dict": Dict(),
+        "namespace": Namespace,
+        "raise_exception": raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
+    return found

@@ -1,24 +1,22 @@
-"""Chat templates: as transformers renders them, and those of strangers who mean harm."""
+"""Chat templates: rendered as by transformers, and where they are found."""
 
 import collections
 import enum
-import functools
 import importlib.metadata
 import json
 import os
 import random
 import re
-import time
 import types
 
 import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax import sandbox
+from stree_jax import chat
 from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template, special_tokens
 from tests.cases import random_chats
-from tests.cases.chat_templates import ALIKE, HARMLESS, MISTAKES, REFUSED
+from tests.cases.chat_templates import ALIKE, MISTAKES
 
 USER = [{"role": "user", "content": "Hello"}]
 MESSAGES = [
@@ -46,9 +44,9 @@ def test_templates_are_rendered_as_by_transformers(source):
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")  # while transformers' are compiled
 @pytest.mark.parametrize("seed", range(4))
 def test_random_templates_are_rendered_as_by_transformers(seed):
-    """The same text, or an error in both, but for limits and for slices of constant numbers."""
+    """The same text, or an error in both."""
     peer = pytest.importorskip("transformers.utils.chat_template_utils")
-    rng, counts = random.Random(seed), collections.Counter()
+    rng, texts = random.Random(seed), 0
     for _ in range(1500):
         source, messages = random_chats.template(rng), random_chats.conversation(rng)
         given = {"names": {1: "one"}, "x": random_chats.json_value(rng), "tools": TOOLS}
@@ -59,17 +57,12 @@ def test_random_templates_are_rendered_as_by_transformers(seed):
         except Exception:  # of any type
             wanted = None
         try:
-            found, refusal = ChatTemplate(source, SPECIAL).render(messages, **given), ""
-        except ValueError as error:
-            found, refusal = None, str(error)
-        is_known = wanted is None or re.search(
-            "it (may )?(makes?|writes)|is not subscriptable|'slice'", refusal
-        )
-        assert is_known or found is not None, (source, messages, given, refusal)
-        assert found in (None, wanted), (source, messages, given)
-        counts[wanted is not None, found is not None] += 1
-    assert counts[True, True] > 300
-    assert counts[True, False] < 15
+            found = ChatTemplate(source, SPECIAL).render(messages, **given)
+        except ValueError:
+            found = None
+        assert found == wanted, (source, messages, given)
+        texts += found is not None
+    assert texts > 300
 
 
 def outcome(call):
@@ -83,54 +76,11 @@ def outcome(call):
     return str(refusal)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"), [(each, why) for why, all_ in REFUSED.items() for each in all_]
-)
-def test_what_templates_use_up_has_limits(source, message, monkeypatch):
-    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
-    if message != "runs for more than":
-        monkeypatch.setattr(sandbox, "SECONDS", 30.0)
-    if message == "on its way":
-        monkeypatch.setattr(sandbox, "MADE", 3_000_000)
-    start = time.monotonic()
-    found = outcome(lambda: ChatTemplate(source, {}).render(USER))
-    assert found.startswith("the chat template cannot write these messages: it ")
-    assert message in found
-    assert time.monotonic() - start < 10.0
-
-
-@pytest.mark.parametrize(("source", "text"), HARMLESS.items())
-def test_harmless_templates(source, text):
-    assert ChatTemplate(source, {}).render(USER) == text
-
-
 @pytest.mark.parametrize(("source", "message"), MISTAKES.items())
 def test_mistakes_of_templates(source, message):
     found = outcome(lambda: ChatTemplate(source, {}).render(USER))
     assert found.startswith("the chat template cannot write these messages: ")
     assert message in found
-
-
-def test_limits_grow_with_what_is_given():
-    """A long conversation is rendered, in lists, lines and pieces; so is a long tool."""
-    messages = [{"role": "user", "content": f"word {i}\n" * 200} for i in range(300)]
-    text = "".join(message["content"] for message in messages)
-    assert len(text) > 4 * sandbox.TEXT
-    for source in (
-        "{% for message in messages %}{{ message.content }}{% endfor %}",
-        "{% for message in messages %}{{ message.content.split('\n')|join('\n') }}{% endfor %}",
-        "{{ messages|map(attribute='content')|join|indent(0)|replace('x', 'y') }}",
-        "{{ [messages, 1, messages][0]|map(attribute='content')|join }}",
-        "{% macro m(all) %}{{ all|join(attribute='content') }}{% endmacro %}{{ m(messages) }}",
-    ):
-        assert ChatTemplate(source, {}).render(messages) == text
-    tools = [{"description": text * 2}]
-    found = ChatTemplate("{{ tools|tojson(indent=4) }}", {}).render(USER, tools=tools)
-    assert json.loads(found) == tools
-    refused = outcome(
-        lambda: ChatTemplate("{{ messages[0].content * 20000 }}", {}).render(messages)
-    )
-    assert "it makes a text or a list of more than" in refused
 
 
 def deep(levels):
@@ -162,30 +112,14 @@ PLAIN = [
     (deep(90), str(deep(90))),
 ]
 NO_JSON = [
-    (b"a", "holds b'a', which is no JSON"),
-    ({1}, "holds {1}, which is no JSON"),
-    (frozenset(), "no JSON"),
-    (object(), "no JSON"),
-    (len, "no JSON"),
-    (1j, "no JSON"),
-    (range(3), "no JSON"),
-    (iter([]), "no JSON"),
-    (np.zeros((3, 3)), r"holds array([[0., 0., 0.],\n"),
-    (np.datetime64("2020-01-01"), "no JSON"),
-    (np.longdouble(1), "more than 100 deep"),
-    ({(1, (2, 3)): 1}, "more than 100 deep"),
-    ({frozenset(): 1}, "no JSON"),
-    (deep(200), "holds lists in lists, more than 100 deep"),
-    (deep(100_000), "more than 100 deep"),
-    (CYCLE, "more than 100 deep"),
-    ({"a": {"b": CYCLE}}, "more than 100 deep"),
-    (types.SimpleNamespace(a=1), "no JSON"),
-]
-NO_TEXT = [
-    ("\ud800", "surrogates not allowed"),
-    (["\ud800"], "['\\ud800']"),
-    (10**5000, "more than 15000 bits"),
-    ("x" * 10_000, "x" * 10_000),
+    (b"a", "it holds b'a'; use texts, numbers, lists and tables"),
+    ({1}, "it holds {1}"),
+    (len, "it holds <built-in function len>"),
+    (range(3), "it holds range(0, 3)"),
+    (np.zeros((3, 3)), r"it holds array([[0., 0., 0.],\n"),
+    (np.longdouble(1), "recursion"),
+    (deep(100_000), "recursion"),
+    (CYCLE, "recursion"),
 ]
 
 
@@ -201,24 +135,14 @@ def test_values_that_are_given(value, text):
 @pytest.mark.parametrize(("value", "message"), NO_JSON)
 def test_values_that_are_no_json(value, message):
     template = ChatTemplate("{{ x }}", {})
-    assert message in outcome(lambda: template.render(USER, x=value))
-    found = outcome(lambda: template.render([{"role": "user", "content": [value]}]))
-    assert found.startswith("a message holds ")
-    assert message in found
-    assert outcome(lambda: template.render(USER, tools=[value])).startswith("chat['tools'] holds")
-
-
-def test_too_many_values(monkeypatch):
-    """A list that is twice in another counts twice."""
-    monkeypatch.setattr(sandbox, "VALUES", 1000)
-    for value in ([0] * 1001, functools.reduce(lambda part, _: [part, part], range(50), 0)):
-        refused = outcome(lambda value=value: ChatTemplate("", {}).render(USER, x=value))
-        assert refused == "chat['x'] holds more than 1000 values"
-
-
-@pytest.mark.parametrize(("value", "text"), NO_TEXT, ids=range(len(NO_TEXT)))
-def test_values_that_are_no_text(value, text):
-    assert text in outcome(lambda: ChatTemplate("{{ x }}", {}).render(USER, x=value))
+    for messages, given, where in (
+        (USER, {"x": value}, "chat['x']"),
+        (USER, {"tools": [value]}, "chat['tools']"),
+        ([{"role": "user", "content": [value]}], {}, "a message"),
+    ):
+        found = outcome(lambda m=messages, g=given: template.render(m, **g))
+        assert found.startswith(f"{where} is no JSON: ")
+        assert message in found
 
 
 @pytest.mark.parametrize(
@@ -232,7 +156,6 @@ def test_values_that_are_no_text(value, text):
         ([*USER, "Hello"], "got 'Hello' among them"),
         ([{}], "got {} among them"),
         ([{"role": b"user"}], "among them"),
-        ([{"role": "user", "x": deep(5000)}], "more than 100 deep"),
     ],
 )
 def test_bad_messages(messages, message):
@@ -419,15 +342,9 @@ def test_special_tokens(config, older, found, tmp_path):
     assert special_tokens(tmp_path) == found
 
 
-def test_large_special_tokens():
-    refused = outcome(
-        lambda: ChatTemplate("{{ bos_token }}", {"bos_token": "x" * 200_000}).render(USER)
-    )
-    assert "it makes a text or a list of more than" in refused
-
-
 @pytest.mark.parametrize("version", ["3.1.5", "3.0", "2.11.3"])
 def test_an_old_jinja2(version, monkeypatch):
+    chat._sandbox.cache_clear()
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     refused = outcome(lambda: ChatTemplate("", {}).render(USER))
     assert refused.startswith("chat templates need jinja2 3.1.6")

@@ -71,7 +71,6 @@ LAYERS = [
     "convert",
     "pretrained",
     "decoding",
-    "sandbox",
     "chat",
     "text",
     "testing",

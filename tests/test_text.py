@@ -103,6 +103,7 @@ def test_refusals(folder, monkeypatch):
     for call, message in calls:
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
+    chat._sandbox.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.setitem(sys.modules, "jinja2.ext", None)
     with pytest.raises(
@@ -112,7 +113,7 @@ def test_refusals(folder, monkeypatch):
 
 
 def test_the_tokenizer_of_transformers(folder):
-    """Its template runs within the same limits, and with tools it is another one."""
+    """Its template writes the conversation, and with tools it is another one."""
     transformers = pytest.importorskip("transformers")
     peer = transformers.AutoTokenizer.from_pretrained(folder)
     model = st.from_pretrained(folder)
@@ -120,10 +121,10 @@ def test_the_tokenizer_of_transformers(folder):
         folder, MESSAGES, max_new_tokens=4
     )
     peer.chat_template = {
-        "default": "{{ 'x' * 10**9 }}",
+        "default": "{{ raise_exception(bos_token) }}",
         "tool_use": "{{ raise_exception(eos_token ~ tools|length) }}",
     }
-    with pytest.raises(ValueError, match="it makes a text or a list of more than"):
+    with pytest.raises(ValueError, match=re.escape("write these messages: <|endoftext|>")):
         st.complete(model, MESSAGES, tokenizer=peer)
     with pytest.raises(ValueError, match=re.escape("cannot write these messages: <|im_end|>1")):
         st.complete(model, MESSAGES, tokenizer=peer, chat={"tools": TOOLS})
