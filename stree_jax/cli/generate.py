@@ -33,6 +33,8 @@ def run_generate(command: Generate) -> int:
         raise ValueError("--lossy is for a --prompt: texts of --prompts are always the target's")
     if command.show and command.prompts is not None:
         raise ValueError("--show is for a --prompt: texts of --prompts are written as JSON lines")
+    if command.distributed and command.prompts is not None:
+        raise ValueError("--distributed is for a --prompt: a file of --prompts has one process")
     if command.show and command.log_probs:
         raise ValueError("--show marks the tokens of texts, --log-probs lists them; give one")
     try:

@@ -1,4 +1,4 @@
-"""`stree-jax generate --prompts`: texts of lines, bad lines, memory, and outputs of other runs."""
+"""`stree-jax generate --prompts`: texts of lines, bad lines, and runs that go on."""
 
 import json
 import shutil
@@ -7,8 +7,6 @@ import jax
 import pytest
 
 import stree_jax as st
-from stree_jax.checkpoint.directories import try_lock
-from stree_jax.cli.batch import row_bytes
 
 OPTIONS = ["--rows", 2, "--max-new-tokens", 5]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}assistant:"
@@ -27,10 +25,6 @@ def target(tiny_pair, tmp_path_factory):
 @pytest.fixture
 def out(tmp_path):
     return tmp_path / "out.jsonl"
-
-
-def records(path):
-    return {record["line"]: record for record in map(json.loads, path.read_text().splitlines())}
 
 
 BAD = [
@@ -104,19 +98,6 @@ def test_the_standard_output_is_that_file(options, target, command, out, tmp_pat
     assert out.read_text() == shown
 
 
-def test_what_does_not_fit_into_memory(target, continued, refused, tmp_path, monkeypatch):
-    """A line that does not ends alone; more rows than fit are refused."""
-    free = 2 * row_bytes([st.from_pretrained(target)], 64)
-    monkeypatch.setattr("stree_jax.cli.batch.free_memory", lambda _: free)
-    lines = [{"prompt": "Once"}, {"prompt": "She", "max_new_tokens": 9000000}, {"prompt": "The"}]
-    texts, errors = continued(target, lines, *OPTIONS)
-    assert sorted(texts) == [1, 3]
-    assert "2 rows of 9000001 tokens take" in errors[2]
-    monkeypatch.setattr("stree_jax.cli.batch.free_memory", lambda _: free - 1)
-    error = refused("generate", target, "--prompts", tmp_path / "in.jsonl", *OPTIONS)
-    assert "--rows 2 is too many: rows of 6 tokens take" in error
-
-
 @pytest.fixture
 def run(target, tmp_path, out):
     """The arguments of a run that has ended, with its output."""
@@ -126,51 +107,48 @@ def run(target, tmp_path, out):
     return ["generate", target, "--prompts", tmp_path / "in.jsonl", *OPTIONS, *sampled]
 
 
-def test_a_run_resumes(run, output, out):
-    """Cut within a line, as by a kill, it decodes what is missing, and the same."""
+def test_a_run_goes_on_after_the_last_whole_line(run, output, out):
+    """It decodes the lines behind that, and the same; lines have the order of the prompts."""
     assert "3 texts of 15 tokens" in output(*run)
-    whole, done = out.read_text(), records(out)
-    out.write_text(whole[:5])  # of the first line
-    assert "3 texts of 15 tokens" in output(*run)
-    out.write_text(whole[: whole.index("\n") + 30])
-    shown = output(*run)
-    assert "2 texts of " in shown
-    assert "1 were there before" in shown
-    assert records(out) == done
+    whole = out.read_text()
+    assert [json.loads(line)["line"] for line in whole.splitlines()] == [1, 2, 3]
+    second = whole.index("\n") + 1
+    for cut, summary in {
+        0: "3 texts of 15 tokens",
+        5: "3 texts of 15 tokens",
+        second: "2 texts of 10 tokens, tau 1.00, after line 1, which was there before",
+        second + 30: "2 texts of 10 tokens, tau 1.00, after line 1, which was there before",
+        len(whole): "0 texts of 0 tokens, after line 3, which was there before",
+    }.items():
+        out.write_text(whole[:cut])
+        assert summary in output(*run)
+        assert out.read_text() == whole
 
 
-def test_an_output_has_one_writer(run, refused, output, out):
-    with out.open("a") as file:
-        assert try_lock(file.fileno())
-        assert f"--output {out}: another run is writing it; wait, or" in refused(*run)
-    output(*run)
+NO_OUTPUT = "is no output of this command; name another file, or delete it"
 
 
 @pytest.mark.parametrize(
-    ("changes", "arguments", "message"),
+    ("content", "message"),
     [
-        ({"line": []}, [], "line 1 is no output of this command"),
-        ({"line": "1"}, [], "line 1 is no output of this command"),
-        ({"line": 1.0}, [], "line 1 is no output of this command"),
-        ({"text": "edited"}, [], "line 1 is not as it was written; delete that line"),
-        ({"text": None}, [], "line 1 is not as it was written; delete that line"),
-        ({"digest": None}, [], "line 1 is not as it was written; delete that line"),
-        ({"prompt": "another"}, [], "has another prompt for line 1"),
-        ({}, ["--seed", 1], "was made with other options"),
-        ({}, ["--output", "in.jsonl"], "line 1 is no output of this command"),
-        ({}, ["--output", "nowhere/out.jsonl"], "the folder nowhere does not exist"),
+        ('{"line": 3, "prompt": "another"}\n', "ends with another prompt than line 3"),
+        ('{"line": 4, "prompt": "She"}\n', "ends with another prompt than line 4"),
+        ('{"line": 1}\n{"line": 0}\n', "ends with another prompt than line 0"),
+        ('{"line": "1", "prompt": "Once"}\n', NO_OUTPUT),
+        ('{"line": 1, "prompt": "Once"}\n# more', NO_OUTPUT),
+        ('{"prompt": "Once"}\n', NO_OUTPUT),
+        ("5\n", NO_OUTPUT),
+        ("\n", NO_OUTPUT),
+        ("my notes", NO_OUTPUT),
     ],
 )
-def test_an_output_of_something_else_is_refused(
-    changes, arguments, message, run, output, refused, out, tmp_path, monkeypatch
-):
+def test_an_output_of_something_else_is_refused(content, message, run, refused, out):
     """And stays as it is."""
-    monkeypatch.chdir(tmp_path)
-    output(*run)
-    first, rest = out.read_text().split("\n", 1)
-    record = json.loads(first) | changes
-    record = {name: value for name, value in record.items() if value is not None}
-    edited = json.dumps(record) + "\n" + rest
-    out.write_text(edited)
-    assert message in refused(*run, *arguments)
-    assert out.read_text() == edited
+    out.write_text(content)
+    assert message in refused(*run)
+    assert out.read_text() == content
+
+
+def test_an_output_in_no_folder(run, refused, tmp_path):
+    file = tmp_path / "nowhere" / "out.jsonl"
+    assert f"{file}: No such file or directory" in refused(*run, "--output", file)

@@ -22,6 +22,7 @@ PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
         ([*PROMPTS, "--rows", "0"], "--rows must be an integer, at least 1; got 0"),
         (["generate", "{target}", "--prompts", "x", "--output", "y"], "--prompts x cannot be read"),
         (["generate", "{target}", "--prompts", "x", "--output", "y", "--lossy"], "for a --prompt"),
+        ([*PROMPTS, "--mesh", "auto", "--distributed"], "a file of --prompts has one process"),
         ([*GENERATE, "--min-p", "2"], "error: --min-p must be from 0 to 1, got 2.0"),
         ([*GENERATE, "--n", "0"], "error: --n must be an integer, at least 1; got 0"),
         ([*GENERATE, "--stop", ""], "error: --stop has an empty entry: ['']; leave it out"),

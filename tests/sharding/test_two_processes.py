@@ -132,33 +132,6 @@ def generate_in_two(folder, *arguments):
 
 
 @pytest.mark.slow
-def test_a_file_of_prompts(tmp_path):
-    """The first process writes; a rerun finds what it wrote."""
-    lines = [{"prompt": "Once upon"}, {"prompt": "The train"}, {"prompt": "def add(a, b):"}]
-    lines[1] |= {"temperature": 0.8, "seed": 3}
-    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    arguments = ["--prompts", str(path), "--output", str(out), "--max-new-tokens", "8"]
-    first, second = generate_in_two(tmp_path, *arguments, "--rows", "3")
-    assert f"{out}: 3 texts of 24 tokens" in " ".join(first.split())
-    assert "texts" not in second
-    records = sorted(map(json.loads, out.read_text().splitlines()), key=lambda r: r["line"])
-    target = st.from_pretrained(st.demo_path("target"))
-    tokenizer = st.load_tokenizer(st.demo_path("target"))
-    for number, (line, record) in enumerate(zip(lines, records, strict=True), 1):
-        tokens = tokenizer.encode(line["prompt"], add_special_tokens=False).ids
-        key = jax.random.fold_in(jax.random.key(line.get("seed", 0)), number)
-        own = dict(temperature=line.get("temperature", 0.0), key=key[None], tokenizer=tokenizer)
-        want = st.generate(target, [tokens], max_new_tokens=8, **own)
-        assert record["text"] == want.texts[0]
-    with out.open("r+") as file:
-        file.truncate(len(out.read_text()) - 9)
-    first, _ = generate_in_two(tmp_path, *arguments)
-    assert "1 texts of 8 tokens" in " ".join(first.split())
-    assert "2 were there before" in " ".join(first.split())
-
-
-@pytest.mark.slow
 def test_the_command(tmp_path):
     arguments = ["-p", "Once upon a time", "--max-new-tokens", "8"]
     demo = str(st.demo_path("target"))
