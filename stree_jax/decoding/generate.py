@@ -8,7 +8,7 @@ import numpy as np
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.options import OptionKeywords, Options, checked_options
-from stree_jax.decoding.placement import place_request, rows_of_all
+from stree_jax.decoding.placement import place_request
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prefill import tokens_from
 from stree_jax.decoding.prefixes import (
@@ -42,7 +42,6 @@ def generate(
     return_cache: bool = False,
     return_prefix: bool = False,
     lossy: bool = False,
-    local_rows: bool = False,
     record_calls: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Generation:
@@ -54,8 +53,8 @@ def generate(
     distribution, not the tokens. A row's output depends on its prompt and its key alone.
 
     A model on a mesh (`make_mesh`) decodes there: each shard of the rows on its own. If the mesh
-    has devices of several processes, all of them call this with the same arguments, and all get
-    the result of all rows; with `local_rows` each process has its own rows.
+    has devices of several processes, all of them call this with the same arguments, which is not
+    checked, and all get the result.
 
     Args:
         model: the target.
@@ -74,10 +73,6 @@ def generate(
         return_prefix: return a prefix to continue from; it holds the caches.
         lossy: allow a lossy verifier, such as "typical". Then the guarantees above do not hold, and
             the result says `lossless = False`.
-        local_rows: on a mesh of several processes, `prompts`, an array of keys and the result are
-            this process's own; processes may have different numbers of rows, or none. All other
-            arguments are equal. A single key is folded with a row's index among the rows of all
-            processes, in their order. Only the returned cache has the rows of all processes.
         record_calls: record which call of the target emitted each token, and whether it was a
             draft: `Generation.calls`, and what `Generation.show` shows.
         **options: how the texts are continued, see `Options`: `max_new_tokens`, `min_new_tokens`,
@@ -100,15 +95,15 @@ def generate(
         check_on_one_device(model, "return_prefix" if after is None else "after")
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
     drafts |= dict(lossy=lossy, record_calls=record_calls)
-    request, own = _requested(model, prompts, text, local_rows, n, after, **drafts)
+    request = _requested(model, prompts, text, n, after, **drafts)
     decoder = request.decoder
     with dispatch.on(model):
         state = _started(request, model, n, after)
         state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
-    ended = Ended.of(state, request.limits, own)
+    ended = Ended.of(state, request.limits, len(request.rows))
     cache = state.cache if return_cache else None
     prefix = prefix_of(request, model, state) if return_prefix else None
-    return generation_of(ended, request, own, text, cache, prefix)
+    return generation_of(ended, request, text, cache, prefix)
 
 
 @explained(OptionKeywords.__annotations__)
@@ -120,7 +115,6 @@ def stream(
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
     lossy: bool = False,
-    local_rows: bool = False,
     **options: Unpack[OptionKeywords],
 ) -> Iterator[list[Piece]]:
     """As `generate`, but yields tokens as they are accepted.
@@ -128,8 +122,7 @@ def stream(
     Arguments and errors as in `generate`; log-probabilities are refused. Bad arguments raise at the
     call, not at the first iteration; `NonFiniteLogitsError` is raised when all rows have ended.
 
-    On a mesh of several processes all of them call this, and then `next`, equally often. With
-    `local_rows` each yields the tokens of its own rows, until the rows of all processes have ended.
+    On a mesh of several processes all of them call this, and then `next`, equally often.
 
     Yields:
         After each target call, the new tokens of each row, a `Piece`; an empty one for rows that
@@ -144,13 +137,14 @@ def stream(
             " tokens alone; use generate"
         )
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
-    request, rows = _requested(model, prompts, text, local_rows, **drafts, lossy=lossy)
+    request = _requested(model, prompts, text, **drafts, lossy=lossy)
+    num_rows = len(request.rows)
 
     def steps() -> Iterator[list[Piece]]:
         with dispatch.on(model):
             state = _started(request, model)
         start, done = on_host((request.context.length, state.done))
-        pieces = [Pieces(row.stopping) for row in request.rows[rows]]
+        pieces = [Pieces(row.stopping) for row in request.rows]
         while not done.all():
             with dispatch.on(model):  # not around `yield`: it must not affect the caller
                 state, _, _ = request.decoder.step(
@@ -161,18 +155,18 @@ def stream(
             tokens, length = on_host((new, state.context.length))
             done = on_host(state.done)
             end = done & ~had_ended
-            ended = Ended.of(state, request.limits, rows) if end.any() else None
+            ended = Ended.of(state, request.limits, num_rows) if end.any() else None
             given = []
-            for own, i in enumerate(range(len(done))[rows]):
+            for i in range(num_rows):
                 if end[i] and ended is not None:
-                    last = ended.new(own, request.rows[i].stopping)
-                    given.append(pieces[own].rest(last.tokens.tolist(), last.text))
+                    last = ended.new(i, request.rows[i].stopping)
+                    given.append(pieces[i].rest(last.tokens.tolist(), last.text))
                 else:
-                    given.append(pieces[own].take(tokens[i, : length[i] - start[i]].tolist()))
+                    given.append(pieces[i].take(tokens[i, : length[i] - start[i]].tolist()))
             yield given
             start = length
-        ended = Ended.of(state, request.limits, rows)
-        generation_of(ended, request, rows, text)  # raises if a row failed
+        ended = Ended.of(state, request.limits, num_rows)
+        generation_of(ended, request, text)  # raises if a row failed
 
     return steps()
 
@@ -181,14 +175,13 @@ def _requested(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
     text: Options,
-    local_rows: bool,
     n: int = 1,
     after: Prefix | None = None,
     **drafts: Any,
-) -> tuple[Plan, slice]:
-    """The checked request, on the model's mesh, and which of its rows are this process's."""
+) -> Plan:
+    """Returns the checked request, on the model's mesh."""
     check_num_rows("n", n)
-    own, vocab_size = None, model.config.vocab_size
+    vocab_size = model.config.vocab_size
     if after is not None:
         check_origin(after, model, any_drafter=True)
         checked_prompts(prompts, vocab_size, may_be_empty=True)
@@ -196,12 +189,10 @@ def _requested(
     if n > 1:
         checked_prompts(prompts, vocab_size)
         prompts = [prompt for prompt in prompts for _ in range(n)]
-    if local_rows:
-        prompts, text, own = rows_of_all(model, prompts, text)
     request = plan(model, prompts, text, **drafts)
     if after is not None:
         request = with_room(request, model, after)
-    return place_request(request, model.partition), slice(len(prompts)) if own is None else own
+    return place_request(request, model.partition)
 
 
 def _started(

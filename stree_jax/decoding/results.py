@@ -144,10 +144,10 @@ class Ended(NamedTuple):
     eos_tokens: np.ndarray
 
     @classmethod
-    def of(cls, state: DecodeState, limits: Limits, rows: slice = slice(None)) -> "Ended":
-        """Of these rows. All processes of a mesh call this."""
+    def of(cls, state: DecodeState, limits: Limits, num_rows: int | None = None) -> "Ended":
+        """Returns that of the first rows. All processes of a mesh call this."""
         taken = (getattr(state, name) for name in cls._fields[:-1])
-        return cls(*on_host((*taken, limits.eos_tokens), rows))
+        return cls(*on_host((*taken, limits.eos_tokens), num_rows))
 
     def new(self, row: int, stopping: Stopping) -> "NewTokens":
         """The new tokens of a row, up to its stop."""
@@ -192,17 +192,16 @@ class NewTokens(NamedTuple):
 def generation_of(
     ended: Ended,
     request: Plan,
-    own: slice,
     options: Options,
     cache: Cache | None = None,
     prefix: Prefix | None = None,
 ) -> Generation:
-    """The result of a request's own rows, padded to the largest `max_new_tokens` of all rows.
+    """The result of a request's rows, padded to the largest `max_new_tokens` of all rows.
 
     Raises:
         NonFiniteLogitsError: rows failed.
     """
-    rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows[own])]
+    rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows)]
     width = max(row.options.max_new_tokens for row in request.rows)
 
     def padded(buffer: Any, parts: list[Any], fill: Any) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Host-side collectives between processes, and copies to the host."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -8,22 +7,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
-
-
-def is_same_everywhere(digest: bytes) -> bool:
-    """Whether all processes have the same digest; all get the same answer, and all call this."""
-    own = np.frombuffer(digest, np.uint8)
-    return bool((multihost_utils.process_allgather(own).reshape(-1, len(own)) == own).all())
-
-
-def gathered(value: Any) -> list[Any]:
-    """The values of all processes, in order: what JSON can write. All processes call this."""
-    letters = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([len(letters)])).ravel()
-    padded = np.zeros(sizes.max(), np.uint8)
-    padded[: len(letters)] = letters
-    lines = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [json.loads(bytes(line[:size])) for line, size in zip(lines, sizes, strict=True)]
 
 
 def by_first(action: Callable[[], str]) -> str:
@@ -57,8 +40,8 @@ def by_first(action: Callable[[], str]) -> str:
     return text
 
 
-def on_host(tree: Any, rows: slice = slice(None)) -> Any:
-    """Copies arrays, or these rows of them, to this process's memory.
+def on_host(tree: Any, num_rows: int | None = None) -> Any:
+    """Copies arrays, or their first rows, to this process's memory.
 
     Arrays that span processes are all-gathered, so all processes must call this, unless each has
     all of every array.
@@ -69,7 +52,7 @@ def on_host(tree: Any, rows: slice = slice(None)) -> Any:
         (mesh,) = {place.mesh for place in places}
         everywhere = NamedSharding(mesh, PartitionSpec())
         tree = jax.jit(_same, out_shardings=everywhere)(tree)
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[rows], tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[:num_rows], tree)
 
 
 def _same(tree: Any) -> Any:

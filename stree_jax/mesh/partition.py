@@ -56,16 +56,6 @@ class Partition:
         """Shards of the batch; they must divide the number of rows."""
         return 1 if self.mesh is None else self.mesh.shape[DATA]
 
-    @property
-    def processes(self) -> int:
-        """Processes that run its programs, and must all call them."""
-        return 1 if self.mesh is None else jax.process_count()
-
-    @property
-    def num_local_devices(self) -> int:
-        """Its devices in this process."""
-        return 1 if self.mesh is None else len(self.mesh.local_devices)
-
     def spec_of(self, num_rows: int) -> PartitionSpec:
         """The spec of as many rows; every shard has all of them if it cannot have an equal part."""
         return PartitionSpec() if num_rows % self.rows else ROWS

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import MAX_STEPS
-from stree_jax.decoding.placement import digest_of
 from stree_jax.decoding.plan import Plan, check_together, is_lossless, plan
 from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
 from stree_jax.decoding.slots import check_rows
@@ -21,7 +19,7 @@ from stree_jax.decoding.types import Prefix
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.keywords import explained
 from stree_jax.mappings import check_mappings
-from stree_jax.mesh.hosts import is_same_everywhere, on_host
+from stree_jax.mesh.hosts import on_host
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.serving import outcomes
@@ -51,9 +49,8 @@ class Scheduler:
     at temperature 0 and above it share the rows if the verifier follows the target, as it does by
     default.
 
-    On a mesh of several processes all of them call the same methods with the same contents, and
-    iterate in step; all get all completions and events. Before each interval they compare what they
-    were asked, and all raise ValueError if it differs.
+    On a mesh of several processes all of them call the same methods with the same contents, which
+    is not checked, and iterate in step; all get all completions and events.
 
     Args:
         model: the target.
@@ -119,9 +116,6 @@ class Scheduler:
         if not any(plans.values()):
             self._plan_of([0], Request([0], max_new_tokens=1))  # raises
         self._sampled = plans[False]
-        self._asked = hashlib.sha256()
-        budgets = prefill_tokens, prefix_cache_bytes, prefix_every, first_places
-        self._note(rows, max_length, quantum, *budgets)
         self._pool = Pool(
             *(model, drafter, plans), max_length=max_length, rows=rows, first_places=first_places
         )
@@ -184,7 +178,6 @@ class Scheduler:
         rule = (self._sampled or checked).decoder.verifier
         where, apart = "requests that wait or run", "use another scheduler for these requests"
         check_together(rows, rule, where, apart)
-        self._note(request.after is None, request.keep, plan=checked)
         self._queue.append(job)
         self._num_submitted += 1
         return job.request_id
@@ -197,7 +190,7 @@ class Scheduler:
         """
         while True:
             yield from self._outcomes.completions()
-            if not self._advance("completions"):
+            if not self._advance():
                 return
 
     def events(self) -> Iterator[Event]:
@@ -216,7 +209,7 @@ class Scheduler:
     def _events(self) -> Iterator[Event]:
         while True:
             yield from self._outcomes.events()
-            if not self._advance("events"):
+            if not self._advance():
                 return
             self._report()
 
@@ -243,7 +236,6 @@ class Scheduler:
             ValueError: no such request, or one that has ended, also if that was not given yet.
         """
         request_id = self._checked_id(request_id)
-        self._compare("cancel", request_id)
         for place, job in enumerate(self._queue):
             if job.request_id == request_id:
                 del self._queue[place]
@@ -286,7 +278,6 @@ class Scheduler:
             raise ValueError(
                 f"the text has {len(text)} tokens, and max_length is {self._max_length}"
             )
-        self._compare("read", text, after is None)
         self._grow(len(text))
         reading = self._reader.begin([int(token) for token in text], after)
         self._reader.advance([reading], None)
@@ -299,28 +290,6 @@ class Scheduler:
         self._pool.check(after)
         tokens, length = on_host(after.context)
         return [*tokens[0, : int(length[0])].tolist(), *prompt]
-
-    def _note(self, *asked: Any, plan: Plan | None = None) -> None:
-        """Remembers a call: its name, its numbers, and the request."""
-        if self._model.partition.processes > 1:
-            self._asked.update(repr(asked).encode())
-            self._asked.update(b"" if plan is None else digest_of(plan))
-
-    def _compare(self, *asked: Any) -> None:
-        """Remembers a call that all processes make, and compares all calls so far.
-
-        Without it a process with other calls would wait for the others for ever.
-
-        Raises:
-            ValueError: they differ; in all processes.
-        """
-        self._note(*asked)
-        if self._model.partition.processes > 1 and not is_same_everywhere(self._asked.digest()):
-            raise ValueError(
-                "the processes called their Schedulers with different requests, or in another"
-                " order; all of them must make the same calls with the same contents. These"
-                " Schedulers cannot continue: make new ones"
-            )
 
     def _plan_of(self, text: Sequence[int], request: Request) -> Plan:
         longest = request.max_length
@@ -379,10 +348,9 @@ class Scheduler:
             self._pool.start(row, self._tenants[row].plan, prefix)
             self._readings.pop(row).drop()
 
-    def _advance(self, asked_for: str) -> bool:
+    def _advance(self) -> bool:
         """Fills free rows and runs; False if there was nothing to run."""
         check_mappings()  # now: an error loses no request
-        self._compare(asked_for)
         self._fill()
         if not self._tenants:
             return False

@@ -101,7 +101,6 @@ REQUESTS = [
         (dict(processors=[rule]), "has token id 37, outside the vocabulary of 37")
         for rule in (st.LogitBias({37: 1.0}), st.BannedTokens([1, 37]))
     ),
-    (dict(local_rows=True), "local_rows = True is for a model on a mesh"),
     # One value, or one for each row.
     (dict(temperature=[0.0, 1.0]), "temperature has 2 entries for 3 rows; give one value, or"),
     (dict(temperature=[0.0, 1.0, -1.0], key=0), "temperature must be a number .*, got -1.0"),

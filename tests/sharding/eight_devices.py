@@ -399,13 +399,12 @@ def test_bfloat16():
 def test_streams():
     model = sharded("mamba2", 2, 4)
     draft = st.ModelDrafter(replicated_draft("mamba2", 2, 4))
-    for options in ({}, dict(local_rows=True)):  # all rows are this process's
-        rows = [[] for _ in PROMPTS]
-        for step in st.stream(model, PROMPTS, max_new_tokens=NEW_TOKENS, drafter=draft, **options):
-            assert len(step) == len(PROMPTS)
-            for row, new in zip(rows, step, strict=True):
-                row += new
-        assert rows == decode(model).tokens.tolist()
+    rows = [[] for _ in PROMPTS]
+    for step in st.stream(model, PROMPTS, max_new_tokens=NEW_TOKENS, drafter=draft):
+        assert len(step) == len(PROMPTS)
+        for row, new in zip(rows, step, strict=True):
+            row += new
+    assert rows == decode(model).tokens.tolist()
 
 
 @slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.testing import perturbed, random_model
 from tests.sharding.configs import CONFIGS
-from tests.sharding.two_processes import MESHES, OWN, served_hybrid, texts
+from tests.sharding.two_processes import MESHES, served_hybrid, texts
 
 LIMIT = 1200  # seconds; then both processes are ended
 
@@ -58,9 +59,7 @@ def run_two(command, tmp_path, **environment):
     texts = []
     for file in files:
         file.seek(0)
-        # gloo says hello on stdout.
-        lines = file.read().splitlines(keepends=True)
-        texts.append("".join(line for line in lines if not line.startswith("[Gloo]")))
+        texts.append(re.sub(r"\[Gloo\].*\n", "", file.read()))  # which says hello on stdout
         file.close()
     assert [process.returncode for process in both] == [0, 0], "\n".join(texts)[-10_000:]
     return texts
@@ -81,28 +80,14 @@ def test_two_processes_are_one_device(tmp_path):
     outputs = [json.loads(text.splitlines()[-1]) for text in run_two(command, tmp_path)]
     want = texts(target, draft) | {"hybrid": served_hybrid()}
     assert max(want["calls"]) < 10  # drafts are accepted
-    for process, found in enumerate(outputs):
-        own = {name: want[name][OWN[process]] for name in ("sampled", "keys")}
-        none = want["greedy"] if process == 0 else []
-        mine = {"own": own["sampled"], "own keys": own["keys"], "streamed own": own["keys"]}
-        mine |= {"none": none, "streamed none": none}
+    for found in outputs:
         for data, model in MESHES:
-            assert found[f"{data}x{model}"] == want | mine
+            assert found[f"{data}x{model}"] == want
         assert found["back"] == want["greedy"]
-        for name, message in {
-            "other requests": "their Schedulers with different requests",
-            "prompts": "different prompts or settings",
-            "some kinds of keys": "one key, and some a key for each row",
-            "save": "exists; choose another name",
-            "no prompts": "no process has prompts",
-            "some devices": "there are 4 in 2 processes",
-        }.items():
-            assert message in found["refused"][name]
-    first, second = (found["refused"] for found in outputs)
-    for name in ("own prompts", "own prompts, streamed"):
-        assert "prompts[1] is empty" in first[name]
-        assert "prompts of process 0 are refused" in second[name]
-    assert second["save"] == f"in process 0: {first['save']}"
+        assert "there are 4 in 2 processes" in found["refused"]["some devices"]
+    first, second = (found["refused"]["save"] for found in outputs)
+    assert "exists; choose another name" in first
+    assert second == f"in process 0: {first}"
     sums = {
         name: json.loads((tmp_path / name / "checksums.json").read_text())["crc32"]
         for name in ("target", "saved 2x2", "saved 1x4", "saved whole")

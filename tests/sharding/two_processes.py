@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 
 PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
-# Rows of its own for each process: the first one has two, the second one.
-OWN = slice(0, 2), slice(2, 3)
 MESHES = ((2, 2), (1, 4))
 HYBRID = "bamba"
 
@@ -23,11 +21,8 @@ def joined(steps, prompts):
     return [[token for step in steps for token in step[row]] for row in range(len(prompts))]
 
 
-def texts(target, draft, process=None):
-    """Texts of all rows, which all processes ask for alike; with a process, also of its own rows.
-
-    On one device, where the draft changes nothing, they are the same.
-    """
+def texts(target, draft):
+    """Texts that all processes ask for alike; on one device they are the same."""
     import jax
 
     import stree_jax as st
@@ -44,7 +39,7 @@ def texts(target, draft, process=None):
         return joined([*st.stream(target, prompts, **options)], prompts)
 
     out = st.generate(target, PROMPTS, **greedy)
-    found = {
+    return {
         "greedy": out.tokens.tolist(),
         "calls": out.stats.target_calls_per_row.tolist(),
         "sampled": generated(PROMPTS, **sampled),
@@ -52,18 +47,6 @@ def texts(target, draft, process=None):
         "streamed": streamed(PROMPTS, max_new_tokens=3),
         "served": served(target, sampled),
     }
-    if process is not None:
-        own, rows = PROMPTS[OWN[process]], dict(local_rows=True)
-        of_keys = sampled | rows | dict(key=keys[OWN[process]])
-        none, plain = PROMPTS[: 3 * (1 - process)], rows | dict(max_new_tokens=10)
-        found |= {
-            "own": generated(own, **sampled, **rows),
-            "own keys": generated(own, **of_keys),
-            "streamed own": streamed(own, **of_keys),
-            "none": generated(none, **plain),
-            "streamed none": streamed(none, **plain),
-        }
-    return found
 
 
 def served(target, options):
@@ -112,27 +95,12 @@ def served_hybrid(mesh=None):
     return [completion.tokens for completion in done]
 
 
-def refusals(target, process, folder):
-    """The messages of calls that are refused, in the one process or in both."""
-    import jax
-
+def refusals(target, folder):
+    """The messages of calls that are refused in both processes."""
     import stree_jax as st
 
-    def other_requests():
-        scheduler = st.Scheduler(target, rows=2, max_length=64)
-        scheduler.submit(st.Request([1 + process], max_new_tokens=2))
-        return [*scheduler.completions()]
-
-    own, key = dict(local_rows=True), jax.random.key(0)
-    key = jax.random.split(key, 1) if process else key
     calls = {
-        "prompts": lambda: st.generate(target, [[1 + process]], max_new_tokens=2),
         "save": lambda: st.save_pretrained(target, folder / "saved 1x4"),
-        "own prompts": lambda: st.generate(target, [[1], []][: 2 - process], **own),
-        "own prompts, streamed": lambda: st.stream(target, [[1], []][: 2 - process], **own),
-        "some kinds of keys": lambda: st.generate(target, [[1]], temperature=1.0, key=key, **own),
-        "other requests": other_requests,
-        "no prompts": lambda: st.generate(target, [], **own),
         "some devices": lambda: st.make_mesh(data=2),
     }
     found = {}
@@ -157,13 +125,13 @@ def main():
         mesh, name = st.make_mesh(data=data, model=model), f"{data}x{model}"
         target = st.from_pretrained(folder / "target", mesh=mesh)
         draft = st.from_pretrained(folder / "draft", mesh=mesh, replicate=True)
-        found[name] = texts(target, draft, process) | {"hybrid": served_hybrid(mesh)}
+        found[name] = texts(target, draft) | {"hybrid": served_hybrid(mesh)}
         st.save_pretrained(target, folder / f"saved {name}", model_card=f"of {process}")
     # Cut into four parts, of which each process has two.
     whole = st.shard(target, None)
     found["back"] = st.generate(whole, PROMPTS, max_new_tokens=10).tokens.tolist()
     st.save_pretrained(whole, folder / "saved whole")
-    found["refused"] = refusals(target, process, folder)
+    found["refused"] = refusals(target, folder)
     print(json.dumps(found), flush=True)  # noqa: T201
     os._exit(0)  # without the service's goodbye, which waits for the other process
 
