@@ -25,7 +25,7 @@ PROMISES = (
 
 def public_classes():
     for found in pkgutil.walk_packages(stree_jax.__path__, "stree_jax."):
-        if found.name.endswith("__main__") or "tunix" in found.name:  # Tunix is not installed
+        if found.name.endswith("__main__"):
             continue
         module = importlib.import_module(found.name)
         for name, value in vars(module).items():

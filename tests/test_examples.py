@@ -29,8 +29,13 @@ SMALL = {"steps": 12, "num_layers": 1}
 FASTER = {"train_a_pair": SMALL, "own_mixer": SMALL}
 
 
+NOISY = {"rollouts": pytest.mark.filterwarnings("ignore")}  # those of Tunix
+
+
 @pytest.mark.docs
-@pytest.mark.parametrize("name", [file.stem for file in FILES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(file.stem, marks=NOISY.get(file.stem, ())) for file in FILES]
+)
 def test_it_runs(name, tiny_pair, monkeypatch, capsys):
     """In this process, with tiny models in the place of the embedded ones."""
     monkeypatch.setattr(st, "demo_path", tiny_pair.joinpath)
