@@ -33,6 +33,7 @@ import stree_jax as st
 from benchmarks.common import Found, forget_programs, main, names, timed
 from benchmarks.models import Pair, embedded_pair
 from benchmarks.prompts import SHARED
+from benchmarks.seed_tasks import TASKS, Arrangement, Blocksworld, Question
 from stree_jax.extensions import reasoning
 from stree_jax.measuring.clock import speeds
 from stree_jax.measuring.methods import PLAIN
@@ -50,16 +51,14 @@ ALL = 10**6  # problems at once
 # Used in turn if there are no data sets.
 BUILT_IN: dict[str, list[Any]] = {
     "gsm8k": [
-        reasoning.Question(
-            "Ines picks 14 pears from each of 6 trees and sells 50. How many are left?", "34"
-        )
+        Question("Ines picks 14 pears from each of 6 trees and sells 50. How many are left?", "34")
     ],
     "creative writing": [
         "The lamp went out. Nobody had asked the cook. It rained until Monday. The key was in the"
         " jar."
     ],
     "blocksworld": [
-        reasoning.Arrangement(
+        Arrangement(
             "the red block is clear, the blue block is clear, the hand is empty, the red block is"
             " on the table and the blue block is on the table",
             "the red block is on top of the blue block",
@@ -89,14 +88,14 @@ def tasks(names: Sequence[str], count: int) -> dict[str, tuple[Any, list[Any]]]:
     """Each task and its first problems, from the data sets if they exist."""
     pool, known = BUILT_IN["blocksworld"], BUILT_IN
     if SHARED.is_dir():
-        pool = reasoning.Blocksworld.problems(SHARED / POOL)
-        known = {name: reasoning.TASKS[name].problems(SHARED / FILES[name]) for name in names}
+        pool = Blocksworld.problems(SHARED / POOL)
+        known = {name: TASKS[name].problems(SHARED / FILES[name]) for name in names}
     else:
         print(f"problems: built-in ones, because {SHARED} is absent", flush=True)
     options: dict[str, Any] = {"blocksworld": {"demonstrations": tuple(pool[:1])}}
     return {
         name: (
-            reasoning.TASKS[name](**options.get(name, {})),
+            TASKS[name](**options.get(name, {})),
             [*itertools.islice(itertools.cycle(known[name]), count)],
         )
         for name in names

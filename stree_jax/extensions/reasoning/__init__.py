@@ -1,6 +1,5 @@
-"""Tree-of-thoughts search through a scheduler, and the tasks of the SEED paper."""
+"""Tree-of-thoughts search through a scheduler."""
 
-from stree_jax.extensions.reasoning.blocks import World
 from stree_jax.extensions.reasoning.search import (
     Stage,
     Task,
@@ -10,26 +9,11 @@ from stree_jax.extensions.reasoning.search import (
     interleaved,
     render,
 )
-from stree_jax.extensions.reasoning.tasks import (
-    TASKS,
-    Arrangement,
-    Blocksworld,
-    CreativeWriting,
-    Gsm8k,
-    Question,
-)
 
 __all__ = [
-    "TASKS",
-    "Arrangement",
-    "Blocksworld",
-    "CreativeWriting",
-    "Gsm8k",
-    "Question",
     "Stage",
     "Task",
     "Thought",
-    "World",
     "Written",
     "breadth_first",
     "interleaved",

@@ -2,15 +2,15 @@
 
 import dataclasses
 import json
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stree_jax.extensions.reasoning.blocks import World
-from stree_jax.extensions.reasoning.search import Parts, Stage, State
-from stree_jax.messages import shown, shown_path
+from stree_jax.extensions.reasoning import Stage
+
+Parts = tuple[str, ...]  # a thought
+State = tuple[Parts, ...]
 
 
 class Question(NamedTuple):
@@ -22,28 +22,19 @@ class Question(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Gsm8k:
-    """Grade-school maths as sub-questions and answers (Cobbe et al., 2021, arXiv:2110.14168).
+    """Grade-school maths as sub-questions and answers (Cobbe et al., 2021, arXiv:2110.14168)."""
 
-    Attributes:
-        depth, thoughts, keep: see `Task`; three steps and the answer.
-        most: maximum number of tokens of a sub-question and of an answer.
-    """
-
-    depth: int = 4
+    depth: int = 4  # three steps and the answer
     thoughts: int = 3
     keep: int = 1
-    most: int = 48
+    most: int = 48  # tokens of a sub-question, and of an answer
 
     @staticmethod
-    def problems(path: str | os.PathLike[str]) -> list[Question]:
-        """The problems of a `test.jsonl` with "question" and "answer".
-
-        Raises:
-            ValueError: no such file, or other contents.
-        """
+    def problems(path: Path) -> list[Question]:
+        """Reads GSM8K's test.jsonl."""
         return [
             Question(row["question"], row["answer"].rpartition("####")[2].strip().replace(",", ""))
-            for row in _rows(path, "question", "answer")
+            for row in _rows(path)
         ]
 
     def generator(self, problem: Question, state: State, parts: Parts) -> Stage | None:
@@ -67,7 +58,7 @@ class Gsm8k:
         return Stage(self._so_far(problem, state) + "So the answer to the question is", self.most)
 
     def solved(self, problem: Question, state: State, answer: str) -> bool | None:
-        """Whether the last number of the answer is the correct one."""
+        """True if the last number of the answer is the correct one."""
         numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", answer)
         return bool(numbers) and float(numbers[-1].replace(",", "")) == float(problem.answer)
 
@@ -84,30 +75,18 @@ class CreativeWriting:
     """Four paragraphs with given last sentences: a plan, then the passage.
 
     Creative Writing of tree of thoughts (Yao et al., 2023, arXiv:2305.10601).
-
-    Attributes:
-        depth, thoughts, keep: see `Task`; one step and the answer.
-        plan, passage: maximum number of tokens of each.
     """
 
-    depth: int = 2
+    depth: int = 2  # one step and the answer
     thoughts: int = 3
     keep: int = 1
-    plan: int = 48
+    plan: int = 48  # tokens
     passage: int = 160
 
     @staticmethod
-    def problems(path: str | os.PathLike[str]) -> list[str]:
-        """The problems of a text file: one on each line, of four sentences.
-
-        Raises:
-            ValueError: no such file, or an empty one.
-        """
-        lines = [line.strip() for line in _text(path).splitlines()]
-        found = [line for line in lines if line]
-        if not found:
-            raise ValueError(f"{shown_path(path)} has no problems: it is empty")
-        return found
+    def problems(path: Path) -> list[str]:
+        """Reads a text file: a problem on each line, of four sentences."""
+        return [line.strip() for line in path.read_text().splitlines() if line.strip()]
 
     def generator(self, problem: str, state: State, parts: Parts) -> Stage | None:
         if not parts:
@@ -141,6 +120,66 @@ class CreativeWriting:
         )
 
 
+class World(NamedTuple):
+    """A state of the blocks: what each stands on (None: the table), and which is in the hand.
+
+    The domain with four actions of PlanBench (Valmeekam et al., 2023, arXiv:2206.10498).
+    """
+
+    below: dict[str, str | None]
+    held: str | None = None
+
+    @classmethod
+    def read(cls, text: str) -> "World":
+        """Parses sentences such as "the red block is on top of the blue block"; ignores others."""
+        held = re.findall(r"holding the (\w+) block", text)
+        places: list[tuple[str, str | None]] = [*_ON.findall(text)]
+        places += [(block, None) for block in re.findall(r"the (\w+) block is on the table", text)]
+        return cls(dict(places), held[0] if held else None)
+
+    def after(self, action: str) -> "World | None":
+        """The world after an action in English; None if the action is unknown or impossible."""
+        text = action.strip().rstrip(".").lower()
+        for kind, sentence in enumerate(_ACTIONS):
+            if match := re.fullmatch(sentence, text):
+                return self._after(kind, *match.groups())
+        return None
+
+    def _after(self, kind: int, block: str, under: str | None = None) -> "World | None":
+        if kind in (0, 3):  # pick up, unstack
+            if self.held or not self._is_clear(block) or self.below[block] != under:
+                return None
+            return World({b: u for b, u in self.below.items() if b != block}, block)
+        if self.held != block or (under is not None and not self._is_clear(under)):
+            return None
+        return World(self.below | {block: under})
+
+    def _is_clear(self, block: str) -> bool:
+        return block in self.below and block not in self.below.values()
+
+    def reaches(self, goal: str, plan: Iterable[str]) -> bool:
+        """True if the plan reaches the goal without an impossible action."""
+        wanted, world = _ON.findall(goal), self
+        for action in plan:
+            following = world.after(action)
+            if following is None or world._has(wanted):
+                break
+            world = following
+        return world._has(wanted)
+
+    def _has(self, wanted: list[tuple[str, str]]) -> bool:
+        return bool(wanted) and all(self.below.get(block) == under for block, under in wanted)
+
+
+_ON = re.compile(r"the (\w+) block is on top of the (\w+) block")
+_ACTIONS = (
+    r"pick up the (\w+) block",
+    r"put down the (\w+) block",
+    r"stack the (\w+) block on top of the (\w+) block",
+    r"unstack the (\w+) block from on top of the (\w+) block",
+)
+
+
 class Arrangement(NamedTuple):
     """A problem of Blocksworld, in English."""
 
@@ -161,44 +200,23 @@ only on top of a clear block. Then my hand is empty.
 
 @dataclasses.dataclass(frozen=True)
 class Blocksworld:
-    """Plans of six actions (PlanBench: Valmeekam et al., 2023, arXiv:2206.10498), one per level.
-
-    Attributes:
-        demonstrations: worked problems in the prompts of both roles.
-        depth, thoughts, keep: see `Task`; six actions, and the rest of the plan.
-        most: maximum number of tokens of an action.
-    """
+    """Plans of six actions, one for each level, after worked problems in the prompts."""
 
     demonstrations: Sequence[Arrangement] = ()
-    depth: int = 7
+    depth: int = 7  # six actions, and the rest of the plan
     thoughts: int = 3
     keep: int = 1
-    most: int = 24
-
-    def __post_init__(self) -> None:
-        for demo in self.demonstrations:
-            if not World.read(demo.init).reaches(demo.goal, demo.plan):
-                raise ValueError(f"the plan of a demonstration does not reach its goal: {demo}")
+    most: int = 24  # tokens of an action
 
     @staticmethod
-    def problems(path: str | os.PathLike[str]) -> list[Arrangement]:
-        """The problems of a split with "init_text", "goal_text" and "plan_text", or of a pool.
-
-        Raises:
-            ValueError: no such file, or other contents.
-        """
-        if Path(path).suffix == ".json":
-            pool = _json(path, _text(path))
-            rows = pool.get("example_pool") if isinstance(pool, dict) else None
-            if not isinstance(rows, list) or not rows:
-                raise ValueError(f"{shown_path(path)} has no list 'example_pool'")
-            names = ("init", "goal", "plan")
+    def problems(path: Path) -> list[Arrangement]:
+        """Reads PlanBench's problems of a split, or of a pool of demonstrations."""
+        if path.suffix == ".json":
+            names, rows = ("init", "goal", "plan"), json.loads(path.read_text())["example_pool"]
         else:
-            names = ("init_text", "goal_text", "plan_text")
-            rows = _rows(path, *names)
+            names, rows = ("init_text", "goal_text", "plan_text"), _rows(path)
         found = []
-        for row in rows:
-            init, goal, plan = (row[name] for name in names)
+        for init, goal, plan in ([row[name] for name in names] for row in rows):
             lines = plan.splitlines() if isinstance(plan, str) else plan
             actions = [line.strip() for line in lines if line.strip()]
             found.append(Arrangement(init, goal, tuple(a for a in actions if a[0] != "[")))
@@ -235,7 +253,7 @@ class Blocksworld:
         return stage
 
     def solved(self, problem: Arrangement, state: State, answer: str) -> bool | None:
-        """Whether the simulated plan reaches the goal."""
+        """True if the simulated plan reaches the goal."""
         plan = [action for (action,) in state] + [answer]
         return World.read(problem.init).reaches(problem.goal, plan)
 
@@ -266,34 +284,6 @@ def _from_1_to_10(text: str) -> float | None:
     return float(found[0]) if found and 1 <= int(found[0]) <= 10 else None
 
 
-def _text(path: str | os.PathLike[str]) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"the task's data cannot be read: {shown_path(path)}:"
-            f" {getattr(error, 'strerror', None) or error}"
-        ) from None
-
-
-def _json(path: str | os.PathLike[str], text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{shown_path(path)} is not JSON: {error}") from None
-
-
-def _rows(path: str | os.PathLike[str], *names: str) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, each with these keys."""
-    found = []
-    for number, line in enumerate(_text(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        row = _json(path, line)
-        missing = [n for n in names if not (isinstance(row, dict) and n in row)]
-        if missing:
-            raise ValueError(f"{shown_path(path)}, line {number}, has no {shown(missing[0])}")
-        found.append(row)
-    if not found:
-        raise ValueError(f"{shown_path(path)} has no problems: it is empty")
-    return found
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
