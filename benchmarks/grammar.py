@@ -21,7 +21,7 @@ import stree_jax as st
 from benchmarks.common import Found, main, timed
 from benchmarks.models import RANDOM_NOTE, default_dtype, random_model
 from benchmarks.steps import Program, binary_tree
-from stree_jax.extensions.grammar.automaton import Compressor
+from stree_jax.extensions.grammar.tables import Compressor
 from stree_jax.measuring.clock import summary
 from stree_jax.measuring.report import Table
 
@@ -41,7 +41,7 @@ def synthetic(num_states: int, vocab_size: int) -> st.Automaton:
         following = np.full(len(tokens), (7 * state + 1) % num_states)
         elsewhere = rng.integers(0, len(tokens), EXCEPTIONS)
         following[elsewhere] = rng.integers(0, num_states, EXCEPTIONS)
-        tables.add([state], tokens, tables.move(tokens, following - state))
+        tables.add(state, tokens, following)
     return st.Automaton(tables.tables())
 
 

@@ -99,7 +99,7 @@ def texts_of(automaton, count, seed=0, most=300):
     for _ in range(count):
         state, text = 0, bytearray()
         while len(text) < most:
-            after = automaton.after(np.full(256, state), every)
+            after = automaton.table[state, automaton.class_of]
             possible = np.flatnonzero(after >= 0)
             if automaton.accepts[state] and (possible.size == 0 or rng.random() < 0.3):
                 yield text.decode()

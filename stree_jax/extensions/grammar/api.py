@@ -11,7 +11,7 @@ from stree_jax.checks import check_int
 from stree_jax.decoding import as_tokenizer, token_bytes
 from stree_jax.extensions.grammar.automaton import Automaton
 from stree_jax.extensions.grammar.byte_automaton import ByteAutomaton, automaton_of_graph
-from stree_jax.extensions.grammar.expressions import RUST, has_anchors, parse, without_anchors
+from stree_jax.extensions.grammar.expressions import parse
 from stree_jax.extensions.grammar.graph import Graph, TooLarge
 from stree_jax.extensions.grammar.json_text import automaton_of_schema, too_large
 from stree_jax.extensions.grammar.token_tree import TokenTree
@@ -19,29 +19,19 @@ from stree_jax.messages import shown
 
 # Names of special tokens that end texts.
 _END_TOKENS = {
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|eos|>",
-    "</s>",
-    "<eos>",
-    "[EOS]",
-    "<end_of_turn>",
-    "<|endofturn|>",
-    "<|end_of_role|>",
+    *("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|eos|>"),
+    *("</s>", "<eos>", "[EOS]", "<end_of_turn>", "<|endofturn|>", "<|end_of_role|>"),
 }
 
 
 def regex(
     pattern: str, tokenizer: Any, *, eos_token: int | Sequence[int] | None = None
 ) -> Automaton:
-    """A `LogitsProcessor` that makes the new tokens match a regular expression as a whole.
+    r"""A `LogitsProcessor` that makes the new tokens match a regular expression as a whole.
 
-    The syntax is that of Rust's crate regex, without look-around, references, word boundaries,
-    operations on sets of characters, scripts, and flags but `i` and `s`. End tokens are allowed
-    where the pattern matches, so a row ends or continues there.
+    The syntax is that of ECMA-262 with the flag `u`, without look-around, references, word
+    boundaries, `\p` and anchors inside. End tokens are allowed where the pattern matches, so a row
+    ends or continues there.
 
     Args:
         pattern: the regular expression.
@@ -70,11 +60,11 @@ def json_schema(
 ) -> Automaton:
     """A `LogitsProcessor` that makes the new tokens a JSON text that a schema validates.
 
-    Schemas are of draft 2020-12. All texts are valid, but not all valid texts are possible:
-    properties come in the schema's order, with at most one space between parts; where some are
-    described, others come only if `additionalProperties` or `patternProperties` is there; recursion
-    ends at depth 3, as do values of which nothing is said. A keyword that cannot be enforced, such
-    as `uniqueItems`, is refused.
+    Schemas are of a part of draft 2020-12; keywords outside it, such as `not` or `uniqueItems`, are
+    refused. All texts are valid, but not all valid texts are possible: properties come in the
+    schema's order, with at most one space between parts; where some are described, others come only
+    if `additionalProperties` is there; recursion ends at depth 3, as do values of which nothing is
+    said.
 
     Args:
         schema: a dictionary, a JSON text, or a class with the method `model_json_schema`, as
@@ -82,8 +72,8 @@ def json_schema(
         tokenizer, eos_token: as in `regex`.
 
     Raises:
-        ValueError: a malformed schema, one that cannot be enforced, or that needs too many states,
-            in which case it names the part; the others as in `regex`.
+        ValueError: a malformed schema, a keyword that is not read, or too many states, with the
+            part of the schema; the others as in `regex`.
     """
     of_bytes, part = automaton_of_schema(schema)
     try:
@@ -93,20 +83,12 @@ def json_schema(
 
 
 def automaton_of_pattern(pattern: str) -> ByteAutomaton:
-    """The automaton over bytes of the texts that a pattern matches as a whole.
-
-    Raises:
-        ValueError: a bad pattern, one that matches nothing, or that needs too many states.
-    """
-    expression = parse(without_anchors(pattern), RUST)
-    if has_anchors(expression):
-        raise ValueError(
-            f"pattern {shown(pattern)} has anchors inside; it matches whole texts, so write it"
-            " without ^ and $"
-        )
+    """Makes the automaton over bytes of the texts that a pattern matches as a whole."""
     graph = Graph()
-    start = graph.node()
-    found = automaton_of_graph(graph, start, graph.expression(start, expression))
+    try:
+        found = automaton_of_graph(graph, graph.expression(0, parse(pattern)))
+    except RecursionError:
+        raise ValueError(f"pattern {shown(pattern)} is nested too deep") from None
     if found is None:
         raise ValueError(f"no text matches the pattern {shown(pattern)}")
     return found
@@ -125,7 +107,7 @@ def _over_tokens(
 
 @functools.lru_cache(maxsize=4)
 def _tree(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> TokenTree:
-    """The token tree of a tokenizer, cached until it gets more tokens."""
+    """Returns the token tree of a tokenizer, cached until it gets more tokens."""
     texts = token_bytes(tokenizer)
     for token in ends:
         check_int("eos_token", token, 0, len(texts) - 1)
@@ -133,7 +115,7 @@ def _tree(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> TokenTree:
 
 
 def end_tokens(tokenizer: Any, eos_token: int | Sequence[int] | None = None) -> tuple[int, ...]:
-    """The end tokens of a grammar; arguments and errors as in `regex`."""
+    """Returns the end tokens of a grammar; arguments and errors as in `regex`."""
     if eos_token is None:
         eos_token = getattr(tokenizer, "eos_token_id", None)
     if eos_token is None:

@@ -1,103 +1,101 @@
 """Deterministic automata over the bytes of texts, made of graphs."""
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from stree_jax.extensions.grammar.graph import BODY, Body, Determinised, Graph, TooLarge
+from stree_jax.extensions.grammar.graph import ByteRange, Graph, TooLarge
 
-_MOST_POSITIONS = 1 << 21  # of bodies
+MOST_STATES = 20_000
+_MOST_WORK = 1_000_000  # nodes in all states
 
 
-class ByteAutomaton:
-    """A deterministic automaton over bytes. State 0 is the start.
+class ByteAutomaton(NamedTuple):
+    """A deterministic automaton over bytes. State 0 is the start, and each leads to an end.
 
     Attributes:
         class_of: `[256]`, the class of each byte.
-        table: `[E, classes]`, the state after a byte, of all states that are in no body.
+        table: `[S, classes]`, the state after a byte, -1: no text continues so.
         accepts: `[S]`, whether a text may end.
-        useful: `[S]`, whether a text may end later on.
-        bodies: bodies, whose states follow the others.
-        num_states: number of states, S.
     """
 
-    def __init__(
-        self,
-        class_of: np.ndarray,
-        table: np.ndarray,
-        accepts: np.ndarray,
-        bodies: Sequence[Body],
-    ):
-        self.class_of, self.table, self.bodies = class_of, table, bodies
-        parts, leads = [accepts], [np.ones(len(table), bool)]
-        for body in bodies:
-            ends = (np.arange(body.last + 1)[:, None] >= body.least) & body.texts.accepts
-            parts.append((ends & accepts[body.end]).ravel())
-            leads.append(body.leads.ravel())
-        self.accepts, self.useful = np.concatenate(parts), np.concatenate(leads)
-        self.num_states = len(self.accepts)
-        self._firsts = np.array([body.first for body in bodies], np.int64)
-        bounds = [(body.first, body.end, body.least, body.last, body.beyond) for body in bodies]
-        self._bounds = np.array(bounds, np.int64).reshape(-1, 5).T
-        self._sets = [*dict.fromkeys(body.texts for body in bodies)]
-        numbers = {texts: number for number, texts in enumerate(self._sets)}
-        self._set_of = np.array([*(numbers[body.texts] for body in bodies), -1])
-
-    def body_of(self, states: np.ndarray) -> np.ndarray:
-        """The number of the body that a state is in, -1: none."""
-        return np.searchsorted(self._firsts, states, side="right") - 1
-
-    def after(self, states: np.ndarray, byte: np.ndarray) -> np.ndarray:
-        """The state after a byte each, -1: no text continues so."""
-        kinds = self.class_of[byte]
-        if states.max(initial=0) < len(self.table):
-            return self.table[states, kinds]
-        number = self.body_of(states)
-        set_of = self._set_of[number]
-        found = np.full(len(states), -1, np.int64)
-        found[set_of < 0] = self.table[states[set_of < 0], kinds[set_of < 0]]
-        for which, texts in enumerate(self._sets):
-            here = np.flatnonzero(set_of == which)
-            first, end, least, last, beyond = self._bounds[:, number[here]]
-            count, position = np.divmod(states[here] - first, len(texts.after))
-            after = texts.after[position, texts.class_of[byte[here]]]
-            counted = count + texts.begins[position]
-            counted = np.where(counted > last, beyond, counted)
-            stays = np.where(counted < 0, -1, first + counted * len(texts.after) + after)
-            may_end = texts.accepts[position] & (count >= least)
-            ends = np.where(may_end, self.table[end, kinds[here]], -1)
-            found[here] = np.where(after >= 0, stays, ends)
-        return np.where((found >= 0) & self.useful[found], found, -1)
+    class_of: np.ndarray
+    table: np.ndarray
+    accepts: np.ndarray
 
     def matches(self, text: bytes) -> bool:
-        """Whether it accepts a text."""
-        state = np.zeros(1, np.int64)
+        """True if it accepts a text."""
+        state = 0
         for byte in text:
-            state = self.after(state, np.array([byte]))
-            if state[0] < 0:
+            state = self.table[state, self.class_of[byte]]
+            if state < 0:
                 return False
-        return bool(self.accepts[state[0]])
+        return bool(self.accepts[state])
 
 
-def automaton_of_graph(graph: Graph, start: int, end: int) -> ByteAutomaton | None:
-    """The automaton of the texts between two nodes; None: there is no such text.
+def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
+    """Makes the automaton of the texts that lead to a node; None: there is no such text.
 
-    Raises:
-        TooLarge: it needs too many states.
+    A state is a set of nodes (Rabin and Scott, 1959). States have the order of their nodes, so
+    that copies of a part have the same distances inside.
     """
-    found = Determinised(graph, start, end)
-    if found.is_empty:
+    useful = graph.leading_to(end)
+    if 0 not in useful:
         return None
-    table = np.array(found.rows, np.int64)
-    bodies, first = [], len(table)
-    for which in (which for which, plain in found.plain.items() if plain):
-        body = graph.bodies[which]
-        node = (which + 1) * BODY
-        in_body = (table >= node) & (table < node + BODY)
-        table[in_body] += first - node
-        end_state = found.listed(found.closure([body.end]))
-        bodies.append(body._replace(first=first, end=end_state))
-        first += body.leads.size
-        if first > _MOST_POSITIONS:
-            raise TooLarge(f"it needs more than {_MOST_POSITIONS} states")
-    return ByteAutomaton(found.class_of, table, np.array(found.accepts), bodies)
+    class_of, kinds_of = _byte_classes(graph)
+    moves: dict[int, dict[int, list[int]]] = {}
+    for node in useful:
+        moves[node] = {}
+        for byte, target in graph.moves[node]:
+            for kind in kinds_of[byte] if target in useful else ():
+                moves[node].setdefault(kind, []).append(target)
+    closures: dict[frozenset[int], frozenset[int]] = {}
+
+    def closure(nodes: frozenset[int]) -> frozenset[int]:
+        """Returns the nodes joined to some that have bytes after them, or are the end."""
+        if nodes not in closures:
+            found, waiting = {*nodes}, [*nodes]
+            while waiting:
+                new = [n for n in graph.skips[waiting.pop()] if n in useful and n not in found]
+                found.update(new)
+                waiting += new
+            closures[nodes] = frozenset(n for n in found if moves[n] or n == end)
+        return closures[nodes]
+
+    states, reached_by, work = [closure(frozenset([0]))], [[-1]], 0
+    numbers = {states[0]: 0}
+    edges: list[tuple[int, int, int]] = []
+    for number, nodes in enumerate(states):  # it grows meanwhile
+        after: dict[int, list[int]] = {}
+        for node in nodes:
+            for kind, targets in moves[node].items():
+                after.setdefault(kind, []).extend(targets)
+        for kind, targets in after.items():
+            state = closure(frozenset(targets))
+            if state not in numbers:
+                numbers[state] = len(states)
+                states.append(state)
+                reached_by.append(sorted(targets))
+            edges.append((number, kind, numbers[state]))
+        work += len(nodes)
+        if len(states) > MOST_STATES:
+            raise TooLarge(f"it needs more than {MOST_STATES} states")
+        if work > _MOST_WORK:
+            raise TooLarge("too many of its alternatives overlap")
+    order = sorted(range(len(states)), key=reached_by.__getitem__)
+    place = np.argsort(order)
+    table = np.full((len(states), class_of.max() + 1), -1)
+    before, kinds, following = np.array(edges, np.int64).reshape(-1, 3).T
+    table[place[before], kinds] = place[following]
+    return ByteAutomaton(class_of, table, np.array([end in states[number] for number in order]))
+
+
+def _byte_classes(graph: Graph) -> tuple[np.ndarray, dict[ByteRange, list[int]]]:
+    """Returns the class of each byte, and the classes of each range of the graph."""
+    ranges = sorted({byte for moves in graph.moves for byte, _ in moves})
+    every = np.arange(256)
+    marks = [(low <= every) & (every <= high) for low, high in ranges]
+    _, class_of = np.unique(np.array([every < 0, *marks]), axis=1, return_inverse=True)
+    class_of = class_of.ravel()
+    kinds = [np.unique(class_of[low : high + 1]).tolist() for low, high in ranges]
+    return class_of, dict(zip(ranges, kinds, strict=True))

@@ -1,6 +1,6 @@
 """Texts of the formats of JSON schemas: a part of each, which every validator accepts."""
 
-from stree_jax.extensions.grammar.expressions import RUST, parse
+from stree_jax.extensions.grammar.expressions import parse
 
 _DATE = (
     "[12][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
@@ -19,21 +19,13 @@ _PATTERNS = {
     "date-time": f"{_DATE}T{_TIME}",
     "duration": "P(?:[0-9]{1,4}W|[0-9]{1,4}D|T[0-9]{1,4}[HMS])",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "email": _EMAIL,
-    "idn-email": _EMAIL,
-    "hostname": _SHORT_HOST,
-    "idn-hostname": _SHORT_HOST,
+    **dict.fromkeys(("email", "idn-email"), _EMAIL),
+    **dict.fromkeys(("hostname", "idn-hostname"), _SHORT_HOST),
     "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
     "ipv6": "[0-9a-f]{1,4}(?::[0-9a-f]{1,4}){7}",
-    "uri": _URI,
-    "uri-reference": _URI,
-    "iri": _URI,
-    "iri-reference": _URI,
-    "uri-template": _URI,
+    **dict.fromkeys(("uri", "uri-reference", "iri", "iri-reference", "uri-template"), _URI),
     "json-pointer": "(?:/[A-Za-z0-9_-]*)*",
     "relative-json-pointer": "(?:0|[1-9][0-9]{0,3})(?:/[A-Za-z0-9_-]*)*",
     "regex": "[A-Za-z0-9 _-]*",
 }
-
-
-FORMATS = {name: parse(pattern, RUST) for name, pattern in _PATTERNS.items()}
+FORMATS = {name: parse(pattern) for name, pattern in _PATTERNS.items()}

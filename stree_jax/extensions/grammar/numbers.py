@@ -1,106 +1,71 @@
-"""Sets of JSON numbers as automata over their characters."""
+"""JSON numbers as expressions over their characters.
+
+A number with a bound has no exponent, and at most six digits after the point, the last of which is
+not 0: so doubles tell it from the bound.
+"""
 
 import functools
 import json
 from collections.abc import Sequence
-from decimal import Decimal
 
-import numpy as np
+from stree_jax.extensions.grammar.expressions import Choice, Expression, literal, parse
 
-from stree_jax.extensions.grammar.expressions import RUST, parse
-from stree_jax.extensions.grammar.graph import TextSet, minimal, set_of
+MOST_BOUND = 10**9
+_FRACTION = r"\.[0-9]{0,5}[1-9]"
 
-MOST_FACTOR = 1000
-_MOST_DIGITS = 15  # numbers of as many digits are different as doubles
-_WHOLE = "(?:0|[1-9][0-9]*)"
-_FRACTION = r"(?:\.[0-9]+)?"
+ANY = parse(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?")
+INTEGERS = parse("-?(0|[1-9][0-9]*)")
 
 
-@functools.cache
-def _matching(pattern: str) -> TextSet:
-    return set_of(parse(pattern, RUST))
-
-
-ANY = _matching(rf"-?{_WHOLE}{_FRACTION}(?:[eE][+-]?[0-9]{{1,2}})?")
-INTEGERS = _matching(f"-?{_WHOLE}")
-FRACTIONS = _matching(r"-?(?:0|[1-9][0-9]{0,8})\.[0-9]{0,5}[1-9]")  # no integers
-
-
-def equal_to(values: Sequence[int | float]) -> TextSet:
-    """The numbers as JSON writes them; an integer may be written without point and exponent."""
+def equal_to(values: Sequence[int | float]) -> Expression:
+    """Returns numbers as JSON writes them; integers also without point and exponent."""
     texts = {json.dumps(value) for value in values}
     texts |= {str(int(value)) for value in values if value == int(value)}
-    return _matching(
-        "|".join(text.replace(".", r"\.").replace("+", r"\+") for text in sorted(texts))
-    )
+    return Choice(tuple(map(literal, sorted(texts))))
 
 
-def below(bound: int | float, *, or_equal: bool) -> TextSet:
-    """The numbers below a bound, or equal to it. They have no exponent."""
-    every, size = _comparable(bound)
-    if bound > 0 or (bound == 0 and or_equal):
-        return every & _matching(f"-.*|{_sizes_below(size, or_equal=or_equal)}")
-    too_small = _matching(f"-(?:{_sizes_below(size, or_equal=not or_equal)})")
-    return (every & _matching("-.*")) - too_small
+@functools.lru_cache(maxsize=256)
+def at_least(bound: int, *, or_equal: bool) -> Expression:
+    """Returns the numbers above an integer, or equal to it."""
+    if bound >= 0:
+        return parse(_above(bound, or_equal=or_equal))
+    return parse(f"{_above(0)}|-({_below(-bound, or_equal=or_equal)})")
 
 
-def above(bound: int | float, *, or_equal: bool) -> TextSet:
-    """The numbers above a bound, or equal to it. They have no exponent."""
-    return _comparable(bound)[0] - below(bound, or_equal=not or_equal)
+@functools.lru_cache(maxsize=256)
+def at_most(bound: int, *, or_equal: bool) -> Expression:
+    """Returns the numbers below an integer, or equal to it."""
+    if bound > 0:
+        return parse(f"{_below(bound, or_equal=or_equal)}|-({_above(0)})")
+    zero = "|0" if bound == 0 and or_equal else ""
+    return parse(f"-({_above(-bound, or_equal=or_equal)}){zero}")
 
 
-def other_than(value: int | float) -> TextSet:
-    """The numbers without an exponent that are not a given one."""
-    every = _comparable(value)[0]
-    return every - (every - below(value, or_equal=False) - above(value, or_equal=False))
+def _above(bound: int, *, or_equal: bool = True) -> str:
+    """Returns the pattern of numbers without a sign that are above one."""
+    first = bound if or_equal else bound + 1
+    num_digits = len(str(first))
+    whole = f"{_between(first, 10**num_digits - 1)}|[1-9][0-9]{{{num_digits},}}"
+    return f"({whole})({_FRACTION})?" + ("" if or_equal else f"|{bound}{_FRACTION}")
 
 
-def _comparable(bound: int | float) -> tuple[TextSet, str]:
-    """The numbers that are compared with a bound, and the bound's digits.
+def _below(bound: int, *, or_equal: bool) -> str:
+    """Returns the pattern of numbers without a sign that are below one."""
+    return f"({_between(0, bound - 1)})({_FRACTION})?" + (f"|{bound}" if or_equal else "")
 
-    They have at most six digits after the point, and fewer where a double would not tell them from
-    the bound.
+
+def _between(low: int, high: int) -> str:
+    """Returns the pattern of the integers from one to another, in blocks of powers of ten.
+
+    Worked example: 38 to 521 are 3[8-9], [4-9][0-9], [1-4][0-9]{2}, 5[0-1][0-9] and 52[0-1].
     """
-    size = f"{abs(Decimal(repr(bound))):f}"
-    digits = max(0, min(6, _MOST_DIGITS - len(size.partition(".")[0])))
-    fraction = rf"(?:\.[0-9]{{1,{digits}}})?" if digits else ""
-    return _matching(f"-?{_WHOLE}{fraction}"), size
-
-
-def multiples_of(factor: int) -> TextSet:
-    """The integers that a factor divides: the state is the remainder so far."""
-    minus, zero, first = 1, 2, 3
-    class_of = np.zeros(256, np.int64)
-    class_of[[*b"-0123456789"]] = range(1, 12)
-
-    def row(remainder: int | None, sign: int = -1) -> list[int]:
-        """From a remainder, or None before the first digit."""
-        if remainder is None:
-            return [-1, sign, zero, *(first + digit % factor for digit in range(1, 10))]
-        return [-1, -1, *(first + (10 * remainder + digit) % factor for digit in range(10))]
-
-    rows = [row(None, minus), row(None), [-1] * 12, *(row(r) for r in range(factor))]
-    accepts = [False, False, True, True, *[False] * (factor - 1)]
-    return minimal(class_of, np.array(rows), np.array(accepts), np.ones(len(rows), bool))
-
-
-def _sizes_below(size: str, *, or_equal: bool) -> str:
-    """The pattern of the numbers without a sign below one, digit by digit.
-
-    Worked example: below 42.5 are 0 to 9, 1x to 3x, 40, 41, 42 and 42.0x to 42.4x.
-    """
-    whole, _, fraction = size.partition(".")
-    fraction = fraction.rstrip("0")
-    parts = [rf"(?:0|[1-9][0-9]{{0,{len(whole) - 2}}}){_FRACTION}"] if len(whole) > 1 else []
-    for i, digit in enumerate(map(int, whole)):
-        least = int(i == 0 and len(whole) > 1)
-        if digit > least:
-            rest = len(whole) - 1 - i
-            parts.append(rf"{whole[:i]}[{least}-{digit - 1}][0-9]{{{rest}}}{_FRACTION}")
-    for i, digit in enumerate(map(int, fraction)):
-        parts.append(rf"{whole}\.{fraction[:i]}" if i else whole)
-        if digit:
-            parts.append(rf"{whole}\.{fraction[:i]}[0-{digit - 1}][0-9]*")
-    if or_equal:
-        parts.append(rf"{whole}\.{fraction}0*" if fraction else rf"{whole}(?:\.0+)?")
-    return "|".join(parts) or r"[^\x00-\x{10FFFF}]"  # nothing
+    parts = []
+    while low <= high:
+        zeros = 0
+        while low and low % 10 ** (zeros + 1) == 0 and low + 10 ** (zeros + 1) - 1 <= high:
+            zeros += 1
+        head, digit = divmod(low // 10**zeros, 10)
+        last = min(9, digit + (high + 1 - low) // 10**zeros - 1)
+        parts.append(f"{head or ''}[{digit}-{last}][0-9]{{{zeros}}}")
+        low += (last - digit + 1) * 10**zeros
+    return "|".join(parts)

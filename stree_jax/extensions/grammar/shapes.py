@@ -2,36 +2,13 @@
 
 from typing import Any, NamedTuple, TypeAlias
 
-from stree_jax.extensions.grammar import numbers
 from stree_jax.extensions.grammar.expressions import Expression
-from stree_jax.extensions.grammar.graph import ANYTHING, TextSet, set_of
 from stree_jax.extensions.grammar.located import Located
 
 # Schemas that all hold; of none, anything does.
 Together: TypeAlias = tuple[Located, ...]
-
-
-class Strings(NamedTuple):
-    """Strings of a set, with a least and a most number of characters.
-
-    Attributes:
-        texts: the set; an expression, as long as it is not joined with others, takes fewer states.
-        least, most: numbers of characters; `most` None: without limit.
-    """
-
-    texts: TextSet | Expression = ANYTHING
-    least: int = 0
-    most: int | None = None
-
-    @property
-    def set(self) -> TextSet:
-        """The texts of any length."""
-        return self.texts if isinstance(self.texts, TextSet) else set_of(self.texts)
-
-    def matches(self, text: str) -> bool:
-        """Whether a text is one of them."""
-        fits = self.least <= len(text) and (self.most is None or len(text) <= self.most)
-        return fits and self.set.matches(text)
+# Expressions that all match: what is between the quotes of a string, or a number; of none, any.
+Texts: TypeAlias = tuple[Expression, ...]
 
 
 class ItemRule(NamedTuple):
@@ -41,40 +18,36 @@ class ItemRule(NamedTuple):
     others: Located | None = None
 
 
-class Contained(NamedTuple):
-    """How many items a schema holds for."""
-
-    schema: Located
-    least: int = 0
-    most: int | None = None
-
-
 class Arrays(NamedTuple):
-    """Arrays; `unique` are the schemas that want different items."""
+    """Arrays: rules that all hold, and numbers of items."""
 
     rules: tuple[ItemRule, ...] = ()
     least: int = 0
     most: int | None = None
-    contained: tuple[Contained, ...] = ()
-    unique: Together = ()
+
+    def schemas_of(self, index: int) -> Together:
+        """Returns the schemas of an item."""
+        own = (rule.first[index : index + 1] or (rule.others,) for rule in self.rules)
+        return tuple(schema for each in own for schema in each if schema is not None)
 
 
 class PropertyRule(NamedTuple):
-    """Schemas of properties by name, by pattern of the name, and of all others."""
+    """Schemas of properties by name, and of all others."""
 
-    named: tuple[tuple[str, Located], ...] = ()
-    patterns: tuple[tuple[TextSet, Located], ...] = ()
+    named: dict[str | None, Located]
     others: Located | None = None
 
 
 class Objects(NamedTuple):
-    """Objects; `names` hold for every name."""
+    """Objects: rules that all hold, and names that are there."""
 
     rules: tuple[PropertyRule, ...] = ()
     required: tuple[str, ...] = ()
-    names: Together = ()
-    least: int = 0
-    most: int | None = None
+
+    def schemas_of(self, name: str | None) -> Together:
+        """Returns the schemas of the property of a name; None: one that no rule names."""
+        own = (rule.named.get(name, rule.others) for rule in self.rules)
+        return tuple(schema for schema in own if schema is not None)
 
 
 class Shape(NamedTuple):
@@ -82,22 +55,17 @@ class Shape(NamedTuple):
 
     null: bool = False
     booleans: frozenset[bool] = frozenset()
-    number: TextSet | None = None
-    string: Strings | None = None
+    number: Texts | None = None
+    string: Texts | None = None
     array: Arrays | None = None
     object: Objects | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no value."""
-        return self == Shape()
 
-
-EVERYTHING = Shape(True, frozenset([False, True]), numbers.ANY, Strings(), Arrays(), Objects())
+EVERYTHING = Shape(True, frozenset([False, True]), (), (), Arrays(), Objects())
 
 
 def both(a: Shape, b: Shape) -> Shape:
-    """The values of two shapes."""
+    """Returns the values of two shapes."""
     others = (
         None if one is None or other is None else _met(one, other)
         for one, other in zip(a[2:], b[2:], strict=True)
@@ -106,24 +74,12 @@ def both(a: Shape, b: Shape) -> Shape:
 
 
 def _met(a: Any, b: Any) -> Any:
-    """The values of one type that are in both; None: there is none."""
-    if isinstance(a, TextSet):
-        found = a if b is numbers.ANY else b if a is numbers.ANY else a & b
-        return None if found.is_empty else found
-    joined: dict[str, Any] = {
-        name: (*dict.fromkeys(value + getattr(b, name)),)
-        for name, value in a._asdict().items()
-        if isinstance(value, tuple)
-    }
-    if isinstance(a, Strings):
-        texts = b.texts if a.texts is ANYTHING else a.texts
-        if a.texts is not ANYTHING and b.texts is not ANYTHING:
-            texts = a.set & b.set
-        if isinstance(texts, TextSet) and texts.is_empty:
-            return None
-        joined["texts"] = texts
+    """Returns the values of one type that are in both; None: there is none."""
+    if isinstance(a, Objects):
+        return Objects(a.rules + b.rules, (*dict.fromkeys(a.required + b.required),))
+    if not isinstance(a, Arrays):
+        return (*dict.fromkeys(a + b),)
     least = max(a.least, b.least)
     most = min((each for each in (a.most, b.most) if each is not None), default=None)
-    if most is not None and most < max(least, len(joined.get("required", ()))):
-        return None
-    return a._replace(**joined, least=least, most=most)
+    is_empty = most is not None and most < least
+    return None if is_empty else Arrays(a.rules + b.rules, least, most)

@@ -1,0 +1,239 @@
+"""Transitions of automata over tokens, compressed, on the device."""
+
+import dataclasses
+import hashlib
+import itertools
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.array_types import Array, Bool, Int
+from stree_jax.decoding import buffer_size, list_size
+
+BITS = 32  # of a word
+# A code is the distance to the state after a token, or, from here on, that state itself.
+ABSOLUTE = 1 << 30
+_FEW = 64  # states, moves or exceptions that all automata have room for
+_MOST_OPEN = 8
+_UNKNOWN, _DIFFERS = -(2**31), 1 - 2**31
+
+
+@typing.no_type_check  # jax unflattens it with leaves that are not arrays
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """Transitions, compressed: what states have in common is stored once.
+
+    States of one kind allow the same tokens, and tokens do the same in them: they lead to a state
+    at some distance, or to some state itself. What most tokens do is one code; the others are
+    exceptions. Kinds share what their tokens do, which may be said of more tokens than one of them
+    allows. Kind 0 is the state that allows nothing.
+    `states`, `kinds`, `moves` and `exceptions` are sizes.
+
+    Attributes:
+        kind: the kind of each state.
+        allowed: a bit for each token that a kind allows, token 0 first.
+        move: what tokens do in a kind.
+        step: the code of most tokens: a distance, or `ABSOLUTE` and the state.
+        first: the first exception of each move, and the end of those of the last one.
+        token: the tokens of exceptions, of each move in ascending order.
+        step_of: the code of an exception.
+        vocab_size: number of tokens.
+    """
+
+    kind: Int[Array, " states"]
+    allowed: Any  # uint32 [kinds, words]
+    move: Int[Array, " kinds"]
+    step: Int[Array, " moves"]
+    first: Int[Array, " moves_and_end"]
+    token: Int[Array, " exceptions"]
+    step_of: Int[Array, " exceptions"]
+    vocab_size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of all tables."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def kinds_of(self, states: Int[Array, "B Q"]) -> Int[Array, "B Q"]:
+        """Returns the kind of each state; -1 is the state after a token that is not allowed."""
+        return jnp.where(states < 0, 0, self.kind.at[states].get(mode="clip"))
+
+    def mask(self, states: Int[Array, "B Q"], vocab_size: int) -> Bool[Array, "B Q V"]:
+        """Returns which of a model's tokens each state allows."""
+        words = self.allowed[self.kinds_of(states)]
+        bits = words[..., None] >> jnp.arange(BITS, dtype=words.dtype) & 1
+        bits = bits.reshape(*states.shape, -1)[..., :vocab_size] != 0
+        return jnp.pad(bits, ((0, 0), (0, 0), (0, vocab_size - bits.shape[-1])))
+
+    def after(self, states: Int[Array, "B Q"], tokens: Int[Array, "B Q"]) -> Int[Array, "B Q"]:
+        """Returns the state after one more token; -1 if it is not allowed."""
+        kinds = self.kinds_of(states)
+        words = self.allowed.at[kinds, tokens // BITS].get(mode="fill", fill_value=0)
+        is_allowed = (words >> (tokens % BITS).astype(words.dtype) & 1) != 0
+        move = self.move[kinds]
+        # Binary search: `place` is the number of exceptions below the token.
+        place, end = self.first[move], self.first[move + 1]
+        for size in 1 << np.arange(int(self.vocab_size).bit_length())[::-1]:
+            later = place + size
+            passed = (later <= end) & (self.token.at[later - 1].get(mode="clip") < tokens)
+            place = jnp.where(passed, later, place)
+        is_exception = (place < end) & (self.token.at[place].get(mode="clip") == tokens)
+        exception = self.step_of.at[place].get(mode="clip")
+        code = jnp.where(is_exception, exception, self.step[move])
+        after = jnp.where(code >= ABSOLUTE, code - ABSOLUTE, states + code)
+        return jnp.where(is_allowed, after, -1)
+
+
+class _Move:
+    """What tokens do in some states: by token the distance to the next state, or that state."""
+
+    def __init__(self, vocab_size: int):
+        self.distance = np.full(vocab_size, _UNKNOWN, np.int32)
+        self.target = self.distance.copy()
+
+    def adds(self, state: int, tokens: np.ndarray, after: np.ndarray) -> bool:
+        """Adds a state if its tokens do there what they do in the others; returns whether."""
+        for some in (slice(8), slice(None)):  # a few first, since most states differ at once
+            own = tokens[some]
+            distance = self.distance[own]
+            is_new, steps = distance == _UNKNOWN, after[some] - state
+            near = is_new | (distance == steps)
+            there = is_new | (self.target[own] == after[some])
+            if not (near | there).all():
+                return False
+        self.distance[tokens] = np.where(near, steps, _DIFFERS)
+        self.target[tokens] = np.where(there, after, _DIFFERS)
+        return True
+
+    def codes(self) -> tuple[int, np.ndarray, np.ndarray]:
+        """Returns the code of most tokens, the others, and theirs."""
+        tokens = np.flatnonzero(self.distance != _UNKNOWN).astype(np.int32)
+        distance, target = self.distance[tokens], self.target[tokens]
+        codes = np.where(distance == _DIFFERS, ABSOLUTE + target, distance)
+        values, counts = np.unique(codes, return_counts=True)
+        step = int(values[counts.argmax()])
+        return step, tokens[codes != step], codes[codes != step]
+
+
+class Compressor:
+    """Collects the transitions of states; those that are not added allow nothing."""
+
+    def __init__(self, num_states: int, vocab_size: int):
+        self._vocab_size = vocab_size
+        self._kind = np.zeros(num_states, np.int32)
+        self._kinds: dict[tuple[bytes, int], int] = {(b"", 0): 0}
+        self._words = [np.zeros(-(-vocab_size // BITS), np.uint32)]
+        nothing = np.zeros(0, np.int32)
+        self._codes = [(0, nothing, nothing)]  # of moves
+        self._open: list[tuple[int, _Move]] = []  # those that states may be added to
+
+    def add(self, state: int, tokens: np.ndarray, after: np.ndarray) -> None:
+        """Adds a state, the tokens that it allows, and the states after them."""
+        if not len(tokens):
+            return
+        found = next((both for both in self._open if both[1].adds(state, tokens, after)), None)
+        if found is None:
+            found = len(self._codes), _Move(self._vocab_size)
+            found[1].adds(state, tokens, after)
+            self._codes.append(self._codes[0])  # until it is closed
+            self._close(_MOST_OPEN - 1)
+        else:
+            self._open.remove(found)
+        self._open.insert(0, found)
+        marked = np.zeros(len(self._words[0]) * BITS, bool)
+        marked[tokens] = True
+        bits = np.packbits(marked, bitorder="little")
+        key = hashlib.blake2b(bits.tobytes()).digest(), found[0]
+        if key not in self._kinds:
+            self._kinds[key] = len(self._words)
+            self._words.append(bits.view("<u4").astype(np.uint32))
+        self._kind[state] = self._kinds[key]
+
+    def _close(self, most: int) -> None:
+        """Leaves some moves open, the last ones that were used."""
+        for number, move in self._open[most:]:
+            self._codes[number] = move.codes()
+        self._open = self._open[:most]
+
+    def tables(self) -> "Tables":
+        """Returns the tables, on the device."""
+        self._close(0)
+        steps, tokens, codes = zip(*self._codes, strict=True)
+        # The largest table, padded here so that it is not copied again.
+        padding = _size_of("allowed", len(self._words)) - len(self._words)
+        return _on_device(
+            self._vocab_size,
+            kind=self._kind,
+            allowed=np.stack([*self._words, *self._words[:1] * padding]),
+            move=np.array([move for _, move in self._kinds]),
+            step=np.array(steps),
+            first=np.append(0, np.cumsum([*map(len, tokens)])),
+            token=np.concatenate(tokens),
+            step_of=np.concatenate(codes),
+        )
+
+
+def compressed(num_states: int, vocab_size: int, *edges: np.ndarray) -> Tables:
+    """Returns the tables of states, tokens and next states, in the order of the states."""
+    tables = Compressor(num_states, vocab_size)
+    bounds = np.searchsorted(edges[0], np.arange(num_states + 1))
+    for state, (low, high) in enumerate(itertools.pairwise(bounds)):
+        tables.add(state, *(each[low:high] for each in edges[1:]))
+    return tables.tables()
+
+
+def _on_device(vocab_size: int, **arrays: np.ndarray) -> Tables:
+    """Returns tables on the device, in sizes that similar automata share, and so programs."""
+    padded = {}
+    for name, values in arrays.items():
+        values = values if name == "allowed" else values.astype(np.int32)
+        if padding := _size_of(name, len(values)) - len(values):
+            width = ((0, padding), *[(0, 0)] * (values.ndim - 1))
+            fill = values[-1] if name == "first" else 0  # there is nothing after the last
+            values = np.pad(values, width, constant_values=fill)
+        padded[name] = jnp.asarray(values)
+    return Tables(**padded, vocab_size=vocab_size)
+
+
+def _size_of(name: str, needed: int) -> int:
+    """Returns the size of a table: one of few, since each set of sizes is another program."""
+    if name in ("allowed", "move"):  # by kind, where the sets of tokens take the memory
+        return buffer_size(needed)
+    return list_size(max(needed, _FEW))
+
+
+def firsts(tables: Sequence[Tables], name: str) -> list[int]:
+    """Returns where the entries of each of some tables begin in all of them."""
+    lengths = [len(getattr(each, name)) for each in tables]
+    return [0, *itertools.accumulate(lengths[:-1])]
+
+
+def joined(tables: Sequence[Tables]) -> Tables:
+    """Returns the tables of all states of some tables."""
+    each = [jax.tree.map(np.asarray, one) for one in tables]
+    each = [dataclasses.replace(one, first=one.first[: len(one.step)]) for one in each]
+
+    def all_of(name: str, counted: str = "", *, are_codes: bool = False) -> np.ndarray:
+        """Returns the entries of all, numbers of others that are counted from the first on."""
+        parts = [getattr(one, name) for one in each]
+        both = zip(parts, firsts(each, counted) if counted else [0] * len(each), strict=True)
+        if are_codes:  # those of states themselves move with the states
+            return np.concatenate([part + np.where(part >= ABSOLUTE, at, 0) for part, at in both])
+        return np.concatenate([part + np.array(at, part.dtype) for part, at in both])
+
+    token = all_of("token")
+    return _on_device(
+        each[0].vocab_size,
+        kind=all_of("kind", "allowed"),
+        allowed=all_of("allowed"),
+        move=all_of("move", "step"),
+        step=all_of("step", "kind", are_codes=True),
+        first=np.append(all_of("first", "token"), len(token)),
+        token=token,
+        step_of=all_of("step_of", "kind", are_codes=True),
+    )
