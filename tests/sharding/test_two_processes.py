@@ -94,6 +94,7 @@ def test_two_processes_are_one_device(tmp_path):
             "prompts": "different prompts or settings",
             "some kinds of keys": "one key, and some a key for each row",
             "save": "exists; choose another name",
+            "a pattern": "several processes cannot save to",
             "no prompts": "no process has prompts",
             "some devices": "there are 4 in 2 processes",
         }.items():

@@ -128,6 +128,7 @@ def refusals(target, process, folder):
     calls = {
         "prompts": lambda: st.generate(target, [[1 + process]], max_new_tokens=2),
         "save": lambda: st.save_pretrained(target, folder / "saved 1x4"),
+        "a pattern": lambda: st.save_pretrained(target, folder / "[1]" / "model"),
         "own prompts": lambda: st.generate(target, [[1], []][: 2 - process], **own),
         "own prompts, streamed": lambda: st.stream(target, [[1], []][: 2 - process], **own),
         "some kinds of keys": lambda: st.generate(target, [[1]], temperature=1.0, key=key, **own),
