@@ -33,11 +33,25 @@ from stree_jax.messages import shown
 MODELOPT = "hf_quant_config.json"  # of ModelOpt; config.json does not always say it too
 
 _FIELDS = ("quantization_config", "compression_config", "quantization")
-_SCHEMES = (
-    "fp8",
-    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"),  # ModelOpt
-    *("float-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized"),
-)
+# Sizes of what shares a scale: a row, a matrix of any size.
+_ROW, _WHOLE = (1, 1 << 24), (1 << 24, 1 << 24)
+# Schemes by their names, and the forms of their weights; None: it is not said.
+_MODELOPT: dict[str, Any] = {
+    "FP8": ("FP8", {_WHOLE}),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("FP8", {_ROW}),
+    "NVFP4": ("NVFP4", None),
+    "W4A16_NVFP4": ("NVFP4", None),
+}
+_COMPRESSED = {
+    "float-quantized": "FP8",
+    "int-quantized": "int8",
+    "naive-quantized": None,
+    "nvfp4-pack-quantized": "NVFP4",
+    "dense": None,
+    "mixed-precision": None,
+}
+_KINDS = (((8, "float"), "FP8"), ((8, "int"), "int8"), ((4, "float"), "NVFP4"))
+_ORDERS = (None, False, "weight", "static")  # values of `actorder` that move no column
 # Tensors for programs that quantise activations or caches.
 _OF_ACTIVATIONS = re.compile(
     r".*(?:[._](?:input|output|activation)|\.[qkv])_(?:global_scale|scale|zero_point)"
@@ -46,7 +60,7 @@ _OF_ACTIVATIONS = re.compile(
 _E4M3, _E5M2 = _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 _INT8, _UINT8 = _CODES = np.dtype(np.int8), np.dtype(np.uint8)
 _SCALES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
-_MAX_BLOCKS = 16  # sizes of blocks with one scale
+_MAX_GROUPS = 64  # of weights, that a config tells apart by patterns
 _GROUP = 16  # inputs that share a scale in NVFP4
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
@@ -70,18 +84,44 @@ _PACKED = _Form("NVFP4", {"_packed": (_UINT8,), "_scale": (_E4M3,), "_global_sca
 _ENDS = ("_packed", "_global_scale", "_scale_2", "_scale_inv", "_scale", "_zero_point")
 
 
+class _Group(NamedTuple):
+    """What a config says of some weights; None: it does not say.
+
+    Attributes:
+        form: their form.
+        blocks: rows and columns that may share a scale.
+        symmetric: whether they have no zero points.
+        dtype: that of FP8.
+        modules: theirs by name; there may be others.
+    """
+
+    form: str | None
+    blocks: Collection[tuple[int, int]] | None = None
+    symmetric: bool | None = None
+    dtype: np.dtype | None = None
+    modules: Collection[str] = ()
+
+    def problem(self, form: str, dtype: np.dtype, has_zeros: bool) -> str | None:
+        """Why a weight is not of this group; None: it may be."""
+        if self.form not in (None, form):
+            return f"is in {form}, not in {self.form}"
+        if self.dtype not in (None, dtype):
+            return f"holds {dtype}, not {self.dtype}"
+        if self.symmetric is has_zeros:
+            return f"has {'' if has_zeros else 'no '}zero points, but symmetric = {has_zeros}"
+        return None
+
+
 class Scheme(NamedTuple):
     """What the files of a checkpoint say about quantisation.
 
     Attributes:
         values: the config without that.
-        said: where it is said; empty: nowhere.
-        blocks: rows and columns that may share a scale, beside whole weights and single rows.
+        said: where it is said, and of which groups of weights; empty: nowhere.
     """
 
     values: dict[str, Any]
-    said: list[str]
-    blocks: set[tuple[int, int]]
+    said: list[tuple[str, list[_Group]]]
 
 
 class Plain(NamedTuple):
@@ -100,37 +140,19 @@ class Plain(NamedTuple):
 
 
 def read_scheme(path: Path, values: Mapping[str, Any], tables: Collection[str] = ()) -> Scheme:
-    """Reads what a config says about quantisation.
-
-    Args:
-        path: path of the config file. `MODELOPT` may be beside it.
-        values: content of that file.
-        tables: names of tables in it that may say so instead.
-
-    Raises:
-        ValueError: a scheme is not known, or its blocks are none.
-    """
+    """Reads what a config, tables in it and `MODELOPT` beside it say; refuses unknown schemes."""
     config, inside = without_scheme(values, tables)
     found = [(f"{path} says {name}", said) for name, said in inside.items()]
     if has_file(beside := path.with_name(MODELOPT)):
         said = read_json(beside).get("quantization")
         found.append((f"{beside} says quantization", _table(said) | {"quant_method": "modelopt"}))
-    blocks = set()
+    known = []
     for where, said in found:
-        for name in _schemes(said):
-            if name not in _SCHEMES:
-                raise ValueError(
-                    f"{where}: the scheme {shown(name)} is not read, only {', '.join(_SCHEMES)};"
-                    " use the bfloat16 original"
-                )
-        for block in _blocks(_table(said)):
-            pair = block if isinstance(block, list) and len(block) == 2 else [0, 0]
-            if not all(type(size) is int and 0 < size < 1 << 24 for size in pair):
-                raise ValueError(f"{where}: a scale cannot be of a block {shown(block)}")
-            blocks.add((pair[0], pair[1]))
-        if len(blocks) > _MAX_BLOCKS:
-            raise ValueError(f"{where}: {len(blocks)} sizes of blocks are too many to be real")
-    return Scheme(config, [where for where, _ in found], blocks)
+        try:
+            known += [(where, groups) for groups in _groups(said)]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return Scheme(config, known)
 
 
 def without_scheme(
@@ -157,60 +179,110 @@ def _table(value: Any) -> dict[str, Any]:
     return dict(value) if _is_table(value) else {}
 
 
-def _schemes(said: Any) -> Iterator[Any]:
-    """Names of the schemes in what a config says."""
+def _groups(said: Any) -> Iterator[list[_Group]]:
+    """Groups of weights; each weight is in one of each list."""
     table = _table(said)
-    method, groups = table.get("quant_method", None if _is_table(said) else said), _groups_in(table)
+    method = table.get("quant_method", None if _is_table(said) else said)
     if method == "modelopt":
-        names = [table.get("quant_algo")]  # null: only the cache has few bits
-        if names == ["MIXED_PRECISION"]:
-            layers = _table(table.get("quantized_layers")).values()
-            names = [_table(layer).get("quant_algo") for layer in layers]
+        yield _of_modelopt(table)
+        yield _of_config(table)
     elif method == "compressed-tensors":
-        sparsity = _table(table.get("sparsity_config"))
-        names = [each.get("format") for each in (table, sparsity, *groups)]
-        names = [name for name in names if name not in ("dense", "mixed-precision")]
-        names += ["transform_config"] if table.get("transform_config") else []
+        _known(_table(table.get("sparsity_config")).get("format", "dense"), _COMPRESSED)
+        if table.get("transform_config"):
+            _known("transform_config", _COMPRESSED)
+        yield _of_config(table) or [_Group(_known(table.get("format", "dense"), _COMPRESSED))]
     else:
-        yield method
-        return
-    yield from (name for name in names if name is not None)
+        _known(method, {"fp8": None})
+        types = {"e4m3": _E4M3, "e5m2": _E5M2, None: None}
+        yield [_Group("FP8", _sizes(table) or None, dtype=_known(table.get("fmt"), types))]
 
 
-def _groups_in(table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The groups of weights with one scheme."""
-    return [_table(group) for group in _table(table.get("config_groups")).values()]
+def _of_modelopt(table: Mapping[str, Any]) -> list[_Group]:
+    """The groups of an algorithm, which may be one for each module."""
+    modules = {None: table}
+    if table.get("quant_algo") == "MIXED_PRECISION":
+        modules = _table(table.get("quantized_layers"))
+    groups: dict[tuple, set[str]] = {}
+    for module, layer in modules.items():
+        own = _table(layer)
+        if own.get("quant_algo") is not None:  # null: only the cache has few bits
+            form, blocks = _known(own["quant_algo"], _MODELOPT)
+            blocks = blocks or _sizes(own)
+            groups.setdefault((form, tuple(blocks)), set()).add(module)
+    return [_Group(form, blocks or None, modules=names) for (form, blocks), names in groups.items()]
 
 
-def _blocks(said: Mapping[str, Any]) -> Iterator[Any]:
-    """Rows and columns that share a scale, in what a config says."""
-    for table in (said, *(_table(group.get("weights")) for group in _groups_in(said))):
-        yield from filter(None, (table.get("weight_block_size"), table.get("block_structure")))
-        if table.get("group_size") not in (None, -1):
-            yield [1, table["group_size"]]
+def _of_config(table: Mapping[str, Any]) -> list[_Group]:
+    """The groups of `config_groups`."""
+    groups = _table(table.get("config_groups"))
+    if len(groups) > _MAX_GROUPS:
+        raise ValueError(f"{len(groups)} groups of weights are too many to be real")
+    found = []
+    for group in map(_table, groups.values()):
+        weights = _table(group.get("weights"))
+        names = [each.get("format") for each in (group, table)]
+        forms = [_known(name, _COMPRESSED) for name in names if name is not None]
+        form = next(filter(None, forms), None)
+        kind = weights.get("num_bits"), weights.get("type")
+        if kind != (None, None):
+            own = next((own for known, own in _KINDS if known == kind), None)
+            if own is None or form not in (None, own):
+                words = f"num_bits = {shown(kind[0])} and type = {shown(kind[1])}"
+                raise ValueError(f"{words} are not read" + (f" in {form}" if form else ""))
+            form = own
+        if (order := weights.get("actorder")) not in _ORDERS:
+            raise ValueError(f"actorder = {shown(order)} is not read: it moves columns")
+        symmetric = weights.get("symmetric")
+        if not (symmetric is None or isinstance(symmetric, bool)):
+            raise ValueError(f"symmetric must be true or false, got {shown(symmetric)}")
+        sizes = _sizes(weights)
+        of_strategy = {"tensor": {_WHOLE}, "channel": {_ROW}}
+        of_strategy |= dict.fromkeys(("group", "block", "tensor_group"), sizes)
+        of_strategy |= {None: {_WHOLE, _ROW, *sizes} if sizes else None}
+        blocks = _known(weights.get("strategy"), of_strategy, "strategy")
+        targets = group["targets"] if isinstance(group.get("targets"), list) else []
+        modules = {each for each in targets if isinstance(each, str)}
+        found.append(_Group(form, blocks, symmetric, modules=modules))
+    return found
+
+
+def _known(name: Any, known: Mapping[Any, Any], what: str = "scheme") -> Any:
+    """What this name of a scheme means."""
+    if not isinstance(name, str | None) or name not in known:
+        names = ("fp8", *_MODELOPT, *_COMPRESSED) if what == "scheme" else filter(None, known)
+        raise ValueError(
+            f"the {what} {shown(name)} is not read, only {', '.join(names)}; use the bfloat16"
+            " original"
+        )
+    return known[name]
+
+
+def _sizes(said: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Rows and columns that share a scale."""
+    group = said.get("group_size")
+    blocks = [*filter(None, (said.get("weight_block_size"), said.get("block_structure")))]
+    blocks += [] if group in (None, -1) else [[1, group]]
+    for block in blocks:
+        pair = block if isinstance(block, list) and len(block) == 2 else [0, 0]
+        if not all(type(size) is int and 0 < size < 1 << 24 for size in pair):
+            raise ValueError(f"a scale cannot be of a block {shown(block)}")
+    return {(rows, columns) for rows, columns in blocks}
 
 
 def dequantised(path: Path, scheme: Scheme, tensors: Mapping[str, Tensor]) -> Plain:
     """Makes one tensor of each quantised weight and its scales. Reads none.
 
-    Args:
-        path: the checkpoint, for messages.
-        scheme: what its files say.
-        tensors: its tensors by name.
-
-    Raises:
-        ValueError: a tensor is missing, or has a shape or a type that it cannot have; or a weight
-            is quantised, and no file says so.
+    ValueError: a tensor is missing, or is not as it must be, or as the files of the checkpoint say.
     """
     plain, count = dict(tensors), Counter[str]()
     for base, ends in _found(tensors).items():
-        if not scheme.said:
+        if not any(groups for _, groups in scheme.said):
             raise ValueError(
                 f"{path}: {base!r:.80} is quantised, and no file says how: get the config.json that"
                 " belongs to it, with a quantization_config"
             )
         try:
-            form, tensor = _one(base, {end: tensors[base + end] for end in ends}, scheme.blocks)
+            form, tensor = _one(base, {end: tensors[base + end] for end in ends}, scheme)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         for end in ends:
@@ -228,7 +300,7 @@ def dequantised(path: Path, scheme: Scheme, tensors: Mapping[str, Tensor]) -> Pl
                 " only weights are quantised here"
             )
         if not count:
-            notes.append(f"{scheme.said[0]}: no weight is quantised")
+            notes.append(f"{scheme.said[0][0]}: no weight is quantised")
     words = [f"{number} weights in {form}" for form, number in sorted(count.items())]
     return Plain(plain, notes, ", ".join(words))
 
@@ -270,20 +342,34 @@ def _form(base: str, parts: Mapping[str, Tensor]) -> _Form:
     return form
 
 
-def _one(
-    base: str, parts: Mapping[str, Tensor], blocks: Collection[tuple[int, int]]
-) -> tuple[str, Tensor]:
+def _blocks(base: str, form: _Form, parts: Mapping[str, Tensor], scheme: Scheme) -> set:
+    """The blocks that may share a scale, according to all that is said about a weight."""
+    blocks = {(1, _GROUP)} if form.name == "NVFP4" else None
+    dtype = parts[next(iter(form.types))].dtype
+    for where, groups in scheme.said:
+        own = [each for each in groups if base.removesuffix(".weight") in each.modules] or groups
+        problems = [each.problem(form.name, dtype, "_zero_point" in parts) for each in own]
+        fitting = [each for each, problem in zip(own, problems, strict=True) if problem is None]
+        if own and not fitting:
+            raise ValueError(f"{base!r:.120} {problems[0]}, in what {where}")
+        if fitting and all(each.blocks is not None for each in fitting):
+            said = {block for each in fitting for block in each.blocks or ()}
+            blocks = said if blocks is None else blocks & said
+    return {_WHOLE, _ROW} if blocks is None else blocks
+
+
+def _one(base: str, parts: Mapping[str, Tensor], scheme: Scheme) -> tuple[str, Tensor]:
     """The form of a quantised weight, and its tensor."""
     form = _form(base, parts)
+    known = _blocks(base, form, parts, scheme)
     weight, scale, *others = (end for end in form.types if end in parts)
     shape, numbers = parts[weight].shape, parts[scale].shape
     if len(shape) < 2 or 0 in shape:
         raise ValueError(f"{base + weight!r:.120} has shape {shape!s:.80}, and is no matrix")
-    known = [shape[-2:], (1, shape[-1]), *blocks]
     of_others = [numbers]
     if form.name == "NVFP4":
         shape = (*shape[:-1], 2 * shape[-1])
-        known, of_others = [(1, _GROUP)], [(), (1,)]
+        of_others = [(), (1,)]
     for end in others:
         if parts[end].shape not in of_others:
             have = f"{parts[end].shape!s:.80}"
@@ -292,13 +378,13 @@ def _one(
     sizes = {(min(block[0], shape[-2]), min(block[1], shape[-1])) for block in known}
     grid = (*numbers, *[1] * (len(shape) - len(numbers)))
     fitting: list[tuple[int, ...]] = [size for size in sizes if _grid(shape, size) == grid]
-    if math.prod(numbers) == 1 and form.name != "NVFP4":
-        fitting = [(shape[-2], shape[-1])]
+    if math.prod(numbers) == 1 and shape[-2:] in sizes:
+        fitting = [shape[-2:]]
     if len(fitting) != 1:
         grids = " or ".join(str(_grid(shape, size)) for size in sorted(sizes))
         raise ValueError(
             f"{base + scale!r:.120} has shape {numbers!s:.80}; those of a weight {shape!s:.80} are"
-            f" {grids:.200}"
+            f" {grids or 'not said':.200}"
         )
     read = functools.partial(_read, form, base, parts, shape, fitting[0])
     return form.name, Tensor(shape, np.dtype(ml_dtypes.bfloat16), read)

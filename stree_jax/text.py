@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ class Texts:
         """
         source = Path(path)
         folder = source.parent if source.suffix == ".json" else folder_of(source)
-        return cls(_tokenizer(*_stamped(source, "tokenizer.json")), folder)
+        file = source if source.suffix == ".json" else folder / "tokenizer.json"
+        return cls(_tokenizer(os.path.realpath(source), _stamps([file])), folder)
 
     def tokenizer(self, prompt: str | Messages | Any) -> Tokenizer:
         """The tokenizer that decodes what follows a prompt.
@@ -171,7 +172,7 @@ def complete(
 
     A text is encoded as the tokenizer does by default, with a token for its beginning if it has
     one. A conversation is written by the checkpoint's chat template. What is loaded by a path is
-    kept: the next call with it loads nothing.
+    kept: the next call with it loads nothing, unless a file there has been replaced.
 
     Args:
         model: a checkpoint directory or the name of a model on the hub, loaded in float32; or a
@@ -236,23 +237,29 @@ def _folder(path: Location) -> Path:
     return convert.find(path)
 
 
-def _stamped(folder: Path, name: str) -> tuple[str, int]:
-    """A folder and the time that a file in it was written: the cache key of what is loaded."""
-    file = folder if folder.suffix in (".json", ".gguf") else folder / name
-    return os.path.realpath(folder), file.stat().st_mtime_ns if file.is_file() else 0
+# Of a model's files, those that `from_pretrained` may read.
+_READ = ("*.json", "*.safetensors", "*.bin", "*.gguf", "params/**/*")
+
+
+def _stamps(files: Iterable[Path]) -> tuple[tuple[str, int, int, int], ...]:
+    """Names, times, sizes and inodes: a file that replaces another one has other ones."""
+    stats = [(str(file), file.stat()) for file in sorted(files) if file.is_file()]
+    return tuple((name, each.st_mtime_ns, each.st_size, each.st_ino) for name, each in stats)
 
 
 def _model_at(path: Location, **options: Any) -> HybridLM:
-    return _model(*_stamped(_folder(path), "config.json"), **options)
+    path = _folder(path)
+    files = [file for pattern in _READ for file in folder_of(path).glob(pattern)]
+    return _model(os.path.realpath(path), _stamps(files), **options)
 
 
 @functools.lru_cache(maxsize=4)
-def _model(path: str, written: int, **options: Any) -> HybridLM:
+def _model(path: str, written: Any, **options: Any) -> HybridLM:
     return from_pretrained(path, **options)
 
 
 @functools.lru_cache(maxsize=4)
-def _tokenizer(path: str, written: int) -> Tokenizer:
+def _tokenizer(path: str, written: Any) -> Tokenizer:
     return load_tokenizer(path)
 
 

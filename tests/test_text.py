@@ -1,6 +1,7 @@
 """`complete`: text in, text out."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -11,7 +12,8 @@ import pytest
 import stree_jax as st
 from stree_jax import chat, text
 from stree_jax.chat import ChatTemplate
-from stree_jax.testing import random_model
+from stree_jax.convert import convert
+from stree_jax.testing import perturbed, random_model
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' +"
@@ -73,6 +75,24 @@ def test_a_text(folder, tmp_path, monkeypatch):
     model = st.from_pretrained(folder)
     for tokenizer in (folder, st.load_tokenizer(folder)):
         assert st.complete(model, "Once upon", tokenizer=tokenizer, **options) == found
+
+
+@pytest.mark.parametrize(("to", "weights"), [("native", "params"), ("hf", "model.safetensors")])
+def test_weights_that_were_replaced_are_loaded(folder, tmp_path, to, weights):
+    """Beside the same config.json, and with the same time."""
+    other, options = tmp_path / "other", dict(max_new_tokens=6)
+    st.save_pretrained(perturbed(st.from_pretrained(folder), 0.5), other)
+    texts = {}
+    for name, source in (("model", folder), ("new", other)):
+        convert(source, tmp_path / name, to=to)
+        (tmp_path / name / "checksums.json").unlink(missing_ok=True)
+        texts[name] = st.complete(tmp_path / name, "Once", tokenizer=folder, **options)
+    old, new = (tmp_path / name / weights for name in ("model", "new"))
+    os.utime(new, ns=(old.stat().st_mtime_ns,) * 2)
+    old.rename(tmp_path / "gone")
+    new.rename(old)
+    assert texts["model"] != texts["new"]
+    assert st.complete(tmp_path / "model", "Once", tokenizer=folder, **options) == texts["new"]
 
 
 def test_a_conversation(folder):

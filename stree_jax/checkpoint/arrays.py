@@ -17,6 +17,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from stree_jax.checkpoint.directories import plain_path
 from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.messages import first_line
 
@@ -42,6 +43,17 @@ def write_checksums(path: Path, weights: Mapping[str, jax.Array | np.ndarray]) -
     files = sorted((path / "params").rglob("d/*"))
     sizes = {str(file.relative_to(path / "params")): file.stat().st_size for file in files}
     (path / CHECKSUMS).write_text(json.dumps({"crc32": crcs, "sizes": sizes}, indent=2) + "\n")
+
+
+def check_written(path: Path) -> None:
+    """Reads all arrays of a new checkpoint; raises OSError if they are not what was written."""
+    try:
+        for tensor in open_arrays(path).values():
+            tensor.read()
+            if tensor.scales is not None:
+                tensor.scales.read()
+    except Exception as error:
+        raise OSError(f"weights were not written as they are: {first_line(error)}") from error
 
 
 def open_arrays(path: Path) -> dict[str, Tensor]:
@@ -103,7 +115,7 @@ def _open_stores(params: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The stores of tensorstore, by dotted name."""
     import tensorstore as ts
 
-    state = params.resolve() / "state"  # tensorstore refuses ".."
+    state = plain_path(params) / "state"
     context = ts.Context({"cache_pool": {"total_bytes_limit": 1 << 20}})
     names = [
         ".".join(str(key["key"]) for key in entry["key_metadata"])

@@ -1,16 +1,16 @@
 """Directories and files that appear whole or not at all, whenever their writer is killed.
 
-A writer of a directory fills `.NAME.partial-*/new` beside it and renames it at the end. Replacing
-swaps old and new in one step where the system can (Linux's `renameat2`). Elsewhere the old one is
-moved to `.NAME.partial-*/old` first; if the writer is killed before the new one is in place,
+A writer of a directory fills `.NAME.partial-*/new` beside it and renames it at the end. An old one
+is moved to `.NAME.partial-*/old` first; if the writer is killed before the new one is in place,
 `recover` moves it back. One process at a time writes to a destination, with a lock that the system
 releases when the process ends: whoever holds it may remove what is there of others.
 """
 
+import atexit
 import contextlib
-import ctypes
 import glob
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,8 +20,7 @@ import filelock
 
 from stree_jax.messages import shown_path
 
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
+_SPECIAL = re.compile(r"[][*?\\]")
 _RANDOM = 8  # letters that tempfile adds
 _LONGEST_NAME = 255 - len("..partial-") - _RANDOM  # bytes
 
@@ -57,7 +56,7 @@ def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
             os.rename(new, path)
         elif not overwrite:
             raise ValueError(f"{path} appeared in the meantime; choose another name")
-        elif not _exchange(new, path):
+        else:
             os.rename(path, old)
             os.rename(new, path)  # if this fails, `_clean` moves the old one back
 
@@ -106,6 +105,33 @@ def _prefix(path: Path) -> str:
     return f".{path.name}.partial-"
 
 
+def is_plain(path: Path) -> bool:
+    """True if no character of a path means something in patterns, or to tensorstore."""
+    return not _SPECIAL.search(path.resolve().as_posix())
+
+
+def plain_path(path: Path) -> Path:
+    """A directory by a path that Orbax and tensorstore take as it is.
+
+    Orbax looks for files by patterns that begin with the path, and tensorstore reads a backslash as
+    a slash: both would then work elsewhere. Such a path gets a link in the directory of temporary
+    files, until the process ends.
+
+    Raises:
+        ValueError: the directory of temporary files has such a path too.
+    """
+    path = path.resolve()
+    if is_plain(path):
+        return path
+    folder = Path(tempfile.mkdtemp(prefix="stree-jax-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if not is_plain(folder):
+        raise ValueError(f"set TMPDIR to a path without any of []*?\\, it gives {folder}")
+    link = folder / "link"
+    link.symlink_to(path, target_is_directory=True)
+    return link
+
+
 def try_lock(file: int) -> bool:
     """Locks an open file until it is closed or its process ends. False: another one has the lock.
 
@@ -122,13 +148,3 @@ def write_text(path: Path, text: str) -> Path:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     return partial.replace(path)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Swaps two paths in one step; False if the system or the file system cannot."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError, TypeError):
-        return False
-    paths = os.fsencode(first), os.fsencode(second)
-    return renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0

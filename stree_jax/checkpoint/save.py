@@ -14,10 +14,11 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from pallas_kernels.matmul import QuantizedMatrix
-from stree_jax.checkpoint.arrays import SCALES, VALUES, write_checksums
-from stree_jax.checkpoint.directories import new_directory
+from stree_jax.checkpoint.arrays import SCALES, VALUES, check_written, write_checksums
+from stree_jax.checkpoint.directories import is_plain, new_directory, plain_path
 from stree_jax.checkpoint.files import checked_path
 from stree_jax.checkpoint.load import FORMAT, QUANTIZED_VERSION, VERSION
+from stree_jax.checks import require
 from stree_jax.mesh.hosts import by_first
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.mesh.weights import canonical_weights
@@ -79,6 +80,10 @@ def write_checkpoint(
     with contextlib.ExitStack() as stack:
 
         def begin() -> str:
+            require(  # Orbax wants one path, and a link is on one machine
+                jax.process_count() == 1 or is_plain(target),
+                f"several processes cannot save to {target}: use a path without any of []*?\\",
+            )
             partial = stack.enter_context(new_directory(target, overwrite))
             version = QUANTIZED_VERSION if quantized_names(weights) else VERSION
             full_header = {"format": FORMAT, "version": version} | header
@@ -92,10 +97,11 @@ def write_checkpoint(
         partial = Path(by_first(begin))
         arrays = _canonical_arrays(weights)
         with _quiet():
-            ocp.save(partial / "params", arrays)  # all processes must call it
+            ocp.save(plain_path(partial) / "params", arrays)  # all processes must call it
 
         def end() -> str:
             write_checksums(partial, flatten(arrays))
+            check_written(partial)  # before an old one goes
             stack.close()  # renames the directory
             return ""
 

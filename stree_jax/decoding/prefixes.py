@@ -6,6 +6,7 @@ A prefix has fingerprints of the model and the drafter that it was read with.
 import dataclasses
 import functools
 import hashlib
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stree_jax.array_types import Array
 from stree_jax.decoding.capacity import cache_shapes, fits
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder
@@ -21,9 +23,6 @@ from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size
 from stree_jax.decoding.types import Context, DecodeState, Origin, Prefix
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
-
-_NUMBERS = 64  # of an array, in a fingerprint
-_ARRAYS = 16  # of weights on an accelerator, where each is a transfer
 
 
 def prefix_of(request: Plan, model: HybridLM, state: DecodeState) -> Prefix:
@@ -114,9 +113,9 @@ def repeated(rows: Any, times: int) -> Any:
 
 
 def origin_of(model: HybridLM, drafter: Drafter | None) -> Origin:
-    """Fingerprints of the shapes of all weights and of some of their numbers: few are read.
+    """Fingerprints of the shapes and the numbers of all weights; each array is read once.
 
-    On a mesh the numbers are those of the first shard of this process.
+    On a mesh the numbers are those of the shards of this process.
     """
     return Origin(_fingerprint(model), _fingerprint(drafter))
 
@@ -145,33 +144,50 @@ def check_origin(
             )
 
 
+def weights_of(*parts: Any) -> list[weakref.ref]:
+    """The arrays of models and drafters, for `are_weights_of`; keeps none of them alive."""
+    return [weakref.ref(leaf) for leaf in jax.tree.leaves(parts) if isinstance(leaf, jax.Array)]
+
+
+def are_weights_of(weights: Sequence[weakref.ref], *parts: Any) -> bool:
+    """True if models and drafters still have the same arrays, as objects."""
+    leaves = [leaf for leaf in jax.tree.leaves(parts) if isinstance(leaf, jax.Array)]
+    return len(leaves) == len(weights) and all(
+        leaf is each() for leaf, each in zip(leaves, weights, strict=True)
+    )
+
+
 def _fingerprint(part: Any) -> str:
     leaves = jax.tree.leaves(part)
     kinds = [(np.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves]
-    leaves = [_first_shard(leaf) for leaf in leaves]
-    digest = hashlib.sha256(f"{type(part).__name__} {kinds}".encode())
-    near = [leaf for leaf in leaves if _is_on_host(leaf)]
-    far = [leaf for leaf in leaves if not _is_on_host(leaf)]
-    for leaf in near:
-        numbers = np.ravel(_numbers(leaf))
-        digest.update(numbers[:: max(1, numbers.size // _NUMBERS)].tobytes())
-    for leaf in far[:: max(1, len(far) // _ARRAYS)]:
-        digest.update(np.asarray(_numbers(leaf)[(0,) * (leaf.ndim - 1)][:_NUMBERS]).tobytes())
-    return digest.hexdigest()
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    new = {id(leaf): leaf for leaf in arrays if id(leaf) not in _sums}
+    for key, leaf in new.items():
+        _sums[key] = _sum(leaf)
+        weakref.finalize(leaf, _sums.pop, key).atexit = False
+    sums = [_sums[id(leaf)] for leaf in arrays]
+    return hashlib.sha256(f"{type(part).__name__} {kinds} {sums}".encode()).hexdigest()
 
 
-def _first_shard(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
-        return leaf.addressable_data(0)
-    return leaf
+# Of arrays that live, by their id.
+_sums: dict[int, list[int]] = {}
 
 
-def _is_on_host(leaf: Any) -> bool:
-    if not isinstance(leaf, jax.Array) or not leaf.ndim:
-        return True
-    return all(device.platform == "cpu" for device in leaf.devices())
+def _sum(leaf: jax.Array) -> list[int]:
+    """The bits of all numbers of each shard of this process, joined by exclusive or."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    shards = [shard.data for shard in leaf.addressable_shards]
+    if all(device.platform == "cpu" for device in leaf.devices()):
+        flat = [np.ravel(np.asarray(shard)).view(np.uint8) for shard in shards]
+        words = [each.view(np.uint8 if each.size % 8 else np.uint64) for each in flat]
+        return [int(np.bitwise_xor.reduce(each)) for each in words]
+    return [int(_mixed(shard)) for shard in shards]
 
 
-def _numbers(leaf: Any) -> Any:
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+@jax.jit
+def _mixed(numbers: Array) -> Array:
+    if numbers.dtype == jnp.bool_:
+        numbers = numbers.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(numbers, f"uint{8 * numbers.dtype.itemsize}")
+    return jax.lax.reduce(bits, bits.dtype.type(0), jax.lax.bitwise_xor, range(bits.ndim))

@@ -14,7 +14,7 @@ from stree_jax.decoding.drafters import Drafter, draft_models
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.placement import place_sampling
 from stree_jax.decoding.plan import Plan, Row, limits_of, sampling_of
-from stree_jax.decoding.prefixes import check_origin, origin_of
+from stree_jax.decoding.prefixes import are_weights_of, check_origin, origin_of, weights_of
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.results import Ended
 from stree_jax.decoding.types import Limits, Prefix
@@ -52,6 +52,7 @@ class Pool:
         self._cache: Any = None  # shapes of a row's
         self._started: set[int] = set()  # rows that have started since the last run
         self._tables: dict[int, Any] = {}  # of processors, on the mesh
+        self._weights = weights_of(model, drafter)
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +96,15 @@ class Pool:
             with dispatch.on(self._model):
                 self._state = slots.resized(decoder, self._model, drafter, self._state)
         return True
+
+    @property
+    def has_new_weights(self) -> bool:
+        """True if model or drafter got other arrays since the rows began, or `renew`."""
+        return not are_weights_of(self._weights, self._model, self._drafter)
+
+    def renew(self) -> None:
+        """Takes the weights that model and drafter have now; no row has a text."""
+        self._weights = weights_of(self._model, self._drafter)
 
     def signed(self, prefix: Prefix) -> Prefix:
         """The prefix with the names of model and drafter, see `check`."""

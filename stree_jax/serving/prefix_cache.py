@@ -112,6 +112,11 @@ class PrefixCache:
             self._remove(next(iter(self._entries)))
             self._evictions += 1
 
+    def clear(self) -> None:
+        """Removes all entries."""
+        for key in [*self._entries]:
+            self._remove(key)
+
     def _longest(self, tokens: Sequence[int]) -> tuple[int, ...] | None:
         """The tokens of the longest entry that a text begins with.
 

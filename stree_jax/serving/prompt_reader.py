@@ -116,6 +116,11 @@ class PromptReader:
         reading.keep_at.add(len(tokens))
         return reading
 
+    def forget(self) -> None:
+        """Drops all that is kept."""
+        if self._cache is not None:
+            self._cache.clear()
+
     def resize(self, decoder: SpeculativeDecoder, readings: Iterable[Reading]) -> None:
         """Switches to a new pool size, and resizes the buffers of running prefills."""
         self._decoder = decoder

@@ -172,6 +172,7 @@ class Scheduler:
             raise ValueError(
                 f"request must be a Request, got {shown(request)}; submit(st.Request([1, 2, 3]))"
             )
+        self._check_weights()
         checked = self._plan_of(self._whole(request.prompt, request.after), request)
         job = Job(self._num_submitted, request, checked, time.perf_counter())
         rows = [each.row for each in (job, *self._queue, *self._tenants.values())]
@@ -273,6 +274,7 @@ class Scheduler:
                 drafter or pool.
         """
         checked_prompts([prompt], self._model.config.vocab_size)
+        self._check_weights()
         text = [*self._whole(prompt, after)]
         if len(text) > self._max_length:
             raise ValueError(
@@ -290,6 +292,24 @@ class Scheduler:
         self._pool.check(after)
         tokens, length = on_host(after.context)
         return [*tokens[0, : int(length[0])].tolist(), *prompt]
+
+    def _check_weights(self) -> None:
+        """Forgets what other weights have read.
+
+        Raises:
+            ValueError: requests are in the middle of it.
+        """
+        if not self._pool.has_new_weights:
+            return
+        after = [job for job in self._queue if job.request.after is not None]
+        if old := sorted(job.request_id for job in (*self._tenants.values(), *after)):
+            raise ValueError(
+                "the weights of the model or of the drafter have changed, and requests"
+                f" {shown(old)} have texts that the old ones read: cancel them, or put the old"
+                " weights back until they have ended"
+            )
+        self._reader.forget()
+        self._pool.renew()
 
     def _plan_of(self, text: Sequence[int], request: Request) -> Plan:
         longest = request.max_length
@@ -351,6 +371,7 @@ class Scheduler:
     def _advance(self) -> bool:
         """Fills free rows and runs; False if there was nothing to run."""
         check_mappings()  # now: an error loses no request
+        self._check_weights()
         self._fill()
         if not self._tenants:
             return False
@@ -370,7 +391,7 @@ class Scheduler:
         now = time.perf_counter()
         for row in rows:
             job = self._tenants.pop(row)
-            keeps = job.request.keep and not ended.failed[row]
+            keeps = job.request.keep and not ended.failed[row] and not self._pool.has_new_weights
             prefix = self._pool.take(row) if keeps else None
             if prefix is not None:
                 tokens = ended.context.tokens[row][: int(ended.context.length[row])]

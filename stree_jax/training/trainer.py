@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array
+from stree_jax.checkpoint.directories import plain_path
 from stree_jax.checkpoint.load import check_shapes
 from stree_jax.models.layers import Projection
 from stree_jax.models.lm import HybridLM
@@ -103,9 +104,10 @@ def fit(
         value = jnp.where(jnp.isfinite(optax.tree.norm(params)), value, jnp.nan)
         return {"params": params, "optimizer": optimizer_state}, value
 
+    checkpoints.mkdir(parents=True, exist_ok=True)
     policies = ocp.training.preservation_policies
     with ocp.training.Checkpointer(
-        checkpoints.absolute(),
+        plain_path(checkpoints),
         preservation_policy=policies.AnyPreservationPolicy(
             [policies.LatestN(2), policies.CustomSteps([training.peak_end or 0])]
         ),

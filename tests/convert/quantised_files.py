@@ -105,7 +105,13 @@ def compressed(form, **weights):
     }
 
 
-FLOATS, INTS = compressed("float-quantized"), compressed("int-quantized", group_size=5)
+def ints(strategy, symmetric=True, **more):
+    """As compressed-tensors writes it of integers of 8 bits."""
+    said = dict(num_bits=8, type="int", strategy=strategy, symmetric=symmetric, actorder=None)
+    return compressed("int-quantized", **(said | more))
+
+
+FLOATS = compressed("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True)
 
 KINDS = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "float32": "F32", "int8": "I8"}
 KINDS |= {"float8_e5m2": "F8_E5M2", "uint8": "U8"}
@@ -178,8 +184,11 @@ CHECKPOINTS = {
                 "quant_algo": "MIXED_PRECISION",
                 "kv_cache_quant_algo": "FP8",
                 "quantized_layers": {
-                    "experts": {"quant_algo": "NVFP4", "group_size": 16},
-                    "others": {"quant_algo": "FP8"},
+                    "backbone.layers.3.mixer.experts.0.up_proj": {
+                        "quant_algo": "NVFP4",
+                        "group_size": 16,
+                    },
+                    "backbone.layers.0.mixer.in_proj": {"quant_algo": "FP8"},
                 },
             },
         },
@@ -197,7 +206,21 @@ CHECKPOINTS = {
     "Nemotron-3 of compressed-tensors": (
         mtp_files.saved,
         {
-            "quantization_config": compressed("mixed-precision", group_size=5)
+            "quantization_config": compressed("mixed-precision")
+            | {
+                "config_groups": {
+                    name: {"format": each["format"]} | each["config_groups"]["group_0"]
+                    for name, each in {
+                        "experts": compressed(
+                            "nvfp4-pack-quantized",
+                            **dict(num_bits=4, type="float", symmetric=True),
+                            **dict(strategy="tensor_group", group_size=16),
+                        ),
+                        "shared": ints("group", False, group_size=5),
+                        "others": FLOATS,
+                    }.items()
+                }
+            }
             | {"kv_cache_scheme": {"num_bits": 8}, "sparsity_config": {}, "transform_config": {}}
         },
         [

@@ -21,17 +21,18 @@ from tests.convert.quantised_files import (
     E5M2,
     FINE,
     FLOATS,
-    INTS,
     MODELOPT,
     both,
     compressed,
     fp8,
     int8,
+    ints,
     nvfp4,
     write,
 )
 from tests.helpers import assert_same_model
 
+OF_ROWS = MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
 # What a config says, how a weight is made, and the shapes of weights.
 FORMS = {
     "blocks": (FINE, fp8((8, 6), "_scale_inv"), [(16, 18), (9, 7), (3, 4), (2, 9, 13)]),
@@ -40,8 +41,12 @@ FORMS = {
     "weights": (MODELOPT, fp8("weight", stored=lambda x: x.reshape(())), [(5, 4), (2, 3, 4)]),
     "of one number": (MODELOPT, fp8("weight", stored=lambda x: x.reshape(1)), [(4, 4)]),
     "rows": (FLOATS, fp8("row", dtype=BFLOAT16), [(5, 4), (4, 4), (1, 4)]),
-    "rows, flat": (MODELOPT, fp8("row", stored=lambda x: x[..., 0]), [(4, 4), (3, 5), (2, 3, 3)]),
-    "E5M2": (FLOATS, fp8("row", kind=E5M2, dtype=np.float16), [(5, 4)]),
+    "rows, flat": (OF_ROWS, fp8("row", stored=lambda x: x[..., 0]), [(4, 4), (3, 5), (2, 3, 3)]),
+    "E5M2": (
+        {"quant_method": "fp8", "fmt": "e5m2"},
+        fp8("row", kind=E5M2, dtype=np.float16),
+        [(5, 4)],
+    ),
     "experts": (MODELOPT, fp8((64, 64), stored=lambda x: x[:, 0, 0]), [(3, 4, 4)]),
     "compressed blocks": (
         compressed("float-quantized", block_structure=[4, 8]),
@@ -58,9 +63,13 @@ FORMS = {
         nvfp4(True),
         [(5, 40)],
     ),
-    "int8": (INTS, int8("row"), [(5, 4)]),
-    "int8, weights": (INTS, int8("weight", zeros=True), [(5, 4)]),
-    "int8, groups": (INTS, int8((1, 5), zeros=True), [(6, 15), (5, 5), (15, 6)]),
+    "int8": (ints("channel"), int8("row"), [(5, 4)]),
+    "int8, weights": (ints("tensor", False), int8("weight", zeros=True), [(5, 4)]),
+    "int8, groups": (
+        ints("group", False, group_size=5, actorder="weight"),
+        int8((1, 5), zeros=True),
+        [(6, 15), (5, 5), (15, 6)],
+    ),
 }
 
 
@@ -137,9 +146,9 @@ DAMAGED = [
         "blocks",
         "_scale_inv",
         np.transpose,
-        SHAPE("_scale_inv", (3, 2), (16, 18), "(16, 1) or (2, 3)"),
+        SHAPE("_scale_inv", (3, 2), (16, 18), "(2, 3)"),
     ),
-    ("rows", "_scale", np.transpose, SHAPE("_scale", (1, 5), (5, 4), "(5, 1) or (1, 1)")),
+    ("rows", "_scale", np.transpose, SHAPE("_scale", (1, 5), (5, 4), "(5, 1)")),
     ("NVFP4", "_scale", np.transpose, SHAPE("_scale", (2, 3), (3, 32), (3, 2))),
     ("NVFP4", "_scale", ONE, SHAPE("_scale", (1,), (3, 32), (3, 2))),
     ("NVFP4", "_scale_2", TWO, "'x.weight_scale_2' has shape (2,), not (1,)"),
@@ -184,10 +193,10 @@ CONFIGS = [
     (FLOATS | {"config_groups": {"a": {"format": "mxfp4-pack-quantized"}}}, "'mxfp4-pack-quant"),
     (FINE | {"weight_block_size": [128]}, r"a scale cannot be of a block [128]"),
     (FINE | {"weight_block_size": [128, 0]}, r"a scale cannot be of a block [128, 0]"),
-    (compressed("int-quantized", group_size="x"), r"a scale cannot be of a block [1, 'x']"),
+    (ints("group", group_size="x"), r"a scale cannot be of a block [1, 'x']"),
     (
         FLOATS | {"config_groups": {str(n): {"weights": {"group_size": n}} for n in range(1, 99)}},
-        "98 sizes of blocks are too many to be real",
+        "98 groups of weights are too many to be real",
     ),
     (CACHE, None),
     (compressed("float-quantized", group_size=None, block_structure=None), None),
@@ -209,7 +218,7 @@ def test_what_configs_say(said, message, tmp_path):
         if message is None:
             scheme = read_scheme(path, values, ["text_config"])
             assert scheme.values in ({}, {"text_config": {}})
-            assert any(where in each for each in scheme.said)
+            assert any(where in each for each, _ in scheme.said)
             continue
         with pytest.raises(ValueError, match=f"says {where}: .*{re.escape(message)}"):
             read_scheme(path, values, ["text_config"])
@@ -226,9 +235,69 @@ def test_a_config_and_tensors_that_disagree(tmp_path):
         plain_of(tmp_path, None, {"x.weight": np.zeros((2, 2), E4M3)})
     parts, _ = nvfp4(False)(np.random.default_rng(0), (4, 32))
     chain = {f"x.weight{end}": x for end, x in parts.items()}
-    chain["x.weight_scale_scale"] = np.ones((4, 1), np.float32)  # then a weight, and not expected
-    plain = plain_of(tmp_path, FINE, chain)
-    assert plain.tensors.keys() == {"x.weight", "x.weight_scale"}
+    chain["x.weight_scale_scale"] = np.ones((4, 1), np.float32)  # then a weight
+    with pytest.raises(ValueError, match="'x.weight_scale' is in FP8, not in NVFP4"):
+        plain_of(tmp_path, MODELOPT | {"quant_algo": "NVFP4"}, chain)
+
+
+BY_NAME = {"quantized_layers": {"x": {"quant_algo": "FP8"}, "y": {"quant_algo": "NVFP4"}}}
+APART = compressed("int-quantized") | {
+    "config_groups": {
+        f"{symmetric}": ints("channel", symmetric)["config_groups"]["group_0"] | {"targets": names}
+        for names, symmetric in ((["x"], False), (["Linear"], True))
+    }
+}
+LOST = "has no zero points, but symmetric = False"
+E4, E5 = ({"quant_method": "fp8", "fmt": fmt} for fmt in ("e4m3", "e5m2"))
+# What a config says, and a weight that is another one.
+HELD = [
+    (ints("channel", False), int8("row"), LOST),
+    (APART, int8("row"), LOST),
+    (ints("channel"), int8("row", zeros=True), "has zero points, but symmetric = True"),
+    (ints("channel", symmetric="no"), int8("row"), "symmetric must be true or false, got 'no'"),
+    (ints("tensor"), int8("row"), "has shape (6, 1); those of a weight (6, 32) are (1, 1)"),
+    (ints("channel"), int8("weight"), "has shape (1, 1); those of a weight (6, 32) are (6, 1)"),
+    (
+        ints("group", group_size=8),
+        int8("row"),
+        "has shape (6, 1); those of a weight (6, 32) are (6, 4)",
+    ),
+    (ints("group"), int8("row"), "are not said"),
+    (ints("token"), int8("row"), "the strategy 'token' is not read, only tensor, channel"),
+    (ints("group", group_size=8, actorder="group"), int8((1, 8)), "actorder = 'group' is not read"),
+    (
+        ints("channel", num_bits=4),
+        int8("row"),
+        "num_bits = 4 and type = 'int' are not read in int8",
+    ),
+    (ints("channel", type="float"), int8("row"), "num_bits = 8 and type = 'float' are not read in"),
+    (ints("channel"), fp8("row"), "is in FP8, not in int8"),
+    (FLOATS, int8("row"), "is in int8, not in FP8"),
+    (FLOATS, nvfp4(True), "is in NVFP4, not in FP8"),
+    (MODELOPT, fp8("row"), "has shape (6, 1); those of a weight (6, 32) are (1, 1)"),
+    (OF_ROWS, fp8("weight"), "has shape (1, 1); those of a weight (6, 32) are (6, 1)"),
+    (MODELOPT, nvfp4(False), "is in NVFP4, not in FP8"),
+    (MODELOPT | {"quant_algo": "NVFP4"}, fp8("row"), "is in FP8, not in NVFP4"),
+    (MODELOPT | {"quant_algo": "NVFP4", "group_size": 8}, nvfp4(False), "are not said"),
+    (
+        MODELOPT | {"quant_algo": "MIXED_PRECISION"} | BY_NAME,
+        nvfp4(False),
+        "is in NVFP4, not in FP8",
+    ),
+    (FINE, fp8("row", "_scale_inv"), "has shape (6, 1); those of a weight (6, 32) are (1, 6)"),
+    (E4, fp8("row", kind=E5M2), "holds float8_e5m2, not float8_e4m3fn"),
+    (E5, fp8("row"), "holds float8_e4m3fn, not float8_e5m2"),
+    (E5 | {"fmt": "e3m4"}, fp8("row"), "'e3m4' is not read"),
+]
+
+
+@pytest.mark.parametrize(("said", "make", "message"), HELD)
+def test_a_weight_is_as_its_config_says(said, make, message, tmp_path):
+    """Not one of other values, because a tensor was lost, or the config is another model's."""
+    parts, _ = make(np.random.default_rng(0), (6, 32))
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        plain_of(tmp_path, said, {f"x.weight{end}": part for end, part in parts.items()})
+    assert str(tmp_path) in str(error.value)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

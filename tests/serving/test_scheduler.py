@@ -193,6 +193,43 @@ def test_prefixes_of_others_are_refused_when_they_are_submitted():
     assert again.lengths.tolist() == [3]
 
 
+def test_new_weights_forget_what_the_old_ones_have_read():
+    """No text has parts of both models, and none is given silently."""
+    model, new = nnx.clone(tiny_model()), perturbed(tiny_model(), 0.3)
+    prompt = [*range(20)] * 2
+    scheduler = st.Scheduler(model, rows=1, max_length=64, prefix_cache_bytes=1 << 20, quantum=1)
+    requests = [st.Request(prompt, max_new_tokens=6, keep=True)] * 3
+    (before,) = served(scheduler, requests[:1])
+    scheduler.submit(requests[1])
+    waiting = scheduler.submit(st.Request([1], after=before.prefix, max_new_tokens=2))
+    next(scheduler.events())
+    nnx.update(model, nnx.state(new))
+    for call in (lambda: next(scheduler.events()), lambda: scheduler.submit(requests[2])):
+        with pytest.raises(
+            ValueError, match=r"weights .* have changed, and requests \[1, 2\] have"
+        ):
+            call()
+    for request_id in (1, waiting):
+        scheduler.cancel(request_id)
+        assert scheduler.pop(request_id).prefix is None
+    (after,) = served(scheduler, requests[2:])
+    assert [before.tokens, after.tokens] == [
+        alone(each, requests)[0] for each in (tiny_model(), new)
+    ]
+    assert before.tokens != after.tokens
+    with pytest.raises(ValueError, match="after was read with another model, or its weights have"):
+        scheduler.submit(st.Request([1], after=before.prefix))
+    assert scheduler.prefix_cache_stats.hits == 1  # that of the second request, before
+
+
+def test_one_new_number_makes_another_model():
+    model = nnx.clone(tiny_model())
+    prefix = st.generate(model, [[3, 1]], max_new_tokens=2, return_prefix=True).prefix
+    model.embedding[...] = model.embedding[...].at[0, 0].add(1e-3)
+    with pytest.raises(ValueError, match="after was read with another model, or its weights have"):
+        st.generate(model, [[1]], after=prefix)
+
+
 def test_requests_may_come_while_others_are_served():
     model = tiny_model()
     scheduler = st.Scheduler(model, rows=2, max_length=40)

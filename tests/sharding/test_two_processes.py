@@ -85,6 +85,7 @@ def test_two_processes_are_one_device(tmp_path):
             assert found[f"{data}x{model}"] == want
         assert found["back"] == want["greedy"]
         assert "there are 4 in 2 processes" in found["refused"]["some devices"]
+        assert "several processes cannot save to" in found["refused"]["a pattern"]
     first, second = (found["refused"]["save"] for found in outputs)
     assert "exists; choose another name" in first
     assert second == f"in process 0: {first}"

@@ -101,6 +101,7 @@ def refusals(target, folder):
 
     calls = {
         "save": lambda: st.save_pretrained(target, folder / "saved 1x4"),
+        "a pattern": lambda: st.save_pretrained(target, folder / "[1]" / "model"),
         "some devices": lambda: st.make_mesh(data=2),
     }
     found = {}

@@ -116,17 +116,17 @@ def test_gated_delta_hybrids_learn(tmp_path):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    whole = new_model()
+    whole, run = new_model(), tmp_path / "a\\b" / "parts [1]"  # special where files are globbed
     losses = [report.loss for report in fit(whole, loss, batch, TRAINING, tmp_path / "whole")]
     assert losses[-1] < losses[0]
 
-    interrupted = fit(new_model(), loss, batch, TRAINING, tmp_path / "parts")
+    interrupted = fit(new_model(), loss, batch, TRAINING, run)
     for report in interrupted:
         if report.step == 7:  # saved after steps 3 and 6; step 7 is lost
             interrupted.close()
             break
     resumed = new_model()
-    rest = list(fit(resumed, loss, batch, TRAINING, tmp_path / "parts"))
+    rest = list(fit(resumed, loss, batch, TRAINING, run))
     assert [report.step for report in rest] == [7, 8]
     np.testing.assert_allclose([report.loss for report in rest], losses[6:], rtol=1e-5)
     jax.tree.map(
@@ -134,7 +134,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
         nnx.state(resumed),
         nnx.state(whole),
     )
-    assert list(fit(new_model(), loss, batch, TRAINING, tmp_path / "parts")) == []
+    assert list(fit(new_model(), loss, batch, TRAINING, run)) == []
 
 
 @pytest.mark.slow
