@@ -24,7 +24,7 @@ from stree_jax.cli.prompts import read_prompts
 from stree_jax.cli.trees import kind_of, parse_tree
 from stree_jax.convert import find
 from stree_jax.measuring.bench import PROMPTS, check_picture
-from stree_jax.measuring.report import progress_bar, write_json
+from stree_jax.measuring.report import check_file, progress_bar, write_json
 from stree_jax.text import Texts
 
 _NAMES = {
@@ -41,9 +41,8 @@ def run_bench(command: Bench) -> int:
     for option, size in (("tokens", command.tokens), ("rows", command.rows)):
         check_int(f"--{option}", size, 1)
     check_int("--rounds", command.rounds, 1)
-    for option, file in (("json", command.json), ("plot", command.plot)):
-        if file is not None and not file.parent.is_dir():
-            raise ValueError(f"--{option} {file}: the folder {file.parent} does not exist")
+    if command.json is not None:
+        check_file(command.json)
     if command.plot is not None:
         check_picture(command.plot)
     name = command.target or "the embedded target"
