@@ -100,7 +100,7 @@ class Method(NamedTuple):
 
 
 # Drafts that are copied from the text so far.
-LOOKUP = Method("prompt lookup, chain of 4", NgramDrafter(), TreeTopology.chain(4))
+LOOKUP = Method("prompt lookup, chain of 4", NgramDrafter())
 
 
 def compare(

@@ -132,6 +132,16 @@ def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):
     assert "NO" in str(report)
 
 
+def test_the_default_tree(tiny_pair, output, clock):
+    """The drafter's own: one for Python and the command."""
+    models = ["--draft", tiny_pair / "draft", "--medusa", tiny_pair / "medusa"]
+    output("bench", tiny_pair / "target", *models, "--tokens", 12, "--rounds", 1)
+    names = {name for name, *_ in clock.seen} - {PLAIN, LOOKUP.name}
+    assert names == {"draft model, tree of 5", "Medusa, tree of 5"}
+    tree = st.ModelDrafter(tiny_model()).default_topology()
+    assert tree == st.TreeTopology.default() == st.TreeTopology.from_parents([-1, 0, 0, 1, 3])
+
+
 def test_texts_are_compared_where_the_rule_follows_the_target(clock):
     """Also where the rule is an object; not where it has its own random numbers."""
     draft = perturbed(tiny_model(), 0.1)

@@ -24,7 +24,7 @@ class Verifier(Protocol):
     A rule that takes each node's token from the target alone, by its logits and `Step.noise`, may
     have an attribute `follows_target = True`: the `Scheduler` then decodes requests at temperature
     0 and above it together, `bench` compares texts, and shards of a mesh trust equal logits to give
-    equal verdicts. A rule with its own random numbers, which keeps the distribution only, may say so
+    equal verdicts. A rule with its own random numbers, which keeps the distribution alone, says so
     by False.
 
     A rule may wrap a built-in one of `VERIFIERS` and delegate to it. `docs/extending.md` explains
