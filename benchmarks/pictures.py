@@ -31,7 +31,7 @@ from stree_jax.measuring.report import draw_speeds, write_json
 MEASURED = FilePath(__file__).parent / "results"
 PICTURES = FilePath(__file__).parents[1] / "docs" / "pictures"
 PROMPT = "Question: Ann has 3 pens."
-README_STEP = 1  # of the text that begins with the prompt
+README_STEP = 5  # of the text that begins with the prompt
 GREY = "#7d7d7d"
 STYLE = FilePath(__file__).with_suffix(".mplstyle")
 
@@ -152,8 +152,13 @@ def step_picture(step: Mapping[str, Any]) -> Figure:
 def how_picture(step: Mapping[str, Any]) -> Figure:
     """The four parts of a step: draft, one packed pass, verify, replay."""
     parents, labels, path = step["parents"], step["labels"], step["path"]
-    pitch, cell, nodes = 25, 12, len(parents)
-    figure, axes = blank(672)
+    pitch, cell, nodes = 25, 16, len(parents)
+    grown, said = [*parents, path[-1]], [*labels, step["next"]]
+    drawn, verified = (pitch * len({*range(len(tree))} - {*tree}) for tree in (parents, grown))
+    read = 26 + drawn + 28  # where the second part begins, and then the third and the fourth
+    agreed = read + 14 + nodes * cell + 30
+    replayed = agreed + 14 + verified + 28
+    figure, axes = blank(replayed + 60)
 
     def title(y: float, text: str) -> None:
         axes.text(2, y, text, weight="bold", va="center_baseline")
@@ -165,8 +170,8 @@ def how_picture(step: Mapping[str, Any]) -> Figure:
     title(12, f"1. Draft: a small model guesses what follows {shown(labels[0])}")
     draw_tree(axes, parents, labels, 26, pitch, accepted=(), own=None)
 
-    title(198, f"2. One pass: the target reads all {nodes} nodes, packed")
-    top, left = 214, 258
+    title(read, f"2. One pass: the target reads all {nodes} nodes, packed")
+    top, left = read + 16, 258
     state = {"width": 104, "height": 40, "size": 9}
     middle = top + nodes * cell / 2
     draw_box(axes, 2, middle, "state of the\ntext so far", "C1", filled=False, **state)
@@ -183,12 +188,11 @@ def how_picture(step: Mapping[str, Any]) -> Figure:
     for row, text in enumerate(("a row:", "what a", "node", "sees")):
         axes.text(left + nodes * cell + 8, middle - 21 + 14 * row, text, size=9, va="center")
 
-    title(398, "3. Verify: the longest path that the target agrees with")
-    grown, said = [*parents, path[-1]], [*labels, step["next"]]
-    draw_tree(axes, grown, said, 412, pitch, accepted=path, own=nodes)
+    title(agreed, "3. Verify: the longest path that the target agrees with")
+    draw_tree(axes, grown, said, agreed + 14, pitch, accepted=path, own=nodes)
 
-    title(612, "4. Replay: the accepted tokens go into the state")
-    y, each = 646, min(72, 248 // len(path))
+    title(replayed, "4. Replay: the accepted tokens go into the state")
+    y, each = replayed + 34, min(72, 248 // len(path))
     draw_box(axes, 2, y, "state of the\ntext so far", "C1", filled=False, **state)
     for i, node in enumerate(path):
         x = 108 + each * i
@@ -226,7 +230,6 @@ def figures(steps: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Figur
     with matplotlib.style.context(STYLE):
         return {
             "how": how_picture(steps[README_STEP]),
-            "step": step_picture(steps[README_STEP]),
             "long-step": step_picture(max(reversed(steps), key=lambda step: len(step["path"]))),
             "depth": depth_picture(decode),
             "cost": cost_picture(decode),

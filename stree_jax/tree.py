@@ -96,6 +96,14 @@ class TreeTopology:
                 )
 
     @classmethod
+    def default(cls) -> "TreeTopology":
+        """A chain of 3 drafts with a second choice for the first: what drafters take if told none.
+
+        Of the trees that were timed it pays most over temperatures 0 and 1 together (docs/results.md).
+        """
+        return cls((-1, 0, 0, 1, 3))
+
+    @classmethod
     def from_parents(cls, parents: Sequence[int]) -> "TreeTopology":
         """The tree with these parents; the root's is -1."""
         return cls(_items("parents", "[-1, 0, 0]", parents))

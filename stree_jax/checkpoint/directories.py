@@ -146,5 +146,8 @@ def try_lock(file: int) -> bool:
 def write_text(path: Path, text: str) -> Path:
     """Writes a file that appears whole or not at all; returns its path."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    return partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        return partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # there only if it could not be written or renamed

@@ -24,9 +24,10 @@ from stree_jax.cli.prompts import read_prompts
 from stree_jax.cli.trees import kind_of, parse_tree
 from stree_jax.convert import find
 from stree_jax.measuring.bench import PROMPTS, check_picture
-from stree_jax.measuring.report import progress_bar, write_json
+from stree_jax.measuring.report import check_file, progress_bar, write_json
 from stree_jax.text import Texts
 
+DEFAULT = ""  # the tree of the drafter's choice, where `--tree` has those of the user's
 _NAMES = {
     "draft": "draft model",
     "medusa": "Medusa",
@@ -41,25 +42,24 @@ def run_bench(command: Bench) -> int:
     for option, size in (("tokens", command.tokens), ("rows", command.rows)):
         check_int(f"--{option}", size, 1)
     check_int("--rounds", command.rounds, 1)
-    for option, file in (("json", command.json), ("plot", command.plot)):
-        if file is not None and not file.parent.is_dir():
-            raise ValueError(f"--{option} {file}: the folder {file.parent} does not exist")
+    if command.json is not None:
+        check_file(command.json)
     if command.plot is not None:
         check_picture(command.plot)
     name = command.target or "the embedded target"
     target = command.target or str(st.demo_path("target"))
-    drafters, specs = all_chosen(target, command), command.tree or ["chain:4"]
+    drafters, specs = all_chosen(target, command), command.tree or [DEFAULT]
     if not drafters and command.target is None:
-        drafters, specs = [embedded_draft(command)], command.tree or ["chain:4", tuned_tree()]
+        drafters, specs = [embedded_draft(command)], command.tree or [DEFAULT, tuned_tree()]
     elif not drafters:
         check_draft_quantize(command)
         drafters = [Chosen("ngram")] if command.tree else []
     for each in drafters:
-        for spec in command.tree:
+        for spec in specs:
             check_tree(spec, each.option)
         if command.mesh is not None:
             check_mesh(command.mesh, each.option)
-    trees = {spec: parse_tree(spec) for spec in specs}
+    trees = {spec: parse_tree(spec) for spec in specs if spec != DEFAULT}
     texts = Texts.at(find(target))
     read = PROMPTS if command.prompts is None else read_prompts(command.prompts)
     if not read:
@@ -78,12 +78,10 @@ def run_bench(command: Bench) -> int:
     for each, draft in zip(drafters, loaded, strict=True):
         own = {} if command.verifier is None else {"verifier": command.verifier}
         prefix = f"{_NAMES[each.option or '']}, " if len(drafters) > 1 else ""
-        if each.option == "medusa" and not command.tree:  # heads may be fewer than a chain needs
-            ways[f"{prefix}default tree"] = {"drafter": draft} | own
-            continue
-        for spec, tree in trees.items():
+        for spec in specs:
+            drafter: Any = drafter_of(each, draft, kind_of(spec))
+            tree = drafter.default_topology() if spec == DEFAULT else trees[spec]
             if tree is not None:  # None: the tuned result is not to draft
-                drafter = drafter_of(each, draft, kind_of(spec))
                 ways[prefix + name_of(spec, tree)] = {"drafter": drafter, "topology": tree} | own
     report = measure(
         console_of_tables(),
@@ -112,7 +110,9 @@ def name_of(spec: str, tree: st.TreeTopology) -> str:
     is_dynamic = kind_of(spec) in ("beam", "budget")
     if not is_dynamic and tree == st.TreeTopology.chain(tree.depth):
         return f"chain of {tree.depth}"
-    return f"tuned tree of {tree.num_nodes}" if spec.startswith("@") else spec
+    if spec.startswith("@"):
+        return f"tuned tree of {tree.num_nodes}"
+    return f"tree of {tree.num_nodes}" if spec == DEFAULT else spec
 
 
 def console_of_tables() -> Console:

@@ -8,15 +8,14 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 import stree_jax as st
-from stree_jax.cli.bench import console_of_tables, measure, name_of, tuned_tree
+from stree_jax.cli.bench import console_of_tables, measure
 from stree_jax.cli.loading import Chosen, load_models
 from stree_jax.cli.options import Demo
-from stree_jax.cli.trees import parse_tree
 from stree_jax.convert import find
 from stree_jax.decoding.plan import plan
 from stree_jax.measuring.bench import PROMPTS
 
-_TREE = st.TreeTopology.paper("A")
+_TREE = st.TreeTopology.default()
 
 
 def run_demo(command: Demo) -> int:
@@ -35,8 +34,6 @@ def run_demo(command: Demo) -> int:
     tokenizer = st.load_tokenizer(folder)
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     trees = {"chain of 4": st.TreeTopology.chain(4), f"tree of {_TREE.num_nodes}": _TREE}
-    if command.target is None and (tuned := parse_tree(tuned_tree())) is not None:
-        trees[name_of(tuned_tree(), tuned)] = tuned
     report = measure(
         console,
         target,

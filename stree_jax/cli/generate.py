@@ -47,7 +47,8 @@ def run_generate(command: Generate) -> int:
     asked = wanted(settings)
     Options(**sampling(asked), max_length=command.max_length)  # refuses before models are loaded
     loaded = load(command)
-    file = open(os.devnull, "w") if jax.process_index() > 0 else None  # noqa: SIM115
+    is_first = jax.process_index() == 0
+    file = None if is_first else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if command.prompts is None:
         _continue(Console(highlight=False, file=file), loaded, command, asked)
         return 0

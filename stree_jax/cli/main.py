@@ -5,6 +5,7 @@ Each command imports its own module.
 """
 
 import dataclasses
+import io
 import os
 import pkgutil
 import re
@@ -135,6 +136,8 @@ def _interrupted() -> NoReturn:
 def main() -> None:
     """Runs the command and prints warnings and user errors as one line."""
     warnings.formatwarning = lambda message, *_, **__: f"stree-jax: warning: {message}\n"
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack a character
+        sys.stdout.reconfigure(errors="replace")
     try:
         sys.exit(app(standalone_mode=False))
     except (typer.Abort, KeyboardInterrupt):

@@ -91,7 +91,7 @@ class Bench(DraftModels):
     target: str | None = Argument(None, help="Target model: checkpoint directory or hub name.")
     adapter: str | None = _ADAPTER
     tree: list[str] = Option(
-        [], help="Draft tree, as in `generate --tree`; may be repeated. By default chain:4."
+        [], help="Draft tree, as in `generate --tree`; may be repeated. By default one of 5 nodes."
     )
     verifier: str | None = Option(
         None, help="greedy or target_only; by default the one that fits the temperature."
@@ -141,7 +141,8 @@ class Decoding:
     tree: str | None = Option(
         None,
         help="Draft tree: chain:4, complete:2,3, branching:3,2,1, paper:A or parents:-1,0,0;"
-        " beam:3,4 or budget:16,5 (dynamic), whose shape the draft chooses; @FILE of tune-tree.",
+        " beam:3,4 or budget:16,5 (dynamic), whose shape the draft chooses; @FILE of tune-tree. By"
+        " default parents:-1,0,0,1,3; with --ngram chain:4.",
     )
     sharpness: float | None = Option(
         None, help="Sharpness of dynamic trees, by default 2.5; tune-tree fits it."

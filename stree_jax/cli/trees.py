@@ -32,9 +32,12 @@ def kind_of(spec: str) -> str:
 
 
 def parse_tree(spec: str) -> TreeTopology | None:
-    """Parses the specification of a tree; None: the tuned result is not to draft."""
-    if spec.startswith("@"):
-        return _read(Path(spec[1:]))
+    """Parses the specification of a tree; None, not to draft, if it has its root alone."""
+    topology = _read(Path(spec[1:])) if spec.startswith("@") else _parsed(spec)
+    return None if topology is None or topology.num_nodes == 1 else topology
+
+
+def _parsed(spec: str) -> TreeTopology:
     kind, _, rest = spec.partition(":")
     if kind == "paper":
         return TreeTopology.paper(rest)

@@ -12,7 +12,7 @@ from stree_jax.cli.options import TuneTree
 from stree_jax.cli.prompts import read_prompts
 from stree_jax.convert import find
 from stree_jax.measuring.bench import PROMPTS
-from stree_jax.measuring.report import progress_bar, write_json
+from stree_jax.measuring.report import check_file, progress_bar, write_json
 from stree_jax.text import Texts
 
 # In addition to those of `bench`. Half of the prompts measure acceptance, the other half speed.
@@ -35,9 +35,8 @@ def run_tune_tree(command: TuneTree) -> None:
             "give either --draft DRAFT, --ngram, --medusa HEADS, --mtp or --eagle3 HEAD: a tree is"
             " tuned for one drafter"
         )
-    if command.output is not None and not command.output.parent.is_dir():
-        folder = command.output.parent
-        raise ValueError(f"--output {command.output}: the folder {folder} does not exist")
+    if command.output is not None:
+        check_file(command.output)
     texts = [*PROMPTS, *MORE_PROMPTS] if command.prompts is None else read_prompts(command.prompts)
     encode = Texts.at(find(target)).tokens
     prompts = [encode(text, name=f"prompt {i + 1}") for i, text in enumerate(texts)]

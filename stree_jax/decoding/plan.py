@@ -43,6 +43,7 @@ from stree_jax.decoding.verifiers import (
     LOSSY_VERIFIERS,
     Verifier,
     default_verifier,
+    follows_target,
     verifier_of,
 )
 from stree_jax.keywords import explained
@@ -346,7 +347,7 @@ def check_together(rows: Sequence[Row], rule: Verifier, where: str, apart: str) 
                 )
     if all(row.is_greedy == rows[0].is_greedy for row in rows):
         return
-    if not getattr(rule, "follows_target", False):
+    if not follows_target(rule):
         raise ValueError(
             f"temperature = {float(rows[0].options.temperature)}: verifier {rule.name!r} cannot"
             f" decode temperature 0 and others together; use 'target_only', or {apart}"

@@ -5,8 +5,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 _STYLES = {"draft": "background:#2e9e6b55", "own": "font-weight:bold"}
 _LEGEND = "accepted drafts", "the target's own token, the last of each call"
 
@@ -41,7 +39,7 @@ def calls_of(generation: Any, row: int) -> Iterator[Call]:
 
 def counts(generation: Any, row: int) -> str:
     """How many tokens, calls and accepted drafts a row has."""
-    tokens, calls = generation.lengths[row], len(np.unique(generation.calls[row])[1:])
+    tokens, calls = generation.lengths[row], generation.stats.target_calls_per_row[row]
     drafts = int(generation.drafted[row].sum())
     return f"{tokens} tokens from {calls} calls of the target, {drafts} of them accepted drafts"
 

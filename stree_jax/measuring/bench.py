@@ -16,7 +16,7 @@ from stree_jax.checks import check_int, is_number
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, compare, different
-from stree_jax.measuring.report import draw_speeds, method_tables
+from stree_jax.measuring.report import check_file, draw_speeds, method_tables
 from stree_jax.messages import needs, shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.pretrained import from_pretrained
@@ -107,16 +107,10 @@ class BenchReport:
 
 
 def check_picture(path: str | os.PathLike[str]) -> Path:
-    """The file of a picture.
-
-    Raises:
-        ValueError: its folder does not exist, another kind of file, or no matplotlib.
-    """
-    file = Path(path)
+    """Returns the file of a picture; refuses another kind, or if there is no matplotlib."""
+    file = check_file(path)
     if file.suffix not in (".png", ".svg"):
         raise ValueError(f"{file} is not a .png or .svg file; name one")
-    if not file.parent.is_dir():
-        raise ValueError(f"{file}: the folder {file.parent} does not exist")
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.placement import place_request
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import Generation
+from stree_jax.decoding.verifiers import Verifier, follows_target
 from stree_jax.measuring.clock import Progress, memory_of, silent, speeds, summary, timed_rounds
 from stree_jax.measuring.costs import drafting
 from stree_jax.mesh.partition import ONE_DEVICE
@@ -32,7 +33,7 @@ class Method(NamedTuple):
     name: str
     drafter: Drafter | None = None
     topology: TreeTopology | None = None
-    verifier: str | None = None
+    verifier: str | Verifier | None = None
     target: HybridLM | None = None  # None: that of the comparison
 
     @property
@@ -41,10 +42,12 @@ class Method(NamedTuple):
         tree = self.topology or (self.drafter and self.drafter.default_topology())
         return tree.num_nodes if tree else 1
 
-    @property
-    def follows_target(self) -> bool:
-        """Whether its tokens are those of the comparison's target with the same key."""
-        return self.target is None and self.verifier in (None, "greedy", "target_only")
+    def is_comparable(self, target: HybridLM, **request: Any) -> bool:
+        """True if its tokens are those of the comparison's target with the same key."""
+        asked = self.planned(target, **request)
+        # Above temperature 0, rules that test drafts have their own random numbers.
+        is_exact = asked.sampling.temperature_is_zero or follows_target(asked.decoder.verifier)
+        return is_exact and self.target is None
 
     def options(self) -> dict[str, Any]:
         """Its options of `stree_jax.generate`."""
@@ -97,7 +100,7 @@ class Method(NamedTuple):
 
 
 # Drafts that are copied from the text so far.
-LOOKUP = Method("prompt lookup, chain of 4", NgramDrafter(), TreeTopology.chain(4))
+LOOKUP = Method("prompt lookup, chain of 4", NgramDrafter())
 
 
 def compare(
@@ -136,10 +139,11 @@ def compare(
     def advance() -> None:
         progress(f"temperature {temperature:g}", next(ticks), total)
 
+    comparable = {each.name for each in methods if each.is_comparable(target, **requests[0])}
     memory: dict[str, int] = {}
     for outputs, seconds in timed_rounds(ways, requests, rounds, advance):
         memory = memory or {each.name: each.memory(target, **requests[0]) for each in methods}
-        rows = _records(methods, temperature, outputs, seconds)
+        rows = _records(methods, temperature, outputs, seconds, comparable)
         for row in rows:
             row["memory_bytes"] = memory[row["method"]]
         yield rows
@@ -160,6 +164,7 @@ def _records(
     temperature: float,
     outputs: Mapping[Any, list[Any]],
     seconds: Mapping[Any, np.ndarray],
+    comparable: Collection[str],
 ) -> list[dict[str, Any]]:
     """A record of each method, from what `timed_rounds` gives for its name and its first token."""
     of_all = {each.name: seconds[each.name] for each in methods}
@@ -181,8 +186,6 @@ def _records(
         share = None
         if draft is not None and call is not None:
             share = summary(draft.mean(axis=1) / _NUM_DRAFTED / call)
-        # Rules that test drafts have their own random numbers.
-        comparable = method.follows_target or (temperature == 0 and method.target is None)
         identical = all(map(np.array_equal, plain, [out.tokens for out in mine]))
         rows.append(
             {
@@ -196,7 +199,7 @@ def _records(
                 "milliseconds_of_call": None if call is None else summary(1e3 * call),
                 "milliseconds_to_first_token": summary(1e3 * first.mean(axis=1)),
                 "draft_share": share,
-                "identical": identical if comparable else None,
+                "identical": identical if name in comparable else None,
             }
             | speed[name]
         )

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -110,6 +111,16 @@ def progress_bar(console: Any = None) -> Iterator[Progress]:
                 console.print(f"{time.perf_counter() - began:4.0f} s  {phase}", markup=False)
 
         yield show
+
+
+def check_file(path: str | os.PathLike[str]) -> Path:
+    """Returns the path of a file to write; refuses what no file can be written to."""
+    file = Path(path)
+    if not file.parent.is_dir():
+        raise ValueError(f"{file}: the folder {file.parent} does not exist")
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder; name a file")
+    return file
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> Path:

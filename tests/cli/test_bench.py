@@ -12,6 +12,7 @@ import stree_jax as st
 from stree_jax.cli import bench as cli
 from stree_jax.measuring import methods
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Method
+from stree_jax.measuring.report import write_json
 from stree_jax.testing import perturbed, tiny_model
 
 CHAIN = st.TreeTopology.chain(2)
@@ -115,8 +116,10 @@ def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):
     prompts.write_text("Once\nupon\na time\n")
     target = tiny_pair / "target"
     options = ["--prompts", prompts, "--rows", 2, "--tokens", 12, "--rounds", 1]
-    code, text, error = command("bench", target, *options, "--temperature", 0, "--temperature", 0.5)
+    options += ["--temperature", 0, "--temperature", 0.5, "--tree", "chain:0"]
+    code, text, error = command("bench", target, *options)
     assert code == 0, error
+    assert {name for name, *_ in clock.seen} == {PLAIN, LOOKUP.name}  # no drafts are there anyway
     whole = [each for each in clock.seen if each[0] == PLAIN]
     tokenizer = st.load_tokenizer(target)
     one, two, three = (tokenizer.encode(text).ids for text in ("Once", "upon", "a time"))
@@ -127,6 +130,36 @@ def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):
     report = st.bench(tiny_model(), ways("wrong"), [[1]], max_new_tokens=12, rounds=1)
     assert report.different == ["wrong, temperature 0"]
     assert "NO" in str(report)
+
+
+def test_the_default_tree(tiny_pair, output, clock):
+    """The drafter's own: one for Python and the command."""
+    models = ["--draft", tiny_pair / "draft", "--medusa", tiny_pair / "medusa"]
+    output("bench", tiny_pair / "target", *models, "--tokens", 12, "--rounds", 1)
+    names = {name for name, *_ in clock.seen} - {PLAIN, LOOKUP.name}
+    assert names == {"draft model, tree of 5", "Medusa, tree of 5"}
+    tree = st.ModelDrafter(tiny_model()).default_topology()
+    assert tree == st.TreeTopology.default() == st.TreeTopology.from_parents([-1, 0, 0, 1, 3])
+
+
+def test_texts_are_compared_where_the_rule_follows_the_target(clock):
+    """Also where the rule is an object; not where it has its own random numbers."""
+    draft = perturbed(tiny_model(), 0.1)
+    rule, drawn = st.VERIFIERS["target_only"], st.ModelDrafter(draft, child_sampling="iid")
+    of = {
+        "wrong rule": {"drafter": st.ModelDrafter(draft), "topology": CHAIN, "verifier": rule},
+        "wrong by chance": {"drafter": drawn, "topology": CHAIN},
+    }
+    report = st.bench(tiny_model(), of, [[1]], temperatures=[1.0], max_new_tokens=12, rounds=1)
+    assert report.different == ["wrong rule, temperature 1"]
+    assert report.rows[-1]["identical"] is None
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(OSError, match="x.json"):
+        write_json(tmp_path / "x.json", {})
+    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_ctrl_c_keeps_the_rounds_before_it(clock, tmp_path):
@@ -145,8 +178,10 @@ def test_ctrl_c_keeps_the_rounds_before_it(clock, tmp_path):
         (["--rows", 0], "--rows must be an integer, at least 1; got 0"),
         (["--rounds", 0], "--rounds must be an integer, at least 1"),
         (["--tokens", 0], "--tokens must be an integer, at least 1"),
-        (["--json", "nowhere/x.json"], "--json nowhere/x.json: the folder nowhere does not exist"),
-        (["--plot", "nowhere/x.png"], "--plot nowhere/x.png: the folder nowhere does not exist"),
+        (["--json", "nowhere/x.json"], "nowhere/x.json: the folder nowhere does not exist"),
+        (["--plot", "nowhere/x.png"], "nowhere/x.png: the folder nowhere does not exist"),
+        (["--json", "."], ". is a folder; name a file"),
+        (["--plot", "."], ". is a folder; name a file"),
         (["--plot", "x.pdf"], "x.pdf is not a .png or .svg file"),
         (["--plot", "x.png"], "a picture needs matplotlib; in the clone: pip install '.[bench]'"),
         (["--tree", "star:4"], "'star:4' is not a tree"),

@@ -184,16 +184,16 @@ def test_sampling_depends_on_the_seed_alone(tiny_pair, output):
     assert text[0] == text[2] != text[1]
 
 
-def check_demo(text, *more):
-    names = ["autoregressive", "prompt lookup, chain of 4", "chain of 4", "tree of 13", *more]
+def check_demo(text):
+    names = ["autoregressive", "prompt lookup, chain of 4", "chain of 4", "tree of 5"]
     cells = [line.split("│") for line in text.splitlines() if line[:1] == line[-1:] == "│"]
     rows = {name.strip(): [cell.strip() for cell in row] for _, name, *row in cells}
     assert list(rows) == names
     assert all(row[-2] == "yes" for row in rows.values())
     assert "next token" in text
     assert f"runs as {dispatch.explain()}\n" in text
-    taus = [float(rows[name][3]) for name in (names[0], *names[2:4])]
-    assert taus[0] == 1 < taus[1] < taus[2]
+    taus = [float(rows[name][3]) for name in (names[0], *names[2:])]
+    assert taus[0] == 1 < min(taus[1:])
 
 
 def test_demo_of_a_pair(tiny_pair, output):
@@ -203,7 +203,7 @@ def test_demo_of_a_pair(tiny_pair, output):
 
 @pytest.mark.slow
 def test_demo_of_the_embedded_pair(output):
-    """Its tuned tree is a chain of 4, which is there anyway."""
+    """The chain of 4 is what was tuned for it."""
     tuned = parse_tree(f"@{st.demo_path('target').with_name('tree.json')}")
     assert tuned == st.TreeTopology.chain(4)
     check_demo(output("demo", "--max-new-tokens", 24))

@@ -105,6 +105,7 @@ PROMPTS = ["generate", "{target}", "--prompts", "one.jsonl"]
             ["tune-tree", "{target}", "--ngram", "--output", "nowhere/tree.json"],
             "the folder nowhere does not exist",
         ),
+        (["tune-tree", "{target}", "--ngram", "--output", "."], ". is a folder; name a file"),
         (
             ["tune-tree", "{target}", "--ngram", "--prompts", "one.jsonl"],
             'one.jsonl, line 2: not an object with a "prompt"',

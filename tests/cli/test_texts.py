@@ -1,7 +1,9 @@
 """Stops, log-probabilities, several texts and grammars on the command line."""
 
+import io
 import json
 import re
+import sys
 
 import jax
 import numpy as np
@@ -111,3 +113,14 @@ def test_accepted_drafts_are_shown(tiny_pair, output, refused):
     calls = int(re.search(r"8 tokens, (\d+) target calls", counts)[1])
     assert accepted in (8 - calls, 9 - calls)  # the limit may cut the last call at a draft
     assert "--show is for a --prompt" in refused("generate", "x", "--prompts", "y", "--show")
+
+
+@pytest.mark.parametrize("more", [[], ["--show"], ["--n", 2]], ids=["streamed", "shown", "two"])
+def test_a_character_that_the_terminal_lacks_is_replaced(path, command, monkeypatch, more):
+    """As in a file of Latin-1, or an old terminal; the text goes on."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii", write_through=True))
+    code, _, error = command("generate", path, "-p", "Zo\u00eb says", "--max-new-tokens", 4, *more)
+    assert (code, error) == (0, "")
+    assert b"Zo? says" in written.getvalue()
+    assert b" tokens, " in written.getvalue().splitlines()[-1]

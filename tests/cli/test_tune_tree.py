@@ -47,4 +47,6 @@ def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path
         assert f"{tree} is not a tree of tune-tree" in refused("tree", f"@{tree}")
     tree.write_text('{"parents": null}')
     assert f"{tree} says not to draft" in refused("tree", f"@{tree}")
-    assert output("generate", *models, *options, "--tree", f"@{tree}").startswith(plain[0])
+    for spec in (f"@{tree}", "chain:0", "parents:-1"):
+        assert output("generate", *models, *options, "--tree", spec).startswith(plain[0])
+    assert "chain:0 says not to draft" in refused("tree", "chain:0")

@@ -139,8 +139,8 @@ class ModelDrafter(RunsModel):
         self._child_sampling = child_sampling
 
     def default_topology(self) -> TreeTopology:
-        """The 13-node tree of the paper's main experiment."""
-        return TreeTopology.paper("A")
+        """Returns `TreeTopology.default()`."""
+        return TreeTopology.default()
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
         how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)

@@ -7,7 +7,7 @@ from typing import Any
 
 from stree_jax.checks import lacking
 from stree_jax.decoding.types import Drawn
-from stree_jax.decoding.verifiers.base import CHILD_SAMPLING, Verifier
+from stree_jax.decoding.verifiers.base import CHILD_SAMPLING, Verifier, follows_target
 from stree_jax.decoding.verifiers.follow import Follow, follow
 from stree_jax.decoding.verifiers.reject import Reject
 from stree_jax.decoding.verifiers.traverse import Traverse
@@ -80,5 +80,6 @@ __all__ = [
     "Verifier",
     "default_verifier",
     "follow",
+    "follows_target",
     "verifier_of",
 ]

@@ -1,6 +1,6 @@
 """The protocol of verifiers: from the target's logits at a draft tree to one path of it."""
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from stree_jax.array_types import Array, Float32
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
@@ -23,8 +23,9 @@ class Verifier(Protocol):
 
     A rule that takes each node's token from the target alone, by its logits and `Step.noise`, may
     have an attribute `follows_target = True`: the `Scheduler` then decodes requests at temperature
-    0 and above it together, and shards of a mesh trust equal logits to give equal verdicts. A rule
-    with its own random numbers, which keeps the distribution only, may say so by False.
+    0 and above it together, `bench` compares texts, and shards of a mesh trust equal logits to give
+    equal verdicts. A rule with its own random numbers, which keeps the distribution alone, says so
+    by False.
 
     A rule may wrap a built-in one of `VERIFIERS` and delegate to it. `docs/extending.md` explains
     what is static and what is traced; `examples/own_verifier.py` is one.
@@ -75,3 +76,8 @@ class Verifier(Protocol):
             the token limit, and ignores rows that have ended.
         """
         ...
+
+
+def follows_target(rule: Verifier | Any) -> bool:
+    """True if a rule says that it takes the target's own tokens."""
+    return getattr(rule, "follows_target", False)

@@ -95,10 +95,10 @@ class MedusaDrafter(nnx.Module):
             )
 
     def default_topology(self) -> TreeTopology:
-        """STree's tree A; with fewer than four heads a tree of their depth."""
-        if self.heads.num_heads >= 4:
-            return TreeTopology.paper("A")
-        return TreeTopology.from_branching((3, 2, 1)[: self.heads.num_heads])
+        """That of a `ModelDrafter`, as deep as there are heads."""
+        tree = TreeTopology.default()
+        nodes = zip(tree.parents, tree.depths, strict=True)
+        return TreeTopology(tuple(at for at, depth in nodes if depth <= self.heads.num_heads))
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
         how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
