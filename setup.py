@@ -15,7 +15,8 @@ class BuildNative(build_ext):
 
     def run(self):
         """See `build_backend`. A failure is a warning, and goes into the wheel as well."""
-        if reason := build_backend.try_build():
+        chosen = build_backend.own_levels() if self.editable_mode else None
+        if reason := build_backend.try_build(chosen):
             self.warn(f"stree-jax's native library is not built, so XLA runs instead: {reason}")
         if not self.editable_mode:
             folder = Path(self.build_lib, "pallas_kernels/native")

@@ -47,7 +47,7 @@ def test_it_runs(name, tiny_pair, monkeypatch, capsys):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_it_runs_as_a_script(file):
     result = subprocess.run(
-        [sys.executable, file], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, file], capture_output=True, text=True, check=True, timeout=600
     )
     check_output(result.stdout)
 

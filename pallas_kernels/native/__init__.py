@@ -27,11 +27,6 @@ from pallas_kernels.native import build_backend
 
 LANES = 16  # the widest vector's; functions without tails need multiples of it
 
-# What a processor must have, as Linux lists it.
-_AVX2 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
-_AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_NEEDED = {"v3": _AVX2, "v4": _AVX2 | _AVX512}
-CPU_INFO = Path("/proc/cpuinfo")
 _INSTALL = "`pip install .` builds it, in a checkout `pip install -e .`"
 
 
@@ -150,13 +145,13 @@ def _check(file: Path) -> None:
 
 
 def chosen_level() -> str:
-    """The instructions that are chosen, or the best of this processor's.
+    """The instructions that are chosen, or the best of this processor's that were built.
 
     Raises:
         OSError: there are none, or the library is switched off.
         ValueError: see `obstacle`.
     """
-    lacking = {name: lacks(name) for name in build_backend.levels()}
+    lacking = {name: build_backend.lacks(name) for name in build_backend.levels()}
     chosen = os.environ.get("STREE_JAX_NATIVE")
     if chosen == "off":
         raise OSError("STREE_JAX_NATIVE=off")
@@ -171,22 +166,7 @@ def chosen_level() -> str:
     able = [name for name, missing in lacking.items() if not missing]
     if not able:
         raise OSError(f"this processor has no {next(iter(lacking.values()))}")
-    return able[-1]
-
-
-def lacks(name: str) -> str:
-    """What this processor lacks for these instructions; empty: nothing."""
-    needed = _NEEDED.get(name)
-    return ", ".join(sorted(needed - _flags())) if needed else ""
-
-
-def _flags() -> set[str]:
-    """What the processor has."""
-    try:
-        lines = CPU_INFO.read_text().splitlines()
-    except OSError:
-        return set()
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
+    return next((name for name in able[::-1] if build_backend.library(name).is_file()), able[-1])
 
 
 def _why_not() -> str:

@@ -4,6 +4,9 @@ Installing the package builds it; in a checkout so does
 
     python pallas_kernels/native/build_backend.py
 
+A wheel has every set of instructions of its architecture; the clone, by that command or an editable
+install, those that this processor runs.
+
 It is C++17 without Python's ABI, one file for each set of vector instructions, and needs jaxlib's
 headers and any compiler. Where none is on the PATH, the package `ziglang` brings one.
 
@@ -21,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +38,11 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "aarch64": {"neon": ()},
 }
+# What a processor must have for them, as Linux lists it.
+_AVX2 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+_AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_NEEDED = {"v3": _AVX2, "v4": _AVX2 | _AVX512}
+CPU_INFO = Path("/proc/cpuinfo")
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden"),
     # Fused multiply-adds, in the order that is written.
@@ -45,6 +54,26 @@ def levels() -> dict[str, tuple[str, ...]]:
     """The sets of instructions for this machine's architecture; empty: there are none."""
     name = platform.machine().lower()
     return LEVELS.get({"amd64": "x86_64", "arm64": "aarch64"}.get(name, name), {})
+
+
+def lacks(level: str) -> str:
+    """What this processor lacks for these instructions; empty: nothing."""
+    needed = _NEEDED.get(level)
+    return ", ".join(sorted(needed - _flags())) if needed else ""
+
+
+def _flags() -> set[str]:
+    """What the processor has."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def own_levels() -> list[str]:
+    """The sets of instructions that this processor runs; all where it does not say."""
+    return [level for level in levels() if not lacks(level)] or list(levels())
 
 
 def library(level: str, folder: Path = HERE) -> Path:
@@ -85,14 +114,17 @@ def compiler() -> list[str] | None:
     return [sys.executable, "-m", "ziglang", "c++"] if find_spec("ziglang") else None
 
 
-def build(folder: Path = HERE, extra: tuple[str, ...] = ()) -> None:
-    """Compiles the library for every set of instructions of this machine's architecture.
+def build(
+    folder: Path = HERE, extra: tuple[str, ...] = (), chosen: Sequence[str] | None = None
+) -> None:
+    """Compiles the library, one file for each set of instructions, and removes the others.
 
     A process that has loaded an older one keeps it: files are replaced, not written to.
 
     Args:
         folder: where the files go.
         extra: further flags of the compiler.
+        chosen: sets of instructions; None: all of this machine's architecture.
 
     Raises:
         RuntimeError: why it failed, in one line.
@@ -128,9 +160,13 @@ def build(folder: Path = HERE, extra: tuple[str, ...] = ()) -> None:
             run(*FLAGS, "-shared", *extra, *parts, "-o", str(made))
             return made
 
-        list(pool.map(compiled, itertools.product(levels(), sources())))
-        for made in list(pool.map(linked, levels())):
-            os.replace(made, folder / made.name)
+        chosen = list(levels()) if chosen is None else chosen
+        list(pool.map(compiled, itertools.product(chosen, sources())))
+        made = {folder / file.name: file for file in pool.map(linked, chosen)}
+        for file, new in made.items():
+            os.replace(new, file)
+        for old in {*folder.glob("libstree-*.so")} - made.keys():
+            old.unlink()
 
 
 def _run(command: list[str], folder: Path, *arguments: str) -> None:
@@ -150,10 +186,10 @@ def _run(command: list[str], folder: Path, *arguments: str) -> None:
         raise RuntimeError(f"{shlex.join(command)} failed: {why.strip()[:200]}")
 
 
-def try_build() -> str | None:
+def try_build(chosen: Sequence[str] | None = None) -> str | None:
     """Builds in place. If that fails, leaves and returns the reason, and no older library."""
     try:
-        build()
+        build(chosen=chosen)
     except (RuntimeError, OSError) as error:
         for old in built():
             old.unlink()
@@ -181,4 +217,4 @@ def __getattr__(name: str) -> object:
 
 
 if __name__ == "__main__":
-    build()
+    build(chosen=own_levels())

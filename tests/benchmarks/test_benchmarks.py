@@ -16,7 +16,7 @@ def test_the_clock_is_interleaved():
     calls = {str(n): lambda x, n=n: (order.append((x, n)), n * x)[1] for n in (2, 3, 4)}
     outputs, seconds = common.timed("", calls, [1, 2], 9)
     assert outputs == {"2": [2, 4], "3": [3, 6], "4": [4, 8]}
-    assert all(taken.shape == (9, 2) and (taken > 0).all() for taken in seconds.values())
+    assert all(taken.shape == (9, 2) and (taken >= 0).all() for taken in seconds.values())
     timed = [tuple(order[i : i + 3]) for i in range(6, 60, 3)]
     assert [{*each} for each in timed] == [{(x, n) for n in (2, 3, 4)} for x in (1, 2)] * 9
     assert len({*timed}) > 2

@@ -3,7 +3,6 @@
 import importlib
 import itertools
 import json
-import time
 import types
 
 import jax
@@ -141,17 +140,23 @@ def test_a_pair_is_named_as_a_whole():
 def test_the_comparison_of_methods(monkeypatch):
     """Of texts that are given: a chain with tau 2, and a tree with another token."""
     texts = {PLAIN: ([1, 2, 3, 4], 4), "chain": ([1, 2, 3, 4], 2), "tree": ([1, 2, 3, 5], 1)}
+    seconds = [0.0]  # a call of the target takes one
+
+    def called(times):
+        seconds[0] += times
 
     def decode(method, target, **request):
         assert request == {"prompts": [[7]], "max_new_tokens": 4, "temperature": 0.5}
         text, calls = texts[method.name]
         counts = {"num_tokens": 4, "num_target_calls": calls, "target_calls_per_row": [calls]}
-        time.sleep(1e-4)
+        called(calls)
         stats = types.SimpleNamespace(**counts, accepted_per_depth=np.array([4 - calls]))
         return types.SimpleNamespace(tokens=np.array([text]), stats=stats)
 
     monkeypatch.setattr(Method, "decode", decode)
-    monkeypatch.setattr(Method, "first_token", lambda *_, **__: None)
+    monkeypatch.setattr(Method, "first_token", lambda *_, **__: called(1))
+    clock = types.SimpleNamespace(perf_counter=lambda: seconds[0])
+    monkeypatch.setattr("stree_jax.measuring.clock.time", clock)
     monkeypatch.setattr(Method, "memory", lambda method, *_, **__: len(method.name))
     pair = types.SimpleNamespace(prompts=[[7]], target=st.HybridLM(TINY, rngs=nnx.Rngs(0)))
     options = types.SimpleNamespace(tokens=4, rounds=2)
@@ -159,9 +164,12 @@ def test_the_comparison_of_methods(monkeypatch):
     rows = methods.compare(pair, ways, 0.5, options)
     found = [(row["tau"], row["identical"], row["nodes"]) for row in rows]
     assert found == [(1, True, 1), (2, True, 2), (4, False, 1)]
+    assert [row["speed_up"]["median"] for row in rows] == [1, 2, 4]
     assert rows[0]["speed_up"] == {"median": 1, "low": 1, "high": 1}
     assert rows[1]["accepted_per_depth"] == [1]
-    assert [row["milliseconds_of_call"] is None for row in rows] == [False, False, True]
+    second = {"median": 1e3, "low": 1e3, "high": 1e3}
+    assert [row["milliseconds_of_call"] for row in rows] == [second, second, None]
+    assert all(row["milliseconds_to_first_token"] == second for row in rows)
     assert [row["memory_bytes"] for row in rows] == [14, 5, 4]
     assert different(rows) == ["tree, temperature 0.5"]
 

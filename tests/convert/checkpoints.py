@@ -4,8 +4,10 @@ What transformers saves needs torch and transformers. A missing package skips th
 the first leg of CI, where it is an error.
 """
 
+import copy
 import json
 import os
+from unittest import mock
 
 import jax
 import numpy as np
@@ -134,10 +136,21 @@ def hf_weights(model):
 
 
 def hf_logits(model, tokens):
-    """Logits `[B, T, V]` of a full forward pass, without a cache."""
-    with torch().no_grad():
-        out = model(torch().tensor(np.asarray(tokens), dtype=torch().long), use_cache=False)
-    return out.logits.float().numpy()
+    """Logits `[B, T, V]` of a full forward pass in float64, without a cache.
+
+    transformers' own float32, in which parts of its models compute whatever the weights are, rounds
+    as much as ours does, and otherwise on every processor.
+    """
+    lifted = copy.deepcopy(model).double()
+    lifted.set_experts_implementation("eager")  # the others are not for float64
+    tensor = torch().Tensor
+    with (
+        mock.patch.object(torch(), "float32", torch().float64),
+        mock.patch.object(tensor, "float", tensor.double),
+        torch().no_grad(),
+    ):
+        out = lifted(torch().tensor(np.asarray(tokens), dtype=torch().long), use_cache=False)
+    return out.logits.numpy()
 
 
 # A small mamba_ssm checkpoint, for tests that damage it.

@@ -11,7 +11,6 @@ import random
 import re
 import resource
 import shutil
-import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -218,7 +217,6 @@ def attack(where, path, is_read, want):
     Raises:
         AssertionError: with other weights, or not by a ValueError of one line that names it.
     """
-    began = time.process_time()
     try:
         if is_read:
             config, leaves = loaded(path)
@@ -237,8 +235,6 @@ def attack(where, path, is_read, want):
         raise
     except BaseException as error:
         raise AssertionError(where) from error
-    finally:
-        assert time.process_time() - began < 10, where
     return True
 
 

@@ -25,9 +25,9 @@ def test_two_threads_with_one_model_give_the_right_tokens():
     model, together = tiny_model(), threading.Barrier(2)
 
     def decode(way):
-        together.wait(timeout=60)
+        together.wait(timeout=600)
         texts = [st.generate(model, PROMPTS, **way).tokens for _ in range(3)]
-        together.wait(timeout=60)
+        together.wait(timeout=600)
         pieces = [*st.stream(model, PROMPTS, **way)]
         return [*texts, np.array([of_rows(pieces, row) for row in range(3)])]
 

@@ -37,7 +37,9 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(build_backend, "digest", lambda: "of the sources")
     library, failure, built = build_backend.library, build_backend.failure, build_backend.built
-    monkeypatch.setattr(build_backend, "library", lambda level: library(level, tmp_path))
+    monkeypatch.setattr(
+        build_backend, "library", lambda level, folder=tmp_path: library(level, folder)
+    )
     monkeypatch.setattr(build_backend, "failure", lambda: failure(tmp_path))
     monkeypatch.setattr(build_backend, "built", lambda: built(tmp_path))
     processor(monkeypatch, tmp_path, V4)
@@ -49,7 +51,7 @@ def processor(monkeypatch, path, flags, wanted=""):
     """A machine whose processor has these (None: it does not say), and the user's choice."""
     info = path / "cpuinfo"
     info.write_text(f"processor: 0\nflags\t\t: fpu sse2 {flags}\n")
-    monkeypatch.setattr(native, "CPU_INFO", info if flags else path / "nowhere")
+    monkeypatch.setattr(build_backend, "CPU_INFO", info if flags else path / "nowhere")
     monkeypatch.setenv("STREE_JAX_NATIVE", wanted)
     forget()
 
@@ -89,6 +91,24 @@ def test_the_instructions_are_the_processors_best_or_chosen(
 ):
     processor(monkeypatch, folder, flags, wanted)
     assert native.chosen_level() == level
+
+
+def test_a_clone_has_what_its_machine_runs(folder, monkeypatch):
+    """It runs on a machine that has more; one that does not say what it has builds all."""
+    compiler = folder / "c++"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done; touch "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    build, names = build_backend.build, ["libstree-v3.so", "libstree-v4.so"]
+    monkeypatch.setattr(build_backend, "build", lambda **chosen: build(folder, **chosen))
+    for flags, made in ((V4, names), (V3, names[:1]), ("", names), (V3, names[:1])):
+        processor(monkeypatch, folder, flags)
+        assert build_backend.try_build(build_backend.own_levels()) is None
+        assert sorted(file.name for file in build_backend.built()) == made
+    processor(monkeypatch, folder, V4)
+    assert native.chosen_level() == "v3"
+    assert build_backend.try_build() is None
+    assert native.chosen_level() == "v4"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +249,7 @@ def test_builds_that_fail_leave_the_reason(folder, monkeypatch):
 
     monkeypatch.setattr(build_backend, "sources", lambda: [ROOT / "native.cc"])
     build = build_backend.build
-    monkeypatch.setattr(build_backend, "build", lambda: build(folder))
+    monkeypatch.setattr(build_backend, "build", lambda **chosen: build(folder, **chosen))
     said = "echo 'In file included from x:' >&2; echo 'x.h:1: error: y' >&2"
     assert reason_of(said) == f"{folder}/c++ failed: x.h:1: error: y"
     assert reason_of("echo killed >&2") == f"{folder}/c++ failed: killed"
@@ -316,7 +336,8 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path, monkeypatch):
     if not all(path.startswith("/") for path in found):
         pytest.skip("g++ has no such sanitizer")
     recover = () if sanitizer == "thread" else ("-fno-sanitize-recover=all",)
-    build_backend.build(tmp_path, ("-g", "-O1", f"-fsanitize={sanitizer}", *recover))
+    levels = build_backend.own_levels()
+    build_backend.build(tmp_path, ("-g", "-O1", f"-fsanitize={sanitizer}", *recover), levels)
     environment = {
         **os.environ,
         "LD_PRELOAD": " ".join(map(str.strip, found)),
@@ -326,7 +347,7 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path, monkeypatch):
     # XLA's own threads are not watched, so only those of `native_calls` can be told from a race.
     calls = [["-m", "tests.kernels.native_calls", "--calls", "1400"]]
     calls += [["-c", CASES]] * (sanitizer != "thread")
-    for level in (level for level in build_backend.levels() if not native.lacks(level)):
+    for level in levels:
         for call in calls:
             subprocess.run(
                 [sys.executable, *call, str(build_backend.library(level, tmp_path))],

@@ -28,7 +28,7 @@ def run(*options, limit):
 
 
 def test_on_8_devices():
-    run(limit=300)
+    run(limit=3600)
 
 
 @pytest.mark.slow
