@@ -32,7 +32,6 @@ from jax.sharding import Mesh
 from rich.progress import track
 
 import stree_jax as st
-from benchmarks.cases.base import random_tree
 from benchmarks.common import Found, main, names
 from benchmarks.families import FAMILIES
 from benchmarks.methods import TWO_TREES, trees
@@ -61,7 +60,9 @@ NOISE = 0.02  # relative, on the draft's weights
 PADDED = 64  # multiple of tokens to which texts are padded
 TIE = 1e-4  # of the largest logit
 SAMPLED_TIE = 1e-3  # of `log p + noise`
-TREES = TWO_TREES | {"random tree of 32": random_tree(32, seed=0)}
+_RANDOM = np.random.default_rng(0)
+_PARENTS = (-1, *(int(_RANDOM.integers(0, node)) for node in range(1, 32)))
+TREES = TWO_TREES | {"random tree of 32": st.TreeTopology(_PARENTS)}
 
 HEADS = "Medusa heads", "multi-token prediction"
 METHODS = (
@@ -244,17 +245,6 @@ def compared(
         "differences": found,
         "right": all(difference["tie"] for difference in found),
     }
-
-
-def check(
-    config: st.ModelConfig, implementation: str, topology: st.TreeTopology, tokens: int
-) -> dict[str, Any]:
-    """Whether a tree gives the tokens of autoregressive decoding, for GPU sessions."""
-    model = st.HybridLM(config, rngs=nnx.Rngs(0), implementation=implementation)
-    way = Way(Method("", st.ModelDrafter(perturbed(model, NOISE, 1)), topology))
-    given = request(config.vocab_size, 0.0, 0, len(PROMPT_LENGTHS), tokens)
-    row = compared(model, way, [given], [st.generate(model, **given).tokens])
-    return {"identical": not row["differences"]} | row
 
 
 def made(family: str, weights: str, mesh: Mesh | None) -> tuple[st.HybridLM, st.HybridLM]:

@@ -132,17 +132,6 @@ def plain_path(path: Path) -> Path:
     return link
 
 
-def try_lock(file: int) -> bool:
-    """Locks an open file until it is closed or its process ends. False: another one has the lock.
-
-    Where files cannot be locked so (Windows, some network file systems) every call succeeds.
-    """
-    try:
-        return not filelock.has_fcntl or filelock.lock_descriptor(file, blocking=False)
-    except OSError:
-        return True
-
-
 def write_text(path: Path, text: str) -> Path:
     """Writes a file that appears whole or not at all; returns its path."""
     partial = path.with_name(f"{path.name}.partial")

@@ -1,8 +1,6 @@
 """Parts that all benchmarks share: options, clock, tables, results, entry points."""
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,12 +39,3 @@ def test_what_the_end_needs_is_checked_before_anything_is_measured(monkeypatch, 
         with pytest.raises(SystemExit, match="^2$"):
             options_of(*arguments)
         assert message in capsys.readouterr().err
-
-
-def test_a_gpu_session_needs_a_plain_checkout_only():
-    """`stree_jax.convert` exists in an installed package only."""
-    code = (
-        "import sys; sys.modules['stree_jax.convert'] = None;"
-        "from benchmarks import gpu_session, tune; assert 'stree_jax.cli' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -93,7 +93,7 @@ def schemas(seed, count):
 
 def texts_of(automaton, count, seed=0, most=300):
     """Texts of random walks through an automaton over bytes, those that end."""
-    rng, every = np.random.default_rng(seed), np.arange(256)
+    rng = np.random.default_rng(seed)
     likely = np.ones(256)
     likely[[*b'"}]']], likely[128:] = 20, 0.05
     for _ in range(count):

@@ -1,1 +1,0 @@
-"""Sections of `benchmarks.gpu_session`, their runner, and the search of `benchmarks.tune`."""
