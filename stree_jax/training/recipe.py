@@ -28,13 +28,11 @@ class Text:
         path: path of the file.
         weight: sampling weight, relative to the other files.
         document_start: prefix of the first line of each document; None: one document.
-        licence: licence of the text, for the model card.
     """
 
     path: str
     weight: float = 1.0
     document_start: str | None = None
-    licence: str = "not stated"
 
     def __post_init__(self) -> None:
         require_types(type(self), vars(self))
@@ -49,9 +47,8 @@ class Training:
         steps: number of weight updates.
         batch_size, sequence_length: rows and tokens per row of a training step.
         learning_rate, warmup_steps: peak of the schedule, and number of linear warmup steps.
-        decay_steps: number of steps of linear decay at the end, after a constant peak. A run may be
-            resumed with other `steps` and `decay_steps`, from its last checkpoint at the peak.
-            None: cosine decay over all steps.
+        decay_steps: number of steps of linear decay at the end, after a constant peak. None: cosine
+            decay over all steps.
         weight_decay: weight decay of AdamW.
         clip_norm: global norm to which gradients are clipped.
         save_every: number of steps between checkpoints.
@@ -96,11 +93,6 @@ class Training:
         require(self.products in _PRODUCTS, known)
         fraction = f"generated must be a fraction from 0 to 1, got {self.generated}"
         require(self.generated <= 1, fraction)
-
-    @property
-    def peak_end(self) -> int | None:
-        """The last step at the peak rate; None for cosine decay."""
-        return None if self.decay_steps is None else self.steps - self.decay_steps
 
 
 @dataclasses.dataclass(frozen=True)

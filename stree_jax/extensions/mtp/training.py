@@ -1,4 +1,4 @@
-"""`train_mtp`: from a recipe to a multi-token-prediction head with a model card."""
+"""`train_mtp`: from a recipe to a multi-token-prediction head."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +22,7 @@ _SMALL = 0.02  # standard deviation of what the embedding adds at first
 _LAYERS: dict[str, Any] = {"attention": AttentionConfig, "mlp": MlpConfig, "moe": MoeConfig}
 
 
-def train_mtp(
-    recipe: Recipe, target_path: Path, output: Path, *, command: str
-) -> Iterator[Progress]:
+def train_mtp(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:
     """Trains a multi-token-prediction head for a target, whose weights stay as they are.
 
     Arguments, yields and errors are those of `distill`. The recipe's model table has `steps`, the
@@ -41,13 +39,10 @@ def train_mtp(
             kind="mtp",
             new=lambda text: new_head(config, target, text, rngs=nnx.Rngs(recipe.seed)),
             loss=loss,
-            title="A multi-token-prediction head",
-            shares="the embedding and the output head",
-            averages=f"{steps} steps",
             boost=(boost_after, functools.partial(loss, detached=True)),
         )
 
-    yield from train_heads(recipe, target_path, output, planned, command=command)
+    yield from train_heads(recipe, target_path, output, planned)
 
 
 def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.Rngs) -> MtpHead:
