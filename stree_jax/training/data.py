@@ -40,11 +40,7 @@ def train_tokenizer(texts: Sequence[Text], vocab_size: int) -> Tokenizer:
 
 
 def load_corpus(texts: Sequence[Text], tokenizer: Tokenizer, window: int) -> tuple[Corpus, Corpus]:
-    """Tokenizes the files and returns the training split and the held-out split.
-
-    Raises:
-        ValueError: a file is not UTF-8, or one of its splits has fewer than `window` tokens.
-    """
+    """Tokenizes the files and returns the training split and the held-out split."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     small = tokenizer.get_vocab_size() <= np.iinfo(np.uint16).max + 1
     train, held_out = [], []

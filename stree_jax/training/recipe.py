@@ -169,7 +169,7 @@ class Recipe:
             raise ValueError(f"{self.source}: start is for `train` and `distill`; leave it out")
 
     def fingerprint(self) -> dict[str, Any]:
-        """The recipe and digests of its text files as JSON values; equal for equal runs."""
+        """Returns the recipe and digests of its texts, equal for equal runs."""
         values = dataclasses.asdict(self)
         del values["source"], values["start"]  # runs have the digest of its weights
         for text, source in zip(values["text"], self.text, strict=True):
@@ -185,7 +185,7 @@ def _table(values: Any, where: str) -> Mapping[str, Any]:
 
 
 def _made(cls: Any, values: Any, where: str) -> Any:
-    """The dataclass of a table; errors say where it is and name the field."""
+    """Makes the dataclass of a table; errors say where it is."""
     fields = [field for field in dataclasses.fields(cls) if field.compare]
     known = sorted(field.name for field in fields)
     for name in _table(values, where):
@@ -201,7 +201,7 @@ def _made(cls: Any, values: Any, where: str) -> Any:
 
 
 def _text(values: Any, recipe: Path, number: int) -> Text:
-    """A `[[text]]` table, with its path relative to the recipe; the file must exist."""
+    """Makes a text of a `[[text]]` table, whose file must exist."""
     where = f"{recipe}, [[text]] {number}"
     text = _made(Text, values, where)
     path = recipe.parent / text.path

@@ -70,9 +70,10 @@ def _tokenizer_of_run(recipe: Recipe, run: Path) -> Tokenizer:
 
 
 def distill(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:
-    """Distills a target model into a draft model; arguments, yields and errors as in `train`.
+    """Distills a target model into a draft model.
 
-    With `recipe.start` a draft goes on, for example after its target was trained further.
+    Other arguments, yields and errors are those of `train`. With `recipe.start` a draft goes on,
+    for example after its target was trained further.
     """
     tokenizer, target = open_target(target_path, output)
     fingerprint = recipe.fingerprint() | {"target": weights_digest(target)}
@@ -96,7 +97,7 @@ def distill(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progres
 
 
 def open_target(target_path: Path, output: Path) -> tuple[Tokenizer, HybridLM]:
-    """Returns a target in float32, its matrices in the usual order, and its tokenizer."""
+    """Returns a target's tokenizer and its model, for training, in float32."""
     tokenizer = load_tokenizer(target_path)
     target = in_first(from_pretrained(target_path))  # it reads many rows at once
     if output.exists() and output.samefile(target_path):
@@ -145,7 +146,7 @@ class RunText(NamedTuple):
 
 
 def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> RunText:
-    """Tokenizes the texts of a recipe; the target, if there is one, writes the generated ones."""
+    """Tokenizes a recipe's texts; the target writes the generated ones."""
     training = recipe.training
     length = training.sequence_length + 1
     corpus, held_out = data.load_corpus(recipe.text, tokenizer, length)
@@ -178,7 +179,7 @@ def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> R
 
 
 def continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.ndarray:
-    """Returns the rows with the target's continuation of their first half as the second."""
+    """Returns the rows with their second half written by the target."""
     half = tokens.shape[1] // 2
     out = generate(
         target,
@@ -210,7 +211,7 @@ def _config(recipe: Recipe, vocab_size: int, eos_token: Any) -> ModelConfig:
 def run_directory(
     output: Path, fingerprint: dict[str, Any], check: Callable[[Path], object] = load_config
 ) -> Path:
-    """Returns the directory with the checkpoints of this run, created if this is its start.
+    """Returns the directory with this run's checkpoints, made at its start.
 
     One without checkpoints, of a run that was refused or ended early, starts again. `check` refuses
     an `output` of another kind.

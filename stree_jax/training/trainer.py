@@ -44,7 +44,7 @@ def fit(
     extra: Any = None,
     until: int | None = None,
 ) -> Iterator[Progress]:
-    """Trains `model` in place, resuming from the latest checkpoint if there is one.
+    """Trains `model` in place, from the latest checkpoint if there is one.
 
     Several devices of this process share the rows of a batch, as many of them as divide it.
 
@@ -144,7 +144,7 @@ def _check_trainable(model: nnx.Module) -> None:
 
 
 def _multiplying(model: nnx.Module, products: str) -> nnx.Module:
-    """The model with the products of its projections in this dtype; see `Training`."""
+    """Returns a model whose projections multiply in this dtype."""
     if products == "float32":
         return model
     model = nnx.clone(model)
@@ -163,7 +163,7 @@ class _BFloat16Products(Matrix):
 
 @jax.custom_vjp
 def bfloat16_product(inputs: Array, kernel: Array) -> Array:
-    """`inputs @ kernel` of bfloat16 factors in float32, with gradients that are such products too.
+    """Multiplies bfloat16 factors in float32, also in its gradients.
 
     JAX's own gradient of a product with a float32 result multiplies in float32.
     """
@@ -198,7 +198,7 @@ def make_optimizer(training: Training) -> optax.GradientTransformation:
 
 
 def schedule(training: Training) -> optax.Schedule:
-    """The learning rate by step: warmup, then cosine decay, or a constant peak and linear decay."""
+    """Returns the learning rate by step, see `Training`."""
     peak, last = training.learning_rate, training.learning_rate / 20
     if training.decay_steps is None:
         return optax.warmup_cosine_decay_schedule(
@@ -223,7 +223,7 @@ def evaluate(model: nnx.Module, loss: Loss, batches: list[np.ndarray], extra: An
 
 
 def cast(model: HybridLM, dtype: DTypeLike) -> HybridLM:
-    """A copy with the dtypes of a `dtype` model, which keeps some weights in float32."""
+    """Copies a model to a dtype, but for weights that stay float32."""
     _check_trainable(model)
     structure, wanted = HybridLM.abstract(model.config, dtype=dtype)
     have = nnx.to_pure_dict(nnx.state(in_first(model)))

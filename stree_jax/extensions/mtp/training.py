@@ -23,7 +23,7 @@ _LAYERS: dict[str, Any] = {"attention": AttentionConfig, "mlp": MlpConfig, "moe"
 
 
 def train_mtp(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:
-    """Trains a multi-token-prediction head for a target, whose weights stay as they are.
+    """Trains a multi-token-prediction head for a target, which stays as it is.
 
     Arguments, yields and errors are those of `distill`. The recipe's model table has `steps`, the
     drafts that a step of training makes one after the other, the tables `attention` (fields of
@@ -46,7 +46,7 @@ def train_mtp(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progr
 
 
 def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.Rngs) -> MtpHead:
-    """A head that begins as "what the target predicts at the state before": Medusa's start.
+    """Makes a head that begins as Medusa's heads do.
 
     The projection of the state is the identity, both branches add nothing, and the final norm has
     the mean size of the target's states, which include the weight of its final norm.
@@ -91,11 +91,7 @@ def mtp_loss(
 
 
 def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int, int]:
-    """The head of a recipe's model table, the number of drafts of a step, and `boost_after`.
-
-    Raises:
-        ValueError: a field is missing, unknown or invalid.
-    """
+    """Returns a recipe's head, its drafts a step, and `boost_after`."""
     table, config = recipe.model, target.config
     try:
         if not {*table} <= {*_LAYERS, "steps", "boost_after"}:
@@ -116,7 +112,7 @@ def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int, int]:
 
 
 def _layer(table: Mapping[str, Any], config: ModelConfig, kinds: Sequence[str]) -> Any:
-    """A layer of one of these kinds: of a recipe's model table, or as the target's last such."""
+    """Returns a recipe's layer of these kinds, or the target's last one."""
     named = [kind for kind in kinds if kind in table]
     if len(named) == 1:
         return _LAYERS[named[0]](**table[named[0]])
