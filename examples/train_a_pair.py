@@ -69,11 +69,10 @@ def main(steps: int = 60, num_layers: int = 3) -> None:
             recipe = folder / f"{kind}.toml"
             recipe.write_text(RECIPE.format(width=width, layers=layers, steps=steps))
             paths[kind] = folder / kind
-            options = {"command": f"examples/train_a_pair.py, {kind}"}
             if kind == "target":
-                run = train(Recipe.load(recipe), paths[kind], **options)
+                run = train(Recipe.load(recipe), paths[kind])
             else:
-                run = distill(Recipe.load(recipe), paths["target"], paths[kind], **options)
+                run = distill(Recipe.load(recipe), paths["target"], paths[kind])
             losses = [step.loss for step in run]
             print(f"{kind}: loss {losses[0]:.2f} to {losses[-1]:.2f} nats in {steps} steps")
 

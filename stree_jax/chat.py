@@ -22,7 +22,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A template of transformers: a Jinja program that writes a conversation as text.
+    """A Jinja program of transformers that writes a conversation as text.
 
     Attributes:
         source: the program.
@@ -35,17 +35,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]] | Any, /, **variables: Any) -> str:
         """Renders a conversation, up to where the assistant's next message begins.
 
-        Rendered as transformers renders it: in jinja2's sandbox, with the filter `tojson`, the
-        functions `raise_exception` and `strftime_now`, and the block `generation`. The sandbox
-        keeps a stranger's program from other values, not from taking time and memory.
-
-        Args:
-            messages: such as `[{"role": "user", "content": "Hello"}]`.
-            **variables: more variables of the program, such as `tools`, or `enable_thinking`.
-
-        Raises:
-            ValueError: messages or variables are no JSON; the template refuses them or is damaged;
-                or jinja2 is not installed.
+        The sandbox of jinja2 keeps a stranger's program from other values, not from taking time and
+        memory. More variables are such as `tools` or `enable_thinking`.
         """
         values = {"tools": None, "documents": None, "add_generation_prompt": True} | variables
         values["messages"] = _checked(messages)
@@ -69,17 +60,10 @@ class ChatTemplate:
 def load_chat_template(
     directory: str | os.PathLike[str], name: str | None = None, *, tools: bool = False
 ) -> ChatTemplate:
-    """The chat template of a checkpoint.
+    """Returns the chat template of a checkpoint, from files or its config.
 
-    Args:
-        directory: the checkpoint, with files `CHAT_TEMPLATES` or templates in
-            `tokenizer_config.json`.
-        name: which one, if there are several. None: as transformers, "tool_use" if `tools` are
-            given and there is one, else "default"; files come before the config.
-        tools: whether tools are given.
-
-    Raises:
-        ValueError: there is none, or a file is damaged.
+    Without a name it is "tool_use" if tools are given and there is one, else "default", as
+    transformers has it; files come before the config.
     """
     folder = folder_of(Path(directory))
     config = folder / "tokenizer_config.json"
@@ -101,7 +85,7 @@ def load_chat_template(
 
 
 def _in_config(file: Path, given: Any) -> dict[str, str]:
-    """The templates in a tokenizer's config: a text, a list of names and texts, or a table."""
+    """Returns the templates of a tokenizer's config, by name."""
     parts = {"default": given} if isinstance(given, str) else {} if given is None else given
     if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
         pairs = [(part.get("name"), part.get("template")) for part in parts]
@@ -116,11 +100,7 @@ def _in_config(file: Path, given: Any) -> dict[str, str]:
 
 
 def checked_variables(chat: Any) -> dict[str, Any]:
-    """The variables that a user gives to a template, by name.
-
-    Raises:
-        ValueError: they are no table of names.
-    """
+    """Returns the variables that a user gives to a template, by name."""
     if chat is None:
         return {}
     if not isinstance(chat, Mapping) or not all(isinstance(name, str) for name in chat):
@@ -133,7 +113,7 @@ def checked_variables(chat: Any) -> dict[str, Any]:
 
 
 def _checked(messages: Any) -> list[dict[str, Any]]:
-    """The messages without None, and with the names of reasoning that templates know."""
+    """Returns messages without None, with the names of reasoning that templates know."""
     way_out = 'messages are such as [{"role": "user", "content": "Hello"}]'
     if not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"{way_out}, got {shown(messages)}")
@@ -149,7 +129,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a copy of JSON's types: a template must not reach methods of other objects."""
+    """Copies JSON's types: a template must not reach methods of others."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     for kind, plain in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):

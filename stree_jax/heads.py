@@ -42,7 +42,7 @@ _SAMPLE = 1024  # numbers of each weight in the sketch
 
 
 def sketch(model: HybridLM, *, matrices: bool = True) -> str:
-    """SHA-256 of some numbers of every weight as bfloat16: the same in any dtype.
+    """Digests some numbers of every weight, as bfloat16.
 
     Any training changes it. Reading all weights of a large target would take minutes. Without
     `matrices` it is the same in 8 bits too, and after an adapter of matrices was merged.
@@ -64,7 +64,7 @@ def _first(leaf: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class HeadKind:
-    """A kind of head, as its room describes it.
+    """Describes a kind of head: weights, config and messages.
 
     Attributes:
         head: the class of its weights.
@@ -88,11 +88,7 @@ class HeadKind:
 
 
 def head_kind(kind: str) -> HeadKind:
-    """A kind of head by its name.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
+    """Returns a kind of head by its name."""
     if kind not in ROOMS:
         raise ValueError(f"the kinds of heads are {', '.join(ROOMS)}, got {shown(kind)}")
     return importlib.import_module(ROOMS[kind]).KIND
@@ -111,7 +107,7 @@ def save_head(
     model_card: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves a head of any kind with a fingerprint of the target that it is for.
+    """Saves a head of any kind, with a fingerprint of its target.
 
     Args:
         head: the head; weights are stored in their current dtype.
@@ -139,12 +135,7 @@ def save_head(
 
 
 def load_native_head(kind: str, path: str | os.PathLike[str], target: HybridLM) -> Any:
-    """Loads a native checkpoint of a head for its target, in the target's dtype.
-
-    Raises:
-        ValueError: the checkpoint is missing, damaged or of another kind, or belongs to another
-            target.
-    """
+    """Loads a native checkpoint of a head, in its target's dtype."""
     known = head_kind(kind)
     path, config, header = open_head(kind, path)
     is_original = quantized_names(target) and header.get("target_but_matrices") == sketch(
@@ -156,11 +147,7 @@ def load_native_head(kind: str, path: str | os.PathLike[str], target: HybridLM) 
 
 
 def open_head(kind: str, path: str | os.PathLike[str]) -> tuple[Path, Any, dict[str, Any]]:
-    """The path, the head's config and config.json of a native checkpoint of a kind.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is damaged.
-    """
+    """Returns path, head's config and config.json of a native checkpoint."""
     known = head_kind(kind)
     path, header = load_header(path)
     if header.get("kind") != kind:
@@ -172,5 +159,5 @@ def open_head(kind: str, path: str | os.PathLike[str]) -> tuple[Path, Any, dict[
 
 
 def abstract_head(kind: str, config: Any, target: HybridLM | None = None) -> Any:
-    """A head without weights, in the dtype of the target and with its kernels."""
+    """Returns a head without weights, in its target's dtype, with its kernels."""
     return nnx.eval_shape(lambda: head_kind(kind).new(config, target))

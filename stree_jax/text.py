@@ -31,16 +31,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Texts:
-    """The texts of a checkpoint: prompts to tokens, what ends a text, tokens to text.
+    """A checkpoint's way from prompts to tokens, and from tokens to text.
 
-    `complete`, the command and its files of prompts use it.
-
-    Args:
-        tokenizer: from `load_tokenizer`, or a fast tokenizer of transformers.
-        folder: the directory of the tokenizer, with its chat template; None: unknown.
-
-    Raises:
-        ValueError: not a tokenizer.
+    `complete`, the command and its files of prompts use it. `tokenizer` may be a fast tokenizer of
+    transformers; `folder` is its directory, with its chat template.
     """
 
     def __init__(self, tokenizer: Any, folder: Path | None = None):
@@ -52,11 +46,7 @@ class Texts:
 
     @classmethod
     def at(cls, path: Location) -> "Texts":
-        """Those of a directory, or of a tokenizer.json; what is loaded is kept.
-
-        Raises:
-            ValueError: there is none, or it cannot be read.
-        """
+        """Loads those of a directory or a tokenizer.json, which are kept."""
         source = Path(path)
         folder = source.parent if source.suffix == ".json" else folder_of(source)
         file = source if source.suffix == ".json" else folder / "tokenizer.json"
@@ -78,19 +68,10 @@ class Texts:
         chat: Mapping[str, Any] | None = None,
         name: str = "prompt",
     ) -> list[int]:
-        """The tokens of a prompt.
+        """Returns the tokens of a text, or of a conversation.
 
-        Args:
-            prompt: a text, or a conversation, which is written by the chat template.
-            special: whether a text gets the special tokens that the tokenizer adds, such as one for
-                its beginning. It gets none at its end, which it does not have yet. A chat template
-                writes them itself.
-            chat: variables of the chat template.
-            name: what messages call the prompt.
-
-        Raises:
-            ValueError: there are none, the tokenizer cannot encode the text, there is no chat
-                template, or one that cannot write the conversation, or variables for a text.
+        A text gets the `special` tokens that the tokenizer adds, such as one for its beginning, but
+        none at its end, which it does not have yet. Errors call the prompt by `name`.
         """
         is_text = isinstance(prompt, str)
         if is_text and chat:
@@ -110,15 +91,7 @@ class Texts:
         return tokens
 
     def end_tokens(self, config: ModelConfig, given: Any = None) -> list[int]:
-        """The tokens that end a text: those of the model, and of the tokenizer's directory.
-
-        Args:
-            config: the model's.
-            given: others instead, as ids or as the text of tokens; one or a list.
-
-        Raises:
-            ValueError: a token that the tokenizer does not have.
-        """
+        """Returns the tokens that end a text, or those `given`."""
         if given is None:
             ends = end_tokens(config, self._folder, self._tokenizer)
             own = getattr(self._given, "eos_token_id", None)  # of transformers
@@ -134,7 +107,7 @@ class Texts:
         return found
 
     def without_end(self, text: str, tokens: Sequence[int], finish_reason: str) -> str:
-        """A text without the token that ended it, which may be no special one."""
+        """Returns a text without the token that ended it."""
         if finish_reason != "end_token":
             return text
         return text.removesuffix(_continuing(self._tokenizer).decode([tokens[-1]]))
@@ -242,7 +215,7 @@ _READ = ("*.json", "*.safetensors", "*.bin", "*.gguf", "params/**/*")
 
 
 def _stamps(files: Iterable[Path]) -> tuple[tuple[str, int, int, int], ...]:
-    """Names, times, sizes and inodes: a file that replaces another one has other ones."""
+    """Returns names, times, sizes and inodes: a file that replaces another one has other ones."""
     stats = [(str(file), file.stat()) for file in sorted(files) if file.is_file()]
     return tuple((name, each.st_mtime_ns, each.st_size, each.st_ino) for name, each in stats)
 
@@ -265,7 +238,7 @@ def _tokenizer(path: str, written: Any) -> Tokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _of_whole_texts(tokenizer: Tokenizer) -> Tokenizer:
-    """A tokenizer that neither cuts nor pads, as its owner may want it to do elsewhere."""
+    """Returns a copy of a tokenizer that neither cuts nor pads."""
     copy = Tokenizer.from_str(tokenizer.to_str())
     copy.no_truncation()
     copy.no_padding()

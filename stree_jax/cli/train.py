@@ -1,8 +1,6 @@
 """`stree-jax train`, `distill`, `medusa` and `train-mtp`: the training loop with a progress bar."""
 
-import shlex
 import statistics
-import sys
 from collections.abc import Iterator
 
 from rich import progress as bars
@@ -17,7 +15,7 @@ def run_training(command: Train | Distill) -> None:
     """Trains, distills a target, or trains heads for one, with a progress bar."""
     console, recipe = Console(), Recipe.load(command.recipe)
     enable_compilation_cache()
-    reports = _trained(command, recipe, shlex.join(["stree-jax", *sys.argv[1:]]))
+    reports = _trained(command, recipe)
     columns = bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeElapsedColumn()
     what, left = bars.TextColumn("{task.description}"), bars.TimeRemainingColumn()
     report = bars.TextColumn("{task.fields[report]}")
@@ -47,14 +45,14 @@ def run_training(command: Train | Distill) -> None:
     console.print(f"wrote {command.output}", highlight=False)
 
 
-def _trained(command: Train | Distill, recipe: Recipe, as_typed: str) -> Iterator[Progress]:
+def _trained(command: Train | Distill, recipe: Recipe) -> Iterator[Progress]:
     match command:
         case Train():
-            return train(recipe, command.output, command=as_typed)
+            return train(recipe, command.output)
         case Medusa():
             from stree_jax.extensions.medusa.training import train_medusa as teach
         case TrainMtp():
             from stree_jax.extensions.mtp.training import train_mtp as teach
         case _:
             teach = distill
-    return teach(recipe, command.target, command.output, command=as_typed)
+    return teach(recipe, command.target, command.output)

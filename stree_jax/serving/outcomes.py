@@ -29,7 +29,7 @@ class Outcomes:
             self._events = collections.deque(map(_last_event, self._completions.values()))
 
     def grown(self, job: Job, tokens: np.ndarray) -> None:
-        """Takes the tokens so far of a running request; a stop may still cut the last ones."""
+        """Takes the tokens so far of a request that runs."""
         if self._events is None:
             return
         pieces = self._pieces.setdefault(job.request_id, Pieces(job.row.stopping))
@@ -45,16 +45,16 @@ class Outcomes:
             self._events.append(_last_event(completion, pieces))
 
     def pop(self, request_id: int) -> Completion | None:
-        """A completion, which is not given again; None: it was given, or there is none."""
+        """Returns a completion, which is not given again, or None."""
         return self._completions.pop(request_id, None)
 
     def completions(self) -> Iterator[Completion]:
-        """Finished results, in the order they ended."""
+        """Yields completions, in the order in which they ended."""
         while self._completions:
             yield self._completions.pop(next(iter(self._completions)))
 
     def events(self) -> Iterator[Event]:
-        """Finished results, in the order they ended."""
+        """Yields events: new tokens of requests, and their ends."""
         while self._events:
             yield self._events.popleft()
 

@@ -23,7 +23,7 @@ from stree_jax.models.lm import HybridLM
 
 
 class Pool:
-    """The rows of one decode loop, with the settings of the text in each. It knows no requests.
+    """The rows of one decode loop, with the settings of their texts.
 
     `plans` are the programs for texts of `max_length` tokens, by whether all rows have temperature
     0; None where the verifier refuses. The other arguments are those of `Scheduler`.
@@ -56,7 +56,7 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches and pending records of all rows, with the drafter's; 0 at first."""
+        """Bytes of all rows' caches and pending records; 0 at first."""
         state = self._state
         if state is None:
             return 0
@@ -66,15 +66,11 @@ class Pool:
 
     @property
     def program(self) -> tuple[SpeculativeDecoder, Drafter | None]:
-        """A decoder with the sizes of the rows, and the drafter, if it drafts."""
+        """The decoder with the sizes of the rows, and the drafter."""
         return self._program(greedy=bool(self._plans[True]))
 
     def check(self, after: Prefix) -> None:
-        """Refuses a prefix of another model, drafter or pool, which would end all rows.
-
-        Raises:
-            ValueError: it is one.
-        """
+        """Refuses a prefix of another model, drafter or pool."""
         check_origin(after, self._model, self._drafter)
         if self._cache is None:
             self._cache = cache_shapes(self._model, 1, self._most)
@@ -86,7 +82,7 @@ class Pool:
             )
 
     def grow(self, num_tokens: int) -> bool:
-        """Gives the caches of all rows room for a text, by doubling; returns if they had less."""
+        """Makes room for a text by doubling; True if there was less."""
         if num_tokens <= self._size:
             return False
         while self._size < num_tokens:
@@ -111,7 +107,7 @@ class Pool:
         return prefix._replace(origin=origin_of(self._model, self._drafter))
 
     def start(self, row: int, plan: Plan, prefix: Prefix) -> None:
-        """Starts a free row with settings and key of a plan; `prefix` is the whole text."""
+        """Starts a free row with a plan's settings and its text's prefix."""
         self._extend(plan)
         settings = plan.rows[0]
         decoder, drafter = self._program(settings.is_greedy)
@@ -124,7 +120,7 @@ class Pool:
         self._rows[row] = settings
 
     def run(self, max_steps: int, stop_after_ended: int) -> list[int]:
-        """Runs for some steps, or until some rows have ended; returns those that are not free."""
+        """Runs some steps; returns rows that ended and are not free."""
         greedy = all(row.is_greedy for row in self._settings())
         decoder, drafter = self._program(greedy)
         sampling = sampling_of(self._settings(), may_differ=True)
@@ -179,7 +175,7 @@ class Pool:
         return decoder, found.drafter
 
     def _extend(self, plan: Plan) -> None:
-        """Gives all rows what a text needs; few sizes, so that texts share programs."""
+        """Gives all rows what a text needs, in few sizes."""
         vocab_size, stopping = self._model.config.vocab_size, plan.rows[0].stopping
         num_best = plan.decoder.num_best
         if num_best is not None and num_best > (-1 if self._num_best is None else self._num_best):
@@ -191,7 +187,7 @@ class Pool:
 
 
 def _needs_places(model: HybridLM, drafter: Drafter | None, most: int) -> bool:
-    """Whether the caches of longer texts are larger: not those of Mamba-2 layers."""
+    """True if longer texts have larger caches."""
     return not all(
         same_rows(cache_shapes(each, 1, 1), cache_shapes(each, 1, most))
         for each in (model, *draft_models(drafter))

@@ -39,11 +39,7 @@ class PrefixCacheStats:
 
 
 class PrefixCache:
-    """Prefixes by their tokens; the least recently used are removed when the budget is spent.
-
-    Args:
-        budget: most bytes of the arrays of all entries.
-    """
+    """Keeps prefixes by their tokens, the latest used ones within `budget` bytes."""
 
     def __init__(self, budget: int):
         self._budget = budget
@@ -55,7 +51,7 @@ class PrefixCache:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What `PrefixCacheStats` says of entries."""
+        """Counts of entries, see `PrefixCacheStats`."""
         return dict(
             nbytes=self._nbytes,
             num_entries=len(self._entries),
@@ -64,13 +60,10 @@ class PrefixCache:
         )
 
     def find(self, tokens: Sequence[int], longer_than: int = 0) -> tuple[int, Prefix] | None:
-        """The longest entry that a text begins with, and its number of tokens.
+        """Returns the longest entry that a text begins with, and its length.
 
-        An entry with a number that is not finite is dropped, and the next shorter one is tried.
-
-        Args:
-            tokens: the text.
-            longer_than: entries of at most as many tokens are ignored.
+        Entries of at most `longer_than` tokens are ignored. One with a number that is not finite is
+        dropped, and the next shorter one is tried.
         """
         while (key := self._longest(tokens)) is not None and len(key) > longer_than:
             prefix = self._entries[key]
@@ -88,14 +81,14 @@ class PrefixCache:
         return max((num_shared(tokens, each) for each in neighbours), default=0)
 
     def has(self, tokens: Sequence[int]) -> bool:
-        """Whether there is an entry of exactly these tokens, which is then used."""
+        """True if exactly these tokens have an entry, which counts as used."""
         key = tuple(tokens)
         if found := key in self._entries:
             self._entries.move_to_end(key)
         return found
 
     def keep(self, tokens: Sequence[int], prefix: Prefix) -> None:
-        """Adds an entry, unless it is larger than the whole budget; evicts others for it."""
+        """Adds an entry unless it exceeds the budget; evicts others for it."""
         key = tuple(tokens)
         if key in self._entries:
             self._remove(key)
@@ -141,7 +134,7 @@ class PrefixCache:
 
 
 def _arrays(prefix: Prefix) -> dict[int, Any]:
-    """The arrays of a prefix by their id: an array that occurs twice is in memory once."""
+    """Returns a prefix's arrays by id, each once."""
     return {id(leaf): leaf for leaf in jax.tree.leaves(prefix)}
 
 
@@ -152,7 +145,7 @@ def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def is_finite(prefix: Prefix) -> bool:
-    """Whether all numbers of the caches and of the drafter's state are finite."""
+    """True if the caches and the drafter's state are finite."""
     return bool(_all_finite((prefix.cache, prefix.drafter)))
 
 

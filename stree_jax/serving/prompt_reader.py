@@ -29,12 +29,12 @@ class Reading:
     """A text that is being read.
 
     Attributes:
-        tokens: all of it.
-        prefix: of its first `length` tokens; None: nothing is read.
-        length: see `prefix`.
-        keep_at: lengths whose prefixes are kept.
-        others: texts that began to be read before, and the number of first tokens that they share.
-        is_hit: whether an entry of the cache was used.
+        tokens: the whole text.
+        prefix: the state after its first `length` tokens; None at first.
+        length: number of tokens that are read.
+        keep_at: lengths at which prefixes are kept.
+        others: readings that began before, and the number of first tokens that each shares.
+        is_hit: True if the cache had an entry.
     """
 
     tokens: list[int]
@@ -46,16 +46,16 @@ class Reading:
 
     @property
     def is_done(self) -> bool:
-        """Whether all of it is read."""
+        """True if all of it is read."""
         return self.length == len(self.tokens)
 
     @property
     def waits(self) -> bool:
-        """Whether another request is prefilling the common prefix now."""
+        """True while another request prefills the common prefix."""
         return any(other.length < shared > self.length + _WORTH for other, shared in self.others)
 
     def end(self, most: int) -> int:
-        """Where the next chunk ends, which has at most `most` tokens."""
+        """Returns the end of the next chunk, of at most `most` tokens."""
         stops = [length for length in self.keep_at if length > self.length]
         return min(*stops, self.length + most, len(self.tokens))
 
@@ -65,7 +65,7 @@ class Reading:
 
 
 class PromptReader:
-    """Reads texts for the rows of a pool, whose program it gets, and keeps their prefixes.
+    """Reads texts for the rows of a pool, and keeps their prefixes.
 
     `cache_bytes` and `keep_every` are `prefix_cache_bytes` and `prefix_every` of `Scheduler`.
     """
@@ -95,7 +95,7 @@ class PromptReader:
     def begin(
         self, tokens: list[int], after: Prefix | None, before: Sequence[Reading] = ()
     ) -> Reading:
-        """A text that is to be read, after a prefix of it, while others `before` it are read."""
+        """Returns a text to read after a prefix, as others before it."""
         reading = Reading(tokens)
         if after is not None:
             self._set(reading, int(on_host(after.context.length)[0]), after)
@@ -122,14 +122,14 @@ class PromptReader:
             self._cache.clear()
 
     def resize(self, decoder: SpeculativeDecoder, readings: Iterable[Reading]) -> None:
-        """Switches to a new pool size, and resizes the buffers of running prefills."""
+        """Switches to a new pool size, for prefills that run too."""
         self._decoder = decoder
         for reading in readings:
             if reading.prefix is not None:
                 self._set(reading, reading.length, reading.prefix)
 
     def advance(self, readings: Sequence[Reading], budget: int | None) -> None:
-        """Reads at most `budget` tokens of texts, or all: first come, first served."""
+        """Reads at most `budget` tokens of texts, or all, in their order."""
         left = budget
         while left is None or left >= (1 if left == budget else _SMALLEST):
             waiting = [reading for reading in readings if not (reading.is_done or reading.waits)]
@@ -155,7 +155,7 @@ class PromptReader:
         self._cache.keep(tokens, small)
 
     def _look_up(self, reading: Reading) -> None:
-        """Continues from an entry that is longer than what is read, if there is one."""
+        """Continues from a longer entry, if there is one."""
         assert self._cache is not None
         found = self._cache.find(reading.tokens, longer_than=reading.length)
         if found is not None:
@@ -174,7 +174,7 @@ class PromptReader:
             reading.prefix = self._decoder.read(self._model, self._drafter, context, own)
 
     def _read(self, waiting: Sequence[Reading], left: int | None) -> int:
-        """Reads a chunk of the first text, and of others with it; returns the number of tokens."""
+        """Reads a chunk of texts; returns the number of tokens."""
         first = waiting[0]
         alike = [each for each in waiting if (each.prefix is None) == (first.prefix is None)]
         share = PREFILL_CHUNK if left is None else min(left // self._together, PREFILL_CHUNK)
@@ -221,7 +221,7 @@ class PromptReader:
 
 
 def _whole_buffer(left: int) -> int:
-    """The size of the largest buffer that `left` tokens fill; `left` if they fill none."""
+    """Returns the largest buffer that `left` tokens fill, or `left`."""
     size = _SMALLEST
     if left < size:
         return left

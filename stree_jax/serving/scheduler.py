@@ -139,7 +139,7 @@ class Scheduler:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches and pending records of all rows, with the drafter's; 0 at first."""
+        """Bytes of all rows' caches and pending records; 0 at first."""
         return self._pool.nbytes
 
     @property
@@ -195,7 +195,7 @@ class Scheduler:
                 return
 
     def events(self) -> Iterator[Event]:
-        """Decodes, and yields new tokens of each request after every quantum, until none is left.
+        """Decodes, and yields each request's new tokens after every quantum.
 
         A request's tokens in their order are those of its completion. Tokens that a stop may still
         cut are held back. Its last event, and no other, has a `finish_reason`.
@@ -215,7 +215,7 @@ class Scheduler:
             self._report()
 
     def pop(self, request_id: int) -> Completion:
-        """The completion of a request that has ended; `completions` does not give it then.
+        """Returns the completion of a request, which is not given again.
 
         Raises:
             ValueError: the request has not ended, or its completion was given before.
@@ -229,7 +229,7 @@ class Scheduler:
         return completion
 
     def cancel(self, request_id: int) -> None:
-        """Ends a request that waits or runs, with the tokens so far and the reason "cancelled".
+        """Ends a request with the tokens so far and the reason "cancelled".
 
         Its row is free in the next interval. With `keep` its text can be continued if it had a row.
 
@@ -410,7 +410,7 @@ class Scheduler:
 
 
 def _as_row(key: Any) -> Any:
-    """A single key, the data of one or a seed, as the keys of a batch of one."""
+    """Returns a key, its data or its seed as a batch."""
     if key is None:
         return None
     key = typed_key(key)

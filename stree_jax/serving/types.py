@@ -89,7 +89,7 @@ class Event(NamedTuple):
 
     @property
     def text(self) -> str | None:
-        """What follows the text of the request's events before, if it has a tokenizer.
+        """The new text, if the request has a tokenizer.
 
         Together they are the text of its completion. It may come later than its tokens.
         """

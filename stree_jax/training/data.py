@@ -24,15 +24,7 @@ class Corpus(NamedTuple):
 
 
 def train_tokenizer(texts: Sequence[Text], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer. Token 0 is `END_OF_TEXT`.
-
-    Raises:
-        ValueError: `vocab_size` is too small for 256 bytes and `END_OF_TEXT`.
-    """
-    if vocab_size < 257:
-        raise ValueError(
-            f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), got {vocab_size}"
-        )
+    """Trains a byte-level BPE tokenizer. Token 0 is `END_OF_TEXT`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,11 +40,7 @@ def train_tokenizer(texts: Sequence[Text], vocab_size: int) -> Tokenizer:
 
 
 def load_corpus(texts: Sequence[Text], tokenizer: Tokenizer, window: int) -> tuple[Corpus, Corpus]:
-    """Tokenizes the files and returns the training split and the held-out split.
-
-    Raises:
-        ValueError: a file is not UTF-8, or one of its splits has fewer than `window` tokens.
-    """
+    """Tokenizes the files and returns the training split and the held-out split."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     small = tokenizer.get_vocab_size() <= np.iinfo(np.uint16).max + 1
     train, held_out = [], []

@@ -1,4 +1,4 @@
-"""`train_heads`: from a recipe to heads on a target's hidden states, with a model card."""
+"""`train_heads`: from a recipe to heads on a target's hidden states."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -13,13 +13,7 @@ from stree_jax.array_types import Array, Float, Tokens
 from stree_jax.heads import open_head, save_head
 from stree_jax.models.lm import HybridLM
 from stree_jax.training.recipe import Recipe
-from stree_jax.training.run import (
-    card_tables,
-    open_target,
-    run_directory,
-    run_text,
-    weights_digest,
-)
+from stree_jax.training.run import card, open_target, run_directory, run_text, weights_digest
 from stree_jax.training.trainer import Progress, evaluate, fit
 
 
@@ -30,9 +24,6 @@ class HeadPlan(NamedTuple):
         kind: their kind, as `stree_jax.heads.ROOMS` has it.
         new: new heads, given some of the text.
         loss: the loss of heads, given the target and tokens `[B, T]`.
-        title: what they are, for the model card.
-        shares: what they share with the target.
-        averages: what the loss is the mean of.
         boost: a step, after which all rows are written by the target and the loss is another one,
             of the same value.
     """
@@ -40,19 +31,11 @@ class HeadPlan(NamedTuple):
     kind: str
     new: Callable[[Tokens], Any]
     loss: Callable[[Any, HybridLM, Tokens], Float[Array, ""]]
-    title: str
-    shares: str
-    averages: str
     boost: tuple[int, Callable[[Any, HybridLM, Tokens], Float[Array, ""]]] | None = None
 
 
 def train_heads(
-    recipe: Recipe,
-    target_path: Path,
-    output: Path,
-    planned: Callable[[HybridLM], HeadPlan],
-    *,
-    command: str,
+    recipe: Recipe, target_path: Path, output: Path, planned: Callable[[HybridLM], HeadPlan]
 ) -> Iterator[Progress]:
     """Trains heads for a target, whose weights stay as they are.
 
@@ -84,14 +67,4 @@ def train_heads(
         return nnx.merge(graph, small)
 
     final = evaluate(stored_as(jnp.float32), loss, text.held_out, target)
-    card = f"""# {plan.title}
-
-{sum(leaf.size for leaf in jax.tree.leaves(weights)):,} parameters, stored as bfloat16, for the
-target `{target_path.name}` and no other. Shared with the target: {plan.shares}.
-
-- Command: `{command}`
-- Held-out KL divergence from the target, over {plan.averages}, earlier ones counting more:
-  {final:.4f} nats a token, on the last 1 % of each file, with the stored weights
-
-{card_tables(recipe, text.corpus)}"""
-    save_head(stored_as(jnp.bfloat16), target, output, model_card=card, overwrite=True)
+    save_head(stored_as(jnp.bfloat16), target, output, model_card=card(final), overwrite=True)

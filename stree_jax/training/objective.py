@@ -21,7 +21,7 @@ def next_token_loss(model: HybridLM, tokens: Tokens) -> Float[Array, ""]:
 def distillation_loss(
     model: HybridLM, target_logits: Float[Array, "B T V"], tokens: Tokens
 ) -> Float[Array, ""]:
-    """Mean `KL(target || model)` over the positions of `tokens`, in nats per token.
+    """Returns the mean `KL(target || model)` of all positions, in nats.
 
     A draft token is accepted with probability one minus the total variation distance of the two
     distributions (Leviathan et al. 2022, arXiv:2211.17192), and by Pinsker's inequality this
@@ -35,7 +35,7 @@ def distillation_loss(
 def ahead_loss(
     target: HybridLM, tokens: Tokens, drafts: Callable[[Array], Iterable[Array]]
 ) -> Float[Array, ""]:
-    """Mean KL divergence of drafts of the next tokens from the target, in nats per token.
+    """Returns the mean KL divergence of drafts from the target, in nats.
 
     The loss of a draft weighs 0.8 times that of the draft before it (Medusa, arXiv:2401.10774). The
     labels are the target's probabilities: on text that the target wrote, their optimum is that of

@@ -28,13 +28,11 @@ class Text:
         path: path of the file.
         weight: sampling weight, relative to the other files.
         document_start: prefix of the first line of each document; None: one document.
-        licence: licence of the text, for the model card.
     """
 
     path: str
     weight: float = 1.0
     document_start: str | None = None
-    licence: str = "not stated"
 
     def __post_init__(self) -> None:
         require_types(type(self), vars(self))
@@ -49,9 +47,8 @@ class Training:
         steps: number of weight updates.
         batch_size, sequence_length: rows and tokens per row of a training step.
         learning_rate, warmup_steps: peak of the schedule, and number of linear warmup steps.
-        decay_steps: number of steps of linear decay at the end, after a constant peak. A run may be
-            resumed with other `steps` and `decay_steps`, from its last checkpoint at the peak.
-            None: cosine decay over all steps.
+        decay_steps: number of steps of linear decay at the end, after a constant peak. None: cosine
+            decay over all steps.
         weight_decay: weight decay of AdamW.
         clip_norm: global norm to which gradients are clipped.
         save_every: number of steps between checkpoints.
@@ -96,11 +93,6 @@ class Training:
         require(self.products in _PRODUCTS, known)
         fraction = f"generated must be a fraction from 0 to 1, got {self.generated}"
         require(self.generated <= 1, fraction)
-
-    @property
-    def peak_end(self) -> int | None:
-        """The last step at the peak rate; None for cosine decay."""
-        return None if self.decay_steps is None else self.steps - self.decay_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +169,7 @@ class Recipe:
             raise ValueError(f"{self.source}: start is for `train` and `distill`; leave it out")
 
     def fingerprint(self) -> dict[str, Any]:
-        """The recipe and digests of its text files as JSON values; equal for equal runs."""
+        """Returns the recipe and digests of its texts, equal for equal runs."""
         values = dataclasses.asdict(self)
         del values["source"], values["start"]  # runs have the digest of its weights
         for text, source in zip(values["text"], self.text, strict=True):
@@ -193,7 +185,7 @@ def _table(values: Any, where: str) -> Mapping[str, Any]:
 
 
 def _made(cls: Any, values: Any, where: str) -> Any:
-    """The dataclass of a table; errors say where it is and name the field."""
+    """Makes the dataclass of a table; errors say where it is."""
     fields = [field for field in dataclasses.fields(cls) if field.compare]
     known = sorted(field.name for field in fields)
     for name in _table(values, where):
@@ -209,7 +201,7 @@ def _made(cls: Any, values: Any, where: str) -> Any:
 
 
 def _text(values: Any, recipe: Path, number: int) -> Text:
-    """A `[[text]]` table, with its path relative to the recipe; the file must exist."""
+    """Makes a text of a `[[text]]` table, whose file must exist."""
     where = f"{recipe}, [[text]] {number}"
     text = _made(Text, values, where)
     path = recipe.parent / text.path

@@ -1,10 +1,8 @@
-"""`train` and `distill`: from a recipe to a native checkpoint with a model card."""
+"""`train` and `distill`: from a recipe to a native checkpoint."""
 
-import dataclasses
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,29 +23,21 @@ from stree_jax.models.matrices import in_first
 from stree_jax.pretrained import from_pretrained, load_tokenizer
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
-from stree_jax.training.recipe import Recipe, Training
-from stree_jax.training.trainer import (
-    Loss,
-    Progress,
-    cast,
-    evaluate,
-    fit,
-    forget_after,
-    saved_steps,
-)
+from stree_jax.training.recipe import Recipe
+from stree_jax.training.trainer import Loss, Progress, cast, evaluate, fit
 
 # The target generates the rows of this many steps in one batch: on a CPU 64 rows take little
 # longer than 8.
 _STEPS_AT_ONCE = 8
 
 
-def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
+def train(recipe: Recipe, output: Path) -> Iterator[Progress]:
     """Trains a tokenizer and a model on text.
 
     Args:
         recipe: model, optimization and text.
-        output: the native checkpoint to write. Checkpoints to resume from go to `<output>.run`.
-        command: the command line of the run, for the model card.
+        output: the native checkpoint to write; its README.md has the held-out loss. Checkpoints to
+            resume from go to `<output>.run`.
 
     Yields:
         One `Progress` per step. `output` is written when the iterator is exhausted.
@@ -68,7 +58,7 @@ def train(recipe: Recipe, output: Path, *, command: str) -> Iterator[Progress]:
     def loss(model: HybridLM, tokens: jax.Array, _: None) -> jax.Array:
         return next_token_loss(model, tokens)
 
-    yield from _run(recipe, output, run, command, model, tokenizer, loss)
+    yield from _run(recipe, output, run, model, tokenizer, loss)
 
 
 def _tokenizer_of_run(recipe: Recipe, run: Path) -> Tokenizer:
@@ -79,10 +69,11 @@ def _tokenizer_of_run(recipe: Recipe, run: Path) -> Tokenizer:
     return tokenizer
 
 
-def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) -> Iterator[Progress]:
-    """Distills a target model into a draft model; arguments, yields and errors as in `train`.
+def distill(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:
+    """Distills a target model into a draft model.
 
-    With `recipe.start` a draft goes on, for example after its target was trained further.
+    Other arguments, yields and errors are those of `train`. With `recipe.start` a draft goes on,
+    for example after its target was trained further.
     """
     tokenizer, target = open_target(target_path, output)
     fingerprint = recipe.fingerprint() | {"target": weights_digest(target)}
@@ -102,15 +93,11 @@ def distill(recipe: Recipe, target_path: Path, output: Path, *, command: str) ->
         tokens = tokens[:, :-1]
         return distillation_loss(model, jax.lax.stop_gradient(target(tokens)), tokens)
 
-    yield from _run(recipe, output, run, command, model, tokenizer, loss, target)
+    yield from _run(recipe, output, run, model, tokenizer, loss, target)
 
 
 def open_target(target_path: Path, output: Path) -> tuple[Tokenizer, HybridLM]:
-    """A target in float32, its matrices in the usual order, and its tokenizer.
-
-    Raises:
-        ValueError: one of them is invalid, they do not fit, or `output` is the target.
-    """
+    """Returns a target's tokenizer and its model, for training, in float32."""
     tokenizer = load_tokenizer(target_path)
     target = in_first(from_pretrained(target_path))  # it reads many rows at once
     if output.exists() and output.samefile(target_path):
@@ -123,27 +110,10 @@ def open_target(target_path: Path, output: Path) -> tuple[Tokenizer, HybridLM]:
     return tokenizer, target
 
 
-class RunText(NamedTuple):
-    """The tokens of a run.
-
-    Attributes:
-        corpus: the token streams.
-        batch: tokens `[batch_size, sequence_length + 1]` of a step, partly written by the target.
-        own_batch: the same, with the second half of every row written by the target.
-        held_out: batches for evaluation only.
-    """
-
-    corpus: data.Corpus
-    batch: Callable[[int], np.ndarray]
-    own_batch: Callable[[int], np.ndarray]
-    held_out: list[np.ndarray]
-
-
 def _run(
     recipe: Recipe,
     output: Path,
     run: Path,
-    command: str,
     model: HybridLM,
     tokenizer: Tokenizer,
     loss: Loss,
@@ -151,25 +121,32 @@ def _run(
 ) -> Iterator[Progress]:
     text = run_text(recipe, tokenizer, target)
     yield from fit(model, loss, text.batch, recipe.training, run / "steps", target)
-    # Evaluated with the weights as stored.
     stored = cast(model, jnp.bfloat16)
     final = evaluate(cast(stored, jnp.float32), loss, text.held_out, target)
-    verb = "trained" if target is None else "distilled"
-    card = _model_card(recipe, command, model, final, verb, text.corpus)
-    save_pretrained(stored, output, tokenizer=tokenizer, model_card=card, overwrite=True)
+    save_pretrained(stored, output, tokenizer=tokenizer, model_card=card(final), overwrite=True)
+
+
+def card(loss: float) -> str:
+    """Returns the README.md of a checkpoint."""
+    return f"Held-out loss: {loss:.4f} nats a token, with the stored weights.\n"
+
+
+class RunText(NamedTuple):
+    """The tokens of a run.
+
+    Attributes:
+        batch: tokens `[batch_size, sequence_length + 1]` of a step, partly written by the target.
+        own_batch: the same, with the second half of every row written by the target.
+        held_out: batches for evaluation only.
+    """
+
+    batch: Callable[[int], np.ndarray]
+    own_batch: Callable[[int], np.ndarray]
+    held_out: list[np.ndarray]
 
 
 def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> RunText:
-    """Tokenizes the texts of a recipe.
-
-    Args:
-        recipe: texts, batch size, and the fraction of each batch that is generated.
-        tokenizer: tokenizer of the model that is trained.
-        target: writes the generated text; None: there is none.
-
-    Raises:
-        ValueError: a text is not UTF-8, or too short.
-    """
+    """Tokenizes a recipe's texts; the target writes the generated ones."""
     training = recipe.training
     length = training.sequence_length + 1
     corpus, held_out = data.load_corpus(recipe.text, tokenizer, length)
@@ -198,11 +175,11 @@ def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> R
         return batch
 
     held = [read(held_out, step) for step in range(16)]
-    return RunText(corpus, batches(training.generated), batches(1.0), held)
+    return RunText(batches(training.generated), batches(1.0), held)
 
 
 def continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.ndarray:
-    """The rows with their second half replaced by the target's continuation of the first."""
+    """Returns the rows with their second half written by the target."""
     half = tokens.shape[1] // 2
     out = generate(
         target,
@@ -234,18 +211,10 @@ def _config(recipe: Recipe, vocab_size: int, eos_token: Any) -> ModelConfig:
 def run_directory(
     output: Path, fingerprint: dict[str, Any], check: Callable[[Path], object] = load_config
 ) -> Path:
-    """The directory with the checkpoints of this run, created if this is its start.
+    """Returns the directory with this run's checkpoints, made at its start.
 
-    One without checkpoints, of a run that was refused or ended early, starts again. If only the
-    end of the schedule changed, the checkpoints at the peak rate are still this run's.
-
-    Args:
-        output: the checkpoint to write, which may exist.
-        fingerprint: fingerprint of the run.
-        check: function that refuses an `output` of another kind.
-
-    Raises:
-        ValueError: `output` is not a checkpoint, or the directory belongs to another run.
+    One without checkpoints, of a run that was refused or ended early, starts again. `check` refuses
+    an `output` of another kind.
     """
     output = output.absolute()
     if output.exists():
@@ -259,88 +228,23 @@ def run_directory(
     run = output.with_name(output.name + ".run")
     run.mkdir(parents=True, exist_ok=True)
     file = run / "run.json"
-    before = file.read_text() if file.is_file() else None
     now = json.dumps(fingerprint, indent=2, default=str)  # dates, which the model refuses
-    if before == now:
+    if file.is_file() and file.read_text() == now:
         return run
-    if saved_steps(run / "steps"):
-        end = None if before is None else _common_peak(json.loads(before), json.loads(now))
-        if end is None:
-            raise ValueError(
-                f"{run} belongs to a run with another recipe, text or target; remove it to start"
-                " over, or choose another output"
-            )
-        forget_after(run / "steps", end)
-    else:
-        for part in ("tokenizer.json", "run.json"):  # run.json last: it is what they belong to
-            (run / part).unlink(missing_ok=True)
+    if any(path.name.isdecimal() for path in run.glob("steps/*")):
+        raise ValueError(
+            f"{run} belongs to a run with another recipe, text or target; remove it to start over,"
+            " or choose another output"
+        )
+    for part in ("tokenizer.json", "run.json"):  # run.json last: it is what they belong to
+        (run / part).unlink(missing_ok=True)
     write_text(file, now)
     return run
 
 
-def _common_peak(before: dict[str, Any], now: dict[str, Any]) -> int | None:
-    """The last step shared by two runs that differ only in the start of the decay.
-
-    None: there is no such start, or the runs differ in more.
-    """
-    ends, rest = [], []
-    for run in (before, now):
-        training = Training(**run["training"])
-        ends.append(training.peak_end)
-        rest.append(run | {"training": dataclasses.replace(training, steps=1, decay_steps=None)})
-    known = [end for end in ends if end is not None]
-    return min(known) if len(known) == 2 and rest[0] == rest[1] else None
-
-
 def weights_digest(model: HybridLM) -> str:
-    """SHA-256 of the weights."""
+    """Returns the SHA-256 of the weights."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(nnx.state(in_first(model))):
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()
-
-
-def _model_card(
-    recipe: Recipe, command: str, model: HybridLM, loss: float, verb: str, corpus: data.Corpus
-) -> str:
-    size = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
-    training, kinds = recipe.training, model.config.kinds
-    tokens = training.steps * training.batch_size * training.sequence_length
-    measured = f"KL divergence from the target: {loss:.4f} nats a token"
-    if verb == "trained":
-        measured = f"cross-entropy: {loss:.4f} nats a token (perplexity {math.exp(loss):.1f})"
-    start = "" if recipe.start is None else f", after those of `{Path(recipe.start).name}`"
-    names = {"mamba2": "Mamba-2", "gated_delta": "gated delta", "attention": "attention"}
-    mixers = [name for kind, name in names.items() if kind in kinds]
-    kind = "hybrid " * (len(mixers) != 1) + " and ".join(mixers)
-    counts = ", ".join(f"{kinds.count(part)} {part}" for part in dict.fromkeys(kinds))
-    return f"""# A small {kind.strip()} language model
-
-{size:,} parameters, layers: {counts}; width {model.config.d_model}, vocabulary
-{model.config.vocab_size}; stored as bfloat16. It was {verb} with stree-jax to show speculative
-decoding on a laptop. It is far too small to be accurate about anything.
-
-- Command: `{command}`
-- Tokens seen: {tokens:,} in {training.steps:,} steps{start}
-- Held-out {measured}, on the last 1 % of each file, with the stored weights
-
-{card_tables(recipe, corpus)}"""
-
-
-def card_tables(recipe: Recipe, corpus: data.Corpus) -> str:
-    """Texts and training settings, in Markdown."""
-    rows = "\n".join(
-        f"| `{Path(text.path).name}` | {text.licence} | {text.weight:g} | {len(stream):,} |"
-        for text, stream in zip(recipe.text, corpus.streams, strict=True)
-    )
-    fields = "\n".join(
-        f"| {name} | {value} |" for name, value in dataclasses.asdict(recipe.training).items()
-    )
-    return f"""| text | licence | weight | tokens |
-|---|---|---|---|
-{rows}
-
-| training | |
-|---|---|
-{fields}
-"""

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,7 +45,7 @@ def fit(
     extra: Any = None,
     until: int | None = None,
 ) -> Iterator[Progress]:
-    """Trains `model` in place, resuming from the latest checkpoint if there is one.
+    """Trains `model` in place, from the latest checkpoint if there is one.
 
     Several devices of this process share the rows of a batch, as many of them as divide it.
 
@@ -58,7 +57,7 @@ def fit(
             a resumed run sees the same batches.
         training: optimizer, schedule and batch size.
         checkpoints: directory of this run's checkpoints, each written atomically. The latest two
-            are kept, and the last one at the peak rate.
+            are kept.
         extra: last argument of `loss`.
         until: the last step, from which another call goes on; None: that of `training`.
 
@@ -105,12 +104,9 @@ def fit(
         return {"params": params, "optimizer": optimizer_state}, value
 
     checkpoints.mkdir(parents=True, exist_ok=True)
-    policies = ocp.training.preservation_policies
     with ocp.training.Checkpointer(
         plain_path(checkpoints),
-        preservation_policy=policies.AnyPreservationPolicy(
-            [policies.LatestN(2), policies.CustomSteps([training.peak_end or 0])]
-        ),
+        preservation_policy=ocp.training.preservation_policies.LatestN(2),
         save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
         cleanup_tmp_directories=True,
     ) as checkpointer:
@@ -137,7 +133,7 @@ def fit(
                 raise FloatingPointError(
                     f"the loss or the weights are not finite at step {step}; lower learning_rate"
                 )
-            if step % training.save_every == 0 or step in (training.peak_end, last):
+            if step % training.save_every == 0 or step == last:
                 checkpointer.save(step, state)
             yield Progress(step, float(value), tokens.size / (time.perf_counter() - began))
     on_host = jax.tree.map(np.asarray, state["params"])  # else they stay bound to the mesh
@@ -150,7 +146,7 @@ def _check_trainable(model: nnx.Module) -> None:
 
 
 def _multiplying(model: nnx.Module, products: str) -> nnx.Module:
-    """The model with the products of its projections in this dtype; see `Training`."""
+    """Returns a model whose projections multiply in this dtype."""
     if products == "float32":
         return model
     model = nnx.clone(model)
@@ -169,7 +165,7 @@ class _BFloat16Products(Matrix):
 
 @jax.custom_vjp
 def bfloat16_product(inputs: Array, kernel: Array) -> Array:
-    """`inputs @ kernel` of bfloat16 factors in float32, with gradients that are such products too.
+    """Multiplies bfloat16 factors in float32, also in its gradients.
 
     JAX's own gradient of a product with a float32 result multiplies in float32.
     """
@@ -204,9 +200,9 @@ def make_optimizer(training: Training) -> optax.GradientTransformation:
 
 
 def schedule(training: Training) -> optax.Schedule:
-    """The learning rate by step: warmup, then cosine decay, or a constant peak and linear decay."""
+    """Returns the learning rate by step, see `Training`."""
     peak, last = training.learning_rate, training.learning_rate / 20
-    if training.peak_end is None:
+    if training.decay_steps is None:
         return optax.warmup_cosine_decay_schedule(
             init_value=0.0,
             peak_value=peak,
@@ -214,35 +210,12 @@ def schedule(training: Training) -> optax.Schedule:
             decay_steps=max(training.steps, training.warmup_steps + 1),
             end_value=last,
         )
-    assert training.decay_steps is not None
     warmup = optax.linear_schedule(0.0, peak, training.warmup_steps)
     decay = optax.linear_schedule(peak, last, training.decay_steps)
     return optax.join_schedules(
-        [warmup, optax.constant_schedule(peak), decay], [training.warmup_steps, training.peak_end]
+        [warmup, optax.constant_schedule(peak), decay],
+        [training.warmup_steps, training.steps - training.decay_steps],
     )
-
-
-def saved_steps(checkpoints: Path) -> list[int]:
-    """The steps with a checkpoint, in order."""
-    if not checkpoints.is_dir():
-        return []
-    return sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdecimal())
-
-
-def forget_after(checkpoints: Path, step: int) -> None:
-    """Deletes the checkpoints of later steps.
-
-    Raises:
-        ValueError: there would be none left; none is deleted.
-    """
-    saved = saved_steps(checkpoints)
-    if saved and saved[0] > step:
-        raise ValueError(
-            f"{checkpoints} has no checkpoint of the first {step} steps, where the learning rate is"
-            f" at its peak in both schedules (it has {saved}): take more steps or a shorter decay"
-        )
-    for late in (number for number in saved if number > step):
-        shutil.rmtree(checkpoints / str(late))
 
 
 def evaluate(model: nnx.Module, loss: Loss, batches: list[np.ndarray], extra: Any = None) -> float:
@@ -252,7 +225,7 @@ def evaluate(model: nnx.Module, loss: Loss, batches: list[np.ndarray], extra: An
 
 
 def cast(model: HybridLM, dtype: DTypeLike) -> HybridLM:
-    """A copy with the dtypes of a `dtype` model, which keeps some weights in float32."""
+    """Copies a model to a dtype, but for weights that stay float32."""
     _check_trainable(model)
     structure, wanted = HybridLM.abstract(model.config, dtype=dtype)
     have = nnx.to_pure_dict(nnx.state(in_first(model)))

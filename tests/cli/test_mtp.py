@@ -68,7 +68,6 @@ sequence_length = 16
 
 [[text]]
 path = "text.txt"
-licence = "MIT"
 """
 
 

@@ -35,7 +35,6 @@ def test_trees_whose_shape_the_head_chooses(kind, target):
 D2T = np.zeros(OWN, np.int64)
 REFUSED = [
     (dict(architectures=["LlamaForCausalLM"]), {}, "not an EAGLE-3 head: its architectures are"),
-    (dict(architectures=[]), {}, r"not an EAGLE-3 head: its architectures are \[\]"),
     (dict(norm_before_fc=True), {}, "norm_before_fc = true is not supported"),
     (dict(attention_bias=True), {}, "biases in an EAGLE-3 head are not supported"),
     (dict(num_hidden_layers=2), {}, "num_hidden_layers = 2, elsewhere 1"),
@@ -48,13 +47,12 @@ REFUSED = [
     ({}, {"d2t": None}, "d2t is missing, and the head has 20 of the target's 37 tokens"),
     ({}, {"d2t": D2T - 1}, "d2t maps tokens of the head twice, or outside the vocabulary"),
     ({}, {"t2d": np.full(VOCAB, np.nan, np.float32)}, "t2d must be true or false for each of the"),
-    ({}, {"t2d": np.full(VOCAB, 2, np.int64)}, "t2d must be true or false for each of the 37"),
     ({}, {"d2t": D2T}, "t2d and d2t contradict each other"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "own", "message"), REFUSED, ids=[m for *_, m in REFUSED])
-def test_what_is_refused(changes, own, message, target, tmp_path):
+def test_files_that_are_refused(changes, own, message, target, tmp_path):
     path = saved(tmp_path / "head", changes, own)
     with pytest.raises(ValueError, match=message) as error:
         st.load_eagle3(path, target)

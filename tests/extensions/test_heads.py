@@ -5,6 +5,7 @@ No test of exactness can find a wrong head: a wrong order, state or cache only l
 
 import dataclasses
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -96,17 +97,10 @@ def test_drafts_come_from_the_head_in_float64(name, topology):
                 np.testing.assert_allclose(got[there], want[there], atol=5e-4)
 
 
-@pytest.mark.parametrize(  # the others are in test_lossless.py, too
-    "kind",
-    [
-        "eagle3",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("medusa", "mtp", "mtp, qwen")),
-    ],
-)
-def test_text_and_cache_are_those_of_autoregressive_decoding(kind):
-    """With shared noise."""
+def test_text_and_cache_of_eagle3_are_those_of_autoregressive_decoding():
+    """With shared noise; the other kinds are in tests/decoding/test_lossless.py."""
     options = dict(topology=st.TreeTopology.from_branching((3, 2)), temperatures=(1.0,))
-    target, drafter = parts(kind).target, parts(kind).drafter()
+    target, drafter = parts("eagle3").target, parts("eagle3").drafter()
     (out,) = assert_lossless(target, drafter, max_new_tokens=16, **options)
     assert out.stats.num_accepted > 0
 
@@ -301,38 +295,44 @@ def saved_as_others(kind, folder):
         yield folder / other
 
 
-def test_what_is_no_head(tmp_path):
-    target = tiny_model()
-    with pytest.raises(ValueError, match="the kinds of heads are .*mtp, got 'eagle'"):
-        st.load_head("eagle", tmp_path, target)
-    with pytest.raises(ValueError, match="head must be one of the kinds eagle3, .* got"):
-        st.save_head(target, target, tmp_path / "head")
-
-
 # What is refused.
 
+WIDTHS = {
+    "medusa": ("the heads are of a model of width 16, and the target's width is 32", "37, 16"),
+    "mtp": ("the head has width 16 and dtype float32, and the target", "37, 16"),
+    "eagle3": ("the head has width 16, 37 tokens and dtype float32", "width 16 with 37 tokens"),
+}
 
-@pytest.mark.parametrize(
-    ("kind", "wide", "elsewhere"),
-    [
-        ("medusa", "the heads are of a model of width 16, and the target's width is 32", "37, 16"),
-        ("mtp", "the head has width 16 and dtype float32, and the target", "37, 16"),
-        ("eagle3", "the head has width 16, 37 tokens and dtype float32", "width 16 with 37 tokens"),
-    ],
-)
-def test_a_head_of_another_size_is_refused(kind, wide, elsewhere):
-    _, target, head, make, _ = parts(kind)
-    with pytest.raises(ValueError, match=wide):
-        make(nnx.merge(*st.HybridLM.abstract(st.ModelConfig.tiny(d_model=32))), head)
-    with pytest.raises(ValueError, match="child_sampling must be 'auto' or one of"):
-        make(target, head, child_sampling="best")
-    other = random_model(dataclasses.replace(target.config, vocab_size=40))
-    with pytest.raises(ValueError, match=f"{elsewhere}.*with the target that generate gets"):
-        plan(other, PROMPTS, drafter=make(target, head))
-    with pytest.raises(ValueError, match=f"model must be a HybridLM.*{type(head).__name__}"):
-        st.ModelDrafter(head)
-    with pytest.raises(ValueError, match="drafts from its target's hidden states; a cascade has"):
-        st.CascadeDrafter(target, make(target, head))
+
+def refused():
+    """Messages, and the calls that are refused with them."""
+    target, wider = tiny_model(), st.HybridLM.abstract(st.ModelConfig.tiny(d_model=32))
+    yield "the kinds of heads are .*mtp, got 'eagle'", partial(st.load_head, "eagle", "", target)
+    yield "head must be one of the kinds eagle3, .* got", partial(st.save_head, target, target, "")
+    for number in (0, 17, True):
+        make = partial(st.MedusaHeads, target, num_heads=number, rngs=nnx.Rngs(0))
+        yield "num_heads must be an integer, from 1 to 16", make
+    for options in (dict(window=4), dict(qkv_bias=True), dict(key_multiplier=2.0)):
+        layers = st.AttentionConfig(4, 2, 8, **options), st.MlpConfig(8)
+        yield "an AttentionConfig with no options but", partial(st.MtpConfig, 16, *layers)
+    layers = st.AttentionConfig(4, 2, 8), st.Mamba2Config(4, 8, 8)
+    yield "feed_forward of a head is an MlpConfig or", partial(st.MtpConfig, 16, *layers)
+    for kind, (wide, elsewhere) in WIDTHS.items():
+        _, target, head, make, _ = parts(kind)
+        drafter = make(target, head)
+        other = random_model(dataclasses.replace(target.config, vocab_size=40))
+        asked = partial(plan, other, PROMPTS, drafter=drafter)
+        yield f"{elsewhere}.*with the target that generate gets", asked
+        yield wide, partial(make, nnx.merge(*wider), head)
+        yield "child_sampling must be 'auto' or", partial(make, target, head, child_sampling="best")
+        yield f"must be a HybridLM.*{type(head).__name__}", partial(st.ModelDrafter, head)
+        yield "its target's hidden states; a cascade", partial(st.CascadeDrafter, target, drafter)
+
+
+def test_what_is_refused():
+    for message, call in refused():
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("name", ["plain", "mamba_in_llama"], ids=["untied", "tied"])

@@ -124,9 +124,6 @@ def test_heads_that_are_zero_repeat_the_next_token():
 def test_what_is_refused():
     model = tiny_model()
     heads = heads_of(model)
-    for number in (0, 17, True):
-        with pytest.raises(ValueError, match="num_heads must be an integer, from 1 to 16"):
-            st.MedusaHeads(model, num_heads=number, rngs=nnx.Rngs(0))
     drafter = st.MedusaDrafter(model, heads)
     with pytest.raises(ValueError, match="depth 5 needs as many Medusa heads, and there are 4"):
         plan(model, PROMPTS, drafter=drafter, topology=st.TreeTopology.chain(5))

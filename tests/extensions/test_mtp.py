@@ -159,14 +159,6 @@ def test_dynamic_trees_of_a_head_replay_decoding():
     assert taus[size][2.5] == pytest.approx(out.stats.tau, abs=1e-12)
 
 
-def test_configs_that_are_refused():
-    for options in (dict(window=4), dict(qkv_bias=True), dict(key_multiplier=2.0)):
-        with pytest.raises(ValueError, match="a head is an AttentionConfig with no options but"):
-            st.MtpConfig(16, st.AttentionConfig(4, 2, 8, **options), st.MlpConfig(8))
-    with pytest.raises(ValueError, match="feed_forward of a head is an MlpConfig or a MoeConfig"):
-        st.MtpConfig(16, st.AttentionConfig(4, 2, 8), st.Mamba2Config(4, 8, 8))
-
-
 HEADS = {"attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}}
 
 

@@ -20,11 +20,9 @@ from tests.training.conftest import RECIPE
 # What is replaced, what by (a line that begins with "+" is added after it), and the message.
 REFUSED = [
     ("words.txt", "nowhere.txt", r"\[\[text\]\] 1: path = .*nowhere\.txt.*, which does not exist"),
-    ("words.txt", "w" * 5000, r"\[\[text\]\] 1: path = .*, which does not exist"),
     ("[training]", "+paces = 6", r"\[training\] has no field 'paces'; known: batch_size,"),
     ("steps = 6", "", r"\[training\] lacks 'steps'"),
     ("steps = 6", "steps = 0", r"steps must be an integer, from 1 to \d+; got 0"),
-    ("steps = 6", f"steps = {10**20}", r"\[training\]: steps must be .*; got 10{20}$"),
     ("steps = 6", f"steps = {'9' * 5000}", "is not TOML: Exceeds the limit"),
     ("batch_size = 2", f"batch_size = {10**20}", "batch_size must be .*; got 10{20}$"),
     ("[training]", "+learning_rate = -1.0", "learning_rate must be a number >= 0, got -1"),
@@ -34,29 +32,23 @@ REFUSED = [
     ("[[text]]", "+weight = 0.0", "weight of words.txt must be a number > 0"),
     ("[[text]]", "+colour = 5", r"\[\[text\]\] 1 has no field 'colour'; known: doc"),
     ("[[text]]", "[[book]]", "has no text"),
-    ("[[text]]", "[text]", "has no text"),
     ("vocab_size", "source = 5\nvocab_size", "toml has no field 'source'; known: model,"),
-    ("vocab_size", "vocabulary", "recipe.toml has no field 'vocabulary'; known: model, seed,"),
     ("vocab_size = 280", "seed = -1", "recipe.toml: seed must be .* from 0 to .* got -1"),
     ("[model]", "[model", "is not TOML"),
     ("vocab_size = 280", f"x = {'[' * 5000}{']' * 5000}", "is not TOML: maximum recursion"),
     ('path = "words.txt"', "", r"\[\[text\]\] 1 lacks 'path'"),
     ("d_model", "depth", r"recipe.toml, \[model\]: .*'d"),
     ("d_model = 16", "num_heads = 2", r"\[model\]: it lacks 'd_model', .* alone is for `medusa`"),
-    ("[model]", "+depth = 3", r"recipe.toml, \[model\]: .*'depth'"),
     ("num_layers = 2", f"num_layers = {10**20}", r"recipe.toml, \[model\]: num_layers must be"),
     ("280", "100", "vocab_size must be an integer, from 257 to"),
     ("length = 16", "length = 999", r"words\.txt has \d+ tokens; windows of 1000 tokens in both"),
 ]
 WRONG_TYPES = [
     ("steps = 6", "steps = 2024-01-01", r"steps must be .*; got datetime.date\(2024, 1, 1\)"),
-    ("steps = 6", "steps = []", r"steps must be .*; got \[\]"),
     ("[training]", "+learning_rate = nan", "learning_rate must be .* finite, got nan"),
     ("[training]", "+clip_norm = true", "clip_norm must be .* finite, got True"),
     ("[training]", f"+learning_rate = {10**40}", r"\]: learning_rate must be float and.* 10{40}$"),
     ("[[text]]", "+weight = 'much'", "weight must be float and finite, got 'much'"),
-    ("[[text]]", "+licence = 5", r"recipe.toml, \[\[text\]\] 1: licence must be str"),
-    ("vocab_size = 280", "vocab_size = []", r"recipe.toml: vocab_size must be .* got \[\]"),
     ("d_model = 16", f"d_model = {10**20}", r"\[model\]: d_model must be .*; got 10{20}$"),
     ("num_layers = 2", "num_layers = nan", r"\[model\]: num_layers must be .*; got nan"),
     ("[1]", "1", r"\[model\]: attention_layers must be a list of layers, got 1"),
@@ -75,7 +67,7 @@ def changed(old, new):
 def test_recipes_that_are_refused(recipe_file, tmp_path, old, new, message):
     recipe_file.write_text(changed(old, new))
     with pytest.raises(ValueError, match=message) as refused:
-        list(train(Recipe.load(recipe_file), tmp_path / "out", command=""))
+        list(train(Recipe.load(recipe_file), tmp_path / "out"))
     assert len(str(refused.value)) < 500
     assert not (tmp_path / "out").exists()
 
@@ -88,7 +80,7 @@ file = pathlib.Path(sys.argv[1])
 for recipe, message in json.load(sys.stdin):
     file.write_text(recipe)
     try:
-        list(train(Recipe.load(file), file.with_name("out"), command=""))
+        list(train(Recipe.load(file), file.with_name("out")))
     except ValueError as error:
         assert re.search(message, str(error)), (message, str(error))
     else:
@@ -107,36 +99,36 @@ def test_wrong_types_are_refused(recipe_file):
 def test_recipes_of_models_are_not_of_heads(recipe_file, tmp_path, teach):
     message = r"\[model\] has d_model: such recipes are for `train` and `distill`; heads have num_h"
     with pytest.raises(ValueError, match=message):
-        list(teach(Recipe.load(recipe_file), tmp_path / "target", tmp_path / "out", command=""))
+        list(teach(Recipe.load(recipe_file), tmp_path / "target", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_recipe_that_is_not_utf_8(recipe_file):
-    recipe_file.write_bytes(b"# caf\xe9")
-    with pytest.raises(ValueError, match="recipe.toml is not TOML: 'utf-8' codec can't decode"):
-        Recipe.load(recipe_file)
 
 
 def test_a_refused_run_does_not_block_the_corrected_one(recipe_file, tmp_path):
     """Its tokenizer is not used either: the corrected recipe may have another vocabulary."""
     recipe_file.write_text(RECIPE.replace("sequence_length = 16", "sequence_length = 999"))
     with pytest.raises(ValueError, match="windows of 1000 tokens"):
-        list(train(Recipe.load(recipe_file), tmp_path / "out", command=""))
+        list(train(Recipe.load(recipe_file), tmp_path / "out"))
     recipe_file.write_text(RECIPE.replace("280", "270").replace("steps = 6", "steps = 1"))
-    assert len(list(train(Recipe.load(recipe_file), tmp_path / "out", command=""))) == 1
+    assert len(list(train(Recipe.load(recipe_file), tmp_path / "out"))) == 1
     assert load_tokenizer(tmp_path / "out").get_vocab_size() == 270
 
 
-def test_a_recipe_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="cannot read the recipe"):
-        Recipe.load(tmp_path / "other.toml")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"# caf\xe9", "is not TOML: 'utf-8' codec can't decode"), (None, "cannot read the recipe")],
+)
+def test_files_that_are_no_recipes(content, message, tmp_path):
+    if content is not None:
+        (tmp_path / "recipe.toml").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        Recipe.load(tmp_path / "recipe.toml")
 
 
 def test_an_output_that_is_no_checkpoint_is_refused(recipe_file, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("precious")
     with pytest.raises(ValueError, match="is not a stree-jax checkpoint of this kind; choose"):
-        list(train(Recipe.load(recipe_file), tmp_path / "notes", command=""))
+        list(train(Recipe.load(recipe_file), tmp_path / "notes"))
     assert (tmp_path / "notes" / "thesis.txt").read_text() == "precious"
 
 

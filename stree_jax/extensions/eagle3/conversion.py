@@ -29,12 +29,7 @@ _ARCHITECTURE = "Eagle3"  # the end of every name in `architectures`
 
 
 def load(path: Path, target: HybridLM, ignore: Collection[str]) -> Eagle3Head:
-    """Reads a head for its target, in the target's dtype.
-
-    Raises:
-        ValueError: the checkpoint is damaged, not an EAGLE-3 head, unsupported, or of a model of
-            another size.
-    """
+    """Reads a head for its target, in the target's dtype."""
     fields, checkpoint = open_head(path, ignore)
     tensors = checkpoint.tensors
     known = fields.values.get("architectures")
@@ -63,12 +58,9 @@ def load(path: Path, target: HybridLM, ignore: Collection[str]) -> Eagle3Head:
 
 
 def read_config(fields: Fields, num_layers: int, has_embedding: bool) -> Eagle3Config:
-    """The config of a head.
+    """Returns the config of a head from its config.json.
 
-    Args:
-        fields: its config.json.
-        num_layers: layers of the target, from which the default inner layers follow.
-        has_embedding: whether there is an embedding among its tensors.
+    The default inner layers follow from the target's `num_layers`.
     """
     eagle = fields.table("eagle_config")
     layers = eagle.take(
@@ -148,7 +140,7 @@ def rules_of(config: Eagle3Config) -> list[Rule]:
 
 
 def _tokens(checkpoint: Checkpoint, config: Eagle3Config) -> np.ndarray:
-    """The target's token for each of the head's: its own index plus the offset in `d2t`."""
+    """Returns the target's token for each token of the head."""
     path, tensors = checkpoint.path, checkpoint.tensors
     own = np.arange(config.draft_vocab_size)
     if "d2t" in tensors:

@@ -10,7 +10,7 @@ from stree_jax.models import check_on_one_device, embedded_tokens
 
 
 class Eagle3Model(HeadModel):
-    """A head with the embedding of its target: a draft model for drafters of trees.
+    """A draft model: a head with the embedding of its target.
 
     Args:
         target: the model that `generate` decodes with, on one device.
@@ -57,7 +57,7 @@ class Eagle3Model(HeadModel):
             )
 
     def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
-        """See `HeadModel`: the target's last states are followed by those of its inner layers."""
+        """See `HeadModel`: inner layers' states follow the target's last ones."""
         return self.head.states(hidden[..., self.config.d_model :])
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
@@ -72,7 +72,7 @@ class Eagle3Model(HeadModel):
 
 
 class Eagle3Drafter(ModelDrafter):
-    """An EAGLE-3 head that fills a static tree level by level, as `MtpDrafter` does.
+    """Fills a static tree level by level by an EAGLE-3 head.
 
     `child_sampling` is that of `ModelDrafter`, and all else that of `Eagle3Model`.
     """

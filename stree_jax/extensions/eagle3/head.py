@@ -76,7 +76,7 @@ class Eagle3Config:
 
 
 class Eagle3Head(DraftHead):
-    """A head with an output head of its own, and perhaps an embedding.
+    """A head with its own output head, and perhaps an embedding.
 
     Its arguments are those of `DraftHead`, with an `Eagle3Config`.
     """
@@ -108,7 +108,7 @@ class Eagle3Head(DraftHead):
         return jnp.concatenate(both, axis=-1).astype(self.activation_dtype), residual
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
-        """Logits over the target's tokens; minus infinity for those that the head lacks."""
+        """Returns logits over the target's tokens; minus infinity for absent ones."""
         own = self.output_head.matmul(self.norm(outputs, self.final_norm_scale))
         shape = (*own.shape[:2], self.config.vocab_size)
         places = self.tokens[...].astype(jnp.int32)

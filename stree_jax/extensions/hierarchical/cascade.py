@@ -70,7 +70,7 @@ class CascadeState(NamedTuple):
 
 
 class CascadeDrafter(nnx.Module):
-    """A chain drafted by a medium model, which is itself sped up by an inner drafter.
+    """Drafts a chain by a medium model that has a drafter itself.
 
     In each round the inner drafter fills a tree, and the medium model verifies it in one call,
     accepts a path and adds a token. Chains have up to `rounds * (inner_topology.depth + 1)` drafts,
@@ -139,7 +139,7 @@ class CascadeDrafter(nnx.Module):
         return WholeModel(self.medium)
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        """See `Drafter`. What the inner drafter refuses for the medium model is refused."""
+        """See `Drafter`; refuses what the inner drafter refuses."""
         own = self.default_topology()
         if topology.parents != own.parents:
             raise ValueError(
@@ -152,7 +152,7 @@ class CascadeDrafter(nnx.Module):
         self._inner_sampling(temperature_is_zero)  # raises if it refuses
 
     def default_topology(self) -> TreeTopology:
-        """A chain as long as all rounds can accept, the only tree that this drafter fills."""
+        """Returns a chain as long as all rounds can accept."""
         return TreeTopology.chain(self.rounds * (self.inner_topology.depth + 1))
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:

@@ -92,7 +92,7 @@ class InterleavedDrafter(nnx.Module):
             )
 
     def default_topology(self) -> TreeTopology:
-        """A chain with a draft for each letter, the only tree that this drafter fills."""
+        """Returns a chain with a draft for each letter."""
         return TreeTopology.chain(len(self.pattern))
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
@@ -179,13 +179,13 @@ class InterleavedDrafter(nnx.Module):
         return {self._key(x): committed(x, model) for x, model in self._models().items()}
 
     def _models(self) -> dict[str, WholeModel]:
-        """Each with slots for the tokens that it has not run when all drafts are accepted."""
+        """Returns models with slots for tokens that they have not run."""
         models = {"q": self.medium, "s": self.small}
         length = 1 + len(self.pattern)
         return {x: WholeModel(model, length - self._num_read(x)) for x, model in models.items()}
 
     def _key(self, letter: str) -> str:
-        """The name of a model's state: a pattern that needs other slots cannot go on with it."""
+        """Returns a model's name by its number and its slots."""
         return f"{letter} with {len(self.pattern) + 1 - self._num_read(letter)} slots"
 
     def _num_read(self, letter: str) -> int:

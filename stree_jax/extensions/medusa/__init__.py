@@ -24,7 +24,7 @@ __all__ = ["KIND", "MedusaDrafter", "MedusaHeads", "Typical", "load_medusa", "sa
 
 
 def digest(model: HybridLM) -> str:
-    """SHA-256 of the weights as bfloat16: the same for a target loaded in any dtype."""
+    """Digests the weights as bfloat16, the same in any dtype."""
     total = hashlib.sha256()
     for name, leaf in named_weights(model):
         total.update(name.encode())

@@ -39,7 +39,7 @@ class MedusaState(NamedTuple):
 
 
 class MedusaDrafter(nnx.Module):
-    """Medusa heads that fill a static tree. It holds the target's own output head, not a copy.
+    """Fills a static tree by Medusa heads and the target's output head.
 
     The target's hidden states of the prompt come through `read`, so the first step drafts; only
     after a prompt of a single token there is none yet.
@@ -95,7 +95,7 @@ class MedusaDrafter(nnx.Module):
             )
 
     def default_topology(self) -> TreeTopology:
-        """That of a `ModelDrafter`, as deep as there are heads."""
+        """Returns that of a `ModelDrafter`, as deep as there are heads."""
         tree = TreeTopology.default()
         nodes = zip(tree.parents, tree.depths, strict=True)
         return TreeTopology(tuple(at for at, depth in nodes if depth <= self.heads.num_heads))
@@ -180,7 +180,7 @@ class MedusaDrafter(nnx.Module):
 def _after(
     state: MedusaState, hidden: Float[Array, "B _ M"], last: Int[Array, " B"]
 ) -> MedusaState:
-    """The state with the hidden state at `last`; rows where it is -1 keep theirs."""
+    """Returns the state at `last`; rows where it is -1 keep theirs."""
     runs, at = last >= 0, jnp.maximum(last, 0)[:, None, None]
     new = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
     return MedusaState(jnp.where(runs[:, None], new, state.hidden), state.known | runs)

@@ -56,11 +56,7 @@ class MedusaHeads(nnx.Module):
         return self.bias.shape[0]
 
     def __call__(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T heads M"]:
-        """Hidden states of all heads; `HybridLM.logits` turns those of one head into logits.
-
-        Args:
-            hidden: hidden states of the target after its final norm.
-        """
+        """Returns all heads' states from the target's after its final norm."""
         with jax.named_scope("medusa_heads"):
             inner = self.kernel.matmul_each(hidden) + self.bias[...]
             added = jax.nn.silu(inner.astype(jnp.float32))

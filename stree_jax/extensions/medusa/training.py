@@ -1,4 +1,4 @@
-"""`train_medusa`: from a recipe to Medusa heads with a model card."""
+"""`train_medusa`: from a recipe to Medusa heads."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +11,7 @@ from stree_jax.extensions.medusa.head import MedusaHeads
 from stree_jax.training import HeadPlan, Progress, Recipe, ahead_loss, train_heads
 
 
-def train_medusa(
-    recipe: Recipe, target_path: Path, output: Path, *, command: str
-) -> Iterator[Progress]:
+def train_medusa(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:
     """Trains Medusa heads for a target, whose weights stay as they are.
 
     Arguments, yields and errors are those of `distill`. The recipe's model table has only
@@ -25,16 +23,9 @@ def train_medusa(
             heads = MedusaHeads(target, rngs=nnx.Rngs(recipe.seed), **recipe.model)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{recipe.source}, [model] has num_heads alone: {error}") from error
-        return HeadPlan(
-            kind="medusa",
-            new=lambda _: heads,
-            loss=medusa_loss,
-            title=f"{heads.num_heads} Medusa heads",
-            shares="the output head",
-            averages="all heads",
-        )
+        return HeadPlan(kind="medusa", new=lambda _: heads, loss=medusa_loss)
 
-    yield from train_heads(recipe, target_path, output, planned, command=command)
+    yield from train_heads(recipe, target_path, output, planned)
 
 
 def medusa_loss(heads: MedusaHeads, target: HybridLM, tokens: Tokens) -> Float[Array, ""]:

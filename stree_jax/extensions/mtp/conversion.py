@@ -40,12 +40,7 @@ def load(path: Path, target: HybridLM, ignore: Collection[str]) -> MtpHead:
 
 
 def of_checkpoint(checkpoint: Checkpoint, target: HybridLM) -> MtpHead:
-    """Reads the head of an open checkpoint, in the target's dtype.
-
-    Raises:
-        ValueError: the checkpoint has no head, one that is not supported or of another size, or a
-            weight is not finite.
-    """
+    """Reads the head of an open checkpoint, in the target's dtype."""
     head, path = checkpoint.description.mtp, checkpoint.path
     if head is None:
         raise ValueError(
@@ -71,7 +66,7 @@ def of_checkpoint(checkpoint: Checkpoint, target: HybridLM) -> MtpHead:
 
 
 def is_of_head(name: str) -> bool:
-    """Whether a tensor is one of a head."""
+    """True if a tensor is one of a head."""
     return name.startswith(PREFIXES)
 
 
@@ -83,15 +78,10 @@ def read(
     attention: Callable[[], AttentionConfig],
     experts: Callable[[], MoeConfig],
 ) -> HeadDescription | None:
-    """Describes the head of a checkpoint; None: it neither has one nor says so.
+    """Describes the head of a checkpoint; None if there is none.
 
-    What is wrong with a head does not keep the target from being read.
-
-    Args:
-        fields: the config.
-        tensors: all tensors by name; empty: those of the config are not checked.
-        d_model, norm_eps: of the target.
-        attention, experts: functions that read these parts of the config, the target's own.
+    What is wrong with a head does not keep the target from being read. Without tensors those of
+    the config are not checked; `attention` and `experts` read these parts of it.
     """
     fields.ignore("of the multi-token prediction head, see load_mtp", *_KEYS, *_OF_PUZZLE)
     fields.ignore("used in training only", *TRAINING)
@@ -134,7 +124,7 @@ def read(
 
 
 def rules_of(config: MtpConfig, prefix: str = "mtp.", *, merged: bool = False) -> list[Rule]:
-    """The tensors of a head of attention and experts, by the names of `MtpHead`."""
+    """Returns rules for a head's attention and experts, by names of `MtpHead`."""
     assert isinstance(config.feed_forward, MoeConfig)
     first, last = f"{prefix}layers.0", f"{prefix}layers.1"
     experts = nemotron_experts(config.feed_forward, merged=merged)
@@ -151,7 +141,7 @@ def rules_of(config: MtpConfig, prefix: str = "mtp.", *, merged: bool = False) -
 
 
 def _check_pattern(fields: Fields) -> None:
-    """Either key, or both if they agree; attention and experts are the only pattern."""
+    """Accepts attention and experts alone, under either key or both."""
     listed = fields.values.get("mtp_layers_block_type")
     letters = fields.values.get("mtp_hybrid_override_pattern")
     found = {}

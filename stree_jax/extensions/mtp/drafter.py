@@ -8,7 +8,7 @@ from stree_jax.models import check_on_one_device, embedded_tokens, output_logits
 
 
 class MtpModel(HeadModel):
-    """A head with embedding and output head of its target: a draft model for drafters of trees.
+    """A draft model: a head with its target's embedding and output head.
 
     `MtpDrafter` fills static trees. `BeamDrafter(MtpModel(target, head))` and
     `DynamicDrafter(MtpModel(target, head))` choose the shape of theirs.

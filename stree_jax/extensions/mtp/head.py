@@ -68,7 +68,7 @@ class MtpConfig:
 
 
 class MtpHead(DraftHead):
-    """A head; it holds neither embedding nor output head, which are the target's.
+    """A head, whose embedding and output head are the target's.
 
     Its arguments are those of `DraftHead`, with an `MtpConfig`.
     """
@@ -86,7 +86,7 @@ class MtpHead(DraftHead):
         return nnx.Param(jnp.ones(self.config.d_model, dtype))
 
     def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
-        """See `DraftHead`; the states are the target's after its final norm, or outputs."""
+        """See `DraftHead`; the states are normed ones of the target, or outputs."""
         parts = (
             self.norm(embedded, self.embedding_norm_scale),
             self.norm(states, self.hidden_norm_scale),
@@ -95,5 +95,5 @@ class MtpHead(DraftHead):
         return self.norm(x, self.attention_norm_scale), x
 
     def finished(self, outputs: Array) -> Array:
-        """See `DraftHead`: after the final norm, as the target's output head takes them."""
+        """See `DraftHead`: after the final norm, for the target's output head."""
         return self.norm(outputs, self.final_norm_scale)

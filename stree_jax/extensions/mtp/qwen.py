@@ -25,16 +25,10 @@ _NUMBER, _DEDICATED = "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"
 def read(
     fields: Fields, tensors: Mapping[str, Any], config: ModelConfig, *, merged: bool
 ) -> HeadDescription | None:
-    """Describes the head of a checkpoint; None: it neither has one nor says so.
+    """Describes the head of a checkpoint; None if there is none.
 
-    What is wrong with a head does not keep the target from being read.
-
-    Args:
-        fields: the config.
-        tensors: all tensors by name; empty: those of the config are not checked.
-        config: the target's, whose last layers the head's are like.
-        merged: whether all experts of the target are in one tensor. Without tensors the head's are,
-            too.
+    What is wrong with a head does not keep the target from being read. The head's layers are like
+    the target's last ones; `merged` says that all its experts are in one tensor.
     """
     fields.ignore("of the multi-token prediction head, see load_mtp", _NUMBER, _DEDICATED)
     own = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}

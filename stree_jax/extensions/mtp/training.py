@@ -1,4 +1,4 @@
-"""`train_mtp`: from a recipe to a multi-token-prediction head with a model card."""
+"""`train_mtp`: from a recipe to a multi-token-prediction head."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +22,8 @@ _SMALL = 0.02  # standard deviation of what the embedding adds at first
 _LAYERS: dict[str, Any] = {"attention": AttentionConfig, "mlp": MlpConfig, "moe": MoeConfig}
 
 
-def train_mtp(
-    recipe: Recipe, target_path: Path, output: Path, *, command: str
-) -> Iterator[Progress]:
-    """Trains a multi-token-prediction head for a target, whose weights stay as they are.
+def train_mtp(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:
+    """Trains a multi-token-prediction head for a target, which stays as it is.
 
     Arguments, yields and errors are those of `distill`. The recipe's model table has `steps`, the
     drafts that a step of training makes one after the other, the tables `attention` (fields of
@@ -41,17 +39,14 @@ def train_mtp(
             kind="mtp",
             new=lambda text: new_head(config, target, text, rngs=nnx.Rngs(recipe.seed)),
             loss=loss,
-            title="A multi-token-prediction head",
-            shares="the embedding and the output head",
-            averages=f"{steps} steps",
             boost=(boost_after, functools.partial(loss, detached=True)),
         )
 
-    yield from train_heads(recipe, target_path, output, planned, command=command)
+    yield from train_heads(recipe, target_path, output, planned)
 
 
 def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.Rngs) -> MtpHead:
-    """A head that begins as "what the target predicts at the state before": Medusa's start.
+    """Makes a head that begins as Medusa's heads do.
 
     The projection of the state is the identity, both branches add nothing, and the final norm has
     the mean size of the target's states, which include the weight of its final norm.
@@ -96,11 +91,7 @@ def mtp_loss(
 
 
 def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int, int]:
-    """The head of a recipe's model table, the number of drafts of a step, and `boost_after`.
-
-    Raises:
-        ValueError: a field is missing, unknown or invalid.
-    """
+    """Returns a recipe's head, its drafts a step, and `boost_after`."""
     table, config = recipe.model, target.config
     try:
         if not {*table} <= {*_LAYERS, "steps", "boost_after"}:
@@ -121,7 +112,7 @@ def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int, int]:
 
 
 def _layer(table: Mapping[str, Any], config: ModelConfig, kinds: Sequence[str]) -> Any:
-    """A layer of one of these kinds: of a recipe's model table, or as the target's last such."""
+    """Returns a recipe's layer of these kinds, or the target's last one."""
     named = [kind for kind in kinds if kind in table]
     if len(named) == 1:
         return _LAYERS[named[0]](**table[named[0]])

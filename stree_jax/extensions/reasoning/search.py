@@ -44,7 +44,9 @@ class Stage(NamedTuple):
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts of both roles, and how their texts are interpreted. Problems may be of any type.
+    """Prompts of both roles, and how their texts are read.
+
+    Problems may be of any type.
 
     Attributes:
         depth: number of levels. The last one holds the answer, a single thought.
@@ -57,7 +59,7 @@ class Task(Protocol):
     keep: int
 
     def generator(self, problem: Any, state: State, parts: Parts) -> Stage | None:
-        """The next part of a new thought below `state`; None: the thought is complete."""
+        """Returns a thought's next part below `state`; None: it is complete."""
         ...
 
     def evaluator(self, problem: Any, state: State, thought: Parts) -> Stage:
@@ -65,7 +67,7 @@ class Task(Protocol):
         ...
 
     def value(self, text: str) -> float | None:
-        """The value in the evaluator's text; None: the text has none, which counts as 0."""
+        """Returns the value in the evaluator's text; None counts as 0."""
         ...
 
     def answer(self, problem: Any, state: State) -> Stage:
@@ -73,7 +75,7 @@ class Task(Protocol):
         ...
 
     def solved(self, problem: Any, state: State, answer: str) -> bool | None:
-        """Whether the answer is correct; None: the task has no correct answer."""
+        """True if the answer is correct; None if no answer is."""
         ...
 
 
@@ -179,7 +181,7 @@ def interleaved(
 
 
 def render(thoughts: Sequence[Thought], width: int = 100) -> str:
-    """The tree of thoughts of one problem as text; kept thoughts are marked with a star.
+    """Draws the thoughts of one problem, with a star at kept ones.
 
     Args:
         thoughts: the thoughts of one problem, in any order.
@@ -262,7 +264,7 @@ class _Search:
         return Thought(*place, parts, value, False, solved, tuple(written))
 
     def key_of(self, ask: _Ask) -> jax.Array:
-        """The random key of a text, which depends on its place in the tree and not on time."""
+        """Returns a text's random key, which depends on its place alone."""
         key = self.key
         for number in (self.level, ask.thought, int(ask.role == EVALUATOR), ask.part):
             key = jax.random.fold_in(key, number)
@@ -271,7 +273,7 @@ class _Search:
     def feed(
         self, ask: _Ask, text: str, completion: Completion
     ) -> tuple[list[_Ask], list[Thought]]:
-        """Adds a text; returns the next requests, and the thoughts of a level that is complete."""
+        """Adds a text; returns the next requests, and a complete level."""
         try:
             return [self.growing[ask.thought].send((text, completion))], []
         except StopIteration as done:
