@@ -134,6 +134,7 @@ def _settings(fields: Fields) -> _Settings:
         start in _STARTS, f"init_lora_weights = {start!r:.80} changed the model too: {_MERGE}"
     )
     fields.check(bias == "none", f"bias = {bias!r:.80} is not supported, only 'none': {_MERGE}")
+    fields.null(*_OFF, "rank_pattern", "alpha_pattern")
     for name in _OFF:
         value = fields.take(name, None)
         fields.check(not value, f"{name} = {value!r:.80} is not supported: {_MERGE}")

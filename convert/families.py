@@ -261,6 +261,7 @@ def read(source: Source) -> Description:
 def _read_wrapped(source: Source, name: str) -> Description:
     """Describes the text model inside a multimodal checkpoint; its other tensors are ignored."""
     wrapper, path = _WRAPPERS[name], source.fields.path
+    source.fields.null(*wrapper.tables)
     tables = [table for table in wrapper.tables if source.fields.has(table)]
     if not tables:
         raise ValueError(

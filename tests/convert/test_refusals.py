@@ -48,7 +48,7 @@ OF_MAMBA_SSM = [
     ({"d_model": "16"}, "d_model must be an integer, .*'16'"),
     ({"n_layer": 10**9}, "n_layer must be an integer, from 1 to 4096"),
     ({"n_layer": 4096}, r"config\.json says 4096 layers, but model\.safetensors has 21 tensors"),
-    ({"d_model": None}, "d_model is missing"),
+    ({"d_model": None}, "d_model is null, which says nothing"),
     ({"quantization_config": {"bits": 4}}, "the scheme None is not read, only fp8"),
 ]
 # model_type, fields beside it, and the message.
