@@ -24,7 +24,17 @@ Shape = tuple[int, ...]
 Values = dict[str, Any]  # of config.json
 
 
-def open_gguf(file: Path) -> tuple[Path, Values, dict[str, Tensor], str]:
+# What files of this library say of queries and keys: RoPE turns so many first channels of a head,
+# and the two that it turns together are neighbours. In files of llama.cpp's converter all channels
+# lie so, whatever is turned.
+TURNED = "stree_jax.turned_channels"
+_ASSUMED = (
+    "queries and keys are taken to be in the order of llama.cpp's converter, which this file does"
+    " not say; if they are in another one, texts are wrong"
+)
+
+
+def open_gguf(file: Path) -> tuple[Path, Values, dict[str, Tensor], str, list[str]]:
     """Opens a GGUF file as a checkpoint of transformers.
 
     Args:
@@ -32,8 +42,8 @@ def open_gguf(file: Path) -> tuple[Path, Values, dict[str, Tensor], str]:
 
     Returns:
         The file of the config: config.json beside it, else the file itself, from whose metadata
-        the config is made; the config; the tensors by transformers' names; and how many are
-        quantised, and how.
+        the config is made; the config; the tensors by transformers' names; how many are quantised,
+        and how; and what is assumed.
 
     Raises:
         ValueError: a file is damaged, the package `gguf` is missing, the architecture is not one of
@@ -52,10 +62,17 @@ def open_gguf(file: Path) -> tuple[Path, Values, dict[str, Tensor], str]:
         values = read_json(beside)
         layout = architecture.layout(facts, values)
         _check_sizes(layout, facts, beside, values)
-        return beside, values, _renamed(layout, facts), quantised
+        return beside, values, _renamed(layout, facts), quantised, _assumed(values, facts)
     values = architecture.config(facts)
     facts.refuse_unknown()
-    return file, values, _renamed(architecture.layout(facts, values), facts), quantised
+    layout = architecture.layout(facts, values)
+    return file, values, _renamed(layout, facts), quantised, _assumed(values, facts)
+
+
+def _assumed(values: Values, facts: "_Facts") -> list[str]:
+    """What no file says. In the converter's order llama.cpp itself gets Bamba wrong."""
+    is_open = values.get("model_type") == "bamba" and facts.turned is None
+    return [_ASSUMED] if is_open and facts.has("attn_q.weight") else []
 
 
 class _Facts:
@@ -78,6 +95,7 @@ class _Facts:
         self.file, self.tensors = file, tensors
         self.architecture = architecture
         self._prefix, self._metadata, self._used = f"{architecture}.", metadata, {*_REDUNDANT}
+        self.turned = metadata.get(TURNED)
         blocks = self.size("block_count", most=MAX_LAYERS)
         # The last ones are a head that predicts further tokens.
         self.num_heads = self.size("nextn_predict_layers", 0, least=0, most=blocks - 1)
@@ -233,9 +251,16 @@ _CHANGES = {
 }
 
 
-def _halves_apart(heads: int) -> _Change:
-    """Channels of heads as transformers' RoPE pairs them: in llama.cpp neighbours are a pair."""
-    return _Change(lambda x: x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape))
+def _halves_apart(heads: int, turned: int | None) -> _Change:
+    """The first channels of heads, or all, as transformers pairs them: there neighbours are one."""
+
+    def apply(x: np.ndarray) -> np.ndarray:
+        rows = x.reshape(heads, -1, *x.shape[1:])
+        first, rest = np.split(rows, [rows.shape[1] if turned is None else turned], axis=1)
+        pairs = first.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(first.shape)
+        return np.concatenate([pairs, rest], axis=1).reshape(x.shape)
+
+    return _Change(apply)
 
 
 def _by_group(groups: int, heads: int, first: int = 0, *, columns: bool = False) -> _Change:
@@ -387,8 +412,10 @@ def _unpaired(facts: _Facts) -> dict[str, Any]:
     if not facts.has("attn_q.weight"):
         return {}
     heads = {"attn_q": facts.size("attention.head_count"), "attn_k": facts.kv_heads()}
+    if facts.turned is not None:
+        check_int(f"{facts.file}: {TURNED}", facts.turned, 0, 1 << 16)
     changes = {
-        f"{name}.{part}": (_halves_apart(count),)
+        f"{name}.{part}": (_halves_apart(count, facts.turned),)
         for name, count in heads.items()
         for part in ("weight", "bias")
     }

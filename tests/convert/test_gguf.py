@@ -6,12 +6,14 @@ import math
 import random
 import struct
 import sys
+import warnings
 
 import jax
 import numpy as np
 import pytest
 
 import stree_jax as st
+from benchmarks.llama_cpp import write_gguf
 from stree_jax.convert import convert, find, open_checkpoint
 from stree_jax.convert.gguf_file import open_parts
 from stree_jax.convert.writing import write_as
@@ -21,6 +23,10 @@ from tests.convert import checkpoints, gguf_files, qwen_files
 from tests.convert.gguf_files import gguf, original, write
 from tests.extensions import mtp_files
 
+ORDER = (
+    "queries and keys are taken to be in the order of llama.cpp's converter, which this file does"
+    " not say; if they are in another one, texts are wrong"
+)
 KINDS = gguf.GGMLQuantizationType
 # By model_type, with what changes to the small ones of `configs`. Metadata have no chunk size.
 MODELS = {
@@ -77,12 +83,43 @@ def test_models(name, tmp_path):
     folder = tmp_path / "gguf"
     folder.mkdir()
     file = write(folder / "model.gguf", values, tensors)
-    assert_same(model, st.from_pretrained(folder))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert_same(model, st.from_pretrained(folder))
+    assert [str(each.message) for each in said] == [f"{folder}: {ORDER}"] * (name == "bamba")
+    assert (ORDER in " ".join(checkpoints.inspected(file).split())) == (name == "bamba")
     by_metadata = open_checkpoint(file)
     (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"x": 1}}))
     by_config = open_checkpoint(file)
     assert by_config.description.config == by_metadata.description.config
     assert by_config.sources == by_metadata.sources
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("bamba", {}),
+        ("granitemoehybrid", {}),
+        ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    ],
+)
+def test_files_in_the_order_of_their_graph(name, changes, tmp_path):
+    """The benchmark's writer: what llama.cpp turns is what transformers turns, and files say so."""
+    changes |= {"mamba_chunk_size": 256, "mamba_n_groups": 1}
+    model, values, tensors = original(tmp_path / "hf", name, **changes)
+    write_gguf(tmp_path / "hf", tmp_path / "hf" / "model.gguf", "float32")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    assert_same(model, st.from_pretrained(tmp_path / "hf"))
+    _, found, _ = open_parts(tmp_path / "hf" / "model.gguf")
+    query, (layer,) = (
+        "self_attn.q_proj.weight",
+        {i for i in range(3) if f"blk.{i}.attn_q.weight" in found},
+    )
+    want = tensors[f"model.layers.{layer}.{query}"].reshape(values["num_attention_heads"], -1, 32)
+    turned = want.shape[1] // 2 if name == "bamba" else want.shape[1]
+    have = found[f"blk.{layer}.attn_q.weight"].read().reshape(want.shape)
+    np.testing.assert_array_equal(have[:, 1], want[:, turned // 2])  # the pair of the first
+    np.testing.assert_array_equal(have[:, turned:], want[:, turned:])
 
 
 def test_names_of_other_versions(tmp_path):
