@@ -34,7 +34,6 @@ from stree_jax.names import flatten, unflatten
 ProgressCallback = Callable[[int, int], None]
 
 
-_OF_METADATA = "config.json: there is none, and the metadata of the file say no time_step_limit"
 _LISTED = 8  # tensors that are ignored for one reason; of more, their number is said
 
 
@@ -122,11 +121,6 @@ def open_checkpoint(
     """
     config, values, file, (tensors, notes, quantised), assumed = _open(path)
     merged, asked = None, dict.fromkeys(check_names("ignore", ignore), False)
-    if adapter is not None and config.suffix == ".gguf":
-        raise ValueError(
-            f"{path} has no config.json beside it, without which its weights may not be those that"
-            f" {adapter} changes"
-        )
     if adapter is not None:
         merged = adapted(tensors, adapter, asked)
         tensors, notes = merged.tensors, [*notes, *merged.notes]
@@ -169,8 +163,7 @@ def _open(path: Path) -> tuple[Path, dict[str, Any], str, Plain, list[str]]:
         config, values, tensors, quantised, assumed = open_gguf(gguf)
         # The file has numbers of its own, however those of the model are stored.
         values, _ = without_scheme(values, text_tables())
-        notes = [_OF_METADATA] if config == gguf else []
-        plain = Plain(wrapped(values, tensors), notes, quantised)
+        plain = Plain(wrapped(values, tensors), [], quantised)
         return config, values, gguf.name, plain, assumed
     files = layout(path)
     config = path / files.config

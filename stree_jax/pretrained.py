@@ -46,8 +46,8 @@ def from_pretrained(
     its `generation_config.json` and its tokenizer name.
 
     Args:
-        path: the directory, a GGUF file (needs the extra `gguf`), or the name of a model on the hub
-            (needs the extra `hub`).
+        path: the directory, a GGUF file with config.json beside it (needs the extra `gguf`), or
+            the name of a model on the hub (needs the extra `hub`).
         dtype: dtype of the loaded weights, float32 or bfloat16. None means bfloat16 if the
             checkpoint stores bfloat16, else float32. Speculative decoding reproduces autoregressive
             decoding token for token in float32, the default, and on a CPU in bfloat16 too.
