@@ -168,7 +168,7 @@ def _open(path: Path) -> tuple[Path, dict[str, Any], str, Plain, list[str]]:
     files = layout(path)
     config = path / files.config
     scheme = read_scheme(config, read_json(config), text_tables())
-    file, tensors = open_tensors(path, *files)
+    file, tensors = open_tensors(path, files.weights)
     return config, scheme.values, file, dequantised(path, scheme, tensors), []
 
 
