@@ -26,6 +26,7 @@ import numpy as np
 
 import stree_jax as st
 from benchmarks.models import Pair
+from stree_jax.convert.gguf import TURNED
 
 NAME = "llama.cpp"
 INSTALL = "pip install gguf llama-cpp-python, as in the docstring of benchmarks/llama_cpp.py"
@@ -104,10 +105,10 @@ def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
         size = d_model // config["num_attention_heads"]
         kv_heads, places = config["num_key_value_heads"], _attention_layers(config)
         turns = config.get("position_embedding_type", "rope") == "rope"
-        rotary = size // 2 if turns else 0  # Bamba turns half of each head
+        rotary = size // 2 if layout == "bamba" else size  # which turns half of each head
         facts |= {
             "head_count_kv": [kv_heads * (i in places) for i in range(num_layers)],  # 0: Mamba-2
-            "rope_dimension_count": rotary or size,
+            "rope_dimension_count": rotary,
             "rope_freq_base": rope["rope_theta"],
             "rope_scaling_finetuned": turns,  # this architecture's switch for RoPE
         }
@@ -119,6 +120,8 @@ def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
             "logit_scale": config["logits_scaling"],
         }
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    if layout == "bamba":  # the converter's order, of all channels, gives other texts in llama.cpp
+        writer.add_uint32(TURNED, rotary)
     for name, value in facts.items():
         getattr(writer, f"add_{name}")(value)
 

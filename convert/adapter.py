@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stree_jax.checkpoint.arrays import Tensor
-from stree_jax.checkpoint.files import folders_with, has_file, read_json
+from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.checks import require
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.files import open_tensors
-from stree_jax.convert.instead import ADAPTER
 from stree_jax.messages import shown
+
+ADAPTER = "adapter_config.json"
 
 _MAX_PATTERN = 200  # letters
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -101,13 +102,11 @@ def adapted(
             the checkpoint has not, or a shape does not fit.
     """
     if not has_file(path / ADAPTER):
-        inside = folders_with(path, [ADAPTER])
-        way = f"; give its folder {shown(inside[-1])}, which has one" if inside else ""
-        raise ValueError(f"{path} is not an adapter (PEFT): it has no {ADAPTER}{way}")
+        raise ValueError(f"{path} is not an adapter (PEFT): it has no {ADAPTER}")
     fields = Fields(path / ADAPTER, read_json(path / ADAPTER), asked=asked)
     base, settings = fields.values.get("base_model_name_or_path"), _settings(fields)
     notes = fields.finish()
-    file, own = open_tensors(path, ADAPTER, _WEIGHTS)
+    file, own = open_tensors(path, _WEIGHTS)
     try:
         changes = _changes(own, tensors, settings)
     except ValueError as error:
@@ -134,6 +133,7 @@ def _settings(fields: Fields) -> _Settings:
         start in _STARTS, f"init_lora_weights = {start!r:.80} changed the model too: {_MERGE}"
     )
     fields.check(bias == "none", f"bias = {bias!r:.80} is not supported, only 'none': {_MERGE}")
+    fields.null(*_OFF, "rank_pattern", "alpha_pattern")
     for name in _OFF:
         value = fields.take(name, None)
         fields.check(not value, f"{name} = {value!r:.80} is not supported: {_MERGE}")

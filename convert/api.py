@@ -20,9 +20,9 @@ from stree_jax.checkpoint.files import (
     has_file,
 )
 from stree_jax.checkpoint.load import load_native
+from stree_jax.convert.adapter import ADAPTER
 from stree_jax.convert.families import config_files, layout
 from stree_jax.convert.files import HEAD, shards
-from stree_jax.convert.instead import ADAPTER
 from stree_jax.convert.reading import (
     ProgressCallback,
     is_foreign,

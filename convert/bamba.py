@@ -29,6 +29,7 @@ from stree_jax.models.config import ModelConfig
 def read_bamba(source: Source) -> Description:
     """`BambaConfig`. transformers applies RoPE to the first half of each head."""
     fields = source.fields
+    fields.null("attn_layer_indices")
     mamba2, d_model = read_mixer(fields)
     attention = read_attention(fields, d_model)
     theta, scaling, table = fields.rope()
@@ -89,15 +90,15 @@ def write_bamba(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def read_falcon_h1(source: Source) -> Description:
     """`FalconH1Config`: mixer and attention in parallel in every layer, and many multipliers."""
     fields = source.fields
+    flags = ("mamba_norm_before_gate", "mamba_rms_norm", "projectors_bias", "mamba_proj_bias")
+    fields.null("ssm_multipliers", "mlp_multipliers", **dict.fromkeys(flags, False))
     norm_first = fields.flag("mamba_norm_before_gate", True)
     norm = norm_kind(fields.flag("mamba_rms_norm", False), norm_first)
     d_model = fields.integer("hidden_size", 4096)
-    inner = fields.integer("mamba_expand", 2) * d_model
-    if "mamba_d_ssm" not in fields.nulls:
-        inner = fields.integer("mamba_d_ssm", 1024)
+    fields.null(mamba_d_ssm=fields.integer("mamba_expand", 2) * d_model)
     mamba2, _ = read_mixer(
         fields,
-        inner=inner,
+        inner=fields.integer("mamba_d_ssm", 1024),
         norm=norm,
         out_proj_bias=fields.flag("projectors_bias", False),
         input_multiplier=fields.number("ssm_in_multiplier", 1.0),

@@ -14,9 +14,9 @@ from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import folder_of, has_file, read_json
 from stree_jax.checks import check_names
 from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, qwen, zamba2
+from stree_jax.convert.adapter import ADAPTER
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
-from stree_jax.convert.instead import ADAPTER, instead, refuse_adapter
 from stree_jax.convert.quantised import MODELOPT
 from stree_jax.convert.rules import Ignored, renamed
 from stree_jax.models.config import ModelConfig
@@ -163,15 +163,15 @@ def layout(directory: Path) -> FileNames:
     Raises:
         ValueError: there is no config.
     """
-    refuse_adapter(directory)
+    if has_file(directory / ADAPTER):
+        raise ValueError(
+            f"{directory} has an adapter (PEFT): load its model with adapter={str(directory)!r}, or"
+            f" with --adapter; if the weights here are merged already, remove {ADAPTER}"
+        )
     found = [files for files in _LAYOUTS if has_file(directory / files.config)]
     if not found:
-        configs = [files.config for files in _LAYOUTS]
-        weights = [name for files in _LAYOUTS for name in files.weights]
-        raise ValueError(
-            f"{directory} is not a checkpoint: it has no {' or '.join(configs)}"
-            + instead(directory, configs, weights)
-        )
+        configs = " or ".join(files.config for files in _LAYOUTS)
+        raise ValueError(f"{directory} is not a checkpoint: it has no {configs}")
 
     def has_weights(files: FileNames) -> bool:
         names = [*files.weights, *(f"{name}.index.json" for name in files.weights)]
@@ -261,6 +261,7 @@ def read(source: Source) -> Description:
 def _read_wrapped(source: Source, name: str) -> Description:
     """Describes the text model inside a multimodal checkpoint; its other tensors are ignored."""
     wrapper, path = _WRAPPERS[name], source.fields.path
+    source.fields.null(*wrapper.tables)
     tables = [table for table in wrapper.tables if source.fields.has(table)]
     if not tables:
         raise ValueError(

@@ -87,8 +87,8 @@ MAX_LAYERS = 4096
 class Fields:
     """A table of config fields. `finish` refuses fields that were neither taken nor ignored.
 
-    Null says nothing: such a field counts as absent, and is in `nulls` only. All methods raise a
-    ValueError that names the file and the field if a value is invalid.
+    A field that is null is refused when it is taken, unless `null` says what it means. All methods
+    raise a ValueError that names the file and the field if a value is invalid.
 
     Args:
         path: path of the file, for messages.
@@ -107,22 +107,37 @@ class Fields:
     ):
         self.path = path
         self.values = {name: value for name, value in values.items() if value is not None}
-        self.nulls = values.keys() - self.values.keys()
+        self._nulls = values.keys() - self.values.keys()
         self._prefix = prefix
         self._asked = {} if asked is None else asked
         self._left = {*self.values}
         self._notes: list[str] = []
 
+    def null(self, *absent: str, **values: Any) -> None:
+        """Says of which fields null means that they are absent, or these values."""
+        self.values |= {name: value for name, value in values.items() if name in self._nulls}
+        self._nulls = self._nulls - {*absent, *values}
+
     def take(self, name: str, default: Any = _MISSING) -> Any:
         """The value of a field, or the default if it is absent."""
         self._left.discard(name)
+        self._refuse_null(name)
         value = self.values.get(name, default)
         self.check(value is not _MISSING, f"{self._prefix}{name} is missing")
         return value
 
+    def _refuse_null(self, name: str) -> None:
+        self.check(
+            name not in self._nulls or name in self.values,
+            f"{self._prefix}{name} is null, which says nothing here: give its value, or leave the"
+            " field out",
+        )
+
     def alias(self, **names: str) -> None:
         """Reads `new` from `old` where only that is present: `alias(new="old")`."""
         for name, old in names.items():
+            if old in self._nulls and name not in self.values:
+                self._nulls = self._nulls | {name}
             if old in self.values:
                 self._left.discard(old)
                 self.values.setdefault(name, self.values[old])
@@ -216,6 +231,7 @@ class Fields:
             The base, the scaling, and the table with its remaining entries.
         """
         theta = self.number("rope_theta", 10000.0)
+        self.null("rope_parameters", "rope_scaling")
         self.alias(rope_parameters="rope_scaling")
         table = self.table("rope_parameters")
         theta = table.number("rope_theta", theta)
@@ -253,16 +269,19 @@ class Fields:
 
     def has(self, name: str) -> bool:
         """Whether a field is present."""
+        self._refuse_null(name)
         return name in self.values
 
     def same(self, name: str, value: int | float) -> None:
         """Checks that a redundant field, if present, agrees with `value`."""
+        self.null(name)
         if self.has(name):
             again = self.number(name)
             self.check(again == value, f"{self._prefix}{name} = {again:g}, elsewhere {value:g}")
 
     def tokens(self, name: str, vocab_size: int) -> int | tuple[int, ...] | None:
         """A token id, or a tuple of several. Ids outside the vocabulary are dropped and noted."""
+        self.null(name)
         value = self.take(name, None)
         listed = value if isinstance(value, list) else [] if value is None else [value]
         for token in listed:
@@ -287,8 +306,8 @@ class Fields:
 
         `absorb` takes the part back when it has been read.
         """
-        own = Fields(self.path, values).values
-        return Fields(self.path, self.values | own, prefix, self._asked)
+        every = dict.fromkeys(self._nulls) | self.values | dict(values)
+        return Fields(self.path, every, prefix, self._asked)
 
     def absorb(self, part: "Fields", names: Collection[str]) -> None:
         """Counts what a part has used as used.

@@ -12,7 +12,6 @@ import numpy as np
 
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import has_file, read_json
-from stree_jax.convert.instead import instead
 from stree_jax.convert.torch_file import MAX_TENSORS, open_torch_file
 from stree_jax.messages import first_line
 
@@ -36,22 +35,8 @@ _SAFETENSORS = _FLOAT8 | {
 }
 
 
-def open_tensors(
-    directory: Path, config: str, names: Sequence[str]
-) -> tuple[str, dict[str, Tensor]]:
-    """Opens the weights of a checkpoint.
-
-    Args:
-        directory: the checkpoint.
-        config: the name of its config file.
-        names: file names to try, in order. Each may be sharded, with an index instead.
-
-    Returns:
-        The name of the file or index, and the tensors by name.
-
-    Raises:
-        ValueError: there is no such file, or it is damaged or unsupported.
-    """
+def open_tensors(directory: Path, names: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
+    """Opens the first of these files that is there, whole or sharded; its name, or its index's."""
     for name in names:
         file, index = directory / name, directory / f"{name}.index.json"
         has_whole, has_index = has_file(file), has_file(index)
@@ -64,8 +49,7 @@ def open_tensors(
         if has_index:
             return index.name, _open_sharded(index)
     raise ValueError(
-        f"{directory} has no weights: none of {', '.join(names)}, whole or sharded"
-        + instead(directory, [config], names)
+        f"{directory} has no weights: none of {', '.join(names)}, whole or sharded with an index"
     )
 
 

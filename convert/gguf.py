@@ -1,7 +1,7 @@
 """GGUF files as the checkpoints of transformers that llama.cpp's converter made them from.
 
-What it does to names, tensors and configs (`conversion/` there, as of November 2026) is undone
-here, so that families need not know of it.
+What it does to names and tensors (`conversion/` there, as of November 2026) is undone here, so that
+families need not know of it. The config is the model's config.json, which lies beside the file.
 """
 
 import math
@@ -24,49 +24,43 @@ Shape = tuple[int, ...]
 Values = dict[str, Any]  # of config.json
 
 
-def open_gguf(file: Path) -> tuple[Path, Values, dict[str, Tensor], str]:
-    """Opens a GGUF file as a checkpoint of transformers.
+# What files of this library say of queries and keys: RoPE turns so many first channels of a head,
+# and the two that it turns together are neighbours. In files of llama.cpp's converter all channels
+# lie so, whatever is turned.
+TURNED = "stree_jax.turned_channels"
+_ASSUMED = (
+    "queries and keys are taken to be in the order of llama.cpp's converter, which this file does"
+    " not say; if they are in another one, texts are wrong"
+)
 
-    Args:
-        file: the file, or a part of it.
 
-    Returns:
-        The file of the config: config.json beside it, else the file itself, from whose metadata
-        the config is made; the config; the tensors by transformers' names; and how many are
-        quantised, and how.
+def open_gguf(file: Path) -> tuple[Path, Values, dict[str, Tensor], str, list[str]]:
+    """Opens a file, or a part of one, as a checkpoint of transformers.
 
-    Raises:
-        ValueError: a file is damaged, the package `gguf` is missing, the architecture is not one of
-            ours, the metadata says too little or something unknown, or a tensor is unknown.
+    The config file and its content; the tensors by transformers' names; how many are quantised, and
+    how; and what is assumed.
     """
     metadata, tensors, quantised = open_parts(file)
     name = metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in _ARCHITECTURES:
+    if not isinstance(name, str) or name not in _LAYOUTS:
         raise ValueError(
             f"{file} is of the architecture {shown(name)}; GGUF files are read of"
-            f" {', '.join(_ARCHITECTURES)}"
+            f" {', '.join(_LAYOUTS)}"
         )
-    architecture, facts = _ARCHITECTURES[name], _Facts(file, name, metadata, tensors)
-    beside = file.with_name("config.json")
-    if has_file(beside):
-        values = read_json(beside)
-        layout = architecture.layout(facts, values)
-        _check_sizes(layout, facts, beside, values)
-        return beside, values, _renamed(layout, facts), quantised
-    values = architecture.config(facts)
-    facts.refuse_unknown()
-    return file, values, _renamed(architecture.layout(facts, values), facts), quantised
+    config = file.with_name("config.json")
+    if not has_file(config):
+        raise ValueError(f"{file} has no config.json beside it: put that of the model there")
+    facts, values = _Facts(file, name, metadata, tensors), read_json(config)
+    layout = _LAYOUTS[name](facts, values)
+    _check_sizes(layout, facts, config, values)
+    # In the converter's order llama.cpp itself gets Bamba wrong.
+    is_open = values.get("model_type") == "bamba" and facts.turned is None
+    assumed = [_ASSUMED] if is_open and facts.has("attn_q.weight") else []
+    return config, values, _renamed(layout, facts), quantised, assumed
 
 
 class _Facts:
-    """The metadata and the tensors of a file.
-
-    Args:
-        file: its path, for messages.
-        architecture: with its name keys begin.
-        metadata: by key.
-        tensors: by llama.cpp's names.
-    """
+    """The metadata and the tensors of a file of this architecture, with whose name keys begin."""
 
     def __init__(
         self,
@@ -75,137 +69,32 @@ class _Facts:
         metadata: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
     ):
-        self.file, self.tensors = file, tensors
-        self.architecture = architecture
-        self._prefix, self._metadata, self._used = f"{architecture}.", metadata, {*_REDUNDANT}
+        self.file, self.architecture, self.tensors = file, architecture, tensors
+        self._metadata, self.turned = metadata, metadata.get(TURNED)
         blocks = self.size("block_count", most=MAX_LAYERS)
         # The last ones are a head that predicts further tokens.
         self.num_heads = self.size("nextn_predict_layers", 0, least=0, most=blocks - 1)
         self.num_layers = blocks - self.num_heads
 
-    def take(self, key: str, default: Any = ...) -> Any:
-        """The value of one of the architecture's keys; without a default it must be there."""
-        self._used.add(key)
-        value = self._metadata.get(self._prefix + key)
-        if value is None and default is ...:
-            raise self.lacks(self._prefix + key)
-        return default if value is None else value
-
-    def lacks(self, what: str) -> ValueError:
-        """The error of a fact that the metadata does not have."""
-        return ValueError(f"{self.file} lacks {what}: put the model's config.json beside it")
-
-    def size(self, key: str, default: Any = ..., *, least: int = 1, most: int = 1 << 24) -> int:
-        """An integer."""
-        name = f"{self.file}: {self._prefix}{key}"
-        return check_int(name, self.take(key, default), least, most)
-
-    def fields(self, **keys: str) -> Values:
-        """Fields of a config by the keys that have their values."""
-        return {field: self.take(key) for field, key in keys.items()}
+    def size(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = 1 << 24
+    ) -> int:
+        """An integer among the metadata of the architecture."""
+        name = f"{self.architecture}.{key}"
+        return check_int(f"{self.file}: {name}", self._metadata.get(name, default), least, most)
 
     def has(self, name: str) -> bool:
-        """Whether a layer has a tensor."""
+        """True if a layer has a tensor."""
         return any(f"blk.{i}.{name}" in self.tensors for i in range(self.num_layers))
-
-    def columns(self, *names: str) -> int:
-        """Columns of a matrix, of the first of these that a layer has."""
-        names = tuple(f"blk.{i}.{name}" for name in names for i in range(self.num_layers))
-        found = (self.tensors[name].shape for name in names if name in self.tensors)
-        return next((shape[-1] for shape in found), 1)
-
-    def kinds(self, names: Mapping[str, str]) -> list[str]:
-        """The kind of each layer by a tensor that only layers of that kind have.
-
-        The layers that metadata say are not always right: older versions of the converter forget
-        Nemotron-H's MLPs.
-        """
-        layers = range(self.num_layers)
-        found = [[names[x] for x in names if f"blk.{i}.{x}" in self.tensors] for i in layers]
-        if [] in found:
-            raise ValueError(f"{self.file}: layer {found.index([])} has none of {', '.join(names)}")
-        return [each[0] for each in found]
 
     def kv_heads(self) -> int:
         """Heads of keys. Layers without attention have 0 in a list."""
-        key = "attention.head_count_kv"
-        value, name = self.take(key), f"{self.file}: {self._prefix}{key}"
+        name = f"{self.architecture}.attention.head_count_kv"
+        value = self._metadata.get(name)
         found = {each for each in value if each} if isinstance(value, list) else {value}
         if len(found) != 1:
-            raise ValueError(f"{name} = {value!s:.80} differs among layers")
-        return check_int(name, min(found), 1)
-
-    def common(self, model_type: str) -> Values:
-        """Fields of all configs."""
-        if "token_embd.weight" not in self.tensors:
-            raise ValueError(f"{self.file} has no tensor token_embd.weight")
-        return {
-            "model_type": model_type,
-            "hidden_size": self.size("embedding_length"),
-            "num_hidden_layers": self.num_layers,
-            "vocab_size": self.tensors["token_embd.weight"].shape[0],
-            "tie_word_embeddings": "output.weight" not in self.tensors,
-            "eos_token_id": self._metadata.get("tokenizer.ggml.eos_token_id"),
-        }
-
-    def mixer(self) -> Values:
-        """Fields of the mixer of Bamba, Granite and Falcon-H1."""
-        heads, inner = self.size("ssm.time_step_rank"), self.size("ssm.inner_size")
-        return {
-            "mamba_n_heads": heads,
-            "mamba_d_head": inner // heads,
-            "mamba_expand": max(1, inner // self.size("embedding_length")),
-            "mamba_conv_bias": self.has("ssm_conv1d.bias"),
-            "mamba_proj_bias": self.has("ssm_in.bias"),
-        } | self.fields(
-            mamba_d_state="ssm.state_size",
-            mamba_n_groups="ssm.group_count",
-            mamba_d_conv="ssm.conv_kernel",
-            rms_norm_eps="attention.layer_norm_rms_epsilon",
-        )
-
-    def attention(self) -> Values:
-        """Fields of attention."""
-        heads = self.size("attention.head_count")
-        return {
-            "num_attention_heads": heads,
-            "num_key_value_heads": self.kv_heads(),
-            "head_dim": self.size("attention.key_length", self.size("embedding_length") // heads),
-            "attention_bias": self.has("attn_q.bias"),
-        }
-
-    def rope(self) -> Values:
-        """Fields of RoPE; a scaling is refused by its name when the config is read."""
-        if "rope_freqs.weight" in self.tensors:
-            raise self.lacks("the numbers behind its rope_freqs.weight")
-        kind = self.take("rope.scaling.type", "none")
-        return {
-            "rope_theta": self.take("rope.freq_base", 10000.0),
-            "rope_scaling": None if kind == "none" else {"rope_type": kind},
-            "max_position_embeddings": self.take("context_length", None),
-        }
-
-    def refuse_unknown(self) -> None:
-        """Refuses keys that nobody has read, since they might change what is computed."""
-        known = {self._prefix + key for key in self._used}
-        own = {key for key in self._metadata if key.startswith(self._prefix)}
-        if unknown := sorted(own - known):
-            raise ValueError(
-                f"{self.file} has unknown metadata {unknown!s:.200}, which might change what is"
-                " computed: put the model's config.json beside it"
-            )
-
-
-# Keys that change nothing here, or repeat what tensors say.
-_REDUNDANT = {
-    *("vocab_size", "context_length", "feed_forward_length", "expert_feed_forward_length"),
-    *("expert_shared_feed_forward_length", "expert_shared_count", "expert_gating_func"),
-    *("attention.key_length", "attention.value_length", "attention.layer_norm_epsilon"),
-    *("attention.recurrent_layers", "full_attention_interval", "ssm.dt_b_c_rms"),
-    *("rope.freq_base", "rope.dimension_count", "rope.dimension_sections"),
-    *("rope.scaling.finetuned", "rope.scaling.type", "attention.head_count"),
-    *("expert_count", "expert_used_count", "expert_group_count"),
-}
+            raise ValueError(f"{self.file}: {name} = {value!s:.80} differs among layers")
+        return check_int(f"{self.file}: {name}", found.pop(), 1)
 
 
 class _Change(NamedTuple):
@@ -233,19 +122,22 @@ _CHANGES = {
 }
 
 
-def _halves_apart(heads: int) -> _Change:
-    """Channels of heads as transformers' RoPE pairs them: in llama.cpp neighbours are a pair."""
-    return _Change(lambda x: x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape))
+def _halves_apart(heads: int, turned: int | None) -> _Change:
+    """The first channels of heads, or all, as transformers pairs them: there neighbours are one."""
+
+    def apply(x: np.ndarray) -> np.ndarray:
+        rows = x.reshape(heads, -1, *x.shape[1:])
+        first, rest = np.split(rows, [rows.shape[1] if turned is None else turned], axis=1)
+        pairs = first.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(first.shape)
+        return np.concatenate([pairs, rest], axis=1).reshape(x.shape)
+
+    return _Change(apply)
 
 
 def _by_group(groups: int, heads: int, first: int = 0, *, columns: bool = False) -> _Change:
-    """Heads of values group by group, where llama.cpp has the first of each group first.
+    """Heads of values group by group, after `first` rows; there the first of all groups lie first.
 
-    Args:
-        groups: groups, whose heads share a key.
-        heads: heads of all.
-        first: rows before those of the heads.
-        columns: whether they are columns instead.
+    With `columns` the heads are columns instead.
     """
 
     def apply(x: np.ndarray) -> np.ndarray:
@@ -269,31 +161,14 @@ def _interleaved(groups: int, keys: int, values: int) -> _Change:
 
 
 class _Layout(NamedTuple):
-    """Names and changes of tensors.
+    """Names and changes of tensors, by llama.cpp's names."""
 
-    Attributes:
-        layer: what names in layer {} begin with.
-        outside: names of tensors outside of layers, by llama.cpp's.
-        inside: names of tensors in a layer. Several that are joined by "+" are one here, rows
-            behind rows.
-        changes: what undoes the converter's changes, in this order.
-        head: names of tensors of a head that predicts further tokens.
-        sizes: by which numbers are changed, by the fields of a config that say them too.
-    """
-
-    layer: str
-    outside: dict[str, str]
-    inside: dict[str, str]
-    changes: Mapping[str, tuple[_Change, ...]] = MappingProxyType({})
-    head: Mapping[str, str] = MappingProxyType({})
-    sizes: Mapping[str, int] = MappingProxyType({})
-
-
-class _Architecture(NamedTuple):
-    """How to read the files of an architecture: a config from metadata; the layout of tensors."""
-
-    config: Callable[[_Facts], Values]
-    layout: Callable[[_Facts, Values], _Layout]
+    layer: str  # what names in layer {} begin with
+    outside: dict[str, str]  # of layers
+    inside: dict[str, str]  # several joined by "+" are one here, rows behind rows
+    changes: Mapping[str, tuple[_Change, ...]] = MappingProxyType({})  # undone in this order
+    head: Mapping[str, str] = MappingProxyType({})  # that predicts further tokens
+    sizes: Mapping[str, int] = MappingProxyType({})  # of changes, by the config's fields
 
 
 def _check_sizes(layout: _Layout, facts: _Facts, path: Path, values: Values) -> None:
@@ -316,7 +191,7 @@ def _renamed(layout: _Layout, facts: _Facts) -> dict[str, Tensor]:
         inside = {own: f"{begin}.{name}" for own, name in layout.inside.items()}
         inside |= layout.head if is_head else {}
         wanted += [(f"blk.{i}.", own, name) for own, name in inside.items()]
-    left = {*facts.tensors} - {"rope_freqs.weight"}  # of which config.json has the numbers
+    left = {*facts.tensors} - {"rope_freqs.weight"}  # whose numbers config.json has
     found = {}
     for begin, own, name in wanted:
         sources = [begin + part for part in own.split("+")]
@@ -387,8 +262,10 @@ def _unpaired(facts: _Facts) -> dict[str, Any]:
     if not facts.has("attn_q.weight"):
         return {}
     heads = {"attn_q": facts.size("attention.head_count"), "attn_k": facts.kv_heads()}
+    if facts.turned is not None:
+        check_int(f"{facts.file}: {TURNED}", facts.turned, 0, 1 << 16)
     changes = {
-        f"{name}.{part}": (_halves_apart(count),)
+        f"{name}.{part}": (_halves_apart(count, facts.turned),)
         for name, count in heads.items()
         for part in ("weight", "bias")
     }
@@ -396,68 +273,9 @@ def _unpaired(facts: _Facts) -> dict[str, Any]:
     return {"changes": changes, "sizes": dict(zip(fields, heads.values(), strict=True))}
 
 
-def _mamba2_config(facts: _Facts) -> Values:
-    heads, inner = facts.size("ssm.time_step_rank"), facts.size("ssm.inner_size")
-    return (
-        facts.common("mamba2")
-        | {
-            "num_heads": heads,
-            "head_dim": inner // heads,
-            "expand": inner / facts.size("embedding_length"),
-            "use_conv_bias": facts.has("ssm_conv1d.bias"),
-            "use_bias": facts.has("ssm_in.bias"),
-        }
-        | facts.fields(
-            state_size="ssm.state_size",
-            n_groups="ssm.group_count",
-            conv_kernel="ssm.conv_kernel",
-            layer_norm_epsilon="attention.layer_norm_rms_epsilon",
-        )
-    )
-
-
 def _mamba2(facts: _Facts, values: Values) -> _Layout:
     inside = _table("attn_norm norm") | _mixer("mixer")
     return _Layout("backbone.layers.{}", _outside("backbone.embeddings", "backbone.norm_f"), inside)
-
-
-def _granite_config(facts: _Facts) -> Values:
-    """Bamba, or Granite 4, which has scales and mostly no RoPE."""
-    scales = {
-        "embedding_multiplier": facts.take("embedding_scale", None),
-        "residual_multiplier": facts.take("residual_scale", None),
-        "attention_multiplier": facts.take("attention.scale", None),
-        "logits_scaling": facts.take("logit_scale", None),
-    }
-    kinds = facts.kinds({"ssm_in.weight": "mamba", "attn_q.weight": "attention"})
-    made = facts.mixer() | facts.attention() | facts.rope()
-    has_rope = facts.take("rope.scaling.finetuned", True)
-    if has_rope and not any(scales.values()):
-        return (
-            facts.common("bamba")
-            | made
-            | {
-                "attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "attention"],
-                "intermediate_size": facts.columns("ffn_down.weight"),
-                "mlp_bias": facts.has("ffn_up.bias"),
-            }
-        )
-    # There 0 is none: the usual scale of attention, which transformers' config must say.
-    scales["attention_multiplier"] = scales["attention_multiplier"] or made["head_dim"] ** -0.5
-    experts = facts.size("expert_count", 0, least=0)
-    return (
-        facts.common("granitemoehybrid")
-        | made
-        | {field: scale for field, scale in scales.items() if scale}
-        | {
-            "layer_types": kinds,
-            "position_embedding_type": "rope" if has_rope else "nope",
-            "num_local_experts": experts,
-            "num_experts_per_tok": facts.take("expert_used_count") if experts else 0,
-            "intermediate_size": facts.columns("ffn_down_exps.weight"),
-            "shared_intermediate_size": facts.columns("ffn_down_shexp.weight", "ffn_down.weight"),
-        }
-    )
 
 
 def _granite(facts: _Facts, values: Values) -> _Layout:
@@ -479,24 +297,6 @@ def _granite(facts: _Facts, values: Values) -> _Layout:
         inside |= _table(f"{dense}, {shared}", "shared_mlp") | _table(experts, "block_sparse_moe")
     outside = _outside("model.embed_tokens", f"model.{final}")
     return _Layout("model.layers.{}", outside, inside | _table(norms), **_unpaired(facts))
-
-
-def _falcon_h1_config(facts: _Facts) -> Values:
-    common = facts.common("falcon_h1")
-    if common["tie_word_embeddings"]:
-        raise facts.lacks("the multiplier of logits, as its head is tied to the embedding")
-    if facts.has("ssm_norm.weight"):
-        raise facts.lacks("the order of norm and gate in its mixers")
-    return (
-        common
-        | facts.mixer()
-        | facts.attention()
-        | facts.rope()
-        | {
-            "intermediate_size": facts.columns("ffn_down.weight"),
-            "mamba_d_ssm": facts.size("ssm.inner_size"),
-        }
-    )
 
 
 def _falcon_h1(facts: _Facts, values: Values) -> _Layout:
@@ -523,9 +323,9 @@ def _falcon_h1(facts: _Facts, values: Values) -> _Layout:
 def _undone_multipliers(
     values: Values, inner: int, groups: int, state_size: int
 ) -> dict[str, tuple[_Change, ...]]:
-    """What divides the weights by the multipliers of config.json; of metadata alone there are none.
+    """What divides the weights by the multipliers of config.json; one of 0 stays in them.
 
-    Tensors are read after the config, which is checked by then. A multiplier of 0 stays in them.
+    Tensors are read after the config, which is checked by then.
     """
     states = groups * state_size
 
@@ -558,53 +358,6 @@ def _undone_multipliers(
     return {f"{name}.weight": change for name, change in changes.items()}
 
 
-_PATTERN = {"ssm_in": "M", "attn_q": "*", "ffn_gate_inp": "E", "ffn_up": "-"}
-
-
-def _nemotron_config(facts: _Facts) -> Values:
-    heads = facts.size("ssm.time_step_rank")
-    kinds = facts.kinds({f"{name}.weight": kind for name, kind in _PATTERN.items()})
-    values = (
-        facts.common("nemotron_h")
-        | {
-            "hybrid_override_pattern": "".join(kinds),
-            "mamba_num_heads": heads,
-            "mamba_head_dim": facts.size("ssm.inner_size") // heads,
-            "use_conv_bias": facts.has("ssm_conv1d.bias"),
-            "use_bias": facts.has("ssm_in.bias"),
-            "intermediate_size": facts.columns("ffn_down.weight"),
-            "mlp_bias": facts.has("ffn_up.bias"),
-            "num_nextn_predict_layers": facts.num_heads,
-        }
-        | facts.fields(
-            ssm_state_size="ssm.state_size",
-            n_groups="ssm.group_count",
-            conv_kernel="ssm.conv_kernel",
-            layer_norm_epsilon="attention.layer_norm_rms_epsilon",
-        )
-        | facts.attention()
-    )
-    if "E" not in kinds:
-        return values
-    groups = facts.size("expert_group_count", 1)
-    return (
-        values
-        | facts.fields(
-            n_routed_experts="expert_count",
-            num_experts_per_tok="expert_used_count",
-            norm_topk_prob="expert_weights_norm",
-            routed_scaling_factor="expert_weights_scale",
-        )
-        | {
-            "n_group": groups,
-            "topk_group": facts.take("expert_group_used_count", 1 if groups == 1 else ...),
-            "moe_intermediate_size": facts.columns("ffn_down_exps.weight"),
-            "moe_shared_expert_intermediate_size": facts.columns("ffn_down_shexp.weight"),
-            "moe_latent_size": facts.take("moe_latent_size", None),
-        }
-    )
-
-
 def _nemotron(facts: _Facts, values: Values) -> _Layout:
     names = (
         "ffn_up up_proj, ffn_down down_proj, ffn_gate_inp gate,"
@@ -624,37 +377,6 @@ def _nemotron(facts: _Facts, values: Values) -> _Layout:
     head |= {own: f"mtp.layers.1.{name}" for own, name in after.items()}
     outside = _outside("backbone.embeddings", "backbone.norm_f")
     return _Layout("backbone.layers.{}", outside, inside, head=head, **_unpaired(facts))
-
-
-def _qwen_config(model_type: str) -> Callable[[_Facts], Values]:
-    def config(facts: _Facts) -> Values:
-        heads = facts.size("ssm.time_step_rank")
-        kinds = facts.kinds({"ssm_a": "linear_attention", "attn_q.weight": "full_attention"})
-        made = facts.common(model_type) | facts.attention() | facts.rope()
-        made |= {
-            "partial_rotary_factor": facts.size("rope.dimension_count") / made["head_dim"],
-            "layer_types": kinds,
-            "linear_num_value_heads": heads,
-            "linear_value_head_dim": facts.size("ssm.inner_size") // heads,
-            "mtp_num_hidden_layers": facts.num_heads,
-        } | facts.fields(
-            linear_num_key_heads="ssm.group_count",
-            linear_key_head_dim="ssm.state_size",
-            linear_conv_kernel_dim="ssm.conv_kernel",
-            rms_norm_eps="attention.layer_norm_rms_epsilon",
-        )
-        if not facts.has("ffn_gate_inp.weight"):
-            return made | {"intermediate_size": facts.columns("ffn_down.weight")}
-        return (
-            made
-            | facts.fields(num_experts="expert_count", num_experts_per_tok="expert_used_count")
-            | {
-                "moe_intermediate_size": facts.columns("ffn_down_exps.weight"),
-                "shared_expert_intermediate_size": facts.columns("ffn_down_shexp.weight"),
-            }
-        )
-
-    return config
 
 
 def _qwen(facts: _Facts, values: Values) -> _Layout:
@@ -713,13 +435,13 @@ def _qwen(facts: _Facts, values: Values) -> _Layout:
     return _Layout("model.layers.{}", outside, inside, changes, _table(head, "mtp"), sizes)
 
 
-_ARCHITECTURES = {
-    "mamba2": _Architecture(_mamba2_config, _mamba2),
-    "granitehybrid": _Architecture(_granite_config, _granite),
-    "falcon-h1": _Architecture(_falcon_h1_config, _falcon_h1),
-    "nemotron_h": _Architecture(_nemotron_config, _nemotron),
-    "nemotron_h_moe": _Architecture(_nemotron_config, _nemotron),
-    "qwen3next": _Architecture(_qwen_config("qwen3_next"), _qwen),
-    "qwen35": _Architecture(_qwen_config("qwen3_5_text"), _qwen),
-    "qwen35moe": _Architecture(_qwen_config("qwen3_5_moe_text"), _qwen),
+_LAYOUTS: dict[str, Callable[[_Facts, Values], _Layout]] = {
+    "mamba2": _mamba2,
+    "granitehybrid": _granite,
+    "falcon-h1": _falcon_h1,
+    "nemotron_h": _nemotron,
+    "nemotron_h_moe": _nemotron,
+    "qwen3next": _qwen,
+    "qwen35": _qwen,
+    "qwen35moe": _qwen,
 }

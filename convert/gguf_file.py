@@ -176,9 +176,7 @@ class _Header:
         if kind == _TEXT:
             return self._text()
         if kind != _LIST:
-            (value,) = self._take(_form(kind))
-            # As its writer had it: 1e-05, not 9.999999747378752e-06.
-            return float(str(np.float32(value))) if _form(kind) == "f" else value
+            return self._take(_form(kind))[0]
         kind, count = self._take("IQ")
         if kind == _TEXT:  # tokens and merges; this loop is most of the time
             at = self.at

@@ -31,6 +31,10 @@ def read_granite(source: Source) -> Description:
     """`GraniteMoeHybridConfig`, dense or with experts."""
     fields = source.fields
     mamba2, d_model = read_mixer(fields, eps_default=1e-6)
+    fields.null("layer_types", "layers_block_type", "position_embedding_type")
+    heads = fields.integer("num_attention_heads", 32)
+    head_dim = fields.integer("head_dim", max(1, d_model // heads))
+    fields.null(attention_multiplier=head_dim**-0.5)
     attention = read_attention(fields, d_model, scale=fields.number("attention_multiplier", 1.0))
     theta, scaling, table = fields.rope()
     table.finish()

@@ -89,6 +89,7 @@ def mixer_values(config: ModelConfig) -> dict[str, Any]:
 def read_attention(fields: Fields, d_model: int, **more: Any) -> AttentionConfig:
     """Attention without RoPE, in the usual fields; `more` are fields of `AttentionConfig`."""
     num_heads = fields.integer("num_attention_heads", 32)
+    fields.null("num_key_value_heads")
     bias = fields.flag("attention_bias", False)
     return AttentionConfig(
         num_heads=num_heads,
@@ -183,6 +184,7 @@ def model_fields(
 def read_max_length(fields: Fields) -> int | None:
     """The context length; None means no limit."""
     name = "max_position_embeddings"
+    fields.null(name)
     return fields.integer(name) if fields.has(name) else None
 
 

@@ -74,6 +74,7 @@ def read_mamba_in_llama(source: Source) -> Description:
     attention = None
     if with_attention:
         heads = fields.integer("num_attention_heads")
+        fields.null("num_key_value_heads", "head_dim")
         attention = AttentionConfig(
             num_heads=heads,
             num_kv_heads=fields.integer("num_key_value_heads", heads),

@@ -59,6 +59,7 @@ def read_nemotron_h_puzzle(source: Source) -> Description:
     layers = []
     for i, block in enumerate(blocks):
         part = fields.with_own(block, f"block_configs[{i}].")
+        part.null("sliding_window")
         kind = part.choice("block_type", "", KINDS)
         layers.append(_layer(kind, part, source))
         fields.absorb(part, block)
@@ -73,6 +74,8 @@ def read_nemotron_h_puzzle(source: Source) -> Description:
 
 
 def _read_aliases(fields: Fields) -> None:
+    fields.null("num_key_value_heads", "moe_latent_size", "sliding_window", "num_hidden_layers")
+    fields.null("layers_block_type", "layer_types")
     fields.alias(
         n_groups="mamba_n_groups",
         conv_kernel="mamba_d_conv",

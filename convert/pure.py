@@ -25,7 +25,9 @@ from stree_jax.models.config import ModelConfig
 def read_mamba_ssm(source: Source) -> Description:
     """mamba_ssm's `MambaConfig`, with or without attention layers."""
     fields = source.fields
+    fields.null("attn_layer_idx", "attn_cfg")
     ssm = fields.table("ssm_cfg")
+    ssm.null("d_ssm")
     layer = ssm.take("layer", "Mamba1")
     if layer != "Mamba2":
         raise ValueError(
@@ -90,6 +92,7 @@ def read_mamba_ssm(source: Source) -> Description:
 
 def _mamba_ssm_attention(fields: Fields, d_model: int) -> AttentionConfig:
     """The settings of mamba_ssm's MHA."""
+    fields.null("num_heads_kv", "head_dim", "softmax_scale")
     fields.check(
         fields.flag("causal", False), "attn_cfg.causal is not true (upstream's default is false)"
     )

@@ -82,6 +82,7 @@ def read_qwen3_5_moe(source: Source) -> Description:
 
 def _kinds(fields: Fields, num_layers: int) -> tuple[str, ...]:
     """The kinds of the mixers."""
+    fields.null("layer_types", "mlp_only_layers")
     num_layers = fields.integer("num_hidden_layers", num_layers, most=MAX_LAYERS)
     every = fields.integer("full_attention_interval", 4)
     if fields.has("layer_types"):

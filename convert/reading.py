@@ -1,5 +1,6 @@
 """Reading a checkpoint of another program into a `HybridLM` or a head, one weight at a time."""
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,6 @@ from stree_jax.names import flatten, unflatten
 ProgressCallback = Callable[[int, int], None]
 
 
-_OF_METADATA = "config.json: there is none, and the metadata of the file say no time_step_limit"
 _LISTED = 8  # tensors that are ignored for one reason; of more, their number is said
 
 
@@ -47,6 +47,7 @@ class Checkpoint(NamedTuple):
     rules: list[Rule]
     quantised: str = ""  # how many weights are, and how
     adapter: str | None = None  # what was merged into the tensors
+    assumed: Sequence[str] = ()  # what no file says
 
     @property
     def sources(self) -> list[str]:
@@ -118,13 +119,8 @@ def open_checkpoint(
         ValueError: the checkpoint or the adapter is damaged or unsupported, its tensors do not
             match its config or the adapter, or no such field is left over.
     """
-    config, values, file, (tensors, notes, quantised) = _open(path)
+    config, values, file, (tensors, notes, quantised), assumed = _open(path)
     merged, asked = None, dict.fromkeys(check_names("ignore", ignore), False)
-    if adapter is not None and config.suffix == ".gguf":
-        raise ValueError(
-            f"{path} has no config.json beside it, without which its weights may not be those that"
-            f" {adapter} changes"
-        )
     if adapter is not None:
         merged = adapted(tensors, adapter, asked)
         tensors, notes = merged.tensors, [*notes, *merged.notes]
@@ -144,7 +140,7 @@ def open_checkpoint(
     if merged is not None:
         _check_changes(merged, adapter, description, rules)
     about = None if merged is None else merged.about
-    return Checkpoint(path, file, description, tensors, rules, quantised, about)
+    return Checkpoint(path, file, description, tensors, rules, quantised, about, assumed)
 
 
 def _check_changes(
@@ -161,19 +157,19 @@ def _check_changes(
         )
 
 
-def _open(path: Path) -> tuple[Path, dict[str, Any], str, Plain]:
-    """The config file and what it says, the name of the weights, and the tensors."""
+def _open(path: Path) -> tuple[Path, dict[str, Any], str, Plain, list[str]]:
+    """The config file and what it says, the weights' name, the tensors, and what is assumed."""
     if (gguf := gguf_file(path)) is not None:
-        config, values, tensors, quantised = open_gguf(gguf)
+        config, values, tensors, quantised, assumed = open_gguf(gguf)
         # The file has numbers of its own, however those of the model are stored.
         values, _ = without_scheme(values, text_tables())
-        notes = [_OF_METADATA] if config == gguf else []
-        return config, values, gguf.name, Plain(wrapped(values, tensors), notes, quantised)
+        plain = Plain(wrapped(values, tensors), [], quantised)
+        return config, values, gguf.name, plain, assumed
     files = layout(path)
     config = path / files.config
     scheme = read_scheme(config, read_json(config), text_tables())
-    file, tensors = open_tensors(path, *files)
-    return config, scheme.values, file, dequantised(path, scheme, tensors)
+    file, tensors = open_tensors(path, files.weights)
+    return config, scheme.values, file, dequantised(path, scheme, tensors), []
 
 
 def load_model(
@@ -201,6 +197,8 @@ def load_model(
         ValueError: a weight is not finite, a tied head differs from the embedding, or the model
             does not fit the partition.
     """
+    for each in checkpoint.assumed:
+        warnings.warn(f"{checkpoint.path}: {each}", stacklevel=3)
     config = checkpoint.description.config
     names: Collection[str] = ()
     if quantize is not None:  # tracing takes time
@@ -225,7 +223,7 @@ def load_model(
 
 def open_head(path: Path, ignore: Collection[str] | Any = ()) -> tuple[Fields, Checkpoint]:
     """The config and the tensors of a head that is a checkpoint of its own, still without rules."""
-    config, values, file, plain = _open(path)
+    config, values, file, plain, _ = _open(path)
     fields = Fields(config, values, asked=dict.fromkeys(check_names("ignore", ignore), False))
     return fields, Checkpoint(path, file, None, plain.tensors, [], plain.quantised)
 

@@ -26,6 +26,7 @@ _KINDS = {"mamba": "mamba2", "linear_attention": "mamba2", "hybrid": "shared"}
 def read_zamba2(source: Source) -> Description:
     """`Zamba2Config`: a Mamba-2 stack with shared transformer blocks."""
     fields = source.fields
+    fields.null("num_key_value_heads", "intermediate_size", "sliding_window", "time_step_limit")
     old = sorted({"conv_dimension", "state_size", "lora_rank"} & set(fields.values))
     fields.check(
         not old, f"fields {old} are of Zamba2's first code; take the model's newest revision"

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from jax.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from pallas_kernels import dispatch
-from stree_jax.checkpoint.files import checked_path, entries, folder_of, folders_with, has_file
+from stree_jax.checkpoint.files import checked_path, folder_of, has_file
 from stree_jax.checkpoint.load import load_native
 from stree_jax.heads import head_kind, load_native_head, part_of
 from stree_jax.keywords import explained
@@ -46,8 +45,8 @@ def from_pretrained(
     its `generation_config.json` and its tokenizer name.
 
     Args:
-        path: the directory, a GGUF file (needs the extra `gguf`), or the name of a model on the hub
-            (needs the extra `hub`).
+        path: the directory, a GGUF file with config.json beside it (needs the extra `gguf`), or
+            the name of a model on the hub (needs the extra `hub`).
         dtype: dtype of the loaded weights, float32 or bfloat16. None means bfloat16 if the
             checkpoint stores bfloat16, else float32. Speculative decoding reproduces autoregressive
             decoding token for token in float32, the default, and on a CPU in bfloat16 too.
@@ -190,8 +189,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     file = folder_of(checked_path(path, "path", "a directory or a tokenizer.json"))
     if file.suffix != ".json" and not os.path.isfile(file):
         file = file / "tokenizer.json"
-    if file.suffix != ".json" or _OTHERS.fullmatch(file.name) or not has_file(file):
-        raise ValueError(f"no tokenizer at {shown_path(file)}{_instead(file)}")
+    if file.suffix != ".json" or not has_file(file):
+        raise ValueError(
+            f"no tokenizer at {shown_path(file)}: only a tokenizer.json is read; of other files"
+            " transformers makes one, AutoTokenizer.from_pretrained(DIR).save_pretrained(OUT)"
+        )
     with tokenizer_errors(f"{file} is damaged"):
         tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()
@@ -208,30 +210,6 @@ def tokenizer_errors(message: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{message}: {first_line(error)}") from error
-
-
-# Files of tokenizers in other formats.
-_OTHERS = re.compile(
-    r"tokenizer\.model.*|(sentencepiece.*|spiece|tiktoken)\.model|.*\.tiktoken|vocab\.(json|txt)"
-    r"|merges\.txt|tekken\.json"
-)
-
-
-def _instead(file: Path) -> str:
-    """What there is instead of a tokenizer.json and the way out, as the end of a message."""
-    folder = file.parent
-    if file.name != "tokenizer.json" and os.path.isfile(folder / "tokenizer.json"):
-        return "; give the tokenizer.json beside it"
-    if found := [name for name in entries(folder) if _OTHERS.fullmatch(name)]:
-        return (
-            f"; transformers reads {', '.join(found)[:80]}: AutoTokenizer.from_pretrained("
-            f"{shown(str(folder))}).save_pretrained(DIR), then tokenizer=DIR or --tokenizer DIR"
-        )
-    if any(name.endswith(".gguf") for name in entries(folder)):
-        return "; put the tokenizer.json of the model's repository beside its GGUF file"
-    if inside := folders_with(folder, ["tokenizer.json"]):
-        return f"; give the folder {shown(inside[-1])} there"
-    return "" if file.name == "tokenizer.json" else "; give a directory with a tokenizer.json"
 
 
 def demo_path(name: str) -> Path:

@@ -1,12 +1,9 @@
 """Files of a checkpoint: whether they are there, what lies in their place, and what they say."""
 
 import errno
-import itertools
 import json
 import os
-import re
 import stat
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ _POINTER = b"version https://git-lfs.github.com/spec/v1"
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _MAX_TEXT = 16 << 20  # bytes; an index of 100,000 tensors has about 10 MB
 _MAX_DEPTH = 32
-_MOST_ENTRIES = 1000  # of a directory, that are looked at for a message
 # Where transformers has chat templates, and where older versions of this library looked for them.
 CHAT_TEMPLATES = (
     "chat_template.jinja",
@@ -110,30 +106,6 @@ def _mode(path: Path) -> int | None:
 def _unreadable(path: Path, error: OSError) -> ValueError:
     link = f", a link to {shown(os.readlink(path))}," if os.path.islink(path) else ""
     return ValueError(f"{shown_path(path)}{link} cannot be read: {error.strerror}")
-
-
-def entries(directory: Path) -> list[str]:
-    """Names in a directory, in order, for messages: at most 1,000, none if it cannot be read."""
-    try:
-        with os.scandir(directory) as found:
-            return sorted(entry.name for entry in itertools.islice(found, _MOST_ENTRIES))
-    except OSError:
-        return []
-
-
-def folders_with(directory: Path, names: Collection[str]) -> list[str]:
-    """The folders in a directory that have one of these files, the one of the last step last.
-
-    Such as `checkpoint-500` of a training run, or `snapshots/<hash>` in the cache of the hub.
-    """
-    inside = [
-        *entries(directory),
-        *(f"snapshots/{name}" for name in entries(directory / "snapshots")),
-    ]
-    found = [
-        each for each in inside if any(os.path.isfile(directory / each / name) for name in names)
-    ]
-    return sorted(found, key=lambda each: [int(part) for part in re.findall(r"\d{1,9}", each)])
 
 
 def read_json(path: Path) -> dict:

@@ -102,6 +102,7 @@ def _table(path: Path, ignore: Sequence[str], adapter: Path | None) -> Table:
 def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[tuple[str, str]]:
     """What there is to know about a checkpoint, by name."""
     ignored: list[str] = []
+    assumed: Sequence[str] = ()
     in_8_bits = ""
     head: MtpConfig | str | None
     if not is_foreign(path, ignore=ignore, adapter=adapter):
@@ -118,6 +119,7 @@ def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[
     else:
         checkpoint = open_checkpoint(path, ignore=ignore, adapter=adapter)
         config, dtype, ignored = checkpoint.description.config, checkpoint.dtype, checkpoint.ignored
+        assumed = checkpoint.assumed
         yield "family", checkpoint.description.family
         yield "weights", checkpoint.file
         if checkpoint.quantised:
@@ -140,6 +142,8 @@ def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[
     yield "stored as", dtype.name + in_8_bits
     if head is not None:
         yield "MTP head", _head_fact(head)
+    for line in assumed:
+        yield "assumed", line
     for line in ignored:
         yield "ignored", line
 

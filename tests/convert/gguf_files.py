@@ -172,81 +172,41 @@ def multiplied(name, x, values):
 
 
 def metadata(values):
-    """What the converter says about a config; methods of the writer and their arguments."""
+    """What the converter says of sizes; methods of the writer and their arguments."""
     kind, num_layers, get = values["model_type"], count_layers(values), values.get
     heads = get("mtp_num_hidden_layers", get("num_nextn_predict_layers")) or 0
     facts = {
         "block_count": num_layers + heads,
         "nextn_predict_layers": heads or None,
         "embedding_length": values["hidden_size"],
-        "context_length": get("max_position_embeddings", 1 << 20 if kind == "mamba2" else None),
-        "vocab_size": values["vocab_size"],
-        "eos_token_id": values["eos_token_id"],
-        "feed_forward_length": get("intermediate_size", 0),
-        "layer_norm_rms_eps": get("rms_norm_eps", get("layer_norm_epsilon")),
         "head_count": get("num_attention_heads", 0),
-        "file_type": 0,
     }
     if kind != "mamba2":
-        size = get("head_dim", values["hidden_size"] // values["num_attention_heads"])
         types = get("layer_types", get("layers_block_type")) or []
         here = [i for i, each in enumerate(types) if each in ("full_attention", "attention")]
         here = get("attn_layer_indices", here)
         many = [get("num_key_value_heads") * (i in here) for i in range(num_layers)]
         many += [get("num_key_value_heads")] * heads
         listed = kind in ("bamba", "granitemoehybrid", "nemotron_h")
-        facts |= {
-            "head_count_kv": many if listed else get("num_key_value_heads"),
-            "rope_freq_base": (get("rope_parameters") or {}).get("rope_theta", 10000.0),
-        }
-        facts |= {} if listed and kind != "nemotron_h" else {"key_length": size}
-        facts |= {} if listed and kind != "nemotron_h" else {"value_length": size}
+        facts["head_count_kv"] = many if listed else get("num_key_value_heads")
     if kind.startswith("qwen"):
-        share = values["rope_parameters"]["partial_rotary_factor"]
-        facts |= {
-            "ssm_conv_kernel": values["linear_conv_kernel_dim"],
+        return facts | {
             "ssm_state_size": values["linear_key_head_dim"],
             "ssm_group_count": values["linear_num_key_heads"],
             "ssm_time_step_rank": values["linear_num_value_heads"],
             "ssm_inner_size": values["linear_num_value_heads"] * values["linear_value_head_dim"],
-            "rope_dimension_count": int(size * share),
-            "full_attention_interval": 4,
         }
-        if kind != "qwen3_next":
-            facts |= {"rope_dimension_sections": [1, 1, 0, 0]}
-    else:
-        heads = get("mamba_n_heads", get("mamba_num_heads", get("num_heads")))
-        facts |= {
-            "ssm_conv_kernel": get("mamba_d_conv", get("conv_kernel")),
-            "ssm_state_size": get("mamba_d_state", get("ssm_state_size", get("state_size"))),
-            "ssm_group_count": get("mamba_n_groups", get("n_groups")),
-            "ssm_time_step_rank": heads,
-            "ssm_inner_size": heads * get("mamba_d_head", get("mamba_head_dim", get("head_dim"))),
-        }
-    if kind in ("bamba", "granitemoehybrid"):
-        facts["rope_scaling_finetuned"] = get("position_embedding_type", "rope") == "rope"
-        scales = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-        names = ("embedding_scale", "residual_scale", "logit_scale")
-        facts |= {name: values[own] for name, own in zip(names, scales, strict=True) if get(own)}
-        if get("attention_multiplier"):
-            facts["attention_scale"] = values["attention_multiplier"]
-    if experts := get("num_local_experts", get("n_routed_experts", get("num_experts"))):
-        facts |= {"expert_count": experts, "expert_used_count": values["num_experts_per_tok"]}
-    if kind == "nemotron_h" and experts:
-        facts |= {
-            "expert_weights_norm": values["norm_topk_prob"],
-            "expert_weights_scale": values["routed_scaling_factor"],
-            "expert_group_count": values["n_group"],
-            "expert_group_used_count": values["topk_group"],
-            "expert_shared_count": 1,
-        }
-        if get("moe_latent_size"):
-            facts["moe_latent_size"] = values["moe_latent_size"]
-    return facts
+    heads = get("mamba_n_heads", get("mamba_num_heads", get("num_heads")))
+    return facts | {
+        "ssm_state_size": get("mamba_d_state", get("ssm_state_size", get("state_size"))),
+        "ssm_group_count": get("mamba_n_groups", get("n_groups")),
+        "ssm_time_step_rank": heads,
+        "ssm_inner_size": heads * get("mamba_d_head", get("mamba_head_dim", get("head_dim"))),
+    }
 
 
 def write(file, values, tensors, kind=F32, edit=dict, **changes):
-    """Writes a GGUF file.
+    """Writes a GGUF file, with the config beside it.
 
     Args:
         file: its path.
@@ -269,6 +229,7 @@ def write(file, values, tensors, kind=F32, edit=dict, **changes):
         assert name is not None, own
         add(writer, name, x, kind)
     finish(writer)
+    file.with_name("config.json").write_text(json.dumps(values))
     return file
 
 

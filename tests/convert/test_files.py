@@ -210,6 +210,23 @@ def test_both_forms_of_a_model_in_one_directory(tmp_path):
     assert st.from_pretrained(path).config == want.config
 
 
+def test_what_is_no_directory_and_no_tokenizer(checkpoint, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (checkpoint / "vocab.json").write_text("{}")
+    (checkpoint / "tokenizer.model").write_text("x")
+    is_none = "only a tokenizer.json is read; of other files transformers makes one"
+    for load, path, message in (
+        (st.from_pretrained, checkpoint / "model.safetensors", "is a file; a checkpoint is a dir"),
+        (st.from_pretrained, tmp_path / "loop", "a link to 'loop', cannot be read: Too many level"),
+        (st.load_tokenizer, checkpoint, is_none),
+        (st.load_tokenizer, checkpoint / "tokenizer.model", is_none),
+        (st.load_tokenizer, checkpoint / "vocab.json", "vocab.json is damaged"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            load(path)
+        assert "\n" not in str(error.value)
+
+
 def test_truncated_safetensors(checkpoint):
     file = checkpoint / "model.safetensors"
     data = file.read_bytes()

@@ -118,7 +118,7 @@ def test_it_is_saved_as_it_is(tmp_path):
 
 BLOCKS = CONFIG["block_configs"]
 REFUSED = [
-    (dict(block_configs=None), "block_configs is missing"),
+    (dict(block_configs=None), "block_configs is null"),
     (dict(block_configs=[]), "block_configs must be a list with a table for each layer"),
     (dict(block_configs=[["mamba"]]), "block_configs must be a list with a table for each layer"),
     (dict(block_configs=[{}]), r"block_configs\[0\]\.block_type"),

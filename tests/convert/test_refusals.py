@@ -48,7 +48,7 @@ OF_MAMBA_SSM = [
     ({"d_model": "16"}, "d_model must be an integer, .*'16'"),
     ({"n_layer": 10**9}, "n_layer must be an integer, from 1 to 4096"),
     ({"n_layer": 4096}, r"config\.json says 4096 layers, but model\.safetensors has 21 tensors"),
-    ({"d_model": None}, "d_model is missing"),
+    ({"d_model": None}, "d_model is null, which says nothing"),
     ({"quantization_config": {"bits": 4}}, "the scheme None is not read, only fp8"),
 ]
 # model_type, fields beside it, and the message.
@@ -278,7 +278,48 @@ INDICES = [
     ),
 ]
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4" * 64 + b"\nsize 9\n"
+LFS = "git lfs pull.*{} is a pointer of Git LFS"
+
+
+def other(name, content=None, link=None):
+    """Another content, a link, or a directory in the place of a file."""
+
+    def damage(checkpoint):
+        file = checkpoint / name
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+        elif link is not None:
+            file.symlink_to(link)
+        else:
+            file.mkdir()
+
+    return damage
+
+
+def without(*names):
+    return lambda checkpoint: [(checkpoint / name).unlink() for name in names]
+
+
+BOTH = ("config.json", "model.safetensors")
+IN_THEIR_PLACE = [
+    *(
+        (other(name, POINTER), LFS.format(name))
+        for name in (*BOTH, "mamba_config.json", "model.safetensors.index.json")
+    ),
+    (other("model.safetensors", b"\n<!DOCTYPE html><title>"), "is a web page: download the file"),
+    (other("config.json", b""), r"config\.json is damaged: it is empty"),
+    (other("config.json", link="config.json"), "a link to 'config.json', cannot be read: Too many"),
+    (other("model.safetensors", link="../gone"), "a link to '../gone', cannot be read: No such"),
+    *((other(name), f"{name} is a directory; a file is expected") for name in BOTH),
+    (other("adapter_config.json", b"{}"), "has an adapter .PEFT.: load its model with adapter="),
+    (without("config.json"), "is not a checkpoint: it has no config.json or params.json"),
+    (without("model.safetensors"), "has no weights: none of model.safetensors, pytorch_model.bin"),
+]
+
 REFUSED = [
+    *IN_THEIR_PLACE,
     *((in_config(config), message) for config, message in CONFIGS),
     *((in_mamba_in_llama(*both), message) for *both, message in MAMBA_IN_LLAMA),
     *((in_weights(**changes), message) for changes, message in WEIGHTS_REFUSED),

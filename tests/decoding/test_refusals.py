@@ -662,7 +662,7 @@ for make, message in [
     (lambda: st.HybridLM(model.config, dtype="zz", rngs=nnx.Rngs(0)), "dtype must .*, got 'zz'"),
     (lambda: st.HybridLM.abstract(model.config, implementation="zz"), "implementation .* got 'zz'"),
     (lambda: st.from_pretrained("a" * 5000), r"no checkpoint at a{297}\.{3}: File name too"),
-    (lambda: st.load_tokenizer("a" * 5000), r"no tokenizer at a{297}\.\.\.$"),
+    (lambda: st.load_tokenizer("a" * 5000), r"no tokenizer at a{297}\.\.\.: only a"),
     (lambda: st.HybridLM(None, rngs=nnx.Rngs(0)), "config must be a ModelConfig, .* got None"),
     (lambda: st.HybridLM.abstract("x"), "config must be a ModelConfig, .* got 'x'"),
     (lambda: st.load_medusa(None, model), "path must be the directory of .*, got None"),

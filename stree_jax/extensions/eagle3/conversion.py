@@ -62,11 +62,11 @@ def read_config(fields: Fields, num_layers: int, has_embedding: bool) -> Eagle3C
 
     The default inner layers follow from the target's `num_layers`.
     """
+    aux = "eagle_aux_hidden_state_layer_ids"
+    fields.null("eagle_config", "head_dim", "num_key_value_heads", "draft_vocab_size", aux)
     eagle = fields.table("eagle_config")
-    layers = eagle.take(
-        "eagle_aux_hidden_state_layer_ids",
-        fields.take("eagle_aux_hidden_state_layer_ids", [2, num_layers // 2, num_layers - 3]),
-    )
+    eagle.null(aux)
+    layers = eagle.take(aux, fields.take(aux, [2, num_layers // 2, num_layers - 3]))
     fields.check(
         isinstance(layers, list)
         and len(layers) > 0
