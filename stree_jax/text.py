@@ -15,7 +15,7 @@ from stree_jax.checkpoint.files import folder_of
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
-from stree_jax.decoding.options import OptionKeywords, checked_options
+from stree_jax.decoding.options import OptionKeywords, checked_options, spelled_out
 from stree_jax.decoding.token_bytes import as_tokenizer
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.keywords import explained
@@ -129,6 +129,7 @@ class Texts:
         return template.render(messages, **variables)
 
 
+@spelled_out
 @explained(OptionKeywords.__annotations__)
 def complete(
     model: Location | HybridLM,
@@ -139,6 +140,7 @@ def complete(
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
     chat: Mapping[str, Any] | None = None,
+    eos_token: int | str | Sequence[int | str] | Any = None,
     **options: Any,
 ) -> str:
     """Continues a text, or answers the last message of a conversation.
@@ -156,9 +158,9 @@ def complete(
         drafter: a path or name of a draft model, or a drafter.
         topology, verifier: as in `generate`.
         chat: variables of the chat template, such as `tools` or `enable_thinking`.
-        **options: as in `generate`, such as `stop=[". "]`. `eos_token` may also be the text of a
-            token, or several. None: the end tokens of the model's config, of
+        eos_token: ids or texts of tokens. None: the end tokens of the model's config, of
             `generation_config.json` and of the tokenizer.
+        **options: as in `generate`, such as `stop=[". "]`.
 
     Returns:
         The new text, without the end token or the stop.
@@ -168,7 +170,6 @@ def complete(
             `generate`.
         NonFiniteLogitsError: as in `generate`.
     """
-    ends = options.pop("eos_token", None)
     checked_options(options)
     at: Any = model
     source = tokenizer if _is_path(tokenizer) else None
@@ -191,7 +192,7 @@ def complete(
         else draft,
         topology=topology,
         verifier=verifier,
-        eos_token=texts.end_tokens(loaded.config, ends),
+        eos_token=texts.end_tokens(loaded.config, eos_token),
         tokenizer=texts.tokenizer(prompt),
         **options,
     )

@@ -7,7 +7,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.options import OptionKeywords, Options, checked_options
+from stree_jax.decoding.options import OptionKeywords, Options, checked_options, spelled_out
 from stree_jax.decoding.placement import place_request
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prefill import tokens_from
@@ -29,6 +29,7 @@ from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
 from stree_jax.tree import TreeTopology
 
 
+@spelled_out
 @explained(OptionKeywords.__annotations__)
 def generate(
     model: HybridLM,
@@ -106,6 +107,7 @@ def generate(
     return generation_of(ended, request, text, cache, prefix)
 
 
+@spelled_out
 @explained(OptionKeywords.__annotations__)
 def stream(
     model: HybridLM,

@@ -1,8 +1,9 @@
 """`Options`: how texts are continued, with one value or one for each row."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 import jax
 import numpy as np
@@ -21,7 +22,9 @@ from stree_jax.decoding.stops import listed_stops
 from stree_jax.keywords import explained
 from stree_jax.messages import shown
 
-PerRow: TypeAlias = Any  # a sequence with a value for each row
+_Made = TypeVar("_Made", bound=Callable)
+_Item = TypeVar("_Item")
+PerRow: TypeAlias = Sequence[_Item] | np.ndarray | jax.Array  # a value for each row
 
 
 def _has_lists(values: Sequence[Any]) -> bool:
@@ -54,21 +57,35 @@ _PER_ROW: dict[str, Callable[[Sequence[Any]], bool]] = {
 class OptionKeywords(TypedDict, total=False):
     """The fields of `Options`, as keywords of `generate`, `stream` and `plan`."""
 
-    max_new_tokens: int | PerRow
-    min_new_tokens: int | PerRow
-    temperature: float | PerRow
-    top_k: int | PerRow
-    top_p: float | PerRow
-    min_p: float | PerRow
-    filters: Sequence[Filter] | PerRow
-    processors: Sequence[Any] | PerRow
-    eos_token: int | Sequence[int] | PerRow | None
+    max_new_tokens: int | PerRow[int]
+    min_new_tokens: int | PerRow[int]
+    temperature: float | PerRow[float]
+    top_k: int | PerRow[int]
+    top_p: float | PerRow[float]
+    min_p: float | PerRow[float]
+    filters: Sequence[Filter] | Sequence[Sequence[Filter] | None]
+    processors: Sequence[Any]
+    eos_token: int | Sequence[int] | Sequence[Sequence[int] | int | None] | None
     max_length: int | None
-    key: jax.Array | int | PerRow | None
-    log_probs: bool | str | Any
+    key: int | PerRow[int] | None
+    log_probs: bool | Literal["sampled"]
     top_log_probs: int
-    stop: str | Sequence[Any]
+    stop: str | Sequence[str | Sequence[int] | Sequence[str | Sequence[int]] | None]
     tokenizer: Any
+
+
+def spelled_out(function: _Made) -> _Made:
+    """Decorates a function of `**options`, whose signature then names each of them."""
+    made: Any = function
+    signature, kinds = inspect.signature(function), OptionKeywords.__annotations__
+    *own, rest = signature.parameters.values()
+    options = [
+        rest.replace(name=name, kind=rest.KEYWORD_ONLY, default=default, annotation=kinds[name])
+        for name, default in {**Options()}.items()
+        if name not in signature.parameters
+    ]
+    made.__signature__ = signature.replace(parameters=[*own, *options])
+    return made
 
 
 @explained()
@@ -115,17 +132,17 @@ class Options:
         ValueError: a bad value.
     """
 
-    max_new_tokens: int | PerRow = 64
-    min_new_tokens: int | PerRow = 0
-    temperature: float | PerRow = 0.0
-    top_k: int | PerRow = 0
-    top_p: float | PerRow = 1.0
-    min_p: float | PerRow = 0.0
-    filters: Sequence[Filter] | PerRow = ()
-    processors: Sequence[Any] | PerRow = ()
-    eos_token: int | Sequence[int] | PerRow | None = None
+    max_new_tokens: int | Any = 64
+    min_new_tokens: int | Any = 0
+    temperature: float | Any = 0.0
+    top_k: int | Any = 0
+    top_p: float | Any = 1.0
+    min_p: float | Any = 0.0
+    filters: Sequence[Filter] | Any = ()
+    processors: Sequence[Any] | Any = ()
+    eos_token: int | Sequence[int] | Any | None = None
     max_length: int | None = None
-    key: jax.Array | int | PerRow | None = None
+    key: jax.Array | int | Any | None = None
     log_probs: bool | str | Any = False
     top_log_probs: int = 0
     stop: str | Sequence[Any] = ()

@@ -158,6 +158,8 @@ def bench(
         ValueError: a bad argument, or a way that `generate` refuses; raised before anything is
             compiled.
     """
+    if "temperature" in options:
+        raise ValueError("bench has no temperature, but temperatures=[0.0, 1.0]")
     check_int("rows", rows, 1)
     check_int("rounds", rounds, 1)
     methods = [Method(PLAIN), LOOKUP, *_methods(ways)]

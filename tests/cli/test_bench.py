@@ -227,6 +227,7 @@ def refuse_only(bench):
         (({}, None), {}, "needs prompts: give lists of token ids"),
         (({}, [[1]]), {"temperatures": 0.5}, "temperatures must be a list of numbers, got 0.5"),
         (({}, [[1]]), {"temperatures": ["hot"]}, "temperatures must be numbers"),
+        (({}, [[1]]), {"temperature": 1.0}, r"temperatures=\[0.0, 1.0\]"),
         (({}, [[1]]), {"rounds": 0}, "rounds must be an integer"),
         (({"a": {"topology": CHAIN}}, [[1]]), {}, "needs a drafter"),
         (({}, [[10**9]]), {}, "10{9}|1000000000"),

@@ -1,6 +1,9 @@
 """`Options`, filters of one's own, and rows with options of their own."""
 
 import dataclasses
+import inspect
+import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +41,23 @@ def test_the_keywords_are_the_options():
     assert {**st.Options()} == fields
     assert {*fields} < {field.name for field in dataclasses.fields(st.Request)}
     assert all(f"`{name}`" in st.generate.__doc__ for name in fields)
+
+
+@pytest.mark.parametrize("function", [st.generate, st.stream, st.complete])
+def test_signatures_spell_out_the_options(function):
+    """For notebooks that complete them, and for the API's page."""
+    parameters = inspect.signature(function).parameters
+    spelled = {name: parameters[name].default for name in OptionKeywords.__annotations__}
+    assert spelled == {**st.Options()}
+    assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
+
+
+def test_a_type_checker_refuses_a_wrong_value():
+    """None but of objects of the user's is of any type, nor a text where a number is meant."""
+    kinds = typing.get_type_hints(OptionKeywords)
+    of_any = [name for name, kind in kinds.items() if Any in (kind, *typing.get_args(kind))]
+    assert of_any == ["processors", "tokenizer"]
+    assert str not in typing.get_args(kinds["temperature"])
 
 
 def test_options_are_keywords():
