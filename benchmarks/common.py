@@ -30,7 +30,6 @@ HELP = {
     "--tokens": "new tokens of each text, at most",
     "--rounds": "timed runs",
     "--workloads": "words of their names; default: all",
-    "--compared": "tokens to compare in each dtype",
     "--load": "requests over time, relative to what the plain scheduler serves",
 }
 SMOKE = {"action": "store_true", "help": "tiny sizes, on any device"}
@@ -103,11 +102,6 @@ def _commit() -> str | None:
     return None
 
 
-def device_name(where: Mapping[str, Any]) -> str:
-    """The device of `machine()`, for a file name."""
-    return re.sub(r"\W+", "-", where["device"].lower()).strip("-")
-
-
 def timed(
     title: str, ways: Mapping[str, Callable[[Item], Output]], items: Sequence[Item], rounds: int
 ) -> tuple[dict[str, list[Output]], dict[str, np.ndarray]]:
@@ -176,7 +170,9 @@ def main(
         for flag, value in vars(chosen).items()
         if flag not in ("output", "commit") and value is not None
     }
-    parts = (name.replace("_", "-"), settings.get("name"), device_name(where))
+    name = settings.get("comparison", name)
+    device = re.sub(r"\W+", "-", where["device"].lower()).strip("-")
+    parts = (name.replace("_", "-"), settings.get("name"), device)
     file_name = "-".join(filter(None, parts))
     head = {"question": doc.splitlines()[0], "machine": where} | settings
     for found in run(chosen):  # results so far are saved before the next part

@@ -1,13 +1,27 @@
-"""The lists of methods that experiments compare, and the comparison."""
+"""Which way of decoding is the fastest? A table of comparisons, and the lists of ways in them.
 
-from collections.abc import Mapping, Sequence
+    python -m benchmarks.methods batch --rows 1 2 4 8 --temperatures 0
+    python -m benchmarks.methods hierarchical --small DIR/small-draft
+    python -m benchmarks.methods medusa [--heads DIR] [--mtp DIR]
+    python -m benchmarks.methods precision --temperatures 0
+    python -m benchmarks.methods temperature --rows 8 --temperatures 0 0.4 0.8 1 1.3
+
+The embedded pair decodes the same prompts, cut to one length, in all ways of a comparison in turn:
+one at a time, or as batches of `--rows`. Ways that follow the target must give the tokens of
+autoregressive decoding with the same key, the others at temperature 0. The small model of
+`hierarchical` and the head of `--mtp` are made with `benchmarks/recipes`.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import stree_jax as st
-from benchmarks.common import Found
-from benchmarks.models import Pair
+from benchmarks.common import Found, main
+from benchmarks.models import Pair, embedded_pair
 from stree_jax.measuring import methods as measuring
-from stree_jax.measuring.methods import Method, different
+from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, different
 from stree_jax.measuring.report import method_tables, progress_bar
 
 CHAIN_OF_4 = st.TreeTopology.chain(4)
@@ -21,10 +35,26 @@ TUNED_TREES = {
     "tree of 5": st.TreeTopology.default(),
     "chain of 6": st.TreeTopology.chain(6),
 }
+# How children are sampled and verified above temperature 0.
+RULES = {
+    "shared noise": ("shared", "target_only"),
+    "traversal": ("without_replacement", "traversal"),
+    "multi-step": ("iid", "multi_step"),
+    "without replacement": ("without_replacement", "without_replacement"),
+    "naive": ("top_k", "target_only"),
+}
+TYPES = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "drafts in int8": {"draft_quantize": "int8"},
+    "int8": {"quantize": "int8"},
+    "int8, drafts too": {"quantize": "int8", "draft_quantize": "int8"},
+}
 
 # Options of experiments that compare methods.
 SIZES = {"--prompts": 16, "--tokens": 96, "--rounds": 3}
 COMPARED = SIZES | {"--temperatures": (0.0, 1.0)}
+
+Ways = Iterable[Method]
 
 
 def trees(
@@ -34,12 +64,75 @@ def trees(
     return [Method(prefix + name, drafter, topology) for name, topology in topologies.items()]
 
 
+def batch(pair: Pair, at: float, options: argparse.Namespace) -> Ways:
+    """At which batch size does speculation stop paying off?"""
+    return trees(st.ModelDrafter(pair.draft), TWO_TREES)
+
+
+def hierarchical(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
+    """Do three models decode faster than two?
+
+    Chen, "An Exploration of Hierarchical Speculative Decoding": the target, the draft q and a
+    small model s, or prompt lookup in its place; in turns with either first, and as cascades.
+    """
+    q, lookup = pair.draft, st.NgramDrafter()
+    yield Method("q alone, chain of 4", st.ModelDrafter(q), CHAIN_OF_4)
+    yield Method("prompt lookup alone", lookup, CHAIN_OF_4)
+    yield Method("cascade of q and prompt lookup", st.CascadeDrafter(q, lookup, rounds=2))
+    if options.small is not None:
+        s = st.from_pretrained(options.small)
+        yield Method("s alone, chain of 4", st.ModelDrafter(s), CHAIN_OF_4)
+        for name, order in {"the paper's order": "ssqssq", "the better first": "qqssss"}.items():
+            yield Method(f"{order} ({name})", st.InterleavedDrafter(q, s, order))
+        yield Method("cascade of q and s", st.CascadeDrafter(q, st.ModelDrafter(s), rounds=2))
+
+
+def medusa(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
+    """Do Medusa heads draft better than a draft model or prompt lookup on this machine?"""
+    heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
+    own = {f"chain of {heads.num_heads}": st.TreeTopology.chain(heads.num_heads)} | TWO_TREES
+    yield from trees(st.MedusaDrafter(pair.target, heads), own, "Medusa, ")
+    yield from trees(st.ModelDrafter(pair.draft), TWO_TREES, "draft model, ")
+    yield LOOKUP
+    if options.mtp is not None:
+        head = st.MtpDrafter(pair.target, st.load_mtp(options.mtp, pair.target))
+        few = {"chain of 2": st.TreeTopology.chain(2)} | TWO_TREES
+        yield from trees(head, few, "multi-token prediction, ")
+
+
+def precision(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
+    """What do bfloat16 and 8 bits gain?"""
+    some = {"deep tree": DEEP_TREE} | TWO_TREES | {"tree B": PAPER_TREES["tree B"]}
+    yield from trees(st.ModelDrafter(pair.draft), some)
+    for name, how in TYPES.items():
+        own = embedded_pair(0, None, **how)
+        ways = trees(st.ModelDrafter(own.draft), some)
+        ways += [] if "draft_quantize" in how else [Method(PLAIN)]  # the target alone is there
+        target = None if how.keys() == {"draft_quantize"} else own.target
+        yield from (way._replace(name=f"{way.name}, {name}", target=target) for way in ways)
+
+
+def temperature(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
+    """How does acceptance fall with temperature, and which rule keeps it up (STree, figure 4)?
+
+    Noise that the target shares; drafts that are tested, by traversal, multi-step ("vanilla" on a
+    chain) or without replacement; the top children and the target's own tokens ("naive").
+    """
+    for (tree, topology), (rule, how) in itertools.product(TWO_TREES.items(), RULES.items()):
+        sampling, verifier = how if at else ("top_k", "greedy")
+        drafter = st.ModelDrafter(pair.draft, child_sampling=sampling)
+        yield Method(f"{rule}, {tree}", drafter, topology, verifier)
+
+
+COMPARISONS: dict[str, Callable[[Pair, float, argparse.Namespace], Ways]] = {
+    each.__name__: each for each in (batch, hierarchical, medusa, precision, temperature)
+}
+OPTIONS = {"comparison": {"choices": [*COMPARISONS]}, **COMPARED, "--rows": (1,)}
+OPTIONS |= dict.fromkeys(("--heads", "--mtp", "--small"))
+
+
 def compare(
-    pair: Pair,
-    methods: Sequence[Method],
-    temperature: float,
-    options: Any,
-    requests: Sequence[Mapping[str, Any]] | None = None,
+    pair: Pair, methods: Sequence[Method], temperature: float, options: Any, rows: int = 1
 ) -> list[dict[str, Any]]:
     """The comparison of `stree_jax.measuring` with an experiment's settings.
 
@@ -48,17 +141,30 @@ def compare(
         methods: ways of decoding, `PLAIN` among them.
         temperature: of all of them.
         options: `tokens`, the limit of each text, and `rounds`, the timed runs of each request.
-        requests: arguments of `Method.decode`; None: each prompt by itself.
+        rows: of a request; several run to their limit, past any end, so that the batch stays full.
     """
     own = {"max_new_tokens": options.tokens, "temperature": temperature}
-    given = [each | own for each in requests or [{"prompts": [prompt]} for prompt in pair.prompts]]
+    own |= {"eos_token": ()} if rows > 1 else {}
+    starts = range(0, len(pair.prompts) - rows + 1, rows)
+    requests = [{"prompts": pair.prompts[start : start + rows]} | own for start in starts]
     with progress_bar() as show:
-        *_, rows = measuring.compare(pair.target, methods, given, options.rounds, show)
-    return rows
+        *_, found = measuring.compare(pair.target, methods, requests, options.rounds, show)
+    return [{"rows": rows} | row for row in found]
 
 
-def found(pair: Pair, methods: Sequence[Method], options: Any) -> Found:
-    """All findings of an experiment that compares methods at the temperatures of its options."""
-    rows = [row for t in options.temperatures for row in compare(pair, methods, t, options)]
-    tables = method_tables(f"{pair.name}, {options.prompts} prompts", rows)
-    return Found(pair.settings() | {"decoding": rows}, tables, wrong=different(rows))
+def run(options: argparse.Namespace) -> Iterator[Found]:
+    """All ways of a comparison, at each temperature and number of rows."""
+    chosen, pair = COMPARISONS[options.comparison], embedded_pair(options.prompts)
+    found: list[dict[str, Any]] = []
+    for temperature, rows in itertools.product(options.temperatures, options.rows):
+        ways = [Method(PLAIN), *chosen(pair, temperature, options)]
+        found += compare(pair, ways, temperature, options, rows)
+        yield Found(
+            pair.settings() | {"question": str(chosen.__doc__).splitlines()[0], "decoding": found},
+            method_tables(f"{pair.name}, {options.prompts} prompts", found, batch="{rows}"),
+            wrong=different(found),
+        )
+
+
+if __name__ == "__main__":
+    main(run, OPTIONS)

@@ -57,35 +57,24 @@ class Program:
     Args:
         model: the target.
         prompt: token ids; all prompts must have the same padded width.
-        max_steps: most steps; None: up to the limit of tokens.
         **options: those of `stree_jax.generate`; rows run to `max_new_tokens`, past any end token.
     """
 
-    def __init__(
-        self,
-        model: st.HybridLM,
-        prompt: Sequence[int],
-        max_steps: int | None = None,
-        **options: Any,
-    ):
-        self._model, self._max_steps = model, max_steps
-        # Once for each prompt, since plans of large grammars take time that is not measured.
-        self._plan = functools.cache(
-            lambda *prompt: plan(model, [[*prompt]], **options, eos_token=())
-        )
+    def __init__(self, model: st.HybridLM, prompt: Sequence[int], **options: Any):
+        self._model, self._options = model, options
         decoder, arguments = self._start(prompt)
-        self._run = SpeculativeDecoder.run.lower(decoder, *arguments, max_steps).compile()
+        self._run = SpeculativeDecoder.run.lower(decoder, *arguments).compile()
         self.temporary = memory_of(self._run)["temporary"]  # bytes
 
     def _start(self, prompt: Sequence[int]) -> tuple[SpeculativeDecoder, tuple]:
         """The decoder, and the arguments of its loop after the prefill."""
-        p = self._plan(*prompt)
+        p = plan(self._model, [[*prompt]], **self._options, eos_token=())
         state = p.decoder.start(self._model, p.drafter, p.context, p.keys, p.sampling)
         return p.decoder, (self._model, p.drafter, state, p.limits, p.sampling)
 
     def __call__(self, prompt: Sequence[int]) -> DecodeState:
         """The state at the end of a whole generation; blocks."""
-        return jax.block_until_ready(self._run(*self._start(prompt)[1], self._max_steps))
+        return jax.block_until_ready(self._run(*self._start(prompt)[1]))
 
     def steps(self, prompt: Sequence[int]) -> Iterator[tuple[DraftTree, Verdict]]:
         """The draft trees of a whole generation, step by step, and what was accepted."""
@@ -93,12 +82,6 @@ class Program:
         while not state.done.all():
             state, draft, verdict = decoder.step(model, drafter, state, *settings)
             yield draft, verdict
-
-    def bytes_of_step(self, prompt: Sequence[int]) -> int:
-        """Bytes that a step reads and writes, by XLA's count."""
-        decoder, arguments = self._start(prompt)
-        step = SpeculativeDecoder.step.lower(decoder, *arguments).compile()
-        return int(step.cost_analysis()["bytes accessed"])
 
 
 TREES = {

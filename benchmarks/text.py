@@ -1,24 +1,21 @@
-"""What does text cost: a token of a stream, and a grammar from a schema?
+"""What does a grammar from a schema cost?
 
-A stream is timed at the end of texts of two lengths, with a tokenizer of bytes and one of
-sentencepiece's kind, beside decoding all tokens again, and the text must be the same. Everyday
-schemas are compiled for the embedded tokenizer and, if ../shared is there, for that of GPT-2 with
-50,257 tokens; the memory is that of NumPy and Python at its highest, without the vocabulary's tree,
-which all grammars share. The public test suite of JSON Schema is counted, if it is there.
+Everyday schemas are compiled for the embedded tokenizer and, if ../shared is there, for that of
+GPT-2 with 50,257 tokens; the memory is that of NumPy and Python at its highest, without the
+vocabulary's tree, which all grammars share. The public test suite of JSON Schema is counted, if it
+is there.
 
-    python -m benchmarks.text [--tokens 1000 16000] [--rounds 3]
+    python -m benchmarks.text [--rounds 3]
 """
 
 import argparse
-import itertools
 import json
 import time
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer
 
 import stree_jax as st
 from benchmarks.common import Found, main
@@ -27,16 +24,9 @@ from stree_jax.extensions.grammar.json_text import automaton_of_schema
 from stree_jax.measuring.clock import summary
 from stree_jax.measuring.report import Table
 
-OPTIONS = {"--tokens": (1000, 16_000), "--rounds": 3}
+OPTIONS = {"--rounds": 3}
 
-LAST = 50  # tokens that are timed
-STREAM_COLUMNS = {
-    "tokenizer": "{tokenizer}",
-    "tokens": "{tokens:,}",
-    "stream, us a token": "{stream[median]:.1f}",
-    "decoding again, us": "{again[median]:,.0f}",
-}
-GRAMMAR_COLUMNS = {
+COLUMNS = {
     "schema": "{schema}, {vocabulary} tokens",
     "seconds": "{seconds[median]:.2f}",
     "tables, bytes": "{table_bytes:,}",
@@ -64,37 +54,13 @@ _PERSON = {
 }
 SCHEMAS: dict[str, Any] = {
     "any JSON: {}": {},
-    "an object of any kind": {"type": "object"},
     "a string of up to 10,000": {"type": "string", "maxLength": 10_000},
     "a person": _PERSON,
     "10 strings of up to 1,000": {"type": "object", "properties": _NAMED, "required": [*_NAMED]},
     "20 untyped properties": {"type": "object", "properties": {f"p{i}": {} for i in range(20)}},
     "1,000 given texts": {"enum": [f"value number {i}" for i in range(1000)]},
     "up to 10 people": {"type": "array", "items": _PERSON, "maxItems": 10},
-    "a tree of 3 levels": {
-        "$ref": "#/$defs/node",
-        "$defs": {
-            "node": {
-                "type": "object",
-                "properties": {
-                    "value": {"type": "string"},
-                    "left": {"$ref": "#/$defs/node"},
-                    "right": {"$ref": "#/$defs/node"},
-                },
-            }
-        },
-    },
 }
-
-
-def of_sentencepiece() -> Tokenizer:
-    """Pieces of words, and bytes for all else."""
-    words = [f"<0x{byte:02X}>" for byte in range(256)]
-    words += [f"{space}{a}{b}" for space in ("▁", "") for a in "aeiou" for b in "bcdfghklmnprst"]
-    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    return tokenizer
 
 
 def vocabularies() -> dict[str, tuple[Tokenizer, int]]:
@@ -103,28 +69,6 @@ def vocabularies() -> dict[str, tuple[Tokenizer, int]]:
     if (file := SHARED / "tokenizers/gpt2.json").is_file():
         found["50,257"] = Tokenizer.from_file(str(file)), 50256
     return found
-
-
-def stream_row(
-    name: str, tokenizer: Tokenizer, length: int, rounds: int
-) -> tuple[dict[str, Any], bool]:
-    """Microseconds of a token after a text of a length, and whether the text is right."""
-    tokens = np.random.default_rng(0).integers(0, tokenizer.get_vocab_size(), length).tolist()
-    seconds: dict[str, list[float]] = {"stream": [], "again": []}
-    for _ in range(rounds):
-        stream = st.TextStream(tokenizer)
-        pieces = [stream.push(tokens[:-LAST])]
-        began = time.perf_counter()
-        pieces += [stream.push([token]) for token in tokens[-LAST:]]
-        seconds["stream"].append(time.perf_counter() - began)
-        text = "".join([*pieces, stream.end()])
-        began = time.perf_counter()
-        for at in range(length - LAST, length):
-            tokenizer.decode(tokens[: at + 1])
-        seconds["again"].append(time.perf_counter() - began)
-    row = {"tokenizer": name, "tokens": length}
-    row |= {way: summary([1e6 * each / LAST for each in took]) for way, took in seconds.items()}
-    return row, text == tokenizer.decode(tokens)
 
 
 def grammar_row(schema: Any, tokenizer: Tokenizer, end: int, rounds: int) -> dict[str, Any]:
@@ -166,28 +110,19 @@ def suite_counts() -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
-    """Streams, grammars, and the suite."""
-    kinds = {"bytes": st.load_tokenizer(st.demo_path("target")), "pieces": of_sentencepiece()}
-    wrong, streams, grammars = [], [], []
-    for (name, tokenizer), length in itertools.product(kinds.items(), options.tokens):
-        row, is_right = stream_row(name, tokenizer, length, options.rounds)
-        streams.append(row)
-        wrong += [] if is_right else [f"{name}, {length} tokens"]
+    """Grammars, and the suite."""
+    grammars = []
     for vocabulary, (tokenizer, end) in vocabularies().items():
         st.regex("a", tokenizer, eos_token=end)  # makes the tree that all grammars share
         for name, schema in SCHEMAS.items():
             row = grammar_row(schema, tokenizer, end, options.rounds)
             grammars.append({"schema": name, "vocabulary": vocabulary} | row)
     suite = suite_counts()
-    wrong += [f"{suite['invalid_allowed']} invalid texts"] if suite["invalid_allowed"] else []
     slowest = max(grammars, key=lambda row: row["seconds"]["median"])
     yield Found(
-        {"streams": streams, "grammars": grammars, "suite": suite},
-        [
-            Table("A token of a stream", streams, STREAM_COLUMNS),
-            Table("Grammars", grammars, GRAMMAR_COLUMNS),
-        ],
-        wrong=wrong,
+        {"grammars": grammars, "suite": suite},
+        [Table("Grammars", grammars, COLUMNS)],
+        wrong=[f"{suite['invalid_allowed']} invalid texts"] if suite["invalid_allowed"] else [],
         line={"slowest": slowest["schema"], "seconds": slowest["seconds"]["median"]} | suite,
     )
 

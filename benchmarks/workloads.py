@@ -1,4 +1,4 @@
-"""Requests as a server gets them: mixed ones, shared prefixes, trees of thoughts, long prompts."""
+"""Requests as a server gets them: mixed ones, shared prefixes, trees of thoughts."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,6 @@ Path = tuple[int, ...]  # (i,) is the request that arrives as the i-th, (i, j) c
 LIMITS = (8, 192)  # new tokens of a mixed request
 SYSTEM_PROMPT = 1000  # tokens
 SHOTS = 8  # examples before a question
-LONG_PROMPT = 8192  # tokens
 THOUGHTS, LEVELS = 3, 2  # continuations of a text, and how often it is continued
 
 
@@ -28,7 +27,7 @@ class Workload(NamedTuple):
 
 
 def workloads(prompts: Sequence[list[int]], encode: Callable[[str], list[int]]) -> list[Workload]:
-    """All workloads, of as many requests as prompts; trees and long prompts have fewer.
+    """All workloads, of as many requests as prompts; trees are fewer.
 
     Args:
         prompts: token ids of the users' texts.
@@ -42,7 +41,6 @@ def workloads(prompts: Sequence[list[int]], encode: Callable[[str], list[int]]) 
         _shared(f"a system prompt of {SYSTEM_PROMPT:,} tokens", system, prompts, 32),
         _shared(f"{SHOTS} examples of GSM8K", shots, prompts, 64),
         _thoughts(few, shots),
-        _long(prompts, system),
     ]
 
 
@@ -87,15 +85,3 @@ def _thoughts(prompts: Sequence[list[int]], shots: list[int]) -> Workload:
     longest = len(shots) + _longest(prompts, (LEVELS + 1) * (new + 1))
     name = f"trees of {THOUGHTS} x {THOUGHTS} thoughts after {SHOTS} examples"
     return Workload(name, first, longest, following)
-
-
-def _long(prompts: Sequence[list[int]], text: list[int]) -> Workload:
-    """One prompt of four is long; no two are alike."""
-    first = [
-        _request(_repeated([*prompt, *text], LONG_PROMPT), 16)
-        if i % 4 == 3
-        else _request(prompt, LIMITS[1])
-        for i, prompt in enumerate(prompts[: -(-len(prompts) // 2)])
-    ]
-    longest = LONG_PROMPT + LIMITS[1]  # a batch has one limit
-    return Workload(f"one prompt of four has {LONG_PROMPT:,} tokens", first, longest)

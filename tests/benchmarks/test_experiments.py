@@ -12,21 +12,23 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import common, lossless, methods, models, seed, temperature, tree_size, tuned
+from benchmarks import common, lossless, methods, models, seed, tree_size
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.measuring.methods import PLAIN, Method, different
 
 TINY = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
 SIZES = "--prompts 1 --tokens 4 --rounds 1"
 GREEDY = f"{SIZES} --temperatures 0"
-# The smallest size; then the name of the list of records, and fields of a record.
+# By what comes after `python -m benchmarks.`: the smallest size; then the name of the list of
+# records, and fields of a record.
 SMALLEST = {
     "decode": (GREEDY, "decoding tau speed_up accepted_per_depth"),
-    "tuned": (GREEDY, "tuned parents slower_than relative_to"),
     "peer": (SIZES, "methods times_transformers identical_prompts"),
-    "precision": (f"{SIZES} --compared 20", "decoding method ratio weights tau"),
-    "medusa": (f"{SIZES} --temperatures 1", "decoding tau speed_up identical"),
-    "hierarchical": (f"{GREEDY} --small SMALL", "decoding tau speed_up"),
+    "methods batch": (f"--rows 2 {GREEDY} --prompts 2", "decoding rows tau speed_up"),
+    "methods hierarchical": (f"{GREEDY} --small SMALL", "decoding tau speed_up"),
+    "methods medusa": (f"{SIZES} --temperatures 1", "decoding tau speed_up identical"),
+    "methods precision": (GREEDY, "decoding method tokens_per_second tau"),
+    "methods temperature": (SIZES, "decoding temperature tau identical"),
     "serving": (
         "--requests 4 --rows 2 --rounds 1 --workloads system thoughts",
         "ways speed_up same_tokens reused first pauses",
@@ -36,36 +38,26 @@ SMALLEST = {
         "ways task tau speed_up bytes_of_rows solved",
     ),
     "lossless": ("--families Mamba-2 --tokens 20", "work tokens tau differences"),
-    "attention_share": (f"SHARES {GREEDY}", "decoding attention_percent tau"),
-    "batch": ("--batches 2 --tokens 6 --rounds 1", "rows tau_to_break_even"),
     "packed": (
         "--beams 2 --steps 2 --prompts 2 --tokens 6 --rounds 1",
         "rows nodes leaves tau packed_is_faster_by temporary_bytes",
     ),
-    "grammar": (
-        "--states 20 --vocabulary 300 --steps 2 --rounds 1",
-        "rows tree milliseconds added_percent bytes added_bytes_percent",
-    ),
-    "text": ("--tokens 100 --rounds 1", "streams tokenizer tokens stream again"),
-    "temperature": ("--prompts 1 --tokens 4 --keys 1", "rows temperature tau identical"),
+    "text": ("--rounds 1", "grammars schema seconds table_bytes peak_bytes"),
     "tree_size": ("--rounds 1", "sizes nodes milliseconds"),
 }
-QUICK = ("batch", "tree_size")
+QUICK = ("methods batch", "tree_size")
 TREES = {"tree A": st.TreeTopology.from_branching((2,))}
 SMALLER = {
-    **dict.fromkeys(("decode.PAPER_TREES", "tuned.PAPER_TREES"), TREES),
-    **{f"{m}.TWO_TREES": TREES for m in ("medusa", "precision", "attention_share", "batch")},
-    "precision.PAPER_TREES": {"tree B": TREES["tree A"]},
-    "precision.ROWS": 2,
+    "decode.PAPER_TREES": TREES,
+    "methods.TWO_TREES": TREES,
+    "methods.PAPER_TREES": {"tree B": TREES["tree A"]},
+    "methods.RULES": dict(itertools.islice(methods.RULES.items(), 1, 3)),
+    "methods.TYPES": dict(itertools.islice(methods.TYPES.items(), 2)),
     "tree_size.DEFAULT": TINY,
     "tree_size.SIZES": (1, 2, 5),
     "workloads.SYSTEM_PROMPT": 20,
     "workloads.SHOTS": 1,
-    "tuned.MAX_DEPTH": 2,
-    "tuned.TUNING_PROMPTS": 2,
     "lossless.NEW_TOKENS": 6,
-    "temperature.TEMPERATURES": (0.0, 1.0),
-    "temperature.WAYS": dict(itertools.islice(temperature.WAYS.items(), 4, 6)),
     "seed.K_CONFIGS": dict.fromkeys(seed.K_CONFIGS, ((2, 1),)),
 }
 
@@ -73,10 +65,6 @@ SMALLER = {
 @pytest.fixture
 def tiny(tiny_pair, monkeypatch, tmp_path):
     """Tiny models in the place of the embedded ones, built-in prompts, and few methods."""
-    for share, (end, name) in itertools.product(
-        (0, 25, 50), {"": "target", "-draft": "draft"}.items()
-    ):
-        (tmp_path / f"attention-{share}{end}").symlink_to(tiny_pair / name)
     monkeypatch.setattr(st, "demo_path", tiny_pair.joinpath)
     for module in ("prompts", "text", "seed"):
         monkeypatch.setattr(f"benchmarks.{module}.SHARED", tmp_path / "nowhere")
@@ -99,13 +87,16 @@ def test_an_experiment(name, tiny, tmp_path, capsys):
         pytest.importorskip("torch")
     arguments, fields = SMALLEST[name]
     records, *fields = fields.split()
-    arguments = arguments.replace("SMALL", str(tiny / "draft")).replace("SHARES", str(tmp_path))
-    module = importlib.import_module(f"benchmarks.{name}")
-    common.main(module.run, module.OPTIONS, [*arguments.split(), "--output", str(tmp_path)])
+    words = [*name.split(), *arguments.replace("SMALL", str(tiny / "draft")).split()]
+    module = importlib.import_module(f"benchmarks.{words.pop(0)}")
+    common.main(module.run, module.OPTIONS, [*words, "--output", str(tmp_path)])
+    name = name.split()[-1]  # of a comparison
     line = json.loads(capsys.readouterr().out.splitlines()[-1])[name]
     (path,) = tmp_path.glob("*.json")
+    assert path.name == f"{name.replace('_', '-')}-cpu.json"
     found = json.loads(path.read_text())
-    assert (line["different"], found["question"]) == ([], module.__doc__.splitlines()[0])
+    asked = getattr(module, "COMPARISONS", {}).get(name, module).__doc__.splitlines()[0]
+    assert (line["different"], found["question"]) == ([], asked)
     assert all({*fields} <= {*row} for row in found[records])
     assert name != "lossless" or all(row["right"] and row["distinct"] > 3 for row in found["work"])
 
@@ -172,16 +163,6 @@ def test_the_comparison_of_methods(monkeypatch):
     assert all(row["milliseconds_to_first_token"] == second for row in rows)
     assert [row["memory_bytes"] for row in rows] == [14, 5, 4]
     assert different(rows) == ["tree, temperature 0.5"]
-
-
-def test_the_speed_relative_to_other_methods():
-    """Over prompts: a method that is faster on some of them only is not slower or faster."""
-    seconds = {"mine": [1, 2, 3], PLAIN: [2, 4, 6], "tree A": [0.5, 1, 1.5], "tree B": [0.5, 2, 4]}
-    rows = [{"method": name, "seconds_by_prompt": each} for name, each in seconds.items()]
-    ratios = tuned.relative_to("mine", rows)
-    assert ratios[PLAIN] == {"all": 2.0, "low": 2.0, "high": 2.0}
-    assert ratios["tree A"]["high"] == 0.5
-    assert ratios["tree B"]["low"] < 1 < ratios["tree B"]["high"]
 
 
 def test_the_fits_of_tree_size_find_the_coefficients():
