@@ -20,7 +20,7 @@ from stree_jax.cli.prompts import prompt_of, read_lines
 from stree_jax.cli.records import Record, open_records
 from stree_jax.decoding.drafters.base import draft_models
 from stree_jax.decoding.plan import plan
-from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size
+from stree_jax.decoding.prompts import MAX_TOKENS, buffer_size, typed_key
 from stree_jax.mesh.hosts import by_first
 from stree_jax.messages import shown
 from stree_jax.models.cache import init_cache
@@ -106,7 +106,7 @@ def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[
         return json.dumps([(number, line.decode("latin-1")) for number, line in read_lines(path)])
 
     content = json.loads(by_first(read))
-    options = loaded.options(wanted(settings)) | {"key": jax.random.key(command.seed)}
+    options = loaded.options(wanted(settings)) | {"key": command.seed}
     options |= loaded.drafting | {"tokenizer": loaded.texts.tokenizer("")}
     plan(loaded.model, [[0]], **options)  # refuses what is wrong for all lines
     lines = [
@@ -135,7 +135,7 @@ def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, settings: dict[
             raise ValueError(f"chat must be an object, the template's variables, got {shown(chat)}")
         request = st.Request(
             loaded.texts.tokens(prompt, special=asked["bos"], chat=chat, name="the prompt"),
-            key=jax.random.fold_in(jax.random.key(own_seed), number),
+            key=jax.random.fold_in(typed_key(own_seed), number),
             tokenizer=loaded.texts.tokenizer(prompt),
             **loaded.options(asked),
         )

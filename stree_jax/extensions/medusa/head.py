@@ -62,6 +62,7 @@ class MedusaHeads(nnx.Module):
             hidden: hidden states of the target after its final norm.
         """
         with jax.named_scope("medusa_heads"):
-            inner = self.kernel.matmul_each(hidden) + self.bias[...]
+            inner = self.kernel.matmul_each(hidden)
+            inner = inner + self.bias[...].astype(inner.dtype)[None, None]
             added = jax.nn.silu(inner.astype(jnp.float32))
-            return (hidden[:, :, None] + added).astype(hidden.dtype)
+            return (hidden[:, :, None].astype(jnp.float32) + added).astype(hidden.dtype)

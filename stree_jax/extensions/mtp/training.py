@@ -39,7 +39,12 @@ def train_mtp(
         loss = functools.partial(mtp_loss, steps=steps)
         return HeadPlan(
             kind="mtp",
-            new=lambda text: new_head(config, target, text, rngs=nnx.Rngs(recipe.seed)),
+            new=lambda text: new_head(
+                config,
+                target,
+                text,
+                rngs=nnx.Rngs(jax.random.key(recipe.seed, impl="threefry2x32")),
+            ),
             loss=loss,
             title="A multi-token-prediction head",
             shares="the embedding and the output head",
