@@ -71,6 +71,12 @@ def few_best(
     return largest, best
 
 
+def argsort(values: jax.Array) -> jax.Array:
+    """The stable order of the last axis, int32 whatever the switches of jax say."""
+    places = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
+    return lax.sort((values, places), num_keys=1)[1]
+
+
 def scaled(x: jax.Array, multiplier: float) -> jax.Array:
     """`multiplier * x` in the dtype of `x`; only the product is rounded to it."""
     if multiplier == 1.0:
@@ -101,7 +107,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normed = wide * lax.rsqrt(variance + epsilon)
-    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+    return (normed * lax.broadcast_to_rank(scale.astype(jnp.float32), x.ndim)).astype(x.dtype)
 
 
 @jax.tree_util.register_dataclass

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array, Bool, Int
@@ -39,7 +40,7 @@ class Tree(NamedTuple):
     ) -> Int[Array, "B D"]:
         """The node of a path at each depth; 0 where the path has none."""
         is_there = on_path[:, None] & (self.depth[:, None] == depth[..., None])
-        return jnp.argmax(is_there, axis=-1)
+        return lax.argmax(is_there, 2, jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.autodiff import with_gradients_of
 from pallas_kernels.matmul import PackedMatrix, matmul
-from pallas_kernels.numerics import activate, contract
+from pallas_kernels.numerics import activate, argsort, contract
 
 # Least and most rows that a loop multiplies by an expert's matrices at a time.
 _BLOCK = 8, 256
@@ -100,12 +100,12 @@ def products(
 
 def by_expert(chosen: Int[Array, "tokens A"]) -> Int[Array, " choices"]:
     """The choices of all tokens, sorted by expert."""
-    return jnp.argsort(chosen.reshape(-1), stable=True)
+    return argsort(chosen.reshape(-1))
 
 
 def starts_of(chosen: Int[Array, "tokens A"], num_experts: int) -> Int[Array, " starts"]:
     """Where the choices of each expert start in that order, and their end `[experts + 1]`."""
-    before = chosen.reshape(-1) < jnp.arange(num_experts + 1)[:, None]
+    before = chosen.reshape(1, -1) < jnp.arange(num_experts + 1, dtype=jnp.int32)[:, None]
     return jnp.sum(before, axis=1, dtype=jnp.int32)
 
 
@@ -161,7 +161,7 @@ def _by_grouping(
     order = by_expert(chosen)
     rows = x[order // chosen.shape[1]]
     y = _mlp(rows, product_with(experts_in), product_with(experts_out), **options)
-    return y[jnp.argsort(order)]
+    return y[argsort(order)]
 
 
 def _product_with(experts: jax.Array, expert: jax.Array) -> Product:
@@ -184,7 +184,7 @@ def _loop_over_choices(
         first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
         return _mlp(jnp.repeat(row, copies, axis=0), first, second, **options)[0]
 
-    return lax.map(of_choice, (jnp.arange(chosen.size), chosen.reshape(-1)))
+    return lax.map(of_choice, (jnp.arange(chosen.size, dtype=jnp.int32), chosen.reshape(-1)))
 
 
 def _loop_over_blocks(
@@ -195,12 +195,12 @@ def _loop_over_blocks(
     least, most = _BLOCK
     size = min(most, max(least, 1 << (_average(chosen, num_experts) - 1).bit_length()))
     order, starts = by_expert(chosen), starts_of(chosen, num_experts)
-    ends = jnp.cumsum((jnp.diff(starts) + size - 1) // size)  # of each expert's blocks
-    firsts = jnp.append(0, ends[:-1])
+    ends = lax.cumsum((jnp.diff(starts) + size - 1) // size)  # of each expert's blocks
+    firsts = jnp.pad(ends[:-1], (1, 0))
 
     def of_block(i: jax.Array, y: jax.Array) -> jax.Array:
-        expert = jnp.sum(ends <= i)
-        place = starts[expert] + (i - firsts[expert]) * size + jnp.arange(size)
+        expert = jnp.sum(ends <= i, dtype=jnp.int32)
+        place = starts[expert] + (i - firsts[expert]) * size + jnp.arange(size, dtype=jnp.int32)
         choice = order[jnp.minimum(place, num_choices - 1)]
         first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
         rows = _mlp(x[choice // chosen.shape[1]], first, second, **options)

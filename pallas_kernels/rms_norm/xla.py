@@ -41,7 +41,8 @@ def gated_rms_norm(
         grouped = value.reshape(*y.shape[:-1], num_groups, -1)
         mean_square = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
         normed = grouped * lax.rsqrt(mean_square + epsilon)
-        value = normed.reshape(y.shape) * weight.astype(jnp.float32)
+        weight = lax.broadcast_to_rank(weight.astype(jnp.float32), y.ndim)
+        value = normed.reshape(y.shape) * weight
     if norm == "norm_then_gate":
         value = value * gate
     return value.astype(y.dtype)

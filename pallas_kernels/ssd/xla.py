@@ -24,7 +24,7 @@ def ssd(
     """See `api.ssd`."""
     batch, length, num_heads, head_dim = x.shape
     num_groups = B.shape[2]
-    dtype, skip = x.dtype, D * x.astype(jnp.float32)
+    dtype, skip = x.dtype, D[None, None] * x.astype(jnp.float32)
     chunk_size = min(chunk_size, length)
 
     # Padding with dt = 0 leaves the state unchanged.
@@ -38,7 +38,7 @@ def ssd(
 
     # 1. Log-decay accumulated inside each chunk. [B, chunks, H, t]
     dt = dt.transpose(0, 1, 3, 2)
-    decay = jnp.cumsum(dt * A[:, None], axis=-1)
+    decay = jnp.cumsum(dt * A[None, None, :, None], axis=-1)
 
     # 2. Inside a chunk: masked before exp, as in tree_scan with a causal mask.
     causal = jnp.tril(jnp.ones((chunk_size, chunk_size), bool))

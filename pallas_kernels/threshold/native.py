@@ -13,7 +13,7 @@ def largest_threshold(values: jax.Array, summands: jax.Array | None, least: jax.
         "largest_threshold",
         jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32),
         rows,
-        jnp.zeros((0, size)) if summands is None else native.rows_of(summands),
+        jnp.zeros((0, size), jnp.float32) if summands is None else native.rows_of(summands),
         jnp.broadcast_to(least, (*values.shape[:-1], 1)).reshape(len(rows)),
     )
     return threshold.reshape(*values.shape[:-1], 1)

@@ -11,7 +11,7 @@ def largest_threshold(values: jax.Array, summands: jax.Array | None, least: jax.
     def sums(thresholds: jax.Array) -> jax.Array:
         chosen = values[..., None, :] >= thresholds[..., None]
         added = jnp.int32(1) if summands is None else summands[..., None, :]
-        return jnp.where(chosen, added, 0).sum(axis=-1)
+        return jnp.where(chosen, added, 0).sum(axis=-1, dtype=added.dtype)
 
     def search(num_bits: int) -> jax.Array:
         """Searches `num_bits` bits per pass."""

@@ -53,7 +53,7 @@ def write_kv(
     position = cache.length[:, None] + place
     if ring and capacity:
         # Of tokens for one index only the last is written.
-        selected_last = place >= selected.sum(axis=1, keepdims=True) - capacity
+        selected_last = place >= selected.sum(axis=1, keepdims=True, dtype=jnp.int32) - capacity
         place = jnp.where(selected & selected_last, position % capacity, capacity)
     else:
         place = jnp.where(selected, position, capacity)

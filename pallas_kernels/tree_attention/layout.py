@@ -50,7 +50,8 @@ class AttentionLayout:
         )
         keys = scaled(keys, self.key_multiplier)
         if self.frequencies:
-            angles = positions[..., None] * jnp.asarray(self.frequencies, jnp.float32)
+            frequencies = jnp.array([[self.frequencies]], jnp.float32)
+            angles = positions[..., None].astype(jnp.float32) * frequencies
             query, keys = _rotated(query, angles), _rotated(keys, angles)
         return query, keys, values
 

@@ -159,10 +159,12 @@ def in_order(path: Bool[Array, "B O"]) -> tuple[Int[Array, "B O"], Int[Array, " 
 
     The same for all layers, so that XLA computes it once.
     """
-    node = jnp.arange(path.shape[1], dtype=jnp.int32)
+    node = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     place = jnp.cumsum(path, axis=1, dtype=jnp.int32) - 1
     is_there = (place[:, None] == node[:, None]) & path[:, None]  # [B, place, node]
-    return (is_there * node).sum(axis=2, dtype=jnp.int32), path.sum(axis=1, dtype=jnp.int32)
+    return jnp.where(is_there, node[:, None], 0).sum(axis=2, dtype=jnp.int32), path.sum(
+        axis=1, dtype=jnp.int32
+    )
 
 
 def _kernel(

@@ -56,7 +56,7 @@ def tree_attention(
             # The last block starts early enough to end with the cache. Places that the block before
             # it had are masked out.
             start = jnp.minimum(i * BLOCK, capacity - BLOCK)
-            positions = start + jnp.arange(BLOCK)
+            positions = start + jnp.arange(BLOCK, dtype=jnp.int32)[None]
             seen = (positions >= i * BLOCK) & (positions < length[:, None])
             seen = seen[:, None, None]
             if in_cache is not None:
@@ -67,7 +67,7 @@ def tree_attention(
 
         softmax = lax.fori_loop(0, -(-length.max() // BLOCK), add_block, softmax)
     elif capacity:
-        seen = (jnp.arange(capacity) < length[:, None])[:, None, None]
+        seen = (jnp.arange(capacity, dtype=jnp.int32)[None] < length[:, None])[:, None, None]
         seen = seen if in_cache is None else seen & in_cache
         softmax = _merged(softmax, _softmax(rows, keys, values, seen, scale))
     _, total, output = softmax

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.numerics import scaled
@@ -125,7 +126,8 @@ class Mamba2Layout:
 
 def time_step(raw: jax.Array, bias: jax.Array, limit: tuple[float, float]) -> jax.Array:
     """The time step of the recurrence, float32; the same in prefill, tree and replay."""
-    return jnp.clip(jax.nn.softplus(raw.astype(jnp.float32) + bias), *limit)
+    raw = raw.astype(jnp.float32) + lax.broadcast_to_rank(bias, raw.ndim)
+    return jnp.clip(jax.nn.softplus(raw), *limit)
 
 
 def _repeated(x: jax.Array, size: int, count: int) -> jax.Array:

@@ -42,7 +42,7 @@ def tree_conv1d_layer(
         own = (heads, layout.head_dim), (heads,), in_groups, (channels,)
         return [(batch, nodes, *sizes) for sizes in own]
 
-    nothing = Mamba2Pending(*(jnp.zeros(shape) for shape in shapes(0)))
+    nothing = Mamba2Pending(*(jnp.zeros(shape, jnp.float32) for shape in shapes(0)))
     prefix = nothing if prefix_pending is None else prefix_pending
     old, index = (nothing, jnp.zeros((0,), jnp.int32)) if previous is None else previous
     of_queries = batch, queries, *in_groups

@@ -17,11 +17,11 @@ def tree_conv1d(
 ) -> jax.Array:
     """See `api.tree_conv1d`."""
     context = jnp.concatenate([conv_state.astype(inputs.dtype), inputs], axis=1)
-    output = jnp.zeros((), jnp.float32) if bias is None else bias.astype(jnp.float32)
+    output = jnp.float32(0) if bias is None else bias.astype(jnp.float32)[None, None]
     for tap in range(weight.shape[0]):
         index = conv_gather_index[:, :, tap, None]
         rows = jnp.take_along_axis(context, index, axis=1, mode="clip")
-        output = output + rows.astype(jnp.float32) * weight[tap].astype(jnp.float32)
+        output = output + rows.astype(jnp.float32) * weight[tap].astype(jnp.float32)[None, None]
     if activation == "silu":
         output = jax.nn.silu(output)
     return output.astype(inputs.dtype)

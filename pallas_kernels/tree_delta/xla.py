@@ -112,7 +112,7 @@ def delta_chunks(
         return jnp.pad(array, pad).reshape(-1, chunk_size, *array.shape[2:])
 
     q, k, v, g, beta, valid = (chunked(array) for array in (q, k, v, g, beta, valid))
-    causal = jnp.tril(jnp.ones((chunk_size, chunk_size), bool)) & valid[:, None]
+    causal = jnp.tril(jnp.ones((1, chunk_size, chunk_size), bool)) & valid[:, None]
     v, g = kept_where(valid, v).transpose(0, 2, 1, 3), kept_where(valid, g)
     parts = (pairs(q, k, g, beta, causal), v, normed(kept_where(valid, k)), *to_the_end(g))
 
@@ -145,7 +145,7 @@ def pairs(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask: jax.A
 
     # 1. Log-decay from node j to query i: the sum over the nodes between them. The difference of
     #    two sums from the root on loses 3e-5 if one node's g is -100.
-    strict = mask & ~jnp.eye(num_nodes, dtype=bool)
+    strict = mask & ~jnp.eye(num_nodes, dtype=bool)[None]
     g = kept_where(exists, g).transpose(0, 2, 1)
     on_path = jnp.where(query_mask, g[:, :, None], 0.0)  # [B, H, Q, N]
     exponent = batched_product(
@@ -232,7 +232,7 @@ def inverse(system: jax.Array) -> jax.Array:
 
 def by_substitution(blocks: jax.Array) -> jax.Array:
     """The inverse of one plus small strictly lower triangular matrices, row by row."""
-    unit = jnp.broadcast_to(jnp.eye(blocks.shape[-1]), blocks.shape)
+    unit = jnp.broadcast_to(jnp.eye(blocks.shape[-1], dtype=jnp.float32), blocks.shape)
     rows: list[jax.Array] = []
     for i in range(blocks.shape[-1]):
         row = unit[..., i, :]

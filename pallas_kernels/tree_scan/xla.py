@@ -33,7 +33,7 @@ def tree_scan(
     B, C = (v.astype(jnp.float32).transpose(0, 2, 1, 3) for v in (B, C))  # groups first
 
     # 1. Log-decay of every node, accumulated along its path. [B, N, H]
-    decay = contract("bij,bjh->bih", mask.astype(jnp.float32), dt * A)
+    decay = contract("bij,bjh->bih", mask.astype(jnp.float32), dt * A[None, None])
     query_decay = decay[:, first_query:]
 
     # 2. Weight of node j in query i. Masked before exp: the exponent of a node that is no
@@ -57,7 +57,7 @@ def tree_scan(
     carried = carried.transpose(0, 2, 1, 3, 4).reshape(y.shape)
     y = y + carried * jnp.exp(query_decay)[..., None]
 
-    y = (y + D.reshape(num_heads, -1) * x[:, first_query:]).astype(dtype)
+    y = (y + D.reshape(1, 1, num_heads, -1) * x[:, first_query:]).astype(dtype)
     return y if gate is None else gated(y, gate)
 
 
@@ -72,7 +72,7 @@ def replay(
     # Decay from just after node j to the path's end: the sum over *later* nodes, summed directly.
     # The difference of two cumulative sums cancels (1e-5 at 128 nodes with large dt; this 3e-8).
     dt = jnp.where(path[..., None], dt, 0.0)
-    decay = dt * A
+    decay = dt * A[None, None]
     later = jnp.concatenate([decay[:, 1:], jnp.zeros_like(decay[:, :1])], axis=1)
     after = lax.cumsum(later, axis=1, reverse=True)
     weight = jnp.exp(after) * dt  # [B, N, H], zero off the path
@@ -109,5 +109,5 @@ def gated(y: jax.Array, gate: Gate) -> jax.Array | DeferredRMSNorm:
         weight = gate.norm_weight.reshape(y.shape[2:])
         return rms_norm(value.reshape(y.shape), weight, gate.norm_epsilon).astype(y.dtype)
     mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
-    value = value * gate.norm_weight.astype(jnp.float32)
+    value = value * gate.norm_weight.astype(jnp.float32)[None, None]
     return DeferredRMSNorm(value.astype(y.dtype), mean_square, gate.norm_epsilon)

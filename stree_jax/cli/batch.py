@@ -19,7 +19,7 @@ from stree_jax.cli.loading import Loaded
 from stree_jax.cli.options import MAX_SEED, Generate, wanted
 from stree_jax.cli.prompts import prompt_of, read_lines
 from stree_jax.decoding.plan import plan
-from stree_jax.decoding.prompts import MAX_TOKENS
+from stree_jax.decoding.prompts import MAX_TOKENS, typed_key
 from stree_jax.messages import shown
 
 Record = dict[str, Any]
@@ -83,7 +83,7 @@ def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[
     """Returns the lines of the file."""
     path: Any = command.prompts
     lines = read_lines(path)
-    options = loaded.options(wanted(settings)) | {"key": jax.random.key(command.seed)}
+    options = loaded.options(wanted(settings)) | {"key": command.seed}
     options |= loaded.drafting | {"tokenizer": loaded.texts.tokenizer("")}
     plan(loaded.model, [[0]], **options)  # refuses what is wrong for all lines
     return [_parsed(loaded, number, line, command.seed, settings) for number, line in lines]
@@ -99,7 +99,7 @@ def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, settings: dict[
         chat = content.get("chat")
         if chat is not None and not isinstance(chat, dict):
             raise ValueError(f"chat must be an object, the template's variables, got {shown(chat)}")
-        key: Any = jax.random.fold_in(jax.random.key(own_seed), number)
+        key: Any = jax.random.fold_in(typed_key(own_seed), number)
         first = st.Request(
             loaded.texts.tokens(prompt, special=asked["bos"], chat=chat, name="the prompt"),
             key=key,

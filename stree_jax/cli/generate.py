@@ -65,7 +65,7 @@ def _continue(console: Console, loaded: Loaded, command: Generate, asked: dict[s
         **loaded.drafting,
         "lossy": command.lossy,
         "tokenizer": texts.tokenizer(prompt),
-        "key": jax.random.key(command.seed),
+        "key": command.seed,
         "max_length": command.max_length,
     }
 

@@ -81,7 +81,7 @@ def _tuned(
             drafter,
             prompts,
             temperature=command.temperature,
-            key=None if command.temperature == 0 else jax.random.key(command.seed),
+            key=None if command.temperature == 0 else command.seed,
             max_nodes=command.max_nodes,
             max_depth=command.max_depth,
             max_new_tokens=command.tokens,

@@ -115,7 +115,7 @@ class HeadModel(nnx.Module):
     ) -> HeadReader:
         hidden = self.states(hidden)
         above = jnp.concatenate([state.hidden[:, None], hidden[:, :-1]], axis=1)
-        read = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        read = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
         return self._after(state, tokens, above, read, hidden, lengths - 1)
 
     def ready(self, state: HeadReader) -> Bool[Array, " B"]:
@@ -197,7 +197,7 @@ class HeadModel(nnx.Module):
         outputs: list[Array] = []
         above, prefix = self.states(hidden), None
         for level in range(depth):
-            places = jnp.minimum(jnp.arange(length) + 1 + level, length - 1)
+            places = jnp.minimum(jnp.arange(length, dtype=jnp.int32) + 1 + level, length - 1)
             itself = np.eye(length, dtype=bool)
             mask = np.concatenate([np.tri(length, dtype=bool), *[itself] * level], axis=1)
             # For its positions: entries are consecutive. The parents do not matter.
@@ -229,7 +229,7 @@ class HeadModel(nnx.Module):
             hidden: the target's state after each.
             last: the last token that was read; -1: none was, and the row keeps its state.
         """
-        first = jnp.arange(tokens.shape[1]) == 0
+        first = np.arange(tokens.shape[1])[None] == 0
         kept = read & (state.known[:, None] | ~first)
         positions = state.kv.length[:, None] + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
         entries = self.entries(tokens, above, positions)

@@ -242,7 +242,7 @@ class SpeculativeDecoder:
             if max_steps is not None:  # steps are counted in every row
                 go_on &= state.step[0] - before.step[0] < max_steps
             if stop_after_ended is not None:
-                go_on &= (state.done & ~before.done).sum() < stop_after_ended
+                go_on &= (state.done & ~before.done).sum(dtype=jnp.int32) < stop_after_ended
             return go_on
 
         # The body closes over the weights, so that the loop does not carry them.

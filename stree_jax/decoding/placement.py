@@ -20,7 +20,7 @@ def place_request(request: Plan, partition: Partition) -> Plan:
     arrays, sampling = (request.context, request.keys, request.limits), request.sampling
     num_rows = len(request.context.length)
     if added := -num_rows % partition.rows:
-        rows = jnp.minimum(jnp.arange(num_rows + added), num_rows - 1)
+        rows = jnp.minimum(jnp.arange(num_rows + added, dtype=jnp.int32), num_rows - 1)
         arrays = jax.tree.map(lambda leaf: leaf[rows], arrays)
         sampling = map_rows(sampling, lambda leaf: leaf[rows])
     context, keys, limits = partition.put(arrays)

@@ -116,7 +116,7 @@ def plan(
     temperature_is_zero = all(row.is_greedy for row in rows)
     if text.key is None and not temperature_is_zero:
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
-    keys = row_keys(jax.random.key(0) if text.key is None else text.key, len(prompts))
+    keys = row_keys(0 if text.key is None else text.key, len(prompts))
     _check_drafter(drafter)
     _check_placement(model, drafter)
     topology = _checked_topology(topology, drafter, vocab_size)

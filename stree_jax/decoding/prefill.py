@@ -96,7 +96,7 @@ def tokens_from(
     tokens: Int[Array, "B L"], first: Int[Array, " B"] | np.ndarray, width: int
 ) -> Int[Array, "B _"]:
     """`width` tokens of each row from position `first`; those past a row's buffer are any."""
-    places = first[:, None] + jnp.arange(width)
+    places = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     return jnp.take_along_axis(tokens, places, axis=1, mode="clip")
 
 

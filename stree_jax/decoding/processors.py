@@ -192,7 +192,7 @@ class Processing(NamedTuple):
 
             return lax.fori_loop(0, topology.depth, one_pass, start)
 
-        same = (tree.parents == parents) | ~tree.valid
+        same = (tree.parents == parents[None]) | ~tree.valid
         return lax.cond(same.all(), by_level, by_parents)
 
     def cut(

@@ -16,6 +16,7 @@ from stree_jax.messages import shown
 _SMALLEST_BUFFER = 64
 MAX_TOKENS = 2**24  # most tokens of a row, prompt and output: far beyond any model's context
 MAX_ROWS = 2**16  # far beyond what a device decodes at once
+_IMPL = "threefry2x32"  # of keys from seeds: "rbg" draws other numbers in another batch
 
 
 class Context(NamedTuple):
@@ -94,7 +95,8 @@ def checked_prompts(
     tokens = np.zeros((len(rows), buffer_size(longest)), np.int32)
     for buffer, row in zip(tokens, rows, strict=True):
         buffer[: len(row)] = row
-    return Context(jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32))
+    lengths = np.array([len(row) for row in rows], np.int32)
+    return Context(*jax.device_put((tokens, lengths)))
 
 
 def _way_out(prompt: Any) -> str:
@@ -139,14 +141,20 @@ def typed_key(key: Any) -> Array:
     try:
         seeds = _seeds(key)
         if seeds is None:
-            return jax.random.wrap_key_data(jnp.asarray(key))
-        keys = jax.vmap(jax.random.key)(jnp.asarray(np.array(seeds, np.uint32)))
-        return keys if np.ndim(key) else keys[0]
+            data = jax.device_put(np.asarray(key))
+            impl = _IMPL if data.shape[-1:] == (2,) else None
+            return jax.random.wrap_key_data(data, impl=impl)
+        return _from_seeds(jax.device_put(np.array(seeds, np.uint32))).reshape(np.shape(key))
     except (TypeError, ValueError, OverflowError):
         raise ValueError(
             "key must be a random key such as jax.random.key(0), or a seed from 0 to 2**32 - 1, got"
             f" {shown(key)}"
         ) from None
+
+
+@jax.jit
+def _from_seeds(seeds: Array) -> Array:
+    return jax.vmap(functools.partial(jax.random.key, impl=_IMPL))(seeds)
 
 
 def _is_typed(key: Any) -> bool:
@@ -180,4 +188,4 @@ def row_keys(key: Any, batch: int) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _folded(key: Array, batch: int) -> Array:
-    return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch))
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(batch, dtype=jnp.int32))

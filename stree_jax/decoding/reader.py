@@ -240,7 +240,9 @@ class WholeModel(nnx.Module):
         ended, last = verdict.last < 0, jnp.maximum(verdict.last, 0)
         on_path = draft.tree.on_path(last)
         read = jnp.where(on_path, place, -1).max(axis=1)
-        depth = verdict.num_accepted[:, None] - np.arange(self.num_catch_up)[::-1]
+        depth = (
+            verdict.num_accepted[:, None] - np.arange(self.num_catch_up, dtype=np.int32)[None, ::-1]
+        )
         # The root, which is always run, where there is no such node.
         nodes = draft.tree.at_depth(on_path, depth)
         unread = jnp.take_along_axis(place, nodes, axis=1) < 0
@@ -306,7 +308,7 @@ def _after_text(
 ) -> tuple[Cache, Int[Array, "B C"]]:
     """The cache after the first `lengths` tokens of both, and the last ones of both."""
     both, num_slots = jnp.concatenate([catch_up, tokens], axis=1), catch_up.shape[1]
-    first = num_slots - has_catch_up.sum(axis=1)
+    first = num_slots - has_catch_up.sum(axis=1, dtype=jnp.int32)
 
     def part(starts: Array, size: int) -> Array:
         return jax.vmap(lambda row, at: lax.dynamic_slice(row, (at,), (size,)))(both, starts)
@@ -329,15 +331,15 @@ def _replayed(model: HybridLM, cache: Cache, pending: Pending, path: Path) -> Ca
 
 def below_catch_up(tree: Tree, has_catch_up: Bool[Array, "B C"]) -> Tree:
     """The tree below a chain of catch-up tokens, of which some at the start may be missing."""
-    slots = np.arange(has_catch_up.shape[1])
+    slots = np.arange(has_catch_up.shape[1], dtype=np.int32)[None]
     before = jnp.pad(has_catch_up[:, :-1], ((0, 0), (1, 0)))
     chain = Tree(
         parents=jnp.where(before, slots - 1, -1),
         depth=jnp.maximum(jnp.cumsum(has_catch_up, axis=1, dtype=jnp.int32) - 1, 0),
-        ancestor_mask=jnp.asarray(slots <= slots[:, None]) & has_catch_up[:, None, :],
+        ancestor_mask=(slots <= slots.T)[None] & has_catch_up[:, None, :],
         valid=has_catch_up,
     )
-    return append_subtree(chain, jnp.where(has_catch_up[:, -1], slots[-1], -1), tree)
+    return append_subtree(chain, jnp.where(has_catch_up[:, -1], slots.size - 1, -1), tree)
 
 
 def append_subtree(tree: Tree, node: Int[Array, " B"], lower: Tree) -> Tree:
@@ -367,11 +369,11 @@ def nodes_so_far(tree: Tree, nodes: np.ndarray | Int[Array, " Q"]) -> Tree:
     if isinstance(nodes, np.ndarray):
         return first_nodes(tree, int(nodes[-1]) + 1)
     num_nodes = tree.parents.shape[1]
-    above = jnp.arange(num_nodes) < nodes[0]
+    above = (jnp.arange(num_nodes, dtype=jnp.int32) < nodes[0])[None]
     at = jnp.minimum(nodes, num_nodes - 1)
-    valid: Bool[Array, "B Q"] = tree.valid[:, at] & (nodes < num_nodes)
-    mask = jnp.concatenate([tree.ancestor_mask, tree.ancestor_mask[:, at]], axis=1) & above
-    itself = jnp.eye(len(nodes), dtype=bool) & valid[:, None, :]
+    valid: Bool[Array, "B Q"] = tree.valid[:, at] & (nodes < num_nodes)[None]
+    mask = jnp.concatenate([tree.ancestor_mask, tree.ancestor_mask[:, at]], axis=1) & above[None]
+    itself = jnp.eye(len(nodes), dtype=bool)[None] & valid[:, None, :]
     itself = jnp.pad(itself, ((0, 0), (num_nodes, 0), (0, 0)))
     return Tree(
         parents=jnp.concatenate([tree.parents, tree.parents[:, at]], axis=1),

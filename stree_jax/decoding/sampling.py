@@ -38,10 +38,10 @@ def position_noise(
     """
 
     def at(key: Array, position: Array) -> Array:
-        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,))
+        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
 
     keys = jax.vmap(jax.random.fold_in, (0, None))(keys, _NOISE)
-    positions = emitted[:, None] + jnp.arange(depth + 1)
+    positions = emitted[:, None] + jnp.arange(depth + 1, dtype=jnp.int32)[None]
     return jax.vmap(jax.vmap(at, (None, 0)))(keys, positions)
 
 

@@ -121,7 +121,7 @@ def _scores(model: HybridLM, tokens: Tokens, lengths: Lengths) -> Float32[Array,
 
     cache = model.init_cache(*tokens.shape)
     # The last chunk may reach beyond the texts.
-    scores = jnp.zeros((len(tokens), tokens.shape[1] + PREFILL_CHUNK))
+    scores = jnp.zeros((len(tokens), tokens.shape[1] + PREFILL_CHUNK), jnp.float32)
     return in_chunks(read, tokens, lengths - 1, (0, cache, scores))[2][:, : tokens.shape[1]]
 
 

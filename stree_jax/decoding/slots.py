@@ -34,7 +34,7 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.given import check_not_donated
 from stree_jax.decoding.loop import SpeculativeDecoder, owned
 from stree_jax.decoding.processors import first_states
-from stree_jax.decoding.prompts import buffer_size, check_num_rows
+from stree_jax.decoding.prompts import buffer_size, check_num_rows, typed_key
 from stree_jax.decoding.reading import drafter_shapes
 from stree_jax.decoding.rule_rows import per_row
 from stree_jax.decoding.types import (
@@ -71,7 +71,7 @@ def empty(
     check_rows(model, rows)
     width = min(buffer_size(1), decoder.capacity)
     nothing = Context(jnp.zeros((1, width), jnp.int32), jnp.ones(1, jnp.int32))
-    first = model.partition.put_rows((nothing, jax.random.key(0)[None], jnp.ones(1, bool)))
+    first = model.partition.put_rows((nothing, typed_key([0]), jnp.ones(1, bool)))
     state = decoder.start(model, drafter, *first[:2])
     for leaf in jax.tree.leaves(state.drafter):
         if leaf.shape[:1] != (1,):

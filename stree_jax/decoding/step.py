@@ -131,7 +131,7 @@ def _draft_and_verify(
     if not (follows_target(verifier) and sampling.temperature_is_zero):
         verdict = model.shard.broadcast_from_first(verdict)
     on_path = draft.tree.on_path(verdict.last)
-    nodes = draft.tree.at_depth(on_path, jnp.arange(topology.depth + 2)[None])
+    nodes = draft.tree.at_depth(on_path, jnp.arange(topology.depth + 2, dtype=jnp.int32)[None])
     return Verified(
         *(draft, drafter_state, hidden, cache, pending, logits, processed, allows_some),
         *(states, verdict, on_path, nodes),
@@ -144,7 +144,7 @@ def _emit(
     """The new tokens, up to the end of sequence, a stop, the limit, the buffer's or a failure."""
     draft, verdict, on_path = verified.draft, verified.verdict, verified.on_path
     drafts = jnp.take_along_axis(draft.tokens, verified.nodes[:, 1:], axis=1)
-    places = jnp.arange(drafts.shape[1])
+    places = jnp.arange(drafts.shape[1], dtype=jnp.int32)[None]
     is_next = places == verdict.num_accepted[:, None]
     tokens = jnp.where(is_next, verdict.next_token[:, None], drafts)
 
@@ -156,7 +156,7 @@ def _emit(
         is_end |= read[1]
     is_end &= places < count[:, None]
     ended = is_end.any(axis=-1)
-    count = jnp.where(ended, jnp.argmax(is_end, axis=-1) + 1, count)
+    count = jnp.where(ended, lax.argmax(is_end, 1, jnp.int32) + 1, count)
     count = jnp.minimum(count, limits.max_new_tokens - state.emitted)
 
     count, is_ruled_out = processing.cut(count, draft.tree.depth, on_path, verified.allows_some)
@@ -190,7 +190,7 @@ def _advance(
     # The cache must see every token but the last emitted one: the root and count - 1 drafts.
     # That is less than the verifier's path if the path was cut.
     end = jnp.take_along_axis(verified.nodes, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    last = jnp.where(count > 0, end.astype(jnp.int32), -1)
+    last = jnp.where(count > 0, end, -1)
     cut = verdict._replace(last=last, num_accepted=jnp.maximum(count - 1, 0))
     drafts = verified.drafter
     if drafter is not None:
@@ -203,7 +203,8 @@ def _advance(
         records = _written(records, new_records, state.context.length)
     calls = state.calls
     if calls is not None:
-        is_draft = jnp.arange(emitted.tokens.shape[1]) < verdict.num_accepted[:, None]
+        places = jnp.arange(emitted.tokens.shape[1], dtype=jnp.int32)[None]
+        is_draft = places < verdict.num_accepted[:, None]
         this = state.statistics.target_calls[:, None] + 1
         calls = _written(calls, jnp.where(is_draft, this, -this), state.context.length)
     number = state.emitted + count
@@ -266,10 +267,10 @@ def _counted(
     accepted = jnp.where(active, jnp.minimum(verdict.num_accepted, count), 0)
     drafted = jnp.where(active, draft.tree.valid.sum(axis=-1, dtype=jnp.int32) - 1, 0)
     return Statistics(
-        target_calls=statistics.target_calls + active,
+        target_calls=statistics.target_calls + active.astype(jnp.int32),
         emitted=statistics.emitted + count,
         drafted=statistics.drafted + drafted,
         accepted=statistics.accepted + accepted,
         accepted_per_depth=statistics.accepted_per_depth
-        + (accepted[:, None] > jnp.arange(depth)).astype(jnp.int32),
+        + (accepted[:, None] > jnp.arange(depth, dtype=jnp.int32)[None]).astype(jnp.int32),
     )

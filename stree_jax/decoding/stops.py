@@ -336,7 +336,7 @@ def advanced(
         return state, (state, code < 0)
 
     _, (states, ends) = lax.scan(read, state, classes.T, unroll=min(8, classes.shape[1]))
-    numbers = emitted[:, None] + jnp.arange(1, classes.shape[1] + 1)
+    numbers = emitted[:, None] + jnp.arange(1, classes.shape[1] + 1, dtype=jnp.int32)[None]
     return states.T, ends.T & (numbers > stops.min_new_tokens[:, None])
 
 

@@ -80,7 +80,7 @@ class LogitBias(_Stateless):
     def __call__(self, logits, state, /):
         ids, values = self.biases
         added = jnp.zeros((len(ids), logits.shape[-1]), logits.dtype)
-        added = added.at[jnp.arange(len(ids))[:, None], ids].add(
+        added = added.at[jnp.arange(len(ids), dtype=jnp.int32)[:, None], ids].add(
             values.astype(logits.dtype), mode="drop"
         )
         return logits + added[:, None]
@@ -162,7 +162,7 @@ class MinNewTokens:
 
 def _members(ids: Int[Array, "B _"], logits: Float[Array, "B Q V"]) -> Array:
     """Whether a token is one of a row's ids, `[B, 1, V]`."""
-    rows = jnp.arange(len(ids))[:, None]
+    rows = jnp.arange(len(ids), dtype=jnp.int32)[:, None]
     none = jnp.zeros((len(ids), logits.shape[-1]), bool)
     return none.at[rows, ids].set(True, mode="drop")[:, None]
 
@@ -255,10 +255,10 @@ class FrequencyPenalty:
         return jnp.zeros((len(context.length), vocab_size), jnp.int32)
 
     def advance(self, state, tokens):
-        return state + (jnp.arange(state.shape[-1]) == tokens[..., None])
+        return state + jax.nn.one_hot(tokens, state.shape[-1], dtype=jnp.int32)
 
     def __call__(self, logits, state, /):
-        return logits - per_row(self.penalty, logits) * state
+        return logits - per_row(self.penalty, logits) * state.astype(logits.dtype)
 
 
 def _check_number(name: str, value: Any, wanted: str = "a number") -> None:
@@ -271,10 +271,11 @@ def _bits_of(context: Context, vocab_size: int) -> UInt32[Array, "B words"]:
     """A bit for each token of the vocabulary: whether the text has it."""
     batch, places = context.tokens.shape
     words = -(-vocab_size // _BITS)
-    token = jnp.where(jnp.arange(places) < context.length[:, None], context.tokens, words * _BITS)
+    is_there = jnp.arange(places, dtype=jnp.int32)[None] < context.length[:, None]
+    token = jnp.where(is_there, context.tokens, words * _BITS)
     none = jnp.zeros((batch, words * _BITS), bool)
-    has = none.at[jnp.arange(batch)[:, None], token].set(True, mode="drop")
-    bits = has.reshape(batch, words, _BITS).astype(jnp.uint32) << _PLACES
+    has = none.at[jnp.arange(batch, dtype=jnp.int32)[:, None], token].set(True, mode="drop")
+    bits = has.reshape(batch, words, _BITS).astype(jnp.uint32) << _PLACES[None, None]
     return bits.sum(axis=-1, dtype=jnp.uint32)
 
 
@@ -282,9 +283,10 @@ def _with_bit(
     bits: UInt32[Array, "B Q words"], tokens: Int[Array, "B Q"]
 ) -> UInt32[Array, "B Q words"]:
     word, bit = tokens[..., None] // _BITS, (tokens[..., None] % _BITS).astype(jnp.uint32)
-    return jnp.where(jnp.arange(bits.shape[-1]) == word, bits | (jnp.uint32(1) << bit), bits)
+    places = jnp.arange(bits.shape[-1], dtype=jnp.int32)[None, None]
+    return jnp.where(places == word, bits | (jnp.uint32(1) << bit), bits)
 
 
 def _seen(bits: UInt32[Array, "B Q words"], vocab_size: int) -> Bool[Array, "B Q V"]:
-    has = (bits[..., None] >> _PLACES) & 1
+    has = (bits[..., None] >> _PLACES[None, None, None]) & 1
     return has.reshape(*bits.shape[:-1], -1)[..., :vocab_size].astype(bool)

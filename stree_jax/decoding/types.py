@@ -202,7 +202,11 @@ class TokenLogProbs(NamedTuple):
     def empty(cls, batch: int, length: int, num_best: int) -> "TokenLogProbs":
         """Buffers of rows that have no new token, with `num_best` best tokens at each position."""
         best = (batch, length, num_best)
-        return cls(jnp.zeros(best[:2]), jnp.zeros(best), jnp.zeros(best, jnp.int32))
+        return cls(
+            jnp.zeros(best[:2], jnp.float32),
+            jnp.zeros(best, jnp.float32),
+            jnp.zeros(best, jnp.int32),
+        )
 
 
 class DecodeState(NamedTuple):

@@ -153,7 +153,7 @@ def drafting(
         topology: the draft tree; None: the drafter's default.
         **options: those of `generate`.
     """
-    options = {"key": jax.random.key(0)} | options
+    options = {"key": 0} | options
     request = plan(model, prompts, drafter=drafter, topology=topology, **options)
     context, topology, most = request.context, request.decoder.topology, request.decoder.max_length
     with dispatch.on(model):
@@ -201,14 +201,15 @@ def _target_calls(
     """Calls of the target on one tree, each after the replay of an empty path."""
     tree = topology.tree(jnp.ones((1, topology.num_nodes), bool))
     path = path_to(tree, jnp.array([-1], jnp.int32))
-    nodes, vocab_size = jnp.arange(topology.num_nodes)[None], model.config.vocab_size
+    nodes = jnp.arange(topology.num_nodes, dtype=jnp.int32)[None]
+    vocab_size = model.config.vocab_size
 
     def call(_: Any, carry: Any) -> Any:
         tokens, pending, cache = carry
         logits, pending, cache = model.tree_forward(tokens, tree, cache, replay=(pending, path))
         # The next tree depends on every node of this one. Its tokens differ, as those of a drafted
         # tree do: equal ones would choose the same experts, and fewer would be read.
-        best = best_of(logits, vocab_size)[0].sum(axis=1, keepdims=True)
+        best = best_of(logits, vocab_size)[0].sum(axis=1, keepdims=True, dtype=jnp.int32)
         return (best + nodes) % vocab_size, pending, cache
 
     carry = (nodes % vocab_size, model.init_pending(1, topology.num_nodes), cache)
@@ -232,7 +233,8 @@ def _drafts(
     def draft(_: Any, carry: Any) -> Any:
         state, last = carry
         # The next tree depends on this one, or XLA drafts once.
-        at_root = jnp.arange(context.tokens.shape[1]) == context.length[:, None] - 1
+        places = jnp.arange(context.tokens.shape[1], dtype=jnp.int32)[None]
+        at_root = places == context.length[:, None] - 1
         linked = context._replace(tokens=jnp.where(at_root, last[:, None], context.tokens))
         tree, state = drafter.propose(state, step._replace(context=linked), topology)
         state = drafter.commit(state, tree, verdict, hidden, topology)

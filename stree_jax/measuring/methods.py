@@ -56,12 +56,12 @@ class Method(NamedTuple):
 
     def decode(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> Generation:
         """A batch, with key 0 unless `options` have another."""
-        given = {"key": jax.random.key(0)} | options
+        given = {"key": 0} | options
         return generate(self.target or target, prompts, **given, **self.options())
 
     def planned(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> Plan:
         """The checked request of `decode`; compiles nothing."""
-        given: dict[str, Any] = {"key": jax.random.key(0)} | options
+        given: dict[str, Any] = {"key": 0} | options
         target = self.target or target
         return place_request(plan(target, prompts, **given, **self.options()), target.partition)
 

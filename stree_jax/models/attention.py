@@ -343,8 +343,8 @@ class AttentionMixer(nnx.Module):
             scale=out_scale,
         )
         if c.qk_norm_eps is not None:  # scales of `1 + w` do not fit into bfloat16
-            self.q_norm_scale = nnx.Param(jnp.ones(c.head_dim))
-            self.k_norm_scale = nnx.Param(jnp.ones(c.head_dim))
+            self.q_norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
+            self.k_norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
         if c.conv_width:
             self.conv_weight = conv_weight(c.conv_width, channels, dtype=dtype, rngs=rngs)
             self.conv_bias = nnx.Param(jnp.zeros(channels, dtype))
@@ -372,9 +372,9 @@ class AttentionMixer(nnx.Module):
             conv_input = jnp.where(valid[..., None], qkv, 0)
             qkv = causal_conv1d(conv_input, conv_state, *self._conv())
             conv_state = conv_state_after(conv_state, conv_input, lengths)
-        steps, layout = jnp.arange(u.shape[1]), self._layout
+        steps, layout = jnp.arange(u.shape[1], dtype=jnp.int32)[None], self._layout
         everywhere = jnp.broadcast_to(steps, valid.shape)
-        causal = jnp.broadcast_to(steps <= steps[:, None], (len(u), len(steps), len(steps)))
+        causal = jnp.broadcast_to(steps <= steps.T, (*valid.shape, valid.shape[1]))
         if self.config.window is not None:
             y, new = self._in_window(qkv, cache.kv, everywhere, everywhere, causal)
             kv = write_kv(cache.kv, new, valid, everywhere, ring=True)
@@ -481,7 +481,7 @@ class AttentionMixer(nnx.Module):
             new = [jnp.concatenate(both, axis=1) for both in zip(prefix, new, strict=True)]
         # The position of the token at each index of the ring; negative where there is none yet.
         last = cache.length[:, None] - 1
-        held = last - (last - jnp.arange(capacity)) % max(capacity, 1)
+        held = last - (last - jnp.arange(capacity, dtype=jnp.int32)[None]) % max(capacity, 1)
         keys, values = new
         y = tree_attention(
             query,

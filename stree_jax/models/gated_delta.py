@@ -193,7 +193,7 @@ class GatedDeltaMixer(nnx.Module):
         self.out_proj = linear(inner, d_model, scale=out_scale, **options)
         self.conv_weight = conv_weight(c.conv_width, layout.num_channels, dtype=dtype, rngs=rngs)
         self.A_log, self.dt_bias = new_rates(c.num_heads, rngs)
-        self.norm_scale = nnx.Param(jnp.ones(c.head_dim))
+        self.norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
 
     def __call__(
         self,
@@ -278,7 +278,7 @@ class GatedDeltaMixer(nnx.Module):
 
     def _decays(self, dt: Float32[Array, "B T H"]) -> Float32[Array, "B T H"]:
         """The logarithm of each token's decay."""
-        return -jnp.exp(self.A_log[...].astype(jnp.float32)) * dt
+        return -jnp.exp(self.A_log[...].astype(jnp.float32))[None, None] * dt
 
     def _output(self, y: Array, projected: Array, implementation: str | None) -> Array:
         """Norm of each head, gate and output projection of `[B, T, H, P]`."""

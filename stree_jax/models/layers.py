@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import activate
@@ -31,8 +32,13 @@ class Projection(nnx.Module):
 
     def __call__(self, inputs: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         """The product, in the dtype that the matrix gives."""
-        output = self.kernel.matmul(inputs)
-        return output if self.bias is None else output + self.bias[...]
+        return self.biased(self.kernel.matmul(inputs))
+
+    def biased(self, output: Float[Array, "*rows outputs"]) -> Float[Array, "*rows outputs"]:
+        """A product with the bias, if there is one."""
+        if self.bias is None:
+            return output
+        return output + lax.broadcast_to_rank(self.bias[...].astype(output.dtype), output.ndim)
 
 
 def linear(
@@ -66,8 +72,7 @@ def row_parallel(
     if shard.shards == 1:
         return projection(inputs)
     output = shard.total(projection.kernel.wide_matmul(inputs)).astype(inputs.dtype)
-    # The bias is added once, not by each shard.
-    return output if projection.bias is None else output + projection.bias[...]
+    return projection.biased(output)  # once, not by each shard
 
 
 def conv_weight(width: int, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
@@ -79,10 +84,12 @@ def conv_weight(width: int, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs) 
 
 def new_rates(num_heads: int, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:
     """New rates of decay `log(-A)` and biases of time steps, `[H]` float32, as Mamba-2's begin."""
-    decay = jax.random.uniform(rngs.params(), (num_heads,), minval=1.0, maxval=16.0)
+    decay = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, minval=1.0, maxval=16.0)
     # dt starts log-uniform in [1e-3, 1e-1]; its bias is the inverse of softplus.
     low, high = math.log(1e-3), math.log(1e-1)
-    dt = jnp.exp(jax.random.uniform(rngs.params(), (num_heads,), minval=low, maxval=high))
+    dt = jnp.exp(
+        jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, minval=low, maxval=high)
+    )
     return nnx.Param(jnp.log(decay)), nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
 
 
@@ -95,9 +102,10 @@ def causal_conv1d(
     """Depthwise convolution of a whole sequence that continues from `conv_state`."""
     length, width = inputs.shape[1], weight.shape[0]
     context = jnp.concatenate([conv_state.astype(inputs.dtype), inputs], axis=1).astype(jnp.float32)
-    output = sum(context[:, k : k + length] * weight[k].astype(jnp.float32) for k in range(width))
+    taps = weight.astype(jnp.float32)[:, None, None]
+    output = sum(context[:, k : k + length] * taps[k] for k in range(width))
     if bias is not None:
-        output = output + bias.astype(jnp.float32)
+        output = output + bias.astype(jnp.float32)[None, None]
     return jnp.asarray(output, inputs.dtype)
 
 
@@ -117,5 +125,5 @@ def conv_state_after(
 ) -> Float[Array, "B J C"]:
     """The conv state after `lengths` real inputs: the last `J` of state and inputs."""
     context = jnp.concatenate([conv_state, inputs.astype(conv_state.dtype)], axis=1)
-    rows = lengths[:, None] + jnp.arange(conv_state.shape[1])
+    rows = lengths[:, None] + jnp.arange(conv_state.shape[1], dtype=jnp.int32)[None]
     return jnp.take_along_axis(context, rows[..., None], axis=1)

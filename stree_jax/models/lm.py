@@ -446,7 +446,7 @@ class HybridLM(Partitioned):
 
         Then the streams after the numbers of layers in `inner`.
         """
-        valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
         norms = self.output_head.norms_of_sequences(self._implementation)
         stream = self._stream(tokens, norms, valid)
 

@@ -331,7 +331,7 @@ class Mamba2Mixer(nnx.Module):
         self.conv_weight = conv_weight(c.conv_width, layout.num_channels, dtype=dtype, rngs=rngs)
         self.conv_bias = nnx.Param(jnp.zeros(layout.num_channels, dtype)) if c.conv_bias else None
         self.A_log, self.dt_bias = new_rates(c.num_heads, rngs)
-        self.D = nnx.Param(jnp.ones(c.inner_size if c.d_per_channel else c.num_heads))
+        self.D = nnx.Param(jnp.ones(c.inner_size if c.d_per_channel else c.num_heads, jnp.float32))
         self.norm_scale = nnx.Param(jnp.ones(c.inner_size, dtype)) if c.norm != "none" else None
 
     def __call__(
@@ -526,7 +526,7 @@ class Mamba2Mixer(nnx.Module):
         mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
         mean_square = self.shard.total(mean_square) / self.shard.shards
         value = value * jax.lax.rsqrt(mean_square + self.config.norm_eps)
-        value = value * self.norm_scale[...].astype(jnp.float32)
+        value = value * self.norm_scale[...].astype(jnp.float32)[None, None]
         return (value if gate_first else value * gate).astype(y.dtype)
 
     def _project_deferred(self, y: DeferredRMSNorm, projected: Array) -> DeferredRMSNorm:

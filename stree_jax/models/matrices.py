@@ -219,7 +219,7 @@ class PackedWeight(Matrix):
         several, size, columns = self.stored.shape
         count = x.shape[0] * x.shape[1]
         rows = jnp.repeat(x.reshape(count, size), several, axis=0)
-        which = jnp.tile(jnp.arange(several), count)
+        which = jnp.tile(jnp.arange(several, dtype=jnp.int32), count)
         return matmul(rows, self.stored, which).reshape(*x.shape[:2], several, columns)
 
     def cut(self, start: int) -> "PackedWeight":

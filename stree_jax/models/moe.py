@@ -176,7 +176,9 @@ class MixtureOfExperts(Pointwise):
         self.router = Matrix(
             d_model**-0.5 * jax.random.normal(rngs.params(), (d_model, c.num_experts), dtype)
         )
-        self.correction = nnx.Param(jnp.zeros(c.num_experts)) if c.router == "sigmoid" else None
+        self.correction = (
+            nnx.Param(jnp.zeros(c.num_experts, jnp.float32)) if c.router == "sigmoid" else None
+        )
         self.experts_in = experts(width, 2 * c.hidden_size if c.gated else c.hidden_size)
         self.experts_out = experts(c.hidden_size, width, out_scale)
 
@@ -231,12 +233,13 @@ class MixtureOfExperts(Pointwise):
             best, chosen = lax.top_k(scores, c.num_active)
             return jax.nn.softmax(best, axis=-1), chosen
         scores = jax.nn.sigmoid(scores)
-        preference = scores + self.correction[...].astype(jnp.float32)
+        preference = scores + self.correction[...].astype(jnp.float32)[None]
         if c.num_router_groups > 1:
             grouped = preference.reshape(len(tokens), c.num_router_groups, -1)
             group_scores = lax.top_k(grouped, 2)[0].sum(axis=-1)
             _, groups = lax.top_k(group_scores, c.num_active_groups)
-            allowed = (groups[..., None] == jnp.arange(c.num_router_groups)).any(axis=1)
+            own = jnp.arange(c.num_router_groups, dtype=jnp.int32)[None, None]
+            allowed = (groups[..., None] == own).any(axis=1)
             preference = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(scores.shape)
         _, chosen = lax.top_k(preference, c.num_active)
         weights = jnp.take_along_axis(scores, chosen, axis=1)

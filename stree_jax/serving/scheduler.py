@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from stree_jax.checks import check_int
@@ -110,7 +109,7 @@ class Scheduler:
         self._model, self._drafter, self._verifier = model, drafter, verifier
         self._num_rows, self._max_length, self._quantum = rows, max_length, quantum
         self._topology = topology
-        self._no_key = jax.random.key(0)[None]  # at temperature 0 nothing is drawn
+        self._no_key = typed_key([0])  # at temperature 0 nothing is drawn
         # At temperature 0 and above it; None where the verifier refuses.
         plans = {greedy: self._planned(greedy) for greedy in (True, False)}
         if not any(plans.values()):
@@ -333,7 +332,7 @@ class Scheduler:
             [0],
             max_new_tokens=self._max_length - 1,
             temperature=0.0 if greedy else 1.0,
-            key=jax.random.key(0),
+            key=0,
         )
         try:
             return self._plan_of([0], request)

@@ -51,7 +51,7 @@ def assert_lossless(
         temperatures: temperatures to decode at.
         prompts: token ids of each row; None: three ragged prompts.
         **options: other options of `generate`. Without them there are 24 new tokens, enough for
-            several steps, some without acceptance, and the key is `jax.random.key(0)`.
+            several steps, some without acceptance, and the key is that of seed 0.
 
     Returns:
         The generation at each temperature, whose `stats` a test can check.
@@ -70,7 +70,7 @@ def assert_lossless(
     size = model.config.vocab_size
     prompts = [[t % size for t in row] for row in PROMPTS] if prompts is None else prompts
     found = []
-    common: dict[str, Any] = dict(max_new_tokens=24, key=jax.random.key(0)) | {**options}
+    common: dict[str, Any] = dict(max_new_tokens=24, key=0) | {**options}
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
     for temperature in temperatures:
         request = plan(model, prompts, temperature=temperature, **common, **drafts)
@@ -208,7 +208,7 @@ def assert_same_distribution(
         rows: number of samples; more give a smaller bound.
         error_probability: probability that an exact method fails.
         **options: other options of `generate`, one value for all rows. Without them the temperature
-            is 1 and the key `jax.random.key(0)`.
+            is 1 and the key that of seed 0.
 
     Returns:
         The generation, so that a test can assert that drafts were accepted.
@@ -225,7 +225,7 @@ def assert_same_distribution(
             " their distributions apart; use a model with fewer tokens, such as"
             " random_model(ModelConfig.tiny(vocab_size=6)), or more rows"
         )
-    common: dict[str, Any] = dict(temperature=1.0, key=jax.random.key(0)) | {**options}
+    common: dict[str, Any] = dict(temperature=1.0, key=0) | {**options}
     common = dict(max_new_tokens=num_tokens, eos_token=(), **common)
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
     out = generate(model, [[*prompt]] * rows, **common, **drafts)

@@ -284,7 +284,7 @@ def randomised(model: _Module, seed: int) -> _Module:
     """
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten_with_path(state)
-    key, new = jax.random.key(seed), []
+    key, new = jax.random.key(seed, impl="threefry2x32"), []
     for i, (path, leaf) in enumerate(leaves):
         name = jax.tree_util.keystr(path)
         if "A_log" in name:
@@ -336,7 +336,8 @@ def _drawn(kind: str, key: Array, i: int, shape: tuple[int, ...]) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _draw(kind: str, key: Array, i: int | Array, size: int) -> Array:
     own = jax.random.split(key, MOST_ARRAYS)[i]
-    return {"normal": jax.random.normal, "uniform": jax.random.uniform}[kind](own, (size,))
+    draw = {"normal": jax.random.normal, "uniform": jax.random.uniform}[kind]
+    return draw(own, (size,), jnp.float32)
 
 
 def perturbed(model: HybridLM, amount: float, seed: int = 0) -> HybridLM:
@@ -350,7 +351,7 @@ def perturbed(model: HybridLM, amount: float, seed: int = 0) -> HybridLM:
     """
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)
-    key, new = jax.random.key(seed), []
+    key, new = jax.random.key(seed, impl="threefry2x32"), []
     for i, leaf in enumerate(leaves):
         if leaf.dtype == jnp.int8:  # the scales of such a matrix get noise
             new.append(leaf)

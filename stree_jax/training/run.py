@@ -17,6 +17,7 @@ from stree_jax.checkpoint import save_pretrained
 from stree_jax.checkpoint.directories import write_text
 from stree_jax.checkpoint.load import load_config
 from stree_jax.decoding.generate import generate
+from stree_jax.decoding.prompts import typed_key
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.matrices import in_first
@@ -187,13 +188,13 @@ def continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.
         max_new_tokens=tokens.shape[1] - half,
         temperature=float(step % 2 == 0),
         eos_token=(),  # rows keep their length
-        key=jax.random.fold_in(jax.random.key(seed), step),
+        key=jax.random.fold_in(typed_key(seed), step),
     )
     return np.concatenate([tokens[:, :half], out.tokens], axis=1)
 
 
 def _new_model(recipe: Recipe, vocab_size: int, eos_token: Any) -> HybridLM:
-    return HybridLM(_config(recipe, vocab_size, eos_token), rngs=nnx.Rngs(recipe.seed))
+    return HybridLM(_config(recipe, vocab_size, eos_token), rngs=nnx.Rngs(typed_key(recipe.seed)))
 
 
 def _config(recipe: Recipe, vocab_size: int, eos_token: Any) -> ModelConfig:

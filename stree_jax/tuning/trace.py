@@ -137,7 +137,7 @@ def ranks_by_depth(
         depth: number of depths D.
         text, start, key, sampling, most: see `trace_by_depth`.
     """
-    emitted, noise = jnp.arange(most), None
+    emitted, noise = jnp.arange(most, dtype=jnp.int32), None
 
     def of_depth(ahead: int) -> Array:
         nonlocal noise
@@ -151,8 +151,8 @@ def ranks_by_depth(
         places = jnp.minimum(start + emitted + ahead, text.shape[1] - 1)
         token = text[0, places][:, None]
         own = jnp.take_along_axis(scores, token, axis=1)
-        earlier = jnp.arange(scores.shape[-1]) < token
-        return ((scores > own) | ((scores == own) & earlier)).sum(axis=1)
+        earlier = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < token
+        return ((scores > own) | ((scores == own) & earlier)).sum(axis=1, dtype=jnp.int32)
 
     return jnp.stack([of_depth(ahead) for ahead in range(depth)], axis=1)
 
@@ -197,7 +197,7 @@ def _head_ranks(
 ) -> Int[Array, "emitted D"]:
     outputs = model.outputs_ahead(text, target.hidden(text, inner), TRACED_DEPTHS)
     # The root is the last emitted token, and the head gets the target's state before it.
-    places = jnp.maximum(start + jnp.arange(most) - 2, 0)
+    places = jnp.maximum(start + jnp.arange(most, dtype=jnp.int32) - 2, 0)
 
     def logits(depth: int) -> Array:
         return model.logits(outputs[depth][:, places])[0]
@@ -238,10 +238,10 @@ def positions(request: Plan, tokens: Sequence[np.ndarray], ahead: int) -> Iterat
         row = rows[at]
         keys, sampling = jax.tree.map(operator.itemgetter(row), (request.keys, request.sampling))
         yield Positions(
-            Context(jnp.asarray(texts[row]), jnp.asarray(starts[row] + emitted[at])),
+            Context(*jax.device_put((texts[row], (starts[row] + emitted[at]).astype(np.int32)))),
             keys,
             sampling,
-            jnp.asarray(emitted[at], jnp.int32),
+            jax.device_put(emitted[at].astype(np.int32)),
             wanted[row[:, None], emitted[at, None] + np.arange(ahead)],
             min(_BATCH, len(rows) - first),
         )

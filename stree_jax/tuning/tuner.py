@@ -15,7 +15,7 @@ from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
 from stree_jax.decoding.drafters.base import with_tokens_of
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.plan import Plan, plan
-from stree_jax.decoding.prompts import checked_prompts
+from stree_jax.decoding.prompts import checked_prompts, typed_key
 from stree_jax.decoding.results import Generation
 from stree_jax.keywords import explained
 from stree_jax.measuring.clock import timed_rounds
@@ -125,7 +125,7 @@ def tune(
     prompts: Sequence[Sequence[int]] | Any,
     *,
     temperature: float = 0.0,
-    key: jax.Array | None = None,
+    key: jax.Array | int | None = None,
     max_nodes: int = 64,
     max_depth: int = 8,
     max_new_tokens: int = 128,
@@ -148,7 +148,7 @@ def tune(
         drafter: fills static trees, such as a `ModelDrafter` or an `NgramDrafter`.
         prompts: at least two prompts, typical of those that will be decoded.
         temperature: temperature at which texts are decoded.
-        key: random key, required above temperature 0.
+        key: random key or seed, required above temperature 0.
         max_nodes: most nodes of a tree, root included.
         max_depth: most drafts on a path.
         max_new_tokens: most new tokens of each text.
@@ -168,7 +168,7 @@ def tune(
     check_int("max_depth", max_depth, 1)
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature)
     half = len(prompts) // 2
-    keys = (None, None) if key is None else jax.random.split(key)
+    keys = (None, None) if key is None else jax.random.split(typed_key(key))
     first, second = (dict(options, key=each) for each in keys)
 
     drafter = with_tokens_of(drafter, target)

@@ -94,7 +94,7 @@ def draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array
         return drawn, jnp.broadcast_to(all_finite(scores)[..., None], drawn.shape)
     if how == "without_replacement":
         # Gumbel-top-k: the order of the perturbed scores is the order of sequential draws.
-        scores += jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:]))(keys)
+        scores += jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], jnp.float32))(keys)
     # A NaN must come first, and how `top_k` orders it depends on the device.
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
     if width == 1:  # a third of the time of `top_k` on a CPU

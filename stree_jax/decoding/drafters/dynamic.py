@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.numerics import argsort
 from stree_jax.array_types import Array, Int
 from stree_jax.checks import check_int, is_above_zero
 from stree_jax.decoding.drafters.children import chosen_child_sampling, shared_scores
@@ -111,7 +112,7 @@ class DynamicDrafter(BeamDrafter):
         def row(parts: Array) -> Array:
             return jnp.moveaxis(parts, 1, 0).reshape(batch, -1)
 
-        score, tokens = [jnp.zeros((batch, 1))], [found.tokens[:, :1]]
+        score, tokens = [jnp.zeros((batch, 1), jnp.float32)], [found.tokens[:, :1]]
         depths, parents = [np.zeros(1, int)], [np.zeros(1, int)]  # the root's parent is itself
         read = [jnp.zeros((batch, 1), jnp.int32)]  # index in the row of each node that was run
         depth, first, first_in_row = 0, 0, 1
@@ -130,31 +131,31 @@ class DynamicDrafter(BeamDrafter):
                     starts += [first_in_row] * widths[depth + 1]
                 first, depth = first + widths[depth], depth + 1
                 first_in_row += num_beams * num_each
-            read.append(row(group.kept)[:, np.array(kept, int)] + np.array(starts, np.int32))
+            read.append(row(group.kept)[:, np.array(kept, int)] + np.array([starts], np.int32))
 
         scores = jnp.concatenate(score, axis=1)
         scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)  # the row fails; its root stays
         best, chosen = lax.top_k(scores, topology.num_nodes)
-        order = jnp.argsort(chosen, axis=1)
+        order = argsort(chosen)
         chosen = jnp.take_along_axis(chosen, order, axis=1)
         valid = jnp.isfinite(jnp.take_along_axis(best, order, axis=1))
         places = jnp.concatenate(read, axis=1)
         same = (chosen[:, :, None] == places[:, None, :]) & valid[..., None]
-        place = jnp.where(same.any(axis=2), jnp.argmax(same, axis=2), -1)
+        place = jnp.where(same.any(axis=2), lax.argmax(same, 2, jnp.int32), -1)
         # Tree node of each node that was run, if it is chosen.
-        node = (chosen[:, :, None] < places[:, None, :]).sum(axis=1)
+        node = (chosen[:, :, None] < places[:, None, :]).sum(axis=1, dtype=jnp.int32)
 
-        own_parent = jnp.asarray(np.concatenate(parents))[chosen]
+        own_parent = jnp.asarray(np.concatenate(parents), jnp.int32)[chosen]
         above = jnp.take_along_axis(found.tree.ancestor_mask, own_parent[..., None], axis=1)
         above = jnp.take_along_axis(above, jnp.maximum(place, 0)[:, None, :], axis=2)
-        mask = above & (place >= 0)[:, None, :] | jnp.eye(topology.num_nodes, dtype=bool)
-        is_root = jnp.arange(topology.num_nodes) == 0
+        mask = above & (place >= 0)[:, None, :] | jnp.eye(topology.num_nodes, dtype=bool)[None]
+        is_root = jnp.arange(topology.num_nodes, dtype=jnp.int32)[None] == 0
         parent = jnp.where(valid, jnp.take_along_axis(node, own_parent, axis=1), 0)
         tree = Tree(
-            parents=jnp.where(is_root, -1, parent).astype(jnp.int32),
+            parents=jnp.where(is_root, -1, parent),
             depth=jnp.asarray(np.concatenate(depths), jnp.int32)[chosen],
             ancestor_mask=mask & valid[:, None, :],
             valid=valid,
         )
         words = jnp.take_along_axis(jnp.concatenate(tokens, axis=1), chosen, axis=1)
-        return words, tree, place.astype(jnp.int32)
+        return words, tree, place

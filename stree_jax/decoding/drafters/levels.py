@@ -79,7 +79,9 @@ def grow_levels(
     num_unrolled = len(levels) if unrolls(len(levels)) else 1
     grown, results = start, []
     for level, width in zip(levels[:num_unrolled], widths, strict=False):
-        grown, result = grow(grown, Level(level.depth, *map(np.array, level[1:])), width)
+        grown, result = grow(
+            grown, Level(level.depth, *(np.array(part, np.int32) for part in level[1:])), width
+        )
         results.append(jax.tree.map(lambda leaf: leaf[None], result))
     if num_unrolled == len(levels):
         return grown, results
@@ -115,7 +117,7 @@ def grow_levels(
 def _padded(rows: Sequence[Any], fill: int | None) -> np.ndarray:
     """Numbers, or lists of different lengths, as an array; None repeats each list's last entry."""
     if not isinstance(rows[0], list):
-        return np.array(rows)
+        return np.array(rows, np.int32)
     width = max(map(len, rows))
     return np.array(
         [row + [row[-1] if fill is None else fill] * (width - len(row)) for row in rows], np.int32

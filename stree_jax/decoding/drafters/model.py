@@ -98,7 +98,7 @@ class RunsModel(nnx.Module):
         draft, reader, *own = self.grown(state.reader, step, topology)
         ready = self.draft_model.ready(state.reader)
         if ready is not None:
-            tree, is_root = draft.tree, jnp.arange(topology.num_nodes) == 0
+            tree, is_root = draft.tree, np.arange(topology.num_nodes)[None] == 0
             valid = tree.valid & (ready[:, None] | is_root)
             mask = tree.ancestor_mask & valid[:, None, :]
             draft = draft._replace(tree=tree._replace(valid=valid, ancestor_mask=mask))

@@ -74,19 +74,22 @@ class NgramDrafter(nnx.Module):
         """Tokens and validity `[N]` of one row's tree."""
         # The last max_match tokens before each position, latest first; -1 before the start, -2 in
         # queries, so that the two never match.
-        places = jnp.arange(row.shape[0])
-        history = [jnp.where(places > k, jnp.roll(row, k + 1), -1) for k in range(self.max_match)]
-        ends = length - 1 - jnp.arange(self.max_match)
+        places = jnp.arange(row.shape[0], dtype=jnp.int32)[None]
+        texts = row[None]
+        history = [
+            jnp.where(places > k, jnp.roll(texts, k + 1, axis=1), -1) for k in range(self.max_match)
+        ]
+        ends = length - 1 - jnp.arange(self.max_match, dtype=jnp.int32)
         root_tail = jnp.where(ends >= 0, row[jnp.maximum(ends, 0)], -2)
 
         # Level by level, all nodes of a level with children at once.
         tokens, valid, tails = row[length - 1][None], jnp.ones(1, bool), root_tail[None]
         all_tokens, all_valid = [tokens], [valid]
         for level in levels_of(topology):
-            is_longer, match = jnp.array(True), jnp.int32(0)
+            is_longer, match = True, 0
             for k in range(self.max_match):
                 is_longer = is_longer & (history[k] == tails[:, k, None])
-                match = match + is_longer
+                match = match + is_longer.astype(jnp.int32)
             score = jnp.where(
                 (match >= self.min_match) & (places < length), match * row.shape[0] + places, -1
             )
@@ -94,7 +97,7 @@ class NgramDrafter(nnx.Module):
             found: list[Array] = []
             for rank in range(max(level.rank) + 1):
                 if rank:  # exclude the tokens of earlier siblings
-                    score = jnp.where(row == best[-1][:, None], -1, score)
+                    score = jnp.where(texts == best[-1][:, None], -1, score)
                 highest = score.max(axis=1)
                 best.append(row[jnp.maximum(highest, 0) % row.shape[0]])
                 found.append((highest >= 0) & valid)

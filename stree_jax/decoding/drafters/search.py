@@ -150,9 +150,9 @@ class BeamDrafter(RunsModel):
             score, beam, tokens, level = best_continuations(beams, scores, width)
             valid, parents = jnp.isfinite(score), at.nodes[0] + beam
             above = jnp.take_along_axis(tree.ancestor_mask, parents[..., None], axis=1)
-            itself = (jnp.arange(num_nodes) == at.children[:, None]) & valid[..., None]
+            itself = jnp.arange(num_nodes, dtype=jnp.int32)[None] == at.children[:, None]
             depth = jnp.take_along_axis(tree.depth, parents, axis=1) + 1
-            added = Tree(parents, depth, above | itself, valid)
+            added = Tree(parents, depth, above | (itself[None] & valid[..., None]), valid)
             return (
                 Found(
                     put(found.tokens, at.children, tokens),
@@ -178,7 +178,7 @@ class BeamDrafter(RunsModel):
             Found(
                 room(start.tokens),
                 jax.tree.map(room, start.tree),
-                room(jnp.zeros(start.tokens.shape)),
+                room(jnp.zeros(start.tokens.shape, jnp.float32)),
                 step.processors.room(num_nodes),
                 reader,
                 start.finite,

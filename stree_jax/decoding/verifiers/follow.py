@@ -9,6 +9,8 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float32, Int
 from stree_jax.decoding.sampling import best_token, sample_tokens
@@ -59,14 +61,14 @@ def follow(draft: DraftTree, chosen: Int[Array, "B N"]) -> Verdict:
         The path, and the token chosen at its last node.
     """
     tree, tokens = draft.tree, draft.tokens
-    nodes = jnp.arange(tokens.shape[1])
+    nodes = np.arange(tokens.shape[1])[None]
     at_parent = jnp.take_along_axis(chosen, jnp.maximum(tree.parents, 0), axis=1)
     # Among siblings with the same token only the first counts. The second has its own chosen token,
     # and taking whichever goes deeper would favour long paths.
     same = (
         (tree.parents[:, :, None] == tree.parents[:, None, :])
         & (tokens[:, :, None] == tokens[:, None, :])
-        & (nodes < nodes[:, None])
+        & (nodes < nodes.T)[None]
         & tree.valid[:, None, :]
     )
     accepted = tree.valid & (tokens == at_parent) & ~same.any(-1)
@@ -81,9 +83,9 @@ def deepest(tree: Tree, accepted: Bool[Array, "B N"], chosen: Int[Array, "B N"])
         accepted: the accepted nodes; the root always is.
         chosen: the token after each node.
     """
-    rejected = ~accepted & (jnp.arange(accepted.shape[1]) > 0)
+    rejected = ~accepted & (np.arange(accepted.shape[1])[None] > 0)
     reached = ~(tree.ancestor_mask & rejected[:, None, :]).any(-1) & tree.valid
-    last = jnp.argmax(jnp.where(reached, tree.depth, -1), axis=-1).astype(jnp.int32)
+    last = lax.argmax(jnp.where(reached, tree.depth, -1), 1, jnp.int32)
     depth, token = (
         jnp.take_along_axis(values, last[:, None], axis=1)[:, 0] for values in (tree.depth, chosen)
     )

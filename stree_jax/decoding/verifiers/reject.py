@@ -148,7 +148,7 @@ def verify_by(
     def row(key, tokens, tree, draft_log_probs, target_log_probs):
         test_key, next_key = jax.random.split(key)
         walk = rule(
-            jax.random.uniform(test_key, (num_nodes,)),
+            jax.random.uniform(test_key, (num_nodes,), jnp.float32),
             tokens,
             tree,
             draft_log_probs,

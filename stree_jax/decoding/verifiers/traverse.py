@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Float32, Int
@@ -100,7 +101,7 @@ def traverse(
 
     num_nodes = tokens.shape[0]
     start = (
-        (jnp.arange(num_nodes) == 0).astype(jnp.float32),
+        jnp.zeros(num_nodes, jnp.float32).at[0].set(1),
         jnp.exp(target_log_probs),
         draft_log_probs[jnp.maximum(log_prob_row, 0)],
     )
@@ -108,13 +109,14 @@ def traverse(
 
     # A node's position in the order of tests: after all nodes below it, after its earlier siblings
     # and all nodes below them, and after the same of its ancestors.
-    nodes = jnp.arange(num_nodes)
-    sizes = (tree.ancestor_mask & tree.valid[:, None]).sum(axis=0)
-    earlier = (tree.parents == tree.parents[:, None]) & (nodes < nodes[:, None]) & tree.valid
-    before = jnp.where(earlier, sizes, 0).sum(axis=1)
-    place = jnp.where(tree.ancestor_mask, before, 0).sum(axis=1) + sizes
-    passed = tree.valid & ((uniforms < accept_prob) | (nodes == 0))
-    last = jnp.argmin(jnp.where(passed, place, num_nodes + 1)).astype(jnp.int32)
+    nodes = np.arange(num_nodes)[None]
+    sizes = (tree.ancestor_mask & tree.valid[:, None]).sum(axis=0, dtype=jnp.int32)
+    earlier = (tree.parents[None] == tree.parents[:, None]) & (nodes < nodes.T) & tree.valid[None]
+    before = jnp.where(earlier, sizes[None], 0).sum(axis=1, dtype=jnp.int32)
+    above = jnp.where(tree.ancestor_mask, before[None], 0).sum(axis=1, dtype=jnp.int32)
+    place = above + sizes
+    passed = tree.valid & ((uniforms < accept_prob) | (nodes[0] == 0))
+    last = lax.argmin(jnp.where(passed, place, num_nodes + 1), 0, jnp.int32)
     return Walk(last, probs[last], tree.valid & (place <= place[last]), accept_prob)
 
 
@@ -134,15 +136,15 @@ def traverse_chain(
     cumulative sum minus its highest value so far.
     """
     num_nodes = tokens.shape[0]
-    nodes = jnp.arange(num_nodes)
+    nodes = jnp.arange(num_nodes, dtype=jnp.int32)
     log_q = draft_log_probs[jnp.maximum(log_prob_row, 0)]
     drafted = jnp.roll(tokens, -1)[:, None]  # the draft below each node
     ratio = jnp.take_along_axis(target_log_probs - log_q, drafted, axis=1)[:, 0]
     steps = jnp.where(nodes > 0, jnp.clip(jnp.roll(ratio, 1), -_MOST, _MOST), 0.0)
-    upto = nodes <= nodes[:, None]
-    sums = jnp.where(upto, steps, 0.0).sum(axis=1)
-    highest = jnp.where(upto, sums, 0.0).max(axis=1)
-    impossible = (upto & (steps <= -_MOST)).any(axis=1)  # and so are all nodes below it
+    upto = nodes[None] <= nodes[:, None]
+    sums = jnp.where(upto, steps[None], 0.0).sum(axis=1)
+    highest = jnp.where(upto, sums[None], 0.0).max(axis=1)
+    impossible = (upto & (steps <= -_MOST)[None]).any(axis=1)  # and so are all nodes below it
     own = jnp.where(tree.valid & ~impossible, jnp.exp(sums - highest), 0.0)
 
     probs = jnp.exp(target_log_probs)
@@ -150,7 +152,7 @@ def traverse_chain(
     has_child = jnp.roll(tree.valid, -1) & (nodes < num_nodes - 1)
     accept_prob = jnp.where(has_child, left, own)
     passed = tree.valid & ((uniforms < accept_prob) | (nodes == 0))
-    last = jnp.where(passed, nodes, 0).max().astype(jnp.int32)
+    last = jnp.where(passed, nodes, 0).max()
     after = jnp.where(has_child[last], residuals[last], probs[last])
     return Walk(last, after, tree.valid & (nodes >= last), accept_prob)
 

@@ -112,4 +112,4 @@ class Eagle3Head(DraftHead):
         own = self.output_head.matmul(self.norm(outputs, self.final_norm_scale))
         shape = (*own.shape[:2], self.config.vocab_size)
         places = self.tokens[...].astype(jnp.int32)
-        return jnp.full(shape, -jnp.inf).at[..., places].set(own)
+        return jnp.full(shape, -jnp.inf, jnp.float32).at[..., places].set(own)

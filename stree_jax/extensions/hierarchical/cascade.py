@@ -202,7 +202,7 @@ class CascadeDrafter(nnx.Module):
         context, noise = step.context, step.noise
         inner, vocab_size = self.inner_topology, self.medium.vocab_size
         batch, num_nodes = context.tokens.shape[0], inner.num_nodes
-        rows = jnp.arange(batch)[:, None]
+        rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
         emitted = jnp.zeros(batch, jnp.int32)  # drafts in this step
         place = jnp.zeros((batch, topology.num_nodes), jnp.int32)
         finite = jnp.ones(batch, bool)
@@ -218,7 +218,7 @@ class CascadeDrafter(nnx.Module):
                     split[:, 0], jnp.zeros_like(emitted), inner.depth, vocab_size
                 )
             elif noise is not None:
-                positions = emitted[:, None] + jnp.arange(inner.depth + 1)
+                positions = emitted[:, None] + jnp.arange(inner.depth + 1, dtype=jnp.int32)[None]
                 positions = jnp.minimum(positions, topology.depth)
                 own_noise = jnp.take_along_axis(noise, positions[..., None], axis=1)
             else:
@@ -242,8 +242,8 @@ class CascadeDrafter(nnx.Module):
             verdict = verifier.verify(draft, logits, own._replace(keys=split[:, 2]), inner)
 
             # The accepted path and the added token, which is the next round's root.
-            steps = jnp.arange(1, inner.depth + 2)
-            node = draft.tree.at_depth(draft.tree.on_path(verdict.last), steps[None])
+            steps = jnp.arange(1, inner.depth + 2, dtype=jnp.int32)[None]
+            node = draft.tree.at_depth(draft.tree.on_path(verdict.last), steps)
             is_added = steps > verdict.num_accepted[:, None]
             new = jnp.where(
                 is_added,
@@ -266,14 +266,15 @@ class CascadeDrafter(nnx.Module):
 
         assert tree is not None  # there is at least one round
         nodes = jnp.arange(topology.num_nodes, dtype=jnp.int32)
-        valid = nodes <= emitted[:, None]
+        valid = nodes[None] <= emitted[:, None]
         rows_of = None
         if log_probs:  # at the node after which each token was drawn
             known = jnp.concatenate(log_probs, axis=1)
             before = jnp.minimum(place[:, :-1], known.shape[1] - 1)
             rows_of = jnp.take_along_axis(known, before[..., None], axis=1)
+        places = context.length[:, None] - 1 + nodes[None]
         draft = DraftTree(
-            tokens=jnp.take_along_axis(text.tokens, context.length[:, None] - 1 + nodes, axis=1),
+            tokens=jnp.take_along_axis(text.tokens, places, axis=1),
             tree=topology.tree(valid),
             log_probs=rows_of,
             log_prob_row=jnp.where((nodes < topology.depth) & (how == "iid"), nodes, -1),

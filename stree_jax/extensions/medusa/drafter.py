@@ -133,7 +133,7 @@ class MedusaDrafter(nnx.Module):
         tokens = jnp.concatenate([root, drawn[:, level, rank]], axis=1)
         found = exists[:, level, rank] & state.known[:, None]
         found = jnp.concatenate([jnp.ones_like(root, bool), found], axis=1)
-        valid = ~jnp.any(topology.ancestor_mask & ~found[:, None], axis=-1)
+        valid = ~jnp.any(topology.ancestor_mask[None] & ~found[:, None], axis=-1)
         is_inner = np.array([bool(children) for children in topology.children])
         row = np.where(is_inner & (log_probs is not None), topology.depths, -1)
         draft = DraftTree(

@@ -37,7 +37,12 @@ def train_mtp(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progr
         loss = functools.partial(mtp_loss, steps=steps)
         return HeadPlan(
             kind="mtp",
-            new=lambda text: new_head(config, target, text, rngs=nnx.Rngs(recipe.seed)),
+            new=lambda text: new_head(
+                config,
+                target,
+                text,
+                rngs=nnx.Rngs(jax.random.key(recipe.seed, impl="threefry2x32")),
+            ),
             loss=loss,
             boost=(boost_after, functools.partial(loss, detached=True)),
         )
