@@ -132,7 +132,8 @@ def _plain(value: Any) -> Any:
     """Copies JSON's types: a template must not reach methods of others."""
     if value is None or type(value) in (bool, int, float, str):
         return value
-    for kind, plain in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
+    kinds: Any = ((str, str.__str__), (int, int.__int__), (float, float.__float__))
+    for kind, plain in kinds:
         if isinstance(value, kind):
             return plain(value)
     if isinstance(value, np.generic):
