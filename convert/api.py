@@ -156,7 +156,7 @@ def convert(
 
 
 def _left_out(head: Any, config: ModelConfig, to: str, dtype: str, target: Path) -> str | None:
-    """Why a format has no place for a head; None: it has."""
+    """Says why a format has no place for a head; None: it has."""
     if head is None or to == "native":
         return None
     try:

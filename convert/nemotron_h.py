@@ -242,7 +242,7 @@ _NEMOTRON_EXPERTS = (
 
 
 def _nemotron_layers(fields: Fields) -> tuple[str, ...]:
-    """The kind of each layer, from a list or from a string with one letter per layer."""
+    """The kind of each layer, from a list or a string of letters."""
     if fields.has("layers_block_type"):
         fields.ignore(
             "redundant with layers_block_type", "hybrid_override_pattern", "num_hidden_layers"

@@ -177,7 +177,7 @@ def write_mamba_ssm(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def is_codestral(source: Source) -> bool:
-    """Whether this is a params.json of Codestral-Mamba, and not of a Mistral transformer."""
+    """True if a params.json is Codestral-Mamba's, and not of a transformer."""
     values = source.fields.values
     mamba = values.get("model_type") in (None, "mamba")
     return "dim" in values and "n_heads" not in values and mamba

@@ -111,15 +111,7 @@ def _read(
     feed_forward: Sequence[LayerConfig],
     d_model: int,
 ) -> Description:
-    """The description of a text model, and of the head beside it.
-
-    Args:
-        family: the name in messages.
-        source: the checkpoint.
-        kinds: the kind of each mixer.
-        feed_forward: the layer after each mixer.
-        d_model: default of `hidden_size`.
-    """
+    """The description of a text model, and of the head beside it."""
     fields, tensors = source.fields, source.tensors
     d_model = fields.integer("hidden_size", d_model)
     norm_eps = fields.positive("rms_norm_eps", 1e-6)
@@ -258,7 +250,7 @@ def _delta(layer: GatedDeltaConfig, *, by_group: bool) -> list[Rule]:
 
 
 def _gated_attention(layer: AttentionConfig) -> list[Rule]:
-    """Attention with a gate: q_proj has queries and gates of each head side by side."""
+    """Attention with a gate: q_proj has each head's queries and gates side by side."""
     queries, keys, values = layer.projected_sizes
     sizes = (2 * queries, keys, values)
 
@@ -338,7 +330,7 @@ def _moe_values(config: ModelConfig) -> dict[str, Any]:
 
 
 def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:
-    """What the families have in common."""
+    """The fields that the families share."""
     attention, delta = attention_of(config), required(config, "gated_delta")
     return (
         hf_values(config, dtype, name, architecture)

@@ -133,7 +133,7 @@ def plain_path(path: Path) -> Path:
 
 
 def try_lock(file: int) -> bool:
-    """Locks an open file until it is closed or its process ends. False: another one has the lock.
+    """Locks an open file until it is closed or its process ends; False: another one has it.
 
     Where files cannot be locked so (Windows, some network file systems) every call succeeds.
     """
