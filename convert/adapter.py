@@ -22,14 +22,8 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _MERGE = "merge it with peft, merge_and_unload(), and load what save_pretrained then writes"
 # Fields that must say nothing: each changes the function, or which weights it is added to.
 _OFF = (
-    "use_dora",
-    "use_qalora",
-    "lora_bias",
-    "fan_in_fan_out",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
+    *("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "layer_replication"),
+    *("target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
 )
 # What the matrices began with. By the other ways, such as "pissa", the base changed too.
 _STARTS = (True, False, "gaussian", "eva", "orthogonal")

@@ -37,14 +37,8 @@ from stree_jax.models.matrices import check_quantize, quantized_names
 
 # Files that are copied unchanged, as patterns.
 _COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "tokenizer.model.v3",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "tokenizer.model.v3"),
     "generation_config.json",
     *CHAT_TEMPLATES,
 )

@@ -246,13 +246,8 @@ def read_mamba2(source: Source) -> Description:
     )
     fields.ignore(
         "initialisation",
-        "initializer_range",
-        "rescale_prenorm_residual",
-        "time_step_rank",
-        "time_step_min",
-        "time_step_max",
-        "time_step_floor",
-        "time_step_init_scheme",
+        *("initializer_range", "rescale_prenorm_residual", "time_step_rank"),
+        *("time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme"),
         "time_step_scale",
     )
     fields.ignore("transformers never read it; its mixer gates first", "norm_before_gate")
