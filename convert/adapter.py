@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format, merged into the tensors of a checkpoint as they are read."""
+"""LoRA adapters in PEFT's format, merged into a checkpoint's tensors while they are read."""
 
 import functools
 import re
@@ -22,14 +22,8 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _MERGE = "merge it with peft, merge_and_unload(), and load what save_pretrained then writes"
 # Fields that must say nothing: each changes the function, or which weights it is added to.
 _OFF = (
-    "use_dora",
-    "use_qalora",
-    "lora_bias",
-    "fan_in_fan_out",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
+    *("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "layer_replication"),
+    *("target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
 )
 # What the matrices began with. By the other ways, such as "pissa", the base changed too.
 _STARTS = (True, False, "gaussian", "eva", "orthogonal")
@@ -51,23 +45,16 @@ _OUTER = re.compile(r"^(model\.|language_model\.|backbone\.)+")
 
 
 class Adapted(NamedTuple):
-    """A checkpoint's tensors with an adapter's merged into them.
+    """A checkpoint's tensors with an adapter's merged into them."""
 
-    Attributes:
-        tensors: all of the checkpoint's, by name; a changed one is read in float32.
-        changed: names of the changed ones.
-        about: what the adapter is.
-        notes: ignored fields of its config, with reasons.
-    """
-
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # changed ones are read in float32
     changed: set[str]
-    about: str
-    notes: list[str]
+    about: str  # what the adapter is
+    notes: list[str]  # ignored fields, with reasons
 
 
 class _Settings(NamedTuple):
-    """How the matrices of a module are multiplied."""
+    """Ranks and scales of an adapter's matrices by module."""
 
     rank: Callable[[str], int]
     alpha: Callable[[str], float]
@@ -75,7 +62,7 @@ class _Settings(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """What an adapter has for a tensor: "A" and "B", the same of an embedding, or "", all of it."""
+    """An adapter's tensors for one: "A" and "B", those of an embedding, or "", all of it."""
 
     base: Tensor
     parts: dict[str, Tensor]
@@ -86,20 +73,12 @@ class _Change(NamedTuple):
 def adapted(
     tensors: Mapping[str, Tensor], path: Path, asked: dict[str, bool] | None = None
 ) -> Adapted:
-    """Merges a LoRA adapter: a matrix W becomes W + alpha / r B A. Reads no weights.
+    """Merges a LoRA adapter: a matrix W becomes W + alpha / r B A.
 
     The format: https://huggingface.co/docs/peft/developer_guides/checkpoint. Its names may be those
     of the text model or of a wrapper around it. Full weights (`modules_to_save`) replace the
-    checkpoint's.
-
-    Args:
-        tensors: the checkpoint's, by the names of transformers.
-        path: directory of the adapter.
-        asked: names of unknown config fields to ignore, see `Fields`.
-
-    Raises:
-        ValueError: it is damaged or no LoRA adapter, computes something else, changes a tensor that
-            the checkpoint has not, or a shape does not fit.
+    checkpoint's. `asked` are names of unknown fields to ignore, see `Fields`. Reads no weights;
+    ValueError: it is no LoRA adapter, computes something else, or does not fit.
     """
     if not has_file(path / ADAPTER):
         raise ValueError(f"{path} is not an adapter (PEFT): it has no {ADAPTER}")
@@ -177,7 +156,7 @@ def _by_module(
 def _changes(
     own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], settings: _Settings
 ) -> dict[str, _Change]:
-    """What an adapter's tensors change, by the names of a checkpoint's."""
+    """The changes of an adapter's tensors by the names of a checkpoint's."""
     names = {_OUTER.sub("", name): name for name in tensors} | {name: name for name in tensors}
     found: dict[str, _Change] = {}
     for key, tensor in own.items():
@@ -207,7 +186,7 @@ def _changes(
 
 
 def _check_shapes(change: _Change) -> None:
-    """A tensor is replaced by one of its shape, or is a matrix and has a pair of its sides."""
+    """Refuses a tensor of another shape, and a pair that is none of a matrix."""
     shape, rank = change.base.shape, change.rank
     parts = {part: tensor.shape for part, tensor in change.parts.items()}
     whole = parts.pop("", shape)

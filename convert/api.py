@@ -37,14 +37,8 @@ from stree_jax.models.matrices import check_quantize, quantized_names
 
 # Files that are copied unchanged, as patterns.
 _COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "tokenizer.model.v3",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "tokenizer.model.v3"),
     "generation_config.json",
     *CHAT_TEMPLATES,
 )
@@ -156,7 +150,7 @@ def convert(
 
 
 def _left_out(head: Any, config: ModelConfig, to: str, dtype: str, target: Path) -> str | None:
-    """Why a format has no place for a head; None: it has."""
+    """Says why a format has no place for a head; None: it has."""
     if head is None or to == "native":
         return None
     try:

@@ -2,26 +2,10 @@
 
 from typing import Any
 
+from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, mixer_of, norm_kind
 from stree_jax.convert.fields import MAX_LAYERS
-from stree_jax.convert.hybrid_parts import (
-    attention_of,
-    attention_values,
-    described,
-    max_length_values,
-    mixer_values,
-    model_fields,
-    positions_of,
-    read_attention,
-    read_max_length,
-    read_mixer,
-    read_mlp,
-    required,
-    rope_values,
-    with_mlps,
-    with_rope,
-)
 from stree_jax.convert.rules import Rule
 from stree_jax.models.config import ModelConfig
 
@@ -30,8 +14,8 @@ def read_bamba(source: Source) -> Description:
     """`BambaConfig`. transformers applies RoPE to the first half of each head."""
     fields = source.fields
     fields.null("attn_layer_indices")
-    mamba2, d_model = read_mixer(fields)
-    attention = read_attention(fields, d_model)
+    mamba2, d_model = hybrid.read_mixer(fields)
+    attention = hybrid.read_attention(fields, d_model)
     theta, scaling, table = fields.rope()
     table.check(
         table.number("partial_rotary_factor", 0.5) == 0.5,
@@ -48,21 +32,21 @@ def read_bamba(source: Source) -> Description:
     fields.ignore("redundant with attn_layer_indices", "layers_block_type", "layer_types")
     fields.ignore("used in training only", "z_loss_coefficient")
     config = ModelConfig(
-        layers=with_mlps(kinds),
+        layers=hybrid.with_mlps(kinds),
         mamba2=mamba2,
-        attention=with_rope(attention, attention.head_dim // 2, theta, scaling),
-        mlp=read_mlp(fields),
-        max_length=read_max_length(fields),
-        **model_fields(fields, d_model),
+        attention=hybrid.with_rope(attention, attention.head_dim // 2, theta, scaling),
+        mlp=hybrid.read_mlp(fields),
+        max_length=hybrid.read_max_length(fields),
+        **hybrid.model_fields(fields, d_model),
     )
-    return described("transformers bamba", fields, config, _rules(config))
+    return hybrid.described("transformers bamba", fields, config, _rules(config))
 
 
 def _rules(config: ModelConfig) -> list[Rule]:
     """The rules of both families."""
     return tables.llama_like(
         config,
-        mlp=tables.within(tables.split_mlp(required(config, "mlp")), "feed_forward"),
+        mlp=tables.within(tables.split_mlp(hybrid.required(config, "mlp")), "feed_forward"),
         mlp_norm="pre_ff_layernorm",
         final_norm="final_layernorm",
     )
@@ -70,19 +54,19 @@ def _rules(config: ModelConfig) -> list[Rule]:
 
 def write_bamba(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`BambaConfig`."""
-    attention = attention_of(config)
+    attention = hybrid.attention_of(config)
     return (
         hf_values(config, dtype, "bamba", "BambaForCausalLM")
-        | mixer_values(config)
-        | attention_values(config)
-        | rope_values(attention, partial_rotary_factor=0.5)
-        | max_length_values(config)
+        | hybrid.mixer_values(config)
+        | hybrid.attention_values(config)
+        | hybrid.rope_values(attention, partial_rotary_factor=0.5)
+        | hybrid.max_length_values(config)
         | {
             "num_hidden_layers": len(config.layers) // 2,
-            "attn_layer_indices": positions_of(config.kinds[::2], "attention"),
-            "intermediate_size": required(config, "mlp").hidden_size,
-            "hidden_act": required(config, "mlp").activation,
-            "mlp_bias": required(config, "mlp").bias,
+            "attn_layer_indices": hybrid.positions_of(config.kinds[::2], "attention"),
+            "intermediate_size": hybrid.required(config, "mlp").hidden_size,
+            "hidden_act": hybrid.required(config, "mlp").activation,
+            "mlp_bias": hybrid.required(config, "mlp").bias,
         }
     )
 
@@ -96,7 +80,7 @@ def read_falcon_h1(source: Source) -> Description:
     norm = norm_kind(fields.flag("mamba_rms_norm", False), norm_first)
     d_model = fields.integer("hidden_size", 4096)
     fields.null(mamba_d_ssm=fields.integer("mamba_expand", 2) * d_model)
-    mamba2, _ = read_mixer(
+    mamba2, _ = hybrid.read_mixer(
         fields,
         inner=fields.integer("mamba_d_ssm", 1024),
         norm=norm,
@@ -105,7 +89,7 @@ def read_falcon_h1(source: Source) -> Description:
         output_multiplier=fields.number("ssm_out_multiplier", 1.0),
         section_multipliers=fields.numbers("ssm_multipliers", 5),
     )
-    attention = read_attention(
+    attention = hybrid.read_attention(
         fields,
         d_model,
         input_multiplier=fields.number("attention_in_multiplier", 1.0),
@@ -119,35 +103,33 @@ def read_falcon_h1(source: Source) -> Description:
     config = ModelConfig(
         layers=("parallel", "mlp") * num_layers,
         mamba2=mamba2,
-        attention=with_rope(attention, attention.head_dim, theta, scaling),
-        mlp=read_mlp(fields, gate_multiplier=gate, output_multiplier=down),
+        attention=hybrid.with_rope(attention, attention.head_dim, theta, scaling),
+        mlp=hybrid.read_mlp(fields, gate_multiplier=gate, output_multiplier=down),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         logits_multiplier=fields.number("lm_head_multiplier", 1.0),
-        max_length=read_max_length(fields),
-        **model_fields(fields, d_model),
+        max_length=hybrid.read_max_length(fields),
+        **hybrid.model_fields(fields, d_model),
     )
     fields.ignore("all layers are alike", "layers_block_type", "layer_types", "attn_layer_indices")
     fields.ignore("always used", "mamba_use_mlp")
     fields.ignore("redundant with intermediate_size", "mlp_expansion_factor")
     fields.ignore(
         "used in training only",
-        "time_step_min",
-        "time_step_max",
-        "time_step_floor",
+        *("time_step_min", "time_step_max", "time_step_floor"),
         "time_step_rank",
     )
-    return described("transformers falcon_h1", fields, config, _rules(config))
+    return hybrid.described("transformers falcon_h1", fields, config, _rules(config))
 
 
 def write_falcon_h1(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`FalconH1Config`."""
-    m, a, mlp = mixer_of(config), attention_of(config), required(config, "mlp")
+    m, a, mlp = mixer_of(config), hybrid.attention_of(config), hybrid.required(config, "mlp")
     return (
         hf_values(config, dtype, "falcon_h1", "FalconH1ForCausalLM")
-        | mixer_values(config)
-        | attention_values(config)
-        | rope_values(a)
-        | max_length_values(config)
+        | hybrid.mixer_values(config)
+        | hybrid.attention_values(config)
+        | hybrid.rope_values(a)
+        | hybrid.max_length_values(config)
         | {
             "num_hidden_layers": len(config.layers) // 2,
             "mamba_d_ssm": m.inner_size,

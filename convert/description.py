@@ -53,18 +53,14 @@ def norm_kind(has_norm: bool, norm_first: bool) -> str:
 
 
 def tied_head(config: ModelConfig, name: str) -> list[Ignored]:
-    """The output head if it is tied to the embedding: some checkpoints store it anyway."""
+    """The output head where it is tied: some checkpoints store it anyway."""
     if not config.tie_embeddings:
         return []
     return [Ignored(name, "the embedding again: tied", is_embedding=True)]
 
 
 def mixer_of(config: ModelConfig) -> Mamba2Config:
-    """The Mamba-2 mixer, which every family has.
-
-    Raises:
-        ValueError: the model has none.
-    """
+    """The Mamba-2 mixer, which every family has; else a ValueError."""
     if config.mamba2 is None:
         raise ValueError(f"layers = {config.kinds} have no Mamba-2")
     return config.mamba2

@@ -115,19 +115,12 @@ _REFUSED = {
 
 
 class _Wrapper(NamedTuple):
-    """A multimodal checkpoint whose text model is of a family above.
+    """A multimodal checkpoint whose text model is of a family above."""
 
-    Attributes:
-        tables: the text model's config is one of these tables.
-        model_type: of a text model that does not say it.
-        names: what names of its tensors begin with, there and in a checkpoint of the text model.
-        outer: fields that the outer config says.
-    """
-
-    tables: tuple[str, ...]
-    model_type: str
-    names: dict[str, str]
-    outer: tuple[str, ...] = ()
+    tables: tuple[str, ...]  # one has the text model's config
+    model_type: str  # of a text model that does not say it
+    names: dict[str, str]  # beginnings of its tensors' names, there and in its own checkpoint
+    outer: tuple[str, ...] = ()  # fields that the outer config says
 
 
 def _qwen(model_type: str) -> _Wrapper:
@@ -158,11 +151,7 @@ _LAYOUTS = (
 
 
 def layout(directory: Path) -> FileNames:
-    """The layout of a directory. If it has several (Codestral's has), one with weights.
-
-    Raises:
-        ValueError: there is no config.
-    """
+    """The layout of a directory. If it has several (Codestral's has), one with weights."""
     if has_file(directory / ADAPTER):
         raise ValueError(
             f"{directory} has an adapter (PEFT): load its model with adapter={str(directory)!r}, or"
@@ -186,7 +175,7 @@ def config_files() -> list[str]:
 
 
 def has_field(directory: Path, name: str) -> bool:
-    """Whether the config of another program's checkpoint has a field, in any of its tables."""
+    """True if the config of another program's checkpoint has a field, in any table."""
     if is_native(directory):
         return False
     files = [folder_of(directory) / file for file in config_files()]
@@ -205,19 +194,7 @@ def describe(
     quirks: Collection[str] = (),
     asked: dict[str, bool] | None = None,
 ) -> Description:
-    """Recognises a checkpoint.
-
-    Args:
-        path: path of the config file.
-        values: content of that file.
-        tensors: the tensors by name.
-        quirks: names from `QUIRKS` to reproduce.
-        asked: names of unknown fields to ignore, see `Fields`.
-
-    Raises:
-        ValueError: the family is unknown or refused, the config is invalid, the family has no
-            such quirk, or no such field is left over.
-    """
+    """Recognises a checkpoint by its config; `asked` are names of unknown fields, see `Fields`."""
     unknown = sorted(check_names("quirks", quirks) - QUIRKS.keys())
     if unknown:
         raise ValueError(f"unknown quirks {unknown!s:.200}; known: {sorted(QUIRKS)}")
@@ -233,16 +210,12 @@ def describe(
 
 
 def text_tables() -> list[str]:
-    """Names of the tables with the config of a text model, in those of multimodal checkpoints."""
+    """Names of the tables in which multimodal checkpoints have a text model's config."""
     return sorted({name for wrapper in _WRAPPERS.values() for name in wrapper.tables})
 
 
 def read(source: Source) -> Description:
-    """Describes a checkpoint through its family.
-
-    Raises:
-        ValueError: see `describe`.
-    """
+    """Describes a checkpoint through its family."""
     path = source.fields.path
     wrapper = source.fields.values.get("model_type")
     if isinstance(wrapper, str) and wrapper in _WRAPPERS:
@@ -300,7 +273,7 @@ def _outside(wrapper: _Wrapper, own: str) -> str:
 
 
 def wrapped(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a text model, by their names in the checkpoint that has this config."""
+    """The tensors of a text model by their names in a checkpoint of this config."""
     wrapper = _WRAPPERS.get(str(values.get("model_type")))
     return {
         own if wrapper is None else _outside(wrapper, own): tensor
@@ -309,11 +282,7 @@ def wrapped(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def recognise(source: Source) -> str:
-    """The name of a checkpoint's family in `FAMILIES`.
-
-    Raises:
-        ValueError: the family is unknown or refused.
-    """
+    """The name of a checkpoint's family in `FAMILIES`; ValueError: there is none."""
     path, values = source.fields.path, source.fields.values
     for name, family in FAMILIES.items():
         if family.recognise is not None and family.recognise(source):

@@ -14,70 +14,21 @@ from stree_jax.models import RopeScaling
 
 # Fields that any transformers config may have and that do not change what is computed.
 TRANSFORMERS = (
-    "_name_or_path",
-    "attn_implementation",
-    "gradient_checkpointing",
-    "keys_to_ignore_at_inference",
-    "add_cross_attention",
-    "architectures",
-    "auto_map",
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "cross_attention_hidden_size",
-    "decoder_start_token_id",
-    "diversity_penalty",
-    "do_sample",
-    "dtype",
-    "early_stopping",
-    "encoder_no_repeat_ngram_size",
-    "exponential_decay_length_penalty",
-    "finetuning_task",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "id2label",
-    "is_decoder",
-    "is_encoder_decoder",
-    "label2id",
-    "length_penalty",
-    "max_length",
-    "min_length",
-    "no_repeat_ngram_size",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "output_attentions",
-    "output_hidden_states",
-    "output_scores",
-    "pad_token_id",
-    "prefix",
-    "problem_type",
-    "pruned_heads",
-    "remove_invalid_values",
-    "repetition_penalty",
-    "return_dict",
-    "return_dict_in_generate",
-    "sep_token_id",
-    "suppress_tokens",
-    "task_specific_params",
-    "temperature",
-    "tf_legacy_loss",
-    "tie_encoder_decoder",
-    "tokenizer_class",
-    "top_k",
-    "top_p",
-    "torch_dtype",
-    "torchscript",
-    "transformers_version",
-    "typical_p",
-    "use_bfloat16",
-    "use_cache",
-    "attention_dropout",
-    "num_logits_to_keep",
-    "router_aux_loss_coef",
-    "output_router_logits",
-    "pretraining_tp",
+    *("_name_or_path", "attn_implementation", "gradient_checkpointing"),
+    *("keys_to_ignore_at_inference", "add_cross_attention", "architectures", "auto_map"),
+    *("bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward"),
+    *("cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample"),
+    *("dtype", "early_stopping", "encoder_no_repeat_ngram_size"),
+    *("exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id"),
+    *("forced_eos_token_id", "id2label", "is_decoder", "is_encoder_decoder", "label2id"),
+    *("length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups"),
+    *("num_beams", "num_return_sequences", "output_attentions", "output_hidden_states"),
+    *("output_scores", "pad_token_id", "prefix", "problem_type", "pruned_heads"),
+    *("remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate"),
+    *("sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss"),
+    *("tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript"),
+    *("transformers_version", "typical_p", "use_bfloat16", "use_cache", "attention_dropout"),
+    *("num_logits_to_keep", "router_aux_loss_coef", "output_router_logits", "pretraining_tp"),
 )
 
 _MISSING = object()
@@ -188,13 +139,7 @@ class Fields:
     def layer_kinds(
         self, name: str, known: Mapping[str, str], num_layers: int | None = None
     ) -> tuple[str, ...]:
-        """A list with the kind of each layer, mapped to the library's names.
-
-        Args:
-            name: the field.
-            known: the library's name of each kind.
-            num_layers: `num_hidden_layers`; None: the list says it.
-        """
+        """A list with the kind of each layer, mapped to the library's names."""
         value = self.take(name)
         self.check(
             isinstance(value, list) and 0 < len(value) <= MAX_LAYERS,
@@ -222,14 +167,7 @@ class Fields:
         return tuple(value)
 
     def rope(self, *, plain: bool = False) -> tuple[float, RopeScaling | None, "Fields"]:
-        """RoPE in the format of transformers 4 or 5.
-
-        Args:
-            plain: whether to ignore the scaling.
-
-        Returns:
-            The base, the scaling, and the table with its remaining entries.
-        """
+        """The base and, unless `plain`, the scaling of RoPE; and the rest of its table."""
         theta = self.number("rope_theta", 10000.0)
         self.null("rope_parameters", "rope_scaling")
         self.alias(rope_parameters="rope_scaling")
@@ -258,7 +196,7 @@ class Fields:
         return value
 
     def limits(self, name: str) -> tuple[float, float]:
-        """A lower and an upper limit, which may be infinite; if absent, 0 and infinity."""
+        """A lower and an upper limit, which may be infinite; absent: 0 and infinity."""
         value = self.take(name, [0.0, math.inf])
         pair = [_number(part) for part in value] if isinstance(value, list | tuple) else []
         self.check(
@@ -268,7 +206,7 @@ class Fields:
         return pair[0], pair[1]  # type: ignore[return-value]
 
     def has(self, name: str) -> bool:
-        """Whether a field is present."""
+        """True if a field is present."""
         self._refuse_null(name)
         return name in self.values
 
@@ -280,7 +218,7 @@ class Fields:
             self.check(again == value, f"{self._prefix}{name} = {again:g}, elsewhere {value:g}")
 
     def tokens(self, name: str, vocab_size: int) -> int | tuple[int, ...] | None:
-        """A token id, or a tuple of several. Ids outside the vocabulary are dropped and noted."""
+        """A token id, or several. Ids outside the vocabulary are dropped and noted."""
         self.null(name)
         value = self.take(name, None)
         listed = value if isinstance(value, list) else [] if value is None else [value]
@@ -302,7 +240,7 @@ class Fields:
         return table
 
     def with_own(self, values: Mapping[str, Any], prefix: str) -> "Fields":
-        """This table with the fields of a part of the model, such as a layer, in place of its own.
+        """This table with the fields of a part of the model, such as a layer, before its own.
 
         `absorb` takes the part back when it has been read.
         """
@@ -310,12 +248,7 @@ class Fields:
         return Fields(self.path, every, prefix, self._asked)
 
     def absorb(self, part: "Fields", names: Collection[str]) -> None:
-        """Counts what a part has used as used.
-
-        Args:
-            part: result of `with_own`.
-            names: the part's own fields, all of which must be used.
-        """
+        """Counts what a part has used as used; all its own fields, these names, must be."""
         part._refuse_unknown(part._left & {*names})
         self._left &= part._left
         self._notes += [note for note in part._notes if note not in self._notes]
@@ -329,11 +262,7 @@ class Fields:
             self._notes.append(f"{', '.join(self._prefix + name for name in found)}: {reason}")
 
     def finish(self) -> list[str]:
-        """Notes on ignored fields.
-
-        Raises:
-            ValueError: there are unknown fields, which might change what is computed.
-        """
+        """Notes on ignored fields; ValueError: there are unknown ones."""
         # transformers' private fields begin with an underscore.
         private = {name for name in self._left if name[:1] == "_"}
         asked = {name for name in private if self._prefix + name in self._asked}
@@ -359,7 +288,7 @@ class Fields:
         return found
 
     def refuse_asked(self) -> None:
-        """Refuses what the user asked to ignore and no table of the checkpoint had left over."""
+        """Refuses names that the user asked to ignore, and that no table had left."""
         missed = sorted(name for name, found in self._asked.items() if not found)
         self.check(
             not missed,

@@ -36,7 +36,7 @@ _SAFETENSORS = _FLOAT8 | {
 
 
 def open_tensors(directory: Path, names: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
-    """Opens the first of these files that is there, whole or sharded; its name, or its index's."""
+    """Opens the first of these files that is there, or its index: its name and tensors."""
     for name in names:
         file, index = directory / name, directory / f"{name}.index.json"
         has_whole, has_index = has_file(file), has_file(index)
@@ -93,7 +93,7 @@ def _open_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _header(path: Path, size: int) -> dict[str, Any]:
-    """The header of a safetensors file that has been opened, and so is a good one."""
+    """The header of a safetensors file that opened, and so is a good one."""
     with path.open("rb") as file:
         return json.loads(file.read(8 + size)[8:])
 
@@ -104,7 +104,7 @@ def _read_bytes(path: Path, start: int, dtype: np.dtype, shape: tuple[int, ...])
 
 
 def shards(directory: Path, name: str) -> list[str]:
-    """The files of weights with this name: those of its index, or patterns if there is none."""
+    """The files of these weights: those of their index, or patterns if there is none."""
     index = directory / f"{name}.index.json"
     found = {*_weight_map(index).values()} if has_file(index) else {name.replace(".", "*.", 1)}
     return sorted({*found, HEAD})
@@ -126,7 +126,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 
 def _with_head(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with those of a head in a file that no index names, as some releases have it."""
+    """The tensors with those of a head's file, which no index of some releases names."""
     file = directory / HEAD
     head = _open_file(file) if has_file(file) else {}
     if again := sorted(head.keys() & tensors.keys()):

@@ -60,7 +60,7 @@ def open_gguf(file: Path) -> tuple[Path, Values, dict[str, Tensor], str, list[st
 
 
 class _Facts:
-    """The metadata and the tensors of a file of this architecture, with whose name keys begin."""
+    """The metadata and the tensors of a file; keys begin with its architecture."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class _Facts:
 
 
 class _Change(NamedTuple):
-    """A function that undoes what the converter does to a tensor, and its effect on shapes."""
+    """A function that undoes the converter's change of a tensor, and its effect on shapes."""
 
     apply: Callable[[np.ndarray], np.ndarray]
     shape: Callable[[Shape], Shape] = lambda shape: shape
@@ -123,7 +123,7 @@ _CHANGES = {
 
 
 def _halves_apart(heads: int, turned: int | None) -> _Change:
-    """The first channels of heads, or all, as transformers pairs them: there neighbours are one."""
+    """First channels of heads, or all, in transformers' pairs: there neighbours are one."""
 
     def apply(x: np.ndarray) -> np.ndarray:
         rows = x.reshape(heads, -1, *x.shape[1:])
@@ -135,9 +135,9 @@ def _halves_apart(heads: int, turned: int | None) -> _Change:
 
 
 def _by_group(groups: int, heads: int, first: int = 0, *, columns: bool = False) -> _Change:
-    """Heads of values group by group, after `first` rows; there the first of all groups lie first.
+    """Heads of values group by group, after `first` rows.
 
-    With `columns` the heads are columns instead.
+    There the first heads of all groups lie first. With `columns` the heads are columns instead.
     """
 
     def apply(x: np.ndarray) -> np.ndarray:
@@ -150,7 +150,7 @@ def _by_group(groups: int, heads: int, first: int = 0, *, columns: bool = False)
 
 
 def _interleaved(groups: int, keys: int, values: int) -> _Change:
-    """Rows of q, k, v and z group by group, as Qwen3-Next has them; there they are one by one."""
+    """Rows of q, k, v and z by group, as in Qwen3-Next; there they are one by one."""
 
     def apply(x: np.ndarray) -> np.ndarray:
         parts = np.split(x, np.cumsum([keys, keys, values]))
@@ -232,7 +232,7 @@ def _changed(name: str, parts: list[Tensor], changes: tuple[_Change, ...]) -> Te
 
 
 def _table(names: str, within: str = "") -> dict[str, str]:
-    """A table of names: "there here", of matrices and their biases; "a+b" are two that are one."""
+    """A table "there here" of names, of matrices and biases; "a+b" become one."""
     begin = f"{within}." if within else ""
     return {
         "+".join(f"{own}.{part}" for own in there.split("+")): f"{begin}{here}.{part}"
@@ -258,7 +258,7 @@ def _outside(embedding: str, norm: str) -> dict[str, str]:
 
 
 def _unpaired(facts: _Facts) -> dict[str, Any]:
-    """What undoes the order of queries and keys, which all of these get, with RoPE or without."""
+    """Undoes the order of queries and keys, which these have with RoPE or without."""
     if not facts.has("attn_q.weight"):
         return {}
     heads = {"attn_q": facts.size("attention.head_count"), "attn_k": facts.kv_heads()}
@@ -323,7 +323,7 @@ def _falcon_h1(facts: _Facts, values: Values) -> _Layout:
 def _undone_multipliers(
     values: Values, inner: int, groups: int, state_size: int
 ) -> dict[str, tuple[_Change, ...]]:
-    """What divides the weights by the multipliers of config.json; one of 0 stays in them.
+    """Divides the weights by the multipliers of config.json; one of 0 stays in them.
 
     Tensors are read after the config, which is checked by then.
     """

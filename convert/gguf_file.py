@@ -35,11 +35,7 @@ _PLAIN: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_d
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that a path is or that a directory has instead of other weights; else None.
-
-    Raises:
-        ValueError: the directory has several, which are no parts of one.
-    """
+    """The GGUF file that a path is, or the only one of a directory without other weights."""
     if path.suffix == ".gguf":
         return path if has_file(path) else None
     if any(any(path.glob(each)) for each in ("*.safetensors*", "pytorch_model*")):
@@ -58,18 +54,10 @@ def _name(file: Path) -> str:
 
 
 def open_parts(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], str]:
-    """Opens a file, or all parts of it.
+    """Opens a file or all parts of it: metadata by key, and tensors by name.
 
-    Args:
-        file: the file, or one of its parts `-00001-of-00003.gguf`.
-
-    Returns:
-        The metadata by key, without long lists and texts in lists; the tensors by name; and how
-        many tensors are quantised, and how.
-
-    Raises:
-        ValueError: a file is damaged, missing or of a type of numbers that is not supported, or the
-            package `gguf` is missing.
+    Long lists, and texts in lists, are left out. The third result says how many tensors are
+    quantised, and how.
     """
     match, parts = _PART.fullmatch(file.name), [file]
     if match is not None:
@@ -127,13 +115,13 @@ def _open_part(file: Path, kinds: Counter[str]) -> tuple[dict[str, Any], dict[st
 
 
 class _Header:
-    """The header of a file, read from its first bytes. Raises struct.error behind their end."""
+    """The header of a file by its first bytes. Raises struct.error behind their end."""
 
     def __init__(self, data: bytes):
         self._data, self.at = data, 0
 
     def read(self) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
-        """The metadata by key, and the shape, the type and the offset of each tensor by name."""
+        """The metadata by key; shape, type and offset of each tensor by name."""
         if self._data[:4] != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         _, version, num_tensors, num_fields = self._take("IIQQ")
@@ -172,7 +160,7 @@ class _Header:
         return name
 
     def _value(self, kind: int) -> Any:
-        """A number, a text or a list of numbers; None for what no config needs."""
+        """A number, a text or a list of numbers; None for anything else."""
         if kind == _TEXT:
             return self._text()
         if kind != _LIST:
@@ -200,11 +188,7 @@ def _form(kind: int) -> str:
 
 @functools.cache
 def _kind(number: int) -> Any:
-    """The type of a tensor, one of the package's `GGMLQuantizationType`.
-
-    Raises:
-        ValueError: the package does not know or not dequantise it.
-    """
+    """A type of tensors, of the package's `GGMLQuantizationType`; ValueError: an unknown one."""
     import gguf
 
     try:

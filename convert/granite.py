@@ -2,27 +2,10 @@
 
 from typing import Any
 
+from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values
 from stree_jax.convert.fields import MAX_LAYERS
-from stree_jax.convert.hybrid_parts import (
-    KINDS,
-    NAMES,
-    SILU,
-    attention_of,
-    attention_values,
-    described,
-    mixer_values,
-    model_fields,
-    read_attention,
-    read_max_length,
-    read_mixer,
-    reciprocal,
-    required,
-    rope_values,
-    with_mlps,
-    with_rope,
-)
 from stree_jax.models import MlpConfig, MoeConfig
 from stree_jax.models.config import ModelConfig
 
@@ -30,12 +13,14 @@ from stree_jax.models.config import ModelConfig
 def read_granite(source: Source) -> Description:
     """`GraniteMoeHybridConfig`, dense or with experts."""
     fields = source.fields
-    mamba2, d_model = read_mixer(fields, eps_default=1e-6)
+    mamba2, d_model = hybrid.read_mixer(fields, eps_default=1e-6)
     fields.null("layer_types", "layers_block_type", "position_embedding_type")
     heads = fields.integer("num_attention_heads", 32)
     head_dim = fields.integer("head_dim", max(1, d_model // heads))
     fields.null(attention_multiplier=head_dim**-0.5)
-    attention = read_attention(fields, d_model, scale=fields.number("attention_multiplier", 1.0))
+    attention = hybrid.read_attention(
+        fields, d_model, scale=fields.number("attention_multiplier", 1.0)
+    )
     theta, scaling, table = fields.rope()
     table.finish()
     positions = fields.choice("position_embedding_type", "nope", {"rope": "rope", "nope": "nope"})
@@ -44,16 +29,16 @@ def read_granite(source: Source) -> Description:
     fields.alias(layer_types="layers_block_type")
     kinds: tuple[str, ...] = ("mamba2",) * num_layers
     if fields.has("layer_types"):
-        kinds = fields.layer_kinds("layer_types", KINDS, num_layers)
+        kinds = fields.layer_kinds("layer_types", hybrid.KINDS, num_layers)
     num_experts = fields.integer("num_local_experts", 8, least=0)
     shared_size = fields.integer("shared_intermediate_size", 1024)
     num_active = fields.integer("num_experts_per_tok", 2, least=0)
     expert_size = fields.integer("intermediate_size", 11008)
-    activation = fields.choice("hidden_act", "silu", SILU)
+    activation = fields.choice("hidden_act", "silu", hybrid.SILU)
     config = ModelConfig(
-        layers=with_mlps(kinds, "moe" if num_experts else "mlp"),
+        layers=hybrid.with_mlps(kinds, "moe" if num_experts else "mlp"),
         mamba2=mamba2,
-        attention=with_rope(attention, attention.head_dim, theta, scaling)
+        attention=hybrid.with_rope(attention, attention.head_dim, theta, scaling)
         if has_rope
         else attention,
         mlp=None if num_experts else MlpConfig(shared_size, activation=activation),
@@ -69,8 +54,8 @@ def read_granite(source: Source) -> Description:
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),
         logits_multiplier=1 / fields.positive("logits_scaling", 1.0),
-        max_length=read_max_length(fields) if has_rope else None,
-        **model_fields(fields, d_model, eps_default=1e-6),
+        max_length=hybrid.read_max_length(fields) if has_rope else None,
+        **hybrid.model_fields(fields, d_model, eps_default=1e-6),
     )
     fields.ignore("without RoPE there is no limit", "max_position_embeddings")
     fields.ignore("never read by transformers", "normalization_function", "init_method", "mlp_bias")
@@ -82,13 +67,13 @@ def read_granite(source: Source) -> Description:
         mlp_norm="post_attention_layernorm",
         final_norm="norm",
     )
-    return described("transformers granitemoehybrid", fields, config, rules)
+    return hybrid.described("transformers granitemoehybrid", fields, config, rules)
 
 
 def write_granite(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`GraniteMoeHybridConfig`."""
-    a, moe = attention_of(config), config.moe
-    after = required(config, "mlp" if moe is None else "moe")
+    a, moe = hybrid.attention_of(config), config.moe
+    after = hybrid.required(config, "mlp" if moe is None else "moe")
     experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 1}
     if moe is not None:
         experts = {
@@ -99,20 +84,20 @@ def write_granite(config: ModelConfig, dtype: str) -> dict[str, Any]:
     shared = after.hidden_size if moe is None else moe.shared_size
     return (
         hf_values(config, dtype, "granitemoehybrid", "GraniteMoeHybridForCausalLM")
-        | mixer_values(config)
-        | attention_values(config)
-        | rope_values(a)
+        | hybrid.mixer_values(config)
+        | hybrid.attention_values(config)
+        | hybrid.rope_values(a)
         | experts
         | {
             "num_hidden_layers": len(config.layers) // 2,
-            "layer_types": [NAMES.get(kind, kind) for kind in config.kinds[::2]],
+            "layer_types": [hybrid.NAMES.get(kind, kind) for kind in config.kinds[::2]],
             "shared_intermediate_size": shared,
             "hidden_act": after.activation,
             "position_embedding_type": "rope" if a.rotary_dim else "nope",
             "attention_multiplier": a.score_scale,
             "embedding_multiplier": config.embedding_multiplier,
             "residual_multiplier": config.residual_multiplier,
-            "logits_scaling": reciprocal(config.logits_multiplier),
+            "logits_scaling": hybrid.reciprocal(config.logits_multiplier),
             "max_position_embeddings": config.max_length or 1 << 17,
         }
     )

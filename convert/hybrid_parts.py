@@ -30,11 +30,7 @@ def read_mixer(
 ) -> tuple[Mamba2Config, int]:
     """The mixer of Bamba, Granite and Falcon-H1, and `d_model`.
 
-    Args:
-        fields: config.json.
-        inner: width of the mixer; None: `mamba_expand * hidden_size`.
-        eps_default: default of `rms_norm_eps`.
-        **more: fields of `Mamba2Config` to set or replace.
+    `inner` is its width; None: `mamba_expand * hidden_size`. `more` are fields of `Mamba2Config`.
     """
     d_model = fields.integer("hidden_size", 4096)
     if inner is None:
@@ -161,14 +157,10 @@ def model_fields(
     tied: bool = False,
     residual_float32: bool = False,
 ) -> dict[str, Any]:
-    """Fields of `ModelConfig` that are read in the same way for all families.
+    """Fields of `ModelConfig` that all families have.
 
-    Args:
-        fields: config.json.
-        d_model, residual_float32: fields of the `ModelConfig`.
-        norm_eps: epsilon of the norms; None: `rms_norm_eps`, with default `eps_default`.
-        eps_default: default of `rms_norm_eps`.
-        tied: default of `tie_word_embeddings`.
+    `norm_eps` None: that of `rms_norm_eps`, by default `eps_default`. `tied` is the default of
+    `tie_word_embeddings`.
     """
     vocab_size = fields.integer("vocab_size", 32000)
     return dict(
@@ -216,22 +208,14 @@ def reciprocal(value: float) -> float:
 
 
 def attention_of(config: ModelConfig) -> AttentionConfig:
-    """The attention of a family that always has it.
-
-    Raises:
-        ValueError: the model has none.
-    """
+    """The attention of a family that always has it; else a ValueError."""
     if config.attention is None:
         raise ValueError(f"layers = {config.kinds} have no attention")
     return config.attention
 
 
 def required(config: ModelConfig, kind: str) -> Any:
-    """The config of a kind of layer that the family always has.
-
-    Raises:
-        ValueError: the model has none.
-    """
+    """The config of a kind of layer that the family always has; else a ValueError."""
     part = getattr(config, kind)
     if part is None:
         raise ValueError(f"it has no layer {kind!r}, only {sorted(set(config.kinds))}")
@@ -245,11 +229,7 @@ def described(
     rules: list[Rule],
     ignored: Sequence[Ignored] = (),
 ) -> Description:
-    """The description of a transformers checkpoint.
-
-    Raises:
-        ValueError: a config field was not accounted for.
-    """
+    """The description of a transformers checkpoint, all of whose fields were read."""
     fields.take("model_type", "")
     fields.ignore("of transformers, not of the model", *TRANSFORMERS, "use_mamba_kernels")
     ignored = [*tied_head(config, "lm_head.weight"), *ignored]

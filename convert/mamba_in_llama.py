@@ -5,23 +5,10 @@ A checkpoint has the config.json of the Llama and beside it a mamba_config.json.
 
 from typing import Any
 
+from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, limits, mixer_of
 from stree_jax.convert.fields import MAX_LAYERS
-from stree_jax.convert.hybrid_parts import (
-    ROPE,
-    SILU,
-    attention_values,
-    described,
-    max_length_values,
-    model_fields,
-    positions_of,
-    read_max_length,
-    required,
-    scaling_values,
-    with_mlps,
-    with_rope,
-)
 from stree_jax.convert.rules import Ignored
 from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig
 from stree_jax.models.config import ModelConfig
@@ -68,7 +55,7 @@ def read_mamba_in_llama(source: Source) -> Description:
     mamba.check(
         mamba.positive("rms_norm_eps", epsilon) == epsilon, "rms_norm_eps is not config.json's"
     )
-    activation = fields.choice("hidden_act", "silu", SILU)
+    activation = fields.choice("hidden_act", "silu", hybrid.SILU)
     mamba.ignore("redundant with config.json", "hidden_act", "vocab_size", "tie_embeddings")
     hidden = mamba.integer("intermediate_size", fields.integer("intermediate_size"))
     attention = None
@@ -84,23 +71,23 @@ def read_mamba_in_llama(source: Source) -> Description:
         )
         theta, scaling, table = fields.rope(plain="plain_rope" in source.quirks)
         table.finish()
-        attention = with_rope(attention, attention.head_dim, theta, scaling)
+        attention = hybrid.with_rope(attention, attention.head_dim, theta, scaling)
     else:
-        fields.ignore("no layer has attention", *ROPE, *_LLAMA_ATTENTION)
+        fields.ignore("no layer has attention", *hybrid.ROPE, *_LLAMA_ATTENTION)
     kinds = ["attention" if i in with_attention else "mamba2" for i in range(num_layers)]
     config = ModelConfig(
-        layers=with_mlps(kinds),
+        layers=hybrid.with_mlps(kinds),
         mamba2=mamba2,
         attention=attention,
         mlp=MlpConfig(hidden, activation=activation, bias=fields.flag("mlp_bias", False)),
-        max_length=read_max_length(fields) if with_attention else None,
-        **model_fields(fields, d_model, norm_eps=epsilon),
+        max_length=hybrid.read_max_length(fields) if with_attention else None,
+        **hybrid.model_fields(fields, d_model, norm_eps=epsilon),
     )
     fields.ignore("without RoPE there is no limit", "max_position_embeddings")
     fields.ignore("used in training only", "initializer_range")
     rules = tables.llama_like(
         config,
-        mlp=tables.within(tables.split_mlp(required(config, "mlp")), "mlp"),
+        mlp=tables.within(tables.split_mlp(hybrid.required(config, "mlp")), "mlp"),
         mlp_norm="post_attention_layernorm",
         final_norm="norm",
     )
@@ -110,7 +97,7 @@ def read_mamba_in_llama(source: Source) -> Description:
         if name.endswith("rotary_emb.inv_freq")
     ]
     ssm.finish()
-    description = described("MambaInLlama", fields, config, rules, skipped)
+    description = hybrid.described("MambaInLlama", fields, config, rules, skipped)
     return description._replace(notes=description.notes + mamba.finish())
 
 
@@ -119,7 +106,7 @@ _LLAMA_ATTENTION = ("num_attention_heads", "num_key_value_heads", "head_dim", "a
 
 def write_mamba_in_llama(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """config.json of MambaInLlama."""
-    a, mlp = config.attention, required(config, "mlp")
+    a, mlp = config.attention, hybrid.required(config, "mlp")
     values = hf_values(config, dtype, "llama", "LlamaForCausalLM") | {
         "num_hidden_layers": len(config.layers) // 2,
         "num_attention_heads": mixer_of(config).num_heads,
@@ -128,12 +115,12 @@ def write_mamba_in_llama(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "hidden_act": mlp.activation,
         "mlp_bias": mlp.bias,
     }
-    values |= max_length_values(config)
+    values |= hybrid.max_length_values(config)
     if a is not None:
-        values |= attention_values(config) | {
+        values |= hybrid.attention_values(config) | {
             "head_dim": a.head_dim,
             "rope_theta": a.rope_theta,
-            "rope_scaling": scaling_values(a.rope_scaling) if a.rope_scaling else None,
+            "rope_scaling": hybrid.scaling_values(a.rope_scaling) if a.rope_scaling else None,
         }
     return values
 
@@ -158,8 +145,8 @@ def write_mamba_config(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": None,
         "d_inner": m.inner_size,
         "d_xb": m.x_heads * m.head_dim,
-        "intermediate_size": required(config, "mlp").hidden_size,
-        "hidden_act": required(config, "mlp").activation,
+        "intermediate_size": hybrid.required(config, "mlp").hidden_size,
+        "hidden_act": hybrid.required(config, "mlp").activation,
         "n_layer": len(config.layers) // 2,
-        "attn_layers": positions_of(config.kinds[::2], "attention"),
+        "attn_layers": hybrid.positions_of(config.kinds[::2], "attention"),
     }

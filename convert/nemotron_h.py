@@ -3,19 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, limits, mixer_of
 from stree_jax.convert.fields import MAX_LAYERS, Fields
-from stree_jax.convert.hybrid_parts import (
-    KINDS,
-    NAMES,
-    ROPE,
-    SILU,
-    described,
-    head_values,
-    model_fields,
-    read_dt_limit,
-)
 from stree_jax.convert.rules import Ignored
 from stree_jax.heads import FOLDER, part_of
 from stree_jax.models import (
@@ -60,7 +51,7 @@ def read_nemotron_h_puzzle(source: Source) -> Description:
     for i, block in enumerate(blocks):
         part = fields.with_own(block, f"block_configs[{i}].")
         part.null("sliding_window")
-        kind = part.choice("block_type", "", KINDS)
+        kind = part.choice("block_type", "", hybrid.KINDS)
         layers.append(_layer(kind, part, source))
         fields.absorb(part, block)
     fields.ignore(
@@ -116,7 +107,7 @@ def _layer(kind: str, fields: Fields, source: Source) -> LayerConfig:
 def _mixer(fields: Fields, source: Source) -> Mamba2Config:
     bias = fields.flag("use_bias", False)
     floor = fields.number("time_step_min", 1e-3)
-    fields.choice("mamba_hidden_act", "silu", SILU)  # there is no other
+    fields.choice("mamba_hidden_act", "silu", hybrid.SILU)  # there is no other
     mixer = Mamba2Config(
         num_heads=fields.integer("mamba_num_heads", 128),
         head_dim=fields.integer("mamba_head_dim", 64),
@@ -126,7 +117,7 @@ def _mixer(fields: Fields, source: Source) -> Mamba2Config:
         conv_bias=fields.flag("use_conv_bias", True),
         in_proj_bias=bias,
         out_proj_bias=bias,
-        dt_limit=read_dt_limit(fields, floor, source.quirks),
+        dt_limit=hybrid.read_dt_limit(fields, floor, source.quirks),
         norm_eps=_epsilon(fields),
         chunk_size=fields.integer("chunk_size", 128),
     )
@@ -168,7 +159,7 @@ def _config(source: Source, layers: Sequence[LayerConfig]) -> ModelConfig:
     fields = source.fields
     config = ModelConfig(
         layers=tuple(layers),
-        **model_fields(
+        **hybrid.model_fields(
             fields,
             fields.integer("hidden_size", 4096),
             norm_eps=_epsilon(fields),
@@ -185,15 +176,11 @@ def _config(source: Source, layers: Sequence[LayerConfig]) -> ModelConfig:
     fields.ignore("transformers reads use_bias instead", "mamba_proj_bias")
     fields.ignore("d_ssm is mamba_num_heads * mamba_head_dim", "expand")
     fields.ignore("no layer has it", *_NEMOTRON_EXPERTS, "intermediate_size")
-    fields.ignore("without RoPE there is no limit", "max_position_embeddings", *ROPE)
+    fields.ignore("without RoPE there is no limit", "max_position_embeddings", *hybrid.ROPE)
     fields.ignore(
         "used in training only",
-        "hidden_dropout",
-        "initializer_range",
-        "rescale_prenorm_residual",
-        "time_step_max",
-        "time_step_floor",
-        "time_step_rank",
+        *("hidden_dropout", "initializer_range", "rescale_prenorm_residual"),
+        *("time_step_max", "time_step_floor", "time_step_rank"),
     )
     fields.ignore("a choice of kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap")
     return config
@@ -224,30 +211,23 @@ def _described(family: str, source: Source, config: ModelConfig) -> Description:
         )
     prefix = "model" if "model.norm_f.weight" in source.tensors else "backbone"
     rules = tables.nemotron_h(config, prefix, merged=merged)
-    return described(family, fields, config, rules, skipped)._replace(mtp=head)
+    return hybrid.described(family, fields, config, rules, skipped)._replace(mtp=head)
 
 
 _NEMOTRON_EXPERTS = (
-    "n_routed_experts",
-    "n_shared_experts",
-    "moe_intermediate_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_latent_size",
-    "num_experts_per_tok",
-    "routed_scaling_factor",
-    "n_group",
-    "topk_group",
-    "norm_topk_prob",
+    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
+    *("moe_shared_expert_intermediate_size", "moe_latent_size", "num_experts_per_tok"),
+    *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
 )
 
 
 def _nemotron_layers(fields: Fields) -> tuple[str, ...]:
-    """The kind of each layer, from a list or from a string with one letter per layer."""
+    """The kind of each layer, from a list or a string of letters."""
     if fields.has("layers_block_type"):
         fields.ignore(
             "redundant with layers_block_type", "hybrid_override_pattern", "num_hidden_layers"
         )
-        return fields.layer_kinds("layers_block_type", KINDS)
+        return fields.layer_kinds("layers_block_type", hybrid.KINDS)
     pattern = fields.take("hybrid_override_pattern")
     fields.check(
         isinstance(pattern, str)
@@ -288,7 +268,7 @@ def write_nemotron_h(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`NemotronHConfig`."""
     m, a, mlp, moe = mixer_of(config), config.attention, config.mlp, config.moe
     values = hf_values(config, dtype, "nemotron_h", "NemotronHForCausalLM") | {
-        "layers_block_type": [NAMES.get(kind, kind) for kind in config.kinds],
+        "layers_block_type": [hybrid.NAMES.get(kind, kind) for kind in config.kinds],
         "mamba_num_heads": m.num_heads,
         "mamba_head_dim": m.head_dim,
         "ssm_state_size": m.state_size,
@@ -303,7 +283,7 @@ def write_nemotron_h(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "residual_in_fp32": config.residual_float32,
     }
     if a is not None:
-        values |= head_values(a) | {"head_dim": a.head_dim}
+        values |= hybrid.head_values(a) | {"head_dim": a.head_dim}
     if mlp is not None:
         values |= {
             "intermediate_size": mlp.hidden_size,

@@ -177,7 +177,7 @@ def write_mamba_ssm(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def is_codestral(source: Source) -> bool:
-    """Whether this is a params.json of Codestral-Mamba, and not of a Mistral transformer."""
+    """True if a params.json is Codestral-Mamba's, and not of a transformer."""
     values = source.fields.values
     mamba = values.get("model_type") in (None, "mamba")
     return "dim" in values and "n_heads" not in values and mamba
@@ -246,13 +246,8 @@ def read_mamba2(source: Source) -> Description:
     )
     fields.ignore(
         "initialisation",
-        "initializer_range",
-        "rescale_prenorm_residual",
-        "time_step_rank",
-        "time_step_min",
-        "time_step_max",
-        "time_step_floor",
-        "time_step_init_scheme",
+        *("initializer_range", "rescale_prenorm_residual", "time_step_rank"),
+        *("time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme"),
         "time_step_scale",
     )
     fields.ignore("transformers never read it; its mixer gates first", "norm_before_gate")

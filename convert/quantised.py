@@ -69,7 +69,7 @@ _PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=-1).view(np.c
 
 
 class _Form(NamedTuple):
-    """A form of quantised weights: the types of their tensors, by the ends of their names."""
+    """A form of quantised weights: types of tensors by the ends of their names."""
 
     name: str
     types: dict[str, tuple[np.dtype, ...]]
@@ -85,24 +85,16 @@ _ENDS = ("_packed", "_global_scale", "_scale_2", "_scale_inv", "_scale", "_zero_
 
 
 class _Group(NamedTuple):
-    """What a config says of some weights; None: it does not say.
-
-    Attributes:
-        form: their form.
-        blocks: rows and columns that may share a scale.
-        symmetric: whether they have no zero points.
-        dtype: that of FP8.
-        modules: theirs by name; there may be others.
-    """
+    """Weights that a config tells apart; None: it does not say."""
 
     form: str | None
-    blocks: Collection[tuple[int, int]] | None = None
-    symmetric: bool | None = None
-    dtype: np.dtype | None = None
-    modules: Collection[str] = ()
+    blocks: Collection[tuple[int, int]] | None = None  # rows and columns that may share a scale
+    symmetric: bool | None = None  # without zero points
+    dtype: np.dtype | None = None  # that of FP8
+    modules: Collection[str] = ()  # theirs by name; there may be others
 
     def problem(self, form: str, dtype: np.dtype, has_zeros: bool) -> str | None:
-        """Why a weight is not of this group; None: it may be."""
+        """Says why a weight is not of this group; None: it may be."""
         if self.form not in (None, form):
             return f"is in {form}, not in {self.form}"
         if self.dtype not in (None, dtype):
@@ -113,34 +105,25 @@ class _Group(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """What the files of a checkpoint say about quantisation.
-
-    Attributes:
-        values: the config without that.
-        said: where it is said, and of which groups of weights; empty: nowhere.
-    """
+    """A config without what is said about quantisation; and that, by where it is said."""
 
     values: dict[str, Any]
     said: list[tuple[str, list[_Group]]]
 
 
 class Plain(NamedTuple):
-    """A checkpoint without quantisation.
+    """A checkpoint without quantisation: its tensors by name.
 
-    Attributes:
-        tensors: the tensors by name; what was quantised computes its values when it is read, and
-            counts as bfloat16.
-        notes: what was ignored, with reasons.
-        quantised: how many weights are quantised, and how; empty: none.
+    Those that were quantised compute their values when they are read, and count as bfloat16.
     """
 
     tensors: dict[str, Tensor]
-    notes: list[str]
-    quantised: str
+    notes: list[str]  # what was ignored, with reasons
+    quantised: str  # how many weights are, and how; empty: none
 
 
 def read_scheme(path: Path, values: Mapping[str, Any], tables: Collection[str] = ()) -> Scheme:
-    """Reads what a config, tables in it and `MODELOPT` beside it say; refuses unknown schemes."""
+    """Reads what a config, its tables and `MODELOPT` say; refuses unknown schemes."""
     config, inside = without_scheme(values, tables)
     found = [(f"{path} says {name}", said) for name, said in inside.items()]
     if has_file(beside := path.with_name(MODELOPT)):
@@ -158,7 +141,7 @@ def read_scheme(path: Path, values: Mapping[str, Any], tables: Collection[str] =
 def without_scheme(
     values: Mapping[str, Any], tables: Collection[str] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A config without what it says about quantisation, and that by the fields that say it."""
+    """A config without what it says about quantisation; and that, by field."""
     config = {name: dict(x) if _is_table(x) else x for name, x in values.items()}
     inside = [(f"{name}.", config[name]) for name in tables if _is_table(config.get(name))]
     found = {
@@ -247,7 +230,7 @@ def _of_config(table: Mapping[str, Any]) -> list[_Group]:
 
 
 def _known(name: Any, known: Mapping[Any, Any], what: str = "scheme") -> Any:
-    """What this name of a scheme means."""
+    """The meaning of a scheme's name."""
     if not isinstance(name, str | None) or name not in known:
         names = ("fp8", *_MODELOPT, *_COMPRESSED) if what == "scheme" else filter(None, known)
         raise ValueError(
@@ -319,7 +302,7 @@ def _found(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def _form(base: str, parts: Mapping[str, Tensor]) -> _Form:
-    """The form of a quantised weight, whose tensors are there and have the right types."""
+    """The form of a quantised weight, whose tensors have the right types."""
     dtype = parts[""].dtype if "" in parts else None
     if "_packed" in parts or "_global_scale" in parts:
         form = _PACKED
@@ -343,7 +326,7 @@ def _form(base: str, parts: Mapping[str, Tensor]) -> _Form:
 
 
 def _blocks(base: str, form: _Form, parts: Mapping[str, Tensor], scheme: Scheme) -> set:
-    """The blocks that may share a scale, according to all that is said about a weight."""
+    """The blocks that may share a scale by all that is said about a weight."""
     blocks = {(1, _GROUP)} if form.name == "NVFP4" else None
     dtype = parts[next(iter(form.types))].dtype
     for where, groups in scheme.said:
@@ -391,7 +374,7 @@ def _one(base: str, parts: Mapping[str, Tensor], scheme: Scheme) -> tuple[str, T
 
 
 def _grid(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales of all blocks; the last ones of a matrix may be smaller."""
+    """The shape of the scales of all blocks; the last ones may be smaller."""
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
 
 

@@ -10,19 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert.description import Description, Source, hf_values
 from stree_jax.convert.fields import MAX_LAYERS, Fields
-from stree_jax.convert.hybrid_parts import (
-    SILU,
-    attention_of,
-    attention_values,
-    described,
-    max_length_values,
-    model_fields,
-    read_max_length,
-    required,
-    rope_values,
-)
 from stree_jax.convert.rules import (
     EACH_TRANSPOSED,
     PLUS_ONE,
@@ -111,15 +101,7 @@ def _read(
     feed_forward: Sequence[LayerConfig],
     d_model: int,
 ) -> Description:
-    """The description of a text model, and of the head beside it.
-
-    Args:
-        family: the name in messages.
-        source: the checkpoint.
-        kinds: the kind of each mixer.
-        feed_forward: the layer after each mixer.
-        d_model: default of `hidden_size`.
-    """
+    """The description of a text model, and of the head beside it."""
     fields, tensors = source.fields, source.tensors
     d_model = fields.integer("hidden_size", d_model)
     norm_eps = fields.positive("rms_norm_eps", 1e-6)
@@ -132,7 +114,7 @@ def _read(
         conv_width=fields.integer("linear_conv_kernel_dim", 4),
         norm_eps=norm_eps,
     )
-    fields.choice("hidden_act", "silu", SILU)
+    fields.choice("hidden_act", "silu", hybrid.SILU)
     for name in ("layer_scale", "use_sliding_window"):
         fields.check(not fields.flag(name, False), f"{name} = true is not supported")
     fields.ignore("used in training only", "initializer_range")
@@ -141,8 +123,8 @@ def _read(
     config = ModelConfig(
         layers=tuple(layer for pair in zip(mixers, feed_forward, strict=True) for layer in pair),
         norm_float32=True,
-        max_length=read_max_length(fields),
-        **model_fields(fields, d_model, norm_eps=norm_eps),
+        max_length=hybrid.read_max_length(fields),
+        **hybrid.model_fields(fields, d_model, norm_eps=norm_eps),
     )
     of_experts = [layer for layer in feed_forward if isinstance(layer, MoeConfig)]
     # Released merged by Qwen3.5, and saved one by one by transformers, whatever they were.
@@ -172,7 +154,7 @@ def _read(
         if name.startswith(heads.PREFIX)
     ]
     family = f"transformers {family}"
-    return described(family, fields, config, rules, skipped)._replace(mtp=head)
+    return hybrid.described(family, fields, config, rules, skipped)._replace(mtp=head)
 
 
 def _attention(fields: Fields, norm_eps: float, *, kv_heads: int) -> AttentionConfig:
@@ -258,7 +240,7 @@ def _delta(layer: GatedDeltaConfig, *, by_group: bool) -> list[Rule]:
 
 
 def _gated_attention(layer: AttentionConfig) -> list[Rule]:
-    """Attention with a gate: q_proj has queries and gates of each head side by side."""
+    """Attention with a gate: q_proj has each head's queries and gates side by side."""
     queries, keys, values = layer.projected_sizes
     sizes = (2 * queries, keys, values)
 
@@ -324,11 +306,11 @@ def write_qwen3_5_moe(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def _mlp_values(config: ModelConfig) -> dict[str, Any]:
-    return {"intermediate_size": required(config, "mlp").hidden_size}
+    return {"intermediate_size": hybrid.required(config, "mlp").hidden_size}
 
 
 def _moe_values(config: ModelConfig) -> dict[str, Any]:
-    experts = required(config, "moe")
+    experts = hybrid.required(config, "moe")
     return {
         "num_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_active,
@@ -338,13 +320,15 @@ def _moe_values(config: ModelConfig) -> dict[str, Any]:
 
 
 def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:
-    """What the families have in common."""
-    attention, delta = attention_of(config), required(config, "gated_delta")
+    """The fields that the families share."""
+    attention, delta = hybrid.attention_of(config), hybrid.required(config, "gated_delta")
     return (
         hf_values(config, dtype, name, architecture)
-        | attention_values(config)
-        | rope_values(attention, partial_rotary_factor=attention.rotary_dim / attention.head_dim)
-        | max_length_values(config)
+        | hybrid.attention_values(config)
+        | hybrid.rope_values(
+            attention, partial_rotary_factor=attention.rotary_dim / attention.head_dim
+        )
+        | hybrid.max_length_values(config)
         | {
             "head_dim": attention.head_dim,
             "hidden_act": "silu",

@@ -1,4 +1,4 @@
-"""Reading a checkpoint of another program into a `HybridLM` or a head, one weight at a time."""
+"""Reading another program's checkpoint into a model or a head, one weight at a time."""
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -79,7 +79,7 @@ def is_foreign(
     ignore: Collection[str] | Any = (),
     adapter: Path | None = None,
 ) -> bool:
-    """Whether a checkpoint is one of another program, for `open_checkpoint` with these options.
+    """True if a checkpoint is another program's, for `open_checkpoint` with these options.
 
     Raises:
         ValueError: it is native, which these options are not for.
@@ -158,7 +158,7 @@ def _check_changes(
 
 
 def _open(path: Path) -> tuple[Path, dict[str, Any], str, Plain, list[str]]:
-    """The config file and what it says, the weights' name, the tensors, and what is assumed."""
+    """The config file and its content, the weights' name, the tensors, and what is assumed."""
     if (gguf := gguf_file(path)) is not None:
         config, values, tensors, quantised, assumed = open_gguf(gguf)
         # The file has numbers of its own, however those of the model are stored.

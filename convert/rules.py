@@ -68,12 +68,7 @@ def joined(*sizes: int) -> Transform:
 
 
 def reordered(sizes: Sequence[int], order: Sequence[int]) -> Transform:
-    """Transposes a fused matrix (or bias) and reorders its sections of rows.
-
-    Args:
-        sizes: sizes of the sections in the source.
-        order: index of the source section for each section of the weight.
-    """
+    """Transposes a fused matrix (or bias) of such sections, and puts them in this order."""
 
     def permuted(x: np.ndarray, sizes: Sequence[int], order: Sequence[int]) -> np.ndarray:
         parts = np.split(x, np.cumsum(sizes)[:-1])
@@ -92,10 +87,8 @@ def reordered(sizes: Sequence[int], order: Sequence[int]) -> Transform:
 def gathered(sizes: Sequence[int], order: Callable[[], np.ndarray]) -> Transform:
     """Concatenates matrices (or biases) of `sizes` rows, reorders the rows, and transposes.
 
-    Args:
-        sizes: rows of the sources.
-        order: for each column of the weight its row among those of all sources; called when tensors
-            are read, for a config alone may say any size.
+    `order` gives for each column of the weight its row in the sources. It is called when tensors
+    are read, since a config alone may say any size.
     """
     ends = np.cumsum(sizes)[:-1]
     return Transform(
@@ -180,22 +173,10 @@ def check_coverage(
     source: Mapping[str, Tensor],
     target: Mapping[str, Shape],
 ) -> list[Rule]:
-    """Checks that rules, source tensors and weights match one to one.
+    """Checks that rules, source tensors and weights match one to one; returns those that apply.
 
     Rules for weights that the model does not have (such as a bias) are dropped; their tensors must
     be absent.
-
-    Args:
-        rules: the table of the family.
-        ignored: source tensors that need no rule.
-        source: tensors by name.
-        target: shapes of the model's weights by name.
-
-    Returns:
-        The rules that apply.
-
-    Raises:
-        ValueError: lists missing, unexpected and misshapen tensors.
     """
     used = [rule for rule in rules if rule.target in target]
     by_target = {rule.target: rule for rule in used}

@@ -62,7 +62,7 @@ def hf_attention(config: AttentionConfig) -> list[Rule]:
 
 
 def mamba_ssm_attention(config: AttentionConfig) -> list[Rule]:
-    """mamba_ssm's MHA: its rows are q, k, v, up, gate; ours are q, k, v, gate, up."""
+    """mamba_ssm's MHA has rows q, k, v, up, gate; ours are q, k, v, gate, up."""
     sizes = (sum(config.projected_sizes), config.mlp_dim, config.mlp_dim)
     transform = reordered(sizes, (0, 2, 1))
     return [
@@ -139,10 +139,7 @@ def nemotron_experts(config: MoeConfig, *, merged: bool) -> list[Rule]:
 def mamba_ssm(config: ModelConfig, *, embedding: str, prefix: str = "") -> list[Rule]:
     """mamba_ssm, transformers' mamba2 and Codestral, which differ in a few names.
 
-    Args:
-        config: the model's config; "mlp" layers belong to the source layer of the mixer before.
-        embedding: the embedding's name within the backbone.
-        prefix: prefix of every source name.
+    A layer "mlp" belongs to the source layer of the mixer before.
     """
     rules: list[Rule] = []
     layer = -1
@@ -178,11 +175,7 @@ def in_pairs(
 ) -> list[Rule]:
     """Models with Llama's names, whose source layers are a mixer and an MLP.
 
-    Args:
-        config: the model's config; layers alternate between mixers and MLPs.
-        own: function from a layer to its rules, by names within the source layer and the mixer.
-        mlp_norm, final_norm: names of norms.
-        norm: the transform of all norms.
+    `own` gives a layer's rules by names within the source layer and the mixer.
     """
     rules: list[Rule] = []
     for block, layer in enumerate(config.layers):
@@ -201,13 +194,7 @@ def in_pairs(
 def llama_like(
     config: ModelConfig, *, mlp: Sequence[Rule], mlp_norm: str, final_norm: str
 ) -> list[Rule]:
-    """`in_pairs` with Mamba-2, attention, or both in parallel.
-
-    Args:
-        config: the model's config.
-        mlp: rules of an MLP or of a mixture of experts, by names within the source layer.
-        mlp_norm, final_norm: names of norms.
-    """
+    """`in_pairs` with Mamba-2, attention, or both in parallel, and this MLP behind."""
 
     def own(layer: LayerConfig) -> Iterable[Rule]:
         if layer.kind in ("mlp", "moe"):
@@ -229,10 +216,7 @@ def nemotron_h(
 ) -> list[Rule]:
     """Nemotron-H: each layer is one mixer or one MLP, named "mixer" either way.
 
-    Args:
-        config: the model's config.
-        prefix: "backbone" in files, "model" in memory of transformers 5 and in files of Puzzle.
-        merged: see `nemotron_experts`.
+    The prefix is "backbone" in files, "model" in memory of transformers 5 and in files of Puzzle.
     """
     rules: list[Rule] = []
     for i, layer in enumerate(config.layers):

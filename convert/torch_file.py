@@ -50,11 +50,7 @@ _STORAGES = {
 
 
 def open_torch_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of a state dict saved by `torch.save` of torch 1.6 or later.
-
-    Raises:
-        ValueError: the file is not in this format, is damaged, or holds anything but tensors.
-    """
+    """The tensors of a state dict saved by `torch.save` of torch 1.6 or later."""
     try:
         with path.open("rb") as file:
             if file.read(4) != b"PK\x03\x04":
@@ -132,7 +128,7 @@ class _Archive:
         return bytes(self.verified(name))
 
     def verified(self, name: str) -> memoryview:
-        """The bytes of a record, which on first use must have the CRC in the zip's directory."""
+        """The bytes of a record, whose CRC is checked on first use."""
         start, size = self.records[name]
         data = memoryview(self.data)[start : start + size]
         crc = self._unverified.pop(name, None)
@@ -221,7 +217,7 @@ class _Archive:
 
 
 def _repeats(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a view has a stride of 0 or shows an element twice. Weights never do."""
+    """True if a view has a stride of 0 or shows an element twice."""
     reach = 0
     for stride, n in sorted(zip(strides, shape, strict=True)):
         if stride == 0 or (n > 1 and stride <= reach):
@@ -266,7 +262,7 @@ _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _BoundedDispatch:
-    """Looks up the next opcode of an unpickler, unless its result is too large to be real."""
+    """Looks up an unpickler's next opcode, unless its result is too large to be real."""
 
     def __init__(self, unpickler: "_Unpickler"):
         self._unpickler = unpickler

@@ -35,15 +35,6 @@ def write_as(model: HybridLM, directory: Path, target: str, head: DraftHead | No
 
     `A_log`, `D` and `dt_bias` are written as float32, as the model has them; transformers casts
     them when it loads.
-
-    Args:
-        model: the model.
-        directory: an existing directory.
-        target: a name from `writable()`.
-        head: a multi-token prediction head to write beside it.
-
-    Raises:
-        ValueError: the family cannot represent the model or the head.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -121,18 +112,9 @@ def written_as(
     directory: Path,
     head: Any = None,
 ) -> Written:
-    """Config files for a model, verified by reading them back.
+    """Config files for a model, and for a head's config beside it, verified by reading them back.
 
-    Args:
-        config: the model's config.
-        target: a name from `writable()`.
-        dtype: name of the weights' dtype.
-        directory: the destination, for messages only.
-        head: the config of a multi-token prediction head beside it.
-
-    Raises:
-        ValueError: the family cannot represent the model, of which it lists everything that it
-            lacks, or the head.
+    ValueError: the family cannot represent them; the message lists all that it lacks.
     """
     if target != "hf":
         return _written(config, target, dtype, directory, head)
@@ -185,7 +167,7 @@ def _written(config: ModelConfig, name: str, dtype: str, directory: Path, head: 
 
 
 def _differences(want: dict[str, Any], have: dict[str, Any]) -> list[str]:
-    """What differs between two flat tables."""
+    """The differences between two flat tables."""
     differences = [
         f"{name} = {want[name]!r}" + (f" (only {have[name]!r})" if name in have else "")
         for name in want
@@ -207,12 +189,7 @@ def _of_head(config: Any) -> dict[str, Any]:
 
 
 def _canonical(config: ModelConfig, *, padded: bool) -> dict[str, Any]:
-    """A flat table that is equal for equivalent configs.
-
-    Args:
-        config: the config; whose layers of a kind are equal.
-        padded: whether padding differs from vocabulary.
-    """
+    """A flat table that is equal for equivalent configs; `padded`: padding is no vocabulary."""
     values: dict[str, Any] = {
         field.name: getattr(config, field.name) for field in dataclasses.fields(config)
     }

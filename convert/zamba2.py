@@ -2,21 +2,10 @@
 
 from typing import Any
 
+from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, mixer_of
 from stree_jax.convert.fields import MAX_LAYERS, Fields
-from stree_jax.convert.hybrid_parts import (
-    SILU,
-    attention_of,
-    described,
-    head_values,
-    model_fields,
-    read_dt_limit,
-    read_max_length,
-    required,
-    rope_values,
-    with_rope,
-)
 from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, SharedConfig
 from stree_jax.models.config import ModelConfig
 
@@ -60,31 +49,26 @@ def read_zamba2(source: Source) -> Description:
         attention=attention,
         mlp=MlpConfig(
             fields.integer("intermediate_size", 4 * d_model),
-            activation=fields.choice("hidden_act", "gelu", {"gelu": "gelu"} | SILU),
+            activation=fields.choice("hidden_act", "gelu", {"gelu": "gelu"} | hybrid.SILU),
             bias=bias,
         ),
         shared=SharedConfig(
             min(num_blocks, num_uses), fields.integer("adapter_rank", 128), adapters
         ),
-        max_length=read_max_length(fields) if has_rope else None,
-        **model_fields(fields, d_model, tied=True),
+        max_length=hybrid.read_max_length(fields) if has_rope else None,
+        **hybrid.model_fields(fields, d_model, tied=True),
     )
     fields.ignore("without RoPE there is no limit", "max_position_embeddings")
     fields.ignore(
         "derived from other fields",
-        "attention_head_dim",
-        "attention_hidden_size",
-        "head_dim",
-        "hybrid_layer_ids",
-        "kv_channels",
-        "mamba_headdim",
-        "num_query_groups",
+        *("attention_head_dim", "attention_hidden_size", "head_dim"),
+        *("hybrid_layer_ids", "kv_channels", "mamba_headdim", "num_query_groups"),
     )
     fields.ignore("never read: the convolution has a bias", "use_conv_bias")
     fields.ignore("a choice of kernels", "use_mem_eff_path")
     fields.ignore("used in training only", "initializer_range", "time_step_max", "time_step_floor")
     fields.check(not fields.has("sliding_window"), "sliding_window is not supported")
-    return described("transformers zamba2", fields, config, tables.zamba2(config))
+    return hybrid.described("transformers zamba2", fields, config, tables.zamba2(config))
 
 
 def _mixer(source: Source, d_model: int, bias: bool) -> Mamba2Config:
@@ -101,7 +85,7 @@ def _mixer(source: Source, d_model: int, bias: bool) -> Mamba2Config:
         conv_bias=True,
         in_proj_bias=bias,
         out_proj_bias=bias,
-        dt_limit=read_dt_limit(fields, fields.number("time_step_min", 1e-3), source.quirks),
+        dt_limit=hybrid.read_dt_limit(fields, fields.number("time_step_min", 1e-3), source.quirks),
         norm_eps=1e-5,  # hard-coded in transformers; rms_norm_eps does not change it
         chunk_size=fields.integer("chunk_size", 256),
     )
@@ -123,20 +107,20 @@ def _attention(fields: Fields, d_model: int, has_rope: bool) -> AttentionConfig:
         input_multiple=2,
         scale=(head_dim / 2) ** -0.5,
     )
-    return with_rope(attention, head_dim, theta, scaling) if has_rope else attention
+    return hybrid.with_rope(attention, head_dim, theta, scaling) if has_rope else attention
 
 
 def write_zamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`Zamba2Config`."""
-    m, a, shared = mixer_of(config), attention_of(config), required(config, "shared")
+    m, a, shared = mixer_of(config), hybrid.attention_of(config), hybrid.required(config, "shared")
     kinds = []
     for above, kind in zip((None, *config.kinds), config.kinds, strict=False):
         if kind != "shared":
             kinds.append("hybrid" if above == "shared" else "linear_attention")
     return (
         hf_values(config, dtype, "zamba2", "Zamba2ForCausalLM")
-        | rope_values(a)
-        | head_values(a)
+        | hybrid.rope_values(a)
+        | hybrid.head_values(a)
         | {
             "num_hidden_layers": len(kinds),
             "layers_block_type": kinds,
@@ -144,8 +128,8 @@ def write_zamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
             "adapter_rank": shared.adapter_rank,
             "use_shared_attention_adapter": shared.attention_adapters,
             "use_mem_rope": a.rotary_dim > 0,
-            "intermediate_size": required(config, "mlp").hidden_size,
-            "hidden_act": required(config, "mlp").activation,
+            "intermediate_size": hybrid.required(config, "mlp").hidden_size,
+            "hidden_act": hybrid.required(config, "mlp").activation,
             "add_bias_linear": m.in_proj_bias,
             "n_mamba_heads": m.num_heads,
             "mamba_expand": m.inner_size // config.d_model,

@@ -29,7 +29,7 @@ _MOST_COMPRESSED = 1000
 
 @dataclasses.dataclass(frozen=True)  # a leaf of pytrees; a NamedTuple would be a node
 class Tensor:
-    """An array in a file, read on demand; with `scales` the values of a quantised matrix."""
+    """An array in a file, read on demand; with `scales` a quantised matrix's values."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -46,7 +46,7 @@ def write_checksums(path: Path, weights: Mapping[str, jax.Array | np.ndarray]) -
 
 
 def check_written(path: Path) -> None:
-    """Reads all arrays of a new checkpoint; raises OSError if they are not what was written."""
+    """Reads a new checkpoint's arrays; OSError: they are not what was written."""
     try:
         for tensor in open_arrays(path).values():
             tensor.read()

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: whether they are there, what lies in their place, and what they say."""
+"""Files of a checkpoint: those that are there, and what lies in their place."""
 
 import errno
 import json
@@ -22,27 +22,17 @@ CHAT_TEMPLATES = (
 
 
 def checked_path(path: object, name: str, what: str) -> Path:
-    """An argument as a path.
-
-    Args:
-        path: the argument.
-        name: its name, for the message.
-        what: what it must be.
-
-    Raises:
-        ValueError: it is no path.
-    """
+    """An argument `name` as a path; ValueError: it is none, and must be `what`."""
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"{name} must be {what}, got {shown(path)}")
     return Path(path)
 
 
 def has_file(path: Path) -> bool:
-    """Whether there is a file, which can be read.
+    """True if there is a file, which can be read.
 
-    Raises:
-        ValueError: what is there is none: a directory, a link to nothing, a file without content or
-            the permission to read it, a pointer of Git LFS, or a web page.
+    ValueError: what is there is none: a directory, a link to nothing, a file without content or the
+    permission to read it, a pointer of Git LFS, or a web page.
     """
     start, mode = b"", _mode(path)
     if mode is None:
@@ -71,10 +61,9 @@ def has_file(path: Path) -> bool:
 
 
 def has_directory(path: Path) -> bool:
-    """Whether there is a directory, in which files can be found.
+    """True if there is a directory, in which files can be found.
 
-    Raises:
-        ValueError: without the permission to look inside, or a link to nothing or to itself.
+    ValueError: without the permission to look inside, or a link to nothing or to itself.
     """
     mode = _mode(path)
     if mode is None or not stat.S_ISDIR(mode):
@@ -109,11 +98,9 @@ def _unreadable(path: Path, error: OSError) -> ValueError:
 
 
 def read_json(path: Path) -> dict:
-    """Reads a JSON object. Accepts `Infinity`, which transformers 4 writes.
+    """Reads a JSON object, with `Infinity`, which transformers 4 writes.
 
-    Raises:
-        ValueError: the file cannot be read, is too large or too deep to be real, or does not hold
-            an object.
+    ValueError: the file cannot be read, is too large or too deep to be real, or holds no object.
     """
     text = read_text(path)
     try:
@@ -137,11 +124,7 @@ def optional_json(path: Path) -> dict:
 
 
 def read_text(path: Path) -> str:
-    """Reads a text.
-
-    Raises:
-        ValueError: the file cannot be read, is no file, or is too large to be real.
-    """
+    """Reads a text; ValueError: there is none, or one that is too large to be real."""
     has_file(path)  # says what lies there instead
     try:
         if (size := path.stat().st_size) > _MAX_TEXT:

@@ -35,7 +35,7 @@ Place = Callable[[str, Any, Any], Any]
 
 
 def is_native(path: Path) -> bool:
-    """Whether a directory is a native checkpoint: its config.json has a `format`."""
+    """True if a directory is a native checkpoint: its config.json has a `format`."""
     file = path / "config.json"
     return has_file(file) and "format" in read_json(file)
 
@@ -91,7 +91,7 @@ def load_module(path: Path, like: _Module) -> _Module:
 
 
 def open_native(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The config and the arrays by name, whose names, shapes and types fit; reads no weights."""
+    """The config and the arrays by name, which fit; reads no weights."""
     config, stored = load_config(path), open_arrays(path)
     if len(config.layers) > len(stored):  # each layer has at least one array
         raise ValueError(
@@ -139,7 +139,7 @@ def _check_weights(path: Path, wanted: dict[str, Any], stored: dict[str, Tensor]
 def _read_weights(
     path: Path, wanted: dict[str, Any], stored: dict[str, Tensor], place: Place
 ) -> dict[str, Any]:
-    """The stored arrays in the structure and the dtypes of `wanted`, one at a time."""
+    """The stored arrays in the structure and dtypes of `wanted`, one at a time."""
     loaded = {}
     for name, leaf in flatten(wanted).items():
         tensor = stored[name]
@@ -160,7 +160,7 @@ def _read_weights(
 
 
 def placer(cuts: Mapping[str, Cut], partition: Partition = ONE_DEVICE) -> Place:
-    """A function that puts a weight on its devices, in 8 bits if such a one is wanted."""
+    """A function that puts a weight on its devices, in 8 bits if that is wanted."""
 
     def place(name: str, values: Any, wanted: Any) -> Any:
         if isinstance(wanted, QuantizedMatrix) and not isinstance(values, QuantizedMatrix):
@@ -246,7 +246,7 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
 
 
 def is_finite(name: str, weight: Any) -> bool:
-    """Whether all values of a weight are finite, and for an `A_log` the decay rates too."""
+    """True if a weight is finite, and for an `A_log` the decay rates too."""
     if isinstance(weight, QuantizedMatrix):  # its largest values
         weight = weight.scales.astype(jnp.float32) * 127
     decays = name.endswith("A_log")

@@ -109,7 +109,7 @@ def write_checkpoint(
 
 
 def _canonical_arrays(weights: nnx.Module) -> dict[str, Any]:
-    """The arrays to store, two for a matrix in 8 bits. Only process 0 keeps their values."""
+    """The arrays to store, two for a matrix in 8 bits; values in process 0 only."""
 
     def kept(values: Any) -> Any:
         if jax.process_index() == 0:
