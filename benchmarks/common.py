@@ -22,6 +22,8 @@ from stree_jax.measuring.report import Table, progress_bar, write_json
 
 RESULTS = Path(__file__).parent / "results"  # committed
 OUTPUT = Path("benchmark-results")  # ignored by git
+# Lists by prompt, round and piece; the committed results have their medians and sums only.
+RAW = {"seconds_by_prompt", "tau_by_prompt", "tokens_per_second_by_round", "work"}
 
 HELP = {
     "--target": "checkpoint; default: the embedded target",
@@ -139,6 +141,15 @@ def conclude(name: str, *, passed: bool = True, **line: Any) -> None:
         raise SystemExit(1)
 
 
+def without_raw(value: Any) -> Any:
+    """Results without the lists of `RAW`."""
+    if isinstance(value, list):
+        return [without_raw(each) for each in value]
+    if isinstance(value, dict):
+        return {key: without_raw(each) for key, each in value.items() if key not in RAW}
+    return value
+
+
 class Found(NamedTuple):
     """Findings of an experiment, so far."""
 
@@ -176,7 +187,9 @@ def main(
     file_name = "-".join(filter(None, parts))
     head = {"question": doc.splitlines()[0], "machine": where} | settings
     for found in run(chosen):  # results so far are saved before the next part
-        path = write_json(chosen.output / f"{file_name}.json", head | found.results)
+        content = head | found.results
+        content = without_raw(content) if chosen.commit else content
+        path = write_json(chosen.output / f"{file_name}.json", content)
     for table in found.tables:
         table.show()
     line = found.line | {"different": found.wrong, "results": str(path)}

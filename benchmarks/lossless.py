@@ -9,7 +9,8 @@ difference, and every first difference is reported with both tokens and the gap 
 product of another number of rows may be rounded differently: a gap below 1e-4 of the largest logit,
 or at temperature 1 below 1e-3 in `log p + noise`, is a tie. Exit code 1 if any other token differs.
 
-Each row is written as it is found, and a run with the options of an earlier one goes on after it.
+Each row is written as it is found, and a run with the options of an earlier one, `--output` too,
+goes on after it. What `--commit` writes has sums only.
 
     python -m benchmarks.lossless [--tokens 1000000] [--families Mamba-2 ...] [--types float32 ...]
         [--data 2] [--model 2] [--output DIR | --commit]
@@ -324,19 +325,19 @@ def work(pieces: Sequence[Piece], rounds: int, mesh: Mesh | None) -> Iterator[di
         jax.clear_caches()  # the next family shares no program
 
 
-def sums(field: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A record for each value of a field: tokens, differences with their gaps, mean taus."""
+def sums(fields: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A record for each value of some fields: tokens, differences with their gaps, mean taus."""
     records = []
-    for name in dict.fromkeys(row[field] for row in rows):
-        part = [row for row in rows if row[field] == name]
+    for values in dict.fromkeys(tuple(row[field] for field in fields) for row in rows):
+        named = dict(zip(fields, values, strict=True))
+        part = [row for row in rows if named.items() <= row.items()]
         found = [each for row in part for each in row["differences"]]
         gaps = [each["gap"] for each in found]
-        record = {field: name, "tokens": sum(row["tokens"] for row in part)}
+        record = named | {"tokens": sum(row["tokens"] for row in part)}
         record |= {"differences": len(gaps), "ties": sum(each["tie"] for each in found)}
         record |= {"median": float(np.median(gaps or [0])), "largest": max(gaps, default=0.0)}
         taus = [[row["tau"] for row in part if row["temperature"] == t] for t in TEMPERATURES]
-        shown = (f"{np.mean(each):.2f}" if each else "-" for each in taus)
-        records.append(record | {"tau": " ".join(shown)})
+        records.append(record | {"tau": [round(float(np.mean(each)), 3) for each in taus if each]})
     return records
 
 
@@ -344,7 +345,7 @@ def table(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """The sums by family or by method."""
     columns = {field: f"{{{field}}}", "tokens": "{tokens:,}", f"tau, T in {TEMPERATURES}": "{tau}"}
     columns |= {"differences": "{differences}", "largest gap": "{largest:.1e}"}
-    return Table("Against autoregressive decoding", sums(field, rows), columns)
+    return Table("Against autoregressive decoding", sums([field], rows), columns)
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
@@ -374,7 +375,7 @@ def earlier(directory: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]
     for path in directory.glob("lossless-*.json"):
         found = json.loads(path.read_text())
         if found.items() >= settings.items():
-            return found["work"]
+            return found.get("work", [])  # not in what was committed
     return []
 
 
@@ -387,7 +388,9 @@ def found_in(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
     ]
     tokens, seconds = (sum(row[field] for row in rows) for field in ("tokens", "seconds"))
     return Found(
-        {**settings, "tokens": tokens, "seconds": round(seconds), "work": rows},
+        {**settings, "tokens": tokens, "seconds": round(seconds), "work": rows}
+        | {f"by_{field}": sums(("weights", field), rows) for field in ("family", "method")}
+        | {"differences": found},
         [table(field, rows) for field in ("weights", "family", "method")],
         wrong=[each for each in found if not each["tie"]],
         line={

@@ -176,6 +176,18 @@ def test_what_to_expect_was_measured():
     assert {*re.findall(r"\d+\.\d\dx", expected)} <= {*re.findall(r"\d+\.\d\dx", record)}
 
 
+def test_the_results_are_those_that_pages_name():
+    """A file that is gone is named with its commit."""
+    here = {file.name for file in (ROOT / "benchmarks/results").glob("*.json")}
+    named = {"steps.json"}  # which is drawn
+    for page in PAGES:
+        text = " ".join(page.read_text().split())
+        named.update(re.findall(r"benchmarks/results/([\w-]+\.json)", text))
+        if page.stem in ("results", "record"):
+            named.update(re.findall(r"`([\w-]+\.json)`(?! (?:and `[^`]+` )?in commit)", text))
+    assert named - {"gpu-nvidia-h200.json"} == here  # a GPU's are to come
+
+
 def test_links_between_pages():
     """Also those that the README and the changelog have; the site checks headings."""
     for page in [*TEXTS, ROOT / "CHANGELOG.md"]:

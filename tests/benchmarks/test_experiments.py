@@ -122,6 +122,18 @@ def test_wrong_tokens_fail_an_experiment(tmp_path, capsys):
     assert (found["a"], found["target"]) == (2, "t")
 
 
+def test_committed_results_have_no_raw_lists(tmp_path, monkeypatch):
+    def fake(options):
+        rows = [{"tau": 2.0, "tau_by_prompt": [2.0], "seconds_by_prompt": [1.0]}]
+        yield common.Found({"decoding": rows, "work": rows}, [])
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    common.main(fake, {}, ["--commit"])
+    found = json.loads((tmp_path / "test-experiments-cpu.json").read_text())
+    assert found["decoding"] == [{"tau": 2.0}]
+    assert "work" not in found
+
+
 def test_a_pair_is_named_as_a_whole():
     options = types.SimpleNamespace(target=None, draft=None, name="n")
     with pytest.raises(SystemExit, match="come together"):
