@@ -151,7 +151,7 @@ def device_obstacle(device: Any = None) -> str | None:
 
 
 def on_tpu() -> bool:
-    """Whether programs are for a TPU, where XLA wants some products and searches in another form.
+    """True if programs are for a TPU, where XLA wants some products and searches in another form.
 
     `benchmarks.static.tpu` counts what XLA makes of them.
     """

@@ -39,13 +39,13 @@ def check_int(name: str, value: object, low: int | None = None, high: int | None
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite number in float32 too; a flag is none."""
+    """True if a value is a finite number in float32 too; a flag is none."""
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return is_real and bool(-_LARGEST <= value <= _LARGEST)  # type: ignore[operator]
 
 
 def is_above_zero(value: object) -> bool:
-    """Whether a value is a number above 0, also in float32, where XLA makes tiny ones 0."""
+    """True if a value is a number above 0, also in float32, where XLA makes tiny ones 0."""
     return is_number(value) and bool(value >= np.finfo(np.float32).tiny)  # type: ignore[operator]
 
 
@@ -63,7 +63,7 @@ def check_names(name: str, value: object) -> set[str]:
 
 
 def lacking(value: object, protocol: type) -> str:
-    """What an object with some parts of a protocol has not, as the end of a message."""
+    """Returns what an object lacks of a protocol, as the end of a message."""
     names = [name for name in vars(protocol) if not name.startswith("_")]
     without = [name for name in names if not hasattr(value, name)]
     return f"; it has no {' and no '.join(without)}" if 0 < len(without) < len(names) else ""

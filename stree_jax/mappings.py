@@ -31,11 +31,7 @@ def num_mappings() -> int:
 
 
 def check_mappings() -> None:
-    """Refuses to go on where the next programs might reach the limit.
-
-    Raises:
-        ValueError: they might, and the message says what frees those that are there.
-    """
+    """Refuses to go on where the next programs might reach the limit."""
     if _compiled[_EVENT] < _EVERY or not LIMIT.is_file():
         return
     have, most = num_mappings(), int(LIMIT.read_text())

@@ -26,7 +26,7 @@ def shown_path(path: str | os.PathLike[str]) -> str:
 
 
 def needs(what: str, package: str, extra: str) -> str:
-    """That an optional package is missing, and how to install it."""
+    """Says that an optional package is missing, and how to install it."""
     return f"{what} needs {package}; in the clone: pip install '.[{extra}]'"
 
 

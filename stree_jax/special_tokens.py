@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about special tokens."""
+"""Special tokens, as the files of a checkpoint name them."""
 
 from pathlib import Path
 
@@ -14,11 +14,7 @@ _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that the files of a tokenizer name.
-
-    Raises:
-        ValueError: a file is damaged.
-    """
+    """The special tokens that the files of a tokenizer name."""
     file = folder / "tokenizer_config.json"
     config, older = optional_json(file), optional_json(folder / "special_tokens_map.json")
     # As transformers: where the config has all tokens, its word is the last one.
@@ -42,14 +38,6 @@ def end_tokens(config: ModelConfig, folder: Path | None, tokenizer: Tokenizer | 
     They are those of its config, of `generation_config.json`, and the `eos_token` of the tokenizer.
     A model may be padded, and a tokenizer may have more tokens than its model: tokens outside the
     model's vocabulary never come, and are left out.
-
-    Args:
-        config: the model's config.
-        folder: the directory of its checkpoint, or of its tokenizer; None: unknown.
-        tokenizer: the tokenizer; None: there is none.
-
-    Raises:
-        ValueError: a file is damaged, or does not give token ids.
     """
     ends = [] if config.eos_token is None else np.ravel(config.eos_token).tolist()
     if folder is not None:

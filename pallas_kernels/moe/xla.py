@@ -82,7 +82,7 @@ def packed_mlps(
 
 
 def few(chosen: Int[Array, "tokens A"], num_experts: int) -> bool:
-    """Whether each choice gathers its expert's matrices, even if others have the same expert.
+    """True if each choice gathers its expert's matrices, even if others have the same expert.
 
     On a GPU XLA fuses the gather with the product: it copies nothing and takes four launches, where
     the kernel with its sorting takes six.

@@ -59,7 +59,7 @@ def call(*arguments, kernel, out_shape, **kwargs):
 
 
 def passes_aliased_outputs() -> bool:
-    """Whether a kernel gets a second pointer to an array that it updates in place: before 0.4."""
+    """True if a kernel gets a second pointer to an array that it updates in place: before 0.4."""
     return not _is_new()
 
 

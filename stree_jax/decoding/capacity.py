@@ -44,7 +44,7 @@ def _cache_shapes(config: ModelConfig, dtype: Any, shards: int, rows: int, size:
 
 
 def same_rows(one: Any, other: Any) -> bool:
-    """Whether the arrays of two states differ in the number of rows only."""
+    """True if the arrays of two states differ in the number of rows only."""
 
     def shapes(arrays: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(arrays)
@@ -54,7 +54,7 @@ def same_rows(one: Any, other: Any) -> bool:
 
 
 def is_alike(arrays: Any, wanted: Any) -> bool:
-    """Whether arrays differ from the wanted ones in the sizes of axes only."""
+    """True if arrays differ from the wanted ones in the sizes of axes only."""
     have: Any = jax.tree.structure(arrays)
     return have == jax.tree.structure(wanted) and all(
         leaf.dtype == other.dtype and leaf.ndim == other.ndim
@@ -63,7 +63,7 @@ def is_alike(arrays: Any, wanted: Any) -> bool:
 
 
 def fits(arrays: Any, wanted: Any) -> bool:
-    """Whether arrays are like the wanted ones, and no axis is larger."""
+    """True if arrays are like the wanted ones, and no axis is larger."""
     return is_alike(arrays, wanted) and all(
         own <= most
         for leaf, other in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)

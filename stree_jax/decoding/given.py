@@ -14,11 +14,7 @@ from stree_jax.decoding.types import Context, Limits, Sampling
 
 
 def check_prompts(prompts: Any) -> None:
-    """Refuses what is no `Context` of right-padded texts.
-
-    Raises:
-        ValueError: another type, or arrays of other ranks, sizes or types.
-    """
+    """Refuses what is no `Context` of right-padded texts."""
     if not isinstance(prompts, Context):
         raise ValueError(
             "prompts must be a Context(tokens, length) of arrays [B, L] and [B], got"
@@ -30,11 +26,7 @@ def check_prompts(prompts: Any) -> None:
 
 
 def check_keys(keys: Any, batch: int) -> None:
-    """Refuses what is not a random key for each row, typed or raw.
-
-    Raises:
-        ValueError: something else, or another number of keys.
-    """
+    """Refuses what is not a random key for each row, typed or raw."""
     is_array = isinstance(keys, jax.Array)
     is_raw = is_array and keys.dtype == jnp.uint32
     is_typed = is_array and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
@@ -46,11 +38,7 @@ def check_keys(keys: Any, batch: int) -> None:
 
 
 def check_settings(limits: Any, sampling: Any, batch: int) -> None:
-    """Refuses limits and sampling settings that are not those of the rows, or of one for all.
-
-    Raises:
-        ValueError: another type, or arrays of other ranks, sizes or types.
-    """
+    """Refuses limits and sampling settings that are not those of the rows, or of one for all."""
     if not isinstance(limits, Limits):
         raise ValueError(
             "limits must be a Limits(max_new_tokens, eos_tokens) of arrays [B] and [B, Y], got"
@@ -72,11 +60,7 @@ def check_settings(limits: Any, sampling: Any, batch: int) -> None:
 
 
 def check_not_donated(state: Any) -> None:
-    """Refuses a state whose arrays another program took.
-
-    Raises:
-        ValueError: it was given to `run`, `step` or `insert` before.
-    """
+    """Refuses a state whose arrays another program took."""
     done = state.done
     if not isinstance(done, jax.core.Tracer) and done.is_deleted():
         raise ValueError("the state was donated: use the state that run returned")

@@ -219,16 +219,7 @@ class HeadModel(nnx.Module):
         hidden: Float[Array, "B N M"],
         last: Int[Array, " B"],
     ) -> HeadReader:
-        """The state after the tokens that were read.
-
-        Args:
-            state: the state before them.
-            tokens: tokens in order, the first of them after those of the state.
-            above: the target's state before each.
-            read: which of them were read.
-            hidden: the target's state after each.
-            last: the last token that was read; -1: none was, and the row keeps its state.
-        """
+        """The state after the tokens that were read."""
         first = np.arange(tokens.shape[1])[None] == 0
         kept = read & (state.known[:, None] | ~first)
         positions = state.kv.length[:, None] + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1

@@ -242,12 +242,7 @@ class Options:
 
 
 def checked_options(keywords: Mapping[str, Any]) -> Options:
-    """The options among the keywords of a function.
-
-    Raises:
-        TypeError: a keyword that is no option.
-        ValueError: a bad value.
-    """
+    """The options among the keywords of a function."""
     check_not_traced(*keywords.values())
     return Options(**keywords)
 

@@ -69,7 +69,7 @@ class Row(NamedTuple):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether its temperature is 0."""
+        """True if its temperature is 0."""
         return self.options.temperature == 0
 
 
@@ -180,7 +180,7 @@ def _row_of(own: Options, model: HybridLM) -> Row:
 
 
 def is_lossless(verifier: str | Verifier | None) -> bool:
-    """Whether a verifier (or its name) keeps the target's tokens or their distribution."""
+    """True if a verifier (or its name) keeps the target's tokens or their distribution."""
     rule = LOSSY_VERIFIERS.get(verifier) if isinstance(verifier, str) else verifier
     return getattr(rule, "lossless", True)
 
@@ -202,11 +202,7 @@ def _check_drafter(drafter: Drafter | None) -> None:
 
 
 def _check_placement(model: HybridLM, drafter: Drafter | None) -> None:
-    """Refuses a drafter whose models do not lie on the target's devices.
-
-    Raises:
-        ValueError: a draft model on other devices than the target, or a sharded draft model.
-    """
+    """Refuses a drafter whose models do not lie on the target's devices."""
     own = model.partition
     for draft in draft_models(drafter):
         if draft.partition == dataclasses.replace(own, shards=1):
@@ -321,18 +317,7 @@ def processors_of(rows: Sequence[Row], *, may_differ: bool = False) -> tuple[Any
 
 
 def check_together(rows: Sequence[Row], rule: Verifier, where: str, apart: str) -> None:
-    """Refuses rows that one program cannot decode.
-
-    Args:
-        rows: the rows; messages are about the first that has what another has not.
-        rule: the verifier above temperature 0.
-        where: what the others are called in messages.
-        apart: the way out.
-
-    Raises:
-        ValueError: filters or processors of other kinds, or temperature 0 and others where the
-            verifier cannot decode both.
-    """
+    """Refuses rows that one program cannot decode."""
     same = {
         "processors": "classes, sizes, static fields and shared arrays (the same objects)",
         "filters": "classes and static fields",

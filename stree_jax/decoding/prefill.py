@@ -77,11 +77,7 @@ def prefill_with_drafter(
 def rest_of(
     context: Context, num_read: Int[Array, " B"] | np.ndarray
 ) -> tuple[Tokens, Lengths] | None:
-    """The tokens of each text after the first `num_read`, without the last; None: there are none.
-
-    Returns:
-        Right-padded tokens in a buffer of rounded size, and how many they are.
-    """
+    """Returns the tokens of texts after the first `num_read`, without the last; None: none."""
     first = on_host(num_read).astype(np.int32)
     count = on_host(context.length) - 1 - first
     if not count.any():

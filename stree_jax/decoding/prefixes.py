@@ -34,11 +34,7 @@ def prefix_of(request: Plan, model: HybridLM, state: DecodeState) -> Prefix:
 
 
 def joined(prompts: Sequence[Sequence[int]], after: Prefix) -> list[list[int]]:
-    """The texts of a prefix, each followed by its prompt.
-
-    Raises:
-        ValueError: another number of rows, or a row that failed.
-    """
+    """The texts of a prefix, each followed by its prompt."""
     lengths = np.asarray(after.context.length)
     if len(lengths) not in (1, len(prompts)):
         raise ValueError(
@@ -58,11 +54,7 @@ def joined(prompts: Sequence[Sequence[int]], after: Prefix) -> list[list[int]]:
 
 
 def with_room(request: Plan, model: HybridLM, after: Prefix) -> Plan:
-    """The plan of joined texts, with buffers at least as large as the prefix's.
-
-    Raises:
-        ValueError: the prefix is another model's.
-    """
+    """The plan of joined texts, with buffers at least as large as the prefix's."""
     size = request.decoder.max_length
     while size <= 2 * MAX_TOKENS:
         if fits(after.cache, cache_shapes(model, len(after.context.length), size)):
@@ -123,11 +115,7 @@ def origin_of(model: HybridLM, drafter: Drafter | None) -> Origin:
 def check_origin(
     after: Prefix, model: HybridLM, drafter: Drafter | None = None, *, any_drafter: bool = False
 ) -> None:
-    """Refuses a prefix of another model or drafter; one without an origin is taken.
-
-    Raises:
-        ValueError: it was read with another model or, without `any_drafter`, with another drafter.
-    """
+    """Refuses a prefix of another model or drafter; one without an origin is taken."""
     if not isinstance(after, Prefix):
         raise ValueError(
             "after must be a Prefix: Generation.prefix, Completion.prefix or what Scheduler.read"

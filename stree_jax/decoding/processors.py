@@ -80,11 +80,7 @@ class Processing(NamedTuple):
 
     @classmethod
     def of(cls, processors: tuple[LogitsProcessor, ...], states: tuple[Any, ...]) -> "Processing":
-        """Both, if they belong together.
-
-        Raises:
-            ValueError: states of other processors.
-        """
+        """Both, if they belong together."""
         if len(processors) != len(states):
             raise ValueError(
                 f"the sampling has {len(processors)} logits processors and the state those of"
@@ -99,11 +95,7 @@ class Processing(NamedTuple):
         return logits
 
     def advance(self, states: Any, tokens: Int[Array, "B Q"]) -> tuple[Any, ...]:
-        """The states of nodes `[B, Q, ...]` after a token each.
-
-        Raises:
-            ValueError: a processor's states have other shapes or dtypes than they had.
-        """
+        """The states of nodes `[B, Q, ...]` after a token each."""
         both = zip(self.processors, states, strict=True)
         return tuple(_advanced(processor, state, tokens) for processor, state in both)
 
@@ -141,15 +133,7 @@ class Processing(NamedTuple):
         return jax.tree.map(room, self.states)
 
     def grown(self, states: Any, children: Any, parents: Any, tokens: Int[Array, "B Q"]) -> Any:
-        """Writes the states of new nodes into the buffers.
-
-        Args:
-            states: buffers from `room`, with the states of the nodes so far.
-            children: indices of the new nodes, which are consecutive; a NumPy array is static, of a
-                traced one those outside the tree are left out.
-            parents: their parents, `[Q]`, or `[B, Q]` where rows differ.
-            tokens: their tokens.
-        """
+        """Writes the states of new nodes into the buffers."""
         below = self.advance(take(states, parents), tokens)
         return jax.tree.map(lambda buffer, new: put(buffer, children, new), states, below)
 
@@ -202,14 +186,7 @@ class Processing(NamedTuple):
         on_path: Bool[Array, "B N"],
         allows_some: Bool[Array, "B N"] | None,
     ) -> tuple[Int[Array, " B"], Bool[Array, " B"] | None]:
-        """Emitted tokens up to a node where no token is allowed, and whether a row meets one.
-
-        Args:
-            count: tokens to emit, the first `count - 1` drafts of the path and one more.
-            depth: of the nodes of the draft tree.
-            on_path: the nodes of the path.
-            allows_some: from `applied`.
-        """
+        """Emitted tokens up to a node where no token is allowed, and whether a row meets one."""
         if allows_some is None:
             return count, None
         most = jnp.iinfo(jnp.int32).max
@@ -223,14 +200,7 @@ class Processing(NamedTuple):
         new_tokens: Int[Array, "B _"],
         count: Int[Array, " B"],
     ) -> tuple[Any, ...]:
-        """The states of the rows after a step's emitted tokens.
-
-        Args:
-            states: those of all nodes.
-            last: the node of the last emitted token but one, which is on the tree.
-            new_tokens: the emitted tokens, then others.
-            count: how many were emitted; 0 keeps a row's state.
-        """
+        """The states of the rows after a step's emitted tokens."""
         if not self.processors:
             return self.states
         end = jnp.maximum(count - 1, 0)[:, None]

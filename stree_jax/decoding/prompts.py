@@ -1,4 +1,4 @@
-"""What rows begin with: prompts, in buffers of few sizes, and random keys."""
+"""Prompts of rows, in buffers of few sizes, and their random keys."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -129,11 +129,7 @@ def check_length(
 
 
 def typed_key(key: Any) -> Array:
-    """A typed key or array of keys, from keys, raw key data, a seed, or a list of keys or seeds.
-
-    Raises:
-        ValueError: not a key.
-    """
+    """A typed key or array of keys, from keys, raw key data, a seed, or a list of keys or seeds."""
     if _is_typed(key):
         return key
     if isinstance(key, list | tuple) and key and all(map(_is_typed, key)):
@@ -170,11 +166,7 @@ def _seeds(key: Any) -> list[int] | None:
 
 
 def row_keys(key: Any, batch: int) -> Array:
-    """A key per row: `key` with the row's index folded in, or the keys that were given.
-
-    Raises:
-        ValueError: not a key, or a wrong number of keys.
-    """
+    """A key per row: `key` with the row's index folded in, or the keys that were given."""
     key = typed_key(key)
     if key.shape == (batch,):
         return key

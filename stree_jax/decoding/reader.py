@@ -35,7 +35,7 @@ from stree_jax.tree import Tree, first_nodes
 
 @runtime_checkable
 class DraftModel(Protocol):
-    """What drafters of trees draft with: `WholeModel`, or a head on the target's hidden states.
+    """The model that drafters of trees run: `WholeModel`, or a head on the target's hidden states.
 
     It is a pytree, such as a `flax.nnx.Module`, and its verbs are those of a `Drafter`. Its state
     is a NamedTuple of arrays, whose field `pending` has what `run` keeps of the nodes: axis 1 of
@@ -257,11 +257,7 @@ class WholeModel(nnx.Module):
 
 
 def draft_model(model: Any) -> Any:
-    """What a user gives to a drafter as a `DraftModel`: heads are one, and a `HybridLM` drafts.
-
-    Raises:
-        ValueError: something else.
-    """
+    """Returns a user's model as a `DraftModel`: heads are one, a `HybridLM` is wrapped."""
     if isinstance(model, HybridLM):
         return WholeModel(model)
     verbs = [name for name in vars(DraftModel) if name[0] != "_"]
@@ -293,7 +289,7 @@ def _no_text(
 
 
 def _may_reach(values: Int[Array, " B"], least: int) -> bool:
-    """Whether a row has `least` or more; True under tracing, where values are unknown."""
+    """True if a row has `least` or more; True under tracing, where values are unknown."""
     return isinstance(values, jax.core.Tracer) or bool((on_host(values) >= least).any())
 
 

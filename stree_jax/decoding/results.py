@@ -196,11 +196,7 @@ def generation_of(
     cache: Cache | None = None,
     prefix: Prefix | None = None,
 ) -> Generation:
-    """The result of a request's rows, padded to the largest `max_new_tokens` of all rows.
-
-    Raises:
-        NonFiniteLogitsError: rows failed.
-    """
+    """The result of a request's rows, padded to the largest `max_new_tokens` of all rows."""
     rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows)]
     width = max(row.options.max_new_tokens for row in request.rows)
 

@@ -20,11 +20,7 @@ _Wanted = dict[str, tuple[tuple[int | None, ...], Any]]
 
 
 def check_new_state(drafter: Any, state: Any) -> Any:
-    """A new state, if it is a pytree of arrays.
-
-    Raises:
-        ValueError: the state has a leaf of another type.
-    """
+    """A new state, if it is a pytree of arrays."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if not _is_array(leaf):
             raise ValueError(
@@ -37,11 +33,7 @@ def check_new_state(drafter: Any, state: Any) -> Any:
 def check_proposed(
     drafter: Any, returned: Any, before: Any, batch: int, topology: TreeTopology, vocab_size: int
 ) -> tuple[DraftTree, Any]:
-    """Checks that `propose` returned a `DraftTree` of the topology's size, and a state as before.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Checks that `propose` returned a `DraftTree` of the topology, and a state as before."""
     name = f"{type(drafter).__name__}.propose"
     if not (isinstance(returned, tuple) and len(returned) == 2):
         raise ValueError(f"{name} must return a DraftTree and the state, got {kind_of(returned)}")
@@ -65,11 +57,7 @@ def check_proposed(
 
 
 def check_verdict(verifier: Any, verdict: Any, batch: int) -> Verdict:
-    """Checks that `verify` returned a `Verdict` of the rows.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Checks that `verify` returned a `Verdict` of the rows."""
     name = f"{type(verifier).__name__}.verify"
     _require(f"{name} must return a Verdict", verdict, Verdict)
     check_arrays(
@@ -79,11 +67,7 @@ def check_verdict(verifier: Any, verdict: Any, batch: int) -> Verdict:
 
 
 def check_state(drafter: Any, method: str, state: Any, before: Any) -> Any:
-    """The state that a method returned, if it has the structure, shapes and dtypes it took.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """The state that a method returned, if it has the structure, shapes and dtypes it took."""
     name = f"{type(drafter).__name__}.{method}"
     have: Any = jax.tree.structure(state)
     want: Any = jax.tree.structure(before)
@@ -108,16 +92,7 @@ def _require(what: str, value: Any, cls: type) -> None:
 
 
 def check_arrays(what: str, arrays: Any, wanted: _Wanted) -> None:
-    """Refuses fields that are not arrays of the wanted shapes and of a wanted type of numbers.
-
-    Args:
-        what: the beginning of the message, such as "limits must have".
-        arrays: what has the fields.
-        wanted: shape, where None is any size, and type of each field.
-
-    Raises:
-        ValueError: one is something else.
-    """
+    """Refuses fields that are not arrays of the wanted shapes and of a wanted type of numbers."""
     for field, (shape, dtype) in wanted.items():
         value = operator.attrgetter(field)(arrays)
         fits = _is_array(value) and jnp.issubdtype(jnp.result_type(value), dtype)
@@ -130,7 +105,7 @@ def check_arrays(what: str, arrays: Any, wanted: _Wanted) -> None:
 
 
 def _is_like(leaf: Any, old: Any) -> bool:
-    """Whether shapes and dtypes are equal; formats nothing, for it runs before every text."""
+    """True if shapes and dtypes are equal; formats nothing, for it runs before every text."""
     if isinstance(leaf, jax.Array) and isinstance(old, jax.Array):
         return leaf.shape == old.shape and leaf.dtype == old.dtype
     return _is_array(leaf) and kind_of(leaf) == kind_of(old)

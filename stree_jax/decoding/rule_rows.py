@@ -60,7 +60,7 @@ def per_row(values: Any, logits: Array) -> Array:
 
 
 def is_given(value: object) -> bool:
-    """Whether a user gave a field this value, so that it can be checked.
+    """True if a user gave a field this value, so that it can be checked.
 
     jax makes rules again with arrays, specs, placeholders and None in their fields. (`check_rules`
     refuses None.)
@@ -72,11 +72,7 @@ def is_given(value: object) -> bool:
 
 
 def check_rules(rules: object, protocol: type, name: str, example: str) -> None:
-    """Refuses invalid filters or processors of a text, the option of this name.
-
-    Raises:
-        ValueError: not a list of them, or one that is no pytree of numbers and arrays.
-    """
+    """Refuses invalid filters or processors of a text, the option of this name."""
     if not isinstance(rules, list | tuple):
         raise ValueError(f"{name} must be a list such as [{example}], got {shown(rules)}")
     methods = "methods" if hasattr(protocol, "advance") else "method"
@@ -174,7 +170,7 @@ def rule_specs(rules: Any) -> Any:
 
 
 def _is_shared(node: Any, shared: bool = False) -> list[bool]:
-    """Whether all rows share an array, for each leaf of a rule."""
+    """True if all rows share an array, for each leaf of a rule."""
     if not dataclasses.is_dataclass(node):
         parts = jax.tree.leaves(node, is_leaf=dataclasses.is_dataclass)
         nested = [_is_shared(p, shared) if dataclasses.is_dataclass(p) else [shared] for p in parts]

@@ -97,7 +97,7 @@ def filtered_logits(
 
 
 def all_finite(logits: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:
-    """Whether these logits are usable: False if any is NaN or +inf, or all are -inf.
+    """True if logits are usable; False if any is NaN or +inf, or all are -inf.
 
     A single -inf rules a token out. Logits are without vocabulary padding, whose values are
     unspecified.

@@ -18,11 +18,7 @@ class Call(NamedTuple):
 
 
 def calls_of(generation: Any, row: int) -> Iterator[Call]:
-    """The calls that emitted a row's tokens; without a tokenizer these are their ids.
-
-    Raises:
-        ValueError: the generation has no record of its calls.
-    """
+    """The calls that emitted a row's tokens; without a tokenizer these are their ids."""
     if generation.calls is None:
         raise ValueError("calls were not recorded: generate(..., record_calls=True)")
     size = generation.lengths[row]

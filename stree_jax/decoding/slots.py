@@ -56,18 +56,7 @@ from stree_jax.models.lm import HybridLM
 def empty(
     decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None, rows: int
 ) -> DecodeState:
-    """A pool of rows that have all ended.
-
-    Args:
-        decoder: the program; its `max_length` limits every request of the pool.
-        model: the target.
-        drafter: see `generate`; None: no drafts.
-        rows: number of rows B; on a mesh a multiple of the size of "data".
-
-    Raises:
-        ValueError: the drafter's state has an array without the batch axis, or the shards of a mesh
-            cannot have equal parts of the rows.
-    """
+    """A pool of rows that have all ended."""
     check_rows(model, rows)
     width = min(buffer_size(1), decoder.capacity)
     nothing = Context(jnp.zeros((1, width), jnp.int32), jnp.ones(1, jnp.int32))
@@ -84,11 +73,7 @@ def empty(
 
 
 def check_rows(model: HybridLM, rows: int) -> None:
-    """Refuses a number of rows that the shards of the batch cannot share equally.
-
-    Raises:
-        ValueError: it is one, and the message names those beside it; or it is no size of a batch.
-    """
+    """Refuses a number of rows that the shards of the batch cannot share equally."""
     check_num_rows("rows", rows)
     data = model.partition.rows
     if rows % data:
@@ -112,18 +97,6 @@ def insert(
 
     A Mamba-2 layer's cache is one state, however long the text is; an attention layer's has
     `max_length` positions. The rows are overwritten. One program serves all rows.
-
-    Args:
-        decoder: the pool's decoder.
-        model: the target.
-        state: the pool; donated.
-        rows: indices of the rows, all different.
-        prefix: a prefix of this pool.
-        keys: one random key per row.
-
-    Raises:
-        ValueError: rows that do not exist, or twice; another number of keys; a prefix of another
-            pool; or a state that `run` did not return.
     """
     _check_between_runs(state)
     _check_exist(state, rows)
@@ -167,15 +140,7 @@ def inserted(
 def with_processors(
     model: HybridLM, state: DecodeState, sampling: Sampling, rows: Collection[int]
 ) -> DecodeState:
-    """The pool for the logits processors of its next run.
-
-    Args:
-        model: the target.
-        state: the pool.
-        sampling: the settings of the next run. A processor that the last run had at the same place
-            keeps its states.
-        rows: rows that have started since the last run; their processors begin after their text.
-    """
+    """The pool for the logits processors of its next run."""
     if not sampling.processors:
         return state._replace(processors=())
     started = placed_like(state.done, np.isin(np.arange(len(state.done)), [*rows]))
@@ -196,9 +161,6 @@ def take(state: DecodeState, row: int) -> Prefix:
     """The prefix of a row: its text, and the caches of all but its last token.
 
     The row is not changed.
-
-    Raises:
-        ValueError: no such row, one that failed, or a state that `run` did not return.
     """
     _check_between_runs(state)
     row = check_int("row", row, 0, len(state.done) - 1)
@@ -208,11 +170,7 @@ def take(state: DecodeState, row: int) -> Prefix:
 
 
 def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
-    """The pool with these rows ended where they are, for other requests.
-
-    Raises:
-        ValueError: rows that do not exist, or twice, or a state that `run` did not return.
-    """
+    """The pool with these rows ended where they are, for other requests."""
     _check_between_runs(state)
     _check_exist(state, rows)
     done = state.done.at[np.asarray(rows, np.int32)].set(True)
@@ -220,11 +178,7 @@ def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
 
 
 def extended(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
-    """The pool with the decoder's records of log-probabilities, if it had fewer.
-
-    Raises:
-        ValueError: it had more.
-    """
+    """The pool with the decoder's records of log-probabilities, if it had fewer."""
     before = -1 if state.log_probs is None else state.log_probs.best.shape[-1]
     after = -1 if decoder.num_best is None else decoder.num_best
     if before > after:
@@ -240,11 +194,7 @@ def extended(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
 def resized(
     decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None, state: DecodeState
 ) -> DecodeState:
-    """The pool with the buffers of a decoder of another `max_length`, in which its texts have room.
-
-    Raises:
-        ValueError: a state that `run` did not return.
-    """
+    """Returns the pool with buffers of a decoder of another `max_length`."""
     _check_between_runs(state)
     batch, size = len(state.done), decoder.max_length
     per_token = state.context.tokens, state.log_probs, state.calls

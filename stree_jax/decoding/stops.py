@@ -53,10 +53,6 @@ class Stopping:
         """Length of the text before the stop that its last token completed.
 
         Of several stops that end with this token it is the one that begins first.
-
-        Returns:
-            The number of tokens before the stop, and with a tokenizer the text, which may end
-            inside the next token.
         """
         kept = len(tokens)
         for stop in self.tokens:
@@ -104,10 +100,6 @@ def stopping_of(stop: Any, tokenizer: Any, vocab_size: int) -> Stopping:
     """The stops of a row, checked.
 
     Special tokens are no text: a string that is one is a stop of that token too.
-
-    Raises:
-        ValueError: a token outside the vocabulary, a string with a special token among other text,
-            or a string without a tokenizer or with one whose tokens have unknown text.
     """
     stops = listed_stops(stop)
     texts = tuple(each for each in stops if isinstance(each, str))
@@ -145,11 +137,7 @@ def _special_tokens(
 
 
 def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:
-    """The stops of a row: strings, and tuples of token ids.
-
-    Raises:
-        ValueError: something else, or an empty stop.
-    """
+    """The stops of a row: strings, and tuples of token ids."""
     if stop is None:
         return []
     if isinstance(stop, str):
@@ -316,17 +304,7 @@ def _automaton(stops: list[list[int]], num_symbols: int) -> tuple[np.ndarray, np
 def advanced(
     stops: Stops, state: Int[Array, " B"], new_tokens: Int[Array, "B T"], emitted: Int[Array, " B"]
 ) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
-    """Reads the new tokens of a step.
-
-    Args:
-        stops: the automata of the rows.
-        state: their states after the tokens before; 0 at first.
-        new_tokens: new tokens, of which a row may use some.
-        emitted: number of new tokens before.
-
-    Returns:
-        The state after each token, and whether a stop that counts ends with it.
-    """
+    """Reads the new tokens of a step."""
     classes = jnp.take_along_axis(stops.class_of, new_tokens, axis=1)
 
     def read(state: Array, column: Array) -> tuple[Array, tuple[Array, Array]]:

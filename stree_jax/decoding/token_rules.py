@@ -161,7 +161,7 @@ class MinNewTokens:
 
 
 def _members(ids: Int[Array, "B _"], logits: Float[Array, "B Q V"]) -> Array:
-    """Whether a token is one of a row's ids, `[B, 1, V]`."""
+    """True if a token is one of a row's ids, `[B, 1, V]`."""
     rows = jnp.arange(len(ids), dtype=jnp.int32)[:, None]
     none = jnp.zeros((len(ids), logits.shape[-1]), bool)
     return none.at[rows, ids].set(True, mode="drop")[:, None]

@@ -60,7 +60,7 @@ class Drawn:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether children are samples of the draft's distribution, which a rule can test."""
+        """True if children are samples of the draft's distribution, which a rule can test."""
         return self.kind in ("iid", "without_replacement")
 
 

@@ -13,10 +13,6 @@ def by_first(action: Callable[[], str]) -> str:
     """Runs `action` in process 0 only, and broadcasts its text to all processes.
 
     All processes call this; the others wait.
-
-    Raises:
-        Exception: what `action` raised, in process 0.
-        ValueError: `action` raised, in the other processes, which would else wait for ever.
     """
     text = ""
     refused: Exception | None = None

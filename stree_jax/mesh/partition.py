@@ -208,11 +208,7 @@ class Cut(NamedTuple):
         return np.stack(rows)
 
     def of_groups(self, size: int, shards: int) -> "Cut":
-        """The cut of an array that has one column for `size` columns, such as scales.
-
-        Raises:
-            ValueError: a shard would have a part of such a group.
-        """
+        """The cut of an array that has one column for `size` columns, such as scales."""
         segments = []
         for units, width in self.segments:
             if width % size == 0:
@@ -264,11 +260,7 @@ def make_mesh(*, data: int = 1, model: int = 1) -> Mesh:
 
 
 def check_mesh(mesh: object) -> Mesh:
-    """Refuses anything but a mesh from `make_mesh`.
-
-    Raises:
-        ValueError: no mesh, or other axes.
-    """
+    """Refuses anything but a mesh from `make_mesh`."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must come from make_mesh(data=, model=), got {shown(mesh)}")
     if {*mesh.axis_names} != {DATA, MODEL}:

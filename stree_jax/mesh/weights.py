@@ -48,7 +48,7 @@ def shard(model: Model, mesh: Mesh | None, *, replicate: bool = False) -> Model:
     table, targets = model.config.cuts(partition.shards), flatten(wanted)
 
     def dtype_of(name: str) -> Any:
-        """That of a quantised matrix, which it has not while it is packed; None: its own."""
+        """Returns a quantised matrix's dtype, which a packed one lacks; None: its own."""
         return targets[name].dtype if isinstance(targets[name], QuantizedMatrix) else None
 
     spread_out = {

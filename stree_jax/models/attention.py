@@ -300,16 +300,7 @@ class Projected(NamedTuple):
 
 
 class AttentionMixer(nnx.Module):
-    """One attention mixer, with the interface of `Mamba2Mixer`.
-
-    Args:
-        config: shape and options of the mixer.
-        d_model: width of the output; the input is `input_multiple` times as wide.
-        dtype: dtype of the weights.
-        rngs: random streams for initialisation.
-        out_scale: scales the initial output projection, for deep stacks.
-        implementation: kernel implementation, see `pallas_kernels.dispatch`.
-    """
+    """One attention mixer, with the interface of `Mamba2Mixer`."""
 
     shard: Part = WHOLE
 
@@ -357,15 +348,7 @@ class AttentionMixer(nnx.Module):
         lengths: Lengths,
         adapter: Array | None = None,
     ) -> tuple[Float[Array, "B T M"], AttentionCache]:
-        """Runs a right-padded sequence from `cache`; see `Mamba2Mixer`.
-
-        Args:
-            u: inputs, `I = input_multiple * M`.
-            cache: the cache of the tokens so far.
-            valid: True on real positions, False on padding.
-            lengths: number of real positions.
-            adapter: term added to q, k and v, `[B, T, (W + 2 U) E]` (Zamba2).
-        """
+        """Runs a right-padded sequence from `cache`; see `Mamba2Mixer`."""
         projected = self._project(u, adapter)
         qkv, conv_state = projected.qkv, cache.conv
         if conv_state is not None:
@@ -460,19 +443,7 @@ class AttentionMixer(nnx.Module):
         mask: Bool[Array, "B Q N"],
         prefix: NodeKV | None = None,
     ) -> tuple[Float[Array, "B Q W E"], NodeKV]:
-        """Attention to the last `window` tokens only.
-
-        Args:
-            qkv: queries, keys and values of the last Q of N nodes, before rotation.
-            cache: the tokens before node 0, a ring.
-            node_depth: depth of all nodes; a node's position is its depth plus the cache's length.
-            depth: depth of the query nodes.
-            mask: ancestors of the query nodes, self included.
-            prefix: keys and values of the first `N - Q` nodes; None if `Q == N`.
-
-        Returns:
-            Outputs of the queries, and keys and values of all nodes.
-        """
+        """Attention to the last `window` tokens only."""
         window, layout, capacity = self.config.window, self._layout, cache.keys.shape[2]
         assert window is not None
         position = cache.length[:, None] + depth

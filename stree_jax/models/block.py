@@ -42,12 +42,6 @@ class ResidualStream:
 
     A layer's output is added when the next layer reads: the sum and the next norm are one launch
     (`add_rms_norm`).
-
-    Args:
-        embedded: the token embeddings `[B, T, M]`, in the type of the stream.
-        config: the model's config.
-        dtype: dtype of the layers' inputs.
-        implementation: implementation of the norms.
     """
 
     def __init__(

@@ -37,14 +37,7 @@ def conv_widths(config: ModelConfig) -> tuple[int, ...]:
 
 
 def init_cache(config: ModelConfig, batch: int, max_length: int, dtype: DTypeLike) -> Cache:
-    """The cache before the first token: zeros.
-
-    Args:
-        config: the model's config.
-        batch: number of rows.
-        max_length: capacity of attention caches; Mamba-2 caches have one size for all lengths.
-        dtype: dtype of the weights.
-    """
+    """The cache before the first token: zeros."""
     return tuple(layer.init_cache(batch, max_length, dtype) for layer in config.layers)
 
 
@@ -54,14 +47,7 @@ def cache_specs(config: ModelConfig, axis: str | None) -> tuple[Any, ...]:
 
 
 def init_pending(config: ModelConfig, batch: int, num_nodes: int, dtype: DTypeLike) -> Pending:
-    """The pending record of a tree that was never run, for replay along the empty path.
-
-    Args:
-        config: the model's config.
-        batch: number of rows.
-        num_nodes: nodes of the tree.
-        dtype: dtype of the weights.
-    """
+    """The pending record of a tree that was never run, for replay along the empty path."""
     return tuple(layer.init_pending(batch, num_nodes, dtype) for layer in config.layers)
 
 

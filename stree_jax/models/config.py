@@ -428,11 +428,7 @@ def _layers(layers: Any, parts: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
 
 
 def _made(layer: LayerConfig | str, given: Mapping[str, Any]) -> LayerConfig:
-    """The layer of a kind made of given configs, or a layer with those in place of its own.
-
-    Raises:
-        ValueError: a config of a kind is missing.
-    """
+    """The layer of a kind made of given configs, or a layer with those in place of its own."""
     cls = layer_kinds()[layer] if isinstance(layer, str) else type(layer)
     whole = [each for each in (given.get(cls.kind), layer) if isinstance(each, LayerConfig)]
     parts = {}

@@ -57,7 +57,7 @@ class DraftHead(nnx.Module):
         raise NotImplementedError
 
     def written(self) -> dict[str, Any]:
-        """What the config.json of a native checkpoint says of the head; JSON values."""
+        """Returns the head's part of a native checkpoint's config.json; JSON values."""
         values = dataclasses.asdict(self.config)
         for field in dataclasses.fields(self.config):
             if field.type is LayerConfig:  # of any kind

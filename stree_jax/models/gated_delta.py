@@ -162,16 +162,7 @@ class GatedDeltaConfig(LayerConfig):
 
 
 class GatedDeltaMixer(nnx.Module):
-    """One gated delta mixer, with the interface of `Mamba2Mixer`.
-
-    Args:
-        config: shape of the mixer.
-        d_model: width of input and output.
-        dtype: dtype of the weights; `A_log`, `dt_bias` and the norm's scale are always float32.
-        rngs: random streams for initialisation.
-        out_scale: scales the initial output projection, for deep stacks.
-        implementation: kernel implementation, see `pallas_kernels.dispatch`.
-    """
+    """One gated delta mixer, with the interface of `Mamba2Mixer`."""
 
     shard: Part = WHOLE  # a `Shard` on a mesh
 

@@ -19,12 +19,7 @@ CONV_WIDTH_BITS = (
 
 
 class Projection(nnx.Module):
-    """A linear layer.
-
-    Args:
-        kernel: the matrix `[in, out]`.
-        bias: `[out]`, or None.
-    """
+    """A linear layer."""
 
     def __init__(self, kernel: Matrix, bias: nnx.Param | None):
         self.kernel = kernel
@@ -62,13 +57,7 @@ def output_logits(
 def row_parallel(
     projection: Projection, inputs: Float[Array, "*rows inputs"], shard: Part
 ) -> Float[Array, "*rows outputs"]:
-    """The output projection of a mixer; on a mesh, an all-reduce of the shards' products.
-
-    Args:
-        projection: the shard's projection, with the rows of its inputs.
-        inputs: the shard's inputs.
-        shard: the shard, or the whole.
-    """
+    """The output projection of a mixer; on a mesh, an all-reduce of the shards' products."""
     if shard.shards == 1:
         return projection(inputs)
     output = shard.total(projection.kernel.wide_matmul(inputs)).astype(inputs.dtype)

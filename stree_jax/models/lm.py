@@ -39,7 +39,7 @@ _MOST_PADDED = 64  # vocabularies of one tokenizer may differ by one part in as 
 
 
 def same_tokenizer(vocab_size: int, other: int) -> bool:
-    """Whether numbers of tokens may be those of one tokenizer, padded to different sizes."""
+    """True if numbers of tokens may be those of one tokenizer, padded to different sizes."""
     fewer, more = sorted((vocab_size, other))
     unit = more & -more  # the largest power of two that divides it
     return more - fewer < unit or (more - fewer) * _MOST_PADDED <= more
@@ -65,11 +65,7 @@ def check_on_one_device(model: object, what: str) -> None:
 
 
 def check_options(dtype: DTypeLike, implementation: str | None) -> None:
-    """Refuses dtypes and implementations that `HybridLM` does not have.
-
-    Raises:
-        ValueError: another dtype than float32 and bfloat16, or another implementation.
-    """
+    """Refuses dtypes and implementations that `HybridLM` does not have."""
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
@@ -459,16 +455,7 @@ class HybridLM(Partitioned):
     def _layers(
         self, stream: ResidualStream, run: Callable[[int, Any, Array], Any], inner: tuple[int, ...]
     ) -> tuple[Any, ...]:
-        """Runs the layers over a stream.
-
-        Args:
-            stream: the stream, which is changed.
-            run: from a layer's number, mixer and input to its output and what it returns beside.
-            inner: numbers of layers.
-
-        Returns:
-            The streams after these layers, and of all layers what they return beside outputs.
-        """
+        """Runs the layers over a stream."""
         states, others = [], []
         for i, (block, mixer) in enumerate(zip(self.blocks, self._mixers(), strict=True)):
             with jax.named_scope(f"layer_{i}"):

@@ -213,7 +213,7 @@ class Mamba2Config(LayerConfig):
 
     @property
     def norm_spans_shards(self) -> bool:
-        """Whether the gated norm spans the heads of all shards."""
+        """True if the gated norm spans the heads of all shards."""
         return self.norm != "none" and self.gate_groups == 1
 
     @property

@@ -44,7 +44,7 @@ class Matrix(nnx.Param):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its weights have 8 bits."""
+        """True if its weights have 8 bits."""
         return False
 
     def norms_of_sequences(self, implementation: str | None) -> str | None:
@@ -59,7 +59,7 @@ class Matrix(nnx.Param):
         return x
 
     def factors(self, x: Array) -> tuple[Array, Any]:
-        """What an op takes to multiply rows by it: the rows, and an array or a `PackedMatrix`."""
+        """Returns rows and matrix as an op takes them: an array or a `PackedMatrix`."""
         return x, self[...]
 
     @property
@@ -246,7 +246,7 @@ class PackedTable(PackedWeight, Table):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the table, `[V, M]`."""
+        """Shape of the table, `[V, M]`."""
         width, tokens = self.stored.shape
         return tokens, width
 
@@ -304,11 +304,7 @@ def _matrices(module: nnx.Module) -> dict[str, tuple[nnx.Module, str, Matrix]]:
 
 
 def check_quantize(quantize: str | Any, keep: Collection[str] | Any = ()) -> None:
-    """Refuses other ways to quantise than "int8" and None, and names to keep without one.
-
-    Raises:
-        ValueError: names the value.
-    """
+    """Refuses other ways to quantise than "int8" and None, and names to keep without one."""
     if quantize not in (None, "int8"):
         raise ValueError(f'quantize must be "int8" or None, got {shown(quantize)}')
     if check_names("keep", keep) and quantize is None:
@@ -318,16 +314,7 @@ def check_quantize(quantize: str | Any, keep: Collection[str] | Any = ()) -> Non
 def to_quantize(
     module: nnx.Module, quantize: str | None = "int8", keep: Collection[str] = ()
 ) -> frozenset[str]:
-    """The names of the matrices that can have 8 bits, but for routers and what is kept.
-
-    Args:
-        module: a model or a head; may be abstract.
-        quantize: "int8"; None: no matrix is to be.
-        keep: names of weights, or patterns of names with stars.
-
-    Raises:
-        ValueError: a name to keep that no matrix has.
-    """
+    """The names of the matrices that can have 8 bits, but for routers and what is kept."""
     if quantize is None:
         return frozenset()
     found = [name for name in _matrices(module) if name.rpartition(".")[2] != "router"]
@@ -342,11 +329,7 @@ def to_quantize(
 
 
 def quantize_named(module: nnx.Module, names: Collection[str]) -> None:
-    """Gives these matrices of a module, which is changed, 8 bits, one at a time; not packed.
-
-    Raises:
-        ValueError: a name that no matrix has.
-    """
+    """Gives these matrices of a module, which is changed, 8 bits, one at a time; not packed."""
     matrices = _matrices(module)
     if strange := sorted(set(names) - matrices.keys()):
         raise ValueError(f"{strange[0]:.80} is no matrix, and cannot have 8 bits")

@@ -102,15 +102,7 @@ class Pointwise(nnx.Module):
 
 
 class Mlp(Pointwise):
-    """`out_proj(activation(gate) * up)` with `gate, up = in_proj(u)`, or without a gate.
-
-    Args:
-        config: shape and options of the MLP.
-        d_model: width of input and output.
-        dtype: dtype of the weights.
-        rngs: random streams for initialisation.
-        out_scale: scales the initial output projection, for deep stacks.
-    """
+    """`out_proj(activation(gate) * up)` with `gate, up = in_proj(u)`, or without a gate."""
 
     def __init__(
         self,

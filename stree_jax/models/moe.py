@@ -102,7 +102,7 @@ class MoeConfig(LayerConfig):
         return MixtureOfExperts(self, d_model, **options)
 
     def by_expert(self, shards: int) -> bool:
-        """Whether a shard has whole experts, because slices of each would be too narrow.
+        """True if a shard has whole experts, because slices of each would be too narrow.
 
         Slices are better: whatever a token chooses, all shards work.
         """
@@ -144,16 +144,7 @@ class MoeShardConfig(MoeConfig):
 
 
 class MixtureOfExperts(Pointwise):
-    """The weighted sum of a token's chosen experts, plus an expert that all tokens use.
-
-    Args:
-        config: shape and options of the mixture.
-        d_model: width of input and output.
-        dtype: dtype of the weights; the router computes in float32.
-        rngs: random streams for initialisation.
-        out_scale: scales the initial output projections, for deep stacks.
-        implementation: implementation of `expert_mlps`, see `pallas_kernels.dispatch`.
-    """
+    """The weighted sum of a token's chosen experts, plus an expert that all tokens use."""
 
     def __init__(
         self,

@@ -293,11 +293,7 @@ class Scheduler:
         return [*tokens[0, : int(length[0])].tolist(), *prompt]
 
     def _check_weights(self) -> None:
-        """Forgets what other weights have read.
-
-        Raises:
-            ValueError: requests are in the middle of it.
-        """
+        """Forgets what other weights have read."""
         if not self._pool.has_new_weights:
             return
         after = [job for job in self._queue if job.request.after is not None]

@@ -155,14 +155,7 @@ def _explained(model: HybridLM, request: Plan, row: int, got: np.ndarray, want: 
 def processed_after(
     processors: tuple[LogitsProcessor, ...], prompts: Any, new_tokens: Any, logits: jax.Array
 ) -> jax.Array:
-    """Logits `[rows, T, V]` after some new tokens, one more at each place, through processors.
-
-    Args:
-        processors: processors of the rows.
-        prompts: token ids `[rows, length]`.
-        new_tokens: token ids after the prompts `[rows, new]`.
-        logits: logits after the last T of the texts that grow token by token.
-    """
+    """Logits `[rows, T, V]` after some new tokens, one more at each place, through processors."""
     rows, length = prompts.shape
     context = Context(jnp.asarray(prompts, jnp.int32), jnp.full(rows, length, jnp.int32))
     rule = Processing(processors, first_states(processors, context, logits.shape[-1]))

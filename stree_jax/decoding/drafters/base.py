@@ -164,11 +164,7 @@ def draft_models(drafter: Drafter | None) -> list[HybridLM]:
 
 
 def with_tokens_of(drafter: Any, target: HybridLM) -> Any:
-    """The drafter, with draft models that give logits of the target's tokens.
-
-    Raises:
-        ValueError: a draft model has another vocabulary.
-    """
+    """The drafter, with draft models that give logits of the target's tokens."""
     vocab_size = target.config.vocab_size
     if all(model.for_tokens(vocab_size) is model for model in draft_models(drafter)):
         return drafter

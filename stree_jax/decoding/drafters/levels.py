@@ -62,20 +62,7 @@ def grow_levels(
     levels: Sequence[Level],
     widths: Sequence[int],
 ) -> tuple[Any, list[Any]]:
-    """Calls `grow` for each level, top down, in Python or in a loop.
-
-    Args:
-        grow: from what has grown so far, a level and its width, what has grown then, and a result.
-            A level has NumPy arrays where it is unrolled. In the loop they are traced and padded to
-            the longest: `read` and `children` with nodes that there are not.
-        start: a NamedTuple of buffers with room for the whole tree, `tokens` among them, and a
-            field `reader`, the state of the draft model.
-        levels: the levels.
-        widths: the width of each; in the loop all have that of the widest.
-
-    Returns:
-        What has grown, and the results: groups of levels, each with an axis of levels first.
-    """
+    """Calls `grow` for each level, top down, in Python or in a loop."""
     num_unrolled = len(levels) if unrolls(len(levels)) else 1
     grown, results = start, []
     for level, width in zip(levels[:num_unrolled], widths, strict=False):

@@ -38,14 +38,7 @@ class ModelDraftState(NamedTuple):
 
 
 class RunsModel(nnx.Module):
-    """The base of drafters of trees with a draft model.
-
-    Args:
-        model: a `HybridLM`, or a `DraftModel`.
-
-    Raises:
-        ValueError: `model` is neither.
-    """
+    """The base of drafters of trees with a draft model."""
 
     def __init__(self, model: HybridLM | DraftModel | Any):
         # Once: what the host asks it for, it asks in every call.

@@ -44,18 +44,7 @@ class Found(NamedTuple):
 def best_continuations(
     score: Float32[Array, "B beams"], logits: Float[Array, "B beams V"], count: int
 ) -> tuple[Float32[Array, "B kept"], Int[Array, "B kept"], Int[Array, "B kept"], Continuations]:
-    """One step of beam search.
-
-    Args:
-        score: log-probability of each beam.
-        logits: next-token logits of each beam.
-        count: number of continuations to keep, at most `beams * V`.
-
-    Returns:
-        The `count` best continuations, best first: log-probability, the beam that each continues,
-        and the token that it adds. Impossible continuations have log-probability `-inf`. Then all
-        candidates.
-    """
+    """One step of beam search."""
     # At most `count` of the best continue one beam, so the second sort is small.
     best, tokens = best_tokens(logits, min(count, logits.shape[-1]))
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)

@@ -76,13 +76,7 @@ def follow(draft: DraftTree, chosen: Int[Array, "B N"]) -> Verdict:
 
 
 def deepest(tree: Tree, accepted: Bool[Array, "B N"], chosen: Int[Array, "B N"]) -> Verdict:
-    """The path to the deepest node whose ancestors are all accepted, the first among equals.
-
-    Args:
-        tree: the draft tree.
-        accepted: the accepted nodes; the root always is.
-        chosen: the token after each node.
-    """
+    """The path to the deepest node whose ancestors are all accepted, the first among equals."""
     rejected = ~accepted & (np.arange(accepted.shape[1])[None] > 0)
     reached = ~(tree.ancestor_mask & rejected[:, None, :]).any(-1) & tree.valid
     last = lax.argmax(jnp.where(reached, tree.depth, -1), 1, jnp.int32)

@@ -70,16 +70,7 @@ def check_drawn(
     topology: TreeTopology,
     temperature_is_zero: bool,
 ) -> None:
-    """Refuses drafts that a rule must not test by their probabilities.
-
-    Args:
-        name: of the rule.
-        kinds: kinds of `Drawn` for which it is exact where nodes have several children.
-        drawn, topology, temperature_is_zero: see `Verifier.check`.
-
-    Raises:
-        ValueError: the output would not have the target's distribution.
-    """
+    """Refuses drafts that a rule must not test by their probabilities."""
     if temperature_is_zero:
         raise ValueError(f"verifier {name!r} needs temperature > 0; use 'greedy' at 0")
     if topology.num_nodes == 1:  # no draft to test
@@ -95,7 +86,7 @@ def check_drawn(
 
 
 def is_chain(topology: TreeTopology) -> bool:
-    """Whether no node has several children."""
+    """True if no node has several children."""
     return max(map(len, topology.children)) <= 1
 
 
@@ -119,16 +110,7 @@ def verify_by(
     step: Step,
     topology: TreeTopology,
 ) -> Verdict:
-    """Tests the drafts of each row, and draws the token after them.
-
-    Args:
-        rule: tests one row, such as `try_children`.
-        name: the verifier's, for messages.
-        draft, logits, step, topology: see `Verifier.verify`.
-
-    Raises:
-        ValueError: the drafter did not give its distributions, or not how it drew children.
-    """
+    """Tests the drafts of each row, and draws the token after them."""
     num_nodes = draft.tokens.shape[1]
     if num_nodes == 1:  # no draft to test
         return _TARGET_ONLY.verify(draft, logits, step, topology)
@@ -181,15 +163,6 @@ def try_children(
     One pass over the nodes is enough. Children come after their parent, so when the walk moves to a
     node its children are still ahead, and the siblings it leaves behind are not children of the
     current node.
-
-    Args:
-        uniforms: node i passes its test if `uniforms[i]` is below its probability.
-        tokens, tree: one row of a `DraftTree`, without the batch axis.
-        draft_log_probs, log_prob_row: the draft's distributions; the children of node i were drawn
-            from `draft_log_probs[log_prob_row[i]]`.
-        target_log_probs: the target's distributions.
-        replace: whether children were drawn with replacement. Without it, a rejected token is
-            removed from the draft's distribution.
     """
 
     def try_node(node, carry):

@@ -55,12 +55,6 @@ def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.R
 
     The projection of the state is the identity, both branches add nothing, and the final norm has
     the mean size of the target's states, which include the weight of its final norm.
-
-    Args:
-        config: sizes of the head.
-        target: the model that it is for.
-        tokens: texts on which the size of the states is measured.
-        rngs: random streams for initialisation.
     """
     # The kernels have no derivatives.
     head = MtpHead(config, dtype=target.dtype, rngs=rngs, implementation="xla")
