@@ -1,1 +1,1 @@
-"""Sections of `benchmarks.gpu_session`, their runner, and the search of `benchmarks.tune`."""
+"""Sections of `benchmarks.gpu_session` and their runner."""
