@@ -10,13 +10,14 @@ values, no slices of values. The interpreter has no masked stores.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 UNAVAILABLE: str | None = None
 try:
@@ -195,3 +196,18 @@ def unsupported_in_parts(name: str, size: int) -> str | None:
     if size % SMALLEST_BLOCK == 0:
         return None
     return f"{name} = {size} is not a multiple of {SMALLEST_BLOCK}"
+
+
+def dtype_case(dtype: DTypeLike) -> str:
+    """Names the case of block sizes that depend on the type of the inputs."""
+    return "float32" if jnp.dtype(dtype) == jnp.float32 else "bfloat16"
+
+
+def unsupported_state(
+    head_dim: int, state_size: int, dtype: DTypeLike, most: Mapping[str, int]
+) -> str | None:
+    """Why a kernel cannot take heads with such states, or None; `most` has its limits by type."""
+    case = dtype_case(dtype)
+    if state_size > most[case]:
+        return f"state_size = {state_size} of {case} inputs is more than {most[case]}"
+    return unsupported_size("head_dim", head_dim) or unsupported_size("state_size", state_size)

@@ -27,7 +27,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import triton as tb
-from pallas_kernels import tuning
 from pallas_kernels.moe.xla import by_expert, starts_of, weighted_sum
 from pallas_kernels.numerics import activate
 from pallas_kernels.triton import Ref
@@ -83,8 +82,8 @@ def expert_mlps(
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> Float[Array, "tokens M"]:
-    """See `api.expert_mlps`; `blocks` None: the default device's."""
-    blocks = blocks or tuning.chosen("expert_mlps", tuning.dtype_case(x.dtype), DEFAULTS)
+    """See `api.expert_mlps`; `blocks` None: `DEFAULTS`."""
+    blocks = blocks or DEFAULTS[tb.dtype_case(x.dtype)]
     sorted_choices = (by_expert(chosen), starts_of(chosen, len(experts_in)))
     product = functools.partial(_product, sorted_choices, blocks=blocks, interpret=interpret)
     hidden = product(x, experts_in, gated=gated, per_row=chosen.shape[1], activation=activation)

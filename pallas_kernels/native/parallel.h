@@ -15,7 +15,9 @@ namespace stree {
 //
 // All take the next task from one counter, so a thread that comes late takes fewer. This thread
 // takes tasks until none is left, then waits for those that others took. It waits for nobody who
-// has not begun, so it cannot deadlock, however busy the pool is.
+// has not begun, so it cannot deadlock, however busy the pool is. On shared cores a call is slow
+// because its share of them is small: beside 13 busy processes on two cores, a step of 25 products
+// waited here for less than 1 % of its time, and took as long on one thread.
 template <typename Run>
 void for_each_task(xla::ffi::ThreadPool& pool, int64_t count, const Run& run) {
   const int64_t threads = std::min<int64_t>(pool.num_threads(), count);

@@ -23,7 +23,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
-from pallas_kernels import tuning
 from pallas_kernels.numerics import DeferredRMSNorm, scaled
 from pallas_kernels.triton import Ref
 
@@ -41,22 +40,12 @@ class BlockSizes:
     num_warps: int
 
 
-# By size of a group (`add_rms_norm`: a row), all of which a program holds in registers. With these
-# nothing spills on sm_80 to sm_90 (`benchmarks/results/spills.json`).
-DEFAULTS = {
-    "groups to 4096": BlockSizes(block=4096, num_warps=4),
-    "larger groups": BlockSizes(block=4096, num_warps=8),
-}
-
-
-def case(group_size: int) -> str:
-    """The case of `DEFAULTS` for groups of this size."""
-    return "groups to 4096" if group_size <= 4096 else "larger groups"
-
-
 def block_sizes(group_size: int) -> BlockSizes:
-    """Block sizes for groups of this size."""
-    return tuning.chosen("rms_norm", case(group_size), DEFAULTS)
+    """Block sizes for groups (`add_rms_norm`: rows), which a program holds in registers.
+
+    With these nothing spills on sm_80 to sm_90 (`benchmarks/results/spills.json`).
+    """
+    return BlockSizes(block=4096, num_warps=4 if group_size <= 4096 else 8)
 
 
 MOST_NUMBERS = 1 << 14  # 64 registers of each of 256 threads

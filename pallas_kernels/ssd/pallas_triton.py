@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels import triton as tb
-from pallas_kernels import tuning
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.triton import Ref
 
@@ -67,8 +66,8 @@ def ssd(
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P S"]]:
-    """See `api.ssd`; `blocks` None: the default device's."""
-    blocks = blocks or tuning.chosen("ssd", tuning.dtype_case(x.dtype), DEFAULTS)
+    """See `api.ssd`; `blocks` None: `DEFAULTS`."""
+    blocks = blocks or DEFAULTS[tb.dtype_case(x.dtype)]
     batch, length, num_heads, head_dim = x.shape
     num_groups, state_size = B.shape[2:]
     channels = channels_of(blocks.state, head_dim, state_size)

@@ -1,15 +1,14 @@
 """Block sizes of the `tree_attention` and `tree_attention_layer` kernels.
 
 The defaults are chosen to avoid register spills on sm_80 to sm_90; a few float32 programs still
-spill (`benchmarks/results/spills.json`). A device's own sizes come from its table
-(`pallas_kernels/tuning.py`).
+spill (`benchmarks/results/spills.json`). They were timed on no GPU yet.
 """
 
 import dataclasses
 
 from jax.typing import DTypeLike
 
-from pallas_kernels import tuning
+from pallas_kernels import triton as tb
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +31,7 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The sizes that are tuned; they and the shapes determine the number of splits.
+    """The sizes that do not depend on shapes; with these they determine the number of splits.
 
     Attributes:
         rows, keys, num_warps, num_stages: see `BlockSizes`.
@@ -65,7 +64,7 @@ DEFAULTS = {
 
 def case(dtype: DTypeLike, num_rows: int, head_dim: int) -> str:
     """The case of `DEFAULTS` for these inputs."""
-    name = tuning.dtype_case(dtype)
+    name = tb.dtype_case(dtype)
     if head_dim > _WIDE_HEAD:
         return f"{name}, wide heads"
     return f"{name}, to 32 rows" if name == "bfloat16" and num_rows <= 32 else name
@@ -78,28 +77,19 @@ def block_sizes(
     num_groups: int,
     capacity: int,
     head_dim: int,
-    op: str = "tree_attention",
     choice: Choice | None = None,
 ) -> BlockSizes:
     """Block sizes for these inputs: enough splits to fill the GPU, at least two blocks each.
 
     Two splits are the minimum where one would spill, however many programs there are: the second
-    costs a small reduction, spills cost more.
-
-    Args:
-        dtype: dtype of queries, keys and values.
-        num_rows: queries times the query heads that share a key head.
-        num_groups: batch rows times key heads.
-        capacity: positions of the cache.
-        head_dim: channels of a head.
-        op: the op whose tuning table is read.
-        choice: sizes to try instead; None: those of the table.
+    costs a small reduction, spills cost more. A group is a row's key head; its rows are queries
+    times the query heads that share it.
     """
-    choice = choice or tuning.chosen(op, case(dtype, num_rows, head_dim), DEFAULTS)
+    choice = choice or DEFAULTS[case(dtype, num_rows, head_dim)]
     programs = num_groups * -(-num_rows // choice.rows)
     enough = choice.busy_warps // (choice.num_warps * programs)
     splits = min(enough, -(-capacity // choice.keys) // 2)
-    float32 = tuning.dtype_case(dtype) == "float32"
+    float32 = tb.dtype_case(dtype) == "float32"
     one_fits = not capacity or not (float32 or (num_rows <= _MANY_ROWS and head_dim <= _WIDE_HEAD))
     return BlockSizes(
         rows=choice.rows,

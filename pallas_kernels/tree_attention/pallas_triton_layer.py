@@ -70,7 +70,6 @@ def tree_attention_layer(
         num_groups=batch * num_groups,
         capacity=capacity,
         head_dim=head_dim,
-        op="tree_attention_layer",
     )
     blocks = dataclasses.replace(blocks, rows=min(blocks.rows, tb.padded_size(num_rows)))
 

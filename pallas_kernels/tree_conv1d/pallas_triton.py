@@ -31,7 +31,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
-from pallas_kernels import tuning
 from pallas_kernels.numerics import scaled
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending, time_step
 from pallas_kernels.tree_conv1d.sections import Section, TimeSteps, sections_of
@@ -53,10 +52,9 @@ class BlockSizes:
     num_warps: int
 
 
-# One case: the blocks are too small for the type to matter. With these nothing spills in bfloat16,
+# The blocks are too small for the type to matter. With these nothing spills in bfloat16,
 # and little in float32 from 16 nodes on (`benchmarks/results/spills.json`, sm_90).
-DEFAULTS = {"any": BlockSizes(queries=8, channels=64, num_warps=4)}
-
+DEFAULTS = BlockSizes(queries=8, channels=64, num_warps=4)
 
 Named = dict[str, tuple[Any, pl.BlockSpec]]
 
@@ -196,7 +194,7 @@ def _call(
     blocks: BlockSizes | None,
 ) -> dict[str, jax.Array]:
     """Runs the kernel; programs see whole arrays, arrays of a row without their batch axis."""
-    blocks = blocks or tuning.chosen("tree_conv1d", "any", DEFAULTS)
+    blocks = blocks or DEFAULTS
     batch, num_queries, _ = of_row["index"].shape
     num_prefix = of_row["prefix dt"].shape[1] if "prefix dt" in of_row else 0
     block_nodes = min(blocks.queries, 1 << (max(num_queries, num_prefix) - 1).bit_length())

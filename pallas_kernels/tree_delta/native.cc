@@ -140,13 +140,15 @@ void head(const Tree& tree, const Keys& of, int64_t b, int64_t group, int64_t h)
       return tree.u + node(tree.queries, j - first) * channels;
     };
     for (int64_t p = 0; p < channels; p += kLanes) {
-      Vec u = strength * (load(tree.v + own + p) - kept * load(read.data() + q * channels + p));
-      Vec y = kept * load(carried.data() + q * channels + p);
+      // What ancestors give is summed by itself: taken from u one by one, each would round u.
+      Vec written = {}, y = kept * load(carried.data() + q * channels + p);
       for (size_t a = 0; a + 1 < above.size(); ++a) {
         const Vec other = load(correction(above[a]) + p);
-        u -= splat(inner[a]) * other;
+        written += splat(inner[a]) * other;
         y += splat(outer[a]) * other;
       }
+      const Vec missing = load(tree.v + own + p) - kept * load(read.data() + q * channels + p);
+      const Vec u = strength * missing - written;
       store(tree.u + own + p, u);
       store(tree.y + own + p, y + splat(outer[above.size() - 1]) * u);
     }
@@ -245,6 +247,7 @@ ffi::Error ReplayTreeDelta(ffi::ThreadPool pool, F32 prev_k, F32 prev_u, F32 pre
 }
 
 constexpr int kVectors = 4;  // of channels at once
+constexpr int64_t kPart = 32;  // states of a sum
 
 struct Sequence {
   int64_t steps, heads, channels, groups, states;
@@ -268,14 +271,20 @@ struct Sequence {
       }
       const float *key = of.keys.data() + t * states, *query = of.queries.data() + t * states;
       Vec read[V] = {}, carried[V] = {};
-      for (int64_t s = 0; s < states; ++s) {
-        const Vec in = splat(key[s]), out_of = splat(query[s]);
+      for (int64_t part = 0; part < states; part += kPart) {  // sums of sums round less
+        Vec reads[V] = {}, carries[V] = {};
+        const int64_t end = std::min(part + kPart, states);
+        for (int64_t s = part; s < end; ++s) {
+          const Vec in = splat(key[s]), out_of = splat(query[s]);
 #pragma GCC unroll 4
-        for (int i = 0; i < V; ++i) {
-          const Vec value = load(held + s * kWidth + i * kLanes);
-          read[i] += in * value;
-          carried[i] += out_of * value;
+          for (int i = 0; i < V; ++i) {
+            const Vec value = load(held + s * kWidth + i * kLanes);
+            reads[i] += in * value;
+            carries[i] += out_of * value;
+          }
         }
+#pragma GCC unroll 4
+        for (int i = 0; i < V; ++i) read[i] += reads[i], carried[i] += carries[i];
       }
       const Vec decay = splat(exp1(g[step * heads + h])), alike = splat(of.seen[0][t]);
       const Vec strength = splat(beta[step * heads + h]);

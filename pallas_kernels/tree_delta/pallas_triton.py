@@ -27,7 +27,6 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels import triton as tb
-from pallas_kernels import tuning
 from pallas_kernels.tree_delta.xla import EPSILON
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks
 from pallas_kernels.triton import Ref
@@ -44,12 +43,7 @@ _NUM_WARPS = 4
 
 def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
     """Why these shapes cannot run, or None."""
-    case = tuning.dtype_case(dtype)
-    if state_size > MOST_STATE[case]:
-        return f"state_size = {state_size} of {case} inputs is more than {MOST_STATE[case]}"
-    return tb.unsupported_size("head_dim", head_dim) or tb.unsupported_size(
-        "state_size", state_size
-    )
+    return tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
 
 
 def tree_delta(*arrays: Any, interpret: bool) -> tuple[jax.Array, jax.Array]:

@@ -35,7 +35,6 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels import triton as tb
-from pallas_kernels import tuning
 from pallas_kernels.numerics import DeferredRMSNorm, rms_norm, scaled
 from pallas_kernels.tree_scan.gate import Gate
 from pallas_kernels.tree_scan.head import along_path, scan_tree
@@ -83,7 +82,7 @@ DEFAULTS = {
 
 def case(dtype: DTypeLike, numbers: int) -> str:
     """The case of `DEFAULTS` for inputs of this type and heads with this many state elements."""
-    name = tuning.dtype_case(dtype)
+    name = tb.dtype_case(dtype)
     return LARGE_HEAD if name == "bfloat16" and numbers > _USUAL_HEAD else name
 
 
@@ -94,12 +93,7 @@ MOST_STATE = {"float32": 128, "bfloat16": 256}
 
 def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
     """Why these shapes cannot run, or None."""
-    case = tuning.dtype_case(dtype)
-    if state_size > MOST_STATE[case]:
-        return f"state_size = {state_size} of {case} inputs is more than {MOST_STATE[case]}"
-    return tb.unsupported_size("head_dim", head_dim) or tb.unsupported_size(
-        "state_size", state_size
-    )
+    return tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
 
 
 def tree_scan(*arguments: Any, **options: Any) -> jax.Array | DeferredRMSNorm:
@@ -150,7 +144,7 @@ def _run(
     some_x, _, some_B, *_ = previous or tree or ()
     batch, num_heads, head_dim, state_size = state.shape
     of_case = case(some_x.dtype, head_dim * state_size)
-    blocks = blocks or tuning.chosen("tree_scan", of_case, DEFAULTS)
+    blocks = blocks or DEFAULTS[of_case]
     channels = channels_of(blocks.state, head_dim, state_size)
     num_blocks = head_dim // channels
     part = HeadBlocks(channels, state_size, num_heads // some_B.shape[2])

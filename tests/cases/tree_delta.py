@@ -46,6 +46,9 @@ CASES = base.table(
         "equal keys, betas to 2": dict(
             HOSTILE, betas="to 2", nodes=64, batch=1, shape="chain", heads=2, groups=1
         ),
+        "sizes that are released": dict(
+            nodes=40, batch=1, shape="chain", heads=2, groups=1, head_dim=128, state=128
+        ),
         "bf16": dict(bf16=True),
     },
     batch=2,
@@ -236,19 +239,28 @@ def chunks_errors(case, implementation, chunk_size=8):
 
 
 def budgets(*names):
-    """About twice the errors that were measured; near-equal keys with large betas cost a digit."""
+    """About twice the errors that were measured; near-equal keys with large betas cost a digit.
+
+    Kernels are as exact as XLA. But over a sequence native code rounds the state at every step, XLA
+    once a chunk: where all steps have one key, and nothing decays, that is seen.
+    """
 
     def of(case):
         exact = 1e-6 if case.keys in ("equal", "one sign") else 3e-7
-        return {n: Budget(3e-3 if case.bf16 and n == "y" else exact) for n in names}
+        steps = names == ("y", "state") and case.decays == "near 0"
+        ratio = None if case.bf16 or steps else 1.5
+        return {
+            n: Budget(3e-3 if case.bf16 and n == "y" else exact, ratio, floor=2e-8) for n in names
+        }
 
     return of
 
 
 def lacks(case, implementation):
-    """Native code is for float32; it and the kernel are for whole vectors."""
+    """Both are for whole vectors; native code for float32, the kernel for states in registers."""
     odd = case.head_dim % native.LANES or case.state % native.LANES
-    return implementation != "xla" and bool(odd or (case.bf16 and implementation == "native"))
+    other = case.bf16 if implementation == "native" else case.state > 64
+    return implementation != "xla" and bool(odd or other)
 
 
 # The three ops are one kernel. These have several blocks of nodes and of decays, prefixes, nodes
@@ -280,7 +292,7 @@ REPLAY_TREE_DELTA = Op(
 SEQUENCES = (
     *("root only", "tree", "one group", "padded nodes", "64 nodes", "betas to 2"),
     *("a group a head", "decays of -100 among 0", "decays of six decades"),
-    *("keys of one sign", "equal keys", "bf16"),
+    *("keys of one sign", "equal keys", "sizes that are released", "bf16"),
 )
 DELTA_CHUNKS = Op(
     *({name: CASES[name] for name in SEQUENCES}, chunks_errors, budgets("y", "state")),

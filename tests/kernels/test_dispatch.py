@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, native, triton, tuning
+from pallas_kernels import dispatch, native, triton
 from tests.cases.tree_scan import small_replay
 
 
@@ -53,10 +53,8 @@ def test_committed_arrays_choose_the_device(default_is_a_gpu):
     assert dispatch.device_of({"weight": here, "x": free}) is default_is_a_gpu
     with dispatch.on(free):
         assert dispatch.choose("replay", None, None) == "pallas"
-        assert tuning.device_kind() == "NVIDIA H100"
     with dispatch.on(free, [here]):
         assert dispatch.choose("replay", None, None) == "xla"
-        assert tuning.device_kind() == "cpu"
         assert "is a CPU" in dispatch.explain()
     assert dispatch.default_device() is FAKE_GPU
     assert dispatch.device_obstacle() is None
