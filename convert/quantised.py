@@ -182,7 +182,7 @@ def _groups(said: Any) -> Iterator[list[_Group]]:
 
 def _of_modelopt(table: Mapping[str, Any]) -> list[_Group]:
     """The groups of an algorithm, which may be one for each module."""
-    modules = {None: table}
+    modules: dict[str, Any] = {"": dict(table)}
     if table.get("quant_algo") == "MIXED_PRECISION":
         modules = _table(table.get("quantized_layers"))
     groups: dict[tuple, set[str]] = {}
@@ -219,7 +219,7 @@ def _of_config(table: Mapping[str, Any]) -> list[_Group]:
         if not (symmetric is None or isinstance(symmetric, bool)):
             raise ValueError(f"symmetric must be true or false, got {shown(symmetric)}")
         sizes = _sizes(weights)
-        of_strategy = {"tensor": {_WHOLE}, "channel": {_ROW}}
+        of_strategy: dict[Any, Any] = {"tensor": {_WHOLE}, "channel": {_ROW}}
         of_strategy |= dict.fromkeys(("group", "block", "tensor_group"), sizes)
         of_strategy |= {None: {_WHOLE, _ROW, *sizes} if sizes else None}
         blocks = _known(weights.get("strategy"), of_strategy, "strategy")

@@ -147,7 +147,7 @@ class ModelConfig:
 
     @property
     def distinct_layers(self) -> tuple[LayerConfig, ...]:
-        """The configs that occur, each once, in the order of their first layers."""
+        """The configs that occur, in the order of their first layers."""
         return tuple(dict.fromkeys(self.layers))
 
     @property
@@ -190,7 +190,7 @@ class ModelConfig:
         return next(iter(found), None)
 
     def with_layers(self, layers: Sequence[LayerConfig | str], **parts: Any) -> "ModelConfig":
-        """The model with other layers; kinds get the configs that the model's own layers have.
+        """The model with other layers; kinds get the configs of its own.
 
         Args:
             layers: configs, or kinds.
@@ -231,7 +231,7 @@ class ModelConfig:
         )
 
     def _obstacle(self, shards: int) -> str | None:
-        """Why the model cannot be split into this many shards, or None."""
+        """Says why the model cannot be split into this many shards; else None."""
         of_layers = [layer.sizes(shards) for layer in self.distinct_layers]
         equal = [*(each.equal for each in of_layers), {"padded_vocab_size": self.num_embeddings}]
         for name, size in (item for table in equal for item in table.items()):
@@ -243,7 +243,7 @@ class ModelConfig:
         return None
 
     def cuts(self, shards: int) -> dict[str, Cut]:
-        """The cut of each weight of the model, by name; weights without one are replicated."""
+        """The cut of each weight by name; weights without one are replicated."""
         if shards == 1:
             return {}
         words = Cut(0, ((self.num_embeddings, 1),))
@@ -351,7 +351,7 @@ class ModelConfig:
 
     @classmethod
     def tiny(cls, **changes: Any) -> "ModelConfig":
-        """A model small enough to compile in a test; `changes` are arguments of `mamba2_lm`."""
+        """A model that compiles fast in a test; `changes` are arguments of `mamba2_lm`."""
         shape: dict[str, Any] = dict(
             vocab_size=37, d_model=16, num_layers=2, head_dim=8, state_size=8, chunk_size=8
         )
@@ -379,7 +379,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Any) -> "ModelConfig":
-        """The inverse of `to_dict`; also reads the tables of format 1, with one config per kind.
+        """The inverse of `to_dict`; also reads format 1, with a config per kind.
 
         Raises:
             ValueError: a field is unknown or missing, or a value is invalid.
@@ -428,7 +428,7 @@ def _layers(layers: Any, parts: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
 
 
 def _made(layer: LayerConfig | str, given: Mapping[str, Any]) -> LayerConfig:
-    """The layer of a kind made of given configs, or a layer with those in place of its own."""
+    """A layer, or that of a kind, with given configs; ValueError: one is missing."""
     cls = layer_kinds()[layer] if isinstance(layer, str) else type(layer)
     whole = [each for each in (given.get(cls.kind), layer) if isinstance(each, LayerConfig)]
     parts = {}
@@ -490,7 +490,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(name: str, value: Any, kind: Any) -> Any:
-    """The inverse of `_encode` for a field of a type, whose lists are not nested."""
+    """The inverse of `_encode` for a field of a type without nested lists."""
     if isinstance(value, Mapping):
         if "kind" in value:
             return _of_kind(name, value)
@@ -508,11 +508,7 @@ _GONE: dict[type, dict[str, Any]] = {Mamba2Config: {"activation": "silu"}}
 
 
 def build_config(cls: type, values: Any) -> Any:
-    """A config from a table of its fields.
-
-    Raises:
-        ValueError: a field is unknown or missing, or a value is invalid.
-    """
+    """A config from a table of its fields; ValueError: a field or a value is wrong."""
     require(
         isinstance(values, Mapping), f"{cls.__name__} needs a table of fields, got {values!r:.80}"
     )

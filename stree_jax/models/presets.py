@@ -1,4 +1,4 @@
-"""Shapes of published models by name, for benchmarks and for compiling without weights.
+"""Shapes of published models by name, for benchmarks and compiling.
 
 `ModelConfig.preset` reads this table. Sizes come from the published configs. A checkpoint brings
 its own config and never uses a preset.

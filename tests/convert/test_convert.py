@@ -29,22 +29,6 @@ def test_the_destination_is_complete_or_absent(checkpoint, tmp_path, monkeypatch
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "native"]
 
 
-def test_a_destination_that_appears_during_the_work_is_kept(checkpoint, tmp_path, monkeypatch):
-    from orbax.checkpoint import v1 as ocp
-
-    def slow(*arguments, **options):
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "precious").write_text("mine")
-        return real(*arguments, **options)
-
-    real = ocp.save
-    monkeypatch.setattr(ocp, "save", slow)
-    with pytest.raises(ValueError, match="appeared in the meantime"):
-        convert(checkpoint, tmp_path / "out")
-    assert os.listdir(tmp_path / "out") == ["precious"]
-    assert sorted(os.listdir(tmp_path)) == ["model", "out"]
-
-
 def test_a_model_that_transformers_cannot_hold(tmp_path):
     config = configs.mamba_ssm_config(
         d_intermediate=100, ssm_cfg=dict(D_has_hdim=True, rmsnorm=False)

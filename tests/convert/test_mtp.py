@@ -1,6 +1,5 @@
 """Multi-token prediction heads beside Nemotron-3 and Qwen targets: read, written, refused."""
 
-import json
 import re
 from pathlib import Path
 
@@ -144,36 +143,6 @@ def test_copies_without_a_head_say_so(tmp_path):
     assert "multi-token prediction (attention, moe), " in inspected(saved(tmp_path / "whole"))
 
 
-METHOD = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "quantisation", "says"),
-    [
-        (METHOD, None, "config.json says quantization_config"),
-        ({"model_type": "nemotron_h_omni", "text_config": METHOD}, None, "says text_config.quanti"),
-        ({"model_type": "nemotron_h_omni", "llm_config": METHOD}, None, "says llm_config.quanti"),
-        ({}, {"quant_algo": "NVFP4_AWQ", "group_size": 16}, "hf_quant_config.json says"),
-        ({}, {"quant_algo": None, "kv_cache_quant_algo": "FP8"}, None),
-    ],
-    ids=["config", "wrapped", "wrapped, older", "beside", "its cache alone"],
-)
-def test_unknown_quantisation_names_the_original(changes, quantisation, says, tmp_path):
-    """The head may be as it was, but the target is not."""
-    path, target = saved(tmp_path / "quantised", changes), st.from_pretrained(saved(tmp_path / "b"))
-    if quantisation is not None:
-        beside = {"producer": {"name": "modelopt"}, "quantization": quantisation}
-        (path / "hf_quant_config.json").write_text(json.dumps(beside))
-    for load in (lambda: st.from_pretrained(path), lambda: st.load_mtp(path, target)):
-        if says is None:
-            load()
-            continue
-        match = f"{says}.*: the scheme 'NVFP4_AWQ' is not read, only .*; use the bfloat16 original"
-        with pytest.raises(ValueError, match=match) as error:
-            load()
-        assert "\n" not in str(error.value)
-
-
 # Qwen's.
 
 DATA = Path("/work/shared/data/tiny_gated_delta")
@@ -235,32 +204,6 @@ def test_a_head_in_a_file_of_its_own(index, tmp_path):
         )
         with pytest.raises(ValueError, match=message):
             st.from_pretrained(path)
-
-
-def test_another_head_has_no_place_in_the_format_of_qwen(tmp_path):
-    """A trained one, say, whose MLP is not as wide as the target's."""
-    target = st.from_pretrained(qwen_files.saved(tmp_path / "original"))
-    st.save_pretrained(target, tmp_path / "native")
-    attention = target.config.attention
-    for name, head, only in (
-        (
-            "mlp",
-            st.MtpConfig(16, attention, st.MlpConfig(8), 1e-6, norm_float32=True),
-            r"feed_forward.hidden_size = 8 .only 24.",
-        ),
-        (
-            "norms",
-            st.MtpConfig(16, attention, target.config.mlp, 1e-6),
-            r"norm_float32 = False .only True.",
-        ),
-    ):
-        st.save_mtp(
-            st.MtpHead(head, rngs=nnx.Rngs(0)), target, tmp_path / "native" / "mtp", overwrite=True
-        )
-        why = convert(tmp_path / "native", tmp_path / name, to="qwen3_5_text")
-        place = "qwen3_5_text has no place for this multi-token prediction head"
-        assert re.fullmatch(f"transformers' {place}: {only}", why), why
-        assert st.from_pretrained(tmp_path / name).config == target.config
 
 
 OF_QWEN = [

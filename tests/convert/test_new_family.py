@@ -8,12 +8,9 @@ import stree_jax as st
 from stree_jax import testing
 from stree_jax.convert import (
     FAMILIES,
-    Description,
-    Family,
     convert,
     formats,
     open_checkpoint,
-    tables,
 )
 from tests.helpers import assert_same_model
 
@@ -49,29 +46,3 @@ def test_the_family_of_the_docs(tmp_path, monkeypatch):
         open_checkpoint(tmp_path / "other")
     with pytest.raises(ValueError, match="to must be one of .*got 'example'"):
         convert(tmp_path / "small", tmp_path / "out", to="example")
-
-
-def test_a_family_with_a_second_config_file(tmp_path, monkeypatch):
-    """Recognised by that file, with a padded vocabulary."""
-
-    def read(source):
-        fields, more = source.fields, source.beside["example.json"]
-        config = st.ModelConfig.tiny(
-            num_layers=fields.integer("depth"), padded_vocab_size=more.integer("rows")
-        )
-        rules = tables.mamba_ssm(config, embedding="embed")
-        return Description("an example", config, rules, [], fields.finish() + more.finish())
-
-    family = Family(
-        read,
-        lambda config, dtype: {"depth": len(config.layers)},
-        recognise=lambda source: "example.json" in source.beside,
-        mark="example.json",
-        beside={"example.json": lambda config: {"rows": config.num_embeddings}},
-        padded_vocab=True,
-    )
-    monkeypatch.setitem(FAMILIES, "example", family)
-    assert_goes_there_and_back(random_model(padded_vocab_size=40), tmp_path, "an example")
-    (tmp_path / "other" / "example.json").unlink()
-    with pytest.raises(ValueError, match=r"of no known family .* example \(example.json\), and"):
-        open_checkpoint(tmp_path / "other")
