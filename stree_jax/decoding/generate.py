@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
+import jax
 import numpy as np
 
 from pallas_kernels import dispatch
@@ -29,6 +30,7 @@ from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
 from stree_jax.tree import TreeTopology
 
 
+@jax.transfer_guard("allow")
 @explained(OptionKeywords.__annotations__)
 def generate(
     model: HybridLM,
@@ -111,6 +113,7 @@ def generate(
     return generation_of(ended, request, own, text, cache, prefix)
 
 
+@jax.transfer_guard("allow")
 @explained(OptionKeywords.__annotations__)
 def stream(
     model: HybridLM,
@@ -152,12 +155,12 @@ def stream(
         start, done = on_host((request.context.length, state.done))
         pieces = [Pieces(row.stopping) for row in request.rows[rows]]
         while not done.all():
+            had_ended, most = done, request.decoder.topology.depth + 1
             with dispatch.on(model):  # not around `yield`: it must not affect the caller
                 state, _, _ = request.decoder.step(
                     model, request.drafter, state, request.limits, request.sampling
                 )
-            had_ended, most = done, request.decoder.topology.depth + 1
-            new = tokens_from(state.context.tokens, start, most)
+                new = tokens_from(state.context.tokens, start, most)
             tokens, length = on_host((new, state.context.length))
             done = on_host(state.done)
             end = done & ~had_ended

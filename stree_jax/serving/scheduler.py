@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from stree_jax.checks import check_int
@@ -78,6 +79,7 @@ class Scheduler:
             verifier, or a number of rows that the shards of a mesh cannot share equally.
     """
 
+    @jax.transfer_guard("allow")
     def __init__(
         self,
         model: HybridLM,
@@ -162,6 +164,7 @@ class Scheduler:
         """Requests that have a row."""
         return len(self._tenants)
 
+    @jax.transfer_guard("allow")
     def submit(self, request: Request | Any) -> int:
         """Queues a request.
 
@@ -219,6 +222,7 @@ class Scheduler:
                 return
             self._report()
 
+    @jax.transfer_guard("allow")
     def pop(self, request_id: int) -> Completion:
         """The completion of a request that has ended; `completions` does not give it then.
 
@@ -233,6 +237,7 @@ class Scheduler:
             )
         return completion
 
+    @jax.transfer_guard("allow")
     def cancel(self, request_id: int) -> None:
         """Ends a request that waits or runs, with the tokens so far and the reason "cancelled".
 
@@ -268,6 +273,7 @@ class Scheduler:
             )
         return request_id
 
+    @jax.transfer_guard("allow")
     def read(self, prompt: Sequence[int], after: Prefix | None = None) -> Prefix:
         """Prefills a prompt once, to be shared by any number of requests.
 
@@ -378,6 +384,7 @@ class Scheduler:
             self._pool.start(row, self._tenants[row].plan, prefix)
             self._readings.pop(row).drop()
 
+    @jax.transfer_guard("allow")
     def _advance(self, asked_for: str) -> bool:
         """Fills free rows and runs; False if there was nothing to run."""
         check_mappings()  # now: an error loses no request
