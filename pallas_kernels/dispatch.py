@@ -29,7 +29,7 @@ the model get their own programs. The library's entry points use it:
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -213,15 +213,20 @@ def device_of(arrays: Any) -> Any:
     return default
 
 
-def on(*arrays: Any) -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def on(*arrays: Any) -> Iterator[None]:
     """Makes the device of these arrays the default device, if it is of another kind.
 
-    Ops choose their implementation and their block sizes for the default device.
+    Ops choose their implementation and their block sizes for the default device. Transfers are
+    meant here, whatever `jax.transfer_guard` says.
     """
     device = device_of(arrays)
-    if _kind(device) == _kind(default_device()):
-        return contextlib.nullcontext()
-    return jax.default_device(device)
+    is_default = _kind(device) == _kind(default_device())
+    with (
+        jax.transfer_guard("allow"),
+        contextlib.nullcontext() if is_default else jax.default_device(device),
+    ):
+        yield
 
 
 def _kind(device: Any) -> tuple[str, str]:

@@ -99,6 +99,7 @@ def part_of(kind: str, part: str) -> Any:
     return importlib.import_module(f"{ROOMS[kind]}.{part}")
 
 
+@jax.transfer_guard("allow")
 def save_head(
     head: nnx.Module | Any,
     target: HybridLM | Any,
@@ -134,6 +135,7 @@ def save_head(
     write_checkpoint(path, header, head, model_card, overwrite)
 
 
+@jax.transfer_guard("allow")
 def load_native_head(kind: str, path: str | os.PathLike[str], target: HybridLM) -> Any:
     """Loads a native checkpoint of a head, in its target's dtype."""
     known = head_kind(kind)

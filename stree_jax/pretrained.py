@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -25,6 +26,7 @@ from stree_jax.models.matrices import check_quantize, loaded_for, pack
 from stree_jax.special_tokens import end_tokens, special_tokens
 
 
+@jax.transfer_guard("allow")
 @explained()
 def from_pretrained(
     path: str | os.PathLike[str],
@@ -97,6 +99,7 @@ def from_pretrained(
     return model
 
 
+@jax.transfer_guard("allow")
 @explained()
 def load_draft(
     path: str | os.PathLike[str],
@@ -122,6 +125,7 @@ def load_draft(
     return from_pretrained(path, ignore=ignore, quantize=quantize, **draft_options(target))
 
 
+@jax.transfer_guard("allow")
 @explained()
 def load_head(
     kind: str | Any,

@@ -27,6 +27,7 @@ from stree_jax.models.matrices import in_first, quantized_names
 from stree_jax.names import flatten, unflatten
 
 
+@jax.transfer_guard("allow")
 def save_pretrained(
     model: HybridLM,
     path: str | os.PathLike[str],

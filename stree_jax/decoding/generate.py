@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
+import jax
 import numpy as np
 
 from pallas_kernels import dispatch
@@ -30,6 +31,7 @@ from stree_jax.tree import TreeTopology
 
 
 @spelled_out
+@jax.transfer_guard("allow")
 @explained(OptionKeywords.__annotations__)
 def generate(
     model: HybridLM,
@@ -108,6 +110,7 @@ def generate(
 
 
 @spelled_out
+@jax.transfer_guard("allow")
 @explained(OptionKeywords.__annotations__)
 def stream(
     model: HybridLM,
@@ -148,12 +151,12 @@ def stream(
         start, done = on_host((request.context.length, state.done))
         pieces = [Pieces(row.stopping) for row in request.rows]
         while not done.all():
+            had_ended, most = done, request.decoder.topology.depth + 1
             with dispatch.on(model):  # not around `yield`: it must not affect the caller
                 state, _, _ = request.decoder.step(
                     model, request.drafter, state, request.limits, request.sampling
                 )
-            had_ended, most = done, request.decoder.topology.depth + 1
-            new = tokens_from(state.context.tokens, start, most)
+                new = tokens_from(state.context.tokens, start, most)
             tokens, length = on_host((new, state.context.length))
             done = on_host(state.done)
             end = done & ~had_ended

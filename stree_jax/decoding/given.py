@@ -72,7 +72,8 @@ def donating(program: Any) -> Any:
     @functools.wraps(program)
     def call(decoder: Any, model: Any, drafter: Any, state: Any, *more: Any, **named: Any) -> Any:
         check_not_donated(state)
-        return program(decoder, model, drafter, state, *more, **named)
+        with jax.transfer_guard("allow"):  # of `max_steps`
+            return program(decoder, model, drafter, state, *more, **named)
 
     compiled: Any = call
     compiled.lower, compiled.trace = program.lower, program.trace

@@ -110,6 +110,7 @@ class SpeculativeDecoder:
                 f" max_length at least {width}"
             )
 
+    @jax.transfer_guard("allow")
     def read(
         self,
         model: HybridLM,
@@ -133,6 +134,7 @@ class SpeculativeDecoder:
         self._check_room(prompts)
         return read_text(model, drafter, prompts, self.topology, self.max_length, before)
 
+    @jax.transfer_guard("allow")
     def start(
         self,
         model: HybridLM,
@@ -151,6 +153,7 @@ class SpeculativeDecoder:
         callers = (model, drafter, prompts, keys, sampling)
         return self.start_from(model, prefix, keys, sampling, callers)
 
+    @jax.transfer_guard("allow")
     def start_from(
         self,
         model: HybridLM,

@@ -85,6 +85,7 @@ class Plan(NamedTuple):
     rows: list[Row]
 
 
+@jax.transfer_guard("allow")
 @explained(OptionKeywords.__annotations__)
 def plan(
     model: HybridLM,

@@ -25,6 +25,7 @@ from stree_jax.models.lm import HybridLM, check_model
 _MOST_LOGITS = 2**24  # at a time: 64 MiB
 
 
+@jax.transfer_guard("allow")
 @explained()
 def score(
     model: HybridLM, texts: Sequence[Sequence[int]] | Any, *, rows: int = 8
@@ -74,6 +75,7 @@ def score(
     return found
 
 
+@jax.transfer_guard("allow")
 def text_log_probs(model: HybridLM, tokens: Tokens | Any) -> Float32[Array, "B _"]:
     """The log-probability of each token but the first, after the tokens before it; differentiable.
 

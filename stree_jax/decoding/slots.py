@@ -53,6 +53,7 @@ from stree_jax.mesh.rows import copies_of, placed_like, row_of
 from stree_jax.models.lm import HybridLM
 
 
+@jax.transfer_guard("allow")
 def empty(
     decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None, rows: int
 ) -> DecodeState:
@@ -85,6 +86,7 @@ def check_rows(model: HybridLM, rows: int) -> None:
         )
 
 
+@jax.transfer_guard("allow")
 def insert(
     decoder: SpeculativeDecoder,
     model: HybridLM,
@@ -137,6 +139,7 @@ def inserted(
     return state._replace(processors=processors)
 
 
+@jax.transfer_guard("allow")
 def with_processors(
     model: HybridLM, state: DecodeState, sampling: Sampling, rows: Collection[int]
 ) -> DecodeState:
@@ -157,6 +160,7 @@ def _chosen(rows: Bool[Array, " B"], new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(per_row(rows, a), a, b), new, old)
 
 
+@jax.transfer_guard("allow")
 def take(state: DecodeState, row: int) -> Prefix:
     """The prefix of a row: its text, and the caches of all but its last token.
 
@@ -169,6 +173,7 @@ def take(state: DecodeState, row: int) -> Prefix:
     return Prefix(*row_of((state.context, state.cache, state.drafter), row))
 
 
+@jax.transfer_guard("allow")
 def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
     """The pool with these rows ended where they are, for other requests."""
     _check_between_runs(state)

@@ -118,6 +118,7 @@ def check_picture(path: str | os.PathLike[str]) -> Path:
     return file
 
 
+@jax.transfer_guard("allow")
 def bench(
     target: HybridLM | str | os.PathLike[str] | Any,
     ways: Mapping[str, Mapping[str, Any]] | Any = types.MappingProxyType({}),

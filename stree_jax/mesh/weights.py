@@ -25,6 +25,7 @@ Model = TypeVar("Model", bound=Partitioned)
 __all__ = ["as_weight", "canonical_weights", "partition_of", "shard", "spread"]
 
 
+@jax.transfer_guard("allow")
 def shard(model: Model, mesh: Mesh | None, *, replicate: bool = False) -> Model:
     """The model on the devices of a mesh, each with its shard of the weights.
 

@@ -202,6 +202,7 @@ class HybridLM(Partitioned):
         names = quantized_names(self)
         return self.abstract(self.config, partition=partition, quantized=names, **options)
 
+    @jax.transfer_guard("allow")
     def in_first(self) -> "HybridLM":
         """This model with its matrices `[in, out]`, the embedding and the output head `[V, M]`.
 
@@ -209,6 +210,7 @@ class HybridLM(Partitioned):
         """
         return in_first(self)
 
+    @jax.transfer_guard("allow")
     def packed(self) -> "HybridLM":
         """This model with its matrices packed for a CPU, as `from_pretrained` has them there.
 
@@ -221,6 +223,7 @@ class HybridLM(Partitioned):
         check_on_one_device(self, "packed()")
         return packed(self)
 
+    @jax.transfer_guard("allow")
     def quantized(self, *, keep: Collection[str] = ()) -> "HybridLM":
         """This model with its matrices in 8 bits and a scale for 32 inputs of a column.
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from stree_jax.checks import check_int
@@ -75,6 +76,7 @@ class Scheduler:
             verifier, or a number of rows that the shards of a mesh cannot share equally.
     """
 
+    @jax.transfer_guard("allow")
     def __init__(
         self,
         model: HybridLM,
@@ -156,6 +158,7 @@ class Scheduler:
         """Requests that have a row."""
         return len(self._tenants)
 
+    @jax.transfer_guard("allow")
     def submit(self, request: Request | Any) -> int:
         """Queues a request.
 
@@ -213,6 +216,7 @@ class Scheduler:
                 return
             self._report()
 
+    @jax.transfer_guard("allow")
     def pop(self, request_id: int) -> Completion:
         """Returns the completion of a request, which is not given again.
 
@@ -227,6 +231,7 @@ class Scheduler:
             )
         return completion
 
+    @jax.transfer_guard("allow")
     def cancel(self, request_id: int) -> None:
         """Ends a request with the tokens so far and the reason "cancelled".
 
@@ -261,6 +266,7 @@ class Scheduler:
             )
         return request_id
 
+    @jax.transfer_guard("allow")
     def read(self, prompt: Sequence[int], after: Prefix | None = None) -> Prefix:
         """Prefills a prompt once, to be shared by any number of requests.
 
@@ -363,6 +369,7 @@ class Scheduler:
             self._pool.start(row, self._tenants[row].plan, prefix)
             self._readings.pop(row).drop()
 
+    @jax.transfer_guard("allow")
     def _advance(self) -> bool:
         """Fills free rows and runs; False if there was nothing to run."""
         check_mappings()  # now: an error loses no request

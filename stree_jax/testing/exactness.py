@@ -27,6 +27,7 @@ from stree_jax.tree import TreeTopology
 PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
 
 
+@jax.transfer_guard("allow")
 def assert_lossless(
     model: HybridLM,
     drafter: Drafter,
@@ -169,6 +170,7 @@ def processed_after(
     return jnp.concatenate(found, axis=1)
 
 
+@jax.transfer_guard("allow")
 def assert_same_distribution(
     model: HybridLM,
     drafter: Drafter | None,
@@ -270,6 +272,7 @@ def largest_distance(texts: int, rows: int, error: float) -> float:
     return math.sqrt(2 * (texts * math.log(2) + math.log(1 / error)) / rows)
 
 
+@jax.transfer_guard("allow")
 def apply(model: HybridLM, tokens: Any) -> jax.Array:
     """Logits of whole sequences, compiled once for each structure of a model and each shape."""
     return _apply(model, jnp.asarray(tokens, jnp.int32))

@@ -237,6 +237,7 @@ HYBRIDS["mixed"] = ModelConfig(
 CONFIGS |= {f"{name} hybrid": config for name, config in HYBRIDS.items()}
 
 
+@jax.transfer_guard("allow")
 def tiny_model(
     name: str = "plain",
     seed: int = 0,
@@ -263,6 +264,7 @@ def _tiny_model(name: str, seed: int, dtype: str, implementation: str | None) ->
     return random_model(CONFIGS[name], seed, dtype=dtype, implementation=implementation)
 
 
+@jax.transfer_guard("allow")
 def random_model(
     config: ModelConfig, seed: int = 0, *, dtype: str = "float32", implementation: str | None = None
 ) -> HybridLM:
@@ -277,6 +279,7 @@ def random_model(
     return randomised(nnx.merge(structure, weights), seed)
 
 
+@jax.transfer_guard("allow")
 def randomised(model: _Module, seed: int) -> _Module:
     """A copy of a model, or of a part of one, with all weights drawn again.
 
@@ -340,6 +343,7 @@ def _draw(kind: str, key: Array, i: int | Array, size: int) -> Array:
     return draw(own, (size,), jnp.float32)
 
 
+@jax.transfer_guard("allow")
 def perturbed(model: HybridLM, amount: float, seed: int = 0) -> HybridLM:
     """A copy of the model with relative noise on its weights: a draft model that often agrees.
 

@@ -118,6 +118,7 @@ class TuningReport:
         return "\n".join([*lines, self.advice])
 
 
+@jax.transfer_guard("allow")
 @explained()
 def tune(
     target: HybridLM,
