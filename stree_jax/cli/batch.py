@@ -80,13 +80,22 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
 
 
 def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[_Line]:
-    """Returns the lines of the file."""
+    """Returns the lines of the file; requests share the tables of their grammars."""
     path: Any = command.prompts
     lines = read_lines(path)
     options = loaded.options(wanted(settings)) | {"key": command.seed}
     options |= loaded.drafting | {"tokenizer": loaded.texts.tokenizer("")}
     plan(loaded.model, [[0]], **options)  # refuses what is wrong for all lines
-    return [_parsed(loaded, number, line, command.seed, settings) for number, line in lines]
+    found = [_parsed(loaded, number, line, command.seed, settings) for number, line in lines]
+    grammars = {id(g): g for line in found for each in line.requests for g in each.processors}
+    if not grammars:
+        return found
+    joined = dict(zip(grammars, st.Automaton.joined([*grammars.values()]), strict=True))
+
+    def sharing(request: st.Request) -> st.Request:
+        return dataclasses.replace(request, processors=[joined[id(g)] for g in request.processors])
+
+    return [line._replace(requests=[*map(sharing, line.requests)]) for line in found]
 
 
 def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, settings: dict[str, Any]) -> _Line:
