@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, a bar around the library's clock, results, `main`."""
+"""Shared by all benchmarks: options, a bar around the library's clock, results, `main`."""
 
 import argparse
 import contextlib
@@ -66,15 +66,7 @@ def names(known: Iterable[str]) -> dict[str, Any]:
 def read_options(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parses the command line; refuses what would keep the results from being written.
-
-    Args:
-        parser: gets the options `--output` and `--commit`.
-        arguments: the command line; None: `sys.argv`.
-
-    Returns:
-        The options; `output` is an existing directory for the results.
-    """
+    """Parses the command line, with `--output` and `--commit`; refuses what it cannot write to."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--output", type=Path, help=f"directory of the results; default: {OUTPUT}")
     where.add_argument(
@@ -166,11 +158,8 @@ def main(
 ) -> None:
     """Runs an experiment: prints its tables and writes JSON; exit code 1 if it failed.
 
-    Args:
-        run: yields what it has found so far: prompts, methods and temperatures go in; records and
-            tables come out. Its module has the experiment's name, and begins with its question.
-        options: of the experiment, as for `parser_of`.
-        arguments: the command line; None: `sys.argv`.
+    `run` yields what it has found so far; its module has the experiment's name and begins with its
+    question. `options` are those of `parser_of`.
     """
     module = sys.modules[run.__module__]
     name, doc = Path(str(module.__file__)).stem, str(module.__doc__)

@@ -54,7 +54,7 @@ PAPER = st.TreeTopology.paper("A")
 
 
 class Sizes(NamedTuple):
-    """What is measured: on a GPU, or by `--tiny`."""
+    """Sizes of a measurement: on a GPU, or of `--tiny`."""
 
     models: Mapping[str, st.ModelConfig]  # the last one drafts
     kernel: str = "pallas"

@@ -51,15 +51,9 @@ LAYOUTS = {
 def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
     """Writes a checkpoint in transformers' format as GGUF, without its tokenizer.
 
-    Args:
-        checkpoint: a directory that `stree_jax.convert` wrote: Mamba-2, Bamba, or Granite 4 without
-            experts.
-        path: the new file.
-        precision: of the matrices, a key of `PRECISIONS`; the rest is float32, as in files of
-            llama.cpp's own converter.
-
-    Raises:
-        ValueError: llama.cpp's graph of this architecture computes something else.
+    `stree_jax.convert` wrote it: Mamba-2, Bamba, or Granite 4 without experts; others are refused.
+    `precision`, a key of `PRECISIONS`, is that of the matrices; the rest is float32, as in files of
+    llama.cpp's own converter.
     """
     import gguf
     from safetensors.numpy import load_file
@@ -178,12 +172,7 @@ def interleaved(weight: np.ndarray, head_dim: int, rotary: int) -> np.ndarray:
     """Rows of queries or keys in llama.cpp's order.
 
     It turns neighbours together, transformers the two halves: with 4 of 6 channels turned, the
-    rows 0 1 2 3 4 5 of a head become 0 2 1 3 4 5.
-
-    Args:
-        weight: `[heads * head_dim, d_model]`, or a bias.
-        head_dim: channels of a head.
-        rotary: how many of them RoPE turns, from the first one.
+    rows 0 1 2 3 4 5 of a head become 0 2 1 3 4 5. A weight is `[heads * head_dim, d_model]`.
     """
     order = np.arange(head_dim)
     order[:rotary] = order[:rotary].reshape(2, -1).T.ravel()
@@ -200,14 +189,10 @@ class Model:
     """A model that llama.cpp has loaded, and the state of one text."""
 
     def __init__(self, path: Path, num_places: int, threads: int, *, float32: bool):
-        """Loads a GGUF file.
+        """Loads a GGUF file, mapped into memory, for texts of at most `num_places` tokens.
 
-        Args:
-            path: the file; mapped into memory, so it may be removed afterwards, but not changed.
-            num_places: tokens of the longest text.
-            threads: for all calls.
-            float32: keys, values and attention in float32. By default they are in float16, and
-                log-probabilities differ by 7e-4 instead of 6e-6 from ours (embedded target).
+        With `float32` keys, values and attention are float32, not float16; log-probabilities then
+        differ by 6e-6 instead of 7e-4 from ours (embedded target).
         """
         import llama_cpp as api
 
@@ -369,10 +354,7 @@ def decoders(
 ) -> tuple[dict[float, dict[str, Decode]], dict[str, Any]]:
     """Decoding of the embedded pair by llama.cpp, by temperature, and the versions.
 
-    Its own speculation is compared at temperature 0 only.
-
-    Raises:
-        ImportError: a package is missing.
+    Its own speculation is compared at temperature 0 only. An ImportError names a missing package.
     """
     import gguf  # noqa: F401  both are missed before anything is made
     import llama_cpp

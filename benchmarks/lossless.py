@@ -163,7 +163,7 @@ class Way(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a row is about."""
+    """The subject of a row."""
 
     weights: str
     family: str

@@ -101,7 +101,7 @@ def medusa(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Metho
 
 
 def precision(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
-    """What do bfloat16 and 8 bits gain?"""
+    """How much do bfloat16 and 8 bits gain?"""
     some = {"deep tree": DEEP_TREE} | TWO_TREES | {"tree B": PAPER_TREES["tree B"]}
     yield from trees(st.ModelDrafter(pair.draft), some)
     for name, how in TYPES.items():
@@ -136,12 +136,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """The comparison of `stree_jax.measuring` with an experiment's settings.
 
-    Args:
-        pair: target and prompts.
-        methods: ways of decoding, `PLAIN` among them.
-        temperature: of all of them.
-        options: `tokens`, the limit of each text, and `rounds`, the timed runs of each request.
-        rows: of a request; several run to their limit, past any end, so that the batch stays full.
+    Several rows of a request run to their limit, past any end, so that the batch stays full.
     """
     own = {"max_new_tokens": options.tokens, "temperature": temperature}
     own |= {"eos_token": ()} if rows > 1 else {}

@@ -17,7 +17,7 @@ CHECKPOINTS = {"--target": None, "--draft": None, "--name": None}
 
 
 def on_gpu() -> bool:
-    """Whether computations go to a GPU."""
+    """True if computations go to a GPU."""
     return jax.default_backend() == "gpu"
 
 

@@ -153,11 +153,7 @@ def our_decoders(
 def transformers_decoders(
     pair: Pair, temperatures: Sequence[float], tokens: int, threads: int
 ) -> tuple[dict[float, dict[str, Decode]], dict[str, Any]]:
-    """Decoding of the embedded target by transformers, by temperature, and the versions.
-
-    Raises:
-        ImportError: a package is missing.
-    """
+    """Decoding of the embedded target by transformers, by temperature, and the versions."""
     import torch
     import transformers
 

@@ -54,10 +54,7 @@ def run_steps(
 class Program:
     """The loop of one request, compiled ahead of time: its memory is known.
 
-    Args:
-        model: the target.
-        prompt: token ids; all prompts must have the same padded width.
-        **options: those of `stree_jax.generate`; rows run to `max_new_tokens`, past any end token.
+    All prompts must have the same padded width; rows run to `max_new_tokens`, past any end token.
     """
 
     def __init__(self, model: st.HybridLM, prompt: Sequence[int], **options: Any):

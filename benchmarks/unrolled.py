@@ -42,15 +42,10 @@ def root_to_leaf_paths(tree: st.Tree, num_rows: int, num_positions: int) -> Path
 
 
 class UnrolledLM(st.HybridLM):
-    """Verifies each path as a row with its own state; shared nodes are computed in each.
+    """Verifies each path as a row with its own state; shared nodes are computed in each."""
 
-    Attributes:
-        num_rows: most leaves of a tree.
-        num_positions: most nodes of a path.
-    """
-
-    num_rows: int
-    num_positions: int
+    num_rows: int  # most leaves of a tree
+    num_positions: int  # most nodes of a path
 
     @classmethod
     def like(cls, model: st.HybridLM, num_rows: int, num_positions: int) -> "UnrolledLM":

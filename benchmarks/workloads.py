@@ -27,12 +27,7 @@ class Workload(NamedTuple):
 
 
 def workloads(prompts: Sequence[list[int]], encode: Callable[[str], list[int]]) -> list[Workload]:
-    """All workloads, of as many requests as prompts; trees are fewer.
-
-    Args:
-        prompts: token ids of the users' texts.
-        encode: text to token ids.
-    """
+    """All workloads, of as many requests as prompts; trees are fewer."""
     shots = encode("".join(examples(SHOTS)))
     system = _repeated(encode("".join(examples(2 * SHOTS)[SHOTS:])), SYSTEM_PROMPT)
     few = prompts[: -(-len(prompts) // 8)]

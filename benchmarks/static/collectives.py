@@ -40,14 +40,9 @@ def collectives(text: str) -> list[Found]:
 def problems(
     config: st.ModelConfig, found: list[Found], *, steps: int, nodes: int, rows: int
 ) -> list[str]:
-    """Violations by the collectives of a loop.
+    """Violations by the collectives of a loop with a drafter, at temperature 0.
 
-    Args:
-        config: config of the target.
-        found: collectives of its loop, with a drafter, at temperature 0.
-        steps: number of steps in the loop's body.
-        nodes: number of nodes of the tree.
-        rows: rows of a shard of the batch.
+    Its body has some `steps` on trees of `nodes`, for `rows` of a shard of the batch.
     """
     per_layer = sum(2 if kind == "shared" else 1 for kind in config.kinds)
     wanted = {"all-reduce": steps * (per_layer + 2), "all-gather": steps}

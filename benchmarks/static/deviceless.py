@@ -114,11 +114,7 @@ def lowered(device: str, jitted: Any, *arguments: Any) -> Any:
 
 
 def described_mesh(device: str, data: int, model: int) -> Mesh:
-    """A mesh of described devices of one host.
-
-    Raises:
-        SystemExit: the plugin is not installed.
-    """
+    """A mesh of described devices of one host."""
     return Mesh(np.array(_devices(device, data * model)).reshape(data, model), ("data", "model"))
 
 
@@ -160,16 +156,7 @@ class Compiled(NamedTuple):
 
 
 class Compiler:
-    """Compiles for one described GPU.
-
-    Args:
-        gpu: one of `GPUS`.
-        products: one of `PRODUCTS`.
-        weights: one of `WEIGHTS`.
-
-    Raises:
-        SystemExit: the plugin or ptxas is not installed.
-    """
+    """Compiles for one of `GPUS`, with one of `PRODUCTS` and of `WEIGHTS`."""
 
     def __init__(self, gpu: str, products: str = "split", weights: str = "bfloat16"):
         self.gpu, self.products, self.weights = gpu, products, weights
@@ -194,10 +181,6 @@ class Compiler:
 
 
 def compiled_for_tpu(tpu: str, jitted: Any, *arguments: Any) -> Any:
-    """A jitted function of abstract arguments, compiled for one described TPU.
-
-    Raises:
-        SystemExit: libtpu is not installed.
-    """
+    """A jitted function of abstract arguments, compiled for one described TPU."""
     mesh = Mesh(np.array(_devices(tpu, 1)), ("x",))
     return lowered(tpu, jitted, *placed(arguments, PartitionSpec(), mesh)).compile()

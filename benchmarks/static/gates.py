@@ -59,12 +59,7 @@ def failures(
 ) -> list[str]:
     """Limits that are exceeded; a limit on something that was not compiled is exceeded, too.
 
-    Args:
-        most: `most_launches`.
-        limits: limits for its entries.
-        growth: `growth_of_memory`.
-        most_growth: limit for all of `growth`, infinite for none.
-        spilled: number of programs that spill registers.
+    `limits` are for entries of `most`, `most_growth` for all of `growth`, infinite for none.
     """
     found = [
         f"{kind}: {most.get(kind, 'nothing of this kind was compiled')}, the limit is"

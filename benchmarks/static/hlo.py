@@ -75,7 +75,7 @@ class Text:
                 own.append(Instruction(found["name"], found["type"], found["opcode"], line))
 
     def run(self, computation: str) -> Iterator[Instruction]:
-        """What a computation runs, with the bodies of loops in it, once each."""
+        """Yields what a computation runs, with the bodies of loops in it, once each."""
         for each in self.computations[computation]:
             is_name = each.opcode in _NAMES or re.search(_BUFFER, each.line)
             if not is_name and not each.opcode.endswith("-done"):
@@ -119,11 +119,9 @@ class Program(NamedTuple):
 
 
 def problems(text: Text, weights: Collection[int]) -> list[str]:
-    """What a program must not do: transfers to the host, long sorts, other copies of weights.
+    """Returns transfers to the host, long sorts, and other copies of weights.
 
-    Args:
-        text: the program.
-        weights: numbers of the weights that must be multiplied as they are.
+    `weights` are the sizes of those that must be multiplied as they are.
     """
     found = []
     for each in text.run(text.entry):

@@ -1,28 +1,13 @@
-"""What a layer of each kind adds to a program: the counts of one more of them."""
+"""The counts that a layer of each kind adds to a program.
+
+Programs have `counts` of a step, such as its launches, and `kernels`, a `Counter` of their names.
+"""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import stree_jax as st
-
-
-class Program(Protocol):
-    """A compiled program."""
-
-    @property
-    def counts(self) -> Mapping[str, float]:
-        """Of a step, such as its launches."""
-        ...
-
-    @property
-    def kernels(self) -> Counter[str]:
-        """What a step runs, by name."""
-        ...
-
-
-AnyProgram = TypeVar("AnyProgram", bound=Program)
 
 
 def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
@@ -48,20 +33,17 @@ def shortened(config: st.ModelConfig) -> st.ModelConfig:
 
 
 def by_layer(
-    config: st.ModelConfig, build: Callable[[st.ModelConfig], AnyProgram]
-) -> tuple[dict[str, Any], Iterable[AnyProgram]]:
-    """Counts of a layer of each kind, and of the whole model as their sum.
+    config: st.ModelConfig, build: Callable[[st.ModelConfig], Any]
+) -> tuple[dict[str, Any], Iterable[Any]]:
+    """Counts of a layer of each kind, of the whole model as their sum, and the programs behind it.
 
     For steps with our kernels on a GPU the sum is what `--whole` finds.
-
-    Returns:
-        The row, and the programs behind it.
     """
     # Twice, since a first layer fuses with the embedding.
     few = one_of_each(config) * 2
     base = build(with_layers(config, few))
     layers: dict[str, dict[str, Any]] = {}
-    longer: dict[str, AnyProgram] = {}
+    longer: dict[str, Any] = {}
     for kind in sorted({*few}, key=lambda kind: (kind == "shared", few.index(kind))):
         # Inserted before the last layer of its kind, so that it has the usual neighbours.
         new, without = (kind,), base
@@ -82,15 +64,12 @@ def by_layer(
 
 
 def outside_of_layers(
-    config: st.ModelConfig, build: Callable[[st.ModelConfig], AnyProgram]
-) -> tuple[dict[str, float], Iterable[AnyProgram]]:
-    """What a step of the loop runs beside the target's layers, by name.
+    config: st.ModelConfig, build: Callable[[st.ModelConfig], Any]
+) -> tuple[dict[str, float], Iterable[Any]]:
+    """Counts of a step of the loop beside the target's layers, by name, and the programs.
 
-    The layers' part is the difference to a target with every layer twice.
-
-    Returns:
-        The counts, below 0 where XLA gave a layer's kernels another name, as it names them by what
-        it fused; and the programs behind them.
+    The layers' part is the difference to a target with every layer twice. A count is below 0 where
+    XLA gave a layer's kernels another name, as it names them by what it fused.
     """
     longer = dataclasses.replace(config, layers=config.layers * 2)
     once, twice = build(config), build(longer)
