@@ -65,12 +65,12 @@ def test_the_version_and_flags_without_a_type(output):
     assert "<int>" in output("generate", "--help")
 
 
-@pytest.mark.parametrize("command", [name for name, _ in _COMMANDS.values()])
-def test_the_help_of_a_command(command, output):
+@pytest.mark.parametrize("name", [name for name, _ in _COMMANDS.values()])
+def test_the_help_of_a_command(name, output):
     """It names no file that an install lacks, and one option for the length of texts."""
-    said = output(command, "--help")
+    said = output(name, "--help")
     assert not re.search(r"\b(docs|examples|benchmarks)/", said)
-    assert ("--max-new-tokens" in said) == (command in ("demo", "bench", "generate", "tune-tree"))
+    assert ("--max-new-tokens" in said) == (name in ("demo", "bench", "generate", "tune-tree"))
 
 
 def test_a_drawn_tree(output):
