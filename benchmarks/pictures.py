@@ -58,9 +58,11 @@ def depth_picture(decode: Mapping[str, Any]) -> Figure:
 
 
 def cost_picture(decode: Mapping[str, Any]) -> Figure:
-    """Time of a target call by number of nodes."""
+    """Time of a call of a target, not of the draft, by number of nodes."""
     figure, axes = canvas(320)
     for each in decode["target_calls"]:
+        if each["model"].endswith("draft"):
+            continue
         nodes, ratios = zip(*each["relative_to_one_node"].items(), strict=True)
         label = f"{each['model']}, {each['parameters'] / 1e6:.3g} M"
         axes.plot([*map(int, nodes)], ratios, label=label)

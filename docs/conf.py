@@ -81,6 +81,13 @@ nitpick_ignore_regex = [
 ]
 
 
+# Sphinx looks for defaults in the source, where these have `**options`.
+_SPELLED_OUT = {
+    each: vars(each).pop("__signature__")
+    for each in (stree_jax.generate, stree_jax.stream, stree_jax.complete)
+}
+
+
 def _literal_blocks(lines: list[str]) -> list[str]:
     """An indented block after a line that ends in a colon becomes a literal block."""
     found = list(lines)
@@ -115,11 +122,14 @@ def _docstring(app: Any, kind: str, name: str, thing: Any, options: Any, lines: 
 def _signature(
     app: Any, kind: str, name: str, thing: Any, options: Any, signature: str, returns: str
 ) -> tuple[str | None, str | None]:
-    """Arguments of modules, whose metaclass hides them; short names of array types."""
+    """Arguments of modules, whose metaclass hides them, and options; short names of types."""
     if kind == "class" and issubclass(thing, nnx.Module):
         all_of_it = inspect.signature(thing.__init__)
         arguments = [*all_of_it.parameters.values()][1:]
         signature = stringify_signature(inspect.Signature(arguments), unqualified_typehints=True)
+    elif kind == "function" and thing in _SPELLED_OUT:
+        own = _SPELLED_OUT[thing].replace(return_annotation=inspect.Signature.empty)
+        signature = stringify_signature(own, unqualified_typehints=True)
     elif kind == "class" and getattr(thing, "_is_protocol", False):
         signature = ""
 

@@ -100,7 +100,7 @@ class TreeTopology:
     def default(cls) -> "TreeTopology":
         """A chain of 3 drafts with a second choice for the first: what drafters take if told none.
 
-        Of the trees timed it pays most over temperatures 0 and 1 together (docs/results.md).
+        Of the trees that were timed none pays more at temperatures 0 and 1 together.
         """
         return cls((-1, 0, 0, 1, 3))
 

@@ -39,9 +39,8 @@ _NAMES = {
 
 def run_bench(command: Bench) -> int:
     """Decodes with each method; returns 1 if their outputs differ."""
-    for option, size in (("tokens", command.tokens), ("rows", command.rows)):
-        check_int(f"--{option}", size, 1)
-    check_int("--rounds", command.rounds, 1)
+    for option in ("max_new_tokens", "rows", "rounds"):
+        check_int(f"--{option.replace('_', '-')}", getattr(command, option), 1)
     if command.json is not None:
         check_file(command.json)
     if command.plot is not None:
@@ -91,7 +90,7 @@ def run_bench(command: Bench) -> int:
         name=name,
         file=command.json,
         temperatures=command.temperature,
-        max_new_tokens=command.tokens,
+        max_new_tokens=command.max_new_tokens,
         rows=command.rows,
         rounds=command.rounds,
     )
@@ -147,4 +146,6 @@ def measure(
         console.print(report.busy, style="yellow", soft_wrap=True)
     for method in report.different:
         console.print(f"{method}: other tokens than without drafts", style="red", soft_wrap=True)
+    for line in report.advice:
+        console.print(line, markup=False, soft_wrap=True)
     return report

@@ -43,6 +43,7 @@ _QUANTIZE = Option(None, help="int8: the target's matrices in 8 bits.", callback
 _ADAPTER = Option(
     None, help="LoRA adapter (PEFT) to merge into the checkpoint: directory or hub name."
 )
+_TOKENS = "--max-new-tokens", "--tokens"  # the second is an older name
 _IGNORE_FIELD = Option(
     [], help="Unknown field of a checkpoint's config to ignore; may be repeated."
 )
@@ -100,13 +101,13 @@ class Bench(DraftModels):
     prompts: Path | None = Option(
         None, help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'
     )
-    tokens: int = Option(96, help="New tokens of each text, at most.")
+    max_new_tokens: int = Option(96, *_TOKENS, help="New tokens of each text, at most.")
     rows: int = Option(1, help="Number of texts decoded at the same time.")
     rounds: int = Option(3, help="Timed runs of each text.")
     dtype: str = _DTYPE
     quantize: str | None = _QUANTIZE
     mesh: str | None = Option(
-        None, help="Mesh of devices: data=2,model=4, or auto; see docs/sharding.md."
+        None, help="Mesh of devices: data=2,model=4, one of the two, or auto: rows on all."
     )
     json: Path | None = Option(None, help="File to write what was measured to, round by round.")
     plot: Path | None = Option(None, help="Picture to draw: a .png or .svg file.")
@@ -166,7 +167,7 @@ class Decoding:
         None, help="Maximum length, prompt included; by default the model's."
     )
     mesh: str | None = Option(
-        None, help="Mesh of devices: data=2,model=4, or auto; see docs/sharding.md."
+        None, help="Mesh of devices: data=2,model=4, one of the two, or auto: rows on all."
     )
     distributed: bool = Option(
         False, "--distributed", help="With --mesh: this is one of several processes."
@@ -248,7 +249,11 @@ class Convert:
     keep: list[str] = Option(
         [], help='With --quantize: a matrix that stays, such as "embedding"; may be repeated.'
     )
-    quirk: list[str] = Option([], help="hf_dt_floor or plain_rope; see docs/checkpoints.md.")
+    quirk: list[str] = Option(
+        [],
+        help="Not as the config says, but as programs do: hf_dt_floor (Nemotron-H, Zamba2) or"
+        " plain_rope (MambaInLlama).",
+    )
     adapter: str | None = _ADAPTER
     ignore_field: list[str] = _IGNORE_FIELD
 
@@ -311,7 +316,7 @@ class TuneTree(Drafts):
     )
     max_nodes: int = Option(64, help="Most nodes of a tree, root included.")
     max_depth: int = Option(8, help="Most drafts on a path.")
-    tokens: int = Option(128, help="New tokens of each prompt.")
+    max_new_tokens: int = Option(128, *_TOKENS, help="New tokens of each prompt.")
     seed: int = Option(0, help="Random seed.")
     dtype: str = _DTYPE
     quantize: str | None = _QUANTIZE

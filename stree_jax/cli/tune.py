@@ -84,7 +84,7 @@ def _tuned(
             key=None if command.temperature == 0 else command.seed,
             max_nodes=command.max_nodes,
             max_depth=command.max_depth,
-            max_new_tokens=command.tokens,
+            max_new_tokens=command.max_new_tokens,
             thorough=command.thorough,
             progress=show,
         )

@@ -252,7 +252,7 @@ def check_not_traced(*values: Any) -> None:
     if any(isinstance(value, jax.core.Tracer) for value in values):
         raise ValueError(
             "generate and stream run in Python, not under jit, vmap or grad: call them outside,"
-            " with a key for each row, or put SpeculativeDecoder inside (docs/functional.md)"
+            " with a key for each row, or put a SpeculativeDecoder inside"
         )
 
 

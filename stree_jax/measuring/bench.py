@@ -14,6 +14,7 @@ from flax import nnx
 from pallas_kernels import dispatch
 from stree_jax.checks import check_int, is_number
 from stree_jax.decoding.prompts import checked_prompts
+from stree_jax.measuring.advice import advice
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, compare, different
 from stree_jax.measuring.report import check_file, draw_speeds, method_tables
@@ -65,6 +66,15 @@ class BenchReport:
             " are for a quiet one; run again."
         )
 
+    @property
+    def advice(self) -> list[str]:
+        """What to draft with, a sentence for each temperature."""
+        found, rounds = [], len(self.rows[0]["tokens_per_second_by_round"])
+        for heat in dict.fromkeys(row["temperature"] for row in self.rows):
+            said = advice([row for row in self.rows if row["temperature"] == heat])
+            found.append(f"Temperature {heat:g}: {said[0].lower()}{said[1:]}")
+        return found if rounds >= 3 else [*found, "Of fewer than 3 rounds: no spread is known."]
+
     def described(self) -> list[str]:
         """Lines: what runs, where, and with which weights."""
         own, where = self.head["weights"], self.head["machine"]
@@ -84,7 +94,7 @@ class BenchReport:
         return method_tables(f"{title} {head['max_new_tokens']} new tokens each", self.rows)
 
     def __str__(self) -> str:
-        lines = [*self.described(), *map(str, self.tables()), self.busy]
+        lines = [*self.described(), *map(str, self.tables()), self.busy, *self.advice]
         return "\n".join(filter(None, lines))
 
     def content(self) -> dict[str, Any]:

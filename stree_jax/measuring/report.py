@@ -15,6 +15,7 @@ from stree_jax.measuring.clock import Progress
 # Columns of tables.
 SPEED = {"tokens/s": "{tokens_per_second[median]:,.0f}", "speed-up": "{speed_up[median]:.2f}x"}
 _GREY = "#7d7d7d"
+_PAUSE = 20  # seconds between lines of progress
 
 
 class Table(NamedTuple):
@@ -65,7 +66,7 @@ def method_tables(title: str, rows: Sequence[Mapping[str, Any]], **columns: str)
             f"{title}, temperature {temperature:g}",
             [row for row in shown if row["temperature"] == temperature],
             {"method": "{method}", **columns, "nodes": "{nodes}"}
-            | {"tokens/s": "{tokens_per_second[median]:,.0f} ({low} to {high})"}
+            | {"tokens/s": "{tokens_per_second[median]:,.0f}{spread}"}
             | {"speed-up": SPEED["speed-up"], "tau": "{tau:.2f}", "ms a call": "{call}"}
             | {"drafting": "{share}", "ms to first token": "{first}", "MB": "{megabytes}"}
             | {"identical": "{same}"},
@@ -77,9 +78,9 @@ def method_tables(title: str, rows: Sequence[Mapping[str, Any]], **columns: str)
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     """Cells of a record of `compare`; "-" is what was not measured."""
     call, share, speed = row["milliseconds_of_call"], row["draft_share"], row["tokens_per_second"]
+    rounds = len(row["tokens_per_second_by_round"])
     return {
-        "low": f"{speed['low']:,.0f}",
-        "high": f"{speed['high']:,.0f}",
+        "spread": f" ({speed['low']:,.0f} to {speed['high']:,.0f})" if rounds >= 3 else "",
         "call": "-" if call is None else f"{call['median']:.2f}",
         "share": "-" if share is None else f"{share['median']:.0%}",
         "first": f"{row['milliseconds_to_first_token']['median']:.1f}",
@@ -90,7 +91,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def progress_bar(console: Any = None) -> Iterator[Progress]:
-    """A bar that goes away; a line for each task where a bar cannot be drawn, such as a file.
+    """A bar that goes away; where it cannot be drawn, such as in a file, a line now and then.
 
     Args:
         console: of rich; None: the standard output.
@@ -102,13 +103,15 @@ def progress_bar(console: Any = None) -> Iterator[Progress]:
     console = console or Console()
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Bars(*columns, console=console, transient=True) as bars:
-        task, began = bars.add_task("", total=1), time.perf_counter()
+        task, began, last = bars.add_task("", total=1), time.perf_counter(), 0.0
 
         def show(phase: str, done: int, total: int) -> None:
-            is_new = phase != bars.tasks[task].description
+            nonlocal last
+            is_new, taken = phase != bars.tasks[task].description, time.perf_counter() - began
             bars.update(task, description=phase, completed=done, total=total)
-            if is_new and not console.is_terminal:
-                console.print(f"{time.perf_counter() - began:4.0f} s  {phase}", markup=False)
+            if not console.is_terminal and (is_new or taken - last >= _PAUSE):
+                last, part = taken, "" if is_new else f", {done} of {total}"
+                console.print(f"{taken:4.0f} s  {phase}{part}", markup=False, soft_wrap=True)
 
         yield show
 

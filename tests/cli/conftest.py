@@ -74,4 +74,4 @@ def quick_tuning(monkeypatch):
     monkeypatch.setattr("stree_jax.tuning.tuner.measure_costs", lambda *_, **__: costs)
     taus = functools.partial(dynamic_tau, grid=(2.5,))  # each sharpness compiles
     monkeypatch.setattr("stree_jax.tuning.tuner.dynamic_tau", taus)
-    return "--max-nodes", 2, "--max-depth", 1, "--tokens", 12
+    return "--max-nodes", 2, "--max-depth", 1, "--max-new-tokens", 12

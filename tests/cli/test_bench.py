@@ -1,5 +1,7 @@
 """`st.bench` and `stree-jax bench`: tables of decoding, most of them with a clock that is given."""
 
+import io
+import itertools
 import json
 import sys
 import types
@@ -7,10 +9,12 @@ import types
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 import stree_jax as st
 from stree_jax.cli import bench as cli
-from stree_jax.measuring import methods
+from stree_jax.measuring import methods, report
+from stree_jax.measuring.advice import advice
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Method
 from stree_jax.measuring.report import write_json
 from stree_jax.testing import perturbed, tiny_model
@@ -24,7 +28,7 @@ def test_the_table_of_a_pair(tiny_pair, output, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Once upon a time\n")
     models = ["--draft", tiny_pair / "draft", "--medusa", tiny_pair / "medusa"]
-    options = ["--tree", "parents:-1,0", "--tokens", 6, "--rounds", 1, "--temperature", 1]
+    options = ["--tree", "parents:-1,0", "--max-new-tokens", 6, "--rounds", 1, "--temperature", 1]
     target = tiny_pair / "target"
     pytest.importorskip("matplotlib")
     files = ["--json", record, "--plot", picture, "--prompts", prompts]
@@ -93,21 +97,24 @@ def ways(name="chain"):
 
 def test_a_call_and_the_share_of_its_draft(clock):
     """A call is what the calls after the first take; of it, 0.5 s go to drafts."""
-    report = st.bench(tiny_model(), ways(), [[1, 2], [3]], max_new_tokens=12, rounds=2)
-    plain, _, chain = report.rows
+    found = st.bench(tiny_model(), ways(), [[1, 2], [3]], max_new_tokens=12, rounds=2)
+    plain, _, chain = found.rows
     assert plain["milliseconds_of_call"]["median"] == pytest.approx(1e4 / 11)
     assert chain["milliseconds_of_call"]["median"] == pytest.approx(2000)
     assert plain["draft_share"] is None
     assert chain["draft_share"]["median"] == pytest.approx(0.25)
     assert chain["tokens_per_second_by_round"] == pytest.approx([24 / 22] * 2)
     assert chain["milliseconds_to_first_token"]["median"] == 1000
-    assert (chain["tau"], chain["nodes"], report.busy, report.different) == (2, 3, "", [])
-    row = next(line for line in str(report).splitlines() if "│ chain " in line)
+    assert (chain["tau"], chain["nodes"], found.busy, found.different) == (2, 3, "", [])
+    row = next(line for line in str(found).splitlines() if "│ chain " in line)
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
-    expected = ["chain", "3", "1 (1 to 1)", "1.00x", "2.00", "2000.00", "25%", "1000.0", "5", "yes"]
+    expected = ["chain", "3", "1", "1.00x", "2.00", "2000.00", "25%", "1000.0", "5", "yes"]
     assert cells == expected
-    report.rows[2]["tokens_per_second_by_round"] = [1.0, 3.0]
-    assert report.busy.startswith("This machine is busy: equal rounds took 3.0 times as long")
+    said = "do not draft: prompt lookup, chain of 4 is 1.00 times as fast as without, within the"
+    assert str(found).splitlines()[-2] == f"Temperature 0: {said} spread."
+    assert str(found).splitlines()[-1] == "Of fewer than 3 rounds: no spread is known."
+    found.rows[2]["tokens_per_second_by_round"] = [1.0, 3.0]
+    assert found.busy.startswith("This machine is busy: equal rounds took 3.0 times as long")
 
 
 def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):
@@ -115,7 +122,7 @@ def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Once\nupon\na time\n")
     target = tiny_pair / "target"
-    options = ["--prompts", prompts, "--rows", 2, "--tokens", 12, "--rounds", 1]
+    options = ["--prompts", prompts, "--rows", 2, "--max-new-tokens", 12, "--rounds", 1]
     options += ["--temperature", 0, "--temperature", 0.5, "--tree", "chain:0"]
     code, text, error = command("bench", target, *options)
     assert code == 0, error
@@ -127,19 +134,80 @@ def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):
     assert [given["temperature"] for *_, given in whole] == [0, 0, 0.5, 0.5]
     assert all(given["max_new_tokens"] == 12 for *_, given in whole)
     assert "3 prompts, 2 at a time, up to 12 new tokens each, temperature 0.5" in text
-    report = st.bench(tiny_model(), ways("wrong"), [[1]], max_new_tokens=12, rounds=1)
-    assert report.different == ["wrong, temperature 0"]
-    assert "NO" in str(report)
+    assert [line[:17] for line in text.splitlines()[-3:-1]] == [
+        "Temperature 0: do",
+        "Temperature 0.5: ",
+    ]
+    found = st.bench(tiny_model(), ways("wrong"), [[1]], max_new_tokens=12, rounds=1)
+    assert found.different == ["wrong, temperature 0"]
+    assert "NO" in str(found)
 
 
 def test_the_default_tree(tiny_pair, output, clock):
     """The drafter's own: one for Python and the command."""
     models = ["--draft", tiny_pair / "draft", "--medusa", tiny_pair / "medusa"]
-    output("bench", tiny_pair / "target", *models, "--tokens", 12, "--rounds", 1)
+    output("bench", tiny_pair / "target", *models, "--max-new-tokens", 12, "--rounds", 1)
     names = {name for name, *_ in clock.seen} - {PLAIN, LOOKUP.name}
     assert names == {"draft model, tree of 5", "Medusa, tree of 5"}
     tree = st.ModelDrafter(tiny_model()).default_topology()
     assert tree == st.TreeTopology.default() == st.TreeTopology.from_parents([-1, 0, 0, 1, 3])
+
+
+def record(name, speed, nodes=1, depth=0, tau=2.0, *, spread=1.0, identical=True):
+    """Of a way whose speed without drafts would be 10."""
+    rates = {"median": speed, "low": speed - spread, "high": speed + spread}
+    return {
+        "method": name,
+        "nodes": nodes,
+        "accepted_per_depth": [0] * depth,
+        "tau": tau,
+        "tokens_per_second": rates,
+        "speed_up": {"median": speed / 10},
+        "identical": identical,
+    }
+
+
+@pytest.mark.parametrize(
+    ("speeds", "said"),
+    [
+        (
+            dict(tree=20, chain=15),
+            "Draft with tree: 2.00 times as fast as without (tau 2.00).",
+        ),
+        (dict(tree=20, chain=19.5), "Draft with chain: 1.95 times as fast"),
+        (
+            dict(tree=10.5, chain=10.2),
+            "Do not draft: tree is 1.05 times as fast as without, within",
+        ),
+        (dict(tree=7, chain=8), "Do not draft: chain needs tau 2.5 here, and reaches 2.0."),
+        (dict(tree=20, wrong=30), "Draft with tree: 2.00"),
+        (dict(wrong=30), "Do not draft: no way with drafts gives the text."),
+    ],
+)
+def test_the_simplest_way_within_the_spread(speeds, said):
+    sizes = dict(tree=(7, 2), chain=(3, 2), wrong=(3, 2))
+    ways = [
+        record(name, speed, *sizes[name], identical=name != "wrong")
+        for name, speed in speeds.items()
+    ]
+    assert advice([record("none", 10, tau=1.0), *ways]).startswith(said)
+
+
+def test_progress_where_there_is_no_terminal(monkeypatch):
+    """A line for each task, and one now and then."""
+    file, now = io.StringIO(), itertools.count(0, 7)
+    monkeypatch.setattr(report, "time", types.SimpleNamespace(perf_counter=lambda: next(now)))
+    with report.progress_bar(Console(file=file)) as show:
+        for part in range(1, 8):
+            show("decoding", part, 9)
+        show("drawing", 1, 1)
+    lines = [
+        "   7 s  decoding",
+        "  28 s  decoding, 4 of 9",
+        "  49 s  decoding, 7 of 9",
+        "  56 s  drawing",
+    ]
+    assert file.getvalue().strip("\n").split("\n") == lines
 
 
 def test_texts_are_compared_where_the_rule_follows_the_target(clock):
@@ -150,9 +218,9 @@ def test_texts_are_compared_where_the_rule_follows_the_target(clock):
         "wrong rule": {"drafter": st.ModelDrafter(draft), "topology": CHAIN, "verifier": rule},
         "wrong by chance": {"drafter": drawn, "topology": CHAIN},
     }
-    report = st.bench(tiny_model(), of, [[1]], temperatures=[1.0], max_new_tokens=12, rounds=1)
-    assert report.different == ["wrong rule, temperature 1"]
-    assert report.rows[-1]["identical"] is None
+    found = st.bench(tiny_model(), of, [[1]], temperatures=[1.0], max_new_tokens=12, rounds=1)
+    assert found.different == ["wrong rule, temperature 1"]
+    assert found.rows[-1]["identical"] is None
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
@@ -177,7 +245,7 @@ def test_ctrl_c_keeps_the_rounds_before_it(clock, tmp_path):
     [
         (["--rows", 0], "--rows must be an integer, at least 1; got 0"),
         (["--rounds", 0], "--rounds must be an integer, at least 1"),
-        (["--tokens", 0], "--tokens must be an integer, at least 1"),
+        (["--max-new-tokens", 0], "--max-new-tokens must be an integer, at least 1"),
         (["--json", "nowhere/x.json"], "nowhere/x.json: the folder nowhere does not exist"),
         (["--plot", "nowhere/x.png"], "nowhere/x.png: the folder nowhere does not exist"),
         (["--json", "."], ". is a folder; name a file"),

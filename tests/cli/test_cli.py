@@ -15,6 +15,7 @@ from flax import nnx
 
 import stree_jax as st
 from pallas_kernels import dispatch
+from stree_jax.cli.main import _COMMANDS
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import MAX_BYTES
 from tests.extensions import eagle3_files
@@ -62,6 +63,14 @@ def test_the_version_and_flags_without_a_type(output):
     for command in ((), ("generate",)):
         assert "<bool>" not in output(*command, "--help")
     assert "<int>" in output("generate", "--help")
+
+
+@pytest.mark.parametrize("name", [name for name, _ in _COMMANDS.values()])
+def test_the_help_of_a_command(name, output):
+    """It names no file that an install lacks, and one option for the length of texts."""
+    said = output(name, "--help")
+    assert not re.search(r"\b(docs|examples|benchmarks)/", said)
+    assert ("--max-new-tokens" in said) == (name in ("demo", "bench", "generate", "tune-tree"))
 
 
 def test_a_drawn_tree(output):
