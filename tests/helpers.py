@@ -30,6 +30,7 @@ __all__ = [
     "forget_many_programs",
     "heads_of",
     "mtp_head_of",
+    "num_mappings",
     "python_blocks",
     "saved_pair",
     "state_after",
@@ -50,10 +51,15 @@ jax.monitoring.register_event_duration_secs_listener(
 MOST_MAPPINGS = 25_000
 
 
+def num_mappings():
+    """Of this process; None: the system does not say."""
+    mappings = Path("/proc/self/maps")
+    return mappings.read_bytes().count(b"\n") if mappings.is_file() else None
+
+
 def forget_many_programs():
     """Drops all compiled programs if they are many; compiling them again takes long."""
-    mappings = Path("/proc/self/maps")
-    if not mappings.is_file() or mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+    if (num_mappings() or MOST_MAPPINGS) >= MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()
 

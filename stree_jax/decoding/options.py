@@ -19,7 +19,6 @@ from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import typed_key
 from stree_jax.decoding.rule_rows import check_rules
 from stree_jax.decoding.stops import listed_stops
-from stree_jax.keywords import explained
 from stree_jax.messages import shown
 
 _Made = TypeVar("_Made", bound=Callable)
@@ -88,7 +87,6 @@ def spelled_out(function: _Made) -> _Made:
     return made
 
 
-@explained()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """How a text is continued: `generate(model, prompts, **options)`, `Request(prompt, **options)`.

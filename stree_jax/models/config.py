@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stree_jax.checks import check_int, require, require_integer, require_types
-from stree_jax.keywords import check_keywords
 from stree_jax.mesh.partition import Cut
 from stree_jax.messages import shown
 from stree_jax.models.attention import AttentionConfig
@@ -95,7 +94,8 @@ class ModelConfig:
         parts = dict(mamba2=mamba2, attention=attention, mlp=mlp, moe=moe, shared=shared)
         parts["gated_delta"] = gated_delta
         known = {field.name: field.default for field in dataclasses.fields(self)}
-        check_keywords("ModelConfig", fields, {*known, *parts})
+        if unknown := sorted(set(fields) - set(known)):
+            raise TypeError(f"ModelConfig() got unexpected keyword arguments {', '.join(unknown)}")
         given = dict(vocab_size=vocab_size, d_model=d_model, layers=layers)
         for name, value in (known | fields | given).items():
             object.__setattr__(self, name, value)

@@ -69,8 +69,7 @@ def test_options_are_keywords():
     pieces = [*st.stream(tiny_model(), PROMPTS, **options)]
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), want)
     for function in (st.generate, st.stream, plan):
-        unknown = rf"^{function.__name__}\(\) got an unexpected .* 'heat'"
-        with pytest.raises(TypeError, match=unknown):
+        with pytest.raises(TypeError, match="got an unexpected keyword argument 'heat'"):
             function(tiny_model(), PROMPTS, heat=1.0)
 
 

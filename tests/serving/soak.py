@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 import stree_jax as st
-from stree_jax.mappings import num_mappings
 from stree_jax.testing import CONFIGS, tiny_model
+from tests.helpers import num_mappings
 from tests.serving.requests import WAYS, drafting
 
 ROWS = 8
