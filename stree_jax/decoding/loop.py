@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.given import check_keys, check_prompts, check_settings, donating
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import MAX_TOKENS
 from stree_jax.decoding.reading import read_text
 from stree_jax.decoding.rule_rows import rule_specs
+from stree_jax.decoding.shapes import check_keys, check_prompts, check_settings, donating
 from stree_jax.decoding.step import decode_step
 from stree_jax.decoding.types import (
     Context,

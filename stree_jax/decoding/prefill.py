@@ -11,7 +11,7 @@ from jax import lax
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
 from stree_jax.decoding.prompts import Context, buffer_size
-from stree_jax.decoding.returned import check_state
+from stree_jax.decoding.shapes import check_state
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh

@@ -10,7 +10,7 @@ from stree_jax.array_types import Array, Int, Lengths, Tokens
 from stree_jax.decoding.capacity import cache_shapes, is_alike, same_rows, with_capacity
 from stree_jax.decoding.drafters.base import Drafter, first_state, inner_layers
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter, rest_of
-from stree_jax.decoding.returned import check_state
+from stree_jax.decoding.shapes import check_state
 from stree_jax.decoding.types import Context, Prefix
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.rows import placed_like

@@ -11,13 +11,13 @@ from stree_jax.decoding import stops
 from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.drafters.base import inner_layers
 from stree_jax.decoding.processors import Processing
-from stree_jax.decoding.returned import check_proposed, check_state, check_verdict
 from stree_jax.decoding.sampling import (
     all_finite,
     best_tokens,
     position_noise,
     token_log_probs,
 )
+from stree_jax.decoding.shapes import check_proposed, check_state, check_verdict
 from stree_jax.decoding.types import (
     Context,
     DecodeState,

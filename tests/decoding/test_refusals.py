@@ -230,7 +230,7 @@ ALLOWED = [
         for tree in (CHAIN, TREE)
     ),
 ]
-TRACED = "run in Python, not under jit, vmap or grad: .* put SpeculativeDecoder inside"
+TRACED = "run in Python, not under jit, vmap or grad: .* put a SpeculativeDecoder inside"
 
 
 def traced(transform, *keys):
@@ -387,21 +387,21 @@ def functional(keys=2, **more):
 
 
 FUNCTIONAL = [
-    (dict(prompts=[[1], [2]]), r"prompts must be a Context\(.* \[B, L\] and \[B\], got list"),
+    (dict(prompts=[[1], [2]]), r"prompts: wanted a Context\(tokens, length\), got list"),
     (
         dict(prompts=st.Context(IDS * 1.0, TWO)),
-        r"prompts must have tokens as integer\[2, any\], got fl",
+        r"prompts: wanted tokens as integer\[2, any\], got fl",
     ),
     (dict(prompts=st.Context(IDS[0], TWO)), r"tokens as integer\[2, any\], got int32\[4\]"),
     (dict(prompts=st.Context(IDS, TWO[:1])), r"tokens as integer\[1, any\], got int32\[2, 4\]"),
     (
         dict(prompts=st.Context(IDS, 4)),
-        r"prompts must have length as integer\[any\], got int32\[\]",
+        r"prompts: wanted length as integer\[any\], got int32\[\]",
     ),
     (dict(keys=KEY), r"keys must be .* jax.random.split\(key, 2\), got key<fry>\[\]"),
     (dict(keys=3), r"keys must be a random key for each of 2 rows, .* got key<fry>\[3\]"),
     (dict(keys=jnp.zeros(2)), r"keys must be .* got float32\[2\]"),
-    (dict(limits=5), r"limits must be a Limits\(max_new_tokens, eos_tokens\) of .* got int32\[\]"),
+    (dict(limits=5), r"limits: wanted a Limits\(max_new_tokens, .* got int32\[\]"),
     (dict(limits=st.Limits(5, NO_ENDS)), r"max_new_tokens as integer\[2\], got int32\[\]"),
     (
         dict(limits=st.Limits(TWO * 1.0, NO_ENDS)),
@@ -409,17 +409,16 @@ FUNCTIONAL = [
     ),
     (
         dict(limits=st.Limits(TWO, TWO)),
-        r"limits must have eos_tokens as integer\[2, any\], got int32\[2\]",
+        r"limits: wanted eos_tokens as integer\[2, any\], got int32\[2\]",
     ),
     (
         dict(limits=st.Limits(jnp.full(3, 5), NO_ENDS)),
         r"max_new_tokens as integer\[2\], got int32\[3\]",
     ),
-    (dict(sampling=0.8), r"sampling must be a Sampling\(temperature\) .* got float32\[\]"),
-    (dict(sampling=st.Sampling(0.8)), r"temperature as floating\[2\], got float32\[\]"),
-    (dict(sampling=st.Sampling(TWO)), r"temperature as floating\[2\], got int32\[2\]"),
+    (dict(sampling=0.8), r"sampling: wanted a Sampling\(temperature\), got float32\[\]"),
+    (dict(sampling=st.Sampling(0.8)), r"temperature: wanted floating\[2\], got float32\[\]"),
+    (dict(sampling=st.Sampling(TWO)), r"temperature: wanted floating\[2\], got int32\[2\]"),
     (dict(decoder=dict(verifier="best")), "unknown verifier 'best'; known: .*'greedy'"),
-    (dict(decoder=dict(topology=[-1, 0])), r"topology must be a TreeTopology, got \[-1, 0\]"),
     (
         dict(decoder=dict(verifier="target_only"), times=2),
         "was donated: use the state that run ret",
@@ -484,14 +483,18 @@ RETURNED = [
     (
         "verify",
         lambda v: v.last,
-        r"verify must return a Verdict, got int32\[3\]",
+        r"verify returned a Verdict: wanted a Verdict\(.*\), got int32\[3\]",
     ),
-    ("verify", lambda v: None, "WrongAcceptNothing.verify must return a Verdict, got NoneType"),
+    ("verify", lambda v: None, "WrongAcceptNothing.verify .* got NoneType"),
     ("verify", verdict("last", lambda a: a[:, None]), r"last as int32\[3\], got int32\[3, 1\]"),
     ("verify", verdict("next_token", floats), r"next_token as int32\[3\], got float32\[3\]"),
     ("propose", lambda r: r[0], "WrongEcho.propose must return a DraftTree and the state, got D"),
-    ("propose", lambda r: (r[0].tokens, r[1]), r"must return a DraftTree, got int32\[3, 2\]"),
-    ("propose", draft(tree=lambda t: t.parents), r"with a Tree as tree, got int32\[3, 2\]"),
+    ("propose", lambda r: (r[0].tokens, r[1]), r"wanted a DraftTree\(.*\), got int32\[3, 2\]"),
+    (
+        "propose",
+        draft(tree=lambda t: t.parents),
+        "a DraftTree: wanted tree.parents, got DraftTree without it",
+    ),
     ("propose", draft(tokens=lambda t: t[:, :1]), r"tokens as int32\[3, 2\], got int32\[3, 1\]"),
     ("propose", draft(finite=lambda f: f[0]), r"finite as bool\[3\], got bool\[\]"),
     ("propose", draft(finite=lambda f: None), r"finite as bool\[3\], got NoneType"),
@@ -503,12 +506,20 @@ RETURNED = [
     (
         "propose",
         draft(tree=lambda t: t._replace(valid=t.depth)),
-        r"WrongEcho.propose must return tree.valid as bool\[3, 2\], got int32\[3, 2\]",
+        r"WrongEcho.propose .* tree.valid as bool\[3, 2\], got int32\[3, 2\]",
     ),
-    ("propose", lambda r: (r[0], None), "propose must return a state of the structure that"),
-    ("commit", lambda s: None, r"WrongEcho.commit must return a state of .*'seen'.*, got"),
-    ("commit", floats, r"commit must keep state\['seen'\] = int32\[3\], got float32\[3\]"),
-    ("read", floats, r"WrongEcho.read must keep state\['seen'\] = int32\[3\], got float32"),
+    (
+        "propose",
+        lambda r: (r[0], None),
+        "WrongEcho.propose returned: wanted seen, got NoneType",
+    ),
+    (
+        "commit",
+        lambda s: None,
+        "WrongEcho.commit returned: wanted seen, got NoneType",
+    ),
+    ("commit", floats, r"commit returned: wanted seen as int32\[3\], got float32\[3\]"),
+    ("read", floats, r"WrongEcho.read returned: wanted seen as int32\[3\], got float32"),
     ("init", lambda s: s | {"name": "x"}, r"init returned .*\['name'\] = 'x'; a state is"),
 ]
 
@@ -610,6 +621,7 @@ with pytest.raises(ValueError, match="steps must be an integer, from 1 to 214748
     Training(steps=6.5)
 for make, message in [
     (lambda: st.TreeTopology.paper(["A"]), "the paper's trees are"),
+    (lambda: st.SpeculativeDecoder([-1, 0], "greedy", max_length=8), r"Topology, got \[-1, 0\]"),
     (lambda: st.TreeTopology.from_parents([-1, 0.7]), "a parent must be an integer; got 0.7"),
     (lambda: st.TreeTopology.chain(2.5), "num_drafts must be an integer, at least 0; got 2.5"),
     (lambda: st.TreeTopology.from_branching(3), r"a sequence such as \(3, 2, 1\), got 3"),

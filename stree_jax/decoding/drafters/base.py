@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.decoding.returned import check_new_state
+from stree_jax.decoding.shapes import check_new_state
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
 from stree_jax.mesh.rows import placed_like
 from stree_jax.models.lm import HybridLM
