@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.autodiff import with_gradients_of
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.matmul import PackedMatrix, matmul
 from pallas_kernels.numerics import activate, contract
 
@@ -82,7 +82,7 @@ def packed_mlps(
 
 
 def few(chosen: Int[Array, "tokens A"], num_experts: int) -> bool:
-    """Whether each choice gathers its expert's matrices, even if others have the same expert.
+    """True if each choice gathers its expert's matrices, even if others have the same expert.
 
     On a GPU XLA fuses the gather with the product: it copies nothing and takes four launches, where
     the kernel with its sorting takes six.

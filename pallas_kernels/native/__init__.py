@@ -37,11 +37,7 @@ _INSTALL = "`pip install .` builds it, in a checkout `pip install -e .`"
 
 @functools.cache
 def obstacle() -> str | None:
-    """Why the library cannot run in this process, or None if it can.
-
-    Raises:
-        ValueError: `STREE_JAX_NATIVE` is none of its values, or asks for what this processor lacks.
-    """
+    """Why the library cannot run here, or None; a wrong `STREE_JAX_NATIVE` is an error."""
     try:
         library()
         register("stree_jax_matmul")  # XLA refuses all of the library's functions, or none
@@ -56,12 +52,7 @@ def level() -> str | None:
 
 
 def unsupported(*arrays: jax.Array, **sizes: int) -> str | None:
-    """Why functions for float32 and for whole vectors cannot run, or None.
-
-    Args:
-        arrays: the inputs.
-        **sizes: numbers of what is in vectors, by their names in messages.
-    """
+    """Why functions for float32 and whole vectors cannot run, or None."""
     others = {array.dtype.name for array in arrays} - {"float32"}
     if others:
         return f"native code is for float32, got {', '.join(sorted(others))}"
@@ -81,14 +72,11 @@ def call(
     aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> Any:
-    """Calls the function `name` of the library in a program for a CPU.
+    """Calls a function of the library, such as "matmul", in a program for a CPU.
 
-    Args:
-        name: such as "matmul".
-        results: shapes and dtypes of what it returns.
-        arrays: its arguments; None becomes no numbers. The function checks all their sizes.
-        aliases: numbers of arguments that it writes in place, and of the results that they become.
-        attributes: its static arguments, floats in float32.
+    An array that is None becomes no numbers. The function checks all their sizes. `aliases` says
+    which argument it writes in place, and as which result. Attributes are static, floats in
+    float32.
     """
     target = f"stree_jax_{name}"
     register(target)
@@ -102,11 +90,7 @@ def call(
 
 @functools.cache
 def register(target: str) -> None:
-    """Tells XLA of a function of the library.
-
-    Raises:
-        OSError: XLA refuses it, as one that was built with headers of a newer version.
-    """
+    """Tells XLA of a function of the library; an OSError if it was built for a newer version."""
     function = getattr(library()[1], target)
     try:
         # Before the CPU has started, the function would wait, and a refusal make the start fail.
@@ -118,12 +102,7 @@ def register(target: str) -> None:
 
 @functools.cache
 def library() -> tuple[str, ctypes.CDLL]:
-    """The instructions and the loaded library.
-
-    Raises:
-        OSError: it cannot be loaded, or is switched off.
-        ValueError: see `obstacle`.
-    """
+    """Returns the instructions and the loaded library, or raises an OSError that says why not."""
     chosen = chosen_level()
     file = build_backend.library(chosen)
     if not file.is_file():
@@ -150,12 +129,7 @@ def _check(file: Path) -> None:
 
 
 def chosen_level() -> str:
-    """The instructions that are chosen, or the best of this processor's.
-
-    Raises:
-        OSError: there are none, or the library is switched off.
-        ValueError: see `obstacle`.
-    """
+    """Returns the chosen instructions, or this processor's best; an OSError if there are none."""
     lacking = {name: lacks(name) for name in build_backend.levels()}
     chosen = os.environ.get("STREE_JAX_NATIVE")
     if chosen == "off":
@@ -175,13 +149,13 @@ def chosen_level() -> str:
 
 
 def lacks(name: str) -> str:
-    """What this processor lacks for these instructions; empty: nothing."""
+    """Names what this processor lacks for these instructions; empty: nothing."""
     needed = _NEEDED.get(name)
     return ", ".join(sorted(needed - _flags())) if needed else ""
 
 
 def _flags() -> set[str]:
-    """What the processor has."""
+    """Returns the names of the processor's abilities."""
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:

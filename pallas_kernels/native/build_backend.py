@@ -58,7 +58,7 @@ def failure(folder: Path = HERE) -> Path:
 
 
 def built(folder: Path = HERE) -> list[Path]:
-    """What a build has left: libraries, or why there are none."""
+    """Returns the files that a build has left: libraries, or why there are none."""
     return [*folder.glob("libstree-*.so"), *folder.glob("failure.txt")]
 
 
@@ -68,7 +68,7 @@ def sources() -> list[Path]:
 
 
 def digest() -> str:
-    """What tells a library of other sources or flags; empty where there are no sources."""
+    """Tells a library of other sources or flags; empty where there are no sources."""
     if not sources():
         return ""
     contents = [file.read_bytes() for file in (*sources(), *sorted(HERE.parent.glob("*/*.h")))]
@@ -88,15 +88,8 @@ def compiler() -> list[str] | None:
 def build(folder: Path = HERE, extra: tuple[str, ...] = ()) -> None:
     """Compiles the library for every set of instructions of this machine's architecture.
 
-    A process that has loaded an older one keeps it: files are replaced, not written to.
-
-    Args:
-        folder: where the files go.
-        extra: further flags of the compiler.
-
-    Raises:
-        RuntimeError: why it failed, in one line.
-        OSError: the compiler or the folder cannot be used.
+    A process that has loaded an older one keeps it: files are replaced, not written to. Raises a
+    RuntimeError that says why it failed in one line, or an OSError.
     """
     command = compiler()
     if not levels() or sys.platform not in ("linux", "darwin"):
@@ -164,7 +157,7 @@ def try_build() -> str | None:
 
 
 def requirements() -> list[str]:
-    """What a build needs beyond the list of pyproject.toml."""
+    """Lists the packages that a build needs beyond those of pyproject.toml."""
     return [] if compiler() else ["ziglang>=0.13"]
 
 

@@ -36,7 +36,7 @@ class Gate:
 
     @property
     def defers_norm(self) -> bool:
-        """Whether the scan returns a `DeferredRMSNorm`."""
+        """True if the scan returns a `DeferredRMSNorm`."""
         return self.norm_weight is not None and not self.norm_per_head
 
     def check(self, num_heads: int, head_dim: int) -> None:
