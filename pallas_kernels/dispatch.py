@@ -36,7 +36,6 @@ from typing import Any, Literal
 import jax
 
 from pallas_kernels import native, triton
-from pallas_kernels.autodiff import with_gradients_of
 
 IMPLEMENTATIONS = ("xla", "native", "pallas", "pallas_interpret")
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -63,7 +62,8 @@ def run(
         arguments: pytrees of arrays, or None.
         requested: a name from `IMPLEMENTATIONS` or `others`; None: the fastest that runs here.
         unsupported: why versions cannot take these arguments, or None, by implementation.
-        others: see `choose`.
+        others: implementations that only this op has and that run only on request, with a function
+            that returns why each cannot run on this machine, or None.
         scope: name of the op in profiles; None: `op`.
         xla_derivatives: versions in whose place "xla" runs under differentiation, see
             `with_gradients_of`; True: all. Settings must then not be arrays.
@@ -84,6 +84,21 @@ def run(
         return fast(*arguments)
 
 
+def with_gradients_of(twin: Callable[..., Any], fast: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fast`, which becomes `twin` under differentiation, in every mode and to every order.
+
+    Derivatives need the intermediate results of `twin`, so `fast` does not run then: a value
+    computed with its gradient may differ in rounding from the value alone.
+    """
+    run = jax.custom_jvp(fast)
+
+    @run.defjvp
+    def derivative(arguments: tuple, tangents: tuple) -> tuple[Any, Any]:
+        return jax.jvp(twin, arguments, tangents)
+
+    return run
+
+
 def choose(
     op: str,
     requested: str | None,
@@ -92,22 +107,10 @@ def choose(
     others: Mapping[str, Callable[[], str | None]] = _NONE,
     versions: Collection[str] = ("xla", "pallas"),
 ) -> str:
-    """The implementation to run on the default device.
+    """The implementation to run on the default device; a ValueError if the requested one cannot.
 
-    Args:
-        op: name of the op in messages.
-        requested: a name from `IMPLEMENTATIONS` or `others`; None: the fastest that runs here.
-        unsupported: why versions cannot take these arguments, or None, by implementation; or one
-            reason for all but "xla".
-        others: implementations that only this op has, with a function that returns why each cannot
-            run on this machine, or None. They run only on request.
-        versions: what the op has, beside `others`.
-
-    Returns:
-        What is requested, but "xla" if it is in `IMPLEMENTATIONS` and the op does not have it.
-
-    Raises:
-        ValueError: the requested one does not exist or cannot run.
+    Arguments are those of `run`; `unsupported` may be one reason for all but "xla". "xla" stands in
+    for one of `IMPLEMENTATIONS` that the op does not have.
     """
     known = (*IMPLEMENTATIONS, *others)
     if requested not in (None, *known):
@@ -151,15 +154,12 @@ def device_obstacle(device: Any = None) -> str | None:
 
 
 def on_tpu() -> bool:
-    """True if programs are for a TPU, where XLA wants some products and searches in another form.
-
-    `benchmarks.static.tpu` counts what XLA makes of them.
-    """
+    """True if programs are for a TPU, where XLA wants some products in another form."""
     return default_device().platform == "tpu"
 
 
 def _fastest() -> str:
-    """What runs on the default device unless something stands in the way."""
+    """Returns the implementation that runs unless something stands in the way."""
     if device_obstacle() is None:
         return "pallas"
     return "native" if default_device().platform == "cpu" else "xla"
@@ -167,19 +167,11 @@ def _fastest() -> str:
 
 def _machine_obstacle(version: str, others: Mapping[str, Callable[[], str | None]]) -> str | None:
     """Why a version cannot run on this machine, whatever the op and its arguments, or None."""
-    obstacles: dict[str, Callable[[], str | None]] = {
-        "native": _native_obstacle,
-        "pallas": lambda: triton.UNAVAILABLE,
-        **others,
-    }
-    return obstacles[version]() if version in obstacles else None
-
-
-def _native_obstacle() -> str | None:
     platform = default_device().platform
-    if platform != "cpu":
+    if version == "native" and platform != "cpu":
         return f"the device is a {platform.upper()}, native code is for CPUs"
-    return native.obstacle()
+    known = {"native": native.obstacle, "pallas": lambda: triton.UNAVAILABLE, **others}
+    return known[version]() if version in known else None
 
 
 def _version(implementation: str) -> str:
@@ -194,11 +186,7 @@ def default_device() -> Any:
 
 
 def device_of(arrays: Any) -> Any:
-    """The device that a computation with these arrays runs on; see the table above.
-
-    Args:
-        arrays: any pytree of arrays. If they span several devices, one of this process is returned.
-    """
+    """The device of a computation with a pytree of arrays, one of this process; see the table."""
     default = default_device()
     for leaf in jax.tree.leaves(arrays):
         if isinstance(leaf, jax.core.Tracer):

@@ -37,12 +37,10 @@ def batched_product(
 def best_of(
     values: Float[Array, "*rows V"], count: int | None = None
 ) -> tuple[Int32[Array, "*rows"], Float[Array, "*rows"]]:
-    """The maximum of the first `count` values of each row (None: all values) and its index.
+    """The lowest index of the maximum of the first `count` values of each row, and the maximum.
 
-    Two plain reductions, which XLA vectorises on CPU; `argmax` was three times slower there.
-
-    Returns:
-        The lowest index of the maximum, and the maximum. If that is NaN the index is unspecified.
+    Two plain reductions, which XLA vectorises on CPU; `argmax` was three times slower there. The
+    index of a NaN is unspecified.
     """
     values = values[..., :count]
     index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
@@ -57,9 +55,7 @@ def few_best(
 ) -> tuple[Float[Array, "*rows count"], Int32[Array, "*rows count"]]:
     """As `lax.top_k`, which sorts all values on a TPU, but with two passes for each of the best.
 
-    Returns:
-        The `count` largest values, and their indices. An index that belongs to minus infinity, or
-        comes after a NaN, is unspecified.
+    An index that belongs to minus infinity, or comes after a NaN, is unspecified.
     """
     index = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
     found = []

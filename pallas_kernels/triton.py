@@ -65,18 +65,7 @@ def call_by_name(
     in_place: dict[str, str],
     **options: Any,
 ) -> dict[str, jax.Array]:
-    """`call` of a kernel that takes a dict of input refs and a dict of output refs.
-
-    Args:
-        kernel: the kernel.
-        inputs: arrays and their blocks.
-        outputs: shapes and dtypes (anything that has both), and their blocks.
-        in_place: names of inputs, with the output that reuses the memory of each.
-        **options: passed to `call`.
-
-    Returns:
-        The outputs by name.
-    """
+    """`call` of a kernel that takes dicts of input and of output refs; `in_place` names outputs."""
     # jax flattens dicts in the order of their keys.
     order, new_order = sorted(inputs), sorted(outputs)
     return call(

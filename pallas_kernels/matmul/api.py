@@ -59,14 +59,8 @@ def rows(
 ) -> Float32[Array, "*rows I"]:
     """Columns of a packed matrix `[I, O]`, which are rows of an embedding `[O, I]`.
 
-    Args:
-        matrix: one matrix.
-        index: the columns; what is out of range is the nearest in range, as XLA's gather has it.
-        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
-            XLA widens all of a bfloat16 matrix first.
-
-    Raises:
-        ValueError: an implementation that does not exist or cannot run.
+    An index that is out of range is the nearest in range, as XLA's gather has it. XLA widens all of
+    a bfloat16 matrix first.
     """
     return dispatch.run(
         "rows",

@@ -4,14 +4,10 @@ import numpy as np
 
 
 def matmul(x, blocks, scales, columns, which=None):
-    """The products `[rows, columns]`.
+    """The products `[rows, columns]` of rows `[rows, I]` with blocks `[*E, blocks, I, 32]`.
 
-    Args:
-        x: `[rows, I]`.
-        blocks: `[blocks, I, 32]`, or `[E, blocks, I, 32]` with `which`.
-        scales: `[n, ceil(I / 32), 32]`, or `[E, ...]`; None: all 1.
-        columns: number of columns; the last block may have more.
-        which: `[rows]`, the matrix of each row; None: there is one matrix.
+    `scales` are `[*E, blocks, ceil(I / 32), 32]`, or None: all 1. `which` `[rows]` is the matrix of
+    each row, or None: there is one. The last block may have more columns.
     """
     y = np.zeros((len(x), columns), x.dtype)
     inputs = np.arange(x.shape[-1])

@@ -34,19 +34,12 @@ from pallas_kernels.triton import Ref
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of the blocks that a program works on.
+    """Sizes of the blocks that a program works on."""
 
-    Attributes:
-        rows: tokens of one expert per block; fewer if experts get fewer on average.
-        columns: output columns per block; reduced to a divisor of their number.
-        inner: contracted channels per partial product; reduced to a divisor of their number.
-        num_warps, num_stages: Triton's.
-    """
-
-    rows: int
-    columns: int
-    inner: int
-    num_warps: int
+    rows: int  # tokens of one expert per block; fewer if experts get fewer on average
+    columns: int  # output columns per block; reduced to a divisor of their number
+    inner: int  # contracted channels per partial product; reduced to a divisor of their number
+    num_warps: int  # Triton's
     num_stages: int
 
 
@@ -101,19 +94,10 @@ def _product(
     gated: bool = False,
     activation: str | None = None,
 ) -> jax.Array:
-    """The product of each choice: its row times its expert's matrix.
+    """The product of each choice `[choices, columns]`: its row times its expert's matrix.
 
-    Args:
-        sorted_choices: `by_expert`, and `starts_of`.
-        rows: one row for every `per_row` choices.
-        experts: one matrix for each expert.
-        blocks, interpret: see `expert_mlps`.
-        per_row: number of choices that share a row.
-        gated: the first half of the columns is activated and multiplied by the second half.
-        activation: applied to the product; None: no activation.
-
-    Returns:
-        `[choices, columns]`, or half of the columns if gated.
+    A row is of `per_row` choices. Gated, the first half of the columns is activated and multiplied
+    by the second half.
     """
     order, _ = sorted_choices
     num_experts, inner, num_columns = experts.shape

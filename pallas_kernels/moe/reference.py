@@ -6,10 +6,9 @@ import numpy as np
 def expert_mlps(x, weights, chosen, experts_in, experts_out, *, activation, gated):
     """The weighted sum of each token's experts `[tokens, M]`.
 
-    Args:
-        x: `[tokens, M]`. weights, chosen: `[tokens, A]`.
-        experts_in: `[experts, M, X]`. experts_out: `[experts, F, M]`.
-        activation: "silu" or "relu2". gated: whether `X = 2 F` or `X = F`.
+    From x `[tokens, M]`, weights and chosen `[tokens, A]`, experts_in `[experts, M, X]` and
+    experts_out `[experts, F, M]`, where `X = 2 F` if gated, else F; the activation is "silu" or
+    "relu2".
     """
     function = {
         "silu": lambda v: v / (1 + np.exp(-v)),

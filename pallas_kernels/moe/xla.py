@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.autodiff import with_gradients_of
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.matmul import PackedMatrix, matmul
 from pallas_kernels.numerics import activate, argsort, contract
 

@@ -32,11 +32,7 @@ _INSTALL = "`pip install .` builds it, in a checkout `pip install -e .`"
 
 @functools.cache
 def obstacle() -> str | None:
-    """Why the library cannot run in this process, or None if it can.
-
-    Raises:
-        ValueError: `STREE_JAX_NATIVE` is none of its values, or asks for what this processor lacks.
-    """
+    """Why the library cannot run here, or None; a wrong `STREE_JAX_NATIVE` is an error."""
     try:
         library()
         register("stree_jax_matmul")  # XLA refuses all of the library's functions, or none
@@ -51,12 +47,7 @@ def level() -> str | None:
 
 
 def unsupported(*arrays: jax.Array, **sizes: int) -> str | None:
-    """Why functions for float32 and for whole vectors cannot run, or None.
-
-    Args:
-        arrays: the inputs.
-        **sizes: numbers of what is in vectors, by their names in messages.
-    """
+    """Why functions for float32 and whole vectors cannot run, or None."""
     others = {array.dtype.name for array in arrays} - {"float32"}
     if others:
         return f"native code is for float32, got {', '.join(sorted(others))}"
@@ -76,14 +67,11 @@ def call(
     aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> Any:
-    """Calls the function `name` of the library in a program for a CPU.
+    """Calls a function of the library, such as "matmul", in a program for a CPU.
 
-    Args:
-        name: such as "matmul".
-        results: shapes and dtypes of what it returns.
-        arrays: its arguments; None becomes no numbers. The function checks all their sizes.
-        aliases: numbers of arguments that it writes in place, and of the results that they become.
-        attributes: its static arguments, floats in float32.
+    An array that is None becomes no numbers. The function checks all their sizes. `aliases` says
+    which argument it writes in place, and as which result. Attributes are static, floats in
+    float32.
     """
     target = f"stree_jax_{name}"
     register(target)
@@ -97,11 +85,7 @@ def call(
 
 @functools.cache
 def register(target: str) -> None:
-    """Tells XLA of a function of the library.
-
-    Raises:
-        OSError: XLA refuses it, as one that was built with headers of a newer version.
-    """
+    """Tells XLA of a function of the library; an OSError if it was built for a newer version."""
     function = getattr(library()[1], target)
     try:
         # Before the CPU has started, the function would wait, and a refusal make the start fail.
@@ -113,12 +97,7 @@ def register(target: str) -> None:
 
 @functools.cache
 def library() -> tuple[str, ctypes.CDLL]:
-    """The instructions and the loaded library.
-
-    Raises:
-        OSError: it cannot be loaded, or is switched off.
-        ValueError: see `obstacle`.
-    """
+    """Returns the instructions and the loaded library, or raises an OSError that says why not."""
     chosen = chosen_level()
     file = build_backend.library(chosen)
     if not file.is_file():
@@ -145,12 +124,7 @@ def _check(file: Path) -> None:
 
 
 def chosen_level() -> str:
-    """The instructions that are chosen, or the best of this processor's that were built.
-
-    Raises:
-        OSError: there are none, or the library is switched off.
-        ValueError: see `obstacle`.
-    """
+    """Returns the chosen instructions, or the best of this processor's that were built."""
     lacking = {name: build_backend.lacks(name) for name in build_backend.levels()}
     chosen = os.environ.get("STREE_JAX_NATIVE")
     if chosen == "off":

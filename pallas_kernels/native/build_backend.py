@@ -87,7 +87,7 @@ def failure(folder: Path = HERE) -> Path:
 
 
 def built(folder: Path = HERE) -> list[Path]:
-    """What a build has left: libraries, or why there are none."""
+    """Returns the files that a build has left: libraries, or why there are none."""
     return [*folder.glob("libstree-*.so"), *folder.glob("failure.txt")]
 
 
@@ -97,7 +97,7 @@ def sources() -> list[Path]:
 
 
 def digest() -> str:
-    """What tells a library of other sources or flags; empty where there are no sources."""
+    """Tells a library of other sources or flags; empty where there are no sources."""
     if not sources():
         return ""
     contents = [file.read_bytes() for file in (*sources(), *sorted(HERE.parent.glob("*/*.h")))]
@@ -119,16 +119,9 @@ def build(
 ) -> None:
     """Compiles the library, one file for each set of instructions, and removes the others.
 
-    A process that has loaded an older one keeps it: files are replaced, not written to.
-
-    Args:
-        folder: where the files go.
-        extra: further flags of the compiler.
-        chosen: sets of instructions; None: all of this machine's architecture.
-
-    Raises:
-        RuntimeError: why it failed, in one line.
-        OSError: the compiler or the folder cannot be used.
+    A process that has loaded an older one keeps it: files are replaced, not written to. Without
+    `chosen` it is all sets of this architecture. Raises a RuntimeError that says why it failed in
+    one line, or an OSError.
     """
     command = compiler()
     if not levels() or sys.platform not in ("linux", "darwin"):
@@ -200,7 +193,7 @@ def try_build(chosen: Sequence[str] | None = None) -> str | None:
 
 
 def requirements() -> list[str]:
-    """What a build needs beyond the list of pyproject.toml."""
+    """Lists the packages that a build needs beyond those of pyproject.toml."""
     return [] if compiler() else ["ziglang>=0.13"]
 
 

@@ -29,15 +29,10 @@ from pallas_kernels.triton import Ref
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of the blocks that a program works on.
+    """Sizes of the blocks that a program works on."""
 
-    Attributes:
-        block: largest number of elements loaded at once.
-        num_warps: Triton's.
-    """
-
-    block: int
-    num_warps: int
+    block: int  # largest number of elements loaded at once
+    num_warps: int  # Triton's
 
 
 def block_sizes(group_size: int) -> BlockSizes:

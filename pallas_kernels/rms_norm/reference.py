@@ -6,11 +6,8 @@ import numpy as np
 def add_rms_norm(residual, output, weight, *, epsilon, multiplier, deferred=None):
     """The sums `[R, M]` and their norms `[R, M]`.
 
-    Args:
-        residual, output: `[R, M]`. weight: `[M]`.
-        epsilon: constant added to the mean square. multiplier: factor of `output`.
-        deferred: for a deferred norm of `output`: the summands of the mean square `[R, J]`, and
-            the epsilon added to their sum; None: `output` is complete.
+    For a deferred norm of `output`, `deferred` has the summands of the mean square `[R, J]`, and
+    the epsilon added to their sum.
     """
     sums, normed = np.zeros_like(residual), np.zeros_like(residual)
     for row in range(residual.shape[0]):
@@ -24,16 +21,7 @@ def add_rms_norm(residual, output, weight, *, epsilon, multiplier, deferred=None
 
 
 def gated_rms_norm(y, gate, weight, *, norm, epsilon, num_groups):
-    """The gated and normed rows.
-
-    Args:
-        y, gate: `[R, M]`. weight: `[M]`; unused if `norm` is "none".
-        norm: "gate_then_norm", "norm_then_gate" or "none".
-        epsilon: constant added to the mean square. num_groups: equal groups, each normed alone.
-
-    Returns:
-        `[R, M]`.
-    """
+    """The gated and normed rows `[R, M]`; `norm` as in `api`."""
     size = y.shape[1] // num_groups
     silu = gate / (1 + np.exp(-gate))
     output = np.zeros_like(y)

@@ -29,19 +29,12 @@ from pallas_kernels.triton import Ref
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of the blocks that a program works on; an axis that is smaller is one block.
+    """Sizes of the blocks that a program works on; an axis that is smaller is one block."""
 
-    Attributes:
-        positions: sequence positions per block.
-        state: elements of the state per program: channels of the head times state size.
-        part: state channels per partial product.
-        num_warps, num_stages: Triton's.
-    """
-
-    positions: int
-    state: int
-    part: int
-    num_warps: int
+    positions: int  # sequence positions per block
+    state: int  # elements of the state per program: channels of the head times state size
+    part: int  # state channels per partial product
+    num_warps: int  # Triton's
     num_stages: int
 
 

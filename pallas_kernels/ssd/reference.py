@@ -4,14 +4,10 @@ import numpy as np
 
 
 def ssd(x, dt, A, B, C, D, state):
-    """Outputs of a whole sequence and the state after it.
+    """Outputs of a whole sequence `[B, T, H, P]` and the state after it `[B, H, P, S]`.
 
-    Args:
-        x: `[B, T, H, P]`. dt: `[B, T, H]`; 0 leaves the state unchanged. A: `[H]`, negative.
-        B, C: `[B, T, G, S]`. D: `[H, P]`. state: `[B, H, P, S]`.
-
-    Returns:
-        `[B, T, H, P]` and `[B, H, P, S]`.
+    From x `[B, T, H, P]`, dt `[B, T, H]` (0 leaves the state unchanged), A `[H]`, negative, B, C
+    `[B, T, G, S]`, D `[H, P]` and the state before.
     """
     batch, length, num_heads, _ = x.shape
     heads_per_group = num_heads // B.shape[2]

@@ -13,36 +13,25 @@ from pallas_kernels import triton as tb
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of the blocks that a program works on; an axis that is smaller is one block.
+    """Sizes of the blocks that a program works on; an axis that is smaller is one block."""
 
-    Attributes:
-        rows: score rows per block: queries times the query heads that share a key head.
-        keys: cache positions or nodes per block.
-        splits: programs that share the cache of one batch row and key head (split-K).
-        num_warps, num_stages: Triton's.
-    """
-
-    rows: int
-    keys: int
-    splits: int
-    num_warps: int
+    rows: int  # score rows per block: queries times the query heads that share a key head
+    keys: int  # cache positions or nodes per block
+    splits: int  # programs that share the cache of one batch row and key head (split-K)
+    num_warps: int  # Triton's
     num_stages: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The sizes that do not depend on shapes; with these they determine the number of splits.
-
-    Attributes:
-        rows, keys, num_warps, num_stages: see `BlockSizes`.
-        busy_warps: warps that fill the GPU. More splits only write more partial sums, each as large
-            as the output in float32.
-    """
+    """The sizes that do not depend on shapes; with these they determine the number of splits."""
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    # Warps that fill the GPU; more splits only write more partial sums, each as large as the
+    # output in float32
     busy_warps: int
 
 
@@ -91,10 +80,5 @@ def block_sizes(
     splits = min(enough, -(-capacity // choice.keys) // 2)
     float32 = tb.dtype_case(dtype) == "float32"
     one_fits = not capacity or not (float32 or (num_rows <= _MANY_ROWS and head_dim <= _WIDE_HEAD))
-    return BlockSizes(
-        rows=choice.rows,
-        keys=choice.keys,
-        splits=max(splits, 1 if one_fits else 2),
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
-    )
+    splits = max(splits, 1 if one_fits else 2)
+    return BlockSizes(choice.rows, choice.keys, splits, choice.num_warps, choice.num_stages)

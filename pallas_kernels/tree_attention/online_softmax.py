@@ -83,14 +83,10 @@ def attend(
     values: list[jax.Array],
     seen: jax.Array,
 ) -> Softmax:
-    """Adds a block of keys.
+    """Adds a block of keys and values `[keys, E]` to the running softmax of queries `[rows, E]`.
 
-    Args:
-        query: `[rows, E]`, in the blocks that `load` returns.
-        scale: multiplies the scores.
-        softmax: the running softmax.
-        keys, values: `[keys, E]`, in blocks.
-        seen: `[rows or 1, keys]`, False where a key is masked.
+    Both come in the blocks that `load` returns; `seen` `[rows or 1, keys]` is False where a key is
+    masked.
     """
     sums, total, maximum = softmax
     products = [tb.dot(q, k, trans_b=True) for q, k in zip(query, keys, strict=True)]
@@ -114,14 +110,7 @@ def attend_cache(
     block: int,
     split: Split,
 ) -> Softmax:
-    """Adds a split of a cache.
-
-    Args:
-        attend, softmax: see `attend`.
-        cache: keys and values `[L, E]`, and the number of positions in use.
-        block: positions per block.
-        split: the share of the blocks to add.
-    """
+    """Adds a split of a cache: keys and values `[L, E]`, and the number of positions in use."""
     keys_ref, values_ref, length = cache
     num_blocks = lax.div(length + block - 1, block)
 
@@ -148,11 +137,8 @@ def attend_nodes(
 ) -> Softmax:
     """Adds the nodes of a tree, in the last split only.
 
-    Args:
-        attend, softmax, block, split: see `attend_cache`.
-        nodes: keys and values `[N, E]`, and the mask `[Q, N]`.
-        query: the query of each row.
-        last: the last of these queries; nodes after it are masked for all of them.
+    They are keys and values `[N, E]` and the mask `[Q, N]`. `query` is that of each row; nodes
+    after the last of these are masked for all of them.
     """
     keys_ref, values_ref, mask_ref = nodes
     num_queries, num_nodes = mask_ref.shape

@@ -52,7 +52,7 @@ def tree_attention(
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> Float[Array, "B Q W E"]:
-    """See `api.tree_attention`; `blocks` None: the default device's."""
+    """See `api.tree_attention`; `blocks` None: those of `config`."""
     batch, num_queries, num_heads, head_dim = query.shape
     num_nodes, num_groups = node_keys.shape[1:3]
     capacity = keys.shape[2]

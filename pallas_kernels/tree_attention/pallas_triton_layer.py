@@ -58,7 +58,7 @@ def tree_attention_layer(
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> tuple[Float[Array, "B Q W E"], NodeKV, KVCache]:
-    """See `api.tree_attention_layer`; `blocks` None: the default device's."""
+    """See `api.tree_attention_layer`; `blocks` None: those of `config`."""
     batch, num_queries, num_columns = projected.shape
     num_nodes, capacity = mask.shape[2], cache.keys.shape[2]
     num_heads, num_groups, head_dim = layout.num_heads, layout.num_groups, layout.head_dim
@@ -154,10 +154,7 @@ def tree_attention_layer(
 
 
 def in_order(path: Bool[Array, "B O"]) -> tuple[Int[Array, "B O"], Int[Array, " B"]]:
-    """The nodes of each path in order, then zeros; and the number of nodes.
-
-    The same for all layers, so that XLA computes it once.
-    """
+    """The nodes of each path in order, then zeros; and their number. XLA computes it once."""
     node = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     place = jnp.cumsum(path, axis=1, dtype=jnp.int32) - 1
     is_there = (place[:, None] == node[:, None]) & path[:, None]  # [B, place, node]
@@ -308,15 +305,7 @@ def rotate(
     frequencies_ref: Ref,  # [R]
     multiplier: float = 1.0,
 ) -> None:
-    """Multiplies rows of heads, rotates them to their positions and writes them.
-
-    Args:
-        source_ref, source: the rows to read, and their index.
-        target_ref, target: the rows to write, and their index.
-        position: position of each row.
-        frequencies_ref: see `AttentionLayout.frequencies`.
-        multiplier: applied before the rotation, rounded.
-    """
+    """Multiplies rows of heads, rotates them to their positions and writes them."""
     head_dim, half = source_ref.shape[-1], frequencies_ref.shape[0]
     position = position.astype(jnp.float32)
     for pairs in online_softmax.channels(half):

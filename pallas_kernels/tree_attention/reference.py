@@ -8,13 +8,8 @@ def tree_attention(
 ):
     """Softmax attention of each query to the first `length` cache positions and to its nodes.
 
-    Args:
-        query: `[B, Q, W, E]`. node_keys, node_values: `[B, N, U, E]`. keys, values: `[B, U, L, E]`.
-        length: `[B]`. mask: `[B, Q, N]` bool, every row with at least one True. cache_mask:
-        `[B, Q, L]` bool, the cache positions that a query attends to; None: all. scale: a number.
-
-    Returns:
-        `[B, Q, W, E]`.
+    From query `[B, Q, W, E]`, nodes `[B, N, U, E]`, a cache `[B, U, L, E]`, length `[B]`, mask `[B,
+    Q, N]`, every row with at least one True, and `cache_mask` `[B, Q, L]`, or None: all.
     """
     batch, num_queries, num_heads, _ = query.shape
     heads_per_group = num_heads // node_keys.shape[2]
@@ -35,20 +30,10 @@ def tree_attention(
 
 
 def tree_attention_layer(projected, cache, depth, mask, *, layout, previous):
-    """A whole tree after the accepted path of the previous one.
+    """Outputs `[B, N, W, E]` of a tree, its keys and values `[B, N, U, E]`, and the cache before.
 
-    Args:
-        projected: `[B, N, X]`, columns as `layout` says.
-        cache: keys and values `[B, U, L, E]` and length `[B]`, before the root of the previous
-            tree.
-        depth: `[B, N]`, of this tree.
-        mask: `[B, N, N]`, the ancestors of each node.
-        layout: an `AttentionLayout`.
-        previous: keys and values `[B, O, U, E]` of the previous tree, and its path `[B, O]`.
-
-    Returns:
-        outputs `[B, N, W, E]`, keys and values `[B, N, U, E]` of the tree, and the cache before its
-        root. The outputs of a row whose cache is overfull are NaN.
+    `cache` is keys, values and length before the previous tree's root, and `previous` its keys,
+    values `[B, O, U, E]` and path `[B, O]`. The outputs of a row whose cache is overfull are NaN.
     """
     keys, values, length = (np.copy(array) for array in cache)
     old_keys, old_values, path = previous

@@ -39,17 +39,11 @@ from pallas_kernels.triton import Ref
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of the blocks that a program works on; an axis that is smaller is one block.
+    """Sizes of the blocks that a program works on; an axis that is smaller is one block."""
 
-    Attributes:
-        queries: nodes of a block.
-        channels: most channels of a block; the largest power of two below that fits is taken.
-        num_warps: Triton's.
-    """
-
-    queries: int
-    channels: int
-    num_warps: int
+    queries: int  # nodes of a block
+    channels: int  # most channels of a block; the largest power of two below that fits is taken
+    num_warps: int  # Triton's
 
 
 # The blocks are too small for the type to matter. With these nothing spills in bfloat16,
@@ -166,15 +160,10 @@ def tree_conv1d_layer(
 
 
 def index_before(index: jax.Array, replay_index: jax.Array, num_replayed: int) -> jax.Array:
-    """The conv gather index, with rows of the conv state replaced by what that state is made of.
+    """The conv gather index into `concat(old conv_state, old nodes, nodes)`.
 
-    Args:
-        index: rows of `concat(conv_state [K - 1], nodes)`.
-        replay_index: rows of `concat(old conv_state [K - 1], old nodes)` that are `conv_state`.
-        num_replayed: number of old nodes.
-
-    Returns:
-        Rows of `concat(old conv_state, old nodes, nodes)`.
+    Given is one into `concat(conv_state [K - 1], nodes)`; `replay_index` says which rows of
+    `concat(old conv_state, old nodes)` that conv state is.
     """
     num_before = replay_index.shape[1]
     flat = index.reshape(index.shape[0], -1)
@@ -300,20 +289,13 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """One block of channels `[c]`, all of one section.
+    """One block of channels `[c]`, all of one section."""
 
-    Attributes:
-        inputs, outputs: refs by name.
-        sections: x, B and C, or one for all channels.
-        channel: the first of the block, in the convolution.
-        size: channels of the block.
-    """
-
-    inputs: dict[str, Ref]
+    inputs: dict[str, Ref]  # refs by name
     outputs: dict[str, Ref]
-    sections: Sequence[Section]
-    channel: jax.Array
-    size: int
+    sections: Sequence[Section]  # x, B and C, or one for all channels
+    channel: jax.Array  # the first of the block, in the convolution
+    size: int  # channels of the block
 
     @property
     def channels(self) -> slice | pl.Slice:

@@ -4,18 +4,10 @@ import numpy as np
 
 
 def tree_conv1d(inputs, conv_state, weight, bias, parents, activation=None):
-    """Convolves every node with its `K - 1` nearest ancestors.
+    """Convolves every node `[B, N, C]` with its `K - 1` nearest ancestors.
 
-    Args:
-        inputs: `[B, N, C]`.
-        conv_state: `[B, K-1, C]`, the inputs before the root, oldest first.
-        weight: `[K, C]`, oldest tap first.
-        bias: `[C]` or None.
-        parents: `[B, N]`, -1 above a root.
-        activation: "silu" or None.
-
-    Returns:
-        `[B, N, C]` in the dtype of `inputs`.
+    The conv state `[B, K-1, C]` are the inputs before the root, oldest first, as the taps of
+    `weight` `[K, C]`; parents `[B, N]` are -1 above a root; the activation is "silu" or None.
     """
     batch, num_nodes, channels = inputs.shape
     width = weight.shape[0]
@@ -47,20 +39,10 @@ def replay_conv_state(inputs, conv_state, parents, last):
 def tree_conv1d_layer(
     projected, conv_weight, conv_bias, dt_bias, conv_state, parents, *, layout, previous
 ):
-    """The pending record of a whole tree, from the input projection of its nodes.
+    """The pending record of a tree, C `[B, N, G, S]`, and the conv state before the root.
 
-    Args:
-        projected: `[B, N, X]`, columns as in `layout`.
-        conv_weight: `[K, C]`. conv_bias: `[C]` or None. dt_bias: `[H]`.
-        conv_state: `[B, K-1, C]` before the root of the previous tree.
-        parents: `[B, N]`, parents in this tree.
-        layout: a `Mamba2Layout`.
-        previous: conv_input `[B, O, C]`, parents and the accepted path's last node of the previous
-            tree; -1 for the empty path.
-
-    Returns:
-        The pending record `(x, dt, B, conv_input)`, C `[B, N, G, S]`, and the conv state before the
-        root.
+    From the projection `[B, N, X]` and the conv state before the root of the previous tree, of
+    which `previous` is conv_input `[B, O, C]`, parents and the accepted path's last node, -1: none.
     """
     heads, size = layout.num_heads, layout.head_dim
     groups, state_size = layout.num_groups, layout.state_size

@@ -10,27 +10,19 @@ from pallas_kernels.tree_conv1d.layout import Mamba2Layout
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Neighbouring channels of the convolution that go to one output.
-
-    Attributes:
-        output: name of the output.
-        channel, column: first channel in the convolution and first column in the inputs.
-        head_size: channels per head (x) or per group (B and C).
-        input_heads, conv_heads, output_heads: number of heads or groups in the inputs, in the
-            convolution and in the output; from one to the next, each is repeated.
-        multiplier: factor of the inputs.
-        pending: whether the output has rows for the prefix nodes too.
-    """
+    """Neighbouring channels of the convolution that go to one output."""
 
     output: str
-    channel: int
+    channel: int  # first channel in the convolution and first column in the inputs
     column: int
-    head_size: int
+    head_size: int  # channels per head (x) or per group (B and C)
+    # Heads or groups in the inputs, in the convolution and in the output; from one
+    # to the next, each is repeated
     input_heads: int
     conv_heads: int
     output_heads: int
-    multiplier: float
-    pending: bool
+    multiplier: float  # factor of the inputs
+    pending: bool  # whether the output has rows for the prefix nodes too
 
     @property
     def size(self) -> int:

@@ -78,18 +78,9 @@ def _run(
     prefix_u: jax.Array | None,
     interpret: bool,
 ) -> dict[str, jax.Array]:
-    """The kernel with a previous tree, a new one, or both.
+    """The kernel with a previous tree, a new one, or both; returns what these give by name.
 
-    Args:
-        name: name of the kernel.
-        state: see `api.tree_delta`.
-        previous: k, u, g and path of the previous tree.
-        tree: q, k, v, g, beta and mask of the new tree.
-        prefix_u: see `api.tree_delta`.
-        interpret: see `triton.call`.
-
-    Returns:
-        The state, if there is a previous tree; y and u of the queries, if there is a new one.
+    `previous` is k, u, g and path; `tree` is q, k, v, g, beta and mask.
     """
     batch, num_heads, head_dim, state_size = state.shape
     some_k = previous[0] if previous else tree[1]  # type: ignore[index]
@@ -248,7 +239,7 @@ def _scan_tree(
             return scores, jnp.where(node[:, None] == key[None, :], 0.0, system)
 
         def from_nodes(start: int, u_ref: Ref) -> Callable[[jax.Array, Any], Any]:
-            """What the nodes from `start` on, whose u are there, add."""
+            """Adds the nodes from `start` on, whose u are there."""
 
             def from_block(j: jax.Array, carry: Any) -> Any:
                 y, right = carry

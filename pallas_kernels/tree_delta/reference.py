@@ -14,14 +14,7 @@ def normed(x):
 
 
 def step(q, k, v, g, beta, before):
-    """One node of one head.
-
-    Args:
-        q, k: `[S]`, before the norm. v: `[P]`. g, beta: numbers. before: the state `[P, S]`.
-
-    Returns:
-        y `[P]`, u `[P]` and the state after the node `[P, S]`.
-    """
+    """One node of one head: y `[P]`, u `[P]` and the state after it `[P, S]`."""
     q, k = normed(q) * q.shape[-1] ** -0.5, normed(k)
     decayed = np.exp(g) * before
     u = beta * (v - decayed @ k)
@@ -30,15 +23,10 @@ def step(q, k, v, g, beta, before):
 
 
 def tree_delta(q, k, v, g, beta, state, parents):
-    """The output at every node, one state per node.
+    """Outputs and u `[B, N, H, P]`, and the state after each node `[B, N, H, P, S]`.
 
-    Args:
-        q, k: `[B, N, G, S]`; head h uses group `h // (H / G)`. v: `[B, N, H, P]`.
-        g, beta: `[B, N, H]`. state: `[B, H, P, S]` before the root.
-        parents: `[B, N]`, -1 above a root.
-
-    Returns:
-        outputs and u `[B, N, H, P]`, and the state after each node `[B, N, H, P, S]`.
+    From q, k `[B, N, G, S]` (head h uses group `h // (H / G)`), v `[B, N, H, P]`, g, beta `[B, N,
+    H]`, the state `[B, H, P, S]` before the root and parents `[B, N]`, -1 above a root.
     """
     batch, num_nodes, num_heads, _ = v.shape
     heads_per_group = num_heads // k.shape[2]
@@ -55,14 +43,9 @@ def tree_delta(q, k, v, g, beta, state, parents):
 
 
 def replay_delta(k, u, g, state, path):
-    """The state after the nodes that `path` marks, from the record of a tree.
+    """The state `[B, H, P, S]` after the nodes that `path` marks, from the record of a tree.
 
-    Args:
-        k: `[B, N, G, S]`. u: `[B, N, H, P]`. g: `[B, N, H]`. state: `[B, H, P, S]`.
-        path: `[B, N]` bool, a root-to-node path in node order; all False leaves the state as it is.
-
-    Returns:
-        `[B, H, P, S]`.
+    `path` `[B, N]` is a root-to-node path in node order; all False leaves the state as it is.
     """
     batch, num_nodes, num_heads, _ = u.shape
     heads_per_group = num_heads // k.shape[2]

@@ -11,29 +11,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.numerics import batched_product, contract
+from pallas_kernels.tree_scan.xla import advanced, to_the_end
 
 EPSILON = 1e-6  # of the norm of q and k, in all published models
 BLOCK = 8  # rows of the blocks that are inverted by substitution
 
 
 class Pairs(NamedTuple):
-    """What the nodes of a tree are to each other; nothing of it depends on the state or on v.
+    """Relations of the nodes of a tree; nothing of them depends on the state or on v."""
 
-    Attributes:
-        rows: q, then k, of the Q query nodes `[B, G, 2 * Q, S]`, normed.
-        beta: `[B, H, Q, 1]`.
-        kept: how much of the state before the root a query node has left `[B, H, Q, 1]`.
-        scores: weights of u in the outputs `[B, H, Q, N]`.
-        system: weights of u in the u of their descendants `[B, H, Q, N]`, below the diagonal.
-        solution: the inverse of one plus the last Q columns of `system` `[B, H, Q, Q]`.
-    """
-
-    rows: jax.Array
-    beta: jax.Array
-    kept: jax.Array
-    scores: jax.Array
+    rows: jax.Array  # q, then k, of the Q query nodes `[B, G, 2 * Q, S]`, normed
+    beta: jax.Array  # `[B, H, Q, 1]`
+    kept: jax.Array  # how much of the state before the root a query node has left `[B, H, Q, 1]`
+    scores: jax.Array  # weights of u in the outputs `[B, H, Q, N]`
+    # Weights of u in the u of their descendants `[B, H, Q, N]`, below the diagonal
     system: jax.Array
-    solution: jax.Array
+    solution: jax.Array  # the inverse of one plus the last Q columns of `system` `[B, H, Q, Q]`
 
 
 def tree_delta(
@@ -69,22 +62,11 @@ def replay_delta(
     return advanced(state, k, u * weight[..., None], total)
 
 
-def replay_tree_delta(
-    prev_k: jax.Array,
-    prev_u: jax.Array,
-    prev_g: jax.Array,
-    prev_path: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    state: jax.Array,
-    ancestor_mask: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `api.replay_tree_delta`. One after the other."""
+def replay_tree_delta(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `api.replay_tree_delta`, whose arrays these are. One after the other."""
+    prev_k, prev_u, prev_g, prev_path, q, k, v, g, beta, state, mask = arrays
     state = replay_delta(prev_k, prev_u, prev_g, state, prev_path)
-    return *tree_delta(q, k, v, g, beta, state, ancestor_mask), state
+    return *tree_delta(q, k, v, g, beta, state, mask), state
 
 
 def delta_chunks(
@@ -172,14 +154,7 @@ def pairs(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask: jax.A
 def outputs(
     nodes: Pairs, v: jax.Array, state: jax.Array, above: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs and u of the query nodes `[B, H, Q, P]`.
-
-    Args:
-        nodes: of the whole tree.
-        v: values of the query nodes `[B, H, Q, P]`.
-        state: before the root.
-        above: u of the nodes before them `[B, H, N - Q, P]`, if there are any.
-    """
+    """Outputs and u of the query nodes `[B, H, Q, P]`; `above` is u of the nodes before them."""
     batch, num_heads, num_queries, size = v.shape
     num_groups = nodes.rows.shape[1]
     grouped = state.reshape(batch, num_groups, -1, state.shape[-1])
@@ -246,22 +221,6 @@ def diagonal_blocks(matrices: jax.Array, size: int) -> jax.Array:
     """The blocks on the diagonal `[B, H, N / size, size, size]` of `[B, H, N, N]`."""
     starts = range(0, matrices.shape[-1], size)
     return jnp.stack([matrices[..., i : i + size, i : i + size] for i in starts], axis=2)
-
-
-def to_the_end(g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The decay from just after each node to the end `[B, N, H]`, and that of the state `[B, H]`.
-
-    Sums over the later nodes, not differences of sums. g is 0 off the path.
-    """
-    later = jnp.concatenate([g[:, 1:], jnp.zeros_like(g[:, :1])], axis=1)
-    return jnp.exp(lax.cumsum(later, axis=1, reverse=True)), jnp.exp(g.sum(axis=1))
-
-
-def advanced(state: jax.Array, k: jax.Array, u: jax.Array, total: jax.Array) -> jax.Array:
-    """The state after all nodes, whose u are decayed to the end of the path."""
-    grouped = u.reshape(*k.shape[:3], -1, u.shape[-1])
-    written = contract("bjgkp,bjgs->bgkps", grouped, k)
-    return total[..., None, None] * state + written.reshape(state.shape)
 
 
 def normed(x: jax.Array) -> jax.Array:

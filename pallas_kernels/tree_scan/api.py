@@ -175,11 +175,7 @@ def replay_tree_scan(
 
 
 def _unsupported(x: jax.Array, B: jax.Array, gate: Gate | None) -> dict[str, str | None]:
-    """Why versions cannot scan these nodes.
-
-    Raises:
-        ValueError: the gate does not fit.
-    """
+    """Why versions cannot scan these nodes; a ValueError if the gate does not fit."""
     if gate is not None:
         gate.check(*x.shape[2:])
     head_dim, state_size = x.shape[-1], B.shape[-1]

@@ -66,10 +66,7 @@ def scan_tree(
     block_keys: int,
     parts: Sequence[pl.Slice],
 ) -> None:
-    """Calls `write` with the queries `[q]` of each block and their outputs `[q, p]`.
-
-    Outputs are without the skip.
-    """
+    """Calls `write` with the queries `[q]` of each block and their outputs `[q, p]`, no skip."""
     num_nodes, num_queries = x_ref.shape[0], C_ref.shape[0]
     first_query = num_nodes - num_queries  # queries are the last nodes
     block_queries = min(block_queries, tb.padded_size(num_queries))

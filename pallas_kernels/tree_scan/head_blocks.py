@@ -15,17 +15,11 @@ def channels_of(numbers: int, head_dim: int, state_size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class HeadBlocks:
-    """Blocks of arrays for the program of row b, head h and the p-th block of its channels.
+    """Blocks of arrays for the program of row b, head h and the p-th block of its channels."""
 
-    Attributes:
-        channels: channels per block.
-        state_size: `S`.
-        heads_per_group: head h uses group `h // heads_per_group`.
-    """
-
-    channels: int
-    state_size: int
-    heads_per_group: int
+    channels: int  # channels per block
+    state_size: int  # `S`
+    heads_per_group: int  # head h uses group `h // heads_per_group`
 
     def of_row(self, array: jax.Array) -> pl.BlockSpec:
         """All of a row of `[B, ...]`."""

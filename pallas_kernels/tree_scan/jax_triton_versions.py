@@ -7,6 +7,7 @@ they fail late, with obscure messages or silently.
 
 import importlib.metadata
 import inspect
+import re
 import warnings
 
 import jax
@@ -52,7 +53,7 @@ def call(*arguments, kernel, out_shape, **kwargs):
     """
     import jax_triton
 
-    outputs = {"out_type" if _is_new() else "out_shape": out_shape}
+    outputs = {"out_shape" if passes_aliased_outputs() else "out_type": out_shape}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "input_output_aliases", DeprecationWarning)
         return jax_triton.triton_call(*arguments, kernel=kernel, **outputs, **kwargs)
@@ -60,21 +61,11 @@ def call(*arguments, kernel, out_shape, **kwargs):
 
 def passes_aliased_outputs() -> bool:
     """True if a kernel gets a second pointer to an array that it updates in place: before 0.4."""
-    return not _is_new()
-
-
-def _is_new() -> bool:
     import jax_triton
 
-    return "out_type" in inspect.signature(jax_triton.triton_call).parameters
+    return "out_type" not in inspect.signature(jax_triton.triton_call).parameters
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """`(0, 12, 0)` for "0.12.0rc1"."""
-    parts = []
-    for part in version.split(".")[:3]:
-        digits = "".join(c for c in part if c.isdigit()) if part[:1].isdigit() else ""
-        if not digits:
-            break
-        parts.append(int(digits))
-    return tuple(parts)
+    return tuple(map(int, re.findall(r"^\d+|(?<=\.)\d+", version)[:3]))

@@ -44,22 +44,14 @@ from pallas_kernels.triton import Ref
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of the blocks that a program works on; an axis that is smaller is one block.
+    """Sizes of the blocks that a program works on; an axis that is smaller is one block."""
 
-    Attributes:
-        replayed: nodes of the previous tree per block.
-        queries, keys: nodes of the new tree per block.
-        state: elements of the state per program: channels of the head times state size.
-        part: state channels per partial product.
-        num_warps, num_stages: Triton's.
-    """
-
-    replayed: int
-    queries: int
+    replayed: int  # nodes of the previous tree per block
+    queries: int  # nodes of the new tree per block
     keys: int
-    state: int
-    part: int
-    num_warps: int
+    state: int  # elements of the state per program: channels of the head times state size
+    part: int  # state channels per partial product
+    num_warps: int  # Triton's
     num_stages: int
 
 
@@ -129,17 +121,9 @@ def _run(
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> tuple[Any, jax.Array]:
-    """The kernel with a previous tree, a new one, or both.
+    """The kernel with a previous tree, a new one, or both: the outputs, if any, and the state.
 
-    Args:
-        name: name of the kernel.
-        A, state, gate, A_is_log: see `api.tree_scan`.
-        previous: x, dt, B and path of the previous tree.
-        tree: x, dt, B, C, D and mask of the new tree.
-        interpret, blocks: see `triton.call`; None: the default device's blocks.
-
-    Returns:
-        The outputs, if there is a new tree, and the state.
+    `previous` is x, dt, B and path; `tree` is x, dt, B, C, D and mask; `blocks` None: `DEFAULTS`.
     """
     some_x, _, some_B, *_ = previous or tree or ()
     batch, num_heads, head_dim, state_size = state.shape

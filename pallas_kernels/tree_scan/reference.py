@@ -4,15 +4,11 @@ import numpy as np
 
 
 def tree_scan(x, dt, A, B, C, D, state, parents):
-    """The output at every node, one state per node, no closed form.
+    """Outputs `[B, N, H, P]` and the state after each node `[B, N, H, P, S]`, no closed form.
 
-    Args:
-        x: `[B, N, H, P]`. dt: `[B, N, H]`, after softplus and clamp. A: `[H]`, negative.
-        B, C: `[B, N, G, S]`; head h uses group `h // (H / G)`. D: `[H, P]`.
-        state: `[B, H, P, S]` before the root. parents: `[B, N]`, -1 above a root.
-
-    Returns:
-        outputs `[B, N, H, P]` and the state after each node `[B, N, H, P, S]`.
+    From x `[B, N, H, P]`, dt `[B, N, H]` after softplus and clamp, A `[H]`, negative, B, C `[B, N,
+    G, S]` (head h uses group `h // (H / G)`), D `[H, P]`, the state `[B, H, P, S]` before the root
+    and parents `[B, N]`, -1 above a root.
     """
     batch, num_nodes, num_heads, _ = x.shape
     heads_per_group = num_heads // B.shape[2]
@@ -32,14 +28,9 @@ def tree_scan(x, dt, A, B, C, D, state, parents):
 
 
 def replay(x, dt, A, B, state, path):
-    """The state after the nodes that `path` marks.
+    """The state `[B, H, P, S]` after the nodes that `path` marks.
 
-    Args:
-        x: `[B, N, H, P]`. dt: `[B, N, H]`. A: `[H]`. B: `[B, N, G, S]`. state: `[B, H, P, S]`.
-        path: `[B, N]` bool, a root-to-node path in node order; all False leaves the state as it is.
-
-    Returns:
-        `[B, H, P, S]`.
+    `path` `[B, N]` is a root-to-node path in node order; all False leaves the state as it is.
     """
     batch, num_nodes, num_heads, _ = x.shape
     heads_per_group = num_heads // B.shape[2]
@@ -56,16 +47,7 @@ def replay(x, dt, A, B, state, path):
 
 
 def replay_tree_scan(prev_x, prev_dt, prev_B, prev_path, x, dt, A, B, C, D, state, parents):
-    """The outputs at every node of a tree that grows from the end of the previous tree's path.
-
-    Args:
-        prev_x, prev_dt, prev_B, prev_path: the previous tree and its path, as in `replay`.
-        x, dt, A, B, C, D, parents: the new tree, as in `tree_scan`.
-        state: `[B, H, P, S]` before the root of the previous tree.
-
-    Returns:
-        outputs `[B, N, H, P]` and the state before the root of the new tree `[B, H, P, S]`.
-    """
+    """Outputs of a tree that grows from the end of the previous path, and the state before it."""
     new_state = replay(prev_x, prev_dt, A, prev_B, state, prev_path)
     outputs, _ = tree_scan(x, dt, A, B, C, D, new_state, parents)
     return outputs, new_state
@@ -79,16 +61,9 @@ def gated_and_normed_by_head(outputs, gate, norm_weight, epsilon):
 
 
 def gated(outputs, gate, norm_weight=None):
-    """The outputs of a scan after the gate and a deferred norm.
+    """The rows `[B, N, H * P]` after gate and a deferred norm, and their mean squares `[B, N]`.
 
-    Args:
-        outputs: `[B, N, H, P]`.
-        gate: `[B, N, H * P]`, input of the SiLU, multiplier applied.
-        norm_weight: `[H * P]`, or None.
-
-    Returns:
-        the gated rows `[B, N, H * P]`, times `norm_weight` if there is one, and the mean squares
-        `[B, N]` of the gated rows before that.
+    `gate` is the input of the SiLU, multiplier applied; without `norm_weight` rows are gated only.
     """
     rows = outputs.reshape(gate.shape) * gate / (1 + np.exp(-gate))
     mean_squares = np.mean(rows**2, axis=-1)

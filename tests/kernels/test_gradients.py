@@ -19,7 +19,7 @@ from pallas_kernels import (
     tree_delta,
     tree_scan,
 )
-from pallas_kernels.autodiff import with_gradients_of
+from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.matmul import matmul, rows
 from pallas_kernels.rms_norm.api import NORMS
 from tests.cases import matmul as matmul_cases
