@@ -69,7 +69,7 @@ class Tables:
     def mask(self, states: Int[Array, "B Q"], vocab_size: int) -> Bool[Array, "B Q V"]:
         """Which of a model's tokens each state allows."""
         words = self.allowed[self.kinds_of(states)]
-        bits = words[..., None] >> jnp.arange(_BITS, dtype=words.dtype) & 1
+        bits = words[..., None] >> np.arange(_BITS, dtype=words.dtype)[None, None, None] & 1
         bits = bits.reshape(*states.shape, -1)[..., :vocab_size] != 0
         return jnp.pad(bits, ((0, 0), (0, 0), (0, vocab_size - bits.shape[-1])))
 
@@ -92,8 +92,8 @@ class Tables:
         # Binary search: `place` is the number of exceptions below the token.
         begin, end = self.first[move], self.first[move + 1]
         place = begin
-        for size in 1 << np.arange(int(self.vocab_size).bit_length())[::-1]:
-            later = place + size
+        for bit in reversed(range(int(self.vocab_size).bit_length())):
+            later = place + (1 << bit)
             passed = (later <= end) & (self.token.at[later - 1].get(mode="clip") < tokens)
             place = jnp.where(passed, later, place)
         is_one = (place < end) & (self.token.at[place].get(mode="clip") == tokens)
