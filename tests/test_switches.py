@@ -72,10 +72,9 @@ def ruled(model):
 
 def served():
     """Rows that begin while others run, and a prompt of several chunks."""
-    scheduler = st.Scheduler(
-        tiny_model(), rows=2, max_length=160, quantum=3, **drafts(tiny_model())
-    )
-    for seed, prompt in enumerate([[1, 2, 3], [4, 5] * 60, [7]]):
+    drafting = dict(drafter=st.NgramDrafter(), topology=TREE)
+    scheduler = st.Scheduler(tiny_model(), rows=2, max_length=90, quantum=3, **drafting)
+    for seed, prompt in enumerate([[1, 2, 3], [4, 5] * 40, [7]]):
         scheduler.submit(st.Request(prompt, max_new_tokens=5, temperature=seed / 2, key=seed))
     return {each.request_id: each.tokens for each in scheduler.completions()}
 

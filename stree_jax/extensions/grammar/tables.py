@@ -66,7 +66,7 @@ class Tables:
     def mask(self, states: Int[Array, "B Q"], vocab_size: int) -> Bool[Array, "B Q V"]:
         """Returns which of a model's tokens each state allows."""
         words = self.allowed[self.kinds_of(states)]
-        bits = words[..., None] >> jnp.arange(BITS, dtype=words.dtype) & 1
+        bits = words[..., None] >> np.arange(BITS, dtype=words.dtype)[None, None, None] & 1
         bits = bits.reshape(*states.shape, -1)[..., :vocab_size] != 0
         return jnp.pad(bits, ((0, 0), (0, 0), (0, vocab_size - bits.shape[-1])))
 
@@ -78,8 +78,8 @@ class Tables:
         move = self.move[kinds]
         # Binary search: `place` is the number of exceptions below the token.
         place, end = self.first[move], self.first[move + 1]
-        for size in 1 << np.arange(int(self.vocab_size).bit_length())[::-1]:
-            later = place + size
+        for bit in reversed(range(int(self.vocab_size).bit_length())):
+            later = place + (1 << bit)
             passed = (later <= end) & (self.token.at[later - 1].get(mode="clip") < tokens)
             place = jnp.where(passed, later, place)
         is_exception = (place < end) & (self.token.at[place].get(mode="clip") == tokens)
