@@ -15,8 +15,6 @@ import pytest
 
 from pallas_kernels import dispatch, native
 from pallas_kernels.native import build_backend
-from tests.cases.base import NEEDS_NATIVE
-from tests.kernels import native_calls
 
 ROOT = Path(__file__).parents[2]
 V3 = "abm avx2 bmi1 bmi2 f16c fma movbe"
@@ -291,70 +289,6 @@ def test_a_wheel_is_for_a_platform_and_any_python(monkeypatch):
     python, abi, machine = command.get_tag()
     assert (python, abi) == ("py3", "none")
     assert machine != "any"
-
-
-@NEEDS_NATIVE
-def test_calls_of_any_shape_write_all_numbers_or_are_refused():
-    """With more threads than there are tasks, most of which find nothing left to do."""
-    library = build_backend.library(native.level())
-    counts = native_calls.check(library, calls=20 * len(native_calls.CALLS), seed=1, threads=64)
-    assert all(counts[name] == 15 for name in native_calls.CALLS)
-    assert counts["refused"] > 40
-
-
-# The table of cases, called by XLA. It hands arguments and results over where they are, each an
-# allocation of its own.
-CASES = """
-import sys
-from pathlib import Path
-from pallas_kernels import native
-from tests.cases.ops import OPS
-
-native.build_backend.library = lambda level: Path(sys.argv[1])
-assert native.obstacle() is None, native.obstacle()
-for op in OPS.values():
-    for case in op.cases.values() if "native" in op.implementations else ():
-        if not op.lacks(case, "native"):
-            op.errors(case, "native")
-"""
-# By sanitizer: what must be loaded first. What throws exceptions must be there before its own.
-PRELOADED = {"address,undefined": ("libasan.so", "libstdc++.so"), "thread": ("libtsan.so",)}
-
-
-@pytest.mark.slow
-@needs_sources
-@pytest.mark.parametrize("sanitizer", PRELOADED)
-def test_sanitizers_find_nothing(sanitizer, tmp_path, monkeypatch):
-    """For every set of instructions that this processor has."""
-    if sys.platform != "linux" or not shutil.which("g++"):
-        pytest.skip("g++ on Linux only")
-    monkeypatch.setenv("CXX", "g++")
-    found = [
-        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout
-        for name in PRELOADED[sanitizer]
-    ]
-    if not all(path.startswith("/") for path in found):
-        pytest.skip("g++ has no such sanitizer")
-    recover = () if sanitizer == "thread" else ("-fno-sanitize-recover=all",)
-    levels = build_backend.own_levels()
-    build_backend.build(tmp_path, ("-g", "-O1", f"-fsanitize={sanitizer}", *recover), levels)
-    environment = {
-        **os.environ,
-        "LD_PRELOAD": " ".join(map(str.strip, found)),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-    }
-    # XLA's own threads are not watched, so only those of `native_calls` can be told from a race.
-    calls = [["-m", "tests.kernels.native_calls", "--calls", "1400"]]
-    calls += [["-c", CASES]] * (sanitizer != "thread")
-    for level in levels:
-        for call in calls:
-            subprocess.run(
-                [sys.executable, *call, str(build_backend.library(level, tmp_path))],
-                cwd=ROOT,
-                env=environment | {"STREE_JAX_NATIVE": level},
-                check=True,
-            )
 
 
 @pytest.mark.slow
