@@ -95,9 +95,9 @@ def _content(
 ) -> dict[str, Any]:
     """What is written to the file."""
     decoded = {
-        row.name: {"tau": row.tau, "tokens_per_second": row.measured, "speed_up": row.speed_up}
+        row.name: {name: row.record[name] for name in ("tau", "tokens_per_second", "speed_up")}
         for row in report.rows
-        if row.measured is not None
+        if row.record is not None
     }
     return {
         "parents": None if report.best is None else report.best.parents,

@@ -35,13 +35,7 @@ def timed_rounds(
     """Runs every way on every item, first untimed, then interleaved item by item.
 
     So a slow moment of the machine affects all ways alike. Their order changes, because the call
-    before changes the time of a call by some 3 %.
-
-    Args:
-        ways: functions of an item; they block until their output is ready.
-        items: prompts, keys, or one None.
-        rounds: number of timed calls for each way and item.
-        advance: follows each call.
+    before changes the time of a call by some 3 %. The ways block until their output is ready.
 
     Yields:
         After each round, by name: the outputs of the untimed calls, which compile, and the seconds
@@ -71,13 +65,7 @@ def summary(values: Sequence[float] | np.ndarray) -> dict[str, float]:
 def speeds(
     tokens: Mapping[Any, int], seconds: Mapping[Any, np.ndarray], relative_to: Any
 ) -> dict[Any, dict[str, Any]]:
-    """Tokens a second by name, as rounds and summary, and what they are relative to one of them.
-
-    Args:
-        tokens: number of tokens in a round by name.
-        seconds: seconds `[rounds, items]` by name, as `timed_rounds` gives them.
-        relative_to: a name.
-    """
+    """Tokens a second by name, and relative to one of them; seconds are `[rounds, items]`."""
     rates = {name: tokens[name] / taken.sum(axis=1) for name, taken in seconds.items()}
     return {
         name: {

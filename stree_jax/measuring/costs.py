@@ -44,13 +44,7 @@ class Costs(NamedTuple):
     overhead: float
 
     def step(self, topology: TreeTopology, widths: Sequence[int] | None = None) -> float:
-        """Seconds of a step with this tree.
-
-        Args:
-            topology: the draft tree.
-            widths: for a dynamic drafter, the nodes of each level that it searches, the root's
-                first; it does not run the last level.
-        """
+        """Seconds of a step with a tree, or of a search of these `widths`, the root's first."""
         seconds = _interpolated(self.target, topology.num_nodes)
         if topology.depth:
             seconds += self.first_level + self.overhead
@@ -85,15 +79,8 @@ def measure_costs(
 ) -> Costs:
     """Times every part in a loop on the device, interleaved, and takes medians.
 
-    Args:
-        model: the target.
-        drafter: a drafter of static trees.
-        prompt: the prefilled prompt.
-        temperature, key: see `generate`.
-        max_nodes, max_depth: largest size and depth of trees to be costed.
-        sizes, widths: nodes of target calls and of draft levels that are timed, each of which
-            compiles; costs between them are interpolated.
-        advance: callback after each part is compiled.
+    Each of the `sizes` of target calls and `widths` of draft levels compiles, and then `advance` is
+    called; costs between them are interpolated.
     """
     sizes = [size for size in sizes if size < max_nodes] + [max_nodes]
     widths = [width for width in widths if width < max_nodes // 2] or [1]
@@ -144,15 +131,7 @@ def drafting(
     topology: TreeTopology | None = None,
     **options: Any,
 ) -> Callable[[int], object]:
-    """A part of a step: so many trees are drafted one after the other, and discarded.
-
-    Args:
-        model: the target; it is not run.
-        drafter: the drafter.
-        prompts: a batch.
-        topology: the draft tree; None: the drafter's default.
-        **options: those of `generate`.
-    """
+    """A part of a step: so many trees are drafted one after the other, without the target."""
     options = {"key": 0} | options
     request = plan(model, prompts, drafter=drafter, topology=topology, **options)
     context, topology, most = request.context, request.decoder.topology, request.decoder.max_length

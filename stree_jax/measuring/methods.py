@@ -109,31 +109,27 @@ def compare(
     requests: Sequence[Mapping[str, Any]],
     rounds: int,
     progress: Progress = silent,
+    *,
+    parts: bool = True,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Decodes requests one at a time with every method, interleaved request by request.
+    """Decodes requests with every method in turns; yields their records after each round.
 
-    Args:
-        target: the model.
-        methods: ways of decoding, `PLAIN` among them.
-        requests: `prompts`, and options of `generate` but the methods' own; all of them have one
-            temperature.
-        rounds: timed runs of each request.
-        progress: callback.
-
-    Yields:
-        After each round, a record of each method: its speed, the time of a call after the first,
-        that to the first token and its tokens, which must be `PLAIN`'s; see `docs/bench.md`.
+    `PLAIN` is among the methods. A request has `prompts` and options of `generate` but the methods'
+    own; all have one temperature. Fields of a record are those of docs/bench.md, without `parts`
+    none but those of whole texts.
     """
     temperature = requests[0].get("temperature", 0.0)
     ways: dict[Any, Callable[[Any], Any]] = {}
     for each in methods:
         own = each.target or target
         ways[each.name] = functools.partial(_called, each.decode, target)
+        if not parts:
+            continue
         ways["first", each.name] = functools.partial(_called, each.first_token, target)
         if each.drafter is not None and each.num_nodes > 1 and own.partition == ONE_DEVICE:
             given = {"topology": each.topology, **requests[0]}
-            part = drafting(own, each.drafter, **given)
-            ways["draft", each.name] = functools.partial(_drafted, own, part)
+            drafts = drafting(own, each.drafter, **given)
+            ways["draft", each.name] = functools.partial(_drafted, own, drafts)
     ticks, total = itertools.count(1), len(ways) * len(requests) * (1 + rounds)
 
     def advance() -> None:
@@ -142,11 +138,10 @@ def compare(
     comparable = {each.name for each in methods if each.is_comparable(target, **requests[0])}
     memory: dict[str, int] = {}
     for outputs, seconds in timed_rounds(ways, requests, rounds, advance):
-        memory = memory or {each.name: each.memory(target, **requests[0]) for each in methods}
+        if parts and not memory:
+            memory = {each.name: each.memory(target, **requests[0]) for each in methods}
         rows = _records(methods, temperature, outputs, seconds, comparable)
-        for row in rows:
-            row["memory_bytes"] = memory[row["method"]]
-        yield rows
+        yield [row | {"memory_bytes": memory.get(row["method"])} for row in rows]
 
 
 def _called(decode: Callable[..., Any], target: HybridLM, request: Mapping[str, Any]) -> Any:
@@ -177,13 +172,13 @@ def _records(
         calls = sum(out.stats.num_target_calls for out in mine)
         taus = [out.stats.num_tokens / out.stats.num_target_calls for out in mine]
         accepted = sum(out.stats.accepted_per_depth for out in mine)
-        first = seconds["first", name]
-        later = sum(int(max(out.stats.target_calls_per_row)) - 1 for out in mine)
-        # A difference of two times: where it is not above 0, it is noise.
-        rest = (of_all[name] - first).sum(axis=1)
-        call = rest / later if later and min(rest) > 0 else None
-        draft = seconds.get(("draft", name))
-        share = None
+        first, draft = (seconds.get((part, name)) for part in ("first", "draft"))
+        call = share = None
+        if first is not None:
+            later = sum(int(max(out.stats.target_calls_per_row)) - 1 for out in mine)
+            # A difference of two times: where it is not above 0, it is noise.
+            rest = (of_all[name] - first).sum(axis=1)
+            call = rest / later if later and min(rest) > 0 else None
         if draft is not None and call is not None:
             share = summary(draft.mean(axis=1) / _NUM_DRAFTED / call)
         identical = all(map(np.array_equal, plain, [out.tokens for out in mine]))
@@ -197,7 +192,9 @@ def _records(
                 "tau_by_prompt": taus,
                 "accepted_per_depth": [round(float(count) / calls, 4) for count in accepted],
                 "milliseconds_of_call": None if call is None else summary(1e3 * call),
-                "milliseconds_to_first_token": summary(1e3 * first.mean(axis=1)),
+                "milliseconds_to_first_token": first
+                if first is None
+                else summary(1e3 * first.mean(axis=1)),
                 "draft_share": share,
                 "identical": identical if name in comparable else None,
             }

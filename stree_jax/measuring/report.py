@@ -91,11 +91,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def progress_bar(console: Any = None) -> Iterator[Progress]:
-    """A bar that goes away; where it cannot be drawn, such as in a file, a line now and then.
-
-    Args:
-        console: of rich; None: the standard output.
-    """
+    """A bar that goes away; where it cannot be drawn, such as in a file, a line now and then."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
@@ -132,12 +128,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> Path:
 
 
 def draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Bars of the speed of each method at each temperature, with quartiles; tau beside them.
-
-    Args:
-        axes: of matplotlib.
-        rows: records of `compare`.
-    """
+    """Bars of the speed of each method at each temperature, with quartiles; tau beside them."""
     # Some methods are for one temperature only.
     names = [*dict.fromkeys(row["method"] for row in rows)]
     temperatures = [*dict.fromkeys(row["temperature"] for row in rows)]

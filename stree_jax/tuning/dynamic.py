@@ -21,48 +21,29 @@ def dynamic_tau(
     target: HybridLM,
     request: Plan,
     tokens: Sequence[np.ndarray],
-    topologies: Sequence[TreeTopology],
+    topology: TreeTopology,
     *,
     expand: int = 8,
     grid: Sequence[float] = SHARPNESS,
-) -> dict[TreeTopology, dict[float, float]]:
-    """Tokens per target call of dynamic trees on the target's own texts, by size and sharpness.
+) -> dict[float, float]:
+    """Tokens per target call of dynamic trees of a size on the target's own texts, by sharpness.
 
     A tree is drafted at every position of the texts. It depends only on the text before it, so
     stepping through these trees replays decoding: the numbers are exact, as for static trees.
-
-    Args:
-        draft: the draft model, or heads on the target's states.
-        target: the model that wrote the texts.
-        request: the plan that generated the texts; gives prompts, keys and sampling.
-        tokens: the new tokens of each row.
-        topologies: sizes of trees, such as `TreeTopology.budget(N, D)`.
-        expand: `expand` of `DynamicDrafter`.
-        grid: candidate values of its `sharpness`.
     """
     drafters = {sharp: DynamicDrafter(draft, expand=expand, sharpness=sharp) for sharp in grid}
+    accepted: dict[float, list[np.ndarray]] = {sharp: [] for sharp in grid}
+    for at in positions(request, tokens, topology.depth):
+        first, max_length = drafters[grid[0]], request.decoder.max_length
+        state = state_at(first, target, at.context, topology, max_length)
+        for sharp, drafter in drafters.items():
+            drafts = drafts_at(drafter, state, at, topology, target.config.vocab_size)
+            drafted, tree = jax.tree.map(np.asarray, drafts)
+            right = _num_accepted(drafted, tree, at.following)
+            accepted[sharp].append(right[: at.num_places])
     ends = np.cumsum([len(new) for new in tokens])
-    found: dict[TreeTopology, dict[float, float]] = {}
-    for topology in topologies:
-        accepted: dict[float, list[np.ndarray]] = {sharp: [] for sharp in grid}
-        for at in positions(request, tokens, topology.depth):
-            first, max_length = drafters[grid[0]], request.decoder.max_length
-            state = state_at(first, target, at.context, topology, max_length)
-            for sharp, drafter in drafters.items():
-                drafts = drafts_at(drafter, state, at, topology, target.config.vocab_size)
-                drafted, tree = jax.tree.map(np.asarray, drafts)
-                right = _num_accepted(drafted, tree, at.following)
-                accepted[sharp].append(right[: at.num_places])
-        found[topology] = {}
-        for sharp, parts in accepted.items():
-            texts = np.split(np.concatenate(parts), ends[:-1])
-            found[topology][sharp] = ends[-1] / sum(map(_num_calls, texts))
-    return found
-
-
-def fitted(taus: dict[float, float]) -> float:
-    """The sharpness with the highest acceptance."""
-    return max(taus, key=lambda sharpness: taus[sharpness])
+    texts = {sharp: np.split(np.concatenate(found), ends[:-1]) for sharp, found in accepted.items()}
+    return {sharp: ends[-1] / sum(map(_num_calls, rows)) for sharp, rows in texts.items()}
 
 
 def _num_accepted(

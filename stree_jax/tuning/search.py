@@ -65,12 +65,6 @@ def best_trees(
     more probable than its parent or its previous sibling, so every prefix of that order is a tree,
     and the best one of its size. (Sequoia, Chen et al. 2024, arXiv:2402.12374,
     finds the same trees by dynamic programming.)
-
-    Args:
-        accept: acceptance rate of a child of each rank given its parent.
-        costs: step costs on this device.
-        max_nodes: most nodes, the root included.
-        max_depth: greatest depth, at most the rows of `accept`.
     """
     predicted: dict[TreeTopology, float] = {}
     for depth in range(1, min(max_depth, len(accept)) + 1):

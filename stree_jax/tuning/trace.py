@@ -6,14 +6,14 @@ the target emits determine which nodes of any static tree would be accepted.
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.array_types import Array, Float, Int, Key
+from stree_jax.array_types import Array, Int, Key
 from stree_jax.decoding.drafters import Drafter, drawn_by
 from stree_jax.decoding.drafters.base import first_state, inner_layers
 from stree_jax.decoding.plan import Plan
@@ -84,79 +84,6 @@ def rank_trace(
     return RankTrace(np.split(np.concatenate(ranks), ends), num_ranks)
 
 
-def trace_by_depth(
-    ranks: Callable[..., Int[Array, "emitted D"]],
-    drafter: Drafter,
-    request: Plan,
-    tokens: Sequence[np.ndarray],
-    num_ranks: int,
-) -> RankTrace:
-    """The trace of a drafter whose candidates for a token depend on how far ahead it is drafted.
-
-    Args:
-        ranks: a function `(text, start, key, sampling, most=...)` of a text `[1, L]`, its first new
-            token, and the key and sampling of its row, such as one that calls `ranks_by_depth`.
-        drafter: the drafter, whose first step after a prompt of one token has no drafts.
-        request: the plan that generated the texts; gives prompts, keys and sampling.
-        tokens: the new tokens of each row.
-        num_ranks: number of candidates of each depth.
-
-    Raises:
-        ValueError: the drafter samples its candidates with its own random numbers.
-    """
-    check_how(drafter, request.sampling, num_ranks)
-    starts = np.asarray(request.context.length)
-    texts, most = whole_texts(request, tokens), max(map(len, tokens))
-    tables = []
-    for row, (start, new) in enumerate(zip(starts, tokens, strict=True)):
-        text = jnp.asarray(texts[row : row + 1])
-        sampling = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], request.sampling)
-        found = ranks(text, jnp.asarray(start), request.keys[row], sampling, most=most)
-        table = np.array(found)[: len(new)]
-        ends = np.arange(len(new))[:, None] + np.arange(table.shape[1]) >= len(new)
-        table[ends | (np.arange(len(new)) + start < 2)[:, None]] = num_ranks
-        tables.append(np.minimum(table, num_ranks))
-    return RankTrace(tables, num_ranks)
-
-
-def ranks_by_depth(
-    logits: Callable[[int], Float[Array, "emitted V"]],
-    depth: int,
-    text: Int[Array, "1 L"],
-    start: Int[Array, ""],
-    key: Key[Array, ""],
-    sampling: Sampling,
-    *,
-    most: int,
-) -> Int[Array, "emitted D"]:
-    """Ranks of the tokens of a text among the candidates of each depth. Traced.
-
-    Args:
-        logits: the logits of the candidates of a depth, 0 for those below the root, in steps that
-            have emitted 0, 1, ... tokens.
-        depth: number of depths D.
-        text, start, key, sampling, most: see `trace_by_depth`.
-    """
-    emitted, noise = jnp.arange(most, dtype=jnp.int32), None
-
-    def of_depth(ahead: int) -> Array:
-        nonlocal noise
-        scores = logits(ahead)
-        if not sampling.temperature_is_zero:
-            if noise is None:
-                zero = jnp.zeros(1, jnp.int32)
-                noise = position_noise(key[None], zero, most - 1, scores.shape[-1])[0]
-            scores = filtered_logits(scores[None], sampling)[0]
-            scores += noise[jnp.minimum(emitted + ahead, most - 1)]
-        places = jnp.minimum(start + emitted + ahead, text.shape[1] - 1)
-        token = text[0, places][:, None]
-        own = jnp.take_along_axis(scores, token, axis=1)
-        earlier = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < token
-        return ((scores > own) | ((scores == own) & earlier)).sum(axis=1, dtype=jnp.int32)
-
-    return jnp.stack([of_depth(ahead) for ahead in range(depth)], axis=1)
-
-
 def head_trace(
     drafter: Drafter,
     model: Any,
@@ -165,22 +92,27 @@ def head_trace(
     tokens: Sequence[np.ndarray],
     num_ranks: int,
 ) -> RankTrace:
-    """The trace of a drafter of static trees with a head on the target's states.
+    """The trace of a drafter of static trees with a head on the target's states, see `HeadModel`.
 
-    Candidates depend on the depth: below the root the head gets its own outputs instead of the
-    target's states.
-
-    Args:
-        drafter: such as `MtpDrafter`.
-        model: its head, a `HeadModel` or what has `outputs_ahead` and `logits` like one.
-        target: the model that wrote the texts.
-        request, tokens, num_ranks: see `rank_trace`.
-
-    Returns:
-        Ranks of `TRACED_DEPTHS` depths, or of as many as there are heads.
+    Candidates depend on the depth, since below the root the head gets its own outputs instead of
+    the target's states. The first step after a prompt of one token has no drafts.
     """
-    ranks = functools.partial(_head_ranks, target, model, inner=inner_layers(drafter))
-    return trace_by_depth(ranks, drafter, request, tokens, num_ranks)
+    check_how(drafter, request.sampling, num_ranks)
+    starts, most = np.asarray(request.context.length), max(map(len, tokens))
+    tables = []
+    for row, (text, start, new) in enumerate(
+        zip(whole_texts(request, tokens), starts, tokens, strict=True)
+    ):
+        key, sampling = jax.tree.map(
+            operator.itemgetter(slice(row, row + 1)), (request.keys, request.sampling)
+        )
+        given = jnp.asarray(text[None]), jnp.asarray(start), key, sampling
+        inner = inner_layers(drafter)
+        found = np.array(_head_ranks(target, model, *given, most=most, inner=inner))[: len(new)]
+        ends = np.arange(len(new))[:, None] + np.arange(found.shape[1]) >= len(new)
+        found[ends | (np.arange(len(new)) + start < 2)[:, None]] = num_ranks
+        tables.append(np.minimum(found, num_ranks))
+    return RankTrace(tables, num_ranks)
 
 
 @functools.partial(jax.jit, static_argnames=("most", "inner"))
@@ -189,39 +121,42 @@ def _head_ranks(
     model: Any,
     text: Int[Array, "1 L"],
     start: Int[Array, ""],
-    key: Key[Array, ""],
+    key: Key[Array, " 1"],
     sampling: Sampling,
     *,
     most: int,
     inner: tuple[int, ...],
 ) -> Int[Array, "emitted D"]:
+    """Ranks of a text's tokens among the candidates of each depth, in each step."""
     outputs = model.outputs_ahead(text, target.hidden(text, inner), TRACED_DEPTHS)
-    # The root is the last emitted token, and the head gets the target's state before it.
-    places = jnp.maximum(start + jnp.arange(most, dtype=jnp.int32) - 2, 0)
+    emitted, noise = jnp.arange(most, dtype=jnp.int32), None
+    if not sampling.temperature_is_zero:
+        zero, size = jnp.zeros(1, jnp.int32), target.config.vocab_size
+        noise = position_noise(key, zero, most - 1, size)[0]
 
-    def logits(depth: int) -> Array:
-        return model.logits(outputs[depth][:, places])[0]
+    def of_depth(ahead: int, output: Array) -> Array:
+        # The root is the last emitted token, and the head gets the target's state before it.
+        scores = model.logits(output[:, jnp.maximum(start + emitted - 2, 0)])[0]
+        if noise is not None:
+            scores = filtered_logits(scores[None], sampling)[0]
+            scores += noise[jnp.minimum(emitted + ahead, most - 1)]
+        token = text[0, jnp.minimum(start + emitted + ahead, text.shape[1] - 1)][:, None]
+        own = jnp.take_along_axis(scores, token, axis=1)
+        earlier = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < token
+        return ((scores > own) | ((scores == own) & earlier)).sum(axis=1, dtype=jnp.int32)
 
-    return ranks_by_depth(logits, len(outputs), text, start, key, sampling, most=most)
+    return jnp.stack([of_depth(*each) for each in enumerate(outputs)], axis=1)
 
 
 class Positions(NamedTuple):
-    """Positions in texts, as the rows of a batch.
+    """Positions in texts, as the rows of a batch."""
 
-    Attributes:
-        context: the text up to the position.
-        keys, sampling: key and sampling settings of the text.
-        emitted: number of new tokens before the position.
-        following: tokens of the text from the position on; -1 after its end.
-        num_places: number of real rows; the others pad the batch.
-    """
-
-    context: Context
-    keys: Array
+    context: Context  # the text up to the position
+    keys: Array  # of the text, as its sampling
     sampling: Sampling
-    emitted: Int[Array, " B"]
-    following: Int[np.ndarray, "B ahead"]
-    num_places: int
+    emitted: Int[Array, " B"]  # new tokens before the position
+    following: Int[np.ndarray, "B ahead"]  # tokens from the position on; -1 after the end
+    num_places: int  # real rows; the others pad the batch
 
 
 def positions(request: Plan, tokens: Sequence[np.ndarray], ahead: int) -> Iterator[Positions]:
@@ -254,11 +189,7 @@ def state_at(
     topology: TreeTopology,
     max_length: int,
 ) -> Any:
-    """A drafter's state after texts.
-
-    Raises:
-        ValueError: it reads hidden states, and there is no target.
-    """
+    """A drafter's state after texts; refuses one that reads hidden states without a target."""
     state = first_state(drafter, context.length, topology, max_length)
     inner = inner_layers(drafter)
     if inner is None:

@@ -1,10 +1,9 @@
 """`tune`: the fastest draft tree for a pair of models on this device, if any pays."""
 
 import dataclasses
-import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,20 +15,22 @@ from stree_jax.decoding.drafters.base import with_tokens_of
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prompts import checked_prompts, typed_key
-from stree_jax.decoding.results import Generation
-from stree_jax.measuring.clock import timed_rounds
+from stree_jax.measuring.advice import advice, choice, is_beaten
+from stree_jax.measuring.clock import Progress, silent
 from stree_jax.measuring.costs import SIZES, WIDTHS, Costs, measure_costs
+from stree_jax.measuring.methods import PLAIN, Method, compare
+from stree_jax.measuring.report import SPEED, Table
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
-from stree_jax.tuning.dynamic import dynamic_tau, fitted
+from stree_jax.tuning.dynamic import SHARPNESS, dynamic_tau
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau, standard_error
 from stree_jax.tuning.trace import RankTrace, head_trace, rank_trace
 
 NUM_RANKS = 8  # most children of a node
-_FINALISTS, _QUICK_FINALISTS = 4, 2
-_ROUNDS, _QUICK_ROUNDS = 5, 3
-_QUICK_GRID = (1.5, 2.5, 5.0)  # of sharpness
 _ENOUGH_TOKENS = 500
+# Sizes of target calls and widths of draft levels that are timed, finalists, rounds, sharpness.
+_THOROUGH = SIZES, WIDTHS, 4, 5, SHARPNESS
+_QUICK = SIZES[::3], WIDTHS[::2], 2, 3, (1.5, 2.5, 5.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,38 +40,32 @@ class Candidate:
     Attributes:
         name: name of the tree, such as "chain of 4".
         topology: the tree; for a dynamic one its size, `TreeTopology.budget(N, D)`.
-        tau: tokens per target call; replayed if the tree was not timed.
+        tau: tokens per target call on the traced texts.
         predicted: tokens per second predicted from acceptance and costs.
-        measured: median tokens per second; None if the tree was not timed.
-        spread: half the interquartile range of the rounds, in tokens per second.
-        speed_up: median over rounds of the ratio to decoding without drafts.
-        identical: whether the texts are those of decoding without drafts; None if not timed.
         sharpness: fitted `sharpness` of `DynamicDrafter`; None for static trees.
+        record: what `bench` says of it, see `BenchReport.rows`; None if it was not timed.
     """
 
     name: str
     topology: TreeTopology | None
     tau: float
     predicted: float
-    measured: float | None = None
-    spread: float | None = None
-    speed_up: float | None = None
-    identical: bool | None = None
     sharpness: float | None = None
+    record: Mapping[str, Any] | Any = None
 
     @property
     def num_nodes(self) -> int:
         """Nodes of the tree, the root included."""
         return 1 if self.topology is None else self.topology.num_nodes
 
-    @property
-    def speed(self) -> float:
-        """Median tokens per second; 0 if it was not timed."""
-        return self.measured or 0.0
-
-    def is_beaten_by(self, other: "Candidate") -> bool:
-        """Whether another one is faster by more than the spread of both."""
-        return other.speed - self.speed > max(self.spread or 0, other.spread or 0)
+    def method(self, drafter: Drafter) -> Method:
+        """The way to decode with this tree."""
+        if self.topology is None:
+            return Method(self.name)
+        if self.sharpness is not None:
+            assert isinstance(drafter, ModelDrafter)
+            drafter = DynamicDrafter(drafter.model, sharpness=self.sharpness)
+        return Method(self.name, drafter, self.topology)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,21 +92,21 @@ class TuningReport:
     sharpness: float | None = None
 
     def __str__(self) -> str:
-        decoded = [row for row in self.rows if row.measured is not None]
-        untimed = len(self.rows) - len(decoded)
-        lines = [
-            f"{'tree':<20}{'nodes':>6}{'depth':>6}{'tau':>7}{'predicted':>11}{'tokens/s':>15}"
-            f"{'speed-up':>10}"
+        timed = [
+            {
+                **row.record,
+                "predicted": row.predicted,
+                "depth": len(row.record["accepted_per_depth"]),
+            }
+            for row in self.rows
+            if row.record is not None
         ]
-        for row in decoded:
-            depth = 0 if row.topology is None else row.topology.depth
-            speed, ratio = f"{row.measured:,.0f} +-{row.spread:,.0f}", f"{row.speed_up:.2f}x"
-            lines.append(
-                f"{row.name:<20}{row.num_nodes:>6}{depth:>6}{row.tau:>7.2f}"
-                f"{row.predicted:>11,.0f}{speed:>15}{ratio:>10}"
-            )
-        if untimed:
-            lines.append(f"... and {untimed} trees that were not timed")
+        columns = {"tree": "{method}", "nodes": "{nodes}", "depth": "{depth}", "tau": "{tau:.2f}"}
+        lines = [
+            str(Table("", timed, columns | {"predicted": "{predicted:,.0f}"} | SPEED)).rstrip()
+        ]
+        if len(timed) < len(self.rows):
+            lines.append(f"... and {len(self.rows) - len(timed)} trees that were not timed")
         if self.sharpness is not None:
             lines.append(f"sharpness of dynamic trees: {self.sharpness:g}")
         return "\n".join([*lines, self.advice])
@@ -129,7 +124,7 @@ def tune(
     max_depth: int = 8,
     max_new_tokens: int = 128,
     thorough: bool = True,
-    progress: Callable[[str, int, int], None] = lambda *_: None,
+    progress: Progress = silent,
 ) -> TuningReport:
     """Finds the draft tree that decodes these prompts fastest here, one prompt at a time.
 
@@ -165,6 +160,7 @@ def tune(
     _check(target, drafter, prompts)
     check_int("max_nodes", max_nodes, 2)
     check_int("max_depth", max_depth, 1)
+    sizes, widths, num_finalists, rounds, grid = _THOROUGH if thorough else _QUICK
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature)
     half = len(prompts) // 2
     keys = (None, None) if key is None else jax.random.split(typed_key(key))
@@ -186,7 +182,6 @@ def tune(
             stacklevel=2,
         )
 
-    sizes, widths = (SIZES, WIDTHS) if thorough else (SIZES[::3], WIDTHS[::2])
     num_parts = 3 + sum(size < max_nodes for size in sizes) + len(widths)
     done = itertools.count(1)
     costs = measure_costs(
@@ -202,28 +197,51 @@ def tune(
         widths=widths,
     )
     candidates = _candidates(trace, costs, max_nodes, max_depth)
-    finalists = _finalists(candidates, _FINALISTS if thorough else _QUICK_FINALISTS)
-    sharpness = None
+    finalists = _finalists(candidates, num_finalists)
     if isinstance(drafter, ModelDrafter):
         progress("fitting dynamic trees", 0, 1)
         largest = next(row.topology for row in candidates if row.topology is not None)
-        grid = {} if thorough else {"grid": _QUICK_GRID}
-        finalists.append(_dynamic(drafter, target, request, written, largest, costs, **grid))
-        sharpness = finalists[-1].sharpness
+        finalists.append(_dynamic(drafter, target, request, written, largest, costs, grid))
         progress("fitting dynamic trees", 1, 1)
-    rounds = _ROUNDS if thorough else _QUICK_ROUNDS
-    rows = _decoded(target, drafter, prompts[half:], finalists, second, rounds, progress)
-    best = simplest(rows)
-    names = {row.name for row in rows}
+    *_, records = compare(
+        target,
+        [row.method(drafter) for row in finalists],
+        [{"prompts": [prompt]} | second for prompt in prompts[half:]],
+        rounds,
+        lambda _, done, total: progress("decoding", done, total),
+        parts=False,
+    )
+    timed = [
+        dataclasses.replace(row, tau=record["tau"], record=record)
+        for row, record in zip(finalists, records, strict=True)
+    ]
+    static = [row for row in timed if row.sharpness is None]
+    best = choice([row.record for row in static])
+    names = {row.name for row in timed}
     return TuningReport(
-        best=best.topology,
-        rows=(*rows, *(row for row in candidates if row.name not in names)),
-        advice=advice(best, rows),
+        best=next(row.topology for row in static if row.record is best),
+        rows=(
+            *sorted(timed, key=lambda row: -row.record["tokens_per_second"]["median"]),
+            *(row for row in candidates if row.name not in names),
+        ),
+        advice=" ".join([advice([row.record for row in static]), *_better(best, timed)]),
         costs=costs,
         temperature=float(temperature),
         num_traced=num_traced,
-        sharpness=sharpness,
+        sharpness=finalists[-1].sharpness,
     )
+
+
+def _better(best: Mapping[str, Any], timed: Sequence[Candidate]) -> Iterator[str]:
+    """A sentence about a dynamic tree that beats the best static choice."""
+    for row in timed:
+        if row.sharpness is not None and row.topology and is_beaten(best, row.record):
+            yield (
+                f"Dynamic trees are faster: DynamicDrafter(draft, sharpness={row.sharpness:g})"
+                f" with TreeTopology.budget({row.num_nodes}, {row.topology.depth}),"
+                f" {row.record['speed_up']['median']:.2f} times as fast as without"
+                f" (tau {row.tau:.2f})."
+            )
 
 
 def _check(target: HybridLM, drafter: Drafter | None, prompts: Any) -> None:
@@ -269,7 +287,7 @@ def _candidates(trace: RankTrace, costs: Costs, max_nodes: int, max_depth: int) 
             named[topology] = f"paper {letter}"
     for topology in best_trees(acceptance(trace, max_depth), costs, max_nodes, max_depth):
         named.setdefault(topology, f"tree {topology.num_nodes}, depth {topology.depth}")
-    none = Candidate("no draft", None, 1.0, 1 / costs.step(TreeTopology.chain(0)))
+    none = Candidate(PLAIN, None, 1.0, 1 / costs.step(TreeTopology.chain(0)))
     rows = [none]
     for topology, name in named.items():
         tau = replay_tau(topology, trace)
@@ -284,21 +302,15 @@ def _dynamic(
     written: list,
     static: TreeTopology,
     costs: Costs,
-    **grid: Any,
+    grid: Sequence[float],
 ) -> Candidate:
     """A dynamic tree of the size of a static one."""
     # 8 expanded nodes score 72 drafts in two levels.
-    topology = TreeTopology.budget(min(static.num_nodes, 64), static.depth)
-    taus = dynamic_tau(drafter.model, target, request, written, [topology], **grid)[topology]
-    sharpness = fitted(taus)
-    widths = DynamicDrafter(drafter.model).widths(topology)
-    return Candidate(
-        f"dynamic {topology.num_nodes}, depth {topology.depth}",
-        topology,
-        taus[sharpness],
-        taus[sharpness] / costs.step(topology, widths),
-        sharpness=sharpness,
-    )
+    size = TreeTopology.budget(min(static.num_nodes, 64), static.depth)
+    taus = dynamic_tau(drafter.model, target, request, written, size, grid=grid)
+    sharpness, tau = max(taus.items(), key=lambda found: found[1])
+    speed = tau / costs.step(size, DynamicDrafter(drafter.model).widths(size))
+    return Candidate(f"dynamic {size.num_nodes}, depth {size.depth}", size, tau, speed, sharpness)
 
 
 def _finalists(candidates: list[Candidate], most: int) -> list[Candidate]:
@@ -312,85 +324,3 @@ def _finalists(candidates: list[Candidate], most: int) -> list[Candidate]:
     chain = next(row for row in trees if row.name.startswith("chain"))
     none = next(row for row in candidates if row.topology is None)
     return [none, *chosen.values()] + ([chain] if chain not in chosen.values() else [])
-
-
-def _decoded(
-    target: HybridLM,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    finalists: list[Candidate],
-    options: dict[str, Any],
-    rounds: int,
-    progress: Callable[[str, int, int], None],
-) -> list[Candidate]:
-    """The finalists with measured speeds, the fastest first."""
-
-    def decode(row: Candidate, prompt: Sequence[int]) -> Generation:
-        draft: dict[str, Any] = {}
-        if row.topology is not None:
-            draft = dict(drafter=drafter, topology=row.topology)
-        if row.sharpness is not None:
-            assert isinstance(drafter, ModelDrafter)
-            draft["drafter"] = DynamicDrafter(drafter.model, sharpness=row.sharpness)
-        return generate(target, [prompt], **options, **draft)
-
-    ticks, total = itertools.count(1), len(finalists) * len(prompts) * (1 + rounds)
-    ways = {row.name: functools.partial(decode, row) for row in finalists}
-    timed = timed_rounds(ways, prompts, rounds, lambda: progress("decoding", next(ticks), total))
-    *_, (outputs, seconds) = timed
-    plain, rows = outputs[finalists[0].name], []
-    base = sum(out.stats.num_tokens for out in plain) / seconds[finalists[0].name].sum(axis=1)
-    for row in finalists:
-        output, own = outputs[row.name], seconds[row.name].sum(axis=1)
-        tokens = sum(out.stats.num_tokens for out in output)
-        low, middle, high = np.quantile(tokens / own, [0.25, 0.5, 0.75])
-        same = (np.array_equal(a.tokens, b.tokens) for a, b in zip(output, plain, strict=True))
-        rows.append(
-            dataclasses.replace(
-                row,
-                tau=tokens / sum(out.stats.num_target_calls for out in output),
-                measured=float(middle),
-                spread=float(high - low) / 2,
-                speed_up=float(np.median(tokens / own / base)),
-                identical=all(same),
-            )
-        )
-    return sorted(rows, key=lambda row: row.speed, reverse=True)
-
-
-def simplest(rows: list[Candidate]) -> Candidate:
-    """The simplest choice that no static tree beats: no draft, else a chain, else the fastest."""
-    static = [row for row in rows if row.sharpness is None]
-    none = [row for row in static if row.topology is None]
-    chains = [row for row in static if row.name.startswith("chain")]
-    fastest = static[0]
-    return next(row for row in (*none, *chains, fastest) if not row.is_beaten_by(fastest))
-
-
-def advice(best: Candidate, rows: list[Candidate]) -> str:
-    """What to draft with and why, in a sentence; and a second one if dynamic trees are faster."""
-    tree = next(row for row in rows if row.topology is not None and row.sharpness is None)
-    if best.topology is not None:
-        said = (
-            f"Draft with {best.name}: {best.speed_up:.2f} times as fast as without drafts"
-            f" (tau {best.tau:.2f})."
-        )
-    elif tree.speed >= best.speed:
-        said = (
-            f"Do not draft: {tree.name} is {tree.speed_up:.2f} times as fast as no draft, which is"
-            " within the spread of the measurement."
-        )
-    else:
-        needed = tree.tau * best.speed / tree.speed
-        said = (
-            f"Do not draft: the best tree needs tau {needed:.1f} on this device, this drafter"
-            f" reaches {tree.tau:.1f}."
-        )
-    for row in rows:
-        if row.sharpness is not None and row.topology is not None and best.is_beaten_by(row):
-            said += (
-                f" Dynamic trees are faster: DynamicDrafter(draft, sharpness={row.sharpness:g})"
-                f" with TreeTopology.budget({row.num_nodes}, {row.topology.depth}),"
-                f" {row.speed_up:.2f} times as fast as without drafts (tau {row.tau:.2f})."
-            )
-    return said

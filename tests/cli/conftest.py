@@ -1,4 +1,3 @@
-import functools
 import json
 import re
 import sys
@@ -7,7 +6,7 @@ import pytest
 
 from stree_jax.cli.main import main
 from stree_jax.measuring import Costs
-from stree_jax.tuning import dynamic_tau
+from stree_jax.tuning.dynamic import dynamic_tau
 
 
 @pytest.fixture
@@ -72,6 +71,9 @@ def quick_tuning(monkeypatch):
     """Timing parts of a step compiles most of what `tune` does, and has its own tests."""
     costs = Costs({1: 1.0, 2: 1.1}, 0.1, {1: 0.1}, 0.0)
     monkeypatch.setattr("stree_jax.tuning.tuner.measure_costs", lambda *_, **__: costs)
-    taus = functools.partial(dynamic_tau, grid=(2.5,))  # each sharpness compiles
+
+    def taus(*asked, grid):  # each sharpness compiles
+        return dynamic_tau(*asked, grid=grid[:1])
+
     monkeypatch.setattr("stree_jax.tuning.tuner.dynamic_tau", taus)
     return "--max-nodes", 2, "--max-depth", 1, "--max-new-tokens", 12

@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import sys
 import types
 
 import jax
@@ -238,52 +237,6 @@ def test_ctrl_c_keeps_the_rounds_before_it(clock, tmp_path):
     rows = json.loads(file.read_text())["decoding"]
     assert [len(row["tokens_per_second_by_round"]) for row in rows] == [2] * 3
     assert [*tmp_path.iterdir()] == [file]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--rows", 0], "--rows must be an integer, at least 1; got 0"),
-        (["--rounds", 0], "--rounds must be an integer, at least 1"),
-        (["--max-new-tokens", 0], "--max-new-tokens must be an integer, at least 1"),
-        (["--json", "nowhere/x.json"], "nowhere/x.json: the folder nowhere does not exist"),
-        (["--plot", "nowhere/x.png"], "nowhere/x.png: the folder nowhere does not exist"),
-        (["--json", "."], ". is a folder; name a file"),
-        (["--plot", "."], ". is a folder; name a file"),
-        (["--plot", "x.pdf"], "x.pdf is not a .png or .svg file"),
-        (["--plot", "x.png"], "a picture needs matplotlib; in the clone: pip install '.[bench]'"),
-        (["--tree", "star:4"], "'star:4' is not a tree"),
-        (["--medusa", "{}/medusa", "--tree", "budget:8,2"], "only a draft model chooses the shape"),
-        (["--medusa", "{}/medusa", "--mesh", "data=2"], "heads draft on one device"),
-        (["--draft-quantize", "int8"], "--draft-quantize is for a draft model or heads"),
-        (["--temperature", -1], "temperature"),
-        (["--temperature", 1, "--verifier", "greedy"], "greedy"),
-        (["--verifier", "fast"], "unknown verifier 'fast'"),
-        (["--prompts", "empty.txt"], "--prompts empty.txt has no prompts"),
-    ],
-)
-def test_refusals(options, message, tiny_pair, refused, monkeypatch, tmp_path):
-    """In one line, before anything is compiled or written."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(st, "bench", refuse_only(st.bench))
-    (tmp_path / "empty.txt").touch()
-    if options[-1] == "x.png":
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-    given = [str(each).format(tiny_pair) for each in options]
-    draft = ["--draft", tiny_pair / "draft"] if "--verifier" in given else []
-    assert message in refused("bench", tiny_pair / "target", *draft, *given)
-    assert [file.name for file in tmp_path.iterdir()] == ["empty.txt"]
-
-
-def refuse_only(bench):
-    """`bench`, which must not come to its first program."""
-
-    def refusing(*arguments, **options):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(methods, "drafting", None)
-            return bench(*arguments, **options)
-
-    return refusing
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import stree_jax as st
 from stree_jax.testing import random_model
 
 
-def test_a_model_in_8_bits(tmp_path, output, refused):
+def test_a_model_in_8_bits(tmp_path, output):
     """Converted, described, decoded: the text of the target in 8 bits, with drafts in 8 bits."""
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     config = st.ModelConfig.tiny(vocab_size=tokenizer.get_vocab_size(), num_layers=1)
@@ -19,9 +19,3 @@ def test_a_model_in_8_bits(tmp_path, output, refused):
     drafts, counts = output(*generate, "--quantize", "int8", *drafted).splitlines()
     assert drafts == text
     assert "tau 2" in counts
-    for options, message in {
-        ("--draft-quantize", "int8"): "is for a draft model or heads: give --draft or --mtp",
-        ("--quantize", "int4"): "must be int8, got 'int4'",
-    }.items():
-        assert message in refused(*generate, *options)
-    assert "--keep goes with --quantize int8" in refused("convert", plain, "new", "--keep", "head")

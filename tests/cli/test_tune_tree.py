@@ -9,8 +9,8 @@ import stree_jax as st
 def test_without_arguments_the_embedded_pair_is_tuned(tiny_pair, output, quick_tuning, monkeypatch):
     monkeypatch.setattr(st, "demo_path", tiny_pair.joinpath)
     text = output("tune-tree", *quick_tuning)
-    rows = re.findall(r"(?m)^(no draft|chain|tree|dynamic)\b.*\+-", text)
-    assert {"no draft", "chain", "dynamic"} <= {*rows}
+    rows = re.findall(r"(?m)^│ (autoregressive|chain|tree|dynamic)\b", text)
+    assert {"autoregressive", "chain", "dynamic"} <= {*rows}
 
 
 def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path):
@@ -26,7 +26,7 @@ def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path
     assert "warning: acceptance was measured on 12 tokens" in text
     assert f"sharpness of dynamic trees: {result['sharpness']:g}" in text
     names = set(result["decoded"])
-    assert "no draft" in names
+    assert "autoregressive" in names
     assert any(name.startswith("dynamic ") for name in names)
     assert result["temperature"] == 0
     spec = ",".join(map(str, result["parents"] or []))
@@ -46,7 +46,5 @@ def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path
         tree.write_text(content)
         assert f"{tree} is not a tree of tune-tree" in refused("tree", f"@{tree}")
     tree.write_text('{"parents": null}')
-    assert f"{tree} says not to draft" in refused("tree", f"@{tree}")
     for spec in (f"@{tree}", "chain:0", "parents:-1"):
         assert output("generate", *models, *options, "--tree", spec).startswith(plain[0])
-    assert "chain:0 says not to draft" in refused("tree", "chain:0")

@@ -21,7 +21,8 @@ from stree_jax.decoding.plan import plan
 from stree_jax.decoding.prefill import PREFILL_CHUNK
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.testing import PROMPTS, assert_lossless, random_model, tiny_model
-from stree_jax.tuning import head_trace, replay_tau
+from stree_jax.tuning.search import replay_tau
+from stree_jax.tuning.trace import head_trace
 from tests.extensions.heads import HEADS, KINDS, parts, states_of
 from tests.numpy_parts import log_softmax
 

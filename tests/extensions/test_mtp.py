@@ -16,7 +16,7 @@ from stree_jax.extensions.mtp.training import head_of, mtp_loss, new_head
 from stree_jax.models.attention import AttentionMixer
 from stree_jax.testing import tiny_model
 from stree_jax.training import Recipe, Training
-from stree_jax.tuning import dynamic_tau
+from stree_jax.tuning.dynamic import dynamic_tau
 from tests.extensions import qwen_files
 from tests.extensions.heads import parts, states_of
 from tests.numpy_parts import log_softmax
@@ -151,12 +151,12 @@ def test_dynamic_trees_of_a_head_replay_decoding():
     texts, size = st.generate(target, prompts, **options), st.TreeTopology.budget(6, 2)
     model = st.MtpModel(target, head)
     made_by = plan(target, prompts, **options)
-    taus = dynamic_tau(model, target, made_by, list(texts.tokens), [size], expand=4, grid=(2.5,))
+    taus = dynamic_tau(model, target, made_by, list(texts.tokens), size, expand=4, grid=(2.5,))
     out = st.generate(
         target, prompts, drafter=st.DynamicDrafter(model, expand=4), topology=size, **options
     )
     assert out.stats.num_accepted > 0
-    assert taus[size][2.5] == pytest.approx(out.stats.tau, abs=1e-12)
+    assert taus[2.5] == pytest.approx(out.stats.tau, abs=1e-12)
 
 
 HEADS = {"attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}}

@@ -1,7 +1,7 @@
 """`tune` as a whole; what it measures is replaced where its decisions are tested."""
 
 import dataclasses
-import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.measuring import Costs, costs
+from stree_jax.measuring import Costs, costs, methods
+from stree_jax.measuring.methods import PLAIN
 from stree_jax.models.moe import MixtureOfExperts
 from stree_jax.testing import HYBRIDS, apply, perturbed, random_model, randomised, tiny_model
-from stree_jax.tuning import SHARPNESS, dynamic_tau, tune, tuner
-from stree_jax.tuning.tuner import Candidate, advice, simplest
+from stree_jax.tuning import Candidate, tune, tuner
+from stree_jax.tuning.dynamic import SHARPNESS, dynamic_tau
 
 PROMPTS = [[5, 9, 2], [3], [1, 2, 3, 4], [7, 8]]
 
@@ -55,8 +56,11 @@ def report():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "seconds_of", fake)
-        # Each sharpness compiles.
-        patch.setattr(tuner, "dynamic_tau", functools.partial(dynamic_tau, grid=SHARPNESS[1:3]))
+
+        def dynamic(*asked, grid):  # each sharpness compiles
+            return dynamic_tau(*asked, grid=grid[1:3])
+
+        patch.setattr(tuner, "dynamic_tau", dynamic)
         with pytest.warns(UserWarning, match="acceptance was measured on .* tokens"):
             report = tune(
                 tiny_model(),
@@ -73,11 +77,14 @@ def report():
 
 def test_the_report_covers_no_draft_chains_and_trees(report):
     names = [row.name for row in report.rows]
-    assert {"no draft", "chain of 1", "chain of 2"} <= set(names)
-    decoded = [row for row in report.rows if row.measured is not None]
-    assert {"no draft"} < {row.name for row in decoded}
-    assert all(row.identical for row in decoded)
-    assert all(row.measured > 0 and row.spread >= 0 and row.speed_up > 0 for row in decoded)
+    assert {PLAIN, "chain of 1", "chain of 2"} <= set(names)
+    decoded = [row for row in report.rows if row.record is not None]
+    assert {PLAIN} < {row.name for row in decoded}
+    assert all(row.record["identical"] for row in decoded)
+    speeds = [row.record["tokens_per_second"]["median"] for row in decoded]
+    assert speeds == sorted(speeds, reverse=True)
+    assert min(speeds) > 0
+    assert all(row.tau == row.record["tau"] for row in decoded)
     assert max(row.tau for row in decoded) > 1.5
     assert report.best in {row.topology for row in decoded}
     assert report.num_traced == 24
@@ -134,7 +141,7 @@ def test_timed_nodes_read_as_many_experts_as_different_tokens_do(monkeypatch):
 def test_a_dynamic_tree_is_timed_but_is_not_the_best_tree(report):
     (row,) = (row for row in report.rows if row.sharpness is not None)
     assert row.name.startswith("dynamic ")
-    assert row.identical
+    assert row.record["identical"]
     assert row.sharpness == report.sharpness
     assert report.sharpness in SHARPNESS[1:3]
     assert f"sharpness of dynamic trees: {report.sharpness:g}" in str(report)
@@ -146,8 +153,8 @@ def test_the_report_prints_a_table_and_advice(report):
     text = str(report)
     assert report.advice in text.splitlines()[-1]
     assert max(map(len, text.splitlines()[:-1])) <= 80
-    timed = [row.name for row in report.rows if row.measured is not None]
-    assert [line[:20].rstrip() for line in text.splitlines()[1 : 1 + len(timed)]] == timed
+    timed = [row.name for row in report.rows if row.record is not None]
+    assert re.findall(r"^│ (.+?) +│", text, re.MULTILINE) == timed
     assert f"... and {len(report.rows) - len(timed)} trees that were not timed" in text
 
 
@@ -157,54 +164,31 @@ def test_slow_drafts_give_no_draft(monkeypatch):
         tuner, "measure_costs", lambda *_, **__: Costs({1: 1.0}, 0.0, {1: 0.0}, 0.0)
     )
 
-    def slow_drafts(ways, prompts, rounds, _):
-        outputs = {name: [way(prompt) for prompt in prompts] for name, way in ways.items()}
-        seconds = {name: 1.0 if name == "no draft" else 9.0 for name in ways}
+    def slow_drafts(ways, requests, rounds, _):
+        outputs = {name: [way(each) for each in requests] for name, way in ways.items()}
+        seconds = {name: 1.0 if name == PLAIN else 9.0 for name in ways}
         yield outputs, {name: np.full((rounds, 1), each) for name, each in seconds.items()}
 
-    monkeypatch.setattr(tuner, "timed_rounds", slow_drafts)
+    monkeypatch.setattr(methods, "timed_rounds", slow_drafts)
     options = dict(max_nodes=3, max_depth=1, max_new_tokens=6, thorough=False)
     with pytest.warns(UserWarning, match="acceptance was measured"):
         report = tune(tiny_model(), drafter(), PROMPTS[:2], **options)
     assert report.best is None
-    assert "needs tau 18.0 on this device, this drafter reaches 2.0" in report.advice
-    assert report.rows[0].name == "no draft"
-
-
-def candidate(name, speed, spread=1.0, tau=2.0):
-    tree = dict(none=None, chain=st.TreeTopology.chain(2)).get(name, st.TreeTopology.complete(2, 2))
-    return Candidate(name, tree, float(tau), float(speed), float(speed), spread, speed / 10, True)
-
-
-@pytest.mark.parametrize(
-    ("speeds", "best"),
-    [
-        (dict(tree=20, chain=15, none=10), "tree"),
-        (dict(tree=20, chain=19.5, none=10), "chain"),
-        (dict(tree=10.5, chain=10.2, none=10), "none"),
-        (dict(none=10, chain=8, tree=7), "none"),
-    ],
-)
-def test_the_simplest_choice_within_the_spread(speeds, best):
-    rows = [candidate(name, speed) for name, speed in speeds.items()]
-    chosen = simplest(rows)
-    assert chosen.name == best
-    assert advice(chosen, rows).startswith(
-        "Do not draft" if best == "none" else f"Draft with {best}"
-    )
+    assert report.advice.endswith(" needs tau 18.0 here, and reaches 2.0.")
+    assert report.rows[0].name == PLAIN
 
 
 def test_the_advice_says_how_to_draft_dynamically():
-    tree, none = candidate("tree", 20), candidate("none", 10, tau=1)
+    def row(speed):
+        rates = {"median": speed, "low": speed - 1, "high": speed + 1}
+        return {"tokens_per_second": rates, "speed_up": {"median": speed / 10}}
+
     size = st.TreeTopology.budget(9, 3)
     for speed, faster in ((25, True), (20.5, False)):
-        dynamic = dataclasses.replace(candidate("dynamic", speed), topology=size, sharpness=2.5)
-        rows = sorted([tree, none, dynamic], key=lambda row: -row.measured)
-        assert simplest(rows) is tree
-        said = advice(tree, rows)
-        assert said.startswith("Draft with tree: 2.00 times")
+        dynamic = Candidate("dynamic", size, 2.0, 1.0, sharpness=2.5, record=row(speed))
+        said = [*tuner._better(row(20), [dynamic])]
         wanted = "DynamicDrafter(draft, sharpness=2.5) with TreeTopology.budget(9, 3), 2.50 times"
-        assert (wanted in said) == faster
+        assert [wanted in each for each in said] == [True] * faster
 
 
 @pytest.mark.parametrize(
