@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from stree_jax import (
@@ -33,6 +34,7 @@ __all__ = [
     "num_mappings",
     "python_blocks",
     "saved_pair",
+    "some",
     "state_after",
     "with_weight",
 ]
@@ -76,6 +78,13 @@ def saved_pair(folder):
     save_medusa(MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0)), model, folder / "medusa")
     shutil.copy(embedded.with_name("tree.json"), folder)
     return folder
+
+
+def some(values, *quick):
+    """Values of a table of cases: all but those named are for `make test-all`."""
+    assert {*quick} <= {*values}, (quick, values)
+    thorough = pytest.mark.thorough
+    return [pytest.param(each, marks=() if each in quick else thorough) for each in values]
 
 
 def assert_same_model(one, other):

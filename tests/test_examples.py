@@ -76,6 +76,7 @@ def test_the_table_drafts_what_followed_the_same_pair():
         st.generate(tiny_model(), PROMPTS, drafter=drafter, topology=st.TreeTopology.paper("A"))
 
 
+@pytest.mark.thorough
 def test_short_steps_are_short_and_exact():
     short = load("own_verifier").ShortSteps
     options = dict(

@@ -29,6 +29,7 @@ def test_the_code_blocks(capsys):
     assert blocks(README, "text") == printed[:1]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not (ROOT / "convert").is_dir(), reason="the tests run without a checkout")
 def test_a_checkout_needs_no_install_of_its_own():
     """Python in the clone imports its `stree_jax/`, whatever is installed: here, nothing is."""

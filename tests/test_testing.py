@@ -118,6 +118,7 @@ def pair():
     return random_model(SIX), random_model(SIX, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

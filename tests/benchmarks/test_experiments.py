@@ -78,7 +78,10 @@ def tiny(tiny_pair, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in SMALLEST],
+    [
+        pytest.param(n, marks=pytest.mark.thorough if n in QUICK else pytest.mark.slow)
+        for n in SMALLEST
+    ],
 )
 @pytest.mark.filterwarnings("ignore:acceptance was measured on")
 def test_an_experiment(name, tiny, tmp_path, capsys):
@@ -199,6 +202,7 @@ def test_the_fits_of_tree_size_find_the_coefficients():
     np.testing.assert_allclose(fit["measured_tau_ratio_needed"], needed)
 
 
+@pytest.mark.thorough
 def test_a_token_that_is_not_the_targets_is_found():
     model = st.HybridLM(TINY, rngs=nnx.Rngs(0))
     given, plain = lossless.request(TINY.vocab_size, 1.0, 0, 4, 6), lossless.Way(Method(PLAIN))

@@ -1,9 +1,12 @@
 """`--adapter`, a LoRA adapter merged into the checkpoint of another program."""
 
+import pytest
 import tokenizers
 
 from tests.convert.adapter_files import pairs, written
 from tests.convert.checkpoints import CONFIG, MIXER, WEIGHTS, write_safetensors
+
+pytestmark = pytest.mark.thorough
 
 
 def test_a_checkpoint_with_an_adapter(output, refused, tmp_path):

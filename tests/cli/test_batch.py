@@ -8,6 +8,8 @@ import pytest
 
 import stree_jax as st
 
+pytestmark = pytest.mark.thorough
+
 OPTIONS = ["--rows", 2, "--max-new-tokens", 5]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}assistant:"
 MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -21,6 +21,7 @@ from stree_jax.testing import perturbed, tiny_model
 CHAIN = st.TreeTopology.chain(2)
 
 
+@pytest.mark.thorough
 def test_the_table_of_a_pair(tiny_pair, output, tmp_path):
     """Whole: heads and a draft; tau is that of `generate`, and memory that of the loop."""
     record, picture = tmp_path / "bench.json", tmp_path / "bench.svg"

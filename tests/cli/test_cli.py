@@ -186,6 +186,7 @@ def test_convert_and_inspect(tmp_path, monkeypatch, output):
         assert f"runs as {dispatch.explain()}\n" in shown
 
 
+@pytest.mark.thorough
 def test_sampling_depends_on_the_seed_alone(tiny_pair, output):
     common = ["generate", tiny_pair / "target", "-p", "The", "--max-new-tokens", 16]
     common += ["--temperature", 1, "--top-p", 0.9]
@@ -209,6 +210,7 @@ def check_demo(text):
     assert taus[0] == 1 < min(taus[1:])
 
 
+@pytest.mark.thorough
 def test_demo_of_a_pair(tiny_pair, output):
     pair = ["--target", tiny_pair / "target", "--draft", tiny_pair / "draft"]
     check_demo(output("demo", "--max-new-tokens", 8, *pair))
@@ -222,6 +224,7 @@ def test_demo_of_the_embedded_pair(output):
     check_demo(output("demo", "--max-new-tokens", 24))
 
 
+@pytest.mark.thorough
 def test_train(tmp_path, output, monkeypatch):
     """Progress bar and checkpoint only; tests/training tests training itself."""
     monkeypatch.chdir(tmp_path)

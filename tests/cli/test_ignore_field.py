@@ -17,6 +17,7 @@ def tuned(tmp_path):
     return path
 
 
+@pytest.mark.thorough
 def test_a_field_is_ignored_in_each_checkpoint_that_has_it(tuned, output, refused, tmp_path):
     flags = "--ignore-field unsloth_fixed --ignore-field unsloth_version"
     assert flags in refused("inspect", tuned)

@@ -13,6 +13,8 @@ from stree_jax.extensions.mtp.training import new_head
 from stree_jax.testing import random_model
 from tests.extensions import qwen_files
 
+pytestmark = pytest.mark.thorough
+
 PROMPTS = ("Once upon a time", "The train was late")
 
 

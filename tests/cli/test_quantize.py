@@ -1,7 +1,11 @@
 """Commands with matrices in 8 bits."""
 
+import pytest
+
 import stree_jax as st
 from stree_jax.testing import random_model
+
+pytestmark = pytest.mark.thorough
 
 
 def test_a_model_in_8_bits(tmp_path, output):

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 import stree_jax as st
 from stree_jax.special_tokens import end_tokens
 from stree_jax.testing import random_model
+from tests.helpers import some
 
 PROMPT = "Question: Ann has"
 IN_PIECES = "Once upon"  # in whole pieces of `sentencepiece`, without bytes
@@ -86,7 +87,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", some(SOURCES, "generation_config.json"))
 def test_all_ways_to_a_text_end_at_the_same_token(source, copy, check, tmp_path):
     """The command ran on where `complete` stopped."""
     end, tokenizer = an_end(copy), st.load_tokenizer(copy)
@@ -108,6 +109,7 @@ def test_all_ways_to_a_text_end_at_the_same_token(source, copy, check, tmp_path)
     assert check(copy, text) == "end_token"
 
 
+@pytest.mark.thorough
 def test_eos_token(folder, copy, check):
     """Ids or texts of tokens, in place of the checkpoint's own."""
     end, other = an_end(folder), 1
@@ -147,6 +149,7 @@ def test_end_tokens_outside_of_the_model_never_come(copy):
     assert end_tokens(model.config, None, None) == own
 
 
+@pytest.mark.thorough
 def test_a_special_token_is_a_stop(folder, copy, check):
     """Special tokens are not text, so a stop of that text could match nothing."""
     end, tokenizer = an_end(folder), st.load_tokenizer(folder)
@@ -192,6 +195,7 @@ def llama(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 def test_the_text_of_sentencepiece(llama, output, continued):
     """Spaces stay, characters of several bytes come once, and streams give the same text."""
     model, tokenizer = st.from_pretrained(llama), st.load_tokenizer(llama)
@@ -223,6 +227,7 @@ def test_the_text_of_sentencepiece(llama, output, continued):
     assert any(ord(each) > 127 for text in texts for each in text)
 
 
+@pytest.mark.thorough
 def test_the_token_that_begins_a_text(llama, output, continued):
     """The tokenizer's, once; `--no-bos` leaves it out."""
     with_one = st.complete(llama, IN_PIECES, max_new_tokens=8)
@@ -241,6 +246,7 @@ def test_the_token_that_begins_a_text(llama, output, continued):
     assert records[2]["text"].strip() == out.texts[0].strip()
 
 
+@pytest.mark.thorough
 def test_tokens_beyond_the_model_never_come(copy):
     """An added [PAD] made grammars refuse, with a way out that did not exist."""
     tokenizer = st.load_tokenizer(copy)

@@ -39,6 +39,7 @@ def expected(path, tokenizer):
     return expected
 
 
+@pytest.mark.thorough
 def test_a_prompt(path, tokenizer, expected, output):
     """Texts, and then their tokens with log-probabilities."""
     want = expected(n=2, log_probs=True)
@@ -59,6 +60,7 @@ def test_a_prompt(path, tokenizer, expected, output):
     assert stop not in cut
 
 
+@pytest.mark.thorough
 def test_grammars(path, tmp_path, output):
     """Streamed as other texts are."""
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
@@ -72,6 +74,7 @@ def test_grammars(path, tmp_path, output):
     assert set(json.loads(shown.removeprefix("Once").splitlines()[0])) <= {1, "b"}
 
 
+@pytest.mark.thorough
 def test_a_file(path, expected, continued):
     """Each line may have its own; lines with different grammars are decoded together."""
     lines = [

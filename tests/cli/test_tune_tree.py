@@ -3,7 +3,11 @@
 import json
 import re
 
+import pytest
+
 import stree_jax as st
+
+pytestmark = pytest.mark.thorough
 
 
 def test_without_arguments_the_embedded_pair_is_tuned(tiny_pair, output, quick_tuning, monkeypatch):

@@ -17,6 +17,8 @@ from tests.convert import adapter_files, checkpoints
 from tests.convert.checkpoints import CONFIG, WEIGHTS
 from tests.convert.torch_files import torch_file
 
+pytestmark = pytest.mark.thorough
+
 MIB = 1 << 20
 
 

@@ -56,7 +56,7 @@ def test_weights_that_are_not_finite(checkpoint, tmp_path, name, value):
     assert not is_finite(name, large.at[1].set(value))
 
 
-@pytest.mark.parametrize("to", ["native", "hf"])
+@pytest.mark.parametrize("to", ["native", pytest.param("hf", marks=pytest.mark.thorough)])
 def test_a_full_disk(checkpoint, tmp_path, to):
     """Here: a limit on the size of files. One line on stderr says so.
 

@@ -35,6 +35,8 @@ from tests.convert import (
 from tests.convert.checkpoints import sharded, write_index
 from tests.convert.torch_files import FLOATS, REBUILD, Call, Storage, pickled
 
+pytestmark = pytest.mark.thorough
+
 VALUES = (
     *(None, True, False, 0, -1, 1, 2, 3, 65, 1000, 10**6, 1 << 24, (1 << 24) + 1, 1 << 40, 10**30),
     *(0.0, -0.5, 1e-300, 1e39, 1e300, math.inf, -math.inf, math.nan, "inf", {"__float__": "x"}),

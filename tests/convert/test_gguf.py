@@ -165,6 +165,7 @@ HEADS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", HEADS)
 def test_a_wrapper_and_its_head(name, tmp_path):
     """config.json of a multimodal release, of whose text model the file is; and its head."""

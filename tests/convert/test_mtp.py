@@ -148,6 +148,7 @@ def test_copies_without_a_head_say_so(tmp_path):
 DATA = Path("/work/shared/data/tiny_gated_delta")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("experts", [False, True], ids=["mlp", "experts"])
 def test_heads_of_qwen_go_along_in_both_directions(experts, tmp_path):
     path = qwen_files.saved(tmp_path / "original", experts=experts)
@@ -167,6 +168,7 @@ def test_heads_of_qwen_go_along_in_both_directions(experts, tmp_path):
             np.testing.assert_allclose(tensors[name], value, atol=2e-7)  # 1 + w - 1
 
 
+@pytest.mark.thorough
 def test_a_head_of_qwen_beside_a_wrapped_model(tmp_path):
     path = qwen_files.saved(tmp_path / "original")
     target = st.from_pretrained(path)

@@ -12,8 +12,15 @@ import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
 from stree_jax.models.cache import path_to
 from tests.convert import checkpoints, configs, numpy_mamba_ssm
-from tests.helpers import apply, assert_same_model
+from tests.helpers import apply, assert_same_model, some
 
+# Of `make test`.
+QUICK = (
+    "mamba2",
+    "granitemoehybrid, experts, rope",
+    "qwen3_next, dense layers, narrow convolution",
+)
+QUICK_DESCRIBED = ("as mamba2attn-2.7b", "untied, llama3 rope")
 TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21)).astype(np.int32)
 
 
@@ -51,7 +58,7 @@ def assert_decodes_alike(model, want):
         assert_close(have[row], want[row, length - 1 : length + 4])
 
 
-@pytest.mark.parametrize("name", configs.TRANSFORMERS_CONFIGS)
+@pytest.mark.parametrize("name", some(configs.TRANSFORMERS_CONFIGS, *QUICK))
 def test_transformers_there_and_back(name, tmp_path):
     """Forward pass, ragged prefill, decoding; transformers computes the same from our copy.
 
@@ -87,6 +94,7 @@ def test_null_is_what_transformers_takes_it_for(model_type, field, changes, tmp_
     assert_close(have, checkpoints.hf_logits(hf, TOKENS))
 
 
+@pytest.mark.thorough
 def test_the_text_model_of_a_wrapper(tmp_path):
     """As transformers saves it, experts one by one, and as it is released, merged."""
     hf = checkpoints.hf_checkpoint(
@@ -114,6 +122,7 @@ def assert_same_tensors(before, after):
         np.testing.assert_array_equal(value, after[name], err_msg=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model_type",
     ["nemotron_h", pytest.param("zamba2", marks=pytest.mark.slow)],  # the same rule
@@ -129,7 +138,7 @@ def test_the_floor_of_the_time_step_is_a_quirk(model_type, tmp_path):
     assert np.abs(by_config - want).max() > 1e-2 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("name", checkpoints.DESCRIBED)
+@pytest.mark.parametrize("name", some(checkpoints.DESCRIBED, *QUICK_DESCRIBED))
 def test_described_models_there_and_back(name, tmp_path):
     module, files, target = checkpoints.DESCRIBED[name]
     path = tmp_path / "model"
@@ -143,6 +152,7 @@ def test_described_models_there_and_back(name, tmp_path):
     assert st.from_pretrained(tmp_path / "back").config == model.config
 
 
+@pytest.mark.thorough
 def test_a_rotation_without_its_scaling_is_a_quirk(tmp_path):
     """Upstream's fast inference code ignores `rope_scaling`."""
     module, files, _ = checkpoints.DESCRIBED["untied, llama3 rope"]
@@ -155,6 +165,7 @@ def test_a_rotation_without_its_scaling_is_a_quirk(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_codestral(tmp_path):
     """The original format; its head, state and expansion sizes are not in its config."""
     config = configs.mamba_ssm_config(
@@ -176,6 +187,7 @@ def test_codestral(tmp_path):
     assert_close(apply(st.from_pretrained(path), TOKENS[:1])[0], want)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model_type", "changes", "wide"),
     [
@@ -237,6 +249,7 @@ def test_torch_files_give_what_torch_loads(tmp_path):
         )
 
 
+@pytest.mark.thorough
 def test_mamba_ssm_as_it_is_released(tmp_path):
     """A `.bin` in which the tied head shares the embedding's storage."""
     torch = checkpoints.torch()

@@ -75,6 +75,7 @@ def test_greedy_texts(name, models):
         assert got.tokens[0, : got.lengths[0]].tolist() == text
 
 
+@pytest.mark.thorough
 def test_some_texts_end_late(models):
     """Otherwise the case "least" would say nothing."""
     ends = CASES["least"].ends

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import stree_jax as st
 from stree_jax.decoding.drafters.search import best_continuations
@@ -38,6 +39,7 @@ def beam_search(next_log_probs, widths):
     return parents, tokens
 
 
+@pytest.mark.thorough
 def test_the_tree_is_that_of_a_textbook_beam_search():
     """Over several steps, which include replay and the catch-up token."""
     target = tiny_model(HYBRID)
@@ -71,6 +73,7 @@ def test_the_tree_is_that_of_a_textbook_beam_search():
     assert {0, len(SIZES)} < accepted
 
 
+@pytest.mark.thorough
 def test_a_sure_draft_is_accepted_whole():
     """The best path is then the greedy path; with flat logits the search may drop that one."""
     target = with_head(20.0, tiny_model())

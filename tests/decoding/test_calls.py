@@ -19,6 +19,7 @@ PROMPTS = [[5, 9, 2], [3]]
 TREE = st.TreeTopology.from_branching((2, 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_record_is_what_the_loop_did(temperature):
     """Calls have the tokens that `stream` gives call by call; drafts are as many as accepted."""

@@ -14,6 +14,8 @@ from stree_jax.testing import assert_same_distribution, random_model
 from tests.helpers import heads_of
 from tests.methods import TREE
 
+pytestmark = pytest.mark.thorough
+
 SIX = st.ModelConfig.tiny(vocab_size=6, num_layers=1)
 THREE = st.ModelConfig.tiny(vocab_size=3, num_layers=1)
 Model, Cascade = st.ModelDrafter, st.CascadeDrafter

@@ -46,6 +46,7 @@ def paths_of(tokens, parents, valid):
     return [path for path, exists in zip(paths, valid, strict=True) if exists]
 
 
+@pytest.mark.thorough
 def test_the_kept_nodes_are_the_best_of_a_sorted_list():
     """Over several steps: after nodes that were read, that were not, and that were dropped."""
     target = tiny_model(HYBRID)
@@ -112,7 +113,12 @@ def tiny_vocabulary(temperature, num_nodes, depth, expand, sharpness):
 
 @pytest.mark.parametrize(
     ("temperature", "num_nodes", "depth", "sharpness"),
-    [(0.0, 7, 3, 2.5), (1.0, 12, 3, 1.0), (0.7, 2, 1, 2.5), (0.0, 40, 10, 1.0)],
+    [
+        (1.0, 12, 3, 1.0),
+        pytest.param(0.0, 7, 3, 2.5, marks=pytest.mark.thorough),
+        pytest.param(0.7, 2, 1, 2.5, marks=pytest.mark.thorough),
+        pytest.param(0.0, 40, 10, 1.0, marks=pytest.mark.thorough),
+    ],
 )
 def test_the_kept_nodes_are_the_best_of_all_paths(temperature, num_nodes, depth, sharpness):
     """`expand` is more than the tokens that exist, and more than the nodes of the tree."""
@@ -133,6 +139,7 @@ def test_the_kept_nodes_are_the_best_of_all_paths(temperature, num_nodes, depth,
     assert all(path[:-1] in paths for path in paths if path)
 
 
+@pytest.mark.thorough
 def test_ties_are_a_tree():
     """All logits are equal: of equal scores the node that comes first stays."""
     model = tiny_model(HYBRID)

@@ -74,6 +74,7 @@ def test_statistics_add_up():
     np.testing.assert_allclose(stats.tau_per_row, out.lengths / stats.target_calls_per_row)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hybrid", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_five_steps_per_sync_change_nothing(hybrid):
     """Rows end between two termination checks, one of them at an end of sequence."""
@@ -95,6 +96,7 @@ def test_five_steps_per_sync_change_nothing(hybrid):
     )
 
 
+@pytest.mark.thorough
 def test_padded_vocabulary_is_never_emitted():
     """Not if its rows are large, and it means nothing if they are NaN."""
     model = tiny_model("groups")  # 37 tokens, 40 rows
@@ -120,6 +122,7 @@ def test_a_cold_temperature_takes_the_best_token():
         np.testing.assert_array_equal(out.tokens, want.tokens)
 
 
+@pytest.mark.thorough
 def test_what_changes_nothing():
     """A large top-k; a verifier without drafts; a drafter whose tree is the root alone."""
     common = dict(max_new_tokens=6, **SAMPLED)
@@ -148,7 +151,9 @@ def test_the_end_of_sequence_is_the_configs_unless_told_otherwise():
 FAILING = [[1, 2], [3, 35], [4]]  # the second row reads what is not finite
 
 
-@pytest.mark.parametrize("drafter", [None, st.NgramDrafter()])
+@pytest.mark.parametrize(
+    "drafter", [None, pytest.param(st.NgramDrafter(), marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_row_that_fails_ends_alone(value, drafter):
     model, options = broken_at(35, value), dict(max_new_tokens=7, drafter=drafter)
@@ -168,6 +173,7 @@ def test_a_row_that_fails_ends_alone(value, drafter):
     assert [of_rows(pieces, row) for row in range(3)] == [fine[0].tolist(), [], fine[1].tolist()]
 
 
+@pytest.mark.thorough
 def test_a_failure_in_the_first_of_two_steps_is_reported():
     request = plan(broken_at(35), FAILING, max_new_tokens=4)
     decoder = dataclasses.replace(request.decoder, steps_per_sync=2)
@@ -176,6 +182,7 @@ def test_a_failure_in_the_first_of_two_steps_is_reported():
     assert state.emitted[1] == 0
 
 
+@pytest.mark.thorough
 def test_a_row_that_does_not_fit_its_buffer_fails():
     """With the right tokens up to its end; before, later ones were written over them."""
     model, prompts, new = tiny_model(), [[1], [2, 3, 4], [5] * 8, [6] * 9], [7, 6, 1, 1]
@@ -197,6 +204,7 @@ def test_a_row_that_does_not_fit_its_buffer_fails():
     np.testing.assert_array_equal(*same)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("drafting", "temperature"),
     [(None, 0.0), (st.ModelDrafter, 1.0), (st.BeamDrafter, 0.0), (st.DynamicDrafter, 1.0)],
@@ -219,6 +227,7 @@ def test_one_logit_that_is_nan_ends_the_row(drafting, temperature):
     assert error.value.generation.lengths.tolist() == [0, 0, 0]
 
 
+@pytest.mark.thorough
 def test_a_draft_model_that_is_not_finite_names_the_row():
     draft = st.ModelDrafter(broken_at(4))
     with pytest.raises(FloatingPointError, match="the draft model's logits .* in row 2"):

@@ -58,6 +58,7 @@ def draft_reads(monkeypatch):
     return lengths
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -117,6 +118,7 @@ def other_settings(draft, other):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["trees", "rounds", slow("inner"), slow("turns")])
 def test_a_drafter_with_other_settings_goes_on(kind):
     """It accepts the drafts that it does in whole texts: what its state lacks it reads again."""
@@ -131,6 +133,7 @@ def test_a_drafter_with_other_settings_goes_on(kind):
         np.testing.assert_array_equal(got.stats.accepted_per_depth, want.stats.accepted_per_depth)
 
 
+@pytest.mark.thorough
 def test_a_users_drafter_goes_on():
     """It does not say which hidden states it reads, so it gets them, in the target's program."""
     model, options = tiny_model(), dict(drafter=Plain(perturbed(tiny_model(), 0.1)))
@@ -157,6 +160,7 @@ def test_a_prefix_is_read_on_by_longer_texts_that_have_room():
             decoder.read(model, None, text, prefix)
 
 
+@pytest.mark.thorough
 def test_one_row_serves_many_prompts():
     model = tiny_model()
     stem = st.generate(model, PROMPTS[:1], max_new_tokens=5, return_prefix=True)

@@ -12,6 +12,7 @@ import stree_jax as st
 from stree_jax.testing import HYBRIDS, assert_lossless, perturbed, random_model, tiny_model
 from stree_jax.training.objective import next_token_loss
 from tests.cases.base import NEEDS_NATIVE
+from tests.helpers import some
 from tests.methods import CHAIN, PROMPTS, TREE
 
 # Their layers are those of others.
@@ -20,7 +21,10 @@ OF_OTHERS = ("bamba", "mamba_in_llama", "granite_moe", "qwen3_5", "mixed")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in OF_OTHERS else ()) for n in HYBRIDS],
+    [
+        *(pytest.param(n, marks=pytest.mark.slow) for n in OF_OTHERS),
+        *some([n for n in HYBRIDS if n not in OF_OTHERS], "nemotron_h"),
+    ],
 )
 def test_gradients_are_finite_and_reach_all_weights(name):
     model = tiny_model(f"{name} hybrid")
@@ -37,6 +41,7 @@ def test_gradients_are_finite_and_reach_all_weights(name):
         assert np.abs(leaf).max() > 0 or "correction" in jax.tree_util.keystr(path), path
 
 
+@pytest.mark.thorough
 def test_a_long_prompt():
     """8,000 tokens, read in pieces, next to a shorter row; positions continue from there."""
     model = tiny_model("bamba hybrid")
@@ -54,6 +59,7 @@ def test_a_long_prompt():
     assert attention.kv.length.tolist() == [8007, 9]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -95,6 +101,7 @@ def test_the_models_length_is_a_limit_that_max_length_lifts():
     assert st.generate(model, prompts, max_new_tokens=12, max_length=21).lengths[0] == 12
 
 
+@pytest.mark.thorough
 def test_a_full_cache_gives_nan_and_not_wrong_numbers():
     model = tiny_model("bamba hybrid")
     cache = model.init_cache(2, 6)

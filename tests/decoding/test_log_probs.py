@@ -49,7 +49,14 @@ def options_of(target, name):
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    [(None, 0.0), ("dynamic", 0.0), ("lookup", 0.0), ("traversal", 1.3), ("branching", 0.8)],
+    [
+        *(
+            pytest.param(each, 0.0, marks=pytest.mark.thorough)
+            for each in (None, "dynamic", "lookup")
+        ),
+        pytest.param("traversal", 1.3, marks=pytest.mark.thorough),
+        ("branching", 0.8),
+    ],
 )
 def test_log_probs_are_the_models_own(name, temperature):
     """Unfiltered and at temperature 1, whatever the text was drawn with."""
@@ -87,6 +94,7 @@ def test_log_probs_are_the_models_own(name, temperature):
         assert (out.top_tokens[row, count:] == st.PAD).all()
 
 
+@pytest.mark.thorough
 def test_log_probs_of_the_sampled_distribution():
     target = tiny_model()
     options = dict(max_new_tokens=NEW_TOKENS, temperature=0.7, top_k=5, key=KEY)
@@ -109,6 +117,7 @@ def test_without_the_option_nothing_is_recorded():
     np.testing.assert_array_equal(only_best.log_probs, only_best.top_log_probs[..., 0])
 
 
+@pytest.mark.thorough
 def test_a_scheduler_records_for_those_who_ask():
     """The pool has no records at first, then more and more."""
     model, keys = tiny_model(), jax.random.split(KEY, 4)

@@ -123,11 +123,25 @@ RELEASED = [
 ]
 
 
+# A row of each idea, for `make test`.
+QUICK = [
+    ("falcon_h1 hybrid", "told", "mixed"),
+    ("mamba2attn hybrid", "dynamic", "zero"),
+    ("nemotron_h hybrid", "mtp head", "mixed"),
+    ("qwen3_5 hybrid", "told", "mixed"),
+    *(("plain", method, "zero") for method in ("chain of 6", "heads", "turns")),
+    *(("plain", method, "mixed") for method in ("paper A", "lookup tree")),
+    ("plain", "ragged", "ruled"),
+]
+
+
 def cells():
+    assert {*QUICK} <= {*TABLE}
     left = SLOW if os.environ.get("STREE_JAX_TESTS") == "as released" else SLOW + RELEASED
     # Those of "plain" last, because the tests after the table share their programs.
     for cell in sorted(TABLE + SLOW, key=lambda cell: (cell[0] == "plain", cell)):
         marks = [pytest.mark.slow] if cell in left else []
+        marks += [pytest.mark.thorough] if cell not in QUICK else []
         marks += [pytest.mark.unrolled] if cell[1] == UNROLLED else []
         yield pytest.param(*cell, id=" | ".join(cell), marks=marks)
 
@@ -208,6 +222,7 @@ def test_a_row_does_not_depend_on_its_place_in_the_batch(name):
     np.testing.assert_array_equal(other.stats.target_calls_per_row, calls[order])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("index", "drafting"), [(16, False), (38, True)])
 def test_a_row_does_not_depend_on_its_batch(index, drafting):
     """Nor on the buffer, or whether its sampling is one value for all rows."""
@@ -243,6 +258,7 @@ def test_every_family_and_every_method_is_in_the_table():
     assert len({*TABLE} | {*SLOW}) == len(TABLE + SLOW)
 
 
+@pytest.mark.thorough
 def test_accepted_lengths_cover_the_conv_window():
     """0, 1, 2, 3 = K - 1 and more than K - 1 accepted drafts all occur."""
     model, exactly = tiny_model(), np.zeros(7)
@@ -256,6 +272,7 @@ def test_accepted_lengths_cover_the_conv_window():
     assert exactly[4:].sum() > 0
 
 
+@pytest.mark.thorough
 def test_no_drafts_after_a_step_that_accepted_several():
     """The text repeats, then stops. Other implementations left a stale state in this case."""
     # With tied embeddings a random model repeats itself, for a while.

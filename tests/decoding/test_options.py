@@ -80,6 +80,7 @@ def test_top_k_and_top_p_are_filters():
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.thorough
 def test_a_filter_of_ones_own_with_shared_noise():
     filters = (AtLeast(0.5), st.TopK(5))
     options = dict(temperatures=(1.0,), filters=filters, key=KEY)
@@ -111,6 +112,7 @@ TEXTS = [PROMPTS[i % 3] for i in range(len(ROWS))]
 DEFAULTS = {**st.Options(max_new_tokens=12)}
 
 
+@pytest.mark.thorough
 def test_each_row_has_its_own():
     """Lists of values give what a request with these values gives."""
     model, options = tiny_model(), drafts(tiny_model())
@@ -157,6 +159,7 @@ def test_arrays_and_lists_are_the_same():
         np.testing.assert_array_equal(jax.random.key_data(seed), jax.random.key_data(key))
 
 
+@pytest.mark.thorough
 def test_rows_share_the_programs_of_one_value():
     """Two lists of equal filters are no other program than one."""
     one = plan(tiny_model(), PROMPTS, temperature=0.7, top_k=4, key=0)

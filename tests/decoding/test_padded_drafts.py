@@ -28,6 +28,7 @@ def pair(size, draft_size):
     return target, draft
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

@@ -30,6 +30,7 @@ from tests.decoding.enumeration import (
 from tests.decoding.rules import SIZE, WALK, Walk, autoregressive, random_walk, rules_of
 from tests.decoding.texts import NEW_TOKENS, ROWS, decoded, planned
 from tests.decoding.texts import autoregressive as without_rules
+from tests.helpers import some
 from tests.methods import KEY, PROMPTS, TREE, Topology, drafts
 
 
@@ -44,6 +45,7 @@ def test_rows_without_rules_are_left_alone():
     assert same[others].mean() < 0.1
 
 
+@pytest.mark.thorough
 def test_requests_of_a_scheduler_have_rules_of_their_own():
     """Rules begin with the text of their request, whatever its row decoded before."""
     scheduler = st.Scheduler(
@@ -104,8 +106,10 @@ FEW = Walk(jnp.concatenate([_FREE.at[0, 1].set(3), -jnp.ones((1, VOCAB), jnp.int
 
 
 @pytest.mark.parametrize("grammar", [FEW, st.Automaton(np.asarray(FEW.table))], ids=["", "tables"])
-@pytest.mark.parametrize("rule", [try_children, traverse], ids=["reject", "traverse"])
-@pytest.mark.parametrize("children", ["iid", "without_replacement"])
+@pytest.mark.parametrize(
+    "rule", some([try_children, traverse], traverse), ids=["reject", "traverse"]
+)
+@pytest.mark.parametrize("children", some(["iid", "without_replacement"], "iid"))
 def test_rules_that_test_drafts_are_exact_under_a_grammar(children, rule, grammar):
     """By enumeration. After token 1 the walk ends, and drafts continue below it."""
     models, topology = Ruled(4, FEW), Topology.from_parents([-1, 0, 0, 1])
@@ -122,6 +126,7 @@ def test_rules_that_test_drafts_are_exact_under_a_grammar(children, rule, gramma
     assert total_variation(joint, want) > 0.01
 
 
+@pytest.mark.thorough
 def test_samples_have_the_distribution_under_processors():
     config = st.ModelConfig.tiny(vocab_size=4, num_layers=1)
     drafter = st.ModelDrafter(random_model(config, 1), child_sampling="iid")
@@ -154,6 +159,7 @@ def test_drafts_are_masked(make):
     assert out.stats.tau == 4.0
 
 
+@pytest.mark.thorough
 def test_rows_whose_tokens_are_all_ruled_out_end_alone():
     """The walk ends after two tokens, of the second row after its first; drafts continue below."""
     table = -jnp.ones((3, SIZE), jnp.int32)
@@ -170,6 +176,7 @@ def test_rows_whose_tokens_are_all_ruled_out_end_alone():
     np.testing.assert_array_equal(got.value.generation.tokens, want.value.generation.tokens)
 
 
+@pytest.mark.thorough
 def test_end_tokens_of_any_processor_end_its_rows():
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass(frozen=True)
@@ -184,6 +191,7 @@ def test_end_tokens_of_any_processor_end_its_rows():
         st.generate(tiny_model(), PROMPTS, eos_token=8, **options)
 
 
+@pytest.mark.thorough
 def test_recorded_log_probs_are_those_after_processors():
     """`log_probs="sampled"`: of the distributions that the tokens were drawn from."""
     model, prompt = tiny_model(), PROMPTS[0]

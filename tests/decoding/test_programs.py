@@ -54,6 +54,7 @@ def test_nearby_requests_share_programs(change, of, warm):
         assert programs_of(**request | change) == 0
 
 
+@pytest.mark.thorough
 def test_longer_requests_compile_again_in_geometric_steps(warm):
     """Each new size of buffer compiles, and is then shared."""
     greedy, _ = warm
@@ -96,6 +97,7 @@ def test_short_lists_share_a_program(few, more):
     assert [list_size(n) for n in (0, 1, 8, 9, 32, 33, 600)] == [8, 8, 8, 32, 32, 128, 2048]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("committed", [(), ("target",), ("draft",), ("target", "draft")])
 def test_the_second_step_shares_the_program_of_the_first(committed):
     models = {"target": tiny_model(), "draft": perturbed(tiny_model(), 0.3)}
@@ -114,6 +116,7 @@ def test_the_second_step_shares_the_program_of_the_first(committed):
     assert len(COMPILED) == before
 
 
+@pytest.mark.thorough
 def test_the_caches_of_a_prompt_are_not_copied():
     """A run reuses the buffers of the first state, and neither the request nor the model's."""
     model = tiny_model("bamba hybrid")
@@ -128,6 +131,7 @@ def test_the_caches_of_a_prompt_are_not_copied():
     np.testing.assert_array_equal(*texts)
 
 
+@pytest.mark.thorough
 def test_the_cache_is_returned_on_request_only():
     options = dict(prompts=[[1, 2, 3], [4]], max_new_tokens=3)
     assert st.generate(tiny_model(), **options).cache is None

@@ -23,6 +23,7 @@ def assert_same(got, want):
     np.testing.assert_array_equal(got.stats.accepted_per_depth, want.stats.accepted_per_depth)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "children"),
     [
@@ -59,6 +60,7 @@ def test_a_verifier_of_ones_own_changes_the_steps_and_not_the_text():
     assert want.stats.accepted_per_depth[1] > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("limit", [1, 2, 30])
 def test_commit_gets_the_hidden_states_of_all_nodes_and_the_accepted_one_after_any_cut(limit):
     """The logits of the accepted node's state are those that gave the last emitted token."""
@@ -82,6 +84,7 @@ def test_commit_gets_the_hidden_states_of_all_nodes_and_the_accepted_one_after_a
     assert max(accepted) == min(limit - 1, 2)
 
 
+@pytest.mark.thorough
 def test_a_drafters_first_state_may_share_arrays():
     """The loop donates it, and yet model, drafter and request serve again."""
     drafter = Sharing(jnp.arange(9.0))
@@ -92,6 +95,7 @@ def test_a_drafters_first_state_may_share_arrays():
     np.testing.assert_array_equal(drafter.table[...], np.arange(9.0))
 
 
+@pytest.mark.thorough
 def test_a_drafter_without_optional_methods_is_taken_as_it_is():
     drafter = Plain(perturbed(tiny_model(), 0.1))
     assert isinstance(drafter, st.Drafter)
@@ -130,6 +134,7 @@ def test_a_drafter_inside_of_another_refuses_a_target():
         plan(tiny_model(), [[1]], drafter=inside)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "depth"), [("own", 3), ("Medusa", 2)])
 def test_tune_measures_trees_as_deep_as_the_trace(kind, depth, monkeypatch):
     class Measured(Exception):

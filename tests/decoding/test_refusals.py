@@ -658,6 +658,7 @@ with pytest.raises(ValueError, match="max_match must be an integer"):
 """
 
 
+@pytest.mark.thorough
 def test_wrong_types_are_refused():
     """In a process without the shape checker, which would raise first."""
     subprocess.run([sys.executable, "-c", WRONG_TYPES], check=True)

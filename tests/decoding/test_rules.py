@@ -101,6 +101,7 @@ def test_a_fraction_is_no_integer():
     assert any(np.array_equal(leaf, np.float32([1.5, 2, 1])) for leaf in leaves)
 
 
+@pytest.mark.thorough
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Own(st.PresencePenalty):
@@ -169,6 +170,7 @@ def test_a_state_keeps_its_shape_and_dtype():
         st.generate(tiny_model(), PROMPTS, processors=[Forgetful()])
 
 
+@pytest.mark.thorough
 def test_other_numbers_share_the_program():
     """Also more ids, up to 8, and another number of first tokens."""
 

@@ -20,7 +20,10 @@ def float64(model, text):
     return oracle.log_probs(model, text)[np.arange(len(text) - 1), text[1:]]
 
 
-@pytest.mark.parametrize(("family", "rows"), [("groups", 3), ("mamba2attn hybrid", 8)])
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [("groups", 3), pytest.param("mamba2attn hybrid", 8, marks=pytest.mark.thorough)],
+)
 def test_scores_are_the_models_own(family, rows):
     """`groups` has padded rows of the embedding; three rows a time leave one for a second call."""
     model = tiny_model(family)
@@ -39,6 +42,7 @@ def test_texts_without_a_token_to_score(shape):
     assert not any(leaf.any() for leaf in jax.tree.leaves((got, gradient)))
 
 
+@pytest.mark.thorough
 def test_in_chunks_of_places_and_of_the_vocabulary(monkeypatch):
     """Chunks of 16 places, of which logits exist for 4 at a time."""
     model, rng = tiny_model("mamba2attn hybrid"), np.random.default_rng(0)
@@ -54,6 +58,7 @@ def test_in_chunks_of_places_and_of_the_vocabulary(monkeypatch):
         np.testing.assert_allclose(got, float64(model, text), atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_the_differentiable_form():
     model = random_model(st.ModelConfig.tiny(num_layers=1))
     text = TEXTS[0]

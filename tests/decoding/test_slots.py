@@ -13,6 +13,8 @@ from stree_jax.decoding import slots
 from stree_jax.decoding.plan import plan
 from stree_jax.testing import PROMPTS, perturbed, tiny_model
 
+pytestmark = pytest.mark.thorough
+
 ROWS, NEW_TOKENS = 4, 14
 KEYS = jax.vmap(jax.random.key)(jnp.arange(10, 16))
 

@@ -85,6 +85,7 @@ def test_stops_of_tokens():
     assert out.stats.tau > 2
 
 
+@pytest.mark.thorough
 def test_streams_hold_back_what_a_stop_may_cut():
     rows = [row.tolist() for row in free().tokens]
     texts = [letters().decode(row)[9:13] for row in rows[:2]]
@@ -96,6 +97,7 @@ def test_streams_hold_back_what_a_stop_may_cut():
         assert of_rows(pieces, i) == row[:count]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("drafting", [dict, chain])
 def test_stops_of_text(drafting):
     """They begin and end inside of tokens, and span several of them."""

@@ -13,6 +13,8 @@ from stree_jax.testing import tiny_model
 from tests.decoding.texts import of_rows
 from tests.methods import PROMPTS, SAMPLED, drafts
 
+pytestmark = pytest.mark.thorough
+
 
 def ways():
     """Two ways to decode with one model and one drafter."""

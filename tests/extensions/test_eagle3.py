@@ -14,6 +14,7 @@ def target():
     return tiny_model("nemotron_h hybrid")
 
 
+@pytest.mark.thorough
 def test_the_inner_states_are_the_stream_after_so_many_layers(target):
     """The last one, normed, is what the output head takes."""
     text = np.array([[5, 9, 2, 30]], np.int32)

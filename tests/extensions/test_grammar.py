@@ -251,6 +251,7 @@ def compare(seed, count, num_texts):
     return num_read, counts[True] / sum(counts.values())
 
 
+@pytest.mark.thorough
 def test_random_schemas_against_jsonschema():
     num_read, share = compare(0, 60, 6)
     assert num_read > 30

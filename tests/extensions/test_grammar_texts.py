@@ -11,6 +11,8 @@ from tokenizers import Tokenizer
 import stree_jax as st
 from stree_jax.testing import perturbed, random_model
 
+pytestmark = pytest.mark.thorough
+
 PATTERN = r"(?:[0-9]{3}-[0-9]{4}|[a-z]{2,12}\.)(?: or [é-ü]{1,3})?"
 SCHEMA = {
     "type": "object",

@@ -29,7 +29,9 @@ from tests.numpy_parts import log_softmax
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3])
 # More levels than are unrolled: one path, with branches beside it.
 DEEP = st.TreeTopology.from_parents([*range(-1, MAX_UNROLLED + 1), 0, 2, 2]).level_order()
-SLOW = ("mtp, latent", "mtp, qwen, experts", "medusa, padded")
+MARKS = dict.fromkeys(("mtp, latent", "mtp, qwen, experts", "medusa, padded"), pytest.mark.slow)
+OTHERS = ("medusa, multipliers", "mtp", "eagle3", "eagle3, its own embedding")
+MARKS |= dict.fromkeys(OTHERS, pytest.mark.thorough)
 
 
 def kept(state):
@@ -41,11 +43,8 @@ def kept(state):
 @pytest.mark.parametrize(
     ("name", "topology"),
     [
-        *(
-            pytest.param(name, TREE, marks=[pytest.mark.slow] * (name in SLOW), id=name)
-            for name in HEADS
-        ),
-        pytest.param("mtp", DEEP, id="mtp, looped"),
+        *(pytest.param(name, TREE, marks=MARKS.get(name, ()), id=name) for name in HEADS),
+        pytest.param("mtp", DEEP, id="mtp, looped", marks=pytest.mark.thorough),
     ],
 )
 def test_drafts_come_from_the_head_in_float64(name, topology):
@@ -98,6 +97,7 @@ def test_drafts_come_from_the_head_in_float64(name, topology):
                 np.testing.assert_allclose(got[there], want[there], atol=5e-4)
 
 
+@pytest.mark.thorough
 def test_text_and_cache_of_eagle3_are_those_of_autoregressive_decoding():
     """With shared noise; the other kinds are in tests/decoding/test_lossless.py."""
     options = dict(topology=st.TreeTopology.from_branching((3, 2)), temperatures=(1.0,))
@@ -123,6 +123,7 @@ def assert_same_state(got, want, length):
         np.testing.assert_allclose(mine, other, atol=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [
@@ -190,6 +191,7 @@ def test_the_next_chain_depends_on_the_text_alone(kind):
 # What tuning and training see.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "temperature"),
     [
@@ -336,6 +338,7 @@ def test_what_is_refused():
             call()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["plain", "mamba_in_llama"], ids=["untied", "tied"])
 def test_embedding_and_output_head_are_not_copied(name):
     target = tiny_model(name)

@@ -68,6 +68,7 @@ class ByDepth(Models):
         self.draft[VOCAB, VOCAB] = self.laws[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("children", KINDS)
 def test_walks_are_exact_with_draws_that_a_depth_shares(children):
     topology, models = st.TreeTopology.from_branching((2, 2)), ByDepth(3)
@@ -96,6 +97,7 @@ def repeating():
 PROMPTS_24 = np.random.default_rng(0).integers(37, size=(24, 5)).tolist()
 
 
+@pytest.mark.thorough
 def test_heads_that_are_zero_repeat_the_next_token():
     """So drafts are accepted exactly where the text repeats its last token."""
     model = repeating()

@@ -114,10 +114,12 @@ def keys_not_normed(monkeypatch):
     )
 
 
+@pytest.mark.thorough
 def test_the_head_is_that_of_float64():
     assert gap() < 1e-4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mutation", [before_the_final_norm, swapped, rotated, no_cache, not_normed]
 )
@@ -127,6 +129,7 @@ def test_a_wrong_head_is_found(mutation, monkeypatch):
     assert gap() > 0.01
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mutation",
     [
@@ -144,6 +147,7 @@ def test_a_wrong_head_of_qwen_is_found(mutation, monkeypatch):
     assert gap("mtp, qwen") > 0.01
 
 
+@pytest.mark.thorough
 def test_dynamic_trees_of_a_head_replay_decoding():
     _, target, head, _, _ = parts("mtp")
     prompts = np.random.default_rng(1).integers(37, size=(4, 5)).tolist()
@@ -188,6 +192,7 @@ def test_recipes_that_are_refused(table, message):
         head_of(recipe, tiny_model())
 
 
+@pytest.mark.thorough
 def test_without_tables_a_head_is_as_the_targets_layers():
     config, target = qwen_files.model_config(), parts("mtp, qwen").target
     own, steps, _ = head_of(Recipe({}, Training(1), ()), target)
@@ -199,6 +204,7 @@ def test_without_tables_a_head_is_as_the_targets_layers():
     assert (own.attention, own.feed_forward) == (config.attention, st.MlpConfig(8))
 
 
+@pytest.mark.thorough
 def test_no_gradient_flows_through_recycled_outputs():
     """Of a head that is one number: its drafts are powers of it, and have the same values."""
 
@@ -222,6 +228,7 @@ def test_no_gradient_flows_through_recycled_outputs():
         np.testing.assert_array_equal(jax.jacobian(drafts)(3.0, detached), slopes)
 
 
+@pytest.mark.thorough
 def test_acceptance_of_a_trained_head():
     """Half a second of training; the drafts of decoding are those that it was trained for.
 

@@ -176,6 +176,7 @@ def model():
     return random_model(st.ModelConfig.tiny(vocab_size=128, num_layers=1, tie_embeddings=False))
 
 
+@pytest.mark.thorough
 def test_every_schedule_gives_the_same_tree_of_thoughts(model):
     """Rows, quanta, drafts, and other problems beside it change nothing."""
     task, problems, key = Letters(thoughts=3), ["z", "y"], jax.random.key(5)

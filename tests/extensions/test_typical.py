@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import stree_jax as st
 from stree_jax.decoding.sampling import position_noise
@@ -61,6 +62,7 @@ def test_the_rule_is_its_definition():
     assert len({*want.tolist()}) == TREE.num_nodes
 
 
+@pytest.mark.thorough
 def test_it_is_lossy():
     """The first two tokens after the best drafts are far from the target's."""
     models = Models(seed=1)
@@ -80,6 +82,7 @@ def test_it_is_lossy():
     assert total_variation(joint, target_joint(models)) > 0.2
 
 
+@pytest.mark.thorough
 def test_it_is_never_used_unasked():
     """Its refusals are in tests/decoding/test_refusals.py."""
     common = dict(max_new_tokens=9, lossy=True, **drafts(tiny_model(), "chain of 1"), **SAMPLED)

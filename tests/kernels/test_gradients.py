@@ -150,7 +150,10 @@ def gradients(run, arguments, implementation):
 @pytest.mark.parametrize(
     ("implementation", "call"),
     [
-        *(pytest.param("pallas_interpret", call, id=name) for name, call in KERNELS.items()),
+        *(
+            pytest.param("pallas_interpret", call, id=name, marks=pytest.mark.thorough)
+            for name, call in KERNELS.items()
+        ),
         *(
             pytest.param("native", call, id=f"native {name}", marks=NEEDS_NATIVE)
             for name, call in NATIVE.items()
@@ -171,6 +174,7 @@ def test_gradients_are_finite_with_large_time_steps():
     assert all(jnp.isfinite(value).all() for value in found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [moe.MANY, moe.FEW], ids=str)
 def test_experts_have_the_gradients_of_the_products(case):
     """The first and the second ones."""

@@ -379,6 +379,7 @@ def process(tmp_path_factory):
     return found
 
 
+@pytest.mark.thorough
 @NEEDS_NATIVE
 @pytest.mark.parametrize("level", LEVELS)
 def test_all_instructions_compute_the_same(process, level):
@@ -389,6 +390,7 @@ def test_all_instructions_compute_the_same(process, level):
     assert found["digest"] == cases.digest()
 
 
+@pytest.mark.thorough
 @NEEDS_NATIVE
 def test_one_processor_computes_the_same(process):
     if not (taskset := shutil.which("taskset")):
@@ -397,6 +399,7 @@ def test_one_processor_computes_the_same(process):
     assert process(native.level(), taskset, "-c", only)["digest"] == cases.digest()
 
 
+@pytest.mark.thorough
 @NEEDS_NATIVE
 def test_a_second_process_takes_the_program_from_the_cache(process):
     process(LEVELS[0])

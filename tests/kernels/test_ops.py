@@ -7,13 +7,15 @@ from tests.cases.ops import OPS
 
 
 def runs():
+    """The first case of a table and every fourth after it are in `make test`."""
     for op, table in OPS.items():
-        for name in table.cases:
+        for number, name in enumerate(table.cases):
             for implementation in table.implementations:
                 if table.lacks(table.cases[name], implementation):
                     continue
                 marks = [base.MARKS[implementation]] if implementation in base.MARKS else []
                 marks += [pytest.mark.slow] if table.is_slow(name, implementation) else []
+                marks += [pytest.mark.thorough] if number % 4 else []
                 case = f"{op}: {name}-{implementation}"
                 yield pytest.param(op, name, implementation, marks=marks, id=case)
 

@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton
 from tests.cases.ops import OPS
 
+pytestmark = pytest.mark.thorough
+
 
 def in_place(kernel, num_inputs, aliases):
     """The kernel, reading each input that is updated in place from its output."""

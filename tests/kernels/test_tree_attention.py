@@ -83,6 +83,7 @@ def test_the_cache_is_split_as_far_as_programs_are_few():
         assert blocks(num_groups, 4096, num_rows=256).splits == (4 if num_groups == 8 else 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
 def test_a_prefix_may_run_before_the_path_is_written(implementation):
     case = layers.CASES["tree, and a row with an empty path"].but(prefix=5)

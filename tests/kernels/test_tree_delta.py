@@ -112,6 +112,7 @@ def grown(run, case, sizes, in_slots):
     return jnp.concatenate(outputs, axis=1), u
 
 
+@pytest.mark.thorough
 @of_each_version
 @pytest.mark.parametrize("in_slots", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_tree_that_grows_is_the_tree(run, in_slots):
@@ -170,6 +171,7 @@ def test_positions_that_are_not_valid_may_be_anywhere(chunk_size, implementation
     assert not np.asarray(y)[:, ~valid[0]].any()
 
 
+@pytest.mark.thorough
 @of_each_version
 def test_many_steps_do_not_drift(run):
     """Replay after replay, each of a tree from the state that the last one left."""
@@ -244,6 +246,7 @@ def gradients(function, given):
     return jax.jit(jax.grad(total))(tuple(given))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["tree", "betas to 2", "decays of -100 among 0", "equal keys"])
 def test_gradients_are_those_of_the_recurrence(name):
     case = table.CASES[name].but(nodes=21, batch=1, shape="random")

@@ -227,6 +227,7 @@ def test_truncated_weights(saved, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.thorough
 def test_a_flipped_bit_is_found(saved, capfd):
     """Wherever it is. Some change the numbers only, and nothing but a checksum can tell."""
     data = data_file(saved)

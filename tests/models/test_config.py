@@ -22,6 +22,7 @@ def test_round_trip_through_json(name):
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+@pytest.mark.thorough
 def test_a_config_is_copied_and_pickled():
     config = CONFIGS["mixed hybrid"]
     for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):

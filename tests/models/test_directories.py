@@ -65,6 +65,7 @@ def test_an_error_that_names_no_file_gets_the_directorys_name(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_writer_may_be_killed_at_any_step(tmp_path):
     """In its own process, where no other thread runs that a fork would lose."""
@@ -116,6 +117,7 @@ def test_other_directories_stay(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([*names, "model"])
 
 
+@pytest.mark.thorough
 def test_a_directory_that_is_being_replaced_is_waited_for(tmp_path):
     """Between two renames there is nothing at the destination; the lock says who will act."""
     path = tmp_path / "model"

@@ -35,6 +35,7 @@ def relative(got, want):
     return np.abs(got - want).max() / np.abs(want).max()
 
 
+@pytest.mark.thorough
 def test_the_corrections_of_a_bfloat16_models_record_are_float32():
     """And the state after their replay is that of the sequence."""
     model = tiny_model("qwen3_5 hybrid", dtype="bfloat16")
@@ -52,6 +53,7 @@ def test_the_corrections_of_a_bfloat16_models_record_are_float32():
     assert relative(after.ssm, want[0].ssm) < 0.02
 
 
+@pytest.mark.thorough
 def test_memory_of_a_tree_in_the_shape_of_qwen():
     """A record of v and beta too, or of float32 keys, is larger. docs/algorithms.md says the same.
 
@@ -135,6 +137,7 @@ def leaking_native(run, name, results, *arrays, **options):
 MUTATIONS = {"xla": (xla, "tree_delta", leaking_xla), "native": (native, "call", leaking_native)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "implementation",
     [

@@ -27,7 +27,12 @@ GAP = 0.03
 
 
 @pytest.mark.parametrize(
-    ("dtype", "is_packed"), [("float32", True), ("float32", False), ("bfloat16", True)]
+    ("dtype", "is_packed"),
+    [
+        ("float32", True),
+        pytest.param("float32", False, marks=pytest.mark.thorough),
+        pytest.param("bfloat16", True, marks=pytest.mark.thorough),
+    ],
 )
 def test_texts_stay(dtype, is_packed):
     target = st.from_pretrained(st.demo_path("target"), dtype=dtype)

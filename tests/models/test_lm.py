@@ -14,8 +14,10 @@ from stree_jax.models.cache import init_cache, init_pending, path_to
 from stree_jax.models.matrices import Table
 from stree_jax.testing import CONFIGS, HYBRIDS, random_model, tiny_model
 from tests import oracle
-from tests.helpers import apply
+from tests.helpers import apply, some
 
+# The families of `make test`: with attention, multipliers, experts, the gated delta rule.
+QUICK = ("plain", "falcon_h1 hybrid", "nemotron_h hybrid", "qwen3_5 hybrid")
 BATCH, LENGTH, PADDED, MAX_LENGTH = 2, 11, 17, 24
 
 
@@ -61,7 +63,7 @@ def whole_tree(topology, batch=BATCH):
 TREE = TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3, 6, 7])  # depth 5, more than K
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", some(CONFIGS, *QUICK))
 def test_logits_are_the_oracles(name):
     model = tiny_model(name)
     tokens = random_tokens(model, BATCH, LENGTH)
@@ -72,7 +74,7 @@ def test_logits_are_the_oracles(name):
         np.testing.assert_allclose(row, want, atol=2e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", some(CONFIGS, *QUICK))
 def test_a_tree_is_every_path_run_by_itself(name):
     """So it sees no other node, no other row and no padding."""
     model = tiny_model(name)
@@ -89,7 +91,7 @@ def test_a_tree_is_every_path_run_by_itself(name):
     jax.tree.map(np.testing.assert_array_equal, after, cache)  # a forward writes no cache
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", some(CONFIGS, *QUICK))
 def test_replay_is_prefill_of_the_accepted_tokens(name):
     model = tiny_model(name)
     prompts = random_tokens(model, BATCH, LENGTH)
@@ -125,6 +127,7 @@ NORMS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NORMS)
 def test_the_gated_norm_of_a_tree_is_that_of_a_sequence(name):
     model = random_model(NORMS[name])
@@ -134,6 +137,7 @@ def test_the_gated_norm_of_a_tree_is_that_of_a_sequence(name):
     assert_close(got, apply(model, tokens))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["groups", "qwen3_5 hybrid"])
 def test_a_tree_grown_level_by_level_is_the_tree_at_once(name):
     model = tiny_model(name)
@@ -164,6 +168,7 @@ SIXTEENS = dataclasses.replace(
 )
 
 
+@pytest.mark.thorough
 def test_kernels_compute_what_xla_does():
     """A prefill, then steps that each replay a path of the one before, then a replay."""
     model, reference = (
@@ -227,6 +232,7 @@ def test_padding_does_not_reach_the_cache():
     jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf[1], 0), cache)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["plain", "qwen3_5 hybrid"])
 def test_prefill_goes_on_from_a_cache(name):
     model = tiny_model(name)
@@ -238,6 +244,7 @@ def test_prefill_goes_on_from_a_cache(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cache, want)
 
 
+@pytest.mark.thorough
 def test_bfloat16_keeps_state_and_logits_in_float32():
     model = tiny_model("plain", dtype="bfloat16")
     tokens = random_tokens(model, BATCH, LENGTH)

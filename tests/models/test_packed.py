@@ -117,6 +117,7 @@ def load_usual(path):
     return st.shard(st.from_pretrained(path, mesh=st.make_mesh()), None)
 
 
+@pytest.mark.thorough
 def test_text_with_drafts(loaded):
     """Drafts are accepted, and the tokens are those of decoding without, in bfloat16 too."""
     prompts = [[1, 2, 3], [4]]
@@ -129,6 +130,7 @@ def test_text_with_drafts(loaded):
     np.testing.assert_array_equal(drafted.tokens, plain.tokens)
 
 
+@pytest.mark.thorough
 def test_gradients(stored):
     """Of a loaded model: those of the unpacked one, packed."""
     loaded = st.from_pretrained(stored)
@@ -142,6 +144,7 @@ def test_gradients(stored):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), have, want)
 
 
+@pytest.mark.thorough
 def test_no_float32_copy_of_the_weights():
     """XLA converted all of them before the loop, so the program read and held float32."""
     config = st.ModelConfig.mamba2_lm(512, 256, 4)
@@ -162,6 +165,7 @@ def test_no_float32_copy_of_the_weights():
     assert temporary(packed(model)) < size / 3 < size < temporary(model)
 
 
+@pytest.mark.thorough
 def test_padding_is_not_multiplied(loaded):
     """Rows beyond a prompt's end are zeros before every product, so it does not matter what they
     are; the cache is that of the prompt alone."""
@@ -178,6 +182,7 @@ def test_padding_is_not_multiplied(loaded):
             np.testing.assert_allclose(got[row], wanted[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_draft_fits_its_target(dtype, tmp_path_factory):
     """In bfloat16 on a CPU, whatever the target; as the target elsewhere."""

@@ -104,6 +104,7 @@ def arrays(model):
     return jax.tree.map(np.asarray, weights_by_name(model))
 
 
+@pytest.mark.thorough
 def test_which_weights(stored):
     """All matrices but routers; packed where others are packed. Whatever is kept stays."""
     names = quantized_names(model().quantized())
@@ -122,6 +123,7 @@ def test_which_weights(stored):
     assert names - quantized_names(kept) == {"embedding", "blocks.3.mixer.experts_in"}
 
 
+@pytest.mark.thorough
 def test_every_way_in_gives_the_same_numbers(stored, tmp_path):
     """In memory, while loading any format, from a checkpoint in 8 bits, packed and not."""
     want = arrays(st.from_pretrained(stored / "int8"))
@@ -150,6 +152,7 @@ def test_every_way_in_gives_the_same_numbers(stored, tmp_path):
     assert "embedding" in whole["crc32"]
 
 
+@pytest.mark.thorough
 def test_the_text_is_that_of_widened_weights(stored):
     """Logits packed and not are those of a float32 model with the widened weights."""
     loaded = st.from_pretrained(stored / "int8")
@@ -168,6 +171,7 @@ def test_the_text_is_that_of_widened_weights(stored):
     assert float(jnp.abs(sequence(in_bfloat16, tokens) - want).max() / jnp.abs(want).max()) < 0.05
 
 
+@pytest.mark.thorough
 def test_a_head_is_for_its_target_in_8_bits_too(tmp_path):
     target, path = tiny_model("plain"), tmp_path / "heads"
     heads = st.MedusaHeads(target, num_heads=2, rngs=nnx.Rngs(0))
@@ -313,6 +317,7 @@ def test_refusals(stored, name):
     assert not (stored / "new").exists()
 
 
+@pytest.mark.thorough
 def test_a_mesh_takes_the_type_of_the_model(stored):
     """Packed, an 8-bit matrix has none; on a mesh it is widened to the model's."""
     loaded = st.from_pretrained(stored / "int8", dtype="bfloat16")

@@ -72,7 +72,14 @@ def joined(events):
     return tokens, reasons
 
 
-@pytest.mark.parametrize("quantum", [1, pytest.param(7, marks=pytest.mark.slow), 32])
+QUANTA = [
+    pytest.param(1, marks=pytest.mark.thorough),
+    pytest.param(7, marks=pytest.mark.slow),
+    32,
+]
+
+
+@pytest.mark.parametrize("quantum", QUANTA)
 def test_events_are_the_pieces_of_completions(quantum):
     """Cancelled at random, in any order, with both iterators stopped and resumed at random."""
     requests, texts, cut = cases()
@@ -95,6 +102,7 @@ def test_events_are_the_pieces_of_completions(quantum):
                 assert completion.tokens == cut[i]
 
 
+@pytest.mark.thorough
 def test_a_cancelled_row_is_free_and_its_text_can_go_on():
     """What was cut off follows, in a row that another request had meanwhile."""
     requests, texts, _ = cases()
@@ -125,6 +133,7 @@ def test_a_cancelled_row_is_free_and_its_text_can_go_on():
     assert (stopped.tokens + more.tokens)[: len(text)] == text
 
 
+@pytest.mark.thorough
 def test_a_failed_request_has_a_last_event():
     scheduler = pool(7, broken_at(35, model=tiny_model()))
     for prompt in ([4, 35, 2], [3, 1, 4]):
@@ -134,6 +143,7 @@ def test_a_failed_request_has_a_last_event():
     assert rest[-1].finish_reason == "length"
 
 
+@pytest.mark.thorough
 def test_who_asks_later_gets_what_is_left():
     """The events of completions that were not given yet, and the whole of what runs."""
     scheduler = pool(7)

@@ -25,6 +25,8 @@ from tests.serving.requests import (
     served,
 )
 
+pytestmark = pytest.mark.thorough
+
 LENGTH = 128
 
 

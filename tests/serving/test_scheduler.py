@@ -44,6 +44,7 @@ def check(name, requests, quanta, orders, rows=4):
     return scheduler
 
 
+@pytest.mark.thorough
 def test_mixed_requests_in_any_row_and_order():
     """One program serves all rows: those that come later compile nothing."""
     requests, orders = mixed(ragged(12), WAYS[:2]), orders_of(12)
@@ -90,6 +91,7 @@ def test_one_request_is_generate():
         assert completion.seconds_decoded > 0 <= completion.seconds_queued
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("medusa", "eagle3")), "mtp"],
@@ -146,6 +148,7 @@ def test_a_failed_request_ends_alone():
             assert completion.tokens == alone(model, [request])[0]
 
 
+@pytest.mark.thorough
 def test_prefixes_of_others_are_refused_when_they_are_submitted():
     """Nothing is decoded from them, and no other request is lost."""
     model, other = tiny_model(), perturbed(tiny_model(), 0.1)
@@ -230,6 +233,7 @@ def test_one_new_number_makes_another_model():
         st.generate(model, [[1]], after=prefix)
 
 
+@pytest.mark.thorough
 def test_requests_may_come_while_others_are_served():
     model = tiny_model()
     scheduler = st.Scheduler(model, rows=2, max_length=40)

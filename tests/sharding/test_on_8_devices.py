@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 FILES = ("eight_devices.py", "serving_on_8_devices.py", "matmul_on_8_devices.py")
 
 

@@ -2,12 +2,16 @@
 
 import re
 
+import pytest
+
 import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.plan import plan
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.testing import random_model
 from tests.sharding.configs import CONFIGS
+
+pytestmark = pytest.mark.thorough
 
 OF_MESHES = re.compile(
     r"all_reduce|all_gather|collective_permute|all_to_all|shard_map|manual_computation"

@@ -88,6 +88,7 @@ for recipe, message in json.load(sys.stdin):
 """
 
 
+@pytest.mark.thorough
 def test_wrong_types_are_refused(recipe_file):
     """In a process without the shape checker, which would raise first."""
     recipes = [(changed(old, new), message) for old, new, message in WRONG_TYPES]
@@ -103,6 +104,7 @@ def test_recipes_of_models_are_not_of_heads(recipe_file, tmp_path, teach):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_a_refused_run_does_not_block_the_corrected_one(recipe_file, tmp_path):
     """Its tokenizer is not used either: the corrected recipe may have another vocabulary."""
     recipe_file.write_text(RECIPE.replace("sequence_length = 16", "sequence_length = 999"))

@@ -105,6 +105,7 @@ def from_target(model, tokens, target):
     return distillation_loss(model, target(tokens), tokens)
 
 
+@pytest.mark.thorough
 def test_gated_delta_hybrids_learn(tmp_path):
     config = HYBRIDS["qwen3_5"].with_layers(("gated_delta", "attention"))
     model, target = st.HybridLM(config, rngs=nnx.Rngs(0)), tiny_model("qwen3_5 hybrid")
@@ -114,6 +115,7 @@ def test_gated_delta_hybrids_learn(tmp_path):
     assert losses[-1] < 0.98 * losses[0]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     whole, run = new_model(), tmp_path / "a\\b" / "parts [1]"  # special where files are globbed
     losses = [report.loss for report in fit(whole, loss, batch, TRAINING, tmp_path / "whole")]
@@ -171,6 +173,7 @@ def test_the_schedule_with_decay_steps():
     np.testing.assert_allclose(rates, [0, 0.5, 1, 1, 1, 1, 1, 0.525, 0.05], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_failed_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     from orbax.checkpoint import v1 as ocp
 
@@ -189,6 +192,7 @@ def test_a_failed_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     assert rest[0].step == 4
 
 
+@pytest.mark.thorough
 def test_a_run_with_other_shapes_is_not_resumed(tmp_path):
     list(fit(new_model(), loss, batch, dataclasses.replace(TRAINING, steps=3), tmp_path / "run"))
     wider = st.HybridLM(st.ModelConfig.tiny(d_model=32), rngs=nnx.Rngs(0))
@@ -204,6 +208,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
         list(fit(new_model(), bad, batch, TRAINING, tmp_path / "run"))
 
 
+@pytest.mark.thorough
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     """The loss before the update is finite, the update is not."""
 
@@ -228,6 +233,7 @@ def test_cast_keeps_the_scalars_of_the_ssm_in_float32():
     )
 
 
+@pytest.mark.thorough
 def test_train_and_distill_write_checkpoints(trained, recipe_file, tmp_path, monkeypatch):
     recipe, draft_path = Recipe.load(recipe_file), tmp_path / "draft"
     target_path, steps = trained
@@ -275,6 +281,7 @@ def test_train_and_distill_write_checkpoints(trained, recipe_file, tmp_path, mon
         list(distill(small, perturbed_path, draft_path))
 
 
+@pytest.mark.thorough
 def test_training_goes_on_from_a_checkpoint(trained, text, tmp_path):
     start, _ = trained
     table = RECIPE[RECIPE.index("[training]") :].replace("steps = 6", "steps = 1")
@@ -306,6 +313,7 @@ def test_training_goes_on_from_a_checkpoint(trained, text, tmp_path):
         list(train(Recipe.load(file), tmp_path / "new"))
 
 
+@pytest.mark.thorough
 def test_the_target_continues_the_first_half():
     model, tokens = tiny_model(), batch(0)
     greedy = continued(model, tokens, seed=0, step=1)
@@ -321,6 +329,7 @@ def test_the_target_continues_the_first_half():
     np.testing.assert_array_equal(sampled, continued(model, tokens, seed=0, step=2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_the_recipe_of_an_embedded_model(name):
     """It describes the model beside it."""
@@ -334,6 +343,7 @@ def test_the_recipe_of_an_embedded_model(name):
     assert dataclasses.replace(have, max_length=None) == want
 
 
+@pytest.mark.thorough
 def test_the_loss_of_medusa_heads(tmp_path):
     """Against a loop over heads and positions; multipliers and padding count. It can be learned."""
     for name in ("falcon_h1 hybrid", "groups"):
@@ -362,6 +372,7 @@ def test_the_loss_of_medusa_heads(tmp_path):
     assert losses[-1] < 0.97 * losses[0]
 
 
+@pytest.mark.thorough
 def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
     trained, tmp_path, recipe_file
 ):

@@ -117,6 +117,7 @@ def traced(request):
     return drafter, options, rank_trace(drafter, made_by, written, 8, 37), made_by, written
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("i", range(2))
 def test_replay_is_decoding(i, traced):
     """Two trees greedily, and two others with shared noise."""
@@ -126,6 +127,7 @@ def test_replay_is_decoding(i, traced):
     assert replay_tau(topology, trace) == pytest.approx(out.stats.tau, abs=1e-12)
 
 
+@pytest.mark.thorough
 def test_stepping_through_dynamic_trees_is_decoding(traced):
     drafter, options, _, made_by, written = traced
     size = st.TreeTopology.budget(6, 3)

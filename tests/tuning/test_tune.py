@@ -75,6 +75,7 @@ def report():
     return report
 
 
+@pytest.mark.thorough
 def test_the_report_covers_no_draft_chains_and_trees(report):
     names = [row.name for row in report.rows]
     assert {PLAIN, "chain of 1", "chain of 2"} <= set(names)
@@ -90,6 +91,7 @@ def test_the_report_covers_no_draft_chains_and_trees(report):
     assert report.num_traced == 24
 
 
+@pytest.mark.thorough
 def test_costs_are_those_of_an_iteration(report):
     """The overhead of a call cancels."""
     found = report.costs
@@ -97,6 +99,7 @@ def test_costs_are_those_of_an_iteration(report):
     assert [*found.target.values(), found.first_level] == pytest.approx([1e-3] * 4)
 
 
+@pytest.mark.thorough
 def test_timed_nodes_read_as_many_experts_as_different_tokens_do(monkeypatch):
     """Nodes with one token and one path would choose the same experts."""
     experts = st.MoeConfig(96, 2, 12, router="sigmoid")
@@ -138,6 +141,7 @@ def test_timed_nodes_read_as_many_experts_as_different_tokens_do(monkeypatch):
     assert (level[0] == 16).all()
 
 
+@pytest.mark.thorough
 def test_a_dynamic_tree_is_timed_but_is_not_the_best_tree(report):
     (row,) = (row for row in report.rows if row.sharpness is not None)
     assert row.name.startswith("dynamic ")
@@ -149,6 +153,7 @@ def test_a_dynamic_tree_is_timed_but_is_not_the_best_tree(report):
     assert report.best in static
 
 
+@pytest.mark.thorough
 def test_the_report_prints_a_table_and_advice(report):
     text = str(report)
     assert report.advice in text.splitlines()[-1]
@@ -158,6 +163,7 @@ def test_the_report_prints_a_table_and_advice(report):
     assert f"... and {len(report.rows) - len(timed)} trees that were not timed" in text
 
 
+@pytest.mark.thorough
 def test_slow_drafts_give_no_draft(monkeypatch):
     """Whatever is predicted: here, that drafts cost nothing."""
     monkeypatch.setattr(
@@ -178,6 +184,7 @@ def test_slow_drafts_give_no_draft(monkeypatch):
     assert report.rows[0].name == PLAIN
 
 
+@pytest.mark.thorough
 def test_the_advice_says_how_to_draft_dynamically():
     def row(speed):
         rates = {"median": speed, "low": speed - 1, "high": speed + 1}
