@@ -104,16 +104,14 @@ class Fields:
     def positive(self, name: str, default: float) -> float:
         """A finite number above 0."""
         value = self.number(name, default)
-        self.check(value > 0, f"{self._prefix}{name} must be a number above 0, got {value!r:.80}")
+        self._must(value > 0, name, "be a number above 0", value)
         return value
 
     def number(self, name: str, default: Any = _MISSING) -> float:
         """A finite number."""
         value = _number(self.take(name, default))
-        self.check(
-            value is not None and -math.inf < value < math.inf,
-            f"{self._prefix}{name} must be a number, got {self.values.get(name)!r:.80}",
-        )
+        is_good = value is not None and -math.inf < value < math.inf
+        self._must(is_good, name, "be a number", self.values.get(name))
         assert value is not None
         return value
 
@@ -121,10 +119,8 @@ class Fields:
         """A list of `count` finite numbers; if absent, ones."""
         value = self.take(name, [1.0] * count)
         numbers = [_number(part) for part in value] if isinstance(value, list | tuple) else []
-        self.check(
-            len(numbers) == count and not {None, math.inf} & set(numbers),
-            f"{self._prefix}{name} must be {count} numbers, got {value!r:.80}",
-        )
+        are_good = len(numbers) == count and not {None, math.inf} & set(numbers)
+        self._must(are_good, name, f"be {count} numbers", value)
         return tuple(numbers)  # type: ignore[arg-type]
 
     def choice(self, name: str, default: str, known: Mapping[str, str]) -> str:
@@ -141,10 +137,8 @@ class Fields:
     ) -> tuple[str, ...]:
         """A list with the kind of each layer, mapped to the library's names."""
         value = self.take(name)
-        self.check(
-            isinstance(value, list) and 0 < len(value) <= MAX_LAYERS,
-            f"{self._prefix}{name} must be a list with a kind for each layer, got {value!r:.80}",
-        )
+        is_good = isinstance(value, list) and 0 < len(value) <= MAX_LAYERS
+        self._must(is_good, name, "be a list with a kind for each layer", value)
         unknown = sorted(
             {repr(kind)[:40] for kind in value if not isinstance(kind, str) or kind not in known}
         )
@@ -158,12 +152,9 @@ class Fields:
     def indices(self, name: str, num_layers: int) -> tuple[int, ...]:
         """A list of layer indices; if absent, empty."""
         value = self.take(name, [])
-        self.check(
-            isinstance(value, list)
-            and len(value) <= num_layers
-            and all(type(i) is int and 0 <= i < num_layers for i in value),
-            f"{self._prefix}{name} must be a list of layers below {num_layers}, got {value!r:.80}",
-        )
+        is_good = isinstance(value, list) and len(value) <= num_layers
+        is_good = is_good and all(type(i) is int and 0 <= i < num_layers for i in value)
+        self._must(is_good, name, f"be a list of layers below {num_layers}", value)
         return tuple(value)
 
     def rope(self, *, plain: bool = False) -> tuple[float, RopeScaling | None, "Fields"]:
@@ -189,20 +180,14 @@ class Fields:
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
         value = self.take(name, default)
-        self.check(
-            isinstance(value, bool),
-            f"{self._prefix}{name} must be true or false, got {value!r:.80}",
-        )
+        self._must(isinstance(value, bool), name, "be true or false", value)
         return value
 
     def limits(self, name: str) -> tuple[float, float]:
         """A lower and an upper limit, which may be infinite; absent: 0 and infinity."""
         value = self.take(name, [0.0, math.inf])
         pair = [_number(part) for part in value] if isinstance(value, list | tuple) else []
-        self.check(
-            len(pair) == 2 and None not in pair,
-            f"{self._prefix}{name} must be two numbers, got {value!r:.80}",
-        )
+        self._must(len(pair) == 2 and None not in pair, name, "be two numbers", value)
         return pair[0], pair[1]  # type: ignore[return-value]
 
     def has(self, name: str) -> bool:
@@ -295,6 +280,9 @@ class Fields:
             f"cannot ignore {missed!s:.200}: only a field that is there, and that nothing reads,"
             " can be ignored",
         )
+
+    def _must(self, condition: bool, name: str, what: str, value: Any) -> None:
+        self.check(condition, f"{self._prefix}{name} must {what}, got {value!r:.80}")
 
     def check(self, condition: bool, message: str) -> None:
         """Raises a ValueError that names the file unless the condition holds."""

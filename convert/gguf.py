@@ -382,15 +382,13 @@ def _nemotron(facts: _Facts, values: Values) -> _Layout:
 def _qwen(facts: _Facts, values: Values) -> _Layout:
     groups, heads = facts.size("ssm.group_count"), facts.size("ssm.time_step_rank")
     key_size, inner = facts.size("ssm.state_size"), facts.size("ssm.inner_size")
-    keys, sizes = (
-        groups * key_size,
-        {
-            "linear_num_key_heads": groups,
-            "linear_num_value_heads": heads,
-            "linear_key_head_dim": key_size,
-            "linear_value_head_dim": inner // heads,
-        },
-    )
+    keys = groups * key_size
+    sizes = {
+        "linear_num_key_heads": groups,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": key_size,
+        "linear_value_head_dim": inner // heads,
+    }
     norms = "attn_norm input_layernorm, post_attention_norm post_attention_layernorm"
     of_heads = "attn_q_norm q_norm, attn_k_norm k_norm"
     mlp = (

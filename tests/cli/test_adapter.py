@@ -23,4 +23,6 @@ def test_a_checkpoint_with_an_adapter(output, refused, tmp_path):
     prompt = ["-p", "5", "--max-new-tokens", 8]
     texts = {output("generate", *of, *prompt).splitlines()[0] for of in ([base, *flag], [merged])}
     assert len(texts) == 1
-    assert f"from_pretrained('org/base', adapter='{adapter}')" in refused("inspect", adapter)
+    assert f"load its model with adapter='{adapter}', or with --adapter" in refused(
+        "inspect", adapter
+    )
