@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     ways = [
         Method(PLAIN),
         Method(f"Medusa, chain of {chain.depth}", drafter, chain),
-        Method("Medusa, tree A", drafter, st.TreeTopology.paper("A")),
+        Method("Medusa, default tree", drafter),
         *trees(draft, TWO_TREES, "draft model, "),
         LOOKUP,
     ]

@@ -153,6 +153,7 @@ def test_the_comparison_of_methods(monkeypatch):
     monkeypatch.setattr(Method, "decode", decode)
     monkeypatch.setattr(Method, "first_token", lambda *_, **__: None)
     monkeypatch.setattr(Method, "memory", lambda method, *_, **__: len(method.name))
+    monkeypatch.setattr(Method, "is_comparable", lambda *_, **__: True)
     pair = types.SimpleNamespace(prompts=[[7]], target=st.HybridLM(TINY, rngs=nnx.Rngs(0)))
     options = types.SimpleNamespace(tokens=4, rounds=2)
     ways = [Method(PLAIN), Method("chain", None, st.TreeTopology.chain(1)), Method("tree")]
