@@ -18,14 +18,12 @@ from stree_jax.cli.loading import (
     embedded_draft,
     load_all,
     parse_mesh,
+    read_tokens,
 )
 from stree_jax.cli.options import Bench
-from stree_jax.cli.prompts import read_prompts
 from stree_jax.cli.trees import kind_of, parse_tree
-from stree_jax.convert import find
 from stree_jax.measuring.bench import PROMPTS, check_picture
 from stree_jax.measuring.report import check_file, progress_bar, write_json
-from stree_jax.text import Texts
 
 DEFAULT = ""  # the tree of the drafter's choice, where `--tree` has those of the user's
 _NAMES = {
@@ -59,11 +57,7 @@ def run_bench(command: Bench) -> int:
         if command.mesh is not None:
             check_mesh(command.mesh, each.option)
     trees = {spec: parse_tree(spec) for spec in specs if spec != DEFAULT}
-    texts = Texts.at(find(target))
-    read = PROMPTS if command.prompts is None else read_prompts(command.prompts)
-    if not read:
-        raise ValueError(f"--prompts {command.prompts} has no prompts")
-    prompts = [texts.tokens(each, name=f"prompt {i}") for i, each in enumerate(read, 1)]
+    prompts = read_tokens(target, command.prompts, PROMPTS)
     model, loaded = load_all(
         target,
         drafters,

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 import stree_jax as st
 from stree_jax.cli.options import DraftModels, Drafts, Generate, sampling
+from stree_jax.cli.prompts import read_prompts
 from stree_jax.cli.trees import kind_of, parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find, has_field
@@ -25,18 +26,11 @@ _HEADS = ("medusa", "mtp_head", "eagle3")  # and of those that draft on one devi
 
 
 class Chosen(NamedTuple):
-    """The drafter that a command is asked for.
-
-    Attributes:
-        option: its option; None: there is none.
-        path: where its weights are, if it has some.
-        ignore: unknown config fields to ignore, of all checkpoints of the command.
-        quantize: "int8": in 8 bits.
-    """
+    """The drafter that a command is asked for."""
 
     option: str | None = None
     path: str | None = None
-    ignore: Sequence[str] = ()
+    ignore: Sequence[str] = ()  # unknown config fields, of all checkpoints of the command
     quantize: str | None = None
 
 
@@ -59,6 +53,15 @@ def all_chosen(target: str, drafts: DraftModels) -> list[Chosen]:
     given = dict(draft=drafts.draft, medusa=drafts.medusa, mtp_head=head, eagle3=drafts.eagle3)
     settings = drafts.ignore_field, drafts.draft_quantize
     return [Chosen(name, path, *settings) for name, path in given.items() if path is not None]
+
+
+def read_tokens(target: str, path: Path | None, built_in: Sequence[str]) -> list[list[int]]:
+    """The prompts of a file, or those built in, as the target's tokens."""
+    texts = Texts.at(find(target))
+    read = built_in if path is None else read_prompts(path)
+    if not read:
+        raise ValueError(f"--prompts {path} has no prompts")
+    return [texts.tokens(each, name=f"prompt {number}") for number, each in enumerate(read, 1)]
 
 
 def embedded_draft(drafts: DraftModels) -> Chosen:
@@ -181,13 +184,7 @@ def _ignored_fields(names: Sequence[str], *checkpoints: str | Path | None) -> li
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What `generate` decodes with. The grammars of texts are made once.
-
-    Attributes:
-        model: the target.
-        drafting: the drafter, its tree and the verifier, as keywords of `generate`.
-        texts: the target's.
-    """
+    """What `generate` decodes with; `drafting` are keywords, and grammars are made once."""
 
     model: st.HybridLM
     drafting: dict[str, Any]

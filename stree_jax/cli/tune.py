@@ -1,19 +1,15 @@
 """`stree-jax tune-tree`: the fastest draft tree for two checkpoints on this device."""
 
 import warnings
-from typing import Any
 
 import jax
 from rich.console import Console
 
 import stree_jax as st
-from stree_jax.cli.loading import Chosen, all_chosen, chosen, embedded_draft, load_models
+from stree_jax.cli.loading import all_chosen, chosen, embedded_draft, load_models, read_tokens
 from stree_jax.cli.options import TuneTree
-from stree_jax.cli.prompts import read_prompts
-from stree_jax.convert import find
 from stree_jax.measuring.bench import PROMPTS
 from stree_jax.measuring.report import check_file, progress_bar, write_json
-from stree_jax.text import Texts
 
 # In addition to those of `bench`. Half of the prompts measure acceptance, the other half speed.
 MORE_PROMPTS = (
@@ -37,9 +33,7 @@ def run_tune_tree(command: TuneTree) -> None:
         )
     if command.output is not None:
         check_file(command.output)
-    texts = [*PROMPTS, *MORE_PROMPTS] if command.prompts is None else read_prompts(command.prompts)
-    encode = Texts.at(find(target)).tokens
-    prompts = [encode(text, name=f"prompt {i + 1}") for i, text in enumerate(texts)]
+    prompts = read_tokens(target, command.prompts, [*PROMPTS, *MORE_PROMPTS])
     models = load_models(
         target,
         drafter,
@@ -49,7 +43,18 @@ def run_tune_tree(command: TuneTree) -> None:
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        report = _tuned(console, command, *models, prompts)
+        with progress_bar(console) as show:
+            report = st.tune(
+                *models,
+                prompts,
+                temperature=command.temperature,
+                key=None if command.temperature == 0 else command.seed,
+                max_nodes=command.max_nodes,
+                max_depth=command.max_depth,
+                max_new_tokens=command.max_new_tokens,
+                thorough=command.thorough,
+                progress=show,
+            )
     console.print(str(report), soft_wrap=True, markup=False)
     for warning in caught:
         if warning.category is UserWarning:
@@ -63,50 +68,15 @@ def run_tune_tree(command: TuneTree) -> None:
     for spec in specs:
         console.print(f"--tree {spec}", soft_wrap=True)
     if command.output is not None:
-        content = _content(target, command, drafter, report)
+        content = {
+            "parents": None if report.best is None else report.best.parents,
+            "advice": report.advice,
+            "sharpness": report.sharpness,
+            "temperature": command.temperature,
+            "target": target,
+            "draft": drafter.path or "n-gram",
+            "device": str(jax.devices()[0].device_kind),
+            "jax": jax.__version__,
+            "decoded": {row.name: row.record for row in report.rows if row.record is not None},
+        }
         write_json(command.output, content)
-
-
-def _tuned(
-    console: Console,
-    command: TuneTree,
-    model: st.HybridLM,
-    drafter: st.Drafter | None,
-    prompts: list[list[int]],
-) -> st.TuningReport:
-    """Tunes, with a progress bar."""
-    with progress_bar(console) as show:
-        return st.tune(
-            model,
-            drafter,
-            prompts,
-            temperature=command.temperature,
-            key=None if command.temperature == 0 else command.seed,
-            max_nodes=command.max_nodes,
-            max_depth=command.max_depth,
-            max_new_tokens=command.max_new_tokens,
-            thorough=command.thorough,
-            progress=show,
-        )
-
-
-def _content(
-    target: str, command: TuneTree, drafter: Chosen, report: st.TuningReport
-) -> dict[str, Any]:
-    """What is written to the file."""
-    decoded = {
-        row.name: {name: row.record[name] for name in ("tau", "tokens_per_second", "speed_up")}
-        for row in report.rows
-        if row.record is not None
-    }
-    return {
-        "parents": None if report.best is None else report.best.parents,
-        "advice": report.advice,
-        "sharpness": report.sharpness,
-        "temperature": command.temperature,
-        "target": target,
-        "draft": drafter.path or "n-gram",
-        "device": str(jax.devices()[0].device_kind),
-        "jax": jax.__version__,
-        "decoded": decoded,
-    }

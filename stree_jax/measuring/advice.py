@@ -4,11 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+def spread(row: Mapping[str, Any]) -> float:
+    """Half the range between the quartiles of the rounds, in tokens a second."""
+    return (row["tokens_per_second"]["high"] - row["tokens_per_second"]["low"]) / 2
+
+
 def is_beaten(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """True if another way is faster by more than the spread of both."""
-    mine, theirs = row["tokens_per_second"], other["tokens_per_second"]
-    spread = max(each["high"] - each["low"] for each in (mine, theirs)) / 2
-    return theirs["median"] - mine["median"] > spread
+    mine, theirs = (each["tokens_per_second"]["median"] for each in (row, other))
+    return theirs - mine > max(spread(row), spread(other))
 
 
 def choice(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from stree_jax.decoding.drafters.base import with_tokens_of
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prompts import checked_prompts, typed_key
-from stree_jax.measuring.advice import advice, choice, is_beaten
+from stree_jax.measuring.advice import advice, choice, is_beaten, spread
 from stree_jax.measuring.clock import Progress, silent
 from stree_jax.measuring.costs import SIZES, WIDTHS, Costs, measure_costs
 from stree_jax.measuring.methods import PLAIN, Method, compare
@@ -93,18 +93,13 @@ class TuningReport:
 
     def __str__(self) -> str:
         timed = [
-            {
-                **row.record,
-                "predicted": row.predicted,
-                "depth": len(row.record["accepted_per_depth"]),
-            }
+            {**row.record, "predicted": row.predicted, "spread": spread(row.record)}
             for row in self.rows
             if row.record is not None
         ]
-        columns = {"tree": "{method}", "nodes": "{nodes}", "depth": "{depth}", "tau": "{tau:.2f}"}
-        lines = [
-            str(Table("", timed, columns | {"predicted": "{predicted:,.0f}"} | SPEED)).rstrip()
-        ]
+        columns = {"tree": "{method}", "nodes": "{nodes}", "tau": "{tau:.2f}"}
+        columns |= {"predicted": "{predicted:,.0f}"} | SPEED | {"+-": "{spread:,.0f}"}
+        lines = [str(Table("", timed, columns)).rstrip()]
         if len(timed) < len(self.rows):
             lines.append(f"... and {len(self.rows) - len(timed)} trees that were not timed")
         if self.sharpness is not None:

@@ -174,6 +174,7 @@ def test_the_comparison_of_methods(monkeypatch):
     clock = types.SimpleNamespace(perf_counter=lambda: seconds[0])
     monkeypatch.setattr("stree_jax.measuring.clock.time", clock)
     monkeypatch.setattr(Method, "memory", lambda method, *_, **__: len(method.name))
+    monkeypatch.setattr(Method, "is_comparable", lambda *_, **__: True)
     pair = types.SimpleNamespace(prompts=[[7]], target=st.HybridLM(TINY, rngs=nnx.Rngs(0)))
     options = types.SimpleNamespace(tokens=4, rounds=2)
     ways = [Method(PLAIN), Method("chain", None, st.TreeTopology.chain(1)), Method("tree")]
