@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from stree_jax.extensions.grammar.expressions import (
-    ANY_TEXT,
     Characters,
     Choice,
     Expression,
     Ranges,
     Repeat,
     Series,
+    any_text,
     inverted,
     literal,
     of_characters,
@@ -112,7 +112,7 @@ class Graph:
     def other_than(self, start: int, names: Collection[str]) -> int:
         """Adds the texts in a JSON string that are none of some names."""
         free = self.node()
-        ends = [self.expression(free, ANY_TEXT, quoted=True)]
+        ends = [self.expression(free, any_text(), quoted=True)]
 
         def beside(node: int, names: Collection[str]) -> None:
             rest: dict[str, list[str]] = defaultdict(list)
@@ -146,10 +146,8 @@ class Graph:
     def leading_to(self, end: int) -> set[int]:
         """Returns the nodes from which a way leads to the end."""
         both = zip(self.moves, self.skips, strict=True)
-        ways = (
-            (node, {*skips, *(to for _, to in moves)}) for node, (moves, skips) in enumerate(both)
-        )
-        return leading_to([end], ways)
+        ways = ({*skips, *(to for _, to in moves)} for moves, skips in both)
+        return leading_to([end], enumerate(ways))
 
 
 def leading_to(ends: Iterable[int], ways: Iterable[tuple[int, Iterable[int]]]) -> set[int]:

@@ -41,12 +41,13 @@ class Located(NamedTuple):
         try:
             start, *steps = urllib.parse.unquote(name).split("/")
             if start != "#":
-                raise ValueError(name)
+                raise LookupError(name)
             for step in (each.replace("~1", "/").replace("~0", "~") for each in steps):
-                is_list = isinstance(found, list)
-                found = found[range(len(found)).index(int(step)) if is_list else step]
+                if isinstance(found, list):
+                    found = {str(i): each for i, each in enumerate(found)}
+                found = found[step]
                 self.part(found).check_address()
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError):
             raise ValueError(
                 f"{self.where} refers to {shown(name)}, which is not there; paths in the schema are"
                 " read, such as #/$defs/name"

@@ -10,19 +10,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from stree_jax.extensions.grammar import numbers
-from stree_jax.extensions.grammar.expressions import EVERY, Characters, Choice, Repeat, literal
+from stree_jax.extensions.grammar.expressions import Choice, any_text, literal
 from stree_jax.extensions.grammar.formats import FORMATS
 from stree_jax.extensions.grammar.graph import have_a_text
 from stree_jax.extensions.grammar.located import Located
 from stree_jax.extensions.grammar.shapes import (
     EVERYTHING,
     Arrays,
-    ItemRule,
     Objects,
-    PropertyRule,
+    Rule,
     Shape,
     Together,
     both,
+    schemas_of,
 )
 from stree_jax.messages import shown
 
@@ -38,7 +38,7 @@ _TYPES = {
     "object": Shape(object=Objects()),
 }
 # Keywords that are not read, and a value of each that says nothing.
-_REFUSED = {
+_REFUSED: dict[str, Any] = {
     **dict.fromkeys(("not", "if", "contains", "propertyNames", "multipleOf", "maxProperties")),
     **{name: {} for name in ("patternProperties", "dependentRequired", "dependentSchemas")},
     "uniqueItems": False,
@@ -107,16 +107,15 @@ def _may_exist(shape: Shape, depth: int = 4) -> bool:
     texts = (each for each in (shape.number, shape.string) if each is not None)
     if depth == 0 or shape.null or shape.booleans or any(map(have_a_text, texts)):
         return True
-    kinds: list[list[Together]] = []  # of what is inside, the schemas that hold for each
+    kinds: list[list[list[Shape]]] = []  # of what has to be inside, by type
     if shape.object is not None:
-        kinds.append([shape.object.schemas_of(name) for name in shape.object.required])
+        kinds.append([shapes_of(schemas_of(shape.object.rules, n)) for n in shape.object.required])
     if shape.array is not None:
-        kinds.append([shape.array.schemas_of(i) for i in range(min(shape.array.least, 8))])
-
-    def is_possible(together: Together) -> bool:
-        return any(_may_exist(each, depth - 1) for each in shapes_of(together))
-
-    return any(all(map(is_possible, parts)) for parts in kinds)
+        first = range(min(shape.array.least, 8))
+        kinds.append([shapes_of(schemas_of(shape.array.rules, i)) for i in first])
+    return any(
+        all(any(_may_exist(each, depth - 1) for each in part) for part in parts) for parts in kinds
+    )
 
 
 def _of_types(at: Located) -> Iterator[list[Shape]]:
@@ -181,23 +180,22 @@ def _of_numbers(at: Located) -> Iterator[list[Shape]]:
 
 def _of_strings(at: Located) -> Iterator[list[Shape]]:
     least, most = at.counts("Length")
-    texts = [Repeat(Characters(EVERY), least, most)] if least or most is not None else []
+    if least or most is not None:
+        yield [EVERYTHING._replace(string=(any_text(least, most),))]
     if "pattern" in at.schema:
-        texts.append(at.pattern())
+        yield [EVERYTHING._replace(string=(at.pattern(),))]
     if "format" in at.schema:
         name = at.schema["format"]
         if not isinstance(name, str) or name not in FORMATS:
             raise ValueError(f"{at.where} has the format {shown(name)}; known: {sorted(FORMATS)}")
-        texts.append(FORMATS[name])
-    yield [EVERYTHING._replace(string=tuple(texts))]
+        yield [EVERYTHING._replace(string=(FORMATS[name],))]
 
 
 def _of_arrays(at: Located) -> Iterator[list[Shape]]:
     if isinstance(at.schema.get("items"), list):
         raise ValueError(f"'items' of {at.where} is a list; draft 2020-12 has 'prefixItems' for it")
-    first = tuple(at.parts("prefixItems"))
-    others = at.rest("items", "unevaluatedItems", "[]")
-    rules = (ItemRule(first, others),) if first or others is not None else ()
+    first, others = at.parts("prefixItems"), at.rest("items", "unevaluatedItems", "[]")
+    rules = (Rule(dict(enumerate(first)), others),) if first or others is not None else ()
     yield [EVERYTHING._replace(array=Arrays(rules, *at.counts("Items")))]
 
 
@@ -206,9 +204,9 @@ def _of_objects(at: Located) -> Iterator[list[Shape]]:
     required = at.value("required", [], "a list of names")
     for name in (*properties, *required):
         at.check_text(name)
-    named: dict[str | None, Located] = {n: at.part(s, f".{n}") for n, s in properties.items()}
+    named = {name: at.part(each, f".{name}") for name, each in properties.items()}
     others = at.rest("additionalProperties", "unevaluatedProperties", ".*")
-    rules = (PropertyRule(named, others),) if named or others is not None else ()
+    rules = (Rule(named, others),) if named or others is not None else ()
     yield [EVERYTHING._replace(object=Objects(rules, tuple(required)))]
 
 

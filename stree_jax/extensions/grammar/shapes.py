@@ -1,5 +1,6 @@
 """What a JSON value may be: constraints of each type, and their intersections."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from stree_jax.extensions.grammar.expressions import Expression
@@ -11,43 +12,32 @@ Together: TypeAlias = tuple[Located, ...]
 Texts: TypeAlias = tuple[Expression, ...]
 
 
-class ItemRule(NamedTuple):
-    """Schemas of the first items, and of the others."""
+class Rule(NamedTuple):
+    """Schemas of some items or properties, by index or name, and of all others."""
 
-    first: Together
+    own: Mapping[Any, Located]
     others: Located | None = None
 
 
 class Arrays(NamedTuple):
     """Arrays: rules that all hold, and numbers of items."""
 
-    rules: tuple[ItemRule, ...] = ()
+    rules: tuple[Rule, ...] = ()
     least: int = 0
     most: int | None = None
-
-    def schemas_of(self, index: int) -> Together:
-        """Returns the schemas of an item."""
-        own = (rule.first[index : index + 1] or (rule.others,) for rule in self.rules)
-        return tuple(schema for each in own for schema in each if schema is not None)
-
-
-class PropertyRule(NamedTuple):
-    """Schemas of properties by name, and of all others."""
-
-    named: dict[str | None, Located]
-    others: Located | None = None
 
 
 class Objects(NamedTuple):
     """Objects: rules that all hold, and names that are there."""
 
-    rules: tuple[PropertyRule, ...] = ()
+    rules: tuple[Rule, ...] = ()
     required: tuple[str, ...] = ()
 
-    def schemas_of(self, name: str | None) -> Together:
-        """Returns the schemas of the property of a name; None: one that no rule names."""
-        own = (rule.named.get(name, rule.others) for rule in self.rules)
-        return tuple(schema for schema in own if schema is not None)
+
+def schemas_of(rules: tuple[Rule, ...], key: int | str | None) -> Together:
+    """Returns the schemas of an item or a property; None: of one that no rule names."""
+    found = (rule.own.get(key, rule.others) for rule in rules)
+    return tuple(schema for schema in found if schema is not None)
 
 
 class Shape(NamedTuple):

@@ -98,26 +98,25 @@ class _Move:
 
     def adds(self, state: int, tokens: np.ndarray, after: np.ndarray) -> bool:
         """Adds a state if its tokens do there what they do in the others; returns whether."""
-        for some in (slice(8), slice(None)):  # a few first, since most states differ at once
-            own = tokens[some]
-            distance = self.distance[own]
-            is_new, steps = distance == _UNKNOWN, after[some] - state
-            near = is_new | (distance == steps)
-            there = is_new | (self.target[own] == after[some])
-            if not (near | there).all():
+        for size in sorted({min(256, len(tokens)), len(tokens)}):  # most differ in the first ones
+            own, next_states = tokens[:size], after[:size]
+            distance, steps = self.distance[own], next_states - state
+            is_new, near = distance == _UNKNOWN, distance == steps
+            there = self.target[own] == next_states
+            if not (is_new | near | there).all():
                 return False
-        self.distance[tokens] = np.where(near, steps, _DIFFERS)
-        self.target[tokens] = np.where(there, after, _DIFFERS)
+        self.distance[tokens] = np.where(is_new | near, steps, _DIFFERS)
+        self.target[tokens] = np.where(is_new | there, after, _DIFFERS)
         return True
 
     def codes(self) -> tuple[int, np.ndarray, np.ndarray]:
-        """Returns the code of most tokens, the others, and theirs."""
-        tokens = np.flatnonzero(self.distance != _UNKNOWN).astype(np.int32)
-        distance, target = self.distance[tokens], self.target[tokens]
-        codes = np.where(distance == _DIFFERS, ABSOLUTE + target, distance)
-        values, counts = np.unique(codes, return_counts=True)
+        """Returns the code of most tokens, by a sample, the other tokens, and theirs."""
+        codes = np.where(self.distance == _DIFFERS, ABSOLUTE + self.target, self.distance)
+        known = codes[codes != _UNKNOWN]
+        values, counts = np.unique(known[:: len(known) // 1000 + 1], return_counts=True)
         step = int(values[counts.argmax()])
-        return step, tokens[codes != step], codes[codes != step]
+        tokens = np.flatnonzero((codes != step) & (codes != _UNKNOWN))
+        return step, tokens, codes[tokens]
 
 
 class Compressor:
@@ -129,41 +128,35 @@ class Compressor:
         self._kinds: dict[tuple[bytes, int], int] = {(b"", 0): 0}
         self._words = [np.zeros(-(-vocab_size // BITS), np.uint32)]
         nothing = np.zeros(0, np.int32)
-        self._codes = [(0, nothing, nothing)]  # of moves
-        self._open: list[tuple[int, _Move]] = []  # those that states may be added to
+        self._moves: list[Any] = [(0, nothing, nothing)]  # `_Move`, or its codes
+        self._open: list[int] = []  # moves that states may be added to, the last ones first
 
     def add(self, state: int, tokens: np.ndarray, after: np.ndarray) -> None:
         """Adds a state, the tokens that it allows, and the states after them."""
         if not len(tokens):
             return
-        found = next((both for both in self._open if both[1].adds(state, tokens, after)), None)
-        if found is None:
-            found = len(self._codes), _Move(self._vocab_size)
-            found[1].adds(state, tokens, after)
-            self._codes.append(self._codes[0])  # until it is closed
-            self._close(_MOST_OPEN - 1)
-        else:
-            self._open.remove(found)
-        self._open.insert(0, found)
+        found = (each for each in self._open if self._moves[each].adds(state, tokens, after))
+        number = next(found, len(self._moves))
+        if number == len(self._moves):
+            self._moves.append(_Move(self._vocab_size))
+            self._moves[number].adds(state, tokens, after)
+        self._open = [number, *(each for each in self._open if each != number)]
+        for each in self._open[_MOST_OPEN:]:
+            self._moves[each] = self._moves[each].codes()
+        self._open = self._open[:_MOST_OPEN]
         marked = np.zeros(len(self._words[0]) * BITS, bool)
         marked[tokens] = True
         bits = np.packbits(marked, bitorder="little")
-        key = hashlib.blake2b(bits.tobytes()).digest(), found[0]
+        key = hashlib.blake2b(bits.tobytes()).digest(), number
         if key not in self._kinds:
             self._kinds[key] = len(self._words)
             self._words.append(bits.view("<u4").astype(np.uint32))
         self._kind[state] = self._kinds[key]
 
-    def _close(self, most: int) -> None:
-        """Leaves some moves open, the last ones that were used."""
-        for number, move in self._open[most:]:
-            self._codes[number] = move.codes()
-        self._open = self._open[:most]
-
     def tables(self) -> "Tables":
         """Returns the tables, on the device."""
-        self._close(0)
-        steps, tokens, codes = zip(*self._codes, strict=True)
+        codes = (each.codes() if isinstance(each, _Move) else each for each in self._moves)
+        steps, tokens, steps_of = zip(*codes, strict=True)
         # The largest table, padded here so that it is not copied again.
         padding = _size_of("allowed", len(self._words)) - len(self._words)
         return _on_device(
@@ -174,7 +167,7 @@ class Compressor:
             step=np.array(steps),
             first=np.append(0, np.cumsum([*map(len, tokens)])),
             token=np.concatenate(tokens),
-            step_of=np.concatenate(codes),
+            step_of=np.concatenate(steps_of),
         )
 
 

@@ -11,7 +11,7 @@ from stree_jax.extensions.grammar.graph import TooLarge, leading_to
 from stree_jax.extensions.grammar.tables import Compressor
 
 # Pairs of a state and a node of the tree: in memory, and in all.
-_AT_ONCE, _MOST_WORK = 1 << 22, 1 << 27
+_AT_ONCE, _MOST_WORK = 1 << 22, 1 << 28
 
 
 class TokenTree:
@@ -50,7 +50,8 @@ class TokenTree:
         """
         final = len(of_bytes.table)
         useful = np.ones(final, bool)
-        used = np.flatnonzero((of_bytes.table >= 0).any(axis=0)[of_bytes.class_of])
+        goes_on = (of_bytes.table >= 0)[:, of_bytes.class_of]
+        used = np.flatnonzero(goes_on.any(axis=0))
         if not np.isin(used, self.single_bytes).all():  # then tokens may not lead where bytes do
             ways = ((state, np.unique(after).tolist()) for state, _, after in self._rows(of_bytes))
             leading = leading_to(np.flatnonzero(of_bytes.accepts).tolist(), ways)
@@ -102,8 +103,8 @@ class TokenTree:
                     after.append(at[column])
                 tokens, reached = np.concatenate(found), np.concatenate(after).T
                 for state, row in zip(states.tolist(), reached, strict=True):
-                    is_one = row != dead
-                    yield state, tokens[is_one], row[is_one]
+                    some = slice(None) if (is_one := row != dead).all() else is_one
+                    yield state, tokens[some], row[some]
 
 
 def _expanded(first: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
