@@ -348,6 +348,9 @@ OUTSIDE = [
 ]
 
 
+REFERENCES = [{"$ref": f"#/$defs/{i}"} for i in range(9)]
+
+
 def nested(depth):
     schema = {}
     for _ in range(depth):
@@ -380,6 +383,7 @@ BAD_SCHEMAS = [
     (STRING | {"maxLength": -1}, "maxLength of the schema must be an integer from 0 to 10000"),
     (STRING | {"maxLength": True}, "must be an integer from 0 to 10000, got True; leave it out"),
     (STRING | {"minLength": 3, "maxLength": 2}, "has minLength 3 and maxLength 2"),
+    ({"const": 10**400, "type": "null"}, "the schema contradicts itself"),
     ({"const": math.inf}, "has a number that is none in JSON"),
     ({"const": "\ud800"}, "has half of a surrogate pair or a control character"),
     ({"required": ["\0"]}, "has half of a surrogate pair or a control character"),
@@ -402,6 +406,10 @@ BAD_SCHEMAS = [
     (
         {"allOf": [{"anyOf": [{"required": [n * i]} for i in (1, 2, 3)]} for n in "abcdef"]},
         "the schema has more than 256 alternatives",
+    ),
+    (
+        {"$ref": "#/$defs/0", "$defs": {str(i): {"anyOf": REFERENCES} for i in range(9)}},
+        "the schema cannot be used: it needs too many steps through references",
     ),
     (json.loads("[" * 300 + "{}" + "]" * 300), "schema must be a dictionary"),
     (nested(3000), "the schema is nested too deep"),

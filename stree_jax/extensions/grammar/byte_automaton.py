@@ -11,7 +11,7 @@ _MOST_WORK = 1_000_000  # nodes in all states
 
 
 class ByteAutomaton(NamedTuple):
-    """A deterministic automaton over bytes. State 0 is the start, and each leads to an end.
+    """A deterministic automaton over bytes; state 0 is the start.
 
     Attributes:
         class_of: `[256]`, the class of each byte.
@@ -34,7 +34,7 @@ class ByteAutomaton(NamedTuple):
 
 
 def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
-    """Makes the automaton of the texts that lead to a node; None: there is no such text.
+    """Makes the automaton of texts that lead to a node; None: of none.
 
     A state is a set of nodes (Rabin and Scott, 1959). States have the order of their nodes, so
     that copies of a part have the same distances inside.
@@ -52,7 +52,7 @@ def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
     closures: dict[frozenset[int], frozenset[int]] = {}
 
     def closure(nodes: frozenset[int]) -> frozenset[int]:
-        """Returns the nodes joined to some that have bytes after them, or are the end."""
+        """Returns the nodes joined to some, but those only passed."""
         if nodes not in closures:
             found, waiting = {*nodes}, [*nodes]
             while waiting:
@@ -91,7 +91,7 @@ def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
 
 
 def _byte_classes(graph: Graph) -> tuple[np.ndarray, dict[ByteRange, list[int]]]:
-    """Returns the class of each byte, and the classes of each range of the graph."""
+    """Returns the class of each byte, and the classes of each range."""
     ranges = sorted({byte for moves in graph.moves for byte, _ in moves})
     every = np.arange(256)
     marks = [(low <= every) & (every <= high) for low, high in ranges]

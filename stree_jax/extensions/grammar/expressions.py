@@ -124,7 +124,7 @@ class _Parser:
         ) from None
 
     def take(self, *options: str) -> str:
-        """Passes the option that comes next, and returns it; empty if none does."""
+        """Passes the option that comes next; returns it, or an empty text."""
         for option in options:
             if self.text.startswith(option, self.at):
                 self.at += len(option)
@@ -145,7 +145,7 @@ class _Parser:
         return Choice(tuple(parts))
 
     def alternative(self, around: Expression) -> Expression:
-        """Reads an alternative of the whole pattern; `around` is where it has no anchors."""
+        """Reads an alternative; `around` stands where it has no anchor."""
         before = Series() if self.take("^") else around
         part = self.series()
         return Series((before, part, Series() if self.take("$") else around))

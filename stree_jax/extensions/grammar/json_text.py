@@ -20,7 +20,7 @@ _FREE_LEVELS = 3
 
 
 def automaton_of_schema(schema: Any) -> tuple[ByteAutomaton, str]:
-    """Makes the automaton over bytes of a schema's texts, and returns its largest part too."""
+    """Returns the automaton of a schema's texts, and its largest part."""
     writer = _Writer()
     try:
         end = writer.value(0, (read_schema(schema),), _FREE_LEVELS)
@@ -45,7 +45,7 @@ def too_large(part: str, error: TooLarge) -> str:
 
 
 class _Writer:
-    """Adds values to a graph. Each method returns the node after what it adds."""
+    """Adds values to a graph; methods return the node after them."""
 
     def __init__(self) -> None:
         self.graph = Graph()
@@ -58,7 +58,7 @@ class _Writer:
         return min(parts, key=parts.__getitem__, default="the schema")
 
     def value(self, start: int, together: Together, levels: int) -> int:
-        """Adds the values for which schemas hold; `levels` of arrays and objects are free."""
+        """Adds the values for which schemas hold, with free `levels` inside."""
         before = len(self.graph.moves)
         try:
             ends = [end for each in shapes_of(together) for end in self.shape(start, each, levels)]
@@ -86,7 +86,7 @@ class _Writer:
         return found
 
     def sign(self, start: int, text: str) -> int:
-        """Adds a sign between parts, with a space before and after it or not."""
+        """Adds a sign between parts, with or without spaces around it."""
         return self.space(self.graph.text(self.space(start), text))
 
     def space(self, start: int) -> int:
@@ -112,7 +112,7 @@ class _Writer:
         return self.graph.text(self.space(self.graph.node(*closes)), "]")
 
     def object(self, start: int, objects: Objects, levels: int) -> int:
-        """Adds objects: each named property, or none where it may be left out, then others."""
+        """Adds objects: named properties, which may be left out, then others."""
         # Nodes after which no comma comes, and those after which one does.
         opened, written = [self.space(self.graph.text(start, "{"))], list[int]()
         named = [(str(name), each) for rule in objects.rules for name, each in rule.own.items()]

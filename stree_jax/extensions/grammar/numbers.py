@@ -54,7 +54,7 @@ def _below(bound: int, *, or_equal: bool) -> str:
 
 
 def _between(low: int, high: int) -> str:
-    """Returns the pattern of the integers from one to another, in blocks of powers of ten.
+    """Returns the pattern of integers from one to another, in blocks.
 
     Worked example: 38 to 521 are 3[8-9], [4-9][0-9], [1-4][0-9]{2}, 5[0-1][0-9] and 52[0-1].
     """

@@ -1,4 +1,4 @@
-"""From a JSON schema (draft 2020-12) to the shapes of the values that it validates.
+"""From a JSON schema (draft 2020-12) to the shapes of its values.
 
 A schema is a conjunction of keywords, each of which is written as alternatives of shapes. What
 cannot be written so is refused, so a grammar may allow fewer texts than a schema, and never others.
@@ -12,7 +12,7 @@ from typing import Any
 from stree_jax.extensions.grammar import numbers
 from stree_jax.extensions.grammar.expressions import Choice, any_text, literal
 from stree_jax.extensions.grammar.formats import FORMATS
-from stree_jax.extensions.grammar.graph import have_a_text
+from stree_jax.extensions.grammar.graph import TooLarge, have_a_text
 from stree_jax.extensions.grammar.located import Located
 from stree_jax.extensions.grammar.shapes import (
     EVERYTHING,
@@ -50,7 +50,7 @@ _REFUSED: dict[str, Any] = {
 
 
 def shapes_of(together: Together) -> list[Shape]:
-    """Returns the shapes of the values for which schemas hold together; none: there is no value."""
+    """Returns the shapes of values for which all schemas hold."""
     return _all_of(map(_shapes, together), together[-1]) if together else [EVERYTHING]
 
 
@@ -61,6 +61,8 @@ def _shapes(at: Located) -> list[Shape]:
     if not isinstance(schema, Mapping):
         raise ValueError(f"{at.where} must be a dictionary, got {shown(schema)}")
     at.check_address()
+    if next(at.reads, None) is None:
+        raise TooLarge("it needs too many steps through references")
     for name, nothing in _REFUSED.items():
         if name in schema and schema[name] != nothing:
             at.refuse(name)
@@ -103,7 +105,7 @@ def _logic(at: Located) -> Iterator[list[Shape]]:
 
 
 def _may_exist(shape: Shape, depth: int = 4) -> bool:
-    """True if a shape may have a value, as far as it is easily seen."""
+    """True if a shape may have a value, as far as easily seen."""
     texts = (each for each in (shape.number, shape.string) if each is not None)
     if depth == 0 or shape.null or shape.booleans or any(map(have_a_text, texts)):
         return True
@@ -134,10 +136,9 @@ def _of_values(at: Located) -> Iterator[list[Shape]]:
     for name in ("enum", "const"):
         if name not in at.schema:
             continue
-        is_one = name == "const"
-        values = [at.schema[name]] if is_one else at.value(name, [], "a list of values")
+        values = at.value(name, [], "a list") if name == "enum" else [at.schema[name]]
         plain = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-        if not all(map(math.isfinite, plain)):
+        if any(isinstance(each, float) and not math.isfinite(each) for each in plain):
             raise ValueError(f"{name!r} of {at.where} has a number that is none in JSON")
         texts = [each for each in values if isinstance(each, str)]
         for text in texts:

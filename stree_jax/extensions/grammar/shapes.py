@@ -1,4 +1,4 @@
-"""What a JSON value may be: constraints of each type, and their intersections."""
+"""Constraints of JSON values by type, and their intersections."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -13,7 +13,7 @@ Texts: TypeAlias = tuple[Expression, ...]
 
 
 class Rule(NamedTuple):
-    """Schemas of some items or properties, by index or name, and of all others."""
+    """Schemas of items by index, or properties by name, and of others."""
 
     own: Mapping[Any, Located]
     others: Located | None = None
@@ -35,13 +35,13 @@ class Objects(NamedTuple):
 
 
 def schemas_of(rules: tuple[Rule, ...], key: int | str | None) -> Together:
-    """Returns the schemas of an item or a property; None: of one that no rule names."""
+    """Returns the schemas of an item or a property; None: of others."""
     found = (rule.own.get(key, rule.others) for rule in rules)
     return tuple(schema for schema in found if schema is not None)
 
 
 class Shape(NamedTuple):
-    """What a value of each type may be; None or empty: no value of this type."""
+    """Values of each type; None or empty: no value of this type."""
 
     null: bool = False
     booleans: frozenset[bool] = frozenset()
@@ -64,7 +64,7 @@ def both(a: Shape, b: Shape) -> Shape:
 
 
 def _met(a: Any, b: Any) -> Any:
-    """Returns the values of one type that are in both; None: there is none."""
+    """Returns the values of one type in both; None: no value."""
     if isinstance(a, Objects):
         return Objects(a.rules + b.rules, (*dict.fromkeys(a.required + b.required),))
     if not isinstance(a, Arrays):

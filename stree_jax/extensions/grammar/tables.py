@@ -60,7 +60,7 @@ class Tables:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def kinds_of(self, states: Int[Array, "B Q"]) -> Int[Array, "B Q"]:
-        """Returns the kind of each state; -1 is the state after a token that is not allowed."""
+        """Returns the kind of each state, 0 of state -1."""
         return jnp.where(states < 0, 0, self.kind.at[states].get(mode="clip"))
 
     def mask(self, states: Int[Array, "B Q"], vocab_size: int) -> Bool[Array, "B Q V"]:
@@ -71,7 +71,7 @@ class Tables:
         return jnp.pad(bits, ((0, 0), (0, 0), (0, vocab_size - bits.shape[-1])))
 
     def after(self, states: Int[Array, "B Q"], tokens: Int[Array, "B Q"]) -> Int[Array, "B Q"]:
-        """Returns the state after one more token; -1 if it is not allowed."""
+        """Returns the state after a token; -1 if it is not allowed."""
         kinds = self.kinds_of(states)
         words = self.allowed.at[kinds, tokens // BITS].get(mode="fill", fill_value=0)
         is_allowed = (words >> (tokens % BITS).astype(words.dtype) & 1) != 0
@@ -90,14 +90,14 @@ class Tables:
 
 
 class _Move:
-    """What tokens do in some states: by token the distance to the next state, or that state."""
+    """By token the distance to the next state, or that state itself."""
 
     def __init__(self, vocab_size: int):
         self.distance = np.full(vocab_size, _UNKNOWN, np.int32)
         self.target = self.distance.copy()
 
     def adds(self, state: int, tokens: np.ndarray, after: np.ndarray) -> bool:
-        """Adds a state if its tokens do there what they do in the others; returns whether."""
+        """True if tokens do in a state what they do in others: added."""
         for size in sorted({min(256, len(tokens)), len(tokens)}):  # most differ in the first ones
             own, next_states = tokens[:size], after[:size]
             distance, steps = self.distance[own], next_states - state
@@ -110,7 +110,7 @@ class _Move:
         return True
 
     def codes(self) -> tuple[int, np.ndarray, np.ndarray]:
-        """Returns the code of most tokens, by a sample, the other tokens, and theirs."""
+        """Returns the code of most tokens by a sample, the others, and theirs."""
         codes = np.where(self.distance == _DIFFERS, ABSOLUTE + self.target, self.distance)
         known = codes[codes != _UNKNOWN]
         values, counts = np.unique(known[:: len(known) // 1000 + 1], return_counts=True)
@@ -132,7 +132,7 @@ class Compressor:
         self._open: list[int] = []  # moves that states may be added to, the last ones first
 
     def add(self, state: int, tokens: np.ndarray, after: np.ndarray) -> None:
-        """Adds a state, the tokens that it allows, and the states after them."""
+        """Adds a state, the tokens that it allows, and the next states."""
         if not len(tokens):
             return
         found = (each for each in self._open if self._moves[each].adds(state, tokens, after))
@@ -157,12 +157,10 @@ class Compressor:
         """Returns the tables, on the device."""
         codes = (each.codes() if isinstance(each, _Move) else each for each in self._moves)
         steps, tokens, steps_of = zip(*codes, strict=True)
-        # The largest table, padded here so that it is not copied again.
-        padding = _size_of("allowed", len(self._words)) - len(self._words)
         return _on_device(
             self._vocab_size,
             kind=self._kind,
-            allowed=np.stack([*self._words, *self._words[:1] * padding]),
+            allowed=np.stack(self._words),
             move=np.array([move for _, move in self._kinds]),
             step=np.array(steps),
             first=np.append(0, np.cumsum([*map(len, tokens)])),
@@ -172,7 +170,7 @@ class Compressor:
 
 
 def compressed(num_states: int, vocab_size: int, *edges: np.ndarray) -> Tables:
-    """Returns the tables of states, tokens and next states, in the order of the states."""
+    """Returns the tables of states in order, tokens and next states."""
     tables = Compressor(num_states, vocab_size)
     bounds = np.searchsorted(edges[0], np.arange(num_states + 1))
     for state, (low, high) in enumerate(itertools.pairwise(bounds)):
@@ -181,7 +179,7 @@ def compressed(num_states: int, vocab_size: int, *edges: np.ndarray) -> Tables:
 
 
 def _on_device(vocab_size: int, **arrays: np.ndarray) -> Tables:
-    """Returns tables on the device, in sizes that similar automata share, and so programs."""
+    """Returns tables on the device, in sizes that similar automata share."""
     padded = {}
     for name, values in arrays.items():
         values = values if name == "allowed" else values.astype(np.int32)
@@ -194,14 +192,14 @@ def _on_device(vocab_size: int, **arrays: np.ndarray) -> Tables:
 
 
 def _size_of(name: str, needed: int) -> int:
-    """Returns the size of a table: one of few, since each set of sizes is another program."""
+    """Returns the size of a table, one of few: each is a program."""
     if name in ("allowed", "move"):  # by kind, where the sets of tokens take the memory
         return buffer_size(needed)
     return list_size(max(needed, _FEW))
 
 
 def firsts(tables: Sequence[Tables], name: str) -> list[int]:
-    """Returns where the entries of each of some tables begin in all of them."""
+    """Returns where the entries of each table begin in all of them."""
     lengths = [len(getattr(each, name)) for each in tables]
     return [0, *itertools.accumulate(lengths[:-1])]
 
@@ -212,7 +210,7 @@ def joined(tables: Sequence[Tables]) -> Tables:
     each = [dataclasses.replace(one, first=one.first[: len(one.step)]) for one in each]
 
     def all_of(name: str, counted: str = "", *, are_codes: bool = False) -> np.ndarray:
-        """Returns the entries of all, numbers of others that are counted from the first on."""
+        """Returns the entries of all, moved where they count others."""
         parts = [getattr(one, name) for one in each]
         both = zip(parts, firsts(each, counted) if counted else [0] * len(each), strict=True)
         if are_codes:  # those of states themselves move with the states
