@@ -111,6 +111,8 @@ class Graph:
 
     def other_than(self, start: int, names: Collection[str]) -> int:
         """Adds texts in a JSON string that are none of some names."""
+        if not names:
+            return self.expression(start, any_text(), quoted=True)
         free = self.node()
         ends = [self.expression(free, any_text(), quoted=True)]
 

@@ -90,28 +90,26 @@ class Tables:
 
 
 class _Move:
-    """By token the distance to the next state, or that state itself."""
+    """By token the distance to the next state, and that state, as far as they are known."""
 
     def __init__(self, vocab_size: int):
-        self.distance = np.full(vocab_size, _UNKNOWN, np.int32)
-        self.target = self.distance.copy()
+        self.pairs = np.full((vocab_size, 2), _UNKNOWN, np.int32).view(np.int64).ravel()
 
-    def adds(self, state: int, tokens: np.ndarray, after: np.ndarray) -> bool:
-        """True if tokens do in a state what they do in others: added."""
-        for size in sorted({min(256, len(tokens)), len(tokens)}):  # most differ in the first ones
-            own, next_states = tokens[:size], after[:size]
-            distance, steps = self.distance[own], next_states - state
-            is_new, near = distance == _UNKNOWN, distance == steps
-            there = self.target[own] == next_states
-            if not (is_new | near | there).all():
+    def adds(self, tokens: np.ndarray, pairs: np.ndarray) -> bool:
+        """Adds tokens if they fit, by their distances or their states; returns whether."""
+        # Most differ in the first tokens, which are short.
+        for size in sorted({min(256, len(tokens)), min(4096, len(tokens)), len(tokens)}):
+            known = self.pairs[tokens[:size]].view(np.int32).reshape(-1, 2)
+            fits = (known == pairs[:size]) | (known == _UNKNOWN)
+            if not (fits[:, 0] | fits[:, 1]).all():
                 return False
-        self.distance[tokens] = np.where(is_new | near, steps, _DIFFERS)
-        self.target[tokens] = np.where(is_new | there, after, _DIFFERS)
+        self.pairs[tokens] = np.where(fits, pairs, np.int32(_DIFFERS)).view(np.int64).ravel()
         return True
 
-    def codes(self) -> tuple[int, np.ndarray, np.ndarray]:
+    def coded(self) -> tuple[int, np.ndarray, np.ndarray]:
         """Returns the code of most tokens by a sample, the others, and theirs."""
-        codes = np.where(self.distance == _DIFFERS, ABSOLUTE + self.target, self.distance)
+        distance, target = self.pairs.view(np.int32).reshape(-1, 2).T
+        codes = np.where(distance == _DIFFERS, ABSOLUTE + target, distance)
         known = codes[codes != _UNKNOWN]
         values, counts = np.unique(known[:: len(known) // 1000 + 1], return_counts=True)
         step = int(values[counts.argmax()])
@@ -132,31 +130,31 @@ class Compressor:
         self._open: list[int] = []  # moves that states may be added to, the last ones first
 
     def add(self, state: int, tokens: np.ndarray, after: np.ndarray) -> None:
-        """Adds a state, the tokens that it allows, and the next states."""
+        """Adds a state, its tokens in an order that all states have, and the next states."""
         if not len(tokens):
             return
-        found = (each for each in self._open if self._moves[each].adds(state, tokens, after))
+        pairs = np.stack([after - state, after], axis=1).astype(np.int32, copy=False)
+        found = (each for each in self._open if self._moves[each].adds(tokens, pairs))
         number = next(found, len(self._moves))
         if number == len(self._moves):
             self._moves.append(_Move(self._vocab_size))
-            self._moves[number].adds(state, tokens, after)
+            self._moves[number].adds(tokens, pairs)
         self._open = [number, *(each for each in self._open if each != number)]
         for each in self._open[_MOST_OPEN:]:
-            self._moves[each] = self._moves[each].codes()
+            self._moves[each] = self._moves[each].coded()
         self._open = self._open[:_MOST_OPEN]
-        marked = np.zeros(len(self._words[0]) * BITS, bool)
-        marked[tokens] = True
-        bits = np.packbits(marked, bitorder="little")
-        key = hashlib.blake2b(bits.tobytes()).digest(), number
+        key = hashlib.blake2b(tokens.astype(np.int32).tobytes()).digest(), number
         if key not in self._kinds:
             self._kinds[key] = len(self._words)
-            self._words.append(bits.view("<u4").astype(np.uint32))
+            marked = np.zeros(len(self._words[0]) * BITS, bool)
+            marked[tokens] = True
+            self._words.append(np.packbits(marked, bitorder="little").view("<u4").astype(np.uint32))
         self._kind[state] = self._kinds[key]
 
     def tables(self) -> "Tables":
         """Returns the tables, on the device."""
-        codes = (each.codes() if isinstance(each, _Move) else each for each in self._moves)
-        steps, tokens, steps_of = zip(*codes, strict=True)
+        coded = (each.coded() if isinstance(each, _Move) else each for each in self._moves)
+        steps, tokens, steps_of = zip(*coded, strict=True)
         return _on_device(
             self._vocab_size,
             kind=self._kind,
