@@ -16,6 +16,7 @@ from stree_jax.extensions.grammar.graph import TooLarge, have_a_text
 from stree_jax.extensions.grammar.located import Located
 from stree_jax.extensions.grammar.shapes import (
     EVERYTHING,
+    NOTHING,
     Arrays,
     Objects,
     Rule,
@@ -71,7 +72,7 @@ def _shapes(at: Located) -> list[Shape]:
 
 def _united(parts: Iterable[list[Shape]], at: Located) -> list[Shape]:
     """Returns all shapes of some lists that have a value."""
-    found = [shape for shapes in parts for shape in shapes if shape != Shape()]
+    found = [shape for shapes in parts for shape in shapes if shape != NOTHING]
     if len(found) > _MOST_SHAPES:
         raise ValueError(f"{at.where} has more than {_MOST_SHAPES} alternatives")
     return found

@@ -51,6 +51,7 @@ class Shape(NamedTuple):
     object: Objects | None = None
 
 
+NOTHING = Shape()
 EVERYTHING = Shape(True, frozenset([False, True]), (), (), Arrays(), Objects())
 
 

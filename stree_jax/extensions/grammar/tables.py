@@ -101,7 +101,7 @@ class _Move:
         for size in sorted({min(256, len(tokens)), min(4096, len(tokens)), len(tokens)}):
             known = self.pairs[tokens[:size]].view(np.int32).reshape(-1, 2)
             fits = (known == pairs[:size]) | (known == _UNKNOWN)
-            if not (fits[:, 0] | fits[:, 1]).all():
+            if not fits.view(np.uint16).all():  # both of a pair differ
                 return False
         self.pairs[tokens] = np.where(fits, pairs, np.int32(_DIFFERS)).view(np.int64).ravel()
         return True
@@ -133,7 +133,8 @@ class Compressor:
         """Adds a state, its tokens in an order that all states have, and the next states."""
         if not len(tokens):
             return
-        pairs = np.stack([after - state, after], axis=1).astype(np.int32, copy=False)
+        pairs = np.empty((len(tokens), 2), np.int32)
+        pairs[:, 0], pairs[:, 1] = after - state, after
         found = (each for each in self._open if self._moves[each].adds(tokens, pairs))
         number = next(found, len(self._moves))
         if number == len(self._moves):

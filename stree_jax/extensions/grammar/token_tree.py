@@ -99,9 +99,9 @@ class TokenTree:
                     places, column = _expanded(self.first_token[nodes], self.num_tokens[nodes])
                     found.append(self.tokens[places])
                     after.append(at[column])
-                tokens, reached = np.concatenate(found), np.concatenate(after).T
+                tokens, reached = np.concatenate(found), np.concatenate(after).T.copy()
                 for state, row in zip(states.tolist(), reached, strict=True):
-                    some = slice(None) if (is_one := row != dead).all() else is_one
+                    some = np.flatnonzero(row != dead)
                     yield state, tokens[some], row[some]
 
 
