@@ -33,7 +33,7 @@ COLUMNS = {
     "peak, bytes": "{peak_bytes:,}",
 }
 
-_NAMED = {f"field_{i}": {"type": "string", "maxLength": 100 * (i + 1)} for i in range(10)}
+_NAMED = {f"field_{i}": {"type": "string", "maxLength": 20 * (i + 1)} for i in range(10)}
 _PERSON = {
     "type": "object",
     "properties": {
@@ -54,12 +54,12 @@ _PERSON = {
 }
 SCHEMAS: dict[str, Any] = {
     "any JSON: {}": {},
-    "a string of up to 10,000": {"type": "string", "maxLength": 10_000},
+    "a string of up to 1,000": {"type": "string", "maxLength": 1000},
     "a person": _PERSON,
-    "10 strings of up to 1,000": {"type": "object", "properties": _NAMED, "required": [*_NAMED]},
+    "10 strings of up to 200": {"type": "object", "properties": _NAMED, "required": [*_NAMED]},
     "20 untyped properties": {"type": "object", "properties": {f"p{i}": {} for i in range(20)}},
     "1,000 given texts": {"enum": [f"value number {i}" for i in range(1000)]},
-    "up to 10 people": {"type": "array", "items": _PERSON, "maxItems": 10},
+    "up to 5 people": {"type": "array", "items": _PERSON, "maxItems": 5},
 }
 
 

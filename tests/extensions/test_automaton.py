@@ -168,7 +168,7 @@ def leads(of_bytes, text):
     """Whether some text begins so."""
     state = 0
     for byte in text:
-        state = int(of_bytes.after(np.array([state]), np.array([byte]))[0])
+        state = int(of_bytes.table[state, of_bytes.class_of[byte]])
         if state < 0:
             return False
     return True

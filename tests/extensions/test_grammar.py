@@ -3,9 +3,10 @@
 import itertools
 import json
 import math
+import operator
+import random
 import re
-import sys
-import time
+from decimal import Decimal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import pytest
 import stree_jax as st
 from benchmarks.text import suite_counts
 from stree_jax.decoding import token_bytes
-from stree_jax.extensions.grammar import graph
+from stree_jax.extensions.grammar import byte_automaton, graph
 from stree_jax.extensions.grammar.api import automaton_of_pattern
 from stree_jax.extensions.grammar.json_text import automaton_of_schema
 from tests.extensions.schemas import POOL, schemas, texts_of
@@ -63,8 +64,7 @@ def walks(automaton, tokenizer, num_walks=40, most=40):
 
 PATTERNS = [
     *(r"(ab)+", r"a|ab|abc", r"(a|b)*abb", r"a*?b", r"(a|)(b|)", r"^[ab]{2,3}$", r"a\$"),
-    *(r"[$^]*\^", r"(?i)AB", r"", r"[^b]+?", r"\x61\u0062?", r"(?s:.)a|(?P<x>[ab]c)"),
-    r"(a?){2}b{0,4}",
+    *(r"[$^]*\^", r"", r"[^b]+?", r"\x61\u0062?", r"(?:.)a|^[ab]c", r"(a?){2}b{0,4}"),
 ]
 
 
@@ -77,20 +77,12 @@ def test_all_short_texts(pattern):
             assert of_bytes.matches(text.encode()) == bool(re.fullmatch(pattern, text)), text
 
 
-def string(pattern, text):
-    """Whether a schema's pattern allows a text."""
-    automaton, _ = automaton_of_schema({"type": "string", "pattern": pattern})
-    return automaton.matches(json.dumps(text, ensure_ascii=False).encode())
-
-
 @pytest.mark.parametrize(
     ("pattern", "allowed", "refused"),
     [
         ("a", ["a", "xay"], ["", "b"]),  # somewhere in the text
         ("^a|b$", ["ab", "ax", "xb"], ["xa", "bx"]),
-        ("^(^a|b)$", ["a", "b"], ["ab", ""]),
-        ("(^|$|x)b|a$", ["b", "ba", "xa", "axb"], ["ab", "ax", ""]),
-        ("$^", [""], ["x"]),
+        ("^(?<name>a|b)$|^$", ["a", "b", ""], ["ab"]),
         (r"^\d$", ["7"], ["٣", "a"]),
         (r"^\D$", ["٣", "a", "\n"], ["7"]),
         (r"^\w$", ["a", "_", "7"], ["é", "-"]),
@@ -99,25 +91,18 @@ def string(pattern, text):
         (r"^\S$", ["\x85", "a"], ["\xa0", "\ufeff"]),
         ("^.$", ["a", '"', "\\", "\t", "🎉"], ["\n", "\r", "\u2028", "ab"]),
         (r"^[\w&&\]a-]$", ["&", "]", "-", "x"], ["é", "["]),
-        (r"^\cJ\x41\u{1F389}\ud83c\udf89\/$", ["\nA🎉🎉/"], ["A"]),
-        (r"^\p{Lu}\P{L}[^]$", ["É1\n"], ["éa.", "É1"]),
+        (r"^\n\x41\u{1F389}\u00e9\/[^]$", ["\nA🎉é/\t"], ["A"]),
         ("^[^x]{2,3}$", ["ab", 'a"\n'], ["a", "abcd", "ax"]),
     ],
 )
-def test_patterns_of_schemas_are_those_of_ecma(pattern, allowed, refused):
-    assert [text for text in allowed if not string(pattern, text)] == []
-    assert [text for text in refused if string(pattern, text)] == []
+def test_patterns_are_those_of_ecma(pattern, allowed, refused):
+    automaton, _ = automaton_of_schema({"type": "string", "pattern": pattern})
 
+    def allows(text):
+        return automaton.matches(json.dumps(text, ensure_ascii=False).encode())
 
-TEXTS = ["[0-9]{3}-[0-9]{4}", "(yes|no)( maybe)?", "é+[^a-z]", ".{0,9}", "([a-z]+ ){2}"]
-
-
-@pytest.mark.parametrize("pattern", [*TEXTS, r"^[A-Z][a-z]* \d{1,3}$"])
-def test_texts_match(pattern, tokenizer):
-    texts = walks(st.regex(pattern, tokenizer), tokenizer)
-    assert len(set(texts)) > 2
-    for text in texts:
-        assert re.fullmatch(pattern, text), text
+    assert [text for text in allowed if not allows(text)] == []
+    assert [text for text in refused if allows(text)] == []
 
 
 VALUES = {"enum": ["a", "b c", 3, None, True, {"k": 1}]}
@@ -143,29 +128,17 @@ SCHEMAS = {
         "required": ["name", "tags"],
         "additionalProperties": False,
     },
-    "optional": {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"const": 'x"'}}},
     "recursive": {
         "$ref": "#/$defs/tree",
         "$defs": {"tree": {"type": "object", "properties": TREE, "required": [*TREE]}},
     },
-    "pair": {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "number"}]},
-    "numbered": {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 3},
-    "pattern": {"type": "string", "pattern": "^(?:ab|c)+|d$"},
-    "any": {"anyOf": [{"type": "null"}, {"allOf": [{"type": "boolean"}]}]},
-    "map": {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 1},
-    "length": {"type": "string", "minLength": 2, "maxLength": 4},
-    "of a range": {"type": "number", "minimum": -1.5, "exclusiveMaximum": 20, "not": {"const": 3}},
-    "even": {"type": "integer", "multipleOf": 2, "exclusiveMinimum": 7},
     "one of three": {"oneOf": KINDS},
-    "several patterns": {"type": "string", "pattern": "a", "minLength": 3, "not": {"pattern": "b"}},
-    "anything": {},
     **{name: {"type": "string", "format": name} for name in FORMATS},
 }
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_texts_are_valid(name):
-    schema = SCHEMAS[name]
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
+def test_texts_are_valid(schema):
     validator = jsonschema.Draft202012Validator
     checker = validator(schema, format_checker=validator.FORMAT_CHECKER)
     texts = {*texts_of(automaton_of_schema(schema)[0], 60)}
@@ -177,40 +150,33 @@ def test_texts_are_valid(name):
 # Schemas, and values that their grammar allows and refuses.
 MEANINGS = [
     ({"type": "string", "enum": ["a", None]}, ["a"], [None]),
-    ({"type": "null", "const": 1, "$defs": {}}, None, None),
     ({"type": ["object", "null"], "properties": {"a": {}}}, [{"a": 1}, None], [3, []]),
     ({"type": "null", "prefixItems": [{}]}, [None], [[1]]),
     ({"properties": {"a": {"type": "null"}}}, [3, [], {"a": None}], [{"a": 1}]),
     ({"required": ["a"]}, [3, {"a": 1}, {"a": 1, "b": 2}], [{}]),
     ({"anyOf": [{"type": "null"}, {"const": 3}], "type": "integer"}, [3], [None, 4]),
     ({"$ref": "#/anyOf/0", "anyOf": [{"type": "null"}, {"type": "string"}]}, [None], ["a", 3]),
-    ({"$ref": "#a", "$defs": {"x": {"$anchor": "a", "type": "null"}}}, [None], [1]),
+    ({"$ref": "#/$defs/a~1b%25", "$defs": {"a/b%": {"type": "null"}}}, [None], [1]),
     ({"enum": [1, 2.5, "é", [1, {"a": None}], {"b": []}]}, [1, 2.5, "é", [1, {"a": None}]], [[1]]),
-    ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, [1, 2.5], [3, 1.5]),
-    ({"not": {"type": ["integer", "null"]}}, ["a", 1.5, {}], [1, None]),
-    ({"if": {"const": 1}, "then": False, "else": {"type": "string"}}, ["a"], [1, 2]),
-    ({"dependentRequired": {"b": ["a"]}}, [{"a": 1}, {"a": 1, "b": 1}, {}], [{"b": 1}]),
-    ({"contains": {"const": 1}, "maxContains": 1}, [[1], [2, 1, 3]], [[], [1, 1]]),
-    ({"patternProperties": {"^a": {"type": "null"}}}, [{"ab": None}], [{"ab": 1}]),
-    ({"propertyNames": {"maxLength": 1}, "type": "object"}, [{"a": 1}], [{"ab": 1}]),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, [1, "a"], [1.5, None]),
+    ({"uniqueItems": False, "minProperties": 0, "then": False}, [[1, 1], {}], []),
     ({"prefixItems": [{"const": 1}], "items": False}, [[], [1]], [[1, 1], [2]]),
+    ({"minItems": 2, "items": {"type": "null"}}, [[None] * 2, [None] * 4], [[], [None], [1, 1]]),
     ({"type": "object", "properties": {"a": {}}}, [{"a": 1}, {}], [{"a": 1, "b": 2}]),
     (
         {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "null"}},
-        [{"a": 1, "b": None}, {"b": None}],
-        [{"a": 1, "b": 2}],
+        [{"a": 1, "b": None}, {"b": None}, {"ab": None}, {"": None}],
+        [{"a": 1, "b": 2}, {"ab": 1}],
     ),
-    ({"type": "object", "maxProperties": 1}, [{"x": 1}], [{"x": 1, "y": 2}]),
+    ({"allOf": [{"properties": {"a": {}}}, {"required": ["b"]}]}, [{"a": 1, "b": 2}], [{"a": 1}]),
     ({"minLength": 2.0, "type": "string"}, ["ab", "ééé"], ["é"]),
+    ({"pattern": "^[a-c]*$", "maxLength": 2, "type": "string"}, ["", "ab"], ["abc", "x"]),
 ]
+SEPARATORS = ((", ", ": "), (",", ":"))
 
 
 @pytest.mark.parametrize(("schema", "allowed", "refused"), MEANINGS)
 def test_what_schemas_mean(schema, allowed, refused):
-    if allowed is None:
-        with pytest.raises(ValueError, match="the schema contradicts itself, or refers to"):
-            automaton_of_schema(schema)
-        return
     automaton, _ = automaton_of_schema(schema)
 
     def allows(value):
@@ -223,7 +189,26 @@ def test_what_schemas_mean(schema, allowed, refused):
     assert [value for value in refused if allows(value)] == []
 
 
-SEPARATORS = ((", ", ": "), (",", ":"))
+HOLDS = {"minimum": operator.ge, "maximum": operator.le}
+HOLDS |= {"exclusiveMinimum": operator.gt, "exclusiveMaximum": operator.lt}
+
+
+def test_bounds_of_numbers():
+    """Texts are within them, and numbers near them are allowed exactly where they hold."""
+    rng = random.Random(0)
+    for seed in range(60):
+        of_size = [rng.randint(-size, size) for size in (1, 30, 1000, 10**9)]
+        bounds = {name: rng.choice(of_size) for name in rng.sample([*HOLDS], 1 + seed % 2)}
+        automaton, _ = automaton_of_schema({"type": ["number", "null"]} | bounds)
+
+        def holds(value, bounds=bounds):
+            return all(HOLDS[name](value, bound) for name, bound in bounds.items())
+
+        assert all(text == "null" or holds(json.loads(text)) for text in texts_of(automaton, 20))
+        for bound, step in itertools.product(bounds.values(), (0, 1, 9, "0.5", "0.000001")):
+            for value in (Decimal(bound) + Decimal(step), Decimal(bound) - Decimal(step)):
+                allowed = automaton.matches(f"{value:f}".encode())
+                assert allowed == (holds(value) and not f"{value:f}".startswith("-0.0000000"))
 
 
 def compare(seed, count, num_texts):
@@ -287,33 +272,28 @@ def test_the_public_suite():
     found = suite_counts()
     if not found["schemas"]:
         pytest.skip("the public suite is not here")
-    assert found.pop("slowest") < 6
+    del found["slowest"]
     assert found == {
         "schemas": 383,
-        "read": 287,
-        "valid": 634,
-        "valid_allowed": 589,
-        "invalid": 369,
+        "read": 189,
+        "valid": 449,
+        "valid_allowed": 413,
+        "invalid": 232,
         "invalid_allowed": 0,
     }
 
 
-def test_a_schema_over_tokens(tokenizer):
-    schema = SCHEMAS["object"]
-    texts = walks(st.json_schema(schema, tokenizer), tokenizer, most=60)
-    assert len(texts) > 5
-    for text in texts:
-        jsonschema.validate(json.loads(text), schema)
-
-
-def test_schemas_as_text_and_as_class(tokenizer):
+def test_schemas_over_tokens_as_text_and_as_class(tokenizer):
     class Model:
         @staticmethod
         def model_json_schema():
-            return {"type": "boolean"}
+            return SCHEMAS["object"]
 
-    for schema in ('{"type": "boolean"}', Model):
-        assert set(walks(st.json_schema(schema, tokenizer), tokenizer)) == {"true", "false"}
+    for schema in (json.dumps(SCHEMAS["object"]), Model):
+        texts = walks(st.json_schema(schema, tokenizer), tokenizer, most=60)
+        assert len(texts) > 5
+        for text in texts:
+            jsonschema.validate(json.loads(text), SCHEMAS["object"])
 
 
 def test_which_tokens_end(tokenizer):
@@ -335,101 +315,118 @@ def test_which_tokens_end(tokenizer):
     assert ends(st.regex("x", Fast())) == [7]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("(", "missing ), unterminated subpattern at position 0"),
-        ("a{,3}", "{,3} has no lower number, write {0,3}"),
-        ("a{3,2}", "the repeats 3 to 2"),
-        ("(?x)a b", "the flag 'x' is not supported; write the pattern without it"),
-        (r"\bfoo", "word boundaries are not supported"),
-        ("[a&&b]", "operations on sets of characters are not supported"),
-        ("[[:alpha:]]", "[ inside of a set of characters; write \\[ for it"),
-        (r"\p{Greek}", "the property 'Greek' is not known"),
-        (r"\q", "unknown escape \\q"),
-        ("[b-a]", "bad range of characters"),
-        (r"\ud800", "is no character"),
-        ("\\", "a \\ at the end"),
-        ("((a|b){9}c){999}", "repeat less"),
-        ("[a", "unterminated character set"),
-        ("*", "nothing to repeat"),
-        ("a)", "unbalanced parenthesis"),
-        ("(?=a)b", "look-around, references"),
-        (r"(a)\1", "look-around, references"),
-        ("a^b", "anchors"),
-        ("a$|b", "anchors"),
-        ("a{1000000}", "repeats a part 1000000 times; at most 10000 are possible"),
-    ],
-)
-def test_bad_patterns(pattern, message, tokenizer, monkeypatch):
-    monkeypatch.setattr(graph, "MOST_NODES", 20_000)
-    refused(message, st.regex, pattern, tokenizer)
-
-
+BAD_PATTERNS = [
+    ("(", "missing ), unterminated subpattern at position 0"),
+    ("a{,3}", "{ that begins no number of repeats, such as {2,3}; write \\{ for it"),
+    ("a{3,2}", "the repeats 3 to 2"),
+    ("(?i)a", "a group that begins with (? and is no (?:...) or (?<name>...)"),
+    (r"\bfoo", "word boundaries are not supported"),
+    (r"\p{L}", r"\p is not supported; write a set of characters, such as [a-z]"),
+    (r"\q", "unknown escape \\q"),
+    ("[b-a]", "bad range of characters"),
+    (r"[\w-a]", "bad range of characters"),
+    (r"\ud800", "is no character"),
+    (r"\01", "references"),
+    ("\\", "a \\ at the end"),
+    ("((a|b){9}c){999}", "repeat less"),
+    (".*(a|b).{15}", "it needs more than 9000 states; repeat less"),
+    ("[a", "unterminated character set"),
+    ("*", "nothing to repeat"),
+    ("a)", "unbalanced parenthesis"),
+    ("(?=a)b", "look-around, references"),
+    (r"(a)\1", "look-around, references"),
+    ("a^b", "anchors inside"),
+    ("(a$|b)", "anchors inside"),
+    ("a$b", "anchors inside"),
+    ("a{1000000}", "repeats a part 1000000 times; at most 10000 are possible"),
+    ("(" * 5000 + ")" * 5000, "is nested too deep"),
+]
 STRING = {"type": "string"}
+OUTSIDE = [
+    *("not", "if", "contains", "propertyNames", "multipleOf", "maxProperties", "minProperties"),
+    *("patternProperties", "dependentRequired", "dependentSchemas", "uniqueItems", "$dynamicRef"),
+    *("$recursiveRef", "additionalItems", "dependencies", "disallow", "divisibleBy", "extends"),
+]
+
+
+REFERENCES = [{"$ref": f"#/$defs/{i}"} for i in range(9)]
 
 
 def nested(depth):
     schema = {}
     for _ in range(depth):
-        schema = {"not": schema}
+        schema = {"allOf": [schema]}
     return schema
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        (3, "schema must be a dictionary or a JSON text, got 3"),
-        ("{", "the schema is not JSON: "),
-        (None, "schema must be a dictionary or a JSON text, got None"),
-        (False, "so no text is valid"),
-        ({"enum": []}, "so no text is valid"),
-        ({"$ref": "#"}, "refers to itself without an end"),
-        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "to itself"),
-        ({"type": "text"}, "the schema has the unknown type 'text'"),
-        ({"type": "array", "uniqueItems": True}, "the schema has 'uniqueItems', which a grammar"),
-        (
-            {"properties": {"a": {"type": "array", "items": {"multipleOf": 0.1}}}},
-            "the schema.a[] has 'multipleOf', which a grammar cannot enforce here",
-        ),
-        ({"items": {}, "additionalItems": False}, "the schema has 'additionalItems', which a"),
-        ({"$dynamicRef": "#x"}, "the schema has '$dynamicRef', which a grammar cannot"),
-        ({"unevaluatedItems": False, "anyOf": [{}]}, "has 'unevaluatedItems', which a grammar"),
-        (STRING | {"pattern": "("}, "the schema has the pattern '(' cannot be used: missing )"),
-        (STRING | {"pattern": 3}, "has the pattern 3, which is no text"),
-        (STRING | {"pattern": "(?=a)"}, "look-around, references"),
-        (STRING | {"pattern": "((a{90}b{90}){90}){9}"}, "parts, counted with repeats; at most"),
-        (STRING | {"format": "color"}, "has the format 'color'; known: ['date', "),
-        (STRING | {"maxLength": -1}, "maxLength of the schema must be an integer, at least 0"),
-        (STRING | {"maxLength": True}, "maxLength of the schema must be an integer, at least 0"),
-        (STRING | {"minLength": 3, "maxLength": 2}, "has minLength 3 and maxLength 2"),
-        (STRING | {"maxLength": 1_000_000}, "at most 10000 are possible"),
-        ({"minimum": "1"}, "minimum of the schema must be a number, got '1'"),
-        ({"minimum": math.nan}, "has 'minimum', which a grammar cannot enforce"),
-        ({"const": math.inf}, "has a number that is none in JSON"),
-        ({"const": "\ud800"}, "which is no text of characters"),
-        ({"allOf": {}}, "'allOf' of the schema must be a list of schemas, got {}"),
-        ({"not": 3}, "the schema must be a dictionary, got 3"),
-        ({"$ref": "#/x"}, "refers to '#/x', which is not there"),
-        ({"$ref": "a.json"}, "refers to 'a.json', which is not there"),
-        ({"$ref": 5}, "refers to 5, which is not there"),
-        ({"properties": []}, "'properties' of the schema must be a dictionary"),
-        ({"required": "a"}, "'required' of the schema must be a list of names, got 'a'"),
-        ({"items": [{}]}, "'items' of the schema is a list; draft 2020-12 has 'prefixItems'"),
-        (
-            {"properties": {"x": {"type": "array", "minItems": 900, "items": STRING}}},
-            "the schema.x cannot be used: it needs more than",
-        ),
-        (
-            {"allOf": [{"anyOf": [{"required": [n * i]} for i in (1, 2, 3)]} for n in "abcdef"]},
-            "the schema has more than 256 alternatives",
-        ),
-        (json.loads("[" * 300 + "{}" + "]" * 300), "schema must be a dictionary"),
-        (nested(3000), "the schema is nested too deep"),
-    ],
-)
+BAD_SCHEMAS = [
+    (3, "schema must be a dictionary or a JSON text, got 3"),
+    ("{", "the schema is not JSON: "),
+    (None, "schema must be a dictionary or a JSON text, got None"),
+    (False, "so no text is valid"),
+    ({"enum": []}, "so no text is valid"),
+    ({"type": "null", "const": 1, "$defs": {}}, "the schema contradicts itself, or refers to"),
+    ({"$ref": "#"}, "refers to itself without an end"),
+    ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "to itself"),
+    ({"type": "text"}, "the schema has the unknown type 'text'"),
+    *(
+        ({"properties": {"a": {"items": {name: 1}}}}, f"the schema.a[] has {name!r}, which a")
+        for name in OUTSIDE
+    ),
+    ({"unevaluatedItems": False, "anyOf": [{}]}, "has 'unevaluatedItems', which a grammar"),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "has 'oneOf', whose parts may hold tog"),
+    ({"minimum": 0.1}, "'minimum', which is 0.1; integers up to 1000000000 are read"),
+    ({"minimum": "1"}, "minimum of the schema must be a number, got '1'"),
+    ({"minimum": math.nan}, "has 'minimum', which is nan"),
+    (STRING | {"pattern": "("}, "the schema has the pattern '(' cannot be used: missing )"),
+    (STRING | {"pattern": 3}, "'pattern' of the schema must be a text, got 3"),
+    (STRING | {"format": "color"}, "has the format 'color'; known: ['date', "),
+    (STRING | {"maxLength": -1}, "maxLength of the schema must be an integer from 0 to 10000"),
+    (STRING | {"maxLength": True}, "must be an integer from 0 to 10000, got True; leave it out"),
+    (STRING | {"minLength": 3, "maxLength": 2}, "has minLength 3 and maxLength 2"),
+    ({"const": 10**400, "type": "null"}, "the schema contradicts itself"),
+    ({"const": math.inf}, "has a number that is none in JSON"),
+    ({"const": "\ud800"}, "has half of a surrogate pair or a control character"),
+    ({"required": ["\0"]}, "has half of a surrogate pair or a control character"),
+    ({"allOf": {}}, "'allOf' of the schema must be a list of schemas, got {}"),
+    ({"items": 3}, "the schema[] must be a dictionary, got 3"),
+    ({"$ref": "#/x"}, "refers to '#/x', which is not there"),
+    ({"$ref": "#/allOf/-1", "allOf": [{}]}, "refers to '#/allOf/-1', which is not there"),
+    ({"$ref": "a.json"}, "refers to 'a.json', which is not there; paths in the schema are read"),
+    ({"$ref": 5}, "'$ref' of the schema must be a text, got 5"),
+    ({"items": {"$id": "http://x"}}, "the schema[] has '$id', which a grammar cannot"),
+    ({"$ref": "#/x/y", "x": {"$id": "http://x", "y": {}}}, "the schema has '$id', which a"),
+    ({"properties": []}, "'properties' of the schema must be a dictionary"),
+    ({"required": "a"}, "'required' of the schema must be a list of names, got 'a'"),
+    ({"items": [{}]}, "'items' of the schema is a list; draft 2020-12 has 'prefixItems'"),
+    (
+        {"properties": {"x": {"type": "array", "minItems": 900, "items": STRING}}},
+        "the schema.x cannot be used: it needs more than",
+    ),
+    (STRING | {"maxLength": 10_000}, "the schema cannot be used: it needs more than"),
+    (
+        {"allOf": [{"anyOf": [{"required": [n * i]} for i in (1, 2, 3)]} for n in "abcdef"]},
+        "the schema has more than 256 alternatives",
+    ),
+    (
+        {"$ref": "#/$defs/0", "$defs": {str(i): {"anyOf": REFERENCES} for i in range(9)}},
+        "the schema cannot be used: it needs too many steps through references",
+    ),
+    (json.loads("[" * 300 + "{}" + "]" * 300), "schema must be a dictionary"),
+    (nested(3000), "the schema is nested too deep"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "message"), BAD_PATTERNS)
+def test_bad_patterns(pattern, message, tokenizer, monkeypatch):
+    monkeypatch.setattr(graph, "MOST_NODES", 20_000)
+    monkeypatch.setattr(byte_automaton, "MOST_STATES", 9_000)
+    refused(message, st.regex, pattern, tokenizer)
+
+
+@pytest.mark.parametrize(("schema", "message"), BAD_SCHEMAS)
 def test_bad_schemas(schema, message, tokenizer, monkeypatch):
-    monkeypatch.setattr(graph, "MOST_STATES", 2_000)
+    monkeypatch.setattr(byte_automaton, "MOST_STATES", 2_000)
     refused(message, st.json_schema, schema, tokenizer)
 
 
@@ -438,28 +435,22 @@ def test_bad_schemas(schema, message, tokenizer, monkeypatch):
     [
         {},
         {"type": "object", "properties": {"a": {}, "b": {"type": "array"}}},
-        STRING | {"maxLength": 10_000},
-        {"type": "object", "properties": {name: STRING | {"maxLength": 500} for name in "abcdef"}},
+        STRING | {"maxLength": 1000},
+        {"type": "object", "properties": {name: STRING | {"maxLength": 99} for name in "abcdef"}},
         {"enum": [f"value {i}" for i in range(1000)]},
     ],
 )
-def test_everyday_schemas_take_little(schema, tokenizer):
-    """Of time and memory: `{}` took a minute and a gigabyte, and `maxLength` had no end."""
-    began = time.perf_counter()
-    automaton = st.json_schema(schema, tokenizer)
-    assert time.perf_counter() - began < 5  # 0.1 to 0.4 s on a quiet machine
-    assert automaton.next_state.nbytes < 5e6
+def test_tables_of_everyday_schemas_are_small(schema, tokenizer):
+    """What states have in common is found, as between the copies of a counted part."""
+    assert st.json_schema(schema, tokenizer).next_state.nbytes < 5e5
 
 
-def test_other_refusals(tokenizer, monkeypatch):
+def test_other_refusals(tokenizer):
     plain = type(tokenizer).from_str(tokenizer.to_str().replace("<|endoftext|>", "<|other|>"))
     refused("pass eos_token=..., the id of the token that ends a text", st.regex, "x", plain)
     refused("eos_token is empty", st.regex, "x", tokenizer, eos_token=())
     refused("eos_token must be an integer, from 0", st.regex, "x", tokenizer, eos_token=5000)
     refused("tokenizer must be that of st.load_tokenizer(path)", st.regex, "x", "gpt2")
-    monkeypatch.setitem(sys.modules, "referencing", None)
-    needs = "'$ref' needs referencing; in the clone: pip install '.[grammar]'"
-    refused(needs, st.json_schema, {"$ref": "#/a"}, tokenizer)
 
 
 def refused(message, make, *arguments, **options):

@@ -27,11 +27,11 @@ _END_TOKENS = {
 def regex(
     pattern: str, tokenizer: Any, *, eos_token: int | Sequence[int] | None = None
 ) -> Automaton:
-    r"""A `LogitsProcessor` that makes the new tokens match a regular expression as a whole.
+    r"""Returns a `LogitsProcessor` by which new tokens match a regular expression.
 
-    The syntax is that of ECMA-262 with the flag `u`, without look-around, references, word
-    boundaries, `\p` and anchors inside. End tokens are allowed where the pattern matches, so a row
-    ends or continues there.
+    They match it as a whole. The syntax is that of ECMA-262 with the flag `u`, without look-around,
+    references, word boundaries, `\p` and anchors inside. End tokens are allowed where the pattern
+    matches, so a row ends or continues there.
 
     Args:
         pattern: the regular expression.
@@ -58,7 +58,7 @@ def json_schema(
     *,
     eos_token: int | Sequence[int] | None = None,
 ) -> Automaton:
-    """A `LogitsProcessor` that makes the new tokens a JSON text that a schema validates.
+    """Returns a `LogitsProcessor` by which new tokens are JSON that a schema validates.
 
     Schemas are of a part of draft 2020-12; keywords outside it, such as `not` or `uniqueItems`, are
     refused. All texts are valid, but not all valid texts are possible: properties come in the
@@ -83,7 +83,7 @@ def json_schema(
 
 
 def automaton_of_pattern(pattern: str) -> ByteAutomaton:
-    """Makes the automaton over bytes of the texts that a pattern matches as a whole."""
+    """Makes the automaton over bytes of the texts of a pattern."""
     graph = Graph()
     try:
         found = automaton_of_graph(graph, graph.expression(0, parse(pattern)))
@@ -107,7 +107,7 @@ def _over_tokens(
 
 @functools.lru_cache(maxsize=4)
 def _tree(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> TokenTree:
-    """Returns the token tree of a tokenizer, cached until it gets more tokens."""
+    """Returns a tokenizer's tree, cached until it gets more tokens."""
     texts = token_bytes(tokenizer)
     for token in ends:
         check_int("eos_token", token, 0, len(texts) - 1)
@@ -115,7 +115,7 @@ def _tree(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> TokenTree:
 
 
 def end_tokens(tokenizer: Any, eos_token: int | Sequence[int] | None = None) -> tuple[int, ...]:
-    """Returns the end tokens of a grammar; arguments and errors as in `regex`."""
+    """Returns a grammar's end tokens; arguments and errors as in `regex`."""
     if eos_token is None:
         eos_token = getattr(tokenizer, "eos_token_id", None)
     if eos_token is None:

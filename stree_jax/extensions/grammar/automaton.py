@@ -1,4 +1,4 @@
-"""A grammar as a logits processor: a deterministic automaton whose alphabet is the tokens."""
+"""A grammar as a logits processor: an automaton whose letters are tokens."""
 
 import dataclasses
 import typing
@@ -88,7 +88,7 @@ class Automaton:
 
     @staticmethod
     def joined(automata: "Sequence[Automaton]") -> "list[Automaton]":
-        """Returns them in one table, for requests with different grammars in one scheduler."""
+        """Returns them in one table, for requests that share a scheduler."""
         for one in automata if isinstance(automata, list | tuple) else [automata]:
             if not isinstance(one, Automaton):
                 raise ValueError(f"automata must be a list of Automaton, got {shown(one)} in it")
@@ -101,7 +101,7 @@ class Automaton:
         return [Automaton(whole, start, tuple(ends)) for start in starts]
 
     def check(self, vocab_size: int) -> None:
-        """Refuses a model that has none of the tokens which a state allows.
+        """Refuses a model that has no token which a state allows.
 
         Tokenizers may have more tokens than their models, and models more than their tokenizers:
         the others never come.
@@ -144,7 +144,7 @@ def _tables_of_array(given: Any) -> Tables:
 
 
 def _as_array(values: Any) -> np.ndarray:
-    """Returns the values as an array, an empty one for lists of different lengths."""
+    """Returns values as an array, an empty one for ragged lists."""
     try:
         return np.asarray(values)
     except ValueError:

@@ -11,7 +11,7 @@ _MOST_WORK = 1_000_000  # nodes in all states
 
 
 class ByteAutomaton(NamedTuple):
-    """A deterministic automaton over bytes. State 0 is the start, and each leads to an end.
+    """A deterministic automaton over bytes; state 0 is the start.
 
     Attributes:
         class_of: `[256]`, the class of each byte.
@@ -34,7 +34,7 @@ class ByteAutomaton(NamedTuple):
 
 
 def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
-    """Makes the automaton of the texts that lead to a node; None: there is no such text.
+    """Makes the automaton of texts that lead to a node; None: of none.
 
     A state is a set of nodes (Rabin and Scott, 1959). States have the order of their nodes, so
     that copies of a part have the same distances inside.
@@ -49,21 +49,18 @@ def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
         for byte, target in graph.moves[node]:
             for kind in kinds_of[byte] if target in useful else ():
                 moves[node].setdefault(kind, []).append(target)
-    closures: dict[frozenset[int], frozenset[int]] = {}
 
-    def closure(nodes: frozenset[int]) -> frozenset[int]:
-        """Returns the nodes joined to some that have bytes after them, or are the end."""
-        if nodes not in closures:
-            found, waiting = {*nodes}, [*nodes]
-            while waiting:
-                new = [n for n in graph.skips[waiting.pop()] if n in useful and n not in found]
-                found.update(new)
-                waiting += new
-            closures[nodes] = frozenset(n for n in found if moves[n] or n == end)
-        return closures[nodes]
+    def closure(nodes: tuple[int, ...]) -> frozenset[int]:
+        """Returns the nodes joined to some, but those only passed."""
+        found, waiting = {*nodes}, [*nodes]
+        while waiting:
+            new = [n for n in graph.skips[waiting.pop()] if n in useful and n not in found]
+            found.update(new)
+            waiting += new
+        return frozenset(n for n in found if moves[n] or n == end)
 
-    states, reached_by, work = [closure(frozenset([0]))], [[-1]], 0
-    numbers = {states[0]: 0}
+    states, first_nodes, work = [closure((0,))], [[-1]], 0
+    numbers, reached = {states[0]: 0}, dict[tuple[int, ...], int]()
     edges: list[tuple[int, int, int]] = []
     for number, nodes in enumerate(states):  # it grows meanwhile
         after: dict[int, list[int]] = {}
@@ -71,18 +68,18 @@ def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
             for kind, targets in moves[node].items():
                 after.setdefault(kind, []).extend(targets)
         for kind, targets in after.items():
-            state = closure(frozenset(targets))
-            if state not in numbers:
-                numbers[state] = len(states)
-                states.append(state)
-                reached_by.append(sorted(targets))
-            edges.append((number, kind, numbers[state]))
+            if (key := tuple(targets)) not in reached:
+                reached[key] = numbers.setdefault(state := closure(key), len(states))
+                if reached[key] == len(states):
+                    states.append(state)
+                    first_nodes.append(sorted(key))
+            edges.append((number, kind, reached[key]))
         work += len(nodes)
         if len(states) > MOST_STATES:
             raise TooLarge(f"it needs more than {MOST_STATES} states")
         if work > _MOST_WORK:
             raise TooLarge("too many of its alternatives overlap")
-    order = sorted(range(len(states)), key=reached_by.__getitem__)
+    order = sorted(range(len(states)), key=first_nodes.__getitem__)
     place = np.argsort(order)
     table = np.full((len(states), class_of.max() + 1), -1)
     before, kinds, following = np.array(edges, np.int64).reshape(-1, 3).T
@@ -91,7 +88,7 @@ def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
 
 
 def _byte_classes(graph: Graph) -> tuple[np.ndarray, dict[ByteRange, list[int]]]:
-    """Returns the class of each byte, and the classes of each range of the graph."""
+    """Returns the class of each byte, and the classes of each range."""
     ranges = sorted({byte for moves in graph.moves for byte, _ in moves})
     every = np.arange(256)
     marks = [(low <= every) & (every <= high) for low, high in ranges]

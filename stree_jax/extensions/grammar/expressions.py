@@ -51,7 +51,11 @@ class Repeat:
 
 
 Expression: TypeAlias = Characters | Series | Choice | Repeat
-ANY_TEXT = Repeat(Characters(EVERY), 0, None)
+
+
+def any_text(least: int = 0, most: int | None = None) -> Expression:
+    """Returns the expression of texts with some number of characters."""
+    return Repeat(Characters(EVERY), least, most)
 
 
 def literal(text: str) -> Expression:
@@ -100,7 +104,7 @@ _NO_REPEAT = "{ that begins no number of repeats, such as {2,3}; write \\{ for i
 def parse(pattern: str, *, is_whole: bool = True) -> Expression:
     """Reads a pattern, which matches whole texts or is found in them."""
     parser = _Parser(pattern)
-    around = Series() if is_whole else ANY_TEXT
+    around = Series() if is_whole else any_text()
     found = parser.choice(lambda: parser.alternative(around))
     if parser.at < len(pattern):
         parser.refuse("unbalanced parenthesis" if parser.take(")") else _ANCHOR)
@@ -120,7 +124,7 @@ class _Parser:
         ) from None
 
     def take(self, *options: str) -> str:
-        """Passes the option that comes next, and returns it; empty if none does."""
+        """Passes the option that comes next; returns it, or an empty text."""
         for option in options:
             if self.text.startswith(option, self.at):
                 self.at += len(option)
@@ -141,7 +145,7 @@ class _Parser:
         return Choice(tuple(parts))
 
     def alternative(self, around: Expression) -> Expression:
-        """Reads an alternative of the whole pattern; `around` is where it has no anchors."""
+        """Reads an alternative; `around` stands where it has no anchor."""
         before = Series() if self.take("^") else around
         part = self.series()
         return Series((before, part, Series() if self.take("$") else around))

@@ -1,4 +1,4 @@
-"""Texts of the formats of JSON schemas: a part of each, which every validator accepts."""
+"""Texts of formats of JSON schemas, which every validator accepts."""
 
 from stree_jax.extensions.grammar.expressions import parse
 

@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from stree_jax.extensions.grammar.expressions import (
-    ANY_TEXT,
     Characters,
     Choice,
     Expression,
     Ranges,
     Repeat,
     Series,
+    any_text,
     inverted,
     literal,
     of_characters,
@@ -32,10 +32,10 @@ class TooLarge(ValueError):
 
 
 class Graph:
-    """An automaton whose node 0 is the start. Each method adds a part after a node.
+    """An automaton that grows: each method adds a part after a node.
 
     Attributes:
-        moves: by node the bytes that lead to others.
+        moves: by node, the first of which is the start, the bytes that lead to others.
         skips: by node those that it is joined to.
     """
 
@@ -60,7 +60,7 @@ class Graph:
         return self.expression(start, literal(text))
 
     def expression(self, start: int, expression: Expression, *, quoted: bool = False) -> int:
-        """Adds what an expression matches; `quoted`: as JSON writes it in a string."""
+        """Adds what an expression matches, as in a JSON string if `quoted`."""
         match expression:
             case Characters(ranges):
                 end = self.node()
@@ -85,7 +85,7 @@ class Graph:
                 return self.node(*ends)
 
     def all_of(self, start: int, parts: Sequence[Expression], *, quoted: bool = False) -> int:
-        """Adds the texts that match each of some expressions: a node for a node of each."""
+        """Adds what all of some expressions match: nodes for pairs of nodes."""
         if len(parts) == 1:
             return self.expression(start, parts[0], quoted=quoted)
         one, other = Graph(), Graph()
@@ -110,9 +110,11 @@ class Graph:
         return node(ends)
 
     def other_than(self, start: int, names: Collection[str]) -> int:
-        """Adds the texts in a JSON string that are none of some names."""
+        """Adds texts in a JSON string that are none of some names."""
+        if not names:
+            return self.expression(start, any_text(), quoted=True)
         free = self.node()
-        ends = [self.expression(free, ANY_TEXT, quoted=True)]
+        ends = [self.expression(free, any_text(), quoted=True)]
 
         def beside(node: int, names: Collection[str]) -> None:
             rest: dict[str, list[str]] = defaultdict(list)
@@ -131,7 +133,7 @@ class Graph:
         return self.node(*ends)
 
     def _characters(self, start: int, ranges: Ranges, end: int, *, quoted: bool) -> None:
-        """Adds characters; the last bytes that several have in common are there once."""
+        """Adds characters; last bytes in common are there once."""
         for sequence in _sequences(ranges, quoted):
             node = start
             for i, byte in enumerate(sequence):
@@ -146,14 +148,12 @@ class Graph:
     def leading_to(self, end: int) -> set[int]:
         """Returns the nodes from which a way leads to the end."""
         both = zip(self.moves, self.skips, strict=True)
-        ways = (
-            (node, {*skips, *(to for _, to in moves)}) for node, (moves, skips) in enumerate(both)
-        )
-        return leading_to([end], ways)
+        ways = ({*skips, *(to for _, to in moves)} for moves, skips in both)
+        return leading_to([end], enumerate(ways))
 
 
 def leading_to(ends: Iterable[int], ways: Iterable[tuple[int, Iterable[int]]]) -> set[int]:
-    """Returns the nodes that lead to an end; `ways` are nodes, and those after each."""
+    """Returns the nodes that lead to an end by `ways`, from each."""
     before: dict[int, list[int]] = defaultdict(list)
     for node, targets in ways:
         for target in targets:
@@ -167,7 +167,6 @@ def leading_to(ends: Iterable[int], ways: Iterable[tuple[int, Iterable[int]]]) -
     return found
 
 
-@functools.lru_cache(maxsize=1024)
 def have_a_text(parts: tuple[Expression, ...]) -> bool:
     """True if some text matches all of some expressions."""
     graph = Graph()

@@ -10,17 +10,17 @@ from typing import Any
 
 from stree_jax.extensions.grammar import numbers
 from stree_jax.extensions.grammar.byte_automaton import ByteAutomaton, automaton_of_graph
-from stree_jax.extensions.grammar.expressions import ANY_TEXT
+from stree_jax.extensions.grammar.expressions import any_text
 from stree_jax.extensions.grammar.graph import Graph, TooLarge
 from stree_jax.extensions.grammar.located import read_schema
 from stree_jax.extensions.grammar.schema import shapes_of
-from stree_jax.extensions.grammar.shapes import Arrays, Objects, Shape, Together
+from stree_jax.extensions.grammar.shapes import Arrays, Objects, Shape, Together, schemas_of
 
 _FREE_LEVELS = 3
 
 
 def automaton_of_schema(schema: Any) -> tuple[ByteAutomaton, str]:
-    """Makes the automaton over bytes of a schema's texts, and returns its largest part too."""
+    """Returns the automaton of a schema's texts, and its largest part."""
     writer = _Writer()
     try:
         end = writer.value(0, (read_schema(schema),), _FREE_LEVELS)
@@ -45,11 +45,11 @@ def too_large(part: str, error: TooLarge) -> str:
 
 
 class _Writer:
-    """Adds values to a graph. Each method returns the node after what it adds."""
+    """Adds values to a graph; methods return the node after them."""
 
     def __init__(self) -> None:
         self.graph = Graph()
-        self.sizes: dict[str, int] = {}  # nodes of each part, with its own parts
+        self.sizes: dict[str, int] = {}  # nodes of each part, with its own parts, at most
 
     def largest(self) -> str:
         """Returns the smallest part that has most of the nodes."""
@@ -58,7 +58,7 @@ class _Writer:
         return min(parts, key=parts.__getitem__, default="the schema")
 
     def value(self, start: int, together: Together, levels: int) -> int:
-        """Adds the values for which schemas hold; `levels` of arrays and objects are free."""
+        """Adds the values for which schemas hold, with free `levels` inside."""
         before = len(self.graph.moves)
         try:
             ends = [end for each in shapes_of(together) for end in self.shape(start, each, levels)]
@@ -66,7 +66,8 @@ class _Writer:
         finally:
             if together:
                 where = together[-1].where
-                self.sizes[where] = self.sizes.get(where, 0) + len(self.graph.moves) - before
+                size = len(self.graph.moves) - before
+                self.sizes[where] = max(self.sizes.get(where, 0), size)
 
     def shape(self, start: int, shape: Shape, levels: int) -> list[int]:
         """Adds the values of each type of a shape."""
@@ -76,7 +77,7 @@ class _Writer:
             found.append(self.graph.all_of(start, shape.number or (numbers.ANY,)))
         if shape.string is not None:
             inside = self.graph.text(start, '"')
-            inside = self.graph.all_of(inside, shape.string or (ANY_TEXT,), quoted=True)
+            inside = self.graph.all_of(inside, shape.string or (any_text(),), quoted=True)
             found.append(self.graph.text(inside, '"'))
         if shape.array is not None and (levels or shape.array != Arrays()):
             found.append(self.array(start, shape.array, levels - (shape.array == Arrays())))
@@ -85,7 +86,7 @@ class _Writer:
         return found
 
     def sign(self, start: int, text: str) -> int:
-        """Adds a sign between parts, with a space before and after it or not."""
+        """Adds a sign between parts, with or without spaces around it."""
         return self.space(self.graph.text(self.space(start), text))
 
     def space(self, start: int) -> int:
@@ -95,14 +96,14 @@ class _Writer:
     def array(self, start: int, arrays: Arrays, levels: int) -> int:
         """Adds arrays: each item apart, until all others are alike."""
         node, number, closes = self.space(self.graph.text(start, "[")), 0, list[int]()
-        last = max([arrays.least - 1, 0, *(len(rule.first) for rule in arrays.rules)])
+        last = max([arrays.least - 1, 0, *(len(rule.own) for rule in arrays.rules)])
         while True:
             if number >= arrays.least:
                 closes.append(node)
             if number == arrays.most:
                 break
             before = self.graph.node(self.sign(node, ",") if number else node)
-            node = self.value(before, arrays.schemas_of(number), levels)
+            node = self.value(before, schemas_of(arrays.rules, number), levels)
             if arrays.most is None and number == last:
                 self.graph.skips[self.sign(node, ",")].append(before)
                 closes.append(node)
@@ -111,21 +112,21 @@ class _Writer:
         return self.graph.text(self.space(self.graph.node(*closes)), "]")
 
     def object(self, start: int, objects: Objects, levels: int) -> int:
-        """Adds objects: each named property, or none where it may be left out, then others."""
+        """Adds objects: named properties, which may be left out, then others."""
         # Nodes after which no comma comes, and those after which one does.
         opened, written = [self.space(self.graph.text(start, "{"))], list[int]()
-        named = [item for rule in objects.rules for item in rule.named.items()]
+        named = [(str(name), each) for rule in objects.rules for name, each in rule.own.items()]
         names = [*dict.fromkeys([*(name for name, _ in named), *objects.required])]
         for name in names:
             before = self.graph.node(*opened, *[self.sign(each, ",") for each in written])
             key = self.graph.text(before, json.dumps(name, ensure_ascii=False))
-            after = self.value(self.sign(key, ":"), objects.schemas_of(name), levels)
+            after = self.value(self.sign(key, ":"), schemas_of(objects.rules, name), levels)
             if name in objects.required:
                 opened, written = [], [after]
             else:
                 written = [self.graph.node(*written, after)]
         # Where schemas say what some properties are, and not what others are, none are wanted.
-        others = objects.schemas_of(None)
+        others = schemas_of(objects.rules, None)
         is_open = bool(others) or all(each.schema is False for _, each in named)
         if is_open and all(each.schema is not False for each in others):
             before = self.graph.node(*opened, *[self.sign(each, ",") for each in written])

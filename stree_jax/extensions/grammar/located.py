@@ -1,13 +1,14 @@
-"""A schema: its parts with what messages call them, and what references refer to."""
+"""Parts of a schema, what messages call them, and references."""
 
 import json
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from stree_jax.extensions.grammar.expressions import MOST_REPEATS, Expression, parse
 from stree_jax.messages import shown
 
+_MOST_READS = 50_000
 _WAY_OUT = "leave it out, and check the text afterwards"
 
 
@@ -19,12 +20,14 @@ class Located(NamedTuple):
         where: what messages call it.
         root: the whole schema.
         inside: references on the way to it.
+        reads: what is left of the numbers of parts that may be read.
     """
 
     schema: Any
     where: str
     root: Any
-    inside: tuple[int, ...] = ()
+    inside: tuple[int, ...]
+    reads: Iterator[int]
 
     def part(self, schema: Any, where: str = "") -> "Located":
         """Returns a part of this part."""
@@ -36,17 +39,18 @@ class Located(NamedTuple):
         return [self.part(each, f"[{i}]") for i, each in enumerate(schemas)]
 
     def referred(self) -> "Located":
-        """Returns what the reference refers to: a path in the schema, such as #/$defs/name."""
+        """Returns what the reference refers to, such as #/$defs/name."""
         name, found = self.value("$ref", "", "a text"), self.root
         try:
             start, *steps = urllib.parse.unquote(name).split("/")
             if start != "#":
-                raise ValueError(name)
+                raise LookupError(name)
             for step in (each.replace("~1", "/").replace("~0", "~") for each in steps):
-                is_list = isinstance(found, list)
-                found = found[range(len(found)).index(int(step)) if is_list else step]
+                if isinstance(found, list):
+                    found = {str(i): each for i, each in enumerate(found)}
+                found = found[step]
                 self.part(found).check_address()
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError):
             raise ValueError(
                 f"{self.where} refers to {shown(name)}, which is not there; paths in the schema are"
                 " read, such as #/$defs/name"
@@ -54,7 +58,7 @@ class Located(NamedTuple):
         return self._replace(schema=found, inside=(*self.inside, id(found)))
 
     def check_address(self) -> None:
-        """Refuses a part whose references are seen from an address of its own."""
+        """Refuses a part with an address, which its references are relative to."""
         is_part = isinstance(self.schema, Mapping) and self.schema is not self.root
         if is_part and isinstance(self.schema.get("$id"), str):
             self.refuse("$id")
@@ -64,14 +68,14 @@ class Located(NamedTuple):
         raise ValueError(f"{self.where} has {name!r}, {why}; {_WAY_OUT}")
 
     def value(self, name: str, nothing: Any, what: str) -> Any:
-        """Returns what a keyword has, which is of the type of `nothing`, that without it."""
+        """Returns what a keyword has, of the type of `nothing`, its default."""
         value = self.schema.get(name, nothing)
         if not isinstance(value, Mapping if nothing == {} else type(nothing)):
             raise ValueError(f"{name!r} of {self.where} must be {what}, got {shown(value)}")
         return value
 
     def counts(self, what: str) -> tuple[int, int | None]:
-        """Returns two keywords that are a least and a most number; None: without limit."""
+        """Returns a least and a most number; None: without limit."""
         found: list[int | None] = []
         for name in (f"min{what}", f"max{what}"):
             value = self.schema.get(name)
@@ -97,7 +101,7 @@ class Located(NamedTuple):
             raise ValueError(f"{self.where} has the {error}") from None
 
     def rest(self, name: str, name_of_rest: str, where: str) -> "Located | None":
-        """Returns the schema of items or properties that no other keyword is about."""
+        """Returns the schema of what no other keyword is about."""
         schema = self.schema
         if name not in schema and schema.get(name_of_rest, True) is not True:
             if {"$ref", "allOf", "anyOf", "oneOf"} & schema.keys():  # they may be about others
@@ -118,7 +122,7 @@ class Located(NamedTuple):
 
 
 def read_schema(schema: Any) -> Located:
-    """Reads a schema from a dictionary, a JSON text, or a class with `model_json_schema`."""
+    """Reads a schema: a dictionary, a text, or a class with `model_json_schema`."""
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     if isinstance(schema, str):
@@ -128,4 +132,4 @@ def read_schema(schema: Any) -> Located:
             raise ValueError(f"the schema is not JSON: {error}") from None
     if not isinstance(schema, Mapping | bool):
         raise ValueError(f"schema must be a dictionary or a JSON text, got {shown(schema)}")
-    return Located(schema, "the schema", schema)
+    return Located(schema, "the schema", schema, (), iter(range(_MOST_READS)))

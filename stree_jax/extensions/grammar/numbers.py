@@ -1,17 +1,16 @@
 """JSON numbers as expressions over their characters.
 
-A number with a bound has no exponent, and at most six digits after the point, the last of which is
-not 0: so doubles tell it from the bound.
+A number with a bound has no exponent, and few digits after the point: so doubles tell it from the
+bound.
 """
 
-import functools
 import json
 from collections.abc import Sequence
 
 from stree_jax.extensions.grammar.expressions import Choice, Expression, literal, parse
 
 MOST_BOUND = 10**9
-_FRACTION = r"\.[0-9]{0,5}[1-9]"
+_FRACTION, _NOT_ZERO = r"(\.[0-9]{1,6})?", r"\.[0-9]{0,5}[1-9][0-9]{0,5}"
 
 ANY = parse(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?")
 INTEGERS = parse("-?(0|[1-9][0-9]*)")
@@ -24,7 +23,6 @@ def equal_to(values: Sequence[int | float]) -> Expression:
     return Choice(tuple(map(literal, sorted(texts))))
 
 
-@functools.lru_cache(maxsize=256)
 def at_least(bound: int, *, or_equal: bool) -> Expression:
     """Returns the numbers above an integer, or equal to it."""
     if bound >= 0:
@@ -32,12 +30,11 @@ def at_least(bound: int, *, or_equal: bool) -> Expression:
     return parse(f"{_above(0)}|-({_below(-bound, or_equal=or_equal)})")
 
 
-@functools.lru_cache(maxsize=256)
 def at_most(bound: int, *, or_equal: bool) -> Expression:
     """Returns the numbers below an integer, or equal to it."""
     if bound > 0:
         return parse(f"{_below(bound, or_equal=or_equal)}|-({_above(0)})")
-    zero = "|0" if bound == 0 and or_equal else ""
+    zero = r"|0(\.0{1,6})?" if bound == 0 and or_equal else ""
     return parse(f"-({_above(-bound, or_equal=or_equal)}){zero}")
 
 
@@ -46,16 +43,18 @@ def _above(bound: int, *, or_equal: bool = True) -> str:
     first = bound if or_equal else bound + 1
     num_digits = len(str(first))
     whole = f"{_between(first, 10**num_digits - 1)}|[1-9][0-9]{{{num_digits},}}"
-    return f"({whole})({_FRACTION})?" + ("" if or_equal else f"|{bound}{_FRACTION}")
+    return f"({whole}){_FRACTION}" + ("" if or_equal else f"|{bound}{_NOT_ZERO}")
 
 
 def _below(bound: int, *, or_equal: bool) -> str:
     """Returns the pattern of numbers without a sign that are below one."""
-    return f"({_between(0, bound - 1)})({_FRACTION})?" + (f"|{bound}" if or_equal else "")
+    return f"({_between(0, bound - 1)}){_FRACTION}" + (
+        rf"|{bound}(\.0{{1,6}})?" if or_equal else ""
+    )
 
 
 def _between(low: int, high: int) -> str:
-    """Returns the pattern of the integers from one to another, in blocks of powers of ten.
+    """Returns the pattern of integers from one to another, in blocks.
 
     Worked example: 38 to 521 are 3[8-9], [4-9][0-9], [1-4][0-9]{2}, 5[0-1][0-9] and 52[0-1].
     """

@@ -1,4 +1,4 @@
-"""From a JSON schema (draft 2020-12) to the shapes of the values that it validates.
+"""From a JSON schema (draft 2020-12) to the shapes of its values.
 
 A schema is a conjunction of keywords, each of which is written as alternatives of shapes. What
 cannot be written so is refused, so a grammar may allow fewer texts than a schema, and never others.
@@ -10,19 +10,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from stree_jax.extensions.grammar import numbers
-from stree_jax.extensions.grammar.expressions import EVERY, Characters, Choice, Repeat, literal
+from stree_jax.extensions.grammar.expressions import Choice, any_text, literal
 from stree_jax.extensions.grammar.formats import FORMATS
-from stree_jax.extensions.grammar.graph import have_a_text
+from stree_jax.extensions.grammar.graph import TooLarge, have_a_text
 from stree_jax.extensions.grammar.located import Located
 from stree_jax.extensions.grammar.shapes import (
     EVERYTHING,
+    NOTHING,
     Arrays,
-    ItemRule,
     Objects,
-    PropertyRule,
+    Rule,
     Shape,
     Together,
     both,
+    schemas_of,
 )
 from stree_jax.messages import shown
 
@@ -38,7 +39,7 @@ _TYPES = {
     "object": Shape(object=Objects()),
 }
 # Keywords that are not read, and a value of each that says nothing.
-_REFUSED = {
+_REFUSED: dict[str, Any] = {
     **dict.fromkeys(("not", "if", "contains", "propertyNames", "multipleOf", "maxProperties")),
     **{name: {} for name in ("patternProperties", "dependentRequired", "dependentSchemas")},
     "uniqueItems": False,
@@ -50,7 +51,7 @@ _REFUSED = {
 
 
 def shapes_of(together: Together) -> list[Shape]:
-    """Returns the shapes of the values for which schemas hold together; none: there is no value."""
+    """Returns the shapes of values for which all schemas hold."""
     return _all_of(map(_shapes, together), together[-1]) if together else [EVERYTHING]
 
 
@@ -61,6 +62,8 @@ def _shapes(at: Located) -> list[Shape]:
     if not isinstance(schema, Mapping):
         raise ValueError(f"{at.where} must be a dictionary, got {shown(schema)}")
     at.check_address()
+    if next(at.reads, None) is None:
+        raise TooLarge("it needs too many steps through references")
     for name, nothing in _REFUSED.items():
         if name in schema and schema[name] != nothing:
             at.refuse(name)
@@ -69,7 +72,7 @@ def _shapes(at: Located) -> list[Shape]:
 
 def _united(parts: Iterable[list[Shape]], at: Located) -> list[Shape]:
     """Returns all shapes of some lists that have a value."""
-    found = [shape for shapes in parts for shape in shapes if shape != Shape()]
+    found = [shape for shapes in parts for shape in shapes if shape != NOTHING]
     if len(found) > _MOST_SHAPES:
         raise ValueError(f"{at.where} has more than {_MOST_SHAPES} alternatives")
     return found
@@ -103,20 +106,19 @@ def _logic(at: Located) -> Iterator[list[Shape]]:
 
 
 def _may_exist(shape: Shape, depth: int = 4) -> bool:
-    """True if a shape may have a value, as far as it is easily seen."""
+    """True if a shape may have a value, as far as easily seen."""
     texts = (each for each in (shape.number, shape.string) if each is not None)
     if depth == 0 or shape.null or shape.booleans or any(map(have_a_text, texts)):
         return True
-    kinds: list[list[Together]] = []  # of what is inside, the schemas that hold for each
+    kinds: list[list[list[Shape]]] = []  # of what has to be inside, by type
     if shape.object is not None:
-        kinds.append([shape.object.schemas_of(name) for name in shape.object.required])
+        kinds.append([shapes_of(schemas_of(shape.object.rules, n)) for n in shape.object.required])
     if shape.array is not None:
-        kinds.append([shape.array.schemas_of(i) for i in range(min(shape.array.least, 8))])
-
-    def is_possible(together: Together) -> bool:
-        return any(_may_exist(each, depth - 1) for each in shapes_of(together))
-
-    return any(all(map(is_possible, parts)) for parts in kinds)
+        first = range(min(shape.array.least, 8))
+        kinds.append([shapes_of(schemas_of(shape.array.rules, i)) for i in first])
+    return any(
+        all(any(_may_exist(each, depth - 1) for each in part) for part in parts) for parts in kinds
+    )
 
 
 def _of_types(at: Located) -> Iterator[list[Shape]]:
@@ -135,10 +137,9 @@ def _of_values(at: Located) -> Iterator[list[Shape]]:
     for name in ("enum", "const"):
         if name not in at.schema:
             continue
-        is_one = name == "const"
-        values = [at.schema[name]] if is_one else at.value(name, [], "a list of values")
+        values = at.value(name, [], "a list") if name == "enum" else [at.schema[name]]
         plain = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-        if not all(map(math.isfinite, plain)):
+        if any(isinstance(each, float) and not math.isfinite(each) for each in plain):
             raise ValueError(f"{name!r} of {at.where} has a number that is none in JSON")
         texts = [each for each in values if isinstance(each, str)]
         for text in texts:
@@ -181,23 +182,22 @@ def _of_numbers(at: Located) -> Iterator[list[Shape]]:
 
 def _of_strings(at: Located) -> Iterator[list[Shape]]:
     least, most = at.counts("Length")
-    texts = [Repeat(Characters(EVERY), least, most)] if least or most is not None else []
+    if least or most is not None:
+        yield [EVERYTHING._replace(string=(any_text(least, most),))]
     if "pattern" in at.schema:
-        texts.append(at.pattern())
+        yield [EVERYTHING._replace(string=(at.pattern(),))]
     if "format" in at.schema:
         name = at.schema["format"]
         if not isinstance(name, str) or name not in FORMATS:
             raise ValueError(f"{at.where} has the format {shown(name)}; known: {sorted(FORMATS)}")
-        texts.append(FORMATS[name])
-    yield [EVERYTHING._replace(string=tuple(texts))]
+        yield [EVERYTHING._replace(string=(FORMATS[name],))]
 
 
 def _of_arrays(at: Located) -> Iterator[list[Shape]]:
     if isinstance(at.schema.get("items"), list):
         raise ValueError(f"'items' of {at.where} is a list; draft 2020-12 has 'prefixItems' for it")
-    first = tuple(at.parts("prefixItems"))
-    others = at.rest("items", "unevaluatedItems", "[]")
-    rules = (ItemRule(first, others),) if first or others is not None else ()
+    first, others = at.parts("prefixItems"), at.rest("items", "unevaluatedItems", "[]")
+    rules = (Rule(dict(enumerate(first)), others),) if first or others is not None else ()
     yield [EVERYTHING._replace(array=Arrays(rules, *at.counts("Items")))]
 
 
@@ -206,9 +206,9 @@ def _of_objects(at: Located) -> Iterator[list[Shape]]:
     required = at.value("required", [], "a list of names")
     for name in (*properties, *required):
         at.check_text(name)
-    named: dict[str | None, Located] = {n: at.part(s, f".{n}") for n, s in properties.items()}
+    named = {name: at.part(each, f".{name}") for name, each in properties.items()}
     others = at.rest("additionalProperties", "unevaluatedProperties", ".*")
-    rules = (PropertyRule(named, others),) if named or others is not None else ()
+    rules = (Rule(named, others),) if named or others is not None else ()
     yield [EVERYTHING._replace(object=Objects(rules, tuple(required)))]
 
 

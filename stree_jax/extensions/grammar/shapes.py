@@ -1,5 +1,6 @@
-"""What a JSON value may be: constraints of each type, and their intersections."""
+"""Constraints of JSON values by type, and their intersections."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from stree_jax.extensions.grammar.expressions import Expression
@@ -11,47 +12,36 @@ Together: TypeAlias = tuple[Located, ...]
 Texts: TypeAlias = tuple[Expression, ...]
 
 
-class ItemRule(NamedTuple):
-    """Schemas of the first items, and of the others."""
+class Rule(NamedTuple):
+    """Schemas of items by index, or properties by name, and of others."""
 
-    first: Together
+    own: Mapping[Any, Located]
     others: Located | None = None
 
 
 class Arrays(NamedTuple):
     """Arrays: rules that all hold, and numbers of items."""
 
-    rules: tuple[ItemRule, ...] = ()
+    rules: tuple[Rule, ...] = ()
     least: int = 0
     most: int | None = None
-
-    def schemas_of(self, index: int) -> Together:
-        """Returns the schemas of an item."""
-        own = (rule.first[index : index + 1] or (rule.others,) for rule in self.rules)
-        return tuple(schema for each in own for schema in each if schema is not None)
-
-
-class PropertyRule(NamedTuple):
-    """Schemas of properties by name, and of all others."""
-
-    named: dict[str | None, Located]
-    others: Located | None = None
 
 
 class Objects(NamedTuple):
     """Objects: rules that all hold, and names that are there."""
 
-    rules: tuple[PropertyRule, ...] = ()
+    rules: tuple[Rule, ...] = ()
     required: tuple[str, ...] = ()
 
-    def schemas_of(self, name: str | None) -> Together:
-        """Returns the schemas of the property of a name; None: one that no rule names."""
-        own = (rule.named.get(name, rule.others) for rule in self.rules)
-        return tuple(schema for schema in own if schema is not None)
+
+def schemas_of(rules: tuple[Rule, ...], key: int | str | None) -> Together:
+    """Returns the schemas of an item or a property; None: of others."""
+    found = (rule.own.get(key, rule.others) for rule in rules)
+    return tuple(schema for schema in found if schema is not None)
 
 
 class Shape(NamedTuple):
-    """What a value of each type may be; None or empty: no value of this type."""
+    """Values of each type; None or empty: no value of this type."""
 
     null: bool = False
     booleans: frozenset[bool] = frozenset()
@@ -61,6 +51,7 @@ class Shape(NamedTuple):
     object: Objects | None = None
 
 
+NOTHING = Shape()
 EVERYTHING = Shape(True, frozenset([False, True]), (), (), Arrays(), Objects())
 
 
@@ -74,7 +65,7 @@ def both(a: Shape, b: Shape) -> Shape:
 
 
 def _met(a: Any, b: Any) -> Any:
-    """Returns the values of one type that are in both; None: there is none."""
+    """Returns the values of one type in both; None: no value."""
     if isinstance(a, Objects):
         return Objects(a.rules + b.rules, (*dict.fromkeys(a.required + b.required),))
     if not isinstance(a, Arrays):

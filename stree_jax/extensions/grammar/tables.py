@@ -60,7 +60,7 @@ class Tables:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def kinds_of(self, states: Int[Array, "B Q"]) -> Int[Array, "B Q"]:
-        """Returns the kind of each state; -1 is the state after a token that is not allowed."""
+        """Returns the kind of each state, 0 of state -1."""
         return jnp.where(states < 0, 0, self.kind.at[states].get(mode="clip"))
 
     def mask(self, states: Int[Array, "B Q"], vocab_size: int) -> Bool[Array, "B Q V"]:
@@ -71,7 +71,7 @@ class Tables:
         return jnp.pad(bits, ((0, 0), (0, 0), (0, vocab_size - bits.shape[-1])))
 
     def after(self, states: Int[Array, "B Q"], tokens: Int[Array, "B Q"]) -> Int[Array, "B Q"]:
-        """Returns the state after one more token; -1 if it is not allowed."""
+        """Returns the state after a token; -1 if it is not allowed."""
         kinds = self.kinds_of(states)
         words = self.allowed.at[kinds, tokens // BITS].get(mode="fill", fill_value=0)
         is_allowed = (words >> (tokens % BITS).astype(words.dtype) & 1) != 0
@@ -90,34 +90,31 @@ class Tables:
 
 
 class _Move:
-    """What tokens do in some states: by token the distance to the next state, or that state."""
+    """By token the distance to the next state, and that state, as far as they are known."""
 
     def __init__(self, vocab_size: int):
-        self.distance = np.full(vocab_size, _UNKNOWN, np.int32)
-        self.target = self.distance.copy()
+        self.pairs = np.full((vocab_size, 2), _UNKNOWN, np.int32).view(np.int64).ravel()
 
-    def adds(self, state: int, tokens: np.ndarray, after: np.ndarray) -> bool:
-        """Adds a state if its tokens do there what they do in the others; returns whether."""
-        for some in (slice(8), slice(None)):  # a few first, since most states differ at once
-            own = tokens[some]
-            distance = self.distance[own]
-            is_new, steps = distance == _UNKNOWN, after[some] - state
-            near = is_new | (distance == steps)
-            there = is_new | (self.target[own] == after[some])
-            if not (near | there).all():
+    def adds(self, tokens: np.ndarray, pairs: np.ndarray) -> bool:
+        """Adds tokens if they fit, by their distances or their states; returns whether."""
+        # Most differ in the first tokens, which are short.
+        for size in sorted({min(256, len(tokens)), min(4096, len(tokens)), len(tokens)}):
+            known = self.pairs[tokens[:size]].view(np.int32).reshape(-1, 2)
+            fits = (known == pairs[:size]) | (known == _UNKNOWN)
+            if not fits.view(np.uint16).all():  # both of a pair differ
                 return False
-        self.distance[tokens] = np.where(near, steps, _DIFFERS)
-        self.target[tokens] = np.where(there, after, _DIFFERS)
+        self.pairs[tokens] = np.where(fits, pairs, np.int32(_DIFFERS)).view(np.int64).ravel()
         return True
 
-    def codes(self) -> tuple[int, np.ndarray, np.ndarray]:
-        """Returns the code of most tokens, the others, and theirs."""
-        tokens = np.flatnonzero(self.distance != _UNKNOWN).astype(np.int32)
-        distance, target = self.distance[tokens], self.target[tokens]
+    def coded(self) -> tuple[int, np.ndarray, np.ndarray]:
+        """Returns the code of most tokens by a sample, the others, and theirs."""
+        distance, target = self.pairs.view(np.int32).reshape(-1, 2).T
         codes = np.where(distance == _DIFFERS, ABSOLUTE + target, distance)
-        values, counts = np.unique(codes, return_counts=True)
+        known = codes[codes != _UNKNOWN]
+        values, counts = np.unique(known[:: len(known) // 1000 + 1], return_counts=True)
         step = int(values[counts.argmax()])
-        return step, tokens[codes != step], codes[codes != step]
+        tokens = np.flatnonzero((codes != step) & (codes != _UNKNOWN))
+        return step, tokens, codes[tokens]
 
 
 class Compressor:
@@ -129,57 +126,50 @@ class Compressor:
         self._kinds: dict[tuple[bytes, int], int] = {(b"", 0): 0}
         self._words = [np.zeros(-(-vocab_size // BITS), np.uint32)]
         nothing = np.zeros(0, np.int32)
-        self._codes = [(0, nothing, nothing)]  # of moves
-        self._open: list[tuple[int, _Move]] = []  # those that states may be added to
+        self._moves: list[Any] = [(0, nothing, nothing)]  # `_Move`, or its codes
+        self._open: list[int] = []  # moves that states may be added to, the last ones first
 
     def add(self, state: int, tokens: np.ndarray, after: np.ndarray) -> None:
-        """Adds a state, the tokens that it allows, and the states after them."""
+        """Adds a state, its tokens in an order that all states have, and the next states."""
         if not len(tokens):
             return
-        found = next((both for both in self._open if both[1].adds(state, tokens, after)), None)
-        if found is None:
-            found = len(self._codes), _Move(self._vocab_size)
-            found[1].adds(state, tokens, after)
-            self._codes.append(self._codes[0])  # until it is closed
-            self._close(_MOST_OPEN - 1)
-        else:
-            self._open.remove(found)
-        self._open.insert(0, found)
-        marked = np.zeros(len(self._words[0]) * BITS, bool)
-        marked[tokens] = True
-        bits = np.packbits(marked, bitorder="little")
-        key = hashlib.blake2b(bits.tobytes()).digest(), found[0]
+        pairs = np.empty((len(tokens), 2), np.int32)
+        pairs[:, 0], pairs[:, 1] = after - state, after
+        found = (each for each in self._open if self._moves[each].adds(tokens, pairs))
+        number = next(found, len(self._moves))
+        if number == len(self._moves):
+            self._moves.append(_Move(self._vocab_size))
+            self._moves[number].adds(tokens, pairs)
+        self._open = [number, *(each for each in self._open if each != number)]
+        for each in self._open[_MOST_OPEN:]:
+            self._moves[each] = self._moves[each].coded()
+        self._open = self._open[:_MOST_OPEN]
+        key = hashlib.blake2b(tokens.astype(np.int32).tobytes()).digest(), number
         if key not in self._kinds:
             self._kinds[key] = len(self._words)
-            self._words.append(bits.view("<u4").astype(np.uint32))
+            marked = np.zeros(len(self._words[0]) * BITS, bool)
+            marked[tokens] = True
+            self._words.append(np.packbits(marked, bitorder="little").view("<u4").astype(np.uint32))
         self._kind[state] = self._kinds[key]
-
-    def _close(self, most: int) -> None:
-        """Leaves some moves open, the last ones that were used."""
-        for number, move in self._open[most:]:
-            self._codes[number] = move.codes()
-        self._open = self._open[:most]
 
     def tables(self) -> "Tables":
         """Returns the tables, on the device."""
-        self._close(0)
-        steps, tokens, codes = zip(*self._codes, strict=True)
-        # The largest table, padded here so that it is not copied again.
-        padding = _size_of("allowed", len(self._words)) - len(self._words)
+        coded = (each.coded() if isinstance(each, _Move) else each for each in self._moves)
+        steps, tokens, steps_of = zip(*coded, strict=True)
         return _on_device(
             self._vocab_size,
             kind=self._kind,
-            allowed=np.stack([*self._words, *self._words[:1] * padding]),
+            allowed=np.stack(self._words),
             move=np.array([move for _, move in self._kinds]),
             step=np.array(steps),
             first=np.append(0, np.cumsum([*map(len, tokens)])),
             token=np.concatenate(tokens),
-            step_of=np.concatenate(codes),
+            step_of=np.concatenate(steps_of),
         )
 
 
 def compressed(num_states: int, vocab_size: int, *edges: np.ndarray) -> Tables:
-    """Returns the tables of states, tokens and next states, in the order of the states."""
+    """Returns the tables of states in order, tokens and next states."""
     tables = Compressor(num_states, vocab_size)
     bounds = np.searchsorted(edges[0], np.arange(num_states + 1))
     for state, (low, high) in enumerate(itertools.pairwise(bounds)):
@@ -188,7 +178,7 @@ def compressed(num_states: int, vocab_size: int, *edges: np.ndarray) -> Tables:
 
 
 def _on_device(vocab_size: int, **arrays: np.ndarray) -> Tables:
-    """Returns tables on the device, in sizes that similar automata share, and so programs."""
+    """Returns tables on the device, in sizes that similar automata share."""
     padded = {}
     for name, values in arrays.items():
         values = values if name == "allowed" else values.astype(np.int32)
@@ -201,14 +191,14 @@ def _on_device(vocab_size: int, **arrays: np.ndarray) -> Tables:
 
 
 def _size_of(name: str, needed: int) -> int:
-    """Returns the size of a table: one of few, since each set of sizes is another program."""
+    """Returns the size of a table, one of few: each is a program."""
     if name in ("allowed", "move"):  # by kind, where the sets of tokens take the memory
         return buffer_size(needed)
     return list_size(max(needed, _FEW))
 
 
 def firsts(tables: Sequence[Tables], name: str) -> list[int]:
-    """Returns where the entries of each of some tables begin in all of them."""
+    """Returns where the entries of each table begin in all of them."""
     lengths = [len(getattr(each, name)) for each in tables]
     return [0, *itertools.accumulate(lengths[:-1])]
 
@@ -219,7 +209,7 @@ def joined(tables: Sequence[Tables]) -> Tables:
     each = [dataclasses.replace(one, first=one.first[: len(one.step)]) for one in each]
 
     def all_of(name: str, counted: str = "", *, are_codes: bool = False) -> np.ndarray:
-        """Returns the entries of all, numbers of others that are counted from the first on."""
+        """Returns the entries of all, moved where they count others."""
         parts = [getattr(one, name) for one in each]
         both = zip(parts, firsts(each, counted) if counted else [0] * len(each), strict=True)
         if are_codes:  # those of states themselves move with the states

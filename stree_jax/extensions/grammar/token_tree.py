@@ -1,4 +1,4 @@
-"""From an automaton over bytes to one over the tokens of a vocabulary."""
+"""From automata over bytes to those over the tokens of a vocabulary."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -11,18 +11,18 @@ from stree_jax.extensions.grammar.graph import TooLarge, leading_to
 from stree_jax.extensions.grammar.tables import Compressor
 
 # Pairs of a state and a node of the tree: in memory, and in all.
-_AT_ONCE, _MOST_WORK = 1 << 22, 1 << 27
+_AT_ONCE, _MOST_WORK = 1 << 22, 1 << 28
 
 
 class TokenTree:
-    """The texts of tokens as a tree of bytes: a node for each of their beginnings.
+    """Texts of tokens as a tree: a node for each beginning.
 
     Nodes are numbered level by level from 0, the empty text, and the children of a node are
     consecutive.
     """
 
     def __init__(self, texts: Sequence[bytes | None], ends: Sequence[int]):
-        """Makes the tree; a token without a text is never allowed, and those of ends are passed."""
+        """Makes the tree of texts that are there, but those of ends."""
         self.vocab_size, self.ends = len(texts), np.array(sorted(set(ends)), np.int64)
         ids: dict[bytes, list[int]] = {}
         for token, text in enumerate(texts):
@@ -38,19 +38,18 @@ class TokenTree:
         self.num_tokens = np.array([len(ids.get(text, [])) for text in nodes])
         self.first_token = np.cumsum(self.num_tokens) - self.num_tokens
         self.tokens = np.array([token for text in nodes for token in ids.get(text, [])], np.int64)
-        # By first byte the nodes below, and whether it is a token.
         first = np.array([text[0] for text in nodes[1:]], np.int64)
-        self.size_below = np.bincount(first, minlength=256)
+        self.size_below = np.bincount(first, minlength=256)  # nodes below a first byte
         self.single_bytes = [text[0] for text in ids if len(text) == 1]
 
     def automaton(self, of_bytes: ByteAutomaton) -> Automaton | None:
-        """Makes the automaton whose tokens spell what one over bytes accepts; None: there are none.
+        """Makes the automaton whose tokens spell the texts of another; None: no text.
 
         An end token is allowed where a text may end, and after it end tokens only.
         """
         final = len(of_bytes.table)
         useful = np.ones(final, bool)
-        used = np.flatnonzero((of_bytes.table >= 0).any(axis=0)[of_bytes.class_of])
+        used = np.flatnonzero(np.any(of_bytes.table >= 0, axis=0)[of_bytes.class_of])
         if not np.isin(used, self.single_bytes).all():  # then tokens may not lead where bytes do
             ways = ((state, np.unique(after).tolist()) for state, _, after in self._rows(of_bytes))
             leading = leading_to(np.flatnonzero(of_bytes.accepts).tolist(), ways)
@@ -69,7 +68,7 @@ class TokenTree:
         return Automaton(tables.tables(), end_tokens=tuple(self.ends.tolist()))
 
     def _rows(self, of_bytes: ByteAutomaton) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yields each state, the tokens that may come there, and the states after them.
+        """Yields each state, its tokens, and the states after them.
 
         States after which the same bytes may come walk down the tree together, some at a time.
         """
@@ -100,14 +99,14 @@ class TokenTree:
                     places, column = _expanded(self.first_token[nodes], self.num_tokens[nodes])
                     found.append(self.tokens[places])
                     after.append(at[column])
-                tokens, reached = np.concatenate(found), np.concatenate(after).T
+                tokens, reached = np.concatenate(found), np.concatenate(after).T.copy()
                 for state, row in zip(states.tolist(), reached, strict=True):
-                    is_one = row != dead
-                    yield state, tokens[is_one], row[is_one]
+                    some = np.flatnonzero(row != dead)
+                    yield state, tokens[some], row[some]
 
 
 def _expanded(first: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `first`, `first + 1`, ... of each entry, as many as its count, and the entry of each.
+    """Returns as many numbers from `first` on as `count`, and their entries.
 
     Worked example: first 5 9, count 2 1 gives 5 6 9, of entries 0 0 1.
     """
