@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 # Shapes and dtypes of signatures, checked in every call: 4 s of a process, and 6 % of the rest.
 CHECKED := --jaxtyping-packages=stree_jax,pallas_kernels,beartype.beartype
-# A file of most folders of tests runs as released: as users compile, and with trees unrolled as they
-# have them. The others compile with less effort, see tests/conftest.py.
+# A file of most folders of tests runs as released in `make test-all`: as users compile, and with trees
+# unrolled as they have them. All others compile with less effort, see tests/conftest.py.
 RELEASED := $(addprefix tests/,benchmarks/test_benchmarks.py convert/test_properties.py \
 	decoding/test_padded_drafts.py extensions/test_medusa.py kernels/test_tree_ops.py models/test_golden.py \
 	serving/test_prefix_cache.py sharding/test_partition.py training/test_refusals.py)
@@ -16,22 +16,16 @@ SAID := echo "pip downloads packages, then compiles the C++: 20 seconds on 2 cor
 PACKAGE := pyproject.toml setup.py pallas_kernels/native/build_backend.py \
 	$(wildcard pallas_kernels/*/*.cc pallas_kernels/*/*.h)
 
-# Tests of both kinds of compiling, the second also where the first fails; $(1) are options.
-define pytest
-	status=0; \
-	$(BIN)/python -m pytest -n $(JOBS) $(1) $(addprefix --ignore=,$(RELEASED)) || status=$$?; \
-	STREE_JAX_TESTS="as released" $(BIN)/python -m pytest -n $(JOBS) $(1) $(RELEASED) || status=$$?; \
-	exit $$status
-endef
-THOROUGH := -m 'thorough and not gpu and not slow and not docs'
 QUICK := -m 'not thorough and not gpu and not slow and not docs'
+THOROUGH := -m 'thorough and not gpu and not slow and not docs'
 
-.PHONY: help install demo test test-thorough test-all test-docs test-gpu test-slow docs lint format types check clean
+.PHONY: help install demo test test-thorough test-all test-docs test-gpu test-slow docs lint format types \
+	check clean
 
 help:
 	@echo "make demo       decode with the embedded pair: autoregressively, with a chain, with a tree"
 	@echo "make test       what a change can break: 6 minutes on 2 cores"
-	@echo "make test-all   the test suite, without GPU and slow tests: half an hour"
+	@echo "make test-all   the test suite, without GPU and slow tests: 20 minutes"
 	@echo "make test-docs  runs the code of the site's pages, and the examples"
 	@echo "make test-gpu   only the tests that need a GPU"
 	@echo "make test-slow  benchmarks run whole, at their smallest"
@@ -66,13 +60,17 @@ demo: $(BIN)/.library
 	$(BIN)/stree-jax demo
 
 test: install
-	@$(call pytest,$(QUICK))
+	$(BIN)/python -m pytest -n $(JOBS) $(QUICK)
 
+# The second also runs where the first fails.
 test-thorough: install
-	@$(call pytest,$(THOROUGH))
+	status=0; \
+	$(BIN)/python -m pytest -n $(JOBS) $(THOROUGH) $(addprefix --ignore=,$(RELEASED)) || status=1; \
+	STREE_JAX_TESTS="as released" $(BIN)/python -m pytest -n $(JOBS) $(RELEASED) || status=1; \
+	exit $$status
 
-# With --keep-going the rest runs, too, where `make test` fails.
-test-all: test test-thorough
+test-all:
+	$(MAKE) --keep-going test test-thorough
 
 test-docs: install
 	$(BIN)/python -m pytest -n $(JOBS) -m docs
@@ -100,7 +98,7 @@ types: install
 	$(BIN)/mypy
 
 check: lint types
-	@$(call pytest,$(QUICK) $(CHECKED))
+	$(BIN)/python -m pytest -n $(JOBS) $(QUICK) $(CHECKED)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -7,7 +7,7 @@ import os
 # Nearly all the time of the tests is XLA's compilation, so it optimises less here; the older of two
 # code generators, which jax 0.10 still has, takes less than half the time. Programs are not split
 # for several threads to compile: each core has a process already, and it costs an eighth of the
-# time. A file of most folders compiles as users do, see the Makefile; so does a leg of `.ci/run`.
+# time. `make test-all` compiles a file of most folders as users do; so does a leg of `.ci/run`.
 # (A persistent cache of all processes saved 8 %, but jax writes entries in place: a process may
 # read half of one.)
 if os.environ.get("STREE_JAX_TESTS") != "as released":

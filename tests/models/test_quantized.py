@@ -25,6 +25,7 @@ from stree_jax.models.matrices import (
 from stree_jax.names import flatten, unflatten
 from stree_jax.testing import perturbed, tiny_model
 from stree_jax.training.trainer import cast
+from tests.cases.base import NEEDS_NATIVE
 
 FAMILY = "nemotron_h hybrid"  # with routers and experts
 
@@ -196,8 +197,9 @@ def test_a_head_is_for_its_target_in_8_bits_too(tmp_path):
             st.load_medusa(path, wrong)
 
 
+@NEEDS_NATIVE
 def test_bytes():
-    """About a byte a weight; what multiplies holds no copy of all of them in another type."""
+    """About a byte a weight; what multiplies holds no copy of all of them, as XLA alone does."""
     config = st.ModelConfig.mamba2_lm(512, 256, 4)
     whole = st.HybridLM(config, rngs=nnx.Rngs(0))
     small = whole.quantized().packed()
