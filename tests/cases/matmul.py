@@ -1,4 +1,4 @@
-"""`matmul`, rows times packed matrices."""
+"""`matmul`, rows times packed matrices, and `rows`, columns of one."""
 
 import functools
 import hashlib
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.api import matmul, rows
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.reference import matmul as reference
 from tests.cases import base
@@ -114,6 +114,38 @@ def budgets(case):
 
 
 MATMUL = Op(CASES, errors, budgets, ("xla", "native"))
+ROW_CASES = base.table(
+    {
+        f"{kind}: {name}": changes | ({} if kind == "float32" else {kind: True})
+        for kind in ("float32", "bf16", "int8")
+        for name, changes in {
+            "all columns": {},
+            "a part": dict(cut=(5, 60)),
+            "beyond a part": dict(cut=(5, 60), index=(-3, 55, 1 << 30)),
+            "no columns": dict(index=()),
+            "no inputs": dict(inputs=0),
+        }.items()
+    },
+    **dict(rows=0, inputs=33, columns=70, matrices=0, cut=None, int8=False),
+    index=(0, 31, 40, 2, 40, 54),
+)
+
+
+@functools.cache
+def row_errors(case, implementation):
+    """Columns are exact; one that the matrix does not have is its nearest."""
+    whole, (first, last) = packed(case), case.cut or (0, case.columns)
+    scales = None if whole.scales is None else np.asarray(whole.scales)
+    dense = reference(np.eye(case.inputs), np.asarray(whole.blocks), scales, case.columns)
+    index = np.array(case.index, np.int32).reshape(-1, 1)
+    run = jax.jit(functools.partial(rows, implementation=implementation))
+    got = run(whole.cut(first, last), base.on_device(index))
+    wanted = dense.T[np.clip(first + index.astype(np.int64), first, last - 1)]
+    np.testing.assert_array_equal(got, wanted.astype(np.float32))
+    return {"rows": 0.0}
+
+
+ROWS = Op(ROW_CASES, row_errors, lambda case: {"rows": Budget(1e-9)}, ("xla", "native"))
 
 
 @jax.jit

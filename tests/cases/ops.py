@@ -1,7 +1,7 @@
 """All ops, by name."""
 
 from tests.cases.mamba2_layer import MAMBA2_LAYER
-from tests.cases.matmul import MATMUL
+from tests.cases.matmul import MATMUL, ROWS
 from tests.cases.moe import EXPERT_MLPS
 from tests.cases.rms_norm import ADD_RMS_NORM, GATED_RMS_NORM
 from tests.cases.ssd import SSD
@@ -29,5 +29,6 @@ OPS = {
     "ssd": SSD,
     "expert_mlps": EXPERT_MLPS,
     "matmul": MATMUL,
+    "rows": ROWS,
     "largest_threshold": LARGEST_THRESHOLD,
 }

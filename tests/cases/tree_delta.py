@@ -1,5 +1,6 @@
 """`tree_delta`, `replay_delta`, `replay_tree_delta` and `delta_chunks` on one table."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
 
 HOSTILE = dict(keys="equal", betas="near 1", decays="near 0")
+STRAYS = dict(padded=5, replayed=17, shape="chain", decays="-100 among 0", strays=True)
 CASES = base.table(
     {
         "root only": dict(nodes=1, replayed=1),
@@ -28,6 +30,8 @@ CASES = base.table(
         "one group": dict(groups=1, state=24, head_dim=12),
         "padded nodes": dict(padded=5, replayed=17),
         "padded nodes of a level": dict(padded=2, queries=5),
+        "padded nodes that see others": dict(STRAYS),
+        "padded nodes that see others, infinite": dict(STRAYS, fill=np.inf),
         "64 nodes": dict(nodes=64, batch=1),
         "64 nodes in a chain": dict(nodes=64, batch=1, shape="chain"),
         "three rows, one with an empty path": dict(batch=3, nodes=5),
@@ -63,7 +67,11 @@ CASES = base.table(
     keys="random",
     betas="random",
     decays="moderate",
-    padded=0,  # nodes at the end that do not exist: all they hold is NaN
+    padded=0,  # nodes at the end that do not exist
+    fill=np.nan,  # all that they hold
+    strays=False,  # their rows of the mask are nonsense
+    holes=False,  # positions of a sequence that are not valid are anywhere
+    chunk_size=8,
 )
 LEVELS = [-1, 0, 0, 0, 1, 1, 2, 3, 4, 4, 6, 7, 7]  # of 1, 3, 4 and 5 nodes
 # Of standard normal numbers.
@@ -99,6 +107,13 @@ def inputs(case, seed=0):
     batch, nodes = case.batch, case.nodes
     parents = PARENTS[case.shape](rng, batch, nodes)
     mask = base.ancestor_mask(parents) & (np.arange(nodes) < nodes - case.padded)
+    first = nodes - case.padded
+    if case.strays:  # they see all nodes, or one whose decay is not theirs
+        mask[:, first:] = np.tri(nodes, k=-1, dtype=bool)[first:]
+        mask[:, first + 1 :, : first - 1] = False
+    valid = np.broadcast_to(np.arange(nodes) < first, (batch, nodes))
+    if case.holes:
+        valid = valid & (np.random.default_rng(2).random(valid.shape) < 0.7)
     k = draw(batch, nodes, case.groups, case.state)
     if case.keys == "equal":
         k = np.broadcast_to(k[:, :1], k.shape)
@@ -110,7 +125,7 @@ def inputs(case, seed=0):
         g=DECAYS[case.decays](draw(batch, nodes, case.heads, dtype=np.float32)),
         beta=BETAS[case.betas](draw(batch, nodes, case.heads, dtype=np.float32)),
     )
-    last = np.array([mask[0, : nodes - case.padded].sum(-1).argmax(), 0, -1])[:batch]
+    last = np.array([mask[0, :first].sum(-1).argmax(), 0, -1])[:batch]
     path = mask[np.arange(batch), np.maximum(last, 0)] & (last >= 0)[:, None]
     return SimpleNamespace(
         q=draw(batch, nodes, case.groups, case.state),
@@ -122,13 +137,13 @@ def inputs(case, seed=0):
         mask=mask,
         last=last,
         path=path,
-        valid=np.arange(nodes) < nodes - case.padded + np.zeros((batch, 1), int),
+        valid=valid,
     )
 
 
 def previous(case):
     """Inputs of the tree before, and the path that was accepted in it."""
-    return inputs(case.but(nodes=case.replayed, padded=0), seed=1)
+    return inputs(case.but(nodes=case.replayed, padded=0, strays=False), seed=1)
 
 
 TREE = ("q", "k", "v", "g", "beta", "state", "parents")
@@ -147,17 +162,17 @@ def truth(case, seed=0):
 
 @functools.cache
 def truth_before(case):
-    return truth(case.but(nodes=case.replayed, padded=0), seed=1)
+    return truth(case.but(nodes=case.replayed, padded=0, strays=False), seed=1)
 
 
 def on_device(case, values, u=None):
-    """The inputs in the types that models have them in, with NaN where no node is."""
+    """The inputs in the types that models have them in, with `fill` where no node is."""
     kinds = dict.fromkeys(("q", "k", "v"), case.kind) | dict.fromkeys(("g", "beta"), jnp.float32)
     arrays = {name: base.on_device(getattr(values, name), kind) for name, kind in kinds.items()}
     if u is not None:
         arrays["u"] = base.on_device(u, jnp.float32)
     if case.padded:
-        arrays = {name: x.at[:, -case.padded :].set(jnp.nan) for name, x in arrays.items()}
+        arrays = {name: x.at[:, -case.padded :].set(case.fill) for name, x in arrays.items()}
     kept = {name: base.on_device(getattr(values, name)) for name in ("mask", "path", "valid")}
     state = base.on_device(values.state, jnp.float32)
     return SimpleNamespace(**arrays, **kept, state=state)
@@ -227,15 +242,20 @@ def fused_errors(case, implementation):
 
 
 @functools.cache
-def chunks_errors(case, implementation, chunk_size=8):
-    """The nodes as a sequence."""
-    values, options = inputs(case), dict(chunk_size=chunk_size, implementation=implementation)
-    given = on_device(case, values)
+def chunks_errors(case, implementation):
+    """The nodes as a sequence; positions that are not valid hold NaN, and their outputs are 0."""
+    values, given = inputs(case), on_device(case, inputs(case))
+    arrays = [np.array(x) for x in named(given, TREE[:5])]
+    for x in arrays:
+        x[~values.valid] = np.nan
+    options = dict(chunk_size=case.chunk_size, implementation=implementation)
     run = jax.jit(functools.partial(delta_chunks, **options))
-    y, state = run(*named(given, TREE[:-1]), given.valid)
-    true_y, true_state = reference.delta_chunks(*named(values, TREE[:-1]), values.valid)
+    y, state = run(*map(base.on_device, arrays), given.state, given.valid)
     assert (y.dtype, state.dtype) == (case.kind, jnp.float32)
-    return {"y": node_error(case, y, true_y), "state": relative_error(state, true_state)}
+    y = np.asarray(y, np.float64)
+    assert not y[~values.valid].any()
+    true_y, true_state = reference.delta_chunks(*named(values, TREE[:-1]), values.valid)
+    return {"y": relative_error(y, true_y), "state": relative_error(state, true_state)}
 
 
 def budgets(*names):
@@ -270,6 +290,7 @@ TREE_DELTA = Op(
     lacks=lacks,
     interpreted=(
         *("newest half of many", "padded nodes of a level", "bf16"),
+        *("padded nodes that see others", "padded nodes that see others, infinite"),
         *("decays of -1e6 among 0", "equal keys, betas to 2"),
     ),
 )
@@ -294,8 +315,13 @@ SEQUENCES = (
     *("a group a head", "decays of -100 among 0", "decays of six decades"),
     *("keys of one sign", "equal keys", "sizes that are released", "bf16"),
 )
+HOLES = {
+    f"holes, chunks of {size}": CASES["64 nodes"].but(holes=True, chunk_size=size)
+    for size in (1, 5, 16, 64, 100)
+}
+HOLES = {name: dataclasses.replace(case, name=name) for name, case in HOLES.items()}
 DELTA_CHUNKS = Op(
-    *({name: CASES[name] for name in SEQUENCES}, chunks_errors, budgets("y", "state")),
+    *({name: CASES[name] for name in SEQUENCES} | HOLES, chunks_errors, budgets("y", "state")),
     ("xla", "native"),
     lacks=lacks,
 )

@@ -1,11 +1,10 @@
-"""`matmul` beyond its table: rows to the bit, transformations of JAX, and what is refused."""
+"""`matmul` beyond its table: rows to the bit, packed matrices, transformations of JAX."""
 
 import functools
 import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -16,11 +15,9 @@ import pytest
 from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax import lax
 
-from pallas_kernels import native
 from pallas_kernels.matmul import native as version
-from pallas_kernels.matmul.api import matmul, rows
+from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.packed import COLUMNS, GROUP, PackedMatrix
 from pallas_kernels.native import build_backend
 from stree_jax import HybridLM, ModelConfig, demo_path
@@ -61,18 +58,26 @@ def assert_rows_are_alone(inputs, columns, dtype, numbers):
         np.testing.assert_array_equal(y, whole[: len(y)])
 
 
-# Inputs and columns.
-EMBEDDED = [
-    *((384, 1676), (768, 384), (384, 2048), (1024, 384), (384, 640), (384, 384), (384, 4096)),
-    *((256, 1096), (512, 256), (256, 4096)),
+def few(columns):
+    """Columns, with as many in the last block."""
+    return min(columns, 4 * COLUMNS + columns % COLUMNS)
+
+
+# Inputs, columns and numbers of rows: of the demo's pair, of presets, vocabularies of two, and rows
+# of several tasks.
+ROWS = [
+    *((inputs, columns, range(1, 65)) for inputs, columns in ((384, 1676), (1024, 384))),
+    *((inputs, few(columns), range(1, 65)) for inputs, columns in ((2560, 10576), (1856, 2688))),
+    *((*shape, (1, 2, 3, 4, 6, 7, 14, 17)) for shape in ((40, 50_280), (9, 248_320))),
+    (260, 200, (1, 2, 120, 121, 260, 261, 400, 521)),
 ]
-OF_PRESETS = [
-    ("mamba2-2.7b", 2560, 10576),
-    ("MambaInLlama-8B", 14336, 4096),
-    ("Nemotron-3-Nano-30B", 1856, 2688),
-    ("Granite-4-H-Tiny", 512, 1536),
-]
-VOCABULARIES = [(40, 50_280), (9, 248_320)]
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("inputs", "columns", "numbers"), ROWS)
+def test_rows_are_alone(inputs, columns, numbers, dtype):
+    assert_rows_are_alone(inputs, columns, dtype, numbers)
 
 
 def shapes(config):
@@ -88,52 +93,13 @@ def shapes(config):
     return found
 
 
-def test_the_shapes_are_those_of_the_embedded_pair():
-    target, draft = (shapes(load_config(demo_path(name))) for name in ("target", "draft"))
-    assert target | draft == {*EMBEDDED}
-
-
-def few(columns):
-    """Columns, with as many in the last block."""
-    return min(columns, 4 * COLUMNS + columns % COLUMNS)
-
-
-# Inputs, columns and numbers of rows; a vocabulary's columns, and rows of several tasks.
-ROWS = [
-    *((inputs, columns, range(1, 65)) for inputs, columns in EMBEDDED),
-    *((inputs, few(columns), range(1, 65)) for _, inputs, columns in OF_PRESETS),
-    *((inputs, columns, (1, 2, 3, 4, 6, 7, 14, 17)) for inputs, columns in VOCABULARIES),
-    (260, 200, (1, 2, 120, 121, 260, 261, 400, 521)),
-]
-
-
-def row_cases():
-    """The embedded pair is not int8: some of its shapes in it are slow."""
-    for case in ROWS:
-        for dtype in DTYPES:
-            slow = dtype == "int8" and case[:2] in EMBEDDED[3:]
-            yield pytest.param(*case, dtype, marks=[pytest.mark.slow] * slow)
-
-
-@NEEDS_NATIVE
-@pytest.mark.parametrize(("inputs", "columns", "numbers", "dtype"), [*row_cases()])
-def test_rows_are_alone(inputs, columns, numbers, dtype):
-    assert_rows_are_alone(inputs, columns, dtype, numbers)
-
-
-@pytest.mark.parametrize(("name", "inputs", "columns"), OF_PRESETS)
-def test_the_shapes_are_those_of_presets(name, inputs, columns):
-    assert (inputs, columns) in shapes(ModelConfig.preset(name))
-
-
 @NEEDS_NATIVE
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", PRESETS)
-def test_rows_of_all_presets(name, dtype):
-    for inputs, columns in {
-        (size, few(columns)) for size, columns in shapes(ModelConfig.preset(name))
-    }:
+@pytest.mark.parametrize("name", ["target", "draft", *PRESETS])
+def test_rows_of_the_demo_and_of_presets(name, dtype):
+    config = ModelConfig.preset(name) if name in PRESETS else load_config(demo_path(name))
+    for inputs, columns in {(size, few(columns)) for size, columns in shapes(config)}:
         assert_rows_are_alone(inputs, columns, dtype, range(1, 65))
 
 
@@ -239,22 +205,6 @@ def test_a_packed_matrix_is_the_matrix(shape):
         assert packed.blocks.shape[-3:] == (-(-shape[-1] // COLUMNS), shape[-2], COLUMNS)
 
 
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("native", marks=NEEDS_NATIVE)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_columns(dtype, implementation):
-    """Also of a part of the matrix; a column that it does not have is its nearest one."""
-    matrix = PackedMatrix.pack(normal(33, 70), dtype)
-    found = jax.jit(functools.partial(rows, implementation=implementation))
-    wanted = np.asarray(matrix.canonical(), np.float32).T
-    index = jnp.array([[0, 31, 69], [40, 2, 40]])
-    np.testing.assert_array_equal(found(matrix, index), wanted[index])
-    np.testing.assert_array_equal(found(matrix.cut(5, 60), index % 55), wanted[5 + index % 55])
-    beyond = jnp.array([-3, 55, 1 << 30])
-    np.testing.assert_array_equal(found(matrix.cut(5, 60), beyond), wanted[[5, 59, 59]])
-    assert found(matrix, index[:, :0]).shape == (2, 0, 33)
-    assert found(PackedMatrix.pack(normal(0, 70), dtype), index).shape == (2, 3, 0)
-
-
 def test_small_numbers_have_8_bits_too():
     """The least scale is 9e-41, which bfloat16 has, and what it makes 0 was below 5e-41."""
     dense = np.array([[1.8e-36, 1e-38, 1e-43], [-1.8e-36, 0.0, 0.0]], np.float32)
@@ -313,32 +263,6 @@ def test_rows_may_have_any_shape():
     assert_same_bits(run(narrow, matrix), run(narrow.astype(jnp.float32), matrix))
 
 
-@NEEDS_NATIVE
-def test_in_a_scan():
-    x, matrix = jnp.asarray(normal(3, 64)), PackedMatrix.pack(0.1 * normal(64, 64))
-
-    @jax.jit
-    def after(x):
-        return lax.scan(lambda x, _: ((y := run(x, matrix)), y), x, length=4)
-
-    last, steps = after(x)
-    for y in steps:
-        x = run(x, matrix)
-        assert_same_bits(y, x)
-    assert_same_bits(last, x)
-
-
-@NEEDS_NATIVE
-def test_the_fastest_on_a_cpu_is_native():
-    x, matrix = cases.on_device(cases.CASES["some rows"])
-    with jax.default_device(jax.devices("cpu")[0]):
-        traced = str(jax.make_jaxpr(matmul)(x, matrix))
-        assert "stree_jax_matmul" in traced
-        assert_same_bits(matmul(x, matrix), run(x, matrix))
-        by_xla = functools.partial(matmul, implementation="xla")
-        assert "stree_jax_matmul" not in str(jax.make_jaxpr(by_xla)(x, matrix))
-
-
 # Processes.
 
 PROGRAM = """
@@ -349,172 +273,30 @@ from pallas_kernels import native
 from tests.cases.matmul import digest
 print(json.dumps({"digest": digest(), "level": native.level(), **counts}))
 """
-LEVELS = tuple(build_backend.levels())
 
 
-@pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    """What a process finds with these instructions; all share a cache of programs."""
-    folder = tmp_path_factory.mktemp("programs")
-
-    @functools.cache
-    def found(level, *command):
-        options = {
-            "STREE_JAX_NATIVE": level,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(folder),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
+@NEEDS_NATIVE
+@pytest.mark.parametrize("level", build_backend.levels())
+def test_all_instructions_compute_the_same(level, tmp_path):
+    """And a second process takes the programs from the cache."""
+    if reason := build_backend.lacks(level):
+        pytest.skip(f"this processor has no {reason}")
+    options = {
+        "STREE_JAX_NATIVE": level,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    for process in ("first", "second"):
         result = subprocess.run(
-            [*command, sys.executable, "-c", PROGRAM],
+            [sys.executable, "-c", PROGRAM],
             capture_output=True,
             text=True,
             timeout=300,
             env=os.environ | options,
         )
         assert result.returncode == 0, result.stderr
-        return json.loads(result.stdout.splitlines()[-1])
-
-    return found
-
-
-@pytest.mark.thorough
-@NEEDS_NATIVE
-@pytest.mark.parametrize("level", LEVELS)
-def test_all_instructions_compute_the_same(process, level):
-    if reason := build_backend.lacks(level):
-        pytest.skip(f"this processor {reason}")
-    found = process(level)
-    assert found["level"] == level
-    assert found["digest"] == cases.digest()
-
-
-@pytest.mark.thorough
-@NEEDS_NATIVE
-def test_one_processor_computes_the_same(process):
-    if not (taskset := shutil.which("taskset")):
-        pytest.skip("there is no taskset")
-    only = str(min(os.sched_getaffinity(0)))
-    assert process(native.level(), taskset, "-c", only)["digest"] == cases.digest()
-
-
-@pytest.mark.thorough
-@NEEDS_NATIVE
-def test_a_second_process_takes_the_program_from_the_cache(process):
-    process(LEVELS[0])
-    again = process(LEVELS[0], "env")  # runs it once more
-    assert again["cache_hits"] == again["compile_requests_use_cache"] > 0
-    assert again["digest"] == cases.digest()
-
-
-# What is refused.
-
-X, MATRIX, SEVERAL = (
-    jnp.ones((3, 40)),
-    PackedMatrix.pack(normal(40, 70)),
-    PackedMatrix.pack(normal(4, 40, 70)),
-)
-WHICH = jnp.zeros(3, jnp.int32)
-REFUSED = {
-    "inputs": (
-        lambda: matmul(X[:, :39], MATRIX),
-        r"rows of 39 inputs do not fit a matrix \(40, 70\)",
-    ),
-    "no index": (lambda: matmul(X, SEVERAL), "which = None with x .* need which"),
-    "an index of one": (lambda: matmul(X, MATRIX, WHICH), r"which = \(3,\) with x"),
-    "few indices": (lambda: matmul(X, SEVERAL, WHICH[:2]), r"which = \(2,\) with x \(3, 40\)"),
-    "many indices": (lambda: matmul(X[:2], SEVERAL, WHICH), r"which = \(3,\) with x \(2, 40\)"),
-    "batches": (lambda: matmul(X[None], SEVERAL, WHICH), r"with x \(1, 3, 40\)"),
-    "a name": (lambda: matmul(X, MATRIX, implementation="fast"), "unknown implementation 'fast'"),
-    "a cut": (lambda: MATRIX.cut(3, 71), "columns 3 to 71 of 70"),
-    "a cut before": (lambda: MATRIX.cut(-1, 5), "columns -1 to 5 of 70"),
-    "a cut backwards": (lambda: MATRIX.cut(5, 4), "columns 5 to 4 of 70"),
-    "a cut of a cut": (lambda: MATRIX.cut(0, 30).cut(0, 31), "columns 0 to 31 of 30"),
-    "float16": (lambda: PackedMatrix.pack(normal(40, 70), "float16"), r"\(40, 70\) as float16"),
-    "float64": (lambda: PackedMatrix.pack(np.ones((2, 3))), r"got \(2, 3\) as float64"),
-    "int32": (lambda: PackedMatrix.pack(np.ones((2, 3), int), "int32"), "as int32"),
-    "a vector": (lambda: PackedMatrix.pack(normal(40)), r"got \(40,\) as float32"),
-    "four axes": (lambda: PackedMatrix.pack(normal(1, 1, 2, 3)), r"got \(1, 1, 2, 3\)"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name):
-    """Before anything is lowered."""
-    call, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda: (call(), None)[1])
-
-
-# What the function of the library refuses itself.
-
-NONE, NOBODY = jnp.zeros(0), jnp.zeros(0, jnp.int32)
-FITS = {
-    "rows": jnp.ones((3, 40)),
-    "blocks": jnp.ones((2, 3, 40, 32)),
-    "scales": NONE,
-    "which": WHICH,
-    "result": (3, 70),
-    "first_block": 0,
-}
-ONE = {"blocks": jnp.ones((1, 3, 40, 32)), "which": NOBODY}
-BYTES = {"blocks": jnp.ones((2, 3, 40, 32), jnp.int8), "scales": jnp.ones((2, 3, 2, 32))}
-SHAPES, SCALES = "shapes do not fit", "scales do not fit"
-FEWER, INDEX = "there are fewer columns", "every row needs the index of its matrix"
-WRONG = [
-    ({"blocks": jnp.ones((2, 3, 40, 31))}, SHAPES),
-    ({"blocks": jnp.ones((2, 3, 41, 32))}, SHAPES),
-    ({"blocks": jnp.ones((3, 40, 32))}, SHAPES),
-    ({"rows": jnp.ones((3, 39))}, SHAPES),
-    ({"rows": jnp.ones((1, 3, 40))}, SHAPES),
-    ({"result": (4, 70)}, SHAPES),
-    ({"result": (3, 70, 1)}, SHAPES),
-    ({"result": (3, 97)}, FEWER),
-    ({"first_block": 1}, FEWER),
-    ({"first_block": -1}, FEWER),
-    ({"first_block": 2**63 - 1}, FEWER),
-    ({"scales": jnp.ones((2, 3, 2, 32))}, SCALES),
-    (BYTES | {"scales": NONE}, SCALES),
-    (BYTES | {"scales": jnp.ones((2, 3, 1, 32))}, SCALES),
-    (BYTES | {"scales": jnp.ones((2, 2, 2, 32))}, SCALES),
-    (BYTES | {"scales": jnp.ones((1, 3, 2, 32))}, SCALES),
-    (BYTES | {"scales": jnp.ones((2, 3, 2, 31))}, SCALES),
-    (BYTES | {"scales": jnp.ones((3, 2, 32))}, SCALES),
-    ({"which": jnp.zeros(2, jnp.int32)}, INDEX),
-    ({"which": jnp.zeros(4, jnp.int32)}, INDEX),
-    ({"which": jnp.zeros((3, 1), jnp.int32)}, INDEX),
-    ({"which": NOBODY}, INDEX),
-    (ONE | {"which": jnp.zeros(2, jnp.int32)}, INDEX),
-    ({"which": jnp.array([0, 1, 2])}, "there is no matrix 2 of 2"),
-    ({"which": jnp.array([0, -1, 1])}, "there is no matrix -1 of 2"),
-    ({"blocks": jnp.ones((0, 3, 40, 32))}, "there is no matrix 0 of 0"),
-    ({"blocks": jnp.ones((2, 3, 40, 32), jnp.float16)}, "are float32, bfloat16 or int8"),
-    ({"blocks": jnp.ones((2, 3, 40, 32), jnp.uint8)}, "are float32, bfloat16 or int8"),
-    ({"rows": jnp.ones((3, 40), jnp.bfloat16)}, "Wrong buffer dtype"),
-    ({"which": jnp.zeros(3)}, "Wrong buffer dtype"),
-    ({"first_block": 1.5}, "Wrong scalar data type"),
-]
-
-
-def called(rows, blocks, scales, which, result, first_block):
-    shape = jax.ShapeDtypeStruct(result, jnp.float32)
-    return native.call("matmul", shape, rows, blocks, scales, which, first_block=first_block)
-
-
-@NEEDS_NATIVE
-@pytest.mark.parametrize(("changes", "message"), WRONG, ids=range(len(WRONG)))
-def test_the_function_checks_its_arguments(changes, message):
-    """A wrong size is an error of the program that runs, never a read beyond an array."""
-    # The second one if the program runs at once, and not behind others.
-    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
-        jax.block_until_ready(called(**FITS | changes))
-
-
-@NEEDS_NATIVE
-@pytest.mark.parametrize(
-    "changes", [{}, ONE, BYTES, {"result": (3, 96)}, {"first_block": 3, "result": (3, 0)}]
-)
-def test_what_fits_runs(changes):
-    y = called(**FITS | changes)
-    np.testing.assert_array_equal(y, np.full(y.shape, 40.0))
+        found = json.loads(result.stdout.splitlines()[-1])
+        assert (found["level"], found["digest"]) == (level, cases.digest()), process
+    assert found["cache_hits"] == found["compile_requests_use_cache"] > 0

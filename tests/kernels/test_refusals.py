@@ -3,22 +3,30 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import (
     Gate,
+    delta_chunks,
     expert_mlps,
     gated_rms_norm,
     native,
     replay,
+    replay_delta,
+    replay_tree_delta,
     ssd,
     tree_attention,
     tree_attention_layer,
     tree_conv1d,
     tree_conv1d_layer,
+    tree_delta,
     tree_scan,
 )
+from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.rms_norm import pallas_triton as rms_norm_kernel
 from pallas_kernels.tree_attention import pallas_triton as attention_kernel
 from pallas_kernels.tree_attention import pallas_triton_layer as attention_layer_kernel
@@ -26,87 +34,79 @@ from tests.cases import base, mamba2_layer, moe
 from tests.cases import ssd as ssd_cases
 from tests.cases import tree_attention as attention
 from tests.cases import tree_attention_layer as attention_cases
+from tests.cases import tree_delta as delta_cases
 from tests.cases.ops import OPS
 
 MIXER = mamba2_layer.PLAIN
-# An op, one of its cases with other sizes, and why the kernel refuses it.
-REFUSED_BY_KERNELS = [
-    ("tree_scan", "tree", dict(state=12), "state_size = 12 is not a power of two.*use 'xla'"),
-    ("replay", "tree", dict(state=12), "state_size = 12 is not a power of two.*use 'xla'"),
-    (
-        *("tree_conv1d", "tree", dict(heads=1, head_dim=4, state=4)),
-        "channels = 12 is not a multiple of 16",
-    ),
-    (
-        *("mamba2_layer", "tree, and a row with an empty path"),
-        dict(layout=dataclasses.replace(MIXER, state_size=256), nodes=3),
-        "replay_tree_scan .* state_size = 256 of float32 inputs is more than 128; use 'xla'",
-    ),
-    (
-        *("mamba2_layer", "tree, and a row with an empty path"),
-        dict(layout=dataclasses.replace(MIXER, head_dim=18), nodes=3),
-        "tree_conv1d_layer .* channels = 72 is not a multiple of 16; use 'xla'",
-    ),
-    *(
-        ("tree_delta", "two nodes", changes, message)
-        for changes, message in (
-            (dict(head_dim=12), "head_dim = 12 is not a power of two.*use 'xla'"),
-            (dict(state=128), "state_size = 128 of float32 inputs is more than 64; use 'xla'"),
-        )
-    ),
-    ("gated_rms_norm", "gate then norm", dict(size=40), "group size = 40.*use 'xla'"),
-    ("add_rms_norm", "float32", dict(size=81), "add_rms_norm cannot run .* 81 .*; use 'xla'"),
-    *(
-        ("ssd", "chunks and a rest", dict(length=3) | changes, message)
-        for changes, message in (
-            (dict(head_dim=12), "head_dim = 12 is not a power of two"),
-            (dict(state=256), "state_size = 256 of float32 inputs is more than 128"),
-            (dict(state=512, bf16=True), "state_size = 512 of bfloat16 inputs is more than 256"),
-        )
-    ),
-]
 
 
-@pytest.mark.parametrize(
-    ("op", "name", "changes", "message"), REFUSED_BY_KERNELS, ids=lambda value: str(value)[:40]
-)
-def test_the_kernel_refuses_and_xla_runs(op, name, changes, message):
-    case = OPS[op].cases[name].but(**changes)
-    with pytest.raises(ValueError, match=message):
-        OPS[op].errors(case, "pallas_interpret")
-    OPS[op].check(case, "xla")
+def of_case(op, name, **changes):
+    """A case with other sizes."""
+    return functools.partial(OPS[op].check, OPS[op].cases[name].but(**changes))
+
+
+def mixer(**sizes):
+    layout = dataclasses.replace(MIXER, **sizes)
+    return of_case("mamba2_layer", "tree, and a row with an empty path", layout=layout, nodes=3)
+
+
+def experts_of(*changed, activation="silu", **sizes):
+    given = moe.on_device(moe.MANY.but(**sizes))
+    arguments = (*changed, *given[len(changed) :])
+    return functools.partial(expert_mlps, *arguments, activation=activation, gated=True)
 
 
 ONE_WIDE = (jnp.ones((1, 2, 16)), jnp.ones((1, 0, 16)), jnp.ones((1, 16)), None)
 NO_TOKENS = (jnp.ones((0, 32)), jnp.ones((0, 2)), jnp.zeros((0, 2), jnp.int32))
-# The same for calls that are no cases.
-CALLS_REFUSED_BY_KERNELS = {
-    "width 1 has no state; use 'xla'": functools.partial(
-        tree_conv1d, *ONE_WIDE, jnp.zeros((1, 2, 1), jnp.int32)
+sequence_of = functools.partial(of_case, "ssd", "chunks and a rest", length=3)
+REFUSED_BY_KERNELS = [
+    (of_case("tree_scan", "tree", state=12), "state_size = 12 is not a power of two.*use 'xla'"),
+    (of_case("replay", "tree", state=12), "state_size = 12 is not a power of two.*use 'xla'"),
+    (
+        of_case("tree_conv1d", "tree", heads=1, head_dim=4, state=4),
+        "channels = 12 is not a multiple of 16",
     ),
-    "width = 24 is not a multiple of 16; use 'xla'": functools.partial(
-        expert_mlps, *moe.on_device(moe.MANY.but(width=24)), activation="silu", gated=True
+    (
+        mixer(state_size=256),
+        "replay_tree_scan .* state_size = 256 of float32 inputs is more than 128; use 'xla'",
     ),
-    "hidden size = 20 is not a multiple of 16; use 'xla'": functools.partial(
-        expert_mlps, *moe.on_device(moe.MANY.but(hidden=20)), activation="silu", gated=True
+    (
+        mixer(head_dim=18),
+        "tree_conv1d_layer .* channels = 72 is not a multiple of 16; use 'xla'",
     ),
-    "there are no tokens; use 'xla'": functools.partial(
-        expert_mlps, *NO_TOKENS, *moe.on_device(moe.MANY)[3:], activation="silu", gated=True
+    (
+        of_case("tree_delta", "two nodes", head_dim=12),
+        "head_dim = 12 is not a power of two.*use 'xla'",
     ),
-    "error function, which gelu needs; use 'xla'": functools.partial(
-        expert_mlps, *moe.on_device(moe.MANY), activation="gelu", gated=True
+    (
+        of_case("tree_delta", "two nodes", state=128),
+        "state_size = 128 of float32 inputs is more than 64; use 'xla'",
     ),
-}
+    (of_case("gated_rms_norm", "gate then norm", size=40), "group size = 40.*use 'xla'"),
+    (of_case("add_rms_norm", "float32", size=81), "add_rms_norm cannot run .* 81 .*; use 'xla'"),
+    (sequence_of(head_dim=12), "head_dim = 12 is not a power of two"),
+    (sequence_of(state=256), "state_size = 256 of float32 inputs is more than 128"),
+    (sequence_of(state=512, bf16=True), "state_size = 512 of bfloat16 inputs is more than 256"),
+    (
+        lambda implementation: tree_conv1d(
+            *(*ONE_WIDE, jnp.zeros((1, 2, 1), jnp.int32)), implementation=implementation
+        ),
+        "width 1 has no state; use 'xla'",
+    ),
+    (experts_of(width=24), "width = 24 is not a multiple of 16; use 'xla'"),
+    (experts_of(hidden=20), "hidden size = 20 is not a multiple of 16; use 'xla'"),
+    (experts_of(*NO_TOKENS), "there are no tokens; use 'xla'"),
+    (experts_of(activation="gelu"), "error function, which gelu needs; use 'xla'"),
+]
 
 
-@pytest.mark.parametrize("message", CALLS_REFUSED_BY_KERNELS)
-def test_the_kernel_refuses_a_call_and_xla_runs(message):
-    run = CALLS_REFUSED_BY_KERNELS[message]
+@pytest.mark.parametrize(
+    ("run", "message"), REFUSED_BY_KERNELS, ids=[message for _, message in REFUSED_BY_KERNELS]
+)
+def test_the_kernel_refuses_and_xla_runs(run, message):
     with pytest.raises(ValueError, match=message):
         run(implementation="pallas_interpret")
-    got = run()
-    assert got.shape == run.args[0].shape
-    base.assert_finite(got)
+    run(implementation="xla")
 
 
 ROW = jnp.ones((1, 16))
@@ -150,7 +150,55 @@ def sequence(groups=2, **options):
     return ssd(x, dt, A, B, B, D, state, **options)
 
 
+def delta(op=tree_delta, groups=None, newest=0, prefix=None, **options):
+    """With so many groups, without the first nodes as queries, or with u of a prefix."""
+    given = delta_cases.on_device(DELTA, delta_cases.inputs(DELTA))
+    q, k, v, g, beta, state = delta_cases.named(given, delta_cases.TREE[:-1])
+    q, k = (x if groups is None else jnp.repeat(x[:, :, :1], groups, axis=2) for x in (q, k))
+    if op is replay_delta:
+        return op(k, v, g, state, given.path, **options)
+    if op is delta_chunks:
+        return op(q, k, v, g, beta, state, given.valid, **options)
+    if op is replay_tree_delta:
+        return op(k, v, g, given.path, q, k, v, g, beta, state, given.mask, **options)
+    q, v, beta = (x[:, newest:] for x in (q, v, beta))
+    return op(q, k, v, g, beta, state, given.mask, prefix_u=prefix, **options)
+
+
+DELTA = delta_cases.CASES["tree"]
+DELTAS = (tree_delta, replay_delta, replay_tree_delta, delta_chunks)
+ROWS, DENSE = jnp.ones((3, 40)), np.ones((4, 40, 70), np.float32)
+MATRIX, SEVERAL, WHICH = PackedMatrix.pack(DENSE[0]), PackedMatrix.pack(DENSE), jnp.zeros(3, int)
+pack = PackedMatrix.pack
 REFUSED = [
+    (lambda: matmul(ROWS[:, :39], MATRIX), r"rows of 39 inputs do not fit a matrix \(40, 70\)"),
+    (lambda: matmul(ROWS, SEVERAL), "which = None with x .* need which"),
+    (lambda: matmul(ROWS, MATRIX, WHICH), r"which = \(3,\) with x"),
+    (lambda: matmul(ROWS, SEVERAL, WHICH[:2]), r"which = \(2,\) with x \(3, 40\)"),
+    (lambda: matmul(ROWS[None], SEVERAL, WHICH), r"with x \(1, 3, 40\)"),
+    (lambda: matmul(ROWS, MATRIX, implementation="fast"), "unknown implementation 'fast'"),
+    (lambda: MATRIX.cut(3, 71), "columns 3 to 71 of 70"),
+    (lambda: MATRIX.cut(-1, 5), "columns -1 to 5 of 70"),
+    (lambda: MATRIX.cut(5, 4), "columns 5 to 4 of 70"),
+    (lambda: MATRIX.cut(0, 30).cut(0, 31), "columns 0 to 31 of 30"),
+    (lambda: pack(DENSE[0], "float16"), r"\(40, 70\) as float16"),
+    (lambda: pack(np.ones((2, 3))), r"got \(2, 3\) as float64"),
+    (lambda: pack(DENSE[0, 0]), r"got \(70,\) as float32"),
+    (lambda: pack(DENSE[None]), r"got \(1, 4, 40, 70\)"),
+    (lambda: delta(newest=1), "0 prefix and 12 query nodes are not 13 nodes"),
+    (
+        lambda: delta(prefix=jnp.zeros((2, 13, 4, 16))),
+        "13 prefix and 13 query nodes are not 13 nodes",
+    ),
+    (lambda: delta(delta_chunks, chunk_size=0), "chunk_size = 0 is not positive"),
+    *(
+        (functools.partial(delta, op, **options), message.format(op.__name__))
+        for op in DELTAS
+        for options, message in (
+            (dict(groups=3), "3 groups do not divide 4 heads"),
+            (dict(implementation="cuda"), "'cuda' of {}; known"),
+        )
+    ),
     (
         lambda: replay(
             *(ROW[:, None, None], ROW[:, :1, None], -jnp.ones(1), ROW[:, None, None]),
@@ -211,6 +259,41 @@ REFUSED = [
 def test_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+BLOCKS = jnp.ones((2, 3, 40, 32))
+INDEX = jnp.zeros(3, jnp.int32)
+# Values, and what `tests/kernels/driver.cc` does not say of shapes: another message, or type.
+REFUSED_BY_FUNCTIONS = [
+    (dict(which=INDEX.at[2].set(2)), "there is no matrix 2 of 2"),
+    (dict(which=INDEX.at[1].set(-1)), "there is no matrix -1 of 2"),
+    (dict(blocks=BLOCKS[:0]), "there is no matrix 0 of 0"),
+    (dict(which=INDEX[:0]), "every row needs the index of its matrix"),
+    (dict(blocks=BLOCKS[..., :31]), "shapes do not fit"),
+    (dict(first_block=-1), "there are fewer columns"),
+    (dict(first_block=2**63 - 1), "there are fewer columns"),
+    (dict(first_block=1.5), "Wrong scalar data type"),
+    (dict(scales=jnp.ones((2, 3, 2, 32))), "scales do not fit"),
+    (dict(blocks=BLOCKS.astype(jnp.int8)), "scales do not fit"),
+    (dict(blocks=BLOCKS.astype(jnp.float16)), "are float32, bfloat16 or int8"),
+    (dict(rows=ROWS.astype(jnp.bfloat16)), "Wrong buffer dtype"),
+]
+
+
+def product(rows=ROWS, blocks=BLOCKS, scales=None, which=INDEX, first_block=0):
+    shape = jax.ShapeDtypeStruct((3, 70), jnp.float32)
+    scales = jnp.zeros(0) if scales is None else scales
+    return native.call("matmul", shape, rows, blocks, scales, which, first_block=first_block)
+
+
+@base.NEEDS_NATIVE
+@pytest.mark.parametrize(("changes", "message"), REFUSED_BY_FUNCTIONS)
+def test_the_function_refuses(changes, message):
+    """An error of the program that runs, never a read beyond an array."""
+    np.testing.assert_array_equal(product(), np.full((3, 70), 40.0))
+    # The second one if the program runs at once, and not behind others.
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=message):
+        jax.block_until_ready(product(**changes))
 
 
 RELEASED_SIZES = (16, 1024, 1536, 2688, 4096, 4480, 5120, 8192)
