@@ -50,6 +50,12 @@ CASES = base.table(
 )
 
 
+def unseen_behind(lengths, cached):
+    """A cache `[B, G, places, D]` with large numbers behind its lengths, which nobody reads."""
+    behind = np.arange(cached.shape[2]) >= np.array(lengths)[:, None]
+    return np.where(behind[:, None, :, None], 8192.0, cached)
+
+
 @functools.cache
 def inputs(case):
     """On the device: queries, keys and values of the nodes and of the cache, lengths, mask."""
@@ -63,7 +69,9 @@ def inputs(case):
     nodes = (batch, case.nodes, case.groups, head_dim)
     cache = (batch, case.groups, case.capacity, head_dim)
     shapes = ((batch, queries, case.heads, head_dim), nodes, nodes, cache, cache)
-    arrays = (base.on_device(draw(*shape), case.kind) for shape in shapes)
+    arrays = [draw(*shape) for shape in shapes]
+    arrays[3:] = [unseen_behind(case.lengths, x) for x in arrays[3:]]
+    arrays = (base.on_device(x, case.kind) for x in arrays)
     return (*arrays, base.on_device(case.lengths, jnp.int32), base.on_device(mask))
 
 

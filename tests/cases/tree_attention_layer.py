@@ -12,7 +12,7 @@ from pallas_kernels.tree_attention import pallas_triton_layer
 from pallas_kernels.tree_attention.reference import tree_attention_layer as reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
-from tests.cases.tree_attention import SMALL
+from tests.cases.tree_attention import SMALL, unseen_behind
 
 
 def turning(pairs):
@@ -73,7 +73,8 @@ def problem(case):
     path = base.ancestor_mask(base.random_parents(rng, batch, case.replayed))[:, -1].copy()
     path[1:2] = False
     projected = draw(case.nodes, layout.num_columns + case.extra_columns)
-    cache = KVCache(draw(*cached), draw(*cached), np.array(case.lengths, np.int32))
+    keys, values = (unseen_behind(case.lengths, draw(*cached)) for _ in range(2))
+    cache = KVCache(keys, values, np.array(case.lengths, np.int32))
     depth = (mask.sum(axis=2) - 1).astype(np.int32)
     old = NodeKV(draw(case.replayed, *heads), draw(case.replayed, *heads))
     return projected, cache, depth, mask, (old, path)
