@@ -170,8 +170,11 @@ def _machine_obstacle(version: str, others: Mapping[str, Callable[[], str | None
     platform = default_device().platform
     if version == "native" and platform != "cpu":
         return f"the device is a {platform.upper()}, native code is for CPUs"
-    known = {"native": native.obstacle, "pallas": lambda: triton.UNAVAILABLE, **others}
-    return known[version]() if version in known else None
+    if version == "native":
+        return native.obstacle()
+    if version == "pallas":
+        return triton.UNAVAILABLE
+    return others[version]() if version in others else None
 
 
 def _version(implementation: str) -> str:
