@@ -18,7 +18,6 @@ from pallas_kernels import dispatch
 from stree_jax.checkpoint.files import checked_path, entries, folder_of, folders_with, has_file
 from stree_jax.checkpoint.load import load_native
 from stree_jax.heads import head_kind, load_native_head, part_of
-from stree_jax.keywords import explained
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.mesh.weights import partition_of
 from stree_jax.messages import first_line, shown, shown_path
@@ -28,7 +27,6 @@ from stree_jax.special_tokens import end_tokens, special_tokens
 
 
 @jax.transfer_guard("allow")
-@explained()
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
@@ -101,7 +99,6 @@ def from_pretrained(
 
 
 @jax.transfer_guard("allow")
-@explained()
 def load_draft(
     path: str | os.PathLike[str],
     target: HybridLM,
@@ -127,7 +124,6 @@ def load_draft(
 
 
 @jax.transfer_guard("allow")
-@explained()
 def load_head(
     kind: str | Any,
     path: str | os.PathLike[str] | Any,

@@ -15,10 +15,9 @@ from stree_jax.checkpoint.files import folder_of
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
-from stree_jax.decoding.options import OptionKeywords, checked_options
+from stree_jax.decoding.options import checked_options
 from stree_jax.decoding.token_bytes import as_tokenizer
 from stree_jax.decoding.verifiers import Verifier
-from stree_jax.keywords import explained
 from stree_jax.messages import shown, shown_path
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM, check_model
@@ -155,7 +154,6 @@ class Texts:
         return template.render(messages, **variables)
 
 
-@explained(OptionKeywords.__annotations__)
 def complete(
     model: Location | HybridLM,
     prompt: str | Messages,

@@ -58,8 +58,6 @@ LAYERS = [
     "messages",
     "array_types",
     "checks",
-    "keywords",
-    "mappings",
     "names",
     "mesh",
     "tree",

@@ -24,14 +24,12 @@ from stree_jax.decoding.prompts import check_num_rows, checked_prompts
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
 from stree_jax.decoding.types import Context, DecodeState, Prefix
 from stree_jax.decoding.verifiers import Verifier
-from stree_jax.keywords import explained
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
 from stree_jax.tree import TreeTopology
 
 
 @jax.transfer_guard("allow")
-@explained(OptionKeywords.__annotations__)
 def generate(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
@@ -114,7 +112,6 @@ def generate(
 
 
 @jax.transfer_guard("allow")
-@explained(OptionKeywords.__annotations__)
 def stream(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],

@@ -35,7 +35,6 @@ from stree_jax.decoding.types import (
     state_specs,
 )
 from stree_jax.decoding.verifiers import Verifier, verifier_of
-from stree_jax.keywords import explained
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
 from stree_jax.messages import shown
@@ -57,7 +56,6 @@ def _step_specs(model: HybridLM) -> Any:
     return (specs, ROWS, rule_specs), (specs, draft, ROWS)
 
 
-@explained()
 @dataclasses.dataclass(frozen=True)
 class SpeculativeDecoder:
     """The static part of a decode program: everything but weights and arrays.

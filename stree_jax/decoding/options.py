@@ -18,7 +18,6 @@ from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import typed_key
 from stree_jax.decoding.rule_rows import check_rules
 from stree_jax.decoding.stops import listed_stops
-from stree_jax.keywords import explained
 from stree_jax.messages import shown
 
 PerRow: TypeAlias = Any  # a sequence with a value for each row
@@ -71,7 +70,6 @@ class OptionKeywords(TypedDict, total=False):
     tokenizer: Any
 
 
-@explained()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """How a text is continued: `generate(model, prompts, **options)`, `Request(prompt, **options)`.

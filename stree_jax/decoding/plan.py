@@ -45,8 +45,6 @@ from stree_jax.decoding.verifiers import (
     default_verifier,
     verifier_of,
 )
-from stree_jax.keywords import explained
-from stree_jax.mappings import check_mappings
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
@@ -85,7 +83,6 @@ class Plan(NamedTuple):
 
 
 @jax.transfer_guard("allow")
-@explained(OptionKeywords.__annotations__)
 def plan(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
@@ -105,7 +102,6 @@ def plan(
     """
     text = checked_options(options) if text is None else text
     check_model(model)
-    check_mappings()
     vocab_size = model.config.vocab_size
     check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
     context = checked_prompts(prompts, vocab_size)

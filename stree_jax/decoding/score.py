@@ -14,8 +14,6 @@ from stree_jax.checks import check_int
 from stree_jax.decoding.prefill import PREFILL_CHUNK, in_chunks
 from stree_jax.decoding.prompts import buffer_size, checked_prompts
 from stree_jax.decoding.types import Context
-from stree_jax.keywords import explained
-from stree_jax.mappings import check_mappings
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
@@ -26,7 +24,6 @@ _MOST_LOGITS = 2**24  # at a time: 64 MiB
 
 
 @jax.transfer_guard("allow")
-@explained()
 def score(
     model: HybridLM, texts: Sequence[Sequence[int]] | Any, *, rows: int = 8
 ) -> list[Float32[np.ndarray, " _"]]:
@@ -48,7 +45,6 @@ def score(
         ValueError: not token ids, or a text that is longer than the model's context.
     """
     check_model(model)
-    check_mappings()
     check_int("rows", rows, 1)
     context = checked_prompts(texts, model.config.vocab_size, "texts")
     lengths = np.asarray(context.length)

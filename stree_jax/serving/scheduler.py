@@ -19,8 +19,6 @@ from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
 from stree_jax.decoding.slots import check_rows
 from stree_jax.decoding.types import Prefix
 from stree_jax.decoding.verifiers import Verifier
-from stree_jax.keywords import explained
-from stree_jax.mappings import check_mappings
 from stree_jax.mesh.hosts import is_same_everywhere, on_host
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
@@ -34,7 +32,6 @@ from stree_jax.tree import TreeTopology
 _STEPS_WHILE_READING = 8  # rows that wait for their prompts are idle
 
 
-@explained()
 class Scheduler:
     """Continuous batching: when a row ends, the next request takes its slot.
 
@@ -387,7 +384,6 @@ class Scheduler:
     @jax.transfer_guard("allow")
     def _advance(self, asked_for: str) -> bool:
         """Fills free rows and runs; False if there was nothing to run."""
-        check_mappings()  # now: an error loses no request
         self._compare(asked_for)
         self._fill()
         if not self._tenants:

@@ -8,11 +8,9 @@ from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, Row
 from stree_jax.decoding.results import DecodeStatistics, Piece
 from stree_jax.decoding.types import Prefix
-from stree_jax.keywords import explained
 from stree_jax.messages import shown
 
 
-@explained()
 @dataclasses.dataclass(frozen=True)
 class Request(Options):
     """A text to continue, and its own `Options`, which are keywords.

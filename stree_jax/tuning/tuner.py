@@ -17,7 +17,6 @@ from stree_jax.decoding.generate import generate
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prompts import checked_prompts, typed_key
 from stree_jax.decoding.results import Generation
-from stree_jax.keywords import explained
 from stree_jax.measuring.clock import timed_rounds
 from stree_jax.measuring.costs import SIZES, WIDTHS, Costs, measure_costs
 from stree_jax.models.lm import HybridLM, check_on_one_device
@@ -119,7 +118,6 @@ class TuningReport:
 
 
 @jax.transfer_guard("allow")
-@explained()
 def tune(
     target: HybridLM,
     drafter: Drafter | None,

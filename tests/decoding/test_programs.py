@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax import mappings
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.prompts import buffer_size, list_size
 from stree_jax.testing import perturbed, tiny_model
 from tests.decoding.texts import started
-from tests.helpers import COMPILE_EVENT, COMPILED
+from tests.helpers import COMPILED
 from tests.methods import drafts
 
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 2])  # of no other test
@@ -95,37 +94,6 @@ def test_short_lists_share_a_program(few, more):
 
     assert key(few) == key(more)
     assert [list_size(n) for n in (0, 1, 8, 9, 32, 33, 600)] == [8, 8, 8, 32, 32, 128, 2048]
-
-
-def test_requests_are_refused_before_the_kernels_limit_of_mappings(tmp_path, monkeypatch):
-    """At the limit XLA ends the process. A scheduler loses nothing when it refuses to go on."""
-    files = {name: tmp_path / name for name in ("MAPPINGS", "LIMIT")}
-    for name, file in files.items():
-        monkeypatch.setattr(mappings, name, file)
-    files["LIMIT"].write_text("1000\n")
-    scheduler = st.Scheduler(tiny_model(), rows=1, max_length=20)
-    scheduler.submit(st.Request([1], max_new_tokens=2))
-
-    def compiled(count, lines):
-        files["MAPPINGS"].write_text("a\n" * lines)
-        for _ in range(count):
-            jax.monitoring.record_event_duration_secs(COMPILE_EVENT, 0.0)
-
-    compiled(16, lines=875)
-    plan(tiny_model(), [[1]])
-    compiled(15, lines=876)  # not counted yet
-    plan(tiny_model(), [[1]])
-    compiled(1, lines=876)
-    message = r"has 876 memory mappings, .* allows 1000; call jax.clear_caches\(\) and try again"
-    for refused in (
-        lambda: plan(tiny_model(), [[1]]),
-        lambda: next(scheduler.completions()),
-        lambda: st.score(tiny_model(), [[1, 2]]),
-    ):
-        with pytest.raises(ValueError, match=message):
-            refused()
-    compiled(0, lines=100)
-    assert len([*scheduler.completions()]) == 1
 
 
 @pytest.mark.parametrize("committed", [(), ("target",), ("draft",), ("target", "draft")])

@@ -366,40 +366,6 @@ def test_calls_are_refused(call, message):
     assert "\n" not in str(error.value)
 
 
-# Unknown keywords: a TypeError, as without the way out.
-KEYWORDS = [
-    (st.generate, "tree", ": it is topology"),
-    (st.stream, "draft", ": it is drafter"),
-    (st.complete, "seed", r": it is key=jax.random.key\(seed\)"),
-    (st.generate, "max_tokens", ": it is max_new_tokens"),
-    (st.generate, "prompt", "; did you mean 'prompts'\\?"),
-    (st.tune, "temprature", "; did you mean 'temperature'\\?"),
-    (st.tune, "tree", "; known: drafter, key, "),
-    (st.from_pretrained, "torch_dtype", ": it is dtype"),
-    (st.from_pretrained, "tree", "; known: adapter, dtype, ignore, "),
-    (st.load_draft, "quantise", "; did you mean 'quantize'\\?"),
-    (st.load_head, "load_in_8bit", ': it is quantize="int8"'),
-    (st.score, "batch_size", ": it is rows"),
-    (st.Scheduler, "tree", ": it is topology"),
-    (st.Options, "repetition_penalty", r": it is processors=\[st.RepetitionPenalty"),
-    (st.Request, "eos_token_id", ": it is eos_token"),
-    (st.ModelDrafter, "sampling", "; known: child_sampling, model"),
-    (st.DynamicDrafter, "sharpnes", "; did you mean 'sharpness'\\?"),
-    (st.NgramDrafter, "max_ngram", "; known: max_match, min_match"),
-    (SpeculativeDecoder, "tree", ": it is topology"),
-    (st.ModelConfig, "depth", "; known: attention, d_model, "),
-]
-
-
-@pytest.mark.parametrize(("function", "name", "way_out"), KEYWORDS, ids=readable)
-def test_unknown_keywords_are_refused(function, name, way_out):
-    needed = dict(vocab_size=1, d_model=1, layers=()) if function is st.ModelConfig else {}
-    begin = rf"^{function.__name__}\(\) got an unexpected keyword argument; there is no option"
-    with pytest.raises(TypeError, match=f"{begin} '{name}'{way_out}") as error:
-        function(**needed, **{name: 1})
-    assert "\n" not in str(error.value)
-
-
 TWO = jnp.full(2, 5)
 NO_ENDS = jnp.full((2, 1), -1)
 IDS = jnp.ones((2, 4), jnp.int32)

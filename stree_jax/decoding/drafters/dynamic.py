@@ -14,13 +14,11 @@ from stree_jax.decoding.drafters.children import chosen_child_sampling, shared_s
 from stree_jax.decoding.drafters.search import BeamDrafter, Continuations, Found
 from stree_jax.decoding.reader import DraftModel
 from stree_jax.decoding.types import Drawn, Step
-from stree_jax.keywords import explained
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
 
 
-@explained()
 class DynamicDrafter(BeamDrafter):
     """A beam search that grows a larger tree than requested, and keeps the best nodes.
 

@@ -18,7 +18,6 @@ from stree_jax.decoding.drafters.levels import Level, grow_levels, levels_of
 from stree_jax.decoding.nodes import put, take
 from stree_jax.decoding.reader import DraftModel, WholeModel, draft_model
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
-from stree_jax.keywords import explained
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
 
@@ -117,7 +116,6 @@ class RunsModel(nnx.Module):
         return state._replace(reader=reader)
 
 
-@explained()
 class ModelDrafter(RunsModel):
     """A draft model that fills a static tree level by level, from one state.
 

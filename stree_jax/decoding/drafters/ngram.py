@@ -11,13 +11,11 @@ from stree_jax.array_types import Array, Float
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.levels import levels_of
 from stree_jax.decoding.types import DraftTree, Step, Verdict
-from stree_jax.keywords import explained
 from stree_jax.tree import TreeTopology
 
 MAX_MATCH = 64  # each length is an operation of the program
 
 
-@explained()
 class NgramDrafter(nnx.Module):
     """Prompt lookup: drafts what followed the same tokens earlier in the prompt or the output.
 
