@@ -82,9 +82,9 @@ def served():
 def functional():
     """The loop inside a program, with arrays that are on the device."""
     decoder = st.SpeculativeDecoder(TREE, "target_only", max_length=64, num_best=1)
-    prompts = st.Context(np.array([[5, 9, 2], [3, 0, 0]], np.int32), np.array([3, 1], np.int32))
-    limits = st.Limits(np.array([6, 4], np.int32), np.full((2, 1), -1, np.int32))
-    sampling = st.Sampling(np.full(2, 0.8, np.float32))
+    prompts = st.Context(np.array([[5, 9, 2], [3, 0, 0]]), np.array([3, 1]))  # in 64 bits
+    limits = st.Limits(np.array([6, 4]), np.full((2, 1), -1))
+    sampling = st.Sampling(np.full(2, 0.8), filters=(st.TopP(np.full(2, 0.9)),))
     arrays = jax.device_put((np.zeros((2, 2), np.uint32), prompts, limits, sampling))
 
     @jax.jit
