@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.decoding.types import Context, DraftTree, Limits, Sampling
+from stree_jax.decoding.types import Context, DraftTree, Drawn, Limits, Sampling
 from stree_jax.messages import shown
 from stree_jax.tree import Tree, TreeTopology
 
@@ -36,7 +36,8 @@ def check_like(what: str, value: Any, example: Any) -> Any:
     Raises:
         ValueError: another structure, shape or dtype.
     """
-    wanted, structure = jax.tree_util.tree_flatten_with_path(example)
+    wanted = jax.tree_util.tree_leaves_with_path(example)
+    structure: Any = jax.tree.structure(example)
     leaves, own = jax.tree.flatten(value)
     if own != structure:
         raise ValueError(f"{what} must be {_named(example)}, got {_named(value)}")
@@ -58,7 +59,7 @@ def check_like(what: str, value: Any, example: Any) -> Any:
 def checked_prompts(prompts: Any) -> Context:
     """Right-padded texts."""
     lengths = getattr(prompts, "length", None)
-    batch = next(iter(jnp.shape(lengths)), None) if _is_array(lengths) else None
+    batch = next(iter(getattr(lengths, "shape", ())), None)
     example = Context(some(jnp.int32, batch, None), some(jnp.int32, batch))
     return check_like("prompts", prompts, example)
 
@@ -106,7 +107,7 @@ def checked_proposal(
         some(jnp.float32, batch, None, vocab_size) if has_log_probs else None,
         some(jnp.int32, nodes[1]),
         some(jnp.bool_, batch),
-        getattr(draft, "drawn", None),
+        getattr(draft, "drawn", Drawn()),
     )
     draft = check_like(f"{name}: draft", draft, example)
     return draft, check_like(f"{name}: state", state, before)
@@ -129,7 +130,7 @@ def _named(value: Any) -> str:
 
 
 def _narrowed(leaf: Any) -> Any:
-    dtype = _NARROW.get(getattr(leaf, "dtype", None))
+    dtype = _NARROW.get(getattr(leaf, "dtype", np.dtype(bool)))
     return leaf if dtype is None else leaf.astype(dtype)
 
 
