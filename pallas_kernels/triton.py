@@ -48,13 +48,19 @@ def call(
     layers then traces and lowers each kernel once. XLA inlines the calls, so the compiled program
     is the same.
     """
-    return pl.pallas_call(
+    program = pl.pallas_call(
         kernel,
         name=name,
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         **spec,
     )
+
+    def run(*arrays: Any) -> Any:
+        with jax.enable_x64(False):  # a kernel's indices have 32 bits
+            return program(*arrays)
+
+    return run
 
 
 def call_by_name(

@@ -8,7 +8,7 @@ out = st.generate(model, [[1, 2, 3]], drafter=drafter)
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stree_jax.checkout import find_convert
 from stree_jax.checkpoint import save_pretrained
@@ -85,49 +85,34 @@ from stree_jax.text import complete
 from stree_jax.tree import Tree, TreeTopology
 from stree_jax.tuning import TuningReport, tune
 
-# What is imported when it is first used: packages, and the names of each extension.
-_PACKAGES = ("convert", "testing", "training")
-_EXTENSIONS = {
-    "eagle3": ("Eagle3Config", "Eagle3Drafter", "Eagle3Head", "Eagle3Model", "load_eagle3"),
-    "grammar": ("Automaton", "json_schema", "regex"),
-    "hierarchical": ("CascadeDrafter", "InterleavedDrafter"),
-    "medusa": ("MedusaDrafter", "MedusaHeads", "load_medusa", "save_medusa"),
-    "mtp": ("MtpConfig", "MtpDrafter", "MtpHead", "MtpModel", "load_mtp", "save_mtp"),
-    "reasoning": ("reasoning",),
+# Names that are imported when they are first used, and the module that has or is each.
+_LATER = {
+    **{name: f"stree_jax.{name}" for name in ("convert", "testing", "training")},
+    "reasoning": "stree_jax.extensions.reasoning",
+    **dict.fromkeys(
+        ("Eagle3Config", "Eagle3Drafter", "Eagle3Head", "Eagle3Model", "load_eagle3"),
+        "stree_jax.extensions.eagle3",
+    ),
+    **dict.fromkeys(("Automaton", "json_schema", "regex"), "stree_jax.extensions.grammar"),
+    **dict.fromkeys(("CascadeDrafter", "InterleavedDrafter"), "stree_jax.extensions.hierarchical"),
+    **dict.fromkeys(
+        ("MedusaDrafter", "MedusaHeads", "load_medusa", "save_medusa"),
+        "stree_jax.extensions.medusa",
+    ),
+    **dict.fromkeys(
+        ("MtpConfig", "MtpDrafter", "MtpHead", "MtpModel", "load_mtp", "save_mtp"),
+        "stree_jax.extensions.mtp",
+    ),
 }
-if TYPE_CHECKING:
-    from stree_jax import convert, testing, training
-    from stree_jax.extensions import reasoning
-    from stree_jax.extensions.eagle3 import (
-        Eagle3Config,
-        Eagle3Drafter,
-        Eagle3Head,
-        Eagle3Model,
-        load_eagle3,
-    )
-    from stree_jax.extensions.grammar import Automaton, json_schema, regex
-    from stree_jax.extensions.hierarchical import CascadeDrafter, InterleavedDrafter
-    from stree_jax.extensions.medusa import MedusaDrafter, MedusaHeads, load_medusa, save_medusa
-    from stree_jax.extensions.mtp import (
-        MtpConfig,
-        MtpDrafter,
-        MtpHead,
-        MtpModel,
-        load_mtp,
-        save_mtp,
-    )
-else:
 
-    def __getattr__(name: str) -> Any:
-        if name in _PACKAGES:
-            return importlib.import_module(f"stree_jax.{name}")
-        for extension, names in _EXTENSIONS.items():
-            if name in names:
-                found = importlib.import_module(f"stree_jax.extensions.{extension}")
-                value = found if name == extension else getattr(found, name)
-                globals()[name] = value  # the next access bypasses this function
-                return value
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = importlib.import_module(_LATER[name])
+    value = found if _LATER[name].endswith(f".{name}") else getattr(found, name)
+    globals()[name] = value  # the next access bypasses this function
+    return value
 
 
 __all__ = [
@@ -135,11 +120,9 @@ __all__ = [
     "VERIFIERS",
     "AllowedTokens",
     "AttentionConfig",
-    "Automaton",
     "BannedTokens",
     "BeamDrafter",
     "BenchReport",
-    "CascadeDrafter",
     "Completion",
     "Context",
     "DecodeState",
@@ -148,33 +131,22 @@ __all__ = [
     "Drafter",
     "Drawn",
     "DynamicDrafter",
-    "Eagle3Config",
-    "Eagle3Drafter",
-    "Eagle3Head",
-    "Eagle3Model",
     "Event",
     "Filter",
     "FrequencyPenalty",
     "GatedDeltaConfig",
     "Generation",
     "HybridLM",
-    "InterleavedDrafter",
     "LayerConfig",
     "Limits",
     "LogitBias",
     "LogitsProcessor",
     "Mamba2Config",
-    "MedusaDrafter",
-    "MedusaHeads",
     "MinP",
     "MlpConfig",
     "ModelConfig",
     "ModelDrafter",
     "MoeConfig",
-    "MtpConfig",
-    "MtpDrafter",
-    "MtpHead",
-    "MtpModel",
     "NgramDrafter",
     "NonFiniteLogitsError",
     "Options",
@@ -201,36 +173,26 @@ __all__ = [
     "Verifier",
     "bench",
     "complete",
-    "convert",
     "demo_path",
     "enable_compilation_cache",
     "follow",
     "from_pretrained",
     "generate",
-    "json_schema",
     "load_draft",
-    "load_eagle3",
     "load_head",
-    "load_medusa",
-    "load_mtp",
     "load_tokenizer",
     "make_mesh",
-    "reasoning",
-    "regex",
     "root_only",
     "sample_tokens",
     "save_head",
-    "save_medusa",
-    "save_mtp",
     "save_pretrained",
     "score",
     "shard",
     "stream",
-    "testing",
     "text_log_probs",
     "token_log_probs",
-    "training",
     "tune",
+    *_LATER,
 ]
 __version__ = "0.1.0"
 find_convert()

@@ -1,11 +1,9 @@
 """Checks of arguments and of the fields of configs."""
 
 import dataclasses
-import math
 import numbers
-import types
 import typing
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,9 +16,9 @@ __all__ = [
     "lacking",
     "require",
     "require_integer",
-    "require_types",
 ]  # what an extension may use
 
+_PLAIN = {bool, int, float, str, type(None)}
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -86,46 +84,23 @@ def require_integer(
     require(value < 1 << bits, f"{name} must be below 2**{bits}, got {shown(value)}")
 
 
-def require_types(cls: type, values: MutableMapping[str, Any]) -> None:
-    """Fields of a dataclass must have their annotated types, and numbers must fit in float32.
+def plain_fields(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a table as a dataclass has them: integers are floats where it has floats.
 
-    `dt_limit` may be infinite. Integers in fields of floats become floats: jax takes an integer for
-    an int32.
+    Raises:
+        ValueError: a flag, a number or a text where it has another one, or an infinite number.
     """
+    fields = dict(values)
     for field in dataclasses.fields(cls):
-        if field.name not in values:
+        kinds = set(typing.get_args(field.type) or (field.type,))
+        if field.name not in fields or typing.get_origin(field.type) is tuple or kinds - _PLAIN:
             continue
-        value = values[field.name]
-        most = math.inf if field.name == "dt_limit" else _LARGEST
+        value = fields[field.name]
+        if type(value) is int and float in kinds and is_number(value):
+            value = fields[field.name] = float(value)
         require(
-            _fits(value, field.type, most),
+            type(value) in kinds and (type(value) is not float or is_number(value)),
             f"{field.name} must be {getattr(field.type, '__name__', field.type)}"
-            f"{' and finite' if field.type is float else ''}, got {shown(value)}",
+            f"{' and finite' if float in kinds else ''}, got {shown(value)}",
         )
-        values[field.name] = _with_floats(value, field.type)
-
-
-def _with_floats(value: Any, kind: Any) -> Any:
-    parts = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        kinds = parts[:1] * len(value) if ... in parts else parts
-        return tuple(map(_with_floats, value, kinds))
-    is_number = kind is float or (float in parts and int not in parts and value is not None)
-    return float(value) if is_number else value
-
-
-def _fits(value: Any, kind: Any, most: float) -> bool:
-    parts = typing.get_args(kind)
-    if isinstance(kind, types.UnionType):
-        return any(_fits(value, part, most) for part in parts)
-    if typing.get_origin(kind) is tuple:
-        kinds = parts[:1] * len(value) if ... in parts and isinstance(value, tuple) else parts
-        return (
-            isinstance(value, tuple)
-            and len(value) == len(kinds)
-            and all(map(_fits, value, kinds, [most] * len(kinds)))
-        )
-    if kind is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and -most <= value <= most
-    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+    return fields

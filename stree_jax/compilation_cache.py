@@ -1,4 +1,4 @@
-"""jax's persistent compilation cache, in the user's folder: each process would compile again."""
+"""The persistent compilation cache of the command, and of Python programs that switch it on."""
 
 import os
 from pathlib import Path
@@ -12,17 +12,23 @@ MAX_BYTES = 256 * 2**20
 def enable_compilation_cache() -> None:
     """Makes jax keep compiled programs in the user's cache folder, as the command does.
 
-    The folder is `stree-jax/xla` in `$XDG_CACHE_HOME` or `~/.cache`. `STREE_JAX_CACHE` names
-    another folder, or is `off`. No-op if the user configured jax's own cache, or if the folder
-    cannot be created. Call it before anything is compiled. jax keeps the last 256 MiB there
-    (`jax_compilation_cache_max_size`). Programs from there run as you: keep the folder to yourself.
-    On a CPU it hides jax's log.
+    The folder is `stree-jax/xla` in `$XDG_CACHE_HOME` or `~/.cache`, for the user alone; its
+    programs run as the user. `STREE_JAX_CACHE` names another folder, or is `off`. No-op if the user
+    configured jax's own cache, or if the folder cannot be created. Call it before anything is
+    compiled. jax keeps at most 256 MiB there. On a CPU it hides jax's log.
     """
     config: Any = jax.config  # its options have no type annotations
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
-    folder = _folder()
-    if folder is None:
+    choice = os.environ.get("STREE_JAX_CACHE", "")
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if choice.lower() == "off":
+        return
+    try:
+        base = base if os.path.isabs(base) else "~/.cache"
+        folder = Path(choice or f"{base}/stree-jax/xla").expanduser().absolute()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: no home; ValueError: a null byte
         return
     config.update("jax_compilation_cache_dir", str(folder))
     config.update("jax_compilation_cache_max_size", MAX_BYTES)
@@ -33,24 +39,6 @@ def enable_compilation_cache() -> None:
     config.update("jax_persistent_cache_enable_xla_caches", "none")
     # On many CPUs XLA logs an error for each program it loads: it mistakes LLVM's tuning flags
     # (+prefer-no-gather) for features that the host lacks (github.com/openxla/xla/issues/44565).
+    # Programs of other hosts are never loaded: the host's features are part of the key.
     if jax.default_backend() == "cpu" and config.jax_logging_level == "NOTSET":
         config.update("jax_logging_level", "CRITICAL")
-
-
-def _folder() -> Path | None:
-    """The cache folder, which exists; None: the cache is off, or there is none."""
-    choice = os.environ.get("STREE_JAX_CACHE", "")
-    if choice.lower() == "off":
-        return None
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        if not base.is_absolute():  # to be ignored, says the XDG specification
-            base = Path.home() / ".cache"
-        folder = Path(choice).expanduser().absolute() if choice else base / "stree-jax" / "xla"
-        if not choice and not base.parent.is_dir():
-            return None
-        for part in (*reversed(folder.parents), folder):  # `parents` of mkdir have other modes
-            part.mkdir(mode=0o700, exist_ok=True)
-    except (OSError, RuntimeError, ValueError):  # RuntimeError: no home; ValueError: a null byte
-        return None
-    return folder

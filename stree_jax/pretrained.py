@@ -77,7 +77,7 @@ def from_pretrained(
         raise ValueError("replicate = True is for a model on a mesh: pass mesh=make_mesh(...)")
     check_quantize(quantize, keep)
     partition = partition_of(mesh, replicate)
-    from stree_jax import convert  # not imported by `import stree_jax`, to keep that light
+    import stree_jax.convert as convert  # not imported by `import stree_jax`, to keep that light
 
     directory = convert.find(path)
     changes = None if adapter is None else convert.find(adapter, adapter=True)
@@ -150,7 +150,7 @@ def load_head(
     check_on_one_device(target, f"load_{kind}")
     check_quantize(quantize)
     if known.is_published:
-        from stree_jax import convert  # takes time to import
+        import stree_jax.convert as convert  # takes time to import
 
         path = convert.find(path)
         if convert.is_foreign(path, ignore=ignore):

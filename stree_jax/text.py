@@ -204,7 +204,7 @@ def _is_path(value: Any) -> bool:
 
 
 def _folder(path: Location) -> Path:
-    from stree_jax import convert  # not imported by `import stree_jax`, to keep that light
+    import stree_jax.convert as convert  # not imported by `import stree_jax`, to keep that light
 
     return convert.find(path)
 

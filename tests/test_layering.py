@@ -218,15 +218,3 @@ def test_test_modules_import_no_test_modules():
         for module in imported(file):
             parts = module.split(".")
             assert parts[0] != "tests" or not any(p.startswith("test_") for p in parts), file
-
-
-def test_type_checkers_see_what_is_imported_lazily():
-    """Each name that `import stree_jax` does not import yet, and the same object."""
-    body = ast.parse(Path(stree_jax.__file__).read_text()).body
-    (block,) = (n for n in body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
-    code = "import stree_jax; print(*vars(stree_jax))"
-    ready = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seen = {alias.name: node.module for node in block.body for alias in node.names}
-    assert {*seen} == {*stree_jax.__all__} - {*ready.stdout.split()}
-    for name, module in seen.items():
-        assert getattr(stree_jax, name) is getattr(importlib.import_module(module), name)

@@ -34,7 +34,7 @@ EVERY = st.ModelConfig(
     d_model=16,
     layers=(
         st.Mamba2Config(num_heads=2, head_dim=16, state_size=16, num_groups=2),
-        st.MoeConfig(num_experts=3, num_active=2, hidden_size=8, router="sigmoid"),
+        st.MoeConfig(num_experts=3, num_active=2, hidden_size=16, router="sigmoid"),
         st.GatedDeltaConfig(num_heads=2, head_dim=16, num_groups=1, state_size=16),
         st.AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=16, rotary_dim=8, qkv_bias=True),
     ),
@@ -82,9 +82,9 @@ def served():
 def functional():
     """The loop inside a program, with arrays that are on the device."""
     decoder = st.SpeculativeDecoder(TREE, "target_only", max_length=64, num_best=1)
-    prompts = st.Context(np.array([[5, 9, 2], [3, 0, 0]], np.int32), np.array([3, 1], np.int32))
-    limits = st.Limits(np.array([6, 4], np.int32), np.full((2, 1), -1, np.int32))
-    sampling = st.Sampling(np.full(2, 0.8, np.float32))
+    prompts = st.Context(np.array([[5, 9, 2], [3, 0, 0]]), np.array([3, 1]))  # in 64 bits
+    limits = st.Limits(np.array([6, 4]), np.full((2, 1), -1))
+    sampling = st.Sampling(np.full(2, 0.8), filters=(st.TopP(np.full(2, 0.9)),))
     arrays = jax.device_put((np.zeros((2, 2), np.uint32), prompts, limits, sampling))
 
     @jax.jit
@@ -94,7 +94,8 @@ def functional():
         tokens = decoder.run(model, drafter, state, limits, sampling).context.tokens[:, :12]
         return tokens, st.text_log_probs(model, tokens)
 
-    return decode(tiny_model(), st.BeamDrafter(perturbed(tiny_model(), 0.1)), *arrays)
+    drafter = st.DynamicDrafter(perturbed(tiny_model(), 0.1), expand=2)
+    return decode(tiny_model(), drafter, *arrays)
 
 
 def loaded(folder):
@@ -132,8 +133,13 @@ def verified(verifier, child_sampling):
     return generated(tiny_model(), drafter, TREE, verifier=verifier, lossy=verifier == "typical")
 
 
+@functools.cache
+def made(name):
+    return drafts(tiny_model(), name)
+
+
 def by(name):
-    return [generated(tiny_model(), **drafts(tiny_model(), name), temperature=t) for t in (0, 1)]
+    return [generated(tiny_model(), **made(name), temperature=heat) for heat in (0, 1)]
 
 
 def with_head(name):

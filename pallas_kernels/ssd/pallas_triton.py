@@ -135,7 +135,7 @@ def _kernel(
         )
         y = carried * jnp.exp(decay)[:, None] + tb.dot(scores * weight * dt[None, :], x)
         x = x.astype(jnp.float32)
-        y_ref[here, :] = (y + D * x).astype(y_ref.dtype)
+        y_ref[here, :] = (y + D[None] * x).astype(y_ref.dtype)
 
         written = x * (jnp.exp(total - decay) * dt)[:, None]
         return tuple(

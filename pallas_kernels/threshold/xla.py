@@ -10,15 +10,17 @@ def largest_threshold(values: jax.Array, summands: jax.Array | None, least: jax.
 
     def sums(thresholds: jax.Array) -> jax.Array:
         chosen = values[..., None, :] >= thresholds[..., None]
-        added = jnp.int32(1) if summands is None else summands[..., None, :]
-        return jnp.where(chosen, added, 0).sum(axis=-1, dtype=added.dtype)
+        if summands is None:
+            return chosen.sum(axis=-1, dtype=jnp.int32).astype(least.dtype)
+        return jnp.where(chosen, summands[..., None, :], 0).sum(axis=-1)
 
     def search(num_bits: int) -> jax.Array:
         """Searches `num_bits` bits per pass."""
 
         def find(i: jax.Array, bits: jax.Array) -> jax.Array:
             shift = jnp.maximum(31 - num_bits * (i + 1), 0)
-            tried = bits + (jnp.arange(1, 2**num_bits, dtype=jnp.int32) << shift)
+            steps = jnp.arange(1, 2**num_bits, dtype=jnp.int32) << shift
+            tried = bits + lax.broadcast_to_rank(steps, bits.ndim)
             passed = sums(lax.bitcast_convert_type(tried, jnp.float32)) >= least
             return bits + (passed.sum(axis=-1, keepdims=True, dtype=jnp.int32) << shift)
 

@@ -157,7 +157,7 @@ def in_order(path: Bool[Array, "B O"]) -> tuple[Int[Array, "B O"], Int[Array, " 
     """The nodes of each path in order, then zeros; and their number. XLA computes it once."""
     node = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     place = jnp.cumsum(path, axis=1, dtype=jnp.int32) - 1
-    is_there = (place[:, None] == node[:, None]) & path[:, None]  # [B, place, node]
+    is_there = (place[:, None] == node[..., None]) & path[:, None]  # [B, place, node]
     return jnp.where(is_there, node[:, None], 0).sum(axis=2, dtype=jnp.int32), path.sum(
         axis=1, dtype=jnp.int32
     )

@@ -252,7 +252,8 @@ def _write(
     """Adds the skip, gates and writes the outputs at some queries; `block` of all channels."""
     num_queries, channels = outputs["y"].shape
     first_query = inputs["x"].shape[0] - num_queries
-    y = y + inputs["D"][...] * inputs["x"][first_query + query, :].astype(jnp.float32)
+    x = inputs["x"][first_query + query, :].astype(jnp.float32)
+    y = y + lax.broadcast_to_rank(inputs["D"][...], 2) * x
     if gate is not None:
         start, multiplier, row_size, epsilon = gate
         z = inputs["gate"][query, pl.ds(start + block * channels, channels)]

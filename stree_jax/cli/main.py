@@ -4,11 +4,9 @@ User errors, which all functions here raise as ValueError, are one line on stder
 Each command imports its own module.
 """
 
-import dataclasses
 import io
 import os
 import pkgutil
-import re
 import signal
 import sys
 import warnings
@@ -16,7 +14,6 @@ from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
-from typer.models import OptionInfo
 
 from stree_jax import __version__
 from stree_jax.cli import options
@@ -45,27 +42,7 @@ def _run(chosen: Any) -> None:
     if isinstance(chosen, _WITHOUT_PARTIAL_FILES) and ctrl_c is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # raises, as usual in Python
     _, function = _COMMANDS[type(chosen)]
-    try:
-        code = pkgutil.resolve_name(f"stree_jax.cli.{function}")(chosen)
-    except ValueError as error:
-        raise ValueError(_in_options(str(error), chosen)) from error
-    raise typer.Exit(code or 0)
-
-
-def _in_options(message: str, chosen: Any) -> str:
-    """A message of the library with the command's options: `top_k = 3` is `--top-k 3` here."""
-    fields = [f.name for f in dataclasses.fields(chosen) if isinstance(f.default, OptionInfo)]
-    begins = r"(?:(?<=[:;,] )|^)"  # other words are words of English elsewhere
-    ends = rf"(?= = |=True)|{begins}%s(?= must be| has | goes )"
-    names = [name if "_" in name else name + ends % name for name in fields]
-    if not names:
-        return message
-    said = re.sub(
-        rf"(?<![\w'\"/.-])({'|'.join(names)})(?![\w'\"]|=['\"\[])( = |=True)?",
-        lambda found: f"--{found[1].replace('_', '-')}{' ' if found[2] == ' = ' else ''}",
-        message,
-    )
-    return re.sub(r"\bprompts\[(\d+)\]", lambda found: f"prompt {int(found[1]) + 1}", said)
+    raise typer.Exit(pkgutil.resolve_name(f"stree_jax.cli.{function}")(chosen) or 0)
 
 
 class _Plain:

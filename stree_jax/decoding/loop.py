@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.like import check_keys, checked_prompts, checked_settings
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import MAX_TOKENS
 from stree_jax.decoding.reading import read_text
 from stree_jax.decoding.rule_rows import rule_specs
-from stree_jax.decoding.shapes import check_keys, check_prompts, check_settings, donating
 from stree_jax.decoding.step import decode_step
 from stree_jax.decoding.types import (
     Context,
@@ -54,6 +54,26 @@ def _step_specs(model: HybridLM) -> Any:
     specs: Any = state_specs(model)
     draft: Any = DraftTree(ROWS, ROWS, ROWS, PartitionSpec(), ROWS, ROWS)  # type: ignore[arg-type]
     return (specs, ROWS, rule_specs), (specs, draft, ROWS)
+
+
+def check_not_donated(state: DecodeState) -> None:
+    """Refuses a state that was given to `run`, `step` or `insert` before."""
+    if not isinstance(state.done, jax.core.Tracer) and state.done.is_deleted():
+        raise ValueError("the state was donated: use the state that run returned")
+
+
+def _donating(program: Any) -> Any:
+    """Decorates a compiled method that donates its state."""
+
+    @functools.wraps(program)
+    def call(decoder: Any, model: Any, drafter: Any, state: Any, *more: Any, **named: Any) -> Any:
+        check_not_donated(state)
+        with jax.transfer_guard("allow"):  # of `max_steps`
+            return program(decoder, model, drafter, state, *more, **named)
+
+    compiled: Any = call
+    compiled.lower, compiled.trace = program.lower, program.trace
+    return compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +119,16 @@ class SpeculativeDecoder:
         """Size of the token buffer: a whole path may be written past a row's end."""
         return self.max_length + self.topology.depth + 1
 
-    def _check_room(self, prompts: Context | Any) -> None:
-        check_prompts(prompts)
+    def _checked(self, prompts: Context | Any) -> Context:
+        """The prompts, which must have room."""
+        prompts = checked_prompts(prompts)
         if (width := prompts.tokens.shape[1]) > self.capacity:
             raise ValueError(
                 f"the prompts are a buffer of {width} tokens, and with max_length ="
                 f" {self.max_length} a row has {self.capacity} places; cut the buffer, or make"
                 f" max_length at least {width}"
             )
+        return prompts
 
     @jax.transfer_guard("allow")
     def read(
@@ -129,7 +151,7 @@ class SpeculativeDecoder:
             ValueError: the prompts are no `Context`, or a buffer with more places than `capacity`.
         """
         check_model(model)
-        self._check_room(prompts)
+        prompts = self._checked(prompts)
         return read_text(model, drafter, prompts, self.topology, self.max_length, before)
 
     @jax.transfer_guard("allow")
@@ -145,8 +167,7 @@ class SpeculativeDecoder:
 
         With logits processors `sampling` is that of `run`: their states begin here.
         """
-        self._check_room(prompts)
-        check_keys(keys, len(prompts.length))
+        check_keys(keys, len(self._checked(prompts).length))
         prefix = self.read(model, drafter, prompts)
         callers = (model, drafter, prompts, keys, sampling)
         return self.start_from(model, prefix, keys, sampling, callers)
@@ -184,7 +205,7 @@ class SpeculativeDecoder:
     @on_mesh(lambda model: ((ROWS, ROWS), state_specs(model)._replace(cache=ROWS)), modules=1)
     def begin(self, model: HybridLM, prompts: Context | Any, keys: Array | Any) -> DecodeState:
         """The state before the first step, without cache and drafter."""
-        self._check_room(prompts)
+        prompts = self._checked(prompts)
         batch, width = prompts.tokens.shape
         num_nodes, depth = self.topology.num_nodes, self.topology.depth
         tokens = jnp.pad(prompts.tokens, ((0, 0), (0, self.capacity - width)))
@@ -209,7 +230,7 @@ class SpeculativeDecoder:
             calls=jnp.zeros_like(tokens) if self.record_calls else None,
         )
 
-    @donating
+    @_donating
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
     @on_mesh(_run_specs)
     def run(
@@ -235,7 +256,7 @@ class SpeculativeDecoder:
 
         On a mesh each shard of the batch counts its own steps and ended rows.
         """
-        check_settings(limits, sampling, len(state.done))
+        limits, sampling = checked_settings(limits, sampling, len(state.done))
         before, static = state, (self.topology, self.verifier)
 
         def unfinished(state: DecodeState) -> Array:
@@ -259,7 +280,7 @@ class SpeculativeDecoder:
         cache = model.replay(state.cache, state.pending, state.path)
         return state._replace(cache=cache, path=replayed(state.path))
 
-    @donating
+    @_donating
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
     @on_mesh(_step_specs)
     def step(
@@ -271,7 +292,7 @@ class SpeculativeDecoder:
         sampling: Sampling | Any,
     ) -> tuple[DecodeState, DraftTree, Verdict]:
         """One iteration of `run`, for streaming and inspection."""
-        check_settings(limits, sampling, len(state.done))
+        limits, sampling = checked_settings(limits, sampling, len(state.done))
         return decode_step(self.topology, self.verifier, model, drafter, state, limits, sampling)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
+from stree_jax.decoding.like import check_like
 from stree_jax.decoding.prompts import Context, buffer_size
-from stree_jax.decoding.shapes import check_state
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
@@ -66,7 +66,7 @@ def prefill_with_drafter(
             return model.prefill(chunk, lengths, cache)[1], state
         hidden, cache = model.prefill_hidden(chunk, lengths, cache, inner_layers)
         after = drafter.read(state, chunk, hidden, lengths)
-        return cache, check_state(drafter, "read", after, state)
+        return cache, check_like(f"{type(drafter).__name__}.read: state", after, state)
 
     if cache is None:
         assert max_length is not None

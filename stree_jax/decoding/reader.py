@@ -332,7 +332,7 @@ def below_catch_up(tree: Tree, has_catch_up: Bool[Array, "B C"]) -> Tree:
     chain = Tree(
         parents=jnp.where(before, slots - 1, -1),
         depth=jnp.maximum(jnp.cumsum(has_catch_up, axis=1, dtype=jnp.int32) - 1, 0),
-        ancestor_mask=(slots <= slots.T)[None] & has_catch_up[:, None, :],
+        ancestor_mask=jnp.asarray(slots <= slots.T)[None] & has_catch_up[:, None, :],
         valid=has_catch_up,
     )
     return append_subtree(chain, jnp.where(has_catch_up[:, -1], slots.size - 1, -1), tree)

@@ -9,8 +9,8 @@ import numpy as np
 from stree_jax.array_types import Array, Int, Lengths, Tokens
 from stree_jax.decoding.capacity import cache_shapes, is_alike, same_rows, with_capacity
 from stree_jax.decoding.drafters.base import Drafter, first_state, inner_layers
+from stree_jax.decoding.like import check_like
 from stree_jax.decoding.prefill import prefill, prefill_with_drafter, rest_of
-from stree_jax.decoding.shapes import check_state
 from stree_jax.decoding.types import Context, Prefix
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.rows import placed_like
@@ -85,7 +85,8 @@ def _read(
             max_length=max_length,
         )
     if drafter is not None:
-        state = check_state(drafter, "read", drafter.read(state, tokens, None, lengths), state)
+        read = drafter.read(state, tokens, None, lengths)
+        state = check_like(f"{type(drafter).__name__}.read: state", read, state)
     return prefill(model, tokens, lengths, max_length, cache), state
 
 
@@ -122,4 +123,5 @@ def _settled(model: HybridLM, drafter: Drafter, state: Any, lengths: Int[Array, 
         width = (1 + len(inner)) * model.config.d_model
         hidden = jnp.zeros((len(lengths), 1, width), model.activation_dtype)
     nothing = jnp.zeros((len(lengths), 1), jnp.int32), hidden, jnp.zeros_like(lengths)
-    return check_state(drafter, "read", drafter.read(state, *placed_like(lengths, nothing)), state)
+    read = drafter.read(state, *placed_like(lengths, nothing))
+    return check_like(f"{type(drafter).__name__}.read: state", read, state)

@@ -31,12 +31,11 @@ from stree_jax.array_types import Array, Bool, Int, Key
 from stree_jax.checks import check_int
 from stree_jax.decoding.capacity import cache_shapes, same_rows, with_capacity
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.loop import SpeculativeDecoder, owned
+from stree_jax.decoding.loop import SpeculativeDecoder, check_not_donated, owned
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import buffer_size, check_num_rows, typed_key
 from stree_jax.decoding.reading import drafter_shapes
 from stree_jax.decoding.rule_rows import per_row
-from stree_jax.decoding.shapes import check_not_donated
 from stree_jax.decoding.types import (
     Context,
     DecodeState,

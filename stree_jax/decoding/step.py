@@ -10,6 +10,7 @@ from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.decoding import stops
 from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.drafters.base import inner_layers
+from stree_jax.decoding.like import check_like, checked_proposal, some
 from stree_jax.decoding.processors import Processing
 from stree_jax.decoding.sampling import (
     all_finite,
@@ -17,7 +18,6 @@ from stree_jax.decoding.sampling import (
     position_noise,
     token_log_probs,
 )
-from stree_jax.decoding.shapes import check_proposed, check_state, check_verdict
 from stree_jax.decoding.types import (
     Context,
     DecodeState,
@@ -107,7 +107,7 @@ def _draft_and_verify(
     if drafter is not None:
         with jax.named_scope("draft"):
             returned = drafter.propose(state.drafter, step, topology)
-        draft, drafter_state = check_proposed(
+        draft, drafter_state = checked_proposal(
             drafter, returned, state.drafter, len(state.done), topology, vocab_size
         )
         agreed = model.shard.broadcast_from_first((draft.tokens, draft.tree, draft.finite))
@@ -126,7 +126,10 @@ def _draft_and_verify(
 
     with jax.named_scope("verify"):
         verdict = verifier.verify(draft, processed, step._replace(keys=keys[:, 1]), topology)
-    check_verdict(verifier, verdict, len(state.done))
+    of_rows = some(jnp.int32, len(state.done))
+    verdict = check_like(
+        f"{type(verifier).__name__}.verify", verdict, Verdict(of_rows, of_rows, of_rows)
+    )
     # A rule that only compares logits gives equal verdicts where logits are equal.
     if not (follows_target(verifier) and sampling.temperature_is_zero):
         verdict = model.shard.broadcast_from_first(verdict)
@@ -195,7 +198,7 @@ def _advance(
     drafts = verified.drafter
     if drafter is not None:
         committed = drafter.commit(drafts, draft, cut, verified.hidden, topology)
-        drafts = check_state(drafter, "commit", committed, state.drafter)
+        drafts = check_like(f"{type(drafter).__name__}.commit: state", committed, state.drafter)
 
     records = state.log_probs
     if records is not None:

@@ -72,7 +72,7 @@ def measure_costs(
     max_nodes: int,
     max_depth: int,
     temperature: float = 0.0,
-    key: jax.Array | None = None,
+    key: jax.Array | int | None = None,
     sizes: Sequence[int] = SIZES,
     widths: Sequence[int] = WIDTHS,
     advance: Callable[[], Any] = lambda: None,

@@ -37,7 +37,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.numerics import rms_norm, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
-from stree_jax.checks import require, require_integer, require_types
+from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import DATA, ROWS, WHOLE, Cut, Part
 from stree_jax.models.layer import (
     ConvGatherIndex,
@@ -90,7 +90,6 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         require_integer(self, "original_length", 1)
-        require_types(type(self), vars(self))
         require(
             self.factor > 0 and 0 < self.low_freq_factor < self.high_freq_factor,
             "need factor > 0 and 0 < low_freq_factor < high_freq_factor, got"
@@ -153,7 +152,6 @@ class AttentionConfig(LayerConfig):
             require_integer(self, name, 0)
         require_integer(self, "conv_width", 0, bits=CONV_WIDTH_BITS)
         require_integer(self, "window", 1, optional=True)
-        require_types(type(self), vars(self))
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}",

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stree_jax.checks import check_int, require, require_integer, require_types
+from stree_jax.checks import check_int, plain_fields, require, require_integer
 from stree_jax.mesh.partition import Cut
 from stree_jax.messages import shown
 from stree_jax.models.attention import AttentionConfig
@@ -94,8 +94,8 @@ class ModelConfig:
         parts = dict(mamba2=mamba2, attention=attention, mlp=mlp, moe=moe, shared=shared)
         parts["gated_delta"] = gated_delta
         known = {field.name: field.default for field in dataclasses.fields(self)}
-        if unknown := sorted(set(fields) - set(known)):
-            raise TypeError(f"ModelConfig() got unexpected keyword arguments {', '.join(unknown)}")
+        if strange := fields.keys() - known:
+            raise TypeError(f"ModelConfig() got an unexpected keyword argument {min(strange)!r}")
         given = dict(vocab_size=vocab_size, d_model=d_model, layers=layers)
         for name, value in (known | fields | given).items():
             object.__setattr__(self, name, value)
@@ -118,7 +118,6 @@ class ModelConfig:
     def _check(self) -> None:
         require_integer(self, "padded_vocab_size", 1, optional=True)
         require_integer(self, "max_length", 1, optional=True, bits=48)
-        require_types(type(self), vars(self))
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
         require(
             self.num_embeddings >= self.vocab_size,
@@ -522,9 +521,8 @@ def build_config(cls: type, values: Any) -> Any:
     unknown = sorted(map(str, set(values) - set(known)))
     require(not unknown, f"{cls.__name__} has no fields {unknown!s:.80}; known: {sorted(known)}")
     values = {name: _decode(name, value, known[name]) for name, value in values.items()}
-    if cls is not ModelConfig:  # whose layers may still be kinds
-        require_types(cls, values)
+    values = plain_fields(cls, values)
     try:
         return cls(**values)
-    except TypeError as error:  # a missing field
+    except (TypeError, OverflowError) as error:
         raise ValueError(f"{cls.__name__}: {error}") from None

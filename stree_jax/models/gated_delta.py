@@ -33,7 +33,7 @@ from pallas_kernels import (
     tree_delta,
 )
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
-from stree_jax.checks import require, require_integer, require_types
+from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import WHOLE, Cut, Part
 from stree_jax.models.layer import (
     ConvGatherIndex,
@@ -89,7 +89,6 @@ class GatedDeltaConfig(LayerConfig):
         for name in ("num_heads", "head_dim", "num_groups", "state_size", "chunk_size"):
             require_integer(self, name, 1)
         require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
-        require_types(type(self), vars(self))
         require(
             self.num_heads % self.num_groups == 0,
             f"num_groups = {self.num_groups} does not divide num_heads = {self.num_heads}",

@@ -44,7 +44,7 @@ from pallas_kernels.numerics import scaled
 from pallas_kernels.rms_norm.xla import activated
 from pallas_kernels.tree_scan.xla import gated
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
-from stree_jax.checks import require, require_integer, require_types
+from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part
 from stree_jax.models.layer import (
     ConvGatherIndex,
@@ -151,7 +151,6 @@ class Mamba2Config(LayerConfig):
             require_integer(self, name, 1, optional=True)
         require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
         require_integer(self, "mlp_dim", 0)
-        require_types(type(self), vars(self))
         for name in ("num_groups", "num_x_heads", "num_b_groups"):
             value = getattr(self, name)
             require(

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Float
-from stree_jax.checks import require_integer, require_types
+from stree_jax.checks import require_integer
 from stree_jax.mesh.partition import WHOLE, Cut, Part
 from stree_jax.models.layer import (
     LayerConfig,
@@ -47,7 +47,6 @@ class MlpConfig(LayerConfig):
 
     def __post_init__(self) -> None:
         require_integer(self, "hidden_size", 1)
-        require_types(type(self), vars(self))
         require_activation(self)
 
     def build(

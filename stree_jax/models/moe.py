@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import expert_mlps
 from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.checks import require, require_integer, require_types
+from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Sizes, register, require_activation, share, within
 from stree_jax.models.layers import Projection, linear
@@ -65,7 +65,6 @@ class MoeConfig(LayerConfig):
             require_integer(self, name, 1)
         require_integer(self, "latent_size", 1, optional=True)
         require_integer(self, "shared_size", 0)
-        require_types(type(self), vars(self))
         require_activation(self)
         routers = ("softmax", "sigmoid")
         require(self.router in routers, f"router must be one of {routers}, got {self.router!r:.80}")

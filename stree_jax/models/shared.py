@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import rms_norm
 from stree_jax.array_types import Array, Bool, Float, Lengths
-from stree_jax.checks import require, require_integer, require_types
+from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.attention import (
     AttentionCache,
@@ -63,7 +63,6 @@ class SharedConfig(LayerConfig):
     def __post_init__(self) -> None:
         require_integer(self, "num_blocks", 1)
         require_integer(self, "adapter_rank", 1)
-        require_types(type(self), vars(self))
 
     @property
     def blocks(self) -> tuple[AttentionConfig, MlpConfig]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stree_jax.checks import check_int, require, require_types
+from stree_jax.checks import check_int, plain_fields, require
 from stree_jax.messages import shown
 
 _MOST = 2**31 - 1  # steps and sizes are int32 in the optimizer and in jax
@@ -35,7 +35,6 @@ class Text:
     document_start: str | None = None
 
     def __post_init__(self) -> None:
-        require_types(type(self), vars(self))
         require(self.weight > 0, f"weight of {self.path} must be a number > 0, got {self.weight!r}")
 
 
@@ -80,7 +79,6 @@ class Training:
             ("warmup_steps", 0, _MOST),
         ):
             check_int(name, getattr(self, name), least, most)
-        require_types(type(self), vars(self))
         if self.decay_steps is not None:
             decay = check_int("decay_steps", self.decay_steps, 1)
             most = self.steps - self.warmup_steps
@@ -195,7 +193,7 @@ def _made(cls: Any, values: Any, where: str) -> Any:
         is_there = field.default is not dataclasses.MISSING or field.name in values
         require(is_there, f"{where} lacks {field.name!r}")
     try:
-        return cls(**values)
+        return cls(**plain_fields(cls, values))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 

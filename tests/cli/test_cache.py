@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import jax
@@ -13,8 +12,8 @@ import pytest
 from stree_jax import compilation_cache as cache
 
 OPTIONS = {
-    "jax_compilation_cache_max_size": -1,
     "jax_compilation_cache_dir": None,
+    "jax_compilation_cache_max_size": -1,
     "jax_persistent_cache_min_compile_time_secs": 1.0,
     "jax_persistent_cache_enable_xla_caches": "xla_gpu_per_fusion_autotune_cache_dir",
     "jax_enable_compilation_cache": True,
@@ -33,18 +32,9 @@ def home(tmp_path, monkeypatch):
     before = {name: getattr(jax.config, name) for name in OPTIONS}
     for name, value in OPTIONS.items():
         jax.config.update(name, value)
-    with warnings.catch_warnings():
-        yield home
+    yield home
     for name, value in before.items():
         jax.config.update(name, value)
-
-
-def enabled():
-    """The folder of the cache after it is switched on; None: there is none."""
-    jax.config.update("jax_compilation_cache_dir", None)
-    cache.enable_compilation_cache()
-    folder = jax.config.jax_compilation_cache_dir
-    return None if folder is None else Path(folder)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +47,7 @@ def enabled():
         ({"STREE_JAX_CACHE": "~/programs"}, "home/programs"),
         ({"STREE_JAX_CACHE": "programs"}, "programs"),
         ({"STREE_JAX_CACHE": "off"}, None),
-        ({"HOME": "{tmp}/nowhere"}, None),
         ({"STREE_JAX_CACHE": "{tmp}/file"}, None),
-        ({"STREE_JAX_CACHE": "{tmp}/file/below"}, None),
         ({"STREE_JAX_CACHE": "{tmp}/loop/below"}, None),
         ({"STREE_JAX_CACHE": "~nobody-of-this-name/x"}, None),
     ],
@@ -71,14 +59,15 @@ def test_the_folder(variables, folder, home, tmp_path, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value.format(tmp=tmp_path))
     before = set(tmp_path.rglob("*"))
-    got = enabled()
+    cache.enable_compilation_cache()
+    got = jax.config.jax_compilation_cache_dir
     if folder is None:
         assert got is None
         assert set(tmp_path.rglob("*")) == before
     else:
-        assert got == tmp_path / folder
-        assert got.is_dir()
-        assert got.stat().st_mode & 0o777 == 0o700
+        assert Path(got) == tmp_path / folder
+        assert Path(got).stat().st_mode & 0o777 == 0o700
+        assert jax.config.jax_compilation_cache_max_size == cache.MAX_BYTES
 
 
 @pytest.mark.parametrize(
@@ -124,10 +113,9 @@ def generate(pair, folder):
 
 
 @pytest.mark.slow
-def test_a_second_command_reads_what_the_first_compiled(tiny_pair, tmp_path):
+def test_a_second_command_compiles_nothing(tiny_pair, tmp_path):
     text, asked, hits, _ = generate(tiny_pair, tmp_path)
-    again, asked_again, hits_again, log = generate(tiny_pair, tmp_path)
-    assert (again, asked_again) == (text, asked)
-    assert hits < 10 < hits_again == asked
+    assert asked - hits > 10
     # XLA's false alarms are errors in its log.
-    assert log == ("CRITICAL" if jax.default_backend() == "cpu" else "NOTSET")
+    level = "CRITICAL" if jax.default_backend() == "cpu" else "NOTSET"
+    assert generate(tiny_pair, tmp_path) == (text, asked, asked, level)

@@ -44,13 +44,15 @@ REFUSED = [
     ("length = 16", "length = 999", r"words\.txt has \d+ tokens; windows of 1000 tokens in both"),
 ]
 WRONG_TYPES = [
-    ("steps = 6", "steps = 2024-01-01", r"steps must be .*; got datetime.date\(2024, 1, 1\)"),
+    ("steps = 6", "steps = 2024-01-01", r"steps must be .* got datetime.date\(2024, 1, 1\)"),
+    ("steps = 6", "steps = []", r"steps must be .* got \[\]"),
     ("[training]", "+learning_rate = nan", "learning_rate must be .* finite, got nan"),
     ("[training]", "+clip_norm = true", "clip_norm must be .* finite, got True"),
     ("[training]", f"+learning_rate = {10**40}", r"\]: learning_rate must be float and.* 10{40}$"),
     ("[[text]]", "+weight = 'much'", "weight must be float and finite, got 'much'"),
-    ("d_model = 16", f"d_model = {10**20}", r"\[model\]: d_model must be .*; got 10{20}$"),
-    ("num_layers = 2", "num_layers = nan", r"\[model\]: num_layers must be .*; got nan"),
+    ("vocab_size = 280", "vocab_size = []", r"recipe.toml: vocab_size must be .* got \[\]"),
+    ("d_model = 16", f"d_model = {10**20}", r"\[model\]: d_model must be .* got 10{20}$"),
+    ("num_layers = 2", "num_layers = nan", r"\[model\]: num_layers must be .* got nan"),
     ("[1]", "1", r"\[model\]: attention_layers must be a list of layers, got 1"),
     ("[1]", "[2024-01-01]", r"\[model\]: attention_layers has \[datetime.date\(2024, 1, 1\)\]"),
     ("num_heads = 2", "num_heads = 2.5", r"\[model\]: num_heads must be .*got 2.5"),

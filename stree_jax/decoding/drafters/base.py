@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.decoding.shapes import check_new_state
+from stree_jax.decoding.like import check_like
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
 from stree_jax.mesh.rows import placed_like
 from stree_jax.models.lm import HybridLM
@@ -190,7 +190,8 @@ def first_state(
     drafter: Drafter, lengths: Int[Array, " B"], topology: TreeTopology, max_length: int
 ) -> Any:
     """A drafter's state before any text, on the devices of `lengths`, an array of the rows."""
-    state = check_new_state(drafter, drafter.init(len(lengths), topology, max_length))
+    state = drafter.init(len(lengths), topology, max_length)
+    check_like(f"{type(drafter).__name__}.init: state", state, state)
     return placed_like(lengths, state)
 
 

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -49,7 +50,8 @@ class DynamicDrafter(BeamDrafter):
         if not is_above_zero(sharpness):
             raise ValueError(f"sharpness must be a number above 0, got {shown(sharpness)}")
         self.expand = check_int("expand", expand, 1)
-        self.sharpness = jnp.float32(sharpness)  # an array: one program for all values
+        # An array: one program for all values.
+        self.sharpness = jax.device_put(np.float32(sharpness))
 
     def default_topology(self) -> TreeTopology:
         """16 nodes, and at most 5 drafts on a path."""

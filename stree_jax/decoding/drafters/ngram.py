@@ -84,7 +84,7 @@ class NgramDrafter(nnx.Module):
         tokens, valid, tails = row[length - 1][None], jnp.ones(1, bool), root_tail[None]
         all_tokens, all_valid = [tokens], [valid]
         for level in levels_of(topology):
-            is_longer, match = True, 0
+            is_longer, match = jnp.bool_(True), jnp.int32(0)
             for k in range(self.max_match):
                 is_longer = is_longer & (history[k] == tails[:, k, None])
                 match = match + is_longer.astype(jnp.int32)

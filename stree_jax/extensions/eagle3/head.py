@@ -20,7 +20,7 @@ from flax import nnx
 
 from stree_jax import AttentionConfig, MlpConfig
 from stree_jax.array_types import Array, Float, Float32
-from stree_jax.checks import require, require_integer, require_types
+from stree_jax.checks import require, require_integer
 from stree_jax.models import DraftHead, Table, linear
 
 
@@ -54,7 +54,6 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         for name in ("d_model", "vocab_size", "draft_vocab_size"):
             require_integer(self, name, 1)
-        require_types(type(self), vars(self))
         require(
             len(self.inner_layers) > 0
             and list(self.inner_layers) == sorted({*self.inner_layers})

@@ -19,7 +19,7 @@ from flax import nnx
 
 from stree_jax import AttentionConfig, LayerConfig
 from stree_jax.array_types import Array
-from stree_jax.checks import require, require_integer, require_types
+from stree_jax.checks import require, require_integer
 from stree_jax.models import DraftHead, linear
 
 # Fields of `AttentionConfig` that heads have.
@@ -63,7 +63,6 @@ class MtpConfig:
             and not self.feed_forward.is_shared,
             f"feed_forward of a head is an MlpConfig or a MoeConfig, got {self.feed_forward!r:.80}",
         )
-        require_types(type(self), vars(self))
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
 
 

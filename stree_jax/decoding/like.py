@@ -1,0 +1,139 @@
+"""What a decode program is given, and what drafters and verifiers return, against an example.
+
+All is checked while the program is traced: it has nothing of it. Who returns another structure or
+dtype fails here, with the name of the method, and not inside XLA or in the carry of a loop.
+"""
+
+import dataclasses
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stree_jax.decoding.types import Context, DraftTree, Drawn, Limits, Sampling
+from stree_jax.messages import shown
+from stree_jax.tree import Tree, TreeTopology
+
+# What `jax_enable_x64` makes of numbers that are not said to have 32 bits.
+_NARROW = {np.dtype(f"{kind}64"): np.dtype(f"{kind}32") for kind in ("int", "uint", "float")}
+
+
+def some(dtype: Any, *sizes: int | None) -> Any:
+    """An example of an array; a size of None is any."""
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def check_like(what: str, value: Any, example: Any) -> Any:
+    """The value with numbers of 64 bits in 32, where the example has these.
+
+    Args:
+        what: what the value is called in messages.
+        value: any pytree.
+        example: arrays, or what `some` gives, in the same structure.
+
+    Raises:
+        ValueError: another structure, shape or dtype.
+    """
+    wanted = jax.tree_util.tree_leaves_with_path(example)
+    structure: Any = jax.tree.structure(example)
+    leaves, own = jax.tree.flatten(value)
+    if own != structure:
+        raise ValueError(f"{what} must be {_named(example)}, got {_named(value)}")
+    new = []
+    for (path, want), leaf in zip(wanted, leaves, strict=True):
+        where = f"{what}{jax.tree_util.keystr(path)}"
+        if not _is_array(leaf):
+            raise ValueError(f"{where} must be an array, got {shown(leaf)}")
+        have, dtype, sizes = jnp.result_type(leaf), jnp.result_type(want), jnp.shape(want)
+        fits = len(jnp.shape(leaf)) == len(sizes) and all(
+            size in (None, own) for own, size in zip(jnp.shape(leaf), sizes, strict=True)
+        )
+        if not fits or dtype not in (have, _NARROW.get(have)):
+            raise ValueError(f"{where} must be {kind_of(want)}, got {kind_of(leaf)}")
+        new.append(leaf if dtype == have else leaf.astype(dtype))
+    return jax.tree.unflatten(own, new)
+
+
+def checked_prompts(prompts: Any) -> Context:
+    """Right-padded texts."""
+    lengths = getattr(prompts, "length", None)
+    batch = next(iter(getattr(lengths, "shape", ())), None)
+    example = Context(some(jnp.int32, batch, None), some(jnp.int32, batch))
+    return check_like("prompts", prompts, example)
+
+
+def check_keys(keys: Any, batch: int) -> None:
+    """Refuses what is not a random key for each row, typed or raw."""
+    is_typed = _is_array(keys) and jnp.issubdtype(jnp.result_type(keys), jax.dtypes.prng_key)
+    example = some(keys.dtype, batch) if is_typed else some(np.uint32, batch, None)
+    check_like(f"keys, such as jax.random.split(key, {batch}),", keys, example)
+
+
+def checked_settings(limits: Any, sampling: Any, batch: int) -> tuple[Limits, Sampling]:
+    """Limits and sampling settings of the rows, or of one for all."""
+    for name, value, kind in (("limits", limits, Limits), ("sampling", sampling, Sampling)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be a {kind.__name__}, got {kind_of(value)}")
+
+    def rows(values: Any) -> int:
+        return 1 if getattr(values, "shape", ())[:1] == (1,) else batch
+
+    most, ends = rows(limits.max_new_tokens), rows(limits.eos_tokens)
+    example = limits._replace(
+        max_new_tokens=some(jnp.int32, most), eos_tokens=some(jnp.int32, ends, None)
+    )
+    heat = some(jnp.float32, rows(sampling.temperature))
+    sampling = jax.tree.map(_narrowed, sampling)
+    heat = check_like("sampling.temperature", sampling.temperature, heat)
+    return check_like("limits", limits, example), dataclasses.replace(sampling, temperature=heat)
+
+
+def checked_proposal(
+    drafter: Any, returned: Any, before: Any, batch: int, topology: TreeTopology, vocab_size: int
+) -> tuple[DraftTree, Any]:
+    """What `propose` returned: a draft of the topology's size, and a state as before."""
+    name = f"{type(drafter).__name__}.propose"
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], tuple)):
+        raise ValueError(f"{name} must return a DraftTree and the state, got {_named(returned)}")
+    draft, state = returned
+    nodes = batch, topology.num_nodes
+    ints, flags = some(jnp.int32, *nodes), some(jnp.bool_, *nodes)
+    has_log_probs = getattr(draft, "log_probs", None) is not None
+    example = DraftTree(
+        ints,
+        Tree(ints, ints, some(jnp.bool_, *nodes, nodes[1]), flags),
+        some(jnp.float32, batch, None, vocab_size) if has_log_probs else None,
+        some(jnp.int32, nodes[1]),
+        some(jnp.bool_, batch),
+        getattr(draft, "drawn", Drawn()),
+    )
+    draft = check_like(f"{name}: draft", draft, example)
+    return draft, check_like(f"{name}: state", state, before)
+
+
+def kind_of(value: Any) -> str:
+    """The dtype and shape of an array, else the type."""
+    if not _is_array(value):
+        return type(value).__name__
+    sizes = ("any" if size is None else str(size) for size in jnp.shape(value))
+    return f"{jnp.result_type(value)}[{', '.join(sizes)}]"
+
+
+def _named(value: Any) -> str:
+    """The fields of a NamedTuple, a structure, or the kind of anything else."""
+    if fields := getattr(value, "_fields", None):
+        parts = ", ".join(f"{field}: {_named(getattr(value, field))}" for field in fields)
+        return f"{type(value).__name__}({parts})"[:300]
+    return shown(value) if isinstance(value, dict | list | tuple) else kind_of(value)
+
+
+def _narrowed(leaf: Any) -> Any:
+    dtype = _NARROW.get(getattr(leaf, "dtype", np.dtype(bool)))
+    return leaf if dtype is None else leaf.astype(dtype)
+
+
+def _is_array(value: Any) -> bool:
+    kinds = jax.Array | np.ndarray | np.generic | numbers.Number | jax.ShapeDtypeStruct
+    return isinstance(value, kinds)
