@@ -44,8 +44,10 @@ from pallas_kernels.numerics import scaled
 from pallas_kernels.rms_norm.xla import activated
 from pallas_kernels.tree_scan.xla import gated
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import is_number, require, require_integer
 from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part
+from stree_jax.messages import shown
+from stree_jax.messages import shown
 from stree_jax.models.layer import (
     ConvGatherIndex,
     LayerConfig,
@@ -166,6 +168,17 @@ class Mamba2Config(LayerConfig):
             f"norm_groups = {self.gate_groups} does not divide"
             f" num_heads * head_dim = {self.inner_size}",
         )
+        for name, count in (("dt_limit", 2), ("section_multipliers", 5)):
+            values = getattr(self, name)
+            require(
+                isinstance(values, tuple)
+                and len(values) == count
+                and all(
+                    is_number(each) or (name, each) == ("dt_limit", math.inf) for each in values
+                ),
+                f"{name} must be {count} numbers, got {shown(values)}",
+            )
+            object.__setattr__(self, name, tuple(map(float, values)))
         require(
             0 <= self.dt_limit[0] <= self.dt_limit[1] and self.dt_limit[0] < math.inf,
             f"dt_limit must be (low, high) with 0 <= low <= high, got {self.dt_limit}",
