@@ -47,7 +47,6 @@ from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import is_number, require, require_integer
 from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part
 from stree_jax.messages import shown
-from stree_jax.messages import shown
 from stree_jax.models.layer import (
     ConvGatherIndex,
     LayerConfig,
