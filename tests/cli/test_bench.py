@@ -170,10 +170,7 @@ def record(name, speed, nodes=1, depth=0, tau=2.0, *, spread=1.0, identical=True
 @pytest.mark.parametrize(
     ("speeds", "said"),
     [
-        (
-            dict(tree=20, chain=15),
-            "Draft with tree: 2.00 times as fast as without (tau 2.00).",
-        ),
+        (dict(tree=20, chain=15), "Draft with tree: 2.00 times as fast as without (tau 2.00)."),
         (dict(tree=20, chain=19.5), "Draft with chain: 1.95 times as fast"),
         (
             dict(tree=10.5, chain=10.2),

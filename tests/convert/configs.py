@@ -134,11 +134,7 @@ def qwen3_5(model_type, num_layers, *, tied=False, **sizes):
     return (
         COMMON
         | _QWEN_VISION
-        | {
-            "model_type": model_type,
-            "tie_word_embeddings": tied,
-            "text_config": text,
-        }
+        | {"model_type": model_type, "tie_word_embeddings": tied, "text_config": text}
     )
 
 

@@ -6,12 +6,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax import testing
-from stree_jax.convert import (
-    FAMILIES,
-    convert,
-    formats,
-    open_checkpoint,
-)
+from stree_jax.convert import FAMILIES, convert, formats, open_checkpoint
 from tests.helpers import assert_same_model
 
 

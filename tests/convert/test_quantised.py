@@ -58,11 +58,7 @@ FORMS = {
         nvfp4(False),
         [(3, 32), (2, 3, 48)],
     ),
-    "NVFP4, packed": (
-        compressed("nvfp4-pack-quantized"),
-        nvfp4(True),
-        [(5, 40)],
-    ),
+    "NVFP4, packed": (compressed("nvfp4-pack-quantized"), nvfp4(True), [(5, 40)]),
     "int8": (ints("channel"), int8("row"), [(5, 4)]),
     "int8, weights": (ints("tensor", False), int8("weight", zeros=True), [(5, 4)]),
     "int8, groups": (
@@ -142,12 +138,7 @@ DAMAGED = [
     ("rows", "_zero_point", np.int8(0), "'x.weight_zero_point' is not of a weight in FP8"),
     ("NVFP4", "_scale_inv", np.ones(1), "'x.weight_scale_inv' is not of a weight in NVFP4"),
     ("NVFP4, packed", "", np.ones((5, 40)), "'x.weight' is not of a weight in NVFP4"),
-    (
-        "blocks",
-        "_scale_inv",
-        np.transpose,
-        SHAPE("_scale_inv", (3, 2), (16, 18), "(2, 3)"),
-    ),
+    ("blocks", "_scale_inv", np.transpose, SHAPE("_scale_inv", (3, 2), (16, 18), "(2, 3)")),
     ("rows", "_scale", np.transpose, SHAPE("_scale", (1, 5), (5, 4), "(5, 1)")),
     ("NVFP4", "_scale", np.transpose, SHAPE("_scale", (2, 3), (3, 32), (3, 2))),
     ("NVFP4", "_scale", ONE, SHAPE("_scale", (1,), (3, 32), (3, 2))),

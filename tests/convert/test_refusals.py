@@ -215,10 +215,7 @@ def in_weights(**changes):
 
 WEIGHTS_REFUSED = [
     ({f"{MIXER}.D": None}, rf"{MIXER}\.D \(4,\) is missing"),
-    (
-        {"extra.weight": np.ones((2, 3), np.float32)},
-        r"extra\.weight\W \(2, 3\) is not expected",
-    ),
+    ({"extra.weight": np.ones((2, 3), np.float32)}, r"extra\.weight\W \(2, 3\) is not expected"),
     ({f"{MIXER}.D": np.ones(5, np.float32)}, r"D has shape \(5,\), the config says \(4,\)"),
     ({f"{MIXER}.D": np.ones(4, np.int32)}, "D holds int32, not real numbers"),
     (

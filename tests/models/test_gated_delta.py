@@ -140,10 +140,7 @@ MUTATIONS = {"xla": (xla, "tree_delta", leaking_xla), "native": (native, "call",
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "implementation",
-    [
-        pytest.param("xla", marks=pytest.mark.slow),
-        pytest.param("native", marks=NEEDS_NATIVE),
-    ],
+    [pytest.param("xla", marks=pytest.mark.slow), pytest.param("native", marks=NEEDS_NATIVE)],
 )
 def test_a_sibling_that_leaks_in_changes_the_text(implementation, monkeypatch):
     module, name, wrong = MUTATIONS[implementation]

@@ -16,12 +16,7 @@ from pallas_kernels import PackedMatrix, QuantizedMatrix
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.convert import convert
 from stree_jax.convert.writing import write_as
-from stree_jax.models.matrices import (
-    PackedTable,
-    QuantizedTable,
-    quantized_names,
-    weights_by_name,
-)
+from stree_jax.models.matrices import PackedTable, QuantizedTable, quantized_names, weights_by_name
 from stree_jax.names import flatten, unflatten
 from stree_jax.testing import perturbed, tiny_model
 from stree_jax.training.trainer import cast

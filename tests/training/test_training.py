@@ -410,9 +410,7 @@ def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
     ):
         list(
             train_medusa(
-                dataclasses.replace(recipe, model={"d_model": 3}),
-                target,
-                tmp_path / "bad",
+                dataclasses.replace(recipe, model={"d_model": 3}), target, tmp_path / "bad"
             )
         )
 
