@@ -62,20 +62,9 @@ def test_generate_and_a_tuned_tree(native, output, quick_tuning, tmp_path):
     assert result["decoded"]["chain of 1"]["tau"] > 1
 
 
-TINY_RECIPE = """
-[training]
-steps = 2
-batch_size = 2
-sequence_length = 16
-
-[[text]]
-path = "text.txt"
-"""
-
-
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    """A tiny Qwen3.5 with its head, as its file and as a native copy, and the head's config."""
+    """A tiny Qwen3.5 with its head."""
     folder, tokenizer = tmp_path_factory.mktemp("qwen"), st.load_tokenizer(st.demo_path("target"))
     config = dataclasses.replace(
         qwen_files.model_config(), vocab_size=tokenizer.get_vocab_size(), tie_embeddings=True
@@ -86,15 +75,14 @@ def qwen(tmp_path_factory):
     new = new_head(head, model, jnp.arange(16)[None], rngs=nnx.Rngs(0))
     st.save_mtp(new, model, folder / "first" / "mtp")
     assert convert(folder / "first", folder / "qwen", to="qwen3_5_text") is None
-    assert convert(folder / "qwen", folder / "native") is None
-    return folder / "qwen", folder / "native", head
+    return folder / "qwen"
 
 
 WRITES = ("-p", PROMPTS[0], "--max-new-tokens", 8)
 
 
 def test_a_qwen_file_is_shown_and_drafts(qwen, output):
-    shown = " ".join(output("inspect", qwen[0]).split())
+    shown = " ".join(output("inspect", qwen).split())
     for text in (
         "transformers qwen3_5",
         "multi-token prediction (attention, mlp), ",
@@ -103,26 +91,7 @@ def test_a_qwen_file_is_shown_and_drafts(qwen, output):
     ):
         assert text in shown
     plain, drafted = (
-        output("generate", qwen[0], *WRITES, *more).splitlines()
+        output("generate", qwen, *WRITES, *more).splitlines()
         for more in ((), ("--mtp", "--tree", "chain:1"))
-    )
-    assert drafted[:-1] == plain[:-1]
-
-
-@pytest.mark.slow
-def test_a_tree_and_a_new_head_for_a_qwen_target(qwen, output, quick_tuning, tmp_path):
-    _, native, head = qwen
-    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    options = ["--prompts", tmp_path / "prompts.txt", *quick_tuning]
-    output("tune-tree", native, "--mtp", *options, "--output", tmp_path / "tree")
-    assert json.loads((tmp_path / "tree").read_text())["draft"] == str(native)
-
-    (tmp_path / "text.txt").write_text(" ".join(PROMPTS * 200))
-    (tmp_path / "recipe.toml").write_text(TINY_RECIPE)
-    output("train-mtp", tmp_path / "recipe.toml", native, tmp_path / "head")
-    assert st.load_mtp(tmp_path / "head", st.from_pretrained(native)).config == head
-    plain, drafted = (
-        output("generate", native, *WRITES, *more).splitlines()
-        for more in ((), ("--mtp-head", tmp_path / "head", "--tree", "chain:1"))
     )
     assert drafted[:-1] == plain[:-1]

@@ -1,8 +1,6 @@
 """Checkpoints with the names that transformers holds in memory, and text models inside wrappers."""
 
-import dataclasses
 import json
-import re
 
 import numpy as np
 import pytest
@@ -15,8 +13,6 @@ from tests.convert import checkpoints
 from tests.convert.checkpoints import write_safetensors
 from tests.helpers import assert_same_model
 
-CONFIGS = {"granite_moe": HYBRIDS["granite_moe"], "nemotron_h": HYBRIDS["nemotron_h"]}
-
 
 def tensors_of(path):
     from safetensors.numpy import load_file
@@ -24,55 +20,8 @@ def tensors_of(path):
     return load_file(path / "model.safetensors")
 
 
-@pytest.fixture(params=CONFIGS)
-def on_disk(request, tmp_path):
-    """A checkpoint of transformers with experts; its config and tensors."""
-    config = CONFIGS[request.param]
-    if request.param == "granite_moe":  # transformers has no size of a head
-        attention = dataclasses.replace(config.attention, head_dim=4)
-        config = dataclasses.replace(config, attention=attention)
-    path = tmp_path / "disk"
-    path.mkdir()
-    write_as(checkpoints.random_model(config), path, "hf")
-    return path, json.loads((path / "config.json").read_text()), tensors_of(path)
-
-
-def in_memory(tensors):
-    """The tensors by the names of transformers 5 in memory."""
-    renamed, experts = {}, {}
-    for name, value in tensors.items():
-        name = name.replace("backbone.", "model.").replace("router.layer.", "router.")
-        name = name.replace("moe.input_linear.weight", "moe.experts.gate_up_proj")
-        name = name.replace("moe.output_linear.weight", "moe.experts.down_proj")
-        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(up|down)_proj\.weight", name):
-            merged = experts.setdefault(f"{found[1]}.{found[3]}_proj", {})
-            merged[int(found[2])] = value
-        else:
-            renamed[name] = value
-    stacks = {name: np.stack([e[i] for i in range(len(e))]) for name, e in experts.items()}
-    return renamed | stacks
-
-
 def assert_same(*paths):
     assert_same_model(*map(st.from_pretrained, paths))
-
-
-def test_names_in_memory_give_the_same_weights(on_disk, tmp_path):
-    path, config, tensors = on_disk
-    renamed = in_memory(tensors)
-    assert len({*renamed} - {*tensors}) > 3
-    assert_same(path, write_safetensors(tmp_path / "memory", config, renamed))
-
-
-def test_both_names_are_refused(on_disk, tmp_path):
-    _, config, tensors = on_disk
-    path = write_safetensors(tmp_path / "both", config, tensors | in_memory(tensors))
-    checkpoints.refused(path, r"is not expected")
-    twice = tensors | {name: v for name, v in in_memory(tensors).items() if "router" in name}
-    if len(twice) > len(tensors):
-        checkpoints.refused(
-            write_safetensors(tmp_path / "twice", config, twice), r"router.* is not expected"
-        )
 
 
 @pytest.mark.parametrize("model_type", ["nemotron_h", "granitemoehybrid"])

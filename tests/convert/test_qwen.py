@@ -3,45 +3,26 @@
 import dataclasses
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import stree_jax as st
-from stree_jax.convert import convert, open_checkpoint
 from stree_jax.convert.families import describe
 from stree_jax.convert.writing import write_as, written_as
 from tests.convert import checkpoints
-from tests.convert.qwen_files import ATTENTION, DELTA, EXPERTS, MLP, config_of, wrapped
+from tests.extensions.qwen_files import model_config
 from tests.helpers import apply, assert_same_model
 
 # Small checkpoints of random weights with what transformers computes in float64.
 REFERENCES = Path("/work/shared/data/tiny_gated_delta")
 
 
-def same_heads(*places):
-    (one, other) = (st.load_mtp(path, st.from_pretrained(path)) for path in places)
-    assert one.config == other.config
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
-
-
-@pytest.mark.parametrize("name", [pytest.param("qwen3_5", marks=pytest.mark.slow), "qwen3_5_moe"])
-def test_convert_carries_model_and_head_in_both_directions(name, tmp_path):
-    """The vision tower stays behind, and that is said."""
-    path = wrapped(tmp_path / "released", name)
-    assert convert(path, tmp_path / "native") is None
-    assert convert(tmp_path / "native", tmp_path / "back", to=f"{name}_text") is None
-    for copy in ("native", "back", "released-text"):
-        assert_same_model(st.from_pretrained(tmp_path / copy), st.from_pretrained(path))
-        same_heads(tmp_path / copy, path)
-    said = f"model.visual.pos_embed.weight: not of the text model of {name}"
-    assert said in open_checkpoint(path).ignored
-
-
 def test_the_other_family_has_the_same_weights(tmp_path):
     """Qwen3-Next's projections are interleaved by key head; the model in memory is the same."""
-    model, names = checkpoints.random_model(config_of(EXPERTS)), ("qwen3_next", "qwen3_5_moe_text")
+    model, names = (
+        checkpoints.random_model(model_config(experts=True)),
+        ("qwen3_next", "qwen3_5_moe_text"),
+    )
     for name in names:
         (tmp_path / name).mkdir()
         write_as(model, tmp_path / name, name)
@@ -56,28 +37,21 @@ def test_which_layers_have_experts(tmp_path):
     assert kinds[1::2] == ("mlp", "moe", "mlp", "mlp", "mlp", "moe")
 
 
-def test_the_length_of_chunks_is_no_ones_format(tmp_path):
-    config = config_of(MLP, max_length=64)
-    layers = (dataclasses.replace(DELTA, chunk_size=8), MLP, ATTENTION, MLP)
-    changed = dataclasses.replace(config, layers=layers)
-    back = written_as(changed, "qwen3_5_text", "float32", tmp_path).description.config
-    assert back == config
-
-
 def test_a_layer_or_a_head_that_qwen_has_not(tmp_path):
-    plain = st.MtpConfig(16, st.AttentionConfig(2, 1, 8), MLP)
+    own = model_config()
+    plain = st.MtpConfig(16, st.AttentionConfig(2, 1, 8), own.mlp)
     message = r"qwen3_5_text has no place for .*: attention.num_heads = 2 .only 4.*, and more$"
     with pytest.raises(ValueError, match=message):
-        written_as(config_of(MLP), "qwen3_5_text", "float32", tmp_path, plain)
-    config = dataclasses.replace(config_of(MLP), norm_float32=False)
+        written_as(own, "qwen3_5_text", "float32", tmp_path, plain)
+    config = dataclasses.replace(own, norm_float32=False)
     with pytest.raises(ValueError, match="no place for norm_float32 = False .only True."):
         write_as(checkpoints.random_model(config), tmp_path, "qwen3_5_text")
-    olmo = dataclasses.replace(DELTA, beta_scale=2.0)
-    config = dataclasses.replace(config_of(MLP), layers=(olmo, MLP, ATTENTION, MLP))
+    olmo = dataclasses.replace(own.layers[0], beta_scale=2.0)
+    config = dataclasses.replace(own, layers=(olmo, *own.layers[1:]))
     with pytest.raises(ValueError, match=r"no place for gated_delta.beta_scale = 2.0 .only 1.0."):
         write_as(checkpoints.random_model(config), tmp_path, "qwen3_5_text")
     with pytest.raises(ValueError, match="it has no layer 'moe', only .'attention', 'gated_delta'"):
-        write_as(checkpoints.random_model(config_of(MLP)), tmp_path, "qwen3_next")
+        write_as(checkpoints.random_model(own), tmp_path, "qwen3_next")
 
 
 @pytest.mark.skipif(not REFERENCES.is_dir(), reason="the references are not here")

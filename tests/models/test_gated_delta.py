@@ -102,16 +102,6 @@ def test_nodes_that_do_not_exist_reach_nothing(name):
     assert not np.asarray(got[1])[~np.asarray(exists[..., 0])].any()
 
 
-def test_a_record_is_valid_with_its_own_cache_alone():
-    """Unlike Mamba-2's: the corrections depend on the state that the tree was run from."""
-    drafts = random_tokens(2, TREE.num_nodes, seed=1)
-    for name, is_bound in (("qwen3_5 hybrid", True), ("plain", False)):
-        model, cache = read(name)
-        forked = (cache[0]._replace(ssm=-cache[0].ssm), *cache[1:])
-        own, foreign = (run_tree(model, drafts, WHOLE, each)[1][0].x for each in (cache, forked))
-        assert (relative(foreign, own) > 0.1) == is_bound
-
-
 # A mutation that must be found: a node sees one of its siblings.
 
 

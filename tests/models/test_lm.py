@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
 from stree_jax import ModelConfig, TreeTopology
-from stree_jax.models import Matrix, MoeConfig
+from stree_jax.models import MoeConfig
 from stree_jax.models.cache import init_cache, init_pending, path_to
-from stree_jax.models.matrices import Table
 from stree_jax.testing import CONFIGS, HYBRIDS, random_model, tiny_model
 from tests import oracle
 from tests.helpers import apply, some
@@ -256,31 +254,6 @@ def test_bfloat16_keeps_state_and_logits_in_float32():
     assert mixer.A_log.dtype == mixer.dt_bias.dtype == mixer.D.dtype == jnp.float32
     exact = oracle.logits(model, tokens[0])[-1]
     assert np.abs(np.asarray(logits)[0] - exact).max() < 0.05 * np.abs(exact).max()
-
-
-@pytest.mark.parametrize(
-    ("weight", "product"),
-    [
-        (Matrix(jnp.ones((5, 3))), "matmul"),
-        (Matrix(jnp.ones((5, 3))), "wide_matmul"),
-        (Matrix(jnp.ones((2, 5, 3))), "matmul_each"),
-        (Table(jnp.ones((3, 5))), "matmul"),
-    ],
-)
-def test_no_single_row_is_multiplied_on_a_tpu(weight, product, monkeypatch):
-    """XLA does that on the vector unit, in up to twenty times the cycles by its own estimate."""
-
-    multiply = getattr(weight, product)
-
-    def text(x):  # of a new function each time: jax keeps what it traced
-        return str(jax.make_jaxpr(lambda x: multiply(x))(x))
-
-    row, two = jnp.arange(5.0)[None, None], jnp.ones((1, 2, 5))
-    wanted, of_two = multiply(row), text(two)
-    monkeypatch.setattr(dispatch, "on_tpu", lambda: True)
-    np.testing.assert_array_equal(multiply(row), wanted)
-    assert " pad[" in text(row)
-    assert text(two) == of_two
 
 
 @pytest.mark.parametrize("name", ["mamba_in_llama", "qwen3_5 hybrid"])

@@ -18,7 +18,7 @@ from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import continued, distill, train
-from stree_jax.training.trainer import bfloat16_product, cast, fit, schedule
+from stree_jax.training.trainer import bfloat16_product, cast, fit
 from tests.helpers import apply
 from tests.numpy_parts import log_softmax
 from tests.training.conftest import RECIPE
@@ -138,20 +138,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert list(fit(new_model(), loss, batch, TRAINING, run)) == []
 
 
-@pytest.mark.slow
-def test_products_in_bfloat16(tmp_path):
-    """It learns as well; the weights stay float32, and only the factors of products are rounded."""
-    short = dataclasses.replace(TRAINING, products="bfloat16")
-    exact, rounded = new_model(), new_model()
-    losses = [report.loss for report in fit(exact, loss, batch, TRAINING, tmp_path / "exact")]
-    others = [report.loss for report in fit(rounded, loss, batch, short, tmp_path / "rounded")]
-    assert losses != others
-    np.testing.assert_allclose(others, losses, rtol=0.02)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(rounded))} == {"float32"}
-    tokens = jnp.asarray(batch(0))
-    np.testing.assert_allclose(loss(rounded, tokens, None), loss(exact, tokens, None), rtol=0.02)
-
-
 def test_the_gradient_of_a_bfloat16_product():
     """Both gradients are products of rounded factors, in float32."""
     rng = np.random.default_rng(0)
@@ -167,45 +153,12 @@ def test_the_gradient_of_a_bfloat16_product():
     np.testing.assert_allclose(of_kernel, x.T @ g, rtol=1e-5, atol=1e-5)
 
 
-def test_the_schedule_with_decay_steps():
-    training = dataclasses.replace(TRAINING, decay_steps=2)  # at its peak up to step 6
-    rates = [float(schedule(training)(step)) / training.learning_rate for step in range(9)]
-    np.testing.assert_allclose(rates, [0, 0.5, 1, 1, 1, 1, 1, 0.525, 0.05], rtol=1e-6)
-
-
-@pytest.mark.thorough
-def test_a_failed_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    from orbax.checkpoint import v1 as ocp
-
-    save = ocp.training.Checkpointer.save
-
-    def fail_at_six(self, step, state, **options):
-        if step == 6:
-            raise OSError("disk full")
-        return save(self, step, state, **options)
-
-    monkeypatch.setattr(ocp.training.Checkpointer, "save", fail_at_six)
-    with pytest.raises(OSError, match="disk full"):
-        list(fit(new_model(), loss, batch, TRAINING, tmp_path / "run"))
-    monkeypatch.undo()
-    rest = list(fit(new_model(), loss, batch, TRAINING, tmp_path / "run"))
-    assert rest[0].step == 4
-
-
 @pytest.mark.thorough
 def test_a_run_with_other_shapes_is_not_resumed(tmp_path):
     list(fit(new_model(), loss, batch, dataclasses.replace(TRAINING, steps=3), tmp_path / "run"))
     wider = st.HybridLM(st.ModelConfig.tiny(d_model=32), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="is damaged or has other shapes; remove it"):
         list(fit(wider, loss, batch, TRAINING, tmp_path / "run"))
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
-    def bad(model, tokens, _):
-        return next_token_loss(model, tokens) * jnp.nan
-
-    with pytest.raises(FloatingPointError, match="loss or the weights are not finite at step 1"):
-        list(fit(new_model(), bad, batch, TRAINING, tmp_path / "run"))
 
 
 @pytest.mark.thorough
@@ -402,17 +355,6 @@ def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
     out = st.generate(before, [[1, 2]], max_new_tokens=5, drafter=st.MedusaDrafter(before, one))
     want = st.generate(before, [[1, 2]], max_new_tokens=5)
     np.testing.assert_array_equal(out.tokens, want.tokens)
-
-    with pytest.raises(ValueError, match="exists and is not a stree-jax checkpoint of this kind"):
-        list(distill(recipe, target, tmp_path / "whole"))
-    with pytest.raises(
-        ValueError, match=r"recipe.toml, .model. has d_model: such recipes are for `train`"
-    ):
-        list(
-            train_medusa(
-                dataclasses.replace(recipe, model={"d_model": 3}), target, tmp_path / "bad"
-            )
-        )
 
 
 @pytest.mark.slow
