@@ -149,29 +149,6 @@ def test_end_tokens_outside_of_the_model_never_come(copy):
     assert end_tokens(model.config, None, None) == own
 
 
-@pytest.mark.thorough
-def test_a_special_token_is_a_stop(folder, copy, check):
-    """Special tokens are not text, so a stop of that text could match nothing."""
-    end, tokenizer = an_end(folder), st.load_tokenizer(folder)
-    word = f"<|{end}|>"
-    content = json.loads((copy / "tokenizer.json").read_text())
-    old = tokenizer.id_to_token(end)
-    content["model"]["vocab"][word] = content["model"]["vocab"].pop(old)
-    content["model"]["merges"] = [
-        pair for pair in content["model"]["merges"] if old not in (*pair, "".join(pair))
-    ]
-    content["added_tokens"] += [
-        dict(id=end, content=word, special=True)
-        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    ]
-    (copy / "tokenizer.json").write_text(json.dumps(content))
-    text = completed(folder, eos_token=end)
-    assert completed(copy, stop=[word]) == text
-    assert check(copy, text, "--stop", word, stop=[word]) == "stop"
-    with pytest.raises(ValueError, match="special token"):
-        completed(copy, stop=[f"a{word}"])
-
-
 def test_a_tokenizer_is_loaded_for_whole_texts(folder, copy, check):
     """Truncation and padding are what its last user left there: prompts had 4 tokens."""
     text = "She said that the train leaves at noon from there"

@@ -108,23 +108,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "own", "message"), REFUSED, ids=[m for *_, m in REFUSED])
-def test_what_is_refused(changes, own, message, tmp_path):
-    """The head alone: its target loads, and `convert` says why it left the head out."""
-    head = {**files()[2], **{k: s and np.ones(s, np.float32) for k, s in own.items()}}
-    path = saved(tmp_path / "original", changes, {k: v for k, v in head.items() if v is not None})
-    target = st.from_pretrained(path)
-    with pytest.raises(ValueError, match=message) as error:
-        st.load_mtp(path, target)
-    assert "\n" not in str(error.value)
-    assert str(path) in str(error.value)
-    assert "cannot be used" in inspected(path)
-    if not own:
-        return
-    assert message.split(" ")[0].split(".weight")[0] in convert(path, tmp_path / "native")
-    assert not (tmp_path / "native" / "mtp").exists()
-
-
 def test_copies_without_a_head_say_so(tmp_path):
     path = saved(tmp_path / "again", tensors={})
     target = st.from_pretrained(path)
@@ -216,14 +199,21 @@ OF_QWEN = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "own", "message"), OF_QWEN, ids=[m for *_, m in OF_QWEN])
-def test_heads_of_qwen_that_are_refused(changes, own, message, tmp_path):
-    """The target loads, `inspect` and `convert` say what is wrong with the head."""
+HEADS = {"nemotron": (files, saved), "qwen": (qwen_files.files, qwen_files.wrapped)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "own", "message"),
+    [("nemotron", *row) for row in REFUSED] + [("qwen", *row) for row in OF_QWEN],
+)
+def test_what_is_refused(kind, changes, own, message, tmp_path):
+    """The head alone: its target loads, `inspect` and `convert` say what is wrong with it."""
+    files, save = HEADS[kind]
     head = {}
     if own != "all":
         new = {name: shape and np.ones(shape, np.float32) for name, shape in own.items()}
-        head = {k: v for k, v in (qwen_files.files()[2] | new).items() if v is not None}
-    path = qwen_files.wrapped(tmp_path / "original", changes, head)
+        head = {k: v for k, v in (files()[2] | new).items() if v is not None}
+    path = save(tmp_path / "original", changes, head)
     target = st.from_pretrained(path)
     with pytest.raises(ValueError, match=message) as error:
         st.load_mtp(path, target)

@@ -11,7 +11,7 @@ import pytest
 import stree_jax as st
 from pallas_kernels import conv_gather_index, native
 from pallas_kernels.tree_delta import xla
-from stree_jax.models.cache import init_cache, init_pending, path_to
+from stree_jax.models.cache import path_to
 from stree_jax.testing import HYBRIDS, assert_lossless, perturbed, random_model, tiny_model
 from tests.cases.base import NEEDS_NATIVE
 
@@ -51,27 +51,6 @@ def test_the_corrections_of_a_bfloat16_models_record_are_float32():
         texts[row, : 7 + len(path)] = [*prompts[row], *path]
     _, want = prefill(model, texts, jnp.array([7 + len(path) for path in paths]))
     assert relative(after.ssm, want[0].ssm) < 0.02
-
-
-@pytest.mark.thorough
-def test_memory_of_a_tree_in_the_shape_of_qwen():
-    """A record of v and beta too, or of float32 keys, is larger. docs/algorithms.md says the same.
-
-    Nothing is allocated.
-    """
-    config = st.ModelConfig.preset("Qwen3.5-9B")
-    make = (functools.partial(make, config, 1) for make in (init_cache, init_pending))
-    cache, pending = jax.eval_shape(lambda: [each(64, jnp.bfloat16) for each in make])
-    delta = [layer for layer, kind in enumerate(config.kinds) if kind == "gated_delta"]
-    sizes = {
-        name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
-        for name, parts in {
-            "states": [cache[layer].ssm for layer in delta],
-            "windows": [cache[layer].conv for layer in delta],
-            "records": [pending[layer] for layer in delta],
-        }.items()
-    }
-    assert sizes == {"states": 50_331_648, "windows": 1_179_648, "records": 64 * 24 * 36_992}
 
 
 @functools.cache

@@ -135,26 +135,6 @@ def test_the_gated_norm_of_a_tree_is_that_of_a_sequence(name):
     assert_close(got, apply(model, tokens))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["groups", "qwen3_5 hybrid"])
-def test_a_tree_grown_level_by_level_is_the_tree_at_once(name):
-    model = tiny_model(name)
-    topology = TreeTopology.from_branching((2, 2))
-    drafts = random_tokens(model, BATCH, topology.num_nodes)
-    cache = prefill(model, random_tokens(model, BATCH, 5), [5, 3])[1]
-    tree = whole_tree(topology)
-    at_once, all_pending, _ = tree_forward(model, drafts, tree, cache)
-    pending, start = None, 0
-    for end in (1, 3, 7):
-        part = jax.tree.map(lambda leaf, end=end: leaf[:, :end], tree)
-        part = part._replace(ancestor_mask=part.ancestor_mask[:, :, :end])
-        queries = jnp.asarray(drafts[:, start:end])
-        logits, pending, _ = tree_forward(model, queries, part, cache, prefix_pending=pending)
-        np.testing.assert_allclose(logits, at_once[:, start:end], atol=1e-4)
-        start = end
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), pending, all_pending)
-
-
 # Sizes that the kernels take, and all kinds of layers that have one.
 SIXTEENS = dataclasses.replace(
     _PARALLEL,
@@ -196,27 +176,6 @@ def test_kernels_compute_what_xla_does():
     jax.tree.map(assert_close, after, replay(reference, plain[1], plain[0], path))
 
 
-def test_hidden_states_and_logits_are_two_halves_of_a_forward():
-    model = random_model(SIXTEENS)
-    cache = prefill(model, random_tokens(model, BATCH, 5), [5, 3])[1]
-    drafts, tree = jnp.asarray(random_tokens(model, BATCH, TREE.num_nodes)), whole_tree(TREE)
-    hidden, pending, after = jax.jit(lambda model, *arguments: model.tree(*arguments))(
-        model, drafts, tree, cache
-    )
-    assert hidden.shape == (BATCH, TREE.num_nodes, model.config.d_model)
-    # After the norm and before its weight each row has a mean square of 1.
-    scale = model.final_norm_scale[...]
-    mean_square = np.square(np.asarray(hidden / scale)).mean(axis=-1)
-    np.testing.assert_allclose(mean_square, 1.0, atol=1e-3)
-    logits, *rest = tree_forward(model, drafts, tree, cache)
-    assert_close(model.logits(hidden), logits)
-    jax.tree.map(assert_close, rest, [pending, after])
-    last, _, _ = jax.jit(lambda model, *arguments: model.tree_forward(*arguments, num_logits=3))(
-        model, drafts, tree, cache
-    )
-    np.testing.assert_allclose(last, logits[:, -3:], atol=1e-5)
-
-
 def test_padding_does_not_reach_the_cache():
     model = tiny_model("groups")
     prompts = random_tokens(model, BATCH, 9)
@@ -228,18 +187,6 @@ def test_padding_does_not_reach_the_cache():
     np.testing.assert_array_equal(logits[0], logits_again[0])
     jax.tree.map(np.testing.assert_array_equal, cache, cache_again)
     jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf[1], 0), cache)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["plain", "qwen3_5 hybrid"])
-def test_prefill_goes_on_from_a_cache(name):
-    model = tiny_model(name)
-    prompts = random_tokens(model, BATCH, 10)
-    _, first = prefill(model, prompts[:, :6], [6, 6])
-    logits, cache = prefill_from(model, prompts[:, 6:], np.array([4, 2], np.int32), first)
-    whole, want = prefill(model, prompts, [10, 8])
-    np.testing.assert_allclose(logits, whole, atol=1e-4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cache, want)
 
 
 @pytest.mark.thorough

@@ -107,19 +107,6 @@ def load_usual(path):
 
 
 @pytest.mark.thorough
-def test_text_with_drafts(loaded):
-    """Drafts are accepted, and the tokens are those of decoding without, in bfloat16 too."""
-    prompts = [[1, 2, 3], [4]]
-    options = dict(max_new_tokens=12, eos_token=())
-    plain = st.generate(loaded, prompts, **options)
-    drafted = st.generate(
-        loaded, prompts, drafter=st.ModelDrafter(loaded), topology=CHAIN, **options
-    )
-    assert drafted.stats.tau > 2
-    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
-
-
-@pytest.mark.thorough
 def test_no_float32_copy_of_the_weights():
     """XLA converted all of them before the loop, so the program read and held float32."""
     config = st.ModelConfig.mamba2_lm(512, 256, 4)

@@ -12,13 +12,12 @@ from tokenizers import Tokenizer
 import stree_jax as st
 from stree_jax.checkpoint.load import load_config
 from stree_jax.extensions.medusa.training import medusa_loss, train_medusa
-from stree_jax.extensions.mtp.training import train_mtp
 from stree_jax.testing import HYBRIDS, perturbed, tiny_model
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import continued, distill, train
-from stree_jax.training.trainer import bfloat16_product, cast, fit
+from stree_jax.training.trainer import bfloat16_product, fit
 from tests.helpers import apply
 from tests.numpy_parts import log_softmax
 from tests.training.conftest import RECIPE
@@ -173,17 +172,6 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(FloatingPointError, match="not finite at step 1"):
         list(fit(new_model(), bad, batch, training, tmp_path / "run"))
     assert len(list(fit(new_model(), loss, batch, training, tmp_path / "run"))) == training.steps
-
-
-def test_cast_keeps_the_scalars_of_the_ssm_in_float32():
-    model = tiny_model()
-    small = cast(model, jnp.bfloat16)
-    assert small.embedding.dtype == jnp.bfloat16
-    assert small.blocks[0].mixer.dt_bias.dtype == jnp.float32
-    back = cast(small, jnp.float32)
-    np.testing.assert_array_equal(
-        back.embedding[...], model.embedding[...].astype(jnp.bfloat16).astype(jnp.float32)
-    )
 
 
 @pytest.mark.thorough
@@ -355,40 +343,3 @@ def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
     out = st.generate(before, [[1, 2]], max_new_tokens=5, drafter=st.MedusaDrafter(before, one))
     want = st.generate(before, [[1, 2]], max_new_tokens=5)
     np.testing.assert_array_equal(out.tokens, want.tokens)
-
-
-@pytest.mark.slow
-def test_a_boosted_run_resumes_with_the_same_head(trained, tmp_path, recipe_file, monkeypatch):
-    """Its end is on the target's own text alone, also if it was interrupted there."""
-    target, _ = trained
-    recipe_file.write_text(
-        "[model]\nsteps = 2\nboost_after = 3\n"
-        "attention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\nmlp = {hidden_size = 16}\n"
-        + RECIPE[RECIPE.index("[training]") :]
-    )
-    recipe = Recipe.load(recipe_file)
-    rows = []
-    monkeypatch.setattr(
-        "stree_jax.training.run.generate",
-        lambda target, prompts, **options: (
-            rows.append(len(prompts)) or st.generate(target, prompts, **options)
-        ),
-    )
-
-    def run(name, until):
-        seen = []
-        reports = train_mtp(recipe, target, tmp_path / name)
-        for report in reports:
-            seen.append((report.step, len(rows)))
-            if report.step == until:
-                reports.close()
-                break
-        return seen
-
-    assert run("whole", None) == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 2)]
-    assert rows == [16, 16]  # every row of eight steps, at temperature 1 and 0
-    run("parts", 5)
-    assert [step for step, _ in run("parts", None)] == [5, 6]
-    model = st.from_pretrained(target)
-    one, other = (st.load_mtp(tmp_path / name, model) for name in ("whole", "parts"))
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
