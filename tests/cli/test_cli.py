@@ -86,7 +86,6 @@ def test_a_drawn_tree(output):
 WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}  # no token for the unknown
 BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
 BAD_MAP = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
-BAD_LENGTH = {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,6 @@ BAD_LENGTH = {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
     [
         ({"model": WORDS}, " cannot encode --prompt:"),
         ({"model": BPE} | BAD_MAP, "/tokenizer.json is damaged: Precom"),
-        ({"model": BPE} | BAD_LENGTH, " cannot encode --prompt: chunk size"),
     ],
 )
 def test_a_tokenizer_that_cannot_encode_is_one_line(

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 
-import jax
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
@@ -170,38 +169,6 @@ def llama(tmp_path_factory):
     folder = saved(tmp_path_factory.mktemp("llama") / "model", sentencepiece())
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     return folder
-
-
-@pytest.mark.thorough
-def test_the_text_of_sentencepiece(llama, output, continued):
-    """Spaces stay, characters of several bytes come once, and streams give the same text."""
-    model, tokenizer = st.from_pretrained(llama), st.load_tokenizer(llama)
-    tokens = tokenizer.encode(IN_PIECES).ids
-    assert tokens[0] == 1
-    assert tokens.pop() == 2  # the end of a text that goes on is not there yet
-    options = dict(max_new_tokens=40, temperature=4.0)
-    texts = []
-    for seed in range(6):
-        key = jax.random.key(seed)
-        text = st.complete(llama, IN_PIECES, key=key, **options)
-        out = st.generate(model, [tokens], key=key, **options)
-        new = out.tokens[0, : out.lengths[0]].tolist()
-        # Decoding a prefix and the whole gives what is new, with its first space.
-        whole, known = tokenizer.decode(tokens + new), tokenizer.decode(tokens)
-        assert whole == known + text
-        pieces = st.stream(model, [tokens], tokenizer=tokenizer, key=key, **options)
-        pieces = [piece for (piece,) in pieces]
-        assert [token for piece in pieces for token in piece] == new
-        assert "".join(piece.text for piece in pieces) == tokenizer.decode(new)
-        texts.append(text)
-        common = ["--max-new-tokens", 40, "--temperature", 4.0, "--seed", seed]
-        shown = output("generate", llama, "-p", IN_PIECES, *common)
-        assert shown.startswith(f"{IN_PIECES}{text}\n")
-        records, _ = continued(llama, [{"prompt": IN_PIECES}], *common)
-        text = st.complete(llama, IN_PIECES, key=jax.random.fold_in(key, 1)[None], **options)
-        assert records[1]["text"] == text
-    assert any(text.startswith(" ") for text in texts)
-    assert any(ord(each) > 127 for text in texts for each in text)
 
 
 @pytest.mark.thorough

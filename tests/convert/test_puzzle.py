@@ -11,12 +11,8 @@ import stree_jax as st
 from stree_jax.convert.reading import open_checkpoint
 from tests.convert import checkpoints, numpy_nemotron_h
 
-MOE = dict(
-    block_type="moe",
-    n_routed_experts=4,
-    num_experts_per_tok=1,
-    moe_intermediate_size=12,
-    moe_shared_expert_intermediate_size=10,
+MOE = dict(block_type="moe", n_routed_experts=4, num_experts_per_tok=1) | dict(
+    moe_intermediate_size=12, moe_shared_expert_intermediate_size=10
 )
 CONFIG = dict(
     model_type="nemotron_h_puzzle",

@@ -186,31 +186,14 @@ def in_index(change):
     return damage
 
 
-OTHER_SHARD = {"part-0.safetensors": "part-1.safetensors"}
 OUTSIDE = ("../part-0.safetensors", "/etc/passwd", "sub/x.safetensors", "..\\x", "", ".", 3)
 INDICES = [
-    (lambda _, first: {}, "has no weight_map"),
-    (
-        lambda weight_map, first: weight_map | {"ghost": "part-0.safetensors"},
-        "1 tensors are not in their files",
-    ),
-    (
-        lambda weight_map, first: weight_map | {first: "part-9.safetensors"},
-        "'part-9.safetensors', which does not exist",
-    ),
-    (
-        lambda weight_map, first: weight_map | {first: OTHER_SHARD[weight_map[first]]},
-        "1 tensors are not in their files",
-    ),
-    (
-        lambda weight_map, first: {k: v for k, v in weight_map.items() if k != first},
-        "1 tensors are in files it does not",
-    ),
+    (lambda files, first: {}, "has no weight_map"),
+    (lambda files, first: files | {"ghost": files[first]}, "1 tensors are not in their files"),
+    (lambda files, first: files | {first: "part-9.safetensors"}, "'part-9.safe.*does not exist"),
+    (lambda files, first: {k: files[k] for k in {*files} - {first}}, "1 tensors are in files it d"),
     *(
-        (
-            lambda weight_map, _, name=name: weight_map | {"x": name},
-            "not a plain file name|does not exist",
-        )
+        (lambda files, _, name=name: files | {"x": name}, "not a plain file name|does not exist")
         for name in (*OUTSIDE, "x" * 5000, "a\0b")
     ),
 ]

@@ -91,14 +91,6 @@ def test_a_second_writer_waits_for_the_first(tmp_path):
     assert not leftovers(tmp_path)
 
 
-def test_what_appears_in_the_meantime_stays(tmp_path):
-    path = tmp_path / "model"
-    with pytest.raises(ValueError, match="appeared in the meantime"), new_directory(path):
-        path.mkdir()
-    assert not [*path.iterdir()]
-    assert not leftovers(tmp_path)
-
-
 def test_a_file_is_whole_or_as_it_was(tmp_path):
     """As of a kill or a full disk, of a text that cannot be written to its end."""
     file = write_text(tmp_path / "file", "old")

@@ -16,7 +16,6 @@ from stree_jax.testing import tiny_model
 from stree_jax.training.run import weights_digest
 from stree_jax.training.trainer import cast
 
-CHAIN = st.TreeTopology.chain(2)
 DTYPES = ("float32", "bfloat16")
 
 

@@ -222,14 +222,6 @@ def nan(weights):
     weights["embedding.scales"] = np.full_like(weights["embedding.scales"], np.nan)
 
 
-def a_norm(weights):
-    scale = weights.pop("final_norm_scale")
-    weights |= {
-        "final_norm_scale.values": scale.astype(np.int8),
-        "final_norm_scale.scales": scale[:1].astype(jnp.bfloat16),
-    }
-
-
 REFUSED = {
     "another type": (
         lambda path: st.from_pretrained(path / "plain", quantize="int4"),
@@ -252,8 +244,6 @@ REFUSED = {
         "int8 has matrices in 8 bits, which are stored natively only; convert the original",
     ),
     "scales that are not finite": (damage(nan), "embedding holds NaN"),
-    "no scales": (damage(lambda w: w.pop("embedding.scales")), "embedding .* is missing"),
-    "a norm in 8 bits": (damage(a_norm), "final_norm_scale is no matrix, and cannot have 8 bits"),
     "training": (
         lambda path: cast(st.from_pretrained(path / "int8"), "float32"),
         "matrices in 8 bits cannot be trained",
