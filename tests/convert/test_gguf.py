@@ -312,15 +312,19 @@ def header(fields=(), tensors=(), *, magic=b"GGUF", version=3, counts=None):
 
 
 HUGE = 2**62
+
+
+def of(*tensors, fields=()):
+    return header(fields, tensors) + bytes(99)
+
+
+ALIGNMENT, LLAMA = (
+    field("general.alignment", 4, bytes(4)),
+    field("general.architecture", 8, text("llama")),
+)
 LIES = {
-    "no architecture": (
-        header(tensors=[tensor()]) + bytes(99),
-        "is of the architecture None; GGUF",
-    ),
-    "another architecture": (
-        header([field("general.architecture", 8, text("llama"))], [tensor()]) + bytes(99),
-        "is of the architecture 'llama'; GGUF files are read of mamba2, granitehybrid",
-    ),
+    "no architecture": (of(tensor()), "is of the architecture None; GGUF"),
+    "another architecture": (of(tensor(), fields=[LLAMA]), "'llama'; GGUF files are read of mamb"),
     "nothing": (b"", "is damaged: it is empty"),
     "another magic": (header(magic=b"GGML"), "does not begin with GGUF"),
     "big endian": (header(version=3 << 24), "it has version 50331648, not"),
@@ -331,38 +335,17 @@ LIES = {
     "a long key": (header([struct.pack("<Q", HUGE)]), "header is cut off"),
     "no text": (header([field(b"\xff", 4, bytes(4))]), "can't decode byte 0xff"),
     "an unknown type of field": (header([field("k", 99, b"")]), "metadata of the unknown type 99"),
-    "a long list": (
-        header([field("k", 9, struct.pack("<IQ", 4, HUGE))]),
-        "header is cut off, or endless",
-    ),
-    "a tensor twice": (header(tensors=[tensor()] * 2) + bytes(99), "'x' is there twice"),
-    "no alignment": (
-        header([field("general.alignment", 4, bytes(4))], [tensor()]) + bytes(99),
-        r"general\.alignment must be an integer, from 1 to .*; got 0",
-    ),
-    "many axes": (header(tensors=[tensor(shape=(1,) * 9)]) + bytes(99), "has 9 axes"),
-    "a huge shape": (
-        header(tensors=[tensor(shape=(HUGE, HUGE))]) + bytes(99),
-        "too few for 'x'; downl",
-    ),
-    "a huge offset": (
-        header(tensors=[tensor(offset=HUGE)]) + bytes(99),
-        f"'x' is at {HUGE}, not 0, behind the one before",
-    ),
-    "a cut tensor": (header(tensors=[tensor()]) + bytes(31), "bytes are too few for 'x'"),
-    "tensors over each other": (
-        header(tensors=[tensor(), tensor("y")]) + bytes(999),
-        "'y' is at 0, not 32, behind the one before",
-    ),
-    "an unknown type": (
-        header(tensors=[tensor(kind=99)]) + bytes(99),
-        "type 99, which this version",
-    ),
-    "integers": (header(tensors=[tensor(kind=26)]) + bytes(99), "type I32, which is not supported"),
-    "a part of a block": (
-        header(tensors=[tensor(kind=8)]) + bytes(99),
-        r"'x' has shape \(2, 4\) in blocks of 32",
-    ),
+    "a long list": (header([field("k", 9, struct.pack("<IQ", 4, HUGE))]), "cut off, or endless"),
+    "a tensor twice": (of(tensor(), tensor()), "'x' is there twice"),
+    "no alignment": (of(tensor(), fields=[ALIGNMENT]), r"general\.alignment must be an .*; got 0"),
+    "many axes": (of(tensor(shape=(1,) * 9)), "has 9 axes"),
+    "a huge shape": (of(tensor(shape=(HUGE, HUGE))), "too few for 'x'; downl"),
+    "a huge offset": (of(tensor(offset=HUGE)), f"'x' is at {HUGE}, not 0, behind the one before"),
+    "a cut tensor": (of(tensor())[:-68], "bytes are too few for 'x'"),
+    "tensors over each other": (of(tensor(), tensor("y")), "'y' is at 0, not 32, behind the one"),
+    "an unknown type": (of(tensor(kind=99)), "type 99, which this version"),
+    "integers": (of(tensor(kind=26)), "type I32, which is not supported"),
+    "a part of a block": (of(tensor(kind=8)), r"'x' has shape \(2, 4\) in blocks of 32"),
 }
 
 

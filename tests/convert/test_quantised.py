@@ -32,6 +32,9 @@ from tests.convert.quantised_files import (
 from tests.helpers import assert_same_model
 
 OF_ROWS = MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+OF_BLOCKS = compressed("float-quantized", block_structure=[4, 8])
+OF_FIVE = ints("group", False, group_size=5, actorder="weight")
+E4, E5 = ({"quant_method": "fp8", "fmt": fmt} for fmt in ("e4m3", "e5m2"))
 # What a config says, how a weight is made, and the shapes of weights.
 FORMS = {
     "blocks": (FINE, fp8((8, 6), "_scale_inv"), [(16, 18), (9, 7), (3, 4), (2, 9, 13)]),
@@ -41,30 +44,14 @@ FORMS = {
     "of one number": (MODELOPT, fp8("weight", stored=lambda x: x.reshape(1)), [(4, 4)]),
     "rows": (FLOATS, fp8("row", dtype=BFLOAT16), [(5, 4), (4, 4), (1, 4)]),
     "rows, flat": (OF_ROWS, fp8("row", stored=lambda x: x[..., 0]), [(4, 4), (3, 5), (2, 3, 3)]),
-    "E5M2": (
-        {"quant_method": "fp8", "fmt": "e5m2"},
-        fp8("row", kind=E5M2, dtype=np.float16),
-        [(5, 4)],
-    ),
+    "E5M2": (E5, fp8("row", kind=E5M2, dtype=np.float16), [(5, 4)]),
     "experts": (MODELOPT, fp8((64, 64), stored=lambda x: x[:, 0, 0]), [(3, 4, 4)]),
-    "compressed blocks": (
-        compressed("float-quantized", block_structure=[4, 8]),
-        fp8((4, 8)),
-        [(6, 9)],
-    ),
-    "NVFP4": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        nvfp4(False),
-        [(3, 32), (2, 3, 48)],
-    ),
+    "compressed blocks": (OF_BLOCKS, fp8((4, 8)), [(6, 9)]),
+    "NVFP4": (MODELOPT | {"quant_algo": "NVFP4"}, nvfp4(False), [(3, 32), (2, 3, 48)]),
     "NVFP4, packed": (compressed("nvfp4-pack-quantized"), nvfp4(True), [(5, 40)]),
     "int8": (ints("channel"), int8("row"), [(5, 4)]),
     "int8, weights": (ints("tensor", False), int8("weight", zeros=True), [(5, 4)]),
-    "int8, groups": (
-        ints("group", False, group_size=5, actorder="weight"),
-        int8((1, 5), zeros=True),
-        [(6, 15), (5, 5), (15, 6)],
-    ),
+    "int8, groups": (OF_FIVE, int8((1, 5), zeros=True), [(6, 15), (5, 5), (15, 6)]),
 }
 
 
@@ -208,16 +195,10 @@ def test_a_config_and_tensors_that_disagree(tmp_path):
     assert note.endswith("config.json says quantization_config: no weight is quantised")
     with pytest.raises(ValueError, match="'x.weight' is quantised, and no file says how: get the"):
         plain_of(tmp_path, None, {"x.weight": np.zeros((2, 2), E4M3)})
-    parts, _ = nvfp4(False)(np.random.default_rng(0), (4, 32))
-    chain = {f"x.weight{end}": x for end, x in parts.items()}
-    chain["x.weight_scale_scale"] = np.ones((4, 1), np.float32)  # then a weight
-    with pytest.raises(ValueError, match="'x.weight_scale' is in FP8, not in NVFP4"):
-        plain_of(tmp_path, MODELOPT | {"quant_algo": "NVFP4"}, chain)
 
 
 BY_NAME = {"quantized_layers": {"x": {"quant_algo": "FP8"}, "y": {"quant_algo": "NVFP4"}}}
 LOST = "has no zero points, but symmetric = False"
-E4, E5 = ({"quant_method": "fp8", "fmt": fmt} for fmt in ("e4m3", "e5m2"))
 # What a config says, and a weight that is another one.
 HELD = [
     (ints("channel", False), int8("row"), LOST),

@@ -47,22 +47,6 @@ def test_a_path_with_characters_of_patterns(name, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
-def test_weights_are_read_back_before_an_old_one_goes(saved, monkeypatch):
-    from orbax.checkpoint import v1 as ocp
-
-    save = ocp.save
-
-    def forget(path, arrays):
-        save(path, arrays)
-        for file in (path / "state" / "d").iterdir():
-            file.unlink()
-
-    monkeypatch.setattr(ocp, "save", forget)
-    with pytest.raises(OSError, match="weights were not written as they are"):
-        st.save_pretrained(tiny_model("groups"), saved, overwrite=True)
-    assert_same_model(st.from_pretrained(saved).in_first(), tiny_model("groups"))
-
-
 def test_a_checkpoint_of_format_1_loads():
     """Written at commit 45c8e32, with that version's logits; layers were kinds then."""
     path = Path(__file__).parent / "format_1"

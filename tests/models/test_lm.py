@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from stree_jax import ModelConfig, TreeTopology
-from stree_jax.models import MoeConfig
 from stree_jax.models.cache import init_cache, init_pending, path_to
 from stree_jax.testing import CONFIGS, HYBRIDS, random_model, tiny_model
 from tests import oracle
@@ -133,47 +132,6 @@ def test_the_gated_norm_of_a_tree_is_that_of_a_sequence(name):
     chain = whole_tree(TreeTopology.chain(5))
     got, _, _ = tree_forward(model, tokens, chain, model.init_cache(BATCH, 6))
     assert_close(got, apply(model, tokens))
-
-
-# Sizes that the kernels take, and all kinds of layers that have one.
-SIXTEENS = dataclasses.replace(
-    _PARALLEL,
-    layers=("parallel", "moe"),
-    mamba2=dataclasses.replace(_PARALLEL.mamba2, head_dim=16, state_size=16, norm="gate_then_norm"),
-    attention=dataclasses.replace(_PARALLEL.attention, head_dim=16, rotary_dim=16),
-    moe=MoeConfig(num_experts=3, num_active=2, hidden_size=16),
-    padded_vocab_size=40,
-)
-
-
-@pytest.mark.thorough
-def test_kernels_compute_what_xla_does():
-    """A prefill, then steps that each replay a path of the one before, then a replay."""
-    model, reference = (
-        random_model(SIXTEENS, implementation=implementation)
-        for implementation in ("pallas_interpret", "xla")
-    )
-    tree = whole_tree(TreeTopology.from_branching((2, 1)))
-    num_nodes = tree.parents.shape[1]
-    prompts = random_tokens(model, BATCH, LENGTH)
-    results = [prefill(each, prompts, [LENGTH, 4]) for each in (model, reference)]
-    jax.tree.map(assert_close, *results)
-    kernels = plain = (model.init_pending(BATCH, num_nodes), results[1][1])
-
-    @jax.jit
-    def step(model, tokens, pending, cache, path):
-        return model.tree_forward(tokens, tree, cache, replay=(pending, path))
-
-    path = path_to(tree, jnp.full(BATCH, -1))
-    for seed, last in enumerate([(4, 2), (-1, 3), (1, 0)]):
-        tokens = random_tokens(model, BATCH, num_nodes, seed=seed)
-        want, *plain = step(reference, tokens, *plain, path)
-        got, *kernels = step(model, tokens, *kernels, path)
-        assert_close(got, want)
-        jax.tree.map(assert_close, kernels[1], plain[1])
-        path = path_to(tree, jnp.array(last))
-    after = replay(model, kernels[1], kernels[0], path)
-    jax.tree.map(assert_close, after, replay(reference, plain[1], plain[0], path))
 
 
 def test_padding_does_not_reach_the_cache():

@@ -244,14 +244,6 @@ def test_training_goes_on_from_a_checkpoint(trained, text, tmp_path):
     st.save_pretrained(st.from_pretrained(start), tmp_path / "other", tokenizer=other)
     with pytest.raises(ValueError, match="different tokenizers"):
         list(distill(Recipe.load(file), tmp_path / "other", tmp_path / "draft"))
-    with pytest.raises(ValueError, match="start is for `train` and `distill`"):
-        list(train_medusa(Recipe.load(file), start, tmp_path / "heads"))
-    file.write_text(f'start = "{start.name}"\n{RECIPE}')
-    with pytest.raises(ValueError, match=r"a recipe without \[model\]"):
-        Recipe.load(file)
-    file.write_text(f'start = "nowhere"\n{table}')
-    with pytest.raises(ValueError, match="nowhere"):
-        list(train(Recipe.load(file), tmp_path / "new"))
 
 
 @pytest.mark.thorough
