@@ -4,7 +4,6 @@ import importlib
 import itertools
 import json
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -103,15 +102,6 @@ def test_an_experiment(name, tiny, tmp_path, capsys):
     assert (line["different"], found["question"]) == ([], asked)
     assert all({*fields} <= {*row} for row in found[records])
     assert name != "lossless" or all(row["right"] and row["distinct"] > 3 for row in found["work"])
-
-
-def test_the_table_is_complete():
-    """But for those with tests of their own."""
-    files = [*Path(common.__file__).parent.glob("*.py")]
-    runnable = {file.stem for file in files if '__name__ == "__main__"' in file.read_text()}
-    assert {name.split()[0] for name in SMALLEST} == runnable - {"gpu", "pictures"}
-    compared = {name.split()[1] for name in SMALLEST if name.startswith("methods ")}
-    assert compared == {*methods.COMPARISONS}
 
 
 def test_wrong_tokens_fail_an_experiment(tmp_path, capsys):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from flax import nnx
 
 import stree_jax as st
 from pallas_kernels import dispatch
+from stree_jax import testing
 from stree_jax.cli.main import _COMMANDS
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import MAX_BYTES
@@ -107,20 +107,12 @@ def test_a_tokenizer_that_cannot_encode_is_one_line(
     assert f"{tmp_path}{message}" in line
 
 
-@pytest.fixture
-def _listens_to_ctrl_c():
-    """A process inherits that its parent ignores Ctrl-C, as in the background of a script."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_listens_to_ctrl_c")
 @pytest.mark.parametrize("module", ["numpy._core._exceptions", "jaxlib._jax", "typer"])
 def test_ctrl_c_during_imports_is_quiet(module, tmp_path):
     """The first is imported by numpy's C, where KeyboardInterrupt becomes an ImportError."""
     code = f"""
 import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background ignores it
 class Interrupting:
     def find_spec(name, *_):
         if name == {module!r}:
@@ -264,7 +256,7 @@ def test_a_model_in_8_bits(tmp_path, output):
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     config = st.ModelConfig.tiny(vocab_size=tokenizer.get_vocab_size(), num_layers=1)
     plain, small = tmp_path / "plain", tmp_path / "small"
-    st.save_pretrained(random_model(config), plain, tokenizer=tokenizer)
+    st.save_pretrained(testing.random_model(config), plain, tokenizer=tokenizer)
     output("convert", plain, small, "--quantize", "int8", "--keep", "*.out_proj.kernel")
     assert "float32, 2 matrices in 8 bits" in output("inspect", small)
     assert ") int8" in output("inspect", small, "--tensors")

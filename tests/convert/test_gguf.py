@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import random
 import struct
 import sys
@@ -378,20 +377,12 @@ def test_random_damage(granite, tmp_path):
 
 
 def test_numbers_that_are_not_finite(tmp_path):
-    """A of 0 is no decay; an infinite scale of a block times 0 is no number."""
+    """A of 0 is no decay."""
     _, values, tensors = original(tmp_path / "hf", "mamba2")
     name = "backbone.layers.0.mixer.A_log"
     write(tmp_path / "x.gguf", values, tensors | {name: np.full_like(tensors[name], -np.inf)})
     with pytest.raises(ValueError, match="A_log holds NaN, infinity"):
         st.from_pretrained(tmp_path / "x.gguf")
-    file = write(tmp_path / "y.gguf", values, tensors, KINDS.Q8_0)
-    data = bytearray(file.read_bytes())
-    stored = gguf.quantize(tensors["backbone.embeddings.weight"], KINDS.Q8_0).tobytes()
-    at = data.index(stored)
-    data[at : at + 2] = np.float16(math.inf).tobytes()
-    file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"embeddings\.weight holds NaN, infinity"):
-        st.from_pretrained(file)
 
 
 def test_without_the_package(tmp_path, monkeypatch):

@@ -134,6 +134,3 @@ def test_heads(tmp_path):
     st.load_eagle3(head, target, ignore=[*UNSLOTH])
     with pytest.raises(ValueError, match=r"cannot ignore \['hidden_size'\]"):
         st.load_eagle3(head, target, ignore=[*UNSLOTH, "hidden_size"])
-    scaled = eagle3_files.saved(tmp_path / "scaled", {"rope_scaling": {"mscale": 2.0}})
-    with pytest.raises(ValueError, match=r"unknown fields \['rope_parameters.mscale'\]"):
-        st.load_eagle3(scaled, target)

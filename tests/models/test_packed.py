@@ -127,23 +127,6 @@ def test_no_float32_copy_of_the_weights():
 
 
 @pytest.mark.thorough
-def test_padding_is_not_multiplied(loaded):
-    """Rows beyond a prompt's end are zeros before every product, so it does not matter what they
-    are; the cache is that of the prompt alone."""
-    prompt = np.random.default_rng(0).integers(97, size=(2, 7)).astype(np.int32)
-    run = jax.jit(loaded.prefill)
-    lengths = jnp.array([7, 5])
-    logits, cache = run(jnp.pad(prompt, ((0, 0), (0, 13))), lengths, loaded.init_cache(2, 32))
-    for row, length in enumerate((7, 5)):
-        alone = run(
-            prompt[row : row + 1, :length], lengths[row : row + 1], loaded.init_cache(1, 32)
-        )
-        np.testing.assert_allclose(logits[row], alone[0][0], rtol=1e-5, atol=1e-5)
-        for got, wanted in zip(*map(jax.tree.leaves, (cache, alone[1])), strict=True):
-            np.testing.assert_allclose(got[row], wanted[0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_draft_fits_its_target(dtype, tmp_path_factory):
     """In bfloat16 on a CPU, whatever the target; as the target elsewhere."""

@@ -179,8 +179,8 @@ def test_narrow_experts_are_shared_out_whole():
     ],
 )
 def test_sizes_that_do_not_fit(name, shards, message):
+    of = CONFIGS | {"words": dataclasses.replace(CONFIGS["mamba2"], vocab_size=37)}
     with pytest.raises(ValueError, match=message):
-        of = CONFIGS | {"words": dataclasses.replace(CONFIGS["mamba2"], vocab_size=37)}
         of[name].local(shards)
 
 
