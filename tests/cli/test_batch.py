@@ -13,7 +13,6 @@ pytestmark = pytest.mark.thorough
 OPTIONS = ["--rows", 2, "--max-new-tokens", 5]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}assistant:"
 MESSAGES = [{"role": "user", "content": "Hello"}]
-SCHEMA = {"type": "array", "items": {"enum": [1, "b"]}, "maxItems": 3}
 
 
 @pytest.fixture(scope="module")

@@ -218,13 +218,3 @@ def test_truncated_safetensors(checkpoint):
     for cut in (0, 1, 7, 8, 100, len(data) // 2, len(data) - 1):
         file.write_bytes(data[:cut])
         refused(checkpoint, "is damaged")
-
-
-def test_shards(checkpoint):
-    want = st.from_pretrained(checkpoint)
-    write_index(checkpoint, sharded(checkpoint))
-    have = st.from_pretrained(checkpoint)
-    np.testing.assert_array_equal(have.embedding[...], want.embedding[...])
-    np.testing.assert_array_equal(
-        have.blocks[1].mixer.in_proj.kernel[...], want.blocks[1].mixer.in_proj.kernel[...]
-    )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stree_jax import ModelConfig, TreeTopology
-from stree_jax.models.cache import init_cache, init_pending, path_to
+from stree_jax.models.cache import path_to
 from stree_jax.testing import CONFIGS, HYBRIDS, random_model, tiny_model
 from tests import oracle
 from tests.helpers import apply, some
@@ -159,17 +159,3 @@ def test_bfloat16_keeps_state_and_logits_in_float32():
     assert mixer.A_log.dtype == mixer.dt_bias.dtype == mixer.D.dtype == jnp.float32
     exact = oracle.logits(model, tokens[0])[-1]
     assert np.abs(np.asarray(logits)[0] - exact).max() < 0.05 * np.abs(exact).max()
-
-
-@pytest.mark.parametrize("name", ["mamba_in_llama", "qwen3_5 hybrid"])
-def test_init_cache_owns_the_shapes(name):
-    model = tiny_model(name)
-    _, cache = prefill(model, random_tokens(model, BATCH, 5), [5, 2])
-    tree = whole_tree(TREE)
-    _, pending, _ = tree_forward(model, random_tokens(model, BATCH, TREE.num_nodes), tree, cache)
-
-    def shapes(values):
-        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), values)
-
-    assert shapes(cache) == shapes(init_cache(model.config, BATCH, MAX_LENGTH, model.dtype))
-    assert shapes(pending) == shapes(init_pending(model.config, BATCH, TREE.num_nodes, model.dtype))

@@ -12,12 +12,13 @@ from tokenizers import Tokenizer
 import stree_jax as st
 from stree_jax.checkpoint.load import load_config
 from stree_jax.extensions.medusa.training import medusa_loss, train_medusa
+from stree_jax.extensions.mtp.training import train_mtp
 from stree_jax.testing import HYBRIDS, perturbed, tiny_model
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import continued, distill, train
-from stree_jax.training.trainer import bfloat16_product, fit
+from stree_jax.training.trainer import bfloat16_product, fit, schedule
 from tests.helpers import apply
 from tests.numpy_parts import log_softmax
 from tests.training.conftest import RECIPE
@@ -106,10 +107,13 @@ def from_target(model, tokens, target):
 
 @pytest.mark.thorough
 def test_gated_delta_hybrids_learn(tmp_path):
+    """With factors of products in bfloat16; weights stay float32."""
+    training = dataclasses.replace(TRAINING, products="bfloat16")
     config = HYBRIDS["qwen3_5"].with_layers(("gated_delta", "attention"))
     model, target = st.HybridLM(config, rngs=nnx.Rngs(0)), tiny_model("qwen3_5 hybrid")
-    reports = fit(model, from_target, batch, TRAINING, tmp_path / "steps", target)
+    reports = fit(model, from_target, batch, training, tmp_path / "steps", target)
     losses = [report.loss for report in reports]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"float32"}
     assert np.isfinite(losses).all()
     assert losses[-1] < 0.98 * losses[0]
 
@@ -150,6 +154,12 @@ def test_the_gradient_of_a_bfloat16_product():
     of_rows, of_kernel = gradients(ahead)
     np.testing.assert_allclose(of_rows, (g @ w.T).reshape(2, 3, 8), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(of_kernel, x.T @ g, rtol=1e-5, atol=1e-5)
+
+
+def test_the_schedule_with_decay_steps():
+    training = dataclasses.replace(TRAINING, decay_steps=2)  # at its peak up to step 6
+    rates = [float(schedule(training)(step)) / training.learning_rate for step in range(9)]
+    np.testing.assert_allclose(rates, [0, 0.5, 1, 1, 1, 1, 1, 0.525, 0.05], rtol=1e-6)
 
 
 @pytest.mark.thorough
@@ -335,3 +345,24 @@ def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
     out = st.generate(before, [[1, 2]], max_new_tokens=5, drafter=st.MedusaDrafter(before, one))
     want = st.generate(before, [[1, 2]], max_new_tokens=5)
     np.testing.assert_array_equal(out.tokens, want.tokens)
+
+
+@pytest.mark.slow
+def test_a_boosted_run_ends_on_the_text_of_the_target(trained, tmp_path, recipe_file, monkeypatch):
+    recipe_file.write_text(
+        "[model]\nsteps = 2\nboost_after = 3\n"
+        "attention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\nmlp = {hidden_size = 16}\n"
+        + RECIPE[RECIPE.index("[training]") :]
+    )
+    rows, seen = [], []
+
+    def generate(target, prompts, **options):
+        rows.append(len(prompts))
+        return st.generate(target, prompts, **options)
+
+    monkeypatch.setattr("stree_jax.training.run.generate", generate)
+    for report in train_mtp(Recipe.load(recipe_file), trained[0], tmp_path / "head"):
+        seen.append((report.step, len(rows)))
+    assert seen == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 2)]
+    assert rows == [16, 16]  # every row of eight steps, at temperature 1 and 0
+    st.load_mtp(tmp_path / "head", st.from_pretrained(trained[0]))
