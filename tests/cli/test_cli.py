@@ -228,8 +228,6 @@ def test_train(tmp_path, output, monkeypatch):
     shown = output("train", "recipe.toml", "model")
     assert "2/2" in shown
     assert "step 1 of 2: loss" in shown  # not a terminal
-    card = (tmp_path / "model" / "README.md").read_text()
-    assert "Command: `stree-jax train recipe.toml model`" in card
 
     recipe = (tmp_path / "recipe.toml").read_text()
     start = recipe.index("[training]")

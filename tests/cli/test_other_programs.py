@@ -24,7 +24,8 @@ def test_a_checkpoint_with_an_adapter(tuned, output, refused, tmp_path):
     adapter = written(tmp_path / "adapter", tensors, unsloth_fixed=True)
     merged, flag = tmp_path / "merged", ["--adapter", adapter, *FLAGS]
     ways = "--ignore-field unsloth_fixed --ignore-field unsloth_version"
-    assert ways in refused("inspect", tuned, "--adapter", adapter)
+    assert ways in refused("inspect", tuned)
+    assert "--ignore-field unsloth_fixed" in refused("inspect", tuned, "--adapter", adapter)
     for arguments in (["inspect", tuned, "--tensors"], ["convert", tuned, merged]):
         shown = output(*arguments, *flag)
         assert "LoRA of rank 3, 2 tensors; made for 'org/base'" in shown
