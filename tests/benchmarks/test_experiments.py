@@ -4,7 +4,6 @@ import importlib
 import itertools
 import json
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,9 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import common, lossless, methods, models, seed, tree_size
+from benchmarks import common, lossless, methods, models, seed
 from stree_jax.decoding.sampling import position_noise
-from stree_jax.measuring.methods import PLAIN, Method, different
+from stree_jax.measuring.methods import PLAIN, Method
 
 TINY = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
 SIZES = "--prompts 1 --tokens 4 --rounds 1"
@@ -105,15 +104,6 @@ def test_an_experiment(name, tiny, tmp_path, capsys):
     assert name != "lossless" or all(row["right"] and row["distinct"] > 3 for row in found["work"])
 
 
-def test_the_table_is_complete():
-    """But for those with tests of their own."""
-    files = [*Path(common.__file__).parent.glob("*.py")]
-    runnable = {file.stem for file in files if '__name__ == "__main__"' in file.read_text()}
-    assert {name.split()[0] for name in SMALLEST} == runnable - {"gpu", "pictures"}
-    compared = {name.split()[1] for name in SMALLEST if name.startswith("methods ")}
-    assert compared == {*methods.COMPARISONS}
-
-
 def test_wrong_tokens_fail_an_experiment(tmp_path, capsys):
     """And what was found before the last part is saved."""
 
@@ -133,74 +123,6 @@ def test_wrong_tokens_fail_an_experiment(tmp_path, capsys):
     found = json.loads((tmp_path / "test-experiments-n-cpu.json").read_text())
     assert found["question"] == __doc__.splitlines()[0]
     assert (found["a"], found["target"]) == (2, "t")
-
-
-def test_committed_results_have_no_raw_lists(tmp_path, monkeypatch):
-    def fake(options):
-        rows = [{"tau": 2.0, "tau_by_prompt": [2.0], "seconds_by_prompt": [1.0]}]
-        yield common.Found({"decoding": rows, "work": rows}, [])
-
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
-    common.main(fake, {}, ["--commit"])
-    found = json.loads((tmp_path / "test-experiments-cpu.json").read_text())
-    assert found["decoding"] == [{"tau": 2.0}]
-    assert "work" not in found
-
-
-def test_a_pair_is_named_as_a_whole():
-    options = types.SimpleNamespace(target=None, draft=None, name="n")
-    with pytest.raises(SystemExit, match="come together"):
-        models.chosen_pair(options, 1)
-
-
-def test_the_comparison_of_methods(monkeypatch):
-    """Of texts that are given: a chain with tau 2, and a tree with another token."""
-    texts = {PLAIN: ([1, 2, 3, 4], 4), "chain": ([1, 2, 3, 4], 2), "tree": ([1, 2, 3, 5], 1)}
-    seconds = [0.0]  # a call of the target takes one
-
-    def called(times):
-        seconds[0] += times
-
-    def decode(method, target, **request):
-        assert request == {"prompts": [[7]], "max_new_tokens": 4, "temperature": 0.5}
-        text, calls = texts[method.name]
-        counts = {"num_tokens": 4, "num_target_calls": calls, "target_calls_per_row": [calls]}
-        called(calls)
-        stats = types.SimpleNamespace(**counts, accepted_per_depth=np.array([4 - calls]))
-        return types.SimpleNamespace(tokens=np.array([text]), stats=stats)
-
-    monkeypatch.setattr(Method, "decode", decode)
-    monkeypatch.setattr(Method, "first_token", lambda *_, **__: called(1))
-    clock = types.SimpleNamespace(perf_counter=lambda: seconds[0])
-    monkeypatch.setattr("stree_jax.measuring.clock.time", clock)
-    monkeypatch.setattr(Method, "memory", lambda method, *_, **__: len(method.name))
-    monkeypatch.setattr(Method, "is_comparable", lambda *_, **__: True)
-    pair = types.SimpleNamespace(prompts=[[7]], target=st.HybridLM(TINY, rngs=nnx.Rngs(0)))
-    options = types.SimpleNamespace(tokens=4, rounds=2)
-    ways = [Method(PLAIN), Method("chain", None, st.TreeTopology.chain(1)), Method("tree")]
-    rows = methods.compare(pair, ways, 0.5, options)
-    found = [(row["tau"], row["identical"], row["nodes"]) for row in rows]
-    assert found == [(1, True, 1), (2, True, 2), (4, False, 1)]
-    assert [row["speed_up"]["median"] for row in rows] == [1, 2, 4]
-    assert rows[0]["speed_up"] == {"median": 1, "low": 1, "high": 1}
-    assert rows[1]["accepted_per_depth"] == [1]
-    second = {"median": 1e3, "low": 1e3, "high": 1e3}
-    assert [row["milliseconds_of_call"] for row in rows] == [second, second, None]
-    assert all(row["milliseconds_to_first_token"] == second for row in rows)
-    assert [row["memory_bytes"] for row in rows] == [14, 5, 4]
-    assert different(rows) == ["tree, temperature 0.5"]
-
-
-def test_the_fits_of_tree_size_find_the_coefficients():
-    times = {n: 0.01 * n**2 + 0.5 * n + 20 for n in (1, 5, 15, 63)}
-    fit = tree_size.fits([{"nodes": n, "milliseconds": {"median": t}} for n, t in times.items()])
-    np.testing.assert_allclose(fit["quadratic"]["coefficients"], [0.01, 0.5, 20], rtol=1e-6)
-    assert (
-        fit["quadratic"]["largest_relative_error"] < 1e-9 < fit["linear"]["largest_relative_error"]
-    )
-    needed = [each / times[5] for each in times.values()]
-    np.testing.assert_allclose(fit["quadratic"]["tau_ratio_needed"], needed)
-    np.testing.assert_allclose(fit["measured_tau_ratio_needed"], needed)
 
 
 @pytest.mark.thorough

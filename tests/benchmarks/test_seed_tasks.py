@@ -1,13 +1,9 @@
 """The tasks of the SEED paper: their prompts, and the simulator of Blocksworld."""
 
-import math
-from pathlib import Path
-
 import pytest
 
-from benchmarks.seed_tasks import Arrangement, Blocksworld, CreativeWriting, Gsm8k, Question, World
+from benchmarks.seed_tasks import Arrangement, Blocksworld, Gsm8k, Question, World
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
 QUESTION = Question("Ann has 3 pens and buys 4. How many has she?", "7")
 START = (
     "the red block is clear, the hand is empty, the red block is on top of the blue block, the blue"
@@ -50,13 +46,8 @@ def test_blocksworld_shows_good_and_bad_actions():
             None,
         ),
         (("pick up the red block",), None, None),  # not on the table
-        (("pick up the blue block",), None, None),  # not clear
-        (("unstack the red block from on top of the gray block",), None, None),
-        (("put down the red block",), None, None),
         ((PLAN[0], "unstack the red block from on top of the blue block"), None, None),
-        ((PLAN[0], "stack the gray block on top of the gray block"), None, None),
         ((PLAN[0], "stack the gray block on top of the blue block"), None, None),
-        (("",), None, None),
     ],
 )
 def test_actions(actions, below, held):
@@ -71,19 +62,3 @@ def test_a_plan_must_be_possible_up_to_the_goal():
     assert world.reaches(GOAL, [*PLAN, "and then nothing"])  # already there
     assert not world.reaches(GOAL, PLAN[:1])
     assert not world.reaches(GOAL, ["pick up the red block", *PLAN])
-
-
-@pytest.mark.skipif(not DATA.is_dir(), reason="the data sets are not here")
-def test_the_data_sets_of_the_paper():
-    problems = Gsm8k.problems(DATA / "gsm8k" / "test.jsonl")
-    assert (len(problems), problems[0].answer) == (660, "18")
-    assert all(math.isfinite(float(problem.answer)) for problem in problems)
-    lines = CreativeWriting.problems(DATA / "creative_writing" / "data_100_random_text.txt")
-    assert len(lines) == 100
-    blocks = Blocksworld.problems(DATA / "blocksworld" / "split_v2_step_6_selfcontained.jsonl")
-    pool = Blocksworld.problems(DATA / "blocksworld" / "prompts" / "pool_prompt_v2_step_6.json")
-    assert (len(blocks), len(pool)) == (145, 10)
-    for problem in [*blocks, *pool]:
-        world = World.read(problem.init)
-        assert world.reaches(problem.goal, problem.plan)
-        assert not world.reaches(problem.goal, problem.plan[:-1])

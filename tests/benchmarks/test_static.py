@@ -1,12 +1,11 @@
 """The counts of `benchmarks.static`, its limits and its results."""
 
-import json
 import math
 
 import pytest
 
 import stree_jax
-from benchmarks.static import gates, hlo, report, thunks
+from benchmarks.static import gates, hlo, thunks
 from benchmarks.static.collectives import Found, collectives, problems
 
 THUNKS = """\
@@ -170,16 +169,3 @@ def test_limits(limits, options, message):
     most = {"mamba2": 5.0, "mlp": 4.0}
     found = gates.failures(most, [*map(gates.limit, limits)], **options)
     assert [each.startswith(message) for each in found] == ([True] if message else [])
-
-
-def test_earlier_rows_with_the_same_settings_stay(tmp_path):
-    step, path = row(all_bytes=3), tmp_path / "static.json"
-    earlier = {"steps": [step, step | {"preset": "q"}], "loops": [step]}
-    report.write("?", {"batch": 1}, earlier, path)
-    report.write("?", {"batch": 1}, {"steps": [step | {"nodes": 1}, step]}, path)
-    stored = json.loads(path.read_text())
-    found = [(row["preset"], row["nodes"]) for row in stored["steps"]]
-    assert found == [("q", 64), ("p", 1), ("p", 64)]
-    assert stored["loops"] == [step]  # a table that this run has not
-    report.write("?", {"batch": 2}, {"steps": [step]}, path)
-    assert len(json.loads(path.read_text())["steps"]) == 1

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.thorough
 OPTIONS = ["--rows", 2, "--max-new-tokens", 5]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}assistant:"
 MESSAGES = [{"role": "user", "content": "Hello"}]
-SCHEMA = {"type": "array", "items": {"enum": [1, "b"]}, "maxItems": 3}
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +33,14 @@ BAD = [
     (b'{"prompt": "caf\xe9"}', "not UTF-8: 'utf-8' codec can't decode byte 0xe9"),
     ({"prompt": ""}, "the prompt is empty"),
     ({"text": "x"}, 'not an object with a "prompt"'),
-    ({"prompt": 5}, 'not an object with a "prompt"'),
     ({"messages": MESSAGES, "prompt": "x"}, "it has a prompt and messages"),
     ({"messages": [{"content": "no role"}]}, "role"),
-    ({"messages": 5}, "messages"),
-    ({"messages": MESSAGES, "chat": 5}, "chat must be an object, the template's variables, got 5"),
     ({"prompt": "x", "chat": {"mood": "glad"}}, "chat is for messages, and the prompt is a text"),
     ({"prompt": "x", "max_new_tokens": 10**9}, "in all 1000000001, and the limit is"),
-    ({"prompt": "x", "top_p": 7.0}, "top_p must be in"),
     ({"prompt": "x", "log_probs": 1}, "log_probs must be False, True or 'sampled', got 1"),
-    ({"prompt": "x", "bos": 1}, "bos must be true or false, got 1"),
     ({"prompt": "x", "eos_token": "<|nothing|>"}, "eos_token = '<|nothing|>' is no token"),
-    ({"prompt": "x", "stop": [""]}, "stop"),
-    ({"prompt": "x", "n": 0}, "n must be an integer, at least 1; got 0"),
     ({"prompt": "x", "n": 10**9}, "n = 1000000000: a batch has at most 65536 rows"),
-    ({"prompt": "x", "seed": 2**32}, "seed must be an integer, from 0 to"),
     ({"prompt": "x", "regex": "("}, "pattern '(' cannot be used"),
-    ({"prompt": "x", "regex": "a", "json_schema": SCHEMA}, "a text has one grammar"),
     ({"prompt": "x", "json_schema": {"maxItems": 10**9, "type": "array"}}, "maxItems"),
 ]
 
@@ -134,13 +124,7 @@ NO_OUTPUT = "is no output of this command; name another file, or delete it"
     ("content", "message"),
     [
         ('{"line": 3, "prompt": "another"}\n', "ends with another prompt than line 3"),
-        ('{"line": 4, "prompt": "She"}\n', "ends with another prompt than line 4"),
-        ('{"line": 1}\n{"line": 0}\n', "ends with another prompt than line 0"),
-        ('{"line": "1", "prompt": "Once"}\n', NO_OUTPUT),
-        ('{"line": 1, "prompt": "Once"}\n# more', NO_OUTPUT),
         ('{"prompt": "Once"}\n', NO_OUTPUT),
-        ("5\n", NO_OUTPUT),
-        ("\n", NO_OUTPUT),
         ("my notes", NO_OUTPUT),
     ],
 )

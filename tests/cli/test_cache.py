@@ -42,19 +42,14 @@ def home(tmp_path, monkeypatch):
     [
         ({}, "home/.cache/stree-jax/xla"),
         ({"XDG_CACHE_HOME": "{tmp}/xdg"}, "xdg/stree-jax/xla"),
-        ({"XDG_CACHE_HOME": "xdg"}, "home/.cache/stree-jax/xla"),
         ({"STREE_JAX_CACHE": "{tmp}/a/b", "XDG_CACHE_HOME": "{tmp}/xdg"}, "a/b"),
         ({"STREE_JAX_CACHE": "~/programs"}, "home/programs"),
-        ({"STREE_JAX_CACHE": "programs"}, "programs"),
         ({"STREE_JAX_CACHE": "off"}, None),
         ({"STREE_JAX_CACHE": "{tmp}/file"}, None),
-        ({"STREE_JAX_CACHE": "{tmp}/loop/below"}, None),
-        ({"STREE_JAX_CACHE": "~nobody-of-this-name/x"}, None),
     ],
 )
 def test_the_folder(variables, folder, home, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     monkeypatch.chdir(tmp_path)
     for name, value in variables.items():
         monkeypatch.setenv(name, value.format(tmp=tmp_path))

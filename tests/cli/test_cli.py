@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from flax import nnx
 
 import stree_jax as st
 from pallas_kernels import dispatch
+from stree_jax import testing
 from stree_jax.cli.main import _COMMANDS
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import MAX_BYTES
@@ -86,7 +86,6 @@ def test_a_drawn_tree(output):
 WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}  # no token for the unknown
 BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
 BAD_MAP = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
-BAD_LENGTH = {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,6 @@ BAD_LENGTH = {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
     [
         ({"model": WORDS}, " cannot encode --prompt:"),
         ({"model": BPE} | BAD_MAP, "/tokenizer.json is damaged: Precom"),
-        ({"model": BPE} | BAD_LENGTH, " cannot encode --prompt: chunk size"),
     ],
 )
 def test_a_tokenizer_that_cannot_encode_is_one_line(
@@ -109,20 +107,12 @@ def test_a_tokenizer_that_cannot_encode_is_one_line(
     assert f"{tmp_path}{message}" in line
 
 
-@pytest.fixture
-def _listens_to_ctrl_c():
-    """A process inherits that its parent ignores Ctrl-C, as in the background of a script."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_listens_to_ctrl_c")
 @pytest.mark.parametrize("module", ["numpy._core._exceptions", "jaxlib._jax", "typer"])
 def test_ctrl_c_during_imports_is_quiet(module, tmp_path):
     """The first is imported by numpy's C, where KeyboardInterrupt becomes an ImportError."""
     code = f"""
 import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background ignores it
 class Interrupting:
     def find_spec(name, *_):
         if name == {module!r}:
@@ -257,3 +247,21 @@ def test_train(tmp_path, output, monkeypatch):
     for heads in (["--medusa", "heads"], ["--mtp-head", "head"]):
         drafted = output(*common, *heads, "--tree", "chain:1")
         assert plain.splitlines()[0] == drafted.splitlines()[0]
+
+
+@pytest.mark.thorough
+def test_a_model_in_8_bits(tmp_path, output):
+    """Converted, described, decoded: the text of the target in 8 bits, with drafts in 8 bits."""
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    config = st.ModelConfig.tiny(vocab_size=tokenizer.get_vocab_size(), num_layers=1)
+    plain, small = tmp_path / "plain", tmp_path / "small"
+    st.save_pretrained(testing.random_model(config), plain, tokenizer=tokenizer)
+    output("convert", plain, small, "--quantize", "int8", "--keep", "*.out_proj.kernel")
+    assert "float32, 2 matrices in 8 bits" in output("inspect", small)
+    assert ") int8" in output("inspect", small, "--tensors")
+    generate = ["generate", plain, "-p", "Once upon", "--max-new-tokens", 8]
+    text, _ = output(*generate, "--quantize", "int8").splitlines()
+    drafted = ["--draft", plain, "--draft-quantize", "int8", "--tree", "chain:1"]
+    drafts, counts = output(*generate, "--quantize", "int8", *drafted).splitlines()
+    assert drafts == text
+    assert "tau 2" in counts

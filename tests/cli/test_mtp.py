@@ -1,6 +1,5 @@
 """Commands with a multi-token prediction head: in a native folder `mtp`, or beside a Qwen model."""
 
-import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -8,10 +7,8 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.convert import convert
 from stree_jax.extensions.mtp.training import new_head
 from stree_jax.testing import random_model
-from tests.extensions import qwen_files
 
 pytestmark = pytest.mark.thorough
 
@@ -60,69 +57,3 @@ def test_generate_and_a_tuned_tree(native, output, quick_tuning, tmp_path):
     assert result["advice"] in shown
     assert result["draft"] == str(native)
     assert result["decoded"]["chain of 1"]["tau"] > 1
-
-
-TINY_RECIPE = """
-[training]
-steps = 2
-batch_size = 2
-sequence_length = 16
-
-[[text]]
-path = "text.txt"
-"""
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    """A tiny Qwen3.5 with its head, as its file and as a native copy, and the head's config."""
-    folder, tokenizer = tmp_path_factory.mktemp("qwen"), st.load_tokenizer(st.demo_path("target"))
-    config = dataclasses.replace(
-        qwen_files.model_config(), vocab_size=tokenizer.get_vocab_size(), tie_embeddings=True
-    )
-    model = random_model(config)
-    head = st.MtpConfig(config.d_model, config.attention, config.mlp, 1e-6, norm_float32=True)
-    st.save_pretrained(model, folder / "first", tokenizer=tokenizer)
-    new = new_head(head, model, jnp.arange(16)[None], rngs=nnx.Rngs(0))
-    st.save_mtp(new, model, folder / "first" / "mtp")
-    assert convert(folder / "first", folder / "qwen", to="qwen3_5_text") is None
-    assert convert(folder / "qwen", folder / "native") is None
-    return folder / "qwen", folder / "native", head
-
-
-WRITES = ("-p", PROMPTS[0], "--max-new-tokens", 8)
-
-
-def test_a_qwen_file_is_shown_and_drafts(qwen, output):
-    shown = " ".join(output("inspect", qwen[0]).split())
-    for text in (
-        "transformers qwen3_5",
-        "multi-token prediction (attention, mlp), ",
-        "4 heads of 4, 2 key heads of 4",
-        "output gate",
-    ):
-        assert text in shown
-    plain, drafted = (
-        output("generate", qwen[0], *WRITES, *more).splitlines()
-        for more in ((), ("--mtp", "--tree", "chain:1"))
-    )
-    assert drafted[:-1] == plain[:-1]
-
-
-@pytest.mark.slow
-def test_a_tree_and_a_new_head_for_a_qwen_target(qwen, output, quick_tuning, tmp_path):
-    _, native, head = qwen
-    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    options = ["--prompts", tmp_path / "prompts.txt", *quick_tuning]
-    output("tune-tree", native, "--mtp", *options, "--output", tmp_path / "tree")
-    assert json.loads((tmp_path / "tree").read_text())["draft"] == str(native)
-
-    (tmp_path / "text.txt").write_text(" ".join(PROMPTS * 200))
-    (tmp_path / "recipe.toml").write_text(TINY_RECIPE)
-    output("train-mtp", tmp_path / "recipe.toml", native, tmp_path / "head")
-    assert st.load_mtp(tmp_path / "head", st.from_pretrained(native)).config == head
-    plain, drafted = (
-        output("generate", native, *WRITES, *more).splitlines()
-        for more in ((), ("--mtp-head", tmp_path / "head", "--tree", "chain:1"))
-    )
-    assert drafted[:-1] == plain[:-1]

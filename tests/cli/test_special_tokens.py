@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 
-import jax
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
@@ -131,15 +130,6 @@ def test_eos_token(folder, copy, check):
             completed(folder, eos_token=given)
 
 
-@pytest.mark.parametrize("given", [math.nan, 10**30, True, "a", {"a": 1}, [[1]]])
-def test_damaged_end_tokens(copy, given):
-    """NaN and 10^30 passed in silence."""
-    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
-    for use in (st.from_pretrained, completed):
-        with pytest.raises(ValueError, match=r"eos_token(_id)? must be"):
-            use(copy)
-
-
 def test_end_tokens_outside_of_the_model_never_come(copy):
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 5, 4096]}))
     model = st.from_pretrained(copy)
@@ -147,29 +137,6 @@ def test_end_tokens_outside_of_the_model_never_come(copy):
     assert 5 in own
     assert not {-1, 4096} & set(own)
     assert end_tokens(model.config, None, None) == own
-
-
-@pytest.mark.thorough
-def test_a_special_token_is_a_stop(folder, copy, check):
-    """Special tokens are not text, so a stop of that text could match nothing."""
-    end, tokenizer = an_end(folder), st.load_tokenizer(folder)
-    word = f"<|{end}|>"
-    content = json.loads((copy / "tokenizer.json").read_text())
-    old = tokenizer.id_to_token(end)
-    content["model"]["vocab"][word] = content["model"]["vocab"].pop(old)
-    content["model"]["merges"] = [
-        pair for pair in content["model"]["merges"] if old not in (*pair, "".join(pair))
-    ]
-    content["added_tokens"] += [
-        dict(id=end, content=word, special=True)
-        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    ]
-    (copy / "tokenizer.json").write_text(json.dumps(content))
-    text = completed(folder, eos_token=end)
-    assert completed(copy, stop=[word]) == text
-    assert check(copy, text, "--stop", word, stop=[word]) == "stop"
-    with pytest.raises(ValueError, match="special token"):
-        completed(copy, stop=[f"a{word}"])
 
 
 def test_a_tokenizer_is_loaded_for_whole_texts(folder, copy, check):
@@ -193,38 +160,6 @@ def llama(tmp_path_factory):
     folder = saved(tmp_path_factory.mktemp("llama") / "model", sentencepiece())
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     return folder
-
-
-@pytest.mark.thorough
-def test_the_text_of_sentencepiece(llama, output, continued):
-    """Spaces stay, characters of several bytes come once, and streams give the same text."""
-    model, tokenizer = st.from_pretrained(llama), st.load_tokenizer(llama)
-    tokens = tokenizer.encode(IN_PIECES).ids
-    assert tokens[0] == 1
-    assert tokens.pop() == 2  # the end of a text that goes on is not there yet
-    options = dict(max_new_tokens=40, temperature=4.0)
-    texts = []
-    for seed in range(6):
-        key = jax.random.key(seed)
-        text = st.complete(llama, IN_PIECES, key=key, **options)
-        out = st.generate(model, [tokens], key=key, **options)
-        new = out.tokens[0, : out.lengths[0]].tolist()
-        # Decoding a prefix and the whole gives what is new, with its first space.
-        whole, known = tokenizer.decode(tokens + new), tokenizer.decode(tokens)
-        assert whole == known + text
-        pieces = st.stream(model, [tokens], tokenizer=tokenizer, key=key, **options)
-        pieces = [piece for (piece,) in pieces]
-        assert [token for piece in pieces for token in piece] == new
-        assert "".join(piece.text for piece in pieces) == tokenizer.decode(new)
-        texts.append(text)
-        common = ["--max-new-tokens", 40, "--temperature", 4.0, "--seed", seed]
-        shown = output("generate", llama, "-p", IN_PIECES, *common)
-        assert shown.startswith(f"{IN_PIECES}{text}\n")
-        records, _ = continued(llama, [{"prompt": IN_PIECES}], *common)
-        text = st.complete(llama, IN_PIECES, key=jax.random.fold_in(key, 1)[None], **options)
-        assert records[1]["text"] == text
-    assert any(text.startswith(" ") for text in texts)
-    assert any(ord(each) > 127 for text in texts for each in text)
 
 
 @pytest.mark.thorough

@@ -46,9 +46,8 @@ def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path
         assert drafted[:-1] == plain[:-1]
         assert "tau 1.00" not in drafted[-1]
 
-    for content in ("[]", '{"parents": "x"}', '{"parents": [0]}'):
-        tree.write_text(content)
-        assert f"{tree} is not a tree of tune-tree" in refused("tree", f"@{tree}")
+    tree.write_text('{"parents": [0]}')
+    assert f"{tree} is not a tree of tune-tree" in refused("tree", f"@{tree}")
     tree.write_text('{"parents": null}')
     for spec in (f"@{tree}", "chain:0", "parents:-1"):
         assert output("generate", *models, *options, "--tree", spec).startswith(plain[0])

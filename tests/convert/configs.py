@@ -134,45 +134,20 @@ def qwen3_5(model_type, num_layers, *, tied=False, **sizes):
     return (
         COMMON
         | _QWEN_VISION
-        | {
-            "model_type": model_type,
-            "tie_word_embeddings": tied,
-            "text_config": text,
-        }
+        | {"model_type": model_type, "tie_word_embeddings": tied, "text_config": text}
     )
 
 
-QWEN3_5_08B = qwen3_5(
-    "qwen3_5",
-    24,
-    tied=True,
-    hidden_size=1024,
-    intermediate_size=3584,
-    linear_num_value_heads=16,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-)
-QWEN3_5_27B = qwen3_5(
-    "qwen3_5",
-    64,
-    hidden_size=5120,
-    intermediate_size=17408,
-    linear_num_value_heads=48,
-    num_attention_heads=24,
-    num_key_value_heads=4,
-)
-QWEN3_5_35B = qwen3_5(
-    "qwen3_5_moe",
-    40,
-    hidden_size=2048,
-    linear_num_value_heads=32,
-    num_attention_heads=16,
-    num_key_value_heads=2,
-    num_experts=256,
-    num_experts_per_tok=8,
-    moe_intermediate_size=512,
-    shared_expert_intermediate_size=512,
-)
+def _sizes(*sizes):
+    names = ("hidden_size", "linear_num_value_heads", "num_attention_heads", "num_key_value_heads")
+    return dict(zip((*names, "intermediate_size"), sizes, strict=False))
+
+
+QWEN3_5_08B = qwen3_5("qwen3_5", 24, tied=True, **_sizes(1024, 16, 8, 2, 3584))
+QWEN3_5_27B = qwen3_5("qwen3_5", 64, **_sizes(5120, 48, 24, 4, 17408))
+_OF_EXPERTS = dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512)
+_OF_EXPERTS |= dict(shared_expert_intermediate_size=512)
+QWEN3_5_35B = qwen3_5("qwen3_5_moe", 40, **_sizes(2048, 32, 16, 2), **_OF_EXPERTS)
 MAMBA2ATTN = json.loads("""{
   "d_model": 2560, "d_intermediate": 0, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {"layer":
   "Mamba2"}, "attn_layer_idx": [9, 18, 27, 36, 45, 56], "attn_cfg": {"causal": true, "d_conv": 4,
@@ -243,12 +218,8 @@ MAMBA_SSM_CONFIGS = {
     ),
     "MLP, biases": dict(ssm_cfg=dict(bias=True, ngroups=2), d_intermediate=100),
     # With attention. RoPE on all channels makes every key bias matter.
-    "as mamba2attn-2.7b": dict(
-        d_model=32,
-        n_layer=3,
-        attn_layer_idx=[1],
-        attn_cfg=MAMBA2ATTN["attn_cfg"] | dict(head_dim=16, num_heads=3, rotary_emb_dim=8),
-    ),
+    "as mamba2attn-2.7b": dict(d_model=32, n_layer=3, attn_layer_idx=[1])
+    | dict(attn_cfg=MAMBA2ATTN["attn_cfg"] | dict(head_dim=16, num_heads=3, rotary_emb_dim=8)),
     "grouped queries, biases, MLP in every layer": dict(
         n_layer=3,
         d_intermediate=100,
@@ -321,17 +292,12 @@ _HYBRID |= dict(max_position_embeddings=64)
 _BAMBA = _HYBRID | dict(
     num_hidden_layers=3, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=8
 )
-_DELTA = _MODEL | dict(
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    num_hidden_layers=2,
-    layer_types=["linear_attention", "full_attention"],
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=12,
+_DELTA = (
+    _MODEL
+    | dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    | dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    | dict(head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4)
+    | dict(linear_key_head_dim=8, linear_value_head_dim=12)
 )
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
 _EXPERTS |= dict(moe_intermediate_size=24, shared_expert_intermediate_size=20)
@@ -342,40 +308,17 @@ TRANSFORMERS = dict(
     bamba=_BAMBA | dict(attn_layer_indices=[1]),
     falcon_h1=_BAMBA | dict(num_hidden_layers=2, mamba_d_ssm=64),
     granitemoehybrid=_BAMBA
-    | dict(
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        shared_intermediate_size=40,
-        num_local_experts=0,
-        num_experts_per_tok=0,
-    ),
+    | dict(layer_types=["linear_attention", "full_attention", "linear_attention"])
+    | dict(shared_intermediate_size=40, num_local_experts=0, num_experts_per_tok=0),
     nemotron_h=_HYBRID
-    | dict(
-        hybrid_override_pattern="M*-M",
-        head_dim=16,
-        mamba_num_heads=4,
-        mamba_head_dim=12,
-        n_groups=2,
-        ssm_state_size=16,
-        chunk_size=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        moe_shared_expert_intermediate_size=40,
-        time_step_min=_NO_FLOOR,
-    ),
+    | dict(hybrid_override_pattern="M*-M", head_dim=16, mamba_num_heads=4)
+    | dict(mamba_head_dim=12, n_groups=2, ssm_state_size=16, chunk_size=8)
+    | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    | dict(moe_shared_expert_intermediate_size=40, time_step_min=_NO_FLOOR),
     zamba2=_HYBRID
-    | dict(
-        num_hidden_layers=6,
-        layers_block_type=["linear_attention", "hybrid"] * 3,
-        num_key_value_heads=4,
-        num_mem_blocks=2,
-        adapter_rank=4,
-        n_mamba_heads=4,
-        mamba_ngroups=2,
-        mamba_d_state=16,
-        chunk_size=8,
-        time_step_min=_NO_FLOOR,
-    ),
+    | dict(num_hidden_layers=6, layers_block_type=["linear_attention", "hybrid"] * 3)
+    | dict(num_key_value_heads=4, num_mem_blocks=2, adapter_rank=4, n_mamba_heads=4)
+    | dict(mamba_ngroups=2, mamba_d_state=16, chunk_size=8, time_step_min=_NO_FLOOR),
     qwen3_next=_DELTA | _EXPERTS,
     qwen3_5_text=_DELTA | dict(intermediate_size=48),
     qwen3_5_moe_text=_DELTA | _EXPERTS,
@@ -401,70 +344,40 @@ TRANSFORMERS_CONFIGS = {
     ),
     "bamba": {},
     "falcon_h1, multipliers, no norm": dict(
-        head_dim=12,
-        mamba_d_ssm=48,
-        mamba_n_heads=3,
-        embedding_multiplier=1.7,
-        lm_head_multiplier=0.6,
-        key_multiplier=0.7,
-        attention_in_multiplier=1.2,
-        attention_out_multiplier=0.8,
-        ssm_in_multiplier=1.3,
-        ssm_out_multiplier=0.9,
-        ssm_multipliers=[0.7, 1.1, 0.8, 1.4, 1.2],
-        mlp_multipliers=[0.8, 1.5],
-        tie_word_embeddings=True,
-    ),
+        head_dim=12, mamba_d_ssm=48, mamba_n_heads=3, embedding_multiplier=1.7
+    )
+    | dict(lm_head_multiplier=0.6, key_multiplier=0.7, attention_in_multiplier=1.2)
+    | dict(attention_out_multiplier=0.8, ssm_in_multiplier=1.3, ssm_out_multiplier=0.9)
+    | dict(ssm_multipliers=[0.7, 1.1, 0.8, 1.4, 1.2], mlp_multipliers=[0.8, 1.5])
+    | dict(tie_word_embeddings=True),
     "falcon_h1, norm before gate, groups": dict(
-        mamba_rms_norm=True,
-        mamba_norm_before_gate=True,
-        mamba_n_groups=2,
-        time_step_limit=(0.01, 0.5),
-    ),
-    "granitemoehybrid, dense": dict(
-        position_embedding_type="nope",
-        embedding_multiplier=1.7,
-        residual_multiplier=0.6,
-        attention_multiplier=0.2,
-        logits_scaling=3.0,
-        rms_norm_eps=1e-3,
-        tie_word_embeddings=True,
-    ),
+        mamba_rms_norm=True, mamba_norm_before_gate=True, mamba_n_groups=2
+    )
+    | dict(time_step_limit=(0.01, 0.5)),
+    "granitemoehybrid, dense": dict(position_embedding_type="nope", embedding_multiplier=1.7)
+    | dict(residual_multiplier=0.6, attention_multiplier=0.2, logits_scaling=3.0)
+    | dict(rms_norm_eps=1e-3, tie_word_embeddings=True),
     "granitemoehybrid, experts, rope": dict(
-        position_embedding_type="rope",
-        attention_multiplier=0.5,
-        intermediate_size=24,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-    ),
+        position_embedding_type="rope", attention_multiplier=0.5, intermediate_size=24
+    )
+    | dict(num_local_experts=4, num_experts_per_tok=2),
     "nemotron_h": {},
     "nemotron_h, groups of experts": dict(
-        hybrid_override_pattern="ME*E",
-        n_routed_experts=6,
-        n_group=2,
-        topk_group=1,
-        routed_scaling_factor=2.5,
-    ),
+        hybrid_override_pattern="ME*E", n_routed_experts=6, n_group=2, topk_group=1
+    )
+    | dict(routed_scaling_factor=2.5),
     "nemotron_h, latent experts": dict(
-        hybrid_override_pattern="ME*E",
-        moe_latent_size=20,
-        routed_scaling_factor=2.5,
-        layer_norm_epsilon=1e-3,
-    ),
+        hybrid_override_pattern="ME*E", moe_latent_size=20, routed_scaling_factor=2.5
+    )
+    | dict(layer_norm_epsilon=1e-3),
     "zamba2": dict(use_shared_attention_adapter=True, use_mem_rope=True, tie_word_embeddings=True),
-    "qwen3_next, dense layers, narrow convolution": dict(
-        num_hidden_layers=3,
-        layer_types=["full_attention", "linear_attention", "linear_attention"],
-        mlp_only_layers=[1],
-        intermediate_size=48,
-        linear_conv_kernel_dim=3,
-        rms_norm_eps=1e-3,
-    ),
+    "qwen3_next, dense layers, narrow convolution": dict(num_hidden_layers=3)
+    | dict(layer_types=["full_attention", "linear_attention", "linear_attention"])
+    | dict(mlp_only_layers=[1], intermediate_size=48, linear_conv_kernel_dim=3)
+    | dict(rms_norm_eps=1e-3),
     "qwen3_5_text, a head for each key head, biases": dict(
-        linear_num_key_heads=4,
-        attention_bias=True,
-        tie_word_embeddings=True,
-        rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5),
-    ),
+        linear_num_key_heads=4, attention_bias=True, tie_word_embeddings=True
+    )
+    | dict(rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)),
     "qwen3_5_moe_text": {},
 }

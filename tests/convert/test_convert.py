@@ -1,14 +1,26 @@
-"""Whole conversions."""
+"""Whole conversions, dialects of configs, quirks, and a new family, an entry of the table."""
 
+import dataclasses
+import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.convert import convert
+from stree_jax import testing
+from stree_jax.convert import FAMILIES, convert, formats, open_checkpoint
+from stree_jax.convert.families import describe
+from stree_jax.convert.writing import write_as, written_as
+from stree_jax.testing import HYBRIDS
 from tests.convert import checkpoints, configs, numpy_mamba_ssm
 from tests.convert.checkpoints import WEIGHTS
+from tests.extensions.qwen_files import model_config
+from tests.helpers import DOCS, apply, assert_same_model, python_blocks
+
+# Small checkpoints of random weights with what transformers computes in float64.
+REFERENCES = Path("/work/shared/data/tiny_gated_delta")
 
 
 def test_the_destination_is_complete_or_absent(checkpoint, tmp_path, monkeypatch):
@@ -17,8 +29,6 @@ def test_the_destination_is_complete_or_absent(checkpoint, tmp_path, monkeypatch
     assert (tmp_path / "native" / "tokenizer.json").read_text() == "{}"
     with pytest.raises(ValueError, match="native exists; choose another name"):
         convert(checkpoint, tmp_path / "native")
-    with pytest.raises(ValueError, match="to must be one of .*got 'onnx'"):
-        convert(checkpoint, tmp_path / "out", to="onnx")
 
     def fail(*_, **__):
         raise OSError("disk full")
@@ -55,3 +65,141 @@ def test_bfloat16_keeps_the_scalars_in_float32(checkpoint, tmp_path):
     for weight, name in ((mixer.A_log, "A_log"), (mixer.D, "D"), (mixer.dt_bias, "dt_bias")):
         want = WEIGHTS[f"backbone.layers.0.mixer.{name}"]
         np.testing.assert_array_equal(weight[...], want)
+
+
+def test_quirks_are_known_and_belong_to_a_family(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=r"unknown quirks \['fast'\]; known: \['hf_dt_floor'"):
+        open_checkpoint(checkpoint, ["fast"])
+    with pytest.raises(ValueError, match=r"this family has no quirk \['plain_rope'\]"):
+        open_checkpoint(checkpoint, ["plain_rope"])
+    convert(checkpoint, tmp_path / "native")
+    with pytest.raises(ValueError, match="is native; quirks are for"):
+        st.from_pretrained(tmp_path / "native", quirks=["plain_rope"])
+
+
+@pytest.mark.parametrize("embedding", ["embedding", "embeddings"])
+def test_a_config_of_transformers_4(checkpoint, embedding):
+    """Bare Infinity, unused fields, several end tokens, the old name of the embedding."""
+    want = st.from_pretrained(checkpoint)
+    weights = dict(WEIGHTS)
+    weights[f"backbone.{embedding}.weight"] = weights.pop("backbone.embedding.weight")
+    checkpoints.write_safetensors(checkpoint, {}, weights)
+    (checkpoint / "config.json").write_text(configs.CODESTRAL_HF)
+    have = st.from_pretrained(checkpoint)
+    want.config = dataclasses.replace(
+        want.config, vocab_size=48, padded_vocab_size=None, eos_token=(0, 2)
+    )
+    assert_same_model(have, want)
+    notes = "; ".join(open_checkpoint(checkpoint).ignored)
+    assert "norm_before_gate: transformers never read it" in notes
+
+
+def test_the_published_config_of_mamba_ssm(checkpoint):
+    (checkpoint / "config.json").write_text(configs.MAMBA2_130M)
+    assert open_checkpoint(checkpoint).description.family == "mamba_ssm"
+    assert open_checkpoint(checkpoint).ignored == [
+        "fused_add_norm: a choice of kernels",
+        "attn_cfg: attention settings; no layer has attention",
+    ]
+
+
+def random_model(**changes):
+    return testing.random_model(st.ModelConfig.tiny(**changes))
+
+
+def assert_goes_there_and_back(model, folder, family):
+    """Through a native checkpoint, one of the new family, and a native one again."""
+    paths = [folder / name for name in ("native", "other", "back")]
+    st.save_pretrained(model, paths[0])
+    convert(paths[0], paths[1], to="example")
+    convert(paths[1], paths[2])
+    assert open_checkpoint(paths[1]).description.family == family
+    for path in paths:
+        assert_same_model(st.from_pretrained(path).in_first(), model)
+
+
+@pytest.mark.skipif(not DOCS.is_dir(), reason="the tests run without a checkout")
+def test_the_family_of_the_docs(tmp_path, monkeypatch):
+    """Recognised by its model_type, and by nothing once its entry is gone."""
+    monkeypatch.setitem(FAMILIES, "example", None)  # restores the table at the end
+    exec(python_blocks(DOCS / "checkpoints.md")[0][1], {})
+    assert formats()[-1] == "example"
+    model = random_model(d_model=32, head_dim=64, state_size=128, chunk_size=64)
+    assert_goes_there_and_back(model, tmp_path, "example")
+    st.save_pretrained(random_model(d_model=32, head_dim=64), tmp_path / "small")
+    with pytest.raises(ValueError, match="example has no place for mamba2.state_size = 8"):
+        convert(tmp_path / "small", tmp_path / "out", to="example")
+    monkeypatch.delitem(FAMILIES, "example")
+    with pytest.raises(ValueError, match="of no known family .*'example'"):
+        open_checkpoint(tmp_path / "other")
+
+
+@pytest.mark.parametrize("table", ["text_config", "llm_config"])
+def test_the_text_model_of_a_wrapper(table, tmp_path):
+    from safetensors.numpy import load_file
+
+    path = tmp_path / "text"
+    path.mkdir()
+    write_as(checkpoints.random_model(HYBRIDS["nemotron_h"]), path, "hf")
+    config = json.loads((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
+    outer = {"model_type": "nemotron_h_omni", "vision_config": {"model_type": "radio"}}
+    inside = {f"language_model.{name}": value for name, value in tensors.items()}
+    inside["language_model.mtp.layers.0.enorm.weight"] = np.ones(4, np.float32)
+    one = np.ones((2, 2), np.float32)
+    inside |= {f"vision_model.blocks.{i}.weight": one + i for i in range(20)}
+    wrapped = checkpoints.write_safetensors(tmp_path / "wrapped", outer | {table: config}, inside)
+    found = open_checkpoint(wrapped)
+    assert found.description.family == "transformers nemotron_h inside nemotron_h_omni"
+    text = "\n".join(found.ignored)
+    assert "vision_model.blocks.0.weight and 19 others: not of the text model of nemotron" in text
+    assert "language_model.mtp.layers.0.enorm.weight: part of a multi-token" in text
+    convert(wrapped, tmp_path / "native")
+    models = [st.from_pretrained(each) for each in (path, wrapped, tmp_path / "native")]
+    assert_same_model(*models[:2])
+    assert_same_model(*models[1:])
+
+
+def test_the_other_family_has_the_same_weights(tmp_path):
+    """Qwen3-Next's projections are interleaved by key head; the model in memory is the same."""
+    model = checkpoints.random_model(model_config(experts=True))
+    names = "qwen3_next", "qwen3_5_moe_text"
+    for name in names:
+        (tmp_path / name).mkdir()
+        write_as(model, tmp_path / name, name)
+    assert_same_model(*(st.from_pretrained(tmp_path / name) for name in names))
+
+
+def test_which_layers_have_experts(tmp_path):
+    config = {"model_type": "qwen3_next", "num_hidden_layers": 6, "full_attention_interval": 3}
+    config |= {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    kinds = describe(tmp_path / "config.json", config, {}).config.kinds
+    assert kinds[::2] == ("gated_delta", "gated_delta", "attention") * 2
+    assert kinds[1::2] == ("mlp", "moe", "mlp", "mlp", "mlp", "moe")
+
+
+def test_a_layer_or_a_head_that_qwen_has_not(tmp_path):
+    own = model_config()
+    plain = st.MtpConfig(16, st.AttentionConfig(2, 1, 8), own.mlp)
+    message = r"qwen3_5_text has no place for .*: attention.num_heads = 2 .only 4.*, and more$"
+    with pytest.raises(ValueError, match=message):
+        written_as(own, "qwen3_5_text", "float32", tmp_path, plain)
+    config = dataclasses.replace(own, norm_float32=False)
+    with pytest.raises(ValueError, match="no place for norm_float32 = False .only True."):
+        write_as(checkpoints.random_model(config), tmp_path, "qwen3_5_text")
+    olmo = dataclasses.replace(own.layers[0], beta_scale=2.0)
+    config = dataclasses.replace(own, layers=(olmo, *own.layers[1:]))
+    with pytest.raises(ValueError, match=r"no place for gated_delta.beta_scale = 2.0 .only 1.0."):
+        write_as(checkpoints.random_model(config), tmp_path, "qwen3_5_text")
+    with pytest.raises(ValueError, match="it has no layer 'moe', only .'attention', 'gated_delta'"):
+        write_as(checkpoints.random_model(own), tmp_path, "qwen3_next")
+
+
+@pytest.mark.skipif(not REFERENCES.is_dir(), reason="the references are not here")
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_logits_are_those_of_float64(name):
+    model = st.from_pretrained(REFERENCES / name)
+    reference = np.load(REFERENCES / name / "reference.npz")
+    tokens, want = reference["prompt_2"], reference["logits_2"]
+    have = apply(model, tokens[None])[0]
+    np.testing.assert_allclose(have, want, rtol=0, atol=2e-5 * np.abs(want).max())

@@ -92,25 +92,6 @@ stree_jax.cli.main.main()
     assert len(modes) == 1, "weights are as private as the config"
 
 
-@pytest.mark.parametrize("to", ["native", "hf"])
-def test_side_files_come_from_inside(checkpoint, tmp_path, to):
-    """No links to files elsewhere, no pipes, no directories."""
-    (tmp_path / "secret").write_text("secret")
-    (checkpoint / "tokenizer.json").symlink_to(tmp_path / "secret")
-    (checkpoint / "sub").mkdir()
-    (checkpoint / "merges.txt").symlink_to(checkpoint / "sub" / ".." / ".." / "secret")
-    (checkpoint / "inside").write_text("inside")
-    (checkpoint / "vocab.json").symlink_to("inside")
-    os.mkfifo(checkpoint / "tokenizer.model")
-    (checkpoint / "added_tokens.json").mkdir()
-    (checkpoint / "special_tokens_map.json").write_text("{}")
-    convert(checkpoint, tmp_path / "out", to=to)
-    assert (tmp_path / "out" / "vocab.json").read_text() == "inside"
-    assert (tmp_path / "out" / "special_tokens_map.json").exists()
-    for name in ("tokenizer.json", "merges.txt", "tokenizer.model", "added_tokens.json"):
-        assert not os.path.lexists(tmp_path / "out" / name)
-
-
 def test_side_files_in_the_cache_of_the_hub(checkpoint, tmp_path):
     """There each file is a link to a blob."""
     snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
@@ -125,22 +106,26 @@ def test_side_files_in_the_cache_of_the_hub(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["native", "hf"])
-def test_chat_templates_are_side_files(checkpoint, tmp_path, to):
-    """Also those in a folder, which stays one; native copies keep them."""
-    (tmp_path / "secret.jinja").write_text("secret")
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "a.jinja").write_text("secret")
+def test_side_files_come_from_inside(checkpoint, tmp_path, to):
+    """No links to files elsewhere, no pipes, no directories; native copies keep templates."""
+    (tmp_path / "secret").write_text("secret")
     folder = checkpoint / "additional_chat_templates"
     (folder / "folder.jinja").mkdir(parents=True)
-    (checkpoint / "chat_template.jinja").write_text("default")
     (folder / "tool_use.jinja").write_text("tools")
-    (folder / "link.jinja").symlink_to(tmp_path / "secret.jinja")
+    (folder / "link.jinja").symlink_to(tmp_path / "secret")
     (folder / "inside.jinja").symlink_to("tool_use.jinja")
-    os.mkfifo(folder / "pipe.jinja")
     (folder / "secret.txt").write_text("secret")
-    (checkpoint / "chat_templates").symlink_to(tmp_path / "outside")
+    (checkpoint / "chat_template.jinja").write_text("default")
+    (checkpoint / "vocab.json").symlink_to("chat_template.jinja")
+    (checkpoint / "tokenizer.json").symlink_to(tmp_path / "secret")
+    (checkpoint / "merges.txt").symlink_to(folder / ".." / ".." / "secret")
+    (checkpoint / "added_tokens.json").mkdir()
+    os.mkfifo(checkpoint / "tokenizer.model")
     convert(checkpoint, tmp_path / "out", to=to)
     convert(tmp_path / "out", tmp_path / "copy")
+    assert (tmp_path / "out" / "vocab.json").read_text() == "default"
+    for name in ("tokenizer.json", "merges.txt", "tokenizer.model", "added_tokens.json"):
+        assert not os.path.lexists(tmp_path / "out" / name)
     for copy in (tmp_path / "out", tmp_path / "copy"):
         found = {str(f.relative_to(copy)): f.read_text() for f in copy.rglob("*.jinja")}
         assert found == {
@@ -233,13 +218,3 @@ def test_truncated_safetensors(checkpoint):
     for cut in (0, 1, 7, 8, 100, len(data) // 2, len(data) - 1):
         file.write_bytes(data[:cut])
         refused(checkpoint, "is damaged")
-
-
-def test_shards(checkpoint):
-    want = st.from_pretrained(checkpoint)
-    write_index(checkpoint, sharded(checkpoint))
-    have = st.from_pretrained(checkpoint)
-    np.testing.assert_array_equal(have.embedding[...], want.embedding[...])
-    np.testing.assert_array_equal(
-        have.blocks[1].mixer.in_proj.kernel[...], want.blocks[1].mixer.in_proj.kernel[...]
-    )

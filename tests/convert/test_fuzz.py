@@ -30,10 +30,10 @@ from tests.convert import (
     configs,
     numpy_mamba_ssm,
     quantised_files,
-    qwen_files,
 )
 from tests.convert.checkpoints import sharded, write_index
 from tests.convert.torch_files import FLOATS, REBUILD, Call, Storage, pickled
+from tests.extensions import qwen_files
 
 pytestmark = pytest.mark.thorough
 
@@ -75,8 +75,7 @@ def corpus(tmp_path_factory):
             (folder / name).mkdir()
             target = "mamba_in_llama" if name == "mamba_in_llama" else "hf"
             write_as(checkpoints.random_model(config), folder / name, target)
-    qwen_files.wrapped(folder / "qwen3_5_moe", "qwen3_5_moe")
-    shutil.rmtree(folder / "qwen3_5_moe-text")
+    qwen_files.wrapped(folder / "qwen3_5_moe", experts=True)
     config = configs.mamba_ssm_config(tie_embeddings=False)
     weights = checkpoints.described_checkpoint(folder / "mamba_ssm", numpy_mamba_ssm, config)
     torch_file_of(folder / "bin", config, weights)
@@ -100,7 +99,7 @@ def newer(tmp_path_factory):
         (made / str(i)).mkdir()
         path, _ = quantised_files.both(made / str(i), save(made / f"{i} original"), *how)
         path.rename(folder / f"head quantised {i}")
-    qwen_files.wrapped(folder / "head of qwen3_5", "qwen3_5")
+    qwen_files.wrapped(folder / "head of qwen3_5")
     convert(folder / "head of qwen3_5", folder / "native head")
     convert(folder / "head of qwen3_5", folder / "native head 8 bits", quantize="int8")
     convert(folder / "head quantised 2", folder / "native 8 bits", quantize="int8", keep=["head"])

@@ -270,3 +270,20 @@ def test_mamba_ssm_as_it_is_released(tmp_path):
     assert saved._metadata
     torch.save(saved, path / "pytorch_model.bin")
     np.testing.assert_array_equal(apply(st.from_pretrained(path), TOKENS), want)
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "granitemoehybrid"])
+def test_a_state_dict_of_transformers(model_type, tmp_path):
+    """Saved as it is, without transformers' own renaming."""
+    changes = dict(
+        nemotron_h=dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe"]),
+        granitemoehybrid=dict(num_local_experts=4, num_experts_per_tok=2),
+    )
+    hf = checkpoints.hf_checkpoint(tmp_path / "disk", model_type, **changes[model_type])
+    tensors = {name: value.detach().numpy() for name, value in hf.state_dict().items()}
+    config = json.loads((tmp_path / "disk" / "config.json").read_text())
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight")
+    assert any(name.endswith("experts.down_proj") for name in tensors)
+    memory = checkpoints.write_safetensors(tmp_path / "memory", config, tensors)
+    assert_same_model(*map(st.from_pretrained, (tmp_path / "disk", memory)))

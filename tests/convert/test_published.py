@@ -62,17 +62,6 @@ def test_the_preset_says_the_same(files, preset, tmp_path):
     assert shape(read(tmp_path, *files).config) == shape(st.ModelConfig.preset(preset))
 
 
-def test_what_presets_leave_out(tmp_path):
-    config = read(tmp_path, configs.FALCON_H1_500M).config
-    assert config.mamba2.output_multiplier == 0.23570226039551587
-    assert config.mlp.gate_multiplier == 0.8838834764831844
-    assert config.attention.key_multiplier == 0.390625
-    assert config.logits_multiplier == 0.0390625
-    config = read(tmp_path, *configs.MAMBA_IN_LLAMA_8B).config
-    assert config.max_length == 131072
-    assert config.eos_token == (128001, 128008, 128009)
-
-
 @pytest.mark.parametrize(
     ("values", "num_parameters"),
     [

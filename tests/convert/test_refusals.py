@@ -10,7 +10,6 @@ from tests.convert import checkpoints, configs, numpy_mamba_in_llama
 from tests.convert.checkpoints import (
     CONFIG,
     MIXER,
-    WEIGHTS,
     refused,
     rewritten,
     sharded,
@@ -29,8 +28,6 @@ def ssm(**changes):
 OF_MAMBA_SSM = [
     ({"attn_layer_idx": [1]}, "attn_cfg.causal is not true"),
     ({"attn_layer_idx": [2]}, "attn_layer_idx must be a list of layers below 2"),
-    ({"attn_layer_idx": 1}, "attn_layer_idx must be a list of layers"),
-    ({"attn_layer_idx": [0] * 100_000}, "attn_layer_idx must be a list of layers"),
     (
         {"attn_layer_idx": [1], "attn_cfg": {"causal": True, "num_heads": 2, "novel": 1}},
         r"unknown fields \['attn_cfg.novel'\]",
@@ -42,14 +39,11 @@ OF_MAMBA_SSM = [
     ),
     ({"rms_norm": False}, r"rms_norm = false \(LayerNorm\) is not supported"),
     ({"novel": 1}, r"unknown fields \['novel'\]; they might change"),
-    (ssm(novel=1), r"unknown fields \['ssm_cfg.novel'\]"),
     (ssm(norm_before_gate="false"), "norm_before_gate must be true or false, got 'false'"),
-    (ssm(d_conv=1), r"config\.json: conv_width must"),
     ({"d_model": "16"}, "d_model must be an integer, .*'16'"),
     ({"n_layer": 10**9}, "n_layer must be an integer, from 1 to 4096"),
     ({"n_layer": 4096}, r"config\.json says 4096 layers, but model\.safetensors has 21 tensors"),
     ({"d_model": None}, "d_model is null, which says nothing"),
-    ({"quantization_config": {"bits": 4}}, "the scheme None is not read, only fp8"),
 ]
 # model_type, fields beside it, and the message.
 OF_TRANSFORMERS = [
@@ -63,12 +57,6 @@ OF_TRANSFORMERS = [
         "qwen3_5_moe",
         {"text_config": {"quantization_config": {"quant_method": "awq"}}},
         "says text_config.quantization_config: the scheme 'awq' .* use the bfloat16 original",
-    ),
-    ("qwen3_5", {"text_config": {"novel": 1}}, r"unknown fields \['text_config.novel'\]"),
-    (
-        "qwen3_5",
-        {"text_config": {"rope_parameters": {"mrope_novel": 1}}},
-        r"unknown fields \['text_config.rope_parameters.mrope_novel'\]",
     ),
     ("qwen3_next", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
     *(
@@ -84,26 +72,17 @@ OF_TRANSFORMERS = [
     ("qwen3_5", {"text_config": {"linear_num_key_heads": 5}}, "num_groups = 5 does not divide"),
     ("qwen3_5_moe", {"text_config": {"norm_topk_prob": False}}, "norm_topk_prob = false is not"),
     ("qwen3_5_moe", {"text_config": {"mlp_only_layers": [1]}}, "mlp_only_layers = .1,. with exp"),
-    ("qwen3_next", {"mlp_only_layers": [48]}, "must be a list of layers below 48"),
-    (
-        "qwen3_next",
-        {"num_experts": 16_000_000},
-        r"768000000 experts in 48 layers, but there are only 21 tensors",
-    ),
     ("recurrent_gemma", {}, "'recurrent_gemma': RG-LRU"),
     ("llama", {}, "of no known family \\(model_type = 'llama'\\)"),
-    (["x" * 10_000], {}, "of no known family"),
     ("nemo_speechlm", {}, "a speech model; its text model alone has no use"),
     ("nemotron_h_omni", {}, "needs a table text_config or llm_config"),
     ("nemotron_h_omni", {"text_config": {"model_type": "mamba"}}, "'mamba': Mamba-1 layers"),
-    ("bamba", {"partial_rotary_factor": "x", "novel": 1}, "unknown fields"),
     (
         "bamba",
         {"rope_parameters": {"partial_rotary_factor": 0.25}},
         "partial_rotary_factor is not 0.5",
     ),
     ("bamba", {"rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn'"),
-    ("bamba", {"rope_scaling": {"type": "llama3"}}, r"rope_parameters\.factor is missing"),
     ("bamba", {"mamba_n_heads": 3}, "mamba_n_heads = 3 does not divide 8192"),
     ("falcon_h1", {"mlp_multipliers": [1]}, "mlp_multipliers must be 2 numbers"),
     ("falcon_h1", {"hidden_act": "relu"}, "hidden_act is 'relu', not one of"),
@@ -113,50 +92,16 @@ OF_TRANSFORMERS = [
         "layer_types has 1 entries for num_hidden_layers = 32",
     ),
     ("granitemoehybrid", {"num_experts_per_tok": 9}, "num_active = 9 is more than the 8 experts"),
-    ("granitemoehybrid", {"layer_types": [{}]}, "unknown kinds"),
-    (
-        "nemotron_h",
-        {"hybrid_override_pattern": "M*x"},
-        "hybrid_override_pattern must consist of M\\*-E, got 'M\\*x'",
-    ),
-    (
-        "nemotron_h",
-        {"hybrid_override_pattern": "M*", "num_hidden_layers": 3},
-        "has 2 letters for 3 layers",
-    ),
     ("nemotron_h", {"layers_block_type": ["rwkv"]}, r"unknown kinds \[.*rwkv"),
-    ("nemotron_h", {"layer_types": [[]]}, r"config\.json: .*unknown kinds"),
-    *(
-        (
-            "nemotron_h",
-            {"hybrid_override_pattern": "ME" * 2048, "n_routed_experts": count},
-            f"n_routed_experts = {count} in 2048 layers, but there are only 21",
-        )
-        for count in (4096, 16_000_000)
-    ),
     ("zamba2", {"use_long_context": True}, "use_long_context = true is not"),
-    (
-        "zamba2",
-        {"num_hidden_layers": 1, "layers_block_type": ["mamba"]},
-        "no layer of layers_block_type is 'hybrid'",
-    ),
-    (
-        "zamba2",
-        {"num_hidden_layers": 1, "layers_block_type": ["hybrid"], "n_mamba_heads": 8}
-        | {"hidden_size": 32, "num_attention_heads": 65},
-        r"config\.json: num_attention_heads = 65 does not divide 2 \* hidden_size = 64",
-    ),
     ("mamba2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ("mamba2", {"hidden_size": 100}, "is not num_heads \\* head_dim"),
 ]
 # Fields of a mamba2 whose sizes fit, and the message.
 OF_MAMBA2 = [
     ({"time_step_limit": [0.0, {"__float__": ["x"]}]}, "time_step_limit must be two"),
-    ({"layer_norm_epsilon": 10**400}, "layer_norm_epsilon must be a number, got 1000"),
     ({"layer_norm_epsilon": 0}, "layer_norm_epsilon must be a number above 0"),
-    ({"use_bias": 1}, "use_bias must be true or false, got 1"),
     ({"use_bias": "x" * 10_000}, "use_bias must be true or false, got 'xxx"),
-    ({"expand": True}, "expand must be a number, got True"),
     ({"novel": NESTED}, r"config\.json is damaged: it is nested more than 32 deep"),
 ]
 # Whole files, and the message.
@@ -215,16 +160,8 @@ def in_weights(**changes):
 
 WEIGHTS_REFUSED = [
     ({f"{MIXER}.D": None}, rf"{MIXER}\.D \(4,\) is missing"),
-    (
-        {"extra.weight": np.ones((2, 3), np.float32)},
-        r"extra\.weight\W \(2, 3\) is not expected",
-    ),
+    ({"extra.weight": np.ones((2, 3), np.float32)}, r"extra\.weight\W \(2, 3\) is not expected"),
     ({f"{MIXER}.D": np.ones(5, np.float32)}, r"D has shape \(5,\), the config says \(4,\)"),
-    ({f"{MIXER}.D": np.ones(4, np.int32)}, "D holds int32, not real numbers"),
-    (
-        {f"{MIXER}.in_proj.weight": WEIGHTS[f"{MIXER}.in_proj.weight"].T},
-        r"in_proj\.weight has shape \(16, 84\), the config says \(84, 16\)",
-    ),
 ]
 
 
@@ -249,31 +186,14 @@ def in_index(change):
     return damage
 
 
-OTHER_SHARD = {"part-0.safetensors": "part-1.safetensors"}
 OUTSIDE = ("../part-0.safetensors", "/etc/passwd", "sub/x.safetensors", "..\\x", "", ".", 3)
 INDICES = [
-    (lambda _, first: {}, "has no weight_map"),
-    (
-        lambda weight_map, first: weight_map | {"ghost": "part-0.safetensors"},
-        "1 tensors are not in their files",
-    ),
-    (
-        lambda weight_map, first: weight_map | {first: "part-9.safetensors"},
-        "'part-9.safetensors', which does not exist",
-    ),
-    (
-        lambda weight_map, first: weight_map | {first: OTHER_SHARD[weight_map[first]]},
-        "1 tensors are not in their files",
-    ),
-    (
-        lambda weight_map, first: {k: v for k, v in weight_map.items() if k != first},
-        "1 tensors are in files it does not",
-    ),
+    (lambda files, first: {}, "has no weight_map"),
+    (lambda files, first: files | {"ghost": files[first]}, "1 tensors are not in their files"),
+    (lambda files, first: files | {first: "part-9.safetensors"}, "'part-9.safe.*does not exist"),
+    (lambda files, first: {k: files[k] for k in {*files} - {first}}, "1 tensors are in files it d"),
     *(
-        (
-            lambda weight_map, _, name=name: weight_map | {"x": name},
-            "not a plain file name|does not exist",
-        )
+        (lambda files, _, name=name: files | {"x": name}, "not a plain file name|does not exist")
         for name in (*OUTSIDE, "x" * 5000, "a\0b")
     ),
 ]

@@ -93,9 +93,9 @@ def saved(path, changes=(), tensors=None, experts=False):
     return checkpoints.write_safetensors(path, values | KEYS | dict(changes), tensors)
 
 
-def wrapped(path, changes=(), tensors=None):
+def wrapped(path, changes=(), tensors=None, experts=False):
     """The same inside a multimodal checkpoint: the head is beside the text model."""
-    values, target, head = files()
+    values, target, head = files(experts)
     inside = {
         name.replace("model.", "model.language_model.", 1): tensor
         for name, tensor in target.items()
@@ -104,7 +104,7 @@ def wrapped(path, changes=(), tensors=None):
         "model.visual.merger.weight": target["lm_head.weight"]
     }
     outer = {
-        "model_type": "qwen3_5",
+        "model_type": "qwen3_5_moe" if experts else "qwen3_5",
         "text_config": values | KEYS | dict(changes),
         "tie_word_embeddings": False,
     }

@@ -3,13 +3,7 @@
 import dataclasses
 
 from stree_jax import ModelConfig
-from stree_jax.models import (
-    AttentionConfig,
-    GatedDeltaConfig,
-    Mamba2Config,
-    MlpConfig,
-    MoeConfig,
-)
+from stree_jax.models import AttentionConfig, GatedDeltaConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.testing import HYBRIDS
 
 _MAMBA2 = Mamba2Config(num_heads=8, head_dim=8, state_size=8, chunk_size=8)
@@ -45,11 +39,7 @@ CONFIGS = {
     "one layer": _model("mamba2"),
     # Words of which some do not exist, on the last shard.
     "tied": _model(
-        "mamba2",
-        vocab_size=37,
-        padded_vocab_size=40,
-        tie_embeddings=True,
-        embedding_multiplier=3.0,
+        "mamba2", vocab_size=37, padded_vocab_size=40, tie_embeddings=True, embedding_multiplier=3.0
     ),
     # Groups of the norm, one for each of 4 shards: it is theirs alone, and does not commute.
     "groups": _model("mamba2", "mamba2", mamba2=_mamba2(num_groups=4, norm_groups=4)),

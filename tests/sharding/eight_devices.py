@@ -193,10 +193,7 @@ MUTATIONS = {
     ),
     "groups of a norm are one": ("groups", [(Mamba2Config, "norm_spans_shards", True)]),
     "a norm of each shard": ("mamba2", [(Mamba2Config, "norm_spans_shards", False)]),
-    "heads by rank modulo": (
-        "mamba_in_llama",
-        [(partition_module, "_units_of", units_modulo)],
-    ),
+    "heads by rank modulo": ("mamba_in_llama", [(partition_module, "_units_of", units_modulo)]),
     "words of another shard": (
         "tied",
         [(partition_module.Shard, "rows_of", lambda self, *args: forget_the_sum(*args))],

@@ -175,17 +175,13 @@ def test_narrow_experts_are_shared_out_whole():
         ("bamba", 16, r"mamba2.num_heads = 8 does not fit"),
         ("zamba2", 16, r"attention.num_heads = 8 does not fit model = 16"),
         ("qwen3_next", 3, r"gated_delta.num_heads = 8 does not fit model = 3"),
+        ("words", 2, "padded_vocab_size = 37 does not fit model = 2"),
     ],
 )
 def test_sizes_that_do_not_fit(name, shards, message):
+    of = CONFIGS | {"words": dataclasses.replace(CONFIGS["mamba2"], vocab_size=37)}
     with pytest.raises(ValueError, match=message):
-        CONFIGS[name].local(shards)
-
-
-def test_words_that_do_not_fit():
-    config = dataclasses.replace(CONFIGS["mamba2"], vocab_size=37)
-    with pytest.raises(ValueError, match="padded_vocab_size = 37 does not fit model = 2"):
-        config.local(2)
+        of[name].local(shards)
 
 
 def test_meshes_that_cannot_be():

@@ -2,10 +2,7 @@
 
 import dataclasses
 import inspect
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,39 +21,16 @@ REFUSED = [
     ("steps = 6", "", r"\[training\] lacks 'steps'"),
     ("steps = 6", "steps = 0", r"steps must be an integer, from 1 to \d+; got 0"),
     ("steps = 6", f"steps = {'9' * 5000}", "is not TOML: Exceeds the limit"),
-    ("batch_size = 2", f"batch_size = {10**20}", "batch_size must be .*; got 10{20}$"),
     ("[training]", "+learning_rate = -1.0", "learning_rate must be a number >= 0, got -1"),
-    ("[training]", "+generated = 2.0", "generated must be a fraction from 0 to 1, got 2"),
     ("[training]", '+products = "int8"', r"products must be one of \('float32', 'bfloat16'\), got"),
     ("[training]", "+decay_steps = 5", "decay_steps must be at most steps - warmup.* = 4, got 5"),
-    ("[[text]]", "+weight = 0.0", "weight of words.txt must be a number > 0"),
-    ("[[text]]", "+colour = 5", r"\[\[text\]\] 1 has no field 'colour'; known: doc"),
     ("[[text]]", "[[book]]", "has no text"),
-    ("vocab_size", "source = 5\nvocab_size", "toml has no field 'source'; known: model,"),
     ("vocab_size = 280", "seed = -1", "recipe.toml: seed must be .* from 0 to .* got -1"),
-    ("[model]", "[model", "is not TOML"),
-    ("vocab_size = 280", f"x = {'[' * 5000}{']' * 5000}", "is not TOML: maximum recursion"),
     ('path = "words.txt"', "", r"\[\[text\]\] 1 lacks 'path'"),
     ("d_model", "depth", r"recipe.toml, \[model\]: .*'d"),
     ("d_model = 16", "num_heads = 2", r"\[model\]: it lacks 'd_model', .* alone is for `medusa`"),
-    ("num_layers = 2", f"num_layers = {10**20}", r"recipe.toml, \[model\]: num_layers must be"),
     ("280", "100", "vocab_size must be an integer, from 257 to"),
     ("length = 16", "length = 999", r"words\.txt has \d+ tokens; windows of 1000 tokens in both"),
-]
-WRONG_TYPES = [
-    ("steps = 6", "steps = 2024-01-01", r"steps must be .* got datetime.date\(2024, 1, 1\)"),
-    ("steps = 6", "steps = []", r"steps must be .* got \[\]"),
-    ("[training]", "+learning_rate = nan", "learning_rate must be .* finite, got nan"),
-    ("[training]", "+clip_norm = true", "clip_norm must be .* finite, got True"),
-    ("[training]", f"+learning_rate = {10**40}", r"\]: learning_rate must be float and.* 10{40}$"),
-    ("[[text]]", "+weight = 'much'", "weight must be float and finite, got 'much'"),
-    ("vocab_size = 280", "vocab_size = []", r"recipe.toml: vocab_size must be .* got \[\]"),
-    ("d_model = 16", f"d_model = {10**20}", r"\[model\]: d_model must be .* got 10{20}$"),
-    ("num_layers = 2", "num_layers = nan", r"\[model\]: num_layers must be .* got nan"),
-    ("[1]", "1", r"\[model\]: attention_layers must be a list of layers, got 1"),
-    ("[1]", "[2024-01-01]", r"\[model\]: attention_layers has \[datetime.date\(2024, 1, 1\)\]"),
-    ("num_heads = 2", "num_heads = 2.5", r"\[model\]: num_heads must be .*got 2.5"),
-    ("[model.mlp]", "[[model.mlp]]", r"\[model\]: MlpConfig needs a table of fields"),
 ]
 
 
@@ -72,30 +46,6 @@ def test_recipes_that_are_refused(recipe_file, tmp_path, old, new, message):
         list(train(Recipe.load(recipe_file), tmp_path / "out"))
     assert len(str(refused.value)) < 500
     assert not (tmp_path / "out").exists()
-
-
-IN_A_PROCESS = """
-import json, pathlib, re, sys
-from stree_jax.training import Recipe, train
-
-file = pathlib.Path(sys.argv[1])
-for recipe, message in json.load(sys.stdin):
-    file.write_text(recipe)
-    try:
-        list(train(Recipe.load(file), file.with_name("out")))
-    except ValueError as error:
-        assert re.search(message, str(error)), (message, str(error))
-    else:
-        raise AssertionError(message)
-"""
-
-
-@pytest.mark.thorough
-def test_wrong_types_are_refused(recipe_file):
-    """In a process without the shape checker, which would raise first."""
-    recipes = [(changed(old, new), message) for old, new, message in WRONG_TYPES]
-    command = [sys.executable, "-c", IN_A_PROCESS, recipe_file]
-    subprocess.run(command, input=json.dumps(recipes).encode(), check=True)
 
 
 @pytest.mark.parametrize("teach", [train_medusa, train_mtp])
