@@ -168,10 +168,7 @@ def test_the_bound_is_one(texts):
             ),
             "'traversal' keeps the target's distribution, not its tokens",
         ),
-        (
-            lambda: assert_same_distribution(tiny_model(), drafter()),
-            "37 tokens make 1369 texts of 2: 4096 rows cannot .* use a model with fewer tokens",
-        ),
+        (lambda: assert_same_distribution(tiny_model(), drafter()), "37 tokens make 1369 texts"),
         (lambda: tiny_model("gpt"), "no tiny model 'gpt'; known: .*'plain'"),
     ],
 )

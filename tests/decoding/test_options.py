@@ -124,10 +124,7 @@ def test_each_row_has_its_own():
     for text, row in zip(TEXTS, ROWS, strict=True):
         scheduler.submit(st.Request(text, **{**DEFAULTS, **row}))
     for refused, message in (
-        (
-            dict(filters=(AtLeast(1.0), st.TopK(2)), max_new_tokens=3),
-            "wait or run have .*another sched",
-        ),
+        (dict(filters=(AtLeast(1.0), st.TopK(2)), max_new_tokens=3), "wait or run have .*another"),
         (dict(max_new_tokens=10, max_length=12), "in all 13, and the limit is 12"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -64,14 +64,8 @@ OPTIONS = [
     (dict(processors="grammar"), "processors must be a list such as"),
     (dict(processors=[st.BannedTokens]), "objects with the methods of"),
     (dict(processors=[lambda logits: logits]), "objects with the methods"),
-    (
-        dict(processors=[st.RepetitionPenalty(None)]),
-        r"processor RepetitionPenalty\(penalty=None\) must be a pytree of numbers",
-    ),
-    (
-        dict(processors=[st.BannedTokens(None)]),
-        "processor <BannedTokens> must be a pytree of numbers",
-    ),
+    (dict(processors=[st.RepetitionPenalty(None)]), r"processor RepetitionPenalty\(penalty=None\)"),
+    (dict(processors=[st.BannedTokens(None)]), "processor <BannedTokens> must be a pytree"),
     (dict(min_new_tokens=-1), "min_new_tokens must be an integer, from 0 to 64"),
     (dict(min_new_tokens=9, max_new_tokens=8), "from 0 to 8; got 9"),
     (dict(eos_token=-1), "eos_token must be an integer, at least 0; got -1"),
@@ -112,10 +106,7 @@ REQUESTS = [
     (dict(eos_token=[[1], None, [37]]), "eos_token must be an integer, from 0 to 36; got 37"),
     (dict(stop=[[[1]], [], ["a"]]), "stop = 'a' is a text, and needs the tokenizer"),
     (dict(stop=[[]]), "stop has 1 entries for 3 rows; give one value, or one for each row"),
-    (
-        dict(filters=[[st.TopK(2)], [st.TopP(0.5)], []], **SAMPLED),
-        "other rows have .*, and one program decodes all; .* or decode these apart",
-    ),
+    (dict(filters=[[st.TopK(2)], [st.TopP(0.5)], []], **SAMPLED), "other rows have .*, and one"),
     (
         dict(temperature=[0.0, 1.0, 0.0], key=0, verifier="multi_step", drafter=IID),
         r"temperature = 0.0: verifier 'multi_step' cannot decode temperature 0 and others together;"
@@ -129,14 +120,8 @@ REQUESTS = [
         "only 37 tokens",
     ),
     (dict(drafter=BEAM, topology=st.TreeTopology.beam(38, 1)), "nodes with 38 children"),
-    (
-        dict(drafter=DYNAMIC, topology=st.TreeTopology.budget(12, 3)),
-        "expand = 2 scores at most 10 drafts in 3 levels, fewer",
-    ),
-    (
-        dict(drafter=MODEL, topology=st.TreeTopology.budget(8, 3)),
-        r"TreeTopology.budget\(8, 3\) is a size, .* DynamicDrafter; ModelDrafter takes a shape",
-    ),
+    (dict(drafter=DYNAMIC, topology=st.TreeTopology.budget(12, 3)), "expand = 2 scores at most 10"),
+    (dict(drafter=MODEL, topology=st.TreeTopology.budget(8, 3)), r"TreeTopology.budget\(8, 3\)"),
     (
         dict(drafter=drafter_of(st.DynamicDrafter), topology=st.TreeTopology.chain(3)),
         "a chain of 3 drafts: DynamicDrafter chooses the shape, .* for a chain use ModelDrafter",
@@ -155,14 +140,8 @@ REQUESTS = [
     (dict(verifier="typical", drafter=MODEL, **SAMPLED), "'typical' is lossy: .*lossy=True"),
     (dict(verifier=TYPICAL, drafter=MODEL, **SAMPLED), "'typical' is lossy: .*lossy=True"),
     (dict(verifier="typical", drafter=MODEL, lossy=True), "needs temperature > 0; use 'greedy'"),
-    (
-        dict(verifier="multi_step", drafter=MODEL, **SAMPLED),
-        "not exact for child_sampling = 'shared'.*; use 'target_only'.*child_sampling='iid'",
-    ),
-    (
-        dict(verifier="traversal", drafter=MODEL, topology=TREE, **SAMPLED),
-        "'traversal' is not exact for child_sampling = 'shared'",
-    ),
+    (dict(verifier="multi_step", drafter=MODEL, **SAMPLED), "not exact for child_sampling ="),
+    (dict(verifier="traversal", drafter=MODEL, topology=TREE, **SAMPLED), "'traversal' is not"),
     *(
         (
             dict(drafter=drafter, verifier=verifier, **SAMPLED),
@@ -273,14 +252,8 @@ CALLS = [
     (generated(log_probs="raw"), "log_probs must be False, True or 'sampled', got 'raw'"),
     (generated(top_log_probs=-1), "top_log_probs must be an integer, at least 0; got -1"),
     (generated(top_log_probs=38), "top_log_probs must be an integer, from 0 to 37; got 38"),
-    (
-        lambda: st.stream(tiny_model(), PROMPTS, log_probs=True),
-        "log_probs = True.*: stream yields tokens alone; use gen",
-    ),
-    (
-        lambda: st.Request([1], top_k=[1, 2]),
-        r"top_k = \[1, 2\]: a request is one row",
-    ),
+    (lambda: st.stream(tiny_model(), PROMPTS, log_probs=True), "log_probs = True.*: stream yields"),
+    (lambda: st.Request([1], top_k=[1, 2]), r"top_k = \[1, 2\]: a request is one row"),
     (scored([]), "texts is empty"),
     *(
         (lambda tokens=tokens: st.text_log_probs(tiny_model(), tokens), rf"ids \[B, T\], .* {got};")
@@ -301,17 +274,11 @@ CALLS = [
     (lambda: decoder_of(max_length=2**31), "max_length must be an integer, from 1 to"),
     (lambda: decoder_of(steps_per_sync=0), "steps_per_sync must be an integer, from 1 to"),
     (lambda: decoder_of(num_best=True), "num_best must be an integer, at least 0; got True"),
-    (
-        too_long_a_buffer,
-        "prompts are a buffer of 64 tokens, and with max_length = 20 a row has 21 places",
-    ),
+    (too_long_a_buffer, "prompts are a buffer of 64 tokens, and with max_length = 20 a row has 21"),
     # Drafters.
     (drafter_of(child_sampling="best"), "child_sampling must be 'auto' or one of .*best"),
     (drafter_of(child_sampling="sorted"), "child_sampling must be 'auto' or one of .*sorted"),
-    (
-        lambda: st.NgramDrafter(min_match=3, max_match=2),
-        "min_match, with max_match = 2, must be .*; got 3",
-    ),
+    (lambda: st.NgramDrafter(min_match=3, max_match=2), "min_match, with max_match = 2, must be"),
     (drafter_of(st.DynamicDrafter, expand=0), "expand must be an integer, at least 1; got 0"),
     *(
         (drafter_of(st.DynamicDrafter, sharpness=sharpness), f"sharpness must be .* got {message}")
@@ -388,41 +355,23 @@ def functional(keys=2, **more):
 
 FUNCTIONAL = [
     (dict(prompts=[[1], [2]]), r"prompts must be Context\(tokens: .*\), got \[\[1\], \[2\]\]"),
-    (
-        dict(prompts=st.Context(IDS * 1.0, TWO)),
-        r"prompts.tokens must be int32\[2, any\], got float32\[2, 4\]",
-    ),
+    (dict(prompts=st.Context(IDS * 1.0, TWO)), r"prompts.tokens must be int32\[2, any\]"),
     (dict(prompts=st.Context(IDS[0], TWO)), r"tokens must be int32\[2, any\], got int32\[4\]"),
     (dict(prompts=st.Context(IDS, TWO[:1])), r"tokens must be int32\[1, any\], got int32\[2, 4\]"),
-    (
-        dict(prompts=st.Context(IDS, 4)),
-        r"prompts.length must be int32\[any\], got int32\[\]",
-    ),
+    (dict(prompts=st.Context(IDS, 4)), r"prompts.length must be int32\[any\], got int32\[\]"),
     (dict(keys=KEY), r"keys, .*split\(key, 2\), must be key<fry>\[2\], got key<fry>\[\]"),
     (dict(keys=3), r"must be key<fry>\[2\], got key<fry>\[3\]"),
     (dict(keys=jnp.zeros(2)), r"must be uint32\[2, any\], got float32\[2\]"),
     (dict(limits=5), r"limits must be a Limits, got int32\[\]"),
     (dict(limits=st.Limits(5, NO_ENDS)), r"max_new_tokens must be int32\[2\], got int32\[\]"),
-    (
-        dict(limits=st.Limits(TWO * 1.0, NO_ENDS)),
-        r"max_new_tokens must be int32\[2\], got float32\[2\]",
-    ),
-    (
-        dict(limits=st.Limits(TWO, TWO)),
-        r"limits.eos_tokens must be int32\[2, any\], got int32\[2\]",
-    ),
-    (
-        dict(limits=st.Limits(jnp.full(3, 5), NO_ENDS)),
-        r"max_new_tokens must be int32\[2\], got int32\[3\]",
-    ),
+    (dict(limits=st.Limits(TWO * 1.0, NO_ENDS)), r"max_new_tokens must be int32\[2\]"),
+    (dict(limits=st.Limits(TWO, TWO)), r"limits.eos_tokens must be int32\[2, any\]"),
+    (dict(limits=st.Limits(jnp.full(3, 5), NO_ENDS)), r"max_new_tokens must be int32\[2\]"),
     (dict(sampling=0.8), r"sampling must be a Sampling, got float32\[\]"),
     (dict(sampling=st.Sampling(0.8)), r"temperature must be float32\[2\], got float32\[\]"),
     (dict(sampling=st.Sampling(TWO)), r"temperature must be float32\[2\], got int32\[2\]"),
     (dict(decoder=dict(verifier="best")), "unknown verifier 'best'; known: .*'greedy'"),
-    (
-        dict(decoder=dict(verifier="target_only"), times=2),
-        "was donated: use the state that run ret",
-    ),
+    (dict(decoder=dict(verifier="target_only"), times=2), "was donated: use the state that run"),
 ]
 
 
@@ -480,45 +429,17 @@ def floats(state):
 
 
 RETURNED = [
-    (
-        "verify",
-        lambda v: v.last,
-        r"verify must be Verdict\(last: int32\[3\], .*\), got int32\[3\]",
-    ),
+    ("verify", lambda v: v.last, r"verify must be Verdict\(last: int32\[3\], .*\), got int32\[3\]"),
     ("verify", lambda v: None, r"WrongAcceptNothing.verify must be Verdict\(.*\), got NoneType"),
-    (
-        "verify",
-        verdict("last", lambda a: a[:, None]),
-        r"verify.last must be int32\[3\], got int32\[3, 1\]",
-    ),
+    ("verify", verdict("last", lambda a: a[:, None]), r"verify.last must be int32\[3\]"),
     ("verify", verdict("next_token", floats), r"next_token must be int32\[3\], got float32\[3\]"),
     ("propose", lambda r: r[0], "WrongEcho.propose must return a DraftTree and the state, got D"),
-    (
-        "propose",
-        lambda r: (r[0].tokens, r[1]),
-        r"must return a DraftTree and the state, got \(JitTracer",
-    ),
-    (
-        "propose",
-        draft(tree=lambda t: t.parents),
-        r"draft must be DraftTree\(.*tree: Tree\(.*\), got .*tree: int32\[3, 2\]",
-    ),
-    (
-        "propose",
-        draft(tokens=lambda t: t[:, :1]),
-        r"draft.tokens must be int32\[3, 2\], got int32\[3, 1\]",
-    ),
+    ("propose", lambda r: (r[0].tokens, r[1]), r"must return a DraftTree and the state"),
+    ("propose", draft(tree=lambda t: t.parents), r"draft must be DraftTree\(.*tree: Tree\(.*\)"),
+    ("propose", draft(tokens=lambda t: t[:, :1]), r"draft.tokens must be int32\[3, 2\]"),
     ("propose", draft(finite=lambda f: f[0]), r"finite must be bool\[3\], got bool\[\]"),
-    (
-        "propose",
-        draft(finite=lambda f: None),
-        r"draft must be .*finite: bool\[3\].*got .*finite: NoneType",
-    ),
-    (
-        "propose",
-        draft(log_probs=lambda _: jnp.zeros((3, 1, 36))),
-        r"log_probs must be float32\[3, any, 37\], got float32\[3, 1, 36\]",
-    ),
+    ("propose", draft(finite=lambda f: None), r"draft must be .*finite: bool\[3\].*got .*finite"),
+    ("propose", draft(log_probs=lambda _: jnp.zeros((3, 1, 36))), r"log_probs must be float32\[3"),
     (
         "propose",
         draft(tree=lambda t: t._replace(valid=t.depth)),

@@ -70,16 +70,10 @@ WRONG = [
     (lambda: TreeTopology.paper("F"), "'A', .*'E'.*got 'F'"),
     (lambda: TreeTopology.complete(2, 40), "at most 4096 are possible"),
     (lambda: TreeTopology.chain(10**9), "at most 4096 are possible"),
-    (
-        lambda: TreeTopology.budget(0, 0),
-        r"num_nodes \(the root counts\) must be an integer, at least 1; got 0",
-    ),
+    (lambda: TreeTopology.budget(0, 0), r"num_nodes \(the root counts\) must be an integer, at"),
     (lambda: TreeTopology.budget(4, 4), "the depth of 4 nodes must be .*, from 0 to 3; got 4"),
     (lambda: TreeTopology.budget(4, -1), "the depth of 4 nodes must be .*, from 0 to 3; got -1"),
-    (
-        lambda: TreeTopology.budget(4, 0),
-        "a tree of depth 0 is its root; num_nodes must be 1, got 4",
-    ),
+    (lambda: TreeTopology.budget(4, 0), "a tree of depth 0 is its root; num_nodes must be 1"),
     (lambda: TreeTopology.budget(5000, 3), "at most 4096 are possible"),
 ]
 

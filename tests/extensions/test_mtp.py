@@ -174,10 +174,7 @@ HEADS = {"attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}}
         (HEADS | {"mlp": {"hidden_size": 8}, "moe": {}}, "got"),
         (HEADS | {"mlp": {"hidden_size": 8}, "layers": 2}, "got"),
         (HEADS | {"mlp": {"hidden_size": 8}, "steps": 0}, "steps must be an integer, from 1 to 16"),
-        (
-            HEADS | {"mlp": {"hidden_size": 8}, "boost_after": 2},
-            "boost_after must be .* from 0 to 1",
-        ),
+        (HEADS | {"mlp": {"hidden_size": 8}, "boost_after": 2}, "boost_after must be .* from 0"),
         (HEADS | {"mlp": {"width": 8}}, "hidden_size|width"),
         (HEADS | {"mlp": 8}, "mapping"),
         (

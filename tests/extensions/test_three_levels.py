@@ -198,10 +198,7 @@ def cascade(make=st.NgramDrafter, **options):
             (cascade(rounds=rounds), "rounds, for chains of .* must be an integer, from 1 to 21")
             for rounds in (0, 22, True)
         ),
-        (
-            cascade(inner_topology=st.TreeTopology.chain(0)),
-            "inner_topology must be a TreeTopology with at least one",
-        ),
+        (cascade(inner_topology=st.TreeTopology.chain(0)), "inner_topology must be a TreeTopology"),
     ],
 )
 def test_what_is_refused(make, message):
@@ -215,11 +212,7 @@ def iid():
 
 REFUSED = [
     (cascade(lambda: st.ModelDrafter(models()[2])), {}, "different vocabularies: 5 and 37"),
-    (
-        turns("ssq"),
-        dict(topology=st.TreeTopology.chain(4)),
-        "fills a chain of 3 drafts and no other tree",
-    ),
+    (turns("ssq"), dict(topology=st.TreeTopology.chain(4)), "fills a chain of 3 drafts and no"),
     (
         cascade(lambda: st.ModelDrafter(models()[1]), rounds=2),
         dict(topology=st.TreeTopology.paper("A")),
@@ -227,11 +220,7 @@ REFUSED = [
     ),
     (turns(child_sampling="iid"), {}, "'iid' needs temperature > 0"),
     (cascade(iid), {}, "child_sampling = 'iid' needs temperature > 0"),
-    (
-        cascade(),
-        dict(verifier="traversal", **SAMPLED),
-        "'traversal' is not exact for child_sampling = 'shared'",
-    ),
+    (cascade(), dict(verifier="traversal", **SAMPLED), "'traversal' is not exact"),
 ]
 
 
