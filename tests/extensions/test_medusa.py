@@ -12,15 +12,7 @@ from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
 from stree_jax.testing import PROMPTS, apply, assert_lossless, tiny_model
-from tests.decoding.enumeration import (
-    EXACT,
-    VOCAB,
-    Models,
-    draft_outcomes,
-    enumerated,
-    target_joint,
-    total_variation,
-)
+from tests.decoding import enumeration as en
 from tests.decoding.texts import NEW_TOKENS
 from tests.helpers import heads_of
 
@@ -32,7 +24,7 @@ KINDS = ("iid", "without_replacement")
 
 def shared_outcomes(models, topology, children):
     """Drafts whose nodes of one depth and rank are one draw, and their probabilities."""
-    tokens, weights = draft_outcomes(models, topology, children)
+    tokens, weights = en.draft_outcomes(models, topology, children)
     rank = [0] * topology.num_nodes
     for below in topology.children:
         for at, child in enumerate(below):
@@ -57,15 +49,15 @@ def shared_outcomes(models, topology, children):
     return tokens[shared], weights[shared]
 
 
-class ByDepth(Models):
+class ByDepth(en.Models):
     """A draft whose distribution depends on the depth alone."""
 
     def __init__(self, seed):
         super().__init__(seed)
-        self.laws = np.random.default_rng(seed + 77).dirichlet(np.full(VOCAB, 0.7), size=3)
+        self.laws = np.random.default_rng(seed + 77).dirichlet(np.full(en.VOCAB, 0.7), size=3)
         self.draft[:] = self.laws[2]
-        self.draft[:, VOCAB] = self.laws[1]
-        self.draft[VOCAB, VOCAB] = self.laws[0]
+        self.draft[:, en.VOCAB] = self.laws[1]
+        self.draft[en.VOCAB, en.VOCAB] = self.laws[0]
 
 
 @pytest.mark.thorough
@@ -75,14 +67,14 @@ def test_walks_are_exact_with_draws_that_a_depth_shares(children):
     tokens, weights = shared_outcomes(models, topology, children)
     np.testing.assert_allclose(weights.sum(), 1.0)
     fine, wrong = (
-        enumerated(models, topology, tokens, weights, replace=children == "iid", rule=rule)[0]
+        en.enumerated(models, topology, tokens, weights, replace=children == "iid", rule=rule)[0]
         for rule in (try_children, traverse)
     )
-    assert total_variation(fine, target_joint(models)) < EXACT
-    assert total_variation(wrong, target_joint(models)) > 0.001
+    assert en.total_variation(fine, en.target_joint(models)) < en.EXACT
+    assert en.total_variation(wrong, en.target_joint(models)) > 0.001
     models.draft[:] = models.laws[0]  # one head's distribution for all depths
-    wrong, _ = enumerated(models, topology, tokens, weights, replace=children == "iid")
-    assert total_variation(wrong, target_joint(models)) > 0.01
+    wrong, _ = en.enumerated(models, topology, tokens, weights, replace=children == "iid")
+    assert en.total_variation(wrong, en.target_joint(models)) > 0.01
 
 
 # The text.

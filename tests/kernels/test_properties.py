@@ -6,14 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import (
-    conv_gather_index,
-    replay,
-    replay_conv_state,
-    replay_gather_index,
-    tree_conv1d,
-)
-from pallas_kernels import tree_scan as tree_scan_op
+import pallas_kernels as pk
 from pallas_kernels.tree_scan.reference import tree_scan as tree_scan_reference
 from tests.cases import tree_scan as cases
 from tests.cases.base import ancestor_mask, relative_error
@@ -36,13 +29,13 @@ def run(parents, mask, last):
     f32 = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), vars(INPUTS))
     names = ("x", "dt", "A", "B", "C", "D", "state")
     conv = (f32["conv_input"], f32["conv_state"])
-    y = tree_scan_op(*(f32[name] for name in names), mask)
+    y = pk.tree_scan(*(f32[name] for name in names), mask)
     path = jnp.take_along_axis(mask, last[:, None, None], axis=1)[:, 0]
-    state = replay(f32["x"], f32["dt"], f32["A"], f32["B"], f32["state"], path)
-    out = tree_conv1d(
-        *conv, f32["conv_weight"], f32["conv_bias"], conv_gather_index(parents, WIDTH)
+    state = pk.replay(f32["x"], f32["dt"], f32["A"], f32["B"], f32["state"], path)
+    out = pk.tree_conv1d(
+        *conv, f32["conv_weight"], f32["conv_bias"], pk.conv_gather_index(parents, WIDTH)
     )
-    kept = replay_conv_state(*conv, replay_gather_index(parents, last, WIDTH))
+    kept = pk.replay_conv_state(*conv, pk.replay_gather_index(parents, last, WIDTH))
     return y, state, out, kept
 
 

@@ -8,23 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
-    Gate,
-    delta_chunks,
-    expert_mlps,
-    gated_rms_norm,
-    native,
-    replay,
-    replay_delta,
-    replay_tree_delta,
-    ssd,
-    tree_attention,
-    tree_attention_layer,
-    tree_conv1d,
-    tree_conv1d_layer,
-    tree_delta,
-    tree_scan,
-)
+import pallas_kernels as pk
+from pallas_kernels import native
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.rms_norm import pallas_triton as rms_norm_kernel
@@ -53,7 +38,7 @@ def mixer(**sizes):
 def experts_of(*changed, activation="silu", **sizes):
     given = moe.on_device(moe.MANY.but(**sizes))
     arguments = (*changed, *given[len(changed) :])
-    return functools.partial(expert_mlps, *arguments, activation=activation, gated=True)
+    return functools.partial(pk.expert_mlps, *arguments, activation=activation, gated=True)
 
 
 ONE_WIDE = (jnp.ones((1, 2, 16)), jnp.ones((1, 0, 16)), jnp.ones((1, 16)), None)
@@ -73,7 +58,7 @@ REFUSED_BY_KERNELS = [
     (sequence_of(state=256), "state_size = 256 of float32 inputs is more than 128"),
     (sequence_of(state=512, bf16=True), "state_size = 512 of bfloat16 inputs is more than 256"),
     (
-        lambda implementation: tree_conv1d(
+        lambda implementation: pk.tree_conv1d(
             *(*ONE_WIDE, jnp.zeros((1, 2, 1), jnp.int32)), implementation=implementation
         ),
         "width 1 has no state; use 'xla'",
@@ -101,7 +86,7 @@ MIXED = (jnp.ones((1, 2, 12)), jnp.ones((1, 1, 12)), jnp.ones((2, 12)), None)
 def conv_layer(channels=0, columns=0):
     """With some columns or channels fewer than the layout has."""
     channels = MIXER.num_channels - channels
-    return tree_conv1d_layer(
+    return pk.tree_conv1d_layer(
         jnp.ones((1, 1, MIXER.num_columns - columns)),
         *(jnp.ones((4, channels)), None, jnp.ones(4), jnp.ones((1, 3, channels))),
         jnp.zeros((1, 1, 4), jnp.int32),
@@ -112,13 +97,13 @@ def conv_layer(channels=0, columns=0):
 def gated_scan(**gate):
     x, dt, A = jnp.ones((1, 1, 2, 16)), jnp.ones((1, 1, 2)), -jnp.ones(2)
     B, state, mask = jnp.ones((1, 1, 1, 16)), jnp.ones((1, 2, 16, 16)), jnp.ones((1, 1, 1), bool)
-    return tree_scan(x, dt, A, B, B, A, state, mask, gate=Gate(jnp.ones((1, 1, 40)), **gate))
+    return pk.tree_scan(x, dt, A, B, B, A, state, mask, gate=pk.Gate(jnp.ones((1, 1, 40)), **gate))
 
 
 def attention_of_the_last_nodes():
     _, cache, depth, mask, _ = attention_cases.on_device(CASE)
     projected = jnp.ones((len(depth), 4, attention_cases.PLAIN.num_columns))
-    return tree_attention_layer(
+    return pk.tree_attention_layer(
         projected, cache, depth[:, 9:], mask[:, 9:], layout=attention_cases.PLAIN
     )
 
@@ -126,32 +111,32 @@ def attention_of_the_last_nodes():
 CASE = attention_cases.CASES["tree, and a row with an empty path"]
 PIECE = attention.CASES["several blocks"]
 X, WEIGHTS, CHOSEN, EXPERTS_IN, EXPERTS_OUT = moe.on_device(moe.MANY)
-experts = functools.partial(expert_mlps, X, WEIGHTS, CHOSEN, EXPERTS_IN, EXPERTS_OUT)
+experts = functools.partial(pk.expert_mlps, X, WEIGHTS, CHOSEN, EXPERTS_IN, EXPERTS_OUT)
 
 
 def sequence(groups=2, **options):
     x, dt, A, B, _, D, state = ssd_cases.on_device(ssd_cases.PLAIN)
     B = jnp.repeat(B[:, :, :1], groups, axis=2)
-    return ssd(x, dt, A, B, B, D, state, **options)
+    return pk.ssd(x, dt, A, B, B, D, state, **options)
 
 
-def delta(op=tree_delta, groups=None, newest=0, prefix=None, **options):
+def delta(op=pk.tree_delta, groups=None, newest=0, prefix=None, **options):
     """With so many groups, without the first nodes as queries, or with u of a prefix."""
     given = delta_cases.on_device(DELTA, delta_cases.inputs(DELTA))
     q, k, v, g, beta, state = delta_cases.named(given, delta_cases.TREE[:-1])
     q, k = (x if groups is None else jnp.repeat(x[:, :, :1], groups, axis=2) for x in (q, k))
-    if op is replay_delta:
+    if op is pk.replay_delta:
         return op(k, v, g, state, given.path, **options)
-    if op is delta_chunks:
+    if op is pk.delta_chunks:
         return op(q, k, v, g, beta, state, given.valid, **options)
-    if op is replay_tree_delta:
+    if op is pk.replay_tree_delta:
         return op(k, v, g, given.path, q, k, v, g, beta, state, given.mask, **options)
     q, v, beta = (x[:, newest:] for x in (q, v, beta))
     return op(q, k, v, g, beta, state, given.mask, prefix_u=prefix, **options)
 
 
 DELTA = delta_cases.CASES["tree"]
-DELTAS = (tree_delta, replay_delta, replay_tree_delta, delta_chunks)
+DELTAS = (pk.tree_delta, pk.replay_delta, pk.replay_tree_delta, pk.delta_chunks)
 ROWS, DENSE = jnp.ones((3, 40)), np.ones((4, 40, 70), np.float32)
 MATRIX, SEVERAL, WHICH = PackedMatrix.pack(DENSE[0]), PackedMatrix.pack(DENSE), jnp.zeros(3, int)
 pack = PackedMatrix.pack
@@ -172,7 +157,7 @@ REFUSED = [
     (lambda: pack(DENSE[None]), r"got \(1, 4, 40, 70\)"),
     (lambda: delta(newest=1), "0 prefix and 12 query nodes are not 13 nodes"),
     (lambda: delta(prefix=jnp.zeros((2, 13, 4, 16))), "13 prefix and 13 query nodes are not 13"),
-    (lambda: delta(delta_chunks, chunk_size=0), "chunk_size = 0 is not positive"),
+    (lambda: delta(pk.delta_chunks, chunk_size=0), "chunk_size = 0 is not positive"),
     *(
         (functools.partial(delta, op, **options), message.format(op.__name__))
         for op in DELTAS
@@ -182,7 +167,7 @@ REFUSED = [
         )
     ),
     (
-        lambda: replay(
+        lambda: pk.replay(
             *(ROW[:, None, None], ROW[:, :1, None], -jnp.ones(1), ROW[:, None, None]),
             *(jnp.ones((1, 1, 16, 16)), jnp.ones((1, 1), bool)),
             implementation="cuda",
@@ -190,7 +175,7 @@ REFUSED = [
         "'cuda'.*'xla'",
     ),
     (
-        lambda: tree_conv1d(*MIXED, jnp.zeros((1, 2, 2), jnp.int32), activation="relu"),
+        lambda: pk.tree_conv1d(*MIXED, jnp.zeros((1, 2, 2), jnp.int32), activation="relu"),
         "activation = 'relu'",
     ),
     (lambda: conv_layer(columns=1), "the projection has 195 columns, .* has 196"),
@@ -198,7 +183,7 @@ REFUSED = [
     (lambda: gated_scan(start=9), "32 gates from column 9 on, of 40 columns"),
     (lambda: gated_scan(norm_weight=jnp.ones(16)), r"norm_weight \(16,\) is not of 32 channels"),
     (
-        lambda: tree_attention(
+        lambda: pk.tree_attention(
             *(*attention.inputs(PIECE), jnp.ones((2, 5, 40), bool)),
             scale=0.25,
             implementation="pallas_interpret",
@@ -206,13 +191,16 @@ REFUSED = [
         "no kernel has a mask over the cache",
     ),
     (attention_of_the_last_nodes, "0 prefix and 4 query nodes are not the 13 nodes"),
-    (lambda: gated_rms_norm(ROW, ROW, ROW[0], norm="norm"), "'norm' is not one of"),
-    (lambda: gated_rms_norm(ROW, ROW, ROW[0], norm="none"), "'none' with weight = "),
-    (lambda: gated_rms_norm(ROW, ROW, None), "'gate_then_norm' with weight = None"),
-    (lambda: gated_rms_norm(ROW, ROW, ROW[0], num_groups=3), "3 groups do not divide rows of 16"),
+    (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], norm="norm"), "'norm' is not one of"),
+    (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], norm="none"), "'none' with weight = "),
+    (lambda: pk.gated_rms_norm(ROW, ROW, None), "'gate_then_norm' with weight = None"),
+    (
+        lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], num_groups=3),
+        "3 groups do not divide rows of 16",
+    ),
     *(
         (
-            lambda implementation=implementation: gated_rms_norm(
+            lambda implementation=implementation: pk.gated_rms_norm(
                 *(jnp.ones((3, 64)), jnp.ones((3, 200)), jnp.ones(64)),
                 gate_start=137,
                 implementation=implementation,
