@@ -20,14 +20,9 @@ FORBIDDEN = {
     " stree_jax.extensions stree_jax.testing stree_jax.training",
     "stree_jax.convert": "torch transformers stree_jax.cli stree_jax.training",
     "stree_jax.cli.main": "torch transformers stree_jax.extensions stree_jax.training",
-    **{
-        f"stree_jax.extensions.{name}": f"stree_jax.training stree_jax.extensions.{other}"
-        for name, other in (
-            ("medusa", "reasoning"),
-            ("mtp", "reasoning"),
-            ("eagle3", "mtp.training"),
-        )
-    },
+    "stree_jax.extensions.medusa": "stree_jax.training stree_jax.extensions.reasoning",
+    "stree_jax.extensions.mtp": "stree_jax.training stree_jax.extensions.reasoning",
+    "stree_jax.extensions.eagle3": "stree_jax.training stree_jax.extensions.mtp.training",
 }
 
 
