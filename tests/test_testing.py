@@ -157,8 +157,10 @@ def test_the_bound_is_one(texts):
             "model has dtype bfloat16, and only float32 .*; build it with dtype='float32'",
         ),
         (
-            lambda: assert_lossless(tiny_model(), drafter(child_sampling="iid"), temperatures=(1,)),
-            "'multi_step' keeps the target's distribution.* 1; test it with assert_same_distr",
+            lambda: assert_lossless(
+                tiny_model(), drafter(child_sampling="iid"), temperatures=(0.7,)
+            ),
+            "'multi_step' keeps the target's distribution.* 0.7; test it with assert_same_distr",
         ),
         (lambda: assert_same_distribution(tiny_model(), drafter()), "37 tokens make 1369 texts"),
         (lambda: tiny_model("gpt"), "no tiny model 'gpt'; known: .*'plain'"),

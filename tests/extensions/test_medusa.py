@@ -137,6 +137,5 @@ def test_what_is_refused():
         assert chosen.decoder.verifier.name == other
         chain = plan(model, PROMPTS, drafter=drafter, topology=st.TreeTopology.chain(2), **sampled)
         assert chain.decoder.verifier.name == "traversal"
-    for fewer in (1, 2, 3):
-        few = st.MedusaDrafter(model, heads_of(model, fewer))
-        assert few.default_topology().depth == fewer
+    few = st.MedusaDrafter(model, heads_of(model, 2))
+    assert few.default_topology().depth == 2
