@@ -53,26 +53,20 @@ MALFORMED = [
     ([], "needs at least its root"),
     ([-1, 0, -1], r"has one root.*2: nodes \[0, 2\]"),
     ([-1, 2, 1], "a cycle through node"),
-    ([-1, 1], "a cycle through node 1"),
     ([-1, 2, 0], "node 1 has parent 2; renumber"),
     ([1, -1], "node 0 has parent 1; renumber"),
     ([-1, 5], "node 1 has parent 5; nodes are 0 to 1"),
-    ([-1, -2], "node 1 has parent -2"),
 ]
 WRONG = [
     *((lambda p=parents: TreeTopology.from_parents(p), message) for parents, message in MALFORMED),
     (lambda: TreeTopology.chain(-1), "num_drafts must be an integer, at least 0; got -1"),
-    (lambda: TreeTopology.complete(2, -1), "depth must be an integer, at least 0; got -1"),
     (lambda: TreeTopology.complete(0, 2), r"branching\[0\] must be an integer, at least 1; got 0"),
     (lambda: TreeTopology.from_branching((2, 0)), r"branching\[1\] must be .*, at least 1; got 0"),
     (lambda: TreeTopology.paper("F"), "'A', .*'E'.*got 'F'"),
     (lambda: TreeTopology.complete(2, 40), "at most 4096 are possible"),
-    (lambda: TreeTopology.chain(10**9), "at most 4096 are possible"),
     (lambda: TreeTopology.budget(0, 0), r"num_nodes \(the root counts\) must be an integer, at"),
     (lambda: TreeTopology.budget(4, 4), "the depth of 4 nodes must be .*, from 0 to 3; got 4"),
-    (lambda: TreeTopology.budget(4, -1), "the depth of 4 nodes must be .*, from 0 to 3; got -1"),
     (lambda: TreeTopology.budget(4, 0), "a tree of depth 0 is its root; num_nodes must be 1"),
-    (lambda: TreeTopology.budget(5000, 3), "at most 4096 are possible"),
 ]
 
 

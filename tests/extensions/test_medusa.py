@@ -1,19 +1,15 @@
-"""Medusa heads: candidates by depth, enumerated as in test_verify.py, and heads that are zero."""
-
-import functools
+"""Medusa heads: candidates by depth, enumerated as in test_verify.py."""
 
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
-from stree_jax.testing import PROMPTS, apply, assert_lossless, tiny_model
+from stree_jax.testing import PROMPTS, tiny_model
 from tests.decoding import enumeration as en
-from tests.decoding.texts import NEW_TOKENS
 from tests.helpers import heads_of
 
 KINDS = ("iid", "without_replacement")
@@ -75,44 +71,6 @@ def test_walks_are_exact_with_draws_that_a_depth_shares(children):
     models.draft[:] = models.laws[0]  # one head's distribution for all depths
     wrong, _ = en.enumerated(models, topology, tokens, weights, replace=children == "iid")
     assert en.total_variation(wrong, en.target_joint(models)) > 0.01
-
-
-# The text.
-
-
-@functools.cache
-def repeating():
-    """With tied embeddings a random model repeats itself, for a while."""
-    return tiny_model("mamba_in_llama")
-
-
-PROMPTS_24 = np.random.default_rng(0).integers(37, size=(24, 5)).tolist()
-
-
-@pytest.mark.thorough
-def test_heads_that_are_zero_repeat_the_next_token():
-    """So drafts are accepted exactly where the text repeats its last token."""
-    model = repeating()
-    heads = st.MedusaHeads(model, num_heads=4, rngs=nnx.Rngs(0))
-    (out,) = assert_lossless(
-        *(model, st.MedusaDrafter(model, heads)),
-        topology=st.TreeTopology.chain(4),
-        temperatures=(0.0,),
-        prompts=PROMPTS_24,
-        max_new_tokens=NEW_TOKENS,
-    )
-    # In the first step they repeat what the target expected in place of the prompt's last token.
-    expected = np.asarray(apply(model, np.array(PROMPTS_24, np.int32)))[:, -2].argmax(axis=-1)
-    counts = out.stats.target_calls_per_row
-    for text, first, calls in zip(out.tokens, expected, counts, strict=True):
-        at = steps = 0
-        while at < NEW_TOKENS:
-            run, repeated = 0, text[at - 1] if at else first
-            while run < 4 and at + run < NEW_TOKENS and text[at + run] == repeated:
-                run += 1
-            at, steps = at + run + 1, steps + 1
-        assert calls == steps
-    assert 1.2 < out.stats.tau < 4
 
 
 def test_what_is_refused():

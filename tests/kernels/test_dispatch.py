@@ -87,15 +87,6 @@ def test_traced_arrays_are_on_the_default_device_or_on_their_mesh(default_is_a_g
     assert chosen == [default_is_a_gpu, "xla"]
 
 
-def test_without_triton_everything_but_pallas_works(monkeypatch):
-    monkeypatch.setattr(triton, "UNAVAILABLE", "this jax has no Pallas-Triton backend")
-    monkeypatch.setattr(dispatch, "device_obstacle", lambda device=None: None)
-    assert small_replay().shape == (1, 1, 16, 16)
-    assert "no Pallas-Triton" in dispatch.explain()
-    with pytest.raises(ValueError, match="no Pallas-Triton backend; use 'xla'"):
-        small_replay("pallas")
-
-
 @pytest.fixture
 def native_runs(monkeypatch):
     monkeypatch.setattr(native, "obstacle", lambda: None)

@@ -6,25 +6,16 @@ The interpreter accepts nearly everything; what the Triton route cannot do shows
 import contextlib
 import functools
 import re
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-import pallas_kernels
 import pallas_kernels as pk
 from pallas_kernels import triton
 from pallas_kernels.tree_attention import config as attention_config
-from stree_jax import HybridLM, ModelConfig
-from stree_jax.models import (
-    AttentionConfig,
-    GatedDeltaConfig,
-    Mamba2Config,
-    MlpConfig,
-    MoeConfig,
-)
+from stree_jax import HybridLM, ModelConfig, models
 from stree_jax.models.cache import init_cache, init_pending, path_to
 from stree_jax.tree import TreeTopology
 from tests.cases.mamba2_layer import layer
@@ -105,7 +96,7 @@ def operands(shape, dtype):
 
 def run(op, *arguments):
     if not op.startswith("add_rms_norm"):
-        return getattr(pallas_kernels, op)(*arguments, implementation="pallas")
+        return getattr(pk, op)(*arguments, implementation="pallas")
     residual, output, weight, *parts = arguments
     if parts:
         output = pk.DeferredRMSNorm(output, *parts, 1e-5)
@@ -148,7 +139,7 @@ def test_the_gated_delta_rule_lowers_to_one_kernel(shape, capability):
         operands["replay_tree_delta"] = ((k, u, g, path, *tree), {})
 
     def call(op, arguments, options):
-        return getattr(pallas_kernels, op)(*arguments, **options, implementation="pallas")
+        return getattr(pk, op)(*arguments, **options, implementation="pallas")
 
     for op, arguments in operands.items():
         in_place = op != "tree_delta"
@@ -280,41 +271,26 @@ CONFIG = ModelConfig(
     vocab_size=32,
     d_model=32,
     layers=("mamba2", "gated_delta", "mlp", "attention", "moe"),
-    mamba2=Mamba2Config(num_heads=4, head_dim=16, state_size=16),
-    gated_delta=GatedDeltaConfig(num_heads=4, head_dim=16, num_groups=2, state_size=16),
-    attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16),
-    mlp=MlpConfig(32),
-    moe=MoeConfig(num_experts=4, num_active=2, hidden_size=16),
+    mamba2=models.Mamba2Config(num_heads=4, head_dim=16, state_size=16),
+    gated_delta=models.GatedDeltaConfig(num_heads=4, head_dim=16, num_groups=2, state_size=16),
+    attention=models.AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16),
+    mlp=models.MlpConfig(32),
+    moe=models.MoeConfig(num_experts=4, num_active=2, hidden_size=16),
 )
 STACKS = {
     "mamba2": ("mamba2",),
     "delta": ("gated_delta",),
     "hybrid": ("mamba2", "mlp", "attention", "moe"),
 }
-# How often kernels are traced, whatever the number of layers: `add_rms_norm` once for outputs whose
-# norm is deferred and once for others, `expert_product` once for each matrix of an expert.
+# The kernels that are traced, once each whatever the number of layers, or twice: `add_rms_norm` for
+# outputs whose norm is deferred and for others, `expert_product` for each matrix of an expert.
+ATTENTION = "tree_attention_combine expert_product expert_product"
 EXPECTED = {
-    ("mamba2", "step"): {"tree_conv1d": 1, "replay_tree_scan": 1, "add_rms_norm": 1},
-    ("delta", "step"): {
-        "tree_conv1d": 1,
-        "replay_tree_delta": 1,
-        "gated_rms_norm": 1,
-        "add_rms_norm": 1,
-    },
-    ("hybrid", "step"): {
-        "tree_conv1d": 1,
-        "replay_tree_scan": 1,
-        "add_rms_norm": 2,
-        "tree_attention_layer": 1,
-        "tree_attention_combine": 1,
-        "expert_product": 2,
-    },
-    ("hybrid", "prefill"): {
-        "ssd": 1,
-        "tree_attention": 1,
-        "tree_attention_combine": 1,
-        "expert_product": 2,
-    },
+    ("mamba2", "step"): "tree_conv1d replay_tree_scan add_rms_norm",
+    ("delta", "step"): "tree_conv1d replay_tree_delta gated_rms_norm add_rms_norm",
+    ("hybrid", "step"): "tree_conv1d replay_tree_scan add_rms_norm add_rms_norm"
+    f" tree_attention_layer {ATTENTION}",
+    ("hybrid", "prefill"): f"ssd tree_attention {ATTENTION}",
 }
 
 
@@ -364,6 +340,5 @@ def test_each_kernel_is_traced_and_lowered_once(stack, method, num_layers, names
     layers = STACKS[stack]
     function, arguments = method_of_a_model(layers * (num_layers // len(layers)), method)
     code = lowered(function, arguments, CAPABILITIES[-1])
-    expected = EXPECTED[stack, method]
-    assert Counter(names) == expected
-    assert code.count("__gpu$xla.gpu.triton") == sum(expected.values())
+    assert sorted(names) == sorted(EXPECTED[stack, method].split())
+    assert code.count("__gpu$xla.gpu.triton") == len(names)

@@ -56,7 +56,6 @@ REFUSED_BY_KERNELS = [
     (of_case("add_rms_norm", "float32", size=81), "add_rms_norm cannot run .* 81 .*; use 'xla'"),
     (sequence_of(head_dim=12), "head_dim = 12 is not a power of two"),
     (sequence_of(state=256), "state_size = 256 of float32 inputs is more than 128"),
-    (sequence_of(state=512, bf16=True), "state_size = 512 of bfloat16 inputs is more than 256"),
     (
         lambda implementation: pk.tree_conv1d(
             *(*ONE_WIDE, jnp.zeros((1, 2, 1), jnp.int32)), implementation=implementation
@@ -145,15 +144,10 @@ REFUSED = [
     (lambda: matmul(ROWS, SEVERAL), "which = None with x .* need which"),
     (lambda: matmul(ROWS, MATRIX, WHICH), r"which = \(3,\) with x"),
     (lambda: matmul(ROWS, SEVERAL, WHICH[:2]), r"which = \(2,\) with x \(3, 40\)"),
-    (lambda: matmul(ROWS[None], SEVERAL, WHICH), r"with x \(1, 3, 40\)"),
-    (lambda: matmul(ROWS, MATRIX, implementation="fast"), "unknown implementation 'fast'"),
     (lambda: MATRIX.cut(3, 71), "columns 3 to 71 of 70"),
-    (lambda: MATRIX.cut(-1, 5), "columns -1 to 5 of 70"),
-    (lambda: MATRIX.cut(5, 4), "columns 5 to 4 of 70"),
     (lambda: MATRIX.cut(0, 30).cut(0, 31), "columns 0 to 31 of 30"),
     (lambda: pack(DENSE[0], "float16"), r"\(40, 70\) as float16"),
     (lambda: pack(np.ones((2, 3))), r"got \(2, 3\) as float64"),
-    (lambda: pack(DENSE[0, 0]), r"got \(70,\) as float32"),
     (lambda: pack(DENSE[None]), r"got \(1, 4, 40, 70\)"),
     (lambda: delta(newest=1), "0 prefix and 12 query nodes are not 13 nodes"),
     (lambda: delta(prefix=jnp.zeros((2, 13, 4, 16))), "13 prefix and 13 query nodes are not 13"),
@@ -165,14 +159,6 @@ REFUSED = [
             (dict(groups=3), "3 groups do not divide 4 heads"),
             (dict(implementation="cuda"), "'cuda' of {}; known"),
         )
-    ),
-    (
-        lambda: pk.replay(
-            *(ROW[:, None, None], ROW[:, :1, None], -jnp.ones(1), ROW[:, None, None]),
-            *(jnp.ones((1, 1, 16, 16)), jnp.ones((1, 1), bool)),
-            implementation="cuda",
-        ),
-        "'cuda'.*'xla'",
     ),
     (
         lambda: pk.tree_conv1d(*MIXED, jnp.zeros((1, 2, 2), jnp.int32), activation="relu"),
@@ -194,31 +180,15 @@ REFUSED = [
     (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], norm="norm"), "'norm' is not one of"),
     (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], norm="none"), "'none' with weight = "),
     (lambda: pk.gated_rms_norm(ROW, ROW, None), "'gate_then_norm' with weight = None"),
+    (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], num_groups=3), "3 groups do not divide rows of"),
     (
-        lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], num_groups=3),
-        "3 groups do not divide rows of 16",
-    ),
-    *(
-        (
-            lambda implementation=implementation: pk.gated_rms_norm(
-                *(jnp.ones((3, 64)), jnp.ones((3, 200)), jnp.ones(64)),
-                gate_start=137,
-                implementation=implementation,
-            ),
-            "64 gates from column 137 on, of 200 columns",
-        )
-        for implementation in ("xla", "pallas_interpret")
+        lambda: pk.gated_rms_norm(ROW, jnp.ones((1, 40)), ROW[0], gate_start=25),
+        "16 gates from column 25 on, of 40 columns",
     ),
     (lambda: experts(activation="silu", gated=False), "experts_in has 96 columns and experts_out"),
     (lambda: experts(activation="tanh", gated=True), "'silu', 'gelu', 'relu2'.*got 'tanh'"),
-    *(
-        (lambda options=options: sequence(**options), message)
-        for implementation in ("xla", "pallas_interpret")
-        for options, message in (
-            (dict(chunk_size=0, implementation=implementation), "chunk_size = 0 is not positive"),
-            (dict(groups=3, implementation=implementation), "3 groups do not divide 4 heads"),
-        )
-    ),
+    (lambda: sequence(chunk_size=0), "chunk_size = 0 is not positive"),
+    (lambda: sequence(groups=3), "3 groups do not divide 4 heads"),
 ]
 
 
@@ -234,14 +204,11 @@ INDEX = jnp.zeros(3, jnp.int32)
 REFUSED_BY_FUNCTIONS = [
     (dict(which=INDEX.at[2].set(2)), "there is no matrix 2 of 2"),
     (dict(which=INDEX.at[1].set(-1)), "there is no matrix -1 of 2"),
-    (dict(blocks=BLOCKS[:0]), "there is no matrix 0 of 0"),
     (dict(which=INDEX[:0]), "every row needs the index of its matrix"),
     (dict(blocks=BLOCKS[..., :31]), "shapes do not fit"),
     (dict(first_block=-1), "there are fewer columns"),
-    (dict(first_block=2**63 - 1), "there are fewer columns"),
     (dict(first_block=1.5), "Wrong scalar data type"),
     (dict(scales=jnp.ones((2, 3, 2, 32))), "scales do not fit"),
-    (dict(blocks=BLOCKS.astype(jnp.int8)), "scales do not fit"),
     (dict(blocks=BLOCKS.astype(jnp.float16)), "are float32, bfloat16 or int8"),
     (dict(rows=ROWS.astype(jnp.bfloat16)), "Wrong buffer dtype"),
 ]
@@ -263,7 +230,6 @@ def test_the_function_refuses(changes, message):
         jax.block_until_ready(product(**changes))
 
 
-RELEASED_SIZES = (16, 1024, 1536, 2688, 4096, 4480, 5120, 8192)
 WIDE = dataclasses.replace(attention_cases.PLAIN, head_dim=272)
 
 
@@ -273,7 +239,7 @@ def native_obstacle(dtype, channels):
 
 # A check, its arguments and the reason; None: it runs.
 CHECKS = [
-    *((rms_norm_kernel.unsupported, ("row size", size), None) for size in RELEASED_SIZES),
+    *((rms_norm_kernel.unsupported, ("row size", size), None) for size in (16, 2688, 8192)),
     (rms_norm_kernel.unsupported, ("row size", 40), "row size = 40 is not a multiple of 16"),
     (rms_norm_kernel.unsupported, ("row size", 1 << 15), "is more than 16384"),
     *((attention_kernel.unsupported, (size,), None) for size in (16, 128, 160, 224, 256)),

@@ -28,23 +28,6 @@ class Timed(Exception):
     """Ends `tune` with what it would time."""
 
 
-def test_a_quick_tuner_compiles_less(monkeypatch):
-    def measure_costs(*_, sizes=costs.SIZES, widths=costs.WIDTHS, **__):
-        raise Timed(sizes, widths)
-
-    monkeypatch.setattr(tuner, "measure_costs", measure_costs)
-    sizes = {}
-    for thorough in (True, False):
-        with pytest.warns(UserWarning, match="acceptance"), pytest.raises(Timed) as timed:
-            tune(tiny_model(), drafter(), PROMPTS, max_new_tokens=2, thorough=thorough)
-        sizes[thorough] = timed.value.args
-    assert sizes[True] == (costs.SIZES, costs.WIDTHS)
-    for few, all_ in zip(sizes[False], sizes[True], strict=True):
-        assert set(few) < set(all_)
-        assert few[0] == 1
-        assert len(few) <= len(all_) // 2
-
-
 @pytest.fixture(scope="module")
 def report():
     """Of a tuner whose clock says 5 s for a call of a part, and 1 ms for each of its iterations."""
