@@ -133,12 +133,3 @@ def test_arrays_and_lists_are_the_same():
     )
     for key in others:
         np.testing.assert_array_equal(jax.random.key_data(seed), jax.random.key_data(key))
-
-
-@pytest.mark.thorough
-def test_rows_share_the_programs_of_one_value():
-    """Two lists of equal filters are no other program than one."""
-    one = plan(tiny_model(), PROMPTS, temperature=0.7, top_k=4, key=0)
-    own = plan(tiny_model(), PROMPTS, temperature=[0.7, 0.8, 1.0], top_k=[4, 0, 2], key=0)
-    assert one.decoder == own.decoder
-    assert jax.tree.structure(one.sampling) == jax.tree.structure(own.sampling)

@@ -195,10 +195,3 @@ def test_recorded_log_probs_are_those_after_processors():
     want = jax.jit(token_log_probs)(processed_after(sampling.processors, *text, logits), sampling)
     want = np.take_along_axis(np.asarray(want), out.tokens[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(out.log_probs, want, atol=1e-4)
-
-
-def test_without_processors_the_state_has_no_leaves():
-    request = plan(tiny_model(), PROMPTS, processors=[[]] * len(PROMPTS))
-    assert request.sampling.processors == ()
-    state = request.decoder.start(tiny_model(), None, request.context, request.keys)
-    assert jax.tree.leaves(state.processors) == []
