@@ -10,34 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from stree_jax import (
-    MedusaHeads,
-    ModelConfig,
-    demo_path,
-    load_tokenizer,
-    save_medusa,
-    save_pretrained,
-)
-from stree_jax.testing import apply, perturbed, random_model
-from stree_jax.testing import random_mtp_head as mtp_head_of
-
-__all__ = [
-    "COMPILED",
-    "COMPILE_EVENT",
-    "DOCS",
-    "apply",
-    "assert_same_model",
-    "fences",
-    "forget_many_programs",
-    "heads_of",
-    "mtp_head_of",
-    "num_mappings",
-    "python_blocks",
-    "saved_pair",
-    "some",
-    "state_after",
-    "with_weight",
-]
+import stree_jax as st
+from stree_jax.testing import apply, perturbed, random_model  # noqa: F401
+from stree_jax.testing import random_mtp_head as mtp_head_of  # noqa: F401
 
 DOCS = Path(__file__).parents[1] / "docs"  # there in a checkout only
 _NOT_RUN = r"<!-- not run: (.+?) -->\n"
@@ -68,14 +43,16 @@ def forget_many_programs():
 
 def saved_pair(folder):
     """Saves tiny models and heads with tokenizer, tree and vocabulary of the embedded ones."""
-    embedded = demo_path("target")
-    tokenizer = load_tokenizer(embedded)
+    embedded = st.demo_path("target")
+    tokenizer = st.load_tokenizer(embedded)
     model = random_model(
-        ModelConfig.tiny(vocab_size=tokenizer.get_vocab_size(), num_layers=1, tie_embeddings=False)
+        st.ModelConfig.tiny(
+            vocab_size=tokenizer.get_vocab_size(), num_layers=1, tie_embeddings=False
+        )
     )
     for name, each in (("target", model), ("draft", perturbed(model, 0.1))):
-        save_pretrained(each, folder / name, tokenizer=tokenizer)
-    save_medusa(MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0)), model, folder / "medusa")
+        st.save_pretrained(each, folder / name, tokenizer=tokenizer)
+    st.save_medusa(st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0)), model, folder / "medusa")
     shutil.copy(embedded.with_name("tree.json"), folder)
     return folder
 
@@ -104,7 +81,7 @@ def with_weight(model, name, change):
 
 def heads_of(model, num_heads=4, amount=0.3, seed=0):
     """Heads with random weights."""
-    heads = MedusaHeads(model, num_heads=num_heads, rngs=nnx.Rngs(0))
+    heads = st.MedusaHeads(model, num_heads=num_heads, rngs=nnx.Rngs(0))
     keys = jax.random.split(jax.random.key(seed))
     for key, weight in zip(keys, (heads.kernel, heads.bias), strict=True):
         weight[...] = amount * jax.random.normal(key, weight.shape)

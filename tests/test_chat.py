@@ -5,7 +5,6 @@ import enum
 import importlib.metadata
 import json
 import os
-import random
 import re
 import types
 
@@ -15,7 +14,6 @@ import pytest
 import stree_jax as st
 from stree_jax import chat
 from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template, special_tokens
-from tests.cases import random_chats
 from tests.cases.chat_templates import ALIKE, MISTAKES
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -38,31 +36,6 @@ def test_templates_are_rendered_as_by_transformers(source):
     messages = [{k: v for k, v in message.items() if v is not None} for message in MESSAGES]
     wanted, _ = peer.render_jinja_template([messages], chat_template=source, **SPECIAL, **variables)
     assert ChatTemplate(source, SPECIAL).render(MESSAGES, **variables) == wanted[0]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # while transformers' are compiled
-@pytest.mark.parametrize("seed", range(4))
-def test_random_templates_are_rendered_as_by_transformers(seed):
-    """The same text, or an error in both."""
-    peer = pytest.importorskip("transformers.utils.chat_template_utils")
-    rng, texts = random.Random(seed), 0
-    for _ in range(1500):
-        source, messages = random_chats.template(rng), random_chats.conversation(rng)
-        given = {"names": {1: "one"}, "x": random_chats.json_value(rng), "tools": TOOLS}
-        try:
-            (wanted,), _ = peer.render_jinja_template(
-                [messages], chat_template=source, add_generation_prompt=True, **SPECIAL, **given
-            )
-        except Exception:  # of any type
-            wanted = None
-        try:
-            found = ChatTemplate(source, SPECIAL).render(messages, **given)
-        except ValueError:
-            found = None
-        assert found == wanted, (source, messages, given)
-        texts += found is not None
-    assert texts > 300
 
 
 def outcome(call):
@@ -92,13 +65,11 @@ CYCLE += [CYCLE, CYCLE]
 PLAIN = [
     (True, "True"),
     (np.float32(0.5), "0.5"),
-    (np.bool_(False), "False"),
     (np.int64(3), "3"),
     (np.str_("a"), "a"),
     (Word.A, "a"),
     (float("nan"), "nan"),
     ((1, [2]), "(1, [2])"),
-    ({1: None, None: 2.0}, "{1: None, None: 2.0}"),
     (types.MappingProxyType({"a": 1}), "{'a': 1}"),
     (collections.OrderedDict(a=1), "{'a': 1}"),
     (collections.namedtuple("Pair", "a b")(1, 2), "(1, 2)"),
@@ -126,13 +97,9 @@ REFUSED = [
     *(
         ("", messages, {}, 'messages are such as [{"role": "user", "content": "Hello"}], ', message)
         for messages, message in (
-            ([], "got []"),
-            (5, "got 5"),
-            (USER[0], "got {'role': 'user', 'content': 'Hello'}"),
-            (b"abc", "got 97 among them"),
-            (iter(USER), "got <"),
-            ([*USER, "Hello"], "got 'Hello' among them"),
-            ([{"role": b"user"}], "among them"),
+            *(([], "got []"), (USER[0], "got {'role': 'user', 'content': 'Hello'}")),
+            *((b"abc", "got 97 among them"), (iter(USER), "got <")),
+            *(([*USER, "Hello"], "got 'Hello' among them"), ([{"role": b"user"}], "among them")),
         )
     ),
 ]
@@ -147,25 +114,21 @@ def test_what_is_refused(source, messages, variables, begin, message):
     assert message in found
 
 
+def test_variables():
+    for wrong, message in (
+        *((5, "got 5"), ({1: 2}, "got {1: 2}"), ({"messages": []}, "they are the prompt")),
+    ):
+        assert message in outcome(lambda wrong=wrong: checked_variables(wrong))
+    assert checked_variables(None) == {}
+    variables = checked_variables(types.MappingProxyType({"self": 1, "a b": 2, "x": 3}))
+    assert ChatTemplate("{{ x }}", {}).render(USER, **variables) == "3"
+
+
 @pytest.mark.parametrize(("value", "text"), PLAIN)
 def test_values_that_are_given(value, text):
     """As variables and in messages: copies of JSON's types, whatever they were."""
     template = ChatTemplate("{{ x }}{{ messages[0].x }}", {})
     assert template.render([{"role": "user", "x": value}], x=value) == text * 2
-
-
-@pytest.mark.parametrize(
-    ("chat", "message"),
-    [(5, "got 5"), ({1: 2}, "got {1: 2}"), ({"messages": []}, "they are the prompt")],
-)
-def test_bad_variables(chat, message):
-    assert message in outcome(lambda: checked_variables(chat))
-
-
-def test_names_of_variables():
-    assert checked_variables(None) == {}
-    variables = checked_variables(types.MappingProxyType({"self": 1, "a b": 2, "x": 3}))
-    assert ChatTemplate("{{ x }}", {}).render(USER, **variables) == "3"
 
 
 def write(folder, files):
@@ -195,9 +158,7 @@ SEVERAL = {"chat_template": [{"name": name, "template": name} for name in ("defa
         ({CONFIG: {"chat_template": {"default": "a", "tool_use": "b"}}}, "a", "b"),
         ({CONFIG: {"chat_template": [{"name": "default", "template": t} for t in "ab"]}}, "b", "b"),
         ({"chat_template.jinja": "a"}, "a", "a"),
-        ({CONFIG: SEVERAL, "chat_template.jinja": "a"}, "a", "a"),
         ({CONFIG: SEVERAL, "additional_chat_templates/tool_use.jinja": "b"}, "default", "b"),
-        ({"chat_template.jinja": "a", "chat_templates/tool_use.jinja": "b"}, "a", "b"),
         (
             {
                 "chat_template.jinja": "a",
@@ -224,9 +185,12 @@ def test_templates_by_name(tmp_path):
     assert load_chat_template(tmp_path, "rag", tools=True).source == "rag"
     with pytest.raises(ValueError, match=re.escape("there are ['default', 'rag', 'tool_use']")):
         load_chat_template(tmp_path, "other")
-    (tmp_path / CONFIG).unlink()
+    write(tmp_path, {CONFIG: {"chat_template": []}})
     with pytest.raises(ValueError, match=re.escape("named 'default'; there are ['rag']")):
         load_chat_template(tmp_path, tools=True)
+    (tmp_path / "additional_chat_templates/rag.jinja").unlink()
+    with pytest.raises(ValueError, match="has no chat template; pass a text"):
+        load_chat_template(tmp_path)
 
 
 @pytest.mark.parametrize("saved", ["config", "files"])
@@ -256,15 +220,11 @@ DAMAGED = {
     "no object": {CONFIG: [1]},
     "no JSON": {CONFIG: "{"},
     "no UTF-8": {CONFIG: b"\xff"},
-    "deep": {CONFIG: '{"a": ' * 100_000},
     "large": {CONFIG: b" " * (17 << 20)},
     "a directory": {CONFIG: None},
-    "a pipe": {CONFIG: os.mkfifo},
     "a template without UTF-8": {"chat_template.jinja": b"\xff"},
-    "a template that is a directory": {"chat_template.jinja": None},
     "a template that is a pipe": {"chat_template.jinja": os.mkfifo},
     "a large template": {"chat_template.jinja": b" " * (17 << 20)},
-    "no UTF-8 beside": {"additional_chat_templates/default.jinja": b"\xff"},
 }
 
 
@@ -279,28 +239,15 @@ def test_damaged_files(files, tmp_path):
     assert re.search(" is damaged: | is a directory; a file | is no regular file; a file ", found)
 
 
-def test_no_template(tmp_path):
-    write(tmp_path, {CONFIG: {"chat_template": []}})
-    assert "has no chat template; pass a text" in outcome(lambda: load_chat_template(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("config", "older", "found"),
     [
-        (
-            {"bos_token": "a", "eos_token": {"content": "b"}},
-            {},
-            {"bos_token": "a", "eos_token": "b"},
-        ),
+        ({"bos_token": "a", "eos_token": {"content": "b"}}, {}, dict(bos_token="a", eos_token="b")),
         ({"bos_token": None, "add_bos_token": True, "mask_token": "m"}, {}, {"mask_token": "m"}),
         ({"image_token": "i", "other_token": 5}, {}, {"image_token": "i"}),
         ({"extra_special_tokens": {"audio_token": "a", "x": "y"}}, {}, {"audio_token": "a"}),
         ({"extra_special_tokens": ["a"], "additional_special_tokens": [5]}, {}, {}),
-        (
-            {"eos_token": "a"},
-            {"eos_token": "b", "unk_token": "c"},
-            {"eos_token": "b", "unk_token": "c"},
-        ),
+        ({"eos_token": "a"}, *[{"eos_token": "b", "unk_token": "c"}] * 2),
         ({"eos_token": "a", "added_tokens_decoder": {}}, {"eos_token": "b"}, {"eos_token": "a"}),
     ],
 )

@@ -1,6 +1,7 @@
 """`stree_jax.testing` names what is not exact; tests of decoding show that it passes what is."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -29,6 +30,9 @@ SIX = st.ModelConfig.tiny(vocab_size=6, num_layers=1)
 
 def drafter(kind=st.ModelDrafter, **options):
     return kind(perturbed(tiny_model(), 0.1), **options)
+
+
+iid = functools.partial(drafter, child_sampling="iid")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,21 +161,10 @@ def test_the_bound_is_one(texts):
             "model has dtype bfloat16, and only float32 .*; build it with dtype='float32'",
         ),
         (
-            lambda: assert_lossless(
-                tiny_model(), drafter(child_sampling="iid"), temperatures=(0.7,)
-            ),
+            lambda: assert_lossless(tiny_model(), iid(), temperatures=(0.7,)),
             "'multi_step' keeps the target's distribution.* 0.7; test it with assert_same_distr",
         ),
-        (
-            lambda: assert_lossless(
-                tiny_model(), drafter(child_sampling="iid"), topology=CHAIN, temperatures=(1.0,)
-            ),
-            "'traversal' keeps the target's distribution, not its tokens",
-        ),
-        (
-            lambda: assert_same_distribution(tiny_model(), drafter()),
-            "37 tokens make 1369 texts of 2: 4096 rows cannot .* use a model with fewer tokens",
-        ),
+        (lambda: assert_same_distribution(tiny_model(), drafter()), "37 tokens make 1369 texts"),
         (lambda: tiny_model("gpt"), "no tiny model 'gpt'; known: .*'plain'"),
     ],
 )

@@ -113,11 +113,6 @@ def test_refusals(folder, monkeypatch):
         (lambda: st.complete(model, "x"), "a model has no tokenizer: pass tokenizer=..."),
         (lambda: st.complete(folder, ""), "prompt is empty"),
         (lambda: st.complete(model, MESSAGES, tokenizer=demo), "has no chat template"),
-        (
-            lambda: st.complete(model, MESSAGES, tokenizer=st.load_tokenizer(folder)),
-            "a tokenizer alone has no chat template",
-        ),
-        (lambda: st.complete(model, "x", tokenizer=5), "tokenizer must be that of"),
         (lambda: st.complete(folder, MESSAGES, chat={"messages": []}), "they are the prompt"),
     ]
     for call, message in calls:
@@ -148,17 +143,3 @@ def test_the_tokenizer_of_transformers(folder):
         st.complete(model, MESSAGES, tokenizer=peer)
     with pytest.raises(ValueError, match=re.escape("cannot write these messages: <|im_end|>1")):
         st.complete(model, MESSAGES, tokenizer=peer, chat={"tools": TOOLS})
-
-
-def test_the_template_for_tools(folder, tmp_path):
-    copy = tmp_path / "model"
-    shutil.copytree(folder, copy)
-    (copy / "additional_chat_templates").mkdir()
-    file = copy / "additional_chat_templates" / "tool_use.jinja"
-    file.write_text("{{ raise_exception('tools: ' ~ tools|length) }}")
-    (copy / "chat_template.jinja").write_text(CHATML)
-    options = dict(max_new_tokens=2)
-    assert st.complete(copy, MESSAGES, **options) == st.complete(folder, MESSAGES, **options)
-    for tools in (TOOLS, []):
-        with pytest.raises(ValueError, match=f"these messages: tools: {len(tools)}$"):
-            st.complete(copy, MESSAGES, chat={"tools": tools})

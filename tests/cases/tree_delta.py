@@ -13,6 +13,7 @@ from pallas_kernels import delta_chunks, native, replay_delta, replay_tree_delta
 from pallas_kernels.tree_delta import reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
+from tests.cases.tree_scan import named, state_error
 
 HOSTILE = dict(keys="equal", betas="near 1", decays="near 0")
 STRAYS = dict(padded=5, replayed=17, shape="chain", decays="-100 among 0", strays=True)
@@ -150,10 +151,6 @@ TREE = ("q", "k", "v", "g", "beta", "state", "parents")
 RECORD = ("k", "u", "g")
 
 
-def named(values, names):
-    return [getattr(values, name) for name in names]
-
-
 @functools.cache
 def truth(case, seed=0):
     """Outputs, u and states of all nodes in float64."""
@@ -183,14 +180,6 @@ def node_error(case, got, true, first=0):
     end = case.nodes - case.padded
     assert not np.asarray(got[:, end - first :], np.float32).any()
     return relative_error(got[:, : end - first], true[:, first:end])
-
-
-def state_error(state, true, values, last):
-    """Rows with an empty path keep their state exactly."""
-    assert state.dtype == jnp.float32
-    for row in np.flatnonzero(last < 0):
-        np.testing.assert_array_equal(state[row], values.state[row])
-    return relative_error(state, true)
 
 
 @functools.cache

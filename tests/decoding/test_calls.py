@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 import stree_jax as st
-from stree_jax.decoding.plan import plan
 from stree_jax.decoding.showing import counts
 from stree_jax.testing import perturbed, tiny_model
 
@@ -41,16 +40,9 @@ def test_the_record_is_what_the_loop_did(temperature):
         assert {*own} <= {*ends}  # the target's own token is the last of a call
         assert {*ends[:-1]} <= {*own}  # which only the limit may cut
     assert out.drafted.sum() == out.stats.num_accepted > 0
-
-
-def test_nothing_is_recorded_unless_asked_for():
-    model = tiny_model()
-    request = plan(model, PROMPTS, max_new_tokens=4)
-    assert request.decoder.begin(model, request.context, request.keys).calls is None
-    out = st.generate(model, PROMPTS, max_new_tokens=4)
-    assert out._repr_html_() is None
+    assert plain._repr_html_() is None
     with pytest.raises(ValueError, match=r"generate\(\.\.\., record_calls=True\)"):
-        out.show()
+        plain.show()
 
 
 def test_a_generation_is_shown_call_by_call():

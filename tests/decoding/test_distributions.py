@@ -18,58 +18,50 @@ pytestmark = pytest.mark.thorough
 
 SIX = st.ModelConfig.tiny(vocab_size=6, num_layers=1)
 THREE = st.ModelConfig.tiny(vocab_size=3, num_layers=1)
-Model, Cascade = st.ModelDrafter, st.CascadeDrafter
-iid = functools.partial(Model, child_sampling="iid")
-unlike = functools.partial(Model, child_sampling="without_replacement")
+iid = functools.partial(st.ModelDrafter, child_sampling="iid")
+unlike = functools.partial(st.ModelDrafter, child_sampling="without_replacement")
+turns = functools.partial(st.InterleavedDrafter, pattern="sqs", child_sampling="iid")
+cascade = functools.partial(st.CascadeDrafter, child_sampling="iid")
 FILTERED = dict(temperature=0.8, top_k=5)
 # The first step of heads has no drafts, and three models need a few steps.
 LONGER = dict(temperature=6.0, num_tokens=3)
 
+
+def of_draft(draft, _):
+    return iid(draft)
+
+
 # A drafter from draft models, and options.
 EXACT = {
-    "autoregressive, top-k": (lambda draft, _: None, FILTERED),
+    "autoregressive, top-k": (lambda *_: None, FILTERED),
     "without replacement": (lambda draft, _: unlike(draft), FILTERED | dict(topology=TREE)),
-    "multi-step": (lambda draft, _: iid(draft), FILTERED | dict(topology=TREE)),
+    "multi-step": (of_draft, FILTERED | dict(topology=TREE)),
 }
+TRAVERSAL = FILTERED | dict(verifier="traversal")
 # Special cases of those; traversal is sampled in test_processors.py, too.
 SPECIAL = {
-    "autoregressive": (lambda draft, _: None, {}),
-    "chain": (lambda draft, _: iid(draft), FILTERED | dict(topology=st.TreeTopology.chain(2))),
-    "traversal": (
-        lambda draft, _: iid(draft),
-        FILTERED | dict(topology=TREE, verifier="traversal"),
-    ),
+    "autoregressive": (lambda *_: None, {}),
+    "chain": (of_draft, FILTERED | dict(topology=st.TreeTopology.chain(2))),
+    "traversal": (of_draft, TRAVERSAL | dict(topology=TREE)),
     "deep traversal": (
-        lambda draft, _: iid(draft),
-        FILTERED | dict(topology=st.TreeTopology.chain(MAX_UNROLLED + 1), verifier="traversal"),
+        of_draft,
+        TRAVERSAL | dict(topology=st.TreeTopology.chain(MAX_UNROLLED + 1)),
     ),
 }
 SLOW = SPECIAL | {
     **{
-        f"heads, {children}": (
-            lambda target, _, children=children: st.MedusaDrafter(
-                target, heads_of(target, 2), child_sampling=children
+        f"heads, {kind}": (
+            lambda target, _, kind=kind: st.MedusaDrafter(
+                target, heads_of(target, 2), child_sampling=kind
             ),
             LONGER | dict(num_tokens=4, topology=TREE),
         )
-        for children in ("iid", "without_replacement")
+        for kind in ("iid", "without_replacement")
     },
-    "turns": (
-        lambda medium, small: st.InterleavedDrafter(medium, small, "sqs", child_sampling="iid"),
-        LONGER,
-    ),
-    "cascade of samples": (
-        lambda medium, small: Cascade(medium, iid(small), rounds=2, child_sampling="iid"),
-        LONGER,
-    ),
-    "cascade with noise": (
-        lambda medium, small: Cascade(medium, Model(small), rounds=1, child_sampling="iid"),
-        LONGER,
-    ),
-    "cascade of lookup": (
-        lambda medium, _: Cascade(medium, st.NgramDrafter(), child_sampling="iid"),
-        LONGER,
-    ),
+    "turns": (turns, LONGER),
+    "cascade of samples": (lambda medium, small: cascade(medium, iid(small), rounds=2), LONGER),
+    "cascade with noise": (lambda m, small: cascade(m, st.ModelDrafter(small), rounds=1), LONGER),
+    "cascade of lookup": (lambda medium, _: cascade(medium, st.NgramDrafter()), LONGER),
 }
 
 

@@ -17,16 +17,7 @@ from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
 from stree_jax.testing import apply, assert_same_distribution, random_model, tiny_model
 from stree_jax.testing.exactness import processed_after
-from tests.decoding.enumeration import (
-    EXACT,
-    VOCAB,
-    Models,
-    draft_outcomes,
-    enumerated,
-    prefix_of,
-    target_joint,
-    total_variation,
-)
+from tests.decoding import enumeration as en
 from tests.decoding.rules import SIZE, WALK, Walk, autoregressive, random_walk, rules_of
 from tests.decoding.texts import NEW_TOKENS, ROWS, decoded, planned
 from tests.decoding.texts import autoregressive as without_rules
@@ -68,15 +59,15 @@ def test_requests_of_a_scheduler_have_rules_of_their_own():
     scheduler.submit(other)
 
 
-class Ruled(Models):
+class Ruled(en.Models):
     """A target whose tokens are those of a walk, by whole prefixes."""
 
     def __init__(self, seed, walk):
         super().__init__(seed)
         self.free, table = self.target.copy(), np.asarray(walk.table)
-        for prefix in itertools.product(range(VOCAB + 1), repeat=2):
+        for prefix in itertools.product(range(en.VOCAB + 1), repeat=2):
             state = walk.start
-            for token in prefix[: prefix.index(VOCAB) if VOCAB in prefix else 2]:
+            for token in prefix[: prefix.index(en.VOCAB) if en.VOCAB in prefix else 2]:
                 state = table[state, token] if state >= 0 else -1
             allowed = (table[state] >= 0) & (state >= 0)
             if allowed.any():  # otherwise the row has ended
@@ -86,13 +77,13 @@ class Ruled(Models):
     def processed(self, grammar, topology, tokens, *, by_path=True):
         """The free target's log-probabilities at all nodes, through the processor."""
         table = np.stack(
-            [[self.at(self.free, prefix_of(topology, row, n)) for n in range(topology.num_nodes)]
+            [[self.at(self.free, en.prefix_of(topology, row, n)) for n in range(topology.num_nodes)]
              for row in tokens]
         )  # fmt: skip
         batch = len(tokens)
         grammar = joined([grammar] * batch)
         context = st.Context(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32))
-        rule = Processing((grammar,), first_states((grammar,), context, VOCAB))
+        rule = Processing((grammar,), first_states((grammar,), context, en.VOCAB))
         tree = topology.tree(jnp.asarray(tokens >= 0).at[:, 0].set(True))
         states = rule.of_tree(jnp.asarray(tokens), tree, topology)
         if not by_path:
@@ -101,8 +92,8 @@ class Ruled(Models):
         return np.asarray(jax.nn.log_softmax(logits))
 
 
-_FREE = random_walk(states=3, size=VOCAB, share=0.5, seed=3).table
-FEW = Walk(jnp.concatenate([_FREE.at[0, 1].set(3), -jnp.ones((1, VOCAB), jnp.int32)]))
+_FREE = random_walk(states=3, size=en.VOCAB, share=0.5, seed=3).table
+FEW = Walk(jnp.concatenate([_FREE.at[0, 1].set(3), -jnp.ones((1, en.VOCAB), jnp.int32)]))
 
 
 @pytest.mark.parametrize("grammar", [FEW, st.Automaton(np.asarray(FEW.table))], ids=["", "tables"])
@@ -113,17 +104,17 @@ FEW = Walk(jnp.concatenate([_FREE.at[0, 1].set(3), -jnp.ones((1, VOCAB), jnp.int
 def test_rules_that_test_drafts_are_exact_under_a_grammar(children, rule, grammar):
     """By enumeration. After token 1 the walk ends, and drafts continue below it."""
     models, topology = Ruled(4, FEW), Topology.from_parents([-1, 0, 0, 1])
-    tokens, weights = draft_outcomes(models, topology, children)
+    tokens, weights = en.draft_outcomes(models, topology, children)
     options = dict(replace=children == "iid", rule=rule)
-    want = target_joint(models)
+    want = en.target_joint(models)
     log_p = models.processed(grammar, topology, tokens)
-    joint, accepted = enumerated(models, topology, tokens, weights, log_p=log_p, **options)
-    assert total_variation(joint, want) < EXACT
+    joint, accepted = en.enumerated(models, topology, tokens, weights, log_p=log_p, **options)
+    assert en.total_variation(joint, want) < en.EXACT
     assert accepted > 0
-    assert total_variation(want, target_joint(Models(4))) > 0.1
+    assert en.total_variation(want, en.target_joint(en.Models(4))) > 0.1
     log_p = models.processed(grammar, topology, tokens, by_path=False)
-    joint, _ = enumerated(models, topology, tokens, weights, log_p=log_p, **options)
-    assert total_variation(joint, want) > 0.01
+    joint, _ = en.enumerated(models, topology, tokens, weights, log_p=log_p, **options)
+    assert en.total_variation(joint, want) > 0.01
 
 
 @pytest.mark.thorough
@@ -204,10 +195,3 @@ def test_recorded_log_probs_are_those_after_processors():
     want = jax.jit(token_log_probs)(processed_after(sampling.processors, *text, logits), sampling)
     want = np.take_along_axis(np.asarray(want), out.tokens[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(out.log_probs, want, atol=1e-4)
-
-
-def test_without_processors_the_state_has_no_leaves():
-    request = plan(tiny_model(), PROMPTS, processors=[[]] * len(PROMPTS))
-    assert request.sampling.processors == ()
-    state = request.decoder.start(tiny_model(), None, request.context, request.keys)
-    assert jax.tree.leaves(state.processors) == []

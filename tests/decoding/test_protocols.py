@@ -95,23 +95,18 @@ def test_a_drafters_first_state_may_share_arrays():
     np.testing.assert_array_equal(drafter.table[...], np.arange(9.0))
 
 
-@pytest.mark.thorough
-def test_a_drafter_without_optional_methods_is_taken_as_it_is():
-    drafter = Plain(perturbed(tiny_model(), 0.1))
-    assert isinstance(drafter, st.Drafter)
-    assert draft_models(None) == draft_models(st.NgramDrafter()) == []
-    assert drawn_by(drafter, CHAIN, temperature_is_zero=True) == st.Drawn("top_k")
-    plan(tiny_model(), [[1]], drafter=drafter)
-
-
-@pytest.mark.parametrize("said", ["iid", st.Drawn("iid", by_depth=True)])
-def test_how_children_are_drawn_is_a_kind_or_more(said):
+@pytest.mark.parametrize("said", [None, "iid", st.Drawn("iid", by_depth=True)])
+def test_a_drafter_says_how_children_are_drawn_or_is_taken_as_it_is(said):
     class Saying(Plain):
         def child_sampling(self, topology, *, temperature_is_zero):
             return said
 
-    drawn = st.Drawn("iid") if said == "iid" else said
-    assert drawn_by(Saying(tiny_model()), CHAIN, temperature_is_zero=False) == drawn
+    drafter = (Saying if said else Plain)(perturbed(tiny_model(), 0.1))
+    assert isinstance(drafter, st.Drafter)
+    assert draft_models(None) == draft_models(st.NgramDrafter()) == []
+    drawn = drawn_by(drafter, CHAIN, temperature_is_zero=said is None)
+    assert drawn == (said if isinstance(said, st.Drawn) else st.Drawn(said or "top_k"))
+    plan(tiny_model(), [[1]], drafter=drafter, **SAMPLED if said else {})
 
 
 def test_draft_models_are_found_wherever_they_are_and_share_the_vocabulary():
@@ -126,9 +121,6 @@ def test_draft_models_are_found_wherever_they_are_and_share_the_vocabulary():
     for drafter in (held, said, inside):
         with pytest.raises(ValueError, match="different vocabularies: 29 and 37 tokens"):
             plan(tiny_model(), [[1]], drafter=drafter)
-
-
-def test_a_drafter_inside_of_another_refuses_a_target():
     inside = st.CascadeDrafter(tiny_model(), Answering(tiny_model(), limit=8))
     with pytest.raises(ValueError, match="for targets of a width up to 8"):  # the medium model
         plan(tiny_model(), [[1]], drafter=inside)

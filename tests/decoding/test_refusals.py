@@ -1,6 +1,5 @@
 """Refusals of decoding, as tables of calls and messages: before anything is compiled."""
 
-import itertools
 import subprocess
 import sys
 
@@ -48,36 +47,21 @@ OPTIONS = [
     (dict(max_new_tokens=True), "max_new_tokens must be an integer"),
     (dict(max_length=0), "max_length must be an integer, at least 1; got 0"),
     (dict(temperature=-0.1), "temperature must be a number from 0 on, got -0.1"),
-    (dict(temperature=float("nan")), "temperature .* got nan"),
-    (dict(temperature=1e39), "temperature .* got 1e\\+39"),
     (dict(temperature=1e-40, key=KEY), "temperature = 1e-40 is 0 in float32; use 0"),
     (dict(temperature=True), "temperature must be a number from 0 on, got True"),
     (dict(top_k=-1), "top_k must be an integer, at least 0; got -1"),
-    (dict(top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
     (dict(top_p=1.5), r"top_p must be in \(0, 1\], got 1.5"),
     (dict(top_p=True), r"top_p must be in \(0, 1\], got True"),
     (dict(min_p=-0.1), "min_p must be from 0 to 1, got -0.1"),
-    (dict(min_p=False), "min_p must be from 0 to 1, got False"),
     (dict(filters=(st.TopK,)), "other objects with the method of"),
-    (dict(filters=(lambda logits: logits,)), "must be a pytree of numbers"),
     (dict(filters=[st.TopP(None)]), r"filter TopP\(p=None\) must be a pytree of numbers"),
     (dict(processors="grammar"), "processors must be a list such as"),
     (dict(processors=[st.BannedTokens]), "objects with the methods of"),
-    (dict(processors=[lambda logits: logits]), "objects with the methods"),
-    (
-        dict(processors=[st.RepetitionPenalty(None)]),
-        r"processor RepetitionPenalty\(penalty=None\) must be a pytree of numbers",
-    ),
-    (
-        dict(processors=[st.BannedTokens(None)]),
-        "processor <BannedTokens> must be a pytree of numbers",
-    ),
-    (dict(min_new_tokens=-1), "min_new_tokens must be an integer, from 0 to 64"),
+    (dict(processors=[st.BannedTokens(None)]), "processor <BannedTokens> must be a pytree"),
     (dict(min_new_tokens=9, max_new_tokens=8), "from 0 to 8; got 9"),
     (dict(eos_token=-1), "eos_token must be an integer, at least 0; got -1"),
     (dict(key=jnp.zeros(7)), "key must be a random key"),
     (dict(stop=[""], tokenizer=1), r"stop has an empty entry: \[''\]; leave it out"),
-    (dict(stop=["a", []]), r"stop has an empty entry: \['a', \[\]\]; leave it out"),
     (dict(stop=[[-1]]), "a token of stop must be an integer, at least 0; got -1"),
     (dict(stop=[3]), r"stop must be a list of texts and of lists of token ids, .* got \[3\]"),
 ]
@@ -112,35 +96,18 @@ REQUESTS = [
     (dict(eos_token=[[1], None, [37]]), "eos_token must be an integer, from 0 to 36; got 37"),
     (dict(stop=[[[1]], [], ["a"]]), "stop = 'a' is a text, and needs the tokenizer"),
     (dict(stop=[[]]), "stop has 1 entries for 3 rows; give one value, or one for each row"),
-    (
-        dict(filters=[[st.TopK(2)], [st.TopP(0.5)], []], **SAMPLED),
-        "other rows have .*, and one program decodes all; .* or decode these apart",
-    ),
+    (dict(filters=[[st.TopK(2)], [st.TopP(0.5)], []], **SAMPLED), "other rows have .*, and one"),
     (
         dict(temperature=[0.0, 1.0, 0.0], key=0, verifier="multi_step", drafter=IID),
-        r"temperature = 0.0: verifier 'multi_step' cannot decode temperature 0 and others together;"
-        " use 'target_only', or decode these apart",
+        "'multi_step' cannot decode temperature 0 and others together; use 'target_only', or",
     ),
     # Drafters, trees and verifiers.
     (dict(topology=TREE), "a tree of 7 nodes needs a drafter"),
     (dict(drafter=MODEL, topology=st.TreeTopology.from_branching((38,))), "38 children"),
-    (
-        dict(drafter=st.NgramDrafter, topology=st.TreeTopology.from_branching((38,))),
-        "only 37 tokens",
-    ),
     (dict(drafter=BEAM, topology=st.TreeTopology.beam(38, 1)), "nodes with 38 children"),
-    (
-        dict(drafter=DYNAMIC, topology=st.TreeTopology.budget(12, 3)),
-        "expand = 2 scores at most 10 drafts in 3 levels, fewer",
-    ),
-    (
-        dict(drafter=MODEL, topology=st.TreeTopology.budget(8, 3)),
-        r"TreeTopology.budget\(8, 3\) is a size, .* DynamicDrafter; ModelDrafter takes a shape",
-    ),
-    (
-        dict(drafter=drafter_of(st.DynamicDrafter), topology=st.TreeTopology.chain(3)),
-        "a chain of 3 drafts: DynamicDrafter chooses the shape, .* for a chain use ModelDrafter",
-    ),
+    (dict(drafter=DYNAMIC, topology=st.TreeTopology.budget(12, 3)), "expand = 2 scores at most 10"),
+    (dict(drafter=MODEL, topology=st.TreeTopology.budget(8, 3)), r"TreeTopology.budget\(8, 3\)"),
+    (dict(drafter=DYNAMIC, topology=CHAIN), "a chain of 3 drafts: DynamicDrafter chooses the"),
     (dict(drafter=NotAModule), r"pytree of arrays.*flax\.nnx\.Module"),
     (dict(drafter=IID), "child_sampling = 'iid' needs temperature > 0"),
     (dict(drafter=SMALL), "different vocabularies: 11 and 37 tokens"),
@@ -155,22 +122,14 @@ REQUESTS = [
     (dict(verifier="typical", drafter=MODEL, **SAMPLED), "'typical' is lossy: .*lossy=True"),
     (dict(verifier=TYPICAL, drafter=MODEL, **SAMPLED), "'typical' is lossy: .*lossy=True"),
     (dict(verifier="typical", drafter=MODEL, lossy=True), "needs temperature > 0; use 'greedy'"),
-    (
-        dict(verifier="multi_step", drafter=MODEL, **SAMPLED),
-        "not exact for child_sampling = 'shared'.*; use 'target_only'.*child_sampling='iid'",
-    ),
-    (
-        dict(verifier="traversal", drafter=MODEL, topology=TREE, **SAMPLED),
-        "'traversal' is not exact for child_sampling = 'shared'",
-    ),
+    (dict(verifier="multi_step", drafter=MODEL, **SAMPLED), "not exact for child_sampling ="),
     *(
-        (
-            dict(drafter=drafter, verifier=verifier, **SAMPLED),
-            f"not exact for child_sampling = '{children}'",
-        )
-        for (drafter, children), verifier in itertools.product(
-            ((BEAM, "top_k"), (DYNAMIC, "shared"), (st.NgramDrafter, "top_k")),
-            ("multi_step", "without_replacement", "traversal"),
+        (dict(drafter=drafter, verifier=rule, **SAMPLED), f"child_sampling = '{children}'")
+        for drafter, children, rule in (
+            (MODEL, "shared", "traversal"),
+            (BEAM, "top_k", "multi_step"),
+            (DYNAMIC, "shared", "without_replacement"),
+            (st.NgramDrafter, "top_k", "traversal"),
         )
     ),
 ]
@@ -206,15 +165,11 @@ PAIRS = [
     ("greedy", "top_k", TREE, False, "exact at temperature 0 only; use 'target_only'"),
     ("multi_step", "iid", TREE, True, "needs temperature > 0; use 'greedy'"),
     ("multi_step", "top_k", TREE, False, "not exact for child_sampling = 'top_k'"),
-    ("multi_step", "top_k", CHAIN, False, "not exact for child_sampling = 'top_k'"),
     ("multi_step", "without_replacement", TREE, False, "not exact .*only for 'iid'"),
     ("without_replacement", "iid", TREE, False, "not exact for child_sampling = 'iid'"),
     ("multi_step", "shared", CHAIN, False, "child_sampling = 'shared', only for 'iid'; use 't"),
-    ("without_replacement", "shared", TREE, False, "not exact for child_sampling = 'shared'"),
     ("traversal", "shared", CHAIN, False, "not exact for child_sampling = 'shared'"),
     ("traversal", "top_k", CHAIN, False, "not exact for child_sampling = 'top_k'"),
-    ("traversal", "beam", CHAIN, False, "not exact for child_sampling = 'beam'"),
-    ("traversal", "iid", TREE, True, "needs temperature > 0; use 'greedy'"),
 ]
 ALLOWED = [
     *((rule, children, TREE, True) for rule in ("greedy",) for children in ("top_k", "iid")),
@@ -262,109 +217,6 @@ def scored(texts):
     return lambda: st.score(tiny_model(), texts)
 
 
-CALLS = [
-    (traced(jax.jit, KEY), TRACED),
-    (traced(jax.vmap, jax.random.split(KEY)), TRACED),
-    (traced(jax.jit), TRACED),
-    (lambda: nnx.jit(lambda model: st.generate(model, PROMPTS))(tiny_model()), TRACED),
-    (lambda: jax.jit(lambda n: st.generate(tiny_model(), PROMPTS, max_new_tokens=n))(3), TRACED),
-    *((checked(*pair, zero=zero), message) for *pair, zero, message in PAIRS),
-    (generated(n=10**9), "n = 1000000000: a batch has at most"),
-    (generated(log_probs="raw"), "log_probs must be False, True or 'sampled', got 'raw'"),
-    (generated(top_log_probs=-1), "top_log_probs must be an integer, at least 0; got -1"),
-    (generated(top_log_probs=38), "top_log_probs must be an integer, from 0 to 37; got 38"),
-    (
-        lambda: st.stream(tiny_model(), PROMPTS, log_probs=True),
-        "log_probs = True.*: stream yields tokens alone; use gen",
-    ),
-    (
-        lambda: st.Request([1], top_k=[1, 2]),
-        r"top_k = \[1, 2\]: a request is one row",
-    ),
-    (scored([]), "texts is empty"),
-    *(
-        (lambda tokens=tokens: st.text_log_probs(tiny_model(), tokens), rf"ids \[B, T\], .* {got};")
-        for tokens, got in (
-            ([[1, 2, 3]], r"got \[\[1, 2, 3\]\]"),
-            (jnp.array([1, 2, 3]), r"got int32\[3\]"),
-            (jnp.ones((1, 3)), r"got float32\[1, 3\]"),
-        )
-    ),
-    (scored([[1], []]), r"texts\[1\] is empty"),
-    (scored([[99]]), r"texts\[0\] has token id 99, outside the vocabulary"),
-    (scored(np.array(3)), r"texts must be a list .* got array\(3\)"),
-    (
-        lambda: decoder_of(topology=st.TreeTopology.from_parents([-1, 0, 1, 0])),
-        "the nodes of topology are not in level order; use its level_order",
-    ),
-    (lambda: decoder_of(max_length=0), "max_length must be an integer, from 1 to .*; got 0"),
-    (lambda: decoder_of(max_length=2**31), "max_length must be an integer, from 1 to"),
-    (lambda: decoder_of(steps_per_sync=0), "steps_per_sync must be an integer, from 1 to"),
-    (lambda: decoder_of(num_best=True), "num_best must be an integer, at least 0; got True"),
-    (
-        too_long_a_buffer,
-        "prompts are a buffer of 64 tokens, and with max_length = 20 a row has 21 places",
-    ),
-    # Drafters.
-    (drafter_of(child_sampling="best"), "child_sampling must be 'auto' or one of .*best"),
-    (drafter_of(child_sampling="sorted"), "child_sampling must be 'auto' or one of .*sorted"),
-    (
-        lambda: st.NgramDrafter(min_match=3, max_match=2),
-        "min_match, with max_match = 2, must be .*; got 3",
-    ),
-    (drafter_of(st.DynamicDrafter, expand=0), "expand must be an integer, at least 1; got 0"),
-    *(
-        (drafter_of(st.DynamicDrafter, sharpness=sharpness), f"sharpness must be .* got {message}")
-        for sharpness, message in (
-            *((0.0, "0.0"), (10**400, "1"), (1e39, r"1e\+39"), (True, "True"), (np.nan, "nan")),
-        )
-    ),
-    # Filters and processors.
-    (lambda: st.TopK(-1), "top_k must be an integer, at least 0; got -1"),
-    (lambda: st.TopP(1.5), r"top_p must be in \(0, 1\], got 1.5"),
-    (lambda: st.RepetitionPenalty(0), "RepetitionPenalty takes a number above 0, got 0"),
-    (lambda: st.PresencePenalty(np.nan), "PresencePenalty takes a number, got nan"),
-    (lambda: st.FrequencyPenalty("1"), "FrequencyPenalty takes a number, got '1'"),
-    (lambda: st.LogitBias({3: np.inf}), "has the bias inf for token 3; give a finite"),
-    (lambda: st.LogitBias({3: None}), "has the bias None for token 3"),
-    (lambda: st.LogitBias({-1: 2.0}), "a token id of LogitBias must be an integer, from 0"),
-    (lambda: st.LogitBias([1, 2]), r"LogitBias takes a dict such as \{7: -2.0\}, got \[1, 2\]"),
-    (lambda: st.LogitBias({3: 10**400}), "has the bias 10+.* for token 3; give a finite"),
-    (lambda: st.LogitBias({3: 1e39}), r"has the bias 1e\+39 for token 3; give a finite"),
-    (lambda: st.LogitBias({3: -1e39}), r"has the bias -1e\+39 for token 3"),
-    (lambda: st.LogitBias({3: True}), "has the bias True for token 3"),
-    (lambda: st.LogitBias(None), r"LogitBias takes a dict such as \{7: -2.0\}, got None"),
-    (lambda: st.LogitBias(np.ones(3)), "LogitBias takes a dict"),
-    (lambda: st.LogitBias(((1, 2), (3, 4))), "LogitBias takes a dict"),
-    (lambda: st.RepetitionPenalty(10**400), "RepetitionPenalty takes a number above 0, got 1"),
-    (lambda: st.RepetitionPenalty(1e-46), "takes a number above 0, got 1e-46"),
-    (lambda: st.PresencePenalty((1.0,)), r"PresencePenalty takes a number, got \(1.0,\)"),
-    (lambda: st.PresencePenalty(1e39), r"PresencePenalty takes a number, got 1e\+39"),
-    (lambda: st.PresencePenalty(True), "PresencePenalty takes a number, got True"),
-    (lambda: st.FrequencyPenalty([1.0]), r"FrequencyPenalty takes a number, got \[1.0\]"),
-    (lambda: st.BannedTokens({1: 2}), r"takes a list of token ids, got \{1: 2\}"),
-    (lambda: st.AllowedTokens(b"ab"), "takes a list of token ids, got b'ab'"),
-    (lambda: st.AllowedTokens(token for token in [1]), "takes a list of token ids, got <gener"),
-    (lambda: st.BannedTokens(jnp.array([-1])).check(37), "has token id -1, outside the voc"),
-    (lambda: st.TopK({1}), r"top_k must be an integer, at least 0; got \{1\}"),
-    (lambda: st.MinP([0.1]), r"min_p must be from 0 to 1, got \[0.1\]"),
-    (lambda: st.Options(log_probs=1), "log_probs must be False, True or 'sampled', got 1"),
-    (lambda: st.Options(log_probs=0.0), "log_probs must be False, True or 'sampled', got 0.0"),
-    (lambda: st.BannedTokens([]), "BannedTokens has no token ids; leave the processor out"),
-    (lambda: st.BannedTokens(3), "BannedTokens takes a list of token ids, got 3"),
-    (lambda: st.BannedTokens([0.5]), "a token id of BannedTokens must be an integer"),
-    (lambda: st.AllowedTokens(["a"]), "a token id of AllowedTokens must be an integer"),
-    (lambda: st.MinP(1.5), "min_p must be from 0 to 1, got 1.5"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), CALLS, ids=readable)
-def test_calls_are_refused(call, message):
-    with pytest.raises(ValueError, match=message) as error:
-        call()
-    assert "\n" not in str(error.value)
-
-
 TWO = jnp.full(2, 5)
 NO_ENDS = jnp.full((2, 1), -1)
 IDS = jnp.ones((2, 4), jnp.int32)
@@ -388,48 +240,79 @@ def functional(keys=2, **more):
 
 FUNCTIONAL = [
     (dict(prompts=[[1], [2]]), r"prompts must be Context\(tokens: .*\), got \[\[1\], \[2\]\]"),
-    (
-        dict(prompts=st.Context(IDS * 1.0, TWO)),
-        r"prompts.tokens must be int32\[2, any\], got float32\[2, 4\]",
-    ),
-    (dict(prompts=st.Context(IDS[0], TWO)), r"tokens must be int32\[2, any\], got int32\[4\]"),
     (dict(prompts=st.Context(IDS, TWO[:1])), r"tokens must be int32\[1, any\], got int32\[2, 4\]"),
-    (
-        dict(prompts=st.Context(IDS, 4)),
-        r"prompts.length must be int32\[any\], got int32\[\]",
-    ),
+    (dict(prompts=st.Context(IDS, 4)), r"prompts.length must be int32\[any\], got int32\[\]"),
     (dict(keys=KEY), r"keys, .*split\(key, 2\), must be key<fry>\[2\], got key<fry>\[\]"),
-    (dict(keys=3), r"must be key<fry>\[2\], got key<fry>\[3\]"),
     (dict(keys=jnp.zeros(2)), r"must be uint32\[2, any\], got float32\[2\]"),
     (dict(limits=5), r"limits must be a Limits, got int32\[\]"),
-    (dict(limits=st.Limits(5, NO_ENDS)), r"max_new_tokens must be int32\[2\], got int32\[\]"),
-    (
-        dict(limits=st.Limits(TWO * 1.0, NO_ENDS)),
-        r"max_new_tokens must be int32\[2\], got float32\[2\]",
-    ),
-    (
-        dict(limits=st.Limits(TWO, TWO)),
-        r"limits.eos_tokens must be int32\[2, any\], got int32\[2\]",
-    ),
-    (
-        dict(limits=st.Limits(jnp.full(3, 5), NO_ENDS)),
-        r"max_new_tokens must be int32\[2\], got int32\[3\]",
-    ),
+    (dict(limits=st.Limits(TWO, TWO)), r"limits.eos_tokens must be int32\[2, any\]"),
+    (dict(limits=st.Limits(jnp.full(3, 5), NO_ENDS)), r"max_new_tokens must be int32\[2\]"),
     (dict(sampling=0.8), r"sampling must be a Sampling, got float32\[\]"),
-    (dict(sampling=st.Sampling(0.8)), r"temperature must be float32\[2\], got float32\[\]"),
     (dict(sampling=st.Sampling(TWO)), r"temperature must be float32\[2\], got int32\[2\]"),
     (dict(decoder=dict(verifier="best")), "unknown verifier 'best'; known: .*'greedy'"),
-    (
-        dict(decoder=dict(verifier="target_only"), times=2),
-        "was donated: use the state that run ret",
-    ),
+    (dict(decoder=dict(verifier="target_only"), times=2), "was donated: use the state that run"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), FUNCTIONAL, ids=readable)
-def test_the_loop_refuses_while_it_is_traced(change, message):
+CALLS = [
+    *((functional(**change), message) for change, message in FUNCTIONAL),  # while it is traced
+    (traced(jax.jit, KEY), TRACED),
+    (traced(jax.vmap, jax.random.split(KEY)), TRACED),
+    (traced(jax.jit), TRACED),
+    (lambda: nnx.jit(lambda model: st.generate(model, PROMPTS))(tiny_model()), TRACED),
+    (lambda: jax.jit(lambda n: st.generate(tiny_model(), PROMPTS, max_new_tokens=n))(3), TRACED),
+    *((checked(*pair, zero=zero), message) for *pair, zero, message in PAIRS),
+    (generated(n=10**9), "n = 1000000000: a batch has at most"),
+    (generated(log_probs="raw"), "log_probs must be False, True or 'sampled', got 'raw'"),
+    (generated(top_log_probs=-1), "top_log_probs must be an integer, at least 0; got -1"),
+    (generated(top_log_probs=38), "top_log_probs must be an integer, from 0 to 37; got 38"),
+    (lambda: st.stream(tiny_model(), PROMPTS, log_probs=True), "log_probs = True.*: stream yields"),
+    (lambda: st.Request([1], top_k=[1, 2]), r"top_k = \[1, 2\]: a request is one row"),
+    (scored([]), "texts is empty"),
+    (lambda: st.text_log_probs(tiny_model(), [[1, 2]]), r"ids \[B, T\], .* got \[\[1, 2\]\];"),
+    (lambda: st.text_log_probs(tiny_model(), jnp.ones((1, 3))), r"got float32\[1, 3\];"),
+    (scored([[1], []]), r"texts\[1\] is empty"),
+    (scored([[99]]), r"texts\[0\] has token id 99, outside the vocabulary"),
+    (scored(np.array(3)), r"texts must be a list .* got array\(3\)"),
+    (
+        lambda: decoder_of(topology=st.TreeTopology.from_parents([-1, 0, 1, 0])),
+        "the nodes of topology are not in level order; use its level_order",
+    ),
+    (lambda: decoder_of(max_length=0), "max_length must be an integer, from 1 to .*; got 0"),
+    (lambda: decoder_of(steps_per_sync=0), "steps_per_sync must be an integer, from 1 to"),
+    (lambda: decoder_of(num_best=True), "num_best must be an integer, at least 0; got True"),
+    (too_long_a_buffer, "prompts are a buffer of 64 tokens, and with max_length = 20 a row has 21"),
+    # Drafters.
+    (drafter_of(child_sampling="best"), "child_sampling must be 'auto' or one of .*best"),
+    (lambda: st.NgramDrafter(min_match=3, max_match=2), "min_match, with max_match = 2, must be"),
+    (drafter_of(st.DynamicDrafter, expand=0), "expand must be an integer, at least 1; got 0"),
+    (drafter_of(st.DynamicDrafter, sharpness=0.0), "sharpness must be .* got 0.0"),
+    (drafter_of(st.DynamicDrafter, sharpness=1e39), r"sharpness must be .* got 1e\+39"),
+    # Filters and processors.
+    (lambda: st.RepetitionPenalty(0), "RepetitionPenalty takes a number above 0, got 0"),
+    (lambda: st.PresencePenalty(np.nan), "PresencePenalty takes a number, got nan"),
+    (lambda: st.FrequencyPenalty("1"), "FrequencyPenalty takes a number, got '1'"),
+    (lambda: st.LogitBias({3: np.inf}), "has the bias inf for token 3; give a finite"),
+    (lambda: st.LogitBias({-1: 2.0}), "a token id of LogitBias must be an integer, from 0"),
+    (lambda: st.LogitBias({3: 1e39}), r"has the bias 1e\+39 for token 3; give a finite"),
+    (lambda: st.LogitBias({3: True}), "has the bias True for token 3"),
+    (lambda: st.LogitBias(None), r"LogitBias takes a dict such as \{7: -2.0\}, got None"),
+    (lambda: st.RepetitionPenalty(10**400), "RepetitionPenalty takes a number above 0, got 1"),
+    (lambda: st.PresencePenalty(True), "PresencePenalty takes a number, got True"),
+    (lambda: st.BannedTokens(jnp.array([-1])).check(37), "has token id -1, outside the voc"),
+    (lambda: st.MinP([0.1]), r"min_p must be from 0 to 1, got \[0.1\]"),
+    (lambda: st.Options(log_probs=1), "log_probs must be False, True or 'sampled', got 1"),
+    (lambda: st.BannedTokens([]), "BannedTokens has no token ids; leave the processor out"),
+    (lambda: st.BannedTokens(3), "BannedTokens takes a list of token ids, got 3"),
+    (lambda: st.BannedTokens([0.5]), "a token id of BannedTokens must be an integer"),
+    (lambda: st.AllowedTokens(["a"]), "a token id of AllowedTokens must be an integer"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=readable)
+def test_calls_are_refused(call, message):
     with pytest.raises(ValueError, match=message) as error:
-        functional(**change)()
+        call()
     assert "\n" not in str(error.value)
 
 
@@ -480,45 +363,13 @@ def floats(state):
 
 
 RETURNED = [
-    (
-        "verify",
-        lambda v: v.last,
-        r"verify must be Verdict\(last: int32\[3\], .*\), got int32\[3\]",
-    ),
-    ("verify", lambda v: None, r"WrongAcceptNothing.verify must be Verdict\(.*\), got NoneType"),
-    (
-        "verify",
-        verdict("last", lambda a: a[:, None]),
-        r"verify.last must be int32\[3\], got int32\[3, 1\]",
-    ),
+    ("verify", lambda v: v.last, r"verify must be Verdict\(last: int32\[3\], .*\), got int32\[3\]"),
+    ("verify", verdict("last", lambda a: a[:, None]), r"verify.last must be int32\[3\]"),
     ("verify", verdict("next_token", floats), r"next_token must be int32\[3\], got float32\[3\]"),
     ("propose", lambda r: r[0], "WrongEcho.propose must return a DraftTree and the state, got D"),
-    (
-        "propose",
-        lambda r: (r[0].tokens, r[1]),
-        r"must return a DraftTree and the state, got \(JitTracer",
-    ),
-    (
-        "propose",
-        draft(tree=lambda t: t.parents),
-        r"draft must be DraftTree\(.*tree: Tree\(.*\), got .*tree: int32\[3, 2\]",
-    ),
-    (
-        "propose",
-        draft(tokens=lambda t: t[:, :1]),
-        r"draft.tokens must be int32\[3, 2\], got int32\[3, 1\]",
-    ),
+    ("propose", draft(tokens=lambda t: t[:, :1]), r"draft.tokens must be int32\[3, 2\]"),
     ("propose", draft(finite=lambda f: f[0]), r"finite must be bool\[3\], got bool\[\]"),
-    (
-        "propose",
-        draft(finite=lambda f: None),
-        r"draft must be .*finite: bool\[3\].*got .*finite: NoneType",
-    ),
-    (
-        "propose",
-        draft(log_probs=lambda _: jnp.zeros((3, 1, 36))),
-        r"log_probs must be float32\[3, any, 37\], got float32\[3, 1, 36\]",
-    ),
+    ("propose", draft(log_probs=lambda _: jnp.zeros((3, 1, 36))), r"log_probs must be float32\[3"),
     (
         "propose",
         draft(tree=lambda t: t._replace(valid=t.depth)),
@@ -527,7 +378,6 @@ RETURNED = [
     ("propose", lambda r: (r[0], None), r"propose: state must be \{'seen'.*got NoneType"),
     ("commit", lambda s: None, r"WrongEcho.commit: state must be .*'seen'.*, got NoneType"),
     ("commit", floats, r"commit: state\['seen'\] must be int32\[3\], got float32\[3\]"),
-    ("read", floats, r"WrongEcho.read: state\['seen'\] must be int32\[3\], got float32"),
     ("init", lambda s: s | {"name": "x"}, r"init: state\['name'\] must be an array, got 'x'"),
 ]
 
@@ -578,81 +428,54 @@ model = st.HybridLM(st.ModelConfig.tiny(), rngs=nnx.Rngs(0))
 for change, message in [
     (dict(prompts=None), "prompts must be a list with a list .*, got None"),
     (dict(after=5), "after must be a Prefix: Generation.prefix, Completion.prefix or .*; got 5"),
-    (dict(prompts=5), "prompts must be a list with a list .*, got 5"),
     (dict(temperature=10**400), r"temperature must be a number from 0 on, got 10{76}\.\.\.$"),
-    (dict(temperature=10**5000), "temperature must be a number from 0 on, got <int>"),
-    (dict(top_p=10**400), r"top_p must be in .*\.\.\.$"),
     (dict(max_new_tokens=10**12), "max_new_tokens = 10{12}: in all .* the limit is 16777216$"),
     (dict(eos_token=[[2, [3]]]), r"eos_token must be an integer, .* got \[2, \[3\]\]"),
     (dict(temperature=1.0, key=10**30), "key must be a random key such as .*, got 10{30}$"),
-    (dict(temperature=1.0, key=[10**30, 1]), "key must be a random key such as .*, got"),
     (dict(verifier="z" * 999), r"unknown verifier 'z{76}\.\.\.; known"),
     (dict(topology="z" * 999), r"topology must be a TreeTopology, got 'z{76}\.\.\.$"),
-    (dict(prompts=[1, 2]), r"prompts\[0\] is not a list of token ids"),
     (dict(prompts=["text"]), r"prompts\[0\] is not a list of token ids: .*; st.complete takes"),
     (dict(prompts="text"), r"st.complete takes texts and messages, tokenizer.encode\(text\).ids"),
-    (dict(prompts=[{"role": "user"}]), "not a list of token ids: .*; st.complete takes texts and"),
     (dict(prompts=[1, 2, 3]), r"prompts is a list of lists, one a row, such as \[\[1, 2, 3\]\]$"),
     (dict(prompts=encoding), "prompts must be a list .*; an encoding has them as .ids"),
-    (dict(prompts=[encoding]), r"prompts\[0\] is not a list .*; an encoding has them as .ids"),
     (dict(prompts=dict(input_ids=[[1]])), r"prompts must be a list .* has them as \['input_ids'\]"),
     (dict(drafter=Half()), "drafter must be .*, got Half.*; it has no propose and no commit"),
     (dict(verifier=HalfRule()), "verifier must be one of .*; it has no check and no verify"),
     (dict(prompts=[[0.5]]), r"prompts\[0\] has float64 values"),
-    (dict(max_new_tokens=2.5), "max_new_tokens must be an integer"),
-    (dict(temperature="hot"), "temperature must be a number"),
-    (dict(topology=(2, 2)), "topology must be a TreeTopology"),
     (dict(drafter=model), r"drafter must be a ModelDrafter\(\.\.\.\), .*, got HybridLM"),
-    (dict(drafter=st.NgramDrafter), "drafter must be .*, got <class"),
-    (dict(prompts=[[[1], [2, 3]]]), r"prompts\[0\] is not a list of token ids"),
     (dict(key="seed"), "key must be a random key such as"),
-    (dict(stop=3), r"stop must be a list of texts and of lists of token ids, .*, got 3"),
     (dict(key=-1), "key must be a random key such as .*, or a seed from 0 to .*, got -1"),
-    (dict(key=True), "key must be a random key such as .*, or a seed from 0 to .*, got True"),
     (dict(verifier=["greedy"]), r"verifier must be one of .*, got \['greedy'\]"),
-    (dict(verifier=object()), "verifier must be one of .*, or an object with the name and the"),
-    (dict(verifier=type(st.VERIFIERS["greedy"])), "verifier must be one of .*, got <class"),
 ]:
     with pytest.raises(ValueError, match=message):
         st.generate(model, **({"prompts": [[1]]} | change))
     if {*change} <= {*st.Options().keys()} and "in all" not in message:
         with pytest.raises(ValueError, match=message):
             st.Options(**change)
-for call in (lambda: st.generate("path", [[1]]), lambda: st.ModelDrafter("path")):
-    with pytest.raises(ValueError, match="must be a HybridLM, got str; load one with"):
-        call()
-with pytest.raises(ValueError, match="state_size must be an integer, at least 1; got 8.0"):
-    st.ModelConfig.tiny(state_size=8.0)
-with pytest.raises(ValueError, match="dt_limit must be"):
-    st.ModelConfig.tiny(dt_limit=(0.0,))
-with pytest.raises(ValueError, match="steps must be an integer, from 1 to 2147483647; got 6.5"):
-    Training(steps=6.5)
 for make, message in [
+    (lambda: st.generate("path", [[1]]), "must be a HybridLM, got str; load one with"),
+    (lambda: st.ModelDrafter("path"), "must be a HybridLM, got str; load one with"),
+    (lambda: st.ModelConfig.tiny(state_size=8.0), "state_size must be .*, at least 1; got 8.0"),
+    (lambda: st.ModelConfig.tiny(dt_limit=(0.0,)), "dt_limit must be"),
+    (lambda: Training(steps=6.5), "steps must be an integer, from 1 to 2147483647; got 6.5"),
     (lambda: st.TreeTopology.paper(["A"]), "the paper's trees are"),
     (lambda: st.SpeculativeDecoder([-1, 0], "greedy", max_length=8), r"Topology, got \[-1, 0\]"),
     (lambda: st.TreeTopology.from_parents([-1, 0.7]), "a parent must be an integer; got 0.7"),
     (lambda: st.TreeTopology.chain(2.5), "num_drafts must be an integer, at least 0; got 2.5"),
     (lambda: st.TreeTopology.from_branching(3), r"a sequence such as \(3, 2, 1\), got 3"),
-    (lambda: st.TreeTopology.from_branching({2: 1}), r"a sequence such as .*, got \{2: 1\}"),
     (lambda: st.TreeTopology.from_branching({2, 1}), r"a sequence such as .*, got \{1, 2\}"),
-    (lambda: st.TreeTopology.from_branching(""), r"a sequence such as \(3, 2, 1\), got ''"),
     (lambda: st.make_mesh(data=10**400), r"data = 10+\.\.\. times model = 1 is 10+\.\.\. devices"),
     (lambda: st.TreeTopology.from_parents(5), r"parents is a sequence such as .*, got 5"),
-    (lambda: st.TreeTopology(None), r"parents is a sequence such as .*, got None"),
     (lambda: st.TreeTopology.chain(10**5000), "a tree of <int> nodes or more; at most 4096"),
     (lambda: st.ModelConfig.preset([]), r"unknown preset \[\]; known: Falcon-H1-0.5B, "),
     (lambda: st.from_pretrained(None), "path must be a directory or .*, got None"),
     (lambda: st.load_tokenizer(None), "path must be a directory or .*, got None"),
     (lambda: st.from_pretrained("x", dtype="zz"), "dtype must be float32 or .*, got 'zz'"),
     (lambda: st.from_pretrained("x", implementation="zz"), "implementation .*, got 'zz'"),
-    (lambda: st.HybridLM(model.config, dtype="zz", rngs=nnx.Rngs(0)), "dtype must .*, got 'zz'"),
-    (lambda: st.HybridLM.abstract(model.config, implementation="zz"), "implementation .* got 'zz'"),
     (lambda: st.from_pretrained("a" * 5000), r"no checkpoint at a{297}\.{3}: File name too"),
     (lambda: st.load_tokenizer("a" * 5000), r"no tokenizer at a{297}\.\.\.: only a"),
     (lambda: st.HybridLM(None, rngs=nnx.Rngs(0)), "config must be a ModelConfig, .* got None"),
-    (lambda: st.HybridLM.abstract("x"), "config must be a ModelConfig, .* got 'x'"),
     (lambda: st.load_medusa(None, model), "path must be the directory of .*, got None"),
-    (lambda: st.load_medusa("a" * 5000, model), r"no checkpoint at a{297}\.{3}: there is no"),
     (lambda: st.save_pretrained(model, "a" * 5000), r"the name of /.*a\.{3} is too long; choose"),
     (lambda: st.save_pretrained(model, 5), "path must be the directory to create, got 5"),
     (lambda: st.save_pretrained("model", "x"), "model must be a HybridLM, got str; load one with"),
@@ -661,8 +484,6 @@ for make, message in [
 ]:
     with pytest.raises(ValueError, match=message):
         make()
-with pytest.raises(ValueError, match="max_match must be an integer"):
-    st.NgramDrafter(max_match=2.5)
 """
 
 

@@ -14,7 +14,6 @@ import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.testing import PROMPTS, random_model, tiny_model
-from tests.helpers import COMPILED
 
 VOCAB = 70  # more than two words of bits
 
@@ -101,7 +100,6 @@ def test_a_fraction_is_no_integer():
     assert any(np.array_equal(leaf, np.float32([1.5, 2, 1])) for leaf in leaves)
 
 
-@pytest.mark.thorough
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Own(st.PresencePenalty):
@@ -142,17 +140,9 @@ def test_a_rule_is_shown_as_it_was_made():
     assert repr(st.LogitBias({7: -2.0})) == "LogitBias({7: -2.0})"
 
 
-def test_a_processor_must_be_a_pytree_of_arrays():
-    class Unregistered(st.PresencePenalty):
-        pass
-
-    with pytest.raises(ValueError, match="must be a pytree of numbers and arrays; make its class"):
-        st.Options(processors=[Unregistered(1.0)])
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Forgetful:
+class Forgetful(Own):
     """Returns a state of another dtype."""
 
     def init(self, context, vocab_size):
@@ -165,27 +155,14 @@ class Forgetful:
         return logits
 
 
-def test_a_state_keeps_its_shape_and_dtype():
+def test_what_is_refused():
+    class Unregistered(st.PresencePenalty):
+        pass
+
+    with pytest.raises(ValueError, match="must be a pytree of numbers and arrays; make its class"):
+        st.Options(processors=[Unregistered(1.0)])
     with pytest.raises(ValueError, match=r"Forgetful.advance must .* int32\(3, 1\), and ret"):
-        st.generate(tiny_model(), PROMPTS, processors=[Forgetful()])
-
-
-@pytest.mark.thorough
-def test_other_numbers_share_the_program():
-    """Also more ids, up to 8, and another number of first tokens."""
-
-    def compiled(penalty, ids, least):
-        before = len(COMPILED)
-        processors = [st.RepetitionPenalty(penalty), st.BannedTokens(ids)]
-        options = dict(max_new_tokens=4, processors=processors, min_new_tokens=least, eos_token=3)
-        st.generate(tiny_model(), PROMPTS, **options)
-        return len(COMPILED) - before
-
-    assert compiled(1.2, [4], 2) > 0
-    assert compiled(1.7, [5, 6, 7, 8, 9], 3) == 0
-
-
-def test_a_state_must_be_started_with_its_processors():
+        st.generate(tiny_model(), PROMPTS, processors=[Forgetful(1.0)])
     request = plan(tiny_model(), PROMPTS, processors=[st.BannedTokens([1])])
     state = request.decoder.start(tiny_model(), None, request.context, request.keys)
     with pytest.raises(ValueError, match="give the same sampling to `start` and `run`"):

@@ -6,10 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import stree_jax as st
-from pallas_kernels import dispatch
 from stree_jax.decoding.sampling import (
     all_finite,
-    best_tokens,
     filtered_logits,
     token_log_probs,
 )
@@ -55,19 +53,6 @@ def test_filters_apply_in_their_order():
     first_p = token_log_probs(LOGITS[None], Sampling(jnp.ones(1), (p, k)))[0]
     np.testing.assert_allclose(np.exp(first_k), [0, 4 / 7, 0, 3 / 7], atol=1e-6)
     np.testing.assert_allclose(np.exp(first_p), [0, 4 / 9, 2 / 9, 3 / 9], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("on_tpu", "count", "sorts"), [(0, 3, 1), (1, 3, 0), (1, 0, 1), (1, 17, 1)]
-)
-def test_a_vocabulary_is_not_sorted_for_a_few_tokens_on_a_tpu(on_tpu, count, sorts, monkeypatch):
-    monkeypatch.setattr(dispatch, "on_tpu", lambda: on_tpu)
-    scores = jax.random.normal(jax.random.key(0), (2, 40))
-    assert ("top_k" in str(jax.make_jaxpr(lambda x: best_tokens(x, count))(scores))) == sorts
-    best, tokens = best_tokens(scores, count)
-    np.testing.assert_array_equal(best, -np.sort(-scores, axis=-1)[:, :count])
-    np.testing.assert_array_equal(np.take_along_axis(scores, tokens, axis=-1), best)
-    assert tokens.dtype == jnp.int32
 
 
 def kept_by_sorting(logits, temperature, top_k, top_p):

@@ -72,11 +72,12 @@ def random_texts(tokenizer, count, seed=0):
         yield parts
 
 
+@pytest.mark.parametrize("count", [400, pytest.param(7500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
-def test_pieces_are_the_text(name):
+def test_pieces_are_the_text(name, count):
     tokenizer = tokenizer_of(KINDS[name])
     rng, texts, held = np.random.default_rng(1), set(), 0
-    for tokens in random_texts(tokenizer, 400):
+    for tokens in random_texts(tokenizer, count):
         if name == "spaces at both ends":  # the package's own step fails for an empty text
             tokens = [tokenizer.token_to_id("▁Hello"), *tokens]
         stream, pieces, at = st.TextStream(tokenizer), [], 0
@@ -86,11 +87,11 @@ def test_pieces_are_the_text(name):
             at += size
             held += "".join(pieces) != tokenizer.decode(tokens[:at])
         pieces.append(stream.end())
-        assert "".join(pieces) == tokenizer.decode(tokens)
+        assert "".join(pieces) == tokenizer.decode(tokens), tokens
         texts.add("".join(pieces))
-    assert len(texts) > 200
+    assert len(texts) > count // 2
     # What is shown comes as early as it can, where no step needs all of the text.
-    assert held < (200 if name in ("byte level", "metaspace", "wordpiece", "none") else 2000)
+    assert held < count * (0.5 if name in ("byte level", "metaspace", "wordpiece", "none") else 5)
 
 
 def pieces_of(tokenizer, tokens, rng):
@@ -101,16 +102,6 @@ def pieces_of(tokenizer, tokens, rng):
         pieces.append(stream.push(tokens[at : at + size]))
         at += size
     return "".join([*pieces, stream.end()])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_many_texts(name):
-    tokenizer, rng = tokenizer_of(KINDS[name]), np.random.default_rng(2)
-    first = [tokenizer.token_to_id("▁Hello")] * (name == "spaces at both ends")
-    for tokens in random_texts(tokenizer, 7500, seed=1):
-        tokens = [*first, *tokens]
-        assert pieces_of(tokenizer, tokens, rng) == tokenizer.decode(tokens), tokens
 
 
 RANGES = (0x80, 0x250, 0x3000, 0xD7FF, 0x110000)  # up to which characters are drawn

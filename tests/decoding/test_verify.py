@@ -13,21 +13,7 @@ from stree_jax.decoding.types import Drawn, Sampling, Step
 from stree_jax.decoding.verifiers import VERIFIERS, Reject, Traverse, follow
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse, traverse_chain
-from tests.decoding.enumeration import (
-    EXACT,
-    VOCAB,
-    Models,
-    draft_of,
-    draft_outcomes,
-    enumerated,
-    first_tokens,
-    followed,
-    prefix_of,
-    run_walks,
-    tables,
-    target_joint,
-    total_variation,
-)
+from tests.decoding import enumeration as en
 from tests.helpers import some
 from tests.methods import CHAIN
 
@@ -51,27 +37,27 @@ def traversals(name):
 @pytest.mark.parametrize("children", KINDS)
 @pytest.mark.parametrize("name", some(TREES, "deep", "chain of 3"))
 def test_testing_is_exact(name, children, kind):
-    topology, models = TREES[name], Models(seed=len(name), kind=kind)
-    tokens, weights = draft_outcomes(models, topology, children)
+    topology, models = TREES[name], en.Models(seed=len(name), kind=kind)
+    tokens, weights = en.draft_outcomes(models, topology, children)
     np.testing.assert_allclose(weights.sum(), 1.0)
-    want = target_joint(models, 3)
+    want = en.target_joint(models, 3)
     for rule in (try_children, *traversals(name)):
         options = dict(replace=children == "iid", rule=rule, length=3)
-        joint, _ = enumerated(models, topology, tokens, weights, **options)
-        assert total_variation(joint, want) < EXACT
+        joint, _ = en.enumerated(models, topology, tokens, weights, **options)
+        assert en.total_variation(joint, want) < en.EXACT
 
 
 @pytest.mark.parametrize("children", KINDS)
 def test_equal_models_accept_everything(children):
     """The residual is all zero; nothing may be rejected."""
     topology = TREES["2, 1"]
-    models = Models(seed=3, equal=True)
-    tokens, weights = draft_outcomes(models, topology, children)
-    joint = enumerated(models, topology, tokens, weights, replace=children == "iid")[0]
-    assert total_variation(joint, target_joint(models)) < EXACT
-    log_p = np.log(tables(models, topology, tokens)[0]).astype(np.float32)
+    models = en.Models(seed=3, equal=True)
+    tokens, weights = en.draft_outcomes(models, topology, children)
+    joint = en.enumerated(models, topology, tokens, weights, replace=children == "iid")[0]
+    assert en.total_variation(joint, en.target_joint(models)) < en.EXACT
+    log_p = np.log(en.tables(models, topology, tokens)[0]).astype(np.float32)
     uniforms = np.full(tokens.shape, 1 - 2**-24, np.float32)  # the strictest test
-    walk = run_walks(
+    walk = en.run_walks(
         uniforms, jnp.asarray(tokens), log_p, log_p, topology=topology, replace=children == "iid"
     )
     first = [children[0] if children else None for children in topology.children]
@@ -81,10 +67,10 @@ def test_equal_models_accept_everything(children):
 def test_a_residual_of_zero_falls_back_to_the_target():
     """A rejection although p equals q, which only rounding can cause."""
     topology = PAIR
-    p = np.full((1, 3, VOCAB), 0.25, np.float32)
+    p = np.full((1, 3, en.VOCAB), 0.25, np.float32)
     q = p.copy()
     q[0, 0, 0] = np.nextafter(np.float32(0.25), np.float32(1))  # p / q just below 1
-    walk = run_walks(
+    walk = en.run_walks(
         np.full((1, 3), 1 - 2**-24, np.float32),
         jnp.array([[0, 0, 1]]),
         np.log(q),
@@ -99,21 +85,21 @@ def test_a_residual_of_zero_falls_back_to_the_target():
 def test_the_enumeration_can_fail(rule):
     """Sorting the drawn children by the draft's probability is the classic mistake."""
     topology = PAIR
-    models = Models(seed=5)
-    tokens, weights = draft_outcomes(models, topology, "without_replacement")
-    q = Models.at(models.draft, [])
+    models = en.Models(seed=5)
+    tokens, weights = en.draft_outcomes(models, topology, "without_replacement")
+    q = en.Models.at(models.draft, [])
     tokens[:, 1:] = np.array([sorted(row, key=lambda t: -q[t]) for row in tokens[:, 1:]])
-    joint = enumerated(models, topology, tokens, weights, replace=False, rule=rule)[0]
-    assert total_variation(joint, target_joint(models)) > 0.01
+    joint = en.enumerated(models, topology, tokens, weights, replace=False, rule=rule)[0]
+    assert en.total_variation(joint, en.target_joint(models)) > 0.01
 
 
 def test_top_k_children_are_not_for_testing():
     topology = PAIR
-    models = Models(seed=5)
-    best = np.argsort(-Models.at(models.draft, []))[:2]
+    models = en.Models(seed=5)
+    best = np.argsort(-en.Models.at(models.draft, []))[:2]
     tokens = np.array([[0, *best]], np.int32)
-    joint = enumerated(models, topology, tokens, np.ones(1), replace=True)[0]
-    assert total_variation(joint, target_joint(models)) > 0.01
+    joint = en.enumerated(models, topology, tokens, np.ones(1), replace=True)[0]
+    assert en.total_variation(joint, en.target_joint(models)) > 0.01
 
 
 @pytest.mark.parametrize("children", KINDS)
@@ -123,10 +109,12 @@ def test_top_k_children_are_not_for_testing():
 def test_traversal_never_accepts_less_than_testing_from_the_root(name, children):
     topology, more = TREES[name], []
     for seed in range(6):
-        models = Models(seed)
-        tokens, weights = draft_outcomes(models, topology, children)
+        models = en.Models(seed)
+        tokens, weights = en.draft_outcomes(models, topology, children)
         accepted = [
-            enumerated(models, topology, tokens, weights, replace=children == "iid", rule=rule)[1]
+            en.enumerated(models, topology, tokens, weights, replace=children == "iid", rule=rule)[
+                1
+            ]
             for rule in (try_children, *traversals(name))
         ]
         np.testing.assert_allclose(accepted[1:], accepted[1], rtol=1e-5)
@@ -141,8 +129,8 @@ def by_hand(models, topology, tokens, *, replace, after_failure):
 
     def visit(node):
         nonlocal left
-        p = Models.at(models.target, prefix_of(topology, tokens, node)).astype(float)
-        q = Models.at(models.draft, prefix_of(topology, tokens, node)).astype(float)
+        p = en.Models.at(models.target, en.prefix_of(topology, tokens, node)).astype(float)
+        q = en.Models.at(models.draft, en.prefix_of(topology, tokens, node)).astype(float)
         for child in topology.children[node]:
             token = tokens[child]
             odds[child] = min(1.0, odds[node] * p[token] / q[token])
@@ -161,10 +149,10 @@ def by_hand(models, topology, tokens, *, replace, after_failure):
 
 
 def joint_by_hand(models, topology, tokens, weights, **options):
-    joint = np.zeros((VOCAB,) * 3)
+    joint = np.zeros((en.VOCAB,) * 3)
     for row, weight in zip(tokens, weights, strict=True):
         for node, chance, probs in by_hand(models, topology, row, **options):
-            joint += first_tokens(models, topology, [row], [weight * chance], [node], [probs], 3)
+            joint += en.first_tokens(models, topology, [row], [weight * chance], [node], [probs], 3)
     return joint
 
 
@@ -179,32 +167,32 @@ def of_a_public_port(odds, mass, q):
 @pytest.mark.parametrize("children", KINDS)
 def test_the_odds_of_a_traversal_after_a_failure_matter(children):
     """The enumeration accepts the rule written down again, and catches another one's mistake."""
-    topology, models = TREES["2, 1"], Models(seed=0)
-    tokens, weights = draft_outcomes(models, topology, children)
+    topology, models = TREES["2, 1"], en.Models(seed=0)
+    tokens, weights = en.draft_outcomes(models, topology, children)
     joint = functools.partial(
         joint_by_hand, models, topology, tokens, weights, replace=children == "iid"
     )
-    want = target_joint(models, 3)
-    assert total_variation(joint(after_failure=right), want) < 1e-12
-    assert total_variation(joint(after_failure=of_a_public_port), want) > 0.1
+    want = en.target_joint(models, 3)
+    assert en.total_variation(joint(after_failure=right), want) < 1e-12
+    assert en.total_variation(joint(after_failure=of_a_public_port), want) > 0.1
 
 
 @pytest.mark.parametrize("children", KINDS)
 def test_draws_that_nodes_share_are_caught(children):
     """One draw for all nodes of a depth, as heads give: walking from the root is exact with it."""
-    topology, models = TREES["2, 1"], Models(seed=5)
-    models.draft[:] = models.draft[VOCAB, VOCAB]  # the same after every prefix
-    tokens, weights = draft_outcomes(models, topology, children)
+    topology, models = TREES["2, 1"], en.Models(seed=5)
+    models.draft[:] = models.draft[en.VOCAB, en.VOCAB]  # the same after every prefix
+    tokens, weights = en.draft_outcomes(models, topology, children)
     shared = tokens[:, 3] == tokens[:, 4]
     tokens = tokens[shared]
-    weights = weights[shared] / models.draft[VOCAB, VOCAB][tokens[:, 4]]
+    weights = weights[shared] / models.draft[en.VOCAB, en.VOCAB][tokens[:, 4]]
     np.testing.assert_allclose(weights.sum(), 1.0)
     wrong, fine = (
-        enumerated(models, topology, tokens, weights, replace=children == "iid", rule=rule)[0]
+        en.enumerated(models, topology, tokens, weights, replace=children == "iid", rule=rule)[0]
         for rule in (traverse, try_children)
     )
-    assert total_variation(fine, target_joint(models)) < EXACT
-    assert total_variation(wrong, target_joint(models)) > 0.005
+    assert en.total_variation(fine, en.target_joint(models)) < en.EXACT
+    assert en.total_variation(wrong, en.target_joint(models)) > 0.005
 
 
 @pytest.mark.parametrize("length", [1, 3, 9])
@@ -212,11 +200,11 @@ def test_a_chain_is_a_tree(length):
     """Both forms of the rule, on drafts that end early, too; tokens that cannot be never pass."""
     rng, batch = np.random.default_rng(length), 64
     topology = TreeTopology.chain(length)
-    shape = (batch, length + 1, VOCAB)
-    p, q = (rng.dirichlet(np.full(VOCAB, 0.7), shape[:2]) for _ in range(2))
+    shape = (batch, length + 1, en.VOCAB)
+    p, q = (rng.dirichlet(np.full(en.VOCAB, 0.7), shape[:2]) for _ in range(2))
     p[..., 0] = 0  # filtered
     p /= p.sum(-1, keepdims=True)
-    tokens = rng.integers(VOCAB, size=shape[:2])
+    tokens = rng.integers(en.VOCAB, size=shape[:2])
     ends = rng.integers(length + 2, size=(batch, 1))
     tokens = np.where(np.arange(length + 1) > ends, -1, tokens)
     uniforms = rng.uniform(size=shape[:2]).astype(np.float32)
@@ -225,7 +213,7 @@ def test_a_chain_is_a_tree(length):
         log_q, log_p = np.log(q, dtype=np.float32), np.log(p, dtype=np.float32)
     drafts = uniforms, jnp.asarray(tokens), log_q, log_p
     chain, tree = (
-        run_walks(*drafts, topology=topology, replace=False, rule=rule)
+        en.run_walks(*drafts, topology=topology, replace=False, rule=rule)
         for rule in (traverse_chain, traverse)
     )
     np.testing.assert_array_equal(chain.last, tree.last)
@@ -240,15 +228,15 @@ def test_a_chain_is_a_tree(length):
 @pytest.mark.parametrize("duplicates", [False, True])
 def test_following_is_exact_for_any_draft(duplicates):
     """Target-only: enumerate what the target samples at each node, for fixed drafts."""
-    topology, models = TreeTopology.from_parents([-1, 0, 0, 1, 2]), Models(seed=7)
+    topology, models = TreeTopology.from_parents([-1, 0, 0, 1, 2]), en.Models(seed=7)
     drafts = np.array([0, 2, 2 if duplicates else 3, 1, 0], np.int32)
-    joint, _ = followed(models, topology, drafts)
-    assert total_variation(joint, target_joint(models)) < EXACT
+    joint, _ = en.followed(models, topology, drafts)
+    assert en.total_variation(joint, en.target_joint(models)) < en.EXACT
 
 
 def test_following_skips_nodes_that_do_not_exist():
     topology = TreeTopology.from_branching((2, 1))
-    draft = draft_of(topology, [[0, 1, 1, 2, 2]], valid=[[True, False, True, False, True]])
+    draft = en.draft_of(topology, [[0, 1, 1, 2, 2]], valid=[[True, False, True, False, True]])
     verdict = follow(draft, jnp.array([[1, 2, 2, 3, 3]]))
     assert verdict.last.tolist() == [4]  # through node 2, although the missing node 1 matches too
     assert verdict.next_token.tolist() == [3]
@@ -268,18 +256,18 @@ def verify(rule, draft, logits, *, topology, temperature=1.0):
 
 
 def test_following_at_temperature_0_takes_the_best_token():
-    draft = draft_of(CHAIN, [[0, 2, 1, 3]])
-    logits = 9.0 * jax.nn.one_hot(jnp.array([[2, 1, 0, 0]]), VOCAB)
+    draft = en.draft_of(CHAIN, [[0, 2, 1, 3]])
+    logits = 9.0 * jax.nn.one_hot(jnp.array([[2, 1, 0, 0]]), en.VOCAB)
     for name in ("greedy", "target_only"):
         verdict = verify(VERIFIERS[name], draft, logits, topology=CHAIN, temperature=0.0)
         assert (verdict.last.tolist(), verdict.next_token.tolist()) == ([2], [0])
 
 
 def test_testing_needs_the_distributions_of_the_draft():
-    draft = draft_of(CHAIN, np.zeros((1, 4)))
+    draft = en.draft_of(CHAIN, np.zeros((1, 4)))
     for name in ("traversal", "multi_step"):
         with pytest.raises(ValueError, match=f"'{name}' needs the draft's distributions"):
-            verify(VERIFIERS[name], draft, jnp.zeros((1, 4, VOCAB)), topology=CHAIN)
+            verify(VERIFIERS[name], draft, jnp.zeros((1, 4, en.VOCAB)), topology=CHAIN)
 
 
 @pytest.mark.thorough
@@ -287,10 +275,10 @@ def test_testing_needs_the_distributions_of_the_draft():
     ("rule", "topology"), [(Reject("reject", "iid"), TREE), (Traverse(), CHAIN)]
 )
 def test_a_rule_reads_from_the_draft_how_children_were_drawn(rule, topology):
-    shape = (1, topology.num_nodes, VOCAB)
+    shape = (1, topology.num_nodes, en.VOCAB)
     q, logits = (jax.random.normal(jax.random.key(seed), shape) for seed in (2, 3))
-    tokens = jax.random.randint(jax.random.key(1), shape[:2], 0, VOCAB)
-    draft = draft_of(topology, tokens, jax.nn.log_softmax(q))
+    tokens = jax.random.randint(jax.random.key(1), shape[:2], 0, en.VOCAB)
+    draft = en.draft_of(topology, tokens, jax.nn.log_softmax(q))
     with pytest.raises(ValueError, match=r"drawn = Drawn\(kind='top_k'"):
         verify(rule, draft, logits, topology=topology)
     for kind in ("iid", "without_replacement"):

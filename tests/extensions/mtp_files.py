@@ -28,6 +28,16 @@ def shapes(config):
     }
 
 
+def target_files(config, to):
+    """Config and tensors of a random target, as another program has them."""
+    from safetensors.numpy import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        write_as(checkpoints.random_model(config), path, to)
+        return json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+
+
 @functools.cache
 def files(latent=True):
     """Config and tensors of the target, and tensors of its head."""
@@ -37,13 +47,7 @@ def files(latent=True):
             ("mamba2", "attention", "moe"),
             moe=st.MoeConfig(**{**vars(config.moe), "latent_size": None}),
         )
-    from safetensors.numpy import load_file
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        write_as(checkpoints.random_model(config), path, "hf")
-        values = json.loads((path / "config.json").read_text())
-        tensors = load_file(path / "model.safetensors")
+    values, tensors = target_files(config, "hf")
     rng = np.random.default_rng(1)
     head = {name: checkpoints.random_weight(name, s, rng) for name, s in shapes(values).items()}
     return values, tensors, head

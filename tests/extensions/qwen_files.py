@@ -1,16 +1,13 @@
 """Checkpoints of a tiny Qwen3.5 with its multi-token prediction head, with random weights."""
 
 import functools
-import json
-import tempfile
-from pathlib import Path
 
 import numpy as np
 
 import stree_jax as st
-from stree_jax.convert.writing import write_as
 from stree_jax.models import GatedDeltaConfig
 from tests.convert import checkpoints
+from tests.extensions.mtp_files import target_files
 from tests.numpy_parts import attention_shapes
 
 KEYS = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
@@ -72,13 +69,8 @@ def mlp_shapes(name, width, hidden):
 @functools.cache
 def files(experts=False):
     """Config and tensors of the target, and tensors of its head."""
-    from safetensors.numpy import load_file
-
-    with tempfile.TemporaryDirectory() as folder:
-        path, to = Path(folder), "qwen3_5_moe_text" if experts else "qwen3_5_text"
-        write_as(checkpoints.random_model(model_config(experts)), path, to)
-        values = json.loads((path / "config.json").read_text())
-        tensors = load_file(path / "model.safetensors")
+    to = "qwen3_5_moe_text" if experts else "qwen3_5_text"
+    values, tensors = target_files(model_config(experts), to)
     rng, head = np.random.default_rng(1), {}
     for name, shape in shapes(values).items():
         weight = checkpoints.random_weight(name, shape, rng)

@@ -56,15 +56,12 @@ def test_tables(num_states, vocab_size):
     next_state = table(num_states, vocab_size)
     automaton = st.Automaton(next_state)
     check(automaton, next_state)
+    some = [[1, -1, 0], [-1, -1, -1], [2, 2, 2]]  # a state that allows nothing
+    check(st.Automaton(some, start=2), np.array(some))
     sizes = dict(num_states=num_states, vocab_size=vocab_size)
     same = st.Automaton.from_edges(*edges_of(next_state), **sizes)
     for one, other in zip(jax.tree.leaves(automaton), jax.tree.leaves(same), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_lists_and_states_that_allow_nothing():
-    next_state = [[1, -1, 0], [-1, -1, -1], [2, 2, 2]]
-    check(st.Automaton(next_state, start=2), np.array(next_state))
 
 
 def test_similar_states_are_stored_once():
@@ -94,17 +91,11 @@ MANY = TWO | {"num_states": 2**31}
 # A function, its arguments and options, and what the message says.
 REFUSALS = [
     (st.Automaton, [5], {}, "next_state must be integers [S, V], got 5"),
-    (st.Automaton, [None], {}, "next_state must be integers [S, V], got None"),
-    (st.Automaton, [{0: [0]}], {}, "next_state must be integers [S, V], got {0: [0]}"),
     (st.Automaton, [[[0], [0, 1]]], {}, "next_state must be integers [S, V]"),
     (st.Automaton, [[[0.5]]], {}, "next_state must be an array of integers"),
     (st.Automaton, [[[0, 1]]], {}, "next_state has 1, outside -1 to 0"),
-    (st.Automaton, [[[-2]]], {}, "next_state has -2, outside -1 to 0"),
     (st.Automaton, [[[-1]]], {}, "start = 0 is no state that allows a token"),
-    (st.Automaton, [[[0]], 1], {}, "start = 1 is no state that allows a token"),
     (st.Automaton, [[[0]], -1], {}, "start must be an integer, at least 0; got -1"),
-    (st.Automaton, [[[0]], "a"], {}, "start must be an integer, at least 0; got 'a'"),
-    (st.Automaton, [[[0]], [0]], {}, "start must be an integer, at least 0; got [0]"),
     (st.Automaton([[1, 0], [-1, 1]]).check, [1], {}, "has 2 tokens, and the model 1: in some"),
     (st.Automaton.from_edges, [[[0], []], [0], [0]], TWO, "states must be an array of integers"),
     (st.Automaton.from_edges, [[0], [0], [0]], MANY, "from 1 to 16777216; got 2147483648"),
@@ -112,13 +103,7 @@ REFUSALS = [
     (st.Automaton.from_edges, [[0], [1, 1], [0]], TWO, "must be arrays of one length"),
     (st.Automaton.from_edges, [[0], [2], [0]], TWO, "tokens has 2, outside 0 to 1"),
     (st.Automaton.joined, [[5]], {}, "automata must be a list of Automaton, got 5 in it"),
-    (st.Automaton.joined, [None], {}, "automata must be a list of Automaton, got None in it"),
-    (
-        st.Automaton.joined,
-        [[st.Automaton([[0]]), st.Automaton([[0, 0]])]],
-        {},
-        "the automata have different vocabularies: [1, 2] tokens",
-    ),
+    (st.Automaton.joined, [[st.Automaton([[0]]), st.Automaton([[0, 0]])]], {}, "different vocab"),
 ]
 
 
@@ -193,12 +178,9 @@ def test_tokens_spell_the_texts(name):
     assert set(found) == wanted
 
 
-def test_no_text_that_tokens_spell():
-    of_bytes = automaton_of_pattern("ab")
-    assert TokenTree([None, b"a", b"ba"], [0]).automaton(of_bytes) is None
-
-
 def test_after_the_end_come_ends_only():
+    nothing = TokenTree([None, b"a", b"ba"], [0]).automaton(automaton_of_pattern("ab"))
+    assert nothing is None  # no text that tokens spell
     of_bytes = automaton_of_pattern("a*")
     automaton = TokenTree([b"a", None, None], [1, 2]).automaton(of_bytes)
     states = jnp.array([[automaton.start]])

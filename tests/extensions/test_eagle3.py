@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.testing import assert_lossless, tiny_model
-from tests.extensions.eagle3_files import OWN, VOCAB, WIDTH, saved
-from tests.extensions.heads import hidden_of, parts
+from stree_jax.testing import tiny_model
+from tests.extensions.eagle3_files import OWN, WIDTH, saved
+from tests.extensions.heads import hidden_of
 
 
 @pytest.fixture(scope="module")
@@ -26,33 +26,22 @@ def test_the_inner_states_are_the_stream_after_so_many_layers(target):
     assert np.abs(both[..., WIDTH : 2 * WIDTH] - last).max() > 0.1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [st.BeamDrafter, st.DynamicDrafter])
-def test_trees_whose_shape_the_head_chooses(kind, target):
-    drafter = kind(parts("eagle3").drafter().model)
-    assert_lossless(target, drafter, topology=st.TreeTopology.budget(5, 2), max_new_tokens=8)
-
-
 D2T = np.zeros(OWN, np.int64)
 REFUSED = [
     (dict(architectures=["LlamaForCausalLM"]), {}, "not an EAGLE-3 head: its architectures are"),
     (dict(norm_before_fc=True), {}, "norm_before_fc = true is not supported"),
     (dict(attention_bias=True), {}, "biases in an EAGLE-3 head are not supported"),
-    (dict(num_hidden_layers=2), {}, "num_hidden_layers = 2, elsewhere 1"),
     (dict(target_hidden_size=32), {}, "target_hidden_size = 32, elsewhere 16"),
     (dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 9]}), {}, "the target's 4 layers"),
-    (dict(surprise=1), {}, "unknown fields .*surprise"),
     (dict(vocab_size=40), {}, "d2t|t2d|of a model of width 16 with 40 tokens"),
     ({}, {"fc.weight": None}, "fc.weight .* is missing"),
-    ({}, {"norm.bias": np.ones(4, np.float32)}, "norm.bias' .* is not expected"),
     ({}, {"d2t": None}, "d2t is missing, and the head has 20 of the target's 37 tokens"),
     ({}, {"d2t": D2T - 1}, "d2t maps tokens of the head twice, or outside the vocabulary"),
-    ({}, {"t2d": np.full(VOCAB, np.nan, np.float32)}, "t2d must be true or false for each of the"),
     ({}, {"d2t": D2T}, "t2d and d2t contradict each other"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "own", "message"), REFUSED, ids=[m for *_, m in REFUSED])
+@pytest.mark.parametrize(("changes", "own", "message"), REFUSED)
 def test_files_that_are_refused(changes, own, message, target, tmp_path):
     path = saved(tmp_path / "head", changes, own)
     with pytest.raises(ValueError, match=message) as error:

@@ -195,12 +195,9 @@ def test_the_next_chain_depends_on_the_text_alone(kind):
 @pytest.mark.parametrize(
     ("kind", "temperature"),
     [
-        *(pytest.param(kind, 0.0, marks=pytest.mark.slow) for kind in KINDS),
         ("mtp", 1.0),
-        *(
-            pytest.param(kind, 1.0, marks=pytest.mark.slow)
-            for kind in ("medusa", "eagle3", "mtp, qwen")
-        ),
+        *(pytest.param(kind, 0.0, marks=pytest.mark.slow) for kind in KINDS),
+        *(pytest.param(kind, 1.0, marks=pytest.mark.slow) for kind in ("medusa", "eagle3")),
     ],
 )
 def test_ranks_by_depth_give_the_tau_of_a_tree(kind, temperature):
@@ -229,24 +226,9 @@ def same(head, other):
 @pytest.mark.parametrize(
     ("kind", "load", "other", "missing"),
     [
-        (
-            "medusa",
-            st.load_medusa,
-            "trained with another target; load that one, or train heads for this one",
-            "has no Medusa heads; it is a model, for from_pretrained",
-        ),
-        (
-            "mtp",
-            st.load_mtp,
-            "head in .* is for another target; load that one, or train a head for this one",
-            "has no multi-token prediction head in a folder mtp",
-        ),
-        (
-            "eagle3",
-            st.load_eagle3,
-            "the EAGLE-3 head in .* is for another target; load the target that it was trained for",
-            "is not an EAGLE-3 head",
-        ),
+        ("medusa", st.load_medusa, "with another target; load that one, or", "has no Medusa heads"),
+        ("mtp", st.load_mtp, "head in .* is for another target", "has no multi-token prediction"),
+        ("eagle3", st.load_eagle3, "in .* is for another target; load", "is not an EAGLE-3 head"),
     ],
 )
 def test_a_saved_head_is_for_one_target(kind, load, other, missing, tmp_path):

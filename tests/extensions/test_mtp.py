@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -12,7 +11,7 @@ from pallas_kernels import AttentionLayout
 from stree_jax.decoding import head_reader, outputs_ahead
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.types import Context, Sampling, Step
-from stree_jax.extensions.mtp.training import head_of, mtp_loss, new_head
+from stree_jax.extensions.mtp.training import head_of
 from stree_jax.models.attention import AttentionMixer
 from stree_jax.testing import tiny_model
 from stree_jax.training import Recipe, Training
@@ -114,37 +113,27 @@ def keys_not_normed(monkeypatch):
     )
 
 
-@pytest.mark.thorough
-def test_the_head_is_that_of_float64():
-    assert gap() < 1e-4
+OF_BOTH = (before_the_final_norm, no_cache)
+MUTATIONS = {"mtp": (*OF_BOTH, swapped, rotated, not_normed)}
+# Its traps are other ones: norms of 1 + w, rotation, norms of keys.
+MUTATIONS["mtp, qwen"] = (plain_norms, one_place_late, not_rotated, keys_not_normed, *OF_BOTH)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "mutation", [before_the_final_norm, swapped, rotated, no_cache, not_normed]
-)
-def test_a_wrong_head_is_found(mutation, monkeypatch):
-    states_of(parts("mtp").target, [1])  # compiled before the mutation
-    mutation(monkeypatch)
-    assert gap() > 0.01
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "mutation",
+    ("name", "mutation"),
     [
-        *(plain_norms, one_place_late),
-        *(
-            pytest.param(mutation, marks=pytest.mark.slow)
-            for mutation in (not_rotated, keys_not_normed, before_the_final_norm, no_cache)
-        ),
+        pytest.param(
+            *(name, mutation), marks=[pytest.mark.slow] if number > 1 and name != "mtp" else []
+        )
+        for name, mutations in MUTATIONS.items()
+        for number, mutation in enumerate(mutations)
     ],
 )
-def test_a_wrong_head_of_qwen_is_found(mutation, monkeypatch):
-    """Its traps are other ones: norms of 1 + w, rotation, norms of keys."""
-    states_of(parts("mtp, qwen").target, [1])
+def test_a_wrong_head_is_found(name, mutation, monkeypatch):
+    assert gap(name) < 1e-4
     mutation(monkeypatch)
-    assert gap("mtp, qwen") > 0.01
+    assert gap(name) > 0.01
 
 
 @pytest.mark.thorough
@@ -170,20 +159,11 @@ HEADS = {"attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}}
     ("table", "message"),
     [
         ({}, r"\[model\] has steps, boost_after, \[model.attention\], .*: got \[\]"),
-        (HEADS, r"got \['attention'\]"),
         (HEADS | {"mlp": {"hidden_size": 8}, "moe": {}}, "got"),
-        (HEADS | {"mlp": {"hidden_size": 8}, "layers": 2}, "got"),
         (HEADS | {"mlp": {"hidden_size": 8}, "steps": 0}, "steps must be an integer, from 1 to 16"),
-        (
-            HEADS | {"mlp": {"hidden_size": 8}, "boost_after": 2},
-            "boost_after must be .* from 0 to 1",
-        ),
+        (HEADS | {"mlp": {"hidden_size": 8}, "boost_after": 2}, "boost_after must be .* from 0"),
         (HEADS | {"mlp": {"width": 8}}, "hidden_size|width"),
         (HEADS | {"mlp": 8}, "mapping"),
-        (
-            {"attention": {**HEADS["attention"], "window": 4}, "mlp": {"hidden_size": 8}},
-            "no options but .* got AttentionConfig",
-        ),
     ],
 )
 def test_recipes_that_are_refused(table, message):
@@ -226,52 +206,3 @@ def test_no_gradient_flows_through_recycled_outputs():
     for detached, slopes in ((False, [1, 6, 27]), (True, [1, 3, 9])):
         np.testing.assert_array_equal(drafts(3.0, detached), [3, 9, 27])
         np.testing.assert_array_equal(jax.jacobian(drafts)(3.0, detached), slopes)
-
-
-@pytest.mark.thorough
-def test_acceptance_of_a_trained_head():
-    """Half a second of training; the drafts of decoding are those that it was trained for.
-
-    All seeds are fixed. Relative noise of 1e-6 in the first weights changed no count; of the
-    mutations above, each that applies here, made after training, changed one by more than 1.
-    """
-    target = tiny_model()
-    config = st.MtpConfig(16, st.AttentionConfig(2, 1, 8), st.MlpConfig(32))
-    prompts = np.random.default_rng(3).integers(37, size=(48, 4)).tolist()
-    written = st.generate(target, prompts, max_new_tokens=20).tokens
-    texts = jnp.asarray(np.concatenate([prompts, written], axis=1), jnp.int32)
-    head = new_head(config, target, texts, rngs=nnx.Rngs(0))
-    graph, weights = nnx.split(head)
-    optimizer = optax.adam(1e-2)
-
-    @jax.jit
-    def trained(weights):
-        def loss(weights):
-            return mtp_loss(nnx.merge(graph, weights), target, texts, 3)
-
-        def step(carry, _):
-            weights, state = carry
-            value, gradient = jax.value_and_grad(loss)(weights)
-            updates, state = optimizer.update(gradient, state)
-            return (optax.apply_updates(weights, updates), state), value
-
-        (weights, _), losses = jax.lax.scan(step, (weights, optimizer.init(weights)), None, 60)
-        return weights, losses
-
-    after, losses = trained(weights)
-    new = np.random.default_rng(4).integers(37, size=(16, 4)).tolist()
-    untrained, drafted = (
-        st.generate(
-            target,
-            new,
-            max_new_tokens=24,
-            drafter=st.MtpDrafter(target, nnx.merge(graph, each)),
-            topology=CHAIN,
-        ).stats
-        for each in (weights, after)
-    )
-    assert losses[0] == pytest.approx(0.4436, rel=0.01)
-    assert losses[-1] == pytest.approx(0.0585, rel=0.05)
-    np.testing.assert_allclose(untrained.accepted_per_depth, [13, 1, 1], atol=1)
-    np.testing.assert_allclose(drafted.accepted_per_depth, [95, 49, 26], atol=1)
-    assert drafted.tau == pytest.approx(1.73, abs=0.02)

@@ -126,6 +126,8 @@ def test_ties_and_values_that_cannot_be_read_keep_the_first():
     for text in ("5", "what?"):
         thoughts = searched(Script(lambda prompt, number, text=text: text), Letters(keep=1))
         assert [t.index for t in thoughts if t.kept and t.level < 3] == [0, 0]
+    thoughts = searched(Script(lambda *_: "5"), Letters(thoughts=1, keep=1), temperature=0.0)
+    assert [t.level for t in thoughts] == [1, 2, 3]
 
 
 def test_keys_depend_on_the_place_in_the_tree_only():
@@ -153,17 +155,9 @@ def test_refusals(task, options, match):
         searched(Script(lambda prompt, number: "5"), task, **options)
 
 
-def test_temperature_zero_with_one_thought_is_fine():
-    thoughts = searched(Script(lambda *_: "5"), Letters(thoughts=1, keep=1), temperature=0.0)
-    assert [t.level for t in thoughts] == [1, 2, 3]
-
-
-def test_a_failed_text_says_which():
+def test_other_refusals():
     with pytest.raises(FloatingPointError, match="problem 0, level 1, generator: not finite"):
         searched(Script(lambda *_: "5", error="not finite"), Letters())
-
-
-def test_a_scheduler_with_other_requests_is_refused():
     scheduler = st.Scheduler(tiny_model(), rows=1, max_length=10)
     for _ in range(2):
         scheduler.submit(st.Request([1], max_new_tokens=1))

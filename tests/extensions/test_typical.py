@@ -10,16 +10,7 @@ from stree_jax.decoding.sampling import position_noise
 from stree_jax.decoding.types import Sampling, Step
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import tiny_model
-from tests.decoding.enumeration import (
-    VOCAB,
-    Models,
-    draft_of,
-    first_tokens,
-    prefix_of,
-    tables,
-    target_joint,
-    total_variation,
-)
+from tests.decoding import enumeration as en
 from tests.methods import SAMPLED, drafts
 
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 2, 2])
@@ -28,7 +19,7 @@ TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 2, 2])
 def verdicts(p, tokens, valid):
     """The rule's verdicts for distributions `[B, N, V]`, and those of its definition."""
     batch = len(p)
-    draft = draft_of(TREE, tokens, valid=valid)
+    draft = en.draft_of(TREE, tokens, valid=valid)
     sampling = Sampling(jnp.ones(batch))
     keys = jax.random.split(jax.random.key(0), batch)
     logits = jnp.log(jnp.asarray(p, jnp.float32))
@@ -50,9 +41,9 @@ def verdicts(p, tokens, valid):
 
 def test_the_rule_is_its_definition():
     rng, batch = np.random.default_rng(0), 200
-    p = rng.dirichlet(np.full(VOCAB, 0.3), size=(batch, TREE.num_nodes)) + 1e-6
+    p = rng.dirichlet(np.full(en.VOCAB, 0.3), size=(batch, TREE.num_nodes)) + 1e-6
     p /= p.sum(-1, keepdims=True)
-    tokens = rng.integers(VOCAB, size=(batch, TREE.num_nodes))
+    tokens = rng.integers(en.VOCAB, size=(batch, TREE.num_nodes))
     valid = rng.random((batch, TREE.num_nodes)) < 0.9
     valid[:, 0] = True
     valid = ~(TREE.ancestor_mask & ~valid[:, None]).any(-1)
@@ -65,21 +56,21 @@ def test_the_rule_is_its_definition():
 @pytest.mark.thorough
 def test_it_is_lossy():
     """The first two tokens after the best drafts are far from the target's."""
-    models = Models(seed=1)
-    best = int(np.argmax(Models.at(models.draft, [])))
+    models = en.Models(seed=1)
+    best = int(np.argmax(en.Models.at(models.draft, [])))
     tokens = np.zeros((1, TREE.num_nodes), int)
-    order = np.argsort(-Models.at(models.draft, []))
+    order = np.argsort(-en.Models.at(models.draft, []))
     tokens[0, 1:3] = order[:2]
     for node in (3, 4, 5):
-        law = Models.at(models.draft, prefix_of(TREE, tokens[0], TREE.parents[node]))
+        law = en.Models.at(models.draft, en.prefix_of(TREE, tokens[0], TREE.parents[node]))
         tokens[0, node] = np.argsort(-law)[int(node == 5)]
-    p, _ = tables(models, TREE, tokens)
+    p, _ = en.tables(models, TREE, tokens)
     got, _ = verdicts(p, tokens, np.ones(tokens.shape, bool))
     last = np.asarray(got.last)
     assert best in tokens
-    joint = first_tokens(models, TREE, tokens, [1.0], last, [p[0, last[0]]])
+    joint = en.first_tokens(models, TREE, tokens, [1.0], last, [p[0, last[0]]])
     np.testing.assert_allclose(joint.sum(), 1.0)
-    assert total_variation(joint, target_joint(models)) > 0.2
+    assert en.total_variation(joint, en.target_joint(models)) > 0.2
 
 
 @pytest.mark.thorough

@@ -59,6 +59,8 @@ def test_committed_arrays_choose_the_device(default_is_a_gpu):
     assert dispatch.default_device() is FAKE_GPU
     assert dispatch.device_obstacle() is None
     assert "is a CPU" in dispatch.device_obstacle(default_is_a_gpu)
+    here = jax.device_put(jnp.zeros((1, 1, 16, 16)), default_is_a_gpu)
+    assert small_replay(state=here).devices() == {default_is_a_gpu}
 
 
 def test_traced_arrays_are_on_the_default_device_or_on_their_mesh(default_is_a_gpu):
@@ -83,20 +85,6 @@ def test_traced_arrays_are_on_the_default_device_or_on_their_mesh(default_is_a_g
     spec = jax.sharding.PartitionSpec("x")
     run(jax.device_put(here, jax.sharding.NamedSharding(mesh, spec)))
     assert chosen == [default_is_a_gpu, "xla"]
-
-
-def test_ops_run_where_their_arrays_are(default_is_a_gpu):
-    here = jax.device_put(jnp.zeros((1, 1, 16, 16)), default_is_a_gpu)
-    assert small_replay(state=here).devices() == {default_is_a_gpu}
-
-
-def test_without_triton_everything_but_pallas_works(monkeypatch):
-    monkeypatch.setattr(triton, "UNAVAILABLE", "this jax has no Pallas-Triton backend")
-    monkeypatch.setattr(dispatch, "device_obstacle", lambda device=None: None)
-    assert small_replay().shape == (1, 1, 16, 16)
-    assert "no Pallas-Triton" in dispatch.explain()
-    with pytest.raises(ValueError, match="no Pallas-Triton backend; use 'xla'"):
-        small_replay("pallas")
 
 
 @pytest.fixture

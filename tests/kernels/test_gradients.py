@@ -7,19 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
-    DeferredRMSNorm,
-    add_rms_norm,
-    delta_chunks,
-    expert_mlps,
-    gated_rms_norm,
-    replay_tree_delta,
-    ssd,
-    tree_attention,
-    tree_delta,
-    tree_scan,
-)
-from pallas_kernels.dispatch import with_gradients_of
+import pallas_kernels as pk
 from pallas_kernels.matmul import matmul, rows
 from pallas_kernels.rms_norm.api import NORMS
 from tests.cases import matmul as matmul_cases
@@ -31,14 +19,6 @@ from tests.cases import tree_scan as scan_cases
 from tests.cases.base import NEEDS_NATIVE, relative_error
 
 
-def test_only_the_twin_runs_where_it_is_differentiated():
-    run = with_gradients_of(lambda x: x**3, lambda x: x**3 + 1.0)
-    assert run(2.0) == jax.jit(run)(2.0) == 9.0
-    assert jax.value_and_grad(run)(2.0) == (8.0, 12.0)
-    assert jax.jvp(run, (2.0,), (1.0,)) == (8.0, 12.0)
-    assert jax.grad(jax.grad(run))(2.0) == 12.0
-
-
 def normal(*shapes):
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
@@ -47,7 +27,7 @@ def normal(*shapes):
 def gated(norm):
     y, gate, weight = normal((3, 32), (3, 40), (32,))
     options = dict(norm=norm, num_groups=2, gate_start=8)
-    return functools.partial(gated_rms_norm, **options), (
+    return functools.partial(pk.gated_rms_norm, **options), (
         y,
         gate,
         None if norm == "none" else weight,
@@ -56,8 +36,10 @@ def gated(norm):
 
 def added(parts):
     def run(residual, output, weight, *squares, implementation):
-        output = DeferredRMSNorm(output, *squares, 0.5) if parts else output
-        return add_rms_norm(residual, output, weight, epsilon=1e-5, implementation=implementation)
+        output = pk.DeferredRMSNorm(output, *squares, 0.5) if parts else output
+        return pk.add_rms_norm(
+            residual, output, weight, epsilon=1e-5, implementation=implementation
+        )
 
     squares = [jnp.asarray(np.random.default_rng(1).uniform(size=(3, parts)))] if parts else []
     return run, (*normal((3, 32), (3, 32), (32,)), *squares)
@@ -67,7 +49,7 @@ def attention():
     *arrays, length, mask = attention_cases.inputs(attention_cases.CASES["several blocks"])
 
     def run(*arrays, implementation):
-        return tree_attention(*arrays, length, mask, scale=0.25, implementation=implementation)
+        return pk.tree_attention(*arrays, length, mask, scale=0.25, implementation=implementation)
 
     return run, tuple(arrays)
 
@@ -79,7 +61,7 @@ def scan():
     )
 
     def run(*floats, implementation):
-        return tree_scan(*floats, mask, implementation=implementation)
+        return pk.tree_scan(*floats, mask, implementation=implementation)
 
     return run, tuple(floats)
 
@@ -89,9 +71,9 @@ def delta(op):
     case = delta_cases.CASES["padded nodes"].but(replayed=6)
     given = delta_cases.on_device(case, delta_cases.inputs(case))
     floats = delta_cases.named(given, delta_cases.TREE[:-1])
-    if op is delta_chunks:
+    if op is pk.delta_chunks:
         return functools.partial(op, valid=given.valid, chunk_size=8), floats
-    if op is tree_delta:
+    if op is pk.tree_delta:
         return functools.partial(op, mask=given.mask), floats
     old = case.but(padded=0)
     before, (_, u, _) = delta_cases.previous(case), delta_cases.truth_before(case)
@@ -126,11 +108,11 @@ KERNELS = {
     **{f"gated_rms_norm, {norm}": functools.partial(gated, norm) for norm in NORMS},
     "add_rms_norm": functools.partial(added, 0),
     "add_rms_norm, deferred": functools.partial(added, 4),
-    "ssd": lambda: (functools.partial(ssd, chunk_size=8), ssd_cases.on_device(ssd_cases.PLAIN)),
+    "ssd": lambda: (functools.partial(pk.ssd, chunk_size=8), ssd_cases.on_device(ssd_cases.PLAIN)),
     "tree_attention": attention,
-    "tree_delta": functools.partial(delta, tree_delta),
+    "tree_delta": functools.partial(delta, pk.tree_delta),
 }
-DELTAS = (tree_delta, replay_tree_delta, delta_chunks)
+DELTAS = (pk.tree_delta, pk.replay_tree_delta, pk.delta_chunks)
 NATIVE = {
     "tree_scan": scan,
     **{op.__name__: functools.partial(delta, op) for op in DELTAS},
@@ -169,7 +151,7 @@ def test_gradients_are_those_of_xla(implementation, call):
 
 def test_gradients_are_finite_with_large_time_steps():
     x, dt, *rest = ssd_cases.on_device(ssd_cases.PLAIN)
-    run = functools.partial(ssd, chunk_size=8)
+    run = functools.partial(pk.ssd, chunk_size=8)
     found = gradients(run, (x, dt * 100.0, *rest), "xla")
     assert all(jnp.isfinite(value).all() for value in found)
 
@@ -182,7 +164,7 @@ def test_experts_have_the_gradients_of_the_products(case):
 
     def derivatives(implementation):
         def total(x, weights, *experts):
-            run = functools.partial(expert_mlps, implementation=implementation)
+            run = functools.partial(pk.expert_mlps, implementation=implementation)
             run = moe.in_products if implementation == "products" else run
             return (
                 run(x, weights, arguments[2], *experts, activation="silu", gated=True) ** 2

@@ -6,36 +6,16 @@ The interpreter accepts nearly everything; what the Triton route cannot do shows
 import contextlib
 import functools
 import re
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-import pallas_kernels
-from pallas_kernels import (
-    AttentionLayout,
-    DeferredRMSNorm,
-    KVCache,
-    Mamba2Layout,
-    Mamba2Pending,
-    NodeKV,
-    add_rms_norm,
-    expert_mlps,
-    tree_attention_layer,
-    triton,
-)
+import pallas_kernels as pk
+from pallas_kernels import triton
 from pallas_kernels.tree_attention import config as attention_config
-from pallas_kernels.tree_attention import pallas_triton as attention_kernel
-from stree_jax import HybridLM, ModelConfig
-from stree_jax.models import (
-    AttentionConfig,
-    GatedDeltaConfig,
-    Mamba2Config,
-    MlpConfig,
-    MoeConfig,
-)
+from stree_jax import HybridLM, ModelConfig, models
 from stree_jax.models.cache import init_cache, init_pending, path_to
 from stree_jax.tree import TreeTopology
 from tests.cases.mamba2_layer import layer
@@ -116,11 +96,11 @@ def operands(shape, dtype):
 
 def run(op, *arguments):
     if not op.startswith("add_rms_norm"):
-        return getattr(pallas_kernels, op)(*arguments, implementation="pallas")
+        return getattr(pk, op)(*arguments, implementation="pallas")
     residual, output, weight, *parts = arguments
     if parts:
-        output = DeferredRMSNorm(output, *parts, 1e-5)
-    return add_rms_norm(residual, output, weight, epsilon=1e-5, implementation="pallas")
+        output = pk.DeferredRMSNorm(output, *parts, 1e-5)
+    return pk.add_rms_norm(residual, output, weight, epsilon=1e-5, implementation="pallas")
 
 
 @everywhere
@@ -159,7 +139,7 @@ def test_the_gated_delta_rule_lowers_to_one_kernel(shape, capability):
         operands["replay_tree_delta"] = ((k, u, g, path, *tree), {})
 
     def call(op, arguments, options):
-        return getattr(pallas_kernels, op)(*arguments, **options, implementation="pallas")
+        return getattr(pk, op)(*arguments, **options, implementation="pallas")
 
     for op, arguments in operands.items():
         in_place = op != "tree_delta"
@@ -178,17 +158,17 @@ def test_experts_lower_to_two_kernels(tokens, activation, dtype, capability):
         struct(128, 1856, 2688, dtype=dtype),
     )
     options = dict(activation=activation, gated=gated, implementation="pallas")
-    call = functools.partial(expert_mlps, **options)
+    call = functools.partial(pk.expert_mlps, **options)
     check(call, arguments, capability, kernels=2, in_place=False, without=("dot", "dot_general"))
 
 
 # Layouts of mamba2-2.7b, MambaInLlama-8B and Falcon-H1-0.5B; nodes, prefix nodes, and whether
 # the gate and a norm over the whole row are in the scan.
-SCALED = Mamba2Layout(24, 64, 1, 128, 24, 1, multipliers=(0.35, 0.25, 0.18, 0.5, 0.35))
+SCALED = pk.Mamba2Layout(24, 64, 1, 128, 24, 1, multipliers=(0.35, 0.25, 0.18, 0.5, 0.35))
 LAYOUTS = [
-    (Mamba2Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 13, 0, True, True),
-    (Mamba2Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 64, 61, True, True),
-    (Mamba2Layout(32, 128, 32, 128, x_heads=8, b_groups=8), 64, 0, False, False),
+    (pk.Mamba2Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 13, 0, True, True),
+    (pk.Mamba2Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 64, 61, True, True),
+    (pk.Mamba2Layout(32, 128, 32, 128, x_heads=8, b_groups=8), 64, 0, False, False),
     (SCALED, 1, 0, True, False),
 ]
 
@@ -203,7 +183,7 @@ def test_a_mixer_lowers_to_two_kernels(case, dtype, capability):
     small = functools.partial(struct, dtype=dtype)
 
     def pending(count):
-        return Mamba2Pending(
+        return pk.Mamba2Pending(
             *(small(2, count, heads, head_dim), struct(2, count, heads)),
             *(small(2, count, layout.num_groups, layout.state_size), small(2, count, channels)),
         )
@@ -224,44 +204,14 @@ def test_a_mixer_lowers_to_two_kernels(case, dtype, capability):
     check(call, arguments, capability, kernels=2, in_place=not prefix, without=("pad", "slice"))
 
 
-# queries, nodes, query heads, key heads, head_dim, capacity: Nemotron-H, Falcon-H1, a prefill.
+# queries, nodes, query heads, key heads, head_dim, capacity: Nemotron-H, Falcon-H1.
 ATTENTION_SHAPES = [
     (1, 1, 32, 8, 128, 4096),
     (3, 63, 32, 8, 128, 1000),
     (13, 13, 8, 2, 64, 64),
-    (128, 128, 32, 8, 128, 0),
     (13, 13, 4, 4, 224, 1000),
     (1, 1, 4, 2, 80, 100),
 ]
-
-
-def check_attention(function, arguments, shape, capability, in_place=False):
-    """One more kernel adds up the shares of a cache."""
-    queries, _, heads, groups, head_dim, capacity = shape
-    blocks = attention_config.block_sizes(
-        arguments[0].dtype,
-        num_rows=queries * heads // groups,
-        num_groups=2 * groups,
-        capacity=capacity,
-        head_dim=head_dim,
-    )
-    kernels, without = 1 + (blocks.splits > 1), ("pad", "transpose")
-    check(function, arguments, capability, kernels=kernels, in_place=in_place, without=without)
-
-
-@pytest.mark.thorough
-@everywhere
-@pytest.mark.parametrize("shape", ATTENTION_SHAPES, ids=str)
-def test_an_attention_lowers_to_kernels(shape, dtype, capability):
-    queries, nodes, heads, groups, head_dim, capacity = shape
-    small = functools.partial(struct, dtype=dtype)
-    in_tree, in_cache = small(2, nodes, groups, head_dim), small(2, groups, capacity, head_dim)
-    arguments = (
-        *(small(2, queries, heads, head_dim), in_tree, in_tree, in_cache, in_cache),
-        *(struct(2, dtype="int32"), struct(2, queries, nodes, dtype="bool")),
-    )
-    function = functools.partial(attention_kernel.tree_attention, scale=0.1)
-    check_attention(function, arguments, shape, capability)
 
 
 @pytest.mark.thorough
@@ -270,7 +220,7 @@ def test_an_attention_lowers_to_kernels(shape, dtype, capability):
     ("shape", "rotated"),
     [
         pytest.param(shape, rotated, marks=pytest.mark.slow if i and rotated < 28 else ())
-        for i, shape in enumerate(shape for shape in ATTENTION_SHAPES if shape[-1])
+        for i, shape in enumerate(ATTENTION_SHAPES)
         for rotated in (0, 16, 28)
     ],
     ids=str,
@@ -278,11 +228,11 @@ def test_an_attention_lowers_to_kernels(shape, dtype, capability):
 def test_a_whole_attention_layer_lowers_to_kernels(shape, rotated, dtype, capability):
     queries, nodes, heads, groups, head_dim, capacity = shape
     small = functools.partial(struct, dtype=dtype)
-    layout = AttentionLayout(heads, groups, head_dim, 0.1, (1.0,) * rotated, key_multiplier=0.5)
+    layout = pk.AttentionLayout(heads, groups, head_dim, 0.1, (1.0,) * rotated, key_multiplier=0.5)
     in_cache = small(2, groups, capacity, head_dim)
 
     def keys(count):
-        return NodeKV(*[small(2, count, groups, head_dim)] * 2)
+        return pk.NodeKV(*[small(2, count, groups, head_dim)] * 2)
 
     if queries < nodes:
         options = {"prefix_pending": keys(nodes - queries)}
@@ -291,16 +241,27 @@ def test_a_whole_attention_layer_lowers_to_kernels(shape, rotated, dtype, capabi
 
     def run(*arguments):
         *arguments, options = arguments
-        return tree_attention_layer(*arguments, layout=layout, implementation="pallas", **options)
+        return pk.tree_attention_layer(
+            *arguments, layout=layout, implementation="pallas", **options
+        )
 
     arguments = (
         *(
             small(2, queries, layout.num_columns),
-            KVCache(in_cache, in_cache, struct(2, dtype="int32")),
+            pk.KVCache(in_cache, in_cache, struct(2, dtype="int32")),
         ),
         *(struct(2, queries, dtype="int32"), struct(2, queries, nodes, dtype="bool"), options),
     )
-    check_attention(run, arguments, shape, capability, in_place=queries == nodes)
+    blocks = attention_config.block_sizes(
+        arguments[0].dtype,
+        num_rows=queries * heads // groups,
+        num_groups=2 * groups,
+        capacity=capacity,
+        head_dim=head_dim,
+    )
+    kernels, without = 1 + (blocks.splits > 1), ("pad", "transpose")  # one adds up the shares
+    options = dict(in_place=queries == nodes, without=without)
+    check(run, arguments, capability, kernels=kernels, **options)
 
 
 # A model of many layers traces and lowers each kernel once.
@@ -310,41 +271,26 @@ CONFIG = ModelConfig(
     vocab_size=32,
     d_model=32,
     layers=("mamba2", "gated_delta", "mlp", "attention", "moe"),
-    mamba2=Mamba2Config(num_heads=4, head_dim=16, state_size=16),
-    gated_delta=GatedDeltaConfig(num_heads=4, head_dim=16, num_groups=2, state_size=16),
-    attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16),
-    mlp=MlpConfig(32),
-    moe=MoeConfig(num_experts=4, num_active=2, hidden_size=16),
+    mamba2=models.Mamba2Config(num_heads=4, head_dim=16, state_size=16),
+    gated_delta=models.GatedDeltaConfig(num_heads=4, head_dim=16, num_groups=2, state_size=16),
+    attention=models.AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16),
+    mlp=models.MlpConfig(32),
+    moe=models.MoeConfig(num_experts=4, num_active=2, hidden_size=16),
 )
 STACKS = {
     "mamba2": ("mamba2",),
     "delta": ("gated_delta",),
     "hybrid": ("mamba2", "mlp", "attention", "moe"),
 }
-# How often kernels are traced, whatever the number of layers: `add_rms_norm` once for outputs whose
-# norm is deferred and once for others, `expert_product` once for each matrix of an expert.
+# The kernels that are traced, once each whatever the number of layers, or twice: `add_rms_norm` for
+# outputs whose norm is deferred and for others, `expert_product` for each matrix of an expert.
+ATTENTION = "tree_attention_combine expert_product expert_product"
 EXPECTED = {
-    ("mamba2", "step"): {"tree_conv1d": 1, "replay_tree_scan": 1, "add_rms_norm": 1},
-    ("delta", "step"): {
-        "tree_conv1d": 1,
-        "replay_tree_delta": 1,
-        "gated_rms_norm": 1,
-        "add_rms_norm": 1,
-    },
-    ("hybrid", "step"): {
-        "tree_conv1d": 1,
-        "replay_tree_scan": 1,
-        "add_rms_norm": 2,
-        "tree_attention_layer": 1,
-        "tree_attention_combine": 1,
-        "expert_product": 2,
-    },
-    ("hybrid", "prefill"): {
-        "ssd": 1,
-        "tree_attention": 1,
-        "tree_attention_combine": 1,
-        "expert_product": 2,
-    },
+    ("mamba2", "step"): "tree_conv1d replay_tree_scan add_rms_norm",
+    ("delta", "step"): "tree_conv1d replay_tree_delta gated_rms_norm add_rms_norm",
+    ("hybrid", "step"): "tree_conv1d replay_tree_scan add_rms_norm add_rms_norm"
+    f" tree_attention_layer {ATTENTION}",
+    ("hybrid", "prefill"): f"ssd tree_attention {ATTENTION}",
 }
 
 
@@ -394,6 +340,5 @@ def test_each_kernel_is_traced_and_lowered_once(stack, method, num_layers, names
     layers = STACKS[stack]
     function, arguments = method_of_a_model(layers * (num_layers // len(layers)), method)
     code = lowered(function, arguments, CAPABILITIES[-1])
-    expected = EXPECTED[stack, method]
-    assert Counter(names) == expected
-    assert code.count("__gpu$xla.gpu.triton") == sum(expected.values())
+    assert sorted(names) == sorted(EXPECTED[stack, method].split())
+    assert code.count("__gpu$xla.gpu.triton") == len(names)

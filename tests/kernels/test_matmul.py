@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -20,9 +18,6 @@ from pallas_kernels.matmul import native as version
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.packed import COLUMNS, GROUP, PackedMatrix
 from pallas_kernels.native import build_backend
-from stree_jax import HybridLM, ModelConfig, demo_path
-from stree_jax.checkpoint.load import load_config
-from stree_jax.models.presets import PRESETS
 from tests.cases import matmul as cases
 from tests.cases.base import NEEDS_NATIVE
 from tests.cases.matmul import DTYPES
@@ -78,29 +73,6 @@ ROWS = [
 @pytest.mark.parametrize(("inputs", "columns", "numbers"), ROWS)
 def test_rows_are_alone(inputs, columns, numbers, dtype):
     assert_rows_are_alone(inputs, columns, dtype, numbers)
-
-
-def shapes(config):
-    """Inputs and columns of all matrices that multiply rows."""
-    layers = config.distinct_layers
-    config = config.with_layers((*layers, layers[0]))  # a shared layer cannot be the last one
-    model = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))
-    found = set()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model)):
-        name = jax.tree_util.keystr(path)
-        if len(leaf.shape) > 1 and "conv_weight" not in name:
-            found.add(leaf.shape[::-1] if re.search("embedding|head'", name) else leaf.shape[-2:])
-    return found
-
-
-@NEEDS_NATIVE
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["target", "draft", *PRESETS])
-def test_rows_of_the_demo_and_of_presets(name, dtype):
-    config = ModelConfig.preset(name) if name in PRESETS else load_config(demo_path(name))
-    for inputs, columns in {(size, few(columns)) for size, columns in shapes(config)}:
-        assert_rows_are_alone(inputs, columns, dtype, range(1, 65))
 
 
 # Sums.
@@ -240,17 +212,6 @@ def test_vmap(dtype):
                 assert_same_bits(got[b], run(*own))
     twice = jax.vmap(jax.vmap(run, in_axes=(0, None)), in_axes=(0, None))(x, part(one, 0))
     assert_same_bits(twice, run(x, part(one, 0)))
-
-
-@NEEDS_NATIVE
-def test_rows_may_be_donated():
-    """The product has the size of the rows, so it takes their place."""
-    x, matrix = jnp.asarray(normal(70, 300)), PackedMatrix.pack(normal(300, 300), "bfloat16")
-    wanted = run(x, matrix)
-    given_away = x + 0.0
-    got = jax.jit(run, donate_argnums=0)(given_away, matrix)
-    assert given_away.is_deleted()
-    assert_same_bits(got, wanted)
 
 
 @NEEDS_NATIVE

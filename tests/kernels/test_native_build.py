@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
@@ -80,17 +81,6 @@ def test_without_a_library_xla_runs_and_says_so(folder):
     assert obstacle() == "the native library is not built: g++ failed: no space left"
 
 
-@pytest.mark.parametrize(
-    ("flags", "wanted", "level"),
-    [(V4, "", "v4"), (V4, "v3", "v3"), (V4, "v4", "v4"), (V3, "", "v3"), (V3, "v3", "v3")],
-)
-def test_the_instructions_are_the_processors_best_or_chosen(
-    flags, wanted, level, folder, monkeypatch
-):
-    processor(monkeypatch, folder, flags, wanted)
-    assert native.chosen_level() == level
-
-
 def test_a_clone_has_what_its_machine_runs(folder, monkeypatch):
     """It runs on a machine that has more; one that does not say what it has builds all."""
     compiler = folder / "c++"
@@ -109,55 +99,37 @@ def test_a_clone_has_what_its_machine_runs(folder, monkeypatch):
     assert native.chosen_level() == "v4"
 
 
-@pytest.mark.parametrize(
-    ("machine", "flags", "wanted", "message"),
-    [
-        ("x86_64", V4, "v5", r"STREE_JAX_NATIVE must be one of \('off', 'v3', 'v4'\), got 'v5'"),
-        ("x86_64", V4, "neon", "STREE_JAX_NATIVE must be one of"),
-        ("x86_64", V3, "v4", "STREE_JAX_NATIVE=v4: this processor has no avx512bw, avx512cd, "),
-        ("x86_64", "avx2", "v3", "STREE_JAX_NATIVE=v3: this processor has no abm, bmi1, "),
-        ("riscv64", None, "v3", r"must be one of \('off',\), got 'v3'"),
-    ],
-)
-def test_a_wrong_choice_is_refused(machine, flags, wanted, message, folder, monkeypatch):
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    processor(monkeypatch, folder, flags, wanted)
-    with pytest.raises(ValueError, match=message):
-        obstacle()
+REFUSED = "STREE_JAX_NATIVE must be one of "
 
 
 @pytest.mark.parametrize(
-    ("machine", "flags", "wanted", "reason"),
+    ("machine", "flags", "wanted", "found"),
     [
-        ("x86_64", V4, "off", "STREE_JAX_NATIVE=off"),
+        *(("x86_64", *row) for row in ((V4, "", "v4"), (V4, "v3", "v3"), (V4, "v4", "v4"))),
+        *(("x86_64", *row) for row in ((V3, "", "v3"), (V3, "v3", "v3"), (V4, "off", None))),
+        ("AMD64", V4, "", "v4"),
+        *((machine, None, "", "neon") for machine in ("aarch64", "arm64")),  # it needs no flags
         ("x86_64", "avx2 fma", "", "this processor has no abm, bmi1, bmi2, f16c, movbe"),
         ("x86_64", None, "", "this processor has no abm, avx2, bmi1, bmi2, f16c, fma, movbe"),
         ("riscv64", None, "", "there is no native code for this processor"),
+        ("x86_64", V4, "v5", f"{REFUSED}('off', 'v3', 'v4'), got 'v5'"),
+        ("x86_64", V4, "neon", REFUSED),
+        ("x86_64", V3, "v4", "STREE_JAX_NATIVE=v4: this processor has no avx512bw, avx512cd, "),
+        ("x86_64", "avx2", "v3", "STREE_JAX_NATIVE=v3: this processor has no abm, bmi1, "),
+        ("riscv64", None, "v3", f"{REFUSED}('off',), got 'v3'"),
     ],
 )
-def test_where_it_does_not_run(machine, flags, wanted, reason, folder, monkeypatch):
+def test_which_instructions_run(machine, flags, wanted, found, folder, monkeypatch):
+    """The processor's best or those that were chosen; the reason why none; or a refusal."""
     monkeypatch.setattr(platform, "machine", lambda: machine)
     processor(monkeypatch, folder, flags, wanted)
-    assert obstacle() == reason
-
-
-@pytest.mark.parametrize(
-    ("machine", "levels"),
-    [
-        ("x86_64", ["v3", "v4"]),
-        ("AMD64", ["v3", "v4"]),
-        ("aarch64", ["neon"]),
-        ("arm64", ["neon"]),
-        ("ppc64le", []),
-    ],
-)
-def test_the_levels_of_machines(machine, levels, folder, monkeypatch):
-    """An ARM processor needs no flags."""
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    assert list(build_backend.levels()) == levels
-    if levels == ["neon"]:
-        processor(monkeypatch, folder, None)
-        assert native.chosen_level() == "neon"
+    if found is None or found.startswith(("this", "there")):
+        assert obstacle() == (found or "STREE_JAX_NATIVE=off")
+    elif found.startswith("STREE_JAX"):
+        with pytest.raises(ValueError, match=re.escape(found)):
+            obstacle()
+    else:
+        assert native.chosen_level() == found
 
 
 def test_damaged_libraries_are_refused(folder):
@@ -167,7 +139,7 @@ def test_damaged_libraries_are_refused(folder):
     made(file, "int other;")
     assert "undefined symbol: stree_jax_sources" in obstacle()
     whole = file.read_bytes()
-    for size in (0, 4, 64, 1000, len(whole) // 2, len(whole) - 1):
+    for size in (0, 64, len(whole) - 1):
         file.unlink()  # this process has loaded it
         file.write_bytes(whole[:size])
         assert "the native library cannot be loaded" in obstacle(), size
@@ -175,10 +147,7 @@ def test_damaged_libraries_are_refused(folder):
 
 def test_a_library_of_other_sources_is_refused(folder):
     made(build_backend.library("v4"), 'const char* const stree_jax_sources = "of others";')
-    assert obstacle() == (
-        "the native library is older than its sources: `pip install .` builds it, in a checkout"
-        " `pip install -e .`"
-    )
+    assert obstacle().startswith("the native library is older than its sources: `pip install .` b")
 
 
 def test_another_version_of_xlas_interface_is_a_reason(folder, monkeypatch):
@@ -301,32 +270,17 @@ def test_an_install_whose_compiler_fails_warns(tmp_path):
     shutil.copytree(ROOT, clone, ignore=ignored)
     code = "import build_backend as b, sys; b.build_wheel(sys.argv[1])"
 
-    def contents(compiler):
-        wheels = tmp_path / "wheels"
-        shutil.rmtree(wheels, ignore_errors=True)
-        environment = {**os.environ, "PYTHONPATH": str(clone / "pallas_kernels/native")}
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(wheels)],
-            cwd=clone,
-            env=environment | compiler,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+    libraries = {build_backend.library(level).name for level in build_backend.levels()}
+    for number, compiler in enumerate(({}, {"CXX": "/bin/false"})):
+        wheels = tmp_path / str(number)
+        environment = os.environ | {"PYTHONPATH": str(clone / "pallas_kernels/native")} | compiler
+        command = [sys.executable, "-c", code, str(wheels)]
+        options = dict(cwd=clone, env=environment, capture_output=True, text=True, check=True)
+        said = subprocess.run(command, **options).stderr
         (wheel,) = wheels.iterdir()
         with zipfile.ZipFile(wheel) as opened:
             names = {Path(name).name for name in opened.namelist()}
-        return done.stderr, names
-
-    libraries = {build_backend.library(level).name for level in build_backend.levels()}
-    said, names = contents({})
-    assert "is not built" not in said
-    assert libraries <= names
-    assert not {"failure.txt", "native.cc", "vectors.h"} & names
-    said, names = contents({"CXX": "/bin/false"})
-    assert (
-        "stree-jax's native library is not built, so XLA runs instead:"
-        " /bin/false failed: exit status 1" in said
-    )
-    assert not libraries & names
-    assert "failure.txt" in names
+        assert names & libraries == (set() if compiler else libraries)
+        assert names & {"failure.txt", "native.cc"} == ({"failure.txt"} if compiler else set())
+        failed = "so XLA runs instead: /bin/false failed: exit status 1"
+        assert ("is not built" in said, failed in said) == (bool(compiler),) * 2

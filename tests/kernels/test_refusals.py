@@ -8,23 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import (
-    Gate,
-    delta_chunks,
-    expert_mlps,
-    gated_rms_norm,
-    native,
-    replay,
-    replay_delta,
-    replay_tree_delta,
-    ssd,
-    tree_attention,
-    tree_attention_layer,
-    tree_conv1d,
-    tree_conv1d_layer,
-    tree_delta,
-    tree_scan,
-)
+import pallas_kernels as pk
+from pallas_kernels import native
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.rms_norm import pallas_triton as rms_norm_kernel
@@ -53,7 +38,7 @@ def mixer(**sizes):
 def experts_of(*changed, activation="silu", **sizes):
     given = moe.on_device(moe.MANY.but(**sizes))
     arguments = (*changed, *given[len(changed) :])
-    return functools.partial(expert_mlps, *arguments, activation=activation, gated=True)
+    return functools.partial(pk.expert_mlps, *arguments, activation=activation, gated=True)
 
 
 ONE_WIDE = (jnp.ones((1, 2, 16)), jnp.ones((1, 0, 16)), jnp.ones((1, 16)), None)
@@ -62,33 +47,17 @@ sequence_of = functools.partial(of_case, "ssd", "chunks and a rest", length=3)
 REFUSED_BY_KERNELS = [
     (of_case("tree_scan", "tree", state=12), "state_size = 12 is not a power of two.*use 'xla'"),
     (of_case("replay", "tree", state=12), "state_size = 12 is not a power of two.*use 'xla'"),
-    (
-        of_case("tree_conv1d", "tree", heads=1, head_dim=4, state=4),
-        "channels = 12 is not a multiple of 16",
-    ),
-    (
-        mixer(state_size=256),
-        "replay_tree_scan .* state_size = 256 of float32 inputs is more than 128; use 'xla'",
-    ),
-    (
-        mixer(head_dim=18),
-        "tree_conv1d_layer .* channels = 72 is not a multiple of 16; use 'xla'",
-    ),
-    (
-        of_case("tree_delta", "two nodes", head_dim=12),
-        "head_dim = 12 is not a power of two.*use 'xla'",
-    ),
-    (
-        of_case("tree_delta", "two nodes", state=128),
-        "state_size = 128 of float32 inputs is more than 64; use 'xla'",
-    ),
+    (of_case("tree_conv1d", "tree", heads=1, head_dim=4, state=4), "channels = 12 is not"),
+    (mixer(state_size=256), "replay_tree_scan .* state_size = 256 of float32 inputs is more than"),
+    (mixer(head_dim=18), "tree_conv1d_layer .* channels = 72 is not a multiple of 16; use 'xla'"),
+    (of_case("tree_delta", "two nodes", head_dim=12), "head_dim = 12 is not a power of two.*use"),
+    (of_case("tree_delta", "two nodes", state=128), "state_size = 128 of float32 inputs is more"),
     (of_case("gated_rms_norm", "gate then norm", size=40), "group size = 40.*use 'xla'"),
     (of_case("add_rms_norm", "float32", size=81), "add_rms_norm cannot run .* 81 .*; use 'xla'"),
     (sequence_of(head_dim=12), "head_dim = 12 is not a power of two"),
     (sequence_of(state=256), "state_size = 256 of float32 inputs is more than 128"),
-    (sequence_of(state=512, bf16=True), "state_size = 512 of bfloat16 inputs is more than 256"),
     (
-        lambda implementation: tree_conv1d(
+        lambda implementation: pk.tree_conv1d(
             *(*ONE_WIDE, jnp.zeros((1, 2, 1), jnp.int32)), implementation=implementation
         ),
         "width 1 has no state; use 'xla'",
@@ -116,7 +85,7 @@ MIXED = (jnp.ones((1, 2, 12)), jnp.ones((1, 1, 12)), jnp.ones((2, 12)), None)
 def conv_layer(channels=0, columns=0):
     """With some columns or channels fewer than the layout has."""
     channels = MIXER.num_channels - channels
-    return tree_conv1d_layer(
+    return pk.tree_conv1d_layer(
         jnp.ones((1, 1, MIXER.num_columns - columns)),
         *(jnp.ones((4, channels)), None, jnp.ones(4), jnp.ones((1, 3, channels))),
         jnp.zeros((1, 1, 4), jnp.int32),
@@ -127,13 +96,13 @@ def conv_layer(channels=0, columns=0):
 def gated_scan(**gate):
     x, dt, A = jnp.ones((1, 1, 2, 16)), jnp.ones((1, 1, 2)), -jnp.ones(2)
     B, state, mask = jnp.ones((1, 1, 1, 16)), jnp.ones((1, 2, 16, 16)), jnp.ones((1, 1, 1), bool)
-    return tree_scan(x, dt, A, B, B, A, state, mask, gate=Gate(jnp.ones((1, 1, 40)), **gate))
+    return pk.tree_scan(x, dt, A, B, B, A, state, mask, gate=pk.Gate(jnp.ones((1, 1, 40)), **gate))
 
 
 def attention_of_the_last_nodes():
     _, cache, depth, mask, _ = attention_cases.on_device(CASE)
     projected = jnp.ones((len(depth), 4, attention_cases.PLAIN.num_columns))
-    return tree_attention_layer(
+    return pk.tree_attention_layer(
         projected, cache, depth[:, 9:], mask[:, 9:], layout=attention_cases.PLAIN
     )
 
@@ -141,32 +110,32 @@ def attention_of_the_last_nodes():
 CASE = attention_cases.CASES["tree, and a row with an empty path"]
 PIECE = attention.CASES["several blocks"]
 X, WEIGHTS, CHOSEN, EXPERTS_IN, EXPERTS_OUT = moe.on_device(moe.MANY)
-experts = functools.partial(expert_mlps, X, WEIGHTS, CHOSEN, EXPERTS_IN, EXPERTS_OUT)
+experts = functools.partial(pk.expert_mlps, X, WEIGHTS, CHOSEN, EXPERTS_IN, EXPERTS_OUT)
 
 
 def sequence(groups=2, **options):
     x, dt, A, B, _, D, state = ssd_cases.on_device(ssd_cases.PLAIN)
     B = jnp.repeat(B[:, :, :1], groups, axis=2)
-    return ssd(x, dt, A, B, B, D, state, **options)
+    return pk.ssd(x, dt, A, B, B, D, state, **options)
 
 
-def delta(op=tree_delta, groups=None, newest=0, prefix=None, **options):
+def delta(op=pk.tree_delta, groups=None, newest=0, prefix=None, **options):
     """With so many groups, without the first nodes as queries, or with u of a prefix."""
     given = delta_cases.on_device(DELTA, delta_cases.inputs(DELTA))
     q, k, v, g, beta, state = delta_cases.named(given, delta_cases.TREE[:-1])
     q, k = (x if groups is None else jnp.repeat(x[:, :, :1], groups, axis=2) for x in (q, k))
-    if op is replay_delta:
+    if op is pk.replay_delta:
         return op(k, v, g, state, given.path, **options)
-    if op is delta_chunks:
+    if op is pk.delta_chunks:
         return op(q, k, v, g, beta, state, given.valid, **options)
-    if op is replay_tree_delta:
+    if op is pk.replay_tree_delta:
         return op(k, v, g, given.path, q, k, v, g, beta, state, given.mask, **options)
     q, v, beta = (x[:, newest:] for x in (q, v, beta))
     return op(q, k, v, g, beta, state, given.mask, prefix_u=prefix, **options)
 
 
 DELTA = delta_cases.CASES["tree"]
-DELTAS = (tree_delta, replay_delta, replay_tree_delta, delta_chunks)
+DELTAS = (pk.tree_delta, pk.replay_delta, pk.replay_tree_delta, pk.delta_chunks)
 ROWS, DENSE = jnp.ones((3, 40)), np.ones((4, 40, 70), np.float32)
 MATRIX, SEVERAL, WHICH = PackedMatrix.pack(DENSE[0]), PackedMatrix.pack(DENSE), jnp.zeros(3, int)
 pack = PackedMatrix.pack
@@ -175,22 +144,14 @@ REFUSED = [
     (lambda: matmul(ROWS, SEVERAL), "which = None with x .* need which"),
     (lambda: matmul(ROWS, MATRIX, WHICH), r"which = \(3,\) with x"),
     (lambda: matmul(ROWS, SEVERAL, WHICH[:2]), r"which = \(2,\) with x \(3, 40\)"),
-    (lambda: matmul(ROWS[None], SEVERAL, WHICH), r"with x \(1, 3, 40\)"),
-    (lambda: matmul(ROWS, MATRIX, implementation="fast"), "unknown implementation 'fast'"),
     (lambda: MATRIX.cut(3, 71), "columns 3 to 71 of 70"),
-    (lambda: MATRIX.cut(-1, 5), "columns -1 to 5 of 70"),
-    (lambda: MATRIX.cut(5, 4), "columns 5 to 4 of 70"),
     (lambda: MATRIX.cut(0, 30).cut(0, 31), "columns 0 to 31 of 30"),
     (lambda: pack(DENSE[0], "float16"), r"\(40, 70\) as float16"),
     (lambda: pack(np.ones((2, 3))), r"got \(2, 3\) as float64"),
-    (lambda: pack(DENSE[0, 0]), r"got \(70,\) as float32"),
     (lambda: pack(DENSE[None]), r"got \(1, 4, 40, 70\)"),
     (lambda: delta(newest=1), "0 prefix and 12 query nodes are not 13 nodes"),
-    (
-        lambda: delta(prefix=jnp.zeros((2, 13, 4, 16))),
-        "13 prefix and 13 query nodes are not 13 nodes",
-    ),
-    (lambda: delta(delta_chunks, chunk_size=0), "chunk_size = 0 is not positive"),
+    (lambda: delta(prefix=jnp.zeros((2, 13, 4, 16))), "13 prefix and 13 query nodes are not 13"),
+    (lambda: delta(pk.delta_chunks, chunk_size=0), "chunk_size = 0 is not positive"),
     *(
         (functools.partial(delta, op, **options), message.format(op.__name__))
         for op in DELTAS
@@ -200,15 +161,7 @@ REFUSED = [
         )
     ),
     (
-        lambda: replay(
-            *(ROW[:, None, None], ROW[:, :1, None], -jnp.ones(1), ROW[:, None, None]),
-            *(jnp.ones((1, 1, 16, 16)), jnp.ones((1, 1), bool)),
-            implementation="cuda",
-        ),
-        "'cuda'.*'xla'",
-    ),
-    (
-        lambda: tree_conv1d(*MIXED, jnp.zeros((1, 2, 2), jnp.int32), activation="relu"),
+        lambda: pk.tree_conv1d(*MIXED, jnp.zeros((1, 2, 2), jnp.int32), activation="relu"),
         "activation = 'relu'",
     ),
     (lambda: conv_layer(columns=1), "the projection has 195 columns, .* has 196"),
@@ -216,7 +169,7 @@ REFUSED = [
     (lambda: gated_scan(start=9), "32 gates from column 9 on, of 40 columns"),
     (lambda: gated_scan(norm_weight=jnp.ones(16)), r"norm_weight \(16,\) is not of 32 channels"),
     (
-        lambda: tree_attention(
+        lambda: pk.tree_attention(
             *(*attention.inputs(PIECE), jnp.ones((2, 5, 40), bool)),
             scale=0.25,
             implementation="pallas_interpret",
@@ -224,34 +177,18 @@ REFUSED = [
         "no kernel has a mask over the cache",
     ),
     (attention_of_the_last_nodes, "0 prefix and 4 query nodes are not the 13 nodes"),
-    (lambda: gated_rms_norm(ROW, ROW, ROW[0], norm="norm"), "'norm' is not one of"),
-    (lambda: gated_rms_norm(ROW, ROW, ROW[0], norm="none"), "'none' with weight = "),
-    (lambda: gated_rms_norm(ROW, ROW, None), "'gate_then_norm' with weight = None"),
-    (lambda: gated_rms_norm(ROW, ROW, ROW[0], num_groups=3), "3 groups do not divide rows of 16"),
-    *(
-        (
-            lambda implementation=implementation: gated_rms_norm(
-                *(jnp.ones((3, 64)), jnp.ones((3, 200)), jnp.ones(64)),
-                gate_start=137,
-                implementation=implementation,
-            ),
-            "64 gates from column 137 on, of 200 columns",
-        )
-        for implementation in ("xla", "pallas_interpret")
-    ),
+    (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], norm="norm"), "'norm' is not one of"),
+    (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], norm="none"), "'none' with weight = "),
+    (lambda: pk.gated_rms_norm(ROW, ROW, None), "'gate_then_norm' with weight = None"),
+    (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], num_groups=3), "3 groups do not divide rows of"),
     (
-        lambda: experts(activation="silu", gated=False),
-        "experts_in has 96 columns and experts_out 48 rows with gated = False",
+        lambda: pk.gated_rms_norm(ROW, jnp.ones((1, 40)), ROW[0], gate_start=25),
+        "16 gates from column 25 on, of 40 columns",
     ),
+    (lambda: experts(activation="silu", gated=False), "experts_in has 96 columns and experts_out"),
     (lambda: experts(activation="tanh", gated=True), "'silu', 'gelu', 'relu2'.*got 'tanh'"),
-    *(
-        (lambda options=options: sequence(**options), message)
-        for implementation in ("xla", "pallas_interpret")
-        for options, message in (
-            (dict(chunk_size=0, implementation=implementation), "chunk_size = 0 is not positive"),
-            (dict(groups=3, implementation=implementation), "3 groups do not divide 4 heads"),
-        )
-    ),
+    (lambda: sequence(chunk_size=0), "chunk_size = 0 is not positive"),
+    (lambda: sequence(groups=3), "3 groups do not divide 4 heads"),
 ]
 
 
@@ -267,14 +204,11 @@ INDEX = jnp.zeros(3, jnp.int32)
 REFUSED_BY_FUNCTIONS = [
     (dict(which=INDEX.at[2].set(2)), "there is no matrix 2 of 2"),
     (dict(which=INDEX.at[1].set(-1)), "there is no matrix -1 of 2"),
-    (dict(blocks=BLOCKS[:0]), "there is no matrix 0 of 0"),
     (dict(which=INDEX[:0]), "every row needs the index of its matrix"),
     (dict(blocks=BLOCKS[..., :31]), "shapes do not fit"),
     (dict(first_block=-1), "there are fewer columns"),
-    (dict(first_block=2**63 - 1), "there are fewer columns"),
     (dict(first_block=1.5), "Wrong scalar data type"),
     (dict(scales=jnp.ones((2, 3, 2, 32))), "scales do not fit"),
-    (dict(blocks=BLOCKS.astype(jnp.int8)), "scales do not fit"),
     (dict(blocks=BLOCKS.astype(jnp.float16)), "are float32, bfloat16 or int8"),
     (dict(rows=ROWS.astype(jnp.bfloat16)), "Wrong buffer dtype"),
 ]
@@ -296,7 +230,6 @@ def test_the_function_refuses(changes, message):
         jax.block_until_ready(product(**changes))
 
 
-RELEASED_SIZES = (16, 1024, 1536, 2688, 4096, 4480, 5120, 8192)
 WIDE = dataclasses.replace(attention_cases.PLAIN, head_dim=272)
 
 
@@ -306,7 +239,7 @@ def native_obstacle(dtype, channels):
 
 # A check, its arguments and the reason; None: it runs.
 CHECKS = [
-    *((rms_norm_kernel.unsupported, ("row size", size), None) for size in RELEASED_SIZES),
+    *((rms_norm_kernel.unsupported, ("row size", size), None) for size in (16, 2688, 8192)),
     (rms_norm_kernel.unsupported, ("row size", 40), "row size = 40 is not a multiple of 16"),
     (rms_norm_kernel.unsupported, ("row size", 1 << 15), "is more than 16384"),
     *((attention_kernel.unsupported, (size,), None) for size in (16, 128, 160, 224, 256)),

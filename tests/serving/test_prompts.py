@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from tests.methods import drafts
 from tests.serving.requests import (
     WAYS,
     alone,
-    disturbed,
     drafting,
     in_families,
     mixed,
@@ -257,75 +255,3 @@ def test_any_number_of_first_places(options):
     for places in (1, 32, 33, 97):
         done = served(pool(name, first_places=places, **options), requests)
         assert [completion.tokens for completion in done] == want, places
-
-
-def test_what_a_pool_takes():
-    """Mamba layers have no places; and a prefix cache changes nothing in the loop's state."""
-
-    def nbytes(name, places, **options):
-        scheduler = st.Scheduler(
-            tiny_model(name), rows=1, max_length=200, first_places=places, **options
-        )
-        scheduler.submit(st.Request([1], max_new_tokens=9))
-        next(scheduler.events())
-        return scheduler.nbytes
-
-    few, many = (nbytes("plain", places) for places in (9, 999))
-    assert few == many == nbytes("plain", 9, prefix_cache_bytes=10**8)
-    few, many = (nbytes("mamba2attn hybrid", places) for places in (9, 999))
-    assert few < many
-
-
-@pytest.mark.slow
-def test_ten_thousand_requests():
-    """Memory is that of the budget, and no array is left behind."""
-    count, budget = 10_000, 200_000
-    rng = np.random.default_rng(0)
-    model, key = tiny_model(), jax.random.key(0)
-    stems = [rng.integers(0, 37, size=size).tolist() for size in rng.integers(1, 40, size=30)]
-    scheduler = pool(rows=8, prefix_cache_bytes=budget)
-    checked, live = {}, []
-    for given in range(count):
-        while scheduler.num_waiting < 20:
-            end = rng.integers(0, 37, size=rng.integers(1, 20)).tolist()
-            request = st.Request(
-                [*stems[rng.integers(len(stems))], *end],
-                max_new_tokens=int(rng.integers(1, 5)),
-                keep=bool(rng.random() < 0.1),
-                key=key,
-            )
-            request_id = scheduler.submit(request)
-            if request_id % 400 == 0:
-                checked[request_id] = request
-        done = next(scheduler.completions())
-        assert done.error is None
-        assert scheduler.prefix_cache_stats.nbytes <= budget
-        if done.request_id in checked:
-            request = checked.pop(done.request_id)
-            assert done.tokens == alone(model, [request])[0]
-        del done
-        if given % 2_000 == 1_999:
-            gc.collect()
-            live.append(len(jax.live_arrays()))
-    assert max(live[2:]) <= 1.1 * max(live[:2])
-    stats = scheduler.prefix_cache_stats
-    assert stats.evictions > 1_000
-    assert stats.hits > count // 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", [0, 150_000, 10**8])
-@pytest.mark.parametrize("quantum", [1, 7, 32])
-@pytest.mark.parametrize("name", ["mamba2attn hybrid", "bamba hybrid", "qwen3_5 hybrid"])
-def test_shuffled_orders_and_cancels(name, quantum, cache):
-    """With cancels at random, and the iterator closed and made again."""
-    requests, texts = cases(name)
-    rng = np.random.default_rng(quantum)
-    for order, chunk in zip(orders_of(18), (11, 64), strict=True):
-        scheduler = pool(name, quantum, prefill_tokens=chunk, prefix_cache_bytes=cache)
-        _, done, cancelled = disturbed(scheduler, [requests[i] for i in order], rng, cancels=0.05)
-        assert scheduler.prefix_cache_stats.nbytes <= cache
-        for place, completion in done.items():
-            text = texts[order[place]]
-            assert completion.tokens == text[: len(completion.tokens)]
-            assert completion.tokens == text or place in cancelled

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import perturbed, tiny_model
 from tests.decoding.texts import broken_at
 from tests.extensions.heads import parts
@@ -166,14 +165,10 @@ def test_prefixes_of_others_are_refused_when_they_are_submitted():
     own = pools.pop("own")
     stem = own.read([3, 1, 4])
     request = st.Request([1], after=stem, max_new_tokens=3)
-    messages = {
-        "model": "after was read with another model, or its weights have changed; read the text",
-        "drafter": "after was read with another drafter, or its weights",
-        "no drafter": "after was read with another drafter, or its weights",
-    }
     for name, pool in pools.items():
         for call in (lambda: pool.submit(request), lambda: pool.read([1], stem)):  # noqa: B023
-            with pytest.raises(ValueError, match=messages[name]):
+            message = f"after was read with another {name.removeprefix('no ')}, or its weights"
+            with pytest.raises(ValueError, match=message):
                 call()
         assert pool.num_waiting == 0
     whole = st.generate(model, [[3, 1, 4]], max_new_tokens=2, return_prefix=True).prefix
@@ -223,12 +218,8 @@ def test_new_weights_forget_what_the_old_ones_have_read():
     with pytest.raises(ValueError, match="after was read with another model, or its weights have"):
         scheduler.submit(st.Request([1], after=before.prefix))
     assert scheduler.prefix_cache_stats.hits == 1  # that of the second request, before
-
-
-def test_one_new_number_makes_another_model():
-    model = nnx.clone(tiny_model())
     prefix = st.generate(model, [[3, 1]], max_new_tokens=2, return_prefix=True).prefix
-    model.embedding[...] = model.embedding[...].at[0, 0].add(1e-3)
+    model.embedding[...] = model.embedding[...].at[0, 0].add(1e-3)  # one number
     with pytest.raises(ValueError, match="after was read with another model, or its weights have"):
         st.generate(model, [[1]], after=prefix)
 
@@ -257,14 +248,10 @@ def test_requests_may_come_while_others_are_served():
     [
         (dict(rows=0), "rows must be an integer, at least 1"),
         (dict(max_length=1), "max_length must be an integer, from 2 to"),
-        (dict(quantum=0), "quantum must be an integer"),
         (dict(topology=TREE), "needs a drafter"),
-        (dict(verifier="best"), "unknown verifier 'best'"),
         (dict(verifier="typical"), "'typical' is lossy, and a Scheduler"),
-        (dict(verifier=LOSSY_VERIFIERS["typical"]), "is lossy, and a Scheduler"),
         (dict(prefill_tokens=0), "prefill_tokens must be an integer, at least 1"),
         (dict(prefix_every=0), "prefix_every must be an integer, at least 1"),
-        (dict(first_places=0), "first_places must be an integer, at least 1"),
         (dict(rows=2**31), "rows = 2147483648: a batch has at most 65536 rows"),
         (dict(quantum=2**31), "quantum must be an integer, from 1 to 2147483647; got 2147483648"),
         (dict(prefix_cache_bytes=-1), "prefix_cache_bytes must be an integer, at least 0"),
@@ -273,10 +260,6 @@ def test_requests_may_come_while_others_are_served():
         (dict(request=dict(prompt=[])), "is empty"),
         (dict(request=dict(prompt=[99])), "token id 99, outside the vocabulary"),
         (dict(request=dict(temperature=1.0)), "needs a random key"),
-        (
-            dict(request=dict(temperature=1.0, key=jax.random.split(jax.random.key(0)))),
-            "an array of shape",
-        ),
         (dict(drafter="iid", topology=TREE, before=SAMPLED, request={}), "needs temperature > 0"),
         (dict(verifier="greedy", before={}, request=SAMPLED), "exact at temperature 0 only"),
         (dict(request=[1, 2]), r"must be a Request, got \[1, 2\]; submit\(st.Request\(\[1, 2, 3\]"),

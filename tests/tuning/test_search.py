@@ -58,10 +58,6 @@ def costs(target=1.0, level=0.0):
     return Costs({1: target, 64: target}, level, {1: level}, 0.0)
 
 
-def test_there_are_catalan_many_trees():
-    assert [len(forests(n)) for n in range(7)] == [1, 1, 2, 5, 14, 42, 132]
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("max_depth", [1, 2, 3, 6])
 def test_best_trees_are_the_best_of_all_ordered_trees(seed, max_depth):
