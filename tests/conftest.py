@@ -1,5 +1,7 @@
+import collections
 import gc
 import importlib.metadata
+import itertools
 import os
 
 # Nearly all the time of the tests is XLA's compilation, so it optimises less here; the older of two
@@ -63,6 +65,18 @@ def tiny_pair(tmp_path_factory):
     from tests.helpers import saved_pair
 
     return saved_pair(tmp_path_factory.mktemp("demo"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The files that took longest, if there were many."""
+    seconds = collections.Counter()
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > 10:
+        terminalreporter.section("the slowest files, in seconds")
+        for file, taken in seconds.most_common(10):
+            terminalreporter.write_line(f"{taken:7.1f}  {file}")
 
 
 def pytest_collection_modifyitems(items):

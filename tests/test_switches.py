@@ -133,9 +133,13 @@ def verified(verifier, child_sampling):
     return generated(tiny_model(), drafter, TREE, verifier=verifier, lossy=verifier == "typical")
 
 
+@functools.cache
+def made(name):
+    return drafts(tiny_model(), name)
+
+
 def by(name):
-    method = drafts(tiny_model(), name)
-    return [generated(tiny_model(), **method, temperature=heat) for heat in (0, 1)]
+    return [generated(tiny_model(), **made(name), temperature=heat) for heat in (0, 1)]
 
 
 def with_head(name):
@@ -151,20 +155,34 @@ QUICK = {"scheduler": served, "functional": functional}
 SLOW = {"stream": streamed, "going on": going_on, "gradient": gradient, "kernels": in_kernels}
 SLOW |= {"rules": lambda: ruled(every())}
 SLOW |= {name: functools.partial(of_kind, name) for name in CONFIGS}
-SLOW |= {"bfloat16": functools.partial(of_kind, "qwen3_next hybrid", dtype="bfloat16")}
+SLOW |= {
+    f"{name}, bfloat16": functools.partial(of_kind, f"{name} hybrid", dtype="bfloat16")
+    for name in ("qwen3_next", "mamba2attn", "nemotron_h", "zamba2", "falcon_h1")
+}
 SLOW |= {name: functools.partial(by, name) for name in METHODS if not name.startswith("paper")}
 SLOW |= {name: functools.partial(with_head, name) for name in HEADS}
 SLOW |= {
-    name: functools.partial(verified, name, children)
-    for name, children in (("multi_step", "iid"), ("traversal", "iid"), ("typical", "shared"))
+    name: functools.partial(verified, name, child_sampling)
+    for name, child_sampling in {
+        "multi_step": "iid",
+        "without_replacement": "without_replacement",
+        "traversal": "without_replacement",
+        "typical": "shared",
+    }.items()
 }
 
 
-def check(decode):
-    want = decode()
+@contextlib.contextmanager
+def under(names):
     with contextlib.ExitStack() as stack:
-        for switch in SWITCHES.values():
-            stack.enter_context(switch())
+        for name in names:
+            stack.enter_context(SWITCHES[name]())
+        yield
+
+
+def check(decode, names=SWITCHES):
+    want = decode()
+    with under(names):
         got = decode()
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, want)
 
@@ -179,7 +197,7 @@ def test_the_switches_are_on(name):
 
     x = jnp.zeros(3)
     want = outcome(x)
-    with SWITCHES[name]():
+    with under([name]):
         assert outcome(x) != want
 
 
@@ -197,3 +215,10 @@ def test_all_at_once_with_files(tmp_path):
 @pytest.mark.parametrize("name", SLOW)
 def test_more_at_once(name):
     check(SLOW[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("name", QUICK)
+def test_one_alone(name, switch):
+    check(QUICK[name], [switch])

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -162,3 +163,12 @@ def test_a_first_difference_is_a_tie_if_scores_are_that_close(temperature, gap, 
     assert (found["place"], found["tokens"], found["tie"]) == (2, [2, 1], tie)
     assert found["gap"] == pytest.approx(gap, rel=1e-2)
     assert lossless.first_difference(model, [9, 8], [1, 1], [1, 1]) is None
+
+
+def test_the_table_is_complete():
+    """But for those with tests of their own."""
+    files = [*Path(common.__file__).parent.glob("*.py")]
+    runnable = {file.stem for file in files if '__name__ == "__main__"' in file.read_text()}
+    assert {name.split()[0] for name in SMALLEST} == runnable - {"gpu", "pictures"}
+    compared = {name.split()[1] for name in SMALLEST if name.startswith("methods ")}
+    assert compared == {*methods.COMPARISONS}

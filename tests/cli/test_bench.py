@@ -1,17 +1,21 @@
 """`st.bench` and `stree-jax bench`: tables of decoding, most of them with a clock that is given."""
 
+import io
+import itertools
 import json
 import types
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 import stree_jax as st
 from stree_jax.cli import bench as cli
-from stree_jax.measuring import methods
+from stree_jax.measuring import methods, report
 from stree_jax.measuring.advice import advice
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Method
+from stree_jax.measuring.report import write_json
 from stree_jax.testing import perturbed, tiny_model
 
 CHAIN = st.TreeTopology.chain(2)
@@ -212,3 +216,37 @@ def test_ctrl_c_keeps_the_rounds_before_it(clock, tmp_path):
 def test_bad_arguments(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         st.bench(tiny_model(), *arguments, **options)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(OSError, match="x.json"):
+        write_json(tmp_path / "x.json", {})
+    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_progress_where_there_is_no_terminal(monkeypatch):
+    """A line for each task, and one now and then."""
+    file, now = io.StringIO(), itertools.count(0, 7)
+    monkeypatch.setattr(report, "time", types.SimpleNamespace(perf_counter=lambda: next(now)))
+    with report.progress_bar(Console(file=file)) as show:
+        for part in range(1, 8):
+            show("decoding", part, 9)
+        show("drawing", 1, 1)
+    lines = [
+        "   7 s  decoding",
+        "  28 s  decoding, 4 of 9",
+        "  49 s  decoding, 7 of 9",
+        "  56 s  drawing",
+    ]
+    assert file.getvalue().strip("\n").split("\n") == lines
+
+
+def test_the_default_tree(tiny_pair, output, clock):
+    """The drafter's own: one for Python and the command."""
+    models = ["--draft", tiny_pair / "draft", "--medusa", tiny_pair / "medusa"]
+    output("bench", tiny_pair / "target", *models, "--max-new-tokens", 12, "--rounds", 1)
+    names = {name for name, *_ in clock.seen} - {PLAIN, LOOKUP.name}
+    assert names == {"draft model, tree of 5", "Medusa, tree of 5"}
+    tree = st.ModelDrafter(tiny_model()).default_topology()
+    assert tree == st.TreeTopology.default() == st.TreeTopology.from_parents([-1, 0, 0, 1, 3])

@@ -205,3 +205,12 @@ def test_tokens_beyond_the_model_never_come(copy):
     pad = tokenizer.token_to_id("[PAD]")
     with pytest.raises(ValueError, match=r"make it with eos_token=..., an end token of the model"):
         text(st.regex("no", tokenizer, eos_token=pad), eos_token=None)
+
+
+@pytest.mark.parametrize("given", [math.nan, 10**30, True, "a", {"a": 1}, [[1]]])
+def test_damaged_end_tokens(copy, given):
+    """NaN and 10^30 passed in silence."""
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    for use in (st.from_pretrained, completed):
+        with pytest.raises(ValueError, match=r"eos_token(_id)? must be"):
+            use(copy)

@@ -392,3 +392,26 @@ def test_without_the_package(tmp_path, monkeypatch):
         ValueError, match=r"x\.gguf: reading GGUF files needs gguf; in the clone: pip install"
     ):
         open_checkpoint(tmp_path)
+
+
+MULTIPLIERS = dict(
+    embedding_multiplier=1.7,
+    lm_head_multiplier=0.6,
+    key_multiplier=0.7,
+    attention_in_multiplier=1.2,
+    attention_out_multiplier=0.8,
+    ssm_in_multiplier=1.3,
+    ssm_out_multiplier=0.9,
+    ssm_multipliers=[0.7, 1.1, 0.8, 1.4, 1.2],
+    mlp_multipliers=[0.8, 1.5],
+)
+
+
+def test_multipliers_that_are_in_the_weights(tmp_path):
+    """Falcon-H1's are taken out, by config.json."""
+    for tied in (False, True):
+        changes = dict(num_hidden_layers=1, tie_word_embeddings=tied)
+        folder = tmp_path / str(tied)
+        folder.mkdir()
+        model, values, tensors = original(folder / "hf", "falcon_h1", **MULTIPLIERS, **changes)
+        assert_same(model, st.from_pretrained(write(folder / "model.gguf", values, tensors)))

@@ -134,3 +134,84 @@ def test_heads(tmp_path):
     st.load_eagle3(head, target, ignore=[*UNSLOTH])
     with pytest.raises(ValueError, match=r"cannot ignore \['hidden_size'\]"):
         st.load_eagle3(head, target, ignore=[*UNSLOTH, "hidden_size"])
+
+
+EVERYWHERE = {
+    "eos_token_id": ...,
+    "rope_scaling": ...,
+    "rope_parameters": ...,
+    "sliding_window": ...,
+}
+
+
+MEANINGS = {
+    "mamba_ssm": {"attn_cfg.num_heads_kv": "=attn_cfg.num_heads", "attn_cfg.softmax_scale": ...}
+    | {"ssm_cfg.d_ssm": ..., "attn_layer_idx": [], "attn_cfg.head_dim": 128},
+    "bamba": {"num_key_value_heads": "=num_attention_heads", "attn_layer_indices": []},
+    "falcon_h1": {
+        "num_key_value_heads": "=num_attention_heads",
+        "mamba_norm_before_gate": False,
+        "mamba_rms_norm": False,
+        "mamba_proj_bias": False,
+        "projectors_bias": False,
+        "mamba_d_ssm": 2048,
+        "ssm_multipliers": [1.0] * 5,
+        "mlp_multipliers": [1.0] * 2,
+    },
+    "granite": {
+        "num_key_value_heads": "=num_attention_heads",
+        "attention_multiplier": 64**-0.5,
+        "layer_types": ["mamba"] * 32,
+        "position_embedding_type": "nope",
+    },
+    "nemotron_h": {"num_key_value_heads": "=num_attention_heads", "moe_latent_size": ...},
+    "qwen3_next": {"layer_types": ..., "mlp_only_layers": []},
+    "qwen3_5": {"layer_types": ...},
+    "zamba2": {"num_key_value_heads": "=num_attention_heads", "intermediate_size": 4 * 2560}
+    | {"time_step_limit": ...},
+    "mamba_in_llama": {"num_key_value_heads": "=num_attention_heads", "head_dim": ...},
+}
+
+
+def changed(values, name, value):
+    """A config with another value of a field, perhaps in a table; `...`: without it."""
+    outer, _, inner = name.rpartition(".")
+    table = dict(values[outer] if outer else values)
+    table.pop(inner, None)
+    table |= {} if value is ... else {inner: value}
+    return values | {outer: table} if outer else table
+
+
+@pytest.mark.parametrize("name", [each for each in FAMILIES if each not in ("puzzle", "omni")])
+def test_null_is_what_a_family_says_or_refused(name, tmp_path):
+    """Each field of each family."""
+    path, values = tmp_path / "config.json", FAMILIES[name]
+    if name == "mamba_in_llama":
+        mamba = json.dumps(configs.MAMBA_IN_LLAMA_8B[1])
+        (tmp_path / "mamba_config.json").write_text(mamba)
+    values = json.loads(json.dumps(values))
+
+    def read(values):
+        return describe(path, values, {}).config
+
+    tables = {key: each for key, each in values.items() if isinstance(each, dict)}
+    inner = [f"{key}.{own}" for key, each in tables.items() for own in each]
+    refused = {}
+    meanings = MEANINGS.get(name, {})
+    for field in sorted({*values, *inner, *meanings}):
+        null = changed(values, field, None)
+        if (leaf := field.rpartition(".")[2]) in EVERYWHERE or field in meanings:
+            meaning = meanings.get(field, EVERYWHERE.get(leaf))
+            if isinstance(meaning, str) and meaning[0] == "=":
+                outer, _, key = meaning[1:].rpartition(".")
+                meaning = (values[outer] if outer else values)[key]
+            assert read(null) == read(changed(values, field, meaning)), field
+            continue
+        try:
+            assert read(null) == read(values), field  # nothing reads it
+        except ValueError as error:
+            refused[field] = str(error)
+    assert len(refused) >= 3
+    for field, message in ((each, refused[each]) for each in refused if each not in tables):
+        null = f"{field.rpartition('.')[2]} is null, which says nothing here"
+        assert null in message or "is of no known family" in message

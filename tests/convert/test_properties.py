@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -83,3 +84,19 @@ def test_transforms_have_an_inverse(name, seed, n, m):
     again = transform.invert(transform.apply(*sources))
     for source, other in zip(sources, again, strict=True):
         np.testing.assert_array_equal(source, other)
+
+
+@given(st.floats(-4, 4, width=32))
+def test_one_plus_a_weight(value):
+    """A bfloat16 weight comes back if it is not tiny; the scale of any, if it is not huge."""
+    weight = np.full(3, value, np.float32)
+    scale = rules.PLUS_ONE.apply(weight)
+    (back,) = rules.PLUS_ONE.invert(scale)
+    assert scale.dtype == back.dtype == np.float32
+    if 0.5 <= scale[0] <= 2:
+        np.testing.assert_array_equal(rules.PLUS_ONE.apply(back), scale)
+    rounded = weight.astype(ml_dtypes.bfloat16)
+    (back,) = rules.PLUS_ONE.invert(rules.PLUS_ONE.apply(rounded))
+    if rounded[0] == 0 or abs(rounded[0]) > 3.1e-5:
+        np.testing.assert_array_equal(back, rounded.astype(np.float32))
+    np.testing.assert_allclose(back, rounded.astype(np.float32), rtol=0, atol=2e-7)

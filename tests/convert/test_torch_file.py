@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stree_jax.convert.torch_file import open_torch_file
-from tests.convert.torch_files import REBUILD, Call, Named, Storage, tensor, torch_file
+from tests.convert.torch_files import FLOATS, REBUILD, Call, Named, Storage, tensor, torch_file
 
 
 def test_a_torch_file_by_hand(tmp_path):
@@ -25,9 +25,14 @@ def test_a_torch_file_by_hand(tmp_path):
     ("module", "name"),
     [
         ("os", "system"),
+        ("posix", "system"),
+        ("builtins", "eval"),
         ("builtins", "getattr"),
         ("subprocess", "Popen"),
         ("torch", "load"),
+        ("torch._utils", "_rebuild_qtensor"),
+        ("numpy", "load"),
+        ("collections", "defaultdict"),
         ("stree_jax.convert.torch_file", "open_torch_file"),
     ],
 )
@@ -45,18 +50,29 @@ def test_pickles_that_ask_for_anything_else(tmp_path, module, name):
     [
         ({"w": tensor(size=7)}, "should have 7 numbers of type float32, its record has 24 bytes"),
         ({"w": tensor(key="1")}, "storage '1' should have 6 numbers .* 0 bytes"),
+        ({"w": tensor(key="../0")}, "storage '../0' should have"),
         ({"w": tensor(offset=1)}, r"a tensor of shape \(2, 3\) is larger than its storage"),
         ({"w": tensor(offset=-1)}, "make no sense"),
         ({"w": tensor(shape=(10**9, 10**9), strides=(0, 0))}, "is larger than its storage"),
+        ({"w": tensor(shape=(2, -3))}, "make no sense"),
+        ({"w": tensor(shape=(2.0, 3))}, "make no sense"),
         ({"w": tensor(shape=(1,) * 9, strides=(1,) * 9)}, "make no sense"),
         ({"w": tensor(strides=(1,))}, "make no sense"),
+        ({"w": tensor(strides=(True, True))}, "make no sense"),
+        ({"w": tensor(shape=(True, 3))}, "make no sense"),
+        ({"w": tensor(offset=False)}, "make no sense"),
         ({"w": tensor(strides=(0, 0))}, "shows elements of its storage twice"),
+        ({"w": tensor(strides=(0, 1))}, "shows elements of its storage twice"),
+        ({"w": tensor(strides=(1, 1))}, "shows elements of its storage twice"),
+        ({"w": tensor(size=True)}, "an unknown kind of storage"),
         ({"w": Call(REBUILD, 1, 0, (2,), (1,))}, "a tensor without a storage"),
+        ({"w": Call(FLOATS, 6)}, "a call that builds no tensor"),
         ({"w": Storage("module", "x")}, "an unknown kind of storage"),
         ({"w": 3}, "is not a state dict: entry 'w' is a int"),
         ({"model": {"w": tensor()}}, "has one as its entry 'model', .* Save that entry alone"),
         ((1,), "holds a tuple, not a state dict"),
         ([1], "opcodes that no state dict needs"),
+        ({3: tensor()}, "not a dict with names as keys"),
         (Call(REBUILD), "a call that builds no tensor"),
         (b"", "is damaged"),
         (b"\x80\x02X", "is damaged"),
@@ -91,6 +107,20 @@ def record_of(path, name):
     return info.header_offset, info.header_offset + 30 + sum(sizes)
 
 
+@pytest.mark.parametrize("field", [6, 8, 26, 28, 31])
+def test_local_headers_that_disagree_with_the_directory(tmp_path, field):
+    """Flags, method, length of the name, length of the extra field, name. A changed length of the
+    extra field would shift all weights of the record."""
+    path = torch_file(tmp_path / "x.bin", {"w": tensor()}, extra=[("data/1", bytes(16))])
+    data = bytearray(path.read_bytes())
+    data[record_of(path, "data/0")[0] + field] += 4
+    path.write_bytes(data)
+    with pytest.raises(
+        ValueError, match=r"x\.bin is damaged: the header of record 'archive/data/0'"
+    ):
+        open_torch_file(path)
+
+
 def test_every_changed_byte_of_a_record_is_found(tmp_path):
     path = torch_file(
         tmp_path / "x.bin", {"w": tensor(), "v": tensor(offset=3, shape=(3,), strides=(1,))}
@@ -103,6 +133,18 @@ def test_every_changed_byte_of_a_record_is_found(tmp_path):
             for _ in range(2):
                 with pytest.raises(ValueError, match="record 'data/0' has another CRC"):
                     value.read()
+
+
+def test_records_that_lie_over_each_other(tmp_path):
+    """Two entries of the directory for one record."""
+    path = torch_file(tmp_path / "x.bin", {"w": tensor()}, extra=[("data/1", bytes(24))])
+    data = bytearray(path.read_bytes())
+    first, second = (record_of(path, f"data/{i}")[0] for i in range(2))
+    at = data.rindex(struct.pack("<L", second) + b"archive/data/1")
+    data[at : at + 4] = struct.pack("<L", first)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="disagrees with the directory"):
+        open_torch_file(path)
 
 
 def test_files_that_torch_wrote_without_crcs(tmp_path):
@@ -146,3 +188,14 @@ def test_other_torch_files(tmp_path):
     path.write_bytes(path.read_bytes() + b"PK\x05\x06" + bytes(18))  # a directory of nothing
     with pytest.raises(ValueError, match=r"x\.bin has no records"):
         open_torch_file(path)
+
+
+def test_truncated_torch_files(tmp_path):
+    path = torch_file(
+        tmp_path / "x.bin", {"w": tensor(), "v": tensor(shape=(3, 2), strides=(1, 3))}
+    )
+    data = path.read_bytes()
+    for cut in range(0, len(data), 7):
+        path.write_bytes(data[:cut])
+        with pytest.raises(ValueError, match=r"x\.bin"):
+            open_torch_file(path)

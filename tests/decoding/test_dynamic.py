@@ -148,3 +148,10 @@ def test_ties_are_a_tree():
         for row in range(len(PROMPTS)):
             assert draft.tree.parents[row].tolist() == [-1, 0, 0, 0, 0, 1, 1]
             assert draft.tokens[row, 1:].tolist() == [0, 1, 2, 3, 0, 1]
+
+
+def test_a_program_serves_every_sharpness():
+    structures = {
+        jax.tree.structure(st.DynamicDrafter(tiny_model(), sharpness=s)) for s in (1.0, 2.5)
+    }
+    assert len(structures) == 1

@@ -8,7 +8,8 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.plan import plan
-from stree_jax.decoding.step import NO_ROOM
+from stree_jax.decoding.step import NO_ROOM, TARGET_FAILED
+from stree_jax.mesh.hosts import on_host
 from stree_jax.testing import HYBRIDS, random_model, tiny_model
 from tests.decoding.texts import broken_at, ended, of_rows
 from tests.helpers import with_weight
@@ -194,3 +195,52 @@ def test_one_logit_that_is_nan_ends_the_row(drafting, temperature):
         st.generate(damaged, PROMPTS, **options)
     assert error.value.rows == [0, 1, 2]
     assert error.value.generation.lengths.tolist() == [0, 0, 0]
+
+
+def test_a_cold_temperature_takes_the_best_token():
+    want = st.generate(tiny_model(), PROMPTS, max_new_tokens=6)
+    for options in ({}, drafts(tiny_model())):
+        cold = dict(max_new_tokens=6, temperature=1e-37, key=KEY)
+        out = st.generate(tiny_model(), PROMPTS, **cold, **options)
+        np.testing.assert_array_equal(out.tokens, want.tokens)
+
+
+@pytest.mark.thorough
+def test_a_draft_model_that_is_not_finite_names_the_row():
+    draft = st.ModelDrafter(broken_at(4))
+    with pytest.raises(FloatingPointError, match="the draft model's logits .* in row 2"):
+        st.generate(tiny_model("groups"), [[1, 2], [3], [4]], max_new_tokens=1, drafter=draft)
+
+
+@pytest.mark.thorough
+def test_a_failure_in_the_first_of_two_steps_is_reported():
+    request = plan(broken_at(35), FAILING, max_new_tokens=4)
+    decoder = dataclasses.replace(request.decoder, steps_per_sync=2)
+    state = ended(broken_at(35), request, decoder)
+    assert state.failed.tolist() == [0, TARGET_FAILED, 0]
+    assert state.emitted[1] == 0
+
+
+def test_streaming_copies_new_tokens_only_to_the_host(monkeypatch):
+    copied = []
+
+    def recorded(tree, *rows):
+        arrays = on_host(tree, *rows)
+        copied.append(sum(np.size(leaf) for leaf in jax.tree.leaves(arrays)))
+        return arrays
+
+    monkeypatch.setattr("stree_jax.decoding.generate.on_host", recorded)
+    steps = st.stream(tiny_model(), PROMPTS, max_new_tokens=13, **drafts(tiny_model()))
+    next(steps)
+    next(steps)
+    assert max(copied) == 3 * (TREE.depth + 1) + 3  # tokens and lengths, not the buffers of 64
+
+
+def test_the_end_of_sequence_is_the_configs_unless_told_otherwise():
+    free = st.generate(tiny_model(), PROMPTS, max_new_tokens=9).tokens[0].tolist()
+    model = nnx.clone(tiny_model())
+    model.config = dataclasses.replace(model.config, eos_token=free[4])
+    first = free.index(free[4]) + 1
+    assert st.generate(model, PROMPTS, max_new_tokens=9).lengths[0] == first
+    assert st.generate(model, PROMPTS, max_new_tokens=9, eos_token=()).lengths[0] == 9
+    assert len(of_rows(st.stream(model, PROMPTS, max_new_tokens=9), 0)) == first

@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,3 +135,29 @@ def test_arrays_and_lists_are_the_same():
     )
     for key in others:
         np.testing.assert_array_equal(jax.random.key_data(seed), jax.random.key_data(key))
+
+
+def test_a_type_checker_refuses_a_wrong_value():
+    """None but of objects of the user's is of any type, nor a text where a number is meant."""
+    kinds = typing.get_type_hints(OptionKeywords)
+    of_any = [name for name, kind in kinds.items() if Any in (kind, *typing.get_args(kind))]
+    assert of_any == ["processors", "tokenizer"]
+    assert str not in typing.get_args(kinds["temperature"])
+
+
+@pytest.mark.thorough
+def test_rows_share_the_programs_of_one_value():
+    """Two lists of equal filters are no other program than one."""
+    one = plan(tiny_model(), PROMPTS, temperature=0.7, top_k=4, key=0)
+    own = plan(tiny_model(), PROMPTS, temperature=[0.7, 0.8, 1.0], top_k=[4, 0, 2], key=0)
+    assert one.decoder == own.decoder
+    assert jax.tree.structure(one.sampling) == jax.tree.structure(own.sampling)
+
+
+@pytest.mark.parametrize("function", [st.generate, st.stream, st.complete])
+def test_signatures_spell_out_the_options(function):
+    """For notebooks that complete them, and for the API's page."""
+    parameters = inspect.signature(function).parameters
+    spelled = {name: parameters[name].default for name in OptionKeywords.__annotations__}
+    assert spelled == {**st.Options()}
+    assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())

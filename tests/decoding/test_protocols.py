@@ -144,3 +144,28 @@ def test_tune_measures_trees_as_deep_as_the_trace(kind, depth, monkeypatch):
         pytest.raises(Measured, match=str(depth)),
     ):
         tune(model, drafter, [[1], [2]], max_new_tokens=7, max_depth=5, key=jax.random.key(0))
+
+
+def test_a_drafter_inside_of_another_refuses_a_target():
+    inside = st.CascadeDrafter(tiny_model(), Answering(tiny_model(), limit=8))
+    with pytest.raises(ValueError, match="for targets of a width up to 8"):  # the medium model
+        plan(tiny_model(), [[1]], drafter=inside)
+
+
+@pytest.mark.thorough
+def test_a_drafter_without_optional_methods_is_taken_as_it_is():
+    drafter = Plain(perturbed(tiny_model(), 0.1))
+    assert isinstance(drafter, st.Drafter)
+    assert draft_models(None) == draft_models(st.NgramDrafter()) == []
+    assert drawn_by(drafter, CHAIN, temperature_is_zero=True) == st.Drawn("top_k")
+    plan(tiny_model(), [[1]], drafter=drafter)
+
+
+@pytest.mark.parametrize("said", ["iid", st.Drawn("iid", by_depth=True)])
+def test_how_children_are_drawn_is_a_kind_or_more(said):
+    class Saying(Plain):
+        def child_sampling(self, topology, *, temperature_is_zero):
+            return said
+
+    drawn = st.Drawn("iid") if said == "iid" else said
+    assert drawn_by(Saying(tiny_model()), CHAIN, temperature_is_zero=False) == drawn

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import stree_jax as st
+from pallas_kernels import dispatch
 from stree_jax.decoding.sampling import (
     all_finite,
+    best_tokens,
     filtered_logits,
     token_log_probs,
 )
@@ -136,3 +138,16 @@ def test_one_bad_logit_is_found_wherever_it_is(value):
     rows = np.random.default_rng(0).normal(size=(len(places) + 1, 4096)).astype(np.float32)
     rows[np.arange(len(places)), places] = value
     assert jax.jit(all_finite)(rows).tolist() == [False] * len(places) + [True]
+
+
+@pytest.mark.parametrize(
+    ("on_tpu", "count", "sorts"), [(0, 3, 1), (1, 3, 0), (1, 0, 1), (1, 17, 1)]
+)
+def test_a_vocabulary_is_not_sorted_for_a_few_tokens_on_a_tpu(on_tpu, count, sorts, monkeypatch):
+    monkeypatch.setattr(dispatch, "on_tpu", lambda: on_tpu)
+    scores = jax.random.normal(jax.random.key(0), (2, 40))
+    assert ("top_k" in str(jax.make_jaxpr(lambda x: best_tokens(x, count))(scores))) == sorts
+    best, tokens = best_tokens(scores, count)
+    np.testing.assert_array_equal(best, -np.sort(-scores, axis=-1)[:, :count])
+    np.testing.assert_array_equal(np.take_along_axis(scores, tokens, axis=-1), best)
+    assert tokens.dtype == jnp.int32

@@ -198,3 +198,8 @@ def test_grammars_with_counts_are_joined():
     alone = [tree.automaton(automaton_of_pattern(p)) for p in ("[ab]{0,3}c", "b*c", "[ab]{2}c?")]
     for one, joined in zip(alone, st.Automaton.joined(alone), strict=True):
         assert texts_of_tokens(joined, texts, 0, 5) == texts_of_tokens(one, texts, 0, 5)
+
+
+def test_lists_and_states_that_allow_nothing():
+    next_state = [[1, -1, 0], [-1, -1, -1], [2, 2, 2]]
+    check(st.Automaton(next_state, start=2), np.array(next_state))

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.testing import tiny_model
+from stree_jax.testing import assert_lossless, tiny_model
 from tests.extensions.eagle3_files import OWN, WIDTH, saved
-from tests.extensions.heads import hidden_of
+from tests.extensions.heads import hidden_of, parts
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +54,10 @@ def test_a_head_is_no_model(target, tmp_path):
     for load in (st.from_pretrained, lambda path: st.load_mtp(path, target)):
         with pytest.raises(ValueError, match="is an EAGLE-3 head and no model; load it with"):
             load(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [st.BeamDrafter, st.DynamicDrafter])
+def test_trees_whose_shape_the_head_chooses(kind, target):
+    drafter = kind(parts("eagle3").drafter().model)
+    assert_lossless(target, drafter, topology=st.TreeTopology.budget(5, 2), max_new_tokens=8)

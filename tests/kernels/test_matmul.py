@@ -261,3 +261,14 @@ def test_all_instructions_compute_the_same(level, tmp_path):
         found = json.loads(result.stdout.splitlines()[-1])
         assert (found["level"], found["digest"]) == (level, cases.digest()), process
     assert found["cache_hits"] == found["compile_requests_use_cache"] > 0
+
+
+@NEEDS_NATIVE
+def test_rows_may_be_donated():
+    """The product has the size of the rows, so it takes their place."""
+    x, matrix = jnp.asarray(normal(70, 300)), PackedMatrix.pack(normal(300, 300), "bfloat16")
+    wanted = run(x, matrix)
+    given_away = x + 0.0
+    got = jax.jit(run, donate_argnums=0)(given_away, matrix)
+    assert given_away.is_deleted()
+    assert_same_bits(got, wanted)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import expert_mlps
+from pallas_kernels import AttentionLayout, dispatch, expert_mlps
 from pallas_kernels.numerics import best_of, few_best
 from tests.cases import moe
 
@@ -51,3 +51,31 @@ def test_the_best_of_logits():
     token, logit = best_of(jnp.array([[1.0, 2, 3], [least] * 3, [0, most, most]]))
     np.testing.assert_array_equal(logit, [3.0, least, most])
     assert token.tolist() == [2, 0, 1]
+
+
+def test_few_tokens_are_xlas_unless_asked_for(monkeypatch):
+    monkeypatch.setattr(dispatch, "device_obstacle", lambda: None)  # as on a GPU
+
+    def num_kernels(case, implementation=None):
+        options = dict(activation=case.activation, gated=case.gated)
+        run = functools.partial(expert_mlps, **options, implementation=implementation)
+        return str(jax.make_jaxpr(run)(*moe.on_device(case))).count("pallas_call")
+
+    assert num_kernels(moe.FEW) == 0
+    assert num_kernels(moe.FEW, "pallas") == num_kernels(moe.MANY) == 2
+
+
+def test_heads_are_kept_out_of_the_projection_on_a_tpu(monkeypatch):
+    """XLA would transpose its weight, whose copy is as large; also where it is differentiated."""
+    layout = AttentionLayout(2, 1, 4, 1.0, frequencies=(1.0,))
+    projected = jnp.arange(16.0)[None, None]
+
+    def total():  # a new function each time: jax keeps what it traced
+        positions = jnp.ones((1, 1), jnp.int32)
+        return lambda projected: sum(part.sum() for part in layout.split(projected, positions))
+
+    wanted = jax.grad(total())(projected)
+    assert "optimization_barrier" not in str(jax.make_jaxpr(total())(projected))
+    monkeypatch.setattr(dispatch, "on_tpu", lambda: True)
+    assert "optimization_barrier" in str(jax.make_jaxpr(total())(projected))
+    np.testing.assert_array_equal(jax.grad(total())(projected), wanted)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import KVCache, NodeKV, tree_attention, tree_attention_layer, write_kv
-from pallas_kernels.tree_attention import pallas_triton
+from pallas_kernels.tree_attention import config, pallas_triton
 from tests.cases import tree_attention_layer as layers
 from tests.cases.tree_attention import CASES, SMALL, inputs
 
@@ -61,3 +61,26 @@ def test_a_prefix_may_run_before_the_path_is_written(implementation):
     y, nodes, cache = run(*newest, prefix_pending=prefix, previous=previous)
     np.testing.assert_allclose(y, want_y[:, case.prefix :], atol=2e-6)
     jax.tree.map(np.testing.assert_array_equal, (nodes, cache), (want_nodes, want_cache))
+
+
+def test_the_cache_is_split_as_far_as_programs_are_few():
+    def blocks(num_groups, capacity, num_rows=4, dtype="bfloat16", head_dim=128):
+        sizes = dict(num_rows=num_rows, num_groups=num_groups, capacity=capacity)
+        return config.block_sizes(dtype, **sizes, head_dim=head_dim)
+
+    def splits(*arguments, **options):
+        return blocks(*arguments, **options).splits
+
+    assert splits(8, 4096) == 16
+    assert splits(8, 256) == 4  # at least two blocks each
+    assert splits(8, 0) == splits(8, 0, dtype="float32") == 1
+    assert splits(8, 4096, num_rows=256) == 4  # blocks of rows are programs, too
+    # One program would spill, however many there are.
+    assert splits(8, 64) == splits(512, 4096) == splits(512, 4096, num_rows=256) == 2
+    assert splits(512, 4096, dtype="float32") == splits(512, 4096, 4, "float32", 160) == 2
+    # A piece of a prompt, and wide heads, would not.
+    assert splits(512, 4096, num_rows=257) == splits(512, 4096, head_dim=160) == 1
+    # Large batches of trees of 64 nodes have the blocks of small ones.
+    for num_groups in (8, 64, 256):
+        assert blocks(num_groups, 4096, num_rows=256).rows == 64
+        assert blocks(num_groups, 4096, num_rows=256).splits == (4 if num_groups == 8 else 2)

@@ -37,6 +37,13 @@ def test_round_trip(saved):
     assert (saved / "README.md").read_text() == "# A card\n"
 
 
+def test_a_path_with_dots(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    st.save_pretrained(tiny_model("groups"), "../beside")
+    assert_same_model(st.from_pretrained("../beside").in_first(), tiny_model("groups"))
+
+
 @pytest.mark.parametrize("name", ["a[1]", "a\\b", "a*b", "[!a]?"])
 def test_a_path_with_characters_of_patterns(name, tmp_path):
     """Orbax globs paths, and tensorstore takes a backslash for a slash."""
@@ -45,6 +52,22 @@ def test_a_path_with_characters_of_patterns(name, tmp_path):
             st.save_pretrained(tiny_model("groups", seed=seed), path, overwrite=True)
             assert_same_model(st.from_pretrained(path).in_first(), tiny_model("groups", seed=seed))
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+def test_weights_are_read_back_before_an_old_one_goes(saved, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+
+    save = ocp.save
+
+    def forget(path, arrays):
+        save(path, arrays)
+        for file in (path / "state" / "d").iterdir():
+            file.unlink()
+
+    monkeypatch.setattr(ocp, "save", forget)
+    with pytest.raises(OSError, match="weights were not written as they are"):
+        st.save_pretrained(tiny_model("groups"), saved, overwrite=True)
+    assert_same_model(st.from_pretrained(saved).in_first(), tiny_model("groups"))
 
 
 def test_a_checkpoint_of_format_1_loads():
@@ -148,9 +171,11 @@ OTHER = "disagree with its config: .*"
 SUMS = r"checksums\.json is damaged"
 REFUSED = [
     (header(version=99), "version 99; this stree_jax reads 1"),
+    (header(version=True), "version True; this stree_jax reads 1"),  # which is equal to 1
     (header(format="other"), "not a native checkpoint"),
     (holds("config.json", "{"), r"config\.json is damaged"),
     (header(model={"norm_eps": NESTED}), DEEP),
+    (header(novel=NESTED), DEEP),
     (header(model=BAD_FLAG), r"model/config\.json: tie_embeddings must be bool, got -1"),
     (tiny(num_layers=8192), r"config\.json says 8192 layers, but there are only 2\d ar"),
     (lambda saved: shutil.rmtree(saved / "params"), "'params' is missing"),
@@ -158,11 +183,21 @@ REFUSED = [
         lambda saved: (saved / "params" / "state" / "_METADATA").unlink(),
         "is damaged: cannot read its weights",
     ),
-    (like_groups(d_model=16, vocab_size=21, padded_vocab_size=24), rf"{OTHER}embedding is \(40,"),
+    (
+        like_groups(d_model=16, vocab_size=21, padded_vocab_size=24),
+        rf"{OTHER}embedding is \(40,",
+    ),
     (like_groups(num_layers=3), rf"{OTHER}blocks\.2\..* is missing"),
     (like_groups(num_layers=1), rf"{OTHER}blocks\.1\..* is not expected"),
     (like_groups(tie_embeddings=True), rf"{OTHER}head \(40, 16\) is not expected"),
+    (tiny(d_model=32), r"and \d+ more"),
     (holds("checksums.json", "{"), SUMS),
+    (holds("checksums.json", "{}"), SUMS),
+    (holds("checksums.json", "[]"), SUMS),
+    (crcs(lambda _: 1), SUMS),
+    (crcs(lambda _: {}), SUMS),
+    (crcs(lambda _: {"x": 1}), SUMS),
+    (crcs(lambda sums: dict.fromkeys(sums, "silu")), SUMS),
     (crcs(lambda sums: dict([*sums.items()][1:])), SUMS),
 ]
 
@@ -227,9 +262,20 @@ def resaved(saved, name, value):
     ocp.save(saved / "params", weights)
 
 
+def test_a_changed_number_is_found(saved):
+    resaved(saved, "blocks.1.mixer.D", 0.5)
+    with pytest.raises(ValueError, match=r"cannot read blocks\.1\.mixer\.D \(it has another check"):
+        st.from_pretrained(saved)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("embedding", np.nan), ("blocks.0.mixer.A_log", 100.0)],
+    [
+        ("embedding", np.nan),
+        ("blocks.0.mixer.A_log", -np.inf),
+        ("blocks.0.mixer.A_log", 100.0),
+        ("blocks.1.mixer.in_proj.kernel", np.inf),
+    ],
 )
 def test_weights_that_are_not_finite(saved, name, value):
     """In an older checkpoint, which has no checksums."""
@@ -256,3 +302,7 @@ def test_tokenizer(saved, tmp_path):
     (tmp_path / "other" / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="is damaged"):
         st.load_tokenizer(tmp_path / "other")
+
+
+def test_demo_paths():
+    assert st.demo_path("draft").name == "draft"

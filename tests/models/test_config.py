@@ -64,6 +64,12 @@ def test_values_of_a_wrong_type_are_refused(name):
             table[field] = value
 
 
+def test_presets_have_the_published_size():
+    config = ModelConfig.preset("mamba2-2.7b")
+    assert (config.d_model, len(config.layers), config.mamba2.num_heads) == (2560, 64, 80)
+    assert (config.vocab_size, config.num_embeddings) == (50277, 50288)
+
+
 @pytest.mark.parametrize(
     ("name", "num_parameters"),
     [
@@ -96,6 +102,29 @@ def test_the_number_of_parameters_of_a_preset(name, num_parameters):
     for kind in kinds:
         total += (config.kinds.count(kind) - 1) * (size((*kinds, kind)) - few)
     assert total == pytest.approx(num_parameters, rel=0.0 if type(num_parameters) is int else 0.03)
+
+
+def test_the_structure_of_a_deep_model_takes_a_time_linear_in_its_layers():
+    """Counted in calls of Python functions, which do not depend on the machine's load."""
+
+    def num_calls(num_layers):
+        config = ModelConfig.tiny(num_layers=num_layers)
+        calls = 0
+
+        def count(_frame, event, _argument):
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        try:
+            HybridLM.abstract(config)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    num_calls(1)  # imports and caches
+    few, many = num_calls(8), num_calls(40)
+    assert many < 5 * few
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,9 +1,11 @@
 """Writers of directories that are killed at every step."""
 
+import errno
 import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -56,6 +58,13 @@ def every_kill(folder):
     return step - 1
 
 
+def test_an_error_that_names_no_file_gets_the_directorys_name(tmp_path):
+    """That of a full disk, for example."""
+    full = pytest.raises(OSError, match="No space left on device: '.*there'")
+    with full, new_directory(tmp_path / "there"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_writer_may_be_killed_at_any_step(tmp_path):
@@ -88,6 +97,51 @@ def test_a_second_writer_waits_for_the_first(tmp_path):
     second.join()
     assert wrote == ["first", "second"]
     assert (path / "file").read_text() == "second"
+    assert not leftovers(tmp_path)
+
+
+def test_what_appears_in_the_meantime_stays(tmp_path):
+    path = tmp_path / "model"
+    with pytest.raises(ValueError, match="appeared in the meantime"), new_directory(path):
+        path.mkdir()
+    assert not [*path.iterdir()]
+    assert not leftovers(tmp_path)
+
+
+def test_other_directories_stay(tmp_path):
+    names = (".model.partial-x.partial-12345678", ".models.partial-12345678", ".model.partial")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+    write(tmp_path / "model", "text")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([*names, "model"])
+
+
+@pytest.mark.thorough
+def test_a_directory_that_is_being_replaced_is_waited_for(tmp_path):
+    """Between two renames there is nothing at the destination; the lock says who will act."""
+    path = tmp_path / "model"
+    write(path, "old")
+    code = f"""
+import os, pathlib, time
+from stree_jax.checkpoint.directories import new_directory
+rename = os.rename
+def slow(source, to):
+    rename(source, to)
+    if pathlib.Path(to).name == "old":
+        print("moved", flush=True)
+        time.sleep(0.5)
+os.rename = slow
+with new_directory(pathlib.Path({str(path)!r}), overwrite=True) as new:
+    (new / "file").write_text("new")
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "moved\n"
+        assert not path.exists()
+        began = time.monotonic()
+        recover(path)
+        assert (path / "file").read_text() == "new"
+        assert time.monotonic() - began < 30
     assert not leftovers(tmp_path)
 
 

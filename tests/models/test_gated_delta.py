@@ -11,7 +11,7 @@ import pytest
 import stree_jax as st
 from pallas_kernels import conv_gather_index, native
 from pallas_kernels.tree_delta import xla
-from stree_jax.models.cache import path_to
+from stree_jax.models.cache import init_cache, init_pending, path_to
 from stree_jax.testing import HYBRIDS, assert_lossless, perturbed, random_model, tiny_model
 from tests.cases.base import NEEDS_NATIVE
 
@@ -53,6 +53,27 @@ def test_the_corrections_of_a_bfloat16_models_record_are_float32():
     assert relative(after.ssm, want[0].ssm) < 0.02
 
 
+@pytest.mark.thorough
+def test_memory_of_a_tree_in_the_shape_of_qwen():
+    """A record of v and beta too, or of float32 keys, is larger. docs/algorithms.md says the same.
+
+    Nothing is allocated.
+    """
+    config = st.ModelConfig.preset("Qwen3.5-9B")
+    make = (functools.partial(make, config, 1) for make in (init_cache, init_pending))
+    cache, pending = jax.eval_shape(lambda: [each(64, jnp.bfloat16) for each in make])
+    delta = [layer for layer, kind in enumerate(config.kinds) if kind == "gated_delta"]
+    sizes = {
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
+        for name, parts in {
+            "states": [cache[layer].ssm for layer in delta],
+            "windows": [cache[layer].conv for layer in delta],
+            "records": [pending[layer] for layer in delta],
+        }.items()
+    }
+    assert sizes == {"states": 50_331_648, "windows": 1_179_648, "records": 64 * 24 * 36_992}
+
+
 @functools.cache
 def read(name):
     model = tiny_model(name)
@@ -79,6 +100,16 @@ def test_nodes_that_do_not_exist_reach_nothing(name):
         got, want = (outputs(jnp.where(exists, u, value)) for value in (fill, 0.0))
         jax.tree.map(np.testing.assert_array_equal, got, want)
     assert not np.asarray(got[1])[~np.asarray(exists[..., 0])].any()
+
+
+def test_a_record_is_valid_with_its_own_cache_alone():
+    """Unlike Mamba-2's: the corrections depend on the state that the tree was run from."""
+    drafts = random_tokens(2, TREE.num_nodes, seed=1)
+    for name, is_bound in (("qwen3_5 hybrid", True), ("plain", False)):
+        model, cache = read(name)
+        forked = (cache[0]._replace(ssm=-cache[0].ssm), *cache[1:])
+        own, foreign = (run_tree(model, drafts, WHOLE, each)[1][0].x for each in (cache, forked))
+        assert (relative(foreign, own) > 0.1) == is_bound
 
 
 # A mutation that must be found: a node sees one of its siblings.
@@ -109,7 +140,10 @@ MUTATIONS = {"xla": (xla, "tree_delta", leaking_xla), "native": (native, "call",
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "implementation",
-    [pytest.param("xla", marks=pytest.mark.slow), pytest.param("native", marks=NEEDS_NATIVE)],
+    [
+        pytest.param("xla", marks=pytest.mark.slow),
+        pytest.param("native", marks=NEEDS_NATIVE),
+    ],
 )
 def test_a_sibling_that_leaks_in_changes_the_text(implementation, monkeypatch):
     module, name, wrong = MUTATIONS[implementation]

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import dispatch
 from stree_jax import ModelConfig, TreeTopology
-from stree_jax.models.cache import path_to
+from stree_jax.models import Matrix, MoeConfig
+from stree_jax.models.cache import init_cache, init_pending, path_to
+from stree_jax.models.matrices import Table
 from stree_jax.testing import CONFIGS, HYBRIDS, random_model, tiny_model
 from tests import oracle
 from tests.helpers import apply, some
@@ -134,6 +137,88 @@ def test_the_gated_norm_of_a_tree_is_that_of_a_sequence(name):
     assert_close(got, apply(model, tokens))
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["groups", "qwen3_5 hybrid"])
+def test_a_tree_grown_level_by_level_is_the_tree_at_once(name):
+    model = tiny_model(name)
+    topology = TreeTopology.from_branching((2, 2))
+    drafts = random_tokens(model, BATCH, topology.num_nodes)
+    cache = prefill(model, random_tokens(model, BATCH, 5), [5, 3])[1]
+    tree = whole_tree(topology)
+    at_once, all_pending, _ = tree_forward(model, drafts, tree, cache)
+    pending, start = None, 0
+    for end in (1, 3, 7):
+        part = jax.tree.map(lambda leaf, end=end: leaf[:, :end], tree)
+        part = part._replace(ancestor_mask=part.ancestor_mask[:, :, :end])
+        queries = jnp.asarray(drafts[:, start:end])
+        logits, pending, _ = tree_forward(model, queries, part, cache, prefix_pending=pending)
+        np.testing.assert_allclose(logits, at_once[:, start:end], atol=1e-4)
+        start = end
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), pending, all_pending)
+
+
+# Sizes that the kernels take, and all kinds of layers that have one.
+SIXTEENS = dataclasses.replace(
+    _PARALLEL,
+    layers=("parallel", "moe"),
+    mamba2=dataclasses.replace(_PARALLEL.mamba2, head_dim=16, state_size=16, norm="gate_then_norm"),
+    attention=dataclasses.replace(_PARALLEL.attention, head_dim=16, rotary_dim=16),
+    moe=MoeConfig(num_experts=3, num_active=2, hidden_size=16),
+    padded_vocab_size=40,
+)
+
+
+@pytest.mark.thorough
+def test_kernels_compute_what_xla_does():
+    """A prefill, then steps that each replay a path of the one before, then a replay."""
+    model, reference = (
+        random_model(SIXTEENS, implementation=implementation)
+        for implementation in ("pallas_interpret", "xla")
+    )
+    tree = whole_tree(TreeTopology.from_branching((2, 1)))
+    num_nodes = tree.parents.shape[1]
+    prompts = random_tokens(model, BATCH, LENGTH)
+    results = [prefill(each, prompts, [LENGTH, 4]) for each in (model, reference)]
+    jax.tree.map(assert_close, *results)
+    kernels = plain = (model.init_pending(BATCH, num_nodes), results[1][1])
+
+    @jax.jit
+    def step(model, tokens, pending, cache, path):
+        return model.tree_forward(tokens, tree, cache, replay=(pending, path))
+
+    path = path_to(tree, jnp.full(BATCH, -1))
+    for seed, last in enumerate([(4, 2), (-1, 3), (1, 0)]):
+        tokens = random_tokens(model, BATCH, num_nodes, seed=seed)
+        want, *plain = step(reference, tokens, *plain, path)
+        got, *kernels = step(model, tokens, *kernels, path)
+        assert_close(got, want)
+        jax.tree.map(assert_close, kernels[1], plain[1])
+        path = path_to(tree, jnp.array(last))
+    after = replay(model, kernels[1], kernels[0], path)
+    jax.tree.map(assert_close, after, replay(reference, plain[1], plain[0], path))
+
+
+def test_hidden_states_and_logits_are_two_halves_of_a_forward():
+    model = random_model(SIXTEENS)
+    cache = prefill(model, random_tokens(model, BATCH, 5), [5, 3])[1]
+    drafts, tree = jnp.asarray(random_tokens(model, BATCH, TREE.num_nodes)), whole_tree(TREE)
+    hidden, pending, after = jax.jit(lambda model, *arguments: model.tree(*arguments))(
+        model, drafts, tree, cache
+    )
+    assert hidden.shape == (BATCH, TREE.num_nodes, model.config.d_model)
+    # After the norm and before its weight each row has a mean square of 1.
+    scale = model.final_norm_scale[...]
+    mean_square = np.square(np.asarray(hidden / scale)).mean(axis=-1)
+    np.testing.assert_allclose(mean_square, 1.0, atol=1e-3)
+    logits, *rest = tree_forward(model, drafts, tree, cache)
+    assert_close(model.logits(hidden), logits)
+    jax.tree.map(assert_close, rest, [pending, after])
+    last, _, _ = jax.jit(lambda model, *arguments: model.tree_forward(*arguments, num_logits=3))(
+        model, drafts, tree, cache
+    )
+    np.testing.assert_allclose(last, logits[:, -3:], atol=1e-5)
+
+
 def test_padding_does_not_reach_the_cache():
     model = tiny_model("groups")
     prompts = random_tokens(model, BATCH, 9)
@@ -148,6 +233,18 @@ def test_padding_does_not_reach_the_cache():
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("name", ["plain", "qwen3_5 hybrid"])
+def test_prefill_goes_on_from_a_cache(name):
+    model = tiny_model(name)
+    prompts = random_tokens(model, BATCH, 10)
+    _, first = prefill(model, prompts[:, :6], [6, 6])
+    logits, cache = prefill_from(model, prompts[:, 6:], np.array([4, 2], np.int32), first)
+    whole, want = prefill(model, prompts, [10, 8])
+    np.testing.assert_allclose(logits, whole, atol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cache, want)
+
+
+@pytest.mark.thorough
 def test_bfloat16_keeps_state_and_logits_in_float32():
     model = tiny_model("plain", dtype="bfloat16")
     tokens = random_tokens(model, BATCH, LENGTH)
@@ -159,3 +256,42 @@ def test_bfloat16_keeps_state_and_logits_in_float32():
     assert mixer.A_log.dtype == mixer.dt_bias.dtype == mixer.D.dtype == jnp.float32
     exact = oracle.logits(model, tokens[0])[-1]
     assert np.abs(np.asarray(logits)[0] - exact).max() < 0.05 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    ("weight", "product"),
+    [
+        (Matrix(jnp.ones((5, 3))), "matmul"),
+        (Matrix(jnp.ones((5, 3))), "wide_matmul"),
+        (Matrix(jnp.ones((2, 5, 3))), "matmul_each"),
+        (Table(jnp.ones((3, 5))), "matmul"),
+    ],
+)
+def test_no_single_row_is_multiplied_on_a_tpu(weight, product, monkeypatch):
+    """XLA does that on the vector unit, in up to twenty times the cycles by its own estimate."""
+
+    multiply = getattr(weight, product)
+
+    def text(x):  # of a new function each time: jax keeps what it traced
+        return str(jax.make_jaxpr(lambda x: multiply(x))(x))
+
+    row, two = jnp.arange(5.0)[None, None], jnp.ones((1, 2, 5))
+    wanted, of_two = multiply(row), text(two)
+    monkeypatch.setattr(dispatch, "on_tpu", lambda: True)
+    np.testing.assert_array_equal(multiply(row), wanted)
+    assert " pad[" in text(row)
+    assert text(two) == of_two
+
+
+@pytest.mark.parametrize("name", ["mamba_in_llama", "qwen3_5 hybrid"])
+def test_init_cache_owns_the_shapes(name):
+    model = tiny_model(name)
+    _, cache = prefill(model, random_tokens(model, BATCH, 5), [5, 2])
+    tree = whole_tree(TREE)
+    _, pending, _ = tree_forward(model, random_tokens(model, BATCH, TREE.num_nodes), tree, cache)
+
+    def shapes(values):
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), values)
+
+    assert shapes(cache) == shapes(init_cache(model.config, BATCH, MAX_LENGTH, model.dtype))
+    assert shapes(pending) == shapes(init_pending(model.config, BATCH, TREE.num_nodes, model.dtype))

@@ -16,10 +16,16 @@ from pallas_kernels import PackedMatrix, QuantizedMatrix
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.convert import convert
 from stree_jax.convert.writing import write_as
-from stree_jax.models.matrices import PackedTable, QuantizedTable, quantized_names, weights_by_name
+from stree_jax.models.matrices import (
+    PackedTable,
+    QuantizedTable,
+    quantized_names,
+    weights_by_name,
+)
 from stree_jax.names import flatten, unflatten
 from stree_jax.testing import perturbed, tiny_model
 from stree_jax.training.trainer import cast
+from tests.cases.base import NEEDS_NATIVE
 
 FAMILY = "nemotron_h hybrid"  # with routers and experts
 
@@ -191,6 +197,24 @@ def test_a_head_is_for_its_target_in_8_bits_too(tmp_path):
             st.load_medusa(path, wrong)
 
 
+@NEEDS_NATIVE
+def test_bytes():
+    """About a byte a weight; what multiplies holds no copy of all of them, as XLA alone does."""
+    config = st.ModelConfig.mamba2_lm(512, 256, 4)
+    whole = st.HybridLM(config, rngs=nnx.Rngs(0))
+    small = whole.quantized().packed()
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(each)) for each in (whole, small)]
+    assert sizes[1] < 0.3 * sizes[0]
+
+    @jax.jit
+    def loop(model, tokens):
+        step = lambda _, tokens: jnp.argmax(model(tokens), axis=-1)  # noqa: E731
+        return jax.lax.fori_loop(0, 8, step, tokens)
+
+    compiled = loop.lower(small, jnp.zeros((1, 1), int)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < sizes[1]
+
+
 def damage(change):
     """A checkpoint without checksums, as older ones are, whose arrays by name were changed."""
 
@@ -222,6 +246,22 @@ def nan(weights):
     weights["embedding.scales"] = np.full_like(weights["embedding.scales"], np.nan)
 
 
+def huge(weights):
+    weights["embedding.scales"] = np.full_like(weights["embedding.scales"], 3e38)
+
+
+def other_scales(weights):
+    weights["embedding.scales"] = np.repeat(weights["embedding.scales"], 2, axis=1)
+
+
+def a_norm(weights):
+    scale = weights.pop("final_norm_scale")
+    weights |= {
+        "final_norm_scale.values": scale.astype(np.int8),
+        "final_norm_scale.scales": scale[:1].astype(jnp.bfloat16),
+    }
+
+
 REFUSED = {
     "another type": (
         lambda path: st.from_pretrained(path / "plain", quantize="int4"),
@@ -231,9 +271,21 @@ REFUSED = {
         lambda path: st.from_pretrained(path / "plain", keep=["embedding"]),
         r"keep = \['embedding'\] goes with quantize",
     ),
+    "nothing to keep": (
+        lambda path: st.from_pretrained(path / "plain", quantize="int8", keep=["lm_head"]),
+        "keep = 'lm_head' is none of the matrices, such as blocks.0.mixer.in_proj.kernel and",
+    ),
+    "one text to keep": (
+        lambda path: st.from_pretrained(path / "plain", quantize="int8", keep="embedding"),
+        "keep must be a list",
+    ),
     "kept too late": (
         lambda path: st.from_pretrained(path / "int8", quantize="int8", keep=["embedding"]),
         "has embedding in 8 bits already",
+    ),
+    "a head": (
+        lambda path: st.load_medusa(path / "plain", model(), quantize="fp8"),
+        'quantize must be "int8" or None',
     ),
     "transformers' format": (
         lambda path: convert(path / "plain", path / "new", to="hf", quantize="int8"),
@@ -244,6 +296,14 @@ REFUSED = {
         "int8 has matrices in 8 bits, which are stored natively only; convert the original",
     ),
     "scales that are not finite": (damage(nan), "embedding holds NaN"),
+    "weights that are not finite": (damage(huge), "embedding holds NaN, infinity"),
+    "no scales": (damage(lambda w: w.pop("embedding.scales")), "embedding .* is missing"),
+    "no values": (
+        damage(lambda w: w.pop("embedding.values")),
+        "embedding has scales, but no 8-bit values",
+    ),
+    "other scales": (damage(other_scales), r"embedding has scales \(\d+, 2\), not \(\d+, 1\)"),
+    "a norm in 8 bits": (damage(a_norm), "final_norm_scale is no matrix, and cannot have 8 bits"),
     "training": (
         lambda path: cast(st.from_pretrained(path / "int8"), "float32"),
         "matrices in 8 bits cannot be trained",
@@ -257,3 +317,11 @@ def test_refusals(stored, name):
     with pytest.raises(ValueError, match=message):
         run(stored)
     assert not (stored / "new").exists()
+
+
+@pytest.mark.thorough
+def test_a_mesh_takes_the_type_of_the_model(stored):
+    """Packed, an 8-bit matrix has none; on a mesh it is widened to the model's."""
+    loaded = st.from_pretrained(stored / "int8", dtype="bfloat16")
+    on_mesh = st.shard(loaded, st.make_mesh())
+    assert on_mesh.activation_dtype == on_mesh.dtype == jnp.bfloat16

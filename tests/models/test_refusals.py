@@ -3,6 +3,7 @@
 import dataclasses
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -50,6 +51,7 @@ REFUSED = [
     (tiny(dt_limit=(1.0, 0.5)), "dt_limit"),
     (tiny(norm="layer"), "norm must be one of .*'layer'"),
     (tiny(head_dim=5), "head_dim = 5 does not divide expand \\* d_model = 32"),
+    (tiny(vocab_size=0), "vocab_size must be an integer, at least 1; got 0"),
     (tiny(padded_vocab_size=3), "padded_vocab_size = 3 is below vocab_size = 37"),
     (
         table(SMALL | {"layers": ["mamba2"], "mamba2": {"activation": "gelu"}}),
@@ -57,8 +59,17 @@ REFUSED = [
     ),
     (tiny(norm_groups=5), "norm_groups = 5 does not divide"),
     (tiny(eos_token=37), "eos_token = 37 is outside the vocabulary of 37"),
+    (tiny(num_layers=0), "num_layers must be an integer, from 1 to 8192; got 0"),
+    (tiny(num_x_heads=0), "num_x_heads must be an integer, at least 1; got 0"),
+    (tiny(norm_groups=0), "norm_groups must be an integer, at least 1; got 0"),
+    (tiny(head_dim=0), "head_dim must be an integer, at least 1; got 0"),
     (tiny(norm_eps=0.0), "norm_eps must be above 0, got 0.0"),
+    (tiny(state_size=1 << 60), "state_size must be below 2\\*\\*31, got 1152921504606846976"),
+    (tiny(vocab_size=1 << 31), "vocab_size must be below 2\\*\\*31, got 2147483648"),
     (tiny(conv_width=1 << 24), "conv_width must be below 2\\*\\*10, got 16777216"),
+    (partial(AttentionConfig, 1, 1, 8, conv_width=1 << 24), "conv_width must be below 2\\*\\*10"),
+    (partial(AttentionConfig, 1, 1, 8, window=1 << 31), "window must be below 2\\*\\*31"),
+    (tiny(num_layers=10**20), "num_layers must be an integer, from 1 to 8192; got 10{20}$"),
     (table(SMALL | {"layers": ["mlp"] * 9000}), "layers has 9000 entries; at most 8192"),
     (tiny(mlp={"width": 24}), "MlpConfig has no fields .'width'."),
     (table(SMALL | {"layers": ["mamba2"], "colour": 1}), "no fields \\['colour'\\]"),
@@ -67,28 +78,52 @@ REFUSED = [
         (lambda kind=kind: register(kind), f"the name of a layer kind is a text .*, got {kind!r}")
         for kind in (5, None, "", " ")
     ),
+    (lambda: register("novel")(dict), "the layer kind 'novel' must be a LayerConfig, got <class"),
     (partial(ModelConfig, **SMALL, layers=[LayerConfig()]), "LayerConfig is no registered kind"),
     (table(SMALL | {"layers": ["mamba2"]}), "mamba2 config is missing"),
+    (table({"vocab_size": 5}), "missing"),
+    (table({"vocab_size": "five", "d_model": 4, "layers": ["mlp"]}), "vocab_size"),
     (table(SMALL | {"layers": ["mlp"]}), "the mlp config is missing"),
+    (table(SMALL | {"layers": [], "mamba2": {"num_heads": 2}}), "head_dim"),
     (table(None), "is a table of fields, got None"),
     (table(SMALL | {"layers": "mamba2"}), "layers must be tuple"),
+    (table(SMALL | {"layers": [[]]}), "layers must be tuple"),
     (table(SHARED | {"layers": ("mamba2", "shared")}), "to a 'mamba2' layer, which must come next"),
     (table(SHARED | {"shared": None}), "the shared config is missing"),
     (
         table(SHARED | {"layers": ("mamba2", "attention")}),
         "input_multiple is 2 in a model with 'shared' layers",
     ),
+    (rotary(rope_theta=1e-200), "give infinite frequencies"),
     (rotary(rope_scaling=RopeScaling(1e-200, 1.0, 2.0, 1)), "give infinite frequencies"),
-    (partial(AttentionConfig, 4, 2, 8, 1, None, 5), "rotary_dim must be even and at most head_dim"),
+    (
+        partial(AttentionConfig, 4, 3, 8),
+        "num_kv_heads = 3 does not divide num_heads = 4",
+    ),
+    (
+        partial(AttentionConfig, 4, 2, 8, 1, None, 5),
+        "rotary_dim must be even and at most head_dim",
+    ),
     (partial(MlpConfig, 8, "tanh"), "activation must be one of .*'tanh'"),
     (partial(MoeConfig, 4, 5, 8), "num_active = 5 is more than the 4 experts"),
-    (partial(MoeConfig, 4, 2, 8, "sigmoid", 3), "3 groups of 4 experts is not possible"),
-    (partial(SharedConfig, 0, 4), "num_blocks must be an integer, at least 1; got 0"),
+    (partial(MoeConfig, 4, 2, 8, "best"), "router must be one of .*'best'"),
+    (
+        partial(MoeConfig, 4, 2, 8, "sigmoid", 3),
+        "3 groups of 4 experts is not possible",
+    ),
+    (partial(RopeScaling, 8.0, 4.0, 1.0, 9), "0 < low_freq_factor < high_freq_factor"),
+    (
+        partial(SharedConfig, 0, 4),
+        "num_blocks must be an integer, at least 1; got 0",
+    ),
     (model(NO_MEMORY), "no memory of other tokens"),
     (model(dtype="float16"), "float32 or bfloat16, got float16"),
     (model(implementation="jax_triton"), "jax_triton'; names that only some ops know"),
     (model(implementation="cuda"), "must be one of .* got 'cuda'"),
-    (partial(ModelConfig.preset, "mamba3"), r"unknown preset 'mamba3'; known: .*mamba2-130m"),
+    (
+        partial(ModelConfig.preset, "mamba3"),
+        r"unknown preset 'mamba3'; known: .*mamba2-130m",
+    ),
     (partial(demo_path, "teacher"), r"'draft', 'medusa'\), got 'teacher'"),
 ]
 
@@ -110,3 +145,16 @@ def test_a_record_that_is_not_announced_is_refused():
     config = ModelConfig(**SMALL, layers=(Announcing(1, 1, 4),))
     with pytest.raises(ValueError, match="'attention' mixer returns .* `init_pending` gives"):
         generate(model(config)(), [[1, 2]], max_new_tokens=2)
+
+
+def test_integers_in_fields_of_floats_are_floats():
+    """jax would take 2**31 for an int32, which it does not fit."""
+    values = HYBRIDS["bamba"].to_dict() | {"embedding_multiplier": 1 << 31}
+    values["configs"]["mamba2"]["input_multiplier"] = 1 << 31
+    values["configs"]["attention"]["scale"] = 1 << 31
+    config = ModelConfig.from_dict(values)
+    numbers = config.embedding_multiplier, config.mamba2.input_multiplier, config.attention.scale
+    assert {*map(type, numbers)} == {float}
+    assert config == ModelConfig.from_dict(config.to_dict())
+    model = HybridLM(config, rngs=nnx.Rngs(0))
+    jax.eval_shape(model, jax.ShapeDtypeStruct((1, 3), jnp.int32))

@@ -15,6 +15,7 @@ from tests.methods import drafts
 from tests.serving.requests import (
     WAYS,
     alone,
+    disturbed,
     drafting,
     in_families,
     mixed,
@@ -255,3 +256,38 @@ def test_any_number_of_first_places(options):
     for places in (1, 32, 33, 97):
         done = served(pool(name, first_places=places, **options), requests)
         assert [completion.tokens for completion in done] == want, places
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [0, 150_000, 10**8])
+@pytest.mark.parametrize("quantum", [1, 7, 32])
+@pytest.mark.parametrize("name", ["mamba2attn hybrid", "bamba hybrid", "qwen3_5 hybrid"])
+def test_shuffled_orders_and_cancels(name, quantum, cache):
+    """With cancels at random, and the iterator closed and made again."""
+    requests, texts = cases(name)
+    rng = np.random.default_rng(quantum)
+    for order, chunk in zip(orders_of(18), (11, 64), strict=True):
+        scheduler = pool(name, quantum, prefill_tokens=chunk, prefix_cache_bytes=cache)
+        _, done, cancelled = disturbed(scheduler, [requests[i] for i in order], rng, cancels=0.05)
+        assert scheduler.prefix_cache_stats.nbytes <= cache
+        for place, completion in done.items():
+            text = texts[order[place]]
+            assert completion.tokens == text[: len(completion.tokens)]
+            assert completion.tokens == text or place in cancelled
+
+
+def test_what_a_pool_takes():
+    """Mamba layers have no places; and a prefix cache changes nothing in the loop's state."""
+
+    def nbytes(name, places, **options):
+        scheduler = st.Scheduler(
+            tiny_model(name), rows=1, max_length=200, first_places=places, **options
+        )
+        scheduler.submit(st.Request([1], max_new_tokens=9))
+        next(scheduler.events())
+        return scheduler.nbytes
+
+    few, many = (nbytes("plain", places) for places in (9, 999))
+    assert few == many == nbytes("plain", 9, prefix_cache_bytes=10**8)
+    few, many = (nbytes("mamba2attn hybrid", places) for places in (9, 999))
+    assert few < many

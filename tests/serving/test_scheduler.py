@@ -282,3 +282,11 @@ def test_what_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         scheduler.submit(request)
     assert scheduler.num_waiting == (before is not None)
+
+
+def test_one_new_number_makes_another_model():
+    model = nnx.clone(tiny_model())
+    prefix = st.generate(model, [[3, 1]], max_new_tokens=2, return_prefix=True).prefix
+    model.embedding[...] = model.embedding[...].at[0, 0].add(1e-3)
+    with pytest.raises(ValueError, match="after was read with another model, or its weights have"):
+        st.generate(model, [[1]], after=prefix)

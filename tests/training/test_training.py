@@ -366,3 +366,67 @@ def test_a_boosted_run_ends_on_the_text_of_the_target(trained, tmp_path, recipe_
     assert seen == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 2)]
     assert rows == [16, 16]  # every row of eight steps, at temperature 1 and 0
     st.load_mtp(tmp_path / "head", st.from_pretrained(trained[0]))
+
+
+@pytest.mark.slow
+def test_a_boosted_run_resumes_with_the_same_head(trained, tmp_path, recipe_file, monkeypatch):
+    """Its end is on the target's own text alone, also if it was interrupted there."""
+    target, _ = trained
+    recipe_file.write_text(
+        "[model]\nsteps = 2\nboost_after = 3\n"
+        "attention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\nmlp = {hidden_size = 16}\n"
+        + RECIPE[RECIPE.index("[training]") :]
+    )
+    recipe = Recipe.load(recipe_file)
+    rows = []
+    monkeypatch.setattr(
+        "stree_jax.training.run.generate",
+        lambda target, prompts, **options: (
+            rows.append(len(prompts)) or st.generate(target, prompts, **options)
+        ),
+    )
+
+    def run(name, until):
+        seen = []
+        reports = train_mtp(recipe, target, tmp_path / name)
+        for report in reports:
+            seen.append((report.step, len(rows)))
+            if report.step == until:
+                reports.close()
+                break
+        return seen
+
+    assert run("whole", None) == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 2)]
+    assert rows == [16, 16]  # every row of eight steps, at temperature 1 and 0
+    run("parts", 5)
+    assert [step for step, _ in run("parts", None)] == [5, 6]
+    model = st.from_pretrained(target)
+    one, other = (st.load_mtp(tmp_path / name, model) for name in ("whole", "parts"))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
+
+
+@pytest.mark.thorough
+def test_a_failed_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+
+    save = ocp.training.Checkpointer.save
+
+    def fail_at_six(self, step, state, **options):
+        if step == 6:
+            raise OSError("disk full")
+        return save(self, step, state, **options)
+
+    monkeypatch.setattr(ocp.training.Checkpointer, "save", fail_at_six)
+    with pytest.raises(OSError, match="disk full"):
+        list(fit(new_model(), loss, batch, TRAINING, tmp_path / "run"))
+    monkeypatch.undo()
+    rest = list(fit(new_model(), loss, batch, TRAINING, tmp_path / "run"))
+    assert rest[0].step == 4
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    def bad(model, tokens, _):
+        return next_token_loss(model, tokens) * jnp.nan
+
+    with pytest.raises(FloatingPointError, match="loss or the weights are not finite at step 1"):
+        list(fit(new_model(), bad, batch, TRAINING, tmp_path / "run"))

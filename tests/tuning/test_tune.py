@@ -1,14 +1,19 @@
 """`tune` as a whole; what it measures is replaced where its decisions are tested."""
 
+import dataclasses
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import stree_jax as st
 from stree_jax.measuring import Costs, costs, methods
 from stree_jax.measuring.methods import PLAIN
-from stree_jax.testing import perturbed, tiny_model
+from stree_jax.models.moe import MixtureOfExperts
+from stree_jax.testing import HYBRIDS, apply, perturbed, random_model, randomised, tiny_model
 from stree_jax.tuning import tune, tuner
 from stree_jax.tuning.dynamic import SHARPNESS, dynamic_tau
 
@@ -120,3 +125,49 @@ def test_bad_arguments_are_refused(change, message):
         arguments["drafter"] = st.BeamDrafter(tiny_model())
     with pytest.raises(ValueError, match=message):
         tune(tiny_model(), **arguments)
+
+
+class Timed(Exception):
+    """Ends `tune` with what it would time."""
+
+
+@pytest.mark.thorough
+def test_timed_nodes_read_as_many_experts_as_different_tokens_do(monkeypatch):
+    """Nodes with one token and one path would choose the same experts."""
+    experts = st.MoeConfig(96, 2, 12, router="sigmoid")
+    config = HYBRIDS["nemotron_h"].with_layers(("attention", experts))
+    model = random_model(dataclasses.replace(config, vocab_size=200))
+    head = st.MtpConfig(16, st.AttentionConfig(4, 2, 8), experts)
+    drafter = st.MtpDrafter(model, randomised(st.MtpHead(head, rngs=nnx.Rngs(0)), 1))
+    seen, routed = [], MixtureOfExperts._route
+
+    def count(*both):
+        seen.append([len(np.unique(each, axis=0)) for each in both])
+
+    def counted(self, tokens):
+        weights, chosen = routed(self, tokens)
+        if len(tokens) == 16:
+            jax.debug.callback(count, tokens, chosen.reshape(-1))
+        return weights, chosen
+
+    def states_and_experts(calls, *arguments):
+        """Numbers of different ones in each call."""
+        seen.clear()
+        jax.block_until_ready(calls(*arguments))
+        jax.effects_barrier()
+        return np.array(seen).T
+
+    def medians(parts, _):
+        raise Timed(*(states_and_experts(parts[part, 16], 8) for part in ("target", "draft")))
+
+    monkeypatch.setattr(MixtureOfExperts, "_route", counted)
+    monkeypatch.setattr(costs, "medians", medians)
+    sizes = dict(max_nodes=40, max_depth=2, sizes=(16,), widths=(16,))
+    with pytest.raises(Timed) as timed:
+        costs.measure_costs(model, drafter, PROMPTS[0], **sizes)
+    target, level = timed.value.args
+    texts = jnp.asarray(np.random.default_rng(0).permutation(192).reshape(12, 1, 16))
+    experts = states_and_experts(lambda: [apply(model, text) for text in texts])[1]
+    assert (target[0] == 16).all()
+    assert target[1].mean() > 0.8 * experts.mean()
+    assert (level[0] == 16).all()
