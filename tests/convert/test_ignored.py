@@ -70,80 +70,7 @@ def test_a_null_field_says_nothing(name, tmp_path):
     assert {f"{each}: ignored on request" for each in found} <= {*description.notes}
 
 
-UNSLOTH = {"unsloth_fixed": True, "unsloth_version": "2025.1"}
-
-
-@pytest.fixture
-def tuned(tmp_path):
-    """A checkpoint with fields of a fine-tuning program."""
-    return write_safetensors(tmp_path / "tuned", CONFIG | UNSLOTH, WEIGHTS)
-
-
-def test_a_refused_field_may_be_ignored_by_its_name(tuned, tmp_path):
-    ways = r"ignore=\('unsloth_fixed', 'unsloth_version'\), .* --ignore-field unsloth_fixed --ig"
-    with pytest.raises(ValueError, match=ways):
-        st.from_pretrained(tuned)
-    plain = st.from_pretrained(write_safetensors(tmp_path / "plain", CONFIG, WEIGHTS))
-    assert_same_model(st.from_pretrained(tuned, ignore=[*UNSLOTH]), plain)
-    convert(tuned, tmp_path / "native", ignore={*UNSLOTH})
-    assert_same_model(st.from_pretrained(tmp_path / "native"), plain)
-    notes = open_checkpoint(tuned, ignore=(*UNSLOTH,)).ignored
-    assert "unsloth_fixed: ignored on request" in notes
-
-
-@pytest.mark.parametrize(
-    ("ignore", "message"),
-    [
-        ("unsloth_fixed", "ignore must be a list of names, got 'unsloth_fixed'"),
-        (["unsloth_fixed"], r"unknown fields \['unsloth_version'\]"),
-        ([*UNSLOTH, "d_model"], r"cannot ignore \['d_model'\]: only a field that is there, and"),
-        ([*UNSLOTH, "novel"], r"cannot ignore \['novel'\]"),
-        ([*UNSLOTH, "ssm_cfg.headdim"], r"cannot ignore \['ssm_cfg.headdim'\]"),
-    ],
-)
-def test_what_cannot_be_ignored(ignore, message, tuned, tmp_path):
-    for load in (st.from_pretrained, functools.partial(convert, destination=tmp_path / "out")):
-        with pytest.raises(ValueError, match=message):
-            load(tuned, ignore=ignore)
-    assert not (tmp_path / "out").exists()
-
-
-def test_native_checkpoints_have_no_field_to_ignore(tuned, tmp_path):
-    native = tmp_path / "native"
-    convert(tuned, native, ignore=[*UNSLOTH])
-    target = st.from_pretrained(native)
-    for load in (
-        st.from_pretrained,
-        functools.partial(convert, destination=tmp_path / "out"),
-        functools.partial(st.load_mtp, target=target),
-    ):
-        with pytest.raises(ValueError, match="is native; ignored fields are for checkpoints of"):
-            load(native, ignore=["unsloth_fixed"])
-    with pytest.raises(ValueError, match="quirks must be a list of names, got 'hf_dt_floor'"):
-        st.from_pretrained(tuned, quirks="hf_dt_floor")
-
-
-def test_heads(tmp_path):
-    """EAGLE-3 heads have a config of their own; that of a target's own head is the target's."""
-    target = tiny_model("nemotron_h hybrid")
-    null = {"novel": None, "rope_scaling": {"rope_type": "default", "novel": None}}
-    st.load_eagle3(eagle3_files.saved(tmp_path / "null", null), target)
-    head = eagle3_files.saved(tmp_path / "head", UNSLOTH)
-    with pytest.raises(ValueError, match="unknown fields .*unsloth_fixed"):
-        st.load_eagle3(head, target)
-    st.load_eagle3(head, target, ignore=[*UNSLOTH])
-    with pytest.raises(ValueError, match=r"cannot ignore \['hidden_size'\]"):
-        st.load_eagle3(head, target, ignore=[*UNSLOTH, "hidden_size"])
-
-
-EVERYWHERE = {
-    "eos_token_id": ...,
-    "rope_scaling": ...,
-    "rope_parameters": ...,
-    "sliding_window": ...,
-}
-
-
+# What null is in transformers, or in mamba_ssm; "=" and a name: the value of that field.
 MEANINGS = {
     "mamba_ssm": {"attn_cfg.num_heads_kv": "=attn_cfg.num_heads", "attn_cfg.softmax_scale": ...}
     | {"ssm_cfg.d_ssm": ..., "attn_layer_idx": [], "attn_cfg.head_dim": 128},
@@ -171,6 +98,13 @@ MEANINGS = {
     | {"time_step_limit": ...},
     "mamba_in_llama": {"num_key_value_heads": "=num_attention_heads", "head_dim": ...},
 }
+EVERYWHERE = {
+    "eos_token_id": ...,
+    "rope_scaling": ...,
+    "rope_parameters": ...,
+    "sliding_window": ...,
+}
+EVERYWHERE |= {"max_position_embeddings": ...}
 
 
 def changed(values, name, value):
@@ -215,3 +149,79 @@ def test_null_is_what_a_family_says_or_refused(name, tmp_path):
     for field, message in ((each, refused[each]) for each in refused if each not in tables):
         null = f"{field.rpartition('.')[2]} is null, which says nothing here"
         assert null in message or "is of no known family" in message
+
+
+UNSLOTH = {"unsloth_fixed": True, "unsloth_version": "2025.1"}
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    """A checkpoint with fields of a fine-tuning program."""
+    return write_safetensors(tmp_path / "tuned", CONFIG | UNSLOTH, WEIGHTS)
+
+
+def test_a_refused_field_may_be_ignored_by_its_name(tuned, tmp_path):
+    ways = r"ignore=\('unsloth_fixed', 'unsloth_version'\), .* --ignore-field unsloth_fixed --ig"
+    with pytest.raises(ValueError, match=ways):
+        st.from_pretrained(tuned)
+    plain = st.from_pretrained(write_safetensors(tmp_path / "plain", CONFIG, WEIGHTS))
+    assert_same_model(st.from_pretrained(tuned, ignore=[*UNSLOTH]), plain)
+    convert(tuned, tmp_path / "native", ignore={*UNSLOTH})
+    assert_same_model(st.from_pretrained(tmp_path / "native"), plain)
+    notes = open_checkpoint(tuned, ignore=(*UNSLOTH,)).ignored
+    assert "unsloth_fixed: ignored on request" in notes
+
+
+@pytest.mark.parametrize(
+    ("ignore", "message"),
+    [
+        ("unsloth_fixed", "ignore must be a list of names, got 'unsloth_fixed'"),
+        ([1], r"ignore must be a list of names, got \[1\]"),
+        ({"unsloth_fixed": 1}, "ignore must be a list of names, got {"),
+        (["unsloth_fixed"], r"unknown fields \['unsloth_version'\]"),
+        ([*UNSLOTH, "d_model"], r"cannot ignore \['d_model'\]: only a field that is there, and"),
+        ([*UNSLOTH, "novel"], r"cannot ignore \['novel'\]"),
+        ([*UNSLOTH, "ssm_cfg"], r"cannot ignore \['ssm_cfg'\]"),
+        ([*UNSLOTH, "ssm_cfg.headdim"], r"cannot ignore \['ssm_cfg.headdim'\]"),
+        ([*UNSLOTH, "ssm_cfg.unsloth_fixed"], "cannot ignore"),
+    ],
+)
+def test_what_cannot_be_ignored(ignore, message, tuned, tmp_path):
+    for load in (
+        st.from_pretrained,
+        functools.partial(convert, destination=tmp_path / "out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(tuned, ignore=ignore)
+    assert not (tmp_path / "out").exists()
+
+
+def test_native_checkpoints_have_no_field_to_ignore(tuned, tmp_path):
+    native = tmp_path / "native"
+    convert(tuned, native, ignore=[*UNSLOTH])
+    target = st.from_pretrained(native)
+    for load in (
+        st.from_pretrained,
+        functools.partial(convert, destination=tmp_path / "out"),
+        functools.partial(st.load_mtp, target=target),
+    ):
+        with pytest.raises(ValueError, match="is native; ignored fields are for checkpoints of"):
+            load(native, ignore=["unsloth_fixed"])
+    with pytest.raises(ValueError, match="quirks must be a list of names, got 'hf_dt_floor'"):
+        st.from_pretrained(tuned, quirks="hf_dt_floor")
+
+
+def test_heads(tmp_path):
+    """EAGLE-3 heads have a config of their own; that of a target's own head is the target's."""
+    target = tiny_model("nemotron_h hybrid")
+    null = {"novel": None, "rope_scaling": {"rope_type": "default", "novel": None}}
+    st.load_eagle3(eagle3_files.saved(tmp_path / "null", null), target)
+    head = eagle3_files.saved(tmp_path / "head", UNSLOTH)
+    with pytest.raises(ValueError, match="unknown fields .*unsloth_fixed"):
+        st.load_eagle3(head, target)
+    st.load_eagle3(head, target, ignore=[*UNSLOTH])
+    with pytest.raises(ValueError, match=r"cannot ignore \['hidden_size'\]"):
+        st.load_eagle3(head, target, ignore=[*UNSLOTH, "hidden_size"])
+    scaled = eagle3_files.saved(tmp_path / "scaled", {"rope_scaling": {"mscale": 2.0}})
+    with pytest.raises(ValueError, match=r"unknown fields \['rope_parameters.mscale'\]"):
+        st.load_eagle3(scaled, target)
