@@ -20,9 +20,17 @@ from stree_jax.tree import Tree, TreeTopology
 _NARROW = {np.dtype(f"{kind}64"): np.dtype(f"{kind}32") for kind in ("int", "uint", "float")}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Some:
+    """An example of an array; jax.ShapeDtypeStruct allows no size of None."""
+
+    shape: tuple[int | None, ...]
+    dtype: Any
+
+
 def some(dtype: Any, *sizes: int | None) -> Any:
     """An example of an array; a size of None is any."""
-    return jax.ShapeDtypeStruct(sizes, dtype)
+    return _Some(sizes, jax.ShapeDtypeStruct((), dtype).dtype)
 
 
 def check_like(what: str, value: Any, example: Any) -> Any:
@@ -46,7 +54,7 @@ def check_like(what: str, value: Any, example: Any) -> Any:
         where = f"{what}{jax.tree_util.keystr(path)}"
         if not _is_array(leaf):
             raise ValueError(f"{where} must be an array, got {shown(leaf)}")
-        have, dtype, sizes = jnp.result_type(leaf), jnp.result_type(want), jnp.shape(want)
+        have, dtype, sizes = jnp.result_type(leaf), jnp.result_type(want), np.shape(want)
         fits = len(jnp.shape(leaf)) == len(sizes) and all(
             size in (None, own) for own, size in zip(jnp.shape(leaf), sizes, strict=True)
         )
@@ -117,7 +125,7 @@ def kind_of(value: Any) -> str:
     """The dtype and shape of an array, else the type."""
     if not _is_array(value):
         return type(value).__name__
-    sizes = ("any" if size is None else str(size) for size in jnp.shape(value))
+    sizes = ("any" if size is None else str(size) for size in np.shape(value))
     return f"{jnp.result_type(value)}[{', '.join(sizes)}]"
 
 
@@ -135,5 +143,5 @@ def _narrowed(leaf: Any) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    kinds = jax.Array | np.ndarray | np.generic | numbers.Number | jax.ShapeDtypeStruct
+    kinds = jax.Array | np.ndarray | np.generic | numbers.Number | _Some
     return isinstance(value, kinds)
