@@ -158,10 +158,9 @@ HEADS = {"attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}}
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({}, r"\[model\] has steps, boost_after, \[model.attention\], .*: got \[\]"),
+        ({}, r"\[model\] has steps, \[model.attention\], .*: got \[\]"),
         (HEADS | {"mlp": {"hidden_size": 8}, "moe": {}}, "got"),
         (HEADS | {"mlp": {"hidden_size": 8}, "steps": 0}, "steps must be an integer, from 1 to 16"),
-        (HEADS | {"mlp": {"hidden_size": 8}, "boost_after": 2}, "boost_after must be .* from 0"),
         (HEADS | {"mlp": {"width": 8}}, "hidden_size|width"),
         (HEADS | {"mlp": 8}, "mapping"),
     ],
@@ -175,12 +174,12 @@ def test_recipes_that_are_refused(table, message):
 @pytest.mark.thorough
 def test_without_tables_a_head_is_as_the_targets_layers():
     config, target = qwen_files.model_config(), parts("mtp, qwen").target
-    own, steps, _ = head_of(Recipe({}, Training(1), ()), target)
+    own, steps = head_of(Recipe({}, Training(1), ()), target)
     assert own == st.MtpConfig(16, config.attention, config.mlp, 1e-6, norm_float32=True)
     assert own == parts("mtp, qwen").head.config
     assert steps == 4
     smaller = {"mlp": {"hidden_size": 8}}
-    own, _, _ = head_of(Recipe(smaller, Training(1), ()), target)
+    own, _ = head_of(Recipe(smaller, Training(1), ()), target)
     assert (own.attention, own.feed_forward) == (config.attention, st.MlpConfig(8))
 
 
