@@ -9,13 +9,11 @@ from flax import nnx
 import stree_jax as st
 from pallas_kernels import AttentionLayout
 from stree_jax.decoding import head_reader, outputs_ahead
-from stree_jax.decoding.plan import plan
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.extensions.mtp.training import head_of
 from stree_jax.models.attention import AttentionMixer
 from stree_jax.testing import tiny_model
 from stree_jax.training import Recipe, Training
-from stree_jax.tuning.dynamic import dynamic_tau
 from tests.extensions import qwen_files
 from tests.extensions.heads import parts, states_of
 from tests.numpy_parts import log_softmax
@@ -134,22 +132,6 @@ def test_a_wrong_head_is_found(name, mutation, monkeypatch):
     assert gap(name) < 1e-4
     mutation(monkeypatch)
     assert gap(name) > 0.01
-
-
-@pytest.mark.thorough
-def test_dynamic_trees_of_a_head_replay_decoding():
-    _, target, head, _, _ = parts("mtp")
-    prompts = np.random.default_rng(1).integers(37, size=(4, 5)).tolist()
-    options = dict(max_new_tokens=12)
-    texts, size = st.generate(target, prompts, **options), st.TreeTopology.budget(6, 2)
-    model = st.MtpModel(target, head)
-    made_by = plan(target, prompts, **options)
-    taus = dynamic_tau(model, target, made_by, list(texts.tokens), size, expand=4, grid=(2.5,))
-    out = st.generate(
-        target, prompts, drafter=st.DynamicDrafter(model, expand=4), topology=size, **options
-    )
-    assert out.stats.num_accepted > 0
-    assert taus[2.5] == pytest.approx(out.stats.tau, abs=1e-12)
 
 
 HEADS = {"attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}}
