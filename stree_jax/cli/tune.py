@@ -1,7 +1,5 @@
 """`stree-jax tune-tree`: the fastest draft tree for two checkpoints on this device."""
 
-import warnings
-
 import jax
 from rich.console import Console
 
@@ -41,24 +39,19 @@ def run_tune_tree(command: TuneTree) -> None:
         dtype=command.dtype,
         quantize=command.quantize,
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        with progress_bar(console) as show:
-            report = st.tune(
-                *models,
-                prompts,
-                temperature=command.temperature,
-                key=None if command.temperature == 0 else command.seed,
-                max_nodes=command.max_nodes,
-                max_depth=command.max_depth,
-                max_new_tokens=command.max_new_tokens,
-                thorough=command.thorough,
-                progress=show,
-            )
+    with progress_bar(console) as show:
+        report = st.tune(
+            *models,
+            prompts,
+            temperature=command.temperature,
+            key=None if command.temperature == 0 else command.seed,
+            max_nodes=command.max_nodes,
+            max_depth=command.max_depth,
+            max_new_tokens=command.max_new_tokens,
+            thorough=command.thorough,
+            progress=show,
+        )
     console.print(str(report), soft_wrap=True, markup=False)
-    for warning in caught:
-        if warning.category is UserWarning:
-            console.print(f"warning: {warning.message}", style="yellow", soft_wrap=True)
     specs = []
     if report.best is not None:
         specs.append("parents:" + ",".join(map(str, report.best.parents)))

@@ -17,7 +17,8 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.drafters.base import first_state, inner_layers
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.sampling import position_noise
-from stree_jax.decoding.types import Sampling, Step, Verdict
+from stree_jax.decoding.types import Step, Verdict
+from stree_jax.measuring.clock import Progress, silent
 from stree_jax.models.cache import Cache, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
@@ -35,32 +36,24 @@ class Costs(NamedTuple):
         target: seconds of a target call, by number of nodes.
         first_level: seconds to draft the children of the root.
         level: seconds to draft a level below, by number of nodes whose children are drafted.
-        overhead: seconds of the rest of a step.
     """
 
     target: dict[int, float]
     first_level: float
     level: dict[int, float]
-    overhead: float
 
-    def step(self, topology: TreeTopology, widths: Sequence[int] | None = None) -> float:
-        """Seconds of a step with a tree, or of a search of these `widths`, the root's first."""
-        seconds = _interpolated(self.target, topology.num_nodes)
-        if topology.depth:
-            seconds += self.first_level + self.overhead
+    def step(self, topology: TreeTopology) -> float:
+        """Seconds of a step with a tree."""
         inner = np.zeros(topology.depth + 1, int)
         for depth, children in zip(topology.depths, topology.children, strict=True):
             inner[depth] += bool(children)
-        read = (inner if widths is None else widths)[1:-1]
-        return seconds + sum(_interpolated(self.level, int(count)) for count in read)
+        first = self.first_level if topology.depth else 0.0
+        levels = sum(_interpolated(self.level, count) for count in inner[1:-1].tolist())
+        return _interpolated(self.target, topology.num_nodes) + first + levels
 
 
 def _interpolated(table: dict[int, float], size: int) -> float:
     sizes = sorted(table)
-    if size > sizes[-1] and len(sizes) > 1:  # extrapolate from the last two
-        low, high = sizes[-2:]
-        slope = (table[high] - table[low]) / (high - low)
-        return table[high] + max(slope, 0.0) * (size - high)
     return float(np.interp(size, sizes, [table[at] for at in sizes]))
 
 
@@ -75,16 +68,21 @@ def measure_costs(
     key: jax.Array | int | None = None,
     sizes: Sequence[int] = SIZES,
     widths: Sequence[int] = WIDTHS,
-    advance: Callable[[], Any] = lambda: None,
+    progress: Progress = silent,
 ) -> Costs:
     """Times every part in a loop on the device, interleaved, and takes medians.
 
-    Each of the `sizes` of target calls and `widths` of draft levels compiles, and then `advance` is
-    called; costs between them are interpolated.
+    Args:
+        model: the target.
+        drafter: fills static trees.
+        prompt: the text after which they are timed.
+        max_nodes, max_depth: sizes of the largest tree.
+        temperature, key: of its drafts.
+        sizes, widths: numbers of nodes of target calls and of draft levels; each compiles.
+        progress: as in `tune`.
     """
     sizes = [size for size in sizes if size < max_nodes] + [max_nodes]
-    widths = [width for width in widths if width < max_nodes // 2] or [1]
-    step_tree = TreeTopology.chain(min(4, max_depth, max_nodes - 1))
+    widths = [width for width in widths if width < max_nodes // 2] + [max_nodes // 2]
     options: dict[str, Any] = dict(max_new_tokens=8, temperature=temperature, key=key)
 
     def target_calls(size: int) -> Callable[[int], object]:
@@ -98,29 +96,20 @@ def measure_costs(
     with dispatch.on(model):
         plain = plan(model, [prompt], **options)
         cache = plain.decoder.start(model, None, plain.context, plain.keys).cache
-        whole = plan(model, [prompt], drafter=drafter, topology=step_tree, **options)
-        state = whole.decoder.start(model, drafter, whole.context, whole.keys)
-    arguments = (model, drafter, state, whole.limits, whole.sampling)
-    steps = functools.partial(_whole_steps, *arguments, decoder=whole.decoder)
-    parts: dict[Any, Callable[[int], object]] = {"steps": steps}
-    for size in sorted({*sizes, step_tree.num_nodes}):
+    parts: dict[Any, Callable[[int], object]] = {("draft", "first"): drafts(TreeTopology.chain(1))}
+    for size in sizes:
         parts["target", size] = target_calls(size)
-    parts["draft", "first"] = drafts(TreeTopology.chain(1))
-    parts["draft", "chain"] = drafts(step_tree)
     if max_depth > 1:
         for width in widths:
             parts["draft", width] = drafts(TreeTopology.from_branching((width, 1)))
     with dispatch.on(model):
-        seconds = medians(parts, advance)
+        seconds = medians(parts, progress)
 
     first = seconds["draft", "first"]
-    level = {width: max(seconds.get(("draft", width), 0.0) - first, 0.0) for width in widths}
-    rest = seconds["target", step_tree.num_nodes] + seconds["draft", "chain"]
     return Costs(
         target={size: seconds["target", size] for size in sizes},
         first_level=first,
-        level=level,
-        overhead=max(seconds["steps"] - rest, 0.0),
+        level={width: max(seconds.get(("draft", width), 0.0) - first, 0.0) for width in widths},
     )
 
 
@@ -138,7 +127,7 @@ def drafting(
     with dispatch.on(model):
         state = first_state(drafter, context.length, topology, most)
     noise = None
-    if not request.sampling.temperature_is_zero:  # made once per step for both models: overhead
+    if not request.sampling.temperature_is_zero:  # made once per step for both models
         size = topology.depth, model.config.vocab_size
         noise = position_noise(request.keys, context.length, *size)
     room = request.decoder.capacity - context.tokens.shape[1]
@@ -149,12 +138,12 @@ def drafting(
     return functools.partial(_drafts, request.drafter, state, step, hidden, topology=topology)
 
 
-def medians(parts: dict[Any, Callable[[int], object]], advance: Callable[[], Any]) -> dict:
+def medians(parts: dict[Any, Callable[[int], object]], progress: Progress) -> dict:
     """Seconds of one iteration of each part."""
     counts = {}
-    for name, part in parts.items():
+    for done, (name, part) in enumerate(parts.items(), 1):
         jax.block_until_ready(part(1))  # compiles
-        advance()
+        progress("timing parts of a step", done, len(parts))
         once = seconds_of(part, 4) / 4
         counts[name] = int(np.clip(_SECONDS / once, 4, 1000))
     samples: dict[Any, list[float]] = {name: [] for name in parts}
@@ -220,20 +209,3 @@ def _drafts(
         return state, tree.tokens[:, -1]
 
     return lax.fori_loop(0, count, draft, (state, zeros))[1]
-
-
-@functools.partial(jax.jit, static_argnames="decoder")
-def _whole_steps(
-    model: HybridLM,
-    drafter: Drafter,
-    state: Any,
-    limits: Any,
-    sampling: Sampling,
-    count: int | jax.Array,
-    *,
-    decoder: Any,
-) -> Any:
-    def step(_: Any, state: Any) -> Any:
-        return decoder.step(model, drafter, state, limits, sampling)[0]
-
-    return lax.fori_loop(0, count, step, state).emitted

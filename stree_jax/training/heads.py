@@ -24,14 +24,11 @@ class HeadPlan(NamedTuple):
         kind: their kind, as `stree_jax.heads.ROOMS` has it.
         new: new heads, given some of the text.
         loss: the loss of heads, given the target and tokens `[B, T]`.
-        boost: a step, after which all rows are written by the target and the loss is another one,
-            of the same value.
     """
 
     kind: str
     new: Callable[[Tokens], Any]
     loss: Callable[[Any, HybridLM, Tokens], Float[Array, ""]]
-    boost: tuple[int, Callable[[Any, HybridLM, Tokens], Float[Array, ""]]] | None = None
 
 
 def train_heads(
@@ -53,13 +50,7 @@ def train_heads(
     def loss(heads: Any, tokens: jax.Array, target: HybridLM) -> jax.Array:
         return plan.loss(heads, target, tokens[:, :-1])
 
-    options = recipe.training, run / "steps", target
-    if plan.boost is None:
-        yield from fit(heads, loss, text.batch, *options)
-    else:
-        boost_after, boosted = plan.boost
-        yield from fit(heads, loss, text.batch, *options, until=boost_after)
-        yield from fit(heads, lambda h, x, t: boosted(h, t, x[:, :-1]), text.own_batch, *options)
+    yield from fit(heads, loss, text.batch, recipe.training, run / "steps", target)
     graph, weights = nnx.split(heads)
 
     def stored_as(dtype: Any) -> Any:

@@ -133,16 +133,9 @@ def card(loss: float) -> str:
 
 
 class RunText(NamedTuple):
-    """The tokens of a run.
+    """The tokens of a run, `[batch_size, sequence_length + 1]` each."""
 
-    Attributes:
-        batch: tokens `[batch_size, sequence_length + 1]` of a step, partly written by the target.
-        own_batch: the same, with the second half of every row written by the target.
-        held_out: batches for evaluation only.
-    """
-
-    batch: Callable[[int], np.ndarray]
-    own_batch: Callable[[int], np.ndarray]
+    batch: Callable[[int], np.ndarray]  # of a step, partly written by the target
     held_out: list[np.ndarray]
 
 
@@ -155,28 +148,23 @@ def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> R
     def read(corpus: data.Corpus, step: int) -> np.ndarray:
         return data.batch_at(corpus, step, recipe.seed, training.batch_size, length)
 
-    def batches(fraction: float) -> Callable[[int], np.ndarray]:
-        num_generated = round(fraction * training.batch_size)
+    num_generated = round(training.generated * training.batch_size)
 
-        @functools.lru_cache(maxsize=2)  # one entry each for even and odd steps
-        def generated(first: int) -> np.ndarray:
-            steps = range(first, first + 2 * _STEPS_AT_ONCE, 2)
-            rows = np.concatenate([read(corpus, step)[:num_generated] for step in steps])
-            assert target is not None
-            written = continued(target, rows, recipe.seed, first)
-            return written.reshape(len(steps), num_generated, -1)
+    @functools.lru_cache(maxsize=2)  # one entry each for even and odd steps
+    def generated(first: int) -> np.ndarray:
+        steps = range(first, first + 2 * _STEPS_AT_ONCE, 2)
+        rows = np.concatenate([read(corpus, step)[:num_generated] for step in steps])
+        assert target is not None
+        return continued(target, rows, recipe.seed, first).reshape(len(steps), num_generated, -1)
 
-        def batch(step: int) -> np.ndarray:
-            tokens = read(corpus, step)
-            if target is not None and num_generated:
-                place = step % (2 * _STEPS_AT_ONCE)
-                tokens[:num_generated] = generated(step - place + place % 2)[place // 2]
-            return tokens
+    def batch(step: int) -> np.ndarray:
+        tokens = read(corpus, step)
+        if target is not None and num_generated:
+            place = step % (2 * _STEPS_AT_ONCE)
+            tokens[:num_generated] = generated(step - place + place % 2)[place // 2]
+        return tokens
 
-        return batch
-
-    held = [read(held_out, step) for step in range(16)]
-    return RunText(batches(training.generated), batches(1.0), held)
+    return RunText(batch, [read(held_out, step) for step in range(16)])
 
 
 def continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.ndarray:

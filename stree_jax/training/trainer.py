@@ -43,7 +43,6 @@ def fit(
     training: Training,
     checkpoints: Path,
     extra: Any = None,
-    until: int | None = None,
 ) -> Iterator[Progress]:
     """Trains `model` in place, from the latest checkpoint if there is one.
 
@@ -59,7 +58,6 @@ def fit(
         checkpoints: directory of this run's checkpoints, each written atomically. The latest two
             are kept.
         extra: last argument of `loss`.
-        until: the last step, from which another call goes on; None: that of `training`.
 
     Yields:
         One `Progress` per step.
@@ -72,7 +70,6 @@ def fit(
     from orbax.checkpoint import v1 as ocp
 
     _check_trainable(model)
-    last = training.steps if until is None else until
     graphdef, params = nnx.split(_multiplying(model, training.products))
     optimizer = make_optimizer(training)
     state = {
@@ -125,7 +122,7 @@ def fit(
                     f"the run in {checkpoints} is damaged or has other shapes;"
                     " remove it or choose another output"
                 ) from error
-        for step in range(start + 1, last + 1):
+        for step in range(start + 1, training.steps + 1):
             began = time.perf_counter()
             tokens = batch(step)
             state, value = update(state, tokens, extra)
@@ -133,7 +130,7 @@ def fit(
                 raise FloatingPointError(
                     f"the loss or the weights are not finite at step {step}; lower learning_rate"
                 )
-            if step % training.save_every == 0 or step == last:
+            if step % training.save_every == 0 or step == training.steps:
                 checkpointer.save(step, state)
             yield Progress(step, float(value), tokens.size / (time.perf_counter() - began))
     on_host = jax.tree.map(np.asarray, state["params"])  # else they stay bound to the mesh

@@ -88,10 +88,3 @@ def best_trees(
             topology = TreeTopology.from_parents(parents).level_order()
             predicted[topology] = tau / costs.step(topology)
     return sorted(predicted, key=lambda topology: -predicted[topology])
-
-
-def standard_error(trace: RankTrace) -> float:
-    """Standard error of the acceptance rate of the first candidate."""
-    ranks = np.concatenate(trace.ranks)
-    rate = float(np.mean(ranks == 0))
-    return (rate * (1 - rate) / len(ranks)) ** 0.5

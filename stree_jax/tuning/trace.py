@@ -6,21 +6,21 @@ the target emits determine which nodes of any static tree would be accepted.
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.array_types import Array, Int, Key
+from stree_jax.array_types import Array, Bool, Int, Key
 from stree_jax.decoding.drafters import Drafter, drawn_by
 from stree_jax.decoding.drafters.base import first_state, inner_layers
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.sampling import filtered_logits, position_noise
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.models.lm import HybridLM
-from stree_jax.tree import Tree, TreeTopology
+from stree_jax.tree import TreeTopology
 
 TRACED_DEPTHS = 8  # levels of which `head_trace` says how often they are right
 _BATCH = 32  # positions per batch
@@ -48,11 +48,10 @@ class RankTrace(NamedTuple):
 
 def rank_trace(
     drafter: Drafter,
+    target: HybridLM,
     request: Plan,
     tokens: Sequence[np.ndarray],
     num_ranks: int,
-    vocab_size: int,
-    target: HybridLM | None = None,
 ) -> RankTrace:
     """Drafts one level at every position of the target's texts, and ranks the target's tokens.
 
@@ -61,27 +60,34 @@ def rank_trace(
 
     Args:
         drafter: fills static trees.
-        request: the plan that generated the texts; gives prompts, keys and sampling.
+        target: the model that wrote the texts.
+        request: the plan that generated them; gives prompts, keys and sampling.
         tokens: the new tokens of each row.
         num_ranks: number of candidates that are ranked.
-        vocab_size: vocabulary size of the target.
-        target: the target, for a drafter that reads its hidden states.
 
     Raises:
-        ValueError: the drafter samples its candidates with its own random numbers, or reads hidden
-            states without a target.
+        ValueError: the drafter samples its candidates with its own random numbers.
     """
-    topology = TreeTopology.from_branching((num_ranks,))
     check_how(drafter, request.sampling, num_ranks)
+    topology = TreeTopology.from_branching((num_ranks,))
+    texts, starts = whole_texts(request, tokens), np.asarray(request.context.length)
+    rows = np.repeat(np.arange(len(tokens)), [len(new) for new in tokens])
+    emitted = np.concatenate([np.arange(len(new), dtype=np.int32) for new in tokens])
     ranks = []
-    for at in positions(request, tokens, 1):
-        state = state_at(drafter, target, at.context, topology, request.decoder.max_length)
-        candidates, tree = drafts_at(drafter, state, at, topology, vocab_size)
-        match = (np.asarray(candidates)[:, 1:] == at.following) & np.asarray(tree.valid)[:, 1:]
-        found = np.where(match.any(axis=1), match.argmax(axis=1), num_ranks)
-        ranks.append(found[: at.num_places])
-    ends = np.cumsum([len(new) for new in tokens])[:-1]
-    return RankTrace(np.split(np.concatenate(ranks), ends), num_ranks)
+    for first in range(0, len(rows), _BATCH):
+        # The last batch is padded with its last position.
+        at = np.minimum(np.arange(first, first + _BATCH), len(rows) - 1)
+        row, lengths = rows[at], (starts[rows[at]] + emitted[at]).astype(np.int32)
+        keys, sampling = jax.tree.map(operator.itemgetter(row), (request.keys, request.sampling))
+        context, new = jax.device_put((Context(texts[row], lengths), emitted[at]))
+        state = first_state(drafter, context.length, topology, request.decoder.max_length)
+        state = _read(drafter, target, state, context, inner_layers(drafter))
+        step = Step(context, keys, None, sampling)
+        drafted, valid = _drafts(drafter, state, step, new, topology, target.config.vocab_size)
+        match = (np.asarray(drafted) == texts[row, lengths][:, None]) & np.asarray(valid)
+        ranks.append(np.where(match.any(axis=1), match.argmax(axis=1), num_ranks))
+    ends = np.cumsum([len(new) for new in tokens])
+    return RankTrace(np.split(np.concatenate(ranks)[: ends[-1]], ends[:-1]), num_ranks)
 
 
 def head_trace(
@@ -92,11 +98,7 @@ def head_trace(
     tokens: Sequence[np.ndarray],
     num_ranks: int,
 ) -> RankTrace:
-    """The trace of a drafter of static trees with a head on the target's states, see `HeadModel`.
-
-    Candidates depend on the depth, since below the root the head gets its own outputs instead of
-    the target's states. The first step after a prompt of one token has no drafts.
-    """
+    """The trace of a head on the target's states, whose candidates depend on the depth."""
     check_how(drafter, request.sampling, num_ranks)
     starts, most = np.asarray(request.context.length), max(map(len, tokens))
     tables = []
@@ -110,6 +112,7 @@ def head_trace(
         inner = inner_layers(drafter)
         found = np.array(_head_ranks(target, model, *given, most=most, inner=inner))[: len(new)]
         ends = np.arange(len(new))[:, None] + np.arange(found.shape[1]) >= len(new)
+        # The first step after a prompt of one token has no drafts.
         found[ends | (np.arange(len(new)) + start < 2)[:, None]] = num_ranks
         tables.append(np.minimum(found, num_ranks))
     return RankTrace(tables, num_ranks)
@@ -148,79 +151,30 @@ def _head_ranks(
     return jnp.stack([of_depth(*each) for each in enumerate(outputs)], axis=1)
 
 
-class Positions(NamedTuple):
-    """Positions in texts, as the rows of a batch."""
-
-    context: Context  # the text up to the position
-    keys: Array  # of the text, as its sampling
-    sampling: Sampling
-    emitted: Int[Array, " B"]  # new tokens before the position
-    following: Int[np.ndarray, "B ahead"]  # tokens from the position on; -1 after the end
-    num_places: int  # real rows; the others pad the batch
-
-
-def positions(request: Plan, tokens: Sequence[np.ndarray], ahead: int) -> Iterator[Positions]:
-    """The positions before every new token, in the order of the texts, `ahead` tokens of each."""
-    texts, starts = whole_texts(request, tokens), np.asarray(request.context.length)
-    rows = np.repeat(np.arange(len(tokens)), [len(new) for new in tokens])
-    emitted = np.concatenate([np.arange(len(new)) for new in tokens])
-    wanted = np.full((len(tokens), max(map(len, tokens)) + ahead), -1, np.int32)
-    for want, new in zip(wanted, tokens, strict=True):
-        want[: len(new)] = new
-    for first in range(0, len(rows), _BATCH):
-        # The last batch is padded with its last position.
-        at = np.minimum(np.arange(first, first + _BATCH), len(rows) - 1)
-        row = rows[at]
-        keys, sampling = jax.tree.map(operator.itemgetter(row), (request.keys, request.sampling))
-        yield Positions(
-            Context(*jax.device_put((texts[row], (starts[row] + emitted[at]).astype(np.int32)))),
-            keys,
-            sampling,
-            jax.device_put(emitted[at].astype(np.int32)),
-            wanted[row[:, None], emitted[at, None] + np.arange(ahead)],
-            min(_BATCH, len(rows) - first),
-        )
-
-
-def state_at(
-    drafter: Drafter,
-    target: HybridLM | None,
-    context: Context,
-    topology: TreeTopology,
-    max_length: int,
-) -> Any:
-    """A drafter's state after texts; refuses one that reads hidden states without a target."""
-    state = first_state(drafter, context.length, topology, max_length)
-    inner = inner_layers(drafter)
-    if inner is None:
-        return drafter.read(state, context.tokens, None, context.length - 1)
-    if target is None:
-        raise ValueError(
-            f"{type(drafter).__name__} reads hidden states of the target: pass target, or set"
-            " inner_layers = None if it needs none"
-        )
-    return _read(drafter, target, state, context, inner)
-
-
 @functools.partial(jax.jit, static_argnames="inner")
 def _read(
-    drafter: Any, target: HybridLM, state: Any, context: Context, inner: tuple[int, ...]
+    drafter: Any, target: HybridLM, state: Any, context: Context, inner: tuple[int, ...] | None
 ) -> Any:
-    hidden = target.hidden(context.tokens, inner)
+    """A drafter's state after texts."""
+    hidden = None if inner is None else target.hidden(context.tokens, inner)
     return drafter.read(state, context.tokens, hidden, context.length - 1)
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "vocab_size"))
-def drafts_at(
-    drafter: Drafter, state: Any, at: Positions, topology: TreeTopology, vocab_size: int
-) -> tuple[Int[Array, "B N"], Tree]:
-    """The tokens and trees that a drafter proposes at positions."""
-    noise = None
-    if not at.sampling.temperature_is_zero:
-        noise = position_noise(at.keys, at.emitted, topology.depth, vocab_size)
-    step = Step(at.context, at.keys, noise, at.sampling)
+def _drafts(
+    drafter: Drafter,
+    state: Any,
+    step: Step,
+    emitted: Int[Array, " B"],
+    topology: TreeTopology,
+    vocab_size: int,
+) -> tuple[Int[Array, "B D"], Bool[Array, "B D"]]:
+    """The candidates after texts, of which so many tokens are new, and which of them exist."""
+    if not step.sampling.temperature_is_zero:
+        noise = position_noise(step.keys, emitted, topology.depth, vocab_size)
+        step = step._replace(noise=noise)
     draft, _ = drafter.propose(state, step, topology)
-    return draft.tokens, draft.tree
+    return draft.tokens[:, 1:], draft.tree.valid[:, 1:]
 
 
 def whole_texts(request: Plan, tokens: Sequence[np.ndarray]) -> Int[np.ndarray, "B L"]:

@@ -1,9 +1,7 @@
 """`tune`: the fastest draft tree for a pair of models on this device, if any pays."""
 
 import dataclasses
-import itertools
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,15 +20,14 @@ from stree_jax.measuring.methods import PLAIN, Method, compare
 from stree_jax.measuring.report import SPEED, Table
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
-from stree_jax.tuning.dynamic import SHARPNESS, dynamic_tau
-from stree_jax.tuning.search import acceptance, best_trees, replay_tau, standard_error
+from stree_jax.tuning.search import acceptance, best_trees, replay_tau
 from stree_jax.tuning.trace import RankTrace, head_trace, rank_trace
 
 NUM_RANKS = 8  # most children of a node
-_ENOUGH_TOKENS = 500
-# Sizes of target calls and widths of draft levels that are timed, finalists, rounds, sharpness.
-_THOROUGH = SIZES, WIDTHS, 4, 5, SHARPNESS
-_QUICK = SIZES[::3], WIDTHS[::2], 2, 3, (1.5, 2.5, 5.0)
+SHARPNESS = (1.5, 2.5, 3.5, 5.0)  # of dynamic trees; they share a program
+# Sizes of target calls and widths of draft levels that are timed, finalists, rounds.
+_THOROUGH = SIZES, WIDTHS, 4, 5
+_QUICK = SIZES[::3], WIDTHS[::2], 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +37,9 @@ class Candidate:
     Attributes:
         name: name of the tree, such as "chain of 4".
         topology: the tree; for a dynamic one its size, `TreeTopology.budget(N, D)`.
-        tau: tokens per target call on the traced texts.
-        predicted: tokens per second predicted from acceptance and costs.
-        sharpness: fitted `sharpness` of `DynamicDrafter`; None for static trees.
+        tau: tokens per target call: of the decoded texts if it was timed, else of the traced ones.
+        predicted: tokens per second by acceptance and costs; 0 for a dynamic tree.
+        sharpness: that of `DynamicDrafter`; None for static trees.
         record: what `bench` says of it, see `BenchReport.rows`; None if it was not timed.
     """
 
@@ -52,11 +49,6 @@ class Candidate:
     predicted: float
     sharpness: float | None = None
     record: Mapping[str, Any] | Any = None
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the tree, the root included."""
-        return 1 if self.topology is None else self.topology.num_nodes
 
     def method(self, drafter: Drafter) -> Method:
         """The way to decode with this tree."""
@@ -77,34 +69,25 @@ class TuningReport:
         rows: the timed finalists, the fastest first; then the other candidates by predicted speed.
         advice: recommendation with its reason.
         costs: costs of the parts of a step.
-        temperature: temperature of the measured texts.
-        num_traced: number of tokens that tau was replayed on.
-        sharpness: the `sharpness` of `DynamicDrafter` with the highest acceptance on these texts;
-            None if the drafter is not a `ModelDrafter`.
+        sharpness: that of the fastest dynamic tree; None if the drafter is not a `ModelDrafter`.
     """
 
     best: TreeTopology | None
     rows: tuple[Candidate, ...]
     advice: str
     costs: Costs
-    temperature: float
-    num_traced: int
     sharpness: float | None = None
 
     def __str__(self) -> str:
         timed = [
-            {**row.record, "predicted": row.predicted, "spread": spread(row.record)}
+            {**row.record, "spread": spread(row.record)}
             for row in self.rows
             if row.record is not None
         ]
         columns = {"tree": "{method}", "nodes": "{nodes}", "tau": "{tau:.2f}"}
-        columns |= {"predicted": "{predicted:,.0f}"} | SPEED | {"+-": "{spread:,.0f}"}
-        lines = [str(Table("", timed, columns)).rstrip()]
-        if len(timed) < len(self.rows):
-            lines.append(f"... and {len(self.rows) - len(timed)} trees that were not timed")
-        if self.sharpness is not None:
-            lines.append(f"sharpness of dynamic trees: {self.sharpness:g}")
-        return "\n".join([*lines, self.advice])
+        columns |= SPEED | {"+-": "{spread:,.0f}"}
+        others = f"... and {len(self.rows) - len(timed)} trees that were not timed"
+        return "\n".join([str(Table("", timed, columns)).rstrip(), others, self.advice])
 
 
 @jax.transfer_guard("allow")
@@ -129,8 +112,7 @@ def tune(
     half, interleaved with decoding without drafts. A tree must beat the simpler choices by more
     than the spread of the measurement.
 
-    For a `ModelDrafter`, a dynamic tree as large as the most promising static one is timed too. Its
-    sharpness is fitted on the first half.
+    For a `ModelDrafter`, dynamic trees as large as the most promising static one are timed too.
 
     Args:
         target: the model.
@@ -141,9 +123,8 @@ def tune(
         max_nodes: most nodes of a tree, root included.
         max_depth: most drafts on a path.
         max_new_tokens: most new tokens of each text.
-        thorough: if False, a third of the sizes is timed, half of the values of sharpness are
-            tried, and half as many trees are decoded, three times instead of five: most of the
-            time is compilation.
+        thorough: if False, a third of the sizes is timed and half as many trees are decoded, three
+            times instead of five: most of the time is compilation.
         progress: callback with the current task, its finished parts and the number of its parts.
 
     Returns:
@@ -155,7 +136,7 @@ def tune(
     _check(target, drafter, prompts)
     check_int("max_nodes", max_nodes, 2)
     check_int("max_depth", max_depth, 1)
-    sizes, widths, num_finalists, rounds, grid = _THOROUGH if thorough else _QUICK
+    sizes, widths, num_finalists, rounds = _THOROUGH if thorough else _QUICK
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature)
     half = len(prompts) // 2
     keys = (None, None) if key is None else jax.random.split(typed_key(key))
@@ -169,16 +150,6 @@ def tune(
     progress("the target writes", 1, 1)
     trace = _traced(drafter, target, request, written)
     max_depth = min(max_depth, trace.max_depth or max_depth)
-    num_traced = int(texts.lengths.sum())
-    if num_traced < _ENOUGH_TOKENS:
-        warnings.warn(
-            f"acceptance was measured on {num_traced} tokens, to +-{standard_error(trace):.2f};"
-            " give more prompts, or let texts be longer",
-            stacklevel=2,
-        )
-
-    num_parts = 3 + sum(size < max_nodes for size in sizes) + len(widths)
-    done = itertools.count(1)
     costs = measure_costs(
         target,
         drafter,
@@ -187,17 +158,20 @@ def tune(
         max_depth=max_depth,
         temperature=temperature,
         key=key,
-        advance=lambda: progress("timing parts of a step", min(next(done), num_parts), num_parts),
         sizes=sizes,
         widths=widths,
+        progress=progress,
     )
     candidates = _candidates(trace, costs, max_nodes, max_depth)
     finalists = _finalists(candidates, num_finalists)
     if isinstance(drafter, ModelDrafter):
-        progress("fitting dynamic trees", 0, 1)
-        largest = next(row.topology for row in candidates if row.topology is not None)
-        finalists.append(_dynamic(drafter, target, request, written, largest, costs, grid))
-        progress("fitting dynamic trees", 1, 1)
+        tree = next(row.topology for row in candidates if row.topology is not None)
+        # 8 expanded nodes score 72 drafts in two levels.
+        size = TreeTopology.budget(min(tree.num_nodes, 64), tree.depth)
+        finalists += [
+            Candidate(f"dynamic {size.num_nodes}, sharpness {each:g}", size, 0.0, 0.0, each)
+            for each in SHARPNESS
+        ]
     *_, records = compare(
         target,
         [row.method(drafter) for row in finalists],
@@ -210,33 +184,29 @@ def tune(
         dataclasses.replace(row, tau=record["tau"], record=record)
         for row, record in zip(finalists, records, strict=True)
     ]
+    timed.sort(key=lambda row: -row.record["tokens_per_second"]["median"])
     static = [row for row in timed if row.sharpness is None]
+    dynamic = next((row for row in timed if row.sharpness is not None), None)
     best = choice([row.record for row in static])
     names = {row.name for row in timed}
     return TuningReport(
         best=next(row.topology for row in static if row.record is best),
-        rows=(
-            *sorted(timed, key=lambda row: -row.record["tokens_per_second"]["median"]),
-            *(row for row in candidates if row.name not in names),
-        ),
-        advice=" ".join([advice([row.record for row in static]), *_better(best, timed)]),
+        rows=(*timed, *(row for row in candidates if row.name not in names)),
+        advice=advice([row.record for row in static]) + _better(best, dynamic),
         costs=costs,
-        temperature=float(temperature),
-        num_traced=num_traced,
-        sharpness=finalists[-1].sharpness,
+        sharpness=dynamic and dynamic.sharpness,
     )
 
 
-def _better(best: Mapping[str, Any], timed: Sequence[Candidate]) -> Iterator[str]:
+def _better(best: Mapping[str, Any], row: Candidate | None) -> str:
     """A sentence about a dynamic tree that beats the best static choice."""
-    for row in timed:
-        if row.sharpness is not None and row.topology and is_beaten(best, row.record):
-            yield (
-                f"Dynamic trees are faster: DynamicDrafter(draft, sharpness={row.sharpness:g})"
-                f" with TreeTopology.budget({row.num_nodes}, {row.topology.depth}),"
-                f" {row.record['speed_up']['median']:.2f} times as fast as without"
-                f" (tau {row.tau:.2f})."
-            )
+    if row is None or row.topology is None or not is_beaten(best, row.record):
+        return ""
+    return (
+        f" Dynamic trees are faster: DynamicDrafter(draft, sharpness={row.sharpness:g}) with"
+        f" TreeTopology.budget({row.topology.num_nodes}, {row.topology.depth}),"
+        f" {row.record['speed_up']['median']:.2f} times as fast as without (tau {row.tau:.2f})."
+    )
 
 
 def _check(target: HybridLM, drafter: Drafter | None, prompts: Any) -> None:
@@ -259,15 +229,14 @@ def _traced(
     drafter: Drafter, target: HybridLM, request: Plan, written: list[np.ndarray]
 ) -> RankTrace:
     """The ranks of what the target wrote, by the drafter's own method if it has one."""
-    vocab_size = target.config.vocab_size
-    num_ranks = min(NUM_RANKS, vocab_size)
+    num_ranks = min(NUM_RANKS, target.config.vocab_size)
     own = getattr(drafter, "rank_trace", None)  # see `Drafter`
     if callable(own):
         return own(target, request, written, num_ranks)
     head = drafter.model if isinstance(drafter, ModelDrafter) else drafter
     if hasattr(head, "outputs_ahead"):  # see `HeadModel`
         return head_trace(drafter, head, target, request, written, num_ranks)
-    return rank_trace(drafter, request, written, num_ranks, vocab_size, target)
+    return rank_trace(drafter, target, request, written, num_ranks)
 
 
 def _candidates(trace: RankTrace, costs: Costs, max_nodes: int, max_depth: int) -> list[Candidate]:
@@ -290,30 +259,12 @@ def _candidates(trace: RankTrace, costs: Costs, max_nodes: int, max_depth: int) 
     return sorted(rows, key=lambda row: -row.predicted)
 
 
-def _dynamic(
-    drafter: ModelDrafter,
-    target: HybridLM,
-    request: Plan,
-    written: list,
-    static: TreeTopology,
-    costs: Costs,
-    grid: Sequence[float],
-) -> Candidate:
-    """A dynamic tree of the size of a static one."""
-    # 8 expanded nodes score 72 drafts in two levels.
-    size = TreeTopology.budget(min(static.num_nodes, 64), static.depth)
-    taus = dynamic_tau(drafter.model, target, request, written, size, grid=grid)
-    sharpness, tau = max(taus.items(), key=lambda found: found[1])
-    speed = tau / costs.step(size, DynamicDrafter(drafter.model).widths(size))
-    return Candidate(f"dynamic {size.num_nodes}, depth {size.depth}", size, tau, speed, sharpness)
-
-
 def _finalists(candidates: list[Candidate], most: int) -> list[Candidate]:
     """No draft; then the most promising trees, of different sizes, the best chain among them."""
     trees = [row for row in candidates if row.topology is not None]
     chosen: dict[int, Candidate] = {}
     for row in trees:  # neighbours in size differ by less than the measurement error
-        size = row.num_nodes
+        size = 1 if row.topology is None else row.topology.num_nodes
         if len(chosen) < most and all(abs(size - other) > 0.2 * other for other in chosen):
             chosen[size] = row
     chain = next(row for row in trees if row.name.startswith("chain"))

@@ -6,7 +6,6 @@ import pytest
 
 from stree_jax.cli.main import main
 from stree_jax.measuring import Costs
-from stree_jax.tuning.dynamic import dynamic_tau
 
 
 @pytest.fixture
@@ -69,11 +68,6 @@ def continued(command, tmp_path):
 @pytest.fixture
 def quick_tuning(monkeypatch):
     """Timing parts of a step compiles most of what `tune` does, and has its own tests."""
-    costs = Costs({1: 1.0, 2: 1.1}, 0.1, {1: 0.1}, 0.0)
+    costs = Costs({1: 1.0, 2: 1.1}, 0.1, {1: 0.1})
     monkeypatch.setattr("stree_jax.tuning.tuner.measure_costs", lambda *_, **__: costs)
-
-    def taus(*asked, grid):  # each sharpness compiles
-        return dynamic_tau(*asked, grid=grid[:1])
-
-    monkeypatch.setattr("stree_jax.tuning.tuner.dynamic_tau", taus)
     return "--max-nodes", 2, "--max-depth", 1, "--max-new-tokens", 12

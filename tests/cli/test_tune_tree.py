@@ -6,6 +6,7 @@ import re
 import pytest
 
 import stree_jax as st
+from stree_jax.tuning.tuner import SHARPNESS
 
 pytestmark = pytest.mark.thorough
 
@@ -24,11 +25,10 @@ def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path
     options = ["--prompts", prompts, "--output", tree, "--thorough"]
     text = output("tune-tree", *models, *options, *quick_tuning)
     phases = [line.partition(" s  ")[2] for line in text.splitlines() if " s  " in line]
-    assert phases == ["the target writes", "fitting dynamic trees", "decoding"]  # not a terminal
+    assert phases == ["the target writes", "decoding"]  # not a terminal
     result = json.loads(tree.read_text())
     assert result["advice"] in text
-    assert "warning: acceptance was measured on 12 tokens" in text
-    assert f"sharpness of dynamic trees: {result['sharpness']:g}" in text
+    assert result["sharpness"] in SHARPNESS
     names = set(result["decoded"])
     assert "autoregressive" in names
     assert any(name.startswith("dynamic ") for name in names)

@@ -9,13 +9,11 @@ from flax import nnx
 import stree_jax as st
 from pallas_kernels import AttentionLayout
 from stree_jax.decoding import head_reader, outputs_ahead
-from stree_jax.decoding.plan import plan
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.extensions.mtp.training import head_of
 from stree_jax.models.attention import AttentionMixer
 from stree_jax.testing import tiny_model
 from stree_jax.training import Recipe, Training
-from stree_jax.tuning.dynamic import dynamic_tau
 from tests.extensions import qwen_files
 from tests.extensions.heads import parts, states_of
 from tests.numpy_parts import log_softmax
@@ -136,32 +134,15 @@ def test_a_wrong_head_is_found(name, mutation, monkeypatch):
     assert gap(name) > 0.01
 
 
-@pytest.mark.thorough
-def test_dynamic_trees_of_a_head_replay_decoding():
-    _, target, head, _, _ = parts("mtp")
-    prompts = np.random.default_rng(1).integers(37, size=(4, 5)).tolist()
-    options = dict(max_new_tokens=12)
-    texts, size = st.generate(target, prompts, **options), st.TreeTopology.budget(6, 2)
-    model = st.MtpModel(target, head)
-    made_by = plan(target, prompts, **options)
-    taus = dynamic_tau(model, target, made_by, list(texts.tokens), size, expand=4, grid=(2.5,))
-    out = st.generate(
-        target, prompts, drafter=st.DynamicDrafter(model, expand=4), topology=size, **options
-    )
-    assert out.stats.num_accepted > 0
-    assert taus[2.5] == pytest.approx(out.stats.tau, abs=1e-12)
-
-
 HEADS = {"attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}}
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({}, r"\[model\] has steps, boost_after, \[model.attention\], .*: got \[\]"),
+        ({}, r"\[model\] has steps, \[model.attention\], .*: got \[\]"),
         (HEADS | {"mlp": {"hidden_size": 8}, "moe": {}}, "got"),
         (HEADS | {"mlp": {"hidden_size": 8}, "steps": 0}, "steps must be an integer, from 1 to 16"),
-        (HEADS | {"mlp": {"hidden_size": 8}, "boost_after": 2}, "boost_after must be .* from 0"),
         (HEADS | {"mlp": {"width": 8}}, "hidden_size|width"),
         (HEADS | {"mlp": 8}, "mapping"),
     ],
@@ -175,12 +156,12 @@ def test_recipes_that_are_refused(table, message):
 @pytest.mark.thorough
 def test_without_tables_a_head_is_as_the_targets_layers():
     config, target = qwen_files.model_config(), parts("mtp, qwen").target
-    own, steps, _ = head_of(Recipe({}, Training(1), ()), target)
+    own, steps = head_of(Recipe({}, Training(1), ()), target)
     assert own == st.MtpConfig(16, config.attention, config.mlp, 1e-6, norm_float32=True)
     assert own == parts("mtp, qwen").head.config
     assert steps == 4
     smaller = {"mlp": {"hidden_size": 8}}
-    own, _, _ = head_of(Recipe(smaller, Training(1), ()), target)
+    own, _ = head_of(Recipe(smaller, Training(1), ()), target)
     assert (own.attention, own.feed_forward) == (config.attention, st.MlpConfig(8))
 
 

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 import stree_jax as st
 from stree_jax.checkpoint.load import load_config
 from stree_jax.extensions.medusa.training import medusa_loss, train_medusa
-from stree_jax.extensions.mtp.training import train_mtp
 from stree_jax.testing import HYBRIDS, perturbed, tiny_model
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
@@ -345,64 +344,6 @@ def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
     out = st.generate(before, [[1, 2]], max_new_tokens=5, drafter=st.MedusaDrafter(before, one))
     want = st.generate(before, [[1, 2]], max_new_tokens=5)
     np.testing.assert_array_equal(out.tokens, want.tokens)
-
-
-@pytest.mark.slow
-def test_a_boosted_run_ends_on_the_text_of_the_target(trained, tmp_path, recipe_file, monkeypatch):
-    recipe_file.write_text(
-        "[model]\nsteps = 2\nboost_after = 3\n"
-        "attention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\nmlp = {hidden_size = 16}\n"
-        + RECIPE[RECIPE.index("[training]") :]
-    )
-    rows, seen = [], []
-
-    def generate(target, prompts, **options):
-        rows.append(len(prompts))
-        return st.generate(target, prompts, **options)
-
-    monkeypatch.setattr("stree_jax.training.run.generate", generate)
-    for report in train_mtp(Recipe.load(recipe_file), trained[0], tmp_path / "head"):
-        seen.append((report.step, len(rows)))
-    assert seen == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 2)]
-    assert rows == [16, 16]  # every row of eight steps, at temperature 1 and 0
-    st.load_mtp(tmp_path / "head", st.from_pretrained(trained[0]))
-
-
-@pytest.mark.slow
-def test_a_boosted_run_resumes_with_the_same_head(trained, tmp_path, recipe_file, monkeypatch):
-    """Its end is on the target's own text alone, also if it was interrupted there."""
-    target, _ = trained
-    recipe_file.write_text(
-        "[model]\nsteps = 2\nboost_after = 3\n"
-        "attention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\nmlp = {hidden_size = 16}\n"
-        + RECIPE[RECIPE.index("[training]") :]
-    )
-    recipe = Recipe.load(recipe_file)
-    rows = []
-    monkeypatch.setattr(
-        "stree_jax.training.run.generate",
-        lambda target, prompts, **options: (
-            rows.append(len(prompts)) or st.generate(target, prompts, **options)
-        ),
-    )
-
-    def run(name, until):
-        seen = []
-        reports = train_mtp(recipe, target, tmp_path / name)
-        for report in reports:
-            seen.append((report.step, len(rows)))
-            if report.step == until:
-                reports.close()
-                break
-        return seen
-
-    assert run("whole", None) == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 2)]
-    assert rows == [16, 16]  # every row of eight steps, at temperature 1 and 0
-    run("parts", 5)
-    assert [step for step, _ in run("parts", None)] == [5, 6]
-    model = st.from_pretrained(target)
-    one, other = (st.load_mtp(tmp_path / name, model) for name in ("whole", "parts"))
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
 
 
 @pytest.mark.thorough

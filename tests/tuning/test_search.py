@@ -11,7 +11,6 @@ from stree_jax.decoding.plan import plan
 from stree_jax.measuring import Costs
 from stree_jax.testing import perturbed, tiny_model
 from stree_jax.tuning import RankTrace, rank_trace
-from stree_jax.tuning.dynamic import dynamic_tau
 from stree_jax.tuning.search import acceptance, best_trees, replay_tau
 
 PROMPTS = [[5, 9, 2, 30, 11], [3], [1, 2, 3, 4, 1, 2]]
@@ -55,7 +54,7 @@ def tau(topology, accept):
 
 
 def costs(target=1.0, level=0.0):
-    return Costs({1: target, 64: target}, level, {1: level}, 0.0)
+    return Costs({1: target, 64: target}, level, {1: level})
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -75,14 +74,14 @@ def test_costs_decide_between_sizes_and_depths():
     accept = np.array([[0.6, 0.2, 0.1]] * 4)
     flat = best_trees(accept, costs(), 16, 4)[0]
     assert flat.num_nodes == 16
-    steep = best_trees(accept, Costs({1: 1.0, 2: 1.1, 3: 9.0}, 0.0, {1: 0.0}, 0.0), 16, 4)[0]
+    steep = best_trees(accept, Costs({1: 1.0, 2: 1.1, 3: 9.0}, 0.0, {1: 0.0}), 16, 4)[0]
     assert steep.num_nodes == 2
     slow_draft = best_trees(accept, costs(level=3.0), 16, 4)[0]
     assert slow_draft.depth < flat.depth
     # Jumps are kept: nothing fits a line through the sizes.
-    assert Costs({1: 1.0, 2: 3.0, 4: 4.0}, 0.5, {1: 0.25, 2: 0.5}, 0.1).step(
+    assert Costs({1: 1.0, 2: 3.0, 4: 4.0}, 0.5, {1: 0.25, 2: 0.5}).step(
         st.TreeTopology.from_branching((2, 1))  # 5 nodes; 2 nodes of level 1 have a child
-    ) == pytest.approx(4.5 + 0.5 + 0.5 + 0.1)
+    ) == pytest.approx(4.0 + 0.5 + 0.5)
 
 
 def test_acceptance_is_counted_below_what_was_accepted():
@@ -110,42 +109,21 @@ def traced(request):
     assert len(set(out.lengths.tolist())) > 1
     written = [row[:length] for row, length in zip(out.tokens, out.lengths, strict=True)]
     made_by = plan(model, PROMPTS, **options)
-    return drafter, options, rank_trace(drafter, made_by, written, 8, 37), made_by, written
+    return drafter, options, rank_trace(drafter, model, made_by, written, 8)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("i", range(2))
 def test_replay_is_decoding(i, traced):
     """Two trees greedily, and two others with shared noise."""
-    drafter, options, trace, _, _ = traced
+    drafter, options, trace = traced
     topology = TREES[options["temperature"] > 0][i]
     out = st.generate(tiny_model(), PROMPTS, drafter=drafter, topology=topology, **options)
     assert replay_tau(topology, trace) == pytest.approx(out.stats.tau, abs=1e-12)
-
-
-@pytest.mark.thorough
-def test_stepping_through_dynamic_trees_is_decoding(traced):
-    drafter, options, _, made_by, written = traced
-    size = st.TreeTopology.budget(6, 3)
-    grid = (0.3, 0.7, 1.5, 3.0, 6.0)
-    taus = dynamic_tau(drafter.model, tiny_model(), made_by, written, size, expand=3, grid=grid)
-    for sharpness, tau in taus.items():
-        dynamic = st.DynamicDrafter(drafter.model, expand=3, sharpness=sharpness)
-        out = st.generate(tiny_model(), PROMPTS, drafter=dynamic, topology=size, **options)
-        assert tau == pytest.approx(out.stats.tau, abs=1e-12)
-    assert len(set(taus.values())) > 1
-
-
-def test_the_cost_of_a_dynamic_tree_is_that_of_what_is_read():
-    costs = Costs({1: 1.0, 5: 2.0}, 0.5, {1: 0.25, 2: 0.5, 4: 1.0}, 0.1)
-    size = st.TreeTopology.budget(5, 3)
-    widths = st.DynamicDrafter(tiny_model(), expand=2).widths(size)
-    assert widths == [1, 2, 2, 2]
-    assert costs.step(size, widths) == pytest.approx(2.0 + 0.5 + 0.5 + 0.5 + 0.1)
 
 
 def test_candidates_of_random_draws_are_refused():
     drafter = st.ModelDrafter(tiny_model(), child_sampling="iid")
     request = plan(tiny_model(), PROMPTS, temperature=1.0, key=jax.random.key(0))
     with pytest.raises(ValueError, match="'iid' draws new candidates.*use 'shared'"):
-        rank_trace(drafter, request, [np.array([1])] * 3, 8, 37)
+        rank_trace(drafter, tiny_model(), request, [np.array([1])] * 3, 8)

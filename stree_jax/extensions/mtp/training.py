@@ -1,6 +1,5 @@
 """`train_mtp`: from a recipe to a multi-token-prediction head."""
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,39 +22,22 @@ _LAYERS: dict[str, Any] = {"attention": AttentionConfig, "mlp": MlpConfig, "moe"
 
 
 def train_mtp(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:
-    """Trains a multi-token-prediction head for a target, which stays as it is.
-
-    Arguments, yields and errors are those of `distill`. The recipe's model table has `steps`, the
-    drafts that a step of training makes one after the other, the tables `attention` (fields of
-    `AttentionConfig`) and `mlp` or `moe` (of `MlpConfig` or `MoeConfig`), and `boost_after`: after
-    as many steps all rows are the target's own text, and `mtp_loss` is `detached`. Without a table
-    that layer is as the target's last one of its kind.
-    """
+    """Trains a multi-token-prediction head for a target, see `docs/recipe.md`."""
 
     def planned(target: HybridLM) -> HeadPlan:
-        config, steps, boost_after = head_of(recipe, target)
-        loss = functools.partial(mtp_loss, steps=steps)
+        config, steps = head_of(recipe, target)
+        rngs = nnx.Rngs(jax.random.key(recipe.seed, impl="threefry2x32"))
         return HeadPlan(
             kind="mtp",
-            new=lambda text: new_head(
-                config,
-                target,
-                text,
-                rngs=nnx.Rngs(jax.random.key(recipe.seed, impl="threefry2x32")),
-            ),
-            loss=loss,
-            boost=(boost_after, functools.partial(loss, detached=True)),
+            new=lambda text: new_head(config, target, text, rngs=rngs),
+            loss=lambda head, target, tokens: mtp_loss(head, target, tokens, steps),
         )
 
     yield from train_heads(recipe, target_path, output, planned)
 
 
 def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.Rngs) -> MtpHead:
-    """Makes a head that begins as Medusa's heads do.
-
-    The projection of the state is the identity, both branches add nothing, and the final norm has
-    the mean size of the target's states, which include the weight of its final norm.
-    """
+    """Makes a head that gives the target's state back, as Medusa's heads do at first."""
     # The kernels have no derivatives.
     head = MtpHead(config, dtype=target.dtype, rngs=rngs, implementation="xla")
     kernel = head.in_proj.kernel
@@ -70,43 +52,33 @@ def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.R
     return head
 
 
-def mtp_loss(
-    head: MtpHead, target: HybridLM, tokens: Tokens, steps: int, *, detached: bool = False
-) -> Float[Array, ""]:
-    """Mean KL divergence of a head's drafts from the target, see `ahead_loss`.
-
-    As in decoding, a draft comes from the true entries up to the root and from the head's own
-    outputs below it, on the tokens of the text. `detached` says that no gradient flows through the
-    outputs that it recycles, as in the "boosting" of Nemotron 3 Ultra's report.
-    """
+def mtp_loss(head: MtpHead, target: HybridLM, tokens: Tokens, steps: int) -> Float[Array, ""]:
+    """Mean KL divergence from the target of drafts that are made as in decoding."""
     model = MtpModel(target, head)
 
     def logits(hidden: Array) -> Iterator[Array]:
-        outputs = outputs_ahead(model, tokens, hidden, steps, detached=detached)
-        for ahead, output in enumerate(outputs, 1):
+        for ahead, output in enumerate(outputs_ahead(model, tokens, hidden, steps), 1):
             yield model.logits(output[:, :-ahead])
 
     return ahead_loss(target, tokens, logits)
 
 
-def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int, int]:
-    """Returns a recipe's head, its drafts a step, and `boost_after`."""
+def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int]:
+    """Returns a recipe's head, and its drafts a step."""
     table, config = recipe.model, target.config
     try:
-        if not {*table} <= {*_LAYERS, "steps", "boost_after"}:
+        if not {*table} <= {*_LAYERS, "steps"}:
             raise ValueError(f"got {sorted(table)}")
         steps = check_int("steps", table.get("steps", 4), 1, _MOST_STEPS)
-        last = recipe.training.steps
-        boost_after = check_int("boost_after", table.get("boost_after", last), 0, last)
         attention, feed_forward = (
             _layer(table, config, kinds) for kinds in (("attention",), ("mlp", "moe"))
         )
         own = config.norm_eps, config.norm_float32
-        return MtpConfig(config.d_model, attention, feed_forward, *own), steps, boost_after
+        return MtpConfig(config.d_model, attention, feed_forward, *own), steps
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{recipe.source}, [model] has steps, boost_after, [model.attention], and"
-            f" [model.mlp] or [model.moe]: {error}"
+            f"{recipe.source}, [model] has steps, [model.attention], and [model.mlp] or"
+            f" [model.moe]: {error}"
         ) from error
 
 
