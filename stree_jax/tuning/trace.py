@@ -79,7 +79,7 @@ def rank_trace(
         at = np.minimum(np.arange(first, first + _BATCH), len(rows) - 1)
         row, lengths = rows[at], (starts[rows[at]] + emitted[at]).astype(np.int32)
         keys, sampling = jax.tree.map(operator.itemgetter(row), (request.keys, request.sampling))
-        context, new = jax.device_put((Context(texts[row], lengths), emitted[at]))
+        context, new = Context(*jax.device_put((texts[row], lengths))), jax.device_put(emitted[at])
         state = first_state(drafter, context.length, topology, request.decoder.max_length)
         state = _read(drafter, target, state, context, inner_layers(drafter))
         step = Step(context, keys, None, sampling)
