@@ -372,7 +372,7 @@ class AttentionMixer(nnx.Module):
             scale=layout.scale,
             implementation=self.implementation,
         )
-        y = self.in_proj.kernel.cleared(y, valid[..., None, None])
+        y = self.in_proj.kernel.storage.cleared(y, valid[..., None, None])
         # The cache was overfull before these tokens: some were dropped, so no output is right.
         y = jnp.where((length > kv.keys.shape[2])[:, None, None, None], jnp.nan, y)
         return self._finish(y, projected), AttentionCache(kv, conv_state)

@@ -99,7 +99,7 @@ class DraftHead(nnx.Module):
     @property
     def activation_dtype(self) -> Any:
         """Dtype of activations and caches: float32 if the head is packed."""
-        return self.attention.in_proj.kernel.result_dtype
+        return self.attention.in_proj.kernel.storage.dtype
 
     def init_cache(self, batch: int, max_length: int) -> KVCache:
         """The cache before the first entry."""
@@ -121,8 +121,8 @@ class DraftHead(nnx.Module):
         with jax.named_scope("head_entries"):
             config, projection = self.config.attention, self.attention.in_proj
             first = config.gate_size + config.projected_sizes[0]  # after the queries
-            kernel = projection.kernel.cut(first)
-            projected = kernel.wide_matmul(self.joined(embedded, states)[0])
+            kernel = projection.kernel.storage.cut(first)
+            projected = kernel.product(self.joined(embedded, states)[0], wide=True)
             projected = projected.astype(self.activation_dtype)
             if projection.bias is not None:
                 projected += projection.bias[first:]

@@ -203,7 +203,7 @@ class GatedDeltaMixer(nnx.Module):
             chunk_size=self.config.chunk_size,
             implementation=self.implementation,
         )
-        norm = self.in_proj.kernel.norms_of_sequences(self.implementation)
+        norm = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
         output = self._output(y, projected, norm)
         return output, Mamba2Cache(state, conv_state_after(cache.conv, conv_input, lengths))
 

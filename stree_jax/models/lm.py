@@ -23,7 +23,7 @@ from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import ConvGatherIndex, Path, Replay
 from stree_jax.models.layers import output_logits
 from stree_jax.models.matrices import (
-    Table,
+    Matrix,
     in_first,
     packed,
     quantize_named,
@@ -131,8 +131,8 @@ class HybridLM(Partitioned):
         self._implementation = implementation
         shape = (config.num_embeddings, config.d_model)
 
-        def new_embedding() -> Table:
-            return Table(0.02 * jax.random.normal(rngs.params(), shape, dtype))
+        def new_embedding() -> Matrix:
+            return Matrix(0.02 * jax.random.normal(rngs.params(), shape, dtype), axis=-1)
 
         self.embedding = new_embedding()
         self.blocks = nnx.List(
@@ -243,7 +243,7 @@ class HybridLM(Partitioned):
     @property
     def activation_dtype(self) -> Any:
         """Dtype of activations, caches and pending records: float32 if it is packed."""
-        return self.output_head.result_dtype
+        return self.output_head.storage.dtype
 
     @property
     def implementation(self) -> str | None:
@@ -417,7 +417,7 @@ class HybridLM(Partitioned):
         return jnp.pad(own, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
 
     @property
-    def output_head(self) -> Table:
+    def output_head(self) -> Matrix:
         """The output head `[V, M]`; the embedding if they are tied."""
         return self.embedding if self.head is None else self.head
 
@@ -446,7 +446,7 @@ class HybridLM(Partitioned):
         Then the streams after the numbers of layers in `inner`.
         """
         valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-        norms = self.output_head.norms_of_sequences(self._implementation)
+        norms = self.output_head.storage.norms_of_sequences(self._implementation)
         stream = self._stream(tokens, norms, valid)
 
         def run(i: int, mixer: Any, u: Array) -> Any:
@@ -490,7 +490,7 @@ class HybridLM(Partitioned):
             tokens = jnp.minimum(tokens, self.config.vocab_size - 1)
         rows = self.embedding.rows(tokens, self.shard)
         if valid is not None:
-            rows = self.output_head.cleared(rows, valid[..., None])
+            rows = self.output_head.storage.cleared(rows, valid[..., None])
         embedded = scaled(rows, self.config.embedding_multiplier)
         own = self.activation_dtype
         dtype = jnp.float32 if self.config.residual_float32 else own
@@ -538,7 +538,7 @@ def _shapes(arrays: Any) -> Any:
 
 
 def embedded_tokens(
-    tokens: Int[Array, "B T"], embedding: Table, multiplier: float
+    tokens: Int[Array, "B T"], embedding: Matrix, multiplier: float
 ) -> Float[Array, "B T M"]:
     """Embeddings of tokens, the input of the first layer."""
     return scaled(embedding.rows(tokens), multiplier)

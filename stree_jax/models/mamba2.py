@@ -379,7 +379,7 @@ class Mamba2Mixer(nnx.Module):
         rows = y.reshape(*y.shape[:2], -1)
         gate = self._gate(projected) if self.norm_spans_shards else None
         if gate is None:
-            norm = self.in_proj.kernel.norms_of_sequences(self.implementation)
+            norm = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
             output = self._project_out(self._gated_norm(rows, projected, norm), projected)
         else:
             deferred = gated(y, gate)
@@ -545,7 +545,7 @@ class Mamba2Mixer(nnx.Module):
         if self.shard.shards == 1:
             return dataclasses.replace(y, value=self._project_out(y.value, projected))
         # One all-reduce sums the products and the squares.
-        own = dataclasses.replace(y, value=self.out_proj.kernel.wide_matmul(y.value))
+        own = dataclasses.replace(y, value=self.out_proj.kernel.product(y.value, wide=True))
         y = y.unpacked(self.shard.total(own.packed()), self.shard.shards)
         return dataclasses.replace(y, value=scaled(y.value, self.config.output_multiplier))
 
