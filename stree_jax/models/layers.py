@@ -8,7 +8,6 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.numerics import activate
 from stree_jax.array_types import Array, Float, Float32, Lengths
 from stree_jax.mesh.partition import Part
 from stree_jax.models.matrices import Matrix
@@ -96,17 +95,6 @@ def causal_conv1d(
     if bias is not None:
         output = output + bias.astype(jnp.float32)[None, None]
     return jnp.asarray(output, inputs.dtype)
-
-
-def silu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`x * sigmoid(x)`, evaluated in float32."""
-    return activate("silu", x)
-
-
-def split_last(x: Array, *sizes: int) -> list[Array]:
-    """Splits the last axis into parts of these sizes and the rest."""
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return jnp.split(x, ends, axis=-1)
 
 
 def conv_state_after(

@@ -247,10 +247,6 @@ def _matrices(module: nnx.Module) -> dict[str, tuple[nnx.Module, str, Matrix]]:
     }
 
 
-def _is_packed(module: nnx.Module) -> bool:
-    return any(matrix.storage.is_packed for *_, matrix in _matrices(module).values())
-
-
 def check_quantize(quantize: str | Any, keep: Collection[str] | Any = ()) -> None:
     """Refuses other ways to quantise than "int8" and None, and names to keep without one."""
     if quantize not in (None, "int8"):
@@ -293,23 +289,6 @@ def quantized_names(module: nnx.Module) -> frozenset[str]:
     return frozenset(name for name, (*_, each) in matrices if each.storage.is_quantized)
 
 
-def quantized(module: _Module, keep: Collection[str] = ()) -> _Module:
-    """The module in 8 bits, packed if it was; the arrays of other weights are shared."""
-    own = nnx.clone(module)
-    was_packed = _is_packed(own)
-    quantize_named(own, to_quantize(own, keep=keep))
-    if was_packed:
-        pack(own)
-    return own
-
-
-def packed(module: _Module) -> _Module:
-    """The module with its matrices packed for a CPU; the arrays of others are shared."""
-    module = nnx.clone(module)
-    pack(module)
-    return module
-
-
 def loaded_for(target: Any, head: _Module, quantize: str | None = None) -> _Module:
     """A head that was loaded for a target, which is changed: packed, if the target is."""
     quantize_named(head, to_quantize(head, quantize))
@@ -320,7 +299,7 @@ def loaded_for(target: Any, head: _Module, quantize: str | None = None) -> _Modu
 
 def in_first(module: _Module) -> _Module:
     """The module with all its matrices unpacked; itself if they are."""
-    if _is_packed(module):
+    if any(matrix.storage.is_packed for *_, matrix in _matrices(module).values()):
         module = nnx.clone(module)
         for part, name, matrix in _matrices(module).values():
             setattr(part, name, matrix.replace(matrix.storage.unpacked()))

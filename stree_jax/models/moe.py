@@ -134,10 +134,7 @@ class MoeConfig(LayerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class MoeShardConfig(MoeConfig):
-    """One shard of a mixture: it has some of the experts, whole, and routes among all of them.
-
-    `MoeConfig.local` makes it.
-    """
+    """One shard of a mixture: it has some of the experts, whole, and routes among all of them."""
 
     experts_held: int = 1
 

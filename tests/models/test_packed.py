@@ -11,7 +11,7 @@ from stree_jax.checkpoint import save_pretrained
 from stree_jax.convert.writing import write_as
 from stree_jax.extensions.medusa import digest
 from stree_jax.heads import sketch
-from stree_jax.models.matrices import Matrix, Packed, Storage, in_first, packed
+from stree_jax.models.matrices import Matrix, Packed, Storage, in_first
 from stree_jax.testing import tiny_model
 from stree_jax.training.run import weights_digest
 from stree_jax.training.trainer import cast
@@ -161,7 +161,7 @@ def test_no_float32_copy_of_the_weights():
         return compiled.memory_analysis().temp_size_in_bytes
 
     # A quarter of the weights are states of the scan.
-    assert temporary(packed(model)) < size / 3 < size < temporary(model)
+    assert temporary(model.packed()) < size / 3 < size < temporary(model)
 
 
 @pytest.mark.thorough
