@@ -163,7 +163,7 @@ def load_head(
 def draft_options(target: HybridLM) -> dict[str, Any]:
     """The options with which `from_pretrained` loads a draft for a target."""
     mesh = target.partition.mesh
-    dtype = jnp.bfloat16 if target.output_head.is_packed else target.dtype
+    dtype = jnp.bfloat16 if target.output_head.storage.is_packed else target.dtype
     return dict(dtype=jnp.dtype(dtype), mesh=mesh, replicate=mesh is not None)
 
 

@@ -57,15 +57,7 @@ def check_written(path: Path) -> None:
 
 
 def open_arrays(path: Path) -> dict[str, Tensor]:
-    """Opens the arrays of a checkpoint by dotted name.
-
-    Their `read` raises what tensorstore raises about damaged files, and ValueError if an array has
-    another checksum than when it was saved.
-
-    Raises:
-        ValueError: the weights are missing, their files or checksums are damaged, or the arrays are
-            larger than the files can hold.
-    """
+    """Opens the arrays of a checkpoint by dotted name; ValueError: they are damaged."""
     params = path / "params"
     if not params.is_dir():
         raise ValueError(f"{path} has no weights: the directory 'params' is missing")

@@ -27,14 +27,7 @@ _LONGEST_NAME = 255 - len("..partial-") - _RANDOM  # bytes
 
 @contextlib.contextmanager
 def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary directory: renamed to `path` if the block succeeds, else deleted.
-
-    Waits for another process that is writing to `path`, and removes leftovers of killed ones.
-
-    Raises:
-        ValueError: `path` exists and `overwrite` is False, or its name is too long.
-        OSError: it cannot be written; names the file, or else `path`.
-    """
+    """A temporary directory: renamed to `path` if the block succeeds, else deleted."""
     path = path.absolute()
     if len(os.fsencode(path.name)) > _LONGEST_NAME:
         raise ValueError(f"the name of {shown_path(path)} is too long; choose a shorter one")
@@ -106,20 +99,12 @@ def _prefix(path: Path) -> str:
 
 
 def is_plain(path: Path) -> bool:
-    """True if no character of a path means something in patterns, or to tensorstore."""
+    """True if no character means something in Orbax's patterns, or a slash to tensorstore."""
     return not _SPECIAL.search(path.resolve().as_posix())
 
 
 def plain_path(path: Path) -> Path:
-    """A directory by a path that Orbax and tensorstore take as it is.
-
-    Orbax looks for files by patterns that begin with the path, and tensorstore reads a backslash as
-    a slash: both would then work elsewhere. Such a path gets a link in the directory of temporary
-    files, until the process ends.
-
-    Raises:
-        ValueError: the directory of temporary files has such a path too.
-    """
+    """A directory by a path that Orbax and tensorstore take as it is: perhaps a link to it."""
     path = path.resolve()
     if is_plain(path):
         return path

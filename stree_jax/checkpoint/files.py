@@ -29,11 +29,7 @@ def checked_path(path: object, name: str, what: str) -> Path:
 
 
 def has_file(path: Path) -> bool:
-    """True if there is a file, which can be read.
-
-    ValueError: what is there is none: a directory, a link to nothing, a file without content or the
-    permission to read it, a pointer of Git LFS, or a web page.
-    """
+    """True if there is a file; ValueError: something else is there, or it cannot be read."""
     start, mode = b"", _mode(path)
     if mode is None:
         return False
@@ -61,10 +57,7 @@ def has_file(path: Path) -> bool:
 
 
 def has_directory(path: Path) -> bool:
-    """True if there is a directory, in which files can be found.
-
-    ValueError: without the permission to look inside, or a link to nothing or to itself.
-    """
+    """True if there is a directory; ValueError: it cannot be looked into."""
     mode = _mode(path)
     if mode is None or not stat.S_ISDIR(mode):
         return False
@@ -98,10 +91,7 @@ def _unreadable(path: Path, error: OSError) -> ValueError:
 
 
 def read_json(path: Path) -> dict:
-    """Reads a JSON object, with `Infinity`, which transformers 4 writes.
-
-    ValueError: the file cannot be read, is too large or too deep to be real, or holds no object.
-    """
+    """Reads a JSON object, with `Infinity`, which transformers 4 writes; ValueError: damaged."""
     text = read_text(path)
     try:
         values = json.loads(text)

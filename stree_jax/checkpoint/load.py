@@ -72,11 +72,7 @@ def load_native(
 
 
 def load_module(path: Path, like: _Module) -> _Module:
-    """Loads the weights of a checkpoint that `write_checkpoint` made of a module.
-
-    Args:
-        path: the directory.
-        like: a module of the same structure, shapes and dtypes; may be abstract.
+    """The module like another, perhaps abstract, that `write_checkpoint` wrote.
 
     Raises:
         ValueError: the weights are missing or damaged, or have other shapes.
@@ -171,11 +167,7 @@ def placer(cuts: Mapping[str, Cut], partition: Partition = ONE_DEVICE) -> Place:
 
 
 def load_config(path: str | os.PathLike[str]) -> ModelConfig:
-    """The config of a native checkpoint directory.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it has another format or version.
-    """
+    """The config of a native checkpoint; ValueError: there is none that can be read."""
     path, header = load_header(path)
     if (kind := header.get("kind")) is not None:
         raise ValueError(
@@ -214,10 +206,7 @@ def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
 
 
 def matrix_dtype(weights: Iterable[Any]) -> jnp.dtype:
-    """bfloat16 if all matrices among the weights are bfloat16, else float32, which is lossless.
-
-    Those in 8 bits do not count.
-    """
+    """bfloat16 if all matrices that have no 8 bits are bfloat16, else float32: lossless."""
     dtypes = {jnp.dtype(weight.dtype) for weight in weights if len(weight.shape) == 2}
     dtypes -= {jnp.dtype(jnp.int8)}
     return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)

@@ -45,8 +45,8 @@ def save_pretrained(
         model: the model; weights are stored in their current dtype. Process 0 holds all weights of
             a model on a mesh.
         path: the directory to create, on a file system that all processes share.
-        tokenizer: tokenizer to store as tokenizer.json.
-        model_card: Markdown to store as README.md.
+        tokenizer: stored as tokenizer.json.
+        model_card: Markdown, stored as README.md.
         overwrite: replace an existing directory. The old one stays until the new one is complete.
 
     Raises:

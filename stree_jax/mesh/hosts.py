@@ -10,10 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def by_first(action: Callable[[], str]) -> str:
-    """Runs `action` in process 0 only, and broadcasts its text to all processes.
-
-    All processes call this; the others wait.
-    """
+    """Runs `action` in process 0 only, and broadcasts its text to all, which wait."""
     text = ""
     refused: Exception | None = None
     if jax.process_index() == 0:
@@ -37,11 +34,7 @@ def by_first(action: Callable[[], str]) -> str:
 
 
 def on_host(tree: Any, num_rows: int | None = None) -> Any:
-    """Copies arrays, or their first rows, to this process's memory.
-
-    Arrays that span processes are all-gathered, so all processes must call this, unless each has
-    all of every array.
-    """
+    """Copies arrays, or their first rows, to each process's memory; all of them call this."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     if any(not (leaf.is_fully_addressable or leaf.is_fully_replicated) for leaf in arrays):
         places: list[Any] = [leaf.sharding for leaf in arrays]

@@ -36,15 +36,10 @@ ROWS = PartitionSpec(DATA)  # spec of arrays with the batch axis first
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How a model lies on devices: here all of it on one, `ONE_DEVICE`, unless it has a mesh.
-
-    Attributes:
-        mesh: a mesh with the axes "data" and "model"; None: one device.
-        shards: shards of the weights along "model"; 1: every device has the whole model.
-    """
+    """How a model lies on devices: here all of it on one, `ONE_DEVICE`, unless it has a mesh."""
 
     mesh: Mesh | None = None
-    shards: int = 1
+    shards: int = 1  # of the weights along "model"
 
     @property
     def axis(self) -> str | None:
@@ -61,10 +56,7 @@ class Partition:
         return PartitionSpec() if num_rows % self.rows else ROWS
 
     def put(self, tree: Any, spec: PartitionSpec = ROWS) -> Any:
-        """Puts arrays that every process has on the mesh; arrays already there are kept.
-
-        On one device it returns them as they are.
-        """
+        """Puts arrays that every process has on the mesh; those already there are kept."""
         mesh = self.mesh
         if mesh is None:
             return tree
@@ -87,12 +79,7 @@ class Partition:
         return self.put(rows, self.spec_of(len(jax.tree.leaves(rows)[0])))
 
     def row_places(self, rows: Sequence[int], num_rows: int) -> np.ndarray:
-        """For each shard of the batch, in one array: where these rows are in it.
-
-        Rows of other shards get an index past its end. Worked example, 2 shards of 4 rows in all:
-
-            rows 3, 0   ->   shard 0: 2, 0;  shard 1: 1, 2
-        """
+        """For each shard of the batch: where these rows are in it; past its end if they are not."""
         own = num_rows // self.rows
         first = own * np.arange(self.rows)[:, None]
         places = np.asarray(rows) - first
@@ -104,10 +91,7 @@ ONE_DEVICE = Partition()
 
 
 class Part:
-    """The part of a model on one device: here all of it, without collectives.
-
-    The methods return their argument, so programs without a mesh have no trace of them.
-    """
+    """The part of a model on one device: here all of it, without collectives."""
 
     shards: int = 1
 
@@ -137,11 +121,7 @@ WHOLE = Part()
 
 @dataclasses.dataclass(frozen=True)
 class Shard(Part):
-    """One of several equal shards along "model"; only inside `jax.shard_map`.
-
-    Attributes:
-        shards: number of shards.
-    """
+    """One of several equal shards along "model"; only inside `jax.shard_map`."""
 
     shards: int
 
@@ -166,11 +146,7 @@ class Shard(Part):
         return jnp.where(is_own, own, 0), is_own
 
     def broadcast_from_first(self, tree: Any) -> Any:
-        """See `Part`.
-
-        All shards compute these values, but two GPUs, or two programs tuned apart, may round
-        differently. Values that a program branches on must be equal to the last bit.
-        """
+        """See `Part`: two GPUs may round differently, but must branch in the same way."""
         leaves, structure = jax.tree.flatten(tree)
         assert all(leaf.dtype in (jnp.int32, jnp.bool_) for leaf in leaves)
         packed = jnp.concatenate(
@@ -184,15 +160,10 @@ class Shard(Part):
 
 
 class Cut(NamedTuple):
-    """How a weight is sharded.
-
-    Attributes:
-        axis: index of the sharded axis.
-        segments: `(units, size)` of each segment along it, such as heads and their channels.
-    """
+    """How a weight is sharded."""
 
     axis: int
-    segments: tuple[tuple[int, int], ...]
+    segments: tuple[tuple[int, int], ...]  # units and their size, such as heads and channels
 
     def columns(self, shards: int) -> np.ndarray:
         """The canonical columns of each shard: `[shards, columns]`."""
@@ -283,16 +254,11 @@ def _units_of(shard: int, units: int, shards: int) -> range:
 
 
 class Partitioned(nnx.Module):
-    """A model that may lie on a mesh.
-
-    Attributes:
-        partition: how it lies there; `ONE_DEVICE` without a mesh, and inside a program.
-        shard: what the running program has of it, inside `jax.shard_map` and outside.
-    """
+    """A model that may lie on a mesh."""
 
     config: Any
-    partition: Partition = ONE_DEVICE
-    shard: Part = WHOLE
+    partition: Partition = ONE_DEVICE  # inside of a program too
+    shard: Part = WHOLE  # what the running program has of it
 
     def on(self, partition: Partition) -> tuple[nnx.GraphDef, dict]:
         """This model without weights, with another partition, as `HybridLM.abstract` gives it."""

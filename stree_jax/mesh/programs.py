@@ -21,16 +21,10 @@ __all__ = ["in_every_shard", "on_mesh", "over_mesh", "spec_of", "weight_specs"]
 def on_mesh(specs: Callable[[Any], tuple[tuple[Any, ...], Any]], *, modules: int = 2) -> Any:
     """Decorates a function of a model: it runs over the model's mesh, if that has one.
 
-    The function gets the model, perhaps a drafter, and then arrays, in this order; a method gets
-    `self` before, and static settings are keywords. On one device it is called as it is.
-
-    The first array has the rows. If "data" does not divide them, such as the only row of a prefix,
-    every shard of the batch gets and computes all rows.
-
-    Args:
-        specs: function from the model to the specs of the arrays and those of the result, as for
-            `jax.shard_map`, or functions from the arrays to them; arrays that are None need none.
-        modules: 1 or 2, the model alone or the model and a drafter.
+    The function gets as many `modules`, the first of them the model, then arrays; a method gets
+    `self` before, and static settings are keywords. `specs(model)` has the specs of the arrays, or
+    functions from the arrays to them, and those of the result. The first array has the rows: if
+    "data" does not divide them, every shard of the batch computes all.
     """
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,18 +62,7 @@ def over_mesh(
     in_specs: tuple[Any, ...],
     out_specs: Any,
 ) -> Any:
-    """`function(*modules, *arrays)` on every device, with its shards of both.
-
-    Without a mesh it is that call and nothing else.
-
-    Args:
-        partition: partition of the model that runs.
-        function: gets models of one shard, which have no mesh and all-reduce over "model".
-        modules: models, or pytrees of them; their other arrays are on every device.
-        arrays: global arrays.
-        in_specs: specs of `arrays`, as for `jax.shard_map`.
-        out_specs: specs of the result.
-    """
+    """`function(*modules, *arrays)` on every device, with its shards of models and arrays."""
     if partition.mesh is None:
         return function(*modules, *arrays)
     leaves, structure = jax.tree.flatten(modules)

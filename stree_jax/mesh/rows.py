@@ -25,10 +25,7 @@ def placed_like(array: Any, rows: Any) -> Any:
 
 
 def row_of(arrays: Any, row: int) -> Any:
-    """One row of all arrays, as a batch of one; one program for all rows.
-
-    On a mesh its shard sends it to the others of the batch.
-    """
+    """One row of all arrays, as a batch of one in every shard; one program for all rows."""
     leaves, structure = jax.tree.flatten(arrays)
     partition = _partition_of(leaves[0])
     if partition.mesh is None or partition.spec_of(len(leaves[0])) != ROWS:

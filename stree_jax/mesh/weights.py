@@ -47,24 +47,15 @@ def shard(model: Model, mesh: Mesh | None, *, replicate: bool = False) -> Model:
     partition = partition_of(mesh, replicate)
     structure, wanted = model.on(partition)
     table, targets = model.config.cuts(partition.shards), flatten(wanted)
-
-    def dtype_of(name: str) -> Any:
-        """Returns a quantised matrix's dtype, which a packed one lacks; None: its own."""
-        return targets[name].dtype if isinstance(targets[name], QuantizedMatrix) else None
-
     spread_out = {
-        name: spread(name, read(), table, partition, dtype_of(name))
+        name: spread(name, read(), table, partition, targets[name].dtype)
         for name, read in canonical_weights(model).items()
     }
     return nnx.merge(structure, unflatten(spread_out, wanted))
 
 
 def partition_of(mesh: Mesh | None, replicate: bool) -> Partition:
-    """The partition of a model on a mesh; None: on one device.
-
-    Raises:
-        ValueError: `mesh` is not one of `make_mesh`.
-    """
+    """The partition of a model on a mesh of `make_mesh`; None: on one device."""
     if mesh is None:
         return ONE_DEVICE
     mesh = check_mesh(mesh)
@@ -72,21 +63,10 @@ def partition_of(mesh: Mesh | None, replicate: bool) -> Partition:
 
 
 def spread(
-    name: str, values: Any, cuts: Mapping[str, Cut], partition: Partition, dtype: Any = None
+    name: str, values: Any, cuts: Mapping[str, Cut], partition: Partition, dtype: Any
 ) -> Any:
-    """A weight on its devices. This host holds `values` and the shards of its own devices only.
-
-    Args:
-        name: its name.
-        values: the whole weight in canonical order, an array or a `QuantizedMatrix`.
-        cuts: cuts by name; every device has all of a weight without one.
-        partition: the model's partition.
-        dtype: its dtype there; None: the dtype of `values`.
-
-    Raises:
-        ValueError: shards would have parts of 32 inputs with one scale.
-    """
-    dtype, cut = values.dtype if dtype is None else jnp.dtype(dtype), cuts.get(name)
+    """A weight on its devices, from all of it, an array or a `QuantizedMatrix`, on this host."""
+    cut = cuts.get(name)
     if not isinstance(values, QuantizedMatrix):
         return _spread(values, cut, partition, dtype)
 
@@ -148,22 +128,19 @@ def canonical_weights(model: Partitioned) -> dict[str, Callable[[], np.ndarray]]
             values = multihost_utils.process_allgather(weight, tiled=True)
         return values if cut is None else np.take(values, cut.canonical(shards), axis=cut.axis)
 
-    def read(name: str, weight: Any) -> Any:
-        if isinstance(weight, QuantizedMatrix):
-            return _each(weight, table.get(name), shards, whole)
-        return whole(weight, table.get(name))
-
     weights = flatten(nnx.to_pure_dict(nnx.state(model.in_first())))
-    return {name: functools.partial(read, name, weight) for name, weight in weights.items()}
+    return {
+        name: functools.partial(_each, weight, table.get(name), shards, whole)
+        for name, weight in weights.items()
+    }
 
 
 def _each(
-    matrix: QuantizedMatrix,
-    cut: Cut | None,
-    shards: int,
-    function: Callable[[Any, Cut | None], Any],
-) -> QuantizedMatrix:
-    """A quantised matrix with a function of an array and its cut applied to its two arrays."""
+    matrix: Any, cut: Cut | None, shards: int, function: Callable[[Any, Cut | None], Any]
+) -> Any:
+    """A weight with a function of an array and its cut applied to it, or to its two arrays."""
+    if not isinstance(matrix, QuantizedMatrix):
+        return function(matrix, cut)
     is_of_inputs = cut is not None and cut.axis == matrix.axis % len(matrix.shape)
     of_scales = cut.of_groups(GROUP, shards) if cut is not None and is_of_inputs else cut
     values, scales = function(matrix.values, cut), function(matrix.scales, of_scales)

@@ -16,7 +16,7 @@ from stree_jax.models.lm import (
     same_tokenizer,
 )
 from stree_jax.models.mamba2 import Mamba2Config
-from stree_jax.models.matrices import Matrix, Table, loaded_for, named_weights, weights_by_name
+from stree_jax.models.matrices import Matrix, loaded_for, named_weights, weights_by_name
 from stree_jax.models.mlp import MlpConfig
 from stree_jax.models.moe import MoeConfig
 from stree_jax.models.parallel import ParallelConfig
@@ -39,7 +39,6 @@ __all__ = [
     "Pending",
     "RopeScaling",
     "SharedConfig",
-    "Table",
     "build_config",
     "check_model",
     "check_on_one_device",

@@ -35,7 +35,7 @@ from pallas_kernels import (
     tree_conv1d,
     write_kv,
 )
-from pallas_kernels.numerics import rms_norm, scaled
+from pallas_kernels.numerics import activate, rms_norm, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import DATA, ROWS, WHOLE, Cut, Part
@@ -55,8 +55,6 @@ from stree_jax.models.layers import (
     conv_weight,
     linear,
     row_parallel,
-    silu,
-    split_last,
 )
 from stree_jax.tree import Tree
 
@@ -298,7 +296,7 @@ class Projected(NamedTuple):
 
 
 class AttentionMixer(nnx.Module):
-    """One attention mixer, with the interface of `Mamba2Mixer`."""
+    """One attention mixer."""
 
     shard: Part = WHOLE
 
@@ -346,7 +344,6 @@ class AttentionMixer(nnx.Module):
         lengths: Lengths,
         adapter: Array | None = None,
     ) -> tuple[Float[Array, "B T M"], AttentionCache]:
-        """Runs a right-padded sequence from `cache`; see `Mamba2Mixer`."""
         projected = self._project(u, adapter)
         qkv, conv_state = projected.qkv, cache.conv
         if conv_state is not None:
@@ -372,7 +369,7 @@ class AttentionMixer(nnx.Module):
             scale=layout.scale,
             implementation=self.implementation,
         )
-        y = self.in_proj.kernel.cleared(y, valid[..., None, None])
+        y = self.in_proj.kernel.storage.cleared(y, valid[..., None, None])
         # The cache was overfull before these tokens: some were dropped, so no output is right.
         y = jnp.where((length > kv.keys.shape[2])[:, None, None, None], jnp.nan, y)
         return self._finish(y, projected), AttentionCache(kv, conv_state)
@@ -387,7 +384,6 @@ class AttentionMixer(nnx.Module):
         replay: Replay | None = None,
         adapter: Array | None = None,
     ) -> tuple[Float[Array, "B Q M"], AttentionPending, AttentionCache]:
-        """Runs the last Q nodes of a tree; see `Mamba2Mixer`."""
         c = self.config
         projected = self._project(u, adapter)
         qkv, conv_input, conv_state = projected.qkv, None, cache.conv
@@ -425,7 +421,6 @@ class AttentionMixer(nnx.Module):
         path: Path,
         conv_gather_index: ConvGatherIndex,
     ) -> AttentionCache:
-        """The cache after the path, whose nodes fill consecutive positions; see `Mamba2Mixer`."""
         conv = cache.conv
         if conv is not None:
             conv = self._replay_conv(conv, pending, conv_gather_index)
@@ -479,11 +474,11 @@ class AttentionMixer(nnx.Module):
     def _project(self, u: Array, adapter: Array | None) -> Projected:
         c = self.config
         projected = self.in_proj(scaled(u, c.input_multiplier))
-        sizes = (c.gate_size, sum(c.projected_sizes), c.mlp_dim)
-        output_gate, qkv, gate, up = split_last(projected, *sizes)
+        ends = np.cumsum([c.gate_size, sum(c.projected_sizes), c.mlp_dim]).tolist()
+        output_gate, qkv, gate, up = jnp.split(projected, ends, axis=-1)
         if adapter is not None:
             qkv = qkv + adapter
-        branch = silu(gate) * up if c.mlp_dim else None
+        branch = activate("silu", gate) * up if c.mlp_dim else None
         return Projected(output_gate, self.normed(qkv, c.num_heads), branch)
 
     def normed(self, qkv: Float[Array, "B T _"], num_heads: int) -> Float[Array, "B T _"]:

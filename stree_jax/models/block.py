@@ -38,11 +38,7 @@ class Block(nnx.Module):
 
 
 class ResidualStream:
-    """Gives each layer its normed input and takes its output.
-
-    A layer's output is added when the next layer reads: the sum and the next norm are one launch
-    (`add_rms_norm`).
-    """
+    """Gives each layer its normed input, in one launch with adding the output before."""
 
     def __init__(
         self,

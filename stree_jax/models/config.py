@@ -16,7 +16,7 @@ from stree_jax.mesh.partition import Cut
 from stree_jax.messages import shown
 from stree_jax.models.attention import AttentionConfig
 from stree_jax.models.gated_delta import GatedDeltaConfig
-from stree_jax.models.layer import LayerConfig, layer_kinds, share, within
+from stree_jax.models.layer import KINDS, LayerConfig, share, within
 from stree_jax.models.mamba2 import Mamba2Config
 from stree_jax.models.mlp import MlpConfig
 from stree_jax.models.moe import MoeConfig
@@ -189,30 +189,19 @@ class ModelConfig:
         return next(iter(found), None)
 
     def with_layers(self, layers: Sequence[LayerConfig | str], **parts: Any) -> "ModelConfig":
-        """The model with other layers; kinds get the configs of its own.
-
-        Args:
-            layers: configs, or kinds.
-            **parts: configs for kinds, as in `ModelConfig`, in place of the model's own.
+        """The model with other layers: configs, or kinds, with its own configs or `parts`.
 
         Raises:
             ValueError: the model has no config for a kind, or several.
         """
-        known = layer_kinds()
-        kinds = {layer for layer in layers if isinstance(layer, str) and layer in known}
-        names = {name for kind in kinds for name in (kind, *_parts_of(known[kind]))}
+        kinds = {layer for layer in layers if isinstance(layer, str) and layer in KINDS}
+        names = {name for kind in kinds for name in (kind, *_parts_of(KINDS[kind]))}
         own = {name: self._only(name) for name in names & {*PARTS} - {*parts}} | parts
         made: Any = [_made(each, own) if each in kinds else each for each in layers]
         return dataclasses.replace(self, layers=tuple(made))
 
     def local(self, shards: int) -> "ModelConfig":
-        """The config of one of the equal shards of a model.
-
-        Its vocabulary is the shard's slice of the vocabulary.
-
-        Raises:
-            ValueError: the sizes cannot be cut that way; names what can.
-        """
+        """The config of one of the equal shards of a model; ValueError: they cannot be equal."""
         if obstacle := self._obstacle(shards):
             fitting = [n for n in range(1, _MOST_SHARDS + 1) if self._obstacle(n) is None]
             last = f" or {fitting[-1]}" if fitting[1:] else "1 only"
@@ -282,15 +271,11 @@ class ModelConfig:
         """A Mamba-2 language model with the layout of the published ones.
 
         With `attention_layers`, `mlp` and `residual_float32=False` it is a hybrid in Bamba's
-        layout.
+        layout. Other arguments are fields of `ModelConfig`.
 
         Args:
-            vocab_size, d_model: fields of `ModelConfig`.
-            num_layers: number of layers.
             expand: inner width of the mixer as a multiple of `d_model`.
             head_dim, state_size: `P` and `S`.
-            padded_vocab_size, tie_embeddings, eos_token, residual_float32: fields of
-                `ModelConfig`.
             attention_layers: indices of layers with attention instead of Mamba-2.
             attention: fields of `AttentionConfig` for these layers.
             mlp: fields of `MlpConfig` for an MLP after each of the `num_layers`; None: no MLPs.
@@ -339,11 +324,7 @@ class ModelConfig:
 
     @classmethod
     def preset(cls, name: str) -> "ModelConfig":
-        """The shape of a published model, by name.
-
-        Raises:
-            ValueError: the name is unknown.
-        """
+        """The shape of a published model, by name."""
         known = isinstance(name, str) and name in PRESETS
         require(known, f"unknown preset {shown(name)}; known: {', '.join(sorted(PRESETS))}")
         return cls(**PRESETS[name])
@@ -378,11 +359,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Any) -> "ModelConfig":
-        """The inverse of `to_dict`; also reads format 1, with a config per kind.
-
-        Raises:
-            ValueError: a field is unknown or missing, or a value is invalid.
-        """
+        """The inverse of `to_dict`; also reads format 1, with a config per kind."""
         require(
             isinstance(values, Mapping), f"a model config is a table of fields, got {values!r:.80}"
         )
@@ -392,7 +369,7 @@ class ModelConfig:
         else:
             for name in PARTS:
                 if fields.get(name) is not None:
-                    fields[name] = build_config(layer_kinds()[name], fields[name])
+                    fields[name] = build_config(KINDS[name], fields[name])
         return build_config(cls, fields)
 
 
@@ -408,7 +385,6 @@ def _layers(layers: Any, parts: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         len(layers) <= _MAX_LAYERS,
         f"layers has {len(layers)} entries; at most {_MAX_LAYERS} are possible",
     )
-    known = layer_kinds()
     for layer in layers:
         require(
             isinstance(layer, str) or hasattr(layer, "kind"),
@@ -417,18 +393,18 @@ def _layers(layers: Any, parts: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         )
     for name, part in parts.items():
         require(
-            part is None or (name in known and isinstance(part, known[name])),
+            part is None or (name in KINDS and isinstance(part, KINDS[name])),
             f"{name} must be the config of such a layer, got {part!r:.80}",
         )
-    unknown = sorted({layer for layer in layers if isinstance(layer, str)} - set(known))
-    require(not unknown, f"unknown layer kinds {unknown!s:.80}; known: {list(known)}")
+    unknown = sorted({layer for layer in layers if isinstance(layer, str)} - set(KINDS))
+    require(not unknown, f"unknown layer kinds {unknown!s:.80}; known: {list(KINDS)}")
     made = {layer: _made(layer, parts) for layer in dict.fromkeys(layers)}
     return tuple(made[layer] for layer in layers)
 
 
 def _made(layer: LayerConfig | str, given: Mapping[str, Any]) -> LayerConfig:
     """A layer, or that of a kind, with given configs; ValueError: one is missing."""
-    cls = layer_kinds()[layer] if isinstance(layer, str) else type(layer)
+    cls = KINDS[layer] if isinstance(layer, str) else type(layer)
     whole = [each for each in (given.get(cls.kind), layer) if isinstance(each, LayerConfig)]
     parts = {}
     for name in _parts_of(cls):
@@ -470,14 +446,14 @@ def _named_layers(names: Any, configs: Any) -> tuple[LayerConfig, ...]:
 
 def _of_kind(what: str, values: Mapping[str, Any]) -> LayerConfig:
     """The layer of a table with its kind."""
-    fields, known = dict(values), layer_kinds()
+    fields = dict(values)
     kind = fields.pop("kind", None)
     require(
-        isinstance(kind, str) and kind in known,
-        f"unknown {what} {kind!r:.80}; known: {list(known)}. A kind of your own must be registered"
+        isinstance(kind, str) and kind in KINDS,
+        f"unknown {what} {kind!r:.80}; known: {list(KINDS)}. A kind of your own must be registered"
         " before its checkpoint is loaded",
     )
-    return build_config(known[kind], fields)
+    return build_config(KINDS[kind], fields)
 
 
 def _encode(value: Any) -> Any:

@@ -25,12 +25,8 @@ class DraftHead(nnx.Module):
 
     It computes `x = residual + attention(joined)`, then `finished(x + feed_forward(norm(x)))`.
 
-    Args:
-        config: sizes of the head, with `d_model`, `norm_eps` and `attention`.
-        dtype: dtype of weights and activations, the target's; activations of a packed head are
-            float32.
-        rngs: random streams for initialisation.
-        implementation: kernel implementation, see `pallas_kernels.dispatch`.
+    Its config has `d_model`, `norm_eps` and `attention`. Weights and activations have the target's
+    dtype; activations of a packed head are float32.
     """
 
     attention: Any
@@ -99,7 +95,7 @@ class DraftHead(nnx.Module):
     @property
     def activation_dtype(self) -> Any:
         """Dtype of activations and caches: float32 if the head is packed."""
-        return self.attention.in_proj.kernel.result_dtype
+        return self.attention.in_proj.kernel.storage.dtype
 
     def init_cache(self, batch: int, max_length: int) -> KVCache:
         """The cache before the first entry."""
@@ -111,18 +107,12 @@ class DraftHead(nnx.Module):
         states: Float[Array, "B T M"],
         positions: Int[Array, "B T"],
     ) -> NodeKV:
-        """Keys and values of entries.
-
-        Args:
-            embedded: embeddings of the tokens.
-            states: the states before them: the target's, or outputs of the head.
-            positions: number of entries before each.
-        """
+        """Keys and values of entries: tokens, the states before them, and how many are before."""
         with jax.named_scope("head_entries"):
             config, projection = self.config.attention, self.attention.in_proj
             first = config.gate_size + config.projected_sizes[0]  # after the queries
-            kernel = projection.kernel.cut(first)
-            projected = kernel.wide_matmul(self.joined(embedded, states)[0])
+            kernel = projection.kernel.storage.cut(first)
+            projected = kernel.product(self.joined(embedded, states)[0], wide=True)
             projected = projected.astype(self.activation_dtype)
             if projection.bias is not None:
                 projected += projection.bias[first:]

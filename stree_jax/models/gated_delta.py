@@ -32,6 +32,7 @@ from pallas_kernels import (
     tree_conv1d_layer,
     tree_delta,
 )
+from pallas_kernels.numerics import activate
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import WHOLE, Cut, Part
@@ -52,9 +53,8 @@ from stree_jax.models.layers import (
     linear,
     new_rates,
     row_parallel,
-    silu,
 )
-from stree_jax.models.mamba2 import Mamba2Cache
+from stree_jax.models.mamba2 import Mamba2Cache, empty_pending
 from stree_jax.tree import Tree
 
 
@@ -121,16 +121,7 @@ class GatedDeltaConfig(LayerConfig):
 
     def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
         """See `LayerConfig`. The corrections enter the state as they are: float32."""
-
-        def zeros(*shape: int, dtype: DTypeLike = jnp.float32) -> Array:
-            return jnp.zeros((batch, num_nodes, *shape), dtype)
-
-        return Mamba2Pending(
-            x=zeros(self.num_heads, self.head_dim),
-            dt=zeros(self.num_heads),
-            B=zeros(self.num_groups, self.state_size, dtype=dtype),
-            conv_input=zeros(self.layout.num_channels, dtype=dtype),
-        )
+        return empty_pending(self.layout, batch, num_nodes, dtype, jnp.float32)
 
     def cache_specs(self, axis: str | None) -> Any:
         return Mamba2Cache.specs(axis)
@@ -161,7 +152,7 @@ class GatedDeltaConfig(LayerConfig):
 
 
 class GatedDeltaMixer(nnx.Module):
-    """One gated delta mixer, with the interface of `Mamba2Mixer`."""
+    """One gated delta mixer."""
 
     shard: Part = WHOLE  # a `Shard` on a mesh
 
@@ -192,18 +183,17 @@ class GatedDeltaMixer(nnx.Module):
         valid: Bool[Array, "B T"],
         lengths: Lengths,
     ) -> tuple[Float[Array, "B T M"], Mamba2Cache]:
-        """Runs a right-padded sequence from `cache`; see `Mamba2Mixer`."""
         projected, layout = self.in_proj(u), self.config.layout
         g = self._decays(layout.time_steps(projected, self.dt_bias[...]))
         conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
         conv = causal_conv1d(conv_input, cache.conv, self.conv_weight[...], None)
-        v, k, q = layout.heads(silu(conv))
+        v, k, q = layout.heads(activate("silu", conv))
         y, state = delta_chunks(
             *(q, k, v, g, self._beta(projected), cache.ssm, valid),
             chunk_size=self.config.chunk_size,
             implementation=self.implementation,
         )
-        norm = self.in_proj.kernel.norms_of_sequences(self.implementation)
+        norm = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
         output = self._output(y, projected, norm)
         return output, Mamba2Cache(state, conv_state_after(cache.conv, conv_input, lengths))
 
@@ -216,7 +206,6 @@ class GatedDeltaMixer(nnx.Module):
         prefix_pending: Mamba2Pending | None = None,
         replay: Replay | None = None,
     ) -> tuple[Float[Array, "B Q M"], Mamba2Pending, Mamba2Cache]:
-        """Runs the last Q nodes of a tree from `cache`; see `Mamba2Mixer`."""
         c, width = self.config, self.config.conv_width
         projected = self.in_proj(u)
         previous = replay and (replay.pending, replay.conv_gather_index[width])
@@ -253,7 +242,6 @@ class GatedDeltaMixer(nnx.Module):
         path: Path,
         conv_gather_index: ConvGatherIndex,
     ) -> Mamba2Cache:
-        """The cache after the path; see `Mamba2Mixer`."""
         state = replay_delta(
             *(pending.B, pending.x, self._decays(pending.dt), cache.ssm, path.mask),
             implementation=self.implementation,

@@ -60,8 +60,7 @@ class Replay(NamedTuple):
 class Mixer(Protocol):
     """A layer of any kind. Its cache and its pending record are opaque to all other code.
 
-    If it has an attribute `shard`, on a mesh that is set to a `Shard`, over which it sums its
-    outputs; it was built from `LayerConfig.local` then.
+    An attribute `shard` is set to a `Shard` on a mesh, over which it sums its outputs.
     """
 
     def __call__(
@@ -81,8 +80,8 @@ class Mixer(Protocol):
     ) -> tuple[Array | DeferredRMSNorm, Any, Any]:
         """Runs the last nodes of a tree, after replaying a path of the previous tree, if any.
 
-        Returns the outputs (their rows may still need a scale, which `add_rms_norm` applies), the
-        pending record of all nodes, and the cache before the root.
+        `prefix_pending` is the record of the nodes before. Returns outputs (a norm may be deferred
+        to `add_rms_norm`), the pending record of all nodes, and the cache before the root.
         """
         ...
 
@@ -94,15 +93,10 @@ class Mixer(Protocol):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a layer that must fit the number of shards, by name.
+    """The sizes of a layer that must fit the number of shards, by name."""
 
-    Attributes:
-        equal: sizes that the shards split equally.
-        shared: numbers of units, of which neighbours may hold the same one.
-    """
-
-    equal: dict[str, int]
-    shared: dict[str, int]
+    equal: dict[str, int]  # which the shards split equally
+    shared: dict[str, int]  # numbers of units, of which neighbours may hold the same one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,18 +122,14 @@ class LayerConfig:
         out_scale: float,
         implementation: str | None,
     ) -> Any:
-        """The mixer, with new weights; see `Mamba2Mixer` for the arguments.
+        """The mixer, with new weights, the last of them times `out_scale`.
 
         `norm_eps` is the epsilon of the norms on the residual stream.
         """
         raise NotImplementedError
 
     def check_next(self, below: "LayerConfig | None") -> None:
-        """Refuses layers that it cannot stand before; None: it is the last one.
-
-        Raises:
-            ValueError: it needs another neighbour.
-        """
+        """Refuses layers that it cannot stand before with ValueError; None: it is the last one."""
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Any:
         """The cache before the first token, with room for `max_length` tokens: zeros."""
@@ -189,7 +179,7 @@ class LayerConfig:
         return table
 
 
-_KINDS: dict[str, type[LayerConfig]] = {}
+KINDS: dict[str, type[LayerConfig]] = {}  # that are registered
 
 
 def register(kind: str | Any) -> Callable[[Config], Config]:
@@ -206,22 +196,17 @@ def register(kind: str | Any) -> Callable[[Config], Config]:
     def decorated(cls: Any) -> Any:
         is_config = isinstance(cls, type) and issubclass(cls, LayerConfig)
         require(is_config, f"the layer kind {kind!r} must be a LayerConfig, got {shown(cls)}")
-        known = _KINDS.get(kind)
+        known = KINDS.get(kind)
         if known is not None and (known.__module__, known.__name__) != (
             cls.__module__,
             cls.__name__,
         ):
             raise ValueError(f"the layer kind {kind!r} is {known.__name__}'s; choose another name")
         cls.kind = kind
-        _KINDS[kind] = cls
+        KINDS[kind] = cls
         return cls
 
     return decorated
-
-
-def layer_kinds() -> dict[str, type[LayerConfig]]:
-    """The registered kinds of layers by name."""
-    return dict(_KINDS)
 
 
 def within(prefix: str, cuts: Mapping[str, Cut]) -> dict[str, Cut]:

@@ -8,10 +8,9 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.numerics import activate
 from stree_jax.array_types import Array, Float, Float32, Lengths
 from stree_jax.mesh.partition import Part
-from stree_jax.models.matrices import Matrix, Table
+from stree_jax.models.matrices import Matrix
 
 CONV_WIDTH_BITS = (
     10  # of a convolution's width: published ones have 4, and every tap is an operation
@@ -27,7 +26,7 @@ class Projection(nnx.Module):
 
     def __call__(self, inputs: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         """The product, in the dtype that the matrix gives."""
-        return self.biased(self.kernel.matmul(inputs))
+        return self.biased(self.kernel.product(inputs))
 
     def biased(self, output: Float[Array, "*rows outputs"]) -> Float[Array, "*rows outputs"]:
         """A product with the bias, if there is one."""
@@ -47,11 +46,11 @@ def linear(
 
 
 def output_logits(
-    hidden: Float[Array, "B T M"], output_head: Table, multiplier: float
+    hidden: Float[Array, "B T M"], output_head: Matrix, multiplier: float
 ) -> Float32[Array, "B T V"]:
     """Logits of hidden states after the final norm."""
     with jax.named_scope("head"):
-        return output_head.matmul(hidden) * multiplier
+        return output_head.product(hidden, wide=True) * multiplier
 
 
 def row_parallel(
@@ -60,7 +59,7 @@ def row_parallel(
     """The output projection of a mixer; on a mesh, an all-reduce of the shards' products."""
     if shard.shards == 1:
         return projection(inputs)
-    output = shard.total(projection.kernel.wide_matmul(inputs)).astype(inputs.dtype)
+    output = shard.total(projection.kernel.product(inputs, wide=True)).astype(inputs.dtype)
     return projection.biased(output)  # once, not by each shard
 
 
@@ -96,17 +95,6 @@ def causal_conv1d(
     if bias is not None:
         output = output + bias.astype(jnp.float32)[None, None]
     return jnp.asarray(output, inputs.dtype)
-
-
-def silu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`x * sigmoid(x)`, evaluated in float32."""
-    return activate("silu", x)
-
-
-def split_last(x: Array, *sizes: int) -> list[Array]:
-    """Splits the last axis into parts of these sizes and the rest."""
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return jnp.split(x, ends, axis=-1)
 
 
 def conv_state_after(

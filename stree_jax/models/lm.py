@@ -23,14 +23,14 @@ from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import ConvGatherIndex, Path, Replay
 from stree_jax.models.layers import output_logits
 from stree_jax.models.matrices import (
-    Table,
+    Matrix,
     in_first,
-    packed,
+    pack,
     quantize_named,
-    quantized,
     quantized_names,
+    to_quantize,
 )
-from stree_jax.models.shared import SharedLayer, SharedTransformer
+from stree_jax.models.shared import AdaptedTransformer, SharedLayer, SharedTransformer
 from stree_jax.tree import Tree
 
 # An op may know further names, which a model cannot pass on to the others.
@@ -96,7 +96,6 @@ class HybridLM(Partitioned):
         config: layers and sizes of the model.
         dtype: dtype of the weights and activations, float32 or bfloat16. The SSM state, the decays
             and the logits are float32 in both cases, and all activations of a packed model.
-        rngs: random streams for initialisation.
         implementation: kernel implementation: "xla", "native", "pallas" or "pallas_interpret" (see
             `pallas_kernels.dispatch`); None: the fastest that runs on the device.
 
@@ -128,11 +127,11 @@ class HybridLM(Partitioned):
         self.partition = ONE_DEVICE
         self.vocab_size = config.vocab_size  # of the model that it drafts for, see `for_tokens`
         self.dtype = jnp.dtype(dtype)
-        self._implementation = implementation
+        self.implementation = implementation
         shape = (config.num_embeddings, config.d_model)
 
-        def new_embedding() -> Table:
-            return Table(0.02 * jax.random.normal(rngs.params(), shape, dtype))
+        def new_embedding() -> Matrix:
+            return Matrix(0.02 * jax.random.normal(rngs.params(), shape, dtype), axis=-1)
 
         self.embedding = new_embedding()
         self.blocks = nnx.List(
@@ -198,7 +197,7 @@ class HybridLM(Partitioned):
         return structure, nnx.to_pure_dict(weights)
 
     def on(self, partition: Partition) -> tuple[nnx.GraphDef, dict]:
-        options: dict[str, Any] = dict(dtype=self.dtype, implementation=self._implementation)
+        options: dict[str, Any] = dict(dtype=self.dtype, implementation=self.implementation)
         names = quantized_names(self)
         return self.abstract(self.config, partition=partition, quantized=names, **options)
 
@@ -221,7 +220,9 @@ class HybridLM(Partitioned):
             ValueError: it is on a mesh.
         """
         check_on_one_device(self, "packed()")
-        return packed(self)
+        own = nnx.clone(self)
+        pack(own)
+        return own
 
     @jax.transfer_guard("allow")
     def quantized(self, *, keep: Collection[str] = ()) -> "HybridLM":
@@ -238,17 +239,14 @@ class HybridLM(Partitioned):
             ValueError: it is on a mesh, or there is no such matrix.
         """
         check_on_one_device(self, "quantized()")
-        return quantized(self, check_names("keep", keep))
+        own = nnx.clone(self)
+        quantize_named(own, to_quantize(own, keep=check_names("keep", keep)))
+        return own.packed() if self.output_head.storage.is_packed else own
 
     @property
     def activation_dtype(self) -> Any:
         """Dtype of activations, caches and pending records: float32 if it is packed."""
-        return self.output_head.result_dtype
-
-    @property
-    def implementation(self) -> str | None:
-        """The kernel implementation that it was made with."""
-        return self._implementation
+        return self.output_head.storage.dtype
 
     def __call__(self, tokens: Tokens) -> Float32[Array, "B T V"]:
         """Next-token logits of whole sequences; V counts padded vocabulary rows too."""
@@ -301,11 +299,7 @@ class HybridLM(Partitioned):
     ) -> tuple[Float[Array, "B T _"], Cache]:
         """As `prefill`, with hidden states of all positions instead of logits of the last.
 
-        `inner` adds states after inner layers, see `tree`.
-
-        Returns:
-            Hidden states after the final norm, in the dtype of activations (unspecified on the
-            padding), and the cache.
+        `inner` adds states after inner layers, see `tree`. States on the padding are unspecified.
         """
         with jax.named_scope("prefill"):
             hidden, cache, states = self._sequence(tokens, lengths, cache, inner)
@@ -369,7 +363,7 @@ class HybridLM(Partitioned):
                 for width in conv_widths(self.config)
             }
             prefixes = (None,) * num_layers if prefix_pending is None else prefix_pending
-            stream = self._stream(tokens, self._implementation)
+            stream = self._stream(tokens, self.implementation)
 
             def run(i: int, mixer: Any, u: Array) -> Any:
                 return mixer.tree(u, tree, gather_index, cache[i], prefixes[i], replays[i])
@@ -417,7 +411,7 @@ class HybridLM(Partitioned):
         return jnp.pad(own, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
 
     @property
-    def output_head(self) -> Table:
+    def output_head(self) -> Matrix:
         """The output head `[V, M]`; the embedding if they are tied."""
         return self.embedding if self.head is None else self.head
 
@@ -441,12 +435,9 @@ class HybridLM(Partitioned):
     def _sequence(
         self, tokens: Array, lengths: Array, cache: Cache, inner: tuple[int, ...] = ()
     ) -> tuple[Array, Cache, list[Array]]:
-        """The residual stream of a right-padded sequence, not normed, and the cache after it.
-
-        Then the streams after the numbers of layers in `inner`.
-        """
+        """The stream after a right-padded sequence, its cache, and the streams after `inner`."""
         valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-        norms = self.output_head.norms_of_sequences(self._implementation)
+        norms = self.output_head.storage.norms_of_sequences(self.implementation)
         stream = self._stream(tokens, norms, valid)
 
         def run(i: int, mixer: Any, u: Array) -> Any:
@@ -490,7 +481,7 @@ class HybridLM(Partitioned):
             tokens = jnp.minimum(tokens, self.config.vocab_size - 1)
         rows = self.embedding.rows(tokens, self.shard)
         if valid is not None:
-            rows = self.output_head.cleared(rows, valid[..., None])
+            rows = self.output_head.storage.cleared(rows, valid[..., None])
         embedded = scaled(rows, self.config.embedding_multiplier)
         own = self.activation_dtype
         dtype = jnp.float32 if self.config.residual_float32 else own
@@ -517,7 +508,7 @@ class HybridLM(Partitioned):
         for block in self.blocks:
             if isinstance(block.mixer, SharedLayer):
                 transformer = self.shared[num_uses % len(self.shared)]
-                mixers.append(block.mixer.using(transformer))
+                mixers.append(AdaptedTransformer(block.mixer, transformer))
                 num_uses += 1
             else:
                 mixers.append(block.mixer)
@@ -529,7 +520,7 @@ class HybridLM(Partitioned):
         return jnp.concatenate([hidden, *(state.astype(hidden.dtype) for state in states)], axis=-1)
 
     def _final_norm(self, hidden: Array) -> Array:
-        own = dict(epsilon=self.config.norm_eps, implementation=self._implementation)
+        own = dict(epsilon=self.config.norm_eps, implementation=self.implementation)
         return rms_norm(hidden, self.final_norm_scale[...], **own).astype(self.activation_dtype)
 
 
@@ -538,7 +529,7 @@ def _shapes(arrays: Any) -> Any:
 
 
 def embedded_tokens(
-    tokens: Int[Array, "B T"], embedding: Table, multiplier: float
+    tokens: Int[Array, "B T"], embedding: Matrix, multiplier: float
 ) -> Float[Array, "B T M"]:
     """Embeddings of tokens, the input of the first layer."""
     return scaled(embedding.rows(tokens), multiplier)

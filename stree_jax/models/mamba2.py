@@ -40,7 +40,7 @@ from pallas_kernels import (
     tree_conv1d_layer,
     tree_scan,
 )
-from pallas_kernels.numerics import scaled
+from pallas_kernels.numerics import activate, scaled
 from pallas_kernels.rms_norm.xla import activated
 from pallas_kernels.tree_scan.xla import gated
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
@@ -64,8 +64,6 @@ from stree_jax.models.layers import (
     linear,
     new_rates,
     row_parallel,
-    silu,
-    split_last,
 )
 from stree_jax.tree import Tree
 
@@ -91,6 +89,22 @@ class Mamba2Cache(NamedTuple):
         by_head: Any = PartitionSpec(DATA, axis)  # specs instead of arrays
         by_channel: Any = PartitionSpec(DATA, None, axis)
         return cls(by_head, by_channel)
+
+
+def empty_pending(
+    layout: Mamba2Layout, batch: int, num_nodes: int, dtype: DTypeLike, dtype_of_x: DTypeLike
+) -> Mamba2Pending:
+    """The pending record of a tree that was never run."""
+
+    def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:
+        return jnp.zeros((batch, num_nodes, *shape), dtype)
+
+    return Mamba2Pending(
+        x=zeros(layout.num_heads, layout.head_dim, dtype=dtype_of_x),
+        dt=zeros(layout.num_heads, dtype=jnp.float32),
+        B=zeros(layout.num_groups, layout.state_size),
+        conv_input=zeros(layout.num_channels),
+    )
 
 
 @register("mamba2")
@@ -238,15 +252,7 @@ class Mamba2Config(LayerConfig):
         return Mamba2Cache.empty(self.layout, self.conv_width, batch, dtype)
 
     def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
-        def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:
-            return jnp.zeros((batch, num_nodes, *shape), dtype)
-
-        return Mamba2Pending(
-            x=zeros(self.num_heads, self.head_dim),
-            dt=zeros(self.num_heads, dtype=jnp.float32),
-            B=zeros(self.num_groups, self.state_size),
-            conv_input=zeros(self.layout.num_channels),
-        )
+        return empty_pending(self.layout, batch, num_nodes, dtype, dtype)
 
     def cache_specs(self, axis: str | None) -> Any:
         return Mamba2Cache.specs(axis)
@@ -297,16 +303,7 @@ class Mamba2ShardConfig(Mamba2Config):
 
 
 class Mamba2Mixer(nnx.Module):
-    """One Mamba-2 mixer.
-
-    Args:
-        config: shape and options of the mixer.
-        d_model: width of input and output.
-        dtype: dtype of the weights; `A_log`, `D` and `dt_bias` are always float32.
-        rngs: random streams for initialisation, which follows the published models.
-        out_scale: scales the initial output projection, for deep stacks.
-        implementation: kernel implementation, see `pallas_kernels.dispatch`.
-    """
+    """One Mamba-2 mixer; `A_log`, `D` and `dt_bias` are float32 whatever the dtype."""
 
     shard: Part = WHOLE
 
@@ -352,23 +349,12 @@ class Mamba2Mixer(nnx.Module):
         valid: Bool[Array, "B T"],
         lengths: Lengths,
     ) -> tuple[Float[Array, "B T M"], Mamba2Cache]:
-        """Runs a right-padded sequence from `cache`.
-
-        Args:
-            u: inputs.
-            cache: the cache of the tokens so far.
-            valid: True on real positions, `t < lengths`; False on padding.
-            lengths: number of real positions.
-
-        Returns:
-            Outputs (unspecified at padded positions) and the cache after the last real position.
-        """
-        projected, layout = self._project(u), self._layout
+        projected, layout = self._project(u), self.config.layout
         dt = layout.time_steps(projected, self.dt_bias[...])
         dt = jnp.where(valid[..., None], dt, 0.0)
         conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
         conv = causal_conv1d(conv_input, cache.conv, *self._conv_weights())
-        x, B, C = layout.heads(silu(conv))
+        x, B, C = layout.heads(activate("silu", conv))
         D = jnp.broadcast_to(self.D[...].reshape(layout.num_heads, -1), x.shape[2:])
         y, state = ssd(
             *(x, dt, self._rates(), B, C, D, cache.ssm),
@@ -379,7 +365,7 @@ class Mamba2Mixer(nnx.Module):
         rows = y.reshape(*y.shape[:2], -1)
         gate = self._gate(projected) if self.norm_spans_shards else None
         if gate is None:
-            norm = self.in_proj.kernel.norms_of_sequences(self.implementation)
+            norm = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
             output = self._project_out(self._gated_norm(rows, projected, norm), projected)
         else:
             deferred = gated(y, gate)
@@ -396,22 +382,7 @@ class Mamba2Mixer(nnx.Module):
         prefix_pending: Mamba2Pending | None = None,
         replay: Replay | None = None,
     ) -> tuple[Float[Array, "B Q M"] | DeferredRMSNorm, Mamba2Pending, Mamba2Cache]:
-        """Runs the last Q nodes of a tree from `cache`, after replaying a path, if any.
-
-        Args:
-            u: inputs of the query nodes.
-            tree: the tree of all N nodes so far.
-            conv_gather_index: `conv_gather_index(parents, K)` at the queries, by conv width K.
-            cache: the cache of the tokens before the root.
-            prefix_pending: the pending record of the first `N - Q` nodes; None if `Q == N`.
-            replay: the previous tree's pending record and accepted path, which advance `cache`
-                first; None: `cache` is up to date.
-
-        Returns:
-            Outputs of the query nodes, a `DeferredRMSNorm` if the norm commutes with the output
-            projection; the pending record of all N nodes; and the cache before the root.
-        """
-        c, layout, width = self.config, self._layout, self.config.conv_width
+        c, layout, width = self.config, self.config.layout, self.config.conv_width
         projected = self._project(u)
         previous = replay and (replay.pending, replay.conv_gather_index[width])
         pending, C, conv_state = tree_conv1d_layer(
@@ -456,10 +427,6 @@ class Mamba2Mixer(nnx.Module):
         path: Path,
         conv_gather_index: ConvGatherIndex,
     ) -> Mamba2Cache:
-        """The cache after the path.
-
-        `conv_gather_index[K]` is `replay_gather_index(path.parents, path.last, K)`.
-        """
         ssm = replay(
             pending.x,
             pending.dt,
@@ -475,10 +442,6 @@ class Mamba2Mixer(nnx.Module):
     def _project(self, u: Array) -> Array:
         return self.in_proj(scaled(u, self.config.input_multiplier))
 
-    @property
-    def _layout(self) -> Mamba2Layout:
-        return self.config.layout
-
     def _rates(self) -> Array:
         """The recurrence's A `[H]`, negative, float32."""
         return -jnp.exp(self.A_log[...].astype(jnp.float32))
@@ -487,11 +450,7 @@ class Mamba2Mixer(nnx.Module):
         return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
 
     def _gate(self, projected: Array) -> Gate | None:
-        """The gate for the scan, with the norm after it; None if the scan cannot do the norm.
-
-        The scan can norm each head alone, and defer a norm over all heads if the row's scale
-        commutes with everything up to the residual stream.
-        """
+        """The gate for the scan, with the norm after it; None if the scan cannot do the norm."""
         c, norm_weight = self.config, None
         # Of the whole model: a shard may have one group or head where the model has several.
         alone = self.shard.shards == 1
@@ -502,7 +461,7 @@ class Mamba2Mixer(nnx.Module):
             if c.norm != "gate_then_norm" or not (commutes or per_head):
                 return None
             norm_weight = self.norm_scale[...]
-        layout = self._layout
+        layout = self.config.layout
         return Gate(
             projected,
             norm_weight,
@@ -515,7 +474,7 @@ class Mamba2Mixer(nnx.Module):
     def _gated_norm(self, y: Array, projected: Array, implementation: str | None) -> Array:
         """Gate and norm of the scan's output `[B, T, H * P]`."""
         c = self.config
-        gate, gate_start = self._layout.gate(projected)
+        gate, gate_start = self.config.layout.gate(projected)
         if self.norm_spans_shards:
             return self._spanning_norm(y, activated(gate, gate_start, y.shape[-1]))
         return gated_rms_norm(
@@ -545,7 +504,7 @@ class Mamba2Mixer(nnx.Module):
         if self.shard.shards == 1:
             return dataclasses.replace(y, value=self._project_out(y.value, projected))
         # One all-reduce sums the products and the squares.
-        own = dataclasses.replace(y, value=self.out_proj.kernel.wide_matmul(y.value))
+        own = dataclasses.replace(y, value=self.out_proj.kernel.product(y.value, wide=True))
         y = y.unpacked(self.shard.total(own.packed()), self.shard.shards)
         return dataclasses.replace(y, value=scaled(y.value, self.config.output_multiplier))
 
@@ -553,6 +512,6 @@ class Mamba2Mixer(nnx.Module):
         """The output projection, including the gated branch if there is one."""
         c = self.config
         if c.mlp_dim:
-            branch_gate, branch, _ = split_last(projected, c.mlp_dim, c.mlp_dim)
-            y = jnp.concatenate([silu(branch_gate) * branch, y], axis=-1)
+            gate, branch, _ = jnp.split(projected, (c.mlp_dim, 2 * c.mlp_dim), axis=-1)
+            y = jnp.concatenate([activate("silu", gate) * branch, y], axis=-1)
         return scaled(row_parallel(self.out_proj, y, self.shard), c.output_multiplier)

@@ -10,26 +10,24 @@ A quantised matrix has 8 bits a weight and a scale for 32 inputs of a column. A 
 too; elsewhere it is widened inside the program, where it is multiplied. Routers stay as they are:
 another expert is another text.
 
-Everything that reads weights by name gets the order of unpacked models, from `in_first`.
+Everything that reads weights by name gets the order of unpacked models, from `in_first`. A new
+storage is a pytree with arrays, and here a class of answers and a line of `STORAGES`.
 """
 
 import dataclasses
 import fnmatch
-import functools
 import math
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 from pallas_kernels import dispatch
 from pallas_kernels.matmul import PackedMatrix, QuantizedMatrix, matmul, rows
-from pallas_kernels.numerics import contract
-from stree_jax.array_types import Array, Float, Float32, Int
+from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_names
 from stree_jax.mesh.partition import WHOLE, Part
 from stree_jax.messages import shown
@@ -37,226 +35,178 @@ from stree_jax.names import dotted
 
 
 class Matrix(nnx.Param):
-    """A matrix `[I, O]`, or several `[E, I, O]`."""
+    """A matrix `[I, O]`, several `[E, I, O]`, or with `axis=-1` a table `[V, M]` of tokens."""
 
-    is_packed = False
-    axis = -2  # of inputs
+    @property
+    def storage(self) -> "Storage":
+        """How it is stored: says how it is multiplied, read and written."""
+        value = self.get_value()
+        return STORAGES.get(type(value), Storage)(value, self.get_metadata("axis", -2))
+
+    def __getitem__(self, key: Any) -> Any:
+        """Of the matrix as an array, unpacked and widened."""
+        return self.storage.array()[key]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.storage.shape
+
+    def product(self, x: Float[Array, "*rows I"], *, wide: bool = False) -> Float[Array, "..."]:
+        """Rows times the matrix, times each of several, or times the rows of a table.
+
+        Products are in the dtype of the storage, or `wide`: float32.
+        """
+        return self.storage.product(x, wide)
+
+    def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float[Array, "B T M"]:
+        """Rows of a table."""
+        return self.storage.rows(index, shard)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """An array, float32 or bfloat16. The other storages differ in some of the answers."""
+
+    values: Any
+    axis: int  # of inputs
+
+    is_packed: ClassVar[bool] = False
 
     @property
     def is_quantized(self) -> bool:
         """True if its weights have 8 bits."""
-        return False
+        return any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(self.values))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of products that are not wide."""
+        return jnp.dtype(self.values.dtype)
+
+    def array(self) -> Array:
+        """The matrix as an array."""
+        return self.values
+
+    def operand(self, x: Array) -> tuple[Array, Any]:
+        """Rows and matrix as an op takes them: an array or a `PackedMatrix`."""
+        return x, self.values
+
+    def product(self, x: Array, wide: bool) -> Array:
+        """See `Matrix`. XLA's default for float32 on a GPU is TF32."""
+        x, matrix = self.operand(x)
+
+        def product(x: Array) -> Array:
+            return jnp.tensordot(
+                x,
+                matrix,
+                axes=((x.ndim - 1,), (matrix.ndim + self.axis,)),
+                precision="highest",
+                preferred_element_type=jnp.float32 if wide else None,
+            )
+
+        return _of_rows(product, x if wide else x.astype(matrix.dtype))
+
+    def rows(self, index: Array, shard: Part) -> Array:
+        """Rows of a table, of which a shard has some."""
+        return shard.rows_of(self.values, index)
+
+    def cut(self, start: int) -> "Storage":
+        """Its columns from `start` on."""
+        columns = jax.tree.map(lambda each: each[..., start:], self.values)
+        return dataclasses.replace(self, values=columns)
 
     def norms_of_sequences(self, implementation: str | None) -> str | None:
         """The implementation of norms of whole sequences in a model with such matrices.
 
         XLA's of 512 rows is one launch on a GPU too, and by its cost model moves no more bytes.
         """
-        return "xla"
+        return implementation if self.is_packed else "xla"
 
     def cleared(self, x: Array, valid: Array) -> Array:
-        """Rows of sequences for products with such matrices, which may want zeros on padding."""
-        return x
+        """Rows with zeros on padding if it is packed, whose products skip them."""
+        return jnp.where(valid, x, 0) if self.is_packed else x
 
-    def factors(self, x: Array) -> tuple[Array, Any]:
-        """Returns rows and matrix as an op takes them: an array or a `PackedMatrix`."""
-        return x, self[...]
+    def unpacked(self) -> Any:
+        """What is stored elsewhere than on a CPU."""
+        return self.values
 
-    @property
-    def result_dtype(self) -> Any:
-        """Dtype of products with it."""
-        return self.dtype
+    def packed(self) -> Any:
+        """What is stored on a CPU."""
+        return PackedMatrix.pack(_turned(self.values, self.axis))
 
-    def matmul(self, x: Float[Array, "*rows I"]) -> Float[Array, "*rows O"]:
-        """Rows times the matrix, in its dtype; XLA's default for float32 on GPU is TF32."""
-        contracted = ((x.ndim - 1,), (0,))
-        x, matrix = self.factors(x)
-
-        def product(x: Array) -> Array:
-            return lax.dot_general(
-                x, matrix, (contracted, ((), ())), precision=lax.Precision.HIGHEST
-            )
-
-        return _of_rows(product, x.astype(matrix.dtype))
-
-    def wide_matmul(self, x: Float[Array, "*rows I"]) -> Float32[Array, "*rows O"]:
-        """Rows times the matrix, in float32."""
-        x, matrix = self.factors(x)
-        product = functools.partial(
-            jnp.matmul,
-            b=matrix,
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        return _of_rows(product, x)
-
-    def matmul_each(self, x: Float[Array, "B T I"]) -> Float32[Array, "B T E O"]:
-        """Rows times each of several matrices, in float32."""
-        x, matrices = self.factors(x)
-        return _of_rows(lambda x: contract("bti,eio->bteo", x, matrices), x)
-
-    def cut(self, start: int) -> "Matrix":
-        """Its columns from `start` on."""
-        return Matrix(self[...][:, start:])
-
-    def canonical(self) -> "Matrix":
-        """The matrix, not packed."""
-        return self
-
-    def packed(self) -> "Matrix":
-        """The matrix, packed for a CPU."""
-        return PackedWeight(PackedMatrix.pack(self[...]))
-
-    def quantized(self) -> "Matrix":
-        """The matrix in 8 bits, not packed."""
-        return QuantizedWeight(_quantized(self.get_value(), self.axis))
+    def quantized(self) -> QuantizedMatrix:
+        """The matrix in 8 bits, on the default device; of an abstract one abstract."""
+        own = QuantizedMatrix.of(self.values, self.axis)
+        is_abstract = isinstance(self.values, jax.ShapeDtypeStruct)
+        return own if is_abstract else jax.tree.map(jnp.asarray, own)
 
 
-class Table(Matrix):
-    """An embedding or an output head `[V, M]`: a row for each token."""
+class EightBits(Storage):
+    """A `QuantizedMatrix`, which is widened inside the program."""
 
-    axis = -1
+    def array(self) -> Array:
+        return self.values.wide()
 
-    def matmul(self, x: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
-        """Logits of hidden states."""
-        x, table = self.factors(x)
-        return _of_rows(lambda x: contract("btm,vm->btv", x, table), x)
+    def operand(self, x: Array) -> tuple[Array, Array]:
+        return self.values.wide_for(x)
 
-    def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float[Array, "B T M"]:
-        """Rows of tokens."""
-        return shard.rows_of(self[...], index)
-
-    def packed(self) -> Matrix:
-        return PackedTable(PackedMatrix.pack(self[...].T))
-
-    def quantized(self) -> Matrix:
-        return QuantizedTable(_quantized(self.get_value(), self.axis))
+    def quantized(self) -> QuantizedMatrix:
+        return self.values
 
 
-class QuantizedWeight(Matrix):
-    """A matrix in 8 bits, which is widened inside the program; `weight[...]` widens it."""
+class Packed(Storage):
+    """A `PackedMatrix`, which a CPU multiplies in float32 and in one order of sums.
 
-    @property
-    def is_quantized(self) -> bool:
-        return True
-
-    def __getitem__(self, key: Any) -> Any:
-        """Of the matrix, which is widened first."""
-        return self.get_value().wide()[key]
-
-    def factors(self, x: Array) -> tuple[Array, Array]:
-        return self.get_value().wide_for(x)
-
-    @property
-    def result_dtype(self) -> Any:
-        return jnp.dtype(self.get_value().dtype)
-
-    def cut(self, start: int) -> "Matrix":
-        whole = self.get_value()
-        part = dict(values=whole.values[..., start:], scales=whole.scales[..., start:])
-        return QuantizedWeight(dataclasses.replace(whole, **part))
-
-    def packed(self) -> Matrix:
-        return PackedWeight(PackedMatrix.pack(self.get_value()))
-
-    def quantized(self) -> Matrix:
-        return self
-
-
-class QuantizedTable(QuantizedWeight, Table):
-    """A table in 8 bits."""
-
-    def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float[Array, "B T M"]:
-        return shard.rows_of(self.get_value(), index)
-
-    def packed(self) -> Matrix:
-        return PackedTable(PackedMatrix.pack(self.get_value().T))
-
-
-class PackedWeight(Matrix):
-    """A packed matrix, which a CPU multiplies in float32 and in one order of sums.
-
-    `weight[...]` unpacks it; `stored` is what products take.
+    That of a table is its transpose, so tokens are columns.
     """
 
     is_packed = True
 
     @property
-    def is_quantized(self) -> bool:
-        return self.stored.scales is not None
-
-    def norms_of_sequences(self, implementation: str | None) -> str | None:
-        return implementation
-
-    def cleared(self, x: Array, valid: Array) -> Array:
-        """See `Matrix`; rows of zeros cost packed products nothing."""
-        return jnp.where(valid, x, 0)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Of the matrix `[I, O]`, which is unpacked first."""
-        return self.stored.canonical()[key]
-
-    @property
-    def stored(self) -> PackedMatrix:
-        """The matrix in blocks."""
-        return self.get_value()
-
-    def factors(self, x: Array) -> tuple[Array, PackedMatrix]:
-        return x, self.stored
-
-    @property
-    def result_dtype(self) -> Any:
+    def dtype(self) -> Any:
         return jnp.dtype(jnp.float32)
 
-    def matmul(self, x: Float[Array, "*rows I"]) -> Float32[Array, "*rows O"]:
-        return matmul(x, self.stored)
-
-    def wide_matmul(self, x: Float[Array, "*rows I"]) -> Float32[Array, "*rows O"]:
-        """See `Matrix`; all products are wide."""
-        return self.matmul(x)
-
-    def matmul_each(self, x: Float[Array, "B T I"]) -> Float32[Array, "B T E O"]:
-        several, size, columns = self.stored.shape
-        count = x.shape[0] * x.shape[1]
-        rows = jnp.repeat(x.reshape(count, size), several, axis=0)
-        which = jnp.tile(jnp.arange(several, dtype=jnp.int32), count)
-        return matmul(rows, self.stored, which).reshape(*x.shape[:2], several, columns)
-
-    def cut(self, start: int) -> "PackedWeight":
-        return PackedWeight(self.stored.cut(start, self.stored.columns))
-
-    def canonical(self) -> Matrix:
-        if self.is_quantized:
-            return QuantizedWeight(jax.tree.map(_copied, self.stored.quantized()))
-        return Matrix(_copied(self[...]))
-
-    def packed(self) -> Matrix:
-        return self
-
-    def quantized(self) -> Matrix:
-        return self.canonical().quantized()
-
-
-class PackedTable(PackedWeight, Table):
-    """A packed table: its transpose, so tokens are columns."""
-
-    def __getitem__(self, key: Any) -> Any:
-        """Of the table `[V, M]`, which is unpacked first."""
-        return self.stored.canonical().T[key]
-
     @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the table, `[V, M]`."""
-        width, tokens = self.stored.shape
-        return tokens, width
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape[:: -1 if self.axis == -1 else 1]
 
-    def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float32[Array, "B T M"]:
-        return rows(self.stored, index)
+    def array(self) -> Array:
+        return _turned(self.values.canonical(), self.axis)
 
-    def canonical(self) -> Matrix:
-        if self.is_quantized:
-            return QuantizedTable(jax.tree.map(_copied, self.stored.quantized().T))
-        return Table(_copied(self[...]))
+    def product(self, x: Array, wide: bool) -> Array:
+        if len(self.values.shape) == 2:
+            return matmul(x, self.values)
+        several, _, columns = self.values.shape
+        rows = x.reshape(-1, x.shape[-1])
+        which = jnp.tile(jnp.arange(several, dtype=jnp.int32), len(rows))
+        y = matmul(jnp.repeat(rows, several, axis=0), self.values, which)
+        return y.reshape(*x.shape[:-1], several, columns)
+
+    def rows(self, index: Array, shard: Part) -> Array:
+        return rows(self.values, index)
+
+    def cut(self, start: int) -> "Packed":
+        return Packed(self.values.cut(start, self.values.columns), self.axis)
+
+    def unpacked(self) -> Any:
+        values = self.values.quantized() if self.is_quantized else self.values.canonical()
+        return jax.tree.map(_copied, _turned(values, self.axis))
+
+    def packed(self) -> Any:
+        return self.values
+
+
+STORAGES: dict[type, type[Storage]] = {QuantizedMatrix: EightBits, PackedMatrix: Packed}
+
+
+def _turned(matrix: Any, axis: int) -> Any:
+    """A table as a matrix, or the reverse; a matrix as it is."""
+    return matrix.T if axis == -1 else matrix
 
 
 def _of_rows(product: Callable[[Array], Array], x: Array) -> Array:
@@ -267,12 +217,6 @@ def _of_rows(product: Callable[[Array], Array], x: Array) -> Array:
     if x.ndim < 2 or math.prod(x.shape[:-1]) != 1 or not dispatch.on_tpu():
         return product(x)
     return product(jnp.pad(x, [(0, 1), *[(0, 0)] * (x.ndim - 1)]))[:1]
-
-
-def _quantized(matrix: Any, axis: int) -> QuantizedMatrix:
-    """A matrix in 8 bits, on the default device; of an abstract one abstract."""
-    own = QuantizedMatrix.of(matrix, axis)
-    return own if isinstance(matrix, jax.ShapeDtypeStruct) else jax.tree.map(jnp.asarray, own)
 
 
 def _copied(array: Array) -> Array:
@@ -290,7 +234,7 @@ def pack(module: nnx.Module) -> None:
     """
     for part, name, matrix in _matrices(module).values():
         if name != "embedding" or getattr(part, "head", None) is None:
-            setattr(part, name, matrix.packed())
+            setattr(part, name, matrix.replace(matrix.storage.packed()))
 
 
 def _matrices(module: nnx.Module) -> dict[str, tuple[nnx.Module, str, Matrix]]:
@@ -335,45 +279,30 @@ def quantize_named(module: nnx.Module, names: Collection[str]) -> None:
         raise ValueError(f"{strange[0]:.80} is no matrix, and cannot have 8 bits")
     for name in names:
         part, own, matrix = matrices[name]
-        setattr(part, own, matrix.quantized())
+        unpacked = matrix.replace(matrix.storage.unpacked())
+        setattr(part, own, matrix.replace(unpacked.storage.quantized()))
 
 
 def quantized_names(module: nnx.Module) -> frozenset[str]:
     """The names of the matrices that have 8 bits."""
-    return frozenset(name for name, (*_, each) in _matrices(module).items() if each.is_quantized)
-
-
-def quantized(module: _Module, keep: Collection[str] = ()) -> _Module:
-    """The module in 8 bits, packed if it was; the arrays of other weights are shared."""
-    own = nnx.clone(module)
-    was_packed = any(matrix.is_packed for *_, matrix in _matrices(own).values())
-    quantize_named(own, to_quantize(own, keep=keep))
-    if was_packed:
-        pack(own)
-    return own
-
-
-def packed(module: _Module) -> _Module:
-    """The module with its matrices packed for a CPU; the arrays of others are shared."""
-    module = nnx.clone(module)
-    pack(module)
-    return module
+    matrices = _matrices(module).items()
+    return frozenset(name for name, (*_, each) in matrices if each.storage.is_quantized)
 
 
 def loaded_for(target: Any, head: _Module, quantize: str | None = None) -> _Module:
     """A head that was loaded for a target, which is changed: packed, if the target is."""
     quantize_named(head, to_quantize(head, quantize))
-    if target.output_head.is_packed:
+    if target.output_head.storage.is_packed:
         pack(head)
     return head
 
 
 def in_first(module: _Module) -> _Module:
     """The module with all its matrices unpacked; itself if they are."""
-    if any(matrix.is_packed for *_, matrix in _matrices(module).values()):
+    if any(matrix.storage.is_packed for *_, matrix in _matrices(module).values()):
         module = nnx.clone(module)
         for part, name, matrix in _matrices(module).values():
-            setattr(part, name, matrix.canonical())
+            setattr(part, name, matrix.replace(matrix.storage.unpacked()))
     return module
 
 
@@ -382,7 +311,7 @@ def named_weights(module: nnx.Module, *, matrices: bool = True) -> Iterator[tupl
     leaves = {dotted(path): leaf for path, leaf in nnx.to_flat_state(nnx.state(module))}
     for name, leaf in sorted(leaves.items()):
         if matrices or not isinstance(leaf, Matrix):
-            yield name, (leaf.canonical() if isinstance(leaf, Matrix) else leaf)[...]
+            yield name, leaf[...]
 
 
 def weights_by_name(module: nnx.Module) -> dict[str, Array]:

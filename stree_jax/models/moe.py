@@ -134,10 +134,7 @@ class MoeConfig(LayerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class MoeShardConfig(MoeConfig):
-    """One shard of a mixture: it has some of the experts, whole, and routes among all of them.
-
-    `MoeConfig.local` makes it.
-    """
+    """One shard of a mixture: it has some of the experts, whole, and routes among all of them."""
 
     experts_held: int = 1
 
@@ -196,8 +193,8 @@ class MixtureOfExperts(Pointwise):
         if self.config.experts_held < self.config.num_experts:
             weights, chosen = self.shard.own_choices(weights, chosen, self.config.experts_held)
         x = u if self.latent_in is None else self.latent_in(u)
-        rows, into = self.experts_in.factors(x.reshape(-1, x.shape[-1]))
-        rows, out = self.experts_out.factors(rows)
+        rows, into = self.experts_in.storage.operand(x.reshape(-1, x.shape[-1]))
+        rows, out = self.experts_out.storage.operand(rows)
         y = expert_mlps(
             *(rows, weights, chosen, into, out),
             activation=self.config.activation,
@@ -218,7 +215,7 @@ class MixtureOfExperts(Pointwise):
     ) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
         """The router weights of each token's `A` experts, in float32, and the experts' indices."""
         c = self.config
-        scores = self.router.wide_matmul(tokens.astype(jnp.float32))
+        scores = self.router.product(tokens.astype(jnp.float32), wide=True)
         if self.correction is None:
             best, chosen = lax.top_k(scores, c.num_active)
             return jax.nn.softmax(best, axis=-1), chosen

@@ -55,7 +55,7 @@ class ParallelConfig(LayerConfig):
 
 
 class ParallelMixer(nnx.Module):
-    """The sum of both mixers' outputs; see `Mamba2Mixer` for the methods."""
+    """The sum of both mixers' outputs."""
 
     def __init__(self, mamba2: Mamba2Mixer, attention: AttentionMixer):
         self.mamba2 = mamba2
@@ -64,7 +64,6 @@ class ParallelMixer(nnx.Module):
     def __call__(
         self, u: Float[Array, "B T M"], cache: Both, valid: Bool[Array, "B T"], lengths: Lengths
     ) -> tuple[Float[Array, "B T M"], Both]:
-        """Runs a right-padded sequence from `cache`."""
         y, mamba2 = self.mamba2(u, cache.mamba2, valid, lengths)
         z, attention = self.attention(u, cache.attention, valid, lengths)
         return y + z, Both(mamba2, attention)
@@ -78,7 +77,6 @@ class ParallelMixer(nnx.Module):
         prefix_pending: Both | None = None,
         replay: Replay | None = None,
     ) -> tuple[Float[Array, "B Q M"], Both, Both]:
-        """Runs the last Q nodes of a tree."""
         prefix = Both(None, None) if prefix_pending is None else prefix_pending
         replays = Both(None, None)
         if replay is not None:
@@ -96,7 +94,6 @@ class ParallelMixer(nnx.Module):
     def replay(
         self, cache: Both, pending: Both, path: Path, conv_gather_index: ConvGatherIndex
     ) -> Both:
-        """The cache after the path."""
         return Both(
             self.mamba2.replay(cache.mamba2, pending.mamba2, path, conv_gather_index),
             self.attention.replay(cache.attention, pending.attention, path, conv_gather_index),

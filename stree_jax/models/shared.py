@@ -145,10 +145,7 @@ class Adapter(nnx.Module):
 
 
 class SharedLayer(nnx.Module):
-    """The weights of a layer that uses a shared block: adapters and output projection.
-
-    On a mesh adapters are cut at their outputs, and the last projection is replicated.
-    """
+    """The weights of a layer that uses a shared block: adapters and output projection."""
 
     def __init__(
         self,
@@ -174,17 +171,10 @@ class SharedLayer(nnx.Module):
             d_model, d_model, bias=False, dtype=dtype, rngs=rngs, scale=out_scale
         )
 
-    def using(self, transformer: SharedTransformer) -> "AdaptedTransformer":
-        """This layer as a mixer, with the shared weights."""
-        return AdaptedTransformer(self, transformer)
-
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedTransformer:
-    """A shared block as one layer uses it; see `Mamba2Mixer` for the methods.
-
-    Its input is the residual stream concatenated with the embedding, `I = 2 M`, not normed.
-    """
+    """A shared block as one layer uses it, on stream and embedding `I = 2 M`, not normed."""
 
     layer: SharedLayer
     transformer: SharedTransformer
@@ -196,7 +186,6 @@ class AdaptedTransformer:
         valid: Bool[Array, "B T"],
         lengths: Lengths,
     ) -> tuple[Float[Array, "B T M"], AttentionCache]:
-        """Runs a right-padded sequence from `cache`."""
         x, adapter = self._before(u)
         y, cache = self.transformer.attention(x, cache, valid, lengths, adapter)
         return self._after(y), cache
@@ -210,7 +199,6 @@ class AdaptedTransformer:
         prefix_pending: AttentionPending | None = None,
         replay: Replay | None = None,
     ) -> tuple[Float[Array, "B Q M"], AttentionPending, AttentionCache]:
-        """Runs the last Q nodes of a tree."""
         x, adapter = self._before(u)
         attention = self.transformer.attention
         y, pending, cache = attention.tree(
@@ -225,7 +213,6 @@ class AdaptedTransformer:
         path: Path,
         conv_gather_index: ConvGatherIndex,
     ) -> AttentionCache:
-        """The cache after the path."""
         return self.transformer.attention.replay(cache, pending, path, conv_gather_index)
 
     def _before(self, u: Array) -> tuple[Array, Array | None]:

@@ -70,7 +70,7 @@ def fit(
     from orbax.checkpoint import v1 as ocp
 
     _check_trainable(model)
-    graphdef, params = nnx.split(_multiplying(model, training.products))
+    graphdef, params = nnx.split(multiplying(model, training.products))
     optimizer = make_optimizer(training)
     state = {
         "params": nnx.to_pure_dict(params),
@@ -88,7 +88,7 @@ def fit(
         of_rows, mesh=mesh, in_specs=(whole, rows, whole), out_specs=whole, check_vma=False
     )
     if extra is not None:
-        extra = _multiplying(extra, training.products)
+        extra = multiplying(extra, training.products)
     state, extra = jax.device_put((state, extra), NamedSharding(mesh, whole))
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -142,7 +142,7 @@ def _check_trainable(model: nnx.Module) -> None:
         raise ValueError("matrices in 8 bits cannot be trained; start from the original checkpoint")
 
 
-def _multiplying(model: nnx.Module, products: str) -> nnx.Module:
+def multiplying(model: nnx.Module, products: str) -> nnx.Module:
     """Returns a model whose projections multiply in this dtype."""
     if products == "float32":
         return model
@@ -156,8 +156,8 @@ def _multiplying(model: nnx.Module, products: str) -> nnx.Module:
 class _BFloat16Products(Matrix):
     """A matrix whose products have bfloat16 factors."""
 
-    def matmul(self, x: Array) -> Array:
-        return bfloat16_product(x, self[...])
+    def product(self, x: Array, *, wide: bool = False) -> Array:
+        return super().product(x, wide=True) if wide else bfloat16_product(x, self[...])
 
 
 @jax.custom_vjp

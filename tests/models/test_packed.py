@@ -11,7 +11,7 @@ from stree_jax.checkpoint import save_pretrained
 from stree_jax.convert.writing import write_as
 from stree_jax.extensions.medusa import digest
 from stree_jax.heads import sketch
-from stree_jax.models.matrices import Matrix, PackedTable, PackedWeight, Table, in_first, packed
+from stree_jax.models.matrices import Matrix, Packed, Storage, in_first
 from stree_jax.testing import tiny_model
 from stree_jax.training.run import weights_digest
 from stree_jax.training.trainer import cast
@@ -40,11 +40,11 @@ def loaded(stored, request):
     return st.from_pretrained(stored, dtype=request.param)
 
 
-def kinds(model):
-    return {type(leaf) for _, leaf in nnx.iter_graph(model) if isinstance(leaf, nnx.Variable)}
-
-
-OF_MATRICES = {Matrix, Table, PackedWeight, PackedTable}
+def storages(model):
+    """The storages of all matrices but an embedding that is no output head."""
+    kept = None if model.head is None else model.embedding
+    matrices = [leaf for _, leaf in nnx.iter_graph(model) if type(leaf) is Matrix]
+    return {type(matrix.storage) for matrix in matrices if matrix is not kept}
 
 
 def weights(model):
@@ -57,11 +57,10 @@ def assert_equal(have, want):
 
 def test_which_models_have_them(stored, loaded):
     made = tiny_model("falcon_h1 hybrid", dtype="bfloat16")
-    assert kinds(loaded) & OF_MATRICES <= {PackedWeight, PackedTable, Table}
-    assert isinstance(loaded.output_head, PackedTable)
-    assert kinds(made.packed()) & OF_MATRICES <= {PackedWeight, PackedTable, Table}
+    assert storages(loaded) == storages(made.packed()) == {Packed}
+    assert made.head is None or type(made.packed().embedding.storage) is Storage
     for other in (st.from_pretrained(stored, mesh=st.make_mesh()), made):
-        assert kinds(other) & OF_MATRICES == {Matrix, Table}
+        assert storages(other) == {Storage}
         assert in_first(other) is other
     assert loaded.packed() is not loaded
     with pytest.raises(ValueError, match="on one device, and this one is on a mesh"):
@@ -162,7 +161,7 @@ def test_no_float32_copy_of_the_weights():
         return compiled.memory_analysis().temp_size_in_bytes
 
     # A quarter of the weights are states of the scan.
-    assert temporary(packed(model)) < size / 3 < size < temporary(model)
+    assert temporary(model.packed()) < size / 3 < size < temporary(model)
 
 
 @pytest.mark.thorough

@@ -12,12 +12,13 @@ from tokenizers import Tokenizer
 import stree_jax as st
 from stree_jax.checkpoint.load import load_config
 from stree_jax.extensions.medusa.training import medusa_loss, train_medusa
+from stree_jax.models import linear
 from stree_jax.testing import HYBRIDS, perturbed, tiny_model
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import continued, distill, train
-from stree_jax.training.trainer import bfloat16_product, fit, schedule
+from stree_jax.training.trainer import bfloat16_product, fit, multiplying, schedule
 from tests.helpers import apply
 from tests.numpy_parts import log_softmax
 from tests.training.conftest import RECIPE
@@ -153,6 +154,10 @@ def test_the_gradient_of_a_bfloat16_product():
     of_rows, of_kernel = gradients(ahead)
     np.testing.assert_allclose(of_rows, (g @ w.T).reshape(2, 3, 8), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(of_kernel, x.T @ g, rtol=1e-5, atol=1e-5)
+    layer = linear(8, 5, bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    want = bfloat16_product(rows, layer.kernel[...])
+    assert not np.array_equal(layer(rows), want)
+    np.testing.assert_array_equal(multiplying(layer, "bfloat16")(rows), want)
 
 
 def test_the_schedule_with_decay_steps():

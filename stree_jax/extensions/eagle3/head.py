@@ -21,7 +21,7 @@ from flax import nnx
 from stree_jax import AttentionConfig, MlpConfig
 from stree_jax.array_types import Array, Float, Float32
 from stree_jax.checks import require, require_integer
-from stree_jax.models import DraftHead, Table, linear
+from stree_jax.models import DraftHead, Matrix, linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +84,9 @@ class Eagle3Head(DraftHead):
         config, dtype = self.config, self.dtype
         width, layers = config.d_model, len(config.inner_layers)
 
-        def rows(count: int) -> Table:
-            return Table(0.02 * jax.random.normal(rngs.params(), (count, width), dtype))
+        def rows(count: int) -> Matrix:
+            values = 0.02 * jax.random.normal(rngs.params(), (count, width), dtype)
+            return Matrix(values, axis=-1)
 
         self.fc = linear(layers * width, width, bias=False, dtype=dtype, rngs=rngs)
         self.embedding = rows(config.vocab_size) if config.has_embedding else None
@@ -108,7 +109,7 @@ class Eagle3Head(DraftHead):
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """Returns logits over the target's tokens; minus infinity for absent ones."""
-        own = self.output_head.matmul(self.norm(outputs, self.final_norm_scale))
+        own = self.output_head.product(self.norm(outputs, self.final_norm_scale), wide=True)
         shape = (*own.shape[:2], self.config.vocab_size)
         places = self.tokens[...].astype(jnp.int32)
         return jnp.full(shape, -jnp.inf, jnp.float32).at[..., places].set(own)

@@ -108,7 +108,7 @@ class MedusaDrafter(nnx.Module):
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> MedusaState:
         shape = (batch, self.heads.bias.shape[1])
-        return MedusaState(jnp.zeros(shape, self.output_head.result_dtype), jnp.zeros(batch, bool))
+        return MedusaState(jnp.zeros(shape, self.output_head.storage.dtype), jnp.zeros(batch, bool))
 
     def propose(
         self,

@@ -58,7 +58,7 @@ class MedusaHeads(nnx.Module):
     def __call__(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T heads M"]:
         """Returns all heads' states from the target's after its final norm."""
         with jax.named_scope("medusa_heads"):
-            inner = self.kernel.matmul_each(hidden)
+            inner = self.kernel.product(hidden, wide=True)
             inner = inner + self.bias[...].astype(inner.dtype)[None, None]
             added = jax.nn.silu(inner.astype(jnp.float32))
             return (hidden[:, :, None].astype(jnp.float32) + added).astype(hidden.dtype)
