@@ -31,12 +31,16 @@ from stree_jax.decoding.options import (
 from stree_jax.decoding.prompts import (
     buffer_size,
     check_length,
+    check_num_rows,
     checked_prompts,
+    in_buffers,
     list_size,
     row_keys,
 )
 from stree_jax.decoding.rule_rows import join_numbers, joined, kind, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
+from stree_jax.decoding.text.prefix import Prefix, check_origin
+from stree_jax.decoding.text.prefix import joined as joined_texts
 from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import (
@@ -92,6 +96,8 @@ def plan(
     drafter: Drafter | None = None,
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
+    n: int = 1,
+    after: Prefix | None = None,
     lossy: bool = False,
     record_calls: bool = False,
     **options: Unpack[OptionKeywords],
@@ -105,15 +111,22 @@ def plan(
     check_model(model)
     vocab_size = model.config.vocab_size
     check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
-    context = checked_prompts(prompts, vocab_size)
+    check_num_rows("n", n)
+    if after is not None:
+        check_origin(after, model, any_drafter=True)
+    texts = checked_prompts(prompts, vocab_size, may_be_empty=after is not None)
+    if after is not None:
+        texts = joined_texts(after, texts)
+    context = in_buffers([each for each in texts for _ in range(n)])
     check_not_traced(context.length, text.key, model.final_norm_scale[...])
-    rows = _rows_of(text, model, len(prompts))
+    batch = len(context.length)
+    rows = _rows_of(text, model, batch)
     most = [row.options.max_new_tokens for row in rows]
     check_length(context, most, text.max_length, model.config.max_length)
     temperature_is_zero = all(row.is_greedy for row in rows)
     if text.key is None and not temperature_is_zero:
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
-    keys = row_keys(0 if text.key is None else text.key, len(prompts))
+    keys = row_keys(0 if text.key is None else text.key, batch)
     _check_drafter(drafter)
     _check_placement(model, drafter)
     topology = _checked_topology(topology, drafter, vocab_size)

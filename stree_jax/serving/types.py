@@ -7,7 +7,7 @@ from typing import NamedTuple
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, Row
 from stree_jax.decoding.results import DecodeStatistics, Piece
-from stree_jax.decoding.types import Prefix
+from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.messages import shown
 
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import stree_jax as st
 from stree_jax import convert
 from stree_jax.checkpoint import arrays
-from stree_jax.decoding.prefill import PREFILL_CHUNK
+from stree_jax.decoding.text.prefill import PREFILL_CHUNK
 from stree_jax.mesh import partition as partition_module
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import over_mesh
