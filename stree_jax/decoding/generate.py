@@ -10,7 +10,6 @@ import numpy as np
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.options import OptionKeywords, checked_options, spelled_out
-from stree_jax.decoding.placement import place_request
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
 from stree_jax.decoding.text.prefill import tokens_from
@@ -99,7 +98,7 @@ def generate(
         lossy=lossy,
         record_calls=record_calls,
     )
-    request, decoder = place_request(request, model.partition), request.decoder
+    request, decoder = request.placed(model.partition), request.decoder
     with dispatch.on(model):
         state = _started(request, model, n, after)
         state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
@@ -149,7 +148,7 @@ def stream(
         verifier=verifier,
         lossy=lossy,
     )
-    request = place_request(request, model.partition)
+    request = request.placed(model.partition)
     num_rows = len(request.rows)
 
     def steps() -> Iterator[list[Piece]]:

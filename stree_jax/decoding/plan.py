@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
@@ -37,7 +38,7 @@ from stree_jax.decoding.prompts import (
     list_size,
     row_keys,
 )
-from stree_jax.decoding.rule_rows import join_numbers, joined, kind, of_rows
+from stree_jax.decoding.rule_rows import join_numbers, joined, kind, map_rows, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
 from stree_jax.decoding.text.prefix import Prefix, check_origin
 from stree_jax.decoding.text.prefix import joined as joined_texts
@@ -50,7 +51,7 @@ from stree_jax.decoding.verifiers import (
     follows_target,
     verifier_of,
 )
-from stree_jax.mesh.partition import ONE_DEVICE
+from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
@@ -85,6 +86,21 @@ class Plan(NamedTuple):
     limits: Limits
     sampling: Sampling
     rows: list[Row]
+
+    def placed(self, partition: Partition) -> "Plan":
+        """The request with its arrays on the mesh, padded to a multiple of its shards.
+
+        Padding repeats the last row; the caller marks these rows as done.
+        """
+        arrays, sampling = (self.context, self.keys, self.limits), self.sampling
+        num_rows = len(self.context.length)
+        if added := -num_rows % partition.rows:
+            rows = jnp.minimum(jnp.arange(num_rows + added, dtype=jnp.int32), num_rows - 1)
+            arrays = jax.tree.map(lambda leaf: leaf[rows], arrays)
+            sampling = map_rows(sampling, lambda leaf: leaf[rows])
+        context, keys, limits = partition.put(arrays)
+        sampling = placed_sampling(sampling, partition, {})
+        return self._replace(context=context, keys=keys, limits=limits, sampling=sampling)
 
 
 @jax.transfer_guard("allow")
@@ -300,6 +316,26 @@ def sampling_of(rows: Sequence[Row], *, may_differ: bool) -> Sampling:
         temperature_is_zero=all(row.is_greedy for row in rows),
         record_sampled=jnp.asarray(sampled) if sampled.any() else None,
     )
+
+
+def placed_sampling(
+    sampling: Sampling, partition: Partition, tables: dict[int, tuple[Any, Any]]
+) -> Sampling:
+    """The settings of rows, on the mesh.
+
+    `tables` has arrays that rules share and their copies on the mesh, by id; those of these
+    settings replace what was there.
+    """
+    used: dict[int, tuple[Any, Any]] = {}
+
+    def put(leaf: Any) -> Any:
+        known = tables.get(id(leaf)) or (leaf, partition.put(leaf, PartitionSpec()))
+        return used.setdefault(id(leaf), known)[1]
+
+    placed = map_rows(sampling, partition.put, put)
+    tables.clear()
+    tables.update(used)
+    return placed
 
 
 def filters_of(rows: Sequence[Options], *, may_differ: bool = False) -> tuple[Filter, ...]:

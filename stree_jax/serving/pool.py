@@ -11,8 +11,7 @@ from pallas_kernels import dispatch
 from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter, draft_models
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.placement import place_sampling
-from stree_jax.decoding.plan import Plan, Row, limits_of, sampling_of
+from stree_jax.decoding.plan import Plan, Row, limits_of, placed_sampling, sampling_of
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.results import Ended
 from stree_jax.decoding.text.prefix import (
@@ -128,7 +127,7 @@ class Pool:
         decoder, drafter = self._program(greedy)
         sampling = sampling_of(self._settings(), may_differ=True)
         partition = self._model.partition
-        sampling = place_sampling(partition, sampling, self._tables)
+        sampling = placed_sampling(sampling, partition, self._tables)
         if partition.rows > 1:  # a shard that stopped would wait for the others
             stop_after_ended = len(self._rows)
         self._state = slots.with_processors(self._model, self._state, sampling, self._started)
