@@ -1,7 +1,7 @@
 """`generate` and `stream`: checks first, then one compiled program."""
 
 from collections.abc import Iterator, Sequence
-from typing import Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.options import OptionKeywords, checked_options, spelled_out
+from stree_jax.decoding.options import Options, spelled_out
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
 from stree_jax.decoding.text.prefill import tokens_from
@@ -17,7 +17,7 @@ from stree_jax.decoding.text.prefix import Prefix, for_rows, origin_of, repeated
 from stree_jax.decoding.types import Context, DecodeState
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.mesh.hosts import on_host
-from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
+from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
 
 
@@ -36,7 +36,8 @@ def generate(
     return_prefix: bool = False,
     lossy: bool = False,
     record_calls: bool = False,
-    **options: Unpack[OptionKeywords],
+    options: Options | Sequence[Options] | None = None,
+    **keywords: Any,
 ) -> Generation:
     """Continues prompts by speculative decoding; the output is the target's for every drafter.
 
@@ -68,7 +69,8 @@ def generate(
             the result says `lossless = False`.
         record_calls: record which call of the target emitted each token, and whether it was a
             draft: `Generation.calls`, and what `Generation.show` shows.
-        **options: how the texts are continued, see `Options`: `max_new_tokens`, `min_new_tokens`,
+        options: how the texts are continued, or how each row is, instead of keywords.
+        **keywords: how the texts are continued, see `Options`: `max_new_tokens`, `min_new_tokens`,
             `temperature`, `top_k`, `top_p`, `min_p`, `filters`, `processors`, `eos_token`,
             `max_length`, `key`, `log_probs`, `top_log_probs`, `stop`, `tokenizer`.
 
@@ -82,14 +84,10 @@ def generate(
         NonFiniteLogitsError: logits of a row were not finite, or its processors left no token. Only
             that row ended early; the error names it and holds the output of all rows.
     """
-    text = checked_options(options)
-    check_model(model)
-    if after is not None or return_prefix:
-        check_on_one_device(model, "return_prefix" if after is None else "after")
     request = plan(
         model,
         prompts,
-        text,
+        options,
         drafter=drafter,
         topology=topology,
         verifier=verifier,
@@ -97,7 +95,10 @@ def generate(
         after=after,
         lossy=lossy,
         record_calls=record_calls,
+        **keywords,
     )
+    if return_prefix:
+        check_on_one_device(model, "return_prefix")
     request, decoder = request.placed(model.partition), request.decoder
     with dispatch.on(model):
         state = _started(request, model, n, after)
@@ -105,7 +106,7 @@ def generate(
     ended = Ended.of(state, request.limits, len(request.rows))
     cache = state.cache if return_cache else None
     prefix = _prefix_of(request, model, state) if return_prefix else None
-    return generation_of(ended, request, text, cache, prefix)
+    return generation_of(ended, request, cache, prefix)
 
 
 @spelled_out
@@ -118,7 +119,8 @@ def stream(
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
     lossy: bool = False,
-    **options: Unpack[OptionKeywords],
+    options: Options | Sequence[Options] | None = None,
+    **keywords: Any,
 ) -> Iterator[list[Piece]]:
     """As `generate`, but yields tokens as they are accepted.
 
@@ -132,22 +134,22 @@ def stream(
         have ended. Tokens that a stop may still cut come later. With `tokenizer` pieces have a
         text, which may come later than its tokens.
     """
-    text = checked_options(options)
-    check_model(model)
-    if text.num_best is not None:
-        raise ValueError(
-            f"log_probs = {text.log_probs!r}, top_log_probs = {text.top_log_probs}: stream yields"
-            " tokens alone; use generate"
-        )
     request = plan(
         model,
         prompts,
-        text,
+        options,
         drafter=drafter,
         topology=topology,
         verifier=verifier,
         lossy=lossy,
+        **keywords,
     )
+    own = request.rows[0].options
+    if own.num_best is not None:
+        raise ValueError(
+            f"log_probs = {own.log_probs!r}, top_log_probs = {own.top_log_probs}: stream yields"
+            " tokens alone; use generate"
+        )
     request = request.placed(model.partition)
     num_rows = len(request.rows)
 
@@ -177,7 +179,7 @@ def stream(
             yield given
             start = length
         ended = Ended.of(state, request.limits, num_rows)
-        generation_of(ended, request, text)  # raises if a row failed
+        generation_of(ended, request)  # raises if a row failed
 
     return steps()
 

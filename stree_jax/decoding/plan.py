@@ -3,7 +3,7 @@
 import dataclasses
 import numbers
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from stree_jax.decoding.drafters.base import (
 from stree_jax.decoding.filters import Filter, MinP, TopK, TopP
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import (
-    OptionKeywords,
     Options,
     check_not_traced,
     checked_options,
@@ -37,6 +36,7 @@ from stree_jax.decoding.prompts import (
     in_buffers,
     list_size,
     row_keys,
+    typed_key,
 )
 from stree_jax.decoding.rule_rows import join_numbers, joined, kind, map_rows, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
@@ -53,7 +53,7 @@ from stree_jax.decoding.verifiers import (
 )
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
 from stree_jax.tree import TreeTopology
 
 
@@ -107,7 +107,7 @@ class Plan(NamedTuple):
 def plan(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
-    text: Options | None = None,
+    options: Options | Sequence[Options] | None = None,
     *,
     drafter: Drafter | None = None,
     topology: TreeTopology | None = None,
@@ -116,33 +116,36 @@ def plan(
     after: Prefix | None = None,
     lossy: bool = False,
     record_calls: bool = False,
-    **options: Unpack[OptionKeywords],
+    **keywords: Any,
 ) -> Plan:
-    """Checks a request; compiles nothing.
-
-    Arguments and errors as in `generate`; `text` are options that are checked already, instead of
-    keywords.
-    """
-    text = checked_options(options) if text is None else text
+    """Checks a request; compiles nothing. Arguments and errors as in `generate`."""
+    check_not_traced(*keywords.values())
+    if options is None:
+        options = Options(**keywords)
+        keywords = {}
     check_model(model)
     vocab_size = model.config.vocab_size
     check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
     check_num_rows("n", n)
     if after is not None:
+        check_on_one_device(model, "after")
         check_origin(after, model, any_drafter=True)
     texts = checked_prompts(prompts, vocab_size, may_be_empty=after is not None)
     if after is not None:
         texts = joined_texts(after, texts)
     context = in_buffers([each for each in texts for _ in range(n)])
-    check_not_traced(context.length, text.key, model.final_norm_scale[...])
     batch = len(context.length)
-    rows = _rows_of(text, model, batch)
+    own = checked_options(options, keywords, batch)
+    check_not_traced(context.length, own[0].key, model.final_norm_scale[...])
+    made = {id(each): _row_of(each, model) for each in own}
+    rows = [made[id(each)] for each in own]  # one object for all that are equal
     most = [row.options.max_new_tokens for row in rows]
-    check_length(context, most, text.max_length, model.config.max_length)
+    check_length(context, most, own[0].max_length, model.config.max_length)
     temperature_is_zero = all(row.is_greedy for row in rows)
-    if text.key is None and not temperature_is_zero:
+    if any(each.key is None and each.temperature > 0 for each in own):
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
-    keys = row_keys(0 if text.key is None else text.key, batch)
+    given = [0 if each.key is None else each.key for each in own]
+    keys = row_keys(given[0] if isinstance(options, Options) else [*map(typed_key, given)], batch)
     _check_drafter(drafter)
     _check_placement(model, drafter)
     topology = _checked_topology(topology, drafter, vocab_size)
@@ -165,7 +168,7 @@ def plan(
         max_length=buffer_size(int(longest)),
         # On a GPU a termination check on the host takes long compared with a step.
         steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
-        num_best=text.num_best and min(list_size(text.num_best), vocab_size),
+        num_best=own[0].num_best and min(list_size(own[0].num_best), vocab_size),
         record_calls=record_calls,
     )
     return Plan(
@@ -179,16 +182,9 @@ def plan(
     )
 
 
-def _rows_of(options: Options, model: HybridLM, batch: int) -> list[Row]:
-    """The settings of each row, checked for the model; one object for all rows that are equal."""
-    check_int("top_log_probs", options.top_log_probs, 0, model.config.vocab_size)
-    if not options.entries():
-        return [_row_of(options, model)] * batch
-    return [_row_of(own, model) for own in options.rows(batch)]
-
-
 def _row_of(own: Options, model: HybridLM) -> Row:
     vocab_size, ends = model.config.vocab_size, model.config.eos_token
+    check_int("top_log_probs", own.top_log_probs, 0, vocab_size)
     eos_token, of_rules = own.eos_token, []
     for processor in own.processors:
         if callable(check := getattr(processor, "check", None)):

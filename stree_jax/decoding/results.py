@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, is_lossless
 from stree_jax.decoding.step import DRAFT_FAILED, NO_ROOM, RULED_OUT, TARGET_FAILED
 from stree_jax.decoding.stops import STOPPED, Stopping
@@ -186,12 +185,14 @@ class NewTokens(NamedTuple):
 def generation_of(
     ended: Ended,
     request: Plan,
-    options: Options,
     cache: Cache | None = None,
     prefix: Prefix | None = None,
 ) -> Generation:
     """The result of a request's rows, padded to the largest `max_new_tokens` of all rows."""
-    rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows)]
+    rows, options = (
+        [ended.new(i, row.stopping) for i, row in enumerate(request.rows)],
+        request.rows[0].options,
+    )
     width = max(row.options.max_new_tokens for row in request.rows)
 
     def padded(buffer: Any, parts: list[Any], fill: Any) -> np.ndarray:

@@ -8,7 +8,6 @@ from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, Row
 from stree_jax.decoding.results import DecodeStatistics, Piece
 from stree_jax.decoding.text.prefix import Prefix
-from stree_jax.messages import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +29,6 @@ class Request(Options):
     _: dataclasses.KW_ONLY
     after: Prefix | None = None
     keep: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if entries := self.entries():
-            name, values = next(iter(entries.items()))
-            raise ValueError(f"{name} = {shown(values)}: a request is one row, and takes one value")
 
 
 @dataclasses.dataclass(frozen=True)
