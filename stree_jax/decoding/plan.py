@@ -58,13 +58,7 @@ from stree_jax.tree import TreeTopology
 
 
 class Row(NamedTuple):
-    """How a row is continued; the default is of a row that decodes nothing.
-
-    Attributes:
-        options: its options.
-        end_tokens: its end tokens.
-        stopping: its stops.
-    """
+    """How a row is continued; the default is of a row that decodes nothing."""
 
     options: Options = Options()
     end_tokens: Sequence[int] = ()

@@ -165,21 +165,13 @@ class Ended(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """The new tokens of a row.
+    """The new tokens of a row, with its finish reason, its text, and what was recorded of each."""
 
-    Attributes:
-        tokens: `[T]`.
-        finish_reason: see `Generation.finish_reasons`.
-        log_probs: `[T, ...]`, if they were recorded.
-        text: with a tokenizer.
-        calls: `[T]`, see `DecodeState`, if they were recorded.
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # [T]
     finish_reason: str
     log_probs: TokenLogProbs | None
     text: str | None
-    calls: np.ndarray | None = None
+    calls: np.ndarray | None
 
 
 def generation_of(

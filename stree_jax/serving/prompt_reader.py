@@ -25,23 +25,15 @@ _WORTH = 16  # shared tokens from which on a prefix is kept, and a text waits fo
 
 @dataclasses.dataclass(eq=False)
 class Reading:
-    """A text that is being read.
-
-    Attributes:
-        tokens: the whole text.
-        prefix: the state after its first `length` tokens; None at first.
-        length: number of tokens that are read.
-        keep_at: lengths at which prefixes are kept.
-        others: readings that began before, and the number of first tokens that each shares.
-        is_hit: True if the cache had an entry.
-    """
+    """A text that is being read."""
 
     tokens: list[int]
-    prefix: Prefix | None = None
+    prefix: Prefix | None = None  # the state after its first `length` tokens; None at first
     length: int = 0
-    keep_at: set[int] = dataclasses.field(default_factory=set)
+    keep_at: set[int] = dataclasses.field(default_factory=set)  # lengths
+    # Those that began before, and how many first tokens each shares.
     others: list[tuple["Reading", int]] = dataclasses.field(default_factory=list)
-    is_hit: bool = False
+    is_hit: bool = False  # the cache had an entry
 
     @property
     def is_done(self) -> bool:
