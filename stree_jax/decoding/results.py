@@ -133,7 +133,7 @@ class Ended(NamedTuple):
     statistics: Statistics
     stop: np.ndarray
     log_probs: TokenLogProbs | None
-    calls: np.ndarray | None
+    calls: np.ndarray | None = None
     eos_tokens: np.ndarray
 
     @classmethod
@@ -171,7 +171,7 @@ class NewTokens(NamedTuple):
     finish_reason: str
     log_probs: TokenLogProbs | None
     text: str | None
-    calls: np.ndarray | None
+    calls: np.ndarray | None = None
 
 
 def generation_of(
