@@ -133,7 +133,7 @@ class Ended(NamedTuple):
     statistics: Statistics
     stop: np.ndarray
     log_probs: TokenLogProbs | None
-    calls: np.ndarray | None = None
+    calls: np.ndarray | None
     eos_tokens: np.ndarray
 
     @classmethod
