@@ -35,6 +35,7 @@ from stree_jax.decoding.results import (
 )
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
 from stree_jax.decoding.score import score, text_log_probs
+from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.decoding.text_stream import TextStream
 from stree_jax.decoding.token_rules import (
     AllowedTokens,
@@ -50,7 +51,6 @@ from stree_jax.decoding.types import (
     DraftTree,
     Drawn,
     Limits,
-    Prefix,
     Sampling,
     Step,
     Verdict,

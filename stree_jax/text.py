@@ -15,7 +15,7 @@ from stree_jax.checkpoint.files import folder_of
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
-from stree_jax.decoding.options import checked_options, spelled_out
+from stree_jax.decoding.options import Options, spelled_out
 from stree_jax.decoding.token_bytes import as_tokenizer
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown, shown_path
@@ -168,7 +168,7 @@ def complete(
             `generate`.
         NonFiniteLogitsError: as in `generate`.
     """
-    checked_options(options)
+    Options(**options)
     at: Any = model
     source = tokenizer if _is_path(tokenizer) else None
     if tokenizer is None and _is_path(model):

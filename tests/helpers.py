@@ -104,3 +104,11 @@ def python_blocks(page):
     return re.findall(
         rf"(?:^{_NOT_RUN})?^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
     )
+
+
+def rows(**values):
+    """Options of each row, from lists of their values."""
+    return [
+        st.Options(**dict(zip(values, row, strict=True)))
+        for row in zip(*values.values(), strict=True)
+    ]

@@ -2,7 +2,6 @@
 
 from stree_jax.decoding.head_reader import HeadModel, HeadReader, outputs_ahead
 from stree_jax.decoding.plan import Plan
-from stree_jax.decoding.prefill import prefill
 from stree_jax.decoding.prompts import buffer_size, list_size
 from stree_jax.decoding.reader import (
     DraftModel,
@@ -14,6 +13,8 @@ from stree_jax.decoding.reader import (
 )
 from stree_jax.decoding.rule_rows import is_given
 from stree_jax.decoding.sampling import all_finite, filtered_logits, position_noise
+from stree_jax.decoding.text import slots
+from stree_jax.decoding.text.prefill import prefill
 from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
 
 __all__ = [
@@ -35,5 +36,6 @@ __all__ = [
     "position_noise",
     "prefill",
     "recorded",
+    "slots",
     "token_bytes",
 ]

@@ -1,31 +1,23 @@
 """`generate` and `stream`: checks first, then one compiled program."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.options import OptionKeywords, Options, checked_options, spelled_out
-from stree_jax.decoding.placement import place_request
+from stree_jax.decoding.options import Options, spelled_out
 from stree_jax.decoding.plan import Plan, plan
-from stree_jax.decoding.prefill import tokens_from
-from stree_jax.decoding.prefixes import (
-    check_origin,
-    continued,
-    joined,
-    prefix_of,
-    repeated,
-    with_room,
-)
-from stree_jax.decoding.prompts import check_num_rows, checked_prompts
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
-from stree_jax.decoding.types import Context, DecodeState, Prefix
+from stree_jax.decoding.text.prefill import tokens_from
+from stree_jax.decoding.text.prefix import Prefix, for_rows, origin_of, repeated
+from stree_jax.decoding.types import Context, DecodeState
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.mesh.hosts import on_host
-from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
+from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
 
 
@@ -44,7 +36,8 @@ def generate(
     return_prefix: bool = False,
     lossy: bool = False,
     record_calls: bool = False,
-    **options: Unpack[OptionKeywords],
+    options: Options | Sequence[Options] | None = None,
+    **keywords: Any,
 ) -> Generation:
     """Continues prompts by speculative decoding; the output is the target's for every drafter.
 
@@ -76,7 +69,8 @@ def generate(
             the result says `lossless = False`.
         record_calls: record which call of the target emitted each token, and whether it was a
             draft: `Generation.calls`, and what `Generation.show` shows.
-        **options: how the texts are continued, see `Options`: `max_new_tokens`, `min_new_tokens`,
+        options: how the texts are continued, or how each row is, instead of keywords.
+        **keywords: how the texts are continued, see `Options`: `max_new_tokens`, `min_new_tokens`,
             `temperature`, `top_k`, `top_p`, `min_p`, `filters`, `processors`, `eos_token`,
             `max_length`, `key`, `log_probs`, `top_log_probs`, `stop`, `tokenizer`.
 
@@ -90,21 +84,29 @@ def generate(
         NonFiniteLogitsError: logits of a row were not finite, or its processors left no token. Only
             that row ended early; the error names it and holds the output of all rows.
     """
-    text = checked_options(options)
-    check_model(model)
-    if after is not None or return_prefix:
-        check_on_one_device(model, "return_prefix" if after is None else "after")
-    drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
-    drafts |= dict(lossy=lossy, record_calls=record_calls)
-    request = _requested(model, prompts, text, n, after, **drafts)
-    decoder = request.decoder
+    request = plan(
+        model,
+        prompts,
+        options,
+        drafter=drafter,
+        topology=topology,
+        verifier=verifier,
+        n=n,
+        after=after,
+        lossy=lossy,
+        record_calls=record_calls,
+        **keywords,
+    )
+    if return_prefix:
+        check_on_one_device(model, "return_prefix")
+    request, decoder = request.placed(model.partition), request.decoder
     with dispatch.on(model):
         state = _started(request, model, n, after)
         state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
     ended = Ended.of(state, request.limits, len(request.rows))
     cache = state.cache if return_cache else None
-    prefix = prefix_of(request, model, state) if return_prefix else None
-    return generation_of(ended, request, text, cache, prefix)
+    prefix = _prefix_of(request, model, state) if return_prefix else None
+    return generation_of(ended, request, cache, prefix)
 
 
 @spelled_out
@@ -117,7 +119,8 @@ def stream(
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
     lossy: bool = False,
-    **options: Unpack[OptionKeywords],
+    options: Options | Sequence[Options] | None = None,
+    **keywords: Any,
 ) -> Iterator[list[Piece]]:
     """As `generate`, but yields tokens as they are accepted.
 
@@ -131,15 +134,23 @@ def stream(
         have ended. Tokens that a stop may still cut come later. With `tokenizer` pieces have a
         text, which may come later than its tokens.
     """
-    text = checked_options(options)
-    check_model(model)
-    if text.num_best is not None:
+    request = plan(
+        model,
+        prompts,
+        options,
+        drafter=drafter,
+        topology=topology,
+        verifier=verifier,
+        lossy=lossy,
+        **keywords,
+    )
+    own = request.rows[0].options
+    if own.num_best is not None:
         raise ValueError(
-            f"log_probs = {text.log_probs!r}, top_log_probs = {text.top_log_probs}: stream yields"
+            f"log_probs = {own.log_probs!r}, top_log_probs = {own.top_log_probs}: stream yields"
             " tokens alone; use generate"
         )
-    drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
-    request = _requested(model, prompts, text, **drafts, lossy=lossy)
+    request = request.placed(model.partition)
     num_rows = len(request.rows)
 
     def steps() -> Iterator[list[Piece]]:
@@ -168,51 +179,34 @@ def stream(
             yield given
             start = length
         ended = Ended.of(state, request.limits, num_rows)
-        generation_of(ended, request, text)  # raises if a row failed
+        generation_of(ended, request)  # raises if a row failed
 
     return steps()
-
-
-def _requested(
-    model: HybridLM,
-    prompts: Sequence[Sequence[int]],
-    text: Options,
-    n: int = 1,
-    after: Prefix | None = None,
-    **drafts: Any,
-) -> Plan:
-    """Returns the checked request, on the model's mesh."""
-    check_num_rows("n", n)
-    vocab_size = model.config.vocab_size
-    if after is not None:
-        check_origin(after, model, any_drafter=True)
-        checked_prompts(prompts, vocab_size, may_be_empty=True)
-        prompts = joined(prompts, after)
-    if n > 1:
-        checked_prompts(prompts, vocab_size)
-        prompts = [prompt for prompt in prompts for _ in range(n)]
-    request = plan(model, prompts, text, **drafts)
-    if after is not None:
-        request = with_room(request, model, after)
-    return place_request(request, model.partition)
 
 
 def _started(
     request: Plan, model: HybridLM, n: int = 1, after: Prefix | None = None
 ) -> DecodeState:
+    """Every prompt is read once, and its row repeated; where a mesh cuts the rows, each is read."""
     decoder, drafter, num_rows = request.decoder, request.drafter, len(request.rows)
-    if after is not None:
-        prefix = continued(request, model, num_rows // n, after)
-    elif n > 1 and model.partition.rows == 1:
-        prefix = decoder.read(model, drafter, Context(*(part[::n] for part in request.context)))
-    else:
-        prefix = decoder.read(model, drafter, request.context)
-        n = 1
-    if n > 1:
-        prefix = repeated(prefix, n)
+    context, times = request.context, n if model.partition.rows == 1 else 1
+    if times > 1:
+        context = Context(*(part[::times] for part in context))
+    before = after and for_rows(after, num_rows // times, model, drafter)
+    prefix = decoder.read(model, drafter, context, before)
+    if times > 1:
+        prefix = repeated(prefix, times)
     callers = (model, drafter, request.context, request.keys, request.sampling, after)
     state = decoder.start_from(model, prefix, request.keys, request.sampling, callers)
     if len(state.done) > num_rows:  # those that pad the batch have ended
         added = np.arange(len(state.done)) >= num_rows
         state = state._replace(done=model.partition.put(added))
     return state
+
+
+def _prefix_of(request: Plan, model: HybridLM, state: DecodeState) -> Prefix:
+    """The prefix of all rows; a failed row has length 0."""
+    tokens, length = state.context
+    length = jnp.where(state.failed > 0, 0, length).astype(jnp.int32)
+    context = Context(tokens[:, : request.decoder.max_length], length)
+    return Prefix(context, state.cache, state.drafter, origin_of(model, request.drafter))

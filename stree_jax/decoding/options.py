@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -22,66 +22,19 @@ from stree_jax.decoding.stops import listed_stops
 from stree_jax.messages import shown
 
 _Made = TypeVar("_Made", bound=Callable)
-_Item = TypeVar("_Item")
-PerRow: TypeAlias = Sequence[_Item] | np.ndarray | jax.Array  # a value for each row
-
-
-def _has_lists(values: Sequence[Any]) -> bool:
-    return any(each is None or isinstance(each, list | tuple) for each in values)
-
-
-def _has_lists_of_stops(values: Sequence[Any]) -> bool:
-    """Lists of stops: not texts, and not stops that are lists of tokens."""
-    return all(
-        each is None or (isinstance(each, list | tuple) and not _starts_with_token(each))
-        for each in values
-    ) and bool(values)
-
-
-def _starts_with_token(stop: Sequence[Any]) -> bool:
-    return bool(stop) and isinstance(stop[0], int | np.integer)
-
-
-# Options that may have a value for each row, and which lists are that.
-_PER_ROW: dict[str, Callable[[Sequence[Any]], bool]] = {
-    **dict.fromkeys(
-        ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p"),
-        lambda values: True,
-    ),
-    **dict.fromkeys(("filters", "processors", "eos_token"), _has_lists),
-    "stop": _has_lists_of_stops,
-}
-
-
-class OptionKeywords(TypedDict, total=False):
-    """The fields of `Options`, as keywords of `generate`, `stream` and `plan`."""
-
-    max_new_tokens: int | PerRow[int]
-    min_new_tokens: int | PerRow[int]
-    temperature: float | PerRow[float]
-    top_k: int | PerRow[int]
-    top_p: float | PerRow[float]
-    min_p: float | PerRow[float]
-    filters: Sequence[Filter] | Sequence[Sequence[Filter] | None]
-    processors: Sequence[Any]
-    eos_token: int | Sequence[int] | Sequence[Sequence[int] | int | None] | None
-    max_length: int | None
-    key: int | PerRow[int] | None
-    log_probs: bool | Literal["sampled"]
-    top_log_probs: int
-    stop: str | Sequence[str | Sequence[int] | Sequence[str | Sequence[int]] | None]
-    tokenizer: Any
+# What is one for all rows of a batch.
+_OF_ALL = ("max_length", "log_probs", "top_log_probs", "tokenizer")
 
 
 def spelled_out(function: _Made) -> _Made:
-    """Decorates a function of `**options`, whose signature then names each of them."""
+    """Decorates a function whose last keywords are options: its signature names each of them."""
     made: Any = function
-    signature, kinds = inspect.signature(function), OptionKeywords.__annotations__
+    signature = inspect.signature(function)
     *own, rest = signature.parameters.values()
     options = [
-        rest.replace(name=name, kind=rest.KEYWORD_ONLY, default=default, annotation=kinds[name])
-        for name, default in {**Options()}.items()
-        if name not in signature.parameters
+        rest.replace(name=f.name, kind=rest.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in dataclasses.fields(Options)
+        if f.name not in signature.parameters
     ]
     made.__signature__ = signature.replace(parameters=[*own, *options])
     return made
@@ -91,12 +44,11 @@ def spelled_out(function: _Made) -> _Made:
 class Options:
     """How a text is continued: `generate(model, prompts, **options)`, `Request(prompt, **options)`.
 
-    Values are checked when it is made, but for what depends on the model and the prompts.
-
-    All but `max_length`, `log_probs`, `top_log_probs` and `tokenizer` may be one value, or a list
-    with one for each row: `temperature=[0.0, 0.7]`, `filters=[[st.MinP(0.1)], []]`,
-    `eos_token=[[1, 2], None]`, `stop=[["."], []]`, `key=[3, 4]`. Rows at temperature 0 and above it
-    share a program if the verifier follows the target, as the default does. A `Request` is one row.
+    Values are checked when it is made, but for what depends on the model and the prompts. All rows
+    of a batch share one, or each has its own: `generate(model, prompts, options=[Options(...),
+    Options(...)])`, of which `max_length`, `log_probs`, `top_log_probs` and `tokenizer` are the
+    same. Rows at temperature 0 and above it share a program if the verifier follows the target, as
+    the default does.
 
     Attributes:
         max_new_tokens: most tokens to add to each row.
@@ -114,8 +66,9 @@ class Options:
             model's config, and the `end_tokens` of the processors; (): none.
         max_length: most tokens of a row, prompt and output; longer requests are refused. None: the
             context length of the model (`ModelConfig.max_length`), if its config has one.
-        key: random key or seed, required above temperature 0. A single one is folded with the index
-            of each row; an array of keys `[B]`, or a list of seeds, is the rows' own.
+        key: random key or seed, required above temperature 0. The one key of a batch is folded with
+            the index of each row; an array of keys `[B]`, a list of seeds, and the keys of
+            `options` for each row are the rows' own.
         log_probs: True: the result has the log-probability of each new token under the target's own
             distribution, at temperature 1 and without filters. "sampled": after temperature and
             filters, where temperature 0 counts as 1.
@@ -130,41 +83,30 @@ class Options:
         ValueError: a bad value.
     """
 
-    max_new_tokens: int | Any = 64
-    min_new_tokens: int | Any = 0
-    temperature: float | Any = 0.0
-    top_k: int | Any = 0
-    top_p: float | Any = 1.0
-    min_p: float | Any = 0.0
-    filters: Sequence[Filter] | Any = ()
-    processors: Sequence[Any] | Any = ()
-    eos_token: int | Sequence[int] | Any | None = None
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    filters: Sequence[Filter] = ()
+    processors: Sequence[Any] = ()
+    eos_token: int | Sequence[int] | None = None
     max_length: int | None = None
-    key: jax.Array | int | Any | None = None
-    log_probs: bool | str | Any = False
+    key: jax.Array | int | Sequence[int] | np.ndarray | None = None
+    log_probs: bool | Literal["sampled"] = False
     top_log_probs: int = 0
-    stop: str | Sequence[Any] = ()
+    stop: str | Sequence[str | Sequence[int]] = ()
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
-        temperatures = [self.temperature]
-        if entries := self.entries():
-            name, values = next(iter(entries.items()))
-            if not values:
-                raise ValueError(f"{name} is empty; give one value, or one for each row")
-            temperatures = [row.temperature for row in self.rows(len(values))]  # checks each
-        else:
-            self._check_row()
-        if self.key is None:
-            return
-        how = jax.random.key_impl(typed_key(self.key))
-        if any(heat > 0 for heat in temperatures) and "rbg" in str(how):
-            raise ValueError(
-                "keys of implementation 'rbg' draw other numbers in another batch; use"
-                " jax.random.key(0, impl='threefry2x32')"
-            )
-
-    def _check_row(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p"):
+            value = getattr(self, name)
+            if np.ndim(value) or isinstance(value, list | tuple):
+                raise ValueError(
+                    f"{name} = {shown(value)}: one value is for all rows; give each row its own by"
+                    f" options=[st.Options({name}=...), ...]"
+                )
         check_int("max_new_tokens", self.max_new_tokens, 1)
         check_top_k(self.top_k)
         check_top_p(self.top_p)
@@ -188,41 +130,14 @@ class Options:
             )
         check_int("top_log_probs", self.top_log_probs, 0)
         listed_stops(self.stop)
-
-    def entries(self) -> dict[str, list[Any]]:
-        """The options that have a value for each row; a key is not among them."""
-        found = {}
-        for name, is_list in _PER_ROW.items():
-            value = getattr(self, name)
-            if isinstance(value, np.ndarray | jax.Array) and value.ndim:
-                value = np.asarray(value).tolist()
-            if isinstance(value, list | tuple) and is_list(value):
-                found[name] = [*value]
-        return found
-
-    def rows(self, batch: int) -> list["Options"]:
-        """The options of each row, without key.
-
-        Raises:
-            ValueError: a bad value of a row, or a list of values for another number of rows.
-        """
-        entries = self.entries()
-        for name, values in entries.items():
-            if len(values) != batch:
-                raise ValueError(
-                    f"{name} has {len(values)} entries for {batch} rows; give one value, or one for"
-                    " each row"
-                )
-        rows = [
-            dataclasses.replace(
-                self, key=None, **{name: values[i] for name, values in entries.items()}
+        if self.key is None:
+            return
+        how = jax.random.key_impl(typed_key(self.key))
+        if heat > 0 and "rbg" in str(how):
+            raise ValueError(
+                "keys of implementation 'rbg' draw other numbers in another batch; use"
+                " jax.random.key(0, impl='threefry2x32')"
             )
-            for i in range(batch)
-        ]
-        for row in rows:
-            if entries and row.entries():  # lists in lists
-                row._check_row()
-        return rows
 
     @property
     def num_best(self) -> int | None:
@@ -231,18 +146,37 @@ class Options:
 
     def keys(self) -> list[str]:
         """The names of the options, so that `**options` passes them as keywords."""
-        return [*OptionKeywords.__annotations__]
+        return [field.name for field in dataclasses.fields(Options)]
 
     def __getitem__(self, name: str) -> Any:
-        if name not in OptionKeywords.__annotations__:
+        if name not in self.keys():
             raise KeyError(name)
         return getattr(self, name)
 
 
-def checked_options(keywords: Mapping[str, Any]) -> Options:
-    """The options among the keywords of a function."""
-    check_not_traced(*keywords.values())
-    return Options(**keywords)
+def checked_options(
+    options: Options | Sequence[Options] | None, keywords: Mapping[str, Any], batch: int
+) -> list[Options]:
+    """The options of each row, from those that were given or from keywords."""
+    if options is None:
+        return [Options(**keywords)] * batch
+    if keywords:
+        name = next(iter(keywords))
+        raise ValueError(f"{name} and options are given; put {name} into the Options")
+    rows = [options] * batch if isinstance(options, Options) else options
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Options) for row in rows):
+        raise ValueError(f"options must be st.Options, or a list of them, got {shown(options)}")
+    if len(rows) != batch:
+        raise ValueError(
+            f"options has {len(rows)} entries for {batch} rows; give one, or one for each row"
+        )
+    for name in _OF_ALL:
+        own, *others = (getattr(row, name) for row in rows)
+        if other := [each for each in others if each is not own and each != own]:
+            raise ValueError(
+                f"{name} is one for all rows, and options have {shown(own)} and {shown(other[0])}"
+            )
+    return [*rows]
 
 
 def check_not_traced(*values: Any) -> None:
@@ -256,8 +190,9 @@ def check_not_traced(*values: Any) -> None:
 
 def listed_eos_tokens(eos_token: int | Sequence[int], vocab_size: int | None) -> list[int]:
     """The end tokens of a row, checked."""
+    tokens: list[Any]
     try:
-        tokens = np.ravel(eos_token).tolist()
+        tokens = [eos_token] if np.ndim(eos_token) > 1 else np.ravel(eos_token).tolist()
     except ValueError:  # lists of different lengths inside
         tokens = [eos_token]
     for token in tokens:

@@ -3,11 +3,12 @@
 import dataclasses
 import numbers
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
@@ -22,7 +23,6 @@ from stree_jax.decoding.drafters.base import (
 from stree_jax.decoding.filters import Filter, MinP, TopK, TopP
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import (
-    OptionKeywords,
     Options,
     check_not_traced,
     checked_options,
@@ -31,12 +31,17 @@ from stree_jax.decoding.options import (
 from stree_jax.decoding.prompts import (
     buffer_size,
     check_length,
+    check_num_rows,
     checked_prompts,
+    in_buffers,
     list_size,
     row_keys,
+    typed_key,
 )
-from stree_jax.decoding.rule_rows import join_numbers, joined, kind, of_rows
+from stree_jax.decoding.rule_rows import join_numbers, joined, kind, map_rows, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
+from stree_jax.decoding.text.prefix import Prefix, check_origin
+from stree_jax.decoding.text.prefix import joined as joined_texts
 from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import (
@@ -46,20 +51,14 @@ from stree_jax.decoding.verifiers import (
     follows_target,
     verifier_of,
 )
-from stree_jax.mesh.partition import ONE_DEVICE
+from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
 from stree_jax.tree import TreeTopology
 
 
 class Row(NamedTuple):
-    """How a row is continued; the default is of a row that decodes nothing.
-
-    Attributes:
-        options: its options.
-        end_tokens: its end tokens.
-        stopping: its stops.
-    """
+    """How a row is continued; the default is of a row that decodes nothing."""
 
     options: Options = Options()
     end_tokens: Sequence[int] = ()
@@ -82,38 +81,65 @@ class Plan(NamedTuple):
     sampling: Sampling
     rows: list[Row]
 
+    def placed(self, partition: Partition) -> "Plan":
+        """The request with its arrays on the mesh, padded to a multiple of its shards.
+
+        Padding repeats the last row; the caller marks these rows as done.
+        """
+        arrays, sampling = (self.context, self.keys, self.limits), self.sampling
+        num_rows = len(self.context.length)
+        if added := -num_rows % partition.rows:
+            rows = jnp.minimum(jnp.arange(num_rows + added, dtype=jnp.int32), num_rows - 1)
+            arrays = jax.tree.map(lambda leaf: leaf[rows], arrays)
+            sampling = map_rows(sampling, lambda leaf: leaf[rows])
+        context, keys, limits = partition.put(arrays)
+        sampling = placed_sampling(sampling, partition, {})
+        return self._replace(context=context, keys=keys, limits=limits, sampling=sampling)
+
 
 @jax.transfer_guard("allow")
 def plan(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
-    text: Options | None = None,
+    options: Options | Sequence[Options] | None = None,
     *,
     drafter: Drafter | None = None,
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
+    n: int = 1,
+    after: Prefix | None = None,
     lossy: bool = False,
     record_calls: bool = False,
-    **options: Unpack[OptionKeywords],
+    **keywords: Any,
 ) -> Plan:
-    """Checks a request; compiles nothing.
-
-    Arguments and errors as in `generate`; `text` are options that are checked already, instead of
-    keywords.
-    """
-    text = checked_options(options) if text is None else text
+    """Checks a request; compiles nothing. Arguments and errors as in `generate`."""
+    check_not_traced(*keywords.values())
+    if options is None:
+        options = Options(**keywords)
+        keywords = {}
     check_model(model)
     vocab_size = model.config.vocab_size
     check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
-    context = checked_prompts(prompts, vocab_size)
-    check_not_traced(context.length, text.key, model.final_norm_scale[...])
-    rows = _rows_of(text, model, len(prompts))
+    check_num_rows("n", n)
+    if after is not None:
+        check_on_one_device(model, "after")
+        check_origin(after, model, any_drafter=True)
+    texts = checked_prompts(prompts, vocab_size, may_be_empty=after is not None)
+    if after is not None:
+        texts = joined_texts(after, texts)
+    context = in_buffers([each for each in texts for _ in range(n)])
+    batch = len(context.length)
+    own = checked_options(options, keywords, batch)
+    check_not_traced(context.length, own[0].key, model.final_norm_scale[...])
+    made = {id(each): _row_of(each, model) for each in own}
+    rows = [made[id(each)] for each in own]  # one object for all that are equal
     most = [row.options.max_new_tokens for row in rows]
-    check_length(context, most, text.max_length, model.config.max_length)
+    check_length(context, most, own[0].max_length, model.config.max_length)
     temperature_is_zero = all(row.is_greedy for row in rows)
-    if text.key is None and not temperature_is_zero:
+    if any(each.key is None and each.temperature > 0 for each in own):
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
-    keys = row_keys(0 if text.key is None else text.key, len(prompts))
+    given = [0 if each.key is None else each.key for each in own]
+    keys = row_keys(given[0] if isinstance(options, Options) else [*map(typed_key, given)], batch)
     _check_drafter(drafter)
     _check_placement(model, drafter)
     topology = _checked_topology(topology, drafter, vocab_size)
@@ -136,7 +162,7 @@ def plan(
         max_length=buffer_size(int(longest)),
         # On a GPU a termination check on the host takes long compared with a step.
         steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
-        num_best=text.num_best and min(list_size(text.num_best), vocab_size),
+        num_best=own[0].num_best and min(list_size(own[0].num_best), vocab_size),
         record_calls=record_calls,
     )
     return Plan(
@@ -150,16 +176,9 @@ def plan(
     )
 
 
-def _rows_of(options: Options, model: HybridLM, batch: int) -> list[Row]:
-    """The settings of each row, checked for the model; one object for all rows that are equal."""
-    check_int("top_log_probs", options.top_log_probs, 0, model.config.vocab_size)
-    if not options.entries():
-        return [_row_of(options, model)] * batch
-    return [_row_of(own, model) for own in options.rows(batch)]
-
-
 def _row_of(own: Options, model: HybridLM) -> Row:
     vocab_size, ends = model.config.vocab_size, model.config.eos_token
+    check_int("top_log_probs", own.top_log_probs, 0, vocab_size)
     eos_token, of_rules = own.eos_token, []
     for processor in own.processors:
         if callable(check := getattr(processor, "check", None)):
@@ -287,6 +306,26 @@ def sampling_of(rows: Sequence[Row], *, may_differ: bool) -> Sampling:
         temperature_is_zero=all(row.is_greedy for row in rows),
         record_sampled=jnp.asarray(sampled) if sampled.any() else None,
     )
+
+
+def placed_sampling(
+    sampling: Sampling, partition: Partition, tables: dict[int, tuple[Any, Any]]
+) -> Sampling:
+    """The settings of rows, on the mesh.
+
+    `tables` has arrays that rules share and their copies on the mesh, by id; those of these
+    settings replace what was there.
+    """
+    used: dict[int, tuple[Any, Any]] = {}
+
+    def put(leaf: Any) -> Any:
+        known = tables.get(id(leaf)) or (leaf, partition.put(leaf, PartitionSpec()))
+        return used.setdefault(id(leaf), known)[1]
+
+    placed = map_rows(sampling, partition.put, put)
+    tables.clear()
+    tables.update(used)
+    return placed
 
 
 def filters_of(rows: Sequence[Options], *, may_differ: bool = False) -> tuple[Filter, ...]:

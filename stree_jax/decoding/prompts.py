@@ -58,8 +58,8 @@ def checked_prompts(
     name: str = "prompts",
     *,
     may_be_empty: bool = False,
-) -> Context:
-    """Right-padded prompts in a buffer of rounded size; `name` is what messages call them."""
+) -> list[np.ndarray]:
+    """The token ids of each row; `name` is what messages call them."""
     is_array = isinstance(prompts, np.ndarray | jax.Array) and prompts.ndim > 0
     if not (is_array or isinstance(prompts, Sequence)):
         raise ValueError(
@@ -91,11 +91,15 @@ def checked_prompts(
                 f"{name}[{i}] has token id {outside[0]}, outside the vocabulary of {vocab_size}"
             )
         rows.append(row)
-    longest = max(map(len, rows))
-    tokens = np.zeros((len(rows), buffer_size(longest)), np.int32)
+    return rows
+
+
+def in_buffers(rows: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> Context:
+    """Right-padded texts in buffers of `width`; None: of the next size of the longest."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), width or buffer_size(lengths.max())), np.int32)
     for buffer, row in zip(tokens, rows, strict=True):
         buffer[: len(row)] = row
-    lengths = np.array([len(row) for row in rows], np.int32)
     return Context(*jax.device_put((tokens, lengths)))
 
 

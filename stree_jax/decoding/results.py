@@ -7,19 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, is_lossless
 from stree_jax.decoding.step import DRAFT_FAILED, NO_ROOM, RULED_OUT, TARGET_FAILED
 from stree_jax.decoding.stops import STOPPED, Stopping
+from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.decoding.text_stream import TextStream
-from stree_jax.decoding.types import (
-    Context,
-    DecodeState,
-    Limits,
-    Prefix,
-    Statistics,
-    TokenLogProbs,
-)
+from stree_jax.decoding.types import Context, DecodeState, Limits, Statistics, TokenLogProbs
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.cache import Cache
 
@@ -172,17 +165,9 @@ class Ended(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """The new tokens of a row.
+    """The new tokens of a row, with its finish reason, its text, and what was recorded of each."""
 
-    Attributes:
-        tokens: `[T]`.
-        finish_reason: see `Generation.finish_reasons`.
-        log_probs: `[T, ...]`, if they were recorded.
-        text: with a tokenizer.
-        calls: `[T]`, see `DecodeState`, if they were recorded.
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # [T]
     finish_reason: str
     log_probs: TokenLogProbs | None
     text: str | None
@@ -192,12 +177,14 @@ class NewTokens(NamedTuple):
 def generation_of(
     ended: Ended,
     request: Plan,
-    options: Options,
     cache: Cache | None = None,
     prefix: Prefix | None = None,
 ) -> Generation:
     """The result of a request's rows, padded to the largest `max_new_tokens` of all rows."""
-    rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows)]
+    rows, options = (
+        [ended.new(i, row.stopping) for i, row in enumerate(request.rows)],
+        request.rows[0].options,
+    )
     width = max(row.options.max_new_tokens for row in request.rows)
 
     def padded(buffer: Any, parts: list[Any], fill: Any) -> np.ndarray:

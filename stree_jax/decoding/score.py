@@ -11,8 +11,8 @@ from jax import lax
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.checks import check_int
-from stree_jax.decoding.prefill import PREFILL_CHUNK, in_chunks
-from stree_jax.decoding.prompts import buffer_size, checked_prompts
+from stree_jax.decoding.prompts import buffer_size, checked_prompts, in_buffers
+from stree_jax.decoding.text.prefill import PREFILL_CHUNK, in_chunks
 from stree_jax.decoding.types import Context
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
@@ -46,7 +46,7 @@ def score(
     """
     check_model(model)
     check_int("rows", rows, 1)
-    context = checked_prompts(texts, model.config.vocab_size, "texts")
+    context = in_buffers(checked_prompts(texts, model.config.vocab_size, "texts"))
     lengths = np.asarray(context.length)
     limit = model.config.max_length
     if limit is not None and lengths.max() > limit:

@@ -30,13 +30,7 @@ _OTHERS = 0  # the symbol of all tokens that are in no stop
 
 @dataclasses.dataclass(frozen=True)
 class Stopping:
-    """The stops of a row.
-
-    Attributes:
-        tokens: stops of token ids.
-        texts: stops that are strings.
-        tokenizer: the tokenizer of the strings.
-    """
+    """The stops of a row: sequences of token ids, and strings, with their tokenizer."""
 
     tokens: tuple[tuple[int, ...], ...] = ()
     texts: tuple[str, ...] = ()
@@ -188,16 +182,10 @@ def stops_of(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Machine:
-    """An automaton over tokens.
+    """An automaton over tokens, see `Stops`."""
 
-    Attributes:
-        class_of: `[V]`, the class of each token.
-        next_state: `[states, classes]`, the state after a token of a class; -1 - n where a stop
-            ends with it and state n follows.
-    """
-
-    class_of: np.ndarray
-    next_state: np.ndarray
+    class_of: np.ndarray  # [V]
+    next_state: np.ndarray  # [states, classes]
 
     @property
     def sizes(self) -> tuple[int, int]:

@@ -20,27 +20,6 @@ from stree_jax.tree import Tree
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Origin:
-    """Fingerprints of what a prefix was read with, see `stree_jax.decoding.prefixes`."""
-
-    model: str
-    drafter: str
-
-
-class Prefix(NamedTuple):
-    """Prefilled texts, from which rows of a decode loop start.
-
-    No function donates it, so any number of rows can start from one.
-    """
-
-    context: Context
-    cache: Cache  # the target's, of all tokens but the last
-    drafter: Any  # the drafter's state
-    origin: Origin | None = None  # None: from `slots`, whose prefixes are of one pool
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
 class Drawn:
     """How the children of a node were chosen; rules decide by it whether they are exact.
 
@@ -238,9 +217,3 @@ def state_specs(model: HybridLM) -> Any:
     return specs._replace(
         cache=cache_specs(model.config, axis), pending=pending_specs(model.config, axis)
     )
-
-
-def prefix_specs(model: HybridLM) -> Any:
-    """The mesh specs of a prefix of this model."""
-    specs: Any = Prefix(ROWS, ROWS, ROWS)  # type: ignore[arg-type]
-    return specs._replace(cache=cache_specs(model.config, model.partition.axis))

@@ -13,7 +13,6 @@ from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter, NgramDrafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.placement import place_request
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import Generation
 from stree_jax.decoding.verifiers import Verifier, follows_target
@@ -63,7 +62,7 @@ class Method(NamedTuple):
         """The checked request of `decode`; compiles nothing."""
         given: dict[str, Any] = {"key": 0} | options
         target = self.target or target
-        return place_request(plan(target, prompts, **given, **self.options()), target.partition)
+        return plan(target, prompts, **given, **self.options()).placed(target.partition)
 
     def first_token(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> None:
         """Reads the prompts and makes one step of the same program; blocks."""

@@ -9,7 +9,8 @@ import numpy as np
 
 from stree_jax.decoding.results import Ended, NewTokens, Pieces, failure, statistics_of
 from stree_jax.decoding.stops import Stopping
-from stree_jax.decoding.types import Prefix, Statistics, TokenLogProbs
+from stree_jax.decoding.text.prefix import Prefix
+from stree_jax.decoding.types import Statistics, TokenLogProbs
 from stree_jax.serving.types import Completion, Event, Job
 
 CANCELLED = "cancelled"

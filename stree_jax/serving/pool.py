@@ -9,15 +9,22 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding import slots
-from stree_jax.decoding.capacity import cache_shapes, fits, same_rows
 from stree_jax.decoding.drafters import Drafter, draft_models
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.placement import place_sampling
-from stree_jax.decoding.plan import Plan, Row, limits_of, sampling_of
-from stree_jax.decoding.prefixes import are_weights_of, check_origin, origin_of, weights_of
+from stree_jax.decoding.plan import Plan, Row, limits_of, placed_sampling, sampling_of
 from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.results import Ended
-from stree_jax.decoding.types import Limits, Prefix
+from stree_jax.decoding.text.prefix import (
+    Prefix,
+    are_weights_of,
+    cache_shapes,
+    check_origin,
+    fits,
+    origin_of,
+    same_rows,
+    weights_of,
+)
+from stree_jax.decoding.types import Limits
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM
 
@@ -46,6 +53,7 @@ class Pool:
         if first_places is not None and _needs_places(model, drafter, self._most):
             self._size = min(buffer_size(first_places), self._most)
         self._rows: list[Row | None] = [None] * rows  # None: the row is free
+        self._sizes: tuple[int, int | None] | None = None  # of the state's buffers and records
         self._num_best: int | None = None  # what the rows record, see `SpeculativeDecoder`
         self._stop_sizes: tuple[int, int] | None = None  # of their automata; None: no row has stops
         self._state: Any = None
@@ -87,10 +95,6 @@ class Pool:
             return False
         while self._size < num_tokens:
             self._size = min(2 * self._size, self._most)
-        if self._state is not None:
-            decoder, drafter = self.program
-            with dispatch.on(self._model):
-                self._state = slots.resized(decoder, self._model, drafter, self._state)
         return True
 
     @property
@@ -112,9 +116,7 @@ class Pool:
         settings = plan.rows[0]
         decoder, drafter = self._program(settings.is_greedy)
         with dispatch.on(self._model):
-            if self._state is None:
-                self._state = slots.empty(decoder, self._model, drafter, len(self._rows))
-            self._state = slots.extended(decoder, self._state)
+            self._fit(decoder, drafter)
             self._state = slots.insert(decoder, self._model, self._state, [row], prefix, plan.keys)
         self._started.add(row)
         self._rows[row] = settings
@@ -125,12 +127,13 @@ class Pool:
         decoder, drafter = self._program(greedy)
         sampling = sampling_of(self._settings(), may_differ=True)
         partition = self._model.partition
-        sampling = place_sampling(partition, sampling, self._tables)
+        sampling = placed_sampling(sampling, partition, self._tables)
         if partition.rows > 1:  # a shard that stopped would wait for the others
             stop_after_ended = len(self._rows)
         self._state = slots.with_processors(self._model, self._state, sampling, self._started)
         self._started.clear()
         with dispatch.on(self._model):
+            self._fit(decoder, drafter)
             self._state = decoder.run(
                 *(self._model, drafter, self._state, self._limits(), sampling),
                 max_steps,
@@ -173,6 +176,14 @@ class Pool:
         assert found is not None  # the scheduler refuses such requests
         decoder = dataclasses.replace(found.decoder, max_length=self._size, num_best=self._num_best)
         return decoder, found.drafter
+
+    def _fit(self, decoder: SpeculativeDecoder, drafter: Drafter | None) -> None:
+        """Gives the rows the buffers and records of a decoder."""
+        if self._state is None:
+            self._state = slots.empty(decoder, self._model, drafter, len(self._rows))
+        elif self._sizes != (self._size, self._num_best):
+            self._state = slots.resized(decoder, self._model, drafter, self._state)
+        self._sizes = self._size, self._num_best
 
     def _extend(self, plan: Plan) -> None:
         """Gives all rows what a text needs, in few sizes."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.array_types import Array
-from stree_jax.decoding.types import Prefix
+from stree_jax.decoding.text.prefix import Prefix
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,15 +5,14 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.prefill import PREFILL_CHUNK
-from stree_jax.decoding.prefixes import compact, stacked
-from stree_jax.decoding.prompts import buffer_size
-from stree_jax.decoding.types import Context, Prefix
+from stree_jax.decoding.prompts import buffer_size, in_buffers
+from stree_jax.decoding.text.prefill import PREFILL_CHUNK
+from stree_jax.decoding.text.prefix import Prefix, stacked
+from stree_jax.decoding.types import Context
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.rows import row_of
 from stree_jax.models.lm import HybridLM
@@ -26,23 +25,15 @@ _WORTH = 16  # shared tokens from which on a prefix is kept, and a text waits fo
 
 @dataclasses.dataclass(eq=False)
 class Reading:
-    """A text that is being read.
-
-    Attributes:
-        tokens: the whole text.
-        prefix: the state after its first `length` tokens; None at first.
-        length: number of tokens that are read.
-        keep_at: lengths at which prefixes are kept.
-        others: readings that began before, and the number of first tokens that each shares.
-        is_hit: True if the cache had an entry.
-    """
+    """A text that is being read."""
 
     tokens: list[int]
-    prefix: Prefix | None = None
+    prefix: Prefix | None = None  # the state after its first `length` tokens; None at first
     length: int = 0
-    keep_at: set[int] = dataclasses.field(default_factory=set)
+    keep_at: set[int] = dataclasses.field(default_factory=set)  # lengths
+    # Those that began before, and how many first tokens each shares.
     others: list[tuple["Reading", int]] = dataclasses.field(default_factory=list)
-    is_hit: bool = False
+    is_hit: bool = False  # the cache had an entry
 
     @property
     def is_done(self) -> bool:
@@ -141,18 +132,14 @@ class PromptReader:
     def prefix(self, reading: Reading) -> Prefix:
         """The prefix of a text that is done, for the pool."""
         assert reading.prefix is not None
-        context = self._context([reading], [reading.length], self._decoder.capacity)
+        context = self._context([reading.tokens], self._decoder.capacity)
         return reading.prefix._replace(context=context)
 
     def keep(self, tokens: Sequence[int], prefix: Prefix) -> None:
         """Keeps the prefix of a text, for texts that begin with it."""
-        if self._cache is None or self._cache.has(tokens):
-            return
-        decoder = self._decoder
-        size = buffer_size(len(tokens))
-        with dispatch.on(self._model):
-            small = compact(decoder, self._model, self._drafter, prefix, size)
-        self._cache.keep(tokens, small)
+        if self._cache is not None and not self._cache.has(tokens):
+            small = dataclasses.replace(self._decoder, max_length=buffer_size(len(tokens)))
+            self._cache.keep(tokens, self._copied(small, tokens, prefix))
 
     def _look_up(self, reading: Reading) -> None:
         """Continues from a longer entry, if there is one."""
@@ -168,10 +155,14 @@ class PromptReader:
     def _set(self, reading: Reading, length: int, prefix: Prefix) -> None:
         """Continues from a prefix, copied into buffers of the pool's size."""
         reading.length = length
-        context = self._context([reading], [length])
+        reading.prefix = self._copied(self._decoder, reading.tokens[:length], prefix)
+
+    def _copied(self, decoder: SpeculativeDecoder, tokens: Sequence[int], prefix: Prefix) -> Prefix:
+        """The prefix of these tokens, in buffers of the decoder's size."""
+        context = self._context([tokens])
         own = prefix._replace(context=context, origin=None)
         with dispatch.on(self._model):
-            reading.prefix = self._decoder.read(self._model, self._drafter, context, own)
+            return decoder.read(self._model, self._drafter, context, own)
 
     def _read(self, waiting: Sequence[Reading], left: int | None) -> int:
         """Reads a chunk of texts; returns the number of tokens."""
@@ -184,7 +175,8 @@ class PromptReader:
             group, most = [first], len(first.tokens) if left is None else _whole_buffer(left)
         ends = [each.end(most) for each in group]
         before = [each.length for each in group]
-        context = self._context(group, ends)
+        texts = [each.tokens[:end] for each, end in zip(group, ends, strict=True)]
+        context = self._context(texts)
         with dispatch.on(self._model):
             if first.prefix is None:
                 rows = self._decoder.read(self._model, self._drafter, context)
@@ -209,15 +201,8 @@ class PromptReader:
         self._counts["tokens_prefilled"] += read
         return read
 
-    def _context(
-        self, group: Sequence[Reading], lengths: Sequence[int], width: int | None = None
-    ) -> Context:
-        """The beginnings of texts."""
-        tokens = np.zeros((len(group), width or buffer_size(max(lengths))), np.int32)
-        for buffer, each, length in zip(tokens, group, lengths, strict=True):
-            buffer[:length] = each.tokens[:length]
-        context = Context(jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32))
-        return self._model.partition.put_rows(context)
+    def _context(self, texts: Sequence[Sequence[int]], width: int | None = None) -> Context:
+        return self._model.partition.put_rows(in_buffers(texts, width))
 
 
 def _whole_buffer(left: int) -> int:

@@ -14,10 +14,9 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import MAX_STEPS
 from stree_jax.decoding.plan import Plan, check_together, is_lossless, plan
 from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
-from stree_jax.decoding.slots import check_rows
-from stree_jax.decoding.types import Prefix
+from stree_jax.decoding.text.prefix import Prefix, joined
+from stree_jax.decoding.text.slots import check_rows
 from stree_jax.decoding.verifiers import Verifier
-from stree_jax.mesh.hosts import on_host
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.serving import outcomes
@@ -112,7 +111,7 @@ class Scheduler:
         # At temperature 0 and above it; None where the verifier refuses.
         plans = {greedy: self._planned(greedy) for greedy in (True, False)}
         if not any(plans.values()):
-            self._plan_of([0], Request([0], max_new_tokens=1))  # raises
+            self._plan_of(Request([0], max_new_tokens=1))  # raises
         self._sampled = plans[False]
         self._pool = Pool(
             *(model, drafter, plans), max_length=max_length, rows=rows, first_places=first_places
@@ -172,7 +171,7 @@ class Scheduler:
                 f"request must be a Request, got {shown(request)}; submit(st.Request([1, 2, 3]))"
             )
         self._check_weights()
-        checked = self._plan_of(self._whole(request.prompt, request.after), request)
+        checked = self._plan_of(request)
         job = Job(self._num_submitted, request, checked, time.perf_counter())
         rows = [each.row for each in (job, *self._queue, *self._tenants.values())]
         rule = (self._sampled or checked).decoder.verifier
@@ -275,25 +274,20 @@ class Scheduler:
             ValueError: not token ids, more than `max_length` of them, or a prefix of another model,
                 drafter or pool.
         """
-        checked_prompts([prompt], self._model.config.vocab_size)
+        texts = checked_prompts([prompt], self._model.config.vocab_size)
         self._check_weights()
-        text = [*self._whole(prompt, after)]
+        if after is not None:
+            self._pool.check(after)
+            texts = joined(after, texts)
+        text = texts[0].tolist()
         if len(text) > self._max_length:
             raise ValueError(
                 f"the text has {len(text)} tokens, and max_length is {self._max_length}"
             )
         self._grow(len(text))
-        reading = self._reader.begin([int(token) for token in text], after)
+        reading = self._reader.begin(text, after)
         self._reader.advance([reading], None)
         return self._pool.signed(self._reader.prefix(reading))
-
-    def _whole(self, prompt: Sequence[int], after: Prefix | None) -> Sequence[int]:
-        """A prompt with the text before it."""
-        if after is None:
-            return prompt
-        self._pool.check(after)
-        tokens, length = on_host(after.context)
-        return [*tokens[0, : int(length[0])].tolist(), *prompt]
 
     def _check_weights(self) -> None:
         """Forgets what other weights have read."""
@@ -309,7 +303,9 @@ class Scheduler:
         self._reader.forget()
         self._pool.renew()
 
-    def _plan_of(self, text: Sequence[int], request: Request) -> Plan:
+    def _plan_of(self, request: Request) -> Plan:
+        if request.after is not None:
+            self._pool.check(request.after)
         longest = request.max_length
         own = dataclasses.replace(
             request,
@@ -318,8 +314,9 @@ class Scheduler:
         )
         return plan(
             self._model,
-            [text],
+            [request.prompt],
             own,
+            after=request.after,
             drafter=self._drafter,
             topology=self._topology,
             verifier=self._verifier,
@@ -334,7 +331,7 @@ class Scheduler:
             key=0,
         )
         try:
-            return self._plan_of([0], request)
+            return self._plan_of(request)
         except ValueError:
             return None
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, Row
 from stree_jax.decoding.results import DecodeStatistics, Piece
-from stree_jax.decoding.types import Prefix
-from stree_jax.messages import shown
+from stree_jax.decoding.text.prefix import Prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +29,6 @@ class Request(Options):
     _: dataclasses.KW_ONLY
     after: Prefix | None = None
     keep: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if entries := self.entries():
-            name, values = next(iter(entries.items()))
-            raise ValueError(f"{name} = {shown(values)}: a request is one row, and takes one value")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ import numpy as np
 
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.generate import generate
-from stree_jax.decoding.options import OptionKeywords
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.processors import LogitsProcessor, Processing, first_states
 from stree_jax.decoding.results import Generation
@@ -36,7 +35,7 @@ def assert_lossless(
     verifier: str | Verifier | None = None,
     temperatures: Sequence[float] = (0.0, 1.0),
     prompts: Sequence[Sequence[int]] | None = None,
-    **options: Unpack[OptionKeywords],
+    **options: Any,
 ) -> list[Generation]:
     """Asserts that drafts change nothing but the number of steps.
 
@@ -181,7 +180,7 @@ def assert_same_distribution(
     num_tokens: int = 2,
     rows: int = 4096,
     error_probability: float = 1e-6,
-    **options: Unpack[OptionKeywords],
+    **options: Any,
 ) -> Generation:
     """Asserts that sampled texts have the model's own distribution.
 

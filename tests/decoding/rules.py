@@ -89,8 +89,7 @@ def ruled(model, rows=None, **options):
     """A request of all or some of `ROWS` with the processors and end tokens of `rules_of`."""
     rows = range(len(ROWS)) if rows is None else rows
     rules = [rules_of(row) for row in rows]
-    own = {name: [each[name] for each in rules] for name in rules[0]}
-    return planned(model, [ROWS[row] for row in rows], **own, **options)
+    return planned(model, [ROWS[row] for row in rows], rules, **options)
 
 
 @functools.cache

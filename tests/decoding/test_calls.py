@@ -5,7 +5,6 @@ import io
 import re
 import xml.etree.ElementTree as ElementTree
 
-import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.console import Console
 import stree_jax as st
 from stree_jax.decoding.showing import counts
 from stree_jax.testing import perturbed, tiny_model
+from tests.helpers import rows
 
 PROMPTS = [[5, 9, 2], [3]]
 TREE = st.TreeTopology.from_branching((2, 1))
@@ -23,8 +23,8 @@ TREE = st.TreeTopology.from_branching((2, 1))
 def test_the_record_is_what_the_loop_did(temperature):
     """Calls have the tokens that `stream` gives call by call; drafts are as many as accepted."""
     model = tiny_model()
-    options = dict(drafter=st.ModelDrafter(perturbed(model, 0.05)), topology=TREE, eos_token=())
-    options |= dict(temperature=temperature, max_new_tokens=[9, 7], key=jax.random.key(0))
+    own = rows(max_new_tokens=[9, 7], temperature=[temperature] * 2, key=[0, 1], eos_token=[()] * 2)
+    options = dict(drafter=st.ModelDrafter(perturbed(model, 0.05)), topology=TREE, options=own)
     plain, out = (st.generate(model, PROMPTS, record_calls=r, **options) for r in (False, True))
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     assert plain.calls is plain.drafted is plain.pieces is None

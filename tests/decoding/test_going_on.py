@@ -12,6 +12,7 @@ from stree_jax.decoding import WholeModel
 from stree_jax.decoding.plan import plan
 from stree_jax.testing import assert_same_text, perturbed, tiny_model
 from tests.drafters import Plain
+from tests.helpers import rows
 from tests.methods import KEY, PROMPTS, SAMPLED, drafts
 
 MORE = [[4, 8, 15], [16], []]
@@ -81,8 +82,8 @@ def test_texts_go_on(family, name, draft_reads):
     # Ends the first row after 5 tokens or more, and not the second.
     place = next(i for i in range(4, 30) if one.index(one[i]) == i and one[i] not in two[:6])
     end = one[place]
-    first = dict(max_new_tokens=[30, 6, 19], eos_token=end, return_prefix=True)
-    first = st.generate(model, PROMPTS, **first, **options)
+    own = rows(max_new_tokens=[30, 6, 19], eos_token=[end] * 3)
+    first = st.generate(model, PROMPTS, options=own, return_prefix=True, **options)
     assert first.lengths[:2].tolist() == [place + 1, 6]
     texts = joined(PROMPTS, first, MORE)
     common = dict(max_new_tokens=40, return_cache=True)
@@ -125,8 +126,8 @@ def test_a_drafter_with_other_settings_goes_on(kind):
     model = tiny_model()
     weights = perturbed(model, 0.1), perturbed(model, 0.2)
     for before, after in itertools.permutations(other_settings(*weights)[kind]):
-        own = dict(max_new_tokens=[9, 9, 24], return_prefix=True)  # all buffers have one size
-        first = st.generate(model, PROMPTS, **own, **before)
+        own = rows(max_new_tokens=[9, 9, 24])  # all buffers have one size
+        first = st.generate(model, PROMPTS, options=own, return_prefix=True, **before)
         got = st.generate(model, MORE, after=first.prefix, max_new_tokens=24, **after)
         want = st.generate(model, joined(PROMPTS, first, MORE), max_new_tokens=24, **after)
         np.testing.assert_array_equal(got.tokens, want.tokens)

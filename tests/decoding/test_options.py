@@ -2,8 +2,6 @@
 
 import dataclasses
 import inspect
-import typing
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.options import OptionKeywords
 from stree_jax.decoding.plan import plan
 from stree_jax.testing import (
     PROMPTS,
@@ -20,6 +17,7 @@ from stree_jax.testing import (
     random_model,
     tiny_model,
 )
+from tests.helpers import rows
 from tests.methods import KEY, SAMPLED, TREE, drafts
 
 
@@ -37,7 +35,6 @@ class AtLeast:
 
 def test_the_keywords_are_the_options():
     fields = {field.name: field.default for field in dataclasses.fields(st.Options)}
-    assert set(OptionKeywords.__annotations__) == set(fields)
     assert {**st.Options()} == fields
     assert {*fields} < {field.name for field in dataclasses.fields(st.Request)}
     for function in (st.generate, st.stream, st.complete):  # spelled out, for notebooks
@@ -90,16 +87,15 @@ ROWS = [
     dict(temperature=1.0, top_p=0.8, key=3, processors=[st.BannedTokens([6, 7])]),
 ]
 TEXTS = [PROMPTS[i % 3] for i in range(len(ROWS))]
-DEFAULTS = {**st.Options(max_new_tokens=12)}
+DEFAULTS = dict(max_new_tokens=12)
 
 
 @pytest.mark.thorough
 def test_each_row_has_its_own():
-    """Lists of values give what a request with these values gives."""
+    """Options of rows give what a request with these options gives."""
     model, options = tiny_model(), drafts(tiny_model())
-    names = {name for row in ROWS for name in row}
-    lists = {name: [row.get(name, DEFAULTS[name]) for row in ROWS] for name in names}
-    out = st.generate(model, TEXTS, log_probs=True, **lists, **options)
+    own = [st.Options(log_probs=True, **{**DEFAULTS, **row}) for row in ROWS]
+    out = st.generate(model, TEXTS, options=own, **options)
     assert out.tokens.shape == (len(ROWS), 20)
     scheduler = st.Scheduler(model, rows=3, max_length=40)
     for text, row in zip(TEXTS, ROWS, strict=True):
@@ -121,14 +117,17 @@ def test_each_row_has_its_own():
     assert len({*out.lengths.tolist()}) > 2
 
 
-def test_arrays_and_lists_are_the_same():
+def test_keys_of_all_kinds_are_the_same():
     values = dict(temperature=[0.5, 1.0, 2.0], top_k=[3, 0, 4])
-    want = st.generate(tiny_model(), PROMPTS, key=[1, 2, 3], **values).tokens
+    want = st.generate(tiny_model(), PROMPTS, options=rows(key=[1, 2, 3], **values)).tokens
     keys = jax.vmap(jax.random.key)(np.array([1, 2, 3]))
-    arrays = {name: np.array(value) for name, value in values.items()}
-    for key in (keys, [*keys], np.array([1, 2, 3]), jax.random.key_data(keys)):
-        got = st.generate(tiny_model(), PROMPTS, key=key, **arrays).tokens
+    for own in ([*keys], [*np.array([1, 2, 3])], [*jax.random.key_data(keys)]):
+        got = st.generate(tiny_model(), PROMPTS, options=rows(key=own, **values)).tokens
         np.testing.assert_array_equal(got, want)
+    for key in (keys, [*keys], [1, 2, 3], np.array([1, 2, 3]), jax.random.key_data(keys)):
+        got = st.generate(tiny_model(), PROMPTS, temperature=1.0, top_k=4, key=key).tokens
+        one = rows(key=[1, 2, 3], temperature=[1.0] * 3, top_k=[4] * 3)
+        np.testing.assert_array_equal(got, st.generate(tiny_model(), PROMPTS, options=one).tokens)
     seed, *others = (
         plan(tiny_model(), PROMPTS, temperature=1.0, key=key).keys
         for key in (7, jax.random.key(7), jax.random.PRNGKey(7))
@@ -137,19 +136,12 @@ def test_arrays_and_lists_are_the_same():
         np.testing.assert_array_equal(jax.random.key_data(seed), jax.random.key_data(key))
 
 
-def test_a_type_checker_refuses_a_wrong_value():
-    """None but of objects of the user's is of any type, nor a text where a number is meant."""
-    kinds = typing.get_type_hints(OptionKeywords)
-    of_any = [name for name, kind in kinds.items() if Any in (kind, *typing.get_args(kind))]
-    assert of_any == ["processors", "tokenizer"]
-    assert str not in typing.get_args(kinds["temperature"])
-
-
 @pytest.mark.thorough
 def test_rows_share_the_programs_of_one_value():
     """Two lists of equal filters are no other program than one."""
     one = plan(tiny_model(), PROMPTS, temperature=0.7, top_k=4, key=0)
-    own = plan(tiny_model(), PROMPTS, temperature=[0.7, 0.8, 1.0], top_k=[4, 0, 2], key=0)
+    own = rows(temperature=[0.7, 0.8, 1.0], top_k=[4, 0, 2], key=[0] * 3)
+    own = plan(tiny_model(), PROMPTS, own)
     assert one.decoder == own.decoder
     assert jax.tree.structure(one.sampling) == jax.tree.structure(own.sampling)
 
@@ -158,6 +150,6 @@ def test_rows_share_the_programs_of_one_value():
 def test_signatures_spell_out_the_options(function):
     """For notebooks that complete them, and for the API's page."""
     parameters = inspect.signature(function).parameters
-    spelled = {name: parameters[name].default for name in OptionKeywords.__annotations__}
+    spelled = {name: parameters[name].default for name in {**st.Options()}}
     assert spelled == {**st.Options()}
     assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())

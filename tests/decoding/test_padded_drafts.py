@@ -9,6 +9,7 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.models import same_tokenizer
 from stree_jax.testing import random_model
+from tests.helpers import rows
 from tests.methods import METHODS
 
 FEWER, MORE = (40, 37), (37, 40)
@@ -42,7 +43,7 @@ def test_text_is_the_targets(name, sizes):
     target, draft = pair(*sizes)
     size, method = target.config.vocab_size, METHODS[name]
     prompts = [[1, 2, size - 1], [3, size - 2, 5, 6]]
-    options = dict(max_new_tokens=20, temperature=[0.0, 1.0], key=[1, 2])
+    options = dict(options=rows(max_new_tokens=[20] * 2, temperature=[0.0, 1.0], key=[1, 2]))
     alone = st.generate(target, prompts, **options)
     drafting = dict(drafter=method.make(draft), topology=method.topology)
     out = st.generate(target, prompts, **options, **drafting)

@@ -28,8 +28,8 @@ from tests.methods import KEY, PROMPTS, TREE, Topology, drafts
 def test_rows_without_rules_are_left_alone():
     """Beside rows with rules, which change the texts."""
     free = np.array([i for i in range(len(ROWS)) if not rules_of(i)["processors"]])
-    ends = [rules_of(i)["eos_token"] for i in free]
-    plain = decoded(tiny_model(), planned(tiny_model(), [ROWS[i] for i in free], eos_token=ends))
+    ends = [dict(eos_token=rules_of(i)["eos_token"]) for i in free]
+    plain = decoded(tiny_model(), planned(tiny_model(), [ROWS[i] for i in free], ends))
     np.testing.assert_array_equal(autoregressive().tokens[free], plain.tokens)
     others = np.delete(np.arange(len(ROWS)), free)
     same = (autoregressive().tokens == without_rules().tokens).all(axis=1)

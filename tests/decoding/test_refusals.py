@@ -15,6 +15,7 @@ from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import tiny_model
 from tests.drafters import AcceptNothing, Answering, Echo, NotAModule, Unhashable
+from tests.helpers import rows
 from tests.methods import CHAIN, KEY, PROMPTS, SAMPLED, TREE
 
 
@@ -41,6 +42,9 @@ def readable(value):
     return value if isinstance(value, str) else ""
 
 
+MIN_P = st.MinP(0.1)
+
+
 # Refused when they are made, as `Options` or `Request`, and by `generate` and `stream`.
 OPTIONS = [
     (dict(max_new_tokens=0), "max_new_tokens must be an integer, at least 1; got 0"),
@@ -58,6 +62,11 @@ OPTIONS = [
     (dict(processors="grammar"), "processors must be a list such as"),
     (dict(processors=[st.BannedTokens]), "objects with the methods of"),
     (dict(processors=[st.BannedTokens(None)]), "processor <BannedTokens> must be a pytree"),
+    (dict(top_k=[1, 2]), r"top_k = \[1, 2\]: one value is for all .*options=\[st.Options\(top_k="),
+    (dict(max_new_tokens=np.array([4, 8])), "max_new_tokens = .*: one value is for all rows"),
+    (dict(eos_token=[[1], [2]]), r"eos_token must be an integer, .* got \[\[1\], \[2\]\]"),
+    (dict(stop=[[[1]], []]), r"a token of stop must be an integer, .* got \[1\]"),
+    (dict(filters=[[st.TopK(2)], []]), "other objects with the method of"),
     (dict(min_new_tokens=9, max_new_tokens=8), "from 0 to 8; got 9"),
     (dict(eos_token=-1), "eos_token must be an integer, at least 0; got -1"),
     (dict(key=jnp.zeros(7)), "key must be a random key"),
@@ -85,20 +94,26 @@ REQUESTS = [
         (dict(processors=[rule]), "has token id 37, outside the vocabulary of 37")
         for rule in (st.LogitBias({37: 1.0}), st.BannedTokens([1, 37]))
     ),
-    # One value, or one for each row.
-    (dict(temperature=[0.0, 1.0]), "temperature has 2 entries for 3 rows; give one value, or"),
-    (dict(temperature=[0.0, 1.0, -1.0], key=0), "temperature must be a number .*, got -1.0"),
-    (dict(temperature=[0.0, 1.0, 0.0]), "temperature > 0 needs a random key"),
     (dict(temperature=1.0, key=[1, 2]), "one for each of 3 rows, got an array of shape"),
-    (dict(top_k=[]), "top_k is empty; give one value, or one for each row"),
-    (dict(max_new_tokens=[1, 2, 0]), "max_new_tokens must be an integer, at least 1; got 0"),
-    (dict(max_length=20, max_new_tokens=[3, 3, 11]), r"prompts\[2\] has 10 .* limit is 20"),
-    (dict(eos_token=[[1], None, [37]]), "eos_token must be an integer, from 0 to 36; got 37"),
-    (dict(stop=[[[1]], [], ["a"]]), "stop = 'a' is a text, and needs the tokenizer"),
-    (dict(stop=[[]]), "stop has 1 entries for 3 rows; give one value, or one for each row"),
-    (dict(filters=[[st.TopK(2)], [st.TopP(0.5)], []], **SAMPLED), "other rows have .*, and one"),
+    # Options of each row.
+    (dict(options=5), "options must be st.Options, or a list of them, got 5"),
+    (dict(options=[st.Options(), {}, 5]), "options must be st.Options, or a list of them, got "),
+    (dict(options=[st.Options()] * 2), "options has 2 entries for 3 rows; give one, or one for"),
+    (dict(options=st.Options(), top_k=3), "top_k and options are given; put top_k into the Opt"),
+    (dict(options=rows(tokenizer=[None, None, 5])), "tokenizer is one for all rows, and options"),
+    (dict(options=rows(temperature=[0.0, 1.0, 0.0])), "temperature > 0 needs a random key"),
     (
-        dict(temperature=[0.0, 1.0, 0.0], key=0, verifier="multi_step", drafter=IID),
+        dict(options=rows(max_length=[20] * 3, max_new_tokens=[3, 3, 11])),
+        r"prompts\[2\] has 10 .* limit is 20",
+    ),
+    (dict(options=rows(eos_token=[1, None, [37]])), "eos_token must be .*, from 0 to 36; got 37"),
+    (dict(options=rows(stop=[[[1]], [], ["a"]])), "stop = 'a' is a text, and needs the tokenizer"),
+    (
+        dict(options=rows(temperature=[1] * 3, key=[0] * 3, filters=[[st.TopK(2)], [], [MIN_P]])),
+        "other rows have .*, and one",
+    ),
+    (
+        dict(options=rows(temperature=[0, 1, 0], key=[0] * 3), verifier="multi_step", drafter=IID),
         "'multi_step' cannot decode temperature 0 and others together; use 'target_only', or",
     ),
     # Drafters, trees and verifiers.
@@ -267,7 +282,6 @@ CALLS = [
     (generated(top_log_probs=-1), "top_log_probs must be an integer, at least 0; got -1"),
     (generated(top_log_probs=38), "top_log_probs must be an integer, from 0 to 37; got 38"),
     (lambda: st.stream(tiny_model(), PROMPTS, log_probs=True), "log_probs = True.*: stream yields"),
-    (lambda: st.Request([1], top_k=[1, 2]), r"top_k = \[1, 2\]: a request is one row"),
     (scored([]), "texts is empty"),
     (lambda: st.text_log_probs(tiny_model(), [[1, 2]]), r"ids \[B, T\], .* got \[\[1, 2\]\];"),
     (lambda: st.text_log_probs(tiny_model(), jnp.ones((1, 3))), r"got float32\[1, 3\];"),
@@ -430,7 +444,7 @@ for change, message in [
     (dict(after=5), "after must be a Prefix: Generation.prefix, Completion.prefix or .*; got 5"),
     (dict(temperature=10**400), r"temperature must be a number from 0 on, got 10{76}\.\.\.$"),
     (dict(max_new_tokens=10**12), "max_new_tokens = 10{12}: in all .* the limit is 16777216$"),
-    (dict(eos_token=[[2, [3]]]), r"eos_token must be an integer, .* got \[2, \[3\]\]"),
+    (dict(eos_token=[[2, [3]]]), r"eos_token must be an integer, .* got \[\[2, \[3\]\]\]"),
     (dict(temperature=1.0, key=10**30), "key must be a random key such as .*, got 10{30}$"),
     (dict(verifier="z" * 999), r"unknown verifier 'z{76}\.\.\.; known"),
     (dict(topology="z" * 999), r"topology must be a TreeTopology, got 'z{76}\.\.\.$"),

@@ -42,11 +42,17 @@ ROWS = [
 ]
 
 
-def planned(model, rows, **options):
-    """A request of rows with their own sampling."""
+def planned(model, rows, own=None, **options):
+    """A request of rows with their own sampling, and with more options of `own` for each row."""
+    of_all = {name: options.pop(name) for name in {**st.Options()}.keys() & options}
     names = ("temperature", "top_k", "top_p", "key")
-    own = {name: [getattr(row, name) for row in rows] for name in names}
-    return plan(model, [row.prompt for row in rows], max_new_tokens=NEW_TOKENS, **own, **options)
+    each = [
+        st.Options(
+            max_new_tokens=NEW_TOKENS, **{n: getattr(row, n) for n in names}, **of_all, **more
+        )
+        for row, more in zip(rows, own or [{}] * len(rows), strict=True)
+    ]
+    return plan(model, [row.prompt for row in rows], each, **options)
 
 
 def started(model, request):

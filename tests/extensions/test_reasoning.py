@@ -11,7 +11,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 import stree_jax as st
-from stree_jax.decoding.types import Context, Prefix
+from stree_jax.decoding.text.prefix import Prefix
+from stree_jax.decoding.types import Context
 from stree_jax.extensions import reasoning
 from stree_jax.extensions.reasoning import Stage
 from stree_jax.testing import perturbed, random_model, tiny_model

@@ -53,11 +53,8 @@ def in_families(requests):
 
 def alone(model, requests, **options):
     """Tokens of each request: all in one batch without drafts, whose rows do not see each other."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "eos_token", "key")
-    own = {name: [getattr(request, name) for request in requests] for name in names}
-    if None in own["key"]:  # all have temperature 0
-        del own["key"]
-    out = st.generate(model, [request.prompt for request in requests], **own, **options)
+    texts = [request.prompt for request in requests]
+    out = st.generate(model, texts, options=requests, **options)
     return [row[:count].tolist() for row, count in zip(out.tokens, out.lengths, strict=True)]
 
 

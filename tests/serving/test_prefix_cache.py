@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from stree_jax.decoding.types import Context, Prefix
+from stree_jax.decoding.text.prefix import Prefix
+from stree_jax.decoding.types import Context
 from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats
 
 words = some.lists(some.integers(0, 2), max_size=7)

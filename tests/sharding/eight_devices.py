@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import stree_jax as st
 from stree_jax import convert
 from stree_jax.checkpoint import arrays
-from stree_jax.decoding.prefill import PREFILL_CHUNK
+from stree_jax.decoding.text.prefill import PREFILL_CHUNK
 from stree_jax.mesh import partition as partition_module
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import over_mesh
@@ -40,7 +40,7 @@ from stree_jax.training.objective import next_token_loss
 from stree_jax.training.recipe import Training
 from stree_jax.training.trainer import fit
 from tests.decoding.rules import random_walk
-from tests.helpers import DOCS, heads_of, mtp_head_of, python_blocks, saved_pair, with_weight
+from tests.helpers import DOCS, heads_of, mtp_head_of, python_blocks, rows, saved_pair, with_weight
 from tests.sharding.configs import CONFIGS
 from tests.sharding.meshes import (
     NEW_TOKENS,
@@ -258,12 +258,14 @@ def ragged(count):
 
 FAMILIES = ("bamba", "mamba_in_llama")
 OF_ROWS = dict(
-    temperature=[0.0, 1.0, 0.7],
-    filters=[[], [st.MinP(0.01)], []],
-    max_new_tokens=[5, 12, 9],
-    stop=[[], [[9, 30]], [[1]]],
-    key=[1, 2, 3],
-    log_probs="sampled",
+    options=rows(
+        temperature=[0.0, 1.0, 0.7],
+        filters=[[], [st.MinP(0.01)], []],
+        max_new_tokens=[5, 12, 9],
+        stop=[[], [[9, 30]], [[1]]],
+        key=[1, 2, 3],
+        log_probs=["sampled"] * 3,
+    )
 )
 RUNS = {
     # Of these texts no two best logits are as close as another order of summation moves them. The

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
-from stree_jax.decoding.capacity import cache_shapes, is_alike, same_rows, with_capacity
 from stree_jax.decoding.drafters.base import Drafter, first_state, inner_layers
 from stree_jax.decoding.like import check_like
-from stree_jax.decoding.prefill import prefill, prefill_with_drafter, rest_of
-from stree_jax.decoding.types import Context, Prefix
+from stree_jax.decoding.text.prefill import prefill, prefill_with_drafter, rest_of
+from stree_jax.decoding.text.prefix import Prefix, cache_shapes, is_alike, same_rows, with_capacity
+from stree_jax.decoding.types import Context
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.rows import placed_like
 from stree_jax.models.cache import Cache
@@ -37,7 +37,10 @@ def read_text(
     if before is None:
         piece = context.tokens, lengths - 1
         return Prefix(context, *_read(model, drafter, *piece, max_length, state, None))
-    cache = with_capacity(before.cache, cache_shapes(model, len(lengths), max_length))
+    wanted = cache_shapes(model, len(lengths), max_length)
+    if not is_alike(before.cache, wanted):
+        raise ValueError("the prefix was read by another model: its caches have other shapes")
+    cache = with_capacity(before.cache, wanted)
     rest = rest_of(context, before.context.length - 1)
     if rest is not None:
         cache, state = _read(model, drafter, *rest, max_length, state, cache)

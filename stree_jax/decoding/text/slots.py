@@ -29,22 +29,20 @@ from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Bool, Int, Key
 from stree_jax.checks import check_int
-from stree_jax.decoding.capacity import cache_shapes, same_rows, with_capacity
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder, check_not_donated, owned
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import buffer_size, check_num_rows, typed_key
-from stree_jax.decoding.reading import drafter_shapes
 from stree_jax.decoding.rule_rows import per_row
-from stree_jax.decoding.types import (
-    Context,
-    DecodeState,
+from stree_jax.decoding.text.prefix import (
     Prefix,
-    Sampling,
-    TokenLogProbs,
+    cache_shapes,
     prefix_specs,
-    state_specs,
+    same_rows,
+    with_capacity,
 )
+from stree_jax.decoding.text.read import drafter_shapes
+from stree_jax.decoding.types import Context, DecodeState, Sampling, TokenLogProbs, state_specs
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import in_every_shard, on_mesh
@@ -181,32 +179,22 @@ def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
     return state._replace(done=placed_like(state.done, done))
 
 
-def extended(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
-    """The pool with the decoder's records of log-probabilities, if it had fewer."""
-    before = -1 if state.log_probs is None else state.log_probs.best.shape[-1]
-    after = -1 if decoder.num_best is None else decoder.num_best
-    if before > after:
-        raise ValueError(f"the decoder has num_best = {decoder.num_best}; the pool has more")
-    if before < after:
-        records = TokenLogProbs.empty(len(state.done), decoder.capacity, after)
-        if state.log_probs is not None:
-            records = with_capacity(state.log_probs, records)
-        state = state._replace(log_probs=placed_like(state.done, records))
-    return state
-
-
 def resized(
     decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None, state: DecodeState
 ) -> DecodeState:
-    """Returns the pool with buffers of a decoder of another `max_length`."""
+    """Returns the pool with the buffers and records of a decoder; all texts fit."""
     _check_between_runs(state)
-    batch, size = len(state.done), decoder.max_length
-    per_token = state.context.tokens, state.log_probs, state.calls
-    wanted = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((batch, decoder.capacity, *leaf.shape[2:]), leaf.dtype),
-        per_token,
-    )
-    tokens, records, calls = with_capacity(per_token, wanted)
+    batch, size, room = len(state.done), decoder.max_length, decoder.capacity
+    records = state.log_probs
+    if records is None and decoder.num_best is not None:
+        records = placed_like(state.done, TokenLogProbs.empty(batch, 0, 0))
+
+    def wanted(leaf: Array) -> jax.ShapeDtypeStruct:
+        best = [decoder.num_best or 0] * (leaf.ndim - 2)
+        return jax.ShapeDtypeStruct((batch, room, *best), leaf.dtype)
+
+    per_token = state.context.tokens, records, state.calls
+    tokens, records, calls = with_capacity(per_token, jax.tree.map(wanted, per_token))
     shapes = drafter_shapes(drafter, batch, decoder.topology, size)
     resized = state._replace(
         context=state.context._replace(tokens=tokens),

@@ -1,0 +1,240 @@
+"""`Prefix`: what target and drafter have read of some rows, by which weights, in which buffers.
+
+Attention layers have a place for each token of the longest text. Places after a text are masked,
+and nothing reads them before they are written: so buffers may be cut to any size that the text
+fits, or padded with zeros.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from stree_jax.array_types import Array
+from stree_jax.decoding.prompts import Context
+from stree_jax.mesh.partition import MODEL, ROWS
+from stree_jax.messages import shown
+from stree_jax.models.cache import Cache, cache_specs, init_cache
+from stree_jax.models.config import ModelConfig
+from stree_jax.models.lm import HybridLM
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Fingerprints of what a prefix was read with."""
+
+    model: str
+    drafter: str
+
+
+class Prefix(NamedTuple):
+    """Prefilled texts, from which rows of a decode loop start.
+
+    No function donates it, so any number of rows can start from one.
+    """
+
+    context: Context
+    cache: Cache  # the target's, of all tokens but the last
+    drafter: Any  # the drafter's state
+    origin: Origin | None = None  # None: from `slots`, whose prefixes are of one pool
+
+
+def prefix_specs(model: HybridLM) -> Any:
+    """The mesh specs of a prefix of this model."""
+    specs: Any = Prefix(ROWS, ROWS, ROWS)  # type: ignore[arg-type]
+    return specs._replace(cache=cache_specs(model.config, model.partition.axis))
+
+
+def joined(after: Prefix, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The texts of a prefix, each followed by its prompt."""
+    lengths = np.asarray(after.context.length)
+    if len(lengths) not in (1, len(prompts)):
+        raise ValueError(
+            f"after has {len(lengths)} rows, and prompts {len(prompts)}; give a prompt for each row"
+            " (it may be empty), or a prefix of one row"
+        )
+    if not lengths.all():
+        raise ValueError(
+            f"row {int(lengths.argmin())} of after failed: its logits were not finite; take others,"
+            " an array of rows, by jax.tree.map(lambda leaf: leaf[rows], prefix)"
+        )
+    rows = [0] * len(prompts) if len(lengths) == 1 else range(len(prompts))
+    tokens = np.asarray(after.context.tokens)
+    pairs = zip(rows, prompts, strict=True)
+    return [np.concatenate([tokens[row, : lengths[row]], prompt]) for row, prompt in pairs]
+
+
+def for_rows(after: Prefix, num_rows: int, model: HybridLM, drafter: Any) -> Prefix:
+    """The prefix for as many rows; with a drafter's state if it is of this drafter."""
+    before = after._replace(origin=None)  # static: programs serve prefixes of any
+    if after.origin is None or after.origin != origin_of(model, drafter):
+        before = before._replace(drafter=None)
+    return before if len(after.context.length) == num_rows else repeated(before, num_rows)
+
+
+def cache_shapes(model: HybridLM, rows: int, size: int) -> Any:
+    """Shapes and dtypes of the model's cache of `size` places, on a mesh in all."""
+    return _cache_shapes(model.config, model.activation_dtype, model.partition.shards, rows, size)
+
+
+@functools.lru_cache(maxsize=256)  # asked for with each chunk of a text, and traced anew
+def _cache_shapes(config: ModelConfig, dtype: Any, shards: int, rows: int, size: int) -> Any:
+    local = config.local(shards)
+    of_shard = jax.eval_shape(lambda: init_cache(local, rows, size, dtype))
+    if shards == 1:
+        return of_shard
+
+    def of_all(spec: PartitionSpec, arrays: Any) -> Any:
+        times = [shards if name == MODEL else 1 for name in spec]
+
+        def whole(leaf: Any) -> Any:
+            sizes = itertools.zip_longest(leaf.shape, times, fillvalue=1)
+            return jax.ShapeDtypeStruct([size * n for size, n in sizes], leaf.dtype)
+
+        return jax.tree.map(whole, arrays)
+
+    return jax.tree.map(of_all, cache_specs(config, MODEL), of_shard)
+
+
+def same_rows(one: Any, other: Any) -> bool:
+    """True if the arrays of two states differ in the number of rows only."""
+
+    def shapes(arrays: Any) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten(arrays)
+        return [(leaf.shape[1:], leaf.dtype) for leaf in leaves], structure
+
+    return shapes(one) == shapes(other)
+
+
+def is_alike(arrays: Any, wanted: Any) -> bool:
+    """True if arrays differ from the wanted ones in the sizes of axes only."""
+    have: Any = jax.tree.structure(arrays)
+    return have == jax.tree.structure(wanted) and all(
+        leaf.dtype == other.dtype and leaf.ndim == other.ndim
+        for leaf, other in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
+    )
+
+
+def fits(arrays: Any, wanted: Any) -> bool:
+    """True if arrays are like the wanted ones, and no axis is larger."""
+    return is_alike(arrays, wanted) and all(
+        own <= most
+        for leaf, other in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
+        for own, most in zip(leaf.shape, other.shape, strict=True)
+    )
+
+
+def with_capacity(arrays: Any, wanted: Any) -> Any:
+    """Arrays with the wanted sizes of all axes but the first: cut, or with zeros behind."""
+    if same_rows(arrays, wanted):
+        return arrays
+    return _with_capacity(arrays, tuple(leaf.shape[1:] for leaf in jax.tree.leaves(wanted)))
+
+
+@functools.partial(jax.jit, static_argnames="shapes")
+def _with_capacity(arrays: Any, shapes: tuple[tuple[int, ...], ...]) -> Any:
+    def one(leaf: Array, shape: tuple[int, ...]) -> Array:
+        leaf = leaf[(slice(None), *map(slice, shape))]
+        room = [(0, most - own) for own, most in zip(leaf.shape[1:], shape, strict=True)]
+        return jnp.pad(leaf, [(0, 0), *room])
+
+    leaves, structure = jax.tree.flatten(arrays)
+    return jax.tree.unflatten(structure, map(one, leaves, shapes))
+
+
+@jax.jit
+def stacked(rows: Sequence[Any]) -> Any:
+    """Concatenates the rows of several trees of arrays; one program for each number of trees."""
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
+
+
+@functools.partial(jax.jit, static_argnames="times")
+def repeated(rows: Any, times: int) -> Any:
+    """Repeats each row of all arrays in place, as one program."""
+    return jax.tree.map(lambda leaf: jnp.repeat(leaf, times, axis=0), rows)
+
+
+def origin_of(model: HybridLM, drafter: Any) -> Origin:
+    """Fingerprints of the shapes and the numbers of all weights; each array is read once.
+
+    On a mesh the numbers are those of the shards of this process.
+    """
+    return Origin(_fingerprint(model), _fingerprint(drafter))
+
+
+def check_origin(
+    after: Prefix, model: HybridLM, drafter: Any = None, *, any_drafter: bool = False
+) -> None:
+    """Refuses a prefix of another model or drafter; one without an origin is taken."""
+    if not isinstance(after, Prefix):
+        raise ValueError(
+            "after must be a Prefix: Generation.prefix, Completion.prefix or what Scheduler.read"
+            f" returned; got {shown(after)}"
+        )
+    if after.origin is None:
+        return
+    own = origin_of(model, drafter)
+    for name in ("model",) if any_drafter else ("model", "drafter"):
+        if getattr(after.origin, name) != getattr(own, name):
+            raise ValueError(
+                f"after was read with another {name}, or its weights have changed; read the text"
+                " again with this one"
+            )
+
+
+def weights_of(*parts: Any) -> list[weakref.ref]:
+    """The arrays of models and drafters, for `are_weights_of`; keeps none of them alive."""
+    return [weakref.ref(leaf) for leaf in jax.tree.leaves(parts) if isinstance(leaf, jax.Array)]
+
+
+def are_weights_of(weights: Sequence[weakref.ref], *parts: Any) -> bool:
+    """True if models and drafters still have the same arrays, as objects."""
+    leaves = [leaf for leaf in jax.tree.leaves(parts) if isinstance(leaf, jax.Array)]
+    return len(leaves) == len(weights) and all(
+        leaf is each() for leaf, each in zip(leaves, weights, strict=True)
+    )
+
+
+def _fingerprint(part: Any) -> str:
+    leaves = jax.tree.leaves(part)
+    kinds = [(np.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves]
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    new = {id(leaf): leaf for leaf in arrays if id(leaf) not in _sums}
+    for key, leaf in new.items():
+        _sums[key] = _sum(leaf)
+        weakref.finalize(leaf, _sums.pop, key).atexit = False
+    sums = [_sums[id(leaf)] for leaf in arrays]
+    return hashlib.sha256(f"{type(part).__name__} {kinds} {sums}".encode()).hexdigest()
+
+
+# Of arrays that live, by their id.
+_sums: dict[int, list[int]] = {}
+
+
+def _sum(leaf: jax.Array) -> list[int]:
+    """The bits of all numbers of each shard of this process, joined by exclusive or."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    shards = [shard.data for shard in leaf.addressable_shards]
+    if all(device.platform == "cpu" for device in leaf.devices()):
+        flat = [np.ravel(np.asarray(shard)).view(np.uint8) for shard in shards]
+        words = [each.view(np.uint8 if each.size % 8 else np.uint64) for each in flat]
+        return [int(np.bitwise_xor.reduce(each)) for each in words]
+    return [int(_mixed(shard)) for shard in shards]
+
+
+@jax.jit
+def _mixed(numbers: Array) -> Array:
+    if numbers.dtype == jnp.bool_:
+        numbers = numbers.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(numbers, f"uint{8 * numbers.dtype.itemsize}")
+    return jax.lax.reduce(bits, bits.dtype.type(0), jax.lax.bitwise_xor, range(bits.ndim))
