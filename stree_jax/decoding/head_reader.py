@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from pallas_kernels import KVCache, NodeKV, replay_kv
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding.reader import nodes_so_far, recorded
+from stree_jax.decoding.reader import DraftModel, nodes_so_far, recorded
 from stree_jax.decoding.types import DraftTree, Verdict
 from stree_jax.models.cache import path_to
-from stree_jax.models.config import ModelConfig
-from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree
 
 
@@ -44,22 +41,13 @@ class HeadReader(NamedTuple):
     pending: HeadPending | None = None  # within a step
 
 
-class HeadModel(nnx.Module):
+class HeadModel(DraftModel):
     """A head on a target's states as a draft model: one attention layer first, and what follows it.
 
     A subclass sets `head` and `config`, and has `embedded`, `logits` and `check_target`.
     """
 
     head: Any  # with what a `DraftHead` has: `init_cache`, `entries`, `tree`
-    config: ModelConfig  # the target's
-
-    @property
-    def inner_layers(self) -> tuple[int, ...]:
-        """See `Drafter`: none, the states after the final norm alone."""
-        return ()
-
-    def check_target(self, target: HybridLM) -> None:
-        raise NotImplementedError
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """The embeddings of tokens."""

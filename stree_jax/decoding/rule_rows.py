@@ -75,12 +75,11 @@ def check_rules(rules: object, protocol: type, name: str, example: str) -> None:
     """Refuses invalid filters or processors of a text, the option of this name."""
     if not isinstance(rules, list | tuple):
         raise ValueError(f"{name} must be a list such as [{example}], got {shown(rules)}")
-    methods = "methods" if hasattr(protocol, "advance") else "method"
     for one in rules:
         if isinstance(one, type) or not isinstance(one, protocol):
             raise ValueError(
-                f"{name} must be {example.split('(')[0]}(...) or other objects with the"
-                f" {methods} of st.{protocol.__name__}, got {shown(one)}"
+                f"{name} must be {example.split('(')[0]}(...) or other objects that are a"
+                f" st.{protocol.__name__}, got {shown(one)}"
             )
         leaves = jax.tree.leaves(one, is_leaf=lambda leaf: leaf is None)
         numeric = all(isinstance(leaf, numbers.Real | np.ndarray | jax.Array) for leaf in leaves)

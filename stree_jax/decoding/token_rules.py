@@ -16,6 +16,7 @@ import numpy as np
 
 from stree_jax.array_types import Array, Bool, Float, Int, UInt32
 from stree_jax.checks import check_int, is_above_zero, is_number
+from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import Context, list_size
 from stree_jax.decoding.rule_rows import is_given, per_row, rule
 from stree_jax.messages import shown
@@ -25,7 +26,7 @@ _BITS = 32  # of a word
 _PLACES = np.arange(_BITS, dtype=np.uint32)
 
 
-class _Stateless:
+class _Stateless(LogitsProcessor):
     """A processor that does not depend on the text."""
 
     def __repr__(self) -> str:
@@ -35,12 +36,6 @@ class _Stateless:
             return f"{type(self).__name__}({', '.join(map(str, parts))})"
         kept = [part[parts[0] != _NO_TOKEN].tolist() for part in parts]
         return f"{type(self).__name__}({dict(zip(*kept, strict=True)) if kept[1:] else kept[0]})"
-
-    def init(self, context: Context, vocab_size: int) -> None:
-        """See `LogitsProcessor`."""
-
-    def advance(self, state: None, tokens: Int[Array, "B Q"]) -> None:
-        """See `LogitsProcessor`."""
 
 
 @rule
@@ -135,7 +130,7 @@ class AllowedTokens(_Listed):
 
 
 @rule
-class MinNewTokens:
+class MinNewTokens(LogitsProcessor):
     """Rules end tokens out until a row has some new tokens: the option `min_new_tokens`.
 
     Attributes:
@@ -188,7 +183,7 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
 
 
 @rule
-class RepetitionPenalty:
+class RepetitionPenalty(LogitsProcessor):
     """Divides positive logits, and multiplies negative ones, of all tokens of prompt and output.
 
     CTRL (Keskar et al., 2019, arXiv:1909.05858), as transformers and vLLM apply it.
@@ -215,7 +210,7 @@ class RepetitionPenalty:
 
 
 @rule
-class PresencePenalty:
+class PresencePenalty(LogitsProcessor):
     """Subtracts from the logits of all tokens that the output has, as OpenAI's API and vLLM do.
 
     Attributes:
@@ -239,7 +234,7 @@ class PresencePenalty:
 
 
 @rule
-class FrequencyPenalty:
+class FrequencyPenalty(LogitsProcessor):
     """Subtracts from a token's logit for each time that the output has it, as OpenAI's API does.
 
     Attributes:

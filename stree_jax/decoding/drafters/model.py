@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from stree_jax.array_types import Array, Bool, Float, Int
-from stree_jax.decoding.drafters.base import root_token
+from stree_jax.decoding.drafters.base import Drafter, root_token
 from stree_jax.decoding.drafters.children import (
     check_child_sampling,
     chosen_child_sampling,
@@ -36,12 +35,13 @@ class ModelDraftState(NamedTuple):
     place: Int[Array, "B N"] | None = None
 
 
-class RunsModel(nnx.Module):
+class RunsModel(Drafter):
     """The base of drafters of trees with a draft model."""
 
     def __init__(self, model: HybridLM | DraftModel | Any):
         # Once: what the host asks it for, it asks in every call.
         self.draft_model = draft_model(model)
+        self.inner_layers = self.draft_model.inner_layers
 
     @property
     def model(self) -> Any:
@@ -51,11 +51,6 @@ class RunsModel(nnx.Module):
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         self.draft_model.check_target(target)
-
-    @property
-    def inner_layers(self) -> tuple[int, ...] | None:
-        """See `Drafter`: what the draft model needs."""
-        return self.draft_model.inner_layers
 
     def num_read(self, topology: TreeTopology) -> int:
         """Nodes that the model runs in a step."""

@@ -17,7 +17,7 @@ With one child a node both are the speculative sampling of Leviathan et al., 202
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax import lax
 from stree_jax.array_types import Array, Float32, Int
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
+from stree_jax.decoding.verifiers.base import Verifier
 from stree_jax.decoding.verifiers.follow import Follow
 from stree_jax.tree import Tree, TreeTopology
 
@@ -33,7 +34,7 @@ _TARGET_ONLY = Follow()
 
 
 @dataclasses.dataclass(frozen=True)
-class Reject:
+class Reject(Verifier):
     """Tests drafts from the root down; reads how they were drawn from `DraftTree.drawn`.
 
     Attributes:
@@ -43,7 +44,6 @@ class Reject:
 
     name: str
     exact_for: str
-    follows_target: ClassVar[bool] = False
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         check_drawn(self.name, (self.exact_for,), drawn, topology, temperature_is_zero)

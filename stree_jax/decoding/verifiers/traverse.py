@@ -14,7 +14,6 @@ testing from the root down.
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jax import lax
 
 from stree_jax.array_types import Array, Float32, Int
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
+from stree_jax.decoding.verifiers.base import Verifier
 from stree_jax.decoding.verifiers.reject import Walk, check_drawn, is_chain, verify_by, without
 from stree_jax.tree import Tree, TreeTopology
 
@@ -30,7 +30,7 @@ _MOST = 80.0  # bound of |log(p / q)|; exp(-80) is negligible among float32 prob
 
 
 @dataclasses.dataclass(frozen=True)
-class Traverse:
+class Traverse(Verifier):
     """Tests drafts from the leaves up; reads how they were drawn from `DraftTree.drawn`.
 
     Attributes:
@@ -38,7 +38,6 @@ class Traverse:
     """
 
     name: str = "traversal"
-    follows_target: ClassVar[bool] = False
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         if drawn.by_depth and drawn.is_sampled and not (temperature_is_zero or is_chain(topology)):
