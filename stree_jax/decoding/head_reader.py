@@ -116,20 +116,16 @@ class HeadModel(DraftModel):
         tree: Tree,
         nodes: np.ndarray | Int[Array, " Q"],
     ) -> tuple[Float32[Array, "B Q V"], HeadReader]:
-        """See `DraftModel`. The root is run alone."""
-        begins = isinstance(nodes, np.ndarray) and nodes[0] == 0
-        pending = None if begins else state.pending
-        if pending is None:
-            above, prefix = state.hidden[:, None], None
-        else:
-            parents = tree.parents[:, jnp.minimum(nodes, tree.parents.shape[1] - 1), None]
-            above, prefix = jnp.take_along_axis(pending.hidden, parents, axis=1), pending.kv
-        output, kv = self.outputs(tokens, above, nodes_so_far(tree, nodes), state.kv, prefix)
-        hidden = output
-        if pending is not None:
-            hidden = jnp.concatenate([pending.hidden, output], axis=1)
-        record = recorded(pending, HeadPending(kv, hidden), nodes)
-        return self.logits(output), state._replace(pending=record)
+        own, pending = nodes_so_far(tree, nodes), state.pending
+        if isinstance(nodes, np.ndarray):
+            output, kv = self.outputs(tokens, state.hidden[:, None], own, state.kv, None)
+            return self.logits(output), state._replace(pending=HeadPending(kv, output))
+        assert pending is not None  # there is a root above
+        parents = tree.parents[:, jnp.minimum(nodes, tree.parents.shape[1] - 1), None]
+        above = jnp.take_along_axis(pending.hidden, parents, axis=1)
+        output, kv = self.outputs(tokens, above, own, state.kv, pending.kv)
+        record = HeadPending(kv, jnp.concatenate([pending.hidden, output], axis=1))
+        return self.logits(output), state._replace(pending=recorded(pending, record, nodes))
 
     def rest(self, state: HeadReader) -> HeadReader:
         """See `DraftModel`: drafts of a step leave nothing behind."""
@@ -219,6 +215,3 @@ class HeadModel(DraftModel):
             hidden=jnp.where(runs[:, None], new, state.hidden),
             known=state.known | runs,
         )
-
-
-outputs_ahead = HeadModel.outputs_ahead  # as a function

@@ -8,15 +8,7 @@ from jax import lax
 
 from stree_jax.array_types import Array, Int
 
-# Trees with more levels are grown by a loop. Unrolled levels need no padding, but compile longer.
-MAX_UNROLLED = 8
-
 Nodes = np.ndarray | Int[Array, " _"]
-
-
-def unrolls(num_levels: int) -> bool:
-    """Whether a tree with this many levels is grown without a loop."""
-    return num_levels <= MAX_UNROLLED
 
 
 def put(buffer: Array, nodes: Nodes, values: Array) -> Array:

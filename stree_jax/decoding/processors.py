@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Int
-from stree_jax.decoding.nodes import put, take, unrolls
+from stree_jax.decoding.nodes import put, take
 from stree_jax.decoding.prompts import Context
 from stree_jax.decoding.rule_rows import classes_of, per_row
 from stree_jax.tree import Tree, TreeTopology
@@ -159,14 +159,9 @@ class Processing(NamedTuple):
         start, parents = self.room(topology.num_nodes), np.array(topology.parents, np.int32)
 
         def by_level() -> Any:
-            depths, states = np.array(topology.depths), start
+            depths = np.array(topology.depths)
             levels = [np.flatnonzero(depths == depth + 1) for depth in range(topology.depth)]
-            if unrolls(len(levels)):
-                for nodes in levels:
-                    states = self.grown(states, nodes, parents[nodes], tokens[:, nodes])
-                return states
-            width = max(map(len, levels))  # padding is outside the tree
-            outside = topology.num_nodes
+            width, outside = max(map(len, levels)), topology.num_nodes
             padded = [
                 np.pad(nodes, (0, width - len(nodes)), constant_values=outside) for nodes in levels
             ]
@@ -175,7 +170,7 @@ class Processing(NamedTuple):
                 nodes = jnp.array(padded)[at]
                 return self.grown(states, nodes, jnp.array(parents)[nodes], tokens[:, nodes])
 
-            return lax.fori_loop(0, len(levels), level, states)
+            return lax.fori_loop(0, len(levels), level, start)
 
         def by_parents() -> Any:
             def one_pass(depth: Any, states: Any) -> Any:
