@@ -1,7 +1,7 @@
 """The library's logits processors: bias, banned and allowed tokens, minimum length, penalties.
 
-Penalties are for the tokens of the text. Their states are a bit per token, whether the text has it,
-or a count per token of the output.
+Penalties are for the tokens of the text. Their states are which tokens of the vocabulary it has, or
+how often.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.array_types import Array, Bool, Float, Int, UInt32
+from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int, is_above_zero, is_number
 from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import Context, list_size
@@ -22,8 +22,6 @@ from stree_jax.decoding.rule_rows import is_given, per_row, rule
 from stree_jax.messages import shown
 
 _NO_TOKEN = np.iinfo(np.int32).max  # pads lists of ids; beyond any vocabulary
-_BITS = 32  # of a word
-_PLACES = np.arange(_BITS, dtype=np.uint32)
 
 
 class _Stateless(LogitsProcessor):
@@ -198,15 +196,19 @@ class RepetitionPenalty(LogitsProcessor):
         _check_number("RepetitionPenalty", self.penalty, "a number above 0")
 
     def init(self, context, vocab_size):
-        return _bits_of(context, vocab_size)
+        batch, places = context.tokens.shape
+        is_there = jnp.arange(places, dtype=jnp.int32)[None] < context.length[:, None]
+        token = jnp.where(is_there, context.tokens, vocab_size)
+        none = jnp.zeros((batch, vocab_size), bool)
+        return none.at[jnp.arange(batch, dtype=jnp.int32)[:, None], token].set(True, mode="drop")
 
     def advance(self, state, tokens):
-        return _with_bit(state, tokens)
+        return state | jax.nn.one_hot(tokens, state.shape[-1], dtype=bool)
 
     def __call__(self, logits, state, /):
         penalty = per_row(self.penalty, logits)
         penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
-        return jnp.where(_seen(state, logits.shape[-1]), penalised, logits)
+        return jnp.where(state, penalised, logits)
 
 
 @rule
@@ -223,14 +225,13 @@ class PresencePenalty(LogitsProcessor):
         _check_number("PresencePenalty", self.penalty)
 
     def init(self, context, vocab_size):
-        return jnp.zeros((len(context.length), -(-vocab_size // _BITS)), jnp.uint32)
+        return jnp.zeros((len(context.length), vocab_size), bool)
 
     def advance(self, state, tokens):
-        return _with_bit(state, tokens)
+        return state | jax.nn.one_hot(tokens, state.shape[-1], dtype=bool)
 
     def __call__(self, logits, state, /):
-        seen = _seen(state, logits.shape[-1])
-        return jnp.where(seen, logits - per_row(self.penalty, logits), logits)
+        return jnp.where(state, logits - per_row(self.penalty, logits), logits)
 
 
 @rule
@@ -260,28 +261,3 @@ def _check_number(name: str, value: Any, wanted: str = "a number") -> None:
     is_right = is_number if wanted == "a number" else is_above_zero
     if is_given(value) and not is_right(value):
         raise ValueError(f"{name} takes {wanted}, got {shown(value)}")
-
-
-def _bits_of(context: Context, vocab_size: int) -> UInt32[Array, "B words"]:
-    """A bit for each token of the vocabulary: whether the text has it."""
-    batch, places = context.tokens.shape
-    words = -(-vocab_size // _BITS)
-    is_there = jnp.arange(places, dtype=jnp.int32)[None] < context.length[:, None]
-    token = jnp.where(is_there, context.tokens, words * _BITS)
-    none = jnp.zeros((batch, words * _BITS), bool)
-    has = none.at[jnp.arange(batch, dtype=jnp.int32)[:, None], token].set(True, mode="drop")
-    bits = has.reshape(batch, words, _BITS).astype(jnp.uint32) << _PLACES[None, None]
-    return bits.sum(axis=-1, dtype=jnp.uint32)
-
-
-def _with_bit(
-    bits: UInt32[Array, "B Q words"], tokens: Int[Array, "B Q"]
-) -> UInt32[Array, "B Q words"]:
-    word, bit = tokens[..., None] // _BITS, (tokens[..., None] % _BITS).astype(jnp.uint32)
-    places = jnp.arange(bits.shape[-1], dtype=jnp.int32)[None, None]
-    return jnp.where(places == word, bits | (jnp.uint32(1) << bit), bits)
-
-
-def _seen(bits: UInt32[Array, "B Q words"], vocab_size: int) -> Bool[Array, "B Q V"]:
-    has = (bits[..., None] >> _PLACES[None, None, None]) & 1
-    return has.reshape(*bits.shape[:-1], -1)[..., :vocab_size].astype(bool)
