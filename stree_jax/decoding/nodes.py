@@ -4,17 +4,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from stree_jax.array_types import Array, Int
 
-Nodes = np.ndarray | Int[Array, " _"]
 
-
-def put(buffer: Array, nodes: Nodes, values: Array) -> Array:
-    """Writes the values of consecutive nodes, those that the tree does not have left out."""
-    if isinstance(nodes, np.ndarray):
-        return lax.dynamic_update_slice_in_dim(buffer, values, int(nodes[0]), axis=1)
+def put(buffer: Array, nodes: np.ndarray | Int[Array, " _"], values: Array) -> Array:
+    """Writes the values of nodes, those that the tree does not have left out."""
     return buffer.at[:, nodes].set(values, mode="drop")
 
 

@@ -22,25 +22,18 @@ _Rule = typing.TypeVar("_Rule")
 
 @typing.dataclass_transform(frozen_default=True)
 def rule(cls: type[_Rule]) -> type[_Rule]:
-    """Makes a frozen dataclass and pytree of a class; a `__repr__` of its own stays.
-
-    Types are not checked: jax makes objects with leaves that are specs, placeholders or None.
-    """
+    """Makes a frozen dataclass and pytree of a class; a `__repr__` of its own stays."""
+    # Types are not checked: jax makes objects with leaves that are specs, placeholders or None.
     own = dataclasses.dataclass(frozen=True, repr=cls.__repr__ is object.__repr__)(cls)
     return typing.no_type_check(jax.tree_util.register_dataclass(own))
 
 
 @rule
 class ForRows:
-    """A filter or processor of some rows.
-
-    Attributes:
-        rule: the filter or processor.
-        used: the rows that it is for.
-    """
+    """A filter or processor of some rows."""
 
     rule: Any
-    used: Bool[Array, " B"]
+    used: Bool[Array, " B"]  # the rows that it is for
 
     def init(self, context: Context, vocab_size: int) -> Any:
         return self.rule.init(context, vocab_size)

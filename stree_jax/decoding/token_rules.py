@@ -17,7 +17,7 @@ import numpy as np
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int, is_above_zero, is_number
 from stree_jax.decoding.processors import LogitsProcessor
-from stree_jax.decoding.prompts import Context, list_size
+from stree_jax.decoding.prompts import list_size
 from stree_jax.decoding.rule_rows import is_given, per_row, rule
 from stree_jax.messages import shown
 
@@ -82,11 +82,7 @@ class LogitBias(_Stateless):
 @typing.no_type_check
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Listed(_Stateless):
-    """A processor about the tokens of a list.
-
-    Attributes:
-        ids: the token ids, padded.
-    """
+    """A processor about the tokens of a list."""
 
     ids: Any
 
@@ -129,22 +125,15 @@ class AllowedTokens(_Listed):
 
 @rule
 class MinNewTokens(LogitsProcessor):
-    """Rules end tokens out until a row has some new tokens: the option `min_new_tokens`.
+    """Rules end tokens out until a row has some new tokens: the option `min_new_tokens`."""
 
-    Attributes:
-        least: how many come first, `[B]`.
-        ends: the end tokens of each row, `[B, Y]`, padded with -1.
-    """
+    least: Any  # how many come first, `[B]`
+    ends: Any  # the end tokens of each row, `[B, Y]`, padded with -1
 
-    least: Any
-    ends: Any
-
-    def init(self, context: Context, vocab_size: int) -> Int[Array, " B"]:
-        """New tokens so far: none."""
+    def init(self, context, vocab_size):
         return jnp.zeros(len(context.length), jnp.int32)
 
-    def advance(self, state: Int[Array, "B Q"], tokens: Int[Array, "B Q"]) -> Int[Array, "B Q"]:
-        """One more."""
+    def advance(self, state, tokens):
         return state + 1
 
     def __call__(self, logits, state, /):

@@ -55,11 +55,6 @@ class Reject(Verifier):
         step: Step,
         topology: TreeTopology,
     ) -> Verdict:
-        """See `Verifier`.
-
-        Raises:
-            ValueError: the drafter did not give its distributions, or not how it drew children.
-        """
         return verify_by(try_children, self.name, draft, logits, step, topology)
 
 
@@ -154,15 +149,10 @@ def try_children(
     *,
     replace: bool,
 ) -> Walk:
-    """Tests children in the order drawn.
+    """Tests children in the order drawn, with replacement or without.
 
-    With replacement this is SpecInfer's multi-step speculative sampling (Miao et al., 2023,
-    arXiv:2305.09781), without it recursive rejection sampling (RSD; Jeon et al., 2024,
-    arXiv:2402.14160).
-
-    One pass over the nodes is enough. Children come after their parent, so when the walk moves to a
-    node its children are still ahead, and the siblings it leaves behind are not children of the
-    current node.
+    One pass over the nodes is enough: children come after their parent, so when the walk moves to a
+    node they are still ahead, and the siblings that it leaves behind are no children of that node.
     """
 
     def try_node(node, carry):

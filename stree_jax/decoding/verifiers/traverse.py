@@ -56,11 +56,7 @@ class Traverse(Verifier):
         step: Step,
         topology: TreeTopology,
     ) -> Verdict:
-        """See `Verifier`. All nodes of a chain at once; a tree node by node.
-
-        Raises:
-            ValueError: the drafter did not give its distributions, or not how it drew children.
-        """
+        """See `Verifier`. All nodes of a chain at once; a tree node by node."""
         rule = traverse_chain if is_chain(topology) else traverse
         return verify_by(rule, self.name, draft, logits, step, topology)
 
@@ -75,12 +71,10 @@ def traverse(
     *,
     replace: bool,
 ) -> Walk:
-    """Tests the nodes of a tree, each after the nodes below it. Arguments as for `try_children`.
+    """Tests the nodes of a tree, each after the nodes below it. Arguments as for `try_children`."""
 
-    The residual after a rejected child depends on its token, not on the nodes below it. So one pass
-    from the root down computes the residuals of all nodes, and the tests come afterwards.
-    """
-
+    # The residual after a rejected child depends on its token, not on the nodes below it. So one
+    # pass from the root down computes the residuals of all nodes, and the tests come afterwards.
     def leave(node: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         accept_prob, probs, log_q = carry
         parent, token, valid = tree.parents[node], tokens[node], tree.valid[node]
@@ -129,11 +123,9 @@ def traverse_chain(
     *,
     replace: bool,
 ) -> Walk:
-    """`traverse` on a chain, without a loop over its nodes.
-
-    In logarithms the probabilities are sums that start again from 0 when they exceed it: a
-    cumulative sum minus its highest value so far.
-    """
+    """`traverse` on a chain, without a loop over its nodes."""
+    # In logarithms the probabilities are sums that start again from 0 when they exceed it: a
+    # cumulative sum minus its highest value so far.
     num_nodes = tokens.shape[0]
     nodes = jnp.arange(num_nodes, dtype=jnp.int32)
     log_q = draft_log_probs[jnp.maximum(log_prob_row, 0)]
