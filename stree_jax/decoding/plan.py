@@ -183,7 +183,7 @@ def is_lossless(verifier: str | Verifier | None) -> bool:
 def _check_drafter(drafter: Drafter | None) -> None:
     if drafter is None:
         return
-    if isinstance(drafter, type) or not isinstance(drafter, Drafter):
+    if not isinstance(drafter, Drafter):
         raise ValueError(
             "drafter must be a ModelDrafter(...), an NgramDrafter(...) or of another class derived"
             f" from stree_jax.Drafter, got {shown(drafter)}"

@@ -53,7 +53,7 @@ def verifier_of(given: str | Verifier | Any) -> Verifier:
                 f" {sorted(LOSSY_VERIFIERS)}"
             )
         return known[given]
-    if isinstance(given, type) or not isinstance(given, Verifier):
+    if not isinstance(given, Verifier):
         raise ValueError(
             f"verifier must be one of {sorted(VERIFIERS)}, or of a class derived from"
             f" stree_jax.Verifier, got {shown(given)}"

@@ -75,11 +75,6 @@ class MedusaDrafter(Drafter):
         self._child_sampling = child_sampling
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        """See `Drafter`.
-
-        Raises:
-            ValueError: a target of other sizes, or a tree deeper than there are heads.
-        """
         have, want = self.output_head.shape, target.output_head.shape
         if have != want:
             raise ValueError(
