@@ -467,6 +467,7 @@ for half, message in [
 for make, message in [
     (lambda: st.generate("path", [[1]]), "must be a HybridLM, got str; load one with"),
     (lambda: st.ModelDrafter("path"), "must be a HybridLM, got str; load one with"),
+    (lambda: st.CascadeDrafter(model, 5), "inner must be a drafter such as Ngram.*; got 5"),
     (lambda: st.ModelConfig.tiny(state_size=8.0), "state_size must be .*, at least 1; got 8.0"),
     (lambda: st.ModelConfig.tiny(dt_limit=(0.0,)), "dt_limit must be"),
     (lambda: Training(steps=6.5), "steps must be an integer, from 1 to 2147483647; got 6.5"),

@@ -185,7 +185,6 @@ REFUSED = [
     (turns("qs" * 9), {}, "pattern must have letters q .medium. and s .small"),
     (turns(child_sampling="shared"), {}, "child_sampling must be 'auto' or 'iid', got 'shared'"),
     (turns(small=2), {}, "medium and small have different vocabularies: 37 and 5"),
-    (cascade(object), {}, "inner must be a drafter such as NgramDrafter"),
     (cascade(lambda: Plain(tiny_model())), {}, "a Plain, which .* with inner_layers = None, such"),
     (cascade(rounds=22), {}, "rounds, for chains of .* must be an integer, from 1 to 21"),
     (cascade(inner_topology=st.TreeTopology.chain(0)), {}, "inner_topology must be a TreeTopol"),
