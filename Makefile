@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 # Shapes and dtypes of signatures, checked in every call: 4 s of a process, and 6 % of the rest.
 CHECKED := --jaxtyping-packages=stree_jax,pallas_kernels,beartype.beartype
-# A file of most folders of tests runs as released in `make test-all`: as users compile, and with trees
-# unrolled as they have them. All others compile with less effort, see tests/conftest.py.
+# A file of most folders of tests runs as released in `make test-all`: as users compile. All others
+# compile with less effort, see tests/conftest.py.
 RELEASED := $(addprefix tests/,benchmarks/test_benchmarks.py convert/test_properties.py \
 	decoding/test_padded_drafts.py extensions/test_medusa.py kernels/test_tree_ops.py models/test_golden.py \
 	serving/test_prefix_cache.py sharding/test_partition.py training/test_refusals.py)

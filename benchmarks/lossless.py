@@ -176,9 +176,8 @@ def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
     turns = st.InterleavedDrafter(draft, perturbed(draft, NOISE, 1), "qqss")
     drafter, lookup = st.ModelDrafter(draft), st.NgramDrafter()
     branching = st.TreeTopology.from_branching((3, 2, 1))
-    deep = {"chain of 12": st.TreeTopology.chain(12)}  # more levels than are unrolled
     methods = [
-        *trees(drafter, TREES | deep),
+        *trees(drafter, TREES | {"chain of 12": st.TreeTopology.chain(12)}),
         Method("3 beams of 4", st.BeamDrafter(draft)),
         Method("dynamic tree of 16", st.DynamicDrafter(draft)),
         Method("prompt lookup", lookup, branching),

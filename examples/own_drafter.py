@@ -2,14 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 
 import stree_jax as st
 from stree_jax.testing import assert_lossless
 
 
-class PairTable(nnx.Module):
+class PairTable(st.Drafter):
     """Drafts a chain: the token that last followed the last two, again and again."""
 
     inner_layers = None  # it needs no hidden states of the target

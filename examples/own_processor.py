@@ -17,7 +17,7 @@ from stree_jax.testing import assert_lossless
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NoRepeats:
+class NoRepeats(st.LogitsProcessor):
     """Rules out tokens that would complete a run of `size` tokens of the output again."""
 
     size: int = dataclasses.field(metadata={"static": True})

@@ -13,12 +13,17 @@ from stree_jax.testing import assert_lossless
 
 
 @dataclasses.dataclass(frozen=True)  # hashable: compiled programs depend on it
-class ShortSteps:
+class ShortSteps(st.Verifier):
     """Cuts what another verifier accepts."""
 
     inner: st.Verifier
     most: int  # drafts that a step may accept
     name: str = "short steps"
+
+    @property
+    def follows_target(self):
+        """True if its tokens are the target's own, as those of the inner rule are."""
+        return self.inner.follows_target
 
     def check(self, drawn, topology, *, temperature_is_zero):
         """See `stree_jax.Verifier`. What the inner rule refuses is refused."""

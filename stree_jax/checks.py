@@ -13,7 +13,6 @@ from stree_jax.messages import shown
 __all__ = [
     "check_int",
     "check_names",
-    "lacking",
     "require",
     "require_integer",
 ]  # what an extension may use
@@ -58,13 +57,6 @@ def check_names(name: str, value: object) -> set[str]:
     ):
         return {*value}
     raise ValueError(f"{name} must be a list of names, got {shown(value)}")
-
-
-def lacking(value: object, protocol: type) -> str:
-    """Returns what an object lacks of a protocol, as the end of a message."""
-    names = [name for name in vars(protocol) if not name.startswith("_")]
-    without = [name for name in names if not hasattr(value, name)]
-    return f"; it has no {' and no '.join(without)}" if 0 < len(without) < len(names) else ""
 
 
 def require(condition: bool, message: str) -> None:

@@ -47,18 +47,6 @@ def _forget_programs():
     forget_many_programs()
 
 
-@pytest.fixture(autouse=True)
-def _loops(request, monkeypatch):
-    """In trees of more than two levels the draft model is compiled in a loop, not for every level.
-
-    It takes a fifth of the time of tests with such trees. Tests with the mark `unrolled`, slow ones
-    and those "as released" have the depth that users have.
-    """
-    marks = map(request.node.get_closest_marker, ("unrolled", "slow"))
-    if os.environ.get("STREE_JAX_TESTS") != "as released" and not any(marks):
-        monkeypatch.setattr("stree_jax.decoding.nodes.MAX_UNROLLED", 2)
-
-
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory):
     """Checkpoints of tiny models in the place of the embedded pair, with its tokenizer and tree."""

@@ -17,7 +17,7 @@ def drafted(tokens, topology):
     return st.DraftTree(tokens.astype(jnp.int32), tree, None, none, jnp.ones(len(tokens), bool))
 
 
-class Echo(nnx.Module):
+class Echo(st.Drafter):
     """Drafts the last token again; its state is a number per row."""
 
     def default_topology(self):
@@ -98,13 +98,12 @@ class Told(Echo):
         return None
 
 
-class Plain(nnx.Module):
-    """What the protocol requires, and attributes with the names of optional methods."""
+class Plain(st.Drafter):
+    """What the base requires."""
 
-    def __init__(self, model, models=None):
+    def __init__(self, model, others=None):
         self.inner = st.ModelDrafter(model)
-        self.models = nnx.data(models)
-        self.check = 0
+        self.others = nnx.data(others)
 
     def default_topology(self):
         return st.TreeTopology.chain(2)
@@ -124,11 +123,17 @@ class Plain(nnx.Module):
 
 
 class Answering(Plain):
-    """The same with the optional methods."""
+    """The same with abilities."""
+
+    inner_layers = None
 
     def __init__(self, model, limit=None):
         self.inner = st.ModelDrafter(model)
         self.limit = limit
+
+    def read(self, state, tokens, hidden, lengths):
+        assert hidden is None
+        return self.inner.read(state, tokens, hidden, lengths)
 
     def models(self):
         return [self.inner.model]
@@ -143,21 +148,26 @@ class Answering(Plain):
         return RankTrace([np.zeros((len(new), 3), int) for new in tokens], num_ranks)
 
 
-class NotAModule:
-    """A drafter with a leaf that is no array: itself."""
+class Holding(Echo):
+    """A drafter with a leaf that is no array."""
 
-    default_topology = init = read = propose = commit = st.NgramDrafter.init
+    def __init__(self):
+        self.table = nnx.data({1: "one"})
 
 
 # Verifiers.
 
 
 @dataclasses.dataclass(frozen=True)
-class Delegating:
+class Delegating(st.Verifier):
     """Wraps a built-in, as a user would to log or to change something."""
 
     inner: st.Verifier
     name: str = "delegating"
+
+    @property
+    def follows_target(self):
+        return self.inner.follows_target
 
     def check(self, drawn, topology, *, temperature_is_zero):
         self.inner.check(drawn, topology, temperature_is_zero=temperature_is_zero)
@@ -183,10 +193,11 @@ class AtMostOne(Delegating):
 
 
 @dataclasses.dataclass(frozen=True)
-class AcceptNothing:
+class AcceptNothing(st.Verifier):
     """Greedy, without drafts."""
 
     name: str = "accept_nothing"
+    follows_target = True
 
     def check(self, drawn, topology, *, temperature_is_zero):
         pass
@@ -196,9 +207,14 @@ class AcceptNothing:
         return st.Verdict(jnp.zeros_like(tokens), jnp.zeros_like(tokens), tokens)
 
 
-class Unhashable:
+class Nameless(st.Verifier):
+    """A verifier."""
+
+    check = verify = AcceptNothing.check
+
+
+class Unhashable(Nameless):
     """A verifier."""
 
     name = "unhashable"
     __hash__ = None
-    check = verify = type(st.VERIFIERS["greedy"]).check

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import jax
 
 import stree_jax as st
-from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.testing import PROMPTS, perturbed, tiny_model
 from tests.helpers import heads_of, mtp_head_of
 
@@ -18,7 +17,7 @@ KEY = jax.random.key(3)
 SAMPLED = dict(temperature=1.0, key=KEY)
 CHAIN = Topology.chain(3)
 TREE = Topology.from_branching((2, 2))
-DEEP = Topology.beam(2, MAX_UNROLLED + 2)
+DEEP = Topology.beam(2, 10)
 # Not in level order; its first children are a chain longer than the convolutions.
 RAGGED = Topology.from_parents([-1, 0, 1, 2, 0, 4, 2, 6, 3])
 

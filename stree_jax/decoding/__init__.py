@@ -1,6 +1,6 @@
 """Drafters, verifiers and the one loop that runs them."""
 
-from stree_jax.decoding.head_reader import HeadModel, HeadReader, outputs_ahead
+from stree_jax.decoding.head_reader import HeadModel, HeadReader
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.prompts import buffer_size, list_size
 from stree_jax.decoding.reader import (
@@ -32,7 +32,6 @@ __all__ = [
     "is_given",
     "list_size",
     "nodes_so_far",
-    "outputs_ahead",
     "position_noise",
     "prefill",
     "recorded",

@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from pallas_kernels import KVCache, NodeKV, replay_kv
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding.reader import nodes_so_far, recorded
+from stree_jax.decoding.reader import DraftModel, nodes_so_far, recorded
 from stree_jax.decoding.types import DraftTree, Verdict
 from stree_jax.models.cache import path_to
-from stree_jax.models.config import ModelConfig
-from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree
 
 
@@ -44,22 +41,13 @@ class HeadReader(NamedTuple):
     pending: HeadPending | None = None  # within a step
 
 
-class HeadModel(nnx.Module):
+class HeadModel(DraftModel):
     """A head on a target's states as a draft model: one attention layer first, and what follows it.
 
     A subclass sets `head` and `config`, and has `embedded`, `logits` and `check_target`.
     """
 
     head: Any  # with what a `DraftHead` has: `init_cache`, `entries`, `tree`
-    config: ModelConfig  # the target's
-
-    @property
-    def inner_layers(self) -> tuple[int, ...]:
-        """See `Drafter`: none, the states after the final norm alone."""
-        return ()
-
-    def check_target(self, target: HybridLM) -> None:
-        raise NotImplementedError
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """The embeddings of tokens."""
@@ -128,20 +116,16 @@ class HeadModel(nnx.Module):
         tree: Tree,
         nodes: np.ndarray | Int[Array, " Q"],
     ) -> tuple[Float32[Array, "B Q V"], HeadReader]:
-        """See `DraftModel`. The root is run alone."""
-        begins = isinstance(nodes, np.ndarray) and nodes[0] == 0
-        pending = None if begins else state.pending
-        if pending is None:
-            above, prefix = state.hidden[:, None], None
-        else:
-            parents = tree.parents[:, jnp.minimum(nodes, tree.parents.shape[1] - 1), None]
-            above, prefix = jnp.take_along_axis(pending.hidden, parents, axis=1), pending.kv
-        output, kv = self.outputs(tokens, above, nodes_so_far(tree, nodes), state.kv, prefix)
-        hidden = output
-        if pending is not None:
-            hidden = jnp.concatenate([pending.hidden, output], axis=1)
-        record = recorded(pending, HeadPending(kv, hidden), nodes)
-        return self.logits(output), state._replace(pending=record)
+        own, pending = nodes_so_far(tree, nodes), state.pending
+        if isinstance(nodes, np.ndarray):
+            output, kv = self.outputs(tokens, state.hidden[:, None], own, state.kv, None)
+            return self.logits(output), state._replace(pending=HeadPending(kv, output))
+        assert pending is not None  # there is a root above
+        parents = tree.parents[:, jnp.minimum(nodes, tree.parents.shape[1] - 1), None]
+        above = jnp.take_along_axis(pending.hidden, parents, axis=1)
+        output, kv = self.outputs(tokens, above, own, state.kv, pending.kv)
+        record = HeadPending(kv, jnp.concatenate([pending.hidden, output], axis=1))
+        return self.logits(output), state._replace(pending=recorded(pending, record, nodes))
 
     def rest(self, state: HeadReader) -> HeadReader:
         """See `DraftModel`: drafts of a step leave nothing behind."""
@@ -231,6 +215,3 @@ class HeadModel(nnx.Module):
             hidden=jnp.where(runs[:, None], new, state.hidden),
             known=state.known | runs,
         )
-
-
-outputs_ahead = HeadModel.outputs_ahead  # as a function

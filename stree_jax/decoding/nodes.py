@@ -4,25 +4,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 
 from stree_jax.array_types import Array, Int
 
-# Trees with more levels are grown by a loop. Unrolled levels need no padding, but compile longer.
-MAX_UNROLLED = 8
 
-Nodes = np.ndarray | Int[Array, " _"]
-
-
-def unrolls(num_levels: int) -> bool:
-    """Whether a tree with this many levels is grown without a loop."""
-    return num_levels <= MAX_UNROLLED
-
-
-def put(buffer: Array, nodes: Nodes, values: Array) -> Array:
-    """Writes the values of consecutive nodes, those that the tree does not have left out."""
-    if isinstance(nodes, np.ndarray):
-        return lax.dynamic_update_slice_in_dim(buffer, values, int(nodes[0]), axis=1)
+def put(buffer: Array, nodes: np.ndarray | Int[Array, " _"], values: Array) -> Array:
+    """Writes the values of nodes, those that the tree does not have left out."""
     return buffer.at[:, nodes].set(values, mode="drop")
 
 

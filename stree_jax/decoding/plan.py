@@ -12,10 +12,9 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
-from stree_jax.checks import check_int, lacking
+from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.base import (
     Drafter,
-    check_request,
     draft_models,
     drawn_by,
     with_tokens_of,
@@ -48,7 +47,6 @@ from stree_jax.decoding.verifiers import (
     LOSSY_VERIFIERS,
     Verifier,
     default_verifier,
-    follows_target,
     verifier_of,
 )
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
@@ -144,7 +142,8 @@ def plan(
     _check_placement(model, drafter)
     topology = _checked_topology(topology, drafter, vocab_size)
     drafter = with_tokens_of(drafter, model)
-    check_request(drafter, model, topology, temperature_is_zero=temperature_is_zero)
+    if drafter is not None:
+        drafter.check(model, topology, temperature_is_zero=temperature_is_zero)
     chosen = _checked_verifier(verifier, drafter, topology, temperature_is_zero)
     if not (lossy or is_lossless(chosen)):
         raise ValueError(
@@ -181,9 +180,8 @@ def _row_of(own: Options, model: HybridLM) -> Row:
     check_int("top_log_probs", own.top_log_probs, 0, vocab_size)
     eos_token, of_rules = own.eos_token, []
     for processor in own.processors:
-        if callable(check := getattr(processor, "check", None)):
-            check(vocab_size)
-        of_rules += [end for end in getattr(processor, "end_tokens", ()) if end < vocab_size]
+        processor.check(vocab_size)
+        of_rules += [end for end in processor.end_tokens if end < vocab_size]
     if eos_token is None:
         eos_token = [*np.ravel([] if ends is None else ends).tolist(), *of_rules]
     end_tokens = listed_eos_tokens(eos_token, vocab_size)
@@ -198,23 +196,20 @@ def _row_of(own: Options, model: HybridLM) -> Row:
 def is_lossless(verifier: str | Verifier | None) -> bool:
     """True if a verifier (or its name) keeps the target's tokens or their distribution."""
     rule = LOSSY_VERIFIERS.get(verifier) if isinstance(verifier, str) else verifier
-    return getattr(rule, "lossless", True)
+    return rule is None or rule.lossless
 
 
 def _check_drafter(drafter: Drafter | None) -> None:
     if drafter is None:
         return
-    if isinstance(drafter, type) or not isinstance(drafter, Drafter):
+    if not isinstance(drafter, Drafter):
         raise ValueError(
-            "drafter must be a ModelDrafter(...), an NgramDrafter(...) or another object with the"
-            f" methods of stree_jax.Drafter, got {shown(drafter)}{lacking(drafter, Drafter)}"
+            "drafter must be a ModelDrafter(...), an NgramDrafter(...) or of another class derived"
+            f" from stree_jax.Drafter, got {shown(drafter)}"
         )
     for leaf in jax.tree.leaves(drafter):
         if not isinstance(leaf, jax.Array | np.ndarray | numbers.Number):
-            raise ValueError(
-                f"drafter must be a pytree of arrays, and has a leaf {shown(leaf)}; derive its"
-                " class from flax.nnx.Module, or register it with jax.tree_util"
-            )
+            raise ValueError(f"drafter must be a pytree of arrays, and has a leaf {shown(leaf)}")
 
 
 def _check_placement(model: HybridLM, drafter: Drafter | None) -> None:
@@ -248,7 +243,7 @@ def _checked_topology(
         raise ValueError(
             f"a tree of {topology.num_nodes} nodes needs a drafter: pass drafter=ModelDrafter(...)"
         )
-    if topology.is_budget and drafter is not None and not getattr(drafter, "chooses_shape", False):
+    if topology.is_budget and drafter is not None and not drafter.chooses_shape:
         raise ValueError(
             f"TreeTopology.budget({topology.num_nodes}, {topology.depth}) is a size, for drafters"
             f" that choose the shape, such as DynamicDrafter; {type(drafter).__name__} takes a"
@@ -368,7 +363,7 @@ def check_together(rows: Sequence[Row], rule: Verifier, where: str, apart: str) 
                 )
     if all(row.is_greedy == rows[0].is_greedy for row in rows):
         return
-    if not follows_target(rule):
+    if not rule.follows_target:
         raise ValueError(
             f"temperature = {float(rows[0].options.temperature)}: verifier {rule.name!r} cannot"
             f" decode temperature 0 and others together; use 'target_only', or {apart}"

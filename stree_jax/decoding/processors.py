@@ -6,8 +6,9 @@ logits at every node with that node's state. After a step a row's state is advan
 emitted path. So a tree gives the text of autoregressive decoding with the same processors.
 """
 
+import abc
 import functools
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +16,14 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Int
-from stree_jax.decoding.nodes import put, take, unrolls
+from stree_jax.decoding.nodes import put, take
 from stree_jax.decoding.prompts import Context
 from stree_jax.decoding.rule_rows import classes_of, per_row
 from stree_jax.tree import Tree, TreeTopology
 
 
-@runtime_checkable
-class LogitsProcessor(Protocol):
-    """Changes the logits of the next token; `generate(processors=[...])` takes several.
+class LogitsProcessor(abc.ABC):
+    """Changes the logits of the next token: the base of all that `generate(processors=...)` takes.
 
     A processor is a frozen dataclass, registered with `jax.tree_util.register_dataclass`. Its
     fields are numbers, arrays, or static (`dataclasses.field(metadata={"static": True})`). In the
@@ -31,30 +31,42 @@ class LogitsProcessor(Protocol):
     front; an array in a field with `metadata={"shared": True}`, such as a table, is one for all
     rows, and stays as it is.
 
-    A state is a pytree of arrays with the batch axis first, or None. All methods are traced. It
-    may also have a method `check(vocab_size)`, which is called in Python and raises ValueError if
-    the processor does not fit a vocabulary, and a static field `end_tokens`: tokens that end a row,
-    beside those of the model.
+    A state is a pytree of arrays with the batch axis first, or None. Methods other than `check` are
+    traced.
+
+    Attributes:
+        end_tokens: tokens that end a row, beside those of the model; static.
     """
 
+    end_tokens: tuple[int, ...] = ()
+
+    def check(self, vocab_size: int) -> None:
+        """Refuses a vocabulary that it does not fit.
+
+        Raises:
+            ValueError: ids or tables of another size.
+        """
+        return None
+
     def init(self, context: Context, vocab_size: int) -> Any:
-        """The state of each row after its text so far.
+        """The state of each row after its text so far; without one None.
 
         Args:
             context: the prompts. All of a prompt is read, its last token included.
             vocab_size: number of tokens, V.
         """
-        ...
+        return None
 
     def advance(self, state: Any, tokens: Int[Array, "B Q"]) -> Any:
-        """The states after one more token each.
+        """The states after one more token each; without a state None.
 
         Args:
             state: states of Q nodes of each row: arrays `[B, Q, ...]`.
             tokens: a token for each. That of a node that does not exist may be any number.
         """
-        ...
+        return None
 
+    @abc.abstractmethod
     def __call__(self, logits: Float[Array, "B Q V"], state: Any, /) -> Float[Array, "B Q V"]:
         """The logits after the rule; `-inf` rules a token out.
 
@@ -62,7 +74,6 @@ class LogitsProcessor(Protocol):
             logits: logits of the target or of a draft model, before temperature and filters.
             state: the states at these nodes, as for `advance`.
         """
-        ...
 
 
 class Processing(NamedTuple):
@@ -79,7 +90,7 @@ class Processing(NamedTuple):
     states: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, processors: tuple[LogitsProcessor, ...], states: tuple[Any, ...]) -> "Processing":
+    def of(cls, processors: tuple[Any, ...], states: tuple[Any, ...]) -> "Processing":
         """Both, if they belong together."""
         if len(processors) != len(states):
             raise ValueError(
@@ -148,14 +159,9 @@ class Processing(NamedTuple):
         start, parents = self.room(topology.num_nodes), np.array(topology.parents, np.int32)
 
         def by_level() -> Any:
-            depths, states = np.array(topology.depths), start
+            depths = np.array(topology.depths)
             levels = [np.flatnonzero(depths == depth + 1) for depth in range(topology.depth)]
-            if unrolls(len(levels)):
-                for nodes in levels:
-                    states = self.grown(states, nodes, parents[nodes], tokens[:, nodes])
-                return states
-            width = max(map(len, levels))  # padding is outside the tree
-            outside = topology.num_nodes
+            width, outside = max(map(len, levels)), topology.num_nodes
             padded = [
                 np.pad(nodes, (0, width - len(nodes)), constant_values=outside) for nodes in levels
             ]
@@ -164,7 +170,7 @@ class Processing(NamedTuple):
                 nodes = jnp.array(padded)[at]
                 return self.grown(states, nodes, jnp.array(parents)[nodes], tokens[:, nodes])
 
-            return lax.fori_loop(0, len(levels), level, states)
+            return lax.fori_loop(0, len(levels), level, start)
 
         def by_parents() -> Any:
             def one_pass(depth: Any, states: Any) -> Any:
@@ -211,7 +217,7 @@ class Processing(NamedTuple):
         )
 
 
-def _advanced(processor: LogitsProcessor, state: Any, tokens: Array) -> Any:
+def _advanced(processor: Any, state: Any, tokens: Array) -> Any:
     after = processor.advance(state, tokens)
     before, now = (
         jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", s) for s in (state, after)
@@ -224,9 +230,7 @@ def _advanced(processor: LogitsProcessor, state: Any, tokens: Array) -> Any:
     return after
 
 
-def first_states(
-    processors: tuple[LogitsProcessor, ...], context: Context, vocab_size: int
-) -> tuple[Any, ...]:
+def first_states(processors: tuple[Any, ...], context: Context, vocab_size: int) -> tuple[Any, ...]:
     """The states of processors after the texts."""
     classes = classes_of(processors)
     return _first_states(processors, context, vocab_size, classes) if processors else ()
@@ -234,7 +238,7 @@ def first_states(
 
 @functools.partial(jax.jit, static_argnames=("vocab_size", "classes"))
 def _first_states(
-    processors: tuple[LogitsProcessor, ...],
+    processors: tuple[Any, ...],
     context: Context,
     vocab_size: int,
     classes: tuple[type, ...],

@@ -1,7 +1,8 @@
-"""Draft models: the protocol, and a whole model as one, with the nodes that it has run."""
+"""Draft models: their base, and a whole model as one, with the nodes that it has run."""
 
+import abc
 import functools
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,35 +34,34 @@ from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import Tree, first_nodes
 
 
-@runtime_checkable
-class DraftModel(Protocol):
+class DraftModel(nnx.Module):
     """The model that drafters of trees run: `WholeModel`, or a head on the target's hidden states.
 
-    It is a pytree, such as a `flax.nnx.Module`, and its verbs are those of a `Drafter`. Its state
-    is a NamedTuple of arrays, whose field `pending` has what `run` keeps of the nodes: axis 1 of
-    its arrays are the nodes. No verb changes the state that it gets.
+    Its verbs are those of a `Drafter`. Its state is a NamedTuple of arrays, whose field `pending`
+    has what `run` keeps of the nodes: axis 1 of its arrays are the nodes. No verb changes the state
+    that it gets.
 
-    In a step: `run` once or several times, then `rest`; `commit` when the target has verified.
+    In a step: `run` for the root and then for each level, then `rest`; `commit` when the target has
+    verified.
+
+    Attributes:
+        config: vocabulary and width are the target's.
+        inner_layers: which hidden states of the target it needs, see `Drafter`.
+        outputs_ahead: a method for `tune`, see `HeadModel`; None: it reads tokens alone.
     """
 
-    @property
-    def config(self) -> ModelConfig:
-        """Vocabulary and width are the target's."""
-        ...
-
-    @property
-    def inner_layers(self) -> tuple[int, ...] | None:
-        """Which hidden states of the target it needs, see `Drafter`."""
-        ...
+    config: ModelConfig
+    inner_layers: tuple[int, ...] | None = ()
+    outputs_ahead: Any = None
 
     def check_target(self, target: HybridLM) -> None:
-        """Refuses a target that this is not a draft model of.
+        """Refuses a target that this is not a draft model of; it has the vocabulary.
 
         Raises:
             ValueError: heads of another model.
         """
-        ...
 
+    @abc.abstractmethod
     def init(self, batch: int, num_nodes: int, max_length: int) -> Any:
         """The state before the first token of a text.
 
@@ -70,8 +70,8 @@ class DraftModel(Protocol):
             num_nodes: nodes that the drafter runs in a step.
             max_length: most tokens of a row.
         """
-        ...
 
+    @abc.abstractmethod
     def read(
         self,
         state: Any,
@@ -80,12 +80,12 @@ class DraftModel(Protocol):
         lengths: Int[Array, " B"],
     ) -> Any:
         """The state after the next tokens of a text, see `Drafter.read`."""
-        ...
 
     def ready(self, state: Any) -> Bool[Array, " B"] | None:
         """Rows that can draft; None: all of them."""
-        ...
+        return None
 
+    @abc.abstractmethod
     def run(
         self,
         state: Any,
@@ -99,20 +99,19 @@ class DraftModel(Protocol):
             state: the state.
             tokens: the tokens of `nodes`.
             tree: the tree that the drafter runs, or a part with these nodes and all before them.
-            nodes: consecutive nodes. A NumPy array is static: then nodes are appended to those run
-                before, and those from node 0 on begin a step. A traced array is for loops: the
-                nodes are of one level, `pending` has room for the whole tree, and nodes that the
-                tree does not have are padding.
+            nodes: consecutive nodes. A NumPy array is static: the root, which begins a step. A
+                traced array is of a loop: the nodes are of one level, `pending` has room for the
+                whole tree, and nodes that the tree does not have are padding.
 
         Returns:
             Logits of the target's tokens, and the state for the next `run`.
         """
-        ...
 
     def rest(self, state: Any) -> Any:
         """The state after the last `run` of a step, without what no later step needs."""
-        ...
+        return state
 
+    @abc.abstractmethod
     def commit(
         self,
         state: Any,
@@ -131,7 +130,6 @@ class DraftModel(Protocol):
                 Deeper nodes of a path have higher indices.
             draft, verdict, hidden: see `Drafter.commit`.
         """
-        ...
 
 
 class Reader(NamedTuple):
@@ -144,7 +142,7 @@ class Reader(NamedTuple):
     has_catch_up: Bool[Array, "B C"]
 
 
-class WholeModel(nnx.Module):
+class WholeModel(DraftModel):
     """A `HybridLM` as a draft model.
 
     It does not run all nodes of a draft tree: never the leaves. What is accepted beyond the nodes
@@ -168,12 +166,9 @@ class WholeModel(nnx.Module):
         self.num_catch_up = num_catch_up
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> ModelConfig:  # type: ignore[override]
         """The model's."""
         return self.model.config
-
-    def check_target(self, target: HybridLM) -> None:
-        """See `DraftModel`: it serves any target with its vocabulary."""
 
     def init(self, batch: int, num_nodes: int, max_length: int) -> Reader:
         sizes = batch, num_nodes + self.num_catch_up, max_length, self.num_catch_up
@@ -197,9 +192,6 @@ class WholeModel(nnx.Module):
         cache, catch_up = _after_text(self.model, *slots, tokens, lengths, cache)
         return state._replace(cache=cache, path=path, catch_up=catch_up)
 
-    def ready(self, state: Reader) -> None:
-        """See `DraftModel`."""
-
     def run(
         self,
         state: Reader,
@@ -208,7 +200,10 @@ class WholeModel(nnx.Module):
         nodes: np.ndarray | Int[Array, " Q"],
         num_logits: int | None = None,
     ) -> tuple[Float32[Array, "B Z V"], Reader]:
-        """See `DraftModel`; `num_logits`: logits of the last Z queries only, None: of all."""
+        """See `DraftModel`; static nodes after the root are appended to those run before.
+
+        `num_logits`: logits of the last Z queries only; None: of all.
+        """
         own, num_before = below_catch_up(tree, state.has_catch_up), self.num_catch_up
         num_logits = tokens.shape[1] if num_logits is None else num_logits
         begins = isinstance(nodes, np.ndarray) and nodes[0] == 0
@@ -222,10 +217,6 @@ class WholeModel(nnx.Module):
         )
         pending = recorded(state.pending, record, num_before + nodes)
         return self.model.without_padding(logits), state._replace(cache=cache, pending=pending)
-
-    def rest(self, state: Reader) -> Reader:
-        """See `DraftModel`: the next step replays a path of the record."""
-        return state
 
     def commit(
         self,
@@ -260,14 +251,10 @@ def draft_model(model: Any) -> Any:
     """Returns a user's model as a `DraftModel`: heads are one, a `HybridLM` is wrapped."""
     if isinstance(model, HybridLM):
         return WholeModel(model)
-    verbs = [name for name in vars(DraftModel) if name[0] != "_"]
-    missing = [name for name in verbs if not hasattr(model, name)]
-    if missing == verbs:
-        check_model(model)
-    if missing:
+    if not isinstance(model, DraftModel):
         raise ValueError(
-            f"model must be a HybridLM or a DraftModel, and {type(model).__name__} has no"
-            f" {', '.join(missing)}; see stree_jax.decoding.DraftModel"
+            f"model must be a HybridLM, got {type(model).__name__}; load one with from_pretrained,"
+            " or derive the class of a head from stree_jax.decoding.DraftModel"
         )
     return model
 

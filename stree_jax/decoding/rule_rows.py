@@ -22,25 +22,18 @@ _Rule = typing.TypeVar("_Rule")
 
 @typing.dataclass_transform(frozen_default=True)
 def rule(cls: type[_Rule]) -> type[_Rule]:
-    """Makes a frozen dataclass and pytree of a class; a `__repr__` of its own stays.
-
-    Types are not checked: jax makes objects with leaves that are specs, placeholders or None.
-    """
+    """Makes a frozen dataclass and pytree of a class; a `__repr__` of its own stays."""
+    # Types are not checked: jax makes objects with leaves that are specs, placeholders or None.
     own = dataclasses.dataclass(frozen=True, repr=cls.__repr__ is object.__repr__)(cls)
     return typing.no_type_check(jax.tree_util.register_dataclass(own))
 
 
 @rule
 class ForRows:
-    """A filter or processor of some rows.
-
-    Attributes:
-        rule: the filter or processor.
-        used: the rows that it is for.
-    """
+    """A filter or processor of some rows."""
 
     rule: Any
-    used: Bool[Array, " B"]
+    used: Bool[Array, " B"]  # the rows that it is for
 
     def init(self, context: Context, vocab_size: int) -> Any:
         return self.rule.init(context, vocab_size)
@@ -75,12 +68,11 @@ def check_rules(rules: object, protocol: type, name: str, example: str) -> None:
     """Refuses invalid filters or processors of a text, the option of this name."""
     if not isinstance(rules, list | tuple):
         raise ValueError(f"{name} must be a list such as [{example}], got {shown(rules)}")
-    methods = "methods" if hasattr(protocol, "advance") else "method"
     for one in rules:
         if isinstance(one, type) or not isinstance(one, protocol):
             raise ValueError(
-                f"{name} must be {example.split('(')[0]}(...) or other objects with the"
-                f" {methods} of st.{protocol.__name__}, got {shown(one)}"
+                f"{name} must be {example.split('(')[0]}(...) or other objects that are a"
+                f" st.{protocol.__name__}, got {shown(one)}"
             )
         leaves = jax.tree.leaves(one, is_leaf=lambda leaf: leaf is None)
         numeric = all(isinstance(leaf, numbers.Real | np.ndarray | jax.Array) for leaf in leaves)

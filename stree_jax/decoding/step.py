@@ -29,7 +29,7 @@ from stree_jax.decoding.types import (
     TokenLogProbs,
     Verdict,
 )
-from stree_jax.decoding.verifiers import Verifier, follows_target
+from stree_jax.decoding.verifiers import Verifier
 from stree_jax.models.cache import Cache, Pending, path_to
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
@@ -131,7 +131,7 @@ def _draft_and_verify(
         f"{type(verifier).__name__}.verify", verdict, Verdict(of_rows, of_rows, of_rows)
     )
     # A rule that only compares logits gives equal verdicts where logits are equal.
-    if not (follows_target(verifier) and sampling.temperature_is_zero):
+    if not (verifier.follows_target and sampling.temperature_is_zero):
         verdict = model.shard.broadcast_from_first(verdict)
     on_path = draft.tree.on_path(verdict.last)
     nodes = draft.tree.at_depth(on_path, jnp.arange(topology.depth + 2, dtype=jnp.int32)[None])

@@ -1,7 +1,7 @@
 """The library's logits processors: bias, banned and allowed tokens, minimum length, penalties.
 
-Penalties are for the tokens of the text. Their states are a bit per token, whether the text has it,
-or a count per token of the output.
+Penalties are for the tokens of the text. Their states are which tokens of the vocabulary it has, or
+how often.
 """
 
 import dataclasses
@@ -14,18 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.array_types import Array, Bool, Float, Int, UInt32
+from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int, is_above_zero, is_number
-from stree_jax.decoding.prompts import Context, list_size
+from stree_jax.decoding.processors import LogitsProcessor
+from stree_jax.decoding.prompts import list_size
 from stree_jax.decoding.rule_rows import is_given, per_row, rule
 from stree_jax.messages import shown
 
 _NO_TOKEN = np.iinfo(np.int32).max  # pads lists of ids; beyond any vocabulary
-_BITS = 32  # of a word
-_PLACES = np.arange(_BITS, dtype=np.uint32)
 
 
-class _Stateless:
+class _Stateless(LogitsProcessor):
     """A processor that does not depend on the text."""
 
     def __repr__(self) -> str:
@@ -35,12 +34,6 @@ class _Stateless:
             return f"{type(self).__name__}({', '.join(map(str, parts))})"
         kept = [part[parts[0] != _NO_TOKEN].tolist() for part in parts]
         return f"{type(self).__name__}({dict(zip(*kept, strict=True)) if kept[1:] else kept[0]})"
-
-    def init(self, context: Context, vocab_size: int) -> None:
-        """See `LogitsProcessor`."""
-
-    def advance(self, state: None, tokens: Int[Array, "B Q"]) -> None:
-        """See `LogitsProcessor`."""
 
 
 @rule
@@ -89,11 +82,7 @@ class LogitBias(_Stateless):
 @typing.no_type_check
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Listed(_Stateless):
-    """A processor about the tokens of a list.
-
-    Attributes:
-        ids: the token ids, padded.
-    """
+    """A processor about the tokens of a list."""
 
     ids: Any
 
@@ -135,23 +124,16 @@ class AllowedTokens(_Listed):
 
 
 @rule
-class MinNewTokens:
-    """Rules end tokens out until a row has some new tokens: the option `min_new_tokens`.
+class MinNewTokens(LogitsProcessor):
+    """Rules end tokens out until a row has some new tokens: the option `min_new_tokens`."""
 
-    Attributes:
-        least: how many come first, `[B]`.
-        ends: the end tokens of each row, `[B, Y]`, padded with -1.
-    """
+    least: Any  # how many come first, `[B]`
+    ends: Any  # the end tokens of each row, `[B, Y]`, padded with -1
 
-    least: Any
-    ends: Any
-
-    def init(self, context: Context, vocab_size: int) -> Int[Array, " B"]:
-        """New tokens so far: none."""
+    def init(self, context, vocab_size):
         return jnp.zeros(len(context.length), jnp.int32)
 
-    def advance(self, state: Int[Array, "B Q"], tokens: Int[Array, "B Q"]) -> Int[Array, "B Q"]:
-        """One more."""
+    def advance(self, state, tokens):
         return state + 1
 
     def __call__(self, logits, state, /):
@@ -188,7 +170,7 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
 
 
 @rule
-class RepetitionPenalty:
+class RepetitionPenalty(LogitsProcessor):
     """Divides positive logits, and multiplies negative ones, of all tokens of prompt and output.
 
     CTRL (Keskar et al., 2019, arXiv:1909.05858), as transformers and vLLM apply it.
@@ -203,19 +185,23 @@ class RepetitionPenalty:
         _check_number("RepetitionPenalty", self.penalty, "a number above 0")
 
     def init(self, context, vocab_size):
-        return _bits_of(context, vocab_size)
+        batch, places = context.tokens.shape
+        is_there = jnp.arange(places, dtype=jnp.int32)[None] < context.length[:, None]
+        token = jnp.where(is_there, context.tokens, vocab_size)
+        none = jnp.zeros((batch, vocab_size), bool)
+        return none.at[jnp.arange(batch, dtype=jnp.int32)[:, None], token].set(True, mode="drop")
 
     def advance(self, state, tokens):
-        return _with_bit(state, tokens)
+        return state | jax.nn.one_hot(tokens, state.shape[-1], dtype=bool)
 
     def __call__(self, logits, state, /):
         penalty = per_row(self.penalty, logits)
         penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
-        return jnp.where(_seen(state, logits.shape[-1]), penalised, logits)
+        return jnp.where(state, penalised, logits)
 
 
 @rule
-class PresencePenalty:
+class PresencePenalty(LogitsProcessor):
     """Subtracts from the logits of all tokens that the output has, as OpenAI's API and vLLM do.
 
     Attributes:
@@ -228,18 +214,17 @@ class PresencePenalty:
         _check_number("PresencePenalty", self.penalty)
 
     def init(self, context, vocab_size):
-        return jnp.zeros((len(context.length), -(-vocab_size // _BITS)), jnp.uint32)
+        return jnp.zeros((len(context.length), vocab_size), bool)
 
     def advance(self, state, tokens):
-        return _with_bit(state, tokens)
+        return state | jax.nn.one_hot(tokens, state.shape[-1], dtype=bool)
 
     def __call__(self, logits, state, /):
-        seen = _seen(state, logits.shape[-1])
-        return jnp.where(seen, logits - per_row(self.penalty, logits), logits)
+        return jnp.where(state, logits - per_row(self.penalty, logits), logits)
 
 
 @rule
-class FrequencyPenalty:
+class FrequencyPenalty(LogitsProcessor):
     """Subtracts from a token's logit for each time that the output has it, as OpenAI's API does.
 
     Attributes:
@@ -265,28 +250,3 @@ def _check_number(name: str, value: Any, wanted: str = "a number") -> None:
     is_right = is_number if wanted == "a number" else is_above_zero
     if is_given(value) and not is_right(value):
         raise ValueError(f"{name} takes {wanted}, got {shown(value)}")
-
-
-def _bits_of(context: Context, vocab_size: int) -> UInt32[Array, "B words"]:
-    """A bit for each token of the vocabulary: whether the text has it."""
-    batch, places = context.tokens.shape
-    words = -(-vocab_size // _BITS)
-    is_there = jnp.arange(places, dtype=jnp.int32)[None] < context.length[:, None]
-    token = jnp.where(is_there, context.tokens, words * _BITS)
-    none = jnp.zeros((batch, words * _BITS), bool)
-    has = none.at[jnp.arange(batch, dtype=jnp.int32)[:, None], token].set(True, mode="drop")
-    bits = has.reshape(batch, words, _BITS).astype(jnp.uint32) << _PLACES[None, None]
-    return bits.sum(axis=-1, dtype=jnp.uint32)
-
-
-def _with_bit(
-    bits: UInt32[Array, "B Q words"], tokens: Int[Array, "B Q"]
-) -> UInt32[Array, "B Q words"]:
-    word, bit = tokens[..., None] // _BITS, (tokens[..., None] % _BITS).astype(jnp.uint32)
-    places = jnp.arange(bits.shape[-1], dtype=jnp.int32)[None, None]
-    return jnp.where(places == word, bits | (jnp.uint32(1) << bit), bits)
-
-
-def _seen(bits: UInt32[Array, "B Q words"], vocab_size: int) -> Bool[Array, "B Q V"]:
-    has = (bits[..., None] >> _PLACES[None, None, None]) & 1
-    return has.reshape(*bits.shape[:-1], -1)[..., :vocab_size].astype(bool)

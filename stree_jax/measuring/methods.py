@@ -15,7 +15,7 @@ from stree_jax.decoding.generate import generate
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import Generation
-from stree_jax.decoding.verifiers import Verifier, follows_target
+from stree_jax.decoding.verifiers import Verifier
 from stree_jax.measuring.clock import Progress, memory_of, silent, speeds, summary, timed_rounds
 from stree_jax.measuring.costs import drafting
 from stree_jax.mesh.partition import ONE_DEVICE
@@ -45,7 +45,7 @@ class Method(NamedTuple):
         """True if its tokens are those of the comparison's target with the same key."""
         asked = self.planned(target, **request)
         # Above temperature 0, rules that test drafts have their own random numbers.
-        is_exact = asked.sampling.temperature_is_zero or follows_target(asked.decoder.verifier)
+        is_exact = asked.sampling.temperature_is_zero or asked.decoder.verifier.follows_target
         return is_exact and self.target is None
 
     def options(self) -> dict[str, Any]:

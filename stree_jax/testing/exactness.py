@@ -74,11 +74,11 @@ def assert_lossless(
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
     for temperature in temperatures:
         request = plan(model, prompts, temperature=temperature, **common, **drafts)
-        if not getattr(request.decoder.verifier, "follows_target", True):
+        if not request.decoder.verifier.follows_target:
             raise ValueError(
                 f"verifier {request.decoder.verifier.name!r} keeps the target's distribution, not"
                 f" its tokens, at temperature {temperature}; test it with assert_same_distribution,"
-                " or pass verifier='target_only'"
+                " pass verifier='target_only', or give a rule of your own follows_target = True"
             )
         cached = dict(temperature=temperature, return_cache=True, **common)
         want = generate(model, prompts, **cached)

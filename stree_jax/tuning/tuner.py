@@ -216,7 +216,7 @@ def _check(target: HybridLM, drafter: Drafter | None, prompts: Any) -> None:
         raise ValueError(
             "drafter is None; tune chooses a tree for a drafter such as ModelDrafter(...)"
         )
-    if getattr(drafter, "chooses_shape", False):
+    if drafter.chooses_shape:
         raise ValueError(
             f"{type(drafter).__name__} chooses its trees itself; tune a ModelDrafter of its model"
         )
@@ -230,11 +230,10 @@ def _traced(
 ) -> RankTrace:
     """The ranks of what the target wrote, by the drafter's own method if it has one."""
     num_ranks = min(NUM_RANKS, target.config.vocab_size)
-    own = getattr(drafter, "rank_trace", None)  # see `Drafter`
-    if callable(own):
-        return own(target, request, written, num_ranks)
-    head = drafter.model if isinstance(drafter, ModelDrafter) else drafter
-    if hasattr(head, "outputs_ahead"):  # see `HeadModel`
+    if drafter.rank_trace is not None:
+        return drafter.rank_trace(target, request, written, num_ranks)
+    head = drafter.draft_model if isinstance(drafter, ModelDrafter) else drafter
+    if head.outputs_ahead is not None:
         return head_trace(drafter, head, target, request, written, num_ranks)
     return rank_trace(drafter, target, request, written, num_ranks)
 

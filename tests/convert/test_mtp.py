@@ -12,7 +12,6 @@ import stree_jax as st
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.convert import convert, open_checkpoint
 from stree_jax.convert.writing import written_as
-from stree_jax.decoding import outputs_ahead
 from stree_jax.testing import CONFIGS, HYBRIDS
 from tests.convert import checkpoints
 from tests.convert.checkpoints import inspected
@@ -237,7 +236,7 @@ def test_heads_of_tiny_checkpoints_are_those_of_float64(name):
         drafted = want[f"mtp_draft_{prompt}"]
         tokens = jax.numpy.asarray([[*tokens, drafted]], "int32")
         hidden = jax.numpy.asarray([[*hidden, hidden[0]]])  # the draft's is not read
-        first, second = (model.logits(out)[0] for out in outputs_ahead(model, tokens, hidden, 2))
+        first, second = (model.logits(out)[0] for out in model.outputs_ahead(tokens, hidden, 2))
         got, exact = first[:-2], want[f"mtp_logits_{prompt}"]
         np.testing.assert_allclose(got, exact, atol=2e-5)
         assert int(got[-1].argmax()) == drafted

@@ -15,7 +15,7 @@ SIZE = 37  # tokens of the tiny models
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Walk:
+class Walk(st.LogitsProcessor):
     """A token is allowed if the table has a state after it.
 
     Attributes:

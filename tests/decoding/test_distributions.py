@@ -9,7 +9,6 @@ import functools
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.testing import assert_same_distribution, random_model
 from tests.helpers import heads_of
 from tests.methods import TREE
@@ -43,10 +42,7 @@ SPECIAL = {
     "autoregressive": (lambda *_: None, {}),
     "chain": (of_draft, FILTERED | dict(topology=st.TreeTopology.chain(2))),
     "traversal": (of_draft, TRAVERSAL | dict(topology=TREE)),
-    "deep traversal": (
-        of_draft,
-        TRAVERSAL | dict(topology=st.TreeTopology.chain(MAX_UNROLLED + 1)),
-    ),
+    "deep traversal": (of_draft, TRAVERSAL | dict(topology=st.TreeTopology.chain(9))),
 }
 SLOW = SPECIAL | {
     **{

@@ -68,7 +68,6 @@ OF_EACH_DRAFTER = (
     *("chain of 6", "deep", "beam", "dynamic", "lookup tree", "heads", "mtp head", "turns"),
     *("cascade", "cascade of lookup"),
 )
-UNROLLED = "paper A"  # other trees of more than two levels are looped
 TABLE = [
     *(("plain", method, "zero") for method in METHODS if method not in ELSEWHERE + RARE),
     *(("plain", method, "mixed") for method in (*MIXED, "beam", "turns", "best of heads")),
@@ -142,7 +141,6 @@ def cells():
     for cell in sorted(TABLE + SLOW, key=lambda cell: (cell[0] == "plain", cell)):
         marks = [pytest.mark.slow] if cell in left else []
         marks += [pytest.mark.thorough] if cell not in QUICK else []
-        marks += [pytest.mark.unrolled] if cell[1] == UNROLLED else []
         yield pytest.param(*cell, id=" | ".join(cell), marks=marks)
 
 

@@ -1,4 +1,4 @@
-"""Drafters and verifiers that users write, and what the optional methods of a drafter do."""
+"""Drafters and verifiers that users write, and what the abilities of a drafter do."""
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,6 @@ def test_a_drafter_says_how_children_are_drawn_or_is_taken_as_it_is(said):
             return said
 
     drafter = (Saying if said else Plain)(perturbed(tiny_model(), 0.1))
-    assert isinstance(drafter, st.Drafter)
     assert draft_models(None) == draft_models(st.NgramDrafter()) == []
     drawn = drawn_by(drafter, CHAIN, temperature_is_zero=said is None)
     assert drawn == (said if isinstance(said, st.Drawn) else st.Drawn(said or "top_k"))
@@ -111,7 +110,8 @@ def test_a_drafter_says_how_children_are_drawn_or_is_taken_as_it_is(said):
 
 def test_draft_models_are_found_wherever_they_are_and_share_the_vocabulary():
     models = [random_model(OTHER_VOCABULARY, seed=seed) for seed in range(2)]
-    held = Plain(tiny_model(), models={"both": models})
+    held = Plain(tiny_model(), others={"both": models})
+    held.inner_layers = None
     found = draft_models(st.CascadeDrafter(random_model(OTHER_VOCABULARY), held))
     assert [model.config.vocab_size for model in found] == [37, 29, 29, 29]
     assert all(any(model is one for one in found) for model in models)
@@ -141,28 +141,3 @@ def test_tune_measures_trees_as_deep_as_the_trace(kind, depth, monkeypatch):
     drafter = Answering(model) if kind == "own" else st.MedusaDrafter(model, heads)
     with pytest.raises(Measured, match=str(depth)):
         tune(model, drafter, [[1], [2]], max_new_tokens=7, max_depth=5, key=jax.random.key(0))
-
-
-def test_a_drafter_inside_of_another_refuses_a_target():
-    inside = st.CascadeDrafter(tiny_model(), Answering(tiny_model(), limit=8))
-    with pytest.raises(ValueError, match="for targets of a width up to 8"):  # the medium model
-        plan(tiny_model(), [[1]], drafter=inside)
-
-
-@pytest.mark.thorough
-def test_a_drafter_without_optional_methods_is_taken_as_it_is():
-    drafter = Plain(perturbed(tiny_model(), 0.1))
-    assert isinstance(drafter, st.Drafter)
-    assert draft_models(None) == draft_models(st.NgramDrafter()) == []
-    assert drawn_by(drafter, CHAIN, temperature_is_zero=True) == st.Drawn("top_k")
-    plan(tiny_model(), [[1]], drafter=drafter)
-
-
-@pytest.mark.parametrize("said", ["iid", st.Drawn("iid", by_depth=True)])
-def test_how_children_are_drawn_is_a_kind_or_more(said):
-    class Saying(Plain):
-        def child_sampling(self, topology, *, temperature_is_zero):
-            return said
-
-    drawn = st.Drawn("iid") if said == "iid" else said
-    assert drawn_by(Saying(tiny_model()), CHAIN, temperature_is_zero=False) == drawn

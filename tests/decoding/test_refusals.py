@@ -14,7 +14,7 @@ from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import tiny_model
-from tests.drafters import AcceptNothing, Answering, Echo, NotAModule, Unhashable
+from tests.drafters import AcceptNothing, Answering, Echo, Holding, Nameless, Unhashable
 from tests.helpers import rows
 from tests.methods import CHAIN, KEY, PROMPTS, SAMPLED, TREE
 
@@ -57,16 +57,16 @@ OPTIONS = [
     (dict(top_p=1.5), r"top_p must be in \(0, 1\], got 1.5"),
     (dict(top_p=True), r"top_p must be in \(0, 1\], got True"),
     (dict(min_p=-0.1), "min_p must be from 0 to 1, got -0.1"),
-    (dict(filters=(st.TopK,)), "other objects with the method of"),
+    (dict(filters=(st.TopK,)), "other objects that are a st.Filter, got"),
     (dict(filters=[st.TopP(None)]), r"filter TopP\(p=None\) must be a pytree of numbers"),
     (dict(processors="grammar"), "processors must be a list such as"),
-    (dict(processors=[st.BannedTokens]), "objects with the methods of"),
+    (dict(processors=[st.BannedTokens]), "other objects that are a st.LogitsProcessor, got"),
     (dict(processors=[st.BannedTokens(None)]), "processor <BannedTokens> must be a pytree"),
     (dict(top_k=[1, 2]), r"top_k = \[1, 2\]: one value is for all .*options=\[st.Options\(top_k="),
     (dict(max_new_tokens=np.array([4, 8])), "max_new_tokens = .*: one value is for all rows"),
     (dict(eos_token=[[1], [2]]), r"eos_token must be an integer, .* got \[\[1\], \[2\]\]"),
     (dict(stop=[[[1]], []]), r"a token of stop must be an integer, .* got \[1\]"),
-    (dict(filters=[[st.TopK(2)], []]), "other objects with the method of"),
+    (dict(filters=[[st.TopK(2)], []]), "other objects that are a st.Filter, got"),
     (dict(min_new_tokens=9, max_new_tokens=8), "from 0 to 8; got 9"),
     (dict(eos_token=-1), "eos_token must be an integer, at least 0; got -1"),
     (dict(key=jnp.zeros(7)), "key must be a random key"),
@@ -123,7 +123,7 @@ REQUESTS = [
     (dict(drafter=DYNAMIC, topology=st.TreeTopology.budget(12, 3)), "expand = 2 scores at most 10"),
     (dict(drafter=MODEL, topology=st.TreeTopology.budget(8, 3)), r"TreeTopology.budget\(8, 3\)"),
     (dict(drafter=DYNAMIC, topology=CHAIN), "a chain of 3 drafts: DynamicDrafter chooses the"),
-    (dict(drafter=NotAModule), r"pytree of arrays.*flax\.nnx\.Module"),
+    (dict(drafter=Holding), "must be a pytree of arrays, and has a leaf 'one'"),
     (dict(drafter=IID), "child_sampling = 'iid' needs temperature > 0"),
     (dict(drafter=SMALL), "different vocabularies: 11 and 37 tokens"),
     (dict(drafter=drafter_of(st.BeamDrafter, model_of(36))), "vocabularies: 36 and 37"),
@@ -131,7 +131,8 @@ REQUESTS = [
     (dict(drafter=drafter_of(Answering), topology=st.TreeTopology.chain(5)), "is for small trees"),
     (dict(drafter=drafter_of(Answering), **SAMPLED), "this drafter is for .* at temperature 0"),
     (dict(verifier="medusa"), "unknown verifier 'medusa'; known: .*'multi_step'"),
-    (dict(verifier=Unhashable), "'unhashable' is not hashable.*frozen dataclass"),
+    (dict(verifier=Unhashable), "Unhashable: unhashable type.*frozen dataclass"),
+    (dict(verifier=Nameless), "Nameless: .* has no attribute 'name'.*frozen dataclass"),
     (dict(verifier="multi_step", drafter=MODEL), "needs temperature > 0; use 'greedy'"),
     (dict(verifier="greedy", **SAMPLED), "use 'target_only'"),
     (dict(verifier="typical", drafter=MODEL, **SAMPLED), "'typical' is lossy: .*lossy=True"),
@@ -429,13 +430,17 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.training.recipe import Training
 
-class Half(nnx.Module):
+class Half(st.Drafter):
     def default_topology(self): ...
     def init(self, *_): ...
     def read(self, *_): ...
 
-class HalfRule:
+class HalfRule(st.Verifier):
     name = "half"
+
+class Alike(nnx.Module):
+    default_topology = init = read = propose = commit = check = verify = Half.init
+    inner_layers, name = None, "alike"
 
 encoding = st.load_tokenizer(st.demo_path("target")).encode("a text")
 model = st.HybridLM(st.ModelConfig.tiny(), rngs=nnx.Rngs(0))
@@ -453,8 +458,9 @@ for change, message in [
     (dict(prompts=[1, 2, 3]), r"prompts is a list of lists, one a row, such as \[\[1, 2, 3\]\]$"),
     (dict(prompts=encoding), "prompts must be a list .*; an encoding has them as .ids"),
     (dict(prompts=dict(input_ids=[[1]])), r"prompts must be a list .* has them as \['input_ids'\]"),
-    (dict(drafter=Half()), "drafter must be .*, got Half.*; it has no propose and no commit"),
-    (dict(verifier=HalfRule()), "verifier must be one of .*; it has no check and no verify"),
+    (dict(drafter=Alike()), "drafter must be .* derived from stree_jax.Drafter, got Alike"),
+    (dict(verifier=Alike()), "verifier must be one of .* from stree_jax.Verifier, got Alike"),
+    (dict(processors=[Alike()]), "processors must be .* a st.LogitsProcessor, got Alike"),
     (dict(prompts=[[0.5]]), r"prompts\[0\] has float64 values"),
     (dict(drafter=model), r"drafter must be a ModelDrafter\(\.\.\.\), .*, got HybridLM"),
     (dict(key="seed"), "key must be a random key such as"),
@@ -466,9 +472,16 @@ for change, message in [
     if {*change} <= {*st.Options().keys()} and "in all" not in message:
         with pytest.raises(ValueError, match=message):
             st.Options(**change)
+for half, message in [
+    (Half, "Half with abstract methods commit, propose$"),
+    (HalfRule, "HalfRule with abstract methods check, verify$"),
+]:
+    with pytest.raises(TypeError, match=message):
+        half()
 for make, message in [
     (lambda: st.generate("path", [[1]]), "must be a HybridLM, got str; load one with"),
     (lambda: st.ModelDrafter("path"), "must be a HybridLM, got str; load one with"),
+    (lambda: st.CascadeDrafter(model, 5), "inner must be a drafter such as Ngram.*; got 5"),
     (lambda: st.ModelConfig.tiny(state_size=8.0), "state_size must be .*, at least 1; got 8.0"),
     (lambda: st.ModelConfig.tiny(dt_limit=(0.0,)), "dt_limit must be"),
     (lambda: Training(steps=6.5), "steps must be an integer, from 1 to 2147483647; got 6.5"),

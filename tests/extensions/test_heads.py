@@ -16,7 +16,6 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.decoding import slots
-from stree_jax.decoding.nodes import MAX_UNROLLED
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.text.prefill import PREFILL_CHUNK
 from stree_jax.decoding.types import Context, Sampling, Step
@@ -27,8 +26,8 @@ from tests.extensions.heads import HEADS, KINDS, parts, states_of
 from tests.numpy_parts import log_softmax
 
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3])
-# More levels than are unrolled: one path, with branches beside it.
-DEEP = st.TreeTopology.from_parents([*range(-1, MAX_UNROLLED + 1), 0, 2, 2]).level_order()
+# One path, with branches beside it.
+DEEP = st.TreeTopology.from_parents([*range(-1, 9), 0, 2, 2]).level_order()
 MARKS = dict.fromkeys(("mtp, latent", "mtp, qwen, experts", "medusa, padded"), pytest.mark.slow)
 OTHERS = ("medusa, multipliers", "mtp", "eagle3", "eagle3, its own embedding")
 MARKS |= dict.fromkeys(OTHERS, pytest.mark.thorough)
@@ -39,12 +38,11 @@ def kept(state):
     return getattr(state, "reader", state)
 
 
-@pytest.mark.unrolled
 @pytest.mark.parametrize(
     ("name", "topology"),
     [
         *(pytest.param(name, TREE, marks=MARKS.get(name, ()), id=name) for name in HEADS),
-        pytest.param("mtp", DEEP, id="mtp, looped", marks=pytest.mark.thorough),
+        pytest.param("mtp", DEEP, id="mtp, deep", marks=pytest.mark.thorough),
     ],
 )
 def test_drafts_come_from_the_head_in_float64(name, topology):

@@ -8,7 +8,7 @@ from flax import nnx
 
 import stree_jax as st
 from pallas_kernels import AttentionLayout
-from stree_jax.decoding import head_reader, outputs_ahead
+from stree_jax.decoding import head_reader
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.extensions.mtp.training import head_of
 from stree_jax.models.attention import AttentionMixer
@@ -181,7 +181,7 @@ def test_no_gradient_flows_through_recycled_outputs():
 
     def drafts(number, detached):
         tokens, hidden = jnp.zeros((1, 5), jnp.int32), jnp.ones((1, 5, 1))
-        outputs = outputs_ahead(Power(number), tokens, hidden, 3, detached=detached)
+        outputs = Power(number).outputs_ahead(tokens, hidden, 3, detached=detached)
         return jnp.stack([output[0, 0, 0] for output in outputs])
 
     for detached, slopes in ((False, [1, 6, 27]), (True, [1, 3, 9])):

@@ -10,7 +10,7 @@ from stree_jax.decoding.verifiers.traverse import traverse_chain
 from stree_jax.testing import apply, assert_lossless, perturbed, random_model, tiny_model
 from tests.decoding import enumeration as en
 from tests.decoding.texts import steps
-from tests.drafters import NotAModule
+from tests.drafters import Plain
 from tests.helpers import some
 from tests.methods import PROMPTS, SAMPLED, drafts
 
@@ -185,7 +185,7 @@ REFUSED = [
     (turns("qs" * 9), {}, "pattern must have letters q .medium. and s .small"),
     (turns(child_sampling="shared"), {}, "child_sampling must be 'auto' or 'iid', got 'shared'"),
     (turns(small=2), {}, "medium and small have different vocabularies: 37 and 5"),
-    (cascade(NotAModule), {}, "inner must be a drafter that is a flax.nnx.Module"),
+    (cascade(lambda: Plain(tiny_model())), {}, "a Plain, which .* with inner_layers = None, such"),
     (cascade(rounds=22), {}, "rounds, for chains of .* must be an integer, from 1 to 21"),
     (cascade(inner_topology=st.TreeTopology.chain(0)), {}, "inner_topology must be a TreeTopol"),
     (cascade(lambda: st.ModelDrafter(models()[2])), {}, "different vocabularies: 5 and 37"),

@@ -1,8 +1,7 @@
-"""Drafters propose trees of tokens: the protocol, the built-in drafters, and parts of your own."""
+"""Drafters propose trees of tokens: their base, the built-in drafters, and parts of your own."""
 
 from stree_jax.decoding.drafters.base import (
     Drafter,
-    check_request,
     draft_models,
     drawn_by,
     root_only,
@@ -28,7 +27,6 @@ __all__ = [
     "ModelDrafter",
     "NgramDrafter",
     "check_child_sampling",
-    "check_request",
     "chosen_child_sampling",
     "draft_models",
     "draw",

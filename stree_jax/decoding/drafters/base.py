@@ -1,9 +1,11 @@
-"""The protocol of drafters: objects that propose trees of tokens for the target to verify."""
+"""The base of drafters: objects that propose trees of tokens for the target to verify."""
 
-from typing import Any, Protocol, runtime_checkable
+import abc
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.decoding.like import check_like
@@ -13,12 +15,11 @@ from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """Proposes draft trees inside the decode loop; `generate(drafter=...)` takes any such object.
+class Drafter(nnx.Module):
+    """Proposes draft trees inside the decode loop: the base of all drafters.
 
-    A drafter is a pytree, such as a `flax.nnx.Module`. Its array leaves are traced; its settings
-    are part of the tree structure, so a program is compiled for each value of them.
+    A drafter is a pytree. Its array leaves are traced; its settings are part of the tree structure,
+    so a program is compiled for each value of them.
 
     No method changes the drafter. Its memory is a *state*: a pytree of arrays with the batch axis
     first, or None. `init` makes it; `read`, `propose` and `commit` take it and return it with the
@@ -37,34 +38,49 @@ class Drafter(Protocol):
     arrays whose sizes depend on `max_length` may be cut to other sizes or padded with zeros; so
     may, after a `read` with `lengths` of 0, those whose sizes depend on the topology.
 
-    A drafter may also have these, which are used in Python, before anything is compiled:
-
-        child_sampling(topology, *, temperature_is_zero)
-                            how it chooses children, a `Drawn` or a kind of it ("iid"); rules decide
-                            by it whether they are exact, so it must be true of every draft.
-                            Without it: "top_k", any choice without random numbers
-        check(target, topology, *, temperature_is_zero)
-                            raises ValueError for a target, tree or temperature that it cannot serve
-        models()            its draft models, a list of `HybridLM`, which must have the target's
-                            vocabulary and lie on its mesh. Without it: all models found inside
-        inner_layers        an attribute: which hidden states of the target `read` and `commit` get.
-                            A tuple of numbers of layers, ascending: the states after the final
-                            norm, with the residual stream after each of these layers appended,
-                            `[B, N, (1 + inner) M]`; without it: (). None: `read` gets None, and is
-                            not traced
-        chooses_shape       an attribute: True if trees do not have the topology's shape; `tune`,
-                            which chooses a topology, refuses such a drafter
-        rank_trace(...)     for `tune`, if candidates depend on the depth of a node, see
-                            `stree_jax.tuning.rank_trace`; for a head `outputs_ahead` and `logits`
-                            do, see `HeadModel`
-
     `docs/extending.md` explains each method, `examples/own_drafter.py` is one.
+
+    Attributes:
+        inner_layers: which hidden states of the target `read` and `commit` get. Numbers of layers,
+            ascending: the states after the final norm, with the residual stream after each of these
+            layers appended, `[B, N, (1 + inner) M]`. None: `read` gets None, and is not traced.
+        chooses_shape: True if trees do not have the topology's shape; `tune`, which chooses a
+            topology, refuses such a drafter.
+        rank_trace: a method for `tune`, if candidates depend on the depth of a node, see
+            `stree_jax.tuning.rank_trace`; None: they do not.
+        outputs_ahead: the same in less for heads on the target's states, with a method `logits`,
+            see `HeadModel`.
     """
 
+    inner_layers: tuple[int, ...] | None = ()
+    chooses_shape: bool = False
+    rank_trace: Any = None
+    outputs_ahead: Any = None
+
+    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn | str:
+        """Returns how it chooses children, a `Drawn` or a kind of it, true of every draft.
+
+        Rules decide by it whether they are exact. "top_k" is any choice without random numbers.
+        """
+        return Drawn()
+
+    def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
+        """Refuses what it cannot serve, before anything is compiled.
+
+        Raises:
+            ValueError: the target, tree or temperature.
+        """
+
+    def models(self) -> list[HybridLM]:
+        """Its draft models, of the target's vocabulary and mesh: all models found inside."""
+        leaves = jax.tree.leaves(self, is_leaf=lambda part: isinstance(part, HybridLM))
+        return [part for part in leaves if isinstance(part, HybridLM)]
+
+    @abc.abstractmethod
     def default_topology(self) -> TreeTopology:
         """The draft tree if the user gives none."""
-        ...
 
+    @abc.abstractmethod
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> Any:
         """The state of rows that have no text.
 
@@ -73,8 +89,8 @@ class Drafter(Protocol):
             topology: the draft tree of every step, nodes in level order.
             max_length: most tokens of a row, prompt included.
         """
-        ...
 
+    @abc.abstractmethod
     def read(
         self,
         state: Any,
@@ -92,8 +108,8 @@ class Drafter(Protocol):
             hidden: the target's states after them, `[B, T, M]`, or None, see `inner_layers`.
             lengths: how many of the tokens each row reads; with 0 it keeps its text.
         """
-        ...
 
+    @abc.abstractmethod
     def propose(
         self,
         state: Any,
@@ -112,8 +128,8 @@ class Drafter(Protocol):
         Returns:
             The draft tree and the state. Nodes that a row lacks are not `valid`.
         """
-        ...
 
+    @abc.abstractmethod
     def commit(
         self,
         state: Any,
@@ -136,31 +152,21 @@ class Drafter(Protocol):
         Returns:
             The state for the next `propose`.
         """
-        ...
 
 
 def drawn_by(
     drafter: Drafter | None, topology: TreeTopology, *, temperature_is_zero: bool
 ) -> Drawn:
-    """How a drafter chooses children; `Drawn("top_k")` if it does not say.
-
-    Raises:
-        ValueError: the drafter refuses this temperature.
-    """
-    child_sampling = getattr(drafter, "child_sampling", None)
-    if not callable(child_sampling):
+    """How a drafter chooses children; `Drawn("top_k")` without one."""
+    if drafter is None:
         return Drawn()
-    drawn = child_sampling(topology, temperature_is_zero=temperature_is_zero)
+    drawn = drafter.child_sampling(topology, temperature_is_zero=temperature_is_zero)
     return drawn if isinstance(drawn, Drawn) else Drawn(drawn)
 
 
 def draft_models(drafter: Drafter | None) -> list[HybridLM]:
-    """The draft models of a drafter: its `models()`, or all that are found inside it."""
-    models = getattr(drafter, "models", None)
-    if callable(models):
-        return list(models())
-    leaves = jax.tree.leaves(drafter, is_leaf=lambda part: isinstance(part, HybridLM))
-    return [part for part in leaves if isinstance(part, HybridLM)]
+    """The draft models of a drafter, if there is one."""
+    return [] if drafter is None else list(drafter.models())
 
 
 def with_tokens_of(drafter: Any, target: HybridLM) -> Any:
@@ -171,19 +177,6 @@ def with_tokens_of(drafter: Any, target: HybridLM) -> Any:
     parts, structure = jax.tree.flatten(drafter, is_leaf=lambda part: isinstance(part, HybridLM))
     fitted = [part.for_tokens(vocab_size) if isinstance(part, HybridLM) else part for part in parts]
     return jax.tree.unflatten(structure, fitted)
-
-
-def check_request(
-    drafter: Drafter | None, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool
-) -> None:
-    """Calls the drafter's `check`, if it has one.
-
-    Raises:
-        ValueError: the drafter cannot serve this target, tree or temperature.
-    """
-    check = getattr(drafter, "check", None)
-    if callable(check):
-        check(target, topology, temperature_is_zero=temperature_is_zero)
 
 
 def first_state(
@@ -197,7 +190,7 @@ def first_state(
 
 def inner_layers(drafter: Drafter | None) -> tuple[int, ...] | None:
     """Which hidden states the drafter gets, see `Drafter`."""
-    return None if drafter is None else getattr(drafter, "inner_layers", ())
+    return None if drafter is None else drafter.inner_layers
 
 
 def root_token(context: Context) -> Int[Array, "B 1"]:

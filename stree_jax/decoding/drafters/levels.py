@@ -1,7 +1,7 @@
-"""Growing a tree level by level: unrolled if it has few levels, and in one loop otherwise.
+"""Growing a tree level by level: the root's, then all others in one loop.
 
-Unrolled levels take long to compile: 40 levels of a small model took minutes. So below the root's
-level deep trees are grown by `lax.scan`, whose levels are padded to the widest.
+Unrolled levels take as long to run, and longer to compile: 40 of a small model took minutes. So
+below the root's level a tree is grown by `lax.scan`, whose levels are padded to the widest.
 """
 
 import itertools
@@ -14,23 +14,18 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array
-from stree_jax.decoding.nodes import unrolls
 from stree_jax.tree import TreeTopology
 
 
 class Level(NamedTuple):
-    """A level, and how the next one follows from it: lists, or arrays while it grows.
-
-    The last three are those of a static tree; a search finds out.
-    """
+    """A level, and how the next one follows from it: lists, or arrays while it grows."""
 
     depth: Any
     nodes: Any  # nodes of the level with children
     read: Any  # their indices among all nodes with children, which the model runs
     children: Any  # the nodes of the next level
-    parents: Any = ()  # their parents, as nodes of the tree ...
-    source: Any = ()  # ... and as positions in `nodes`
-    rank: Any = ()  # rank of each node of the next level among its siblings
+    source: Any = ()  # their parents, as positions in `nodes`; a search finds out
+    rank: Any = ()  # their ranks among their siblings
 
 
 def levels_of(topology: TreeTopology) -> list[Level]:
@@ -47,7 +42,6 @@ def levels_of(topology: TreeTopology) -> list[Level]:
                 nodes,
                 read=list(range(first, first + len(nodes))),
                 children=below,
-                parents=[topology.parents[child] for child in below],
                 source=[at for at, family in enumerate(families) for _ in family],
                 rank=[rank for family in families for rank in range(len(family))],
             )
@@ -62,20 +56,18 @@ def grow_levels(
     levels: Sequence[Level],
     widths: Sequence[int],
 ) -> tuple[Any, list[Any]]:
-    """Calls `grow` for each level, top down, in Python or in a loop."""
-    num_unrolled = len(levels) if unrolls(len(levels)) else 1
-    grown, results = start, []
-    for level, width in zip(levels[:num_unrolled], widths, strict=False):
-        grown, result = grow(
-            grown, Level(level.depth, *(np.array(part, np.int32) for part in level[1:])), width
-        )
-        results.append(jax.tree.map(lambda leaf: leaf[None], result))
-    if num_unrolled == len(levels):
+    """Calls `grow` for each level, top down, and stacks the results of the loop."""
+    root, below = levels[0], levels[1:]
+    grown, result = grow(
+        start, Level(root.depth, *(np.array(part, np.int32) for part in root[1:])), widths[0]
+    )
+    results = [jax.tree.map(lambda leaf: leaf[None], result)]
+    if not below:
         return grown, results
 
     # The draft model's cache does not change below the root's level, so the loop does not carry it.
     reader = grown.reader
-    width, num_read = max(widths[num_unrolled:]), sum(len(level.nodes) for level in levels)
+    width, num_read = max(widths[1:]), sum(len(level.nodes) for level in levels)
 
     def body(carry: Any, level: Level) -> tuple[Any, Any]:
         grown, result = grow(
@@ -88,16 +80,10 @@ def grow_levels(
         return jnp.pad(leaf, [(0, num_read - 1 if i == 1 else 0) for i in range(leaf.ndim)])
 
     outside = {"read": num_read, "children": start.tokens.shape[1]}
-    below = Level(
-        *(
-            jnp.asarray(_padded(part, outside.get(name)))
-            for name, part in zip(
-                Level._fields, zip(*levels[num_unrolled:], strict=True), strict=True
-            )
-        )
-    )
+    parts = zip(Level._fields, zip(*below, strict=True), strict=True)
+    padded = Level(*(jnp.asarray(_padded(part, outside.get(name))) for name, part in parts))
     start_below = grown._replace(reader=jax.tree.map(room, reader.pending))
-    grown, result = lax.scan(body, start_below, below)
+    grown, result = lax.scan(body, start_below, padded)
     return grown._replace(reader=reader._replace(pending=grown.reader)), [*results, result]
 
 

@@ -1,14 +1,14 @@
 """Drafting with a small model: a static tree, level by level, from one state."""
 
+import abc
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from stree_jax.array_types import Array, Bool, Float, Int
-from stree_jax.decoding.drafters.base import root_token
+from stree_jax.decoding.drafters.base import Drafter, root_token
 from stree_jax.decoding.drafters.children import (
     check_child_sampling,
     chosen_child_sampling,
@@ -36,12 +36,13 @@ class ModelDraftState(NamedTuple):
     place: Int[Array, "B N"] | None = None
 
 
-class RunsModel(nnx.Module):
+class RunsModel(Drafter):
     """The base of drafters of trees with a draft model."""
 
     def __init__(self, model: HybridLM | DraftModel | Any):
         # Once: what the host asks it for, it asks in every call.
         self.draft_model = draft_model(model)
+        self.inner_layers = self.draft_model.inner_layers
 
     @property
     def model(self) -> Any:
@@ -52,14 +53,9 @@ class RunsModel(nnx.Module):
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         self.draft_model.check_target(target)
 
-    @property
-    def inner_layers(self) -> tuple[int, ...] | None:
-        """See `Drafter`: what the draft model needs."""
-        return self.draft_model.inner_layers
-
+    @abc.abstractmethod
     def num_read(self, topology: TreeTopology) -> int:
         """Nodes that the model runs in a step."""
-        raise NotImplementedError
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> ModelDraftState:
         return ModelDraftState(self.draft_model.init(batch, self.num_read(topology), max_length))
@@ -73,15 +69,15 @@ class RunsModel(nnx.Module):
     ) -> ModelDraftState:
         return state._replace(reader=self.draft_model.read(state.reader, tokens, hidden, lengths))
 
+    @abc.abstractmethod
     def grown(self, reader: Any, step: Step, topology: TreeTopology) -> tuple[Any, ...]:
         """The draft trees, the draft model's state, and more fields of `ModelDraftState`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def own_tree(
         self, state: ModelDraftState, draft: DraftTree, topology: TreeTopology
     ) -> tuple[Any, Any]:
         """The tree that the model has run, and the `place` in it of each node of the draft tree."""
-        raise NotImplementedError
 
     def propose(
         self, state: ModelDraftState, step: Step, topology: TreeTopology
@@ -138,11 +134,9 @@ class ModelDrafter(RunsModel):
         return Drawn(how)
 
     def num_read(self, topology: TreeTopology) -> int:
-        """See `RunsModel`: all but the leaves."""
         return len(_inner_nodes(topology))
 
     def grown(self, reader: Any, step: Step, topology: TreeTopology) -> tuple[DraftTree, Any]:
-        """See `RunsModel`: no more fields, for the shape is the topology's."""
         is_zero = step.sampling.temperature_is_zero
         drawn = self.child_sampling(topology, temperature_is_zero=is_zero)
         inner = _inner_nodes(topology)
@@ -161,13 +155,14 @@ class ModelDrafter(RunsModel):
             below, exists, log_probs = drawn_children(
                 drawn.kind, logits, width, step, at.depth, keys
             )
-            valid = exists[:, at.source, at.rank] & so_far.valid[:, at.parents]
+            parents = at.nodes[at.source]
+            valid = exists[:, at.source, at.rank] & so_far.valid[:, parents]
             tokens = below[:, at.source, at.rank]
             return (
                 _Grown(
                     put(so_far.tokens, at.children, tokens),
                     put(so_far.valid, at.children, valid),
-                    step.processors.grown(so_far.states, at.children, at.parents, tokens),
+                    step.processors.grown(so_far.states, at.children, parents, tokens),
                     reader,
                     so_far.finite & exists[..., 0].all(axis=-1),
                 ),
@@ -205,7 +200,6 @@ class ModelDrafter(RunsModel):
     def own_tree(
         self, state: ModelDraftState, draft: DraftTree, topology: TreeTopology
     ) -> tuple[Tree, Array]:
-        """See `RunsModel`: the nodes with children."""
         inner = _inner_nodes(topology)
         place = np.full(topology.num_nodes, -1, np.int32)
         place[inner] = np.arange(len(inner))

@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import check_int
+from stree_jax.decoding.drafters.base import Drafter
 from stree_jax.decoding.drafters.levels import levels_of
 from stree_jax.decoding.types import DraftTree, Step, Verdict
 from stree_jax.tree import TreeTopology
@@ -16,7 +16,7 @@ from stree_jax.tree import TreeTopology
 MAX_MATCH = 64  # each length is an operation of the program
 
 
-class NgramDrafter(nnx.Module):
+class NgramDrafter(Drafter):
     """Prompt lookup: drafts what followed the same tokens earlier in the prompt or the output.
 
     A node's children are the different tokens that followed the last tokens of its path, longest
@@ -30,7 +30,7 @@ class NgramDrafter(nnx.Module):
         ValueError: not integers with `1 <= min_match <= max_match <= MAX_MATCH`.
     """
 
-    inner_layers = None  # see `Drafter`
+    inner_layers = None
 
     def __init__(self, *, max_match: int = 3, min_match: int = 1):
         self.max_match = check_int("max_match", max_match, 1, MAX_MATCH)
@@ -43,8 +43,7 @@ class NgramDrafter(nnx.Module):
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> None:
         """See `Drafter`. The context of a step has everything, so there is no state."""
 
-    def read(self, state: None, tokens: Array, hidden: object, lengths: Array) -> None:
-        """See `Drafter`."""
+    def read(self, state: None, tokens: Array, hidden: object, lengths: Array) -> None: ...
 
     def propose(
         self,
@@ -65,8 +64,7 @@ class NgramDrafter(nnx.Module):
         verdict: Verdict,
         hidden: Float[Array, "B N M"],
         topology: TreeTopology,
-    ) -> None:
-        """See `Drafter`."""
+    ) -> None: ...
 
     def _grow(self, row: Array, length: Array, topology: TreeTopology) -> tuple[Array, Array]:
         """Tokens and validity `[N]` of one row's tree."""

@@ -77,7 +77,7 @@ class BeamDrafter(RunsModel):
         ValueError: `model` is not a model.
     """
 
-    chooses_shape = True  # see `Drafter`
+    chooses_shape = True
 
     def default_topology(self) -> TreeTopology:
         """Three beams for four steps: the level sizes of the paper's tree A."""

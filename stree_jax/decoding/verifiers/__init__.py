@@ -1,13 +1,12 @@
-"""Verification rules: the protocol, and the built-in rules by name in `VERIFIERS`.
+"""Verification rules: their base, and the built-in rules by name in `VERIFIERS`.
 
 Those of `LOSSY_VERIFIERS` change the distribution of the output: `generate(lossy=True)` only.
 """
 
 from typing import Any
 
-from stree_jax.checks import lacking
 from stree_jax.decoding.types import Drawn
-from stree_jax.decoding.verifiers.base import CHILD_SAMPLING, Verifier, follows_target
+from stree_jax.decoding.verifiers.base import CHILD_SAMPLING, Verifier
 from stree_jax.decoding.verifiers.follow import Follow, follow
 from stree_jax.decoding.verifiers.reject import Reject
 from stree_jax.decoding.verifiers.traverse import Traverse
@@ -54,17 +53,17 @@ def verifier_of(given: str | Verifier | Any) -> Verifier:
                 f" {sorted(LOSSY_VERIFIERS)}"
             )
         return known[given]
-    if isinstance(given, type) or not isinstance(given, Verifier):
+    if not isinstance(given, Verifier):
         raise ValueError(
-            f"verifier must be one of {sorted(VERIFIERS)}, or an object with the name and the"
-            f" methods of stree_jax.Verifier, got {shown(given)}{lacking(given, Verifier)}"
+            f"verifier must be one of {sorted(VERIFIERS)}, or of a class derived from"
+            f" stree_jax.Verifier, got {shown(given)}"
         )
     try:
-        hash(given)
-    except TypeError:
+        hash((given, given.name))
+    except (TypeError, AttributeError) as error:
         raise ValueError(
-            f"verifier {given.name!r} is not hashable, and a compiled program depends on it;"
-            " make its class a frozen dataclass"
+            f"verifier {type(given).__name__}: {error}; messages need its name, and compiled"
+            " programs depend on it: make its class a frozen dataclass with a field `name`"
         ) from None
     return given
 
@@ -80,6 +79,5 @@ __all__ = [
     "Verifier",
     "default_verifier",
     "follow",
-    "follows_target",
     "verifier_of",
 ]

@@ -1,6 +1,7 @@
-"""The protocol of verifiers: from the target's logits at a draft tree to one path of it."""
+"""The base of verifiers: from the target's logits at a draft tree to one path of it."""
 
-from typing import Any, Protocol, runtime_checkable
+import abc
+from typing import ClassVar
 
 from stree_jax.array_types import Array, Float32
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
@@ -11,31 +12,31 @@ from stree_jax.tree import TreeTopology
 CHILD_SAMPLING = ("top_k", "shared", "iid", "without_replacement")
 
 
-@runtime_checkable
-class Verifier(Protocol):
-    """A verification rule: `generate(verifier=...)` takes any object with these methods.
+class Verifier(abc.ABC):
+    """A verification rule: the base of all that `generate(verifier=...)` takes.
 
     Immutable and hashable, such as a frozen dataclass without arrays: it is part of the compilation
     key. Two that are equal share a program, so equal ones must compute the same.
 
-    A rule that keeps neither the target's tokens nor their distribution has an attribute
-    `lossless = False`; `generate` then requires `lossy=True`.
-
-    A rule that takes each node's token from the target alone, by its logits and `Step.noise`, may
-    have an attribute `follows_target = True`: the `Scheduler` then decodes requests at temperature
-    0 and above it together, `bench` compares texts, and shards of a mesh trust equal logits to give
-    equal verdicts. A rule with its own random numbers, which keeps the distribution alone, says so
-    by False.
-
     A rule may wrap a built-in one of `VERIFIERS` and delegate to it. `docs/extending.md` explains
     what is static and what is traced; `examples/own_verifier.py` is one.
+
+    Attributes:
+        name: its name in messages.
+        lossless: False if it keeps neither the target's tokens nor their distribution; `generate`
+            then requires `lossy=True`.
+        follows_target: True if it takes each node's token from the target alone, by its logits and
+            `Step.noise`: the `Scheduler` then decodes requests at temperature 0 and above it
+            together, `bench` compares texts, `assert_lossless` too, and shards of a mesh trust
+            equal logits to give equal verdicts. A rule with its own random numbers keeps the
+            distribution alone.
     """
 
-    @property
-    def name(self) -> str:
-        """Name of the rule in messages; an attribute will do."""
-        ...
+    name: str
+    lossless: ClassVar[bool] = True
+    follows_target: ClassVar[bool] = False
 
+    @abc.abstractmethod
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """Refuses every pairing whose output would not be the target's.
 
@@ -51,8 +52,8 @@ class Verifier(Protocol):
             ValueError: the output would not be the target's. The message names the pairing and what
                 to use instead.
         """
-        ...
 
+    @abc.abstractmethod
     def verify(
         self,
         draft: DraftTree,
@@ -75,9 +76,3 @@ class Verifier(Protocol):
             The path and the token after it. The loop cuts the path at the end of sequence and at
             the token limit, and ignores rows that have ended.
         """
-        ...
-
-
-def follows_target(rule: Verifier | Any) -> bool:
-    """True if a rule says that it takes the target's own tokens."""
-    return getattr(rule, "follows_target", False)

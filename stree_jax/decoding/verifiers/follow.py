@@ -15,11 +15,12 @@ from jax import lax
 from stree_jax.array_types import Array, Bool, Float32, Int
 from stree_jax.decoding.sampling import best_token, sample_tokens
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
+from stree_jax.decoding.verifiers.base import Verifier
 from stree_jax.tree import Tree, TreeTopology
 
 
 @dataclasses.dataclass(frozen=True)
-class Follow:
+class Follow(Verifier):
     """Follows the target's best token at temperature 0, and its sample above it.
 
     Attributes:

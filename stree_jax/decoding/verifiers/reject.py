@@ -17,7 +17,7 @@ With one child a node both are the speculative sampling of Leviathan et al., 202
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax import lax
 from stree_jax.array_types import Array, Float32, Int
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
+from stree_jax.decoding.verifiers.base import Verifier
 from stree_jax.decoding.verifiers.follow import Follow
 from stree_jax.tree import Tree, TreeTopology
 
@@ -33,7 +34,7 @@ _TARGET_ONLY = Follow()
 
 
 @dataclasses.dataclass(frozen=True)
-class Reject:
+class Reject(Verifier):
     """Tests drafts from the root down; reads how they were drawn from `DraftTree.drawn`.
 
     Attributes:
@@ -43,7 +44,6 @@ class Reject:
 
     name: str
     exact_for: str
-    follows_target: ClassVar[bool] = False
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         check_drawn(self.name, (self.exact_for,), drawn, topology, temperature_is_zero)
@@ -55,11 +55,6 @@ class Reject:
         step: Step,
         topology: TreeTopology,
     ) -> Verdict:
-        """See `Verifier`.
-
-        Raises:
-            ValueError: the drafter did not give its distributions, or not how it drew children.
-        """
         return verify_by(try_children, self.name, draft, logits, step, topology)
 
 
@@ -154,15 +149,10 @@ def try_children(
     *,
     replace: bool,
 ) -> Walk:
-    """Tests children in the order drawn.
+    """Tests children in the order drawn, with replacement or without.
 
-    With replacement this is SpecInfer's multi-step speculative sampling (Miao et al., 2023,
-    arXiv:2305.09781), without it recursive rejection sampling (RSD; Jeon et al., 2024,
-    arXiv:2402.14160).
-
-    One pass over the nodes is enough. Children come after their parent, so when the walk moves to a
-    node its children are still ahead, and the siblings it leaves behind are not children of the
-    current node.
+    One pass over the nodes is enough: children come after their parent, so when the walk moves to a
+    node they are still ahead, and the siblings that it leaves behind are no children of that node.
     """
 
     def try_node(node, carry):

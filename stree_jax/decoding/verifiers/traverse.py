@@ -14,7 +14,6 @@ testing from the root down.
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jax import lax
 
 from stree_jax.array_types import Array, Float32, Int
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
+from stree_jax.decoding.verifiers.base import Verifier
 from stree_jax.decoding.verifiers.reject import Walk, check_drawn, is_chain, verify_by, without
 from stree_jax.tree import Tree, TreeTopology
 
@@ -30,7 +30,7 @@ _MOST = 80.0  # bound of |log(p / q)|; exp(-80) is negligible among float32 prob
 
 
 @dataclasses.dataclass(frozen=True)
-class Traverse:
+class Traverse(Verifier):
     """Tests drafts from the leaves up; reads how they were drawn from `DraftTree.drawn`.
 
     Attributes:
@@ -38,7 +38,6 @@ class Traverse:
     """
 
     name: str = "traversal"
-    follows_target: ClassVar[bool] = False
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         if drawn.by_depth and drawn.is_sampled and not (temperature_is_zero or is_chain(topology)):
@@ -57,11 +56,7 @@ class Traverse:
         step: Step,
         topology: TreeTopology,
     ) -> Verdict:
-        """See `Verifier`. All nodes of a chain at once; a tree node by node.
-
-        Raises:
-            ValueError: the drafter did not give its distributions, or not how it drew children.
-        """
+        """See `Verifier`. All nodes of a chain at once; a tree node by node."""
         rule = traverse_chain if is_chain(topology) else traverse
         return verify_by(rule, self.name, draft, logits, step, topology)
 
@@ -76,12 +71,10 @@ def traverse(
     *,
     replace: bool,
 ) -> Walk:
-    """Tests the nodes of a tree, each after the nodes below it. Arguments as for `try_children`.
+    """Tests the nodes of a tree, each after the nodes below it. Arguments as for `try_children`."""
 
-    The residual after a rejected child depends on its token, not on the nodes below it. So one pass
-    from the root down computes the residuals of all nodes, and the tests come afterwards.
-    """
-
+    # The residual after a rejected child depends on its token, not on the nodes below it. So one
+    # pass from the root down computes the residuals of all nodes, and the tests come afterwards.
     def leave(node: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         accept_prob, probs, log_q = carry
         parent, token, valid = tree.parents[node], tokens[node], tree.valid[node]
@@ -130,11 +123,9 @@ def traverse_chain(
     *,
     replace: bool,
 ) -> Walk:
-    """`traverse` on a chain, without a loop over its nodes.
-
-    In logarithms the probabilities are sums that start again from 0 when they exceed it: a
-    cumulative sum minus its highest value so far.
-    """
+    """`traverse` on a chain, without a loop over its nodes."""
+    # In logarithms the probabilities are sums that start again from 0 when they exceed it: a
+    # cumulative sum minus its highest value so far.
     num_nodes = tokens.shape[0]
     nodes = jnp.arange(num_nodes, dtype=jnp.int32)
     log_q = draft_log_probs[jnp.maximum(log_prob_row, 0)]

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from stree_jax.array_types import Array, Float32
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
+from stree_jax.decoding.verifiers.base import Verifier
 from stree_jax.decoding.verifiers.follow import deepest
 from stree_jax.tree import TreeTopology
 
 
 @dataclasses.dataclass(frozen=True)
-class Typical:
+class Typical(Verifier):
     """LOSSY. Accepts a draft t if p(t) exceeds the threshold `min(epsilon, delta * exp(-H(p)))`.
 
     p is the target's distribution at the parent after temperature, top-k and top-p, and H its

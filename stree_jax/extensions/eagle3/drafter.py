@@ -35,11 +35,8 @@ class Eagle3Model(HeadModel):
         self.head = head
         self.embedding = target.embedding if head.embedding is None else None
         self.config = config
+        self.inner_layers: tuple[int, ...] = own.inner_layers
         self.check_target(target)
-
-    @property
-    def inner_layers(self) -> tuple[int, ...]:
-        return self.head.config.inner_layers
 
     def check_target(self, target: HybridLM) -> None:
         check_on_one_device(target, "an EAGLE-3 head")

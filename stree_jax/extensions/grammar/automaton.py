@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax import Context
+from stree_jax import Context, LogitsProcessor
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int
 from stree_jax.decoding import is_given
@@ -22,7 +22,7 @@ _MOST = 2**24  # states, or tokens
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Automaton:
+class Automaton(LogitsProcessor):
     """A `LogitsProcessor` that allows the texts of a deterministic automaton over tokens.
 
     It reads new tokens only; the prompt may be anything. An end token is a token as others are: let

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from stree_jax import (
     VERIFIERS,
@@ -32,7 +31,6 @@ from stree_jax.checks import check_int
 from stree_jax.decoding import Reader, WholeModel, all_finite, append_subtree, position_noise
 from stree_jax.decoding.drafters import (
     check_child_sampling,
-    check_request,
     chosen_child_sampling,
     drawn_by,
 )
@@ -69,15 +67,14 @@ class CascadeState(NamedTuple):
     rounds: tuple[Round, ...]  # the next step starts from the state of the first one
 
 
-class CascadeDrafter(nnx.Module):
+class CascadeDrafter(Drafter):
     """Drafts a chain by a medium model that has a drafter itself.
 
     In each round the inner drafter fills a tree, and the medium model verifies it in one call,
     accepts a path and adds a token. Chains have up to `rounds * (inner_topology.depth + 1)` drafts,
     fewer where the medium model accepts less.
 
-    Instead of hidden states the inner drafter gets zeros of the medium model's width. Its state is
-    kept `rounds + 1` times.
+    The inner drafter's state is kept `rounds + 1` times. Its `commit` gets zeros as hidden states.
 
     Args:
         medium: the draft model, with the target's vocabulary.
@@ -94,7 +91,7 @@ class CascadeDrafter(nnx.Module):
             not a module or needs its target's states, or an inner tree without drafts.
     """
 
-    inner_layers = None  # see `Drafter`
+    inner_layers = None
 
     def __init__(
         self,
@@ -106,15 +103,16 @@ class CascadeDrafter(nnx.Module):
         child_sampling: str = "auto",
     ):
         check_model(medium)
-        if not (isinstance(inner, nnx.Module) and isinstance(inner, Drafter)):
+        if not isinstance(inner, Drafter):
             raise ValueError(
-                "inner must be a drafter that is a flax.nnx.Module, such as NgramDrafter() or"
-                f" ModelDrafter(small); got {shown(inner)}"
+                "inner must be a drafter such as NgramDrafter() or ModelDrafter(small); got"
+                f" {shown(inner)}"
             )
-        if getattr(inner, "inner_layers", None) is not None:
+        if inner.inner_layers is not None:
             raise ValueError(
                 f"inner is a {type(inner).__name__}, which drafts from its target's hidden states;"
-                " a cascade has none of them, use a drafter such as NgramDrafter()"
+                " a cascade has none of them, use a drafter with inner_layers = None, such as"
+                " NgramDrafter()"
             )
         if inner_topology is None:
             inner_topology = TreeTopology.chain(2)
@@ -146,9 +144,7 @@ class CascadeDrafter(nnx.Module):
                 f"a cascade of {self.rounds} rounds fills a chain of {own.depth} drafts and no"
                 f" other tree; leave topology out, or use TreeTopology.chain({own.depth})"
             )
-        check_request(
-            self.inner, self.medium, self.inner_topology, temperature_is_zero=temperature_is_zero
-        )
+        self.inner.check(self.medium, self.inner_topology, temperature_is_zero=temperature_is_zero)
         self._inner_sampling(temperature_is_zero)  # raises if it refuses
 
     def default_topology(self) -> TreeTopology:
@@ -184,9 +180,7 @@ class CascadeDrafter(nnx.Module):
     ) -> CascadeState:
         """See `Drafter`. The inner drafter reads too."""
         first = state.rounds[0]
-        ignores = getattr(self.inner, "inner_layers", ()) is None
-        hidden = None if ignores else self._no_hidden(*tokens.shape)
-        first = first._replace(state=self.inner.read(first.state, tokens, hidden, lengths))
+        first = first._replace(state=self.inner.read(first.state, tokens, None, lengths))
         reader = self._reads.read(state.reader, tokens, None, lengths)
         return state._replace(reader=reader, rounds=(first, *state.rounds[1:]))
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from stree_jax import (
+    Drafter,
     DraftTree,
     Drawn,
     HybridLM,
@@ -35,7 +35,7 @@ from stree_jax.models import check_model, same_tokenizer
 MAX_PATTERN = 16  # each letter is a call of a model in the program
 
 
-class InterleavedDrafter(nnx.Module):
+class InterleavedDrafter(Drafter):
     """Two draft models that take turns at drafting one chain.
 
     `pattern` has a letter for each draft, in order: "q" for the medium model and "s" for the small
@@ -59,7 +59,7 @@ class InterleavedDrafter(nnx.Module):
             with different vocabularies.
     """
 
-    inner_layers = None  # see `Drafter`
+    inner_layers = None
 
     def __init__(
         self, medium: HybridLM, small: HybridLM, pattern: str, *, child_sampling: str = "auto"

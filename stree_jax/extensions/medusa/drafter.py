@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from stree_jax import (
+    Drafter,
     DraftTree,
     Drawn,
     HybridLM,
@@ -38,7 +38,7 @@ class MedusaState(NamedTuple):
     known: Bool[Array, " B"]  # False for a text of one token, which starts without drafts
 
 
-class MedusaDrafter(nnx.Module):
+class MedusaDrafter(Drafter):
     """Fills a static tree by Medusa heads and the target's output head.
 
     The target's hidden states of the prompt come through `read`, so the first step drafts; only
@@ -54,8 +54,6 @@ class MedusaDrafter(nnx.Module):
     Raises:
         ValueError: another value of `child_sampling`, or heads of other sizes.
     """
-
-    inner_layers = ()  # see `Drafter`: the states after the final norm alone
 
     def __init__(self, target: HybridLM, heads: MedusaHeads, *, child_sampling: str = "auto"):
         check_child_sampling(child_sampling)
@@ -77,11 +75,6 @@ class MedusaDrafter(nnx.Module):
         self._child_sampling = child_sampling
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        """See `Drafter`.
-
-        Raises:
-            ValueError: a target of other sizes, or a tree deeper than there are heads.
-        """
         have, want = self.output_head.shape, target.output_head.shape
         if have != want:
             raise ValueError(

@@ -11,7 +11,6 @@ from flax import nnx
 from stree_jax import AttentionConfig, HybridLM, MlpConfig, ModelConfig, MoeConfig
 from stree_jax.array_types import Array, Float, Tokens
 from stree_jax.checks import check_int
-from stree_jax.decoding import outputs_ahead
 from stree_jax.extensions.mtp.drafter import MtpModel
 from stree_jax.extensions.mtp.head import MtpConfig, MtpHead
 from stree_jax.training import HeadPlan, Progress, Recipe, ahead_loss, train_heads
@@ -57,7 +56,7 @@ def mtp_loss(head: MtpHead, target: HybridLM, tokens: Tokens, steps: int) -> Flo
     model = MtpModel(target, head)
 
     def logits(hidden: Array) -> Iterator[Array]:
-        for ahead, output in enumerate(outputs_ahead(model, tokens, hidden, steps), 1):
+        for ahead, output in enumerate(model.outputs_ahead(tokens, hidden, steps), 1):
             yield model.logits(output[:, :-ahead])
 
     return ahead_loss(target, tokens, logits)
