@@ -134,10 +134,10 @@ def load_head(
     """Loads a head on a model's hidden states, in the model's dtype.
 
     Args:
-        kind: "eagle3", "medusa" or "mtp".
+        kind: one of `stree_jax.heads.ROOMS`: "medusa", "mtp" or "eagle3".
         path: the head's directory, or that of a target which has its head in a folder named as the
-            kind. What `save_head` or a command of training wrote; but for Medusa also the files of
-            other programs, and names on the hub.
+            kind. What `save_head` or a command of training wrote; of kinds that others publish also
+            their files, and names on the hub.
         target: the model that it is for, on one device.
         ignore: names of unknown config fields to ignore, see `from_pretrained`.
         quantize: "int8": its matrices get 8 bits; None: what the checkpoint has.

@@ -22,17 +22,13 @@ from stree_jax.cli.loading import (
 )
 from stree_jax.cli.options import Bench
 from stree_jax.cli.trees import kind_of, parse_tree
+from stree_jax.heads import ROOMS
 from stree_jax.measuring.bench import PROMPTS, check_picture
 from stree_jax.measuring.report import check_file, progress_bar, write_json
 
 DEFAULT = ""  # the tree of the drafter's choice, where `--tree` has those of the user's
-_NAMES = {
-    "draft": "draft model",
-    "medusa": "Medusa",
-    "mtp_head": "multi-token prediction",
-    "eagle3": "EAGLE-3",
-    "ngram": "prompt lookup",
-}
+_NAMES = {"draft": "draft model", "ngram": "prompt lookup"}
+_NAMES |= {kind: room.title for kind, room in ROOMS.items()}
 
 
 def run_bench(command: Bench) -> int:

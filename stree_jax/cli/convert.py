@@ -11,13 +11,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from pallas_kernels import dispatch
-from stree_jax import MtpConfig
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.checkpoint.files import has_file
 from stree_jax.checkpoint.load import matrix_dtype, open_native, quantized_in
 from stree_jax.cli.options import Convert, Inspect
 from stree_jax.convert import convert, find, is_foreign, open_checkpoint
-from stree_jax.heads import FOLDER, abstract_head, open_head
+from stree_jax.heads import FOLDER, ROOMS, abstract_head, open_head
 from stree_jax.models.lm import HybridLM
 
 
@@ -51,7 +50,7 @@ def run_convert(command: Convert) -> None:
     console.print(_table(path, command.ignore_field, adapter))
     if left_out is not None:
         console.print(
-            f"without the multi-token prediction head: {left_out}", markup=False, soft_wrap=True
+            f"without the {ROOMS[FOLDER].title} head: {left_out}", markup=False, soft_wrap=True
         )
     console.print(f"wrote {command.destination} ({command.to})", markup=False, soft_wrap=True)
 
@@ -104,7 +103,7 @@ def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[
     ignored: list[str] = []
     assumed: Sequence[str] = ()
     in_8_bits = ""
-    head: MtpConfig | str | None
+    head: Any
     if not is_foreign(path, ignore=ignore, adapter=adapter):
         config, stored = open_native(path)
         dtype, count = matrix_dtype(stored.values()), len(quantized_in(stored))
@@ -141,7 +140,7 @@ def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[
     yield "head", "tied to the embedding" if config.tie_embeddings else "untied"
     yield "stored as", dtype.name + in_8_bits
     if head is not None:
-        yield "MTP head", _head_fact(head)
+        yield f"{FOLDER.upper()} head", _head_fact(head)
     for line in assumed:
         yield "assumed", line
     for line in ignored:
@@ -175,15 +174,13 @@ def _mixer_facts(name: str, part: Any) -> Iterator[tuple[str, str]]:
             yield "experts", f"{top}, hidden size {part.hidden_size:,}"
 
 
-def _head_fact(head: MtpConfig | str) -> str:
-    """A line about a multi-token prediction head, or why it cannot be read."""
+def _head_fact(head: Any) -> str:
+    """A line about the head of a checkpoint, a config or why it cannot be read."""
+    title = ROOMS[FOLDER].title
     if isinstance(head, str):
-        return f"multi-token prediction, which cannot be used: {head}"
-    size, kinds = (
-        _size(nnx.state(abstract_head(FOLDER, head))),
-        f"attention, {head.feed_forward.kind}",
-    )
-    return f"multi-token prediction ({kinds}), {size:,} parameters; generate --mtp drafts with it"
+        return f"{title}, which cannot be used: {head}"
+    size, kinds = _size(nnx.state(abstract_head(FOLDER, head))), head.feed_forward.kind
+    return f"{title} (attention, {kinds}), {size:,} parameters; generate --{FOLDER} drafts with it"
 
 
 def _size(tree: Any) -> int:

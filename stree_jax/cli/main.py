@@ -28,8 +28,7 @@ _COMMANDS: dict[type, tuple[str, str]] = {
     options.Inspect: ("inspect", "convert:show_checkpoint"),
     options.Train: ("train", "train:run_training"),
     options.Distill: ("distill", "train:run_training"),
-    options.Medusa: ("medusa", "train:run_training"),
-    options.TrainMtp: ("train-mtp", "train:run_training"),
+    **{trained: (name, "train:run_training") for trained, name in options.HEADS.items()},
     options.Tree: ("tree", "trees:run_tree"),
     options.TuneTree: ("tune-tree", "tune:run_tune_tree"),
 }

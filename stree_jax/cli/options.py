@@ -8,13 +8,14 @@ base come before those of a class, and those of its last base come first.
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from typer import Argument, Option
 
 from stree_jax.checks import check_int
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import check_num_rows
+from stree_jax.heads import ROOMS
 from stree_jax.messages import shown
 
 MAX_SEED = 2**32 - 1  # jax takes larger ones modulo 2**32, or raises OverflowError
@@ -61,15 +62,24 @@ class Demo:
     ignore_field: list[str] = _IGNORE_FIELD
 
 
+def _of_drafts() -> Any:
+    """The options of a draft model, and of each kind of head in the table."""
+    fields: list[Any] = [
+        ("draft", str | None, Option(None, help="Draft model: checkpoint directory or hub name."))
+    ]
+    for kind, room in ROOMS.items():
+        if room.own:
+            fields.append((kind, bool, Option(False, f"--{kind}", help=room.own)))
+        if room.option:
+            name = f"{kind}_head" if room.own else kind
+            fields.append((name, str | None, Option(None, help=room.option)))
+    return dataclasses.make_dataclass("_OfDrafts", fields, frozen=True, kw_only=True)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftModels:
+class DraftModels(_of_drafts()):  # type: ignore[misc]
     """Draft models and heads."""
 
-    draft: str | None = Option(None, help="Draft model: checkpoint directory or hub name.")
-    medusa: str | None = Option(None, help="Medusa heads of the target: checkpoint directory.")
-    mtp: bool = Option(False, "--mtp", help="Draft with the target's multi-token prediction head.")
-    mtp_head: str | None = Option(None, help="The same, with a head that is not in the checkpoint.")
-    eagle3: str | None = Option(None, help="EAGLE-3 head for the target: directory or hub name.")
     draft_quantize: str | None = Option(
         None,
         help="int8: matrices of the draft or of the heads in 8 bits, which changes no text.",
@@ -284,17 +294,23 @@ class Train:
 class Distill:
     """Distill a target model into a draft model. Rerun to resume."""
 
+    kind: ClassVar[str] = ""  # of heads
     recipe: Path = _RECIPE
     target: Path = Argument(help="Checkpoint directory of the target model.")
     output: Path = _OUTPUT
 
 
-class Medusa(Distill):
-    """Train Medusa heads for a target. Rerun to resume."""
+def _trains(kind: str, what: str) -> type[Distill]:
+    own = {"__doc__": f"Train {what} for a target. Rerun to resume.", "kind": kind}
+    return type(f"Train{kind}", (Distill,), own)
 
 
-class TrainMtp(Distill):
-    """Train a multi-token prediction head for a target. Rerun to resume."""
+# The command that trains heads of each kind, by its options.
+HEADS = {
+    _trains(kind, room.training[1]): room.training[0]
+    for kind, room in ROOMS.items()
+    if room.training
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

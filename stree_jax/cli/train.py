@@ -1,4 +1,4 @@
-"""`stree-jax train`, `distill`, `medusa` and `train-mtp`: the training loop with a progress bar."""
+"""`stree-jax train`, `distill` and those that train heads: a training loop with a progress bar."""
 
 import statistics
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from rich import progress as bars
 from rich.console import Console
 
-from stree_jax.cli.options import Distill, Medusa, Train, TrainMtp
+from stree_jax.cli.options import Distill, Train
 from stree_jax.compilation_cache import enable_compilation_cache
-from stree_jax.training import Progress, Recipe, distill, train
+from stree_jax.training import Progress, Recipe, distill, train, train_heads
 
 
 def run_training(command: Train | Distill) -> None:
@@ -46,13 +46,8 @@ def run_training(command: Train | Distill) -> None:
 
 
 def _trained(command: Train | Distill, recipe: Recipe) -> Iterator[Progress]:
-    match command:
-        case Train():
-            return train(recipe, command.output)
-        case Medusa():
-            from stree_jax.extensions.medusa.training import train_medusa as teach
-        case TrainMtp():
-            from stree_jax.extensions.mtp.training import train_mtp as teach
-        case _:
-            teach = distill
-    return teach(recipe, command.target, command.output)
+    if isinstance(command, Train):
+        return train(recipe, command.output)
+    if command.kind:
+        return train_heads(command.kind, recipe, command.target, command.output)
+    return distill(recipe, command.target, command.output)

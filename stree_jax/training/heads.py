@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from stree_jax.array_types import Array, Float, Tokens
-from stree_jax.heads import open_head, save_head
+from stree_jax.heads import ROOMS, open_head, part_of, save_head
+from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 from stree_jax.training.recipe import Recipe
 from stree_jax.training.run import card, open_target, run_directory, run_text, weights_digest
@@ -21,29 +22,29 @@ class HeadPlan(NamedTuple):
     """The heads that a recipe asks for.
 
     Attributes:
-        kind: their kind, as `stree_jax.heads.ROOMS` has it.
         new: new heads, given some of the text.
         loss: the loss of heads, given the target and tokens `[B, T]`.
     """
 
-    kind: str
     new: Callable[[Tokens], Any]
     loss: Callable[[Any, HybridLM, Tokens], Float[Array, ""]]
 
 
-def train_heads(
-    recipe: Recipe, target_path: Path, output: Path, planned: Callable[[HybridLM], HeadPlan]
-) -> Iterator[Progress]:
+def train_heads(kind: str, recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:
     """Trains heads for a target, whose weights stay as they are.
 
-    `planned` says what heads a target gets; other arguments, yields and errors are those of
-    `distill`.
+    The recipe's model table is that of `kind`, "medusa" or "mtp", in `docs/recipe.md`: the room's
+    `training.plan` makes a `HeadPlan` of a recipe and a target. Other arguments, yields and errors
+    are those of `distill`.
     """
+    known = [name for name, room in ROOMS.items() if room.training]
+    if kind not in known:
+        raise ValueError(f"heads that can be trained are {', '.join(known)}, got {shown(kind)}")
     recipe.refuse_models()
     tokenizer, target = open_target(target_path, output)
-    plan = planned(target)
-    fingerprint = recipe.fingerprint() | {"target": weights_digest(target), "kind": plan.kind}
-    run = run_directory(output, fingerprint, functools.partial(open_head, plan.kind))
+    plan = part_of(kind, "training").plan(recipe, target)
+    fingerprint = recipe.fingerprint() | {"target": weights_digest(target), "kind": kind}
+    run = run_directory(output, fingerprint, functools.partial(open_head, kind))
     text = run_text(recipe, tokenizer, target)
     heads = plan.new(jnp.asarray(text.held_out[0]))
 

@@ -98,8 +98,8 @@ class Recipe:
     """A training run.
 
     Attributes:
-        model: arguments of `ModelConfig.mamba2_lm` except `vocab_size` and `eos_token`; for Medusa
-            heads `num_heads` alone; for multi-token-prediction heads see `train_mtp`.
+        model: arguments of `ModelConfig.mamba2_lm` except `vocab_size` and `eos_token`; for heads
+            those of their kind.
         training: the optimization.
         text: the files to train on.
         vocab_size: size of the tokenizer to train; unused in distillation.
@@ -160,8 +160,8 @@ class Recipe:
         """
         if "d_model" in self.model:
             raise ValueError(
-                f"{self.source}, [model] has d_model: such recipes are for `train` and `distill`;"
-                " heads have num_heads (`medusa`) or steps (`train-mtp`)"
+                f"{self.source}, [model] has d_model: such recipes are for `train` and `distill`,"
+                " and heads have other tables"
             )
         if self.start is not None:
             raise ValueError(f"{self.source}: start is for `train` and `distill`; leave it out")

@@ -189,7 +189,7 @@ def _config(recipe: Recipe, vocab_size: int, eos_token: Any) -> ModelConfig:
     if "d_model" not in recipe.model:
         raise ValueError(
             f"{recipe.source}, [model]: it lacks 'd_model', which recipes of `train` and `distill`"
-            " have; num_heads alone is for `medusa`, and steps for `train-mtp`"
+            " have, unlike those of heads"
         )
     try:
         return ModelConfig.mamba2_lm(vocab_size, eos_token=eos_token, **recipe.model)

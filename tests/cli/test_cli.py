@@ -15,9 +15,11 @@ from flax import nnx
 import stree_jax as st
 from pallas_kernels import dispatch
 from stree_jax import testing
+from stree_jax.cli import options
 from stree_jax.cli.main import _COMMANDS
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import MAX_BYTES
+from stree_jax.heads import ROOMS, Room
 from tests.extensions import eagle3_files
 
 COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]
@@ -265,3 +267,11 @@ def test_a_model_in_8_bits(tmp_path, output):
     drafts, counts = output(*generate, "--quantize", "int8", *drafted).splitlines()
     assert drafts == text
     assert "tau 2" in counts
+
+
+def test_a_new_kind_of_head_has_its_options(monkeypatch):
+    """Its line of the table is enough."""
+    monkeypatch.setitem(ROOMS, "own", Room("own", option="A head.", own="The target's."))
+    made = options._of_drafts()()
+    assert made.own.help == "The target's."
+    assert made.own_head.help == "A head."

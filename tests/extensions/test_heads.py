@@ -243,7 +243,7 @@ def test_a_saved_head_is_for_one_target(kind, load, other, missing, tmp_path):
     for other_target in (random_model(target.config, seed=1), tiny_model("bamba hybrid")):
         with pytest.raises(ValueError, match=other):
             load(path, other_target)
-    with pytest.raises(ValueError, match=f"of kind '{kind}' and no model; load it with what"):
+    with pytest.raises(ValueError, match=f"of kind '{kind}' and no model; load_head"):
         st.from_pretrained(path)
     with pytest.raises(ValueError, match="exists; pass overwrite=True|exists"):
         st.save_head(head, target, path)
@@ -292,8 +292,11 @@ WIDTHS = {
 def refused():
     """Messages, and the calls that are refused with them."""
     target, wider = tiny_model(), st.HybridLM.abstract(st.ModelConfig.tiny(d_model=32))
-    yield "the kinds of heads are .*mtp, got 'eagle'", partial(st.load_head, "eagle", "", target)
-    yield "head must be one of the kinds eagle3, .* got", partial(st.save_head, target, target, "")
+    yield (
+        "the kinds of heads are medusa, .* got 'eagle'",
+        partial(st.load_head, "eagle", "", target),
+    )
+    yield "head must be one of the kinds medusa, .* got", partial(st.save_head, target, target, "")
     for number in (0, 17, True):
         make = partial(st.MedusaHeads, target, num_heads=number, rngs=nnx.Rngs(0))
         yield "num_heads must be an integer, from 1 to 16", make

@@ -44,6 +44,7 @@ KIND = HeadKind(
     written=lambda heads: {"num_heads": heads.num_heads},
     config=_num_heads,
     new=lambda number, target: MedusaHeads(target, num_heads=number, rngs=nnx.Rngs(0)),
+    drafts=MedusaDrafter,
     missing="has no Medusa heads; it is a model, for from_pretrained",
     misfit="Medusa heads in {path} were trained with another target; load that one, or train heads"
     " for this one: stree-jax medusa RECIPE TARGET OUTPUT",

@@ -25,6 +25,7 @@ KIND = HeadKind(
     written=MtpHead.written,
     config=lambda header: build_config(MtpConfig, header.get("head")),
     new=MtpHead.for_target,
+    drafts=MtpModel,
     missing="has no multi-token prediction head in a folder mtp; convert the original again if it"
     f" has one, or train one: {_TRAIN}",
     misfit="multi-token-prediction head in {path} is for another target; load that one, or train a"
