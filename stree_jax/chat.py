@@ -22,12 +22,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja program of transformers that writes a conversation as text.
-
-    Attributes:
-        source: the program.
-        special_tokens: variables of the program such as `bos_token`, and the text of each.
-    """
+    """A Jinja program of transformers that writes a conversation as text."""
 
     source: str
     special_tokens: Mapping[str, str]
@@ -35,8 +30,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]] | Any, /, **variables: Any) -> str:
         """Renders a conversation, up to where the assistant's next message begins.
 
-        The sandbox of jinja2 keeps a stranger's program from other values, not from taking time and
-        memory. More variables are such as `tools` or `enable_thinking`.
+        The sandbox keeps a stranger's program from other values, not from taking time and memory.
         """
         values = {"tools": None, "documents": None, "add_generation_prompt": True} | variables
         values["messages"] = _checked(messages)

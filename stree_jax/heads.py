@@ -85,11 +85,7 @@ _SAMPLE = 1024  # numbers of each weight in the sketch
 
 
 def sketch(model: HybridLM, *, matrices: bool = True) -> str:
-    """Digests some numbers of every weight, as bfloat16.
-
-    Any training changes it. Reading all weights of a large target would take minutes. Without
-    `matrices` it is the same in 8 bits too, and after an adapter of matrices was merged.
-    """
+    """Digests some numbers of every weight, or of all but the matrices, as bfloat16."""
     total = hashlib.sha256()
     for name, leaf in named_weights(model, matrices=matrices):
         total.update(f"{name} {leaf.shape}".encode())

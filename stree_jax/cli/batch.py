@@ -37,8 +37,7 @@ class _Line(NamedTuple):
 def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dict[str, Any]) -> int:
     """Decodes lines in their order, writes one for each, and returns how many have errors.
 
-    A line's random key is that of the seed with the line's number folded in, so its text does not
-    depend on the other lines. A line may override the settings of a text.
+    A line's key is the seed's with its number folded in: no text depends on other lines.
     """
     wanted_rows = 8 if command.rows is None else command.rows
     check_int("--rows", wanted_rows, 1)

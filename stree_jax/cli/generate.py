@@ -19,10 +19,7 @@ from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 
 
 def run_generate(command: Generate) -> int:
-    """Continues a prompt or the prompts of a file; 1 if some of them could not be.
-
-    Only process 0 writes to the standard output.
-    """
+    """Continues a prompt or the prompts of a file; returns 1 if some of them could not be."""
     if (command.prompt is None) == (command.prompts is None):
         raise ValueError("give either --prompt TEXT or --prompts FILE.jsonl")
     if command.prompts is None and command.output is not None:

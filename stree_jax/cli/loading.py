@@ -119,10 +119,7 @@ def load_models(
     sharpness: float | None = None,
     **options: Any,
 ) -> tuple[st.HybridLM, st.Drafter | None]:
-    """Loads a target and its drafter, as `load_all` does.
-
-    `kind` is that of the tree, such as "budget" for dynamic ones, which have a `sharpness`.
-    """
+    """Loads a target, and its drafter for a kind of tree, such as "budget" for dynamic ones."""
     model, (draft,) = load_all(target, [drafter], drafter.ignore, **options)
     return model, drafter_of(drafter, draft, kind, sharpness)
 
@@ -137,10 +134,7 @@ def load_all(
     quantize: str | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[st.HybridLM, list[Any]]:
-    """Loads a target, and what `drafter_of` makes each drafter of.
-
-    From then on, compiled programs are kept.
-    """
+    """Loads a target, and what `drafter_of` makes each drafter of; keeps compiled programs."""
     changes = None if adapter is None else find(adapter, adapter=True)
     paths = (each.path for each in drafters)
     of_target, own, *of_drafters = _ignored_fields(ignore, target, changes, *paths)
@@ -276,12 +270,7 @@ def parse_mesh(spec: str) -> Mesh:
 
 
 def join_processes() -> None:
-    """Joins the other processes of this command; must be the first use of jax.
-
-    jax finds them on Slurm, Open MPI and TPUs. Elsewhere each process sets the address of process
-    0, the number of processes and its own index: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID.
-    """
+    """Joins the other processes of this command; must be the first use of jax."""
     numbers: list[int | None] = []
     for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
         value = os.environ.get(name)

@@ -112,11 +112,10 @@ def compare(
     *,
     parts: bool = True,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Decodes requests with every method in turns; yields their records after each round.
+    """Decodes requests with every method in turns; yields records after each round.
 
-    `PLAIN` is among the methods. A request has `prompts` and options of `generate` but the methods'
-    own; all have one temperature. Fields of a record are those of docs/bench.md, without `parts`
-    none but those of whole texts.
+    `PLAIN` is among the methods, and all requests have one temperature. Fields of a record are
+    those of docs/bench.md, without `parts` none but those of whole texts.
     """
     temperature = requests[0].get("temperature", 0.0)
     ways: dict[Any, Callable[[Any], Any]] = {}

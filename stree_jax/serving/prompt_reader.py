@@ -26,23 +26,15 @@ _WORTH = 16  # shared tokens from which on a prefix is kept, and a text waits fo
 
 @dataclasses.dataclass(eq=False)
 class Reading:
-    """A text that is being read.
-
-    Attributes:
-        tokens: the whole text.
-        prefix: the state after its first `length` tokens; None at first.
-        length: number of tokens that are read.
-        keep_at: lengths at which prefixes are kept.
-        others: readings that began before, and the number of first tokens that each shares.
-        is_hit: True if the cache had an entry.
-    """
+    """A text that is being read: `prefix` is the state after its first `length` tokens."""
 
     tokens: list[int]
     prefix: Prefix | None = None
     length: int = 0
-    keep_at: set[int] = dataclasses.field(default_factory=set)
+    keep_at: set[int] = dataclasses.field(default_factory=set)  # lengths whose prefixes are kept
+    # Readings that began before, and the number of first tokens that each shares.
     others: list[tuple["Reading", int]] = dataclasses.field(default_factory=list)
-    is_hit: bool = False
+    is_hit: bool = False  # the cache had an entry
 
     @property
     def is_done(self) -> bool:
@@ -65,10 +57,7 @@ class Reading:
 
 
 class PromptReader:
-    """Reads texts for the rows of a pool, and keeps their prefixes.
-
-    `cache_bytes` and `keep_every` are `prefix_cache_bytes` and `prefix_every` of `Scheduler`.
-    """
+    """Reads texts for the rows of a pool, and keeps their prefixes."""
 
     def __init__(
         self,

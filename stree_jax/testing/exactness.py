@@ -125,8 +125,7 @@ def assert_same_text(model: HybridLM, request: Plan, got: Generation, want: Gene
 def _explained(model: HybridLM, request: Plan, row: int, got: np.ndarray, want: np.ndarray) -> str:
     """The first difference of a row, and whether a near tie explains it.
 
-    A sum of float32 depends on its order, and so on the number of nodes: two tokens whose scores
-    are closer than 1e-4 may swap. That is a failure still, but not of the algorithm.
+    Sums of float32 depend on the number of nodes: scores closer than 1e-4 may swap.
     """
     at = int(np.flatnonzero(got != want)[0])
     length = int(request.context.length[row])

@@ -328,8 +328,7 @@ def random_mtp_head(model: HybridLM, *, latent: int | None = None, seed: int = 0
 def _drawn(kind: str, key: Array, i: int, shape: tuple[int, ...]) -> np.ndarray:
     """The i-th array of random numbers of a key.
 
-    Programs draw a rounded number of them, and none knows a shape: compiling some for every shape
-    would take longer than most tests.
+    Programs draw a rounded number of them, so that there are few to compile.
     """
     size = math.prod(shape)
     most = 4 ** max(4, math.ceil(math.log(size, 4)))

@@ -21,12 +21,7 @@ def next_token_loss(model: HybridLM, tokens: Tokens) -> Float[Array, ""]:
 def distillation_loss(
     model: HybridLM, target_logits: Float[Array, "B T V"], tokens: Tokens
 ) -> Float[Array, ""]:
-    """Returns the mean `KL(target || model)` of all positions, in nats.
-
-    A draft token is accepted with probability one minus the total variation distance of the two
-    distributions (Leviathan et al. 2022, arXiv:2211.17192), and by Pinsker's inequality this
-    distance is at most `sqrt(KL / 2)`.
-    """
+    """Returns the mean `KL(target || model)` of all positions, in nats."""
     logits = model(tokens)[..., : model.config.vocab_size]
     target = jax.nn.log_softmax(target_logits[..., : model.config.vocab_size])
     return jnp.mean(optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), target))

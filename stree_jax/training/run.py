@@ -202,8 +202,7 @@ def run_directory(
 ) -> Path:
     """Returns the directory with this run's checkpoints, made at its start.
 
-    One without checkpoints, of a run that was refused or ended early, starts again. `check` refuses
-    an `output` of another kind.
+    One without checkpoints starts again. `check` refuses an `output` of another kind.
     """
     output = output.absolute()
     if output.exists():

@@ -58,10 +58,7 @@ def load(path: Path, target: HybridLM, ignore: Collection[str]) -> Eagle3Head:
 
 
 def read_config(fields: Fields, num_layers: int, has_embedding: bool) -> Eagle3Config:
-    """Returns the config of a head from its config.json.
-
-    The default inner layers follow from the target's `num_layers`.
-    """
+    """Returns the config of a head from its config.json."""
     aux = "eagle_aux_hidden_state_layer_ids"
     fields.null("eagle_config", "head_dim", "num_key_value_heads", "draft_vocab_size", aux)
     eagle = fields.table("eagle_config")

@@ -28,21 +28,9 @@ _UNKNOWN, _DIFFERS = -(2**31), 1 - 2**31
 class Tables:
     """Transitions, compressed: what states have in common is stored once.
 
-    States of one kind allow the same tokens, and tokens do the same in them: they lead to a state
-    at some distance, or to some state itself. What most tokens do is one code; the others are
-    exceptions. Kinds share what their tokens do, which may be said of more tokens than one of them
-    allows. Kind 0 is the state that allows nothing.
-    `states`, `kinds`, `moves` and `exceptions` are sizes.
-
-    Attributes:
-        kind: the kind of each state.
-        allowed: a bit for each token that a kind allows, token 0 first.
-        move: what tokens do in a kind.
-        step: the code of most tokens: a distance, or `ABSOLUTE` and the state.
-        first: the first exception of each move, and the end of those of the last one.
-        token: the tokens of exceptions, of each move in ascending order.
-        step_of: the code of an exception.
-        vocab_size: number of tokens.
+    States of a kind allow the same tokens (`allowed`, a bit for each), which make the same `move`:
+    `step` is the code of most of them, and those from its `first` exception on (`token`, ascending)
+    have their own, `step_of`. Kind 0 allows nothing.
     """
 
     kind: Int[Array, " states"]

@@ -20,10 +20,7 @@ def plan(recipe: Recipe, target: HybridLM) -> HeadPlan:
 
 
 def medusa_loss(heads: MedusaHeads, target: HybridLM, tokens: Tokens) -> Float[Array, ""]:
-    """Mean KL divergence of the heads from the target, see `ahead_loss`.
-
-    Head d at a token predicts what the target predicts d tokens later.
-    """
+    """Mean KL divergence of the heads from the target, see `ahead_loss`."""
     vocab_size = target.config.vocab_size
 
     def logits(hidden: Array) -> Iterator[Array]:
