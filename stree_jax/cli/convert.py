@@ -1,5 +1,6 @@
 """`stree-jax convert` and `stree-jax inspect`."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 import jax
 from flax import nnx
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pallas_kernels import dispatch
@@ -17,24 +17,15 @@ from stree_jax.checkpoint.load import matrix_dtype, open_native, quantized_in
 from stree_jax.cli.options import Convert, Inspect
 from stree_jax.convert import convert, find, is_foreign, open_checkpoint
 from stree_jax.heads import FOLDER, ROOMS, abstract_head, open_head
+from stree_jax.measuring.report import progress_bar
 from stree_jax.models.lm import HybridLM
 
 
 def run_convert(command: Convert) -> None:
     """Converts a checkpoint with a progress bar, then prints what was converted and ignored."""
-    if command.keep and command.quantize is None:
-        raise ValueError("--keep goes with --quantize int8: without it all matrices stay")
     console, path = Console(highlight=False), find(command.source)  # may download
     adapter = _found(command.adapter)
-    with Progress(
-        TextColumn("reading weights"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
-        task = progress.add_task("", total=None)
+    with progress_bar(console) as show:
         left_out = convert(
             path,
             command.destination,
@@ -45,7 +36,7 @@ def run_convert(command: Convert) -> None:
             quantize=command.quantize,
             keep=command.keep,
             adapter=adapter,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=functools.partial(show, "reading weights"),
         )
     console.print(_table(path, command.ignore_field, adapter))
     if left_out is not None:
@@ -55,32 +46,13 @@ def run_convert(command: Convert) -> None:
     console.print(f"wrote {command.destination} ({command.to})", markup=False, soft_wrap=True)
 
 
-def show_checkpoint(command: Inspect) -> None:
-    """Runs `inspect`."""
-    console = Console(highlight=False)
-    run_inspect(
-        console,
-        command.path,
-        tensors=command.tensors,
-        ignore=command.ignore_field,
-        adapter=command.adapter,
-    )
-
-
-def run_inspect(
-    console: Console,
-    path: str,
-    *,
-    tensors: bool,
-    ignore: Sequence[str] = (),
-    adapter: str | None = None,
-) -> None:
-    """Prints a summary of a checkpoint and, with `tensors`, the weight that each tensor becomes."""
-    directory, changes = find(path), _found(adapter)
-    console.print(_table(directory, ignore, changes))
-    if tensors:
-        for line in _tensors(directory, ignore, changes):
-            console.print(line, markup=False, soft_wrap=True)
+def run_inspect(command: Inspect, console: Console | None = None) -> None:
+    """Prints a summary of a checkpoint and, if asked, the weight that each tensor becomes."""
+    console = console or Console(highlight=False)
+    of = find(command.path), command.ignore_field, _found(command.adapter)
+    console.print(_table(*of))
+    for line in _tensors(*of) if command.tensors else ():
+        console.print(line, markup=False, soft_wrap=True)
     console.print("names, shapes and files fit: can be loaded and converted")
     console.print(f"runs as {dispatch.explain()}", markup=False, soft_wrap=True)
 

@@ -195,7 +195,7 @@ class Loaded:
     model: st.HybridLM
     drafting: dict[str, Any]
     texts: Texts
-    _grammars: dict[str, st.Automaton | ValueError] = dataclasses.field(default_factory=dict)
+    _grammars: dict[str, st.Automaton] = dataclasses.field(default_factory=dict)
 
     def options(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The keywords of `Options` for the settings of a text, its grammar among them."""
@@ -208,15 +208,8 @@ class Loaded:
         key = json.dumps([name, argument, ends])
         if key not in self._grammars:
             make = {"regex": st.regex, "json_schema": st.json_schema}[name]
-            try:
-                made = make(argument, self.texts.tokenizer(""), eos_token=ends or None)
-                self._grammars[key] = made
-            except ValueError as error:
-                self._grammars[key] = error
-        found = self._grammars[key]
-        if isinstance(found, ValueError):
-            raise found
-        return found
+            self._grammars[key] = make(argument, self.texts.tokenizer(""), eos_token=ends or None)
+        return self._grammars[key]
 
 
 def load(command: Generate) -> Loaded:

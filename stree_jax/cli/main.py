@@ -25,7 +25,7 @@ _COMMANDS: dict[type, tuple[str, str]] = {
     options.Bench: ("bench", "bench:run_bench"),
     options.Generate: ("generate", "generate:run_generate"),
     options.Convert: ("convert", "convert:run_convert"),
-    options.Inspect: ("inspect", "convert:show_checkpoint"),
+    options.Inspect: ("inspect", "convert:run_inspect"),
     options.Train: ("train", "train:run_training"),
     options.Distill: ("distill", "train:run_training"),
     **{trained: (name, "train:run_training") for trained, name in options.HEADS.items()},

@@ -12,35 +12,13 @@ from typing import Any, ClassVar
 
 from typer import Argument, Option
 
-from stree_jax.checks import check_int
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import check_num_rows
 from stree_jax.heads import ROOMS
 from stree_jax.messages import shown
 
-MAX_SEED = 2**32 - 1  # jax takes larger ones modulo 2**32, or raises OverflowError
-
-
-def _checked_seed(seed: int) -> int:
-    return check_int("--seed", seed, 0, MAX_SEED)
-
-
-def _checked_dtype(dtype: str | None) -> str | None:
-    if dtype not in (None, "float32", "bfloat16"):
-        raise ValueError(f"--dtype must be float32 or bfloat16, got {dtype!r}")
-    return dtype
-
-
-_DTYPE = Option("float32", help="float32 or bfloat16 weights.", callback=_checked_dtype)
-
-
-def _checked_quantize(quantize: str | None) -> str | None:
-    if quantize not in (None, "int8"):
-        raise ValueError(f"--quantize and --draft-quantize must be int8, got {quantize!r}")
-    return quantize
-
-
-_QUANTIZE = Option(None, help="int8: the target's matrices in 8 bits.", callback=_checked_quantize)
+_DTYPE = Option("float32", help="float32 or bfloat16 weights.")
+_QUANTIZE = Option(None, help="int8: the target's matrices in 8 bits.")
 _ADAPTER = Option(
     None, help="LoRA adapter (PEFT) to merge into the checkpoint: directory or hub name."
 )
@@ -81,9 +59,7 @@ class DraftModels(_of_drafts()):  # type: ignore[misc]
     """Draft models and heads."""
 
     draft_quantize: str | None = Option(
-        None,
-        help="int8: matrices of the draft or of the heads in 8 bits, which changes no text.",
-        callback=_checked_quantize,
+        None, help="int8: matrices of the draft or of the heads in 8 bits, which changes no text."
     )
     ignore_field: list[str] = _IGNORE_FIELD
 
@@ -167,7 +143,7 @@ class Decoding:
     show: bool = Option(
         False, "--show", help="Mark accepted drafts: green, or in brackets in a file."
     )
-    seed: int = Option(0, help="Random seed: the same seed, the same text.", callback=_checked_seed)
+    seed: int = Option(0, help="Random seed: the same seed, the same text.")
     dtype: str = _DTYPE
     quantize: str | None = _QUANTIZE
     tokenizer: Path | None = Option(
@@ -249,13 +225,9 @@ class Convert:
 
     source: str = Argument(metavar="SRC", help="Checkpoint directory or hub name.")
     destination: Path = Argument(metavar="DST", help="Directory to create.")
-    dtype: str | None = Option(
-        None, help="float32 or bfloat16; by default the source's.", callback=_checked_dtype
-    )
+    dtype: str | None = Option(None, help="float32 or bfloat16; by default the source's.")
     to: str = Option("native", help="native, hf (the matching family), or a family's name.")
-    quantize: str | None = Option(
-        None, help="int8: matrices in 8 bits.", callback=_checked_quantize
-    )
+    quantize: str | None = Option(None, help="int8: matrices in 8 bits.")
     keep: list[str] = Option(
         [], help='With --quantize: a matrix that stays, such as "embedding"; may be repeated.'
     )
