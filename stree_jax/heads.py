@@ -29,7 +29,7 @@ from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import named_weights, quantized_names
 
 # What an extension may use.
-__all__ = ["HeadKind", "Room", "abstract_head", "save_head"]
+__all__ = ["HeadKind", "Room", "abstract_head", "check_fits", "save_head"]
 
 
 class Room(NamedTuple):
@@ -138,6 +138,15 @@ def head_kind(kind: str) -> HeadKind:
 def part_of(kind: str, part: str) -> Any:
     """A module of a kind's room, "conversion" or "training"."""
     return importlib.import_module(f"{ROOMS[kind].module}.{part}")
+
+
+def check_fits(head: str, way_out: str, **sizes: tuple[Any, Any]) -> None:
+    """Refuses a head whose sizes, by name, are not those that its target has."""
+    if any(own != targets for own, targets in sizes.values()):
+        own, targets = (
+            " and ".join(f"{name} {pair[i]}" for name, pair in sizes.items()) for i in (0, 1)
+        )
+        raise ValueError(f"{head} has {own}, and the target {targets}; {way_out}")
 
 
 @jax.transfer_guard("allow")

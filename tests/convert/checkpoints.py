@@ -167,7 +167,7 @@ def inspected(path):
 
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=400, file=nowhere)
-        run_inspect(Inspect(str(path), tensors=False, adapter=None, ignore_field=[]), console)
+        run_inspect(Inspect(path=str(path), tensors=False, adapter=None, ignore_field=[]), console)
     return console.export_text()
 
 

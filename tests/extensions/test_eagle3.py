@@ -33,7 +33,7 @@ REFUSED = [
     (dict(attention_bias=True), {}, "biases in an EAGLE-3 head are not supported"),
     (dict(target_hidden_size=32), {}, "target_hidden_size = 32, elsewhere 16"),
     (dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 9]}), {}, "the target's 4 layers"),
-    (dict(vocab_size=40), {}, "d2t|t2d|of a model of width 16 with 40 tokens"),
+    (dict(vocab_size=40), {}, "d2t|t2d|has width 16 and tokens 40"),
     ({}, {"fc.weight": None}, "fc.weight .* is missing"),
     ({}, {"d2t": None}, "d2t is missing, and the head has 20 of the target's 37 tokens"),
     ({}, {"d2t": D2T - 1}, "d2t maps tokens of the head twice, or outside the vocabulary"),

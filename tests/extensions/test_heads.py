@@ -283,9 +283,9 @@ def saved_as_others(kind, folder):
 # What is refused.
 
 WIDTHS = {
-    "medusa": ("the heads are of a model of width 16, and the target's width is 32", "37, 16"),
-    "mtp": ("the head has width 16 and dtype float32, and the target", "37, 16"),
-    "eagle3": ("the head has width 16, 37 tokens and dtype float32", "width 16 with 37 tokens"),
+    "medusa": ("Medusa heads has width 16, and the target width 32", "37, 16"),
+    "mtp": ("the head has width 16 and dtype float32, and the target width 32", "37, 16"),
+    "eagle3": ("the head has width 16 and tokens 37 and dtype float32", "tokens 37 .* tokens 40"),
 }
 
 

@@ -23,7 +23,7 @@ from stree_jax.convert import (
     within,
 )
 from stree_jax.extensions.eagle3.head import Eagle3Config, Eagle3Head
-from stree_jax.heads import abstract_head
+from stree_jax.heads import abstract_head, check_fits
 
 _ARCHITECTURE = "Eagle3"  # the end of every name in `architectures`
 
@@ -47,12 +47,9 @@ def load(path: Path, target: HybridLM, ignore: Collection[str]) -> Eagle3Head:
         rules = head_rules(rules_of(config), own, like, others=["tokens"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    have, want = ((each.d_model, each.vocab_size) for each in (config, target.config))
-    if have != want:
-        raise ValueError(
-            f"the EAGLE-3 head in {path} is of a model of width {have[0]} with {have[1]} tokens,"
-            f" and the target has {want[0]} and {want[1]}; load the target that it was trained for"
-        )
+    width, tokens = zip(*((x.d_model, x.vocab_size) for x in (config, target.config)), strict=True)
+    way_out = "load the target that it was trained for"
+    check_fits(f"the EAGLE-3 head in {path}", way_out, width=width, tokens=tokens)
     chosen = jnp.asarray(_tokens(checkpoint, config), jnp.float32)
     return load_head_weights(checkpoint._replace(rules=rules), like, tokens=chosen)
 
