@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -51,15 +50,9 @@ class ChatTemplate:
             ) from None
 
 
-def load_chat_template(
-    directory: str | os.PathLike[str], name: str | None = None, *, tools: bool = False
-) -> ChatTemplate:
-    """Returns the chat template of a checkpoint, from files or its config.
-
-    Without a name it is "tool_use" if tools are given and there is one, else "default", as
-    transformers has it; files come before the config.
-    """
-    folder = folder_of(Path(directory))
+def load_chat_template(directory: Path, *, tools: bool = False) -> ChatTemplate:
+    """Returns the chat template of a checkpoint, from files or its config, as transformers does."""
+    folder = folder_of(directory)
     config = folder / "tokenizer_config.json"
     templates = _in_config(config, optional_json(config).get("chat_template"))
     files = {
@@ -67,8 +60,7 @@ def load_chat_template(
         for pattern in CHAT_TEMPLATES
         for file in sorted(folder.glob(pattern))
     }
-    if name is None:
-        name = "tool_use" if tools and "tool_use" in (files or templates) else "default"
+    name = "tool_use" if tools and "tool_use" in (files or templates) else "default"
     if name in files:
         return ChatTemplate(read_text(files[name]), special_tokens(folder))
     if name not in templates:

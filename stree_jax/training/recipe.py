@@ -152,20 +152,6 @@ class Recipe:
         start = None if recipe.start is None else str(path.parent / recipe.start)
         return dataclasses.replace(recipe, source=str(path), start=start)
 
-    def refuse_models(self) -> None:
-        """Refuses the recipe of a model where heads are trained.
-
-        Raises:
-            ValueError: it has a `start`, or a `d_model`.
-        """
-        if "d_model" in self.model:
-            raise ValueError(
-                f"{self.source}, [model] has d_model: such recipes are for `train` and `distill`,"
-                " and heads have other tables"
-            )
-        if self.start is not None:
-            raise ValueError(f"{self.source}: start is for `train` and `distill`; leave it out")
-
     def fingerprint(self) -> dict[str, Any]:
         """Returns the recipe and digests of its texts, equal for equal runs."""
         values = dataclasses.asdict(self)

@@ -1,7 +1,6 @@
 """`train` and `distill`: from a recipe to a native checkpoint."""
 
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from stree_jax.checkpoint.directories import write_text
 from stree_jax.checkpoint.load import load_config
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.prompts import typed_key
+from stree_jax.heads import sketch
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.matrices import in_first
@@ -54,7 +54,7 @@ def train(recipe: Recipe, output: Path) -> Iterator[Progress]:
         model = _new_model(recipe, tokenizer.get_vocab_size(), eos_token)
     else:
         tokenizer, model = open_target(Path(recipe.start), output)
-        run = run_directory(output, recipe.fingerprint() | {"start": weights_digest(model)})
+        run = run_directory(output, recipe.fingerprint() | {"start": sketch(model)})
 
     def loss(model: HybridLM, tokens: jax.Array, _: None) -> jax.Array:
         return next_token_loss(model, tokens)
@@ -77,7 +77,7 @@ def distill(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progres
     for example after its target was trained further.
     """
     tokenizer, target = open_target(target_path, output)
-    fingerprint = recipe.fingerprint() | {"target": weights_digest(target)}
+    fingerprint = recipe.fingerprint() | {"target": sketch(target)}
     if recipe.start is None:
         run = run_directory(output, fingerprint)
         model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
@@ -88,7 +88,7 @@ def distill(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progres
                 f"{recipe.start} and {target_path} have different tokenizers; start from a draft of"
                 " this target, or leave start out"
             )
-        run = run_directory(output, fingerprint | {"start": weights_digest(model)})
+        run = run_directory(output, fingerprint | {"start": sketch(model)})
 
     def loss(model: HybridLM, tokens: jax.Array, target: HybridLM) -> jax.Array:
         tokens = tokens[:, :-1]
@@ -186,11 +186,6 @@ def _new_model(recipe: Recipe, vocab_size: int, eos_token: Any) -> HybridLM:
 
 
 def _config(recipe: Recipe, vocab_size: int, eos_token: Any) -> ModelConfig:
-    if "d_model" not in recipe.model:
-        raise ValueError(
-            f"{recipe.source}, [model]: it lacks 'd_model', which recipes of `train` and `distill`"
-            " have, unlike those of heads"
-        )
     try:
         return ModelConfig.mamba2_lm(vocab_size, eos_token=eos_token, **recipe.model)
     except (TypeError, ValueError) as error:
@@ -228,11 +223,3 @@ def run_directory(
         (run / part).unlink(missing_ok=True)
     write_text(file, now)
     return run
-
-
-def weights_digest(model: HybridLM) -> str:
-    """Returns the SHA-256 of the weights."""
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(nnx.state(in_first(model))):
-        digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest()

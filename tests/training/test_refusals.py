@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from stree_jax import ModelConfig, load_tokenizer
-from stree_jax.training import train, train_heads
+from stree_jax.heads import part_of
+from stree_jax.testing import tiny_model
+from stree_jax.training import train
 from stree_jax.training.recipe import Recipe, Text, Training
 from tests.training.conftest import RECIPE
 
@@ -26,7 +28,7 @@ REFUSED = [
     ("vocab_size = 280", "seed = -1", "recipe.toml: seed must be .* from 0 to .* got -1"),
     ('path = "words.txt"', "", r"\[\[text\]\] 1 lacks 'path'"),
     ("d_model", "depth", r"recipe.toml, \[model\]: .*'d"),
-    ("d_model = 16", "num_heads = 2", r"\[model\]: it lacks 'd_model', .* unlike those of heads"),
+    ("d_model = 16", "num_heads = 2", r"recipe.toml, \[model\]: .*'d_model'"),
     ("280", "100", "vocab_size must be an integer, from 257 to"),
     ("length = 16", "length = 999", r"words\.txt has \d+ tokens; windows of 1000 tokens in both"),
 ]
@@ -47,11 +49,9 @@ def test_recipes_that_are_refused(recipe_file, tmp_path, old, new, message):
 
 
 @pytest.mark.parametrize("kind", ["medusa", "mtp"])
-def test_recipes_of_models_are_not_of_heads(recipe_file, tmp_path, kind):
-    message = r"\[model\] has d_model: such recipes are for `train` and `distill`, and heads"
-    with pytest.raises(ValueError, match=message):
-        list(train_heads(kind, Recipe.load(recipe_file), tmp_path / "target", tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+def test_recipes_of_models_are_not_of_heads(recipe_file, kind):
+    with pytest.raises(ValueError, match=r"\[model\] has (num_heads alone|steps).*d_model"):
+        part_of(kind, "training").plan(Recipe.load(recipe_file), tiny_model())
 
 
 @pytest.mark.thorough
