@@ -158,14 +158,9 @@ def save_head(
     model_card: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves a head of any kind, with a fingerprint of its target.
+    """Saves a head of any kind in its dtype, with a fingerprint of its target.
 
-    Args:
-        head: the head; weights are stored in their current dtype.
-        target: the model that it is for.
-        path: the directory to create.
-        model_card: Markdown to store as README.md.
-        overwrite: replace an existing directory, as `save_pretrained` does.
+    `model_card` is Markdown to store as README.md; other arguments are those of `save_pretrained`.
 
     Raises:
         ValueError: `path` is not a path, or exists and `overwrite` is False; `head` is not a head,

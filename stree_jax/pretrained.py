@@ -108,16 +108,8 @@ def load_draft(
     """Loads a draft model as fits its target: on the target's mesh, on a CPU in bfloat16.
 
     There half the bytes make it faster, and whatever a draft computes the text is the target's.
-
-    Args:
-        path: as in `from_pretrained`.
-        target: the model that it drafts for.
-        ignore: as in `from_pretrained`.
-        quantize: as in `from_pretrained`; of a draft that keeps some matrices, `convert` one with
-            `keep`.
-
-    Raises:
-        ValueError: as `from_pretrained`.
+    Other arguments and errors are those of `from_pretrained`; of a draft that keeps some matrices
+    in 8 bits, `convert` one with `keep`.
     """
     return from_pretrained(path, ignore=ignore, quantize=quantize, **draft_options(target))
 
@@ -178,10 +170,8 @@ def _end_tokens(model: HybridLM, directory: Path) -> int | tuple[int, ...] | Non
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a checkpoint directory, or of a tokenizer.json file.
 
-    It encodes whole texts: what its last user left there of truncation and padding is off.
-
-    Args:
-        path: the directory or file. For a name on the hub pass `stree_jax.convert.find(name)`.
+    It encodes whole texts: what its last user left there of truncation and padding is off. For a
+    name on the hub pass `stree_jax.convert.find(name)`.
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -213,14 +203,7 @@ def tokenizer_errors(message: str) -> Iterator[None]:
 
 
 def demo_path(name: str) -> Path:
-    """The directory of a small trained model that ships with the package.
-
-    Args:
-        name: "target", "draft" or "medusa" (heads of the target).
-
-    Raises:
-        ValueError: another name.
-    """
+    """The directory of a small trained model that ships: "target", "draft" or "medusa" (heads)."""
     known = ("target", "draft", "medusa")
     if name not in known:
         raise ValueError(f"the embedded models are {known}, got {shown(name)}")

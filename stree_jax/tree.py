@@ -233,11 +233,7 @@ class TreeTopology:
         return Tree(rows(self.parents, jnp.int32), rows(self.depths, jnp.int32), mask, valid)
 
     def draw(self, labels: Sequence[str] | None = None, path: Sequence[int] = ()) -> str:
-        """A drawing of the tree in lines of text.
-
-        Args:
-            labels: a label per node; None: its index.
-            path: nodes to mark with `*`, such as an accepted path.
+        """A drawing of the tree in lines of text: a label per node, and `*` at the nodes of a path.
 
         Raises:
             ValueError: the number of labels is not the number of nodes, or the tree is deeper than

@@ -7,7 +7,6 @@ from typing import Any
 from rich.console import Console
 
 import stree_jax as st
-from stree_jax.checks import check_int
 from stree_jax.cli.loading import (
     Chosen,
     all_chosen,
@@ -33,8 +32,6 @@ _NAMES |= {kind: room.title for kind, room in ROOMS.items()}
 
 def run_bench(command: Bench) -> int:
     """Decodes with each method; returns 1 if their outputs differ."""
-    for option in ("max_new_tokens", "rows", "rounds"):
-        check_int(f"--{option.replace('_', '-')}", getattr(command, option), 1)
     if command.json is not None:
         check_file(command.json)
     if command.plot is not None:

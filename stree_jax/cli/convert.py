@@ -1,5 +1,6 @@
 """`stree-jax convert` and `stree-jax inspect`."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pallas_kernels import dispatch
+from stree_jax import LayerConfig
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.checkpoint.files import has_file
 from stree_jax.checkpoint.load import matrix_dtype, open_native, quantized_in
@@ -105,7 +107,7 @@ def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[
     yield "width", f"{config.d_model:,}"
     layers = [layer for each in config.distinct_layers for layer in (each, *each.parts.values())]
     for layer in dict.fromkeys(layers):
-        yield from _mixer_facts(layer.kind, layer)
+        yield layer.kind, _layer_fact(layer)
     is_padded = config.num_embeddings != config.vocab_size
     padded = f", padded to {config.num_embeddings:,}" if is_padded else ""
     yield "vocabulary", f"{config.vocab_size:,}{padded}"
@@ -119,31 +121,14 @@ def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[
         yield "ignored", line
 
 
-def _mixer_facts(name: str, part: Any) -> Iterator[tuple[str, str]]:
-    """What there is to know about the config of a mixer or of experts."""
-    match name:
-        case "mamba2":
-            yield (
-                "mixer",
-                f"{part.num_heads} heads of {part.head_dim}, state size {part.state_size},"
-                f" {part.num_groups} groups, convolution width {part.conv_width}",
-            )
-        case "gated_delta":
-            yield (
-                "mixer",
-                f"{part.num_heads} heads of {part.head_dim}, {part.num_groups} key heads of"
-                f" {part.state_size}, convolution width {part.conv_width}",
-            )
-        case "attention":
-            rope = f"RoPE on {part.rotary_dim} dimensions" if part.rotary_dim else "no RoPE"
-            window = "" if part.window is None else f", window of {part.window}"
-            heads = f"{part.num_heads} heads of {part.head_dim}, {part.num_kv_heads} KV heads"
-            more = "" if part.qk_norm_eps is None else ", norms of queries and keys"
-            more += ", output gate" * part.output_gate
-            yield "attention", f"{heads}, {rope}{window}{more}"
-        case "moe":
-            top = f"top {part.num_active} of {part.num_experts}"
-            yield "experts", f"{top}, hidden size {part.hidden_size:,}"
+def _layer_fact(layer: LayerConfig) -> str:
+    """The fields of a layer's config, but for defaults and for parts that have a line."""
+    values = {field: getattr(layer, field.name) for field in dataclasses.fields(layer)}
+    return ", ".join(
+        f"{field.name} {value}"
+        for field, value in values.items()
+        if value != field.default and not isinstance(value, LayerConfig)
+    )
 
 
 def _head_fact(head: Any) -> str:

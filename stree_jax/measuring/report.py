@@ -40,15 +40,6 @@ class Table(NamedTuple):
             table.add_row(*row)
         return table
 
-    def show(self) -> None:
-        """Prints the table."""
-        from rich.console import Console
-
-        console = Console()
-        if not console.is_terminal:  # a log is not limited to 80 columns
-            console = Console(width=200)
-        console.print(self.grid())
-
     def __str__(self) -> str:
         from rich.console import Console
 

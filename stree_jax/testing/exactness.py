@@ -93,12 +93,7 @@ def assert_same_text(model: HybridLM, request: Plan, got: Generation, want: Gene
     """Asserts that two generations of a request have the same tokens and caches.
 
     `assert_lossless` for requests that were planned by hand, whose rows may have different keys,
-    temperatures and filters.
-
-    Args:
-        model: the target.
-        request: the plan, whose prompts, keys and sampling explain a difference.
-        got, want: the generations; caches are compared if both have one.
+    temperatures and filters, which explain a difference. Caches are compared if both have one.
 
     Raises:
         AssertionError: they differ; the message is that of `assert_lossless`.

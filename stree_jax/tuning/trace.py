@@ -55,15 +55,8 @@ def rank_trace(
 ) -> RankTrace:
     """Drafts one level at every position of the target's texts, and ranks the target's tokens.
 
-    `tune` calls this unless the drafter has a method
-    `rank_trace(target, request, tokens, num_ranks) -> RankTrace`.
-
-    Args:
-        drafter: fills static trees.
-        target: the model that wrote the texts.
-        request: the plan that generated them; gives prompts, keys and sampling.
-        tokens: the new tokens of each row.
-        num_ranks: number of candidates that are ranked.
+    `tune` calls this for a drafter without a `rank_trace` of its own. `request` is the plan that
+    generated `tokens`, the new ones of each row.
 
     Raises:
         ValueError: the drafter samples its candidates with its own random numbers.

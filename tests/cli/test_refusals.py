@@ -63,7 +63,7 @@ LINES = {  # one that begins with an option is of `generate TARGET`
     "tune-tree {target} --ngram --output .": ". is a folder; name a file",
     "tune-tree {target} --ngram --prompts one.jsonl": 'line 2: not an object with a "prompt"',
     "tune-tree {target} --ngram --max-nodes 1": "max_nodes must be an integer, at least 2",
-    "bench {target} --rows 0": "--rows must be an integer, at least 1; got 0",
+    "bench {target} --rows 0": "rows must be an integer, at least 1; got 0",
     "bench {target} --json nowhere/x.json": "nowhere/x.json: the folder nowhere does not exist",
     "bench {target} --json .": ". is a folder; name a file",
     "bench {target} --plot x.pdf": "x.pdf is not a .png or .svg file",

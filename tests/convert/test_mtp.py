@@ -98,7 +98,7 @@ REFUSED = [
     (dict(num_nextn_predict_layers=2), {}, "num_nextn_predict_layers = 2 with .* only .* one head"),
     (dict(num_nextn_predict_layers=0), {}, "num_nextn_predict_layers = 0 with .* tensors"),
     (dict(mtp_layers_block_type=["moe", "attention"]), {}, "only a head of attention and experts"),
-    (dict(mtp_hybrid_override_pattern="*-"), {}, "contradict each other; keep the one that is"),
+    (dict(mtp_hybrid_override_pattern="*-"), {}, "only a head of attention and experts"),
     (dict(n_shared_experts=2), {}, "n_shared_experts = 2 in a head, not 1"),
     (dict(mtp_n_routed_experts=4), {}, "heads of Puzzle checkpoints are not supported"),
     ({}, {"mtp.layers.0.enorm.weight": None}, r"mtp.layers.0.enorm.weight .16,. is missing"),

@@ -11,11 +11,7 @@ from stree_jax.models import check_on_one_device, embedded_tokens
 
 
 class Eagle3Model(HeadModel):
-    """A draft model: a head with the embedding of its target.
-
-    Args:
-        target: the model that `generate` decodes with, on one device.
-        head: a head for that model.
+    """A draft model: a head with the embedding of its target, on one device.
 
     Raises:
         ValueError: a head of another width, vocabulary or dtype, or on layers that the target does

@@ -25,9 +25,7 @@ from stree_jax.extensions.mtp.head import MtpConfig, MtpHead
 from stree_jax.heads import abstract_head, check_fits
 
 PREFIXES = ("mtp.", "backbone.mtp.", "model.mtp.")
-_PATTERN = ("attention", "moe")
 _MERGED = "layers.1.mixer.experts.up_proj"  # all experts in one tensor
-_LETTERS = {"*": "attention", "E": "moe"}
 # Fields of training only.
 TRAINING = ("mtp_use_repeated_layer", "keep_mtp_spec_in_bf16", "mtp_loss_scaling_factor")
 _OF_PUZZLE = ("mtp_block_configs", "mtp_n_routed_experts")
@@ -149,25 +147,11 @@ def rules_of(config: MtpConfig, prefix: str = "mtp.", *, merged: bool = False) -
 
 
 def _check_pattern(fields: Fields) -> None:
-    """Accepts attention and experts alone, under either key or both."""
-    listed = fields.values.get("mtp_layers_block_type")
-    letters = fields.values.get("mtp_hybrid_override_pattern")
-    found = {}
-    if listed is not None:
-        names = listed if isinstance(listed, list) else [listed]
-        found["mtp_layers_block_type"] = tuple(
-            "attention" if name == "full_attention" else name for name in names
-        )
-    if letters is not None:
-        found["mtp_hybrid_override_pattern"] = tuple(_LETTERS.get(x, x) for x in str(letters))
-    fields.check(
-        len(found) < 2 or len({*found.values()}) == 1,
-        f"mtp_layers_block_type = {listed!r:.80} and mtp_hybrid_override_pattern ="
-        f" {letters!r:.80} contradict each other; keep the one that is right",
-    )
-    for name, pattern in found.items():
+    """Accepts attention and experts alone, under each key that is there."""
+    listed, letters = [["attention", "moe"], ["full_attention", "moe"]], ["*E"]
+    for name, known in zip(_KEYS[1:], (listed, letters), strict=True):
+        value = fields.values.get(name)
         fields.check(
-            pattern == _PATTERN,
-            f"{name} = {fields.values[name]!r:.80}: only a head of attention and experts is"
-            " supported",
+            value is None or value in known,
+            f"{name} = {value!r:.80}: only a head of attention and experts is supported",
         )

@@ -9,14 +9,10 @@ from stree_jax.models import check_on_one_device, embedded_tokens, output_logits
 
 
 class MtpModel(HeadModel):
-    """A draft model: a head with its target's embedding and output head.
+    """A draft model: a head with its target's embedding and output head, on one device.
 
     `MtpDrafter` fills static trees. `BeamDrafter(MtpModel(target, head))` and
     `DynamicDrafter(MtpModel(target, head))` choose the shape of theirs.
-
-    Args:
-        target: the model that `generate` decodes with, on one device.
-        head: a head for that model.
 
     Raises:
         ValueError: a head of another width or dtype.
