@@ -61,13 +61,12 @@ def load_chat_template(directory: Path, *, tools: bool = False) -> ChatTemplate:
         for file in sorted(folder.glob(pattern))
     }
     name = "tool_use" if tools and "tool_use" in (files or templates) else "default"
-    if name in files:
-        return ChatTemplate(read_text(files[name]), special_tokens(folder))
-    if name not in templates:
+    if name not in templates | files:
         names = sorted(templates | files)
         known = f" named {shown(name)}; there are {shown(names)}" if names else ""
         raise ValueError(f"{shown_path(folder)} has no chat template{known}; pass a text instead")
-    return ChatTemplate(templates[name], special_tokens(folder))
+    source = read_text(files[name]) if name in files else templates[name]
+    return ChatTemplate(source, special_tokens(folder))
 
 
 def _in_config(file: Path, given: Any) -> dict[str, str]:

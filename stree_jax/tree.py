@@ -121,7 +121,6 @@ class TreeTopology:
         check_int("num_beams", num_beams, 1)
         check_int("num_steps", num_steps, 0)
         _check_size(num_steps + 1)
-        _check_size(num_beams * num_steps + 1)
         return cls.from_branching((num_beams, *(1,) * (num_steps - 1)) if num_steps else ())
 
     @classmethod

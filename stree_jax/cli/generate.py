@@ -77,14 +77,14 @@ def _continue(console: Console, loaded: Loaded, command: Generate, asked: dict[s
         console.file.flush()
 
     head = Style(dim=True).render(prompt) if console.is_terminal else prompt
-    if command.show:
-        out = st.generate(loaded.model, [tokens], n=asked["n"], record_calls=True, **options)
-        write(f"{head}\n")
-        out.show(console)
-        speed, num_tokens, calls = "", out.stats.num_tokens, out.stats.num_target_calls
-    elif asked["log_probs"] or asked["n"] > 1:
-        out = st.generate(loaded.model, [tokens], n=asked["n"], **options)
-        _write_all(write, head, loaded, out)
+    if command.show or asked["log_probs"] or asked["n"] > 1:
+        options |= {"n": asked["n"], "record_calls": command.show}
+        out = st.generate(loaded.model, [tokens], **options)
+        if command.show:
+            write(f"{head}\n")
+            out.show(console)
+        else:
+            _write_all(write, head, loaded, out)
         speed, num_tokens, calls = "", out.stats.num_tokens, out.stats.num_target_calls
     else:
         steps = st.stream(loaded.model, [tokens], **options)

@@ -22,6 +22,10 @@ _QUANTIZE = Option(None, help="int8: the target's matrices in 8 bits.")
 _ADAPTER = Option(
     None, help="LoRA adapter (PEFT) to merge into the checkpoint: directory or hub name."
 )
+_MESH = Option(None, help="Mesh of devices: data=2,model=4, one of the two, or auto: rows on all.")
+_PROMPTS = Option(
+    None, help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'
+)
 _TOKENS = "--max-new-tokens", "--tokens"  # the second is an older name
 _IGNORE_FIELD = Option(
     [], help="Unknown field of a checkpoint's config to ignore; may be repeated."
@@ -84,17 +88,13 @@ class Bench(DraftModels):
         None, help="greedy or target_only; by default the one that fits the temperature."
     )
     temperature: list[float] = Option([0.0], help="0 is greedy decoding; may be repeated.")
-    prompts: Path | None = Option(
-        None, help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'
-    )
+    prompts: Path | None = _PROMPTS
     max_new_tokens: int = Option(96, *_TOKENS, help="New tokens of each text, at most.")
     rows: int = Option(1, help="Number of texts decoded at the same time.")
     rounds: int = Option(3, help="Timed runs of each text.")
     dtype: str = _DTYPE
     quantize: str | None = _QUANTIZE
-    mesh: str | None = Option(
-        None, help="Mesh of devices: data=2,model=4, one of the two, or auto: rows on all."
-    )
+    mesh: str | None = _MESH
     json: Path | None = Option(None, help="File to write what was measured to, round by round.")
     plot: Path | None = Option(None, help="Picture to draw: a .png or .svg file.")
 
@@ -152,9 +152,7 @@ class Decoding:
     max_length: int | None = Option(
         None, help="Maximum length, prompt included; by default the model's."
     )
-    mesh: str | None = Option(
-        None, help="Mesh of devices: data=2,model=4, one of the two, or auto: rows on all."
-    )
+    mesh: str | None = _MESH
     distributed: bool = Option(
         False, "--distributed", help="With --mesh: this is one of several processes."
     )
@@ -299,9 +297,7 @@ class TuneTree(Drafts):
     target: str | None = Argument(None, help="Target model: checkpoint directory or hub name.")
     adapter: str | None = _ADAPTER
     temperature: float = Option(0.0, help="0 is greedy decoding.")
-    prompts: Path | None = Option(
-        None, help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'
-    )
+    prompts: Path | None = _PROMPTS
     max_nodes: int = Option(64, help="Most nodes of a tree, root included.")
     max_depth: int = Option(8, help="Most drafts on a path.")
     max_new_tokens: int = Option(128, *_TOKENS, help="New tokens of each prompt.")

@@ -242,7 +242,7 @@ def test_train(tmp_path, output, monkeypatch):
         "moe = {num_experts = 4, num_active = 2, hidden_size = 8, router = 'sigmoid'}\n"
         + recipe[start:]
     )
-    assert "2/2" in output("train-mtp", "head.toml", "model", "head")
+    assert " s  training, loss " in output("train-mtp", "head.toml", "model", "head")
     common = ["generate", "model", "-p", "cat dog", "--max-new-tokens", 5]
     plain = output(*common)
     for heads in (["--medusa", "heads"], ["--mtp-head", "head"]):

@@ -170,19 +170,14 @@ def _on_device(vocab_size: int, **arrays: np.ndarray) -> Tables:
     padded = {}
     for name, values in arrays.items():
         values = values if name == "allowed" else values.astype(np.int32)
-        if padding := _size_of(name, len(values)) - len(values):
+        # One of few sizes: each is a program. By kind the sets of tokens take the memory.
+        size = buffer_size if name in ("allowed", "move") else lambda n: list_size(max(n, _FEW))
+        if padding := size(len(values)) - len(values):
             width = ((0, padding), *[(0, 0)] * (values.ndim - 1))
             fill = values[-1] if name == "first" else 0  # there is nothing after the last
             values = np.pad(values, width, constant_values=fill)
         padded[name] = jnp.asarray(values)
     return Tables(**padded, vocab_size=vocab_size)
-
-
-def _size_of(name: str, needed: int) -> int:
-    """Returns the size of a table, one of few: each is a program."""
-    if name in ("allowed", "move"):  # by kind, where the sets of tokens take the memory
-        return buffer_size(needed)
-    return list_size(max(needed, _FEW))
 
 
 def firsts(tables: Sequence[Tables], name: str) -> list[int]:
