@@ -51,7 +51,7 @@ class ChatTemplate:
 
 
 def load_chat_template(directory: Path, *, tools: bool = False) -> ChatTemplate:
-    """Returns the chat template of a checkpoint, from files or its config, as transformers does."""
+    """Returns the chat template of a checkpoint, from files or its config."""
     folder = folder_of(directory)
     config = folder / "tokenizer_config.json"
     templates = _in_config(config, optional_json(config).get("chat_template"))

@@ -33,7 +33,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def end_tokens(config: ModelConfig, folder: Path | None, tokenizer: Tokenizer | None) -> list[int]:
-    """The tokens that end a text: the config's, those of `generation_config.json`, the tokenizer's.
+    """The tokens that end a text, by config, `generation_config.json` and tokenizer.
 
     A tokenizer may have more tokens than its model; tokens outside the vocabulary are left out.
     """

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -162,13 +162,7 @@ class TreeTopology:
         """
         if not isinstance(name, str) or name not in _PAPER_TREES:
             raise ValueError(f"the paper's trees are {sorted(_PAPER_TREES)}, got {shown(name)}")
-        parents, level = [-1], [0]
-        for num_children in _PAPER_TREES[name]:
-            start = len(parents)
-            for node, children in zip(level, num_children, strict=False):
-                parents += [node] * children
-            level = list(range(start, len(parents)))
-        return cls(tuple(parents))
+        return cls(_PAPER_TREES[name])
 
     @property
     def num_nodes(self) -> int:
@@ -248,18 +242,14 @@ class TreeTopology:
         if len(names) != self.num_nodes:
             raise ValueError(f"{len(names)} labels for a tree of {self.num_nodes} nodes")
         marked = set(path)
-        lines: list[str] = []
-        stack = [(0, "", "")]
-        while stack:
-            node, lead, below = stack.pop()
-            lines.append(lead + names[node] + (" *" if node in marked else ""))
-            children = self.children[node]
-            for child in reversed(children):
-                last = child == children[-1]
-                stack.append(
-                    (child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "))
-                )
-        return "\n".join(lines)
+
+        def lines(node: int, lead: str, below: str) -> Iterator[str]:
+            yield lead + names[node] + (" *" if node in marked else "")
+            for child in self.children[node]:
+                here = ("└─ ", "   ") if child == self.children[node][-1] else ("├─ ", "│  ")
+                yield from lines(child, below + here[0], below + here[1])
+
+        return "\n".join(lines(0, "", ""))
 
     def _repr_svg_(self) -> str | None:
         """The tree from left to right, for notebooks; None if it is too deep to draw."""
@@ -312,11 +302,10 @@ def _check_size(num_nodes: int) -> None:
         )
 
 
-# Children of the nodes of each level, best ranked first; nodes that are not listed have none.
 _PAPER_TREES = {
-    "A": ((3,), (2, 1), (2, 1), (2, 1)),
-    "B": ((4,), (2, 2, 2, 2), (2,) * 8),
-    "C": ((3,), (2, 2, 2), (1,) * 6),
-    "D": ((4,), (2, 1, 1), (1, 1), (1, 1)),
-    "E": ((3,), (2, 1), (2, 1), (2, 1), (2, 1)),
+    "A": (-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 8),
+    "B": (-1, 0, 0, 0, 0, *(parent for parent in range(1, 13) for _ in "12")),
+    "C": (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9),
+    "D": (-1, 0, 0, 0, 0, 1, 1, 2, 3, 5, 6, 9, 10),
+    "E": (-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 8, 10, 10, 11),
 }

@@ -29,7 +29,7 @@ _OF_PROMPT = {
 
 
 def run_generate(command: Generate) -> int:
-    """Continues a prompt or the prompts of a file; returns 1 if some of them could not be."""
+    """Continues prompts; returns 1 if some of them could not be."""
     if (command.prompt is None) == (command.prompts is None):
         raise ValueError("give either --prompt TEXT or --prompts FILE.jsonl")
     kind, others = ("prompts", _OF_PROMPT) if command.prompts else ("prompt", _OF_PROMPTS)

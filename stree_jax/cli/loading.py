@@ -119,7 +119,7 @@ def load_models(
     sharpness: float | None = None,
     **options: Any,
 ) -> tuple[st.HybridLM, st.Drafter | None]:
-    """Loads a target, and its drafter for a kind of tree, such as "budget" for dynamic ones."""
+    """Loads a target, and its drafter for a kind of tree."""
     model, (draft,) = load_all(target, [drafter], drafter.ignore, **options)
     return model, drafter_of(drafter, draft, kind, sharpness)
 
@@ -134,7 +134,7 @@ def load_all(
     quantize: str | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[st.HybridLM, list[Any]]:
-    """Loads a target, and what `drafter_of` makes each drafter of; keeps compiled programs."""
+    """Loads a target, and what `drafter_of` makes each drafter of."""
     changes = None if adapter is None else find(adapter, adapter=True)
     paths = (each.path for each in drafters)
     of_target, own, *of_drafters = _ignored_fields(ignore, target, changes, *paths)

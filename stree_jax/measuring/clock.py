@@ -32,7 +32,7 @@ def timed_rounds(
     rounds: int,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[dict[Any, list[Output]], dict[Any, np.ndarray]]]:
-    """Runs every way on every item, first untimed, then in changing order, item by item.
+    """Runs every way on every item: untimed, then in changing order.
 
     After each round it yields, by name, what the untimed calls gave, and seconds `[rounds, items]`.
     """

@@ -70,7 +70,7 @@ def measure_costs(
     widths: Sequence[int] = WIDTHS,
     progress: Progress = silent,
 ) -> Costs:
-    """Times every part of a step after a prompt, interleaved in loops on the device; takes medians.
+    """Times the parts of a step after a prompt, interleaved; takes medians.
 
     `sizes` and `widths` are numbers of nodes of target calls and of draft levels, up to those of
     the largest tree; each compiles.

@@ -11,7 +11,7 @@ from stree_jax.tuning.trace import RankTrace
 
 
 def replay_tau(topology: TreeTopology, trace: RankTrace) -> float:
-    """Returns tokens per target call of decoding the traced texts with a static tree, exactly."""
+    """Returns tokens per target call of the traced texts, exactly."""
     children = topology.level_order().children
     calls = 0
     for ranks in trace.ranks:
@@ -55,7 +55,7 @@ def _column(ranks: np.ndarray, depth: int, none: int) -> np.ndarray:
 def best_trees(
     accept: Float[np.ndarray, "D ranks"], costs: Costs, max_nodes: int, max_depth: int
 ) -> list[TreeTopology]:
-    """Returns the most accepted tree of each size and depth, the fastest by `costs` first.
+    """Returns the best tree of each size and depth, the fastest first.
 
     In order of probability nodes make a tree: none is above its parent or an earlier sibling.
     """

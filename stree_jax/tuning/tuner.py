@@ -194,7 +194,7 @@ def tune(
         rows=(*timed, *(row for row in candidates if row.name not in names)),
         advice=advice([row.record for row in static]) + _better(best, dynamic),
         costs=costs,
-        sharpness=dynamic and dynamic.sharpness,
+        sharpness=None if dynamic is None else dynamic.sharpness,
     )
 
 

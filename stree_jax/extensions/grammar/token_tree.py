@@ -39,7 +39,7 @@ class TokenTree:
         self.single_bytes = [text[0] for text in ids if len(text) == 1]
 
     def automaton(self, of_bytes: ByteAutomaton) -> Automaton | None:
-        """Makes the automaton whose tokens spell another's texts, ends last; None: no text."""
+        """Makes the automaton whose tokens spell another's texts; None: of none."""
         final = len(of_bytes.table)
         useful = np.ones(final, bool)
         used = np.flatnonzero(np.any(of_bytes.table >= 0, axis=0)[of_bytes.class_of])

@@ -148,6 +148,7 @@ def rules_of(config: MtpConfig, prefix: str = "mtp.", *, merged: bool = False) -
 
 def _check_pattern(fields: Fields) -> None:
     """Accepts attention and experts alone, under each key that is there."""
+    known: Any
     listed, letters = [["attention", "moe"], ["full_attention", "moe"]], ["*E"]
     for name, known in zip(_KEYS[1:], (listed, letters), strict=True):
         value = fields.values.get(name)

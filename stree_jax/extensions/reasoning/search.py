@@ -151,7 +151,7 @@ def interleaved(
     at_once: int = 8,
     temperature: float = 1.0,
 ) -> Iterator[Thought]:
-    """Searches many problems through one scheduler, `at_once` of them at the same time.
+    """Searches many problems through one scheduler, `at_once` at a time.
 
     Yields thoughts as their levels complete: while a level of one problem waits for its last
     thought, rows work on others. Problem i has the tree that `breadth_first` gives with
