@@ -46,18 +46,18 @@ def train_heads(kind: str, recipe: Recipe, target_path: Path, output: Path) -> I
     plan = part_of(kind, "training").plan(recipe, target)
     fingerprint = recipe.fingerprint() | {"target": sketch(target), "kind": kind}
     run = run_directory(output, fingerprint, functools.partial(open_head, kind))
-    text = run_text(recipe, tokenizer, target)
-    heads = plan.new(jnp.asarray(text.held_out[0]))
+    batch, held_out = run_text(recipe, tokenizer, target)
+    heads = plan.new(jnp.asarray(held_out[0]))
 
     def loss(heads: Any, tokens: jax.Array, target: HybridLM) -> jax.Array:
         return plan.loss(heads, target, tokens[:, :-1])
 
-    yield from fit(heads, loss, text.batch, recipe.training, run / "steps", target)
+    yield from fit(heads, loss, batch, recipe.training, run / "steps", target)
     graph, weights = nnx.split(heads)
 
     def stored_as(dtype: Any) -> Any:
         small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(dtype), weights)
         return nnx.merge(graph, small)
 
-    final = evaluate(stored_as(jnp.float32), loss, text.held_out, target)
+    final = evaluate(stored_as(jnp.float32), loss, held_out, target)
     save_head(stored_as(jnp.bfloat16), target, output, model_card=card(final), overwrite=True)

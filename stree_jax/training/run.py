@@ -4,7 +4,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,10 +120,10 @@ def _run(
     loss: Loss,
     target: HybridLM | None = None,
 ) -> Iterator[Progress]:
-    text = run_text(recipe, tokenizer, target)
-    yield from fit(model, loss, text.batch, recipe.training, run / "steps", target)
+    batch, held_out = run_text(recipe, tokenizer, target)
+    yield from fit(model, loss, batch, recipe.training, run / "steps", target)
     stored = cast(model, jnp.bfloat16)
-    final = evaluate(cast(stored, jnp.float32), loss, text.held_out, target)
+    final = evaluate(cast(stored, jnp.float32), loss, held_out, target)
     save_pretrained(stored, output, tokenizer=tokenizer, model_card=card(final), overwrite=True)
 
 
@@ -132,15 +132,10 @@ def card(loss: float) -> str:
     return f"Held-out loss: {loss:.4f} nats a token, with the stored weights.\n"
 
 
-class RunText(NamedTuple):
-    """The tokens of a run, `[batch_size, sequence_length + 1]` each."""
-
-    batch: Callable[[int], np.ndarray]  # of a step, partly written by the target
-    held_out: list[np.ndarray]
-
-
-def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> RunText:
-    """Tokenizes a recipe's texts; the target writes the generated ones."""
+def run_text(
+    recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None
+) -> tuple[Callable[[int], np.ndarray], list[np.ndarray]]:
+    """Returns the batch of a step, partly written by the target, and held-out batches."""
     training = recipe.training
     length = training.sequence_length + 1
     corpus, held_out = data.load_corpus(recipe.text, tokenizer, length)
@@ -164,7 +159,7 @@ def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> R
             tokens[:num_generated] = generated(step - place + place % 2)[place // 2]
         return tokens
 
-    return RunText(batch, [read(held_out, step) for step in range(16)])
+    return batch, [read(held_out, step) for step in range(16)]
 
 
 def continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.ndarray:
