@@ -96,7 +96,7 @@ class TreeTopology:
     @classmethod
     def from_parents(cls, parents: Sequence[int]) -> "TreeTopology":
         """The tree with these parents; the root's is -1."""
-        return cls(parents)  # type: ignore[arg-type]
+        return cls(_items("parents", "[-1, 0, 0]", parents))
 
     @classmethod
     def chain(cls, num_drafts: int) -> "TreeTopology":
