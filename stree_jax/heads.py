@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,6 +138,16 @@ def head_kind(kind: str) -> HeadKind:
 def part_of(kind: str, part: str) -> Any:
     """A module of a kind's room, "conversion" or "training"."""
     return importlib.import_module(f"{ROOMS[kind].module}.{part}")
+
+
+def refuse_head(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuses another program's config.json of a head, where a model is wanted."""
+    for kind, room in ROOMS.items():
+        if room.architecture and room.architecture in str(config.get("architectures")):
+            raise ValueError(
+                f"{path} is an {room.title} head and no model; load it with load_head({kind!r},"
+                f" path, target) or generate --{kind}"
+            )
 
 
 def check_fits(head: str, way_out: str, **sizes: tuple[Any, Any]) -> None:
