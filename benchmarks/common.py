@@ -180,6 +180,6 @@ def main(
         content = without_raw(content) if chosen.commit else content
         path = write_json(chosen.output / f"{file_name}.json", content)
     for table in found.tables:
-        table.show()
+        print(table)
     line = found.line | {"different": found.wrong, "results": str(path)}
     conclude(name, passed=not found.wrong, **line)

@@ -19,6 +19,7 @@ from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.quantised import MODELOPT
 from stree_jax.convert.rules import Ignored, renamed
+from stree_jax.heads import refuse_head
 from stree_jax.models.config import ModelConfig
 
 # Deviations of other programs from the published config, reproduced on request.
@@ -295,10 +296,7 @@ def recognise(source: Source) -> str:
             raise ValueError(f"{path} says model_type = {model_type!r:.80}: {reason}")
     if "d_model" in values and "n_layer" in values:  # mamba_ssm's first release had no ssm_cfg
         raise ValueError(f"{path} has no ssm_cfg: a Mamba-1 model of mamba_ssm, not supported")
-    if "Eagle3" in str(values.get("architectures")):
-        raise ValueError(
-            f"{path} is an EAGLE-3 head and no model; load it with load_eagle3 or generate --eagle3"
-        )
+    refuse_head(path, values)
     others = [f"{name} ({family.mark})" for name, family in FAMILIES.items() if family.recognise]
     raise ValueError(
         f"{path} is of no known family (model_type = {model_type!r:.80}); known:"

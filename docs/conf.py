@@ -7,6 +7,7 @@ docstrings, which are written for a terminal; what Sphinx needs beyond that is d
     `name`                              links to an object of that name, if there is one
     fields of a NamedTuple              have their shape and comment from the source
     classes with a metaclass            have the arguments of their `__init__`
+    `.. heads`                          is the names of all kinds of heads
 """
 
 import inspect
@@ -20,6 +21,7 @@ from flax import nnx
 from sphinx.util.inspect import stringify_signature
 
 import stree_jax
+from stree_jax.heads import ROOMS
 
 project = "stree-jax"
 author = ""
@@ -145,8 +147,17 @@ def _skip(app: Any, kind: str, name: str, thing: Any, skip: bool, options: Any) 
     return True if type(thing).__name__ == "_tuplegetter" else None
 
 
+def _heads(app: Any, page: str, source: list[str]) -> None:
+    """The names of all kinds of heads stand where a page has `.. heads`."""
+    names = sorted(name for room in ROOMS.values() for name in room.names)
+    kinds = ("autoclass" if name[0].isupper() else "autofunction" for name in names)
+    entries = (f".. {kind}:: {name}" for kind, name in zip(kinds, names, strict=True))
+    source[0] = source[0].replace(".. heads\n", "\n".join(entries) + "\n")
+
+
 def setup(app: Any) -> None:
     """Before napoleon, which reads the sections of docstrings."""
+    app.connect("source-read", _heads)
     app.connect("autodoc-process-docstring", _docstring, priority=400)
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-skip-member", _skip)

@@ -56,7 +56,7 @@ from stree_jax.decoding.types import (
     Verdict,
 )
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
-from stree_jax.heads import save_head
+from stree_jax.heads import ROOMS, save_head
 from stree_jax.measuring import BenchReport, bench
 from stree_jax.mesh.partition import make_mesh
 from stree_jax.mesh.weights import shard
@@ -89,20 +89,9 @@ from stree_jax.tuning import TuningReport, tune
 _LATER = {
     **{name: f"stree_jax.{name}" for name in ("convert", "testing", "training")},
     "reasoning": "stree_jax.extensions.reasoning",
-    **dict.fromkeys(
-        ("Eagle3Config", "Eagle3Drafter", "Eagle3Head", "Eagle3Model", "load_eagle3"),
-        "stree_jax.extensions.eagle3",
-    ),
     **dict.fromkeys(("Automaton", "json_schema", "regex"), "stree_jax.extensions.grammar"),
     **dict.fromkeys(("CascadeDrafter", "InterleavedDrafter"), "stree_jax.extensions.hierarchical"),
-    **dict.fromkeys(
-        ("MedusaDrafter", "MedusaHeads", "load_medusa", "save_medusa"),
-        "stree_jax.extensions.medusa",
-    ),
-    **dict.fromkeys(
-        ("MtpConfig", "MtpDrafter", "MtpHead", "MtpModel", "load_mtp", "save_mtp"),
-        "stree_jax.extensions.mtp",
-    ),
+    **{name: room.module for room in ROOMS.values() for name in room.names},
 }
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -22,12 +21,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja program of transformers that writes a conversation as text.
-
-    Attributes:
-        source: the program.
-        special_tokens: variables of the program such as `bos_token`, and the text of each.
-    """
+    """A Jinja program of transformers that writes a conversation as text."""
 
     source: str
     special_tokens: Mapping[str, str]
@@ -35,8 +29,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]] | Any, /, **variables: Any) -> str:
         """Renders a conversation, up to where the assistant's next message begins.
 
-        The sandbox of jinja2 keeps a stranger's program from other values, not from taking time and
-        memory. More variables are such as `tools` or `enable_thinking`.
+        The sandbox keeps a stranger's program from other values, not from taking time and memory.
         """
         values = {"tools": None, "documents": None, "add_generation_prompt": True} | variables
         values["messages"] = _checked(messages)
@@ -57,15 +50,9 @@ class ChatTemplate:
             ) from None
 
 
-def load_chat_template(
-    directory: str | os.PathLike[str], name: str | None = None, *, tools: bool = False
-) -> ChatTemplate:
-    """Returns the chat template of a checkpoint, from files or its config.
-
-    Without a name it is "tool_use" if tools are given and there is one, else "default", as
-    transformers has it; files come before the config.
-    """
-    folder = folder_of(Path(directory))
+def load_chat_template(directory: Path, *, tools: bool = False) -> ChatTemplate:
+    """Returns the chat template of a checkpoint, from files or its config."""
+    folder = folder_of(directory)
     config = folder / "tokenizer_config.json"
     templates = _in_config(config, optional_json(config).get("chat_template"))
     files = {
@@ -73,15 +60,13 @@ def load_chat_template(
         for pattern in CHAT_TEMPLATES
         for file in sorted(folder.glob(pattern))
     }
-    if name is None:
-        name = "tool_use" if tools and "tool_use" in (files or templates) else "default"
-    if name in files:
-        return ChatTemplate(read_text(files[name]), special_tokens(folder))
-    if name not in templates:
+    name = "tool_use" if tools and "tool_use" in (files or templates) else "default"
+    if name not in templates | files:
         names = sorted(templates | files)
         known = f" named {shown(name)}; there are {shown(names)}" if names else ""
         raise ValueError(f"{shown_path(folder)} has no chat template{known}; pass a text instead")
-    return ChatTemplate(templates[name], special_tokens(folder))
+    source = read_text(files[name]) if name in files else templates[name]
+    return ChatTemplate(source, special_tokens(folder))
 
 
 def _in_config(file: Path, given: Any) -> dict[str, str]:

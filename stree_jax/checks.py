@@ -77,11 +77,7 @@ def require_integer(
 
 
 def plain_fields(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a table as a dataclass has them: integers are floats where it has floats.
-
-    Raises:
-        ValueError: a flag, a number or a text where it has another one, or an infinite number.
-    """
+    """Returns a table as a dataclass has it: with floats where it has floats."""
     fields = dict(values)
     for field in dataclasses.fields(cls):
         kinds = set(typing.get_args(field.type) or (field.type,))

@@ -2,7 +2,7 @@
 
 A kind of head is a room: a package of `extensions` with its weights, its drafter, its published
 files (`conversion.py`) and its training (`training.py`). What the library needs to know of it is
-its `KIND`. A new kind is its room and a line of `ROOMS`.
+its `KIND`, and before the room is imported its line of `ROOMS`. A new kind is these two.
 
 A native checkpoint of a head is for one target, and for the same in 8 bits. Its config.json has the
 `kind`, the head's config and fingerprints of the target's weights; the other files are those of
@@ -13,9 +13,9 @@ import dataclasses
 import hashlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,24 +29,63 @@ from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import named_weights, quantized_names
 
 # What an extension may use.
-__all__ = ["HeadKind", "abstract_head", "save_head"]
+__all__ = ["HeadKind", "Room", "abstract_head", "check_fits", "save_head"]
+
+
+class Room(NamedTuple):
+    """A kind of head, before its room is imported.
+
+    Attributes:
+        module: the package, or a module with its `KIND`.
+        names: those of `stree_jax` that it has.
+        title: what tables call drafts of such heads.
+        option: help of the commands' option that drafts with one, `--KIND`.
+        own: help of the flag `--KIND`, if a target's checkpoint may have one; then the option is
+            `--KIND-head`.
+        training: the command that trains one, and what it trains; None: nothing does.
+        architecture: part of the name in other programs' config.json, of files of a head alone.
+    """
+
+    module: str
+    names: tuple[str, ...] = ()
+    title: str = ""
+    option: str = ""
+    own: str = ""
+    training: tuple[str, str] | None = None
+    architecture: str = ""
+
 
 # The room of each kind, by the `kind` of config.json.
 ROOMS = {
-    "eagle3": "stree_jax.extensions.eagle3",
-    "medusa": "stree_jax.extensions.medusa",
-    "mtp": "stree_jax.extensions.mtp",
+    "medusa": Room(
+        "stree_jax.extensions.medusa",
+        names=("MedusaDrafter", "MedusaHeads", "load_medusa", "save_medusa"),
+        title="Medusa",
+        option="Medusa heads of the target: checkpoint directory.",
+        training=("medusa", "Medusa heads"),
+    ),
+    "mtp": Room(
+        "stree_jax.extensions.mtp",
+        names=("MtpConfig", "MtpDrafter", "MtpHead", "MtpModel", "load_mtp", "save_mtp"),
+        title="multi-token prediction",
+        option="The same, with a head that is not in the checkpoint.",
+        own="Draft with the target's multi-token prediction head.",
+        training=("train-mtp", "a multi-token prediction head"),
+    ),
+    "eagle3": Room(
+        "stree_jax.extensions.eagle3",
+        names=("Eagle3Config", "Eagle3Drafter", "Eagle3Head", "Eagle3Model", "load_eagle3"),
+        title="EAGLE-3",
+        option="EAGLE-3 head for the target: directory or hub name.",
+        architecture="Eagle3",
+    ),
 }
 FOLDER = "mtp"  # the kind that `convert` carries, in a folder of this name in a target's checkpoint
 _SAMPLE = 1024  # numbers of each weight in the sketch
 
 
 def sketch(model: HybridLM, *, matrices: bool = True) -> str:
-    """Digests some numbers of every weight, as bfloat16.
-
-    Any training changes it. Reading all weights of a large target would take minutes. Without
-    `matrices` it is the same in 8 bits too, and after an adapter of matrices was merged.
-    """
+    """Digests some numbers of every weight, or of all but the matrices, as bfloat16."""
     total = hashlib.sha256()
     for name, leaf in named_weights(model, matrices=matrices):
         total.update(f"{name} {leaf.shape}".encode())
@@ -71,6 +110,7 @@ class HeadKind:
         written: what config.json says of a head.
         config: the config of a head from what config.json says; ValueError: it is damaged.
         new: an untrained head of a config. With a target in its dtype, with its kernels.
+        drafts: makes of a target and its head a draft model (a `HeadModel`), or a drafter.
         missing: what is said of a native checkpoint that has none.
         misfit: what is said of a native checkpoint that is for another target.
         fingerprint: of the target's weights.
@@ -81,6 +121,7 @@ class HeadKind:
     written: Callable[[Any], dict[str, Any]]
     config: Callable[[dict[str, Any]], Any]
     new: Callable[[Any, Any], nnx.Module]
+    drafts: type[Any]
     missing: str
     misfit: str
     fingerprint: Callable[[HybridLM], str] = sketch
@@ -91,12 +132,31 @@ def head_kind(kind: str) -> HeadKind:
     """Returns a kind of head by its name."""
     if kind not in ROOMS:
         raise ValueError(f"the kinds of heads are {', '.join(ROOMS)}, got {shown(kind)}")
-    return importlib.import_module(ROOMS[kind]).KIND
+    return importlib.import_module(ROOMS[kind].module).KIND
 
 
 def part_of(kind: str, part: str) -> Any:
     """A module of a kind's room, "conversion" or "training"."""
-    return importlib.import_module(f"{ROOMS[kind]}.{part}")
+    return importlib.import_module(f"{ROOMS[kind].module}.{part}")
+
+
+def refuse_head(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuses another program's config.json of a head, where a model is wanted."""
+    for kind, room in ROOMS.items():
+        if room.architecture and room.architecture in str(config.get("architectures")):
+            raise ValueError(
+                f"{path} is an {room.title} head and no model; load it with load_head({kind!r},"
+                f" path, target) or generate --{kind}"
+            )
+
+
+def check_fits(head: str, way_out: str, **sizes: tuple[Any, Any]) -> None:
+    """Refuses a head whose sizes, by name, are not those that its target has."""
+    if any(own != targets for own, targets in sizes.values()):
+        own, targets = (
+            " and ".join(f"{name} {pair[i]}" for name, pair in sizes.items()) for i in (0, 1)
+        )
+        raise ValueError(f"{head} has {own}, and the target {targets}; {way_out}")
 
 
 @jax.transfer_guard("allow")
@@ -108,14 +168,9 @@ def save_head(
     model_card: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves a head of any kind, with a fingerprint of its target.
+    """Saves a head of any kind in its dtype, with a fingerprint of its target.
 
-    Args:
-        head: the head; weights are stored in their current dtype.
-        target: the model that it is for.
-        path: the directory to create.
-        model_card: Markdown to store as README.md.
-        overwrite: replace an existing directory, as `save_pretrained` does.
+    `model_card` is Markdown to store as README.md; other arguments are those of `save_pretrained`.
 
     Raises:
         ValueError: `path` is not a path, or exists and `overwrite` is False; `head` is not a head,

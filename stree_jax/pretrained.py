@@ -108,16 +108,8 @@ def load_draft(
     """Loads a draft model as fits its target: on the target's mesh, on a CPU in bfloat16.
 
     There half the bytes make it faster, and whatever a draft computes the text is the target's.
-
-    Args:
-        path: as in `from_pretrained`.
-        target: the model that it drafts for.
-        ignore: as in `from_pretrained`.
-        quantize: as in `from_pretrained`; of a draft that keeps some matrices, `convert` one with
-            `keep`.
-
-    Raises:
-        ValueError: as `from_pretrained`.
+    Other arguments and errors are those of `from_pretrained`; of a draft that keeps some matrices
+    in 8 bits, `convert` one with `keep`.
     """
     return from_pretrained(path, ignore=ignore, quantize=quantize, **draft_options(target))
 
@@ -134,10 +126,10 @@ def load_head(
     """Loads a head on a model's hidden states, in the model's dtype.
 
     Args:
-        kind: "eagle3", "medusa" or "mtp".
+        kind: one of `stree_jax.heads.ROOMS`: "medusa", "mtp" or "eagle3".
         path: the head's directory, or that of a target which has its head in a folder named as the
-            kind. What `save_head` or a command of training wrote; but for Medusa also the files of
-            other programs, and names on the hub.
+            kind. What `save_head` or a command of training wrote; of kinds that others publish also
+            their files, and names on the hub.
         target: the model that it is for, on one device.
         ignore: names of unknown config fields to ignore, see `from_pretrained`.
         quantize: "int8": its matrices get 8 bits; None: what the checkpoint has.
@@ -178,10 +170,8 @@ def _end_tokens(model: HybridLM, directory: Path) -> int | tuple[int, ...] | Non
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a checkpoint directory, or of a tokenizer.json file.
 
-    It encodes whole texts: what its last user left there of truncation and padding is off.
-
-    Args:
-        path: the directory or file. For a name on the hub pass `stree_jax.convert.find(name)`.
+    It encodes whole texts: what its last user left there of truncation and padding is off. For a
+    name on the hub pass `stree_jax.convert.find(name)`.
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -213,14 +203,7 @@ def tokenizer_errors(message: str) -> Iterator[None]:
 
 
 def demo_path(name: str) -> Path:
-    """The directory of a small trained model that ships with the package.
-
-    Args:
-        name: "target", "draft" or "medusa" (heads of the target).
-
-    Raises:
-        ValueError: another name.
-    """
+    """The directory of a small trained model that ships: "target", "draft" or "medusa" (heads)."""
     known = ("target", "draft", "medusa")
     if name not in known:
         raise ValueError(f"the embedded models are {known}, got {shown(name)}")

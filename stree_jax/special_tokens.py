@@ -33,11 +33,9 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def end_tokens(config: ModelConfig, folder: Path | None, tokenizer: Tokenizer | None) -> list[int]:
-    """The tokens that end a text of a model: the one place where they are found.
+    """The tokens that end a text, by config, `generation_config.json` and tokenizer.
 
-    They are those of its config, of `generation_config.json`, and the `eos_token` of the tokenizer.
-    A model may be padded, and a tokenizer may have more tokens than its model: tokens outside the
-    model's vocabulary never come, and are left out.
+    A tokenizer may have more tokens than its model; tokens outside the vocabulary are left out.
     """
     ends = [] if config.eos_token is None else np.ravel(config.eos_token).tolist()
     if folder is not None:

@@ -32,8 +32,7 @@ Messages = Sequence[Mapping[str, Any]]
 class Texts:
     """A checkpoint's way from prompts to tokens, and from tokens to text.
 
-    `complete`, the command and its files of prompts use it. `tokenizer` may be a fast tokenizer of
-    transformers; `folder` is its directory, with its chat template.
+    `tokenizer` may be a fast one of transformers; `folder` has its chat template.
     """
 
     def __init__(self, tokenizer: Any, folder: Path | None = None):
@@ -54,8 +53,7 @@ class Texts:
     def tokenizer(self, prompt: str | Messages | Any) -> Tokenizer:
         """The tokenizer that decodes what follows a prompt.
 
-        The decoders of sentencepiece strip the space that begins a text. What continues a text
-        keeps it, an answer begins without.
+        Decoders of sentencepiece strip a text's first space: what continues a text keeps it.
         """
         return _continuing(self._tokenizer) if isinstance(prompt, str) else self._tokenizer
 
@@ -69,8 +67,7 @@ class Texts:
     ) -> list[int]:
         """Returns the tokens of a text, or of a conversation.
 
-        A text gets the `special` tokens that the tokenizer adds, such as one for its beginning, but
-        none at its end, which it does not have yet. Errors call the prompt by `name`.
+        A text gets the `special` tokens that the tokenizer adds, but none at its end.
         """
         is_text = isinstance(prompt, str)
         if is_text and chat:

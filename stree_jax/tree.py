@@ -3,7 +3,8 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -68,33 +69,21 @@ class TreeTopology:
         if not parents:
             raise ValueError("a tree needs at least its root: parents is empty, use [-1]")
         for node, parent in enumerate(parents):
-            if parent >= len(parents) or parent < -1:
+            if not -1 <= parent < len(parents):
                 raise ValueError(
                     f"node {node} has parent {shown(parent)}; nodes are 0 to {len(parents) - 1}"
                 )
+            if parent >= node:  # so is one of each cycle
+                raise ValueError(
+                    f"parents come before children, but node {node} has parent {parent};"
+                    " renumber them"
+                )
         roots = [node for node, parent in enumerate(parents) if parent == -1]
-        below_a_root = {-1}
-        for node in range(len(parents)):
-            path: set[int] = set()
-            while node not in below_a_root:
-                if node in path:
-                    raise ValueError(
-                        f"the parents {shown(parents)} have a cycle through node {node}"
-                    )
-                path.add(node)
-                node = parents[node]
-            below_a_root |= path
         if len(roots) > 1:
             raise ValueError(
                 f"a tree has one root, parents {shown(parents)} have {len(roots)}: nodes"
                 f" {shown(roots)}"
             )
-        for node, parent in enumerate(parents):
-            if parent >= node:
-                raise ValueError(
-                    f"parents come before children, but node {node} has parent {parent};"
-                    " renumber them"
-                )
 
     @classmethod
     def default(cls) -> "TreeTopology":
@@ -132,7 +121,6 @@ class TreeTopology:
         check_int("num_beams", num_beams, 1)
         check_int("num_steps", num_steps, 0)
         _check_size(num_steps + 1)
-        _check_size(num_beams * num_steps + 1)
         return cls.from_branching((num_beams, *(1,) * (num_steps - 1)) if num_steps else ())
 
     @classmethod
@@ -174,13 +162,7 @@ class TreeTopology:
         """
         if not isinstance(name, str) or name not in _PAPER_TREES:
             raise ValueError(f"the paper's trees are {sorted(_PAPER_TREES)}, got {shown(name)}")
-        parents, level = [-1], [0]
-        for num_children in _PAPER_TREES[name]:
-            start = len(parents)
-            for node, children in zip(level, num_children, strict=False):
-                parents += [node] * children
-            level = list(range(start, len(parents)))
-        return cls(tuple(parents))
+        return cls(_PAPER_TREES[name])
 
     @property
     def num_nodes(self) -> int:
@@ -244,21 +226,12 @@ class TreeTopology:
         return Tree(rows(self.parents, jnp.int32), rows(self.depths, jnp.int32), mask, valid)
 
     def draw(self, labels: Sequence[str] | None = None, path: Sequence[int] = ()) -> str:
-        """A drawing of the tree in lines of text.
-
-        Args:
-            labels: a label per node; None: its index.
-            path: nodes to mark with `*`, such as an accepted path.
+        """A drawing of the tree in lines of text: a label per node, and `*` at the nodes of a path.
 
         Raises:
-            ValueError: labels or path are not sequences, the number of labels is not the number of
-                nodes, or the tree is deeper than `MAX_DRAWN_DEPTH`.
+            ValueError: the number of labels is not the number of nodes, or the tree is deeper than
+                `MAX_DRAWN_DEPTH`.
         """
-        if not isinstance(labels, Iterable | None) or not isinstance(path, Iterable):
-            raise ValueError(
-                "labels are a text per node and path is a sequence of nodes, got"
-                f" {shown(labels)} and {shown(path)}"
-            )
         if self.depth > MAX_DRAWN_DEPTH:
             raise ValueError(
                 f"a tree of {self.num_nodes} nodes and depth {self.depth} is too deep to draw; at"
@@ -269,48 +242,40 @@ class TreeTopology:
         if len(names) != self.num_nodes:
             raise ValueError(f"{len(names)} labels for a tree of {self.num_nodes} nodes")
         marked = set(path)
-        lines: list[str] = []
-        stack = [(0, "", "")]
-        while stack:
-            node, lead, below = stack.pop()
-            lines.append(lead + names[node] + (" *" if node in marked else ""))
-            children = self.children[node]
-            for child in reversed(children):
-                last = child == children[-1]
-                stack.append(
-                    (child, below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "))
-                )
-        return "\n".join(lines)
+
+        def lines(node: int, lead: str, below: str) -> Iterator[str]:
+            yield lead + names[node] + (" *" if node in marked else "")
+            for child in self.children[node]:
+                here = ("└─ ", "   ") if child == self.children[node][-1] else ("├─ ", "│  ")
+                yield from lines(child, below + here[0], below + here[1])
+
+        return "\n".join(lines(0, "", ""))
 
     def _repr_svg_(self) -> str | None:
         """The tree from left to right, for notebooks; None if it is too deep to draw."""
         if self.depth > MAX_DRAWN_DEPTH:
             return None
-        heights, leaves, stack = [0.0] * self.num_nodes, 0, [0]
-        while stack:
-            node = stack.pop()
-            stack += reversed(self.children[node])
-            if not self.children[node]:
-                heights[node], leaves = leaves + 0.5, leaves + 1
-        for node in reversed(range(self.num_nodes)):  # children come after their parents
-            if children := self.children[node]:
-                heights[node] = (heights[children[0]] + heights[children[-1]]) / 2
-        places = [(20 + 48 * d, 28 * h) for d, h in zip(self.depths, heights, strict=True)]
-        lines = [
-            '<line x1="{}" y1="{:g}" x2="{}" y2="{:g}" stroke="#7d7d7d"/>'.format(
-                *places[parent], *places[node]
+        lines, circles, leaves = list[str](), list[str](), itertools.count()
+
+        def drawn(node: int) -> tuple[int, float]:
+            """Draws what is below a node, then the node between its first child and its last."""
+            below = [drawn(child) for child in self.children[node]]
+            y = (below[0][1] + below[-1][1]) / 2 if below else 28 * next(leaves) + 14.0
+            x = 20 + 48 * self.depths[node]
+            lines.extend(
+                f'<line x1="{x}" y1="{y:g}" x2="{to_x}" y2="{to_y:g}" stroke="#7d7d7d"/>'
+                for to_x, to_y in below
             )
-            for node, parent in enumerate(self.parents)
-            if parent >= 0
-        ]
-        nodes = [
-            f'<circle cx="{x}" cy="{y:g}" r="11" fill="#3b82c4"/><text x="{x}" y="{y + 4:g}"'
-            f' fill="white" font-size="11" text-anchor="middle">{node}</text>'
-            for node, (x, y) in enumerate(places)
-        ]
-        size = f'width="{40 + 48 * self.depth}" height="{28 * leaves}"'
+            circles.append(
+                f'<circle cx="{x}" cy="{y:g}" r="11" fill="#3b82c4"/><text x="{x}" y="{y + 4:g}"'
+                f' fill="white" font-size="11" text-anchor="middle">{node}</text>'
+            )
+            return x, y
+
+        drawn(0)
+        size = f'width="{40 + 48 * self.depth}" height="{28 * next(leaves)}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
-        return "".join([head, *lines, *nodes, "</svg>"])
+        return "".join([head, *lines, *circles, "</svg>"])
 
 
 def first_nodes(tree: Tree, count: int) -> Tree:
@@ -337,11 +302,10 @@ def _check_size(num_nodes: int) -> None:
         )
 
 
-# Children of the nodes of each level, best ranked first; nodes that are not listed have none.
 _PAPER_TREES = {
-    "A": ((3,), (2, 1), (2, 1), (2, 1)),
-    "B": ((4,), (2, 2, 2, 2), (2,) * 8),
-    "C": ((3,), (2, 2, 2), (1,) * 6),
-    "D": ((4,), (2, 1, 1), (1, 1), (1, 1)),
-    "E": ((3,), (2, 1), (2, 1), (2, 1), (2, 1)),
+    "A": (-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 8),
+    "B": (-1, 0, 0, 0, 0, *(parent for parent in range(1, 13) for _ in "12")),
+    "C": (-1, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9),
+    "D": (-1, 0, 0, 0, 0, 1, 1, 2, 3, 5, 6, 9, 10),
+    "E": (-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 7, 8, 10, 10, 11),
 }

@@ -171,10 +171,8 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     path, header = load_header(path)
     if (kind := header.get("kind")) is not None:
         raise ValueError(
-            f"{path} holds a checkpoint of kind {shown(kind)} and no model; load it with what saved"
-            " it: Medusa heads, 'medusa', with load_medusa or generate --medusa, a"
-            " multi-token prediction head, 'mtp', with load_mtp or generate --mtp-head, and an"
-            " EAGLE-3 head, 'eagle3', with load_eagle3 or generate --eagle3"
+            f"{path} holds a checkpoint of kind {shown(kind)} and no model; load_head(kind, path,"
+            " target) loads heads, and the options of `generate` draft with them"
         )
     try:
         return ModelConfig.from_dict(header.get("model"))

@@ -11,15 +11,15 @@ from typing import IO, Any, NamedTuple
 
 import jax
 from rich.console import Console
-from rich.progress import Progress
 
 import stree_jax as st
 from stree_jax.checks import check_int
 from stree_jax.cli.loading import Loaded
-from stree_jax.cli.options import MAX_SEED, Generate, wanted
+from stree_jax.cli.options import Generate, wanted
 from stree_jax.cli.prompts import prompt_of, read_lines
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.prompts import MAX_TOKENS, typed_key
+from stree_jax.measuring.report import progress_bar
 from stree_jax.messages import shown
 
 Record = dict[str, Any]
@@ -37,8 +37,7 @@ class _Line(NamedTuple):
 def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dict[str, Any]) -> int:
     """Decodes lines in their order, writes one for each, and returns how many have errors.
 
-    A line's random key is that of the seed with the line's number folded in, so its text does not
-    depend on the other lines. A line may override the settings of a text.
+    A line's key is the seed's with its number folded in: no text depends on other lines.
     """
     wanted_rows = 8 if command.rows is None else command.rows
     check_int("--rows", wanted_rows, 1)
@@ -53,10 +52,9 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
     count = collections.Counter[str]()
     with _opened(command.output, {line.number: line.source for line in lines}) as (file, last):
         waiting = [line for line in lines if line.number > last]
-        with Progress(console=console, transient=True) as progress:
-            task = progress.add_task("", total=len(waiting))
-            for line, texts, error in _decoded(scheduler, waiting, rows):
-                progress.advance(task)
+        with progress_bar(console) as show:
+            for done, (line, texts, error) in enumerate(_decoded(scheduler, waiting, rows), 1):
+                show("decoding", done, len(waiting))
                 if error:
                     message = f"{command.prompts}, line {line.number}: {' '.join(error.split())}"
                     console.print(message, markup=False, soft_wrap=True)
@@ -104,7 +102,7 @@ def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, settings: dict[
         prompt, content = prompt_of(line)
         source = {name: content[name] for name in ("prompt", "messages") if name in content}
         asked = wanted(settings, content)
-        own_seed = check_int("seed", content.get("seed", seed), 0, MAX_SEED)
+        own_seed = check_int("seed", content.get("seed", seed), 0, 2**32 - 1)
         chat = content.get("chat")
         if chat is not None and not isinstance(chat, dict):
             raise ValueError(f"chat must be an object, the template's variables, got {shown(chat)}")

@@ -7,7 +7,6 @@ from typing import Any
 from rich.console import Console
 
 import stree_jax as st
-from stree_jax.checks import check_int
 from stree_jax.cli.loading import (
     Chosen,
     all_chosen,
@@ -22,23 +21,17 @@ from stree_jax.cli.loading import (
 )
 from stree_jax.cli.options import Bench
 from stree_jax.cli.trees import kind_of, parse_tree
+from stree_jax.heads import ROOMS
 from stree_jax.measuring.bench import PROMPTS, check_picture
 from stree_jax.measuring.report import check_file, progress_bar, write_json
 
 DEFAULT = ""  # the tree of the drafter's choice, where `--tree` has those of the user's
-_NAMES = {
-    "draft": "draft model",
-    "medusa": "Medusa",
-    "mtp_head": "multi-token prediction",
-    "eagle3": "EAGLE-3",
-    "ngram": "prompt lookup",
-}
+_NAMES = {"draft": "draft model", "ngram": "prompt lookup"}
+_NAMES |= {kind: room.title for kind, room in ROOMS.items()}
 
 
 def run_bench(command: Bench) -> int:
     """Decodes with each method; returns 1 if their outputs differ."""
-    for option in ("max_new_tokens", "rows", "rounds"):
-        check_int(f"--{option.replace('_', '-')}", getattr(command, option), 1)
     if command.json is not None:
         check_file(command.json)
     if command.plot is not None:

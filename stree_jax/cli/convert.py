@@ -1,5 +1,7 @@
 """`stree-jax convert` and `stree-jax inspect`."""
 
+import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,35 +9,25 @@ from typing import Any
 import jax
 from flax import nnx
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pallas_kernels import dispatch
-from stree_jax import MtpConfig
+from stree_jax import LayerConfig
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.checkpoint.files import has_file
 from stree_jax.checkpoint.load import matrix_dtype, open_native, quantized_in
 from stree_jax.cli.options import Convert, Inspect
 from stree_jax.convert import convert, find, is_foreign, open_checkpoint
-from stree_jax.heads import FOLDER, abstract_head, open_head
+from stree_jax.heads import FOLDER, ROOMS, abstract_head, open_head
+from stree_jax.measuring.report import progress_bar
 from stree_jax.models.lm import HybridLM
 
 
 def run_convert(command: Convert) -> None:
     """Converts a checkpoint with a progress bar, then prints what was converted and ignored."""
-    if command.keep and command.quantize is None:
-        raise ValueError("--keep goes with --quantize int8: without it all matrices stay")
     console, path = Console(highlight=False), find(command.source)  # may download
     adapter = _found(command.adapter)
-    with Progress(
-        TextColumn("reading weights"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
-        task = progress.add_task("", total=None)
+    with progress_bar(console) as show:
         left_out = convert(
             path,
             command.destination,
@@ -46,42 +38,23 @@ def run_convert(command: Convert) -> None:
             quantize=command.quantize,
             keep=command.keep,
             adapter=adapter,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=functools.partial(show, "reading weights"),
         )
     console.print(_table(path, command.ignore_field, adapter))
     if left_out is not None:
         console.print(
-            f"without the multi-token prediction head: {left_out}", markup=False, soft_wrap=True
+            f"without the {ROOMS[FOLDER].title} head: {left_out}", markup=False, soft_wrap=True
         )
     console.print(f"wrote {command.destination} ({command.to})", markup=False, soft_wrap=True)
 
 
-def show_checkpoint(command: Inspect) -> None:
-    """Runs `inspect`."""
-    console = Console(highlight=False)
-    run_inspect(
-        console,
-        command.path,
-        tensors=command.tensors,
-        ignore=command.ignore_field,
-        adapter=command.adapter,
-    )
-
-
-def run_inspect(
-    console: Console,
-    path: str,
-    *,
-    tensors: bool,
-    ignore: Sequence[str] = (),
-    adapter: str | None = None,
-) -> None:
-    """Prints a summary of a checkpoint and, with `tensors`, the weight that each tensor becomes."""
-    directory, changes = find(path), _found(adapter)
-    console.print(_table(directory, ignore, changes))
-    if tensors:
-        for line in _tensors(directory, ignore, changes):
-            console.print(line, markup=False, soft_wrap=True)
+def run_inspect(command: Inspect, console: Console | None = None) -> None:
+    """Prints a summary of a checkpoint and, if asked, the weight that each tensor becomes."""
+    console = console or Console(highlight=False)
+    of = find(command.path), command.ignore_field, _found(command.adapter)
+    console.print(_table(*of))
+    for line in _tensors(*of) if command.tensors else ():
+        console.print(line, markup=False, soft_wrap=True)
     console.print("names, shapes and files fit: can be loaded and converted")
     console.print(f"runs as {dispatch.explain()}", markup=False, soft_wrap=True)
 
@@ -104,7 +77,7 @@ def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[
     ignored: list[str] = []
     assumed: Sequence[str] = ()
     in_8_bits = ""
-    head: MtpConfig | str | None
+    head: Any
     if not is_foreign(path, ignore=ignore, adapter=adapter):
         config, stored = open_native(path)
         dtype, count = matrix_dtype(stored.values()), len(quantized_in(stored))
@@ -134,56 +107,37 @@ def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[
     yield "width", f"{config.d_model:,}"
     layers = [layer for each in config.distinct_layers for layer in (each, *each.parts.values())]
     for layer in dict.fromkeys(layers):
-        yield from _mixer_facts(layer.kind, layer)
+        yield layer.kind, _layer_fact(layer)
     is_padded = config.num_embeddings != config.vocab_size
     padded = f", padded to {config.num_embeddings:,}" if is_padded else ""
     yield "vocabulary", f"{config.vocab_size:,}{padded}"
     yield "head", "tied to the embedding" if config.tie_embeddings else "untied"
     yield "stored as", dtype.name + in_8_bits
     if head is not None:
-        yield "MTP head", _head_fact(head)
+        yield f"{FOLDER.upper()} head", _head_fact(head)
     for line in assumed:
         yield "assumed", line
     for line in ignored:
         yield "ignored", line
 
 
-def _mixer_facts(name: str, part: Any) -> Iterator[tuple[str, str]]:
-    """What there is to know about the config of a mixer or of experts."""
-    match name:
-        case "mamba2":
-            yield (
-                "mixer",
-                f"{part.num_heads} heads of {part.head_dim}, state size {part.state_size},"
-                f" {part.num_groups} groups, convolution width {part.conv_width}",
-            )
-        case "gated_delta":
-            yield (
-                "mixer",
-                f"{part.num_heads} heads of {part.head_dim}, {part.num_groups} key heads of"
-                f" {part.state_size}, convolution width {part.conv_width}",
-            )
-        case "attention":
-            rope = f"RoPE on {part.rotary_dim} dimensions" if part.rotary_dim else "no RoPE"
-            window = "" if part.window is None else f", window of {part.window}"
-            heads = f"{part.num_heads} heads of {part.head_dim}, {part.num_kv_heads} KV heads"
-            more = "" if part.qk_norm_eps is None else ", norms of queries and keys"
-            more += ", output gate" * part.output_gate
-            yield "attention", f"{heads}, {rope}{window}{more}"
-        case "moe":
-            top = f"top {part.num_active} of {part.num_experts}"
-            yield "experts", f"{top}, hidden size {part.hidden_size:,}"
-
-
-def _head_fact(head: MtpConfig | str) -> str:
-    """A line about a multi-token prediction head, or why it cannot be read."""
-    if isinstance(head, str):
-        return f"multi-token prediction, which cannot be used: {head}"
-    size, kinds = (
-        _size(nnx.state(abstract_head(FOLDER, head))),
-        f"attention, {head.feed_forward.kind}",
+def _layer_fact(layer: LayerConfig) -> str:
+    """The fields of a layer's config, but for defaults and for parts that have a line."""
+    values = {field: getattr(layer, field.name) for field in dataclasses.fields(layer)}
+    return ", ".join(
+        f"{field.name} {value}"
+        for field, value in values.items()
+        if value != field.default and not isinstance(value, LayerConfig)
     )
-    return f"multi-token prediction ({kinds}), {size:,} parameters; generate --mtp drafts with it"
+
+
+def _head_fact(head: Any) -> str:
+    """A line about the head of a checkpoint, a config or why it cannot be read."""
+    title = ROOMS[FOLDER].title
+    if isinstance(head, str):
+        return f"{title}, which cannot be used: {head}"
+    size, kinds = _size(nnx.state(abstract_head(FOLDER, head))), head.feed_forward.kind
+    return f"{title} (attention, {kinds}), {size:,} parameters; generate --{FOLDER} drafts with it"
 
 
 def _size(tree: Any) -> int:

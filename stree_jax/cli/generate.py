@@ -17,24 +17,25 @@ from stree_jax.cli.options import Generate, sampling, wanted
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 
+_OF_PROMPTS = {
+    "output": "its text is written to the terminal",
+    "rows": "it is one text, or --n",
+}
+_OF_PROMPT = {
+    "lossy": "its texts are always the target's",
+    "show": "its texts are written as JSON lines",
+    "distributed": "a file has one process",
+}
+
 
 def run_generate(command: Generate) -> int:
-    """Continues a prompt or the prompts of a file; 1 if some of them could not be.
-
-    Only process 0 writes to the standard output.
-    """
+    """Continues prompts; returns 1 if some of them could not be."""
     if (command.prompt is None) == (command.prompts is None):
         raise ValueError("give either --prompt TEXT or --prompts FILE.jsonl")
-    if command.prompts is None and command.output is not None:
-        raise ValueError("--output is for the texts of --prompts; --prompt writes to the terminal")
-    if command.prompts is None and command.rows is not None:
-        raise ValueError("--rows is for the texts of --prompts; --prompt is one text, or --n")
-    if command.lossy and command.prompts is not None:
-        raise ValueError("--lossy is for a --prompt: texts of --prompts are always the target's")
-    if command.show and command.prompts is not None:
-        raise ValueError("--show is for a --prompt: texts of --prompts are written as JSON lines")
-    if command.distributed and command.prompts is not None:
-        raise ValueError("--distributed is for a --prompt: a file of --prompts has one process")
+    kind, others = ("prompts", _OF_PROMPT) if command.prompts else ("prompt", _OF_PROMPTS)
+    for name, why in others.items():
+        if getattr(command, name) not in (None, False):
+            raise ValueError(f"--{name} is not for --{kind}: {why}")
     if command.show and command.log_probs:
         raise ValueError("--show marks the tokens of texts, --log-probs lists them; give one")
     try:
@@ -45,7 +46,8 @@ def run_generate(command: Generate) -> int:
         ) from None
     settings = command.settings()
     asked = wanted(settings)
-    Options(**sampling(asked), max_length=command.max_length)  # refuses before models are loaded
+    # Refuses before models are loaded.
+    Options(**sampling(asked), max_length=command.max_length, key=command.seed)
     loaded = load(command)
     is_first = jax.process_index() == 0
     file = None if is_first else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -75,14 +77,14 @@ def _continue(console: Console, loaded: Loaded, command: Generate, asked: dict[s
         console.file.flush()
 
     head = Style(dim=True).render(prompt) if console.is_terminal else prompt
-    if command.show:
-        out = st.generate(loaded.model, [tokens], n=asked["n"], record_calls=True, **options)
-        write(f"{head}\n")
-        out.show(console)
-        speed, num_tokens, calls = "", out.stats.num_tokens, out.stats.num_target_calls
-    elif asked["log_probs"] or asked["n"] > 1:
-        out = st.generate(loaded.model, [tokens], n=asked["n"], **options)
-        _write_all(write, head, loaded, out)
+    if command.show or asked["log_probs"] or asked["n"] > 1:
+        options |= {"n": asked["n"], "record_calls": command.show}
+        out = st.generate(loaded.model, [tokens], **options)
+        if command.show:
+            write(f"{head}\n")
+            out.show(console)
+        else:
+            _write_all(write, head, loaded, out)
         speed, num_tokens, calls = "", out.stats.num_tokens, out.stats.num_target_calls
     else:
         steps = st.stream(loaded.model, [tokens], **options)

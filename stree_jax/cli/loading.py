@@ -18,17 +18,16 @@ from stree_jax.cli.prompts import read_prompts
 from stree_jax.cli.trees import kind_of, parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find, has_field
+from stree_jax.decoding import HeadModel
+from stree_jax.heads import ROOMS, head_kind
 from stree_jax.messages import first_line, shown
 from stree_jax.text import Texts
-
-_MODELS = ("draft", "mtp_head", "eagle3")  # options of drafters that can choose a tree's shape
-_HEADS = ("medusa", "mtp_head", "eagle3")  # and of those that draft on one device
 
 
 class Chosen(NamedTuple):
     """The drafter that a command is asked for."""
 
-    option: str | None = None
+    option: str | None = None  # "draft", "ngram" or a kind of head
     path: str | None = None
     ignore: Sequence[str] = ()  # unknown config fields, of all checkpoints of the command
     quantize: str | None = None
@@ -37,20 +36,24 @@ class Chosen(NamedTuple):
 def chosen(target: str, drafts: Drafts) -> Chosen:
     """The drafter of the options, for a target."""
     found = all_chosen(target, drafts)
-    ngram = [Chosen("ngram", ignore=drafts.ignore_field)] if drafts.ngram else []
-    if len(found) + len(ngram) > 1:
-        raise ValueError(
-            "--draft, --ngram, --medusa, --mtp and --eagle3 each select a drafter; choose one"
-        )
     if not found:
         check_draft_quantize(drafts)
-    return next(iter(found + ngram), Chosen(ignore=drafts.ignore_field))
+    if drafts.ngram:
+        found.append(Chosen("ngram", ignore=drafts.ignore_field))
+    if len(found) > 1:
+        each = " and ".join(f"--{each.option}" for each in found)
+        raise ValueError(f"{each} each select a drafter; choose one")
+    return found[0] if found else Chosen(ignore=drafts.ignore_field)
 
 
 def all_chosen(target: str, drafts: DraftModels) -> list[Chosen]:
     """The draft models and heads of the options, for a target."""
-    head = target if drafts.mtp and drafts.mtp_head is None else drafts.mtp_head
-    given = dict(draft=drafts.draft, medusa=drafts.medusa, mtp_head=head, eagle3=drafts.eagle3)
+    given = {"draft": drafts.draft}
+    for kind in filter(lambda kind: ROOMS[kind].option, ROOMS):
+        given[kind] = getattr(drafts, kind)
+        if ROOMS[kind].own:  # a flag: the head is in the target's checkpoint
+            other = getattr(drafts, f"{kind}_head")
+            given[kind] = target if given[kind] and other is None else other
     settings = drafts.ignore_field, drafts.draft_quantize
     return [Chosen(name, path, *settings) for name, path in given.items() if path is not None]
 
@@ -73,21 +76,35 @@ def embedded_draft(drafts: DraftModels) -> Chosen:
 def check_draft_quantize(drafts: DraftModels) -> None:
     """Refuses an option of drafts where there are none."""
     if drafts.draft_quantize is not None:
-        raise ValueError("--draft-quantize is for a draft model or heads: give --draft or --mtp")
+        raise ValueError(
+            "--draft-quantize is for a draft model or heads: give one, as --draft does"
+        )
+
+
+def is_model(option: str | None) -> bool:
+    """True if an option's drafter can choose the shape of its trees."""
+    if option in ROOMS:
+        return issubclass(head_kind(option).drafts, HeadModel)
+    return option == "draft"
+
+
+def models() -> str:
+    """The options of such drafters."""
+    return ", ".join(f"--{option}" for option in ("draft", *ROOMS) if is_model(option))
 
 
 def check_tree(spec: str, option: str | None) -> None:
     """Refuses a tree whose shape the drafter would have to choose, and cannot."""
-    if kind_of(spec) in ("beam", "budget") and option in ("ngram", "medusa"):
+    if kind_of(spec) in ("beam", "budget") and option is not None and not is_model(option):
         raise ValueError(
-            f"--tree {spec}: only a draft model chooses the shape of its tree; use --draft, --mtp"
-            " or --eagle3, or another tree such as branching:3,2,1"
+            f"--tree {spec}: only a draft model chooses the shape of its tree; use one of"
+            f" {models()}, or another tree such as branching:3,2,1"
         )
 
 
 def check_mesh(spec: str, option: str | None) -> None:
     """Refuses heads on a mesh."""
-    if option in _HEADS:
+    if option in ROOMS:
         raise ValueError(
             f"--mesh {spec:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
             " or --ngram"
@@ -102,10 +119,7 @@ def load_models(
     sharpness: float | None = None,
     **options: Any,
 ) -> tuple[st.HybridLM, st.Drafter | None]:
-    """Loads a target and its drafter, as `load_all` does.
-
-    `kind` is that of the tree, such as "budget" for dynamic ones, which have a `sharpness`.
-    """
+    """Loads a target, and its drafter for a kind of tree."""
     model, (draft,) = load_all(target, [drafter], drafter.ignore, **options)
     return model, drafter_of(drafter, draft, kind, sharpness)
 
@@ -120,10 +134,7 @@ def load_all(
     quantize: str | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[st.HybridLM, list[Any]]:
-    """Loads a target, and what `drafter_of` makes each drafter of.
-
-    From then on, compiled programs are kept.
-    """
+    """Loads a target, and what `drafter_of` makes each drafter of."""
     changes = None if adapter is None else find(adapter, adapter=True)
     paths = (each.path for each in drafters)
     of_target, own, *of_drafters = _ignored_fields(ignore, target, changes, *paths)
@@ -142,26 +153,21 @@ def load_all(
 def _loaded(model: st.HybridLM, drafter: Chosen, ignore: Sequence[str]) -> Any:
     """A draft model, or a drafter that has none."""
     path: Any = drafter.path
-    small = {"quantize": drafter.quantize}
-    match drafter.option:
-        case None:
-            return None
-        case "ngram":
-            return st.NgramDrafter()
-        case "medusa":
-            return st.MedusaDrafter(model, st.load_medusa(path, model, **small))
-        case "mtp_head":
-            return st.MtpModel(model, st.load_mtp(path, model, ignore=ignore, **small))
-        case "eagle3":
-            return st.Eagle3Model(model, st.load_eagle3(path, model, ignore=ignore, **small))
-    return st.load_draft(path, model, ignore=ignore, **small)
+    if drafter.option is None:
+        return None
+    if drafter.option == "ngram":
+        return st.NgramDrafter()
+    if drafter.option == "draft":
+        return st.load_draft(path, model, ignore=ignore, quantize=drafter.quantize)
+    head = st.load_head(drafter.option, path, model, ignore=ignore, quantize=drafter.quantize)
+    return head_kind(drafter.option).drafts(model, head)
 
 
 def drafter_of(
     drafter: Chosen, loaded: Any, kind: str = "", sharpness: float | None = None
 ) -> st.Drafter | None:
     """The drafter of what was loaded for it, for a kind of tree."""
-    if drafter.option not in _MODELS:
+    if not is_model(drafter.option):
         return loaded
     grown: Any = {"beam": st.BeamDrafter, "budget": st.DynamicDrafter}.get(kind, st.ModelDrafter)
     return grown(loaded) if sharpness is None else grown(loaded, sharpness=sharpness)
@@ -189,7 +195,7 @@ class Loaded:
     model: st.HybridLM
     drafting: dict[str, Any]
     texts: Texts
-    _grammars: dict[str, st.Automaton | ValueError] = dataclasses.field(default_factory=dict)
+    _grammars: dict[str, st.Automaton] = dataclasses.field(default_factory=dict)
 
     def options(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The keywords of `Options` for the settings of a text, its grammar among them."""
@@ -202,15 +208,8 @@ class Loaded:
         key = json.dumps([name, argument, ends])
         if key not in self._grammars:
             make = {"regex": st.regex, "json_schema": st.json_schema}[name]
-            try:
-                made = make(argument, self.texts.tokenizer(""), eos_token=ends or None)
-                self._grammars[key] = made
-            except ValueError as error:
-                self._grammars[key] = error
-        found = self._grammars[key]
-        if isinstance(found, ValueError):
-            raise found
-        return found
+            self._grammars[key] = make(argument, self.texts.tokenizer(""), eos_token=ends or None)
+        return self._grammars[key]
 
 
 def load(command: Generate) -> Loaded:
@@ -223,10 +222,9 @@ def load(command: Generate) -> Loaded:
     kind = "" if tree is None else kind_of(tree)
     if mesh is None and command.distributed:
         raise ValueError("--distributed goes with --mesh, such as --mesh data=2,model=4")
-    if sharpness is not None and (kind != "budget" or drafter.option not in _MODELS):
+    if sharpness is not None and not (kind == "budget" and is_model(drafter.option)):
         raise ValueError(
-            "--sharpness is for dynamic trees: give --tree budget:16,5 and --draft, --mtp or"
-            " --eagle3 with it"
+            f"--sharpness is for dynamic trees: give --tree budget:16,5 and one of {models()}"
         )
     if tree is not None:
         check_tree(tree, drafter.option)
@@ -265,12 +263,7 @@ def parse_mesh(spec: str) -> Mesh:
 
 
 def join_processes() -> None:
-    """Joins the other processes of this command; must be the first use of jax.
-
-    jax finds them on Slurm, Open MPI and TPUs. Elsewhere each process sets the address of process
-    0, the number of processes and its own index: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID.
-    """
+    """Joins the other processes of this command; must be the first use of jax."""
     numbers: list[int | None] = []
     for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
         value = os.environ.get(name)

@@ -25,11 +25,10 @@ _COMMANDS: dict[type, tuple[str, str]] = {
     options.Bench: ("bench", "bench:run_bench"),
     options.Generate: ("generate", "generate:run_generate"),
     options.Convert: ("convert", "convert:run_convert"),
-    options.Inspect: ("inspect", "convert:show_checkpoint"),
+    options.Inspect: ("inspect", "convert:run_inspect"),
     options.Train: ("train", "train:run_training"),
     options.Distill: ("distill", "train:run_training"),
-    options.Medusa: ("medusa", "train:run_training"),
-    options.TrainMtp: ("train-mtp", "train:run_training"),
+    **{trained: (name, "train:run_training") for trained, name in options.HEADS.items()},
     options.Tree: ("tree", "trees:run_tree"),
     options.TuneTree: ("tune-tree", "tune:run_tune_tree"),
 }

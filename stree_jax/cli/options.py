@@ -8,40 +8,23 @@ base come before those of a class, and those of its last base come first.
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from typer import Argument, Option
 
-from stree_jax.checks import check_int
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import check_num_rows
+from stree_jax.heads import ROOMS
 from stree_jax.messages import shown
 
-MAX_SEED = 2**32 - 1  # jax takes larger ones modulo 2**32, or raises OverflowError
-
-
-def _checked_seed(seed: int) -> int:
-    return check_int("--seed", seed, 0, MAX_SEED)
-
-
-def _checked_dtype(dtype: str | None) -> str | None:
-    if dtype not in (None, "float32", "bfloat16"):
-        raise ValueError(f"--dtype must be float32 or bfloat16, got {dtype!r}")
-    return dtype
-
-
-_DTYPE = Option("float32", help="float32 or bfloat16 weights.", callback=_checked_dtype)
-
-
-def _checked_quantize(quantize: str | None) -> str | None:
-    if quantize not in (None, "int8"):
-        raise ValueError(f"--quantize and --draft-quantize must be int8, got {quantize!r}")
-    return quantize
-
-
-_QUANTIZE = Option(None, help="int8: the target's matrices in 8 bits.", callback=_checked_quantize)
+_DTYPE = Option("float32", help="float32 or bfloat16 weights.")
+_QUANTIZE = Option(None, help="int8: the target's matrices in 8 bits.")
 _ADAPTER = Option(
     None, help="LoRA adapter (PEFT) to merge into the checkpoint: directory or hub name."
+)
+_MESH = Option(None, help="Mesh of devices: data=2,model=4, one of the two, or auto: rows on all.")
+_PROMPTS = Option(
+    None, help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'
 )
 _TOKENS = "--max-new-tokens", "--tokens"  # the second is an older name
 _IGNORE_FIELD = Option(
@@ -61,19 +44,26 @@ class Demo:
     ignore_field: list[str] = _IGNORE_FIELD
 
 
+def _of_drafts() -> Any:
+    """The options of a draft model, and of each kind of head in the table."""
+    fields: list[Any] = [
+        ("draft", str | None, Option(None, help="Draft model: checkpoint directory or hub name."))
+    ]
+    for kind, room in ROOMS.items():
+        if room.own:
+            fields.append((kind, bool, Option(False, f"--{kind}", help=room.own)))
+        if room.option:
+            name = f"{kind}_head" if room.own else kind
+            fields.append((name, str | None, Option(None, help=room.option)))
+    return dataclasses.make_dataclass("_OfDrafts", fields, frozen=True, kw_only=True)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftModels:
+class DraftModels(_of_drafts()):  # type: ignore[misc]
     """Draft models and heads."""
 
-    draft: str | None = Option(None, help="Draft model: checkpoint directory or hub name.")
-    medusa: str | None = Option(None, help="Medusa heads of the target: checkpoint directory.")
-    mtp: bool = Option(False, "--mtp", help="Draft with the target's multi-token prediction head.")
-    mtp_head: str | None = Option(None, help="The same, with a head that is not in the checkpoint.")
-    eagle3: str | None = Option(None, help="EAGLE-3 head for the target: directory or hub name.")
     draft_quantize: str | None = Option(
-        None,
-        help="int8: matrices of the draft or of the heads in 8 bits, which changes no text.",
-        callback=_checked_quantize,
+        None, help="int8: matrices of the draft or of the heads in 8 bits, which changes no text."
     )
     ignore_field: list[str] = _IGNORE_FIELD
 
@@ -98,17 +88,13 @@ class Bench(DraftModels):
         None, help="greedy or target_only; by default the one that fits the temperature."
     )
     temperature: list[float] = Option([0.0], help="0 is greedy decoding; may be repeated.")
-    prompts: Path | None = Option(
-        None, help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'
-    )
+    prompts: Path | None = _PROMPTS
     max_new_tokens: int = Option(96, *_TOKENS, help="New tokens of each text, at most.")
     rows: int = Option(1, help="Number of texts decoded at the same time.")
     rounds: int = Option(3, help="Timed runs of each text.")
     dtype: str = _DTYPE
     quantize: str | None = _QUANTIZE
-    mesh: str | None = Option(
-        None, help="Mesh of devices: data=2,model=4, one of the two, or auto: rows on all."
-    )
+    mesh: str | None = _MESH
     json: Path | None = Option(None, help="File to write what was measured to, round by round.")
     plot: Path | None = Option(None, help="Picture to draw: a .png or .svg file.")
 
@@ -157,7 +143,7 @@ class Decoding:
     show: bool = Option(
         False, "--show", help="Mark accepted drafts: green, or in brackets in a file."
     )
-    seed: int = Option(0, help="Random seed: the same seed, the same text.", callback=_checked_seed)
+    seed: int = Option(0, help="Random seed: the same seed, the same text.")
     dtype: str = _DTYPE
     quantize: str | None = _QUANTIZE
     tokenizer: Path | None = Option(
@@ -166,9 +152,7 @@ class Decoding:
     max_length: int | None = Option(
         None, help="Maximum length, prompt included; by default the model's."
     )
-    mesh: str | None = Option(
-        None, help="Mesh of devices: data=2,model=4, one of the two, or auto: rows on all."
-    )
+    mesh: str | None = _MESH
     distributed: bool = Option(
         False, "--distributed", help="With --mesh: this is one of several processes."
     )
@@ -239,13 +223,9 @@ class Convert:
 
     source: str = Argument(metavar="SRC", help="Checkpoint directory or hub name.")
     destination: Path = Argument(metavar="DST", help="Directory to create.")
-    dtype: str | None = Option(
-        None, help="float32 or bfloat16; by default the source's.", callback=_checked_dtype
-    )
+    dtype: str | None = Option(None, help="float32 or bfloat16; by default the source's.")
     to: str = Option("native", help="native, hf (the matching family), or a family's name.")
-    quantize: str | None = Option(
-        None, help="int8: matrices in 8 bits.", callback=_checked_quantize
-    )
+    quantize: str | None = Option(None, help="int8: matrices in 8 bits.")
     keep: list[str] = Option(
         [], help='With --quantize: a matrix that stays, such as "embedding"; may be repeated.'
     )
@@ -284,17 +264,23 @@ class Train:
 class Distill:
     """Distill a target model into a draft model. Rerun to resume."""
 
+    kind: ClassVar[str] = ""  # of heads
     recipe: Path = _RECIPE
     target: Path = Argument(help="Checkpoint directory of the target model.")
     output: Path = _OUTPUT
 
 
-class Medusa(Distill):
-    """Train Medusa heads for a target. Rerun to resume."""
+def _trains(kind: str, what: str) -> type[Distill]:
+    own = {"__doc__": f"Train {what} for a target. Rerun to resume.", "kind": kind}
+    return type(f"Train{kind}", (Distill,), own)
 
 
-class TrainMtp(Distill):
-    """Train a multi-token prediction head for a target. Rerun to resume."""
+# The command that trains heads of each kind, by its options.
+HEADS = {
+    _trains(kind, room.training[1]): room.training[0]
+    for kind, room in ROOMS.items()
+    if room.training
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,9 +297,7 @@ class TuneTree(Drafts):
     target: str | None = Argument(None, help="Target model: checkpoint directory or hub name.")
     adapter: str | None = _ADAPTER
     temperature: float = Option(0.0, help="0 is greedy decoding.")
-    prompts: Path | None = Option(
-        None, help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'
-    )
+    prompts: Path | None = _PROMPTS
     max_nodes: int = Option(64, help="Most nodes of a tree, root included.")
     max_depth: int = Option(8, help="Most drafts on a path.")
     max_new_tokens: int = Option(128, *_TOKENS, help="New tokens of each prompt.")

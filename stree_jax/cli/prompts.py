@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 _BOM = b"\xef\xbb\xbf"  # some editors begin a file with it
-_WANTED = 'an object with a "prompt" that is a text, or with "messages"'
 
 
 def read_lines(path: Path) -> list[tuple[int, bytes]]:
@@ -25,12 +24,11 @@ def prompt_of(line: bytes) -> tuple[Any, dict[str, Any]]:
         raise ValueError(f"not UTF-8: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(content, dict) or not {"prompt", "messages"} & content.keys():
-        raise ValueError(f"not {_WANTED}")
-    if {"prompt", "messages"} <= content.keys():
+    given = {"prompt", "messages"} & content.keys() if isinstance(content, dict) else {}
+    if not given or not isinstance(content.get("prompt", ""), str):
+        raise ValueError('not an object with a "prompt" that is a text, or with "messages"')
+    if len(given) > 1:
         raise ValueError("it has a prompt and messages; give one of them")
-    if not isinstance(content.get("prompt", ""), str):
-        raise ValueError(f"not {_WANTED}")
     return content.get("prompt", content.get("messages")), content
 
 

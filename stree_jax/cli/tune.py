@@ -6,6 +6,7 @@ from rich.console import Console
 import stree_jax as st
 from stree_jax.cli.loading import all_chosen, chosen, embedded_draft, load_models, read_tokens
 from stree_jax.cli.options import TuneTree
+from stree_jax.heads import ROOMS
 from stree_jax.measuring.bench import PROMPTS
 from stree_jax.measuring.report import check_file, progress_bar, write_json
 
@@ -26,7 +27,7 @@ def run_tune_tree(command: TuneTree) -> None:
     drafter = embedded_draft(command) if is_bare else chosen(target, command)
     if drafter.option is None:
         raise ValueError(
-            "give either --draft DRAFT, --ngram, --medusa HEADS, --mtp or --eagle3 HEAD: a tree is"
+            f"give one of --ngram, --draft, {', '.join(f'--{kind}' for kind in ROOMS)}: a tree is"
             " tuned for one drafter"
         )
     if command.output is not None:

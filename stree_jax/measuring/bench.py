@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from pallas_kernels import dispatch
-from stree_jax.checks import check_int, is_number
+from stree_jax.checks import check_int
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.measuring.advice import advice
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
@@ -174,7 +174,7 @@ def bench(
     check_int("rows", rows, 1)
     check_int("rounds", rounds, 1)
     methods = [Method(PLAIN), LOOKUP, *_methods(ways)]
-    temperatures = _checked_temperatures(temperatures)
+    temperatures = dict.fromkeys(temperatures)
     if isinstance(target, str | os.PathLike):
         from stree_jax.convert import find  # not imported by `import stree_jax`
 
@@ -229,23 +229,12 @@ def weights_of(model: HybridLM) -> dict[str, Any]:
 
 def _methods(ways: Mapping[str, Mapping[str, Any]] | Any) -> list[Method]:
     """The named ways, checked."""
-    known = ("drafter", "topology", "verifier")
-    if not isinstance(ways, Mapping):
-        raise ValueError(f"ways must be keywords of generate by name, got {shown(ways)}")
     for name, own in ways.items():
         if name in (PLAIN, LOOKUP.name):
             raise ValueError(f"ways has {name!r}, which is always there; give it another name")
-        if not isinstance(own, Mapping) or not {*own} <= {*known}:
+        if not {*own} <= {"drafter", "topology", "verifier"}:
             raise ValueError(
                 f"the way {shown(name)} is {shown(own)}; give keywords of generate: drafter,"
                 " topology, verifier"
             )
     return [Method(name, **own) for name, own in ways.items()]
-
-
-def _checked_temperatures(temperatures: Sequence[float] | Any) -> list[float]:
-    if not isinstance(temperatures, Sequence) or not temperatures:
-        raise ValueError(f"temperatures must be a list of numbers, got {shown(temperatures)}")
-    if not all(map(is_number, temperatures)):
-        raise ValueError(f"temperatures must be numbers, got {shown(temperatures)}")
-    return [*dict.fromkeys(float(each) for each in temperatures)]

@@ -32,14 +32,9 @@ def timed_rounds(
     rounds: int,
     advance: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[dict[Any, list[Output]], dict[Any, np.ndarray]]]:
-    """Runs every way on every item, first untimed, then interleaved item by item.
+    """Runs every way on every item: untimed, then in changing order.
 
-    So a slow moment of the machine affects all ways alike. Their order changes, because the call
-    before changes the time of a call by some 3 %. The ways block until their output is ready.
-
-    Yields:
-        After each round, by name: the outputs of the untimed calls, which compile, and the seconds
-        so far, `[rounds, items]`.
+    After each round it yields, by name, what the untimed calls gave, and seconds `[rounds, items]`.
     """
     outputs: dict[Any, list[Output]] = {name: [] for name in ways}
     seconds = {name: np.zeros((rounds, len(items))) for name in ways}

@@ -70,16 +70,10 @@ def measure_costs(
     widths: Sequence[int] = WIDTHS,
     progress: Progress = silent,
 ) -> Costs:
-    """Times every part in a loop on the device, interleaved, and takes medians.
+    """Times the parts of a step after a prompt, interleaved; takes medians.
 
-    Args:
-        model: the target.
-        drafter: fills static trees.
-        prompt: the text after which they are timed.
-        max_nodes, max_depth: sizes of the largest tree.
-        temperature, key: of its drafts.
-        sizes, widths: numbers of nodes of target calls and of draft levels; each compiles.
-        progress: as in `tune`.
+    `sizes` and `widths` are numbers of nodes of target calls and of draft levels, up to those of
+    the largest tree; each compiles.
     """
     sizes = [size for size in sizes if size < max_nodes] + [max_nodes]
     widths = [width for width in widths if width < max_nodes // 2] + [max_nodes // 2]

@@ -111,20 +111,23 @@ def compare(
     *,
     parts: bool = True,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Decodes requests with every method in turns; yields their records after each round.
+    """Decodes requests with every method in turns; yields records after each round.
 
-    `PLAIN` is among the methods. A request has `prompts` and options of `generate` but the methods'
-    own; all have one temperature. Fields of a record are those of docs/bench.md, without `parts`
-    none but those of whole texts.
+    `PLAIN` is among the methods, and all requests have one temperature. Fields of a record are
+    those of docs/bench.md, without `parts` none but those of whole texts.
     """
     temperature = requests[0].get("temperature", 0.0)
     ways: dict[Any, Callable[[Any], Any]] = {}
+
+    def called(decode: Callable[..., Any]) -> Callable[[Any], Any]:
+        return lambda request: decode(target, **request)
+
     for each in methods:
         own = each.target or target
-        ways[each.name] = functools.partial(_called, each.decode, target)
+        ways[each.name] = called(each.decode)
         if not parts:
             continue
-        ways["first", each.name] = functools.partial(_called, each.first_token, target)
+        ways["first", each.name] = called(each.first_token)
         if each.drafter is not None and each.num_nodes > 1 and own.partition == ONE_DEVICE:
             given = {"topology": each.topology, **requests[0]}
             drafts = drafting(own, each.drafter, **given)
@@ -141,10 +144,6 @@ def compare(
             memory = {each.name: each.memory(target, **requests[0]) for each in methods}
         rows = _records(methods, temperature, outputs, seconds, comparable)
         yield [row | {"memory_bytes": memory.get(row["method"])} for row in rows]
-
-
-def _called(decode: Callable[..., Any], target: HybridLM, request: Mapping[str, Any]) -> Any:
-    return decode(target, **request)
 
 
 def _drafted(target: HybridLM, part: Callable[[int], object], _: Any) -> None:

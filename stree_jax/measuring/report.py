@@ -5,12 +5,11 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stree_jax.checkpoint.directories import write_text
-from stree_jax.measuring.clock import Progress
 
 # Columns of tables.
 SPEED = {"tokens/s": "{tokens_per_second[median]:,.0f}", "speed-up": "{speed_up[median]:.2f}x"}
@@ -40,15 +39,6 @@ class Table(NamedTuple):
         for row in zip(*columns.values(), strict=True):
             table.add_row(*row)
         return table
-
-    def show(self) -> None:
-        """Prints the table."""
-        from rich.console import Console
-
-        console = Console()
-        if not console.is_terminal:  # a log is not limited to 80 columns
-            console = Console(width=200)
-        console.print(self.grid())
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -90,24 +80,23 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def progress_bar(console: Any = None) -> Iterator[Progress]:
+def progress_bar(console: Any = None) -> Iterator[Callable[..., None]]:
     """A bar that goes away; where it cannot be drawn, such as in a file, a line now and then."""
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
     console = console or Console()
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Bars(*columns, console=console, transient=True) as bars:
-        task, began, last = bars.add_task("", total=1), time.perf_counter(), 0.0
+    with Bars(console=console, transient=True) as bars:
+        task, began, last, now = bars.add_task("", total=1), time.perf_counter(), 0.0, ""
 
-        def show(phase: str, done: int, total: int) -> None:
-            nonlocal last
-            is_new, taken = phase != bars.tasks[task].description, time.perf_counter() - began
-            bars.update(task, description=phase, completed=done, total=total)
+        def show(phase: str, done: int, total: int, note: str = "") -> None:
+            nonlocal last, now
+            is_new, taken = phase != now, time.perf_counter() - began
+            now = phase
+            bars.update(task, description=phase + note, completed=done, total=total)
             if not console.is_terminal and (is_new or taken - last >= _PAUSE):
                 last, part = taken, "" if is_new else f", {done} of {total}"
-                console.print(f"{taken:4.0f} s  {phase}{part}", markup=False, soft_wrap=True)
+                console.print(f"{taken:4.0f} s  {phase}{part}{note}", markup=False, soft_wrap=True)
 
         yield show
 

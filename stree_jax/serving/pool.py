@@ -30,11 +30,7 @@ from stree_jax.models.lm import HybridLM
 
 
 class Pool:
-    """The rows of one decode loop, with the settings of their texts.
-
-    `plans` are the programs for texts of `max_length` tokens, by whether all rows have temperature
-    0; None where the verifier refuses. The other arguments are those of `Scheduler`.
-    """
+    """The rows of one decode loop, with the settings of their texts."""
 
     def __init__(
         self,

@@ -62,8 +62,7 @@ class PrefixCache:
     def find(self, tokens: Sequence[int], longer_than: int = 0) -> tuple[int, Prefix] | None:
         """Returns the longest entry that a text begins with, and its length.
 
-        Entries of at most `longer_than` tokens are ignored. One with a number that is not finite is
-        dropped, and the next shorter one is tried.
+        An entry with a number that is not finite is dropped.
         """
         while (key := self._longest(tokens)) is not None and len(key) > longer_than:
             prefix = self._entries[key]
@@ -111,10 +110,9 @@ class PrefixCache:
             self._remove(key)
 
     def _longest(self, tokens: Sequence[int]) -> tuple[int, ...] | None:
-        """The tokens of the longest entry that a text begins with.
+        """The longest key that a text begins with.
 
-        It comes before the text in the order, and so does what lies between them, which begins with
-        it too: what a text shares with its predecessor is all that need be looked at further.
+        It comes before the text in the order, and what lies between them begins with it too.
         """
         text = tuple(tokens)
         while at := bisect.bisect(self._sorted, text):

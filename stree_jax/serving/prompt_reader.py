@@ -56,10 +56,7 @@ class Reading:
 
 
 class PromptReader:
-    """Reads texts for the rows of a pool, and keeps their prefixes.
-
-    `cache_bytes` and `keep_every` are `prefix_cache_bytes` and `prefix_every` of `Scheduler`.
-    """
+    """Reads texts for the rows of a pool, and keeps their prefixes."""
 
     def __init__(
         self,

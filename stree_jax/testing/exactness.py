@@ -92,12 +92,7 @@ def assert_same_text(model: HybridLM, request: Plan, got: Generation, want: Gene
     """Asserts that two generations of a request have the same tokens and caches.
 
     `assert_lossless` for requests that were planned by hand, whose rows may have different keys,
-    temperatures and filters.
-
-    Args:
-        model: the target.
-        request: the plan, whose prompts, keys and sampling explain a difference.
-        got, want: the generations; caches are compared if both have one.
+    temperatures and filters, which explain a difference. Caches are compared if both have one.
 
     Raises:
         AssertionError: they differ; the message is that of `assert_lossless`.
@@ -124,8 +119,7 @@ def assert_same_text(model: HybridLM, request: Plan, got: Generation, want: Gene
 def _explained(model: HybridLM, request: Plan, row: int, got: np.ndarray, want: np.ndarray) -> str:
     """The first difference of a row, and whether a near tie explains it.
 
-    A sum of float32 depends on its order, and so on the number of nodes: two tokens whose scores
-    are closer than 1e-4 may swap. That is a failure still, but not of the algorithm.
+    Sums of float32 depend on the number of nodes: scores closer than 1e-4 may swap.
     """
     at = int(np.flatnonzero(got != want)[0])
     length = int(request.context.length[row])

@@ -29,6 +29,7 @@ _Module = TypeVar("_Module", bound=nnx.Module)
 
 MOST_ARRAYS = 1024  # of a model
 
+_FEW: Any = dict(expand=1, head_dim=4, state_size=4, num_groups=4, num_x_heads=2, num_b_groups=2)
 # One config for each group of options of Mamba-2. With tied embeddings a random model repeats
 # itself; that of "plain", which most tests of decoding use, is untied.
 CONFIGS: dict[str, ModelConfig] = {
@@ -46,19 +47,8 @@ CONFIGS: dict[str, ModelConfig] = {
         tie_embeddings=False,
         padded_vocab_size=40,
     ),
-    "mamba_in_llama": ModelConfig.tiny(
-        expand=1, head_dim=4, state_size=4, num_groups=4, num_x_heads=2, num_b_groups=2
-    ),
-    "repeated_first": ModelConfig.tiny(
-        expand=1,
-        head_dim=4,
-        state_size=4,
-        num_groups=4,
-        num_x_heads=2,
-        num_b_groups=2,
-        repeat_before_conv=True,
-        norm_groups=2,
-    ),
+    "mamba_in_llama": ModelConfig.tiny(**_FEW),
+    "repeated_first": ModelConfig.tiny(**_FEW, repeat_before_conv=True, norm_groups=2),
     "branch": ModelConfig.tiny(
         mlp_dim=6,
         norm="none",
@@ -69,17 +59,23 @@ CONFIGS: dict[str, ModelConfig] = {
 }
 
 
+_MAMBA2 = Mamba2Config(num_heads=4, head_dim=8, state_size=8, chunk_size=8)
+_SMALL = dataclasses.replace(
+    _MAMBA2, head_dim=4, state_size=4, num_groups=4, num_x_heads=2, num_b_groups=2
+)
+_DELTA = GatedDeltaConfig(num_heads=4, head_dim=8, num_groups=2, state_size=12, chunk_size=8)
+_ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+
+
 def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
     """A small hybrid with untied embeddings."""
     shape: dict[str, Any] = dict(
         vocab_size=37,
         d_model=16,
         layers=layers,
-        mamba2=Mamba2Config(num_heads=4, head_dim=8, state_size=8, chunk_size=8),
-        gated_delta=GatedDeltaConfig(
-            num_heads=4, head_dim=8, num_groups=2, state_size=12, chunk_size=8
-        ),
-        attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8),
+        mamba2=_MAMBA2,
+        gated_delta=_DELTA,
+        attention=_ATTENTION,
         mlp=MlpConfig(24),
         tie_embeddings=False,
         residual_float32=False,
@@ -104,25 +100,14 @@ _NEMOTRON_EXPERTS = MoeConfig(
 HYBRIDS: dict[str, ModelConfig] = {
     "bamba": _hybrid(
         ("mamba2", "mlp", "attention", "mlp"),
-        attention=AttentionConfig(
-            num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=4, qkv_bias=True, out_bias=True
-        ),
+        attention=dataclasses.replace(_ATTENTION, rotary_dim=4, qkv_bias=True, out_bias=True),
         mlp=MlpConfig(24, bias=True),
     ),
     "mamba_in_llama": _hybrid(
         ("mamba2", "mlp", "attention", "mlp"),
-        mamba2=Mamba2Config(
-            num_heads=4,
-            head_dim=4,
-            state_size=4,
-            num_groups=4,
-            num_x_heads=2,
-            num_b_groups=2,
-            chunk_size=8,
-        ),
-        attention=AttentionConfig(
-            num_heads=4,
-            num_kv_heads=2,
+        mamba2=_SMALL,
+        attention=dataclasses.replace(
+            _ATTENTION,
             head_dim=4,
             rotary_dim=4,
             rope_theta=100.0,
@@ -139,19 +124,15 @@ HYBRIDS: dict[str, ModelConfig] = {
     ),
     "falcon_h1": _hybrid(
         ("parallel", "mlp"),
-        mamba2=Mamba2Config(
-            num_heads=4,
-            head_dim=8,
-            state_size=8,
-            chunk_size=8,
+        mamba2=dataclasses.replace(
+            _MAMBA2,
             norm="none",
             input_multiplier=1.25,
             output_multiplier=0.8,
             section_multipliers=(1.1, 0.9, 1.2, 0.8, 1.3),
         ),
-        attention=AttentionConfig(
-            num_heads=4,
-            num_kv_heads=2,
+        attention=dataclasses.replace(
+            _ATTENTION,
             head_dim=6,
             rotary_dim=6,
             input_multiplier=1.1,
@@ -164,7 +145,7 @@ HYBRIDS: dict[str, ModelConfig] = {
     ),
     "granite_moe": _hybrid(
         ("mamba2", "moe", "attention", "moe"),
-        attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.2),
+        attention=dataclasses.replace(_ATTENTION, scale=0.2),
         moe=MoeConfig(num_experts=4, num_active=2, hidden_size=12, shared_size=10),
         mlp=None,
         embedding_multiplier=3.0,
@@ -178,8 +159,8 @@ HYBRIDS: dict[str, ModelConfig] = {
     ),
     "zamba2": _hybrid(
         ("shared", "mamba2") * 3,
-        attention=AttentionConfig(
-            num_heads=4, num_kv_heads=4, head_dim=8, input_multiple=2, scale=0.5, rotary_dim=8
+        attention=dataclasses.replace(
+            _ATTENTION, num_kv_heads=4, input_multiple=2, scale=0.5, rotary_dim=8
         ),
         mlp=MlpConfig(24, activation="gelu"),
         shared=SharedConfig(num_blocks=2, adapter_rank=3, attention_adapters=True),
@@ -187,29 +168,17 @@ HYBRIDS: dict[str, ModelConfig] = {
     # In sizes that native code takes.
     "qwen3_5": _hybrid(
         ("gated_delta", "mlp", "attention", "mlp"),
-        gated_delta=GatedDeltaConfig(
-            num_heads=4, head_dim=16, num_groups=2, state_size=16, chunk_size=8
-        ),
-        attention=AttentionConfig(
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            rotary_dim=4,
-            qk_norm_eps=1e-6,
-            output_gate=True,
+        gated_delta=dataclasses.replace(_DELTA, head_dim=16, state_size=16),
+        attention=dataclasses.replace(
+            _ATTENTION, head_dim=16, rotary_dim=4, qk_norm_eps=1e-6, output_gate=True
         ),
         norm_eps=1e-6,
         norm_float32=True,
     ),
     "qwen3_next": _hybrid(
         ("gated_delta", "moe", "attention", "moe"),
-        attention=AttentionConfig(
-            num_heads=4,
-            num_kv_heads=1,
-            head_dim=8,
-            rotary_dim=2,
-            qk_norm_eps=1e-6,
-            output_gate=True,
+        attention=dataclasses.replace(
+            _ATTENTION, num_kv_heads=1, rotary_dim=2, qk_norm_eps=1e-6, output_gate=True
         ),
         moe=MoeConfig(
             num_experts=4, num_active=2, hidden_size=12, shared_size=10, shared_gate=True
@@ -223,8 +192,8 @@ HYBRIDS["mixed"] = ModelConfig(
     vocab_size=37,
     d_model=16,
     layers=(
-        Mamba2Config(num_heads=4, head_dim=8, state_size=8, chunk_size=8),
-        AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=4, window=3),
+        _MAMBA2,
+        dataclasses.replace(_ATTENTION, rotary_dim=4, window=3),
         MoeConfig(num_experts=4, num_active=2, hidden_size=12),
         Mamba2Config(num_heads=2, head_dim=8, state_size=4, conv_width=3, chunk_size=8),
         AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
@@ -245,13 +214,7 @@ def tiny_model(
     dtype: str = "float32",
     implementation: str | None = None,
 ) -> HybridLM:
-    """The random model of a config in `CONFIGS`; the same object for the same arguments.
-
-    Args:
-        name: a name from `CONFIGS`.
-        seed: random seed of the weights.
-        dtype, implementation: see `HybridLM`.
-    """
+    """The random model of a config in `CONFIGS`; the same object for the same arguments."""
     if name not in CONFIGS:
         raise ValueError(f"no tiny model {shown(name)}; known: {sorted(CONFIGS)}")
     model = _tiny_model(name, seed, dtype, implementation)
@@ -268,13 +231,7 @@ def _tiny_model(name: str, seed: int, dtype: str, implementation: str | None) ->
 def random_model(
     config: ModelConfig, seed: int = 0, *, dtype: str = "float32", implementation: str | None = None
 ) -> HybridLM:
-    """A model of this config with random weights that make every parameter matter.
-
-    Args:
-        config: config of the model.
-        seed: random seed of the weights.
-        dtype, implementation: see `HybridLM`.
-    """
+    """A model of this config with random weights that make every parameter matter."""
     structure, weights = HybridLM.abstract(config, dtype=dtype, implementation=implementation)
     return randomised(nnx.merge(structure, weights), seed)
 
@@ -313,14 +270,10 @@ def randomised(model: _Module, seed: int) -> _Module:
 def random_mtp_head(model: HybridLM, *, latent: int | None = None, seed: int = 0) -> MtpHead:
     """A multi-token-prediction head for a model, in Nemotron's layout, with random weights.
 
-    Args:
-        model: the target.
-        latent: width of the experts' latent space; None: they read the hidden state.
-        seed: random seed of the weights.
+    With `latent` its experts have a latent space of this width.
     """
     experts = dataclasses.replace(_NEMOTRON_EXPERTS, latent_size=latent)
-    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
-    config = MtpConfig(model.config.d_model, attention, experts, norm_eps=1e-3)
+    config = MtpConfig(model.config.d_model, _ATTENTION, experts, norm_eps=1e-3)
     head = nnx.eval_shape(lambda: MtpHead(config, dtype=model.dtype, rngs=nnx.Rngs(0)))
     return randomised(head, seed)
 
@@ -328,8 +281,7 @@ def random_mtp_head(model: HybridLM, *, latent: int | None = None, seed: int = 0
 def _drawn(kind: str, key: Array, i: int, shape: tuple[int, ...]) -> np.ndarray:
     """The i-th array of random numbers of a key.
 
-    Programs draw a rounded number of them, and none knows a shape: compiling some for every shape
-    would take longer than most tests.
+    Programs draw a rounded number of them, so that there are few to compile.
     """
     size = math.prod(shape)
     most = 4 ** max(4, math.ceil(math.log(size, 4)))
@@ -347,11 +299,7 @@ def _draw(kind: str, key: Array, i: int | Array, size: int) -> Array:
 def perturbed(model: HybridLM, amount: float, seed: int = 0) -> HybridLM:
     """A copy of the model with relative noise on its weights: a draft model that often agrees.
 
-    Args:
-        model: the target.
-        amount: standard deviation of the noise; with 0.1 a tiny model's draft is right about every
-            second time.
-        seed: random seed of the noise.
+    With an `amount` of 0.1 a tiny model's draft is right about every second time.
     """
     graphdef, state = nnx.split(model)
     leaves, structure = jax.tree.flatten(state)

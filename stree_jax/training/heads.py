@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from stree_jax.array_types import Array, Float, Tokens
-from stree_jax.heads import open_head, save_head
+from stree_jax.heads import ROOMS, open_head, part_of, save_head, sketch
+from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 from stree_jax.training.recipe import Recipe
-from stree_jax.training.run import card, open_target, run_directory, run_text, weights_digest
+from stree_jax.training.run import card, open_target, run_directory, run_text
 from stree_jax.training.trainer import Progress, evaluate, fit
 
 
@@ -21,41 +22,42 @@ class HeadPlan(NamedTuple):
     """The heads that a recipe asks for.
 
     Attributes:
-        kind: their kind, as `stree_jax.heads.ROOMS` has it.
         new: new heads, given some of the text.
         loss: the loss of heads, given the target and tokens `[B, T]`.
     """
 
-    kind: str
     new: Callable[[Tokens], Any]
     loss: Callable[[Any, HybridLM, Tokens], Float[Array, ""]]
 
 
-def train_heads(
-    recipe: Recipe, target_path: Path, output: Path, planned: Callable[[HybridLM], HeadPlan]
-) -> Iterator[Progress]:
+def train_heads(kind: str, recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:
     """Trains heads for a target, whose weights stay as they are.
 
-    `planned` says what heads a target gets; other arguments, yields and errors are those of
-    `distill`.
+    The recipe's model table is that of `kind`, "medusa" or "mtp", in `docs/recipe.md`: the room's
+    `training.plan` makes a `HeadPlan` of a recipe and a target. Other arguments, yields and errors
+    are those of `distill`.
     """
-    recipe.refuse_models()
+    known = [name for name, room in ROOMS.items() if room.training]
+    if kind not in known:
+        raise ValueError(f"heads that can be trained are {', '.join(known)}, got {shown(kind)}")
+    if recipe.start is not None:
+        raise ValueError(f"{recipe.source}: start is for `train` and `distill`; leave it out")
     tokenizer, target = open_target(target_path, output)
-    plan = planned(target)
-    fingerprint = recipe.fingerprint() | {"target": weights_digest(target), "kind": plan.kind}
-    run = run_directory(output, fingerprint, functools.partial(open_head, plan.kind))
-    text = run_text(recipe, tokenizer, target)
-    heads = plan.new(jnp.asarray(text.held_out[0]))
+    plan = part_of(kind, "training").plan(recipe, target)
+    fingerprint = recipe.fingerprint() | {"target": sketch(target), "kind": kind}
+    run = run_directory(output, fingerprint, functools.partial(open_head, kind))
+    batch, held_out = run_text(recipe, tokenizer, target)
+    heads = plan.new(jnp.asarray(held_out[0]))
 
     def loss(heads: Any, tokens: jax.Array, target: HybridLM) -> jax.Array:
         return plan.loss(heads, target, tokens[:, :-1])
 
-    yield from fit(heads, loss, text.batch, recipe.training, run / "steps", target)
+    yield from fit(heads, loss, batch, recipe.training, run / "steps", target)
     graph, weights = nnx.split(heads)
 
     def stored_as(dtype: Any) -> Any:
         small = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(dtype), weights)
         return nnx.merge(graph, small)
 
-    final = evaluate(stored_as(jnp.float32), loss, text.held_out, target)
+    final = evaluate(stored_as(jnp.float32), loss, held_out, target)
     save_head(stored_as(jnp.bfloat16), target, output, model_card=card(final), overwrite=True)

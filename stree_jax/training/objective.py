@@ -21,12 +21,7 @@ def next_token_loss(model: HybridLM, tokens: Tokens) -> Float[Array, ""]:
 def distillation_loss(
     model: HybridLM, target_logits: Float[Array, "B T V"], tokens: Tokens
 ) -> Float[Array, ""]:
-    """Returns the mean `KL(target || model)` of all positions, in nats.
-
-    A draft token is accepted with probability one minus the total variation distance of the two
-    distributions (Leviathan et al. 2022, arXiv:2211.17192), and by Pinsker's inequality this
-    distance is at most `sqrt(KL / 2)`.
-    """
+    """Returns the mean `KL(target || model)` of all positions, in nats."""
     logits = model(tokens)[..., : model.config.vocab_size]
     target = jax.nn.log_softmax(target_logits[..., : model.config.vocab_size])
     return jnp.mean(optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), target))
@@ -39,14 +34,10 @@ def ahead_loss(
 
     The loss of a draft weighs 0.8 times that of the draft before it (Medusa, arXiv:2401.10774). The
     labels are the target's probabilities: on text that the target wrote, their optimum is that of
-    the cross-entropy, and they have less noise.
+    the cross-entropy, and they have less noise. The target gets no gradient.
 
-    Args:
-        target: the model whose drafts they are; it gets no gradient.
-        tokens: texts.
-        drafts: from the target's states at the texts to the logits of the first draft, the second
-            and so on. Those of draft d, at all tokens but the last d, predict what the target
-            predicts d tokens later.
+    `drafts` makes logits of the first draft, the second and so on from the target's states. Those
+    of draft d, at all tokens but the last d, predict what the target predicts d tokens later.
     """
     vocab_size = target.config.vocab_size
     hidden = jax.lax.stop_gradient(target.hidden(tokens))

@@ -98,8 +98,8 @@ class Recipe:
     """A training run.
 
     Attributes:
-        model: arguments of `ModelConfig.mamba2_lm` except `vocab_size` and `eos_token`; for Medusa
-            heads `num_heads` alone; for multi-token-prediction heads see `train_mtp`.
+        model: arguments of `ModelConfig.mamba2_lm` except `vocab_size` and `eos_token`; for heads
+            those of their kind.
         training: the optimization.
         text: the files to train on.
         vocab_size: size of the tokenizer to train; unused in distillation.
@@ -151,20 +151,6 @@ class Recipe:
         recipe = _made(cls, values | made, str(path))
         start = None if recipe.start is None else str(path.parent / recipe.start)
         return dataclasses.replace(recipe, source=str(path), start=start)
-
-    def refuse_models(self) -> None:
-        """Refuses the recipe of a model where heads are trained.
-
-        Raises:
-            ValueError: it has a `start`, or a `d_model`.
-        """
-        if "d_model" in self.model:
-            raise ValueError(
-                f"{self.source}, [model] has d_model: such recipes are for `train` and `distill`;"
-                " heads have num_heads (`medusa`) or steps (`train-mtp`)"
-            )
-        if self.start is not None:
-            raise ValueError(f"{self.source}: start is for `train` and `distill`; leave it out")
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the recipe and digests of its texts, equal for equal runs."""

@@ -1,11 +1,10 @@
 """`train` and `distill`: from a recipe to a native checkpoint."""
 
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from stree_jax.checkpoint.directories import write_text
 from stree_jax.checkpoint.load import load_config
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.prompts import typed_key
+from stree_jax.heads import sketch
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.matrices import in_first
@@ -54,7 +54,7 @@ def train(recipe: Recipe, output: Path) -> Iterator[Progress]:
         model = _new_model(recipe, tokenizer.get_vocab_size(), eos_token)
     else:
         tokenizer, model = open_target(Path(recipe.start), output)
-        run = run_directory(output, recipe.fingerprint() | {"start": weights_digest(model)})
+        run = run_directory(output, recipe.fingerprint() | {"start": sketch(model)})
 
     def loss(model: HybridLM, tokens: jax.Array, _: None) -> jax.Array:
         return next_token_loss(model, tokens)
@@ -77,7 +77,7 @@ def distill(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progres
     for example after its target was trained further.
     """
     tokenizer, target = open_target(target_path, output)
-    fingerprint = recipe.fingerprint() | {"target": weights_digest(target)}
+    fingerprint = recipe.fingerprint() | {"target": sketch(target)}
     if recipe.start is None:
         run = run_directory(output, fingerprint)
         model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
@@ -88,7 +88,7 @@ def distill(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progres
                 f"{recipe.start} and {target_path} have different tokenizers; start from a draft of"
                 " this target, or leave start out"
             )
-        run = run_directory(output, fingerprint | {"start": weights_digest(model)})
+        run = run_directory(output, fingerprint | {"start": sketch(model)})
 
     def loss(model: HybridLM, tokens: jax.Array, target: HybridLM) -> jax.Array:
         tokens = tokens[:, :-1]
@@ -120,10 +120,10 @@ def _run(
     loss: Loss,
     target: HybridLM | None = None,
 ) -> Iterator[Progress]:
-    text = run_text(recipe, tokenizer, target)
-    yield from fit(model, loss, text.batch, recipe.training, run / "steps", target)
+    batch, held_out = run_text(recipe, tokenizer, target)
+    yield from fit(model, loss, batch, recipe.training, run / "steps", target)
     stored = cast(model, jnp.bfloat16)
-    final = evaluate(cast(stored, jnp.float32), loss, text.held_out, target)
+    final = evaluate(cast(stored, jnp.float32), loss, held_out, target)
     save_pretrained(stored, output, tokenizer=tokenizer, model_card=card(final), overwrite=True)
 
 
@@ -132,15 +132,10 @@ def card(loss: float) -> str:
     return f"Held-out loss: {loss:.4f} nats a token, with the stored weights.\n"
 
 
-class RunText(NamedTuple):
-    """The tokens of a run, `[batch_size, sequence_length + 1]` each."""
-
-    batch: Callable[[int], np.ndarray]  # of a step, partly written by the target
-    held_out: list[np.ndarray]
-
-
-def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> RunText:
-    """Tokenizes a recipe's texts; the target writes the generated ones."""
+def run_text(
+    recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None
+) -> tuple[Callable[[int], np.ndarray], list[np.ndarray]]:
+    """Returns the batch of a step, partly written by the target, and held-out batches."""
     training = recipe.training
     length = training.sequence_length + 1
     corpus, held_out = data.load_corpus(recipe.text, tokenizer, length)
@@ -164,7 +159,7 @@ def run_text(recipe: Recipe, tokenizer: Tokenizer, target: HybridLM | None) -> R
             tokens[:num_generated] = generated(step - place + place % 2)[place // 2]
         return tokens
 
-    return RunText(batch, [read(held_out, step) for step in range(16)])
+    return batch, [read(held_out, step) for step in range(16)]
 
 
 def continued(target: HybridLM, tokens: np.ndarray, seed: int, step: int) -> np.ndarray:
@@ -186,11 +181,6 @@ def _new_model(recipe: Recipe, vocab_size: int, eos_token: Any) -> HybridLM:
 
 
 def _config(recipe: Recipe, vocab_size: int, eos_token: Any) -> ModelConfig:
-    if "d_model" not in recipe.model:
-        raise ValueError(
-            f"{recipe.source}, [model]: it lacks 'd_model', which recipes of `train` and `distill`"
-            " have; num_heads alone is for `medusa`, and steps for `train-mtp`"
-        )
     try:
         return ModelConfig.mamba2_lm(vocab_size, eos_token=eos_token, **recipe.model)
     except (TypeError, ValueError) as error:
@@ -202,8 +192,7 @@ def run_directory(
 ) -> Path:
     """Returns the directory with this run's checkpoints, made at its start.
 
-    One without checkpoints, of a run that was refused or ended early, starts again. `check` refuses
-    an `output` of another kind.
+    One without checkpoints starts again. `check` refuses an `output` of another kind.
     """
     output = output.absolute()
     if output.exists():
@@ -229,11 +218,3 @@ def run_directory(
         (run / part).unlink(missing_ok=True)
     write_text(file, now)
     return run
-
-
-def weights_digest(model: HybridLM) -> str:
-    """Returns the SHA-256 of the weights."""
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(nnx.state(in_first(model))):
-        digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest()

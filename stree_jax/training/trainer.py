@@ -69,7 +69,8 @@ def fit(
     """
     from orbax.checkpoint import v1 as ocp
 
-    _check_trainable(model)
+    if quantized_names(model):
+        raise ValueError("matrices in 8 bits cannot be trained; start from the original checkpoint")
     graphdef, params = nnx.split(multiplying(model, training.products))
     optimizer = make_optimizer(training)
     state = {
@@ -137,11 +138,6 @@ def fit(
     nnx.update(model, jax.tree.map(jnp.asarray, on_host))
 
 
-def _check_trainable(model: nnx.Module) -> None:
-    if quantized_names(model):
-        raise ValueError("matrices in 8 bits cannot be trained; start from the original checkpoint")
-
-
 def multiplying(model: nnx.Module, products: str) -> nnx.Module:
     """Returns a model whose projections multiply in this dtype."""
     if products == "float32":
@@ -162,10 +158,7 @@ class _BFloat16Products(Matrix):
 
 @jax.custom_vjp
 def bfloat16_product(inputs: Array, kernel: Array) -> Array:
-    """Multiplies bfloat16 factors in float32, also in its gradients.
-
-    JAX's own gradient of a product with a float32 result multiplies in float32.
-    """
+    """Multiplies bfloat16 factors in float32, also in its gradients, unlike JAX."""
     left, right = inputs.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
     return jnp.matmul(left, right, preferred_element_type=jnp.float32)
 
@@ -223,7 +216,6 @@ def evaluate(model: nnx.Module, loss: Loss, batches: list[np.ndarray], extra: An
 
 def cast(model: HybridLM, dtype: DTypeLike) -> HybridLM:
     """Copies a model to a dtype, but for weights that stay float32."""
-    _check_trainable(model)
     structure, wanted = HybridLM.abstract(model.config, dtype=dtype)
     have = nnx.to_pure_dict(nnx.state(in_first(model)))
     return nnx.merge(structure, jax.tree.map(lambda leaf, to: leaf.astype(to.dtype), have, wanted))

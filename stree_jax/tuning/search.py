@@ -11,11 +11,7 @@ from stree_jax.tuning.trace import RankTrace
 
 
 def replay_tau(topology: TreeTopology, trace: RankTrace) -> float:
-    """Tokens per target call of decoding the traced texts with this static tree.
-
-    Exact, not an estimate: the candidates after a prefix do not depend on the tree. (Nodes have at
-    most `trace.num_ranks` children; a child beyond them counts as rejected.)
-    """
+    """Returns tokens per target call of the traced texts, exactly."""
     children = topology.level_order().children
     calls = 0
     for ranks in trace.ranks:
@@ -59,12 +55,9 @@ def _column(ranks: np.ndarray, depth: int, none: int) -> np.ndarray:
 def best_trees(
     accept: Float[np.ndarray, "D ranks"], costs: Costs, max_nodes: int, max_depth: int
 ) -> list[TreeTopology]:
-    """For each size and depth the tree with the highest acceptance, the fastest by `costs` first.
+    """Returns the best tree of each size and depth, the fastest first.
 
-    Nodes are taken in order of probability: with `accept` falling from rank to rank a node is never
-    more probable than its parent or its previous sibling, so every prefix of that order is a tree,
-    and the best one of its size. (Sequoia, Chen et al. 2024, arXiv:2402.12374,
-    finds the same trees by dynamic programming.)
+    In order of probability nodes make a tree: none is above its parent or an earlier sibling.
     """
     predicted: dict[TreeTopology, float] = {}
     for depth in range(1, min(max_depth, len(accept)) + 1):

@@ -55,15 +55,8 @@ def rank_trace(
 ) -> RankTrace:
     """Drafts one level at every position of the target's texts, and ranks the target's tokens.
 
-    `tune` calls this unless the drafter has a method
-    `rank_trace(target, request, tokens, num_ranks) -> RankTrace`.
-
-    Args:
-        drafter: fills static trees.
-        target: the model that wrote the texts.
-        request: the plan that generated them; gives prompts, keys and sampling.
-        tokens: the new tokens of each row.
-        num_ranks: number of candidates that are ranked.
+    `tune` calls this for a drafter without a `rank_trace` of its own. `request` is the plan that
+    generated `tokens`, the new ones of each row.
 
     Raises:
         ValueError: the drafter samples its candidates with its own random numbers.
@@ -79,7 +72,8 @@ def rank_trace(
         at = np.minimum(np.arange(first, first + _BATCH), len(rows) - 1)
         row, lengths = rows[at], (starts[rows[at]] + emitted[at]).astype(np.int32)
         keys, sampling = jax.tree.map(operator.itemgetter(row), (request.keys, request.sampling))
-        context, new = Context(*jax.device_put((texts[row], lengths))), jax.device_put(emitted[at])
+        tokens_at, lengths_at, new = jax.device_put((texts[row], lengths, emitted[at]))
+        context = Context(tokens_at, lengths_at)
         state = first_state(drafter, context.length, topology, request.decoder.max_length)
         state = _read(drafter, target, state, context, inner_layers(drafter))
         step = Step(context, keys, None, sampling)

@@ -209,7 +209,7 @@ def test_ctrl_c_keeps_the_rounds_before_it(clock, tmp_path):
         (({PLAIN: {}}, [[1]]), {}, "'autoregressive', which is always there"),
         (({"a": {"tree": CHAIN}}, [[1]]), {}, "give keywords of generate: drafter, topology"),
         (({}, None), {}, "needs prompts: give lists of token ids"),
-        (({}, [[1]]), {"temperatures": 0.5}, "temperatures must be a list of numbers, got 0.5"),
+        (({}, [[1]]), {"temperatures": [-0.5]}, "temperature must be a number from 0 on, got -0.5"),
         (({}, [[1]]), {"rounds": 0}, "rounds must be an integer"),
     ],
 )

@@ -15,9 +15,11 @@ from flax import nnx
 import stree_jax as st
 from pallas_kernels import dispatch
 from stree_jax import testing
+from stree_jax.cli import options
 from stree_jax.cli.main import _COMMANDS
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import MAX_BYTES
+from stree_jax.heads import ROOMS, Room
 from tests.extensions import eagle3_files
 
 COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]
@@ -226,14 +228,13 @@ def test_train(tmp_path, output, monkeypatch):
         "[[text]]\npath = 'text.txt'\n"
     )
     shown = output("train", "recipe.toml", "model")
-    assert "2/2" in shown
-    assert "step 1 of 2: loss" in shown  # not a terminal
+    assert " s  training, loss " in shown  # not a terminal
     assert (tmp_path / "model" / "README.md").read_text().startswith("Held-out loss: ")
 
     recipe = (tmp_path / "recipe.toml").read_text()
     start = recipe.index("[training]")
     (tmp_path / "heads.toml").write_text("[model]\nnum_heads = 2\n" + recipe[start:])
-    assert "2/2" in output("medusa", "heads.toml", "model", "heads")
+    assert " s  training, loss " in output("medusa", "heads.toml", "model", "heads")
     heads = st.load_medusa(tmp_path / "heads", st.from_pretrained(tmp_path / "model"))
     assert heads.num_heads == 2
     (tmp_path / "head.toml").write_text(
@@ -241,7 +242,7 @@ def test_train(tmp_path, output, monkeypatch):
         "moe = {num_experts = 4, num_active = 2, hidden_size = 8, router = 'sigmoid'}\n"
         + recipe[start:]
     )
-    assert "2/2" in output("train-mtp", "head.toml", "model", "head")
+    assert " s  training, loss " in output("train-mtp", "head.toml", "model", "head")
     common = ["generate", "model", "-p", "cat dog", "--max-new-tokens", 5]
     plain = output(*common)
     for heads in (["--medusa", "heads"], ["--mtp-head", "head"]):
@@ -265,3 +266,11 @@ def test_a_model_in_8_bits(tmp_path, output):
     drafts, counts = output(*generate, "--quantize", "int8", *drafted).splitlines()
     assert drafts == text
     assert "tau 2" in counts
+
+
+def test_a_new_kind_of_head_has_its_options(monkeypatch):
+    """Its line of the table is enough."""
+    monkeypatch.setitem(ROOMS, "own", Room("own", option="A head.", own="The target's."))
+    made = options._of_drafts()()
+    assert made.own.help == "The target's."
+    assert made.own_head.help == "A head."

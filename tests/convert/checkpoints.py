@@ -163,11 +163,11 @@ def inspected(path):
     """What `inspect` prints."""
     from rich.console import Console
 
-    from stree_jax.cli.convert import run_inspect
+    from stree_jax.cli.convert import Inspect, run_inspect
 
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=400, file=nowhere)
-        run_inspect(console, str(path), tensors=False)
+        run_inspect(Inspect(path=str(path), tensors=False, adapter=None, ignore_field=[]), console)
     return console.export_text()
 
 

@@ -54,7 +54,7 @@ def test_the_papers_trees_have_the_sizes_of_its_table(name, width, depth, nodes)
 MALFORMED = [
     ([], "needs at least its root"),
     ([-1, 0, -1], r"has one root.*2: nodes \[0, 2\]"),
-    ([-1, 2, 1], "a cycle through node"),
+    ([-1, 2, 1], "node 1 has parent 2; renumber"),
     ([-1, 2, 0], "node 1 has parent 2; renumber"),
     ([1, -1], "node 0 has parent 1; renumber"),
     ([-1, 5], "node 1 has parent 5; nodes are 0 to 1"),
@@ -167,6 +167,6 @@ def test_the_largest_trees_are_quick():
         tree.draw()
     deepest = TreeTopology.chain(MAX_DRAWN_DEPTH)
     assert deepest.draw(path=deepest.parents[1:]).count("*") == MAX_DRAWN_DEPTH
-    with pytest.raises(ValueError, match="a cycle through node 4000") as error:
+    with pytest.raises(ValueError, match="node 1 has parent 2; renumber") as error:
         TreeTopology.from_parents([-1, *range(2, 4001), 4000])
     assert len(str(error.value)) < 300

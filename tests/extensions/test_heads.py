@@ -241,7 +241,7 @@ def test_a_saved_head_is_for_one_target(kind, load, other, missing, tmp_path):
     for other_target in (random_model(target.config, seed=1), tiny_model("bamba hybrid")):
         with pytest.raises(ValueError, match=other):
             load(path, other_target)
-    with pytest.raises(ValueError, match=f"of kind '{kind}' and no model; load it with what"):
+    with pytest.raises(ValueError, match=f"of kind '{kind}' and no model; load_head"):
         st.from_pretrained(path)
     with pytest.raises(ValueError, match="exists; pass overwrite=True|exists"):
         st.save_head(head, target, path)
@@ -260,7 +260,7 @@ NAMES = {"medusa": "plain", "mtp": "plain", "eagle3": "nemotron_h hybrid"}
 DAMAGED = {
     "medusa": [
         ({"num_heads": 3}, "the weights of .* disagree with its config"),
-        ({"num_heads": True}, r"config\.json is damaged: num_heads = True"),
+        ({"num_heads": True}, r"config\.json is damaged: num_heads must be .* got True"),
     ],
     "mtp": [
         ({"head": None}, "config.json is damaged: MtpConfig needs a table of fields, got None"),
@@ -281,17 +281,20 @@ def saved_as_others(kind, folder):
 # What is refused.
 
 WIDTHS = {
-    "medusa": ("the heads are of a model of width 16, and the target's width is 32", "37, 16"),
-    "mtp": ("the head has width 16 and dtype float32, and the target", "37, 16"),
-    "eagle3": ("the head has width 16, 37 tokens and dtype float32", "width 16 with 37 tokens"),
+    "medusa": ("Medusa heads has width 16, and the target width 32", "37, 16"),
+    "mtp": ("the head has width 16 and dtype float32, and the target width 32", "37, 16"),
+    "eagle3": ("the head has width 16 and tokens 37 and dtype float32", "tokens 37 .* tokens 40"),
 }
 
 
 def refused():
     """Messages, and the calls that are refused with them."""
     target, wider = tiny_model(), st.HybridLM.abstract(st.ModelConfig.tiny(d_model=32))
-    yield "the kinds of heads are .*mtp, got 'eagle'", partial(st.load_head, "eagle", "", target)
-    yield "head must be one of the kinds eagle3, .* got", partial(st.save_head, target, target, "")
+    yield (
+        "the kinds of heads are medusa, .* got 'eagle'",
+        partial(st.load_head, "eagle", "", target),
+    )
+    yield "head must be one of the kinds medusa, .* got", partial(st.save_head, target, target, "")
     for number in (0, 17, True):
         make = partial(st.MedusaHeads, target, num_heads=number, rngs=nnx.Rngs(0))
         yield "num_heads must be an integer, from 1 to 16", make

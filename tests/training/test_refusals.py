@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from stree_jax import ModelConfig, load_tokenizer
-from stree_jax.extensions.medusa.training import train_medusa
-from stree_jax.extensions.mtp.training import train_mtp
+from stree_jax.heads import part_of
+from stree_jax.testing import tiny_model
+from stree_jax.training import train
 from stree_jax.training.recipe import Recipe, Text, Training
-from stree_jax.training.run import train
 from tests.training.conftest import RECIPE
 
 # What is replaced, what by (a line that begins with "+" is added after it), and the message.
@@ -28,7 +28,7 @@ REFUSED = [
     ("vocab_size = 280", "seed = -1", "recipe.toml: seed must be .* from 0 to .* got -1"),
     ('path = "words.txt"', "", r"\[\[text\]\] 1 lacks 'path'"),
     ("d_model", "depth", r"recipe.toml, \[model\]: .*'d"),
-    ("d_model = 16", "num_heads = 2", r"\[model\]: it lacks 'd_model', .* alone is for `medusa`"),
+    ("d_model = 16", "num_heads = 2", r"recipe.toml, \[model\]: .*'d_model'"),
     ("280", "100", "vocab_size must be an integer, from 257 to"),
     ("length = 16", "length = 999", r"words\.txt has \d+ tokens; windows of 1000 tokens in both"),
 ]
@@ -48,12 +48,10 @@ def test_recipes_that_are_refused(recipe_file, tmp_path, old, new, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("teach", [train_medusa, train_mtp])
-def test_recipes_of_models_are_not_of_heads(recipe_file, tmp_path, teach):
-    message = r"\[model\] has d_model: such recipes are for `train` and `distill`; heads have num_h"
-    with pytest.raises(ValueError, match=message):
-        list(teach(Recipe.load(recipe_file), tmp_path / "target", tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("kind", ["medusa", "mtp"])
+def test_recipes_of_models_are_not_of_heads(recipe_file, kind):
+    with pytest.raises(ValueError, match=r"\[model\] has (num_heads alone|steps).*d_model"):
+        part_of(kind, "training").plan(Recipe.load(recipe_file), tiny_model())
 
 
 @pytest.mark.thorough

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 
 import stree_jax as st
 from stree_jax.checkpoint.load import load_config
-from stree_jax.extensions.medusa.training import medusa_loss, train_medusa
+from stree_jax.extensions.medusa.training import medusa_loss
 from stree_jax.models import linear
 from stree_jax.testing import HYBRIDS, perturbed, tiny_model
-from stree_jax.training import data
+from stree_jax.training import data, train_heads
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import continued, distill, train
@@ -329,14 +329,14 @@ def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
     text = RECIPE[RECIPE.index("[training]") :].replace("save_every", "generated = 0.5\nsave_every")
     recipe_file.write_text("[model]\nnum_heads = 2\n" + text)
     recipe = Recipe.load(recipe_file)
-    whole = list(train_medusa(recipe, target, tmp_path / "whole"))
+    whole = list(train_heads("medusa", recipe, target, tmp_path / "whole"))
     assert [report.step for report in whole] == [1, 2, 3, 4, 5, 6]
-    parts = train_medusa(recipe, target, tmp_path / "parts")
+    parts = train_heads("medusa", recipe, target, tmp_path / "parts")
     for report in parts:
         if report.step == 3:
             parts.close()
             break
-    rest = list(train_medusa(recipe, target, tmp_path / "parts"))
+    rest = list(train_heads("medusa", recipe, target, tmp_path / "parts"))
     assert [report.step for report in rest] == [3, 4, 5, 6]
     one, other = (st.load_medusa(tmp_path / name, before) for name in ("whole", "parts"))
     assert one.num_heads == 2

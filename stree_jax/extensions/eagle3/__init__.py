@@ -20,6 +20,7 @@ KIND = HeadKind(
     written=Eagle3Head.written,
     config=lambda header: build_config(Eagle3Config, header.get("head")),
     new=Eagle3Head.for_target,
+    drafts=Eagle3Model,
     missing="is not an EAGLE-3 head; it is a native checkpoint of something else",
     misfit="EAGLE-3 head in {path} is for another target; load the target that it was trained for",
 )

@@ -23,7 +23,7 @@ from stree_jax.convert import (
     within,
 )
 from stree_jax.extensions.eagle3.head import Eagle3Config, Eagle3Head
-from stree_jax.heads import abstract_head
+from stree_jax.heads import abstract_head, check_fits
 
 _ARCHITECTURE = "Eagle3"  # the end of every name in `architectures`
 
@@ -47,21 +47,15 @@ def load(path: Path, target: HybridLM, ignore: Collection[str]) -> Eagle3Head:
         rules = head_rules(rules_of(config), own, like, others=["tokens"])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    have, want = ((each.d_model, each.vocab_size) for each in (config, target.config))
-    if have != want:
-        raise ValueError(
-            f"the EAGLE-3 head in {path} is of a model of width {have[0]} with {have[1]} tokens,"
-            f" and the target has {want[0]} and {want[1]}; load the target that it was trained for"
-        )
+    width, tokens = zip(*((x.d_model, x.vocab_size) for x in (config, target.config)), strict=True)
+    way_out = "load the target that it was trained for"
+    check_fits(f"the EAGLE-3 head in {path}", way_out, width=width, tokens=tokens)
     chosen = jnp.asarray(_tokens(checkpoint, config), jnp.float32)
     return load_head_weights(checkpoint._replace(rules=rules), like, tokens=chosen)
 
 
 def read_config(fields: Fields, num_layers: int, has_embedding: bool) -> Eagle3Config:
-    """Returns the config of a head from its config.json.
-
-    The default inner layers follow from the target's `num_layers`.
-    """
+    """Returns the config of a head from its config.json."""
     aux = "eagle_aux_hidden_state_layer_ids"
     fields.null("eagle_config", "head_dim", "num_key_value_heads", "draft_vocab_size", aux)
     eagle = fields.table("eagle_config")
@@ -161,10 +155,6 @@ def _tokens(checkpoint: Checkpoint, config: Eagle3Config) -> np.ndarray:
         raise ValueError(f"{path}: d2t maps tokens of the head twice, or outside the vocabulary")
     if "t2d" in tensors:
         drafted = np.asarray(read_tensor(checkpoint, "t2d"))
-        if drafted.shape != (config.vocab_size,) or not np.isin(drafted, (0, 1)).all():
-            raise ValueError(
-                f"{path}: t2d must be true or false for each of the {config.vocab_size} tokens"
-            )
-        if {*np.flatnonzero(drafted).tolist()} != {*own.tolist()}:
+        if not np.array_equal(drafted, np.isin(np.arange(config.vocab_size), own)):
             raise ValueError(f"{path}: t2d and d2t contradict each other")
     return own

@@ -6,15 +6,12 @@ from stree_jax import HybridLM, ModelDrafter
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding import HeadModel
 from stree_jax.extensions.eagle3.head import Eagle3Head
+from stree_jax.heads import check_fits
 from stree_jax.models import check_on_one_device, embedded_tokens
 
 
 class Eagle3Model(HeadModel):
-    """A draft model: a head with the embedding of its target.
-
-    Args:
-        target: the model that `generate` decodes with, on one device.
-        head: a head for that model.
+    """A draft model: a head with the embedding of its target, on one device.
 
     Raises:
         ValueError: a head of another width, vocabulary or dtype, or on layers that the target does
@@ -22,31 +19,22 @@ class Eagle3Model(HeadModel):
     """
 
     def __init__(self, target: HybridLM, head: Eagle3Head):
-        check_on_one_device(target, "Eagle3Model")
-        own, config = head.config, target.config
-        have = (own.d_model, own.vocab_size, head.dtype)
-        want = (config.d_model, config.vocab_size, target.dtype)
-        if have != want:
-            raise ValueError(
-                f"the head has width {have[0]}, {have[1]} tokens and dtype {have[2]}, and the"
-                f" target has {want[0]}, {want[1]} and {want[2]}; load it with"
-                " load_eagle3(path, target)"
-            )
         self.head = head
         self.embedding = target.embedding if head.embedding is None else None
-        self.config = config
-        self.inner_layers: tuple[int, ...] = own.inner_layers
+        self.config = target.config
+        self.inner_layers: tuple[int, ...] = head.config.inner_layers
         self.check_target(target)
 
     def check_target(self, target: HybridLM) -> None:
         check_on_one_device(target, "an EAGLE-3 head")
-        have, want = self.config.d_model, target.config.d_model
-        if have != want or self.config.vocab_size != target.config.vocab_size:
-            raise ValueError(
-                f"the head is of a model of width {have} with {self.config.vocab_size} tokens, and"
-                f" the target has {want} and {target.config.vocab_size}; make the drafter with the"
-                " target that generate gets"
-            )
+        own, config = self.head.config, target.config
+        check_fits(
+            "the head",
+            "load it, and make the drafter, with the target that generate gets",
+            width=(own.d_model, config.d_model),
+            tokens=(own.vocab_size, config.vocab_size),
+            dtype=(self.head.dtype, target.dtype),
+        )
         if self.inner_layers[-1] > len(target.config.layers):
             raise ValueError(
                 f"the head needs the state after {self.inner_layers[-1]} layers, and the target has"

@@ -54,14 +54,9 @@ class Automaton(LogitsProcessor):
 
     @classmethod
     def from_edges(cls, states, tokens, next_states, *, num_states, vocab_size, start=0):
-        """Makes an automaton of its transitions, in any order.
+        """Makes an automaton of its transitions, in any order; all others are not allowed.
 
-        Args:
-            states, tokens, next_states: arrays of one length: with this token, that state leads to
-                the next one. All others are not allowed.
-            num_states: number of states, S.
-            vocab_size: number of tokens, V.
-            start: the state of an empty text.
+        With a token, a state of `states` leads to that of `next_states`: arrays of one length.
 
         Raises:
             ValueError: a number outside its range, or two transitions of one state and token.

@@ -11,17 +11,11 @@ _MOST_WORK = 1_000_000  # nodes in all states
 
 
 class ByteAutomaton(NamedTuple):
-    """A deterministic automaton over bytes; state 0 is the start.
+    """A deterministic automaton over bytes; state 0 is the start."""
 
-    Attributes:
-        class_of: `[256]`, the class of each byte.
-        table: `[S, classes]`, the state after a byte, -1: no text continues so.
-        accepts: `[S]`, whether a text may end.
-    """
-
-    class_of: np.ndarray
-    table: np.ndarray
-    accepts: np.ndarray
+    class_of: np.ndarray  # [256], of each byte
+    table: np.ndarray  # [S, classes], the state after a byte; -1: no text continues so
+    accepts: np.ndarray  # [S], whether a text may end
 
     def matches(self, text: bytes) -> bool:
         """True if it accepts a text."""
@@ -34,10 +28,9 @@ class ByteAutomaton(NamedTuple):
 
 
 def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
-    """Makes the automaton of texts that lead to a node; None: of none.
+    """Makes the automaton of texts that lead to a node (Rabin and Scott, 1959); None: of none.
 
-    A state is a set of nodes (Rabin and Scott, 1959). States have the order of their nodes, so
-    that copies of a part have the same distances inside.
+    States have the order of their nodes, so that copies of a part have the same distances inside.
     """
     useful = graph.leading_to(end)
     if 0 not in useful:

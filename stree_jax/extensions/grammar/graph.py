@@ -32,16 +32,11 @@ class TooLarge(ValueError):
 
 
 class Graph:
-    """An automaton that grows: each method adds a part after a node.
-
-    Attributes:
-        moves: by node, the first of which is the start, the bytes that lead to others.
-        skips: by node those that it is joined to.
-    """
+    """An automaton that grows: each method adds a part after a node."""
 
     def __init__(self) -> None:
-        self.moves: list[list[tuple[ByteRange, int]]] = [[]]
-        self.skips: list[list[int]] = [[]]
+        self.moves: list[list[tuple[ByteRange, int]]] = [[]]  # by node, the first is the start
+        self.skips: list[list[int]] = [[]]  # by node those that it is joined to
         self._tails: dict[tuple[int, tuple[ByteRange, ...]], int] = {}  # last bytes of characters
 
     def node(self, *joined: int) -> int:

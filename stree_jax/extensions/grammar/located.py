@@ -13,21 +13,13 @@ _WAY_OUT = "leave it out, and check the text afterwards"
 
 
 class Located(NamedTuple):
-    """A part of a schema.
-
-    Attributes:
-        schema: the part.
-        where: what messages call it.
-        root: the whole schema.
-        inside: references on the way to it.
-        reads: what is left of the numbers of parts that may be read.
-    """
+    """A part of a schema, and the references on the way to it."""
 
     schema: Any
-    where: str
-    root: Any
-    inside: tuple[int, ...]
-    reads: Iterator[int]
+    where: str  # what messages call it
+    root: Any  # the whole schema
+    inside: tuple[int, ...]  # references on the way to it
+    reads: Iterator[int]  # what is left of the parts that may be read
 
     def part(self, schema: Any, where: str = "") -> "Located":
         """Returns a part of this part."""

@@ -28,21 +28,9 @@ _UNKNOWN, _DIFFERS = -(2**31), 1 - 2**31
 class Tables:
     """Transitions, compressed: what states have in common is stored once.
 
-    States of one kind allow the same tokens, and tokens do the same in them: they lead to a state
-    at some distance, or to some state itself. What most tokens do is one code; the others are
-    exceptions. Kinds share what their tokens do, which may be said of more tokens than one of them
-    allows. Kind 0 is the state that allows nothing.
-    `states`, `kinds`, `moves` and `exceptions` are sizes.
-
-    Attributes:
-        kind: the kind of each state.
-        allowed: a bit for each token that a kind allows, token 0 first.
-        move: what tokens do in a kind.
-        step: the code of most tokens: a distance, or `ABSOLUTE` and the state.
-        first: the first exception of each move, and the end of those of the last one.
-        token: the tokens of exceptions, of each move in ascending order.
-        step_of: the code of an exception.
-        vocab_size: number of tokens.
+    States of a kind allow the same tokens (`allowed`, a bit for each), which make the same `move`:
+    `step` is the code of most of them, and those from its `first` exception on (`token`, ascending)
+    have their own, `step_of`. Kind 0 allows nothing.
     """
 
     kind: Int[Array, " states"]
@@ -182,19 +170,14 @@ def _on_device(vocab_size: int, **arrays: np.ndarray) -> Tables:
     padded = {}
     for name, values in arrays.items():
         values = values if name == "allowed" else values.astype(np.int32)
-        if padding := _size_of(name, len(values)) - len(values):
+        # One of few sizes: each is a program. By kind the sets of tokens take the memory.
+        size = buffer_size if name in ("allowed", "move") else lambda n: list_size(max(n, _FEW))
+        if padding := size(len(values)) - len(values):
             width = ((0, padding), *[(0, 0)] * (values.ndim - 1))
             fill = values[-1] if name == "first" else 0  # there is nothing after the last
             values = np.pad(values, width, constant_values=fill)
         padded[name] = jnp.asarray(values)
     return Tables(**padded, vocab_size=vocab_size)
-
-
-def _size_of(name: str, needed: int) -> int:
-    """Returns the size of a table, one of few: each is a program."""
-    if name in ("allowed", "move"):  # by kind, where the sets of tokens take the memory
-        return buffer_size(needed)
-    return list_size(max(needed, _FEW))
 
 
 def firsts(tables: Sequence[Tables], name: str) -> list[int]:

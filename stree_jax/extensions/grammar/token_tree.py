@@ -15,11 +15,7 @@ _AT_ONCE, _MOST_WORK = 1 << 22, 1 << 28
 
 
 class TokenTree:
-    """Texts of tokens as a tree: a node for each beginning.
-
-    Nodes are numbered level by level from 0, the empty text, and the children of a node are
-    consecutive.
-    """
+    """Texts of tokens as a tree, numbered level by level: a node for each beginning."""
 
     def __init__(self, texts: Sequence[bytes | None], ends: Sequence[int]):
         """Makes the tree of texts that are there, but those of ends."""
@@ -43,10 +39,7 @@ class TokenTree:
         self.single_bytes = [text[0] for text in ids if len(text) == 1]
 
     def automaton(self, of_bytes: ByteAutomaton) -> Automaton | None:
-        """Makes the automaton whose tokens spell the texts of another; None: no text.
-
-        An end token is allowed where a text may end, and after it end tokens only.
-        """
+        """Makes the automaton whose tokens spell another's texts; None: of none."""
         final = len(of_bytes.table)
         useful = np.ones(final, bool)
         used = np.flatnonzero(np.any(of_bytes.table >= 0, axis=0)[of_bytes.class_of])
@@ -68,10 +61,7 @@ class TokenTree:
         return Automaton(tables.tables(), end_tokens=tuple(self.ends.tolist()))
 
     def _rows(self, of_bytes: ByteAutomaton) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yields each state, its tokens, and the states after them.
-
-        States after which the same bytes may come walk down the tree together, some at a time.
-        """
+        """Yields each state, its tokens, and the states after them."""
         dead, num_classes = of_bytes.table.shape
         table = np.where(of_bytes.table < 0, dead, of_bytes.table).astype(np.int32).ravel()
         table = np.append(table, np.full(num_classes, dead, np.int32))

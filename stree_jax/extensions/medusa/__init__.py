@@ -13,11 +13,11 @@ from flax import nnx
 
 from stree_jax import HybridLM, load_head
 from stree_jax import save_head as save_medusa
+from stree_jax.checks import check_int
 from stree_jax.decoding.verifiers import Typical
 from stree_jax.extensions.medusa.drafter import MedusaDrafter
 from stree_jax.extensions.medusa.head import MAX_HEADS, MedusaHeads
 from stree_jax.heads import HeadKind
-from stree_jax.messages import shown
 from stree_jax.models import named_weights
 
 __all__ = ["KIND", "MedusaDrafter", "MedusaHeads", "Typical", "load_medusa", "save_medusa"]
@@ -32,18 +32,12 @@ def digest(model: HybridLM) -> str:
     return total.hexdigest()
 
 
-def _num_heads(header: dict[str, Any]) -> int:
-    number = header.get("num_heads")
-    if type(number) is not int or not 1 <= number <= MAX_HEADS:
-        raise ValueError(f"num_heads = {shown(number)}")
-    return number
-
-
 KIND = HeadKind(
     head=MedusaHeads,
     written=lambda heads: {"num_heads": heads.num_heads},
-    config=_num_heads,
+    config=lambda header: check_int("num_heads", header.get("num_heads"), 1, MAX_HEADS),
     new=lambda number, target: MedusaHeads(target, num_heads=number, rngs=nnx.Rngs(0)),
+    drafts=MedusaDrafter,
     missing="has no Medusa heads; it is a model, for from_pretrained",
     misfit="Medusa heads in {path} were trained with another target; load that one, or train heads"
     " for this one: stree-jax medusa RECIPE TARGET OUTPUT",

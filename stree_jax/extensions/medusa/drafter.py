@@ -28,6 +28,7 @@ from stree_jax.decoding.drafters import (
     root_token,
 )
 from stree_jax.extensions.medusa.head import MedusaHeads
+from stree_jax.heads import check_fits
 from stree_jax.models import check_on_one_device, output_logits
 
 
@@ -58,16 +59,8 @@ class MedusaDrafter(Drafter):
     def __init__(self, target: HybridLM, heads: MedusaHeads, *, child_sampling: str = "auto"):
         check_child_sampling(child_sampling)
         check_on_one_device(target, "MedusaDrafter")
-        if not isinstance(heads, MedusaHeads):
-            raise ValueError(
-                f"heads must be MedusaHeads, got {type(heads).__name__}; load them with load_medusa"
-            )
-        width = heads.bias.shape[1]
-        if width != target.config.d_model:
-            raise ValueError(
-                f"the heads are of a model of width {width}, and the target's width is"
-                f" {target.config.d_model}"
-            )
+        width = heads.bias.shape[1], target.config.d_model
+        check_fits("Medusa heads", "load them with load_medusa(path, target)", width=width)
         self.heads = heads
         self.output_head = target.output_head
         self.vocab_size = target.config.vocab_size
@@ -75,12 +68,9 @@ class MedusaDrafter(Drafter):
         self._child_sampling = child_sampling
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        have, want = self.output_head.shape, target.output_head.shape
-        if have != want:
-            raise ValueError(
-                f"the Medusa heads are of a model with an output head of shape {have}, and the"
-                f" target's has {want}; make MedusaDrafter with the target that generate gets"
-            )
+        shape = self.output_head.shape, target.output_head.shape
+        way_out = "make MedusaDrafter with the target that generate gets"
+        check_fits("the model of the Medusa heads", way_out, output_head=shape)
         if topology.depth > self.heads.num_heads:
             raise ValueError(
                 f"a tree of depth {topology.depth} needs as many Medusa heads, and there are"

@@ -17,22 +17,14 @@ MAX_HEADS = 16
 
 
 class MedusaHeads(nnx.Module):
-    """Heads for a target: each predicts one token further ahead.
+    """Heads for a target, up to `MAX_HEADS`: each predicts one token further ahead.
 
     With h the hidden state after a token x, and y the token that the target predicts next, head
     d = 1, 2, ... predicts the token d positions after y.
 
     Head d computes `h + silu(h W_d + b_d)`, and the target's output head turns that into logits.
-    Weights are initialized to zero, so each head first predicts what the target predicts next.
-
-    Args:
-        target: the model; only its sizes and dtype are used.
-        num_heads: number of heads, from 1 to `MAX_HEADS`.
-        rngs: required by `flax.nnx`; zeros do not depend on it.
-        dtype: dtype of the weights; None: the target's dtype.
-
-    Raises:
-        ValueError: `target` is not a model, or `num_heads` is not from 1 to `MAX_HEADS`.
+    Weights are initialized to zero, so each head first predicts what the target predicts next, and
+    `rngs` is not used. Their `dtype` is the target's, unless given.
     """
 
     def __init__(

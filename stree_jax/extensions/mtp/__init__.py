@@ -7,14 +7,11 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from jax.sharding import Mesh
-
 from stree_jax import HybridLM, load_head
 from stree_jax import save_head as save_mtp
 from stree_jax.extensions.mtp.drafter import MtpDrafter, MtpModel
 from stree_jax.extensions.mtp.head import MtpConfig, MtpHead
 from stree_jax.heads import HeadKind
-from stree_jax.messages import shown
 from stree_jax.models import build_config
 
 __all__ = ["KIND", "MtpConfig", "MtpDrafter", "MtpHead", "MtpModel", "load_mtp", "save_mtp"]
@@ -25,6 +22,7 @@ KIND = HeadKind(
     written=MtpHead.written,
     config=lambda header: build_config(MtpConfig, header.get("head")),
     new=MtpHead.for_target,
+    drafts=MtpModel,
     missing="has no multi-token prediction head in a folder mtp; convert the original again if it"
     f" has one, or train one: {_TRAIN}",
     misfit="multi-token-prediction head in {path} is for another target; load that one, or train a"
@@ -35,7 +33,6 @@ KIND = HeadKind(
 def load_mtp(
     path: str | os.PathLike[str] | Any,
     target: HybridLM | Any,
-    mesh: Mesh | Any = None,
     *,
     ignore: Collection[str] | Any = (),
     quantize: str | Any = None,
@@ -43,11 +40,5 @@ def load_mtp(
     """Loads a multi-token-prediction head in the target's dtype: see `load_head`.
 
     Also from a checkpoint of Nemotron-3 with its head, or a native one whose folder `mtp` has it.
-    `mesh` must be None, because heads do not run on a mesh yet.
     """
-    if mesh is not None:
-        raise ValueError(
-            f"mesh = {shown(mesh)}: a multi-token-prediction head runs on one device; leave mesh"
-            " out, or draft with a draft model, which a mesh can replicate"
-        )
     return load_head("mtp", path, target, ignore=ignore, quantize=quantize)

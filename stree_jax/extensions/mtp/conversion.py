@@ -22,12 +22,10 @@ from stree_jax.convert import (
     within,
 )
 from stree_jax.extensions.mtp.head import MtpConfig, MtpHead
-from stree_jax.heads import abstract_head
+from stree_jax.heads import abstract_head, check_fits
 
 PREFIXES = ("mtp.", "backbone.mtp.", "model.mtp.")
-_PATTERN = ("attention", "moe")
 _MERGED = "layers.1.mixer.experts.up_proj"  # all experts in one tensor
-_LETTERS = {"*": "attention", "E": "moe"}
 # Fields of training only.
 TRAINING = ("mtp_use_repeated_layer", "keep_mtp_spec_in_bf16", "mtp_loss_scaling_factor")
 _OF_PUZZLE = ("mtp_block_configs", "mtp_n_routed_experts")
@@ -53,14 +51,10 @@ def of_checkpoint(checkpoint: Checkpoint, target: HybridLM) -> MtpHead:
         raise ValueError(
             f"the multi-token prediction head in {path} cannot be read: {head.problem}"
         )
-    own = checkpoint.description.config
-    have, want = ((each.d_model, each.num_embeddings) for each in (own, target.config))
-    if have != want:
-        raise ValueError(
-            f"the multi-token prediction head in {path} is of a model of width {have[0]} with"
-            f" {have[1]} tokens, and the target has {want[0]} and {want[1]}; load the target from"
-            " the same checkpoint"
-        )
+    both = checkpoint.description.config, target.config
+    width, tokens = zip(*((each.d_model, each.num_embeddings) for each in both), strict=True)
+    what, way_out = f"the model of the head in {path}", "load the target from the same checkpoint"
+    check_fits(what, way_out, width=width, tokens=tokens)
     like = abstract_head("mtp", head.config, target)
     return load_head_weights(checkpoint._replace(rules=head.rules), like)
 
@@ -78,27 +72,12 @@ def read(
     attention: Callable[[], AttentionConfig],
     experts: Callable[[], MoeConfig],
 ) -> HeadDescription | None:
-    """Describes the head of a checkpoint; None if there is none.
-
-    What is wrong with a head does not keep the target from being read. Without tensors those of
-    the config are not checked; `attention` and `experts` read these parts of it.
-    """
+    """Describes the head of a checkpoint, of whose config `attention` and `experts` read parts."""
     fields.ignore("of the multi-token prediction head, see load_mtp", *_KEYS, *_OF_PUZZLE)
     fields.ignore("used in training only", *TRAINING)
     own = {name: tensor for name, tensor in tensors.items() if is_of_head(name)}
-    try:
-        number = fields.values.get("num_nextn_predict_layers") or 0
-        fields.check(
-            type(number) is int and number >= 0,
-            f"num_nextn_predict_layers must be a number of heads, got {number!r:.80}",
-        )
-        if not number and not own:
-            return None
-        fields.check(
-            number == 1,
-            f"num_nextn_predict_layers = {number} with {len(own)} tensors of a multi-token"
-            " prediction head; only checkpoints with one head are supported",
-        )
+
+    def found() -> tuple[MtpConfig, list[Rule]]:
         _check_pattern(fields)
         for name in _OF_PUZZLE:
             fields.check(
@@ -107,15 +86,42 @@ def read(
             )
         shared = fields.values.get("n_shared_experts", 1)
         fields.check(shared == 1, f"n_shared_experts = {shared!r:.80} in a head, not 1")
-        fields.check(
-            bool(own) or not tensors,
-            "num_nextn_predict_layers = 1, but the files have no tensors mtp.*: this copy has no"
-            " multi-token prediction head (transformers drops it when it saves); take the original",
-        )
         config = MtpConfig(d_model, attention(), experts(), norm_eps)
         # Of several prefixes one whose rules then do not fit.
         prefix = next((x for x in PREFIXES if any(name.startswith(x) for name in own)), PREFIXES[0])
-        rules = rules_of(config, prefix, merged=f"{prefix}{_MERGED}" in own)
+        return config, rules_of(config, prefix, merged=f"{prefix}{_MERGED}" in own)
+
+    number = fields.values.get(_KEYS[0]) or 0
+    return described(fields, tensors, own, _KEYS[0], number, found)
+
+
+def described(
+    fields: Fields,
+    tensors: Mapping[str, Any],
+    own: Mapping[str, Any],
+    key: str,
+    number: Any,
+    found: Callable[[], tuple[MtpConfig, list[Rule]]],
+) -> HeadDescription | None:
+    """Describes as many heads as a config's key says, with what is `found`; None: there is none.
+
+    What is wrong with a head does not keep the target from being read. Without tensors those of
+    the config are not checked.
+    """
+    if number == 0 and not own:
+        return None
+    try:
+        fields.check(
+            number == 1,
+            f"{key} = {number!r:.80} with {len(own)} tensors of a multi-token prediction head;"
+            " only checkpoints with one head are supported",
+        )
+        fields.check(
+            bool(own) or not tensors,
+            f"{key} = 1, but the files have no tensors mtp.*: this copy has no multi-token"
+            " prediction head (transformers drops it when it saves); take the original",
+        )
+        config, rules = found()
         if tensors:
             rules = head_rules(rules, own, abstract_head("mtp", config))
     except ValueError as error:
@@ -141,25 +147,12 @@ def rules_of(config: MtpConfig, prefix: str = "mtp.", *, merged: bool = False) -
 
 
 def _check_pattern(fields: Fields) -> None:
-    """Accepts attention and experts alone, under either key or both."""
-    listed = fields.values.get("mtp_layers_block_type")
-    letters = fields.values.get("mtp_hybrid_override_pattern")
-    found = {}
-    if listed is not None:
-        names = listed if isinstance(listed, list) else [listed]
-        found["mtp_layers_block_type"] = tuple(
-            "attention" if name == "full_attention" else name for name in names
-        )
-    if letters is not None:
-        found["mtp_hybrid_override_pattern"] = tuple(_LETTERS.get(x, x) for x in str(letters))
-    fields.check(
-        len(found) < 2 or len({*found.values()}) == 1,
-        f"mtp_layers_block_type = {listed!r:.80} and mtp_hybrid_override_pattern ="
-        f" {letters!r:.80} contradict each other; keep the one that is right",
-    )
-    for name, pattern in found.items():
+    """Accepts attention and experts alone, under each key that is there."""
+    known: Any
+    listed, letters = [["attention", "moe"], ["full_attention", "moe"]], ["*E"]
+    for name, known in zip(_KEYS[1:], (listed, letters), strict=True):
+        value = fields.values.get(name)
         fields.check(
-            pattern == _PATTERN,
-            f"{name} = {fields.values[name]!r:.80}: only a head of attention and experts is"
-            " supported",
+            value is None or value in known,
+            f"{name} = {value!r:.80}: only a head of attention and experts is supported",
         )

@@ -4,35 +4,24 @@ from stree_jax import HybridLM, ModelDrafter
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding import HeadModel
 from stree_jax.extensions.mtp.head import MtpHead
+from stree_jax.heads import check_fits
 from stree_jax.models import check_on_one_device, embedded_tokens, output_logits
 
 
 class MtpModel(HeadModel):
-    """A draft model: a head with its target's embedding and output head.
+    """A draft model: a head with its target's embedding and output head, on one device.
 
     `MtpDrafter` fills static trees. `BeamDrafter(MtpModel(target, head))` and
     `DynamicDrafter(MtpModel(target, head))` choose the shape of theirs.
 
-    Args:
-        target: the model that `generate` decodes with, on one device.
-        head: a head for that model.
-
     Raises:
-        ValueError: something else, or a head of another width or dtype.
+        ValueError: a head of another width or dtype.
     """
 
     def __init__(self, target: HybridLM, head: MtpHead):
         check_on_one_device(target, "MtpModel")
-        if not isinstance(head, MtpHead):
-            raise ValueError(
-                f"head must be an MtpHead, got {type(head).__name__}; load it with load_mtp"
-            )
-        have, want = (head.config.d_model, head.dtype), (target.config.d_model, target.dtype)
-        if have != want:
-            raise ValueError(
-                f"the head has width {have[0]} and dtype {have[1]}, and the target has {want[0]}"
-                f" and {want[1]}; load it with load_mtp(path, target)"
-            )
+        width, dtype = (head.config.d_model, target.config.d_model), (head.dtype, target.dtype)
+        check_fits("the head", "load it with load_mtp(path, target)", width=width, dtype=dtype)
         self.head = head
         self.embedding = target.embedding
         self.output_head = target.head  # None: tied to the embedding
@@ -40,12 +29,12 @@ class MtpModel(HeadModel):
 
     def check_target(self, target: HybridLM) -> None:
         check_on_one_device(target, "a multi-token-prediction head")
-        have, want = self.embedding.shape, target.embedding.shape
-        if have != want or (self.output_head is None) != (target.head is None):
-            raise ValueError(
-                f"the head is of a model with an embedding of shape {have}, and the target's is"
-                f" {want}; make the drafter with the target that generate gets"
-            )
+        check_fits(
+            "the model of the head",
+            "make the drafter with the target that generate gets",
+            embedding=(self.embedding.shape, target.embedding.shape),
+            tied=(self.output_head is None, target.head is None),
+        )
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """The target's embeddings."""

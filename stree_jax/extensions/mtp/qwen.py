@@ -10,12 +10,11 @@ from stree_jax.convert import (
     Fields,
     HeadDescription,
     Rule,
-    head_rules,
     qwen_layer_rules,
     within,
 )
+from stree_jax.extensions.mtp.conversion import described
 from stree_jax.extensions.mtp.head import MtpConfig
-from stree_jax.heads import abstract_head
 
 PREFIX = "mtp."
 _MERGED = f"{PREFIX}layers.0.mlp.experts.gate_up_proj"
@@ -25,43 +24,24 @@ _NUMBER, _DEDICATED = "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"
 def read(
     fields: Fields, tensors: Mapping[str, Any], config: ModelConfig, *, merged: bool
 ) -> HeadDescription | None:
-    """Describes the head of a checkpoint; None if there is none.
-
-    What is wrong with a head does not keep the target from being read. The head's layers are like
-    the target's last ones; `merged` says that all its experts are in one tensor.
-    """
+    """Describes the head of a checkpoint, whose layers are like the target's last ones."""
     fields.ignore("of the multi-token prediction head, see load_mtp", _NUMBER, _DEDICATED)
     own = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-    try:
-        number = fields.values.get(_NUMBER, int(bool(own)))  # Qwen3-Next does not say it
-        if number == 0 and not own:
-            return None
-        fields.check(
-            number == 1,
-            f"{_NUMBER} = {number!r:.80} with {len(own)} tensors of a multi-token prediction head;"
-            " only checkpoints with one head are supported",
-        )
+
+    def found() -> tuple[MtpConfig, list[Rule]]:
         fields.check(
             fields.values.get(_DEDICATED) in (None, False),
             f"{_DEDICATED} = true: heads with an embedding of their own are not supported",
-        )
-        fields.check(
-            bool(own) or not tensors,
-            f"{_NUMBER} = 1, but the files have no tensors mtp.*: this copy has no multi-token"
-            " prediction head (transformers drops it when it saves); take the original",
         )
         attention = config.attention
         fields.check(attention is not None, "no attention layer says how the head's is made")
         assert attention is not None
         eps = config.norm_eps
         head = MtpConfig(config.d_model, attention, config.layers[-1], eps, norm_float32=True)
-        merged = _MERGED in own if own else merged
-        rules = _rules_of(head, merged=merged)
-        if tensors:
-            rules = head_rules(rules, own, abstract_head("mtp", head))
-    except ValueError as error:
-        return HeadDescription(None, [], str(error))
-    return HeadDescription(head, rules)
+        return head, _rules_of(head, merged=_MERGED in own if own else merged)
+
+    number = fields.values.get(_NUMBER, int(bool(own)))  # Qwen3-Next does not say it
+    return described(fields, tensors, own, _NUMBER, number, found)
 
 
 def _rules_of(config: MtpConfig, *, merged: bool) -> list[Rule]:

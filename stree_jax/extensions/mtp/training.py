@@ -1,7 +1,6 @@
-"""`train_mtp`: from a recipe to a multi-token-prediction head."""
+"""From a recipe to a multi-token-prediction head."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,26 +12,21 @@ from stree_jax.array_types import Array, Float, Tokens
 from stree_jax.checks import check_int
 from stree_jax.extensions.mtp.drafter import MtpModel
 from stree_jax.extensions.mtp.head import MtpConfig, MtpHead
-from stree_jax.training import HeadPlan, Progress, Recipe, ahead_loss, train_heads
+from stree_jax.training import HeadPlan, Recipe, ahead_loss
 
 _MOST_STEPS = 16
 _SMALL = 0.02  # standard deviation of what the embedding adds at first
 _LAYERS: dict[str, Any] = {"attention": AttentionConfig, "mlp": MlpConfig, "moe": MoeConfig}
 
 
-def train_mtp(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:
-    """Trains a multi-token-prediction head for a target, see `docs/recipe.md`."""
-
-    def planned(target: HybridLM) -> HeadPlan:
-        config, steps = head_of(recipe, target)
-        rngs = nnx.Rngs(jax.random.key(recipe.seed, impl="threefry2x32"))
-        return HeadPlan(
-            kind="mtp",
-            new=lambda text: new_head(config, target, text, rngs=rngs),
-            loss=lambda head, target, tokens: mtp_loss(head, target, tokens, steps),
-        )
-
-    yield from train_heads(recipe, target_path, output, planned)
+def plan(recipe: Recipe, target: HybridLM) -> HeadPlan:
+    """Returns what is trained by a recipe, see `docs/recipe.md`."""
+    config, steps = head_of(recipe, target)
+    rngs = nnx.Rngs(jax.random.key(recipe.seed, impl="threefry2x32"))
+    return HeadPlan(
+        new=lambda text: new_head(config, target, text, rngs=rngs),
+        loss=lambda head, target, tokens: mtp_loss(head, target, tokens, steps),
+    )
 
 
 def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.Rngs) -> MtpHead:

@@ -131,14 +131,6 @@ def breadth_first(
     thoughts depends on `key` alone, not on the scheduler's rows, drafts or order: in float32, near
     ties of logits excepted, and unless the verifier tests drafts by their probabilities.
 
-    Args:
-        scheduler: a scheduler without other requests.
-        tokenizer: the model's tokenizer.
-        task: the prompts and their interpretation.
-        problem: a problem of this task.
-        key: random key of the search.
-        temperature: temperature of both roles.
-
     Raises:
         ValueError: a task without thoughts, or one that keeps more thoughts than it proposes;
             temperature 0 with several thoughts, which would be identical; a scheduler with other
@@ -159,20 +151,11 @@ def interleaved(
     at_once: int = 8,
     temperature: float = 1.0,
 ) -> Iterator[Thought]:
-    """Searches many problems through one scheduler; yields thoughts as their levels complete.
+    """Searches many problems through one scheduler, `at_once` at a time.
 
-    While a level of one problem waits for its last thought, rows work on other problems. Problem i
-    has the tree that `breadth_first` gives with `key=jax.random.fold_in(key, i)`.
-
-    Args:
-        scheduler, tokenizer, task, temperature: as in `breadth_first`.
-        problems: problems of this task.
-        key: random key of all searches.
-        at_once: number of problems that are searched at the same time.
-
-    Raises:
-        ValueError: as `breadth_first`, or `at_once` is not positive.
-        FloatingPointError: the logits of a text were not finite.
+    Yields thoughts as their levels complete: while a level of one problem waits for its last
+    thought, rows work on others. Problem i has the tree that `breadth_first` gives with
+    `key=jax.random.fold_in(key, i)`, and errors are its own.
     """
     check_int("at_once", at_once, 1)
     _check(scheduler, task, temperature)
@@ -181,15 +164,7 @@ def interleaved(
 
 
 def render(thoughts: Sequence[Thought], width: int = 100) -> str:
-    """Draws the thoughts of one problem, with a star at kept ones.
-
-    Args:
-        thoughts: the thoughts of one problem, in any order.
-        width: maximum length of a line.
-
-    Raises:
-        ValueError: the thoughts are of several problems.
-    """
+    """Draws the thoughts of one problem, in any order, with a star at kept ones."""
     if len({thought.problem for thought in thoughts}) > 1:
         raise ValueError("thoughts of several problems; render draws the tree of one")
     below: dict[tuple[int, int | None], list[Thought]] = collections.defaultdict(list)
