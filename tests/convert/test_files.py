@@ -115,6 +115,10 @@ def test_side_files_come_from_inside(checkpoint, tmp_path, to):
     (folder / "link.jinja").symlink_to(tmp_path / "secret")
     (folder / "inside.jinja").symlink_to("tool_use.jinja")
     (folder / "secret.txt").write_text("secret")
+    os.mkfifo(folder / "pipe.jinja")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "a.jinja").write_text("secret")
+    (checkpoint / "chat_templates").symlink_to(tmp_path / "outside")
     (checkpoint / "chat_template.jinja").write_text("default")
     (checkpoint / "vocab.json").symlink_to("chat_template.jinja")
     (checkpoint / "tokenizer.json").symlink_to(tmp_path / "secret")
@@ -218,33 +222,6 @@ def test_truncated_safetensors(checkpoint):
     for cut in (0, 1, 7, 8, 100, len(data) // 2, len(data) - 1):
         file.write_bytes(data[:cut])
         refused(checkpoint, "is damaged")
-
-
-@pytest.mark.parametrize("to", ["native", "hf"])
-def test_chat_templates_are_side_files(checkpoint, tmp_path, to):
-    """Also those in a folder, which stays one; native copies keep them."""
-    (tmp_path / "secret.jinja").write_text("secret")
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "a.jinja").write_text("secret")
-    folder = checkpoint / "additional_chat_templates"
-    (folder / "folder.jinja").mkdir(parents=True)
-    (checkpoint / "chat_template.jinja").write_text("default")
-    (folder / "tool_use.jinja").write_text("tools")
-    (folder / "link.jinja").symlink_to(tmp_path / "secret.jinja")
-    (folder / "inside.jinja").symlink_to("tool_use.jinja")
-    os.mkfifo(folder / "pipe.jinja")
-    (folder / "secret.txt").write_text("secret")
-    (checkpoint / "chat_templates").symlink_to(tmp_path / "outside")
-    convert(checkpoint, tmp_path / "out", to=to)
-    convert(tmp_path / "out", tmp_path / "copy")
-    for copy in (tmp_path / "out", tmp_path / "copy"):
-        found = {str(f.relative_to(copy)): f.read_text() for f in copy.rglob("*.jinja")}
-        assert found == {
-            "chat_template.jinja": "default",
-            "additional_chat_templates/tool_use.jinja": "tools",
-            "additional_chat_templates/inside.jinja": "tools",
-        }
-        assert not (copy / "additional_chat_templates" / "secret.txt").exists()
 
 
 def test_shards(checkpoint):

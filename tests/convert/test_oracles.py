@@ -1,7 +1,7 @@
 """The models that converted models are compared with are themselves correct.
 
-The NumPy models stand in for programs that need a GPU. They agree with transformers models where
-the formulas coincide, and their other features have properties that can be checked.
+The NumPy models stand in for programs that need a GPU. Where they and transformers have the same
+formulas, `test_parity.py` compares both with the library; here is what only they have.
 """
 
 import numpy as np
@@ -23,10 +23,6 @@ def assert_close(have, want, bound=1e-5):
     np.testing.assert_allclose(have, want, rtol=0, atol=bound * np.abs(want).max())
 
 
-def numpy_weights(model):
-    return {name: tensor.detach().numpy() for name, tensor in checkpoints.hf_weights(model).items()}
-
-
 @pytest.mark.parametrize("name", checkpoints.DESCRIBED)
 def test_numpy_models_are_causal_and_use_all_weights(name):
     module, files, _ = checkpoints.DESCRIBED[name]
@@ -46,65 +42,6 @@ def test_numpy_models_are_causal_and_use_all_weights(name):
         noise = np.random.default_rng(1).normal(size=value.shape)
         have = logits(weights | {name: value + 0.1 * noise}, SHORT)
         assert np.abs(have - want).max() > 1e-3, name
-
-
-def test_mamba_ssm_against_transformers_mamba2(tmp_path):
-    hf = checkpoints.hf_checkpoint(tmp_path, n_groups=4, use_bias=True, tie_word_embeddings=True)
-    config = configs.mamba_ssm_config(
-        d_model=32, ssm_cfg=dict(headdim=8, d_state=16, ngroups=4, bias=True), vocab_size=64
-    )
-    weights = numpy_weights(hf)
-    weights["backbone.embedding.weight"] = weights.pop("backbone.embeddings.weight")
-    weights["lm_head.weight"] = weights["backbone.embedding.weight"]
-    want = checkpoints.hf_logits(hf, TOKENS[:1])[0]
-    assert_close(numpy_mamba_ssm.logits(config, weights, TOKENS[0]), want)
-
-
-def test_mamba_ssm_against_transformers_bamba(tmp_path):
-    """Bamba is mamba_ssm's hybrid: attention layers, and an MLP in every layer."""
-    hf = checkpoints.hf_checkpoint(tmp_path, "bamba", intermediate_size=128)
-    config = configs.mamba_ssm_config(
-        d_model=32,
-        n_layer=3,
-        d_intermediate=128,
-        vocab_size=64,
-        ssm_cfg=dict(headdim=16, d_state=16),
-        attn_layer_idx=[1],
-        attn_cfg=dict(
-            causal=True,
-            num_heads=4,
-            num_heads_kv=2,
-            rotary_emb_dim=4,
-            qkv_proj_bias=False,
-            out_proj_bias=False,
-        ),
-        tie_embeddings=False,
-    )
-    w = numpy_weights(hf)
-    weights = {
-        "backbone.embedding.weight": w["model.embed_tokens.weight"],
-        "backbone.norm_f.weight": w["model.final_layernorm.weight"],
-        "lm_head.weight": w["lm_head.weight"],
-    }
-    for i in range(3):
-        old, new = f"model.layers.{i}", f"backbone.layers.{i}"
-        weights[f"{new}.norm.weight"] = w[f"{old}.input_layernorm.weight"]
-        weights[f"{new}.norm2.weight"] = w[f"{old}.pre_ff_layernorm.weight"]
-        up, gate = (w[f"{old}.feed_forward.{part}_proj.weight"] for part in ("up", "gate"))
-        weights[f"{new}.mlp.fc1.weight"] = np.concatenate([up, gate])
-        weights[f"{new}.mlp.fc2.weight"] = w[f"{old}.feed_forward.down_proj.weight"]
-        weights |= {
-            name.replace(f"{old}.mamba", f"{new}.mixer"): value
-            for name, value in w.items()
-            if name.startswith(f"{old}.mamba")
-        }
-    qkv = [w[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
-    weights["backbone.layers.1.mixer.in_proj.weight"] = np.concatenate(qkv)
-    out = w["model.layers.1.self_attn.o_proj.weight"]
-    weights["backbone.layers.1.mixer.out_proj.weight"] = out
-    want = checkpoints.hf_logits(hf, TOKENS[:1])[0]
-    assert weights.keys() == numpy_mamba_ssm.shapes(config).keys()
-    assert_close(numpy_mamba_ssm.logits(config, weights, TOKENS[0]), want)
 
 
 def test_mamba_ssm_attention_extras_reduce_to_plain_attention():
@@ -157,55 +94,6 @@ def test_mamba_in_llama_without_mamba_is_transformers_llama(name, tmp_path):
         ratio = unscaled / scaled
         assert (ratio[0], ratio[-1]) == (1, 8)
         assert ((ratio > 1) & (ratio < 8)).any()
-
-
-@pytest.mark.parametrize("name", configs.MAMBA_IN_LLAMA_CONFIGS)
-def test_mamba_in_llama_mixer_against_transformers_bamba(name, tmp_path):
-    """Against a Bamba without attention, in which each head has its own copy of x and B."""
-    torch = checkpoints.torch()
-    changes, mamba_changes = configs.MAMBA_IN_LLAMA_CONFIGS[name]
-    changes = changes | dict(rms_norm_eps=1e-5)  # Bamba uses it in its mixer, too
-    config, mamba = configs.mamba_in_llama_configs(changes, mamba_changes | dict(attn_layers=[]))
-    weights = checkpoints.described_checkpoint(tmp_path, numpy_mamba_in_llama, config, mamba)
-    want = numpy_mamba_in_llama.logits(config, mamba, weights, TOKENS[0])
-    heads, head_dim = mamba["ssm_cfg"]["ngroups"], mamba["ssm_cfg"]["d_state"]
-    inner, d_xb = mamba["d_inner"], mamba["d_xb"]
-
-    def repeated(rows):
-        """The rows of x or B, repeated for all heads."""
-        by_head = rows.reshape(-1, head_dim, *rows.shape[1:])
-        return np.repeat(by_head, inner // d_xb, axis=0).reshape(inner, *rows.shape[1:])
-
-    def widened(xbc):
-        x, B, C = np.split(xbc, [d_xb, 2 * d_xb])
-        return np.concatenate([repeated(x), repeated(B), C])
-
-    def as_bamba(name, value):
-        if "conv1d" in name:
-            value = widened(value)
-        elif "in_proj" in name:
-            z, xbc, dt = np.split(value, [inner, 2 * inner + 2 * d_xb])
-            value = np.concatenate([z, widened(xbc), dt])
-        name = name.replace("model.norm.", "model.final_layernorm.").replace("mlp", "feed_forward")
-        return name.replace("post_attention_layernorm", "pre_ff_layernorm"), value
-
-    hf = checkpoints.hf_checkpoint(
-        tmp_path / "hf",
-        "bamba",
-        attn_layer_indices=None,
-        vocab_size=40,
-        mamba_n_heads=heads,
-        mamba_n_groups=heads,
-        mamba_d_state=head_dim,
-        mamba_d_head=head_dim,
-        mamba_expand=inner // 32,
-        tie_word_embeddings=config["tie_word_embeddings"],
-    )
-    state = dict(as_bamba(*item) for item in weights.items())
-    if config["tie_word_embeddings"]:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    hf.load_state_dict({name: torch.from_numpy(value) for name, value in state.items()})
-    assert_close(want, checkpoints.hf_logits(hf, TOKENS[:1])[0])
 
 
 @pytest.mark.parametrize("name", configs.TRANSFORMERS_CONFIGS)

@@ -17,38 +17,12 @@ from tests.methods import KEY, PROMPTS, SAMPLED, TREE, drafts
 
 
 def test_streaming_yields_what_generate_returns():
-    """Texts end at the config's end token, unless told otherwise."""
     options = dict(max_new_tokens=13, **drafts(tiny_model()))
     want = st.generate(tiny_model(), PROMPTS, **options)
-    model, free = nnx.clone(tiny_model()), want.tokens[0].tolist()
-    model.config = dataclasses.replace(model.config, eos_token=free[4])
-    first = free.index(free[4]) + 1
-    assert st.generate(model, PROMPTS, max_new_tokens=13).lengths[0] == first
-    assert st.generate(model, PROMPTS, max_new_tokens=13, eos_token=()).lengths[0] == 13
-    assert len(of_rows(st.stream(model, PROMPTS, max_new_tokens=13), 0)) == first
     pieces = [*st.stream(tiny_model(), PROMPTS, **options)]
     assert [of_rows(pieces, row) for row in range(3)] == want.tokens.tolist()
     assert all(len(new) <= 3 for piece in pieces for new in piece)
     assert len(pieces) == want.stats.target_calls_per_row.max()
-
-
-@pytest.mark.parametrize("drafting", [False, True])
-def test_same_key_same_output_whatever_the_other_rows_are(drafting):
-    options = dict(max_new_tokens=12, **drafts(tiny_model()) if drafting else {})
-    first = st.generate(tiny_model(), PROMPTS, **SAMPLED, **options).tokens
-    # Other rows beside it; one ends at once.
-    others = [PROMPTS[0], [8, 8], PROMPTS[2]]
-    end = int(np.setdiff1d(first[0], first[2])[0])
-    for prompts, eos_token, rows in (
-        (PROMPTS, (), [0, 1, 2]),
-        (others, (), [0, 2]),
-        (others, end, [2]),
-    ):
-        got = st.generate(tiny_model(), prompts, eos_token=eos_token, **SAMPLED, **options)
-        np.testing.assert_array_equal(got.tokens[rows], first[rows])
-    assert got.finish_reasons[0] == "end_token"
-    other_key = dict(temperature=1.0, key=jax.random.key(12))
-    assert (st.generate(tiny_model(), PROMPTS, **other_key, **options).tokens != first).any()
 
 
 def test_statistics_add_up():
@@ -112,11 +86,6 @@ def test_what_changes_nothing():
     common = dict(max_new_tokens=6, **SAMPLED)
     want = st.generate(tiny_model(), PROMPTS, **common)
     root = drafts(tiny_model()) | dict(topology=st.TreeTopology.chain(0))
-    greedy = st.generate(tiny_model(), PROMPTS, max_new_tokens=6).tokens
-    for options in ({}, drafts(tiny_model())):  # a cold temperature takes the best token
-        cold = dict(max_new_tokens=6, temperature=1e-37, key=KEY)
-        out = st.generate(tiny_model(), PROMPTS, **cold, **options)
-        np.testing.assert_array_equal(out.tokens, greedy)
     for options in (
         dict(top_k=37),
         dict(top_k=2**40),

@@ -1,12 +1,10 @@
 """The bytes of tokens are those of the tokenizer's own decoder."""
 
-import re
-
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models
 
 import stree_jax as st
-from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
+from stree_jax.decoding.token_bytes import token_bytes
 
 PIECES = ["<s>", "▁the", "▁", "re", "<0xE3>", "<0x81>", "<0x82>"]
 
@@ -61,12 +59,3 @@ def test_an_added_token_is_text_unless_it_is_special():
 def test_unknown_decoders_are_refused(decoder, name):
     with pytest.raises(ValueError, match=f"its decoder is {name}"):
         token_bytes(sentencepiece(decoder) if decoder else Tokenizer(models.BPE()))
-
-
-def test_what_is_a_tokenizer():
-    class Fast:
-        backend_tokenizer = st.load_tokenizer(st.demo_path("target"))
-
-    assert as_tokenizer(Fast()) is Fast.backend_tokenizer
-    with pytest.raises(ValueError, match=re.escape("st.load_tokenizer(path)")):
-        as_tokenizer("gpt2")

@@ -6,7 +6,6 @@ import re
 import jax
 import jsonschema
 import pytest
-from tokenizers import Tokenizer
 
 import stree_jax as st
 from stree_jax.testing import perturbed, random_model
@@ -84,16 +83,3 @@ def test_trees_under_grammars(model, grammars, tokenizer):
     assert sum(each.num_tokens for each in drafted) > 2 * sum(
         each.num_target_calls for each in drafted
     )
-
-
-def test_a_tokenizer_larger_than_the_model(model, tokenizer):
-    """An added [PAD] never comes; an end token that never comes is refused."""
-    larger = Tokenizer.from_str(tokenizer.to_str())
-    larger.add_special_tokens(["[PAD]"])
-    options = dict(max_new_tokens=24, temperature=1.0, key=jax.random.key(1))
-    grammars = [st.regex(PATTERN, each) for each in (tokenizer, larger)]
-    outs = [st.generate(model, [[5]], processors=[each], **options) for each in grammars]
-    assert outs[0].tokens.tolist() == outs[1].tokens.tolist()
-    automaton = st.regex(PATTERN, larger, eos_token=4096)
-    with pytest.raises(ValueError, match="the automaton has 4097 tokens, and the model 4096"):
-        st.generate(model, [[5]], processors=[automaton])

@@ -4,7 +4,6 @@ import math
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import pytest
 from flax import nnx
 
 from stree_jax import HybridLM, ModelConfig
-from stree_jax.convert.writing import written_as
 from stree_jax.testing import CONFIGS
 
 
@@ -137,13 +135,3 @@ def test_the_abstract_structure_is_that_of_a_model(name):
     model = nnx.merge(structure, want)
     assert model.config == CONFIGS[name]
     assert [block.kind for block in model.blocks] == list(CONFIGS[name].kinds)
-
-
-def test_mamba2_lm_in_bambas_layout():
-    """A trained hybrid can be written for transformers."""
-    attention = dict(num_heads=2, num_kv_heads=1, head_dim=8, rotary_dim=4)
-    config = ModelConfig.tiny(
-        attention_layers=[1], attention=attention, mlp={"hidden_size": 24}, residual_float32=False
-    )
-    assert config.kinds == ("mamba2", "mlp", "attention", "mlp")
-    assert written_as(config, "hf", "float32", Path("out")).family == "bamba"

@@ -218,10 +218,6 @@ def test_new_weights_forget_what_the_old_ones_have_read():
     with pytest.raises(ValueError, match="after was read with another model, or its weights have"):
         scheduler.submit(st.Request([1], after=before.prefix))
     assert scheduler.prefix_cache_stats.hits == 1  # that of the second request, before
-    prefix = st.generate(model, [[3, 1]], max_new_tokens=2, return_prefix=True).prefix
-    model.embedding[...] = model.embedding[...].at[0, 0].add(1e-3)  # one number
-    with pytest.raises(ValueError, match="after was read with another model, or its weights have"):
-        st.generate(model, [[1]], after=prefix)
 
 
 @pytest.mark.thorough
