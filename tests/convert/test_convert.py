@@ -156,16 +156,6 @@ def test_the_text_model_of_a_wrapper(table, tmp_path):
     assert_same_model(*models[1:])
 
 
-def test_the_other_family_has_the_same_weights(tmp_path):
-    """Qwen3-Next's projections are interleaved by key head; the model in memory is the same."""
-    model = checkpoints.random_model(model_config(experts=True))
-    names = "qwen3_next", "qwen3_5_moe_text"
-    for name in names:
-        (tmp_path / name).mkdir()
-        write_as(model, tmp_path / name, name)
-    assert_same_model(*(st.from_pretrained(tmp_path / name) for name in names))
-
-
 def test_which_layers_have_experts(tmp_path):
     config = {"model_type": "qwen3_next", "num_hidden_layers": 6, "full_attention_interval": 3}
     config |= {"decoder_sparse_step": 2, "mlp_only_layers": [3]}

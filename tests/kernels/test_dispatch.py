@@ -1,7 +1,4 @@
 import functools
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +8,7 @@ import pytest
 
 from pallas_kernels import dispatch, native, triton
 from tests.cases.tree_scan import small_replay
+from tests.helpers import python
 
 
 @pytest.mark.parametrize(
@@ -202,11 +200,7 @@ with dispatch.on(on_second):
 def test_two_devices_and_a_jax_without_triton():
     """In its own process."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, env=os.environ | flags
-    )
-    assert result.returncode == 0, result.stderr
-    assert "has no Pallas-Triton backend" in result.stdout
+    assert "has no Pallas-Triton backend" in python("-c", CODE, **flags)
 
 
 def test_ops_run_where_their_arrays_are(default_is_a_gpu):

@@ -2,7 +2,6 @@ import copy
 import json
 import math
 import pickle
-import subprocess
 import sys
 
 import jax
@@ -12,6 +11,7 @@ from flax import nnx
 
 from stree_jax import HybridLM, ModelConfig
 from stree_jax.testing import CONFIGS
+from tests.helpers import python
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -26,9 +26,8 @@ def test_a_config_is_copied_and_pickled():
     for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert same == config
         assert hash(same) == hash(config)
-    load = "import pickle, sys; c = pickle.load(sys.stdin.buffer)"
-    code = f"{load}; assert c in {{c.with_layers(c.layers)}}"
-    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(config), check=True)
+    load = f"import pickle; c = pickle.loads({pickle.dumps(config)})"
+    python("-c", f"{load}; assert c in {{c.with_layers(c.layers)}}")
 
 
 def test_infinity_is_not_bare_in_json():

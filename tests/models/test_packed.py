@@ -15,6 +15,7 @@ from stree_jax.models.matrices import Matrix, PackedTable, PackedWeight, Table, 
 from stree_jax.testing import tiny_model
 from stree_jax.training.run import weights_digest
 from stree_jax.training.trainer import cast
+from tests.helpers import temporary_bytes
 
 CHAIN = st.TreeTopology.chain(2)
 DTYPES = ("float32", "bfloat16")
@@ -151,18 +152,8 @@ def test_no_float32_copy_of_the_weights():
     model = st.HybridLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
 
-    def temporary(model):
-        @jax.jit
-        def loop(model, tokens):
-            step = lambda _, tokens: jnp.argmax(model(tokens), axis=-1)  # noqa: E731
-            return jax.lax.fori_loop(0, 8, step, tokens)
-
-        # One row: jax 0.12 converts nothing for two.
-        compiled = loop.lower(model, jnp.zeros((1, 1), int)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
     # A quarter of the weights are states of the scan.
-    assert temporary(packed(model)) < size / 3 < size < temporary(model)
+    assert temporary_bytes(packed(model)) < size / 3 < size < temporary_bytes(model)
 
 
 @pytest.mark.thorough
