@@ -49,11 +49,7 @@ def _forget_programs():
 
 @pytest.fixture(autouse=True)
 def _loops(request, monkeypatch):
-    """In trees of more than two levels the draft model is compiled in a loop, not for every level.
-
-    It takes a fifth of the time of tests with such trees. Tests with the mark `unrolled`, slow ones
-    and those "as released" have the depth that users have.
-    """
+    """Draft models are looped over levels, in a fifth of the time."""
     marks = map(request.node.get_closest_marker, ("unrolled", "slow"))
     if os.environ.get("STREE_JAX_TESTS") != "as released" and not any(marks):
         monkeypatch.setattr("stree_jax.decoding.nodes.MAX_UNROLLED", 2)

@@ -149,9 +149,6 @@ class NotAModule:
     default_topology = init = read = propose = commit = st.NgramDrafter.init
 
 
-# Verifiers.
-
-
 @dataclasses.dataclass(frozen=True)
 class Delegating:
     """Wraps a built-in, as a user would to log or to change something."""

@@ -116,12 +116,6 @@ def test_tune_measures_trees_as_deep_as_the_trace(kind, depth, monkeypatch):
         tune(model, drafter, [[1], [2]], max_new_tokens=7, max_depth=5, key=jax.random.key(0))
 
 
-def test_a_drafter_inside_of_another_refuses_a_target():
-    inside = st.CascadeDrafter(tiny_model(), Answering(tiny_model(), limit=8))
-    with pytest.raises(ValueError, match="for targets of a width up to 8"):  # the medium model
-        plan(tiny_model(), [[1]], drafter=inside)
-
-
 @pytest.mark.thorough
 def test_a_drafter_without_optional_methods_is_taken_as_it_is():
     drafter = Plain(perturbed(tiny_model(), 0.1))

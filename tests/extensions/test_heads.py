@@ -49,10 +49,7 @@ def kept(state):
     ],
 )
 def test_drafts_come_from_the_head_in_float64(name, topology):
-    """Over several steps, given the whole path of each node; and what is kept of the text.
-
-    A row that has ended keeps its state.
-    """
+    """Over several steps; and what is kept, also of rows that ended."""
     kind, target, head, make, exact = parts(name)
     drafter = make(target, head, child_sampling="iid")
     inner = head.config.inner_layers if kind == "eagle3" else ()
@@ -187,9 +184,6 @@ def test_the_next_chain_depends_on_the_text_alone(kind):
             own = other.init(1, tree.topology, tree.max_length)._replace(reader=kept(own))
         switched = tree.read(target, other, taken.context, taken._replace(drafter=own))
         assert_same_state(kept(switched.drafter), kept(taken.drafter), length)
-
-
-# What tuning and training see.
 
 
 @pytest.mark.thorough
