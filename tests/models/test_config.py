@@ -17,7 +17,8 @@ from tests.helpers import python
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trip_through_json(name):
     config = CONFIGS[name]
-    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    text = json.dumps(config.to_dict(), allow_nan=False)  # nor a bare infinity
+    assert ModelConfig.from_dict(json.loads(text)) == config
 
 
 @pytest.mark.thorough
@@ -28,11 +29,6 @@ def test_a_config_is_copied_and_pickled():
         assert hash(same) == hash(config)
     load = f"import pickle; c = pickle.loads({pickle.dumps(config)})"
     python("-c", f"{load}; assert c in {{c.with_layers(c.layers)}}")
-
-
-def test_infinity_is_not_bare_in_json():
-    config = ModelConfig.tiny(dt_limit=(0.0, math.inf))
-    assert "Infinity" not in json.dumps(config.to_dict())
 
 
 WRONG = {

@@ -79,6 +79,8 @@ def test_a_packed_matrix_has_the_same_numbers():
         np.testing.assert_array_equal(back.values, own.values)
         np.testing.assert_array_equal(back.scales, own.scales)
         np.testing.assert_array_equal(packed.canonical(), own.wide())
+        part = packed.cut(5, 60).cut(3, 50)
+        np.testing.assert_array_equal(part.canonical(), own.wide()[..., 8:55])
 
 
 @jax.jit
