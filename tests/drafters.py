@@ -155,9 +155,6 @@ class Holding(Echo):
         self.table = nnx.data({1: "one"})
 
 
-# Verifiers.
-
-
 @dataclasses.dataclass(frozen=True)
 class Delegating(st.Verifier):
     """Wraps a built-in, as a user would to log or to change something."""
@@ -174,22 +171,6 @@ class Delegating(st.Verifier):
 
     def verify(self, draft, logits, step, topology):
         return self.inner.verify(draft, logits, step, topology)
-
-
-@dataclasses.dataclass(frozen=True)
-class AtMostOne(Delegating):
-    """Accepts at most one draft: shorter paths of an exact verifier are not exact in general, but
-    cut at its first node they are when the target is followed greedily."""
-
-    name: str = "at_most_one"
-
-    def verify(self, draft, logits, step, topology):
-        verdict = super().verify(draft, logits, step, topology)
-        on_path = draft.tree.ancestor_mask[jnp.arange(len(verdict.last)), verdict.last]
-        first = jnp.argmax(on_path & (draft.tree.depth == 1), axis=1).astype(jnp.int32)
-        last = jnp.where(verdict.num_accepted > 0, first, 0)
-        best = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0].argmax(-1)
-        return st.Verdict(last, jnp.minimum(verdict.num_accepted, 1), best.astype(jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,10 +26,7 @@ def causal_conv(x, weight, bias):
 
 
 def state_space(x, dt, A_log, B, C, D):
-    """The recurrence: `x` `[T, H, P]`, `dt` `[T, H]`, `B`, `C` `[T, G, N]`, `D` `[H, 1 or P]`.
-
-    Head h reads group h // (H / G).
-    """
+    """Of `x` `[T, H, P]`, `dt` `[T, H]`, `B`, `C` `[T, G, N]`, `D` `[H, 1 or P]`."""
     y, heads = np.zeros_like(x), x.shape[1]
     for h in range(heads):
         b, c = h * B.shape[1] // heads, h * C.shape[1] // heads
@@ -42,10 +39,7 @@ def state_space(x, dt, A_log, B, C, D):
 
 
 def delta_rule(q, k, v, g, beta):
-    """The gated delta rule: `q`, `k` `[T, G, S]` before the norm, `v` `[T, H, P]`, others `[T, H]`.
-
-    Head h reads group h // (H / G).
-    """
+    """Of `q`, `k` `[T, G, S]` before the norm, `v` `[T, H, P]`, others `[T, H]`."""
     y, size = np.zeros_like(v), q.shape[2]
     q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
     for h in range(v.shape[1]):
@@ -64,24 +58,17 @@ def rope_frequencies(size, base):
 
 
 def llama3_frequencies(plain, factor, low, high, original_length):
-    """Frequencies for longer contexts, by the number of turns within the original one.
-
-    Pairs with many turns keep their frequency, pairs with few are slowed down by the factor, and
-    those between are interpolated.
-    """
+    """Pairs with few turns are slowed down, those between are interpolated."""
     turns = original_length * plain / (2 * np.pi)
     keep = np.clip((turns - low) / (high - low), 0, 1)
     return keep * plain + (1 - keep) * plain / factor
 
 
-def rotate(x, frequencies, interleaved=False):
-    """RoPE on the first channels of `[T, H, D]`; the others pass through."""
+def rotate(x, frequencies):
+    """RoPE on the first channels of `[T, H, D]`, the pairs i and i + half; the others stay."""
     half = len(frequencies)
     angle = np.arange(len(x))[:, None, None] * frequencies
-    if interleaved:  # pair i is channels 2i and 2i + 1
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    else:  # pair i is channels i and i + half
-        first, second = slice(0, half), slice(half, 2 * half)
+    first, second = slice(0, half), slice(half, 2 * half)
     out = x.copy()
     out[..., first] = x[..., first] * np.cos(angle) - x[..., second] * np.sin(angle)
     out[..., second] = x[..., second] * np.cos(angle) + x[..., first] * np.sin(angle)

@@ -1,9 +1,4 @@
-"""An independent implementation of the whole model: NumPy, float64, one token at a time.
-
-Written from the description of the block, not from the library's code; it shares nothing with it
-but the names of the parameters. The parts that it has in common with the models of other programs
-are in `numpy_parts`, and compared with transformers there.
-"""
+"""An independent model: NumPy, float64, one token at a time."""
 
 import math
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.plan import plan
+from tests.decoding.texts import steps
 from tests.helpers import fences
 
 ROOT = Path(__file__).parents[1]
@@ -52,18 +52,13 @@ def test_the_picture_is_a_step_of_the_embedded_models():
     target, draft = (st.from_pretrained(st.demo_path(name)) for name in ("target", "draft"))
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     prompts = [tokenizer.encode("Question: Ann has 3 pens.").ids]
-    request = plan(target, prompts, max_new_tokens=48, drafter=st.ModelDrafter(draft))
-    decoder = request.decoder
-    state = decoder.start(target, request.drafter, request.context, request.keys)
-    drawings = []
-    for _ in range(8):
-        state, draft_tree, verdict = decoder.step(
-            target, request.drafter, state, request.limits, request.sampling
-        )
-        labels = [json.dumps(tokenizer.decode([int(token)])) for token in draft_tree.tokens[0]]
-        path = decoder.topology.ancestor_mask[int(verdict.last[0])].nonzero()[0].tolist()
+    options = dict(prompts=prompts, max_new_tokens=48, drafter=st.ModelDrafter(draft))
+    drawings, tree = [], st.TreeTopology.default()
+    for _, drafted, verdict, _ in steps(target, count=8, topology=tree, **options):
+        labels = [json.dumps(tokenizer.decode([int(token)])) for token in drafted.tokens[0]]
+        path = tree.ancestor_mask[verdict.last[0]].nonzero()[0].tolist()
         next_token = json.dumps(tokenizer.decode([int(verdict.next_token[0])]))
-        drawings.append((decoder.topology.draw(labels, path), next_token))
+        drawings.append((tree.draw(labels, path), next_token))
     picture = blocks(README, "")[0].rstrip()
     note = r" +then the target's own next token: (.+)"
     assert (re.sub(note, "", picture), re.search(note, picture)[1]) in drawings

@@ -69,8 +69,7 @@ def fit(
     """
     from orbax.checkpoint import v1 as ocp
 
-    if quantized_names(model):
-        raise ValueError("matrices in 8 bits cannot be trained; start from the original checkpoint")
+    _check_trainable(model)
     graphdef, params = nnx.split(multiplying(model, training.products))
     optimizer = make_optimizer(training)
     state = {
@@ -136,6 +135,11 @@ def fit(
             yield Progress(step, float(value), tokens.size / (time.perf_counter() - began))
     on_host = jax.tree.map(np.asarray, state["params"])  # else they stay bound to the mesh
     nnx.update(model, jax.tree.map(jnp.asarray, on_host))
+
+
+def _check_trainable(model: nnx.Module) -> None:
+    if quantized_names(model):
+        raise ValueError("matrices in 8 bits cannot be trained; start from the original checkpoint")
 
 
 def multiplying(model: nnx.Module, products: str) -> nnx.Module:
@@ -216,6 +220,7 @@ def evaluate(model: nnx.Module, loss: Loss, batches: list[np.ndarray], extra: An
 
 def cast(model: HybridLM, dtype: DTypeLike) -> HybridLM:
     """Copies a model to a dtype, but for weights that stay float32."""
+    _check_trainable(model)
     structure, wanted = HybridLM.abstract(model.config, dtype=dtype)
     have = nnx.to_pure_dict(nnx.state(in_first(model)))
     return nnx.merge(structure, jax.tree.map(lambda leaf, to: leaf.astype(to.dtype), have, wanted))

@@ -99,10 +99,7 @@ PARENTS = {
 
 @functools.cache
 def inputs(case, seed=0):
-    """Float64 inputs that are exact in the case's type, and the trees they live on.
-
-    In each row a path ends at the node `last`; -1: it is empty.
-    """
+    """Exact float64 inputs; a row's path ends at `last`, -1: it is empty."""
     rng, draw = base.drawn(case, seed)
     rounded = ml_dtypes.bfloat16 if case.bf16 else np.float32
     batch, nodes = case.batch, case.nodes
@@ -248,11 +245,7 @@ def chunks_errors(case, implementation):
 
 
 def budgets(*names):
-    """About twice the errors that were measured; near-equal keys with large betas cost a digit.
-
-    Kernels are as exact as XLA. But over a sequence native code rounds the state at every step, XLA
-    once a chunk: where all steps have one key, and nothing decays, that is seen.
-    """
+    """About twice what was measured; native code rounds the state each step."""
 
     def of(case):
         exact = 1e-6 if case.keys in ("equal", "one sign") else 3e-7

@@ -46,10 +46,7 @@ CASES = base.table(
 
 @functools.cache
 def inputs(case, seed=0):
-    """Float64 inputs that are exact in the case's type, and the trees they live on.
-
-    In each row a path ends at the node `last`; -1: it is empty.
-    """
+    """Exact float64 inputs; a row's path ends at `last`, -1: it is empty."""
     rng, draw = base.drawn(case, seed)
     exact = functools.partial(draw, dtype=np.float32)
     batch, nodes, heads, size = case.batch, case.nodes, case.heads, case.head_dim

@@ -136,11 +136,7 @@ def hf_weights(model):
 
 
 def hf_logits(model, tokens):
-    """Logits `[B, T, V]` of a full forward pass in float64, without a cache.
-
-    transformers' own float32, in which parts of its models compute whatever the weights are, rounds
-    as much as ours does, and otherwise on every processor.
-    """
+    """Logits `[B, T, V]` in float64: transformers' float32 rounds as ours does."""
     lifted = copy.deepcopy(model).double()
     lifted.set_experts_implementation("eager")  # the others are not for float64
     tensor = torch().Tensor

@@ -1,7 +1,4 @@
-"""Configs: as published, with all their fields, and tiny ones of every family.
-
-Published configs are copied from the models' pages and from readers of other projects.
-"""
+"""Configs: as published, with all their fields, and tiny ones."""
 
 import json
 

@@ -206,15 +206,7 @@ def metadata(values):
 
 
 def write(file, values, tensors, kind=F32, edit=dict, **changes):
-    """Writes a GGUF file, with the config beside it.
-
-    Args:
-        file: its path.
-        values, tensors: the config and the tensors of a checkpoint of transformers.
-        kind: how matrices are stored, where their rows are whole blocks.
-        edit: changes tensors by the names that the package's table has, or by llama.cpp's.
-        changes: other metadata; None: without it.
-    """
+    """Writes a checkpoint; other metadata may be None, and is left out."""
     name = ARCHITECTURES[values["model_type"]]
     if any(".experts." in each for each in tensors) and name == "NEMOTRON_H":
         name += "_MOE"

@@ -1,8 +1,4 @@
-"""mamba_ssm's Mamba-2 language models in NumPy float64, on tensors with its own names.
-
-mamba_ssm needs CUDA, so this stands in for it. It shares no code with the converter: names and the
-order of fused projections follow the upstream files.
-"""
+"""mamba_ssm's models, which need CUDA, in NumPy float64."""
 
 import numpy as np
 
@@ -22,7 +18,7 @@ _SSM |= dict(norm_before_gate=False, D_has_hdim=False, bias=False, conv_bias=Tru
 _SSM |= dict(dt_limit=[0.0, np.inf])
 _ATTENTION = dict(num_heads_kv=None, head_dim=None, mlp_dim=0, d_conv=0, softmax_scale=None)
 _ATTENTION |= dict(qkv_proj_bias=True, out_proj_bias=True)
-_ATTENTION |= dict(rotary_emb_dim=0, rotary_emb_base=10000.0, rotary_emb_interleaved=False)
+_ATTENTION |= dict(rotary_emb_dim=0, rotary_emb_base=10000.0)
 _EPS = 1e-5
 
 
@@ -151,7 +147,7 @@ def _attention(config, w, u):
     )
     if attention["rotary_emb_dim"]:
         rope = rope_frequencies(attention["rotary_emb_dim"], attention["rotary_emb_base"])
-        q, k = (rotate(x, rope, attention["rotary_emb_interleaved"]) for x in (q, k))
+        q, k = rotate(q, rope), rotate(k, rope)
     scale = attention["softmax_scale"] or attention["head_dim"] ** -0.5
     context = attend(q, k, v, scale).reshape(length, queries)
     context = np.concatenate([context, up * silu(gate)], axis=1)

@@ -1,8 +1,4 @@
-"""Nemotron-H and its Puzzle variant in NumPy float64, on tensors with the names of the files.
-
-It shares no code with the converter: `config` is config.json, and each layer computes with the
-fields of its block in place of the model's.
-"""
+"""Nemotron-H and Puzzle in NumPy float64; layers have their block's fields."""
 
 import numpy as np
 

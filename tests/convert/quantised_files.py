@@ -133,13 +133,7 @@ def write(path, config, tensors, name="model.safetensors"):
 
 
 def both(folder, original, said, makers, beside=()):
-    """A checkpoint's matrices quantised, and one of the values that these have.
-
-    Args:
-        original: a checkpoint, whose other matrices become bfloat16.
-        makers: patterns of names, and how such weights are made. The first one counts.
-        beside: ends of further tensors of quantised weights, each of one number.
-    """
+    """A checkpoint, whose matrices the first fitting pattern makes, and its values."""
     from safetensors.numpy import load_file
 
     rng, config = np.random.default_rng(0), json.loads((original / "config.json").read_text())

@@ -97,9 +97,7 @@ def test_embeddings_and_whole_tensors(checkpoint, tmp_path):
 
 
 def test_a_model_is_that_of_the_merged_weights(tmp_path):
-    """With projections that are fused and interleaved while they are read, and with names of the
-    text model for a checkpoint of its wrapper.
-    """
+    """Projections are fused while read; names are of a wrapper's text model."""
     path = wrapped(tmp_path / "base")
     weights = load_file(path / "model.safetensors")
     layers = [f"model.language_model.layers.{i}" for i in (0, 1)]

@@ -211,11 +211,7 @@ def noticed_until(file):
 
 
 def attack(where, path, is_read, want):
-    """Opens or reads a damaged checkpoint; whether it loads, with these weights, if they are given.
-
-    Raises:
-        AssertionError: with other weights, or not by a ValueError of one line that names it.
-    """
+    """True if a damaged checkpoint loads; else one line names it."""
     try:
         if is_read:
             config, leaves = loaded(path)

@@ -11,7 +11,7 @@ import pytest
 import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
 from stree_jax.models.cache import path_to
-from tests.convert import checkpoints, configs, numpy_mamba_ssm
+from tests.convert import checkpoints, configs, numpy_mamba_in_llama, numpy_mamba_ssm
 from tests.helpers import apply, assert_same_model, some
 
 # Of `make test`.
@@ -25,10 +25,7 @@ TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21)).astype(np.int32)
 
 
 def assert_close(have, want):
-    """To float32's rounding of float64, relative to the largest logit.
-
-    It is at most 7e-6, where zamba2's adapters or the gated norm of delta layers divide by little.
-    """
+    """To float32's rounding, which is at most 7e-6 of the largest logit."""
     np.testing.assert_allclose(have, want, rtol=0, atol=5e-5 * np.abs(want).max())
 
 
@@ -60,10 +57,7 @@ def assert_decodes_alike(model, want):
 
 @pytest.mark.parametrize("name", some(configs.TRANSFORMERS_CONFIGS, *QUICK))
 def test_transformers_there_and_back(name, tmp_path):
-    """Forward pass, ragged prefill, decoding; transformers computes the same from our copy.
-
-    That the other options decode as they run whole is in tests/models/test_lm.py.
-    """
+    """Forward pass, ragged prefill, decoding; and transformers with our copy."""
     model_type, changes = name.split(",")[0], configs.TRANSFORMERS_CONFIGS[name]
     hf = checkpoints.hf_checkpoint(tmp_path / "hf", model_type, **changes)
     want = checkpoints.hf_logits(hf, TOKENS)
@@ -287,3 +281,51 @@ def test_a_state_dict_of_transformers(model_type, tmp_path):
     assert any(name.endswith("experts.down_proj") for name in tensors)
     memory = checkpoints.write_safetensors(tmp_path / "memory", config, tensors)
     assert_same_model(*map(st.from_pretrained, (tmp_path / "disk", memory)))
+
+
+# The described models themselves. Where their formulas are those of transformers, both are compared
+# with the library above.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", checkpoints.DESCRIBED)
+def test_numpy_models_are_causal_and_use_all_weights(name):
+    module, files, _ = checkpoints.DESCRIBED[name]
+    weights = checkpoints.described_weights(module, *files)
+
+    short = TOKENS[0, :11]  # the models loop over time
+
+    def logits(weights, tokens):
+        return module.logits(*files, weights, tokens)
+
+    want = logits(weights, short)
+    assert np.isfinite(want).all()
+    changed = short.copy()
+    changed[7] = 36 if short[7] != 36 else 35
+    have = logits(weights, changed)
+    np.testing.assert_allclose(have[:7], want[:7], rtol=1e-12)
+    assert (np.abs(have - want)[7:].max(axis=1) > 1e-3).all()
+    for name, value in weights.items():
+        noise = np.random.default_rng(1).normal(size=value.shape)
+        have = logits(weights | {name: value + 0.1 * noise}, short)
+        assert np.abs(have - want).max() > 1e-3, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["untied, llama3 rope", "tied, plain rope, d_xb < d_inner"])
+def test_mamba_in_llama_without_mamba_is_transformers_llama(name, tmp_path):
+    """transformers can load the files, as the Llama that config.json says."""
+    transformers = checkpoints.transformers()
+    changes, mamba_changes = configs.MAMBA_IN_LLAMA_CONFIGS[name]
+    both = configs.mamba_in_llama_configs(changes, mamba_changes | dict(attn_layers=[0, 1, 2]))
+    weights = checkpoints.described_checkpoint(tmp_path, numpy_mamba_in_llama, *both)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert isinstance(hf, transformers.LlamaForCausalLM)
+    want = checkpoints.hf_logits(hf, TOKENS[:1])[0]
+    have = numpy_mamba_in_llama.logits(*both, weights, TOKENS[0])
+    assert_close(have, want)
+    plain = numpy_mamba_in_llama.logits(*both, weights, TOKENS[0], plain_rope=True)
+    assert (np.abs(plain - have).max() > 1e-2) == (both[0]["rope_scaling"] is not None)
+    if both[0]["rope_scaling"]:  # all three cases of the scaling occur
+        scaled, unscaled = (numpy_mamba_in_llama.frequencies(both[0], each) for each in (0, 1))
+        ratio = unscaled / scaled
+        assert (ratio[0], ratio[-1]) == (1, 8)
+        assert ((ratio > 1) & (ratio < 8)).any()

@@ -160,12 +160,7 @@ def enumerated(
 
 
 def walks(models, topology, tokens, weights, *, replace, rule=try_children, log_p=None):
-    """All patterns of passed and failed tests, with their odds as the verifier reports them.
-
-    The verifier gets `log_p` of all nodes, or the target's own.
-
-    Yields the probability of the pattern for each draft, and what it ends in.
-    """
+    """Of each pattern of tests: its probability for drafts, and its end."""
     p, q = tables(models, topology, tokens)
     with np.errstate(divide="ignore"):
         log_p = np.log(p).astype(np.float32) if log_p is None else log_p

@@ -16,12 +16,7 @@ SIZE = 37  # tokens of the tiny models
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Walk(st.LogitsProcessor):
-    """A token is allowed if the table has a state after it.
-
-    Attributes:
-        table: the state after each state and token, `[states, V]`; -1 is none.
-        start: the first state.
-    """
+    """A token is allowed where the table `[states, V]` has a state after it."""
 
     table: jax.Array = dataclasses.field(metadata={"shared": True})
     start: int = 0
@@ -73,10 +68,7 @@ def chain_of(*, repetition, presence, frequency, bias, banned, start):
 
 
 def rules_of(index):
-    """Rows have processors of the same kinds, of which one is strong; some rows have none.
-
-    Half of the rows have end tokens, of which the first are ruled out in some.
-    """
+    """One processor of a row is strong; some rows have none, half have ends."""
     free = index % 8 == 7
     return dict(
         processors=() if free else chain_of(**_MILD | _STRONG[index % 8]),

@@ -20,10 +20,7 @@ UNEVEN = st.TreeTopology.from_parents([-1, 0, 0, 1, 2, 2, 3])
 
 
 def beam_search(next_log_probs, widths):
-    """Beam search as in a textbook: every path is a tuple of tokens, all continuations are sorted.
-
-    Returns parents and tokens of the nodes below the root, level by level.
-    """
+    """As in a textbook: parents and tokens of nodes, level by level."""
     level, parents, tokens = [(0.0, (), 0)], [], []
     for width in widths:
         candidates = []

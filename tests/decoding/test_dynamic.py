@@ -20,10 +20,7 @@ VOCAB = 4
 
 
 def dynamic_tree(next_log_probs, num_nodes, depth, expand):
-    """The definition: every path is a tuple of tokens, all candidates are sorted.
-
-    Returns the kept paths with their scores, best first, and the paths that were read.
-    """
+    """The definition: the kept paths with their scores, and the paths that were read."""
     level, scores, read = [()], {(): 0.0}, set()
     for _ in range(depth):
         read |= set(level)

@@ -1,4 +1,7 @@
+import concurrent.futures
 import dataclasses
+import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +10,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.step import NO_ROOM, TARGET_FAILED
 from stree_jax.mesh.hosts import on_host
@@ -17,38 +21,12 @@ from tests.methods import KEY, PROMPTS, SAMPLED, TREE, drafts
 
 
 def test_streaming_yields_what_generate_returns():
-    """Texts end at the config's end token, unless told otherwise."""
     options = dict(max_new_tokens=13, **drafts(tiny_model()))
     want = st.generate(tiny_model(), PROMPTS, **options)
-    model, free = nnx.clone(tiny_model()), want.tokens[0].tolist()
-    model.config = dataclasses.replace(model.config, eos_token=free[4])
-    first = free.index(free[4]) + 1
-    assert st.generate(model, PROMPTS, max_new_tokens=13).lengths[0] == first
-    assert st.generate(model, PROMPTS, max_new_tokens=13, eos_token=()).lengths[0] == 13
-    assert len(of_rows(st.stream(model, PROMPTS, max_new_tokens=13), 0)) == first
     pieces = [*st.stream(tiny_model(), PROMPTS, **options)]
     assert [of_rows(pieces, row) for row in range(3)] == want.tokens.tolist()
     assert all(len(new) <= 3 for piece in pieces for new in piece)
     assert len(pieces) == want.stats.target_calls_per_row.max()
-
-
-@pytest.mark.parametrize("drafting", [False, True])
-def test_same_key_same_output_whatever_the_other_rows_are(drafting):
-    options = dict(max_new_tokens=12, **drafts(tiny_model()) if drafting else {})
-    first = st.generate(tiny_model(), PROMPTS, **SAMPLED, **options).tokens
-    # Other rows beside it; one ends at once.
-    others = [PROMPTS[0], [8, 8], PROMPTS[2]]
-    end = int(np.setdiff1d(first[0], first[2])[0])
-    for prompts, eos_token, rows in (
-        (PROMPTS, (), [0, 1, 2]),
-        (others, (), [0, 2]),
-        (others, end, [2]),
-    ):
-        got = st.generate(tiny_model(), prompts, eos_token=eos_token, **SAMPLED, **options)
-        np.testing.assert_array_equal(got.tokens[rows], first[rows])
-    assert got.finish_reasons[0] == "end_token"
-    other_key = dict(temperature=1.0, key=jax.random.key(12))
-    assert (st.generate(tiny_model(), PROMPTS, **other_key, **options).tokens != first).any()
 
 
 def test_statistics_add_up():
@@ -112,11 +90,6 @@ def test_what_changes_nothing():
     common = dict(max_new_tokens=6, **SAMPLED)
     want = st.generate(tiny_model(), PROMPTS, **common)
     root = drafts(tiny_model()) | dict(topology=st.TreeTopology.chain(0))
-    greedy = st.generate(tiny_model(), PROMPTS, max_new_tokens=6).tokens
-    for options in ({}, drafts(tiny_model())):  # a cold temperature takes the best token
-        cold = dict(max_new_tokens=6, temperature=1e-37, key=KEY)
-        out = st.generate(tiny_model(), PROMPTS, **cold, **options)
-        np.testing.assert_array_equal(out.tokens, greedy)
     for options in (
         dict(top_k=37),
         dict(top_k=2**40),
@@ -244,3 +217,72 @@ def test_the_end_of_sequence_is_the_configs_unless_told_otherwise():
     assert st.generate(model, PROMPTS, max_new_tokens=9).lengths[0] == first
     assert st.generate(model, PROMPTS, max_new_tokens=9, eos_token=()).lengths[0] == 9
     assert len(of_rows(st.stream(model, PROMPTS, max_new_tokens=9), 0)) == first
+
+
+def ways():
+    """Two ways to decode with one model and one drafter."""
+    common = dict(max_new_tokens=24, **drafts(tiny_model()))
+    return common, common | SAMPLED
+
+
+@pytest.mark.thorough
+def test_two_threads_with_one_model_give_the_right_tokens():
+    """They compile at the same time, and then run in turn with a stream of the other one."""
+    model, together = tiny_model(), threading.Barrier(2)
+
+    def decode(way):
+        together.wait(timeout=600)
+        texts = [st.generate(model, PROMPTS, **way).tokens for _ in range(3)]
+        together.wait(timeout=600)
+        pieces = [*st.stream(model, PROMPTS, **way)]
+        return [*texts, np.array([of_rows(pieces, row) for row in range(3)])]
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(decode, ways())]
+    for way, texts in zip(ways(), found, strict=True):
+        want = st.generate(model, PROMPTS, **way | dict(drafter=None, topology=None)).tokens
+        for tokens in texts:
+            np.testing.assert_array_equal(tokens, want)
+
+
+@pytest.fixture
+def _ctrl_c_raises():
+    """As in a program; a test's process may ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("_ctrl_c_raises")
+@pytest.mark.parametrize("when", ["before a step", "after a step", "between pieces"])
+def test_ctrl_c_in_a_stream_and_again(when, monkeypatch):
+    """The interrupted stream is lost, and nothing else: after a step its state is donated."""
+    model, way = tiny_model(), ways()[1]
+    want = st.generate(model, PROMPTS, **way).tokens
+    step, calls = SpeculativeDecoder.step, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if when == "before a step" and len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        result = step(*arguments)
+        if when == "after a step" and len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(SpeculativeDecoder, "step", interrupted)
+    seen = []
+
+    def read():
+        for piece in st.stream(model, PROMPTS, **way):
+            seen.append(piece)
+            if when == "between pieces" and len(seen) == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        read()
+    assert len(seen) == 2
+    again = [*st.stream(model, PROMPTS, **way)]
+    assert [of_rows(again, row) for row in range(3)] == want.tolist()
+    np.testing.assert_array_equal(st.generate(model, PROMPTS, **way).tokens, want)

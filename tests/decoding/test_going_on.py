@@ -72,10 +72,7 @@ def draft_reads(monkeypatch):
     ],
 )
 def test_texts_go_on(family, name, draft_reads):
-    """Rows that ended long ago, in and at the end of a path; more tokens, and none; buffers grow.
-
-    Draft models read what is new alone, and draft as if they had read whole texts.
-    """
+    """Of rows that ended long ago; draft models read what is new alone."""
     model = tiny_model(family)
     options = drafts(model, name, 0.02) if name else {}
     one, two, _ = st.generate(model, PROMPTS, max_new_tokens=30).tokens.tolist()

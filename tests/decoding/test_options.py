@@ -33,16 +33,6 @@ class AtLeast:
         return jnp.where(logits >= -distance, logits, -jnp.inf)
 
 
-def test_the_keywords_are_the_options():
-    fields = {field.name: field.default for field in dataclasses.fields(st.Options)}
-    assert {**st.Options()} == fields
-    assert {*fields} < {field.name for field in dataclasses.fields(st.Request)}
-    for function in (st.generate, st.stream, st.complete):  # spelled out, for notebooks
-        parameters = inspect.signature(function).parameters
-        assert {name: parameters[name].default for name in fields} == fields
-        assert all(f"`{name}`" in st.generate.__doc__ for name in fields)
-
-
 def test_options_are_keywords():
     given = dict(max_new_tokens=5, temperature=0.8, top_k=8, key=KEY)
     options = st.Options(**given)
@@ -149,7 +139,10 @@ def test_rows_share_the_programs_of_one_value():
 @pytest.mark.parametrize("function", [st.generate, st.stream, st.complete])
 def test_signatures_spell_out_the_options(function):
     """For notebooks that complete them, and for the API's page."""
+    fields = {field.name: field.default for field in dataclasses.fields(st.Options)}
+    assert {**st.Options()} == fields
+    assert {*fields} < {field.name for field in dataclasses.fields(st.Request)}
     parameters = inspect.signature(function).parameters
-    spelled = {name: parameters[name].default for name in {**st.Options()}}
-    assert spelled == {**st.Options()}
+    assert {name: parameters[name].default for name in fields} == fields
     assert all(each.kind is not each.VAR_KEYWORD for each in parameters.values())
+    assert all(f"`{name}`" in st.generate.__doc__ for name in fields)

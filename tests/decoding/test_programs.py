@@ -78,13 +78,15 @@ def counting(num_states):
         (dict(stop=[[1]]), dict(stop=[[1, 2], [3, 4, 5], [6]])),
         (dict(processors=[st.BannedTokens([1])]), dict(processors=[st.BannedTokens(range(8))])),
         (dict(processors=[counting(3)]), dict(processors=[counting(100)])),
+        (
+            dict(processors=[st.RepetitionPenalty(1.2)]),
+            dict(processors=[st.RepetitionPenalty(1.7)]),
+        ),
+        (dict(min_new_tokens=2), dict(min_new_tokens=3)),
     ],
 )
 def test_short_lists_share_a_program(few, more):
-    """Its key is asked for, nothing is compiled: lists of 1 to 8 are arrays of one size.
-
-    So are the tables of an automaton of up to 128 states.
-    """
+    """Its key is asked for, nothing is compiled: lists of 1 to 8 are arrays of one size."""
 
     def key(options):
         request = plan(tiny_model(), [[1]], **options)

@@ -1,8 +1,5 @@
 """Refusals of decoding, as tables of calls and messages: before anything is compiled."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +12,7 @@ from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import tiny_model
 from tests.drafters import AcceptNothing, Answering, Echo, Holding, Nameless, Unhashable
-from tests.helpers import rows
+from tests.helpers import python, rows
 from tests.methods import CHAIN, KEY, PROMPTS, SAMPLED, TREE
 
 
@@ -128,6 +125,10 @@ REQUESTS = [
     (dict(drafter=SMALL), "different vocabularies: 11 and 37 tokens"),
     (dict(drafter=drafter_of(st.BeamDrafter, model_of(36))), "vocabularies: 36 and 37"),
     (dict(drafter=drafter_of(Answering, limit=8)), "for targets of a width up to 8"),
+    (
+        dict(drafter=lambda: st.CascadeDrafter(tiny_model(), Answering(tiny_model(), limit=8))),
+        "for targets of a width up to 8",  # the medium model
+    ),
     (dict(drafter=drafter_of(Answering), topology=st.TreeTopology.chain(5)), "is for small trees"),
     (dict(drafter=drafter_of(Answering), **SAMPLED), "this drafter is for .* at temperature 0"),
     (dict(verifier="medusa"), "unknown verifier 'medusa'; known: .*'multi_step'"),
@@ -517,4 +518,4 @@ for make, message in [
 @pytest.mark.thorough
 def test_wrong_types_are_refused():
     """In a process without the shape checker, which would raise first."""
-    subprocess.run([sys.executable, "-c", WRONG_TYPES], check=True)
+    python("-c", WRONG_TYPES)

@@ -14,7 +14,7 @@ import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.testing import PROMPTS, random_model, tiny_model
-from tests.helpers import COMPILED, rows
+from tests.helpers import rows
 
 VOCAB = 70  # more than two words of bits
 
@@ -169,18 +169,3 @@ def test_what_is_refused():
     state = request.decoder.start(tiny_model(), None, request.context, request.keys)
     with pytest.raises(ValueError, match="give the same sampling to `start` and `run`"):
         request.decoder.run(tiny_model(), None, state, request.limits, request.sampling)
-
-
-@pytest.mark.thorough
-def test_other_numbers_share_the_program():
-    """Also more ids, up to 8, and another number of first tokens."""
-
-    def compiled(penalty, ids, least):
-        before = len(COMPILED)
-        processors = [st.RepetitionPenalty(penalty), st.BannedTokens(ids)]
-        options = dict(max_new_tokens=4, processors=processors, min_new_tokens=least, eos_token=3)
-        st.generate(tiny_model(), PROMPTS, **options)
-        return len(COMPILED) - before
-
-    assert compiled(1.2, [4], 2) > 0
-    assert compiled(1.7, [5, 6, 7, 8, 9], 3) == 0

@@ -118,19 +118,6 @@ def test_a_row_of_nan_is_filtered_to_nothing_and_ends():
     assert not np.isfinite(got[1]).any()
 
 
-@pytest.mark.parametrize(
-    ("row", "finite"),
-    [
-        ([0.0, -np.inf, 1.0, 0.0], True),
-        ([0.0, np.nan, 1.0, 0.0], False),
-        ([0.0, np.inf, 1.0, 0.0], False),
-        ([-np.inf] * 4, False),
-    ],
-)
-def test_all_finite(row, finite):
-    assert bool(all_finite(jnp.array(row))) is finite
-
-
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
 def test_one_bad_logit_is_found_wherever_it_is(value):
     """Compiled: there a maximum ignores NaN on a CPU."""

@@ -1,7 +1,4 @@
-"""The functions under a `Scheduler`: rows begin and end while others continue.
-
-What they give through it is in tests/serving.
-"""
+"""The functions under a `Scheduler`: rows begin while others continue."""
 
 import jax
 import jax.numpy as jnp

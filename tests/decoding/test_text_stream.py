@@ -1,4 +1,4 @@
-"""The pieces of a text, put together, are what the tokenizer makes of all its tokens."""
+"""Pieces of a text, put together, and the bytes of tokens are what the tokenizer makes of them."""
 
 import pickle
 
@@ -72,6 +72,16 @@ def random_texts(tokenizer, count, seed=0):
         yield parts
 
 
+def pieces_of(tokenizer, tokens, rng):
+    """The pieces of tokens that come a few at a time, each with the tokens until then."""
+    stream, at = st.TextStream(tokenizer), 0
+    while at < len(tokens):
+        size = int(rng.integers(1, 4))
+        yield stream.push(tokens[at : at + size]), tokens[: at + size]
+        at += size
+    yield stream.end(), tokens
+
+
 @pytest.mark.parametrize("count", [400, pytest.param(7500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
 def test_pieces_are_the_text(name, count):
@@ -80,28 +90,15 @@ def test_pieces_are_the_text(name, count):
     for tokens in random_texts(tokenizer, count):
         if name == "spaces at both ends":  # the package's own step fails for an empty text
             tokens = [tokenizer.token_to_id("▁Hello"), *tokens]
-        stream, pieces, at = st.TextStream(tokenizer), [], 0
-        while at < len(tokens):
-            size = int(rng.integers(1, 4))
-            pieces.append(stream.push(tokens[at : at + size]))
-            at += size
-            held += "".join(pieces) != tokenizer.decode(tokens[:at])
-        pieces.append(stream.end())
-        assert "".join(pieces) == tokenizer.decode(tokens), tokens
-        texts.add("".join(pieces))
+        text = ""
+        for piece, so_far in pieces_of(tokenizer, tokens, rng):
+            text += piece
+            held += text != tokenizer.decode(so_far)
+        assert text == tokenizer.decode(tokens), tokens
+        texts.add(text)
     assert len(texts) > count // 2
     # What is shown comes as early as it can, where no step needs all of the text.
     assert held < count * (0.5 if name in ("byte level", "metaspace", "wordpiece", "none") else 5)
-
-
-def pieces_of(tokenizer, tokens, rng):
-    """The text of tokens that come a few at a time."""
-    stream, pieces, at = st.TextStream(tokenizer), [], 0
-    while at < len(tokens):
-        size = int(rng.integers(1, 4))
-        pieces.append(stream.push(tokens[at : at + size]))
-        at += size
-    return "".join([*pieces, stream.end()])
 
 
 RANGES = (0x80, 0x250, 0x3000, 0xD7FF, 0x110000)  # up to which characters are drawn
@@ -128,7 +125,7 @@ def test_many_texts_of_real_tokenizers(name):
         tokens = rng.integers(0, tokenizer.get_vocab_size(), rng.integers(1, 30)).tolist()
         tokens = tokens if i % 3 == 0 else tokenizer.encode(any_text(rng)).ids
         text = tokenizer.decode(tokens)
-        assert pieces_of(tokenizer, tokens, rng) == text, tokens
+        assert "".join(piece for piece, _ in pieces_of(tokenizer, tokens, rng)) == text, tokens
         joined = b"".join(bytes_of[token] or b"" for token in tokens)
         assert joined.decode(errors="replace") == text, tokens
 
@@ -160,3 +157,58 @@ def test_a_stream_holds_a_character_at_most():
         sizes.add(len(pickle.dumps(held)))
     assert text + stream.end() == tokenizer.decode(tokens)
     assert max(sizes) - min(sizes) < 16
+
+
+PIECES = ["<s>", "▁the", "▁", "re", "<0xE3>", "<0x81>", "<0x82>"]
+
+
+def sentencepiece(decoder):
+    tokenizer = Tokenizer(models.BPE(dict(zip(PIECES, range(len(PIECES)), strict=True)), []))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.decoder = decoder
+    return tokenizer
+
+
+def test_byte_level():
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    found = token_bytes(tokenizer)
+    assert found[0] is None  # the end of text is no text
+    assert len(found) == tokenizer.get_vocab_size()
+    for token in range(1, len(found)):
+        assert tokenizer.decode([token]) == found[token].decode(errors="replace")
+    text = "Once upon a time, 3.5 % of é,\n\t日本語 and 🎉"
+    tokens = tokenizer.encode(text).ids
+    assert b"".join(found[token] for token in tokens).decode() == text
+
+
+@pytest.mark.parametrize("has_bytes", [True, False])
+def test_sentencepiece(has_bytes):
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    if has_bytes:
+        steps.insert(1, decoders.ByteFallback())
+    found = token_bytes(sentencepiece(decoders.Sequence(steps)))
+    assert found[:4] == [None, b" the", b" ", b"re"]
+    assert found[4:] == (
+        [b"\xe3", b"\x81", b"\x82"] if has_bytes else [b"<0xE3>", b"<0x81>", b"<0x82>"]
+    )
+    assert token_bytes(sentencepiece(decoders.Metaspace()))[:4] == found[:4]
+
+
+def test_an_added_token_is_text_unless_it_is_special():
+    tokenizer = Tokenizer.from_str(st.load_tokenizer(st.demo_path("target")).to_str())
+    tokenizer.add_tokens(["Once upon"])
+    tokenizer.add_special_tokens(["<|user|>"])
+    assert token_bytes(tokenizer)[-2:] == [b"Once upon", None]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "name"),
+    [
+        (None, "none"),
+        (decoders.WordPiece(), "WordPiece"),
+        (decoders.Sequence([decoders.Replace(Regex("_+"), " "), decoders.Fuse()]), "Replace"),
+    ],
+)
+def test_unknown_decoders_are_refused(decoder, name):
+    with pytest.raises(ValueError, match=f"its decoder is {name}"):
+        token_bytes(sentencepiece(decoder) if decoder else Tokenizer(models.BPE()))

@@ -195,36 +195,6 @@ def test_draws_that_nodes_share_are_caught(children):
     assert en.total_variation(wrong, en.target_joint(models)) > 0.005
 
 
-@pytest.mark.parametrize("length", [1, 3, 9])
-def test_a_chain_is_a_tree(length):
-    """Both forms of the rule, on drafts that end early, too; tokens that cannot be never pass."""
-    rng, batch = np.random.default_rng(length), 64
-    topology = TreeTopology.chain(length)
-    shape = (batch, length + 1, en.VOCAB)
-    p, q = (rng.dirichlet(np.full(en.VOCAB, 0.7), shape[:2]) for _ in range(2))
-    p[..., 0] = 0  # filtered
-    p /= p.sum(-1, keepdims=True)
-    tokens = rng.integers(en.VOCAB, size=shape[:2])
-    ends = rng.integers(length + 2, size=(batch, 1))
-    tokens = np.where(np.arange(length + 1) > ends, -1, tokens)
-    uniforms = rng.uniform(size=shape[:2]).astype(np.float32)
-    uniforms[::4] = 0.0
-    with np.errstate(divide="ignore"):
-        log_q, log_p = np.log(q, dtype=np.float32), np.log(p, dtype=np.float32)
-    drafts = uniforms, jnp.asarray(tokens), log_q, log_p
-    chain, tree = (
-        en.run_walks(*drafts, topology=topology, replace=False, rule=rule)
-        for rule in (traverse_chain, traverse)
-    )
-    np.testing.assert_array_equal(chain.last, tree.last)
-    np.testing.assert_array_equal(chain.tested, tree.tested)
-    np.testing.assert_allclose(chain.probs, tree.probs, atol=1e-5)
-    np.testing.assert_allclose(chain.accept_prob, tree.accept_prob, atol=1e-5)
-    assert len(np.unique(chain.last)) > 1
-    for row, last in enumerate(np.asarray(chain.last)):
-        assert 0 not in tokens[row, 1 : last + 1]
-
-
 @pytest.mark.parametrize("duplicates", [False, True])
 def test_following_is_exact_for_any_draft(duplicates):
     """Target-only: enumerate what the target samples at each node, for fixed drafts."""

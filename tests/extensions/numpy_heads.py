@@ -1,7 +1,4 @@
-"""Heads in NumPy float64, on tensors with the names of their files.
-
-One text, entry by entry. It shares no code with the library: the source is the format page.
-"""
+"""Heads in NumPy float64, from the format page alone."""
 
 import numpy as np
 
@@ -10,12 +7,7 @@ from tests.numpy_parts import attend, rms_norm, rope_frequencies, rotate, silu
 
 
 class Head:
-    """A head of an attention layer and one after it.
-
-    Args:
-        config: config.json of its files.
-        weights: tensors by name, and the target's `embedding` and `lm_head`, `[V, M]` each.
-    """
+    """A head of its files, with the target's `embedding` and `lm_head`."""
 
     def __init__(self, config, weights):
         self.config = config
@@ -49,13 +41,7 @@ class Head:
         return [self.entry(token, self.state(state))[0] for token, state in pairs]
 
     def logits(self, text, states, path):
-        """Logits after the text, and after each token of a path of drafts.
-
-        Args:
-            text: at least two tokens; the last is the root.
-            states: the target's, at all tokens but the last.
-            path: tokens below the root.
-        """
+        """Logits after a text, and after each token of a path of drafts."""
         entries, out = self.entries(text[:-1], states), []
         above = self.state(states[len(text) - 2])
         for token in [text[-1], *path]:

@@ -23,6 +23,7 @@ from stree_jax.testing import PROMPTS, assert_lossless, random_model, tiny_model
 from stree_jax.tuning.search import replay_tau
 from stree_jax.tuning.trace import head_trace
 from tests.extensions.heads import HEADS, KINDS, parts, states_of
+from tests.helpers import assert_same_model
 from tests.numpy_parts import log_softmax
 
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3])
@@ -46,10 +47,7 @@ def kept(state):
     ],
 )
 def test_drafts_come_from_the_head_in_float64(name, topology):
-    """Over several steps, given the whole path of each node; and what is kept of the text.
-
-    A row that has ended keeps its state.
-    """
+    """Over several steps; and what is kept, also of rows that ended."""
     kind, target, head, make, exact = parts(name)
     drafter = make(target, head, child_sampling="iid")
     inner = head.config.inner_layers if kind == "eagle3" else ()
@@ -186,9 +184,6 @@ def test_the_next_chain_depends_on_the_text_alone(kind):
         assert_same_state(kept(switched.drafter), kept(taken.drafter), length)
 
 
-# What tuning and training see.
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "temperature"),
@@ -213,14 +208,6 @@ def test_ranks_by_depth_give_the_tau_of_a_tree(kind, temperature):
     np.testing.assert_allclose(replay_tau(topology, trace), out.stats.tau, rtol=1e-12)
 
 
-# Native checkpoints.
-
-
-def same(head, other):
-    assert getattr(head, "config", None) == getattr(other, "config", None)
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(head), nnx.state(other))
-
-
 @pytest.mark.parametrize(
     ("kind", "load", "other", "missing"),
     [
@@ -234,8 +221,8 @@ def test_a_saved_head_is_for_one_target(kind, load, other, missing, tmp_path):
     path = tmp_path / "head"
     st.save_head(head, target, path)
     assert (path / CHECKSUMS).is_file()
-    same(load(path, target), head)
-    same(st.load_head(kind, path, target), head)
+    assert_same_model(load(path, target), head)
+    assert_same_model(st.load_head(kind, path, target), head)
     rounded = load(path, tiny_model(NAMES[kind], dtype="bfloat16"))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(rounded))} >= {"bfloat16"}
     for other_target in (random_model(target.config, seed=1), tiny_model("bamba hybrid")):

@@ -15,9 +15,6 @@ from tests.helpers import heads_of
 KINDS = ("iid", "without_replacement")
 
 
-# Exactness.
-
-
 def shared_outcomes(models, topology, children):
     """Drafts whose nodes of one depth and rank are one draw, and their probabilities."""
     tokens, weights = en.draft_outcomes(models, topology, children)

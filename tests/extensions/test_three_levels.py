@@ -17,9 +17,6 @@ from tests.methods import PROMPTS, SAMPLED, drafts
 RULES = (try_children, traverse_chain)
 
 
-# Enumeration: a target, a medium and a small model.
-
-
 def with_draft(target, draft):
     """`Models` of two tables."""
     models = en.Models(0)
@@ -110,9 +107,6 @@ def test_a_cascade_is_exact_although_its_length_is_random(num_drafts_and_rounds,
     cut = np.where((own < 0.3)[:, None], -1, chains)
     wrong, _ = en.enumerated(models, topology, cut, weights, replace=True, length=3)
     assert en.total_variation(wrong, en.target_joint(models, 3)) > 0.01
-
-
-# In the loop.
 
 
 @pytest.mark.thorough

@@ -6,17 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import pallas_kernels as pk
 from pallas_kernels.matmul import matmul, rows
 from pallas_kernels.rms_norm.api import NORMS
+from pallas_kernels.tree_delta import xla
 from tests.cases import matmul as matmul_cases
 from tests.cases import moe
 from tests.cases import ssd as ssd_cases
 from tests.cases import tree_attention as attention_cases
 from tests.cases import tree_delta as delta_cases
 from tests.cases import tree_scan as scan_cases
-from tests.cases.base import NEEDS_NATIVE, relative_error
+from tests.cases.base import NEEDS_NATIVE, assert_finite, relative_error
 
 
 def normal(*shapes):
@@ -121,12 +123,12 @@ NATIVE = {
 }
 
 
-def gradients(run, arguments, implementation):
+def gradients(run, arguments, **options):
     def total(arguments):
-        outputs = run(*arguments, implementation=implementation)
+        outputs = run(*arguments, **options)
         return sum((value**3).sum() for value in jax.tree.leaves(outputs))
 
-    return jax.tree.leaves(jax.jit(jax.grad(total))(arguments))
+    return jax.tree.leaves(jax.jit(jax.grad(total))(tuple(arguments)))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def gradients(run, arguments, implementation):
 )
 def test_gradients_are_those_of_xla(implementation, call):
     run, arguments = call()
-    both = (gradients(run, arguments, each) for each in ("xla", implementation))
+    both = (gradients(run, arguments, implementation=i) for i in ("xla", implementation))
     for wanted, got in zip(*both, strict=True):
         assert relative_error(got, wanted) < 1e-5
 
@@ -152,7 +154,7 @@ def test_gradients_are_those_of_xla(implementation, call):
 def test_gradients_are_finite_with_large_time_steps():
     x, dt, *rest = ssd_cases.on_device(ssd_cases.PLAIN)
     run = functools.partial(pk.ssd, chunk_size=8)
-    found = gradients(run, (x, dt * 100.0, *rest), "xla")
+    found = gradients(run, (x, dt * 100.0, *rest), implementation="xla")
     assert all(jnp.isfinite(value).all() for value in found)
 
 
@@ -181,3 +183,41 @@ def test_experts_have_the_gradients_of_the_products(case):
     for implementation in ("xla", "pallas_interpret"):
         for one, other in zip(wanted, derivatives(implementation), strict=True):
             assert relative_error(other, one) < 1e-5
+
+
+def one_by_one(q, k, v, g, beta, state):
+    """`delta_chunks` as a scan over positions, with the plain recurrence's derivatives."""
+    each = v.shape[2] // k.shape[2]
+    q, k = (jnp.repeat(xla.normed(x), each, axis=2) for x in (q * 1.0, k * 1.0))
+
+    def step(state, now):
+        q, k, v, g, beta = now
+        state = jnp.exp(g)[..., None, None] * state
+        u = beta[..., None] * (v - jnp.einsum("bhps,bhs->bhp", state, k))
+        state = state + u[..., None] * k[..., None, :]
+        return state, jnp.einsum("bhps,bhs->bhp", state, q) * q.shape[-1] ** -0.5
+
+    state, y = lax.scan(step, state, [x.swapaxes(0, 1) for x in (q, k, v, g, beta)])
+    return y.swapaxes(0, 1), state
+
+
+@pytest.mark.parametrize("name", ["tree", "betas to 2", "decays of -100 among 0", "equal keys"])
+def test_gradients_of_delta_chunks_are_those_of_the_recurrence(name):
+    case = delta_cases.CASES[name].but(nodes=21, batch=1, shape="random")
+    given = delta_cases.named(
+        delta_cases.on_device(case, delta_cases.inputs(case)), delta_cases.TREE[:-1]
+    )
+    valid = jnp.ones((1, case.nodes), bool)
+    run = functools.partial(pk.delta_chunks, valid=valid, chunk_size=8)
+    for one, other in zip(gradients(run, given), gradients(one_by_one, given), strict=True):
+        assert relative_error(one, other) < 5e-6
+
+
+def test_gradients_are_finite_where_positions_hold_nan():
+    case = delta_cases.CASES["padded nodes"]
+    given = delta_cases.on_device(case, delta_cases.inputs(case))
+    arrays = delta_cases.named(given, delta_cases.TREE[:-1])
+    run = functools.partial(pk.delta_chunks, valid=given.valid, chunk_size=8)
+    of_tree = gradients(lambda *arrays: pk.tree_delta(*arrays, given.mask), arrays)
+    for gradient in (*gradients(run, arrays), *of_tree):
+        assert_finite(gradient)

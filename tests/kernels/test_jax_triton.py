@@ -2,15 +2,13 @@
 
 import importlib.metadata
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.tree_scan import jax_triton_versions
 from tests.cases.tree_scan import CASES, small_replay
+from tests.helpers import python
 
 OBSTACLE = jax_triton_versions.obstacle()
 needs_jax_triton = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
@@ -50,14 +48,8 @@ def test_where_it_is_refused(monkeypatch):
 
 
 def run(what, **environment):
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.jax_triton_runs", what],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    output = python("-m", "tests.kernels.jax_triton_runs", what, **environment)
+    return json.loads(output.splitlines()[-1])
 
 
 @needs_jax_triton

@@ -36,11 +36,7 @@ IN_ORDER = pytest.param(False, marks=pytest.mark.slow, id="in order")
 
 @pytest.fixture(scope="module", params=[IN_ORDER, pytest.param(True, id="last first")])
 def names(request):
-    """Kernels run as on a GPU, in order or the last program first: the names of those traced.
-
-    Kernels are jitted: programs traced before are dropped, and in the end those traced here. The
-    cases of an order share the small programs around the kernels.
-    """
+    """Names of traced kernels, run in order or the last program first."""
     last_first, names = request.param, []
     call, program_id = triton.call, pl.program_id
 

@@ -7,16 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import AttentionLayout, dispatch, expert_mlps
-from pallas_kernels.numerics import best_of, few_best
+from pallas_kernels.numerics import few_best
 from tests.cases import moe
 
 
 def test_experts_on_a_tpu():
-    """Loops but for some rows an expert, whose grouped product is faster.
-
-    One over choices reads the matrices of the chosen experts, where a gather copies all of them;
-    one over blocks of rows multiplies these by one expert, a grouped product by all experts.
-    """
+    """Loops read chosen experts alone; many rows are one grouped product."""
 
     def text(case, platform):
         options = dict(activation=case.activation, gated=case.gated, implementation="xla")
@@ -38,19 +34,6 @@ def test_a_few_of_the_best_are_those_of_top_k():
         np.testing.assert_array_equal(largest, wanted)
         is_number = wanted > least  # others are unspecified
         np.testing.assert_array_equal(index[is_number], where[is_number])
-
-
-def test_the_best_of_logits():
-    """The first of equal ones, of the first columns; what is not finite is no mistake."""
-    least, most = -jnp.inf, jnp.inf
-    logits = jnp.array([[0.0, 2, 2, 1, 9], [least, least, -5, least, 9], [0, jnp.nan, 2, 1, 9]])
-    token, logit = best_of(logits, 4)
-    assert token.dtype == jnp.int32
-    np.testing.assert_array_equal(logit, [2.0, -5.0, jnp.nan])
-    assert token.tolist() == [1, 2, 3]
-    token, logit = best_of(jnp.array([[1.0, 2, 3], [least] * 3, [0, most, most]]))
-    np.testing.assert_array_equal(logit, [3.0, least, most])
-    assert token.tolist() == [2, 0, 1]
 
 
 def test_few_tokens_are_xlas_unless_asked_for(monkeypatch):

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
-from pallas_kernels import delta_chunks, replay_delta, tree_delta
-from pallas_kernels.tree_delta import reference, xla
+from pallas_kernels import replay_delta, tree_delta
+from pallas_kernels.tree_delta import reference
 from tests.cases import tree_delta as table
-from tests.cases.base import NEEDS_NATIVE, assert_finite, relative_error
+from tests.cases.base import NEEDS_NATIVE, relative_error
 
 CASE = table.CASES["tree"]
 replayed = jax.jit(replay_delta)
@@ -111,58 +110,3 @@ def test_many_steps_do_not_drift(run):
         _, u, _ = reference.tree_delta(*table.named(i, table.TREE[:5]), true, i.parents)
         true = reference.replay_delta(i.k, u, i.g, true, path)
     assert relative_error(state, true) < 3e-7
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 17, 33, 64])
-def test_the_inverse_of_any_size(count):
-    """Of a system whose series of powers has terms of 1e18 at 64 rows: all of it is 1."""
-    ones = np.tril(np.ones((1, 2, count, count)), -1)
-    ones[:, 1] *= np.random.default_rng(0).uniform(0.9, 1.0, size=ones.shape[2:])
-    found = xla.inverse(jnp.asarray(ones, jnp.float32))
-    assert relative_error(found, np.linalg.inv(np.eye(count) + ones)) < 3e-7
-
-
-def one_by_one(q, k, v, g, beta, state):
-    """`delta_chunks` as a scan over positions, with the plain recurrence's derivatives."""
-    each = v.shape[2] // k.shape[2]
-    q, k = (jnp.repeat(xla.normed(x), each, axis=2) for x in (q * 1.0, k * 1.0))
-
-    def step(state, now):
-        q, k, v, g, beta = now
-        state = jnp.exp(g)[..., None, None] * state
-        u = beta[..., None] * (v - jnp.einsum("bhps,bhs->bhp", state, k))
-        state = state + u[..., None] * k[..., None, :]
-        return state, jnp.einsum("bhps,bhs->bhp", state, q) * q.shape[-1] ** -0.5
-
-    state, y = lax.scan(step, state, [x.swapaxes(0, 1) for x in (q, k, v, g, beta)])
-    return y.swapaxes(0, 1), state
-
-
-def gradients(function, given):
-    def total(given):
-        y, state = function(*given)
-        return jnp.sum(y**3) + jnp.sum(state**3)
-
-    return jax.jit(jax.grad(total))(tuple(given))
-
-
-@pytest.mark.parametrize("name", ["tree", "betas to 2", "decays of -100 among 0", "equal keys"])
-def test_gradients_are_those_of_the_recurrence(name):
-    case = table.CASES[name].but(nodes=21, batch=1, shape="random")
-    given = table.named(table.on_device(case, table.inputs(case)), table.TREE[:-1])
-    valid = jnp.ones((1, case.nodes), bool)
-    run = functools.partial(delta_chunks, valid=valid, chunk_size=8)
-    for one, other in zip(gradients(run, given), gradients(one_by_one, given), strict=True):
-        assert relative_error(one, other) < 5e-6
-
-
-def test_gradients_are_finite_where_positions_hold_nan():
-    case = table.CASES["padded nodes"]
-    given = table.on_device(case, table.inputs(case))
-    arrays = table.named(given, table.TREE[:-1])
-    of_sequence = gradients(
-        functools.partial(delta_chunks, valid=given.valid, chunk_size=8), arrays
-    )
-    of_tree = gradients(lambda *arrays: tree_delta(*arrays, given.mask), arrays)
-    for gradient in (*of_sequence, *of_tree):
-        assert_finite(gradient)

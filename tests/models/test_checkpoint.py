@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tokenizers import Tokenizer, models
 
 import stree_jax as st
 from stree_jax.testing import tiny_model
@@ -121,13 +120,6 @@ def test_a_failed_rename_leaves_the_old_one(saved, monkeypatch, error):
     monkeypatch.undo()
     assert st.from_pretrained(saved).config == tiny_model("groups").config
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
-
-
-def test_missing(tmp_path):
-    with pytest.raises(ValueError, match="no checkpoint at .*nowhere"):
-        st.from_pretrained(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        st.from_pretrained(tmp_path)
 
 
 def changes(name, change):
@@ -291,17 +283,6 @@ def test_numbers_too_large_for_the_chosen_type(saved):
     assert np.isfinite(st.from_pretrained(saved).final_norm_scale[...]).all()
     with pytest.raises(ValueError, match="final_norm_scale holds .* too large for bfloat16"):
         st.from_pretrained(saved, dtype="bfloat16")
-
-
-def test_tokenizer(saved, tmp_path):
-    with pytest.raises(ValueError, match="no tokenizer at"):
-        st.load_tokenizer(saved)
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    st.save_pretrained(tiny_model(), tmp_path / "other", tokenizer=tokenizer)
-    assert st.load_tokenizer(tmp_path / "other").encode("b").ids == [1]
-    (tmp_path / "other" / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="is damaged"):
-        st.load_tokenizer(tmp_path / "other")
 
 
 def test_demo_paths():

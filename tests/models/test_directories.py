@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from stree_jax.checkpoint.directories import new_directory, recover, write_text
+from tests.helpers import python
 
 # What changes the file system, except for the writing of the files themselves.
 EVENTS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
@@ -73,11 +74,7 @@ def test_a_writer_may_be_killed_at_any_step(tmp_path):
         "import sys, pathlib; from tests.models.test_directories import every_kill;"
         "print(every_kill(pathlib.Path(sys.argv[1])))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False
-    )
-    assert not result.returncode, result.stderr
-    assert int(result.stdout) >= 8
+    assert int(python("-c", code, tmp_path)) >= 8
 
 
 def leftovers(folder):

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch
+from pallas_kernels import conv_gather_index, dispatch
 from stree_jax import ModelConfig, TreeTopology
 from stree_jax.models import Matrix, MoeConfig
 from stree_jax.models.cache import init_cache, init_pending, path_to
 from stree_jax.testing import CONFIGS, HYBRIDS, random_model, tiny_model
 from tests import oracle
+from tests.cases.base import relative_error
 from tests.helpers import apply, some
 
 # The families of `make test`: with attention, multipliers, experts, the gated delta rule.
@@ -61,6 +62,17 @@ def whole_tree(topology, batch=BATCH):
 
 
 TREE = TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3, 6, 7])  # depth 5, more than K
+_PARALLEL = HYBRIDS["falcon_h1"]
+# Over a tree some norms are deferred past the output projection.
+NORMS = {
+    "and a multiplier": dataclasses.replace(CONFIGS["plain"], residual_multiplier=0.6),
+    "and an output bias": ModelConfig.tiny(out_proj_bias=True),
+    "beside a branch": ModelConfig.tiny(mlp_dim=6),
+    "of groups": ModelConfig.tiny(num_groups=2),
+    "and attention": dataclasses.replace(
+        _PARALLEL, mamba2=dataclasses.replace(_PARALLEL.mamba2, norm="gate_then_norm")
+    ),
+}
 
 
 @pytest.mark.parametrize("name", some(CONFIGS, *QUICK))
@@ -74,10 +86,10 @@ def test_logits_are_the_oracles(name):
         np.testing.assert_allclose(row, want, atol=2e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("name", some(CONFIGS, *QUICK))
+@pytest.mark.parametrize("name", some([*CONFIGS, *NORMS], *QUICK))
 def test_a_tree_is_every_path_run_by_itself(name):
     """So it sees no other node, no other row and no padding."""
-    model = tiny_model(name)
+    model = random_model(NORMS[name]) if name in NORMS else tiny_model(name)
     prompts = random_tokens(model, BATCH, LENGTH)
     lengths = [LENGTH, 4]
     drafts = random_tokens(model, BATCH, TREE.num_nodes, seed=1)
@@ -112,29 +124,6 @@ def test_replay_is_prefill_of_the_accepted_tokens(name):
         ]
         _, want = prefill(model, rows, [len(row) for row in rows])
         jax.tree.map(assert_close, replayed, want)
-
-
-_PARALLEL = HYBRIDS["falcon_h1"]
-# Over a tree some norms are deferred past the output projection.
-NORMS = {
-    "and a multiplier": dataclasses.replace(CONFIGS["plain"], residual_multiplier=0.6),
-    "and an output bias": ModelConfig.tiny(out_proj_bias=True),
-    "beside a branch": ModelConfig.tiny(mlp_dim=6),
-    "of groups": ModelConfig.tiny(num_groups=2),
-    "and attention": dataclasses.replace(
-        _PARALLEL, mamba2=dataclasses.replace(_PARALLEL.mamba2, norm="gate_then_norm")
-    ),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", NORMS)
-def test_the_gated_norm_of_a_tree_is_that_of_a_sequence(name):
-    model = random_model(NORMS[name])
-    tokens = random_tokens(model, BATCH, 6)
-    chain = whole_tree(TreeTopology.chain(5))
-    got, _, _ = tree_forward(model, tokens, chain, model.init_cache(BATCH, 6))
-    assert_close(got, apply(model, tokens))
 
 
 @pytest.mark.thorough
@@ -295,3 +284,73 @@ def test_init_cache_owns_the_shapes(name):
 
     assert shapes(cache) == shapes(init_cache(model.config, BATCH, MAX_LENGTH, model.dtype))
     assert shapes(pending) == shapes(init_pending(model.config, BATCH, TREE.num_nodes, model.dtype))
+
+
+@pytest.mark.thorough
+def test_the_corrections_of_a_bfloat16_models_record_are_float32():
+    """And the state after their replay is that of the sequence."""
+    model, tree = tiny_model("qwen3_5 hybrid", dtype="bfloat16"), whole_tree(TREE)
+    prompts = random_tokens(model, BATCH, 7)
+    drafts = random_tokens(model, BATCH, TREE.num_nodes, seed=1)
+    _, cache = prefill(model, prompts, [7, 7])
+    _, pending, _ = tree_forward(model, drafts, tree, cache)
+    assert [x.dtype.name for x in pending[0]] == ["float32", "float32", "bfloat16", "bfloat16"]
+    after = replay(model, cache, pending, path_to(tree, jnp.array([8, 4])))[0]
+    assert after.ssm.dtype == jnp.float32
+    texts = [[*prompts[b], *drafts[b, TREE.ancestor_mask[last]]] for b, last in enumerate([8, 4])]
+    _, want = prefill(model, texts, [*map(len, texts)])
+    assert relative_error(after.ssm, want[0].ssm) < 0.02
+
+
+@pytest.mark.thorough
+def test_memory_of_a_tree_in_the_shape_of_qwen():
+    """Nothing is allocated. docs/algorithms.md says the same."""
+    config = ModelConfig.preset("Qwen3.5-9B")
+    make = (functools.partial(make, config, 1) for make in (init_cache, init_pending))
+    cache, pending = jax.eval_shape(lambda: [each(64, jnp.bfloat16) for each in make])
+    delta = [layer for layer, kind in enumerate(config.kinds) if kind == "gated_delta"]
+    sizes = {
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
+        for name, parts in {
+            "states": [cache[layer].ssm for layer in delta],
+            "windows": [cache[layer].conv for layer in delta],
+            "records": [pending[layer] for layer in delta],
+        }.items()
+    }
+    assert sizes == {"states": 50_331_648, "windows": 1_179_648, "records": 64 * 24 * 36_992}
+
+
+@pytest.mark.parametrize("name", ["qwen3_5 hybrid", "qwen3_next hybrid"])
+def test_nodes_that_do_not_exist_reach_nothing(name):
+    """Whatever a gated delta mixer gets there, to the bit; native code and XLA."""
+    model = tiny_model(name)
+    cache, mixer = (
+        prefill(model, random_tokens(model, BATCH, 7), [7, 4])[1][0],
+        model.blocks[0].mixer,
+    )
+    u = jnp.asarray(np.random.default_rng(0).normal(size=(2, TREE.num_nodes, 16)), jnp.float32)
+    tree = TREE.tree(jnp.arange(TREE.num_nodes)[None] < jnp.array([[5], [7]]))
+    exists = jnp.diagonal(tree.ancestor_mask, axis1=1, axis2=2)[..., None]
+
+    @jax.jit
+    def outputs(u):
+        width = mixer.config.conv_width
+        windows = {width: conv_gather_index(tree.parents, width)}
+        y, pending, _ = mixer.tree(u, tree, windows, cache)
+        return jnp.where(exists, y, 0), pending.x
+
+    for fill in (jnp.nan, jnp.inf, 1.0):
+        got, want = (outputs(jnp.where(exists, u, value)) for value in (fill, 0.0))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert not np.asarray(got[1])[~np.asarray(exists[..., 0])].any()
+
+
+def test_a_record_is_valid_with_its_own_cache_alone():
+    """Unlike Mamba-2's: the corrections depend on the state that the tree was run from."""
+    for name, is_bound in (("qwen3_5 hybrid", True), ("plain", False)):
+        model, tree = tiny_model(name), whole_tree(TREE)
+        _, cache = prefill(model, random_tokens(model, BATCH, 7), [7, 4])
+        drafts = random_tokens(model, BATCH, TREE.num_nodes, seed=1)
+        forked = (cache[0]._replace(ssm=-cache[0].ssm), *cache[1:])
+        own, foreign = (tree_forward(model, drafts, tree, each)[1][0].x for each in (cache, forked))
+        assert (relative_error(foreign, own) > 0.1) == is_bound

@@ -58,19 +58,29 @@ def alone(model, requests, **options):
     return [row[:count].tolist() for row, count in zip(out.tokens, out.lengths, strict=True)]
 
 
-def cut(tokens, request):
-    """Up to the request's own end."""
-    tokens = tokens[: request.max_new_tokens]
-    ends = np.isin(tokens, request.eos_token).nonzero()[0]
-    return tokens[: ends[0] + 1] if len(ends) else tokens
-
-
 def served(scheduler, requests):
     """Completions in the order of the requests."""
     ids = [scheduler.submit(request) for request in requests]
     done = {completion.request_id: completion for completion in scheduler.completions()}
     assert sorted(ids) == sorted(done)
     return [done[i] for i in ids]
+
+
+def serves_beside_failures(scheduler, model):
+    """Of a scheduler whose model is this one but for token 35, which gives NaN where it is read.
+
+    The next request in the row of one that failed is right, and so are the others in the pool.
+    """
+    requests = [r for r in ragged(14, vocab_size=35) if 35 not in alone(model, [r])[0]]
+    bad = st.Request([4, 35, 2], max_new_tokens=9, keep=True)
+    queue = [requests[0], bad, bad, *requests[1:5], bad, *requests[5:8]]
+    for request, completion in zip(queue, served(scheduler, queue), strict=True):
+        if request is bad:
+            assert "the target model's logits are not finite in row" in completion.error
+            assert (completion.tokens, completion.prefix) == ([], None)
+        else:
+            assert completion.error is None
+            assert completion.tokens == alone(model, [request])[0]
 
 
 def drafting(model):

@@ -76,14 +76,7 @@ def random_request(rng, vocab_size, stems, kept, number):
 
 
 def soak(model, *, requests, seed, samples, tell=lambda line: None):
-    """Serves random requests and asserts that none is lost and that texts are those of `generate`.
-
-    Args:
-        model: a small model.
-        requests, seed, samples: how many requests, of which random ones, and how many of them are
-            compared.
-        tell: is called with a line on the way, some `MEASURED` times.
-    """
+    """Asserts that no request is lost, and texts are those of `generate`."""
     rng, size = np.random.default_rng(seed), model.config.vocab_size
     stems = [rng.integers(size, size=40).tolist() for _ in range(9)]
     options = drafting(model)

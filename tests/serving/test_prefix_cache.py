@@ -1,9 +1,7 @@
 """Which entry a text begins with, against a dictionary, and what goes when the budget is spent."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
@@ -70,16 +68,3 @@ def test_an_array_that_entries_share_counts_once():
     cache.keep([4], prefix(600))
     assert (counts(cache).nbytes, counts(cache).num_entries) == (600, 1)
     assert cache.has([4])
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_damaged_entry_is_dropped(value):
-    cache = PrefixCache(1000)
-    good = prefix(100)
-    bad = good._replace(drafter=good.cache[0].at[7].set(value))
-    cache.keep([1], good)
-    cache.keep([1, 2], bad)
-    assert cache.find([1, 2, 3]) == (1, good)
-    assert (counts(cache).damaged, counts(cache).nbytes) == (1, 100)
-    assert not cache.has([1, 2])
-    assert len(jax.tree.leaves(good)) == 3

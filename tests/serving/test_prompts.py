@@ -118,10 +118,7 @@ def test_damage_costs_time_and_no_text(monkeypatch):
     ],
 )
 def test_texts_go_on_from_what_was_read(name):
-    """Forks of a prefix, while other rows decode; kept completions, and prompts that repeat them.
-
-    All use the cache: a token is prefilled once.
-    """
+    """All use the cache: a token is prefilled once."""
     scheduler = pool(name, rows=3)
     stem, all_keys = list(range(30)), jax.random.split(jax.random.key(1), 7)
     keys = iter(all_keys)

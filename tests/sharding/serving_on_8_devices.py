@@ -7,23 +7,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stree_jax as st
 from tests.decoding.rules import random_walk
-from tests.helpers import COMPILED, with_weight
+from tests.decoding.texts import broken_at
+from tests.helpers import COMPILED
 from tests.serving.requests import (
     WAYS,
     alone,
-    cut,
     disturbed,
     in_families,
     mixed,
     orders_of,
     ragged,
     served,
+    serves_beside_failures,
 )
 from tests.sharding.configs import CONFIGS
 from tests.sharding.meshes import TREE, assert_same, drafts_on, mesh_of, model_of, sharded
@@ -227,19 +227,7 @@ def test_options_of_requests():
 
 @slow
 def test_a_failed_request_ends_alone():
-    """Of a shard of a shard: its row's next tenant is right, and so are the other rows."""
-    name = "mamba2"
-    requests = [
-        r for r in ragged(14, vocab_size=35) if 35 not in cut(alone(model_of(name), [r])[0], r)
-    ]
-    broken = with_weight(model_of(name), "embedding", lambda weight: weight.at[35].set(jnp.nan))
-    target = st.shard(broken, mesh_of(2, 4))
-    bad = st.Request([4, 35, 2], max_new_tokens=9, keep=True)
-    scheduler = st.Scheduler(target, rows=2, max_length=60, quantum=2, drafter=st.NgramDrafter())
-    queue = [requests[0], bad, bad, *requests[1:5], bad, *requests[5:8]]
-    for request, completion in zip(queue, served(scheduler, queue), strict=True):
-        if request is bad:
-            assert "the target model's logits are not finite in row" in completion.error
-            assert completion.prefix is None
-        else:
-            assert completion.tokens == alone(model_of(name), [request])[0]
+    """Of a shard of a shard."""
+    target = st.shard(broken_at(35, model=model_of("mamba2")), mesh_of(2, 4))
+    options = dict(rows=2, max_length=60, quantum=2, drafter=st.NgramDrafter())
+    serves_beside_failures(st.Scheduler(target, **options), model_of("mamba2"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -11,10 +12,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import stree_jax
+from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.plan import plan
 from stree_jax.mesh.partition import ONE_DEVICE, Cut, Partition, check_mesh
 from stree_jax.models import GatedDeltaConfig
 from stree_jax.models.presets import PRESETS
 from stree_jax.names import flatten
+from stree_jax.testing import random_model
 from tests.sharding.configs import CONFIGS
 
 # Sizes whose shards are whole, or that whole shards share.
@@ -199,3 +203,27 @@ def test_meshes_that_cannot_be():
     explicit = jax.make_mesh((1, 1), ("data", "model"), (jax.sharding.AxisType.Explicit,) * 2)
     with pytest.raises(ValueError, match="make them all Auto"):
         stree_jax.shard(model, explicit)
+
+
+OF_MESHES = re.compile(
+    r"all_reduce|all_gather|collective_permute|all_to_all|shard_map|manual_computation"
+    r"|sdy\.mesh @(?!empty)"
+)
+
+
+def lowered(model):
+    drafter = stree_jax.ModelDrafter(model) if model.partition == ONE_DEVICE else None
+    tree = stree_jax.TreeTopology.chain(1) if drafter else None
+    request = plan(model, [[1, 2]], max_new_tokens=4, drafter=drafter, topology=tree)
+    decoder = request.decoder
+    state = decoder.start(model, drafter, request.context, request.keys)
+    arguments = (decoder, model, drafter, state, request.limits, request.sampling)
+    return SpeculativeDecoder.run.lower(*arguments).as_text()
+
+
+@pytest.mark.thorough
+def test_a_program_without_a_mesh_has_no_collective():
+    model = random_model(CONFIGS["one layer"])
+    assert not OF_MESHES.findall(lowered(model))
+    # And the words that are looked for are those of a mesh, even of one device.
+    assert OF_MESHES.findall(lowered(stree_jax.shard(model, stree_jax.make_mesh())))

@@ -89,14 +89,6 @@ def test_acceptance_is_counted_below_what_was_accepted():
     np.testing.assert_allclose(acceptance(trace, 2), [[3 / 6, 1 / 6], [0, 1 / 2]])
 
 
-def test_replay_counts_the_end_of_a_text_inside_a_path():
-    trace = RankTrace([np.array([0, 0, 0]), np.array([1, 0, 0, 0, 0])], 2)
-    # Calls: three drafts and no room for more; one token, then three drafts and a fourth.
-    assert replay_tau(st.TreeTopology.chain(3), trace) == 8 / 3
-    assert replay_tau(st.TreeTopology.from_branching((2, 1, 1)), trace) == 8 / 3
-    assert replay_tau(st.TreeTopology.chain(0), trace) == 1
-
-
 @pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "shared noise"])
 def traced(request):
     """A drafter, and the ranks of what the target writes; one text ends early."""
