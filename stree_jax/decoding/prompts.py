@@ -97,7 +97,7 @@ def checked_prompts(
 def in_buffers(rows: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> Context:
     """Right-padded texts in buffers of `width`; None: of the next size of the longest."""
     lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = np.zeros((len(rows), width or buffer_size(lengths.max())), np.int32)
+    tokens = np.zeros((len(rows), width or buffer_size(int(lengths.max()))), np.int32)
     for buffer, row in zip(tokens, rows, strict=True):
         buffer[: len(row)] = row
     return Context(*jax.device_put((tokens, lengths)))
