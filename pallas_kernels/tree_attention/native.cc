@@ -1,7 +1,8 @@
 // Attention of tree nodes to a cache and to their ancestors, on a CPU.
 //
 // Softmax is online, over blocks of keys: first the cache up to its length, then the nodes that a
-// query sees. A query's output does not depend on the other queries, nor on the cache's capacity.
+// query sees, which continue the cache's last block. So the position of a key decides its block, and
+// a query's output depends, to the bit, on nothing but the tokens that it sees.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -114,16 +115,20 @@ ffi::Error TreeAttention(ffi::ThreadPool pool, F32 query, F32 node_keys, F32 nod
     }
     const int64_t used = std::clamp<int64_t>(length.typed_data()[b], 0, capacity);
     const int64_t cache = (b * groups + u) * capacity * size;
-    for (int64_t first = 0; first < used; first += kKeys) {
+    const auto add = [&](Block& block, int64_t l) {
+      block.add(keys.typed_data() + cache + l * size, values.typed_data() + cache + l * size);
+    };
+    const int64_t whole = used / kKeys * kKeys;
+    for (int64_t first = 0; first < whole; first += kKeys) {
       Block block;
-      for (int64_t l = first; l < std::min(first + kKeys, used); ++l)
-        block.add(keys.typed_data() + cache + l * size, values.typed_data() + cache + l * size);
+      for (int64_t l = first; l < first + kKeys; ++l) add(block, l);
       for (Row& row : own) row.add(block, size, scale);
     }
     for (int64_t r = begin; r < end; ++r) {
       const bool* seen = mask.typed_data() + (b * queries + r / per_group) * nodes;
       Row& row = own[r - begin];
       Block block;
+      for (int64_t l = whole; l < used; ++l) add(block, l);
       for (int64_t j = 0; j < nodes; ++j) {
         if (!seen[j]) continue;
         const int64_t place = ((b * nodes + j) * groups + u) * size;

@@ -5,6 +5,10 @@ accepted path; `replay_tree_scan` is one step of a speculative loop: both in one
 state.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 from jaxtyping import Array, Bool, Float
 
@@ -84,6 +88,7 @@ def replay(
     state: Float[Array, "B H P S"],
     path: Bool[Array, "B N"],
     *,
+    A_is_log: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B H P S"]:
     """Advances a state along a path of the tree, without a state per node.
@@ -99,6 +104,7 @@ def replay(
         B: head h uses group `h // (H / G)`.
         state: the state before the root, float32. Donate it: the kernel updates it in place.
         path: a root-to-node path; all False returns the state unchanged.
+        A_is_log: whether A holds `log(-A)`, as models store it.
         implementation: a name from `dispatch.IMPLEMENTATIONS`, or "jax_triton"; None: the fastest
             that runs here.
 
@@ -108,14 +114,17 @@ def replay(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
+    versions = {"xla": xla.replay, "pallas": pallas_triton.replay, "jax_triton": _jax_triton_replay}
+    unsupported = _unsupported(x, B, None)
     return dispatch.run(
         "replay",
-        {"xla": xla.replay, "pallas": pallas_triton.replay, "jax_triton": _jax_triton_replay},
+        {name: _with_rates(version, A_is_log) for name, version in versions.items()}
+        | {"native": functools.partial(native.replay, A_is_log=A_is_log)},
         (x, dt, A, B, state, path),
         requested=implementation,
-        unsupported={"pallas": reason, "jax_triton": reason},
+        unsupported=unsupported | {"jax_triton": unsupported["pallas"]},
         others={"jax_triton": jax_triton_versions.obstacle},
+        xla_derivatives=("native",),
     )
 
 
@@ -183,6 +192,15 @@ def _unsupported(x: jax.Array, B: jax.Array, gate: Gate | None) -> dict[str, str
         "pallas": pallas_triton.unsupported(head_dim, state_size, x.dtype),
         "native": cpu.unsupported(x, head_dim=head_dim, state_size=state_size),
     }
+
+
+def _with_rates(replay: Callable[..., jax.Array], A_is_log: bool) -> Callable[..., jax.Array]:
+    """A `replay` of rates, for what models store."""
+
+    def of_stored(x: jax.Array, dt: jax.Array, A: jax.Array, *rest: Any, **options: Any) -> Any:
+        return replay(x, dt, xla.rates(A, A_is_log), *rest, **options)
+
+    return of_stored
 
 
 def _jax_triton_replay(*arguments: jax.Array) -> jax.Array:

@@ -4,12 +4,13 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import activate
-from stree_jax.array_types import Array, Float, Float32, Lengths
+from stree_jax.array_types import Array, Float, Float32, Int, Lengths
 from stree_jax.mesh.partition import Part
 from stree_jax.models.matrices import Matrix, Table
 
@@ -92,10 +93,16 @@ def causal_conv1d(
     length, width = inputs.shape[1], weight.shape[0]
     context = jnp.concatenate([conv_state.astype(inputs.dtype), inputs], axis=1).astype(jnp.float32)
     taps = weight.astype(jnp.float32)[:, None, None]
-    output = sum(context[:, k : k + length] * taps[k] for k in range(width))
-    if bias is not None:
-        output = output + bias.astype(jnp.float32)[None, None]
-    return jnp.asarray(output, inputs.dtype)
+    output = jnp.float32(0) if bias is None else bias.astype(jnp.float32)[None, None]
+    for k in range(width):  # in the order of `tree_conv1d`
+        output = output + context[:, k : k + length] * taps[k]
+    return output.astype(inputs.dtype)
+
+
+def sequence_gather_index(batch: int, length: int, width: int) -> Int[Array, "B T K"]:
+    """The `conv_gather_index` of a sequence, for ops that convolve trees."""
+    rows = np.arange(length)[:, None] + np.arange(width)
+    return jnp.broadcast_to(jnp.asarray(rows, jnp.int32), (batch, length, width))
 
 
 def silu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
