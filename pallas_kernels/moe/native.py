@@ -8,7 +8,6 @@ from pallas_kernels import native
 
 def weighted_sum(by_choice: jax.Array, weights: jax.Array) -> jax.Array:
     """See `xla.weighted_sum`."""
-    tokens, choices = weights.shape
-    result = jax.ShapeDtypeStruct((tokens, by_choice.shape[1]), jnp.float32)
-    wide = by_choice.reshape(tokens, choices, by_choice.shape[1])
+    result = jax.ShapeDtypeStruct((len(weights), by_choice.shape[1]), jnp.float32)
+    wide = by_choice.reshape(*weights.shape, by_choice.shape[1])
     return native.call("weighted_sum", result, wide, weights)

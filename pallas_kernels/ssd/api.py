@@ -4,10 +4,8 @@ State space duality, section 6 of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
@@ -50,8 +48,8 @@ def ssd(
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
-        The outputs as `tree_scan` returns them, and the state after the last position in float32. Under
-        differentiation XLA's version runs, whatever the implementation.
+        The outputs as `tree_scan` returns them, and the state after the last position in float32.
+        Under differentiation XLA's version runs, whatever the implementation.
 
     Raises:
         ValueError: a chunk size below 1, groups that do not divide the heads, a gate that does not
@@ -65,21 +63,18 @@ def ssd(
         gate.check(*x.shape[2:])
     sizes = dict(head_dim=x.shape[-1], state_size=B.shape[-1])
 
-    def in_chunks(scan: Callable[..., Any]) -> Callable[..., Any]:
-        """A scan of rates without a gate, for what models store, and a gate after it."""
-
-        def run(x: jax.Array, dt: jax.Array, A: jax.Array, *rest: Any, **options: Any) -> Any:
-            y, state = scan(x, dt, rates(A, A_is_log), *rest[:-1], **options)
-            return (y if rest[-1] is None else gated(y, rest[-1])), state
-
-        return run
+    def ungated(scan: Any, *arguments: Any, **options: Any) -> Any:
+        """A scan of rates, and the gate after it."""
+        x, dt, A, *others, gate = arguments
+        y, state = scan(x, dt, rates(A, A_is_log), *others, **options)
+        return y if gate is None else gated(y, gate), state
 
     return dispatch.run(
         "ssd",
         {
-            "xla": in_chunks(functools.partial(xla.ssd, chunk_size=chunk_size)),
+            "xla": functools.partial(ungated, xla.ssd, chunk_size=chunk_size),
             "native": functools.partial(native.ssd, A_is_log=A_is_log),
-            "pallas": in_chunks(pallas_triton.ssd),
+            "pallas": functools.partial(ungated, pallas_triton.ssd),
         },
         (x, dt, A, B, C, D, state, gate),
         requested=implementation,

@@ -11,4 +11,6 @@ def tree_attention(*arguments: jax.Array, scale: float, window: int | None = Non
     *arrays, length, mask = arguments
     result = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
     settings = dict(scale=float(scale), window=window or 0)
-    return native.call("tree_attention", result, *arrays, length.astype(jnp.int32), mask, **settings)
+    return native.call(
+        "tree_attention", result, *arrays, length.astype(jnp.int32), mask, **settings
+    )

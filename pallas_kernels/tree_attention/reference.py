@@ -22,7 +22,9 @@ def tree_attention(
         places = tokens % max(capacity, 1)
         rank = length[b] + np.cumsum(mask[b], axis=1) - 1  # position of each node on the path
         oldest = 0 if window is None else rank[:, -1:] - window + 1
-        seen = np.concatenate([tokens >= np.broadcast_to(oldest, (len(mask[b]), 1)), mask[b]], axis=1)
+        seen = np.concatenate(
+            [tokens >= np.broadcast_to(oldest, (len(mask[b]), 1)), mask[b]], axis=1
+        )
         seen[:, len(tokens) :] &= rank >= oldest
         for w in range(num_heads):
             u = w // heads_per_group

@@ -5,8 +5,6 @@ accepted path; `replay_tree_scan` is one step of a speculative loop: both in one
 state.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -114,17 +112,21 @@ def replay(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    versions = {"xla": xla.replay, "pallas": pallas_triton.replay, "jax_triton": _jax_triton_replay}
     unsupported = _unsupported(x, B, None)
     return dispatch.run(
         "replay",
-        {name: _with_rates(version, A_is_log) for name, version in versions.items()}
-        | {"native": functools.partial(native.replay, A_is_log=A_is_log)},
+        {
+            "xla": xla.replay,
+            "pallas": pallas_triton.replay,
+            "native": native.replay,
+            "jax_triton": _jax_triton_replay,
+        },
         (x, dt, A, B, state, path),
         requested=implementation,
         unsupported=unsupported | {"jax_triton": unsupported["pallas"]},
         others={"jax_triton": jax_triton_versions.obstacle},
         xla_derivatives=("native",),
+        A_is_log=A_is_log,
     )
 
 
@@ -194,16 +196,9 @@ def _unsupported(x: jax.Array, B: jax.Array, gate: Gate | None) -> dict[str, str
     }
 
 
-def _with_rates(replay: Callable[..., jax.Array], A_is_log: bool) -> Callable[..., jax.Array]:
-    """A `replay` of rates, for what models store."""
-
-    def of_stored(x: jax.Array, dt: jax.Array, A: jax.Array, *rest: Any, **options: Any) -> Any:
-        return replay(x, dt, xla.rates(A, A_is_log), *rest, **options)
-
-    return of_stored
-
-
-def _jax_triton_replay(*arguments: jax.Array) -> jax.Array:
+def _jax_triton_replay(
+    x: jax.Array, dt: jax.Array, A: jax.Array, *rest: Any, A_is_log: bool
+) -> Any:
     from pallas_kernels.tree_scan import jax_triton  # needs triton
 
-    return jax_triton.replay(*arguments)
+    return jax_triton.replay(x, dt, xla.rates(A, A_is_log), *rest)

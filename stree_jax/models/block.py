@@ -5,7 +5,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import DeferredRMSNorm, add_rms_norm, rms_norm
-from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import LayerConfig

@@ -52,7 +52,12 @@ def output_logits(
 ) -> Float32[Array, "B T V"]:
     """Logits of hidden states after the final norm."""
     with jax.named_scope("head"):
-        return output_head.matmul(hidden) * multiplier
+        logits = output_head.matmul(hidden)
+        if multiplier == 1.0:
+            return logits
+        # Else XLA may fuse the product with a difference after it, in one program and not in
+        # another, and log-probabilities would differ by the last bit.
+        return lax.optimization_barrier(logits * multiplier)
 
 
 def row_parallel(
