@@ -195,6 +195,11 @@ Call gated_rms_norm(Draw& s) {
            {"gate_first", s.of({0, 1})}}};
 }
 
+Call log_softmax(Draw& s) {
+  const int64_t rows = s.of({0, 1, 5}), size = s.of({0, 1, 16, 33, 1100});
+  return {{s.f({rows, size})}, {out({rows, size})}};
+}
+
 Call weighted_sum(Draw& s) {
   const int64_t t = s.of({0, 1, 5}), a = s.of({0, 1, 3}), size = s.of({0, 1, 16, 33});
   return {{s.f({t, a, size}), s.f({t, a})}, {out({t, size})}};
@@ -297,7 +302,7 @@ struct Function {
 const Function kFunctions[] = {
     STREE_FUNCTION(matmul),         STREE_FUNCTION(rows),
     STREE_FUNCTION(rms_norm),       STREE_FUNCTION(add_rms_norm),
-    STREE_FUNCTION(gated_rms_norm), STREE_FUNCTION(weighted_sum),
+    STREE_FUNCTION(gated_rms_norm), STREE_FUNCTION(weighted_sum), STREE_FUNCTION(log_softmax),
     STREE_FUNCTION(tree_scan),      STREE_FUNCTION(replay_tree_scan),
     STREE_FUNCTION(tree_delta),     STREE_FUNCTION(replay_tree_delta),
     STREE_FUNCTION(delta_chunks),   STREE_FUNCTION(tree_attention),
