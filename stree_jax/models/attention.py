@@ -484,7 +484,7 @@ class AttentionMixer(nnx.Module):
         heads = qkv.reshape(*qkv.shape[:-1], -1, c.head_dim)
         query, keys, values = jnp.split(heads, (num_heads, num_heads + c.num_kv_heads), axis=-2)
         kernel = self.in_proj.kernel.norms_of_sequences(self.implementation)
-        own = dict(epsilon=c.qk_norm_eps, implementation=kernel)
+        own: dict[str, Any] = dict(epsilon=c.qk_norm_eps, implementation=kernel)
         query = rms_norm(query, self.q_norm_scale[...], **own)
         keys = rms_norm(keys, self.k_norm_scale[...], **own)
         parts = [part.astype(qkv.dtype) for part in (query, keys, values)]

@@ -82,8 +82,8 @@ class ResidualStream:
         epsilon = self._config.norm_eps
         if self._output is None:
             hidden = self._hidden if self._extra is None else self._hidden + self._extra
-            own = dict(epsilon=epsilon, implementation=self._implementation)
-            return rms_norm(hidden, scale, **own).astype(self._dtype)
+            normed = rms_norm(hidden, scale, epsilon=epsilon, implementation=self._implementation)
+            return normed.astype(self._dtype)
         self._hidden, normed = add_rms_norm(
             self._hidden,
             self._output,

@@ -198,7 +198,7 @@ class GatedDeltaMixer(nnx.Module):
         if self.in_proj.kernel.is_packed:
             nodes, q, _ = tree_conv1d_layer(
                 *(projected, self.conv_weight[...], None, self.dt_bias[...], cache.conv),
-                sequence_gather_index(*u.shape[:2], self.config.conv_width),
+                sequence_gather_index(u, self.config.conv_width),
                 layout=layout,
                 implementation=self.implementation,
             )

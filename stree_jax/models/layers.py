@@ -104,8 +104,9 @@ def causal_conv1d(
     return output.astype(inputs.dtype)
 
 
-def sequence_gather_index(batch: int, length: int, width: int) -> Int[Array, "B T K"]:
+def sequence_gather_index(inputs: Float[Array, "B T M"], width: int) -> Int[Array, "B T K"]:
     """The `conv_gather_index` of a sequence, for ops that convolve trees."""
+    batch, length, _ = inputs.shape
     rows = np.arange(length)[:, None] + np.arange(width)
     return jnp.broadcast_to(jnp.asarray(rows, jnp.int32), (batch, length, width))
 

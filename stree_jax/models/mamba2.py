@@ -369,7 +369,7 @@ class Mamba2Mixer(nnx.Module):
         if is_packed := self.in_proj.kernel.is_packed:
             pending, C, _ = tree_conv1d_layer(
                 *(projected, *self._conv_weights(), self.dt_bias[...], cache.conv),
-                sequence_gather_index(*u.shape[:2], self.config.conv_width),
+                sequence_gather_index(u, self.config.conv_width),
                 layout=layout,
                 implementation=self.implementation,
             )
