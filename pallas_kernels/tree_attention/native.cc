@@ -181,13 +181,9 @@ extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_tree_attention(XLA_FFI_CallFram
 XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_tree_attention, stree::TreeAttention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
+                                  .Arg<stree::F32>().Arg<stree::F32>()
+                                  .Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::PRED>>()
                                   .Ret<stree::F32>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window"));

@@ -259,12 +259,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_replay_tree_delta, stree::ReplayTreeDelt
 XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_delta_chunks, stree::DeltaChunks,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::Flags>()
-                                  .Ret<stree::F32>()
-                                  .Ret<stree::F32>());
+                                  .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
+                                  .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
+                                  .Arg<stree::Flags>().Ret<stree::F32>().Ret<stree::F32>());

@@ -56,10 +56,10 @@ def tree_scan(
 
     Returns:
         Outputs of the query nodes in the dtype of `x`; with a norm after the gate, a
-        `DeferredRMSNorm` of rows `[B, Q, H * P]`. Rounding: float32 throughout; where it is computed
-        as above the exponent is a difference of sums, so a weight is off by about `1e-7 |a_i|`.
-        Native code runs the recurrence from parent to child, and reads of the mask a node's parent
-        and whether it exists: the node's own place.
+        `DeferredRMSNorm` of rows `[B, Q, H * P]`. Rounding: float32 throughout; where it is
+        computed as above the exponent is a difference of sums, so a weight is off by about
+        `1e-7 |a_i|`. Native code runs the recurrence from parent to child: of the mask it reads
+        which node is the parent, the last one above, and whether a node is there at all.
 
     Raises:
         ValueError: a gate that does not fit, or an implementation that does not exist, or cannot
