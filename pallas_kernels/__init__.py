@@ -20,6 +20,7 @@ accepted path. The ops are the parts of that step which XLA cannot fuse well:
     ssd                 the Mamba-2 recurrence over a whole sequence, in chunks
     expert_mlps         the chosen experts of each token
     matmul              rows times a matrix that is packed for a CPU
+    log_softmax         log-probabilities of rows of logits
     largest_threshold   the search behind top-k and top-p
 
 Every op is a pure function of arrays that returns new arrays; the ones that update a state or a
@@ -35,6 +36,7 @@ tree, with `Q < N` a draft model grows a tree level by level. Dimension letters 
 """
 
 from pallas_kernels import dispatch
+from pallas_kernels.log_softmax.api import log_softmax
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.quantized import QuantizedMatrix
@@ -80,6 +82,7 @@ __all__ = [
     "expert_mlps",
     "gated_rms_norm",
     "largest_threshold",
+    "log_softmax",
     "matmul",
     "replay",
     "replay_conv_state",

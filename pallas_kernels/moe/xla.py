@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.matmul import PackedMatrix, matmul
+from pallas_kernels.moe import native
 from pallas_kernels.numerics import activate, argsort, contract
 
 # Least and most rows that a loop multiplies by an expert's matrices at a time.
@@ -78,7 +79,8 @@ def packed_mlps(
 
     rows = jnp.repeat(x, chosen.shape[1], axis=0)
     by_choice = _mlp(rows, product_with(experts_in), product_with(experts_out), **options)
-    return weighted_sum(by_choice, weights).astype(x.dtype)
+    total = native.weighted_sum if product == "native" else weighted_sum
+    return total(by_choice, weights).astype(x.dtype)
 
 
 def few(chosen: Int[Array, "tokens A"], num_experts: int) -> bool:

@@ -9,6 +9,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#else
+#include <arm_neon.h>
 #endif
 
 #define STREE_INLINE inline __attribute__((always_inline))
@@ -66,5 +68,17 @@ STREE_INLINE Vec load(const uint16_t* from) { return (Vec)(widened(from) << 16);
 STREE_INLINE Vec load(const int8_t* from) { return __builtin_convertvector(widened(from), Vec); }
 STREE_INLINE void store(float* to, Vec values) { *(unaligned::F32*)to = values; }
 STREE_INLINE Vec splat(float value) { return value - Vec{}; }
+
+// a * b + c, rounded once. For what must be equal to the bit in several places: of a sum of two
+// products compilers choose which one they fuse.
+STREE_INLINE Vec fused(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__x86_64__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#endif
+}
 
 }  // namespace stree

@@ -6,6 +6,7 @@ sequence. `tree_attention_layer` is a layer between its projections.
 """
 
 import functools
+from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -24,9 +25,9 @@ def tree_attention(
     values: Float[Array, "B U L E"],
     length: Int[Array, " B"],
     mask: Bool[Array, "B Q N"],
-    cache_mask: Bool[Array, "B Q L"] | None = None,
     *,
     scale: float,
+    window: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B Q W E"]:
     """Grouped-query attention; query head w uses key and value head `w // (W / U)`.
@@ -39,9 +40,9 @@ def tree_attention(
         length: number of tokens in the cache, for each row.
         mask: which nodes a query attends to. It must include the query itself, or its output is
             unspecified, and no later nodes: the kernel skips them.
-        cache_mask: which of the first `length` cache positions a query attends to, such as those in
-            a window; None: all. XLA only.
         scale: multiplies the scores.
+        window: how many tokens a query attends to, itself and those before it on its path; the
+            cache is then a ring, see `KVCache`. None: all. The Pallas kernel has none.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
@@ -52,14 +53,14 @@ def tree_attention(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    arguments: tuple = (query, node_keys, node_values, keys, values, length, mask)
     unsupported = {
         "pallas": pallas_triton.unsupported(query.shape[-1]),
         "native": cpu.unsupported(query, keys, head_dim=query.shape[-1]),
     }
-    if cache_mask is not None:
-        arguments = (*arguments, cache_mask)
-        unsupported = dict.fromkeys(unsupported, "no kernel has a mask over the cache")
+    settings: dict[str, Any] = dict(scale=scale)
+    if window is not None:
+        settings["window"] = window
+        unsupported["pallas"] = "the kernel has no windows"
     return dispatch.run(
         "tree_attention",
         {
@@ -67,11 +68,11 @@ def tree_attention(
             "pallas": pallas_triton.tree_attention,
             "native": native.tree_attention,
         },
-        arguments,
+        (query, node_keys, node_values, keys, values, length, mask),
         requested=implementation,
         unsupported=unsupported,
         xla_derivatives=True,
-        scale=scale,
+        **settings,
     )
 
 

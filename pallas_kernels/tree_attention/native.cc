@@ -1,7 +1,8 @@
 // Attention of tree nodes to a cache and to their ancestors, on a CPU.
 //
 // Softmax is online, over blocks of keys: first the cache up to its length, then the nodes that a
-// query sees. A query's output does not depend on the other queries, nor on the cache's capacity.
+// query sees, which continue the cache's last block. So the position of a key decides its block, and
+// a query's output depends, to the bit, on nothing but the tokens that it sees.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -85,13 +86,13 @@ void Row::finish(int64_t size) const {
 
 ffi::Error TreeAttention(ffi::ThreadPool pool, F32 query, F32 node_keys, F32 node_values, F32 keys,
                          F32 values, ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::PRED> mask,
-                         ffi::ResultBuffer<ffi::F32> output, float scale) {
+                         ffi::ResultBuffer<ffi::F32> output, float scale, int64_t window) {
   const auto qs = query.dimensions(), ns = node_keys.dimensions(), ks = keys.dimensions();
   if (qs.size() != 4 || ns.size() != 4 || ks.size() != 4)
     return ffi::Error::InvalidArgument("stree_jax tree_attention: arrays of four axes");
   const int64_t batch = qs[0], queries = qs[1], heads = qs[2], size = qs[3];
   const int64_t nodes = ns[1], groups = ns[2], capacity = ks[2];
-  const bool fits = groups > 0 && heads % groups == 0 && size % kLanes == 0 &&
+  const bool fits = window >= 0 && groups > 0 && heads % groups == 0 && size % kLanes == 0 &&
                     is(ns, {batch, nodes, groups, size}) && is(node_values.dimensions(), {batch, nodes, groups, size}) &&
                     is(ks, {batch, groups, capacity, size}) && is(values.dimensions(), {batch, groups, capacity, size}) &&
                     is(length.dimensions(), {batch}) &&
@@ -99,6 +100,9 @@ ffi::Error TreeAttention(ffi::ThreadPool pool, F32 query, F32 node_keys, F32 nod
   if (!fits) return ffi::Error::InvalidArgument("stree_jax tree_attention: shapes do not fit");
   const int64_t per_group = heads / groups, rows = queries * per_group;
   const int64_t tasks = (rows + kRows - 1) / kRows;
+  std::vector<int64_t> depths(window ? batch * queries : 0);  // nodes above each query
+  for (size_t i = 0; i < depths.size(); ++i)
+    depths[i] = std::count(mask.typed_data() + i * nodes, mask.typed_data() + (i + 1) * nodes, true) - 1;
 
   const auto run = [&](int64_t task) {
     const int64_t b = task / tasks / groups, u = task / tasks % groups;
@@ -112,26 +116,49 @@ ffi::Error TreeAttention(ffi::ThreadPool pool, F32 query, F32 node_keys, F32 nod
       row.output = output->typed_data() + place;
       std::fill_n(row.output, size, 0.0f);
     }
-    const int64_t used = std::clamp<int64_t>(length.typed_data()[b], 0, capacity);
+    // Of a ring the token at position l is at l % capacity.
+    const int64_t tokens = std::max<int64_t>(0, length.typed_data()[b]);
+    const int64_t used = window ? tokens : std::min(tokens, capacity);
+    const int64_t oldest = window ? std::max<int64_t>(0, used - capacity) : 0;
     const int64_t cache = (b * groups + u) * capacity * size;
-    for (int64_t first = 0; first < used; first += kKeys) {
+    const auto add = [&](Block& block, int64_t from, int64_t to) {
+      for (int64_t l = from; l < to; ++l) {
+        const int64_t place = cache + (window ? l % capacity : l) * size;
+        block.add(keys.typed_data() + place, values.typed_data() + place);
+      }
+    };
+    const int64_t whole = used / kKeys * kKeys;
+    for (int64_t first = oldest / kKeys * kKeys; first < whole; first += kKeys) {
       Block block;
-      for (int64_t l = first; l < std::min(first + kKeys, used); ++l)
-        block.add(keys.typed_data() + cache + l * size, values.typed_data() + cache + l * size);
-      for (Row& row : own) row.add(block, size, scale);
+      add(block, std::max(first, oldest), first + kKeys);
+      for (int64_t r = begin; r < end; ++r) {
+        const int64_t lowest = used + (window ? depths[b * queries + r / per_group] - window + 1 : 0);
+        if (!window || lowest <= first) {
+          own[r - begin].add(block, size, scale);
+        } else if (lowest < first + kKeys) {
+          Block part;
+          add(part, std::max(lowest, oldest), first + kKeys);
+          own[r - begin].add(part, size, scale);
+        }
+      }
     }
     for (int64_t r = begin; r < end; ++r) {
       const bool* seen = mask.typed_data() + (b * queries + r / per_group) * nodes;
       Row& row = own[r - begin];
+      const int64_t lowest =
+          window ? std::max(oldest, used + depths[b * queries + r / per_group] - window + 1) : 0;
       Block block;
+      add(block, std::max(whole, lowest), used);
+      int64_t position = used;
       for (int64_t j = 0; j < nodes; ++j) {
         if (!seen[j]) continue;
-        const int64_t place = ((b * nodes + j) * groups + u) * size;
-        block.add(node_keys.typed_data() + place, node_values.typed_data() + place);
-        if (block.count == kKeys) {
-          row.add(block, size, scale);
-          block.count = 0;
+        if (position >= lowest) {
+          const int64_t place = ((b * nodes + j) * groups + u) * size;
+          block.add(node_keys.typed_data() + place, node_values.typed_data() + place);
         }
+        if (++position % kKeys) continue;
+        row.add(block, size, scale);
+        block.count = 0;
       }
       row.add(block, size, scale);
       row.finish(size);
@@ -154,12 +181,9 @@ extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_tree_attention(XLA_FFI_CallFram
 XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_tree_attention, stree::TreeAttention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
+                                  .Arg<stree::F32>().Arg<stree::F32>()
+                                  .Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::PRED>>()
                                   .Ret<stree::F32>()
-                                  .Attr<float>("scale"));
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window"));

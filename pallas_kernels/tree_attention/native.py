@@ -1,15 +1,18 @@
 """`tree_attention` by our own code, `native.cc`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native
 
 
-def tree_attention(*arguments: jax.Array, scale: float) -> jax.Array:
+def tree_attention(*arguments: jax.Array, scale: float, window: int | None = None) -> jax.Array:
     """See `api.tree_attention`, whose arrays these are. Reads the cache up to its length."""
     *arrays, length, mask = arguments
     result = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
+    settings: dict[str, Any] = dict(scale=float(scale), window=window or 0)
     return native.call(
-        "tree_attention", result, *arrays, length.astype(jnp.int32), mask, scale=float(scale)
+        "tree_attention", result, *arrays, length.astype(jnp.int32), mask, **settings
     )

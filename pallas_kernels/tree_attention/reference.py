@@ -4,25 +4,32 @@ import numpy as np
 
 
 def tree_attention(
-    query, node_keys, node_values, keys, values, length, mask, cache_mask=None, *, scale
+    query, node_keys, node_values, keys, values, length, mask, *, scale, window=None
 ):
     """Softmax attention of each query to the first `length` cache positions and to its nodes.
 
-    From query `[B, Q, W, E]`, nodes `[B, N, U, E]`, a cache `[B, U, L, E]`, length `[B]`, mask `[B,
-    Q, N]`, every row with at least one True, and `cache_mask` `[B, Q, L]`, or None: all.
+    From query `[B, Q, W, E]`, nodes `[B, N, U, E]`, a cache `[B, U, L, E]`, length `[B]` and mask
+    `[B, Q, N]`, every row with at least one True. With a window the cache is a ring, and a query
+    sees the last `window` tokens of its path.
     """
-    batch, num_queries, num_heads, _ = query.shape
+    batch, _, num_heads, _ = query.shape
     heads_per_group = num_heads // node_keys.shape[2]
+    capacity = keys.shape[2]
     output = np.zeros_like(query)
     for b in range(batch):
-        in_cache = np.ones((num_queries, length[b]), bool)
-        if cache_mask is not None:
-            in_cache = cache_mask[b, :, : length[b]]
-        seen = np.concatenate([in_cache, mask[b]], axis=1)
+        first = 0 if window is None else max(0, length[b] - capacity)
+        tokens = np.arange(first, length[b])
+        places = tokens % max(capacity, 1)
+        rank = length[b] + np.cumsum(mask[b], axis=1) - 1  # position of each node on the path
+        oldest = 0 if window is None else rank[:, -1:] - window + 1
+        seen = np.concatenate(
+            [tokens >= np.broadcast_to(oldest, (len(mask[b]), 1)), mask[b]], axis=1
+        )
+        seen[:, len(tokens) :] &= rank >= oldest
         for w in range(num_heads):
             u = w // heads_per_group
-            seen_keys = np.concatenate([keys[b, u, : length[b]], node_keys[b, :, u]])
-            seen_values = np.concatenate([values[b, u, : length[b]], node_values[b, :, u]])
+            seen_keys = np.concatenate([keys[b, u, places], node_keys[b, :, u]])
+            seen_values = np.concatenate([values[b, u, places], node_values[b, :, u]])
             scores = np.where(seen, scale * (query[b, :, w] @ seen_keys.T), -np.inf)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             output[b, :, w] = weights @ seen_values / weights.sum(axis=1, keepdims=True)

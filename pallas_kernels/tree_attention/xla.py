@@ -33,11 +33,14 @@ def tree_attention(
     values: Float[Array, "B U L E"],
     length: Int[Array, " B"],
     mask: Bool[Array, "B Q N"],
-    cache_mask: Bool[Array, "B Q L"] | None = None,
     *,
     scale: float,
+    window: int | None = None,
 ) -> Float[Array, "B Q W E"]:
     """See `api.tree_attention`."""
+    cache_mask = None
+    if window is not None:
+        mask, cache_mask, length = _in_window(mask, length, keys.shape[2], window)
     batch, num_queries, num_heads, head_dim = query.shape
     num_groups = node_keys.shape[2]
     per_group = num_heads // num_groups
@@ -74,6 +77,20 @@ def tree_attention(
     output = (output / total[..., None]).astype(query.dtype)
     output = output.reshape(batch, num_groups, per_group, num_queries, head_dim)
     return output.transpose(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+def _in_window(
+    mask: jax.Array, length: jax.Array, capacity: int, window: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Which nodes and which places of a ring are in the window; how many places have tokens."""
+    before = jnp.cumsum(mask, axis=2, dtype=jnp.int32)  # of each node on the path, and itself
+    depth = before[:, :, -1:] - 1
+    # The position of the token at each place; negative where there is none yet.
+    last = length[:, None] - 1
+    held = last - (last - jnp.arange(capacity, dtype=jnp.int32)[None]) % max(capacity, 1)
+    oldest = length[:, None, None] + depth - window + 1
+    in_cache = (held >= 0)[:, None] & (held[:, None] >= oldest)
+    return mask & (before - 1 > depth - window), in_cache, jnp.minimum(length, capacity)
 
 
 def _softmax(

@@ -122,7 +122,11 @@ def replay_delta(
     _check_groups(k, u)
     return dispatch.run(
         "replay_delta",
-        {"xla": xla.replay_delta, "pallas": pallas_triton.replay_delta},
+        {
+            "xla": xla.replay_delta,
+            "native": native.replay_delta,
+            "pallas": pallas_triton.replay_delta,
+        },
         (k, u, g, state, path),
         requested=implementation,
         unsupported=_unsupported(k, k, u),

@@ -1,9 +1,7 @@
 // The gated delta rule on a CPU: over a tree, with the replay of the previous tree's path, and over
-// a whole sequence.
+// a sequence.
 //
-// Over a tree a head's state is read once and written once, some rows at a time, as in tree_scan;
-// then the corrections u follow from parent to child, each from those above it. Over a sequence one
-// step follows the other, and the state is held [S, P], so that a product is no sum over lanes.
+// As in tree_scan a state goes from token to token in one way, and is read once and written once.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -11,8 +9,9 @@
 
 #include "../native/math.h"
 #include "../native/parallel.h"
-#include "../native/reduce.h"
 #include "../native/shapes.h"
+#include "../native/state.h"
+#include "../native/walk.h"
 
 namespace ffi = xla::ffi;
 namespace stree {
@@ -27,135 +26,125 @@ void norm(const float* from, float* to, int64_t size, float length) {
 }
 
 // Sizes as in the glossary: O nodes before, N nodes, Q queries, H heads of P channels, G groups of
-// S states.
-struct Tree {
+// S states. Of a sequence all nodes are queries.
+struct Delta {
   int64_t batch, before, nodes, queries, heads, channels, groups, states;
   const float *prev_k, *prev_u, *prev_g;
   const bool* path;
   const float *q, *k, *v, *g, *beta, *state;
-  const bool* mask;
-  const float* prefix_u;  // of the first N - Q nodes
-  float *y, *u, *new_state;  // u: of the queries; new_state: null if nothing is replayed
+  const bool *mask, *valid;  // of a tree, or of a sequence; the other is null
+  const float* prefix_u;     // of the first N - Q nodes
+  float *y, *u, *new_state;  // u: of the queries, or null; new_state: null if nothing is replayed
 
-  // Of each row: nodes of the path; and of each query its ancestors, itself last.
-  std::vector<std::vector<int>> paths, ancestors;
+  // Of each row: nodes of the path, and the order of the nodes.
+  std::vector<std::vector<int>> paths;
+  std::vector<Walk> walks;
 
-  void prepare();
-  void group(int64_t b, int64_t g) const;
+  ffi::Error run(ffi::ThreadPool& pool);
+  void group(int64_t b, int64_t group) const;
+  bool exists(int64_t b, int64_t i) const {
+    return mask ? mask[(b * nodes + i) * nodes + i] : valid[b * nodes + i];
+  }
 };
 
 // What the heads of a group share.
 struct Keys {
   std::vector<float> walked, keys, queries;  // normed: of the path, of all nodes, of the queries
-  // Of each query: products of its k and its q with the k of its ancestors.
-  std::vector<std::vector<float>> alike, seen;
+  std::vector<float> alike;                  // products of each query with its own key
 };
 
-void Tree::prepare() {
+ffi::Error Delta::run(ffi::ThreadPool& pool) {
   paths.resize(batch);
-  ancestors.resize(batch * queries);
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t j = 0; j < before; ++j)
       if (path[b * before + j]) paths[b].push_back(j);
-    for (int64_t i = nodes - queries; i < nodes; ++i) {
-      const bool* row = mask + (b * nodes + i) * nodes;
-      if (!row[i]) continue;  // no node: the rest of its row says nothing
-      for (int64_t j = 0; j <= i; ++j)
-        if (row[j]) ancestors[b * queries + i - (nodes - queries)].push_back(j);
+    if (mask) {
+      walks.push_back(walk(mask + b * nodes * nodes, nodes, nodes - queries));
+      continue;
     }
+    walks.emplace_back();
+    for (int64_t t = 0; t < nodes; ++t)  // each state takes the place of the one before
+      if (exists(b, t)) walks[b].visits.push_back({t, 0, 0});
   }
+  for_each_task(pool, batch * groups, [&](int64_t task) { group(task / groups, task % groups); });
+  return ffi::Error::Success();
 }
 
-void head(const Tree& tree, const Keys& of, int64_t b, int64_t group, int64_t h) {
-  const int64_t first = tree.nodes - tree.queries, channels = tree.channels, states = tree.states;
-  const auto node = [&](int64_t count, int64_t j) { return (b * count + j) * tree.heads + h; };
+// Products of kLanes rows of a state with two vectors.
+void read(const float* rows, const float* first, const float* second, int64_t states, Vec* found) {
+  constexpr int kHalf = kLanes / 2;  // of the rows: all their sums stay in registers
+  Vec firsts[kLanes] = {}, seconds[kLanes] = {};
+#pragma GCC unroll 2
+  for (int part = 0; part < kLanes; part += kHalf)
+    for (int64_t s = 0; s < states; s += kLanes) {
+      const Vec one = load(first + s), other = load(second + s);
+#pragma GCC unroll 8
+      for (int r = part; r < part + kHalf; ++r) {
+        const Vec row = load(rows + r * states + s);
+        firsts[r] = fused(row, one, firsts[r]);
+        seconds[r] = fused(row, other, seconds[r]);
+      }
+    }
+  found[0] = sums_of(firsts);
+  found[1] = sums_of(seconds);
+}
 
-  // Weights of the path's nodes in the new state; decays are sums over later nodes.
-  const std::vector<int>& walked = tree.paths[b];
-  std::vector<float> weights(walked.size());
-  float later = 0;
-  for (int64_t j = static_cast<int64_t>(walked.size()) - 1; j >= 0; --j) {
-    weights[j] = exp1(later);
-    later += tree.prev_g[node(tree.before, walked[j])];
+void head(const Delta& delta, const Keys& of, int64_t b, int64_t h) {
+  const int64_t nodes = delta.nodes, queries = delta.queries, first = nodes - queries;
+  const int64_t channels = delta.channels, states = delta.states;
+  const auto node = [&](int64_t count, int64_t j) { return (b * count + j) * delta.heads + h; };
+  const std::vector<int>& walked = delta.paths[b];
+  const auto& [visits, slots] = delta.walks[b];
+
+  for (int64_t i = first; i < nodes; ++i) {
+    if (delta.exists(b, i)) continue;
+    std::fill_n(delta.y + node(queries, i - first) * channels, channels, 0.0f);
+    if (delta.u) std::fill_n(delta.u + node(queries, i - first) * channels, channels, 0.0f);
   }
-  const float total = exp1(later);
+  std::vector<float> decays(nodes);
+  std::vector<Token> old(walked.size());
+  for (const Visit& visit : visits) decays[visit.node] = exp1(delta.g[node(nodes, visit.node)]);
+  for (size_t j = 0; j < walked.size(); ++j) {
+    old[j].decay = exp1(delta.prev_g[node(delta.before, walked[j])]);
+    old[j].B = of.walked.data() + j * states;
+  }
 
-  // The state, kLanes channels at a time, and its products with k and q.
-  std::vector<float> read(tree.queries * channels), carried(tree.queries * channels);
-  const float* from = tree.state + (b * tree.heads + h) * channels * states;
-  float* to = tree.new_state ? tree.new_state + (b * tree.heads + h) * channels * states : nullptr;
+  // The state, kLanes channels at a time.
+  std::vector<float> stack(slots * kLanes * states);
+  const float* from = delta.state + (b * delta.heads + h) * channels * states;
+  float* to = delta.new_state ? delta.new_state + (b * delta.heads + h) * channels * states : nullptr;
   for (int64_t p = 0; p < channels; p += kLanes) {
     const float* rows = from + p * states;
     if (to) {
-      float* out = to + p * states;
-      for (int r = 0; r < kLanes; ++r)
-        for (int64_t s = 0; s < states; s += kLanes) {
-          Vec value = load(rows + r * states + s) * splat(total);
-          for (size_t j = 0; j < walked.size(); ++j) {
-            const float in =
-                weights[j] * tree.prev_u[node(tree.before, walked[j]) * channels + p + r];
-            value += splat(in) * load(of.walked.data() + j * states + s);
-          }
-          store(out + r * states + s, value);
-        }
-      rows = out;
+      for (size_t j = 0; j < walked.size(); ++j)
+        std::copy_n(delta.prev_u + node(delta.before, walked[j]) * channels + p, kLanes, old[j].in);
+      replay(rows, to + p * states, old, states);
+      rows = to + p * states;
     }
-    for (int64_t q = 0; q < tree.queries; ++q) {
-      if (tree.ancestors[b * tree.queries + q].empty()) continue;
-      const auto product = [&](const float* with, float* result) {
-        Vec sums[kLanes] = {};
-        for (int64_t s = 0; s < states; s += kLanes) {
-          const Vec value = load(with + s);
-#pragma GCC unroll 16
-          for (int r = 0; r < kLanes; ++r) sums[r] += load(rows + r * states + s) * value;
-        }
-        store(result + q * channels + p, sums_of(sums));
-      };
-      product(of.keys.data() + (first + q) * states, read.data());
-      product(of.queries.data() + q * states, carried.data());
-    }
-  }
-
-  std::vector<float> inner(tree.nodes), outer(tree.nodes);
-  for (int64_t q = 0; q < tree.queries; ++q) {
-    const std::vector<int>& above = tree.ancestors[b * tree.queries + q];
-    const int64_t own = node(tree.queries, q) * channels;
-    if (above.empty()) {
-      std::fill_n(tree.u + own, channels, 0.0f);
-      std::fill_n(tree.y + own, channels, 0.0f);
-      continue;
-    }
-    const float beta = tree.beta[node(tree.queries, q)];
-    const std::vector<float>&alike = of.alike[q], &seen = of.seen[q];
-    float between = 0;  // the log-decay from just after an ancestor on
-    for (int64_t a = static_cast<int64_t>(above.size()) - 1; a >= 0; --a) {
-      const float decay = exp1(between);
-      inner[a] = beta * decay * alike[a];
-      outer[a] = decay * seen[a];
-      between += tree.g[node(tree.nodes, above[a])];
-    }
-    const Vec kept = splat(exp1(between)), strength = splat(beta);
-    const auto correction = [&](int64_t j) -> const float* {
-      if (j < first) return tree.prefix_u + node(first, j) * channels;
-      return tree.u + node(tree.queries, j - first) * channels;
-    };
-    for (int64_t p = 0; p < channels; p += kLanes) {
-      // What ancestors give is summed by itself: taken from u one by one, each would round u.
-      Vec written = {}, y = kept * load(carried.data() + q * channels + p);
-      for (size_t a = 0; a + 1 < above.size(); ++a) {
-        const Vec other = load(correction(above[a]) + p);
-        written += splat(inner[a]) * other;
-        y += splat(outer[a]) * other;
+    for (const auto& [i, above, own] : visits) {
+      const float* parent = above ? stack.data() + (above - 1) * kLanes * states : rows;
+      const float* key = of.keys.data() + i * states;
+      Token token{decays[i], key, {}};
+      if (i < first) {
+        std::copy_n(delta.prefix_u + node(first, i) * channels + p, kLanes, token.in);
+      } else {
+        const int64_t q = i - first, at = node(queries, q);
+        Vec found[2];
+        read(parent, key, of.queries.data() + q * states, states, found);
+        const Vec kept = splat(token.decay), strength = splat(delta.beta[at]);
+        const Vec u = strength * fused(-kept, found[0], load(delta.v + at * channels + p));
+        store(token.in, u);
+        if (delta.u) store(delta.u + at * channels + p, u);
+        store(delta.y + at * channels + p, fused(splat(of.alike[q]), u, kept * found[1]));
       }
-      const Vec missing = load(tree.v + own + p) - kept * load(read.data() + q * channels + p);
-      const Vec u = strength * missing - written;
-      store(tree.u + own + p, u);
-      store(tree.y + own + p, y + splat(outer[above.size() - 1]) * u);
+      if (own < 0) continue;
+      float* mine = own ? stack.data() + (own - 1) * kLanes * states : to + p * states;
+      step<false, true>(parent, nullptr, nullptr, token, mine, states);
     }
   }
 }
 
-void Tree::group(int64_t b, int64_t group) const {
+void Delta::group(int64_t b, int64_t group) const {
   const auto node = [&](int64_t count, int64_t j) { return ((b * count + j) * groups + group) * states; };
   Keys of;
   const std::vector<int>& walked = paths[b];
@@ -163,22 +152,19 @@ void Tree::group(int64_t b, int64_t group) const {
   for (size_t j = 0; j < walked.size(); ++j)
     norm(prev_k + node(before, walked[j]), of.walked.data() + j * states, states, 1);
   of.keys.resize(nodes * states);
-  for (int64_t j = 0; j < nodes; ++j) norm(k + node(nodes, j), of.keys.data() + j * states, states, 1);
   of.queries.resize(queries * states);
   of.alike.resize(queries);
-  of.seen.resize(queries);
-  for (int64_t i = 0; i < queries; ++i) {
-    float* query = of.queries.data() + i * states;
-    norm(q + node(queries, i), query, states, 1 / std::sqrt(static_cast<float>(states)));
-    const float* key = of.keys.data() + (nodes - queries + i) * states;
-    for (int j : ancestors[b * queries + i]) {
-      const float* other = of.keys.data() + j * states;
-      of.alike[i].push_back(dot(key, other, states));
-      of.seen[i].push_back(dot(query, other, states));
+  for (int64_t i = 0; i < nodes; ++i) {
+    float* key = of.keys.data() + i * states;
+    norm(k + node(nodes, i), key, states, 1);
+    if (const int64_t own = i - (nodes - queries); own >= 0) {
+      float* query = of.queries.data() + own * states;
+      norm(q + node(queries, own), query, states, 1 / std::sqrt(static_cast<float>(states)));
+      of.alike[own] = dot(query, key, states);
     }
   }
   const int64_t each = heads / groups;
-  for (int64_t h = group * each; h < (group + 1) * each; ++h) head(*this, of, b, group, h);
+  for (int64_t h = group * each; h < (group + 1) * each; ++h) head(*this, of, b, h);
 }
 
 ffi::Error run(ffi::ThreadPool& pool, F32 prev_k, F32 prev_u, F32 prev_g, Flags path, F32 q, F32 k,
@@ -199,34 +185,16 @@ ffi::Error run(ffi::ThreadPool& pool, F32 prev_k, F32 prev_u, F32 prev_g, Flags 
       is(mask.dimensions(), {b, n, n}) && is(prefix_u.dimensions(), {b, n - c, h, p}) &&
       is(y->dimensions(), {b, c, h, p}) && is(u->dimensions(), {b, c, h, p});
   if (!fits) return ffi::Error::InvalidArgument("stree_jax tree_delta: shapes do not fit");
-  Tree tree{b,
-            o,
-            n,
-            c,
-            h,
-            p,
-            e,
-            s,
-            prev_k.typed_data(),
-            prev_u.typed_data(),
-            prev_g.typed_data(),
-            path.typed_data(),
-            q.typed_data(),
-            k.typed_data(),
-            v.typed_data(),
-            g.typed_data(),
-            beta.typed_data(),
-            state.typed_data(),
-            mask.typed_data(),
-            prefix_u.typed_data(),
-            y->typed_data(),
-            u->typed_data(),
-            new_state,
-            {},
-            {}};
-  tree.prepare();
-  for_each_task(pool, b * e, [&](int64_t task) { tree.group(task / e, task % e); });
-  return ffi::Error::Success();
+  Delta delta{};
+  delta.batch = b, delta.before = o, delta.nodes = n, delta.queries = c, delta.heads = h;
+  delta.channels = p, delta.groups = e, delta.states = s;
+  delta.prev_k = prev_k.typed_data(), delta.prev_u = prev_u.typed_data();
+  delta.prev_g = prev_g.typed_data(), delta.path = path.typed_data();
+  delta.q = q.typed_data(), delta.k = k.typed_data(), delta.v = v.typed_data();
+  delta.g = g.typed_data(), delta.beta = beta.typed_data(), delta.state = state.typed_data();
+  delta.mask = mask.typed_data(), delta.prefix_u = prefix_u.typed_data();
+  delta.y = y->typed_data(), delta.u = u->typed_data(), delta.new_state = new_state;
+  return delta.run(pool);
 }
 
 ffi::Error TreeDelta(ffi::ThreadPool pool, F32 prev_k, F32 prev_u, F32 prev_g, Flags path, F32 q,
@@ -246,91 +214,6 @@ ffi::Error ReplayTreeDelta(ffi::ThreadPool pool, F32 prev_k, F32 prev_u, F32 pre
              new_state->typed_data());
 }
 
-constexpr int kVectors = 4;  // of channels at once
-constexpr int64_t kPart = 32;  // states of a sum
-
-struct Sequence {
-  int64_t steps, heads, channels, groups, states;
-  const float *q, *k, *v, *g, *beta, *state;
-  const bool* valid;
-  float *y, *new_state;
-
-  // Channels [first, first + V * kLanes) of head h of row b; q and k are normed.
-  template <int V>
-  void run(int64_t b, int64_t h, int64_t first, const Keys& of, float* held) const {
-    constexpr int64_t kWidth = V * kLanes;
-    const int64_t at = ((b * heads + h) * channels + first) * states;
-    for (int64_t s = 0; s < states; ++s)
-      for (int64_t p = 0; p < kWidth; ++p) held[s * kWidth + p] = state[at + p * states + s];
-    for (int64_t t = 0; t < steps; ++t) {
-      const int64_t step = b * steps + t;
-      float* out = y + (step * heads + h) * channels + first;
-      if (!valid[step]) {
-        std::fill_n(out, kWidth, 0.0f);
-        continue;
-      }
-      const float *key = of.keys.data() + t * states, *query = of.queries.data() + t * states;
-      Vec read[V] = {}, carried[V] = {};
-      for (int64_t part = 0; part < states; part += kPart) {  // sums of sums round less
-        Vec reads[V] = {}, carries[V] = {};
-        const int64_t end = std::min(part + kPart, states);
-        for (int64_t s = part; s < end; ++s) {
-          const Vec in = splat(key[s]), out_of = splat(query[s]);
-#pragma GCC unroll 4
-          for (int i = 0; i < V; ++i) {
-            const Vec value = load(held + s * kWidth + i * kLanes);
-            reads[i] += in * value;
-            carries[i] += out_of * value;
-          }
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < V; ++i) read[i] += reads[i], carried[i] += carries[i];
-      }
-      const Vec decay = splat(exp1(g[step * heads + h])), alike = splat(of.seen[0][t]);
-      const Vec strength = splat(beta[step * heads + h]);
-      Vec u[V];
-#pragma GCC unroll 4
-      for (int i = 0; i < V; ++i) {
-        const Vec in = load(v + (step * heads + h) * channels + first + i * kLanes);
-        u[i] = strength * (in - decay * read[i]);
-        store(out + i * kLanes, decay * carried[i] + alike * u[i]);
-      }
-      for (int64_t s = 0; s < states; ++s) {
-        const Vec in = splat(key[s]);
-#pragma GCC unroll 4
-        for (int i = 0; i < V; ++i) {
-          float* row = held + s * kWidth + i * kLanes;
-          store(row, load(row) * decay + in * u[i]);
-        }
-      }
-    }
-    for (int64_t s = 0; s < states; ++s)
-      for (int64_t p = 0; p < kWidth; ++p) new_state[at + p * states + s] = held[s * kWidth + p];
-  }
-
-  void group(int64_t b, int64_t group) const {
-    Keys of;
-    of.keys.resize(steps * states);
-    of.queries.resize(steps * states);
-    of.seen.resize(1);
-    for (int64_t t = 0; t < steps; ++t) {
-      const int64_t from = ((b * steps + t) * groups + group) * states;
-      float *key = of.keys.data() + t * states, *query = of.queries.data() + t * states;
-      norm(k + from, key, states, 1);
-      norm(q + from, query, states, 1 / std::sqrt(static_cast<float>(states)));
-      of.seen[0].push_back(dot(query, key, states));
-    }
-    std::vector<float> held(kVectors * kLanes * states);
-    const int64_t each = heads / groups;
-    for (int64_t h = group * each; h < (group + 1) * each; ++h)
-      for (int64_t first = 0; first < channels;) {
-        const bool is_wide = channels - first >= kVectors * kLanes;
-        is_wide ? run<kVectors>(b, h, first, of, held.data()) : run<1>(b, h, first, of, held.data());
-        first += (is_wide ? kVectors : 1) * kLanes;
-      }
-  }
-};
-
 ffi::Error DeltaChunks(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 g, F32 beta, F32 state,
                        Flags valid, Result y, Result new_state) {
   const auto ks = k.dimensions(), vs = v.dimensions();
@@ -344,22 +227,14 @@ ffi::Error DeltaChunks(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 g, F32 bet
                     is(y->dimensions(), {b, t, h, p}) &&
                     is(new_state->dimensions(), {b, h, p, s});
   if (!fits) return ffi::Error::InvalidArgument("stree_jax delta_chunks: shapes do not fit");
-  const Sequence sequence{t,
-                          h,
-                          p,
-                          e,
-                          s,
-                          q.typed_data(),
-                          k.typed_data(),
-                          v.typed_data(),
-                          g.typed_data(),
-                          beta.typed_data(),
-                          state.typed_data(),
-                          valid.typed_data(),
-                          y->typed_data(),
-                          new_state->typed_data()};
-  for_each_task(pool, b * e, [&](int64_t task) { sequence.group(task / e, task % e); });
-  return ffi::Error::Success();
+  Delta delta{};
+  delta.batch = b, delta.nodes = delta.queries = t, delta.heads = h, delta.channels = p;
+  delta.groups = e, delta.states = s;
+  delta.q = q.typed_data(), delta.k = k.typed_data(), delta.v = v.typed_data();
+  delta.g = g.typed_data(), delta.beta = beta.typed_data(), delta.state = state.typed_data();
+  delta.valid = valid.typed_data();
+  delta.y = y->typed_data(), delta.new_state = new_state->typed_data();
+  return delta.run(pool);
 }
 
 auto arguments() {
@@ -384,12 +259,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_replay_tree_delta, stree::ReplayTreeDelt
 XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_delta_chunks, stree::DeltaChunks,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::F32>()
-                                  .Arg<stree::Flags>()
-                                  .Ret<stree::F32>()
-                                  .Ret<stree::F32>());
+                                  .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
+                                  .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
+                                  .Arg<stree::Flags>().Ret<stree::F32>().Ret<stree::F32>());

@@ -22,6 +22,15 @@ def replay_tree_delta(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     return y, u, state
 
 
+def replay_delta(*arrays: jax.Array) -> jax.Array:
+    """See `api.replay_delta`, whose arrays these are: the same, with a new tree of no nodes."""
+    k, u, g, state, path = arrays
+    no_k, no_g = k[:, :0], g[:, :0]
+    nothing = no_k, no_k, u[:, :0], no_g, no_g
+    no_mask = jnp.zeros((len(k), 0, 0), bool)
+    return _run("replay_tree_delta", k, u, g, path, *nothing, state, no_mask, None)[2]
+
+
 def _run(name: str, *arrays: Any) -> tuple[jax.Array, ...]:
     """The outputs, u of all nodes, and the state if one is replayed."""
     *own, prefix_u = arrays

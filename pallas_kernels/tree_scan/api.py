@@ -5,6 +5,8 @@ accepted path; `replay_tree_scan` is one step of a speculative loop: both in one
 state.
 """
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Bool, Float
 
@@ -54,8 +56,10 @@ def tree_scan(
 
     Returns:
         Outputs of the query nodes in the dtype of `x`; with a norm after the gate, a
-        `DeferredRMSNorm` of rows `[B, Q, H * P]`. Rounding: float32 throughout, and the exponent
-        `a_i - a_j` is a difference of sums, so a weight is off by about `1e-7 |a_i|`.
+        `DeferredRMSNorm` of rows `[B, Q, H * P]`. Rounding: float32 throughout; where it is
+        computed as above the exponent is a difference of sums, so a weight is off by about
+        `1e-7 |a_i|`. Native code runs the recurrence from parent to child: of the mask it reads
+        which node is the parent, the last one above, and whether a node is there at all.
 
     Raises:
         ValueError: a gate that does not fit, or an implementation that does not exist, or cannot
@@ -84,6 +88,7 @@ def replay(
     state: Float[Array, "B H P S"],
     path: Bool[Array, "B N"],
     *,
+    A_is_log: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B H P S"]:
     """Advances a state along a path of the tree, without a state per node.
@@ -99,6 +104,7 @@ def replay(
         B: head h uses group `h // (H / G)`.
         state: the state before the root, float32. Donate it: the kernel updates it in place.
         path: a root-to-node path; all False returns the state unchanged.
+        A_is_log: whether A holds `log(-A)`, as models store it.
         implementation: a name from `dispatch.IMPLEMENTATIONS`, or "jax_triton"; None: the fastest
             that runs here.
 
@@ -108,14 +114,21 @@ def replay(
     Raises:
         ValueError: an implementation that does not exist, or cannot run these shapes.
     """
-    reason = pallas_triton.unsupported(x.shape[-1], B.shape[-1], x.dtype)
+    unsupported = _unsupported(x, B, None)
     return dispatch.run(
         "replay",
-        {"xla": xla.replay, "pallas": pallas_triton.replay, "jax_triton": _jax_triton_replay},
+        {
+            "xla": xla.replay,
+            "pallas": pallas_triton.replay,
+            "native": native.replay,
+            "jax_triton": _jax_triton_replay,
+        },
         (x, dt, A, B, state, path),
         requested=implementation,
-        unsupported={"pallas": reason, "jax_triton": reason},
+        unsupported=unsupported | {"jax_triton": unsupported["pallas"]},
         others={"jax_triton": jax_triton_versions.obstacle},
+        xla_derivatives=("native",),
+        A_is_log=A_is_log,
     )
 
 
@@ -185,7 +198,9 @@ def _unsupported(x: jax.Array, B: jax.Array, gate: Gate | None) -> dict[str, str
     }
 
 
-def _jax_triton_replay(*arguments: jax.Array) -> jax.Array:
+def _jax_triton_replay(
+    x: jax.Array, dt: jax.Array, A: jax.Array, *rest: Any, A_is_log: bool
+) -> Any:
     from pallas_kernels.tree_scan import jax_triton  # needs triton
 
-    return jax_triton.replay(*arguments)
+    return jax_triton.replay(x, dt, xla.rates(A, A_is_log), *rest)

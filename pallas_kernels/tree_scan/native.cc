@@ -1,7 +1,9 @@
-// The scan of a tree, and the replay of the previous tree's path, on a CPU.
+// The scan of a tree, the replay of the previous tree's path, and the scan of a sequence, on a CPU.
 //
-// A head's state is read once and written once, some rows at a time: each row advances along the
-// path, and the products with C of all query nodes follow while it is in the nearest cache.
+// A state goes from token to token in one way, whatever the tokens are part of: so the outputs of a
+// token depend, to the bit, on nothing but the tokens before it. A head's state is read once and
+// written once, some rows at a time: these advance along the path, then from parents to children
+// while they are in the nearest cache.
 #include <algorithm>
 #include <cstdint>
 #include <string>
@@ -9,8 +11,9 @@
 
 #include "../native/math.h"
 #include "../native/parallel.h"
-#include "../native/reduce.h"
 #include "../native/shapes.h"
+#include "../native/state.h"
+#include "../native/walk.h"
 
 namespace ffi = xla::ffi;
 namespace stree {
@@ -30,34 +33,35 @@ struct Scan {
   const float *prev_x, *prev_dt, *prev_B;
   const bool* path;
   const float *x, *dt, *A, *B, *C, *D, *state;
-  const bool* mask;
+  const bool* mask;  // null: a sequence
   const float *projected, *norm_weight;
   float *y, *mean_squares, *new_state;  // new_state: null if nothing is replayed
 
-  // Of each row: nodes of the path; of each query its ancestors and their C . B by group.
-  std::vector<std::vector<int>> paths, ancestors;
-  std::vector<std::vector<float>> scores;
+  // Of each row: nodes of the path, and the order of the nodes.
+  std::vector<std::vector<int>> paths;
+  std::vector<Walk> walks;
+  std::vector<float> scores;  // C . B of each query [batch, queries, groups]
 
   void prepare();
   void head(int64_t row, int64_t h) const;
+  void finish(int64_t row, int64_t h, const std::vector<float>& decays) const;
 };
 
 void Scan::prepare() {
   paths.resize(batch);
-  ancestors.resize(batch * nodes);
-  scores.resize(batch * groups * queries);
+  scores.resize(batch * queries * groups);
+  const int64_t first = nodes - queries;
   for (int64_t b = 0; b < batch; ++b) {
     for (int64_t j = 0; j < before; ++j)
       if (path[b * before + j]) paths[b].push_back(j);
-    for (int64_t i = 0; i < nodes; ++i)
-      for (int64_t j = 0; j <= i; ++j)
-        if (mask[(b * nodes + i) * nodes + j]) ancestors[b * nodes + i].push_back(j);
+    walks.push_back(mask ? walk(mask + b * nodes * nodes, nodes, first) : Walk());
+    for (int64_t t = 0; !mask && t < nodes; ++t)  // each state takes the place of the one before
+      walks[b].visits.push_back({t, 0, 0});
     for (int64_t q = 0; q < queries; ++q)
-      for (int j : ancestors[b * nodes + nodes - queries + q])
-        for (int64_t g = 0; g < groups; ++g)
-          scores[(b * groups + g) * queries + q].push_back(
-              dot(C + ((b * queries + q) * groups + g) * states,
-                  B + ((b * nodes + j) * groups + g) * states, states));
+      for (int64_t g = 0; g < groups; ++g)
+        scores[(b * queries + q) * groups + g] =
+            dot(C + ((b * queries + q) * groups + g) * states,
+                B + ((b * nodes + first + q) * groups + g) * states, states);
   }
 }
 
@@ -65,70 +69,69 @@ void Scan::head(int64_t b, int64_t h) const {
   const int64_t g = h / (heads / groups), first = nodes - queries;
   const float a = a_is_log ? -exp1(A[h]) : A[h];
   const auto node = [&](int64_t count, int64_t j) { return (b * count + j) * heads + h; };
-
-  // Weights of the path's nodes in the new state; decays are sums over later nodes.
   const std::vector<int>& walked = paths[b];
-  std::vector<float> weights(walked.size());
-  float later = 0;
-  for (int64_t j = static_cast<int64_t>(walked.size()) - 1; j >= 0; --j) {
-    const float step = prev_dt[node(before, walked[j])];
-    weights[j] = exp1(later) * step;
-    later += step * a;
+  const auto& [visits, slots] = walks[b];
+
+  std::vector<float> decays(nodes);
+  std::vector<Token> old(walked.size());
+  for (const Visit& visit : visits) decays[visit.node] = exp1(dt[node(nodes, visit.node)] * a);
+  for (size_t j = 0; j < walked.size(); ++j) {
+    old[j].decay = exp1(prev_dt[node(before, walked[j])] * a);
+    old[j].B = prev_B + ((b * before + walked[j]) * groups + g) * states;
   }
-  const float total = exp1(later);
 
-  std::vector<float> decay(nodes);
-  for (int64_t i = 0; i < nodes; ++i)
-    for (int j : ancestors[b * nodes + i]) decay[i] += dt[node(nodes, j)] * a;
-
-  // The state, kLanes channels at a time, and its products with C.
-  std::vector<float> carried(queries * channels);
+  // The state, kLanes channels at a time; y has its products with C meanwhile.
+  std::vector<float> stack(slots * kLanes * states);
   const float* from = state + (b * heads + h) * channels * states;
   float* to = new_state ? new_state + (b * heads + h) * channels * states : nullptr;
   for (int64_t p = 0; p < channels; p += kLanes) {
     const float* rows = from + p * states;
     if (to) {
-      float* out = to + p * states;
-      for (int r = 0; r < kLanes; ++r)
-        for (int64_t s = 0; s < states; s += kLanes) {
-          Vec value = load(rows + r * states + s) * splat(total);
-          for (size_t j = 0; j < walked.size(); ++j) {
-            const float in = weights[j] * prev_x[node(before, walked[j]) * channels + p + r];
-            value += splat(in) * load(prev_B + ((b * before + walked[j]) * groups + g) * states + s);
-          }
-          store(out + r * states + s, value);
-        }
-      rows = out;
-    }
-    for (int64_t q = 0; q < queries; ++q) {
-      const float* c = C + ((b * queries + q) * groups + g) * states;
-      Vec sums[kLanes] = {};
-      for (int64_t s = 0; s < states; s += kLanes) {
-        const Vec value = load(c + s);
-#pragma GCC unroll 16
-        for (int r = 0; r < kLanes; ++r) sums[r] += load(rows + r * states + s) * value;
+      for (size_t j = 0; j < walked.size(); ++j) {
+        const int64_t at = node(before, walked[j]);
+        for (int r = 0; r < kLanes; ++r) old[j].in[r] = prev_dt[at] * prev_x[at * channels + p + r];
       }
-      store(carried.data() + q * channels + p, sums_of(sums));
+      replay(rows, to + p * states, old, states);
+      rows = to + p * states;
+    }
+    for (const auto& [i, above, own] : visits) {
+      const int64_t at = node(nodes, i), q = i - first;
+      const float* parent = above ? stack.data() + (above - 1) * kLanes * states : rows;
+      float* mine = own > 0 ? stack.data() + (own - 1) * kLanes * states : to + p * states;
+      const bool writes = own > 0 || (own == 0 && dt[at] != 0);  // padding of a sequence: 0
+      const float* c = C + ((b * queries + q) * groups + g) * states;
+      float* read = y + ((b * queries + q) * heads + h) * channels + p;
+      Token token{decays[i], B + ((b * nodes + i) * groups + g) * states, {}};
+      for (int r = 0; r < kLanes; ++r) token.in[r] = dt[at] * x[at * channels + p + r];
+      if (q < 0)
+        step<false, true>(parent, nullptr, nullptr, token, mine, states);
+      else if (writes)
+        step<true, true>(parent, c, read, token, mine, states);
+      else
+        step<true, false>(parent, c, read, token, nullptr, states);
     }
   }
+  finish(b, h, decays);
+}
 
-  std::vector<float> inner(nodes);
+// Outputs from the products with C.
+void Scan::finish(int64_t b, int64_t h, const std::vector<float>& decays) const {
+  const int64_t g = h / (heads / groups), first = nodes - queries;
   for (int64_t q = 0; q < queries; ++q) {
-    const int64_t i = first + q;
-    const std::vector<int>& above = ancestors[b * nodes + i];
-    const std::vector<float>& score = scores[(b * groups + g) * queries + q];
-    for (size_t k = 0; k < above.size(); ++k)
-      inner[k] = exp1(decay[i] - decay[above[k]]) * dt[node(nodes, above[k])] * score[k];
-    const Vec outer = splat(exp1(decay[i]));
-    const float* own = x + node(nodes, i) * channels;
+    const int64_t at = (b * nodes + first + q) * heads + h;
     float* out = y + ((b * queries + q) * heads + h) * channels;
+    if (mask && !mask[(b * nodes + first + q) * nodes + first + q]) {  // no node
+      std::fill_n(out, channels, 0.0f);
+      if (gate == kDeferredNorm) mean_squares[(b * queries + q) * heads + h] = 0;
+      continue;
+    }
+    const Vec kept = splat(decays[first + q]);
+    const Vec inner = splat(dt[at] * scores[(b * queries + q) * groups + g]);
     Vec squares = {};
     for (int64_t p = 0; p < channels; p += kLanes) {
-      Vec value = {};
-      for (size_t k = 0; k < above.size(); ++k)
-        value += splat(inner[k]) * load(x + node(nodes, above[k]) * channels + p);
-      value += load(carried.data() + q * channels + p) * outer;
-      value += (d_per_channel ? load(D + h * channels + p) : splat(D[h])) * load(own + p);
+      const Vec own = load(x + at * channels + p);
+      const Vec skip = d_per_channel ? load(D + h * channels + p) : splat(D[h]);
+      Vec value = fused(skip, own, fused(kept, load(out + p), inner * own));
       if (gate != kNone) {
         const float* z = projected + (b * queries + q) * columns + start + h * channels + p;
         value *= silu(load(z) * splat(multiplier));
@@ -160,6 +163,7 @@ ffi::Error run(ffi::ThreadPool& pool, F32 prev_x, F32 prev_dt, F32 prev_B, Flags
   scan.before = ps[1], scan.queries = cs[1], scan.groups = cs[2], scan.states = cs[3];
   const int64_t b = scan.batch, o = scan.before, n = scan.nodes, q = scan.queries,
                 h = scan.heads, p = scan.channels, g = scan.groups, s = scan.states;
+  const bool is_sequence = is(mask.dimensions(), {0});
   const bool fits =
       h % std::max<int64_t>(g, 1) == 0 && g > 0 && p % kLanes == 0 && s % kLanes == 0 && q <= n &&
       is(ps, {b, o, h, p}) && is(prev_dt.dimensions(), {b, o, h}) &&
@@ -167,7 +171,8 @@ ffi::Error run(ffi::ThreadPool& pool, F32 prev_x, F32 prev_dt, F32 prev_B, Flags
       is(dt.dimensions(), {b, n, h}) && is(A.dimensions(), {h}) &&
       is(B.dimensions(), {b, n, g, s}) && is(cs, {b, q, g, s}) &&
       (is(D.dimensions(), {h}) || is(D.dimensions(), {h, p})) &&
-      is(state.dimensions(), {b, h, p, s}) && is(mask.dimensions(), {b, n, n}) &&
+      is(state.dimensions(), {b, h, p, s}) &&
+      (is(mask.dimensions(), {b, n, n}) || (is_sequence && new_state && q == n)) &&
       is(y->dimensions(), {b, q, h, p}) && gate >= kNone && gate <= kNormPerHead &&
       (gate == kNone || (gs.size() == 3 && gs[0] == b && gs[1] == q && start >= 0 &&
                          start + h * p <= gs[2])) &&
@@ -181,7 +186,7 @@ ffi::Error run(ffi::ThreadPool& pool, F32 prev_x, F32 prev_dt, F32 prev_B, Flags
   scan.prev_B = prev_B.typed_data(), scan.path = path.typed_data();
   scan.x = x.typed_data(), scan.dt = dt.typed_data(), scan.A = A.typed_data();
   scan.B = B.typed_data(), scan.C = C.typed_data(), scan.D = D.typed_data();
-  scan.state = state.typed_data(), scan.mask = mask.typed_data();
+  scan.state = state.typed_data(), scan.mask = is_sequence ? nullptr : mask.typed_data();
   scan.projected = projected.typed_data(), scan.norm_weight = norm_weight.typed_data();
   scan.y = y->typed_data(), scan.mean_squares = mean_squares->typed_data();
   scan.new_state = new_state;

@@ -24,6 +24,25 @@ def replay_tree_scan(
     return y, state
 
 
+def replay(*arrays: jax.Array, A_is_log: bool = False) -> jax.Array:
+    """See `api.replay`, whose arrays these are: the same, with a new tree of no nodes."""
+    x, dt, A, B, state, path = arrays
+    batch, _, heads, _ = x.shape
+    nothing = x[:, :0], dt[:, :0], A, B[:, :0], B[:, :0], jnp.zeros(heads, jnp.float32)
+    no_mask = jnp.zeros((batch, 0, 0), bool)
+    previous = x, dt, B, path
+    return _run("replay_tree_scan", *previous, *nothing, state, no_mask, None, A_is_log)[1]
+
+
+def ssd(*arguments: Any, A_is_log: bool = False) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
+    """See `ssd.api.ssd`, whose arrays and gate these are: the same, of nodes without a mask."""
+    x, dt, A, B, *others, gate = arguments
+    nothing = x[:, :0], dt[:, :0], B[:, :0], jnp.zeros((len(x), 0), bool)
+    own = x, dt, A, B, *others, jnp.zeros(0, bool), gate
+    y, state = _run("replay_tree_scan", *nothing, *own, A_is_log)
+    return y, state
+
+
 def _run(name: str, *arguments: Any) -> tuple[Any, ...]:
     """The outputs, and the state if one is replayed."""
     *arrays, gate, A_is_log = arguments

@@ -62,12 +62,19 @@ def tree_scan(
 
 
 def replay(
-    x: jax.Array, dt: jax.Array, A: jax.Array, B: jax.Array, state: jax.Array, path: jax.Array
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    state: jax.Array,
+    path: jax.Array,
+    *,
+    A_is_log: bool = False,
 ) -> jax.Array:
     """See `api.replay`. One contraction over the nodes."""
     x, B = x.astype(jnp.float32), B.astype(jnp.float32)
     dt = jnp.where(path[..., None], dt, 0.0)
-    weight, total = to_the_end(dt * A[None, None])
+    weight, total = to_the_end(dt * rates(A, A_is_log)[None, None])
     return advanced(state, B, x * (weight * dt)[..., None], total)
 
 
@@ -93,7 +100,7 @@ def replay_tree_scan(
 ) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
     """See `api.replay_tree_scan`, whose arrays and gate these are. One after the other."""
     prev_x, prev_dt, prev_B, prev_path, x, dt, A, B, C, D, state, *mask_and_gate = arguments
-    state = replay(prev_x, prev_dt, rates(A, A_is_log), prev_B, state, prev_path)
+    state = replay(prev_x, prev_dt, A, prev_B, state, prev_path, A_is_log=A_is_log)
     return tree_scan(x, dt, A, B, C, D, state, *mask_and_gate, A_is_log=A_is_log), state
 
 

@@ -36,7 +36,7 @@ def generate(
     return_prefix: bool = False,
     lossy: bool = False,
     record_calls: bool = False,
-    options: Options | Sequence[Options] | None = None,
+    options: Options | Sequence[Options] | Any | None = None,
     **keywords: Any,
 ) -> Generation:
     """Continues prompts by speculative decoding; the output is the target's for every drafter.
@@ -119,7 +119,7 @@ def stream(
     topology: TreeTopology | None = None,
     verifier: str | Verifier | None = None,
     lossy: bool = False,
-    options: Options | Sequence[Options] | None = None,
+    options: Options | Sequence[Options] | Any | None = None,
     **keywords: Any,
 ) -> Iterator[list[Piece]]:
     """As `generate`, but yields tokens as they are accepted.

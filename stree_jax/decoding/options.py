@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -83,20 +83,20 @@ class Options:
         ValueError: a bad value.
     """
 
-    max_new_tokens: int = 64
-    min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    filters: Sequence[Filter] = ()
-    processors: Sequence[Any] = ()
-    eos_token: int | Sequence[int] | None = None
-    max_length: int | None = None
-    key: jax.Array | int | Sequence[int] | np.ndarray | None = None
-    log_probs: bool | Literal["sampled"] = False
-    top_log_probs: int = 0
-    stop: str | Sequence[str | Sequence[int]] = ()
+    max_new_tokens: int | Any = 64
+    min_new_tokens: int | Any = 0
+    temperature: float | Any = 0.0
+    top_k: int | Any = 0
+    top_p: float | Any = 1.0
+    min_p: float | Any = 0.0
+    filters: Sequence[Filter] | Any = ()
+    processors: Sequence[Any] | Any = ()
+    eos_token: int | Sequence[int] | Any | None = None
+    max_length: int | Any | None = None
+    key: jax.Array | int | Any | None = None
+    log_probs: bool | str | Any = False
+    top_log_probs: int | Any = 0
+    stop: str | Sequence[str | Sequence[int]] | Any = ()
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
@@ -155,7 +155,7 @@ class Options:
 
 
 def checked_options(
-    options: Options | Sequence[Options] | None, keywords: Mapping[str, Any], batch: int
+    options: Options | Sequence[Options] | Any, keywords: Mapping[str, Any], batch: int
 ) -> list[Options]:
     """The options of each row, from those that were given or from keywords."""
     if options is None:
@@ -188,7 +188,7 @@ def check_not_traced(*values: Any) -> None:
         )
 
 
-def listed_eos_tokens(eos_token: int | Sequence[int], vocab_size: int | None) -> list[int]:
+def listed_eos_tokens(eos_token: int | Sequence[int] | Any, vocab_size: int | None) -> list[int]:
     """The end tokens of a row, checked."""
     tokens: list[Any]
     try:

@@ -99,7 +99,7 @@ class Plan(NamedTuple):
 def plan(
     model: HybridLM,
     prompts: Sequence[Sequence[int]],
-    options: Options | Sequence[Options] | None = None,
+    options: Options | Sequence[Options] | Any | None = None,
     *,
     drafter: Drafter | None = None,
     topology: TreeTopology | None = None,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, log_softmax
 from pallas_kernels.numerics import best_of, few_best
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
 from stree_jax.decoding.rule_rows import per_row
@@ -72,7 +72,7 @@ def token_log_probs(
         logits: logits without vocabulary padding.
         sampling: sampling settings of each row; temperature 0 counts as 1.
     """
-    return jax.nn.log_softmax(filtered_logits(logits, sampling))
+    return log_softmax(filtered_logits(logits, sampling))
 
 
 def filtered_logits(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, log_softmax
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.checks import check_int
 from stree_jax.decoding.prompts import buffer_size, checked_prompts, in_buffers
@@ -135,7 +135,7 @@ def _chosen(
     def some(piece: tuple[Array, Array]) -> Array:
         hidden, tokens = piece
         logits = model.logits(hidden)[..., : model.config.vocab_size]
-        log_probs = jax.nn.log_softmax(logits)
+        log_probs = log_softmax(logits)
         return jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
 
     def cut(values: Array) -> Array:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import log_softmax
 from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.decoding import stops
 from stree_jax.decoding.drafters import Drafter, root_only
@@ -241,7 +242,7 @@ def _records(
 ) -> TokenLogProbs:
     """Log-probabilities of a step's new tokens, each at the node at which it was drawn."""
     nodes = verified.nodes[:, :-1, None]
-    log_probs = jax.nn.log_softmax(jnp.take_along_axis(verified.logits, nodes, axis=1))
+    log_probs = log_softmax(jnp.take_along_axis(verified.logits, nodes, axis=1))
     if sampling.record_sampled is not None:
         processed = jnp.take_along_axis(verified.processed, nodes, axis=1)
         sampled = token_log_probs(processed, sampling)

@@ -30,12 +30,13 @@ from pallas_kernels import (
     NodeKV,
     replay_conv_state,
     replay_kv,
+    rms_norm,
     tree_attention,
     tree_attention_layer,
     tree_conv1d,
     write_kv,
 )
-from pallas_kernels.numerics import activate, rms_norm, scaled
+from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import DATA, ROWS, WHOLE, Cut, Part
@@ -354,7 +355,7 @@ class AttentionMixer(nnx.Module):
         everywhere = jnp.broadcast_to(steps, valid.shape)
         causal = jnp.broadcast_to(steps <= steps.T, (*valid.shape, valid.shape[1]))
         if self.config.window is not None:
-            y, new = self._in_window(qkv, cache.kv, everywhere, everywhere, causal)
+            y, new = self._in_window(qkv, cache.kv, everywhere, causal)
             kv = write_kv(cache.kv, new, valid, everywhere, ring=True)
             return self._finish(y, projected), AttentionCache(kv, conv_state)
         # For an empty cache this is a constant, and XLA would spend seconds folding the masked
@@ -410,7 +411,7 @@ class AttentionMixer(nnx.Module):
             )
         else:
             kv = cache.kv if previous is None else replay_kv(cache.kv, *previous, ring=True)
-            y, nodes = self._in_window(qkv, kv, tree.depth, depth, mask, prefix)
+            y, nodes = self._in_window(qkv, kv, depth, mask, prefix)
         pending = AttentionPending(nodes, conv_input)
         return self._finish(y, projected), pending, AttentionCache(kv, conv_state)
 
@@ -431,7 +432,6 @@ class AttentionMixer(nnx.Module):
         self,
         qkv: Array,
         cache: KVCache,
-        node_depth: Int[Array, "B N"],
         depth: Int[Array, "B Q"],
         mask: Bool[Array, "B Q N"],
         prefix: NodeKV | None = None,
@@ -439,29 +439,19 @@ class AttentionMixer(nnx.Module):
         """Attention to the last `window` tokens only."""
         window, layout, capacity = self.config.window, self._layout, cache.keys.shape[2]
         assert window is not None
-        position = cache.length[:, None] + depth
-        query, *new = layout.split(qkv, position)
+        query, *new = layout.split(qkv, cache.length[:, None] + depth)
         if prefix is not None:
             new = [jnp.concatenate(both, axis=1) for both in zip(prefix, new, strict=True)]
-        # The position of the token at each index of the ring; negative where there is none yet.
-        last = cache.length[:, None] - 1
-        held = last - (last - jnp.arange(capacity, dtype=jnp.int32)[None]) % max(capacity, 1)
-        keys, values = new
+        known = self.implementation in (None, "xla", "native")  # no kernel has windows
         y = tree_attention(
-            query,
-            keys,
-            values,
-            cache.keys,
-            cache.values,
-            jnp.minimum(cache.length, capacity),
-            mask & (node_depth[:, None] > depth[..., None] - window),
-            (held >= 0)[:, None] & (held[:, None] > position[..., None] - window),
+            *(query, *new, *cache, mask),
             scale=layout.scale,
-            implementation="xla",
+            window=window,
+            implementation=self.implementation if known else "xla",
         )
         if capacity < window:  # the cache was made for few tokens, and there were more
             y = jnp.where((cache.length > capacity)[:, None, None, None], jnp.nan, y)
-        return y, NodeKV(keys, values)
+        return y, NodeKV(*new)
 
     def _replay_conv(
         self, conv: Array, pending: AttentionPending, conv_gather_index: ConvGatherIndex
@@ -488,8 +478,10 @@ class AttentionMixer(nnx.Module):
             return qkv
         heads = qkv.reshape(*qkv.shape[:-1], -1, c.head_dim)
         query, keys, values = jnp.split(heads, (num_heads, num_heads + c.num_kv_heads), axis=-2)
-        query = rms_norm(query, self.q_norm_scale[...], c.qk_norm_eps)
-        keys = rms_norm(keys, self.k_norm_scale[...], c.qk_norm_eps)
+        kernel = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
+        own: dict[str, Any] = dict(epsilon=c.qk_norm_eps, implementation=kernel)
+        query = rms_norm(query, self.q_norm_scale[...], **own)
+        keys = rms_norm(keys, self.k_norm_scale[...], **own)
         parts = [part.astype(qkv.dtype) for part in (query, keys, values)]
         return jnp.concatenate(parts, axis=-2).reshape(qkv.shape)
 

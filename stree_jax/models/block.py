@@ -5,7 +5,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import DeferredRMSNorm, add_rms_norm, rms_norm
-from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import LayerConfig
@@ -58,22 +57,7 @@ class ResidualStream:
         if block.norm_scale is None:
             both = [self.hidden(), self._embedded]
             return jnp.concatenate(both, axis=-1).astype(self._dtype)
-        scale, epsilon = block.norm_scale[...], self._config.norm_eps
-        if self._output is None:
-            hidden = self._hidden if self._extra is None else self._hidden + self._extra
-            implementation = self._implementation
-            normed = rms_norm(hidden, scale, epsilon=epsilon, implementation=implementation)
-            return normed.astype(self._dtype)
-        self._hidden, normed = add_rms_norm(
-            self._hidden,
-            self._output,
-            scale,
-            epsilon=epsilon,
-            multiplier=self._config.residual_multiplier,
-            implementation=self._implementation,
-        )
-        self._output = None
-        return normed
+        return self.normed(block.norm_scale[...])
 
     def write(self, block: Block, output: Array | DeferredRMSNorm) -> None:
         """Takes the output of the layer that read last."""
@@ -86,10 +70,23 @@ class ResidualStream:
     def hidden(self) -> Array:
         """The stream `[B, T, M]` with the last layer's output added."""
         if self._output is not None:
-            output = self._output
-            if isinstance(output, DeferredRMSNorm):
-                output = output.scaled()
-            output = scaled(output, self._config.residual_multiplier)
-            self._hidden = self._hidden + output.astype(self._hidden.dtype)
-            self._output = None
+            self.normed(jnp.ones(self._hidden.shape[-1], jnp.float32))
         return self._hidden
+
+    def normed(self, scale: Array) -> Array:
+        """The norm of `hidden()`, which the same op adds up, so that all sums round alike."""
+        epsilon = self._config.norm_eps
+        if self._output is None:
+            hidden = self._hidden if self._extra is None else self._hidden + self._extra
+            normed = rms_norm(hidden, scale, epsilon=epsilon, implementation=self._implementation)
+            return normed.astype(self._dtype)
+        self._hidden, normed = add_rms_norm(
+            self._hidden,
+            self._output,
+            scale,
+            epsilon=epsilon,
+            multiplier=self._config.residual_multiplier,
+            implementation=self._implementation,
+        )
+        self._output = None
+        return normed

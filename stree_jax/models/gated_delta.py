@@ -53,6 +53,7 @@ from stree_jax.models.layers import (
     linear,
     new_rates,
     row_parallel,
+    sequence_gather_index,
 )
 from stree_jax.models.mamba2 import Mamba2Cache, empty_pending
 from stree_jax.tree import Tree
@@ -184,10 +185,20 @@ class GatedDeltaMixer(nnx.Module):
         lengths: Lengths,
     ) -> tuple[Float[Array, "B T M"], Mamba2Cache]:
         projected, layout = self.in_proj(u), self.config.layout
-        g = self._decays(layout.time_steps(projected, self.dt_bias[...]))
-        conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
-        conv = causal_conv1d(conv_input, cache.conv, self.conv_weight[...], None)
-        v, k, q = layout.heads(activate("silu", conv))
+        if self.in_proj.kernel.storage.is_packed:
+            nodes, q, _ = tree_conv1d_layer(
+                *(projected, self.conv_weight[...], None, self.dt_bias[...], cache.conv),
+                sequence_gather_index(u, self.config.conv_width),
+                layout=layout,
+                implementation=self.implementation,
+            )
+            v, dt, k, conv_input = nodes
+        else:
+            dt = layout.time_steps(projected, self.dt_bias[...])
+            conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
+            conv = causal_conv1d(conv_input, cache.conv, self.conv_weight[...], None)
+            v, k, q = layout.heads(activate("silu", conv))
+        g = self._decays(dt)
         y, state = delta_chunks(
             *(q, k, v, g, self._beta(projected), cache.ssm, valid),
             chunk_size=self.config.chunk_size,

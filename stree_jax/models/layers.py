@@ -4,11 +4,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from stree_jax.array_types import Array, Float, Float32, Lengths
+from stree_jax.array_types import Array, Float, Float32, Int, Lengths
 from stree_jax.mesh.partition import Part
 from stree_jax.models.matrices import Matrix
 
@@ -50,7 +51,12 @@ def output_logits(
 ) -> Float32[Array, "B T V"]:
     """Logits of hidden states after the final norm."""
     with jax.named_scope("head"):
-        return output_head.product(hidden, wide=True) * multiplier
+        logits = output_head.product(hidden, wide=True)
+        if multiplier == 1.0:
+            return logits
+        # Else XLA may fuse the product with a difference after it, in one program and not in
+        # another, and log-probabilities would differ by the last bit.
+        return lax.optimization_barrier(logits * multiplier)
 
 
 def row_parallel(
@@ -91,10 +97,17 @@ def causal_conv1d(
     length, width = inputs.shape[1], weight.shape[0]
     context = jnp.concatenate([conv_state.astype(inputs.dtype), inputs], axis=1).astype(jnp.float32)
     taps = weight.astype(jnp.float32)[:, None, None]
-    output = sum(context[:, k : k + length] * taps[k] for k in range(width))
-    if bias is not None:
-        output = output + bias.astype(jnp.float32)[None, None]
-    return jnp.asarray(output, inputs.dtype)
+    output = jnp.float32(0) if bias is None else bias.astype(jnp.float32)[None, None]
+    for k in range(width):  # in the order of `tree_conv1d`
+        output = output + context[:, k : k + length] * taps[k]
+    return output.astype(inputs.dtype)
+
+
+def sequence_gather_index(inputs: Float[Array, "B T M"], width: int) -> Int[Array, "B T K"]:
+    """The `conv_gather_index` of a sequence, for ops that convolve trees."""
+    batch, length, _ = inputs.shape
+    rows = np.arange(length)[:, None] + np.arange(width)
+    return jnp.broadcast_to(jnp.asarray(rows, jnp.int32), (batch, length, width))
 
 
 def conv_state_after(

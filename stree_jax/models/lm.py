@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from pallas_kernels import conv_gather_index, dispatch, replay_gather_index, rms_norm
+from pallas_kernels import conv_gather_index, dispatch, replay_gather_index
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.checks import check_names
@@ -259,8 +259,8 @@ class HybridLM(Partitioned):
         """
         lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
         cache = self.init_cache(tokens.shape[0], 0)
-        hidden, _, states = self._sequence(tokens, lengths, cache, inner)
-        return self._with_inner(self._final_norm(hidden), states)
+        stream, _, states = self._sequence(tokens, lengths, cache, inner)
+        return self._with_inner(self._final_normed(stream), states)
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """The cache before the first token, with capacity `max_length` in attention layers.
@@ -289,10 +289,10 @@ class HybridLM(Partitioned):
         """
         with jax.named_scope("prefill"):
             cache = self.init_cache(*tokens.shape) if cache is None else cache
-            hidden, cache, _ = self._sequence(tokens, lengths, cache)
+            stream, cache, _ = self._sequence(tokens, lengths, cache)
             rows = jnp.maximum(lengths - 1, 0)[:, None, None]
-            last = jnp.take_along_axis(hidden, rows, axis=1)
-            return self.logits(self._final_norm(last))[:, 0], cache
+            last = jnp.take_along_axis(self._final_normed(stream), rows, axis=1)
+            return self.logits(last)[:, 0], cache
 
     def prefill_hidden(
         self, tokens: Tokens, lengths: Lengths, cache: Cache, inner: tuple[int, ...] = ()
@@ -302,8 +302,8 @@ class HybridLM(Partitioned):
         `inner` adds states after inner layers, see `tree`. States on the padding are unspecified.
         """
         with jax.named_scope("prefill"):
-            hidden, cache, states = self._sequence(tokens, lengths, cache, inner)
-            return self._with_inner(self._final_norm(hidden), states), cache
+            stream, cache, states = self._sequence(tokens, lengths, cache, inner)
+            return self._with_inner(self._final_normed(stream), states), cache
 
     def tree_forward(
         self,
@@ -370,7 +370,7 @@ class HybridLM(Partitioned):
 
             states, pendings, caches = self._layers(stream, run, inner)
             self._check_pending(pendings, *tree.parents.shape)
-            return self._with_inner(self._final_norm(stream.hidden()), states), pendings, caches
+            return self._with_inner(self._final_normed(stream), states), pendings, caches
 
     def logits(self, hidden: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
         """Next-token logits of hidden states after the final norm, as `tree` returns them.
@@ -434,7 +434,7 @@ class HybridLM(Partitioned):
 
     def _sequence(
         self, tokens: Array, lengths: Array, cache: Cache, inner: tuple[int, ...] = ()
-    ) -> tuple[Array, Cache, list[Array]]:
+    ) -> tuple[ResidualStream, Cache, list[Array]]:
         """The stream after a right-padded sequence, its cache, and the streams after `inner`."""
         valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
         norms = self.output_head.storage.norms_of_sequences(self.implementation)
@@ -444,7 +444,7 @@ class HybridLM(Partitioned):
             return mixer(u, cache[i], valid, lengths)
 
         states, caches = self._layers(stream, run, inner)
-        return stream.hidden(), caches, states
+        return stream, caches, states
 
     def _layers(
         self, stream: ResidualStream, run: Callable[[int, Any, Array], Any], inner: tuple[int, ...]
@@ -519,9 +519,8 @@ class HybridLM(Partitioned):
             return hidden
         return jnp.concatenate([hidden, *(state.astype(hidden.dtype) for state in states)], axis=-1)
 
-    def _final_norm(self, hidden: Array) -> Array:
-        own = dict(epsilon=self.config.norm_eps, implementation=self.implementation)
-        return rms_norm(hidden, self.final_norm_scale[...], **own).astype(self.activation_dtype)
+    def _final_normed(self, stream: ResidualStream) -> Array:
+        return stream.normed(self.final_norm_scale[...]).astype(self.activation_dtype)
 
 
 def _shapes(arrays: Any) -> Any:

@@ -42,7 +42,6 @@ from pallas_kernels import (
 )
 from pallas_kernels.numerics import activate, scaled
 from pallas_kernels.rms_norm.xla import activated
-from pallas_kernels.tree_scan.xla import gated
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import is_number, require, require_integer
 from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part
@@ -64,6 +63,7 @@ from stree_jax.models.layers import (
     linear,
     new_rates,
     row_parallel,
+    sequence_gather_index,
 )
 from stree_jax.tree import Tree
 
@@ -348,29 +348,35 @@ class Mamba2Mixer(nnx.Module):
         cache: Mamba2Cache,
         valid: Bool[Array, "B T"],
         lengths: Lengths,
-    ) -> tuple[Float[Array, "B T M"], Mamba2Cache]:
+    ) -> tuple[Float[Array, "B T M"] | DeferredRMSNorm, Mamba2Cache]:
+        """A packed model runs the ops of trees: a token has the same outputs, to the bit."""
         projected, layout = self._project(u), self.config.layout
-        dt = layout.time_steps(projected, self.dt_bias[...])
+        if is_packed := self.in_proj.kernel.storage.is_packed:
+            pending, C, _ = tree_conv1d_layer(
+                *(projected, *self._conv_weights(), self.dt_bias[...], cache.conv),
+                sequence_gather_index(u, self.config.conv_width),
+                layout=layout,
+                implementation=self.implementation,
+            )
+            x, dt, B, conv_input = pending
+        else:
+            dt = layout.time_steps(projected, self.dt_bias[...])
+            conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
+            conv = causal_conv1d(conv_input, cache.conv, *self._conv_weights())
+            x, B, C = layout.heads(activate("silu", conv))
         dt = jnp.where(valid[..., None], dt, 0.0)
-        conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
-        conv = causal_conv1d(conv_input, cache.conv, *self._conv_weights())
-        x, B, C = layout.heads(activate("silu", conv))
+        gate = self._gate(projected) if is_packed or self.norm_spans_shards else None
         D = jnp.broadcast_to(self.D[...].reshape(layout.num_heads, -1), x.shape[2:])
         y, state = ssd(
-            *(x, dt, self._rates(), B, C, D, cache.ssm),
+            *(x, dt, self.A_log[...], B, C, D, cache.ssm),
+            gate=gate,
+            A_is_log=True,
             chunk_size=self.config.chunk_size,
             implementation=self.implementation,
         )
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
-        rows = y.reshape(*y.shape[:2], -1)
-        gate = self._gate(projected) if self.norm_spans_shards else None
-        if gate is None:
-            norm = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
-            output = self._project_out(self._gated_norm(rows, projected, norm), projected)
-        else:
-            deferred = gated(y, gate)
-            assert isinstance(deferred, DeferredRMSNorm)
-            output = self._project_deferred(deferred, projected).scaled().astype(u.dtype)
+        norm = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
+        output = self._finish(y, gate, projected, norm)
         return output, Mamba2Cache(state, conv_state)
 
     def tree(
@@ -410,14 +416,7 @@ class Mamba2Mixer(nnx.Module):
             y, ssm = replay_tree_scan(
                 *(*old, *arguments), gate=gate, A_is_log=True, implementation=self.implementation
             )
-        output: Array | DeferredRMSNorm
-        if isinstance(y, DeferredRMSNorm):
-            output = self._project_deferred(y, projected)
-        else:
-            y = y.reshape(*y.shape[:2], -1)
-            if gate is None:
-                y = self._gated_norm(y, projected, self.implementation)
-            output = self._project_out(y, projected)
+        output = self._finish(y, gate, projected, self.implementation)
         return output, pending, Mamba2Cache(ssm, conv_state)
 
     def replay(
@@ -430,10 +429,11 @@ class Mamba2Mixer(nnx.Module):
         ssm = replay(
             pending.x,
             pending.dt,
-            self._rates(),
+            self.A_log[...],
             pending.B,
             cache.ssm,
             path.mask,
+            A_is_log=True,
             implementation=self.implementation,
         )
         window = conv_gather_index[self.config.conv_width]
@@ -441,10 +441,6 @@ class Mamba2Mixer(nnx.Module):
 
     def _project(self, u: Array) -> Array:
         return self.in_proj(scaled(u, self.config.input_multiplier))
-
-    def _rates(self) -> Array:
-        """The recurrence's A `[H]`, negative, float32."""
-        return -jnp.exp(self.A_log[...].astype(jnp.float32))
 
     def _conv_weights(self) -> tuple[Array, Array | None]:
         return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
@@ -470,6 +466,21 @@ class Mamba2Mixer(nnx.Module):
             norm_epsilon=c.norm_eps,
             norm_per_head=per_head,
         )
+
+    def _finish(
+        self,
+        y: Array | DeferredRMSNorm,
+        gate: Gate | None,
+        projected: Array,
+        implementation: str | None,
+    ) -> Array | DeferredRMSNorm:
+        """Gate and norm of the scan's output, if the scan has not done them, and projection."""
+        if isinstance(y, DeferredRMSNorm):
+            return self._project_deferred(y, projected)
+        y = y.reshape(*y.shape[:2], -1)
+        if gate is None:
+            y = self._gated_norm(y, projected, implementation)
+        return self._project_out(y, projected)
 
     def _gated_norm(self, y: Array, projected: Array, implementation: str | None) -> Array:
         """Gate and norm of the scan's output `[B, T, H * P]`."""

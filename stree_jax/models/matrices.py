@@ -258,10 +258,11 @@ def check_quantize(quantize: str | Any, keep: Collection[str] | Any = ()) -> Non
 def to_quantize(
     module: nnx.Module, quantize: str | None = "int8", keep: Collection[str] = ()
 ) -> frozenset[str]:
-    """The names of the matrices that can have 8 bits, but for routers and what is kept."""
+    """The names of the matrices that can have 8 bits, but for routers, gates and what is kept."""
     if quantize is None:
         return frozenset()
-    found = [name for name in _matrices(module) if name.rpartition(".")[2] != "router"]
+    routes = "router", "shared_gate"
+    found = [name for name in _matrices(module) if name.rpartition(".")[2] not in routes]
     for pattern in keep:
         if not fnmatch.filter(found, pattern):
             raise ValueError(

@@ -10,7 +10,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import expert_mlps
-from pallas_kernels.numerics import contract
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
@@ -182,8 +181,8 @@ class MixtureOfExperts(Pointwise):
             else None
         )
 
-        def gate() -> nnx.Param:
-            return nnx.Param(d_model**-0.5 * jax.random.normal(rngs.params(), (d_model, 1), dtype))
+        def gate() -> Matrix:
+            return Matrix(d_model**-0.5 * jax.random.normal(rngs.params(), (d_model, 1), dtype))
 
         self.shared_gate = gate() if c.shared_gate else None
 
@@ -205,7 +204,7 @@ class MixtureOfExperts(Pointwise):
         if self.shared is not None:
             shared = self.shared.apply(u)
             if self.shared_gate is not None:
-                scores = contract("btm,mo->bto", u, self.shared_gate[...])
+                scores = self.shared_gate.product(u, wide=True)
                 shared = shared * jax.nn.sigmoid(scores).astype(shared.dtype)
             y = y + shared
         return self.shard.total(y)

@@ -66,7 +66,7 @@ class ParallelMixer(nnx.Module):
     ) -> tuple[Float[Array, "B T M"], Both]:
         y, mamba2 = self.mamba2(u, cache.mamba2, valid, lengths)
         z, attention = self.attention(u, cache.attention, valid, lengths)
-        return y + z, Both(mamba2, attention)
+        return _sum(y, z), Both(mamba2, attention)
 
     def tree(
         self,
@@ -86,10 +86,8 @@ class ParallelMixer(nnx.Module):
         z, *of_attention = self.attention.tree(
             *common, cache.attention, prefix.attention, replays.attention
         )
-        if isinstance(y, DeferredRMSNorm):
-            y = y.scaled().astype(z.dtype)
         pending, cache = map(Both, of_mamba2, of_attention)
-        return y + z, pending, cache
+        return _sum(y, z), pending, cache
 
     def replay(
         self, cache: Both, pending: Both, path: Path, conv_gather_index: ConvGatherIndex
@@ -98,3 +96,8 @@ class ParallelMixer(nnx.Module):
             self.mamba2.replay(cache.mamba2, pending.mamba2, path, conv_gather_index),
             self.attention.replay(cache.attention, pending.attention, path, conv_gather_index),
         )
+
+
+def _sum(y: Array | DeferredRMSNorm, z: Array) -> Array:
+    """The sum of both outputs."""
+    return (y.scaled().astype(z.dtype) if isinstance(y, DeferredRMSNorm) else y) + z

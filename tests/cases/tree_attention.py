@@ -31,10 +31,15 @@ CASES = base.table(
         "wide heads in bf16": dict(head_dim=160, heads=2, splits=2, scale=0.08, bf16=True),
         "sharp": dict(scale=20.0, splits=2),
         "bf16": dict(bf16=True, splits=2),
-        "a mask over the cache": dict(masked=True),
-        "a mask, newest level": dict(nodes=20, queries=3, masked=True),
-        "a mask, a head a group": dict(heads=2, nodes=1, masked=True),
-        "a mask, bf16": dict(bf16=True, masked=True),
+        "a window": dict(window=7),
+        "a window of a ring": dict(lengths=(23, 57), window=30),
+        "a window of blocks": dict(
+            nodes=37, causal=True, capacity=100, lengths=(140, 90), window=80
+        ),
+        "a window in the tree": dict(nodes=37, causal=True, lengths=(3, 40), window=11),
+        "a window, newest level": dict(nodes=20, queries=3, window=9),
+        "a window, a head a group": dict(heads=2, nodes=1, window=5),
+        "a window, bf16": dict(bf16=True, window=7),
     },
     nodes=5,
     queries=None,
@@ -46,7 +51,7 @@ CASES = base.table(
     splits=1,
     scale=0.25,
     causal=False,
-    masked=False,  # part of the cache, for each query
+    window=None,
 )
 
 
@@ -76,17 +81,13 @@ def inputs(case):
 
 
 @functools.cache
-def cache_mask(case):
-    """None, or the cache positions that each query sees."""
-    shape = (len(case.lengths), case.queries or case.nodes, case.capacity)
-    return np.random.default_rng(0).random(shape) < 0.4 if case.masked else None
-
-
-@functools.cache
 def errors(case, implementation):
     """XLA reads the whole cache at once, or in blocks, of which the last one is not whole."""
     version = native if implementation == "native" else xla
-    run = functools.partial(version.tree_attention, scale=case.scale)
+    settings = dict(scale=case.scale)
+    if case.window is not None:
+        settings["window"] = case.window
+    run = functools.partial(version.tree_attention, **settings)
     if "pallas" in implementation:
         run = functools.partial(
             pallas_triton.tree_attention,
@@ -96,14 +97,14 @@ def errors(case, implementation):
         )
     block = 7 if implementation == "xla in blocks of 7" else xla.BLOCK
     *exact, length, mask = arguments = inputs(case)
-    masks = [cache_mask(case)] if case.masked else []
     with mock.patch.object(xla, "BLOCK", block):
-        got = jax.jit(run)(*arguments, *masks)
+        got = jax.jit(run)(*arguments)
     exact = [np.asarray(value, np.float64) for value in exact]
     trees = np.asarray(length), np.asarray(mask)
-    truth = reference(*exact, *trees, *masks, scale=case.scale)
-    if case.masked:  # it matters
-        assert relative_error(got, reference(*exact, *trees, scale=case.scale)) > 1e-2
+    truth = reference(*exact, *trees, **settings)
+    if case.window is not None:  # it matters
+        wider = reference(*exact, *trees, scale=case.scale, window=case.window + 1)
+        assert relative_error(got, wider) > 1e-2
     assert got.dtype == arguments[0].dtype
     base.assert_finite(got)
     return {"output": relative_error(got, truth)}
@@ -115,9 +116,9 @@ def budgets(case):
 
 
 def lacks(case, implementation):
-    """Kernels and native code have no mask over the cache."""
+    """Kernels have no windows."""
     return base.native_lacks_bf16(case, implementation) or (
-        case.masked and not implementation.startswith("xla")
+        case.window is not None and "pallas" in implementation
     )
 
 

@@ -195,14 +195,14 @@ Call gated_rms_norm(Draw& s) {
            {"gate_first", s.of({0, 1})}}};
 }
 
-Call ssd(Draw& s) {
-  const int64_t b = s.of({0, 1, 2}), t = s.of({0, 1, 2, 9}), g = s.of({1, 2});
-  const int64_t n = s.of({0, 1, 3, 16, 17}), h = g * s.of({0, 1, 3});
-  const int64_t p = 16 * s.of({0, 1, 2, 4, 5});
-  const Pointer state = s.f({b, h, p, n});
-  return {{s.f({b, t, h, p}), s.positive({b, t, h}), s.negative({h}), s.f({b, t, g, n}),
-           s.f({b, t, g, n}), s.f({h, p}), state},
-          {out({b, t, h, p}), s.after(state)}};
+Call log_softmax(Draw& s) {
+  const int64_t rows = s.of({0, 1, 5}), size = s.of({0, 1, 16, 33, 1100});
+  return {{s.f({rows, size})}, {out({rows, size})}};
+}
+
+Call weighted_sum(Draw& s) {
+  const int64_t t = s.of({0, 1, 5}), a = s.of({0, 1, 3}), size = s.of({0, 1, 16, 33});
+  return {{s.f({t, a, size}), s.f({t, a})}, {out({t, size})}};
 }
 
 Call largest_threshold(Draw& s) {
@@ -223,10 +223,11 @@ Call tree_scans(Draw& s, bool replays) {
   const int64_t q = s.of({0, n / 2, n}), start = s.of({0, 5}), channels = h * p;
   const int64_t gate = p ? s.of({0, 1, 2, 3}) : s.of({0, 1});  // a mean of no numbers is none
   const Pointer state = s.f({b, h, p, states});
+  const bool is_sequence = replays && q == n && s.of({0, 1});
   Call call{{s.f({b, before, h, p}), s.positive({b, before, h}), s.f({b, before, g, states}),
              s.flags({b, before}), s.f({b, n, h, p}), s.positive({b, n, h}), s.negative({h}),
              s.f({b, n, g, states}), s.f({b, q, g, states}), s.f(s.of({0, 1}) ? Shape{h} : Shape{h, p}),
-             state, s.tree(b, n), gate ? s.f({b, q, start + channels + s.of({0, 3})}) : none(),
+             state, is_sequence ? s.flags({0}) : s.tree(b, n), gate ? s.f({b, q, start + channels + s.of({0, 3})}) : none(),
              gate > 1 ? s.f({channels}) : none()},
             {out({b, q, h, p}), gate == 2 ? out({b, q, h}) : none()},
             {{"a_is_log", s.of({0, 1})}, {"gate", gate}, {"start", start}, {"multiplier", 1.1f},
@@ -245,7 +246,7 @@ Call tree_attention(Draw& s) {
            s.f({b, g, places, size}), s.f({b, g, places, size}), s.whole(-2, places + 3, {b}),
            s.flags({b, q, n})},
           {out({b, q, h, size})},
-          {{"scale", 0.3f}}};
+          {{"scale", 0.3f}, {"window", s.of({0, 1, 5, 64, 100})}}};
 }
 
 Call tree_conv1d_layer(Draw& s) {
@@ -301,7 +302,7 @@ struct Function {
 const Function kFunctions[] = {
     STREE_FUNCTION(matmul),         STREE_FUNCTION(rows),
     STREE_FUNCTION(rms_norm),       STREE_FUNCTION(add_rms_norm),
-    STREE_FUNCTION(gated_rms_norm), STREE_FUNCTION(ssd),
+    STREE_FUNCTION(gated_rms_norm), STREE_FUNCTION(weighted_sum), STREE_FUNCTION(log_softmax),
     STREE_FUNCTION(tree_scan),      STREE_FUNCTION(replay_tree_scan),
     STREE_FUNCTION(tree_delta),     STREE_FUNCTION(replay_tree_delta),
     STREE_FUNCTION(delta_chunks),   STREE_FUNCTION(tree_attention),

@@ -170,11 +170,12 @@ REFUSED = [
     (lambda: gated_scan(norm_weight=jnp.ones(16)), r"norm_weight \(16,\) is not of 32 channels"),
     (
         lambda: pk.tree_attention(
-            *(*attention.inputs(PIECE), jnp.ones((2, 5, 40), bool)),
+            *attention.inputs(PIECE),
             scale=0.25,
+            window=3,
             implementation="pallas_interpret",
         ),
-        "no kernel has a mask over the cache",
+        "the kernel has no windows",
     ),
     (attention_of_the_last_nodes, "0 prefix and 4 query nodes are not the 13 nodes"),
     (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], norm="norm"), "'norm' is not one of"),

@@ -1,0 +1,56 @@
+// Log-probabilities of rows of logits, on a CPU: each row in one order of sums.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "../native/math.h"
+#include "../native/parallel.h"
+#include "../native/shapes.h"
+
+namespace ffi = xla::ffi;
+namespace stree {
+namespace {
+
+constexpr int64_t kPart = 64 * kLanes;  // numbers of a sum
+constexpr int64_t kTask = 16384;        // numbers of a task
+
+ffi::Error LogSoftmax(ffi::ThreadPool pool, F32 logits, Result log_probs) {
+  const auto shape = logits.dimensions();
+  if (shape.size() != 2 || !is(log_probs->dimensions(), {shape[0], shape[1]}))
+    return ffi::Error::InvalidArgument("stree_jax log_softmax: shapes do not fit");
+  const int64_t rows = shape[0], size = shape[1];
+  for_each_row(pool, rows, size, kTask, [&](int64_t row) {
+    const float* in = logits.typed_data() + row * size;
+    float* out = log_probs->typed_data() + row * size;
+    float largest = -std::numeric_limits<float>::infinity();
+    for (int64_t i = 0; i < size; ++i) largest = std::max(largest, in[i]);
+    float total = 0;
+    for (int64_t part = 0; part < size; part += kPart) {
+      const int64_t end = std::min(part + kPart, size);
+      Vec sums = {};
+      for (int64_t i = part; i < end; i += kLanes) {
+        float last[kLanes];
+        const bool is_whole = i + kLanes <= end;
+        if (!is_whole) {
+          std::fill_n(last, kLanes, -std::numeric_limits<float>::infinity());
+          std::copy(in + i, in + end, last);
+        }
+        sums += exp(load(is_whole ? in + i : last) - splat(largest));
+      }
+      total += sum(sums);
+    }
+    const float logarithm = std::log(total);
+    for (int64_t i = 0; i < size; ++i) out[i] = (in[i] - largest) - logarithm;
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace stree
+
+extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_log_softmax(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    stree_jax_log_softmax, stree::LogSoftmax,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<stree::F32>().Ret<stree::F32>());
