@@ -12,7 +12,7 @@ from stree_jax import TreeTopology
 from stree_jax.decoding.types import Drawn, Sampling, Step
 from stree_jax.decoding.verifiers import VERIFIERS, Reject, Traverse, follow
 from stree_jax.decoding.verifiers.reject import try_children
-from stree_jax.decoding.verifiers.traverse import traverse, traverse_chain
+from stree_jax.decoding.verifiers.traverse import traverse
 from tests.decoding import enumeration as en
 from tests.helpers import some
 from tests.methods import CHAIN
@@ -29,10 +29,6 @@ TREES = {
 }
 
 
-def traversals(name):
-    return (traverse, traverse_chain) if name.startswith("chain") else (traverse,)
-
-
 @pytest.mark.parametrize("kind", some(["full support", "filtered", "cold"], "filtered"))
 @pytest.mark.parametrize("children", KINDS)
 @pytest.mark.parametrize("name", some(TREES, "deep", "chain of 3"))
@@ -41,7 +37,7 @@ def test_testing_is_exact(name, children, kind):
     tokens, weights = en.draft_outcomes(models, topology, children)
     np.testing.assert_allclose(weights.sum(), 1.0)
     want = en.target_joint(models, 3)
-    for rule in (try_children, *traversals(name)):
+    for rule in (try_children, traverse):
         options = dict(replace=children == "iid", rule=rule, length=3)
         joint, _ = en.enumerated(models, topology, tokens, weights, **options)
         assert en.total_variation(joint, want) < en.EXACT
@@ -115,7 +111,7 @@ def test_traversal_never_accepts_less_than_testing_from_the_root(name, children)
             en.enumerated(models, topology, tokens, weights, replace=children == "iid", rule=rule)[
                 1
             ]
-            for rule in (try_children, *traversals(name))
+            for rule in (try_children, traverse)
         ]
         np.testing.assert_allclose(accepted[1:], accepted[1], rtol=1e-5)
         more.append(accepted[1] - accepted[0])

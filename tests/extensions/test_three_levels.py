@@ -6,7 +6,7 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers.reject import try_children
-from stree_jax.decoding.verifiers.traverse import traverse_chain
+from stree_jax.decoding.verifiers.traverse import traverse
 from stree_jax.testing import apply, assert_lossless, perturbed, random_model, tiny_model
 from tests.decoding import enumeration as en
 from tests.decoding.texts import steps
@@ -14,7 +14,7 @@ from tests.drafters import Plain
 from tests.helpers import some
 from tests.methods import PROMPTS, SAMPLED, drafts
 
-RULES = (try_children, traverse_chain)
+RULES = (try_children, traverse)
 
 
 def with_draft(target, draft):

@@ -15,7 +15,6 @@ testing from the root down.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -25,8 +24,6 @@ from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
 from stree_jax.decoding.verifiers.base import Verifier
 from stree_jax.decoding.verifiers.reject import Walk, check_drawn, is_chain, verify_by, without
 from stree_jax.tree import Tree, TreeTopology
-
-_MOST = 80.0  # bound of |log(p / q)|; exp(-80) is negligible among float32 probabilities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +53,7 @@ class Traverse(Verifier):
         step: Step,
         topology: TreeTopology,
     ) -> Verdict:
-        """See `Verifier`. All nodes of a chain at once; a tree node by node."""
-        rule = traverse_chain if is_chain(topology) else traverse
-        return verify_by(rule, self.name, draft, logits, step, topology)
+        return verify_by(traverse, self.name, draft, logits, step, topology)
 
 
 def traverse(
@@ -111,41 +106,6 @@ def traverse(
     passed = tree.valid & ((uniforms < accept_prob) | (nodes[0] == 0))
     last = lax.argmin(jnp.where(passed, place, num_nodes + 1), 0, jnp.int32)
     return Walk(last, probs[last], tree.valid & (place <= place[last]), accept_prob)
-
-
-def traverse_chain(
-    uniforms: Float32[Array, " N"],
-    tokens: Int[Array, " N"],
-    tree: Tree,
-    draft_log_probs: Float32[Array, "Z V"],
-    log_prob_row: Int[Array, " N"],
-    target_log_probs: Float32[Array, "N V"],
-    *,
-    replace: bool,
-) -> Walk:
-    """`traverse` on a chain, without a loop over its nodes."""
-    # In logarithms the probabilities are sums that start again from 0 when they exceed it: a
-    # cumulative sum minus its highest value so far.
-    num_nodes = tokens.shape[0]
-    nodes = jnp.arange(num_nodes, dtype=jnp.int32)
-    log_q = draft_log_probs[jnp.maximum(log_prob_row, 0)]
-    drafted = jnp.roll(tokens, -1)[:, None]  # the draft below each node
-    ratio = jnp.take_along_axis(target_log_probs - log_q, drafted, axis=1)[:, 0]
-    steps = jnp.where(nodes > 0, jnp.clip(jnp.roll(ratio, 1), -_MOST, _MOST), 0.0)
-    upto = nodes[None] <= nodes[:, None]
-    sums = jnp.where(upto, steps[None], 0.0).sum(axis=1)
-    highest = jnp.where(upto, sums[None], 0.0).max(axis=1)
-    impossible = (upto & (steps <= -_MOST)[None]).any(axis=1)  # and so are all nodes below it
-    own = jnp.where(tree.valid & ~impossible, jnp.exp(sums - highest), 0.0)
-
-    probs = jnp.exp(target_log_probs)
-    left, residuals = jax.vmap(_left_over)(own, probs, jnp.exp(log_q))
-    has_child = jnp.roll(tree.valid, -1) & (nodes < num_nodes - 1)
-    accept_prob = jnp.where(has_child, left, own)
-    passed = tree.valid & ((uniforms < accept_prob) | (nodes == 0))
-    last = jnp.where(passed, nodes, 0).max()
-    after = jnp.where(has_child[last], residuals[last], probs[last])
-    return Walk(last, after, tree.valid & (nodes >= last), accept_prob)
 
 
 def _left_over(
