@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -229,9 +229,14 @@ class TreeTopology:
         """A drawing of the tree in lines of text: a label per node, and `*` at the nodes of a path.
 
         Raises:
-            ValueError: the number of labels is not the number of nodes, or the tree is deeper than
-                `MAX_DRAWN_DEPTH`.
+            ValueError: labels or path are not sequences, the number of labels is not the number of
+                nodes, or the tree is deeper than `MAX_DRAWN_DEPTH`.
         """
+        if not isinstance(labels, Iterable | None) or not isinstance(path, Iterable):
+            raise ValueError(
+                "labels are a text per node and path is a sequence of nodes, got"
+                f" {shown(labels)} and {shown(path)}"
+            )
         if self.depth > MAX_DRAWN_DEPTH:
             raise ValueError(
                 f"a tree of {self.num_nodes} nodes and depth {self.depth} is too deep to draw; at"

@@ -9,10 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lines of what git would track, by its patterns. A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 24_698,
+    "stree_jax/*.py": 24_662,
     "pallas_kernels/*.py": 7_484,
     "convert/*.py": 5_586,
-    "tests/*.py": 26_159,
+    "tests/*.py": 26_157,
     "benchmarks/*.py": 4_801,
     "*.cc *.h": 2_459,
     "benchmarks/results": 10_771,

@@ -84,6 +84,8 @@ def generate(
         NonFiniteLogitsError: logits of a row were not finite, or its processors left no token. Only
             that row ended early; the error names it and holds the output of all rows.
     """
+    if after is not None or return_prefix:
+        check_on_one_device(model, "return_prefix" if after is None else "after")
     request = plan(
         model,
         prompts,
@@ -97,8 +99,6 @@ def generate(
         record_calls=record_calls,
         **keywords,
     )
-    if return_prefix:
-        check_on_one_device(model, "return_prefix")
     request, decoder = request.placed(model.partition), request.decoder
     with dispatch.on(model):
         state = _started(request, model, n, after)

@@ -51,7 +51,7 @@ from stree_jax.decoding.verifiers import (
 )
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import shown
-from stree_jax.models.lm import HybridLM, check_model, check_on_one_device
+from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
 
 
@@ -120,7 +120,6 @@ def plan(
     check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
     check_num_rows("n", n)
     if after is not None:
-        check_on_one_device(model, "after")
         check_origin(after, model, any_drafter=True)
     texts = checked_prompts(prompts, vocab_size, may_be_empty=after is not None)
     if after is not None:

@@ -16,7 +16,7 @@ from stree_jax.decoding.step import NO_ROOM, TARGET_FAILED
 from stree_jax.mesh.hosts import on_host
 from stree_jax.testing import HYBRIDS, random_model, tiny_model
 from tests.decoding.texts import broken_at, ended, of_rows
-from tests.helpers import with_weight
+from tests.helpers import rows, with_weight
 from tests.methods import KEY, PROMPTS, SAMPLED, TREE, drafts
 
 
@@ -130,7 +130,7 @@ def test_a_row_that_does_not_fit_its_buffer_fails():
     """With the right tokens up to its end; before, later ones were written over them."""
     model, prompts, new = tiny_model(), [[1], [2, 3, 4], [5] * 8, [6] * 9], [7, 6, 1, 1]
     drafts = dict(drafter=st.ModelDrafter(model), topology=TREE)
-    request = plan(model, prompts, max_new_tokens=new, **drafts)
+    request = plan(model, prompts, rows(max_new_tokens=new), **drafts)
     arguments = model, request.drafter
     prompts = st.Context(request.context.tokens[:, :9], request.context.length)
 

@@ -21,7 +21,7 @@ from tests.decoding import enumeration as en
 from tests.decoding.rules import SIZE, WALK, Walk, autoregressive, random_walk, rules_of
 from tests.decoding.texts import NEW_TOKENS, ROWS, decoded, planned
 from tests.decoding.texts import autoregressive as without_rules
-from tests.helpers import some
+from tests.helpers import rows, some
 from tests.methods import KEY, PROMPTS, TREE, Topology, drafts
 
 
@@ -156,14 +156,14 @@ def test_rows_whose_tokens_are_all_ruled_out_end_alone():
     table = -jnp.ones((3, SIZE), jnp.int32)
     table = table.at[0, 4:30].set(1).at[1, 4:30].set(2)
     walk = Walk(table)
-    rules = [[walk], [dataclasses.replace(walk, start=1)], [walk]]
+    rules = rows(processors=[[walk], [dataclasses.replace(walk, start=1)], [walk]])
     options = dict(drafter=st.ModelDrafter(tiny_model()), topology=Topology.chain(3))
     with pytest.raises(st.NonFiniteLogitsError, match="leave no token in row 0") as got:
-        st.generate(tiny_model(), PROMPTS, processors=rules, **options)
+        st.generate(tiny_model(), PROMPTS, options=rules, **options)
     assert got.value.rows == [0, 1, 2]
     assert got.value.generation.lengths.tolist() == [2, 1, 2]
     with pytest.raises(st.NonFiniteLogitsError) as want:
-        st.generate(tiny_model(), PROMPTS, processors=rules)
+        st.generate(tiny_model(), PROMPTS, options=rules)
     np.testing.assert_array_equal(got.value.generation.tokens, want.value.generation.tokens)
 
 

@@ -47,7 +47,7 @@ def gap(name="mtp"):
 
 
 def before_the_final_norm(monkeypatch):
-    monkeypatch.setattr(st.HybridLM, "_final_norm", lambda self, hidden: hidden)
+    monkeypatch.setattr(st.HybridLM, "_final_normed", lambda self, stream: stream.hidden())
 
 
 def swapped(monkeypatch):

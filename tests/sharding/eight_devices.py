@@ -525,7 +525,7 @@ REFUSED = [
         "a multi-token-prediction head is for models on one",
     ),
     (lambda on, *_: st.load_eagle3("there", on), "load_eagle3 is for models on one device"),
-    (lambda on, *_: st.Eagle3Drafter(on, eagle3_head(on)), "Eagle3Model is for models on one"),
+    (lambda on, *_: st.Eagle3Drafter(on, eagle3_head(on)), "an EAGLE-3 head is for models on one"),
     (
         lambda on, one, *_: drafting(on, one, eagle3_head(on), drafter=st.Eagle3Drafter),
         "an EAGLE-3 head is for models on one device",

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array
 from stree_jax.decoding.prompts import Context
+from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import MODEL, ROWS
 from stree_jax.messages import shown
 from stree_jax.models.cache import Cache, cache_specs, init_cache
@@ -56,7 +57,7 @@ def prefix_specs(model: HybridLM) -> Any:
 
 def joined(after: Prefix, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The texts of a prefix, each followed by its prompt."""
-    lengths = np.asarray(after.context.length)
+    tokens, lengths = on_host(after.context)
     if len(lengths) not in (1, len(prompts)):
         raise ValueError(
             f"after has {len(lengths)} rows, and prompts {len(prompts)}; give a prompt for each row"
@@ -68,7 +69,6 @@ def joined(after: Prefix, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
             " an array of rows, by jax.tree.map(lambda leaf: leaf[rows], prefix)"
         )
     rows = [0] * len(prompts) if len(lengths) == 1 else range(len(prompts))
-    tokens = np.asarray(after.context.tokens)
     pairs = zip(rows, prompts, strict=True)
     return [np.concatenate([tokens[row, : lengths[row]], prompt]) for row, prompt in pairs]
 
