@@ -78,12 +78,12 @@ nitpick_ignore_regex = [
     ("py:obj", "(?s).*"),
     ("py:class", r"(?!stree_jax|pallas_kernels).*"),
     ("py:class", r"stree_jax\.(array_types|mesh|models)\..*"),
-    ("py:class", r"stree_jax\.decoding\.(types|loop|options|plan|reader)\..*"),
+    ("py:class", r"stree_jax\.decoding\.(types|loop|options|plan|reader|text\.prefix)\..*"),
     ("py:class", r"stree_jax\.(convert\.(fields|rules)|checkpoint|testing\.models)\..*"),
 ]
 
 
-# Sphinx looks for defaults in the source, where these have `**options`.
+# Sphinx looks for defaults in the source, where these have `**keywords`.
 _SPELLED_OUT = {
     each: vars(each).pop("__signature__")
     for each in (stree_jax.generate, stree_jax.stream, stree_jax.complete)
