@@ -13,14 +13,13 @@ namespace stree {
 namespace {
 
 constexpr int64_t kPart = 64 * kLanes;  // numbers of a sum
-constexpr int64_t kTask = 16384;        // numbers of a task
 
 ffi::Error LogSoftmax(ffi::ThreadPool pool, F32 logits, Result log_probs) {
   const auto shape = logits.dimensions();
   if (shape.size() != 2 || !is(log_probs->dimensions(), {shape[0], shape[1]}))
     return ffi::Error::InvalidArgument("stree_jax log_softmax: shapes do not fit");
   const int64_t rows = shape[0], size = shape[1];
-  for_each_row(pool, rows, size, kTask, [&](int64_t row) {
+  for_each_row(pool, rows, size, kRowTask, [&](int64_t row) {
     const float* in = logits.typed_data() + row * size;
     float* out = log_probs->typed_data() + row * size;
     float largest = -std::numeric_limits<float>::infinity();

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "../native/parallel.h"
 #include "../native/shapes.h"
 #include "../native/vectors.h"
 
@@ -11,13 +12,13 @@ namespace stree {
 namespace {
 
 // Outputs of the experts [tokens, A, M], weights [tokens, A].
-ffi::Error WeightedSum(F32 by_choice, F32 weights, Result sums) {
+ffi::Error WeightedSum(ffi::ThreadPool pool, F32 by_choice, F32 weights, Result sums) {
   const auto xs = by_choice.dimensions();
   if (xs.size() != 3 || !is(weights.dimensions(), {xs[0], xs[1]}) ||
       !is(sums->dimensions(), {xs[0], xs[2]}))
     return ffi::Error::InvalidArgument("stree_jax weighted_sum: shapes do not fit");
   const int64_t choices = xs[1], size = xs[2];
-  for (int64_t t = 0; t < xs[0]; ++t) {
+  for_each_row(pool, xs[0], choices * size, kRowTask, [&](int64_t t) {
     float* __restrict out = sums->typed_data() + t * size;
     std::fill_n(out, size, 0.0f);
     for (int64_t a = 0; a < choices; ++a) {
@@ -25,7 +26,7 @@ ffi::Error WeightedSum(F32 by_choice, F32 weights, Result sums) {
       const float* in = by_choice.typed_data() + (t * choices + a) * size;
       for (int64_t i = 0; i < size; ++i) out[i] = std::fma(weight, in[i], out[i]);
     }
-  }
+  });
   return ffi::Error::Success();
 }
 
@@ -36,4 +37,4 @@ extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_weighted_sum(XLA_FFI_CallFrame*
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     stree_jax_weighted_sum, stree::WeightedSum,
-    ffi::Ffi::Bind().Arg<stree::F32>().Arg<stree::F32>().Ret<stree::F32>());
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<stree::F32>().Arg<stree::F32>().Ret<stree::F32>());

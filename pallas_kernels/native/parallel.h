@@ -53,6 +53,8 @@ void for_each_task(xla::ffi::ThreadPool& pool, int64_t count, const Run& run) {
   }
 }
 
+constexpr int64_t kRowTask = 16384;  // numbers of a task, where each costs little
+
 // Calls run(row) for each row in [0, rows); a task has rows of `numbers` numbers together, because
 // fewer do not pay for a second thread.
 template <typename Run>

@@ -12,8 +12,6 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-constexpr int64_t kTask = 16384;  // numbers of a task
-
 // The factor of a row, or of a group of it.
 Vec factor(Vec squares, int64_t size, float epsilon) {
   return splat(1 / std::sqrt(sum(squares) / size + epsilon));
@@ -29,7 +27,7 @@ ffi::Error RMSNorm(ffi::ThreadPool pool, F32 x, F32 weight, Result normed, float
   const int64_t rows = xs[0], size = xs[1];
   if (size % kLanes || !is(weight.dimensions(), {size}) || !is(normed->dimensions(), {rows, size}))
     return refused("rms_norm");
-  for_each_row(pool, rows, size, kTask, [&](int64_t row) {
+  for_each_row(pool, rows, size, kRowTask, [&](int64_t row) {
     const float* in = x.typed_data() + row * size;
     float* out = normed->typed_data() + row * size;
     Vec squares = {};
@@ -54,7 +52,7 @@ ffi::Error AddRMSNorm(ffi::ThreadPool pool, F32 residual, F32 output, F32 mean_s
       !(is_deferred ? is(ms, {rows, parts}) : is(ms, {0})) || !is(weight.dimensions(), {size}) ||
       !is(total->dimensions(), {rows, size}) || !is(normed->dimensions(), {rows, size}))
     return refused("add_rms_norm");
-  for_each_row(pool, rows, size, kTask, [&](int64_t row) {
+  for_each_row(pool, rows, size, kRowTask, [&](int64_t row) {
     float scale = multiplier;
     if (is_deferred) {
       const float* squares = mean_squares.typed_data() + row * parts;
@@ -91,7 +89,7 @@ ffi::Error GatedRMSNorm(ffi::ThreadPool pool, F32 y, F32 gate, F32 weight, Resul
       !is(result->dimensions(), {rows, size}))
     return refused("gated_rms_norm");
   const int64_t each = size / groups;
-  for_each_row(pool, rows, size, kTask, [&](int64_t row) {
+  for_each_row(pool, rows, size, kRowTask, [&](int64_t row) {
     for (int64_t first = 0; first < size; first += each) {
       const float* in = y.typed_data() + row * size + first;
       const float* z = gate.typed_data() + row * columns + gate_start + first;
