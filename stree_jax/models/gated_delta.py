@@ -32,7 +32,6 @@ from pallas_kernels import (
     tree_conv1d_layer,
     tree_delta,
 )
-from pallas_kernels.numerics import activate
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import WHOLE, Cut, Part
@@ -47,15 +46,13 @@ from stree_jax.models.layer import (
 )
 from stree_jax.models.layers import (
     CONV_WIDTH_BITS,
-    causal_conv1d,
     conv_state_after,
     conv_weight,
     linear,
     new_rates,
     row_parallel,
-    sequence_gather_index,
 )
-from stree_jax.models.mamba2 import Mamba2Cache, empty_pending
+from stree_jax.models.mamba2 import Mamba2Cache, convolved, empty_pending
 from stree_jax.tree import Tree
 
 
@@ -184,20 +181,8 @@ class GatedDeltaMixer(nnx.Module):
         valid: Bool[Array, "B T"],
         lengths: Lengths,
     ) -> tuple[Float[Array, "B T M"], Mamba2Cache]:
-        projected, layout = self.in_proj(u), self.config.layout
-        if self.in_proj.kernel.storage.is_packed:
-            nodes, q, _ = tree_conv1d_layer(
-                *(projected, self.conv_weight[...], None, self.dt_bias[...], cache.conv),
-                sequence_gather_index(u, self.config.conv_width),
-                layout=layout,
-                implementation=self.implementation,
-            )
-            v, dt, k, conv_input = nodes
-        else:
-            dt = layout.time_steps(projected, self.dt_bias[...])
-            conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
-            conv = causal_conv1d(conv_input, cache.conv, self.conv_weight[...], None)
-            v, k, q = layout.heads(activate("silu", conv))
+        projected = self.in_proj(u)
+        (v, dt, k, conv_input), q = convolved(self, projected, None, cache.conv, valid)
         g = self._decays(dt)
         y, state = delta_chunks(
             *(q, k, v, g, self._beta(projected), cache.ssm, valid),

@@ -302,6 +302,33 @@ class Mamba2ShardConfig(Mamba2Config):
     """One shard of a layer whose norm spans all shards; `Mamba2Config.local` makes it."""
 
 
+def convolved(
+    mixer: Any,
+    projected: Float[Array, "B T _"],
+    bias: Float[Array, " C"] | None,
+    conv_state: Float[Array, "B J C"],
+    valid: Bool[Array, "B T"],
+) -> tuple[Mamba2Pending, Array]:
+    """A sequence's record and queries after the convolution of a mixer.
+
+    A packed model runs the op of trees: a token has the same outputs, to the bit.
+    """
+    layout, weight, dt_bias = mixer.config.layout, mixer.conv_weight[...], mixer.dt_bias[...]
+    if mixer.in_proj.kernel.storage.is_packed:
+        pending, queries, _ = tree_conv1d_layer(
+            *(projected, weight, bias, dt_bias, conv_state),
+            sequence_gather_index(projected, len(weight)),
+            layout=layout,
+            implementation=mixer.implementation,
+        )
+        return pending, queries
+    conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
+    x, B, queries = layout.heads(
+        activate("silu", causal_conv1d(conv_input, conv_state, weight, bias))
+    )
+    return Mamba2Pending(x, layout.time_steps(projected, dt_bias), B, conv_input), queries
+
+
 class Mamba2Mixer(nnx.Module):
     """One Mamba-2 mixer; `A_log`, `D` and `dt_bias` are float32 whatever the dtype."""
 
@@ -349,21 +376,10 @@ class Mamba2Mixer(nnx.Module):
         valid: Bool[Array, "B T"],
         lengths: Lengths,
     ) -> tuple[Float[Array, "B T M"] | DeferredRMSNorm, Mamba2Cache]:
-        """A packed model runs the ops of trees: a token has the same outputs, to the bit."""
         projected, layout = self._project(u), self.config.layout
-        if is_packed := self.in_proj.kernel.storage.is_packed:
-            pending, C, _ = tree_conv1d_layer(
-                *(projected, *self._conv_weights(), self.dt_bias[...], cache.conv),
-                sequence_gather_index(u, self.config.conv_width),
-                layout=layout,
-                implementation=self.implementation,
-            )
-            x, dt, B, conv_input = pending
-        else:
-            dt = layout.time_steps(projected, self.dt_bias[...])
-            conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
-            conv = causal_conv1d(conv_input, cache.conv, *self._conv_weights())
-            x, B, C = layout.heads(activate("silu", conv))
+        is_packed = self.in_proj.kernel.storage.is_packed
+        bias = self._conv_weights()[1]
+        (x, dt, B, conv_input), C = convolved(self, projected, bias, cache.conv, valid)
         dt = jnp.where(valid[..., None], dt, 0.0)
         gate = self._gate(projected) if is_packed or self.norm_spans_shards else None
         D = jnp.broadcast_to(self.D[...].reshape(layout.num_heads, -1), x.shape[2:])
