@@ -13,7 +13,7 @@ from stree_jax.decoding.options import Options, spelled_out
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
 from stree_jax.decoding.text.prefill import tokens_from
-from stree_jax.decoding.text.prefix import Prefix, for_rows, origin_of, repeated
+from stree_jax.decoding.text.prefix import Prefix, check_origin, for_rows, origin_of, repeated
 from stree_jax.decoding.types import Context, DecodeState
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.mesh.hosts import on_host
@@ -86,6 +86,8 @@ def generate(
     """
     if after is not None or return_prefix:
         check_on_one_device(model, "return_prefix" if after is None else "after")
+    if after is not None:
+        check_origin(after, model, any_drafter=True)
     request = plan(
         model,
         prompts,

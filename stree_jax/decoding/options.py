@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -154,15 +154,8 @@ class Options:
         return getattr(self, name)
 
 
-def checked_options(
-    options: Options | Sequence[Options] | Any, keywords: Mapping[str, Any], batch: int
-) -> list[Options]:
-    """The options of each row, from those that were given or from keywords."""
-    if options is None:
-        return [Options(**keywords)] * batch
-    if keywords:
-        name = next(iter(keywords))
-        raise ValueError(f"{name} and options are given; put {name} into the Options")
+def options_of_rows(options: Options | Sequence[Options] | Any, batch: int) -> list[Options]:
+    """The options of each row, checked together."""
     rows = [options] * batch if isinstance(options, Options) else options
     if not isinstance(rows, Sequence) or not all(isinstance(row, Options) for row in rows):
         raise ValueError(f"options must be st.Options, or a list of them, got {shown(options)}")

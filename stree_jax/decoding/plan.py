@@ -24,8 +24,8 @@ from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import (
     Options,
     check_not_traced,
-    checked_options,
     listed_eos_tokens,
+    options_of_rows,
 )
 from stree_jax.decoding.prompts import (
     buffer_size,
@@ -39,7 +39,7 @@ from stree_jax.decoding.prompts import (
 )
 from stree_jax.decoding.rule_rows import join_numbers, joined, kind, map_rows, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
-from stree_jax.decoding.text.prefix import Prefix, check_origin
+from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.decoding.text.prefix import joined as joined_texts
 from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.decoding.types import Context, Limits, Sampling
@@ -110,23 +110,26 @@ def plan(
     record_calls: bool = False,
     **keywords: Any,
 ) -> Plan:
-    """Checks a request; compiles nothing. Arguments and errors as in `generate`."""
+    """Checks a request; compiles nothing. Arguments and errors as in `generate`.
+
+    That `after` is of the model is for the caller to check, who knows whether of the drafter too.
+    """
     check_not_traced(*keywords.values())
     if options is None:
         options = Options(**keywords)
-        keywords = {}
+    elif keywords:
+        name = next(iter(keywords))
+        raise ValueError(f"{name} and options are given; put {name} into the Options")
     check_model(model)
     vocab_size = model.config.vocab_size
     check_not_traced(prompts, *(prompts if isinstance(prompts, Sequence) else ()))
     check_num_rows("n", n)
-    if after is not None:
-        check_origin(after, model, any_drafter=True)
     texts = checked_prompts(prompts, vocab_size, may_be_empty=after is not None)
     if after is not None:
         texts = joined_texts(after, texts)
     context = in_buffers([each for each in texts for _ in range(n)])
     batch = len(context.length)
-    own = checked_options(options, keywords, batch)
+    own = options_of_rows(options, batch)
     check_not_traced(context.length, own[0].key, model.final_norm_scale[...])
     made = {id(each): _row_of(each, model) for each in own}
     rows = [made[id(each)] for each in own]  # one object for all that are equal
