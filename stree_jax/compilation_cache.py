@@ -28,6 +28,9 @@ def enable_compilation_cache() -> None:
         base = base if os.path.isabs(base) else "~/.cache"
         folder = Path(choice or f"{base}/stree-jax/xla").expanduser().absolute()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for entry in folder.glob("*-cache"):  # with one of a killed process jax writes no more
+            if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
+                entry.unlink(missing_ok=True)
     except (OSError, RuntimeError, ValueError):  # RuntimeError: no home; ValueError: a null byte
         return
     config.update("jax_compilation_cache_dir", str(folder))

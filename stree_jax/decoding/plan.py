@@ -110,10 +110,7 @@ def plan(
     record_calls: bool = False,
     **keywords: Any,
 ) -> Plan:
-    """Checks a request; compiles nothing. Arguments and errors as in `generate`.
-
-    That `after` is of the model is for the caller to check, who knows whether of the drafter too.
-    """
+    """Checks a request; compiles nothing. As `generate`, which checks whose prefix `after` is."""
     check_not_traced(*keywords.values())
     if options is None:
         options = Options(**keywords)

@@ -378,7 +378,7 @@ class Mamba2Mixer(nnx.Module):
     ) -> tuple[Float[Array, "B T M"] | DeferredRMSNorm, Mamba2Cache]:
         projected, layout = self._project(u), self.config.layout
         is_packed = self.in_proj.kernel.storage.is_packed
-        bias = self._conv_weights()[1]
+        _, bias = self._conv_weights()
         (x, dt, B, conv_input), C = convolved(self, projected, bias, cache.conv, valid)
         dt = jnp.where(valid[..., None], dt, 0.0)
         gate = self._gate(projected) if is_packed or self.norm_spans_shards else None

@@ -63,6 +63,11 @@ def test_the_folder(variables, folder, home, tmp_path, monkeypatch):
         assert Path(got) == tmp_path / folder
         assert Path(got).stat().st_mode & 0o777 == 0o700
         assert jax.config.jax_compilation_cache_max_size == cache.MAX_BYTES
+        for name in ("a-cache", "a-atime", "b-cache"):  # a writer of b was killed
+            (Path(got) / name).touch()
+        jax.config.update("jax_compilation_cache_dir", None)
+        cache.enable_compilation_cache()
+        assert {each.name for each in Path(got).iterdir()} == {"a-cache", "a-atime"}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,5 @@ def generate(pair, folder):
 def test_a_second_command_compiles_nothing(tiny_pair, tmp_path):
     text, asked, hits, _ = generate(tiny_pair, tmp_path)
     assert asked - hits > 10
-    # XLA's false alarms are errors in its log.
-    level = "CRITICAL" if jax.default_backend() == "cpu" else "NOTSET"
+    level = "CRITICAL" if jax.default_backend() == "cpu" else "NOTSET"  # XLA logs false alarms
     assert generate(tiny_pair, tmp_path) == (text, asked, asked, level)

@@ -33,8 +33,7 @@ class Row:
 
 _FILTERS = (dict(), dict(top_p=0.9), dict(top_k=8), dict(top_k=8, top_p=0.9))
 _WAYS = [(0.0, {}), *itertools.product((0.3, 0.7, 1.0, 1.3), _FILTERS)]
-# A batch of all ways of sampling, each with every prompt: one program decodes all of it. The first
-# rows have temperature 0.
+# All ways of sampling, each with every prompt, as one batch. The first rows have temperature 0.
 ROWS = [
     Row(tuple(prompt), 10 * i + j, temperature, **filters)
     for i, (temperature, filters) in enumerate(_WAYS)
@@ -43,13 +42,10 @@ ROWS = [
 
 
 def planned(model, rows, own=None, **options):
-    """A request of rows with their own sampling, and with more options of `own` for each row."""
-    of_all = {name: options.pop(name) for name in {**st.Options()}.keys() & options}
+    """A request of rows with their own sampling, and with more options of `own` for each."""
     names = ("temperature", "top_k", "top_p", "key")
     each = [
-        st.Options(
-            max_new_tokens=NEW_TOKENS, **{n: getattr(row, n) for n in names}, **of_all, **more
-        )
+        st.Options(max_new_tokens=NEW_TOKENS, **{n: getattr(row, n) for n in names}, **more)
         for row, more in zip(rows, own or [{}] * len(rows), strict=True)
     ]
     return plan(model, [row.prompt for row in rows], each, **options)
