@@ -14,7 +14,7 @@ CEILINGS = {
     "convert/*.py": 5_586,
     "tests/*.py": 26_157,
     "benchmarks/*.py": 4_801,
-    "*.cc *.h": 2_459,
+    "*.cc *.h": 2_545,
     "benchmarks/results": 10_771,
 }
 

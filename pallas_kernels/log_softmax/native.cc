@@ -12,7 +12,7 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-constexpr int64_t kPart = 64 * kLanes;  // numbers of a sum
+constexpr int64_t kPart = 1024;  // numbers of a sum
 
 ffi::Error LogSoftmax(ffi::ThreadPool pool, F32 logits, Result log_probs) {
   const auto shape = logits.dimensions();
@@ -27,19 +27,20 @@ ffi::Error LogSoftmax(ffi::ThreadPool pool, F32 logits, Result log_probs) {
     float total = 0;
     for (int64_t part = 0; part < size; part += kPart) {
       const int64_t end = std::min(part + kPart, size);
-      Vec sums = {};
-      for (int64_t i = part; i < end; i += kLanes) {
+      Wide sums = {};
+      sum_up(sums, end - part, [&](int64_t i, Vec sums) {
+        const float* from = in + part + i;
         float last[kLanes];
-        const bool is_whole = i + kLanes <= end;
-        if (!is_whole) {
+        if (from + kLanes > in + end) {
           std::fill_n(last, kLanes, -std::numeric_limits<float>::infinity());
-          std::copy(in + i, in + end, last);
+          if (from < in + end) std::copy(from, in + end, last);
+          from = last;
         }
-        sums += exp(load(is_whole ? in + i : last) - splat(largest));
-      }
+        return sums + exp(load(from) - splat(largest));
+      });
       total += sum(sums);
     }
-    const float logarithm = std::log(total);
+    const float logarithm = log1(total);
     for (int64_t i = 0; i < size; ++i) out[i] = (in[i] - largest) - logarithm;
   });
   return ffi::Error::Success();

@@ -1,10 +1,10 @@
-// exp and what is made of it, on vectors of float32.
+// exp, log and what is made of them, on vectors of float32.
 #pragma once
 
 #include <cmath>
 #include <cstring>
 
-#include "vectors.h"
+#include "reduce.h"
 
 namespace stree {
 
@@ -41,20 +41,35 @@ STREE_INLINE Vec silu(Vec x) { return x / (splat(1.0f) + exp(-x)); }
 
 STREE_INLINE float exp1(float x) { return exp(splat(x))[0]; }
 
-// The sum of all lanes, halves first.
-STREE_INLINE float sum(Vec values) {
-  float lanes[kLanes];
-  store(lanes, values);
-  for (int half = kLanes / 2; half; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
+// log(x) of normal numbers above 0, to about one unit in the last place. C's own function has other
+// bits on other machines.
+STREE_INLINE Vec log(Vec x) {
+  // x = 2^n (1 + r), with 1 + r from sqrt(1/2) to sqrt(2).
+  const VecI32 bits = (VecI32)x - 0x3f3504f3;
+  const Vec n = __builtin_convertvector(bits >> 23, Vec);
+  const Vec r = (Vec)((bits & 0x7fffff) + 0x3f3504f3) - splat(1.0f), square = r * r;
+  Vec p = splat(7.0376836292e-2f);
+  p = fused(p, r, splat(-1.1514610310e-1f));
+  p = fused(p, r, splat(1.1676998740e-1f));
+  p = fused(p, r, splat(-1.2420140846e-1f));
+  p = fused(p, r, splat(1.4249322787e-1f));
+  p = fused(p, r, splat(-1.6668057665e-1f));
+  p = fused(p, r, splat(2.0000714765e-1f));
+  p = fused(p, r, splat(-2.4999993993e-1f));
+  p = fused(p, r, splat(3.3333331174e-1f));
+  Vec low = fused(n, splat(-2.12194440e-4f), r * square * p);
+  low = fused(square, splat(-0.5f), low);
+  const Vec value = fused(n, splat(0.693359375f), r + low);
+  return select(x == x, value, x);
 }
 
-// The inner product of `size` numbers, a multiple of kLanes.
-inline float dot(const float* a, const float* b, int64_t size) {
-  Vec total = {};
-  for (int64_t i = 0; i < size; i += kLanes) total += load(a + i) * load(b + i);
-  return sum(total);
+STREE_INLINE float log1(float x) { return log(splat(x))[0]; }
+
+// log(1 + exp(x)). What is lost of a small y in 1 + y comes back by a factor (Goldberg 1991, theorem 4).
+STREE_INLINE Vec softplus(Vec x) {
+  const Vec one = splat(1.0f), y = exp(select(x > Vec{}, -x, x)), u = one + y;
+  const Vec logarithm = select(u == one, y, log(u) * (y / (u - one)));
+  return select(x < Vec{}, Vec{}, x) + logarithm;
 }
 
 }  // namespace stree

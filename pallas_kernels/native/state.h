@@ -19,19 +19,30 @@ struct Token {
 template <bool kReads, bool kWrites>
 void step(const float* from, const float* C, float* read, const Token& token, float* to,
           int64_t states) {
-  Vec sums[kLanes] = {}, ins[kLanes];
+  constexpr int kRows = together(1);
+  Vec sums[kLanes], ins[kLanes];
   const Vec kept = splat(token.decay);
   for (int r = 0; r < kLanes; ++r) ins[r] = splat(token.in[r]);
-  for (int64_t s = 0; s < states; s += kLanes) {
-    Vec out_of = {}, into = {};
-    if (kReads) out_of = load(C + s);
-    if (kWrites) into = load(token.B + s);
+#pragma GCC unroll 4
+  for (int first = 0; first < kLanes; first += kRows) {
+    Wide own[kRows] = {};
+    for (int64_t i = 0; i < states; i += kWidth)
+#pragma GCC unroll 4
+      for (int p = 0; p < kParts; ++p) {
+        const int64_t s = i + p * kLanes;
+        Vec out_of = {}, into = {};
+        if (kReads) out_of = load(C + s);
+        if (kWrites) into = load(token.B + s);
 #pragma GCC unroll 16
-    for (int r = 0; r < kLanes; ++r) {
-      const Vec row = load(from + r * states + s);
-      if (kReads) sums[r] = fused(row, out_of, sums[r]);
-      if (kWrites) store(to + r * states + s, fused(row, kept, ins[r] * into));
-    }
+        for (int r = 0; r < kRows; ++r) {
+          const int64_t at = (first + r) * states + s;
+          const Vec row = load(from + at);
+          if (kReads) own[r].part[p] = fused(row, out_of, own[r].part[p]);
+          if (kWrites) store(to + at, fused(row, kept, ins[first + r] * into));
+        }
+      }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) sums[first + r] = folded(own[r]);
   }
   if (kReads) store(read, sums_of(sums));
 }

@@ -1,8 +1,8 @@
 // Vectors of float32 and how weights become them, with the compilers' vector extensions.
 //
 // One source serves AVX-512, AVX2 and NEON; the number of lanes is the machine's. Multiply-adds are
-// fused on all three, so sums with a lane for each output, as of `matmul`, are equal to the bit.
-// Sums over lanes are not.
+// fused on all three, so sums with a lane for each output, as of `matmul`, are equal to the bit; sums
+// over lanes are those of reduce.h.
 #pragma once
 
 #include <cstdint>

@@ -13,7 +13,7 @@ namespace stree {
 namespace {
 
 // The factor of a row, or of a group of it.
-Vec factor(Vec squares, int64_t size, float epsilon) {
+Vec factor(const Wide& squares, int64_t size, float epsilon) {
   return splat(1 / std::sqrt(sum(squares) / size + epsilon));
 }
 
@@ -25,13 +25,13 @@ ffi::Error RMSNorm(ffi::ThreadPool pool, F32 x, F32 weight, Result normed, float
   const auto xs = x.dimensions();
   if (xs.size() != 2) return refused("rms_norm");
   const int64_t rows = xs[0], size = xs[1];
-  if (size % kLanes || !is(weight.dimensions(), {size}) || !is(normed->dimensions(), {rows, size}))
+  if (size % kWidth || !is(weight.dimensions(), {size}) || !is(normed->dimensions(), {rows, size}))
     return refused("rms_norm");
   for_each_row(pool, rows, size, kRowTask, [&](int64_t row) {
     const float* in = x.typed_data() + row * size;
     float* out = normed->typed_data() + row * size;
-    Vec squares = {};
-    for (int64_t i = 0; i < size; i += kLanes) squares += load(in + i) * load(in + i);
+    Wide squares = {};
+    sum_up(squares, size, [&](int64_t i, Vec sums) { return fused(load(in + i), load(in + i), sums); });
     const Vec by = factor(squares, size, epsilon);
     for (int64_t i = 0; i < size; i += kLanes)
       store(out + i, load(in + i) * by * load(weight.typed_data() + i));
@@ -48,7 +48,7 @@ ffi::Error AddRMSNorm(ffi::ThreadPool pool, F32 residual, F32 output, F32 mean_s
   const int64_t rows = rs[0], size = rs[1];
   const bool is_deferred = ms.size() == 2;
   const int64_t parts = is_deferred ? ms[1] : 0;
-  if (size % kLanes || !is(output.dimensions(), {rows, size}) ||
+  if (size % kWidth || !is(output.dimensions(), {rows, size}) ||
       !(is_deferred ? is(ms, {rows, parts}) : is(ms, {0})) || !is(weight.dimensions(), {size}) ||
       !is(total->dimensions(), {rows, size}) || !is(normed->dimensions(), {rows, size}))
     return refused("add_rms_norm");
@@ -64,12 +64,12 @@ ffi::Error AddRMSNorm(ffi::ThreadPool pool, F32 residual, F32 output, F32 mean_s
     const float* added = output.typed_data() + row * size;
     float* after = total->typed_data() + row * size;
     float* out = normed->typed_data() + row * size;
-    Vec squares = {};
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const Vec value = load(before + i) + load(added + i) * splat(scale);
+    Wide squares = {};
+    sum_up(squares, size, [&](int64_t i, Vec sums) {
+      const Vec value = fused(load(added + i), splat(scale), load(before + i));
       store(after + i, value);
-      squares += value * value;
-    }
+      return fused(value, value, sums);
+    });
     const Vec by = factor(squares, size, epsilon);
     for (int64_t i = 0; i < size; i += kLanes)
       store(out + i, load(after + i) * by * load(weight.typed_data() + i));
@@ -84,7 +84,7 @@ ffi::Error GatedRMSNorm(ffi::ThreadPool pool, F32 y, F32 gate, F32 weight, Resul
   if (ys.size() != 2 || gs.size() != 2) return refused("gated_rms_norm");
   const int64_t rows = ys[0], size = ys[1], columns = gs[1];
   const bool has_norm = weight.element_count() != 0;
-  if (groups < 1 || size % (groups * kLanes) || gs[0] != rows || gate_start < 0 ||
+  if (groups < 1 || size % (groups * kWidth) || gs[0] != rows || gate_start < 0 ||
       gate_start > columns - size || (has_norm && !is(weight.dimensions(), {size})) ||
       !is(result->dimensions(), {rows, size}))
     return refused("gated_rms_norm");
@@ -94,13 +94,13 @@ ffi::Error GatedRMSNorm(ffi::ThreadPool pool, F32 y, F32 gate, F32 weight, Resul
       const float* in = y.typed_data() + row * size + first;
       const float* z = gate.typed_data() + row * columns + gate_start + first;
       float* out = result->typed_data() + row * size + first;
-      Vec squares = {};
-      for (int64_t i = 0; i < each; i += kLanes) {
+      Wide squares = {};
+      sum_up(squares, each, [&](int64_t i, Vec sums) {
         Vec value = load(in + i);
         if (gate_first) value *= silu(load(z + i));
         store(out + i, value);
-        squares += value * value;
-      }
+        return fused(value, value, sums);
+      });
       if (has_norm) {
         const Vec by = factor(squares, each, epsilon);
         for (int64_t i = 0; i < each; i += kLanes)

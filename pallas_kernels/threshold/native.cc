@@ -12,7 +12,7 @@ namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-constexpr int kSums = 4;         // that are added at once
+constexpr int kSums = 2;         // that are added at once
 constexpr int64_t kTask = 4096;  // values of a task
 
 float with_bits(int32_t bits) {
@@ -26,15 +26,16 @@ float with_bits(int32_t bits) {
 template <bool kCounts>
 float sum_from(float threshold, const float* values, const float* summands, int64_t size) {
   const Vec low = splat(threshold);
-  Vec sums[kSums] = {};
-  for (int64_t i = 0; i < size; i += kSums * kLanes)
-#pragma GCC unroll 4
-    for (int j = 0; j < kSums; ++j) {
-      const int64_t at = i + j * kLanes;
-      const Vec summand = kCounts ? splat(1.0f) : load(summands + at);
-      sums[j] += (Vec)((load(values + at) >= low) & (VecI32)summand);
-    }
-  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  Wide sums[kSums] = {};
+  for (int64_t i = 0; i < size; i += kSums * kWidth)
+#pragma GCC unroll 2
+    for (int j = 0; j < kSums; ++j)
+      sum_up(sums[j], kWidth, [&](int64_t lane, Vec sums) {
+        const int64_t at = i + j * kWidth + lane;
+        const Vec summand = kCounts ? splat(1.0f) : load(summands + at);
+        return sums + (Vec)((load(values + at) >= low) & (VecI32)summand);
+      });
+  return sum(sums[0]) + sum(sums[1]);
 }
 
 // Summands [rows, V], or [0, V]: ones.
@@ -44,7 +45,7 @@ ffi::Error LargestThreshold(ffi::ThreadPool pool, F32 values, F32 summands, F32 
   if (vs.size() != 2 || ss.size() != 2 || ss[1] != vs[1] || (ss[0] != vs[0] && ss[0] != 0) ||
       !is(least.dimensions(), {vs[0]}) || !is(thresholds->dimensions(), {vs[0]}))
     return ffi::Error::InvalidArgument("stree_jax largest_threshold: shapes do not fit");
-  const int64_t rows = vs[0], size = vs[1], step = kSums * kLanes;
+  const int64_t rows = vs[0], size = vs[1], step = kSums * kWidth;
   const int64_t whole = (size + step - 1) / step * step;
   const bool counts = ss[0] == 0;
   for_each_row(pool, rows, size, kTask, [&](int64_t row) {

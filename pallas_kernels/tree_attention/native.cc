@@ -11,7 +11,6 @@
 
 #include "../native/math.h"
 #include "../native/parallel.h"
-#include "../native/reduce.h"
 #include "../native/shapes.h"
 
 namespace ffi = xla::ffi;
@@ -48,26 +47,20 @@ void Row::add(const Block& block, int64_t size, float scale) {
   float weights[kKeys];
   float largest = maximum;
   for (int first = 0; first < block.count; first += kLanes) {
-    Vec sums[kLanes] = {};
-    for (int64_t e = 0; e < size; e += kLanes) {
-      const Vec q = load(query + e);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i)
-        sums[i] += q * load(block.keys[std::min(first + i, block.count - 1)] + e);
-    }
-    store(weights + first, sums_of(sums) * splat(scale));
-    for (int i = first; i < first + kLanes; ++i) {
-      if (i >= block.count) weights[i] = -std::numeric_limits<float>::infinity();
-      largest = std::max(largest, weights[i]);
-    }
+    Vec scores;
+    products<1>([&](int i) { return block.keys[std::min(first + i, block.count - 1)]; }, {query},
+                size, &scores);
+    store(weights + first, scores * splat(scale));
   }
+  std::fill(weights + block.count, weights + kKeys, -std::numeric_limits<float>::infinity());
+  for (float weight : weights) largest = std::max(largest, weight);
   const float kept = maximum == largest ? 1.0f : exp1(maximum - largest);
-  Vec sums = {};
-  for (int first = 0; first < block.count; first += kLanes) {
+  Wide sums = {};
+  sum_up(sums, block.count, [&](int64_t first, Vec sums) {
     const Vec weight = exp(load(weights + first) - splat(largest));
     store(weights + first, weight);
-    sums += weight;
-  }
+    return sums + weight;
+  });
   total = total * kept + sum(sums);
   maximum = largest;
   for (int64_t e = 0; e < size; e += kLanes) {
@@ -92,7 +85,7 @@ ffi::Error TreeAttention(ffi::ThreadPool pool, F32 query, F32 node_keys, F32 nod
     return ffi::Error::InvalidArgument("stree_jax tree_attention: arrays of four axes");
   const int64_t batch = qs[0], queries = qs[1], heads = qs[2], size = qs[3];
   const int64_t nodes = ns[1], groups = ns[2], capacity = ks[2];
-  const bool fits = window >= 0 && groups > 0 && heads % groups == 0 && size % kLanes == 0 &&
+  const bool fits = window >= 0 && groups > 0 && heads % groups == 0 && size % kWidth == 0 &&
                     is(ns, {batch, nodes, groups, size}) && is(node_values.dimensions(), {batch, nodes, groups, size}) &&
                     is(ks, {batch, groups, capacity, size}) && is(values.dimensions(), {batch, groups, capacity, size}) &&
                     is(length.dimensions(), {batch}) &&

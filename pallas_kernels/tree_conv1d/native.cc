@@ -72,10 +72,14 @@ void Layer::node(int64_t b, int64_t q) const {
       store(parts[part] + c, silu(value));
     }
   const float* raw = projected + (b * queries + q) * columns + first_column + channels;
-  for (int64_t h = 0; h < heads; ++h) {
-    const float value = raw[h] * multipliers[3] + dt_bias[h];
-    const float softplus = std::max(value, 0.0f) + std::log1p(std::exp(-std::abs(value)));
-    dt[i * heads + h] = std::min(std::max(softplus, dt_low), dt_high);
+  for (int64_t h = 0; h < heads; h += kLanes) {
+    const int64_t count = std::min<int64_t>(kLanes, heads - h);
+    float values[kLanes] = {};
+    for (int64_t j = 0; j < count; ++j)
+      values[j] = std::fma(raw[h + j], multipliers[3], dt_bias[h + j]);
+    store(values, softplus(load(values)));
+    for (int64_t j = 0; j < count; ++j)
+      dt[i * heads + h + j] = std::min(std::max(values[j], dt_low), dt_high);
   }
 }
 

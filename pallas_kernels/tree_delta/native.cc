@@ -70,25 +70,6 @@ ffi::Error Delta::run(ffi::ThreadPool& pool) {
   return ffi::Error::Success();
 }
 
-// Products of kLanes rows of a state with two vectors.
-void read(const float* rows, const float* first, const float* second, int64_t states, Vec* found) {
-  constexpr int kHalf = kLanes / 2;  // of the rows: all their sums stay in registers
-  Vec firsts[kLanes] = {}, seconds[kLanes] = {};
-#pragma GCC unroll 2
-  for (int part = 0; part < kLanes; part += kHalf)
-    for (int64_t s = 0; s < states; s += kLanes) {
-      const Vec one = load(first + s), other = load(second + s);
-#pragma GCC unroll 8
-      for (int r = part; r < part + kHalf; ++r) {
-        const Vec row = load(rows + r * states + s);
-        firsts[r] = fused(row, one, firsts[r]);
-        seconds[r] = fused(row, other, seconds[r]);
-      }
-    }
-  found[0] = sums_of(firsts);
-  found[1] = sums_of(seconds);
-}
-
 void head(const Delta& delta, const Keys& of, int64_t b, int64_t h) {
   const int64_t nodes = delta.nodes, queries = delta.queries, first = nodes - queries;
   const int64_t channels = delta.channels, states = delta.states;
@@ -130,7 +111,8 @@ void head(const Delta& delta, const Keys& of, int64_t b, int64_t h) {
       } else {
         const int64_t q = i - first, at = node(queries, q);
         Vec found[2];
-        read(parent, key, of.queries.data() + q * states, states, found);
+        products<2>([&](int r) { return parent + r * states; },
+                    {key, of.queries.data() + q * states}, states, found);
         const Vec kept = splat(token.decay), strength = splat(delta.beta[at]);
         const Vec u = strength * fused(-kept, found[0], load(delta.v + at * channels + p));
         store(token.in, u);
@@ -177,7 +159,7 @@ ffi::Error run(ffi::ThreadPool& pool, F32 prev_k, F32 prev_u, F32 prev_g, Flags 
   const int64_t b = ks[0], o = ps[1], n = ks[1], c = qs[1], h = vs[2], p = vs[3], e = ks[2],
                 s = ks[3];
   const bool fits =
-      e > 0 && h % e == 0 && p % kLanes == 0 && s % kLanes == 0 && c <= n &&
+      e > 0 && h % e == 0 && p % kLanes == 0 && s % kWidth == 0 && c <= n &&
       is(ps, {b, o, e, s}) && is(prev_u.dimensions(), {b, o, h, p}) &&
       is(prev_g.dimensions(), {b, o, h}) && is(path.dimensions(), {b, o}) &&
       is(qs, {b, c, e, s}) && is(vs, {b, c, h, p}) && is(g.dimensions(), {b, n, h}) &&
@@ -220,7 +202,7 @@ ffi::Error DeltaChunks(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 g, F32 bet
   if (ks.size() != 4 || vs.size() != 4)
     return ffi::Error::InvalidArgument("stree_jax delta_chunks: arrays of four axes");
   const int64_t b = ks[0], t = ks[1], e = ks[2], s = ks[3], h = vs[2], p = vs[3];
-  const bool fits = e > 0 && h % e == 0 && p % kLanes == 0 && s % kLanes == 0 &&
+  const bool fits = e > 0 && h % e == 0 && p % kLanes == 0 && s % kWidth == 0 &&
                     is(q.dimensions(), {b, t, e, s}) && is(vs, {b, t, h, p}) &&
                     is(g.dimensions(), {b, t, h}) && is(beta.dimensions(), {b, t, h}) &&
                     is(state.dimensions(), {b, h, p, s}) && is(valid.dimensions(), {b, t}) &&

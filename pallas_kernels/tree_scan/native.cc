@@ -127,19 +127,20 @@ void Scan::finish(int64_t b, int64_t h, const std::vector<float>& decays) const 
     }
     const Vec kept = splat(decays[first + q]);
     const Vec inner = splat(dt[at] * scores[(b * queries + q) * groups + g]);
-    Vec squares = {};
-    for (int64_t p = 0; p < channels; p += kLanes) {
+    Wide squares = {};
+    sum_up(squares, channels, [&](int64_t p, Vec sums) {
       const Vec own = load(x + at * channels + p);
       const Vec skip = d_per_channel ? load(D + h * channels + p) : splat(D[h]);
       Vec value = fused(skip, own, fused(kept, load(out + p), inner * own));
       if (gate != kNone) {
         const float* z = projected + (b * queries + q) * columns + start + h * channels + p;
         value *= silu(load(z) * splat(multiplier));
-        squares += value * value;
+        sums = fused(value, value, sums);
         if (gate == kDeferredNorm) value *= load(norm_weight + h * channels + p);
       }
       store(out + p, value);
-    }
+      return sums;
+    });
     if (gate == kDeferredNorm)
       mean_squares[(b * queries + q) * heads + h] = sum(squares) / (heads * channels);
     if (gate == kNormPerHead) {
@@ -165,7 +166,7 @@ ffi::Error run(ffi::ThreadPool& pool, F32 prev_x, F32 prev_dt, F32 prev_B, Flags
                 h = scan.heads, p = scan.channels, g = scan.groups, s = scan.states;
   const bool is_sequence = is(mask.dimensions(), {0});
   const bool fits =
-      h % std::max<int64_t>(g, 1) == 0 && g > 0 && p % kLanes == 0 && s % kLanes == 0 && q <= n &&
+      h % std::max<int64_t>(g, 1) == 0 && g > 0 && p % kWidth == 0 && s % kWidth == 0 && q <= n &&
       is(ps, {b, o, h, p}) && is(prev_dt.dimensions(), {b, o, h}) &&
       is(prev_B.dimensions(), {b, o, g, s}) && is(path.dimensions(), {b, o}) &&
       is(dt.dimensions(), {b, n, h}) && is(A.dimensions(), {h}) &&

@@ -1,8 +1,10 @@
 """Native functions as XLA calls them, with random shapes, also under sanitizers."""
 
 import os
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -17,22 +19,32 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def call(library, folder, flags=(), *, calls, seed, threads):
-    """Compiles the driver and lets it call a library, which must have the same sanitizer."""
-    if (compiler := build_backend.compiler()) is None:
+def call(library, folder, flags=(), *, compiler=None, runs=(), calls, seed, threads):
+    """Links the driver with a library and lets it call that; returns digests of the results.
+
+    Where a sanitizer is on, both must have it.
+    """
+    compiler = compiler or build_backend.compiler()
+    if compiler is None:
         pytest.skip("there is no C++ compiler")
     source, driver = Path(__file__).with_name("driver.cc"), folder / "driver"
-    flags = ("-std=c++17", "-O1", *flags, "-isystem", jax.ffi.include_dir(), source)
-    subprocess.run([*compiler, *flags, "-o", driver, "-ldl", "-pthread"], check=True)
+    flags = ("-std=c++17", "-O1", *flags, "-isystem", jax.ffi.include_dir(), source, *library)
+    subprocess.run([*compiler, *flags, "-o", driver, "-pthread"], check=True)
     environment = os.environ | {"UBSAN_OPTIONS": "halt_on_error=1"}
-    command = [driver, library, str(calls), str(seed), str(threads)]
-    subprocess.run(command, env=environment, check=True)
+    command = [*runs, driver, str(calls), str(seed), str(threads)]
+    found = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return found.stdout
+
+
+def linked(level, folder=build_backend.HERE):
+    """The library of a level, as a linker takes it."""
+    return build_backend.library(level, folder), f"-Wl,-rpath,{folder}"
 
 
 @NEEDS_NATIVE
 def test_calls_of_any_shape_write_all_numbers_or_are_refused(tmp_path):
     """With more threads than there are tasks, most of which find nothing left to do."""
-    call(build_backend.library(native.level()), tmp_path, calls=560, seed=1, threads=64)
+    call(linked(native.level()), tmp_path, calls=560, seed=1, threads=64)
 
 
 @pytest.mark.slow
@@ -43,4 +55,20 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path, monkeypatch):
     flags, levels = ("-g", "-O1", f"-fsanitize={sanitizer}"), build_backend.own_levels()
     build_backend.build(tmp_path, flags, levels)
     for level in levels:
-        call(build_backend.library(level, tmp_path), tmp_path, flags, calls=2800, seed=0, threads=4)
+        call(linked(level, tmp_path), tmp_path, flags, calls=2800, seed=0, threads=4)
+
+
+@NEEDS_NATIVE
+@pytest.mark.slow
+def test_all_instructions_give_the_same_bits(tmp_path):
+    """Those of this processor, and NEON in an emulator if that and ziglang are installed."""
+    same = dict(calls=2800, seed=2, threads=2)
+    found = {each: call(linked(each), tmp_path, **same) for each in build_backend.own_levels()}
+    emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if emulator and find_spec("ziglang"):
+        zig = sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", "-static"
+        library = *build_backend.FLAGS, '-DSTREE_JAX_SOURCES=""', *build_backend.sources()
+        found["neon"] = call(library, tmp_path, compiler=zig, runs=[emulator], **same)
+    if len(found) == 1:
+        pytest.skip("there is one set of instructions, and no emulator of others")
+    assert len(set(found.values())) == 1, found
