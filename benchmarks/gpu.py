@@ -35,14 +35,15 @@ from jax import lax
 
 import stree_jax as st
 from benchmarks import common, steps
-from benchmarks.lossless import first_difference
 from benchmarks.methods import TWO_TREES
 from benchmarks.models import Pair, embedded_pair
 from benchmarks.tree_size import tree_of
 from pallas_kernels import dispatch
+from stree_jax.decoding.plan import plan
 from stree_jax.measuring.clock import memory_of, num_bytes, summary
 from stree_jax.measuring.report import write_json
 from stree_jax.models.cache import path_to
+from stree_jax.testing.exactness import first_difference
 
 Row = dict[str, Any]
 Rows = Iterator[tuple[str, Callable[[], Row]]]  # the name of a row, and what measures it
@@ -201,13 +202,14 @@ def of_loops(sizes: Sizes) -> Rows:
                 "compile_seconds": compiling[way],
                 "temporary_bytes": programs[way].temporary,
             }
-            for prompt, *both in zip(prompts, ends["no drafts"], states, strict=True):
+            for prompt, *both in zip(prompts, states, ends["no drafts"], strict=True):
                 new = slice(len(prompt), len(prompt) + sizes.tokens)
                 texts = [np.asarray(each.context.tokens[0, new]) for each in both]
-                found = first_difference(target, prompt, *texts)
-                differences += [{"way": way} | found] if found else []
+                request = plan(target, [prompt], max_new_tokens=sizes.tokens)
+                if found := first_difference(target, request, 0, *texts):
+                    differences.append({"way": way} | found._asdict())
         # In bfloat16 products of other numbers of rows may choose another token.
-        right = target.dtype != jnp.float32 or all(each["tie"] for each in differences)
+        right = target.dtype != jnp.float32 or all(each["is_tie"] for each in differences)
         return {"ways": row, "differences": differences, "right": right}
 
     pairs = {embedded.name: lambda: embedded, large: random_pair}

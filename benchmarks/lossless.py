@@ -3,11 +3,10 @@
 At temperature 0, and at temperature 1 with shared noise; in float32, bfloat16 and 8 bits, as models
 are loaded on this device. Besides drafters and trees there are logits processors with a state,
 which the plain text has too, and a `Scheduler` that gets the rows in another order. Small models
-with random weights, in sizes that the Pallas kernels accept. The draft is the target with noise on
-its weights, so that it is often right, but not always. Rows are compared up to their first
-difference, and every first difference is reported with both tokens and the gap of their logits. A
-product of another number of rows may be rounded differently: a gap below 1e-4 of the largest logit,
-or at temperature 1 below 1e-3 in `log p + noise`, is a tie. Exit code 1 if any other token differs.
+with random weights, in sizes that native code and the Pallas kernels accept. The draft is the
+target with noise on its weights, so that it is often right, but not always. Rows are compared up to
+their first difference, and every one is reported. On a CPU with native code log-probabilities must
+be equal to the bit; elsewhere tokens, but for near ties. Exit code 1 if anything else differs.
 
 Each row is written as it is found, and a run with the options of an earlier one, `--output` too,
 goes on after it. What `--commit` writes has sums only.
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -37,13 +35,12 @@ import stree_jax as st
 from benchmarks.common import Found, main, names
 from benchmarks.methods import TWO_TREES, trees
 from benchmarks.models import on_gpu
-from stree_jax.decoding.rule_rows import of_rows
-from stree_jax.decoding.sampling import position_noise
+from stree_jax.decoding.plan import plan
 from stree_jax.measuring.methods import Method
 from stree_jax.measuring.report import Table
 from stree_jax.mesh.partition import ONE_DEVICE
-from stree_jax.testing import HYBRIDS, perturbed, random_mtp_head
-from stree_jax.testing.exactness import apply, processed_after
+from stree_jax.testing import HYBRIDS, bits_obstacle, perturbed, random_mtp_head
+from stree_jax.testing.exactness import first_difference
 
 
 def _enlarged(config: st.ModelConfig, **changes: Any) -> st.ModelConfig:
@@ -104,9 +101,6 @@ ROWS = 16
 NEW_TOKENS = 64  # of a row
 TEMPERATURES = (0.0, 1.0)
 NOISE = 0.02  # relative, on the draft's weights
-PADDED = 64  # multiple of tokens to which texts are padded
-TIE = 1e-4  # of the largest logit
-SAMPLED_TIE = 1e-3  # of `log p + noise`
 _RANDOM = np.random.default_rng(0)
 _PARENTS = (-1, *(int(_RANDOM.integers(0, node)) for node in range(1, 32)))
 TREES = TWO_TREES | {"random tree of 32": st.TreeTopology(_PARENTS)}
@@ -119,16 +113,16 @@ METHODS = (
     *("penalty and grammar", "scheduler"),
 )
 
-Texts = Iterator[tuple[np.ndarray, int]]
+Texts = Iterator[tuple[np.ndarray, np.ndarray, int]]
 
 
 def batches(
     model: st.HybridLM, requests: Sequence[dict[str, Any]], options: Mapping[str, Any]
 ) -> Texts:
-    """The tokens of each request by `generate`, and the number of target calls."""
+    """Tokens and log-probabilities of each request by `generate`, and calls of the target."""
     for given in requests:
-        out = st.generate(model, **given, **options)
-        yield out.tokens, out.stats.num_target_calls
+        out = st.generate(model, **given, **options, log_probs=True)
+        yield out.tokens, out.log_probs, out.stats.num_target_calls
 
 
 def served(
@@ -137,8 +131,9 @@ def served(
     """The same by a `Scheduler`, which gets the rows of all requests in shuffled order."""
     length = max(PROMPT_LENGTHS) + NEW_TOKENS
     scheduler = st.Scheduler(model, rows=ROWS, max_length=length, **options)
+    own = dict(max_new_tokens=NEW_TOKENS, log_probs=True)
     rows = [
-        st.Request(prompt, key=key, max_new_tokens=NEW_TOKENS, temperature=given["temperature"])
+        st.Request(prompt, key=key, temperature=given["temperature"], **own)
         for given in requests
         for prompt, key in zip(given["prompts"], given["key"], strict=True)
     ]
@@ -149,9 +144,11 @@ def served(
     for given in requests:
         mine = [*itertools.islice(ended, len(given["prompts"]))]
         tokens = np.full((len(mine), NEW_TOKENS), st.PAD)
-        for row, completion in zip(tokens, mine, strict=True):
-            row[: len(completion.tokens)] = completion.tokens
-        yield tokens, sum(completion.stats.num_target_calls for completion in mine)
+        log_probs = np.full(tokens.shape, np.nan, np.float32)
+        for row, completion in enumerate(mine):
+            new = slice(len(completion.tokens))
+            tokens[row, new], log_probs[row, new] = completion.tokens, completion.log_probs
+        yield tokens, log_probs, sum(completion.stats.num_target_calls for completion in mine)
 
 
 class Way(NamedTuple):
@@ -225,69 +222,38 @@ def request(
     }
 
 
-def first_difference(
-    model: st.HybridLM,
-    prompt: Sequence[int],
-    want: np.ndarray,
-    got: np.ndarray,
-    temperature: float = 0.0,
-    key: jax.Array | None = None,
-    processors: Sequence[Any] = (),
-) -> dict[str, Any] | None:
-    """The first difference of two texts after a prompt; None if they are equal.
-
-    The index, both tokens, and the gap of their scores, from the model run on prompt and common
-    text as a sequence. Scores are processed logits, relative to the largest one, and above
-    temperature 0 `log p + noise`. A small gap is a tie.
-    """
-    if np.array_equal(want, got):
-        return None
-    place = int(np.flatnonzero(np.asarray(want) != np.asarray(got))[0])
-    tokens = [int(want[place]), int(got[place])]
-    text = [*prompt, *map(int, want[:place])]
-    padded = np.zeros((1, -(-len(text) // PADDED) * PADDED), np.int32)  # few programs
-    padded[0, : len(text)] = text
-    logits = apply(model, padded)[:, len(text) - 1, None, : model.config.vocab_size]
-    rules = of_rows([processors], may_differ=False)
-    new = np.array(want[:place], np.int32)
-    logits = processed_after(rules, np.array([prompt], np.int32), new[None], logits)[0, 0]
-    if temperature == 0:
-        scores, limit = np.asarray(logits, np.float64), TIE
-        scores /= np.max(np.abs(scores), where=np.isfinite(scores), initial=0)
-    else:
-        noise = position_noise(key[None], jnp.array([place]), 0, len(logits))[0, 0]
-        scores = np.asarray(jax.nn.log_softmax(logits / temperature) + noise)
-        limit = SAMPLED_TIE
-    gap = float(abs(np.subtract(*scores[tokens])))
-    return {"place": place, "tokens": tokens, "gap": gap, "tie": gap < limit}
-
-
 def compared(
     model: st.HybridLM,
     way: Way,
     requests: Sequence[dict[str, Any]],
-    plain: Sequence[np.ndarray],
+    plain: Sequence[tuple[np.ndarray, np.ndarray]],
 ) -> dict[str, Any]:
     """Counts, and the first difference of each row that differs, over all rounds.
 
-    A row is right if all differences are ties; `distinct` shows that the model does not repeat
-    itself.
+    A row is right if all differences are near ties, of a model that is equal to the bit if there
+    are none; `distinct` shows that the model does not repeat itself.
     """
     tokens, calls, emitted, found = 0, 0, 0, []
+    to_the_bit = bits_obstacle(model) is None
     options = way.method.options() | ({"processors": way.processors} if way.processors else {})
     pieces = zip(requests, plain, way.decode(model, requests, options), strict=True)
-    for number, (given, want, (got, of_target)) in enumerate(pieces):
+    for number, (given, (want, of_want), (got, of_got, of_target)) in enumerate(pieces):
         calls, emitted = calls + of_target, emitted + int((got != st.PAD).sum())
-        same = np.cumprod(got == want, axis=1).sum(axis=1)  # up to the first difference
+        is_same = got == want
+        if to_the_bit:
+            is_same &= of_got.view(np.int32) == of_want.view(np.int32)
+        same = np.cumprod(is_same, axis=1).sum(axis=1)  # up to the first difference
         tokens += int(np.minimum(same + 1, want.shape[1]).sum())
-        for row, texts in enumerate(zip(given["prompts"], want, got, strict=True)):
-            sampling = given["temperature"], given["key"][row], way.processors
-            if difference := first_difference(model, *texts, *sampling):
-                found.append({"round": number, "row": row} | difference)
+        for row in np.flatnonzero(same < want.shape[1]).tolist():
+            request = plan(model, **given, processors=way.processors)
+            difference = first_difference(model, request, row, got[row], want[row])
+            found.append({"round": number, "row": row, "place": int(same[row])})
+            found[-1]["gap"] = difference.gap if difference else 0.0  # 0: of log-probabilities
+            found[-1]["tie"] = bool(difference and difference.is_tie) and not to_the_bit
     return {
         "tokens": tokens,
         "tau": emitted / calls,
-        "distinct": len(np.unique(np.concatenate(plain))),
+        "distinct": len(np.unique(np.concatenate([want for want, _ in plain]))),
         "differences": found,
         "right": all(difference["tie"] for difference in found),
     }
@@ -310,14 +276,13 @@ def work(pieces: Sequence[Piece], rounds: int, mesh: Mesh | None) -> Iterator[di
     for (weights, family, temperature), some in itertools.groupby(pieces, lambda piece: piece[:3]):
         (model, draft), size = made(family, weights, mesh), FAMILIES[family].vocab_size
         requests = [request(size, temperature, n, ROWS, NEW_TOKENS) for n in range(rounds)]
-        plain = [text for text, _ in batches(model, requests, {})]
+        plain = [found[:2] for found in batches(model, requests, {})]
         ways = {way.method.name: way for way in ways_of(model, draft)}
         for piece in some:
             way = ways[piece.method]
             rules = {"processors": way.processors}
-            want = (
-                [text for text, _ in batches(model, requests, rules)] if way.processors else plain
-            )
+            ruled = batches(model, requests, rules) if way.processors else plain
+            want = [found[:2] for found in ruled]
             began = time.perf_counter()
             row = compared(model, way, requests, want)
             yield piece._asdict() | row | {"seconds": round(time.perf_counter() - began, 2)}
@@ -325,16 +290,13 @@ def work(pieces: Sequence[Piece], rounds: int, mesh: Mesh | None) -> Iterator[di
 
 
 def sums(fields: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A record for each value of some fields: tokens, differences with their gaps, mean taus."""
+    """A record for each value of some fields: tokens, differences, mean taus."""
     records = []
     for values in dict.fromkeys(tuple(row[field] for field in fields) for row in rows):
         named = dict(zip(fields, values, strict=True))
         part = [row for row in rows if named.items() <= row.items()]
-        found = [each for row in part for each in row["differences"]]
-        gaps = [each["gap"] for each in found]
         record = named | {"tokens": sum(row["tokens"] for row in part)}
-        record |= {"differences": len(gaps), "ties": sum(each["tie"] for each in found)}
-        record |= {"median": float(np.median(gaps or [0])), "largest": max(gaps, default=0.0)}
+        record |= {"differences": sum(len(row["differences"]) for row in part)}
         taus = [[row["tau"] for row in part if row["temperature"] == t] for t in TEMPERATURES]
         records.append(record | {"tau": [round(float(np.mean(each)), 3) for each in taus if each]})
     return records
@@ -343,7 +305,7 @@ def sums(fields: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[dict[
 def table(field: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """The sums by family or by method."""
     columns = {field: f"{{{field}}}", "tokens": "{tokens:,}", f"tau, T in {TEMPERATURES}": "{tau}"}
-    columns |= {"differences": "{differences}", "largest gap": "{largest:.1e}"}
+    columns |= {"differences": "{differences}"}
     return Table("Against autoregressive decoding", sums([field], rows), columns)
 
 

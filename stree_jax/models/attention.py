@@ -143,6 +143,7 @@ class AttentionConfig(LayerConfig):
     window: int | None = None
 
     has_memory: ClassVar[bool] = True
+    native_sizes: ClassVar[tuple[str, ...]] = ("head_dim",)
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "input_multiple"):

@@ -82,6 +82,7 @@ class GatedDeltaConfig(LayerConfig):
     chunk_size: int = 64
 
     has_memory: ClassVar[bool] = True
+    native_sizes: ClassVar[tuple[str, ...]] = ("head_dim", "state_size")
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "num_groups", "state_size", "chunk_size"):

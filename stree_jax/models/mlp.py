@@ -1,7 +1,7 @@
 """MLPs with the interface of a mixer: a separate layer of the stack."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -44,6 +44,7 @@ class MlpConfig(LayerConfig):
     bias: bool = False
     gate_multiplier: float = 1.0
     output_multiplier: float = 1.0
+    native_sizes: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         require_integer(self, "hidden_size", 1)

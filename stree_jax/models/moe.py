@@ -1,7 +1,7 @@
 """A mixture of experts as a layer (Granite, Nemotron-H)."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,7 @@ class MoeConfig(LayerConfig):
     shared_gate: bool = False
     activation: str = "silu"
     gated: bool = True
+    native_sizes: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_active", "hidden_size"):

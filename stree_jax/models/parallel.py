@@ -36,6 +36,7 @@ class ParallelConfig(LayerConfig):
     attention: AttentionConfig
 
     has_memory: ClassVar[bool] = True
+    native_sizes: ClassVar[tuple[str, ...]] = ()
 
     def check_next(self, below: LayerConfig | None) -> None:
         self.attention.check_next(below)

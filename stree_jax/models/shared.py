@@ -58,6 +58,7 @@ class SharedConfig(LayerConfig):
     mlp: MlpConfig | None = None
 
     has_memory: ClassVar[bool] = True
+    native_sizes: ClassVar[tuple[str, ...]] = ()
     is_shared: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

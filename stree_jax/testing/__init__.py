@@ -17,6 +17,7 @@ from stree_jax.testing.exactness import (
     assert_lossless,
     assert_same_distribution,
     assert_same_text,
+    bits_obstacle,
 )
 from stree_jax.testing.models import (
     CONFIGS,
@@ -36,6 +37,7 @@ __all__ = [
     "assert_lossless",
     "assert_same_distribution",
     "assert_same_text",
+    "bits_obstacle",
     "perturbed",
     "random_model",
     "random_mtp_head",

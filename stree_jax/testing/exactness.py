@@ -4,17 +4,18 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dispatch, native
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.processors import LogitsProcessor, Processing, first_states
-from stree_jax.decoding.results import Generation
+from stree_jax.decoding.results import PAD, Generation
 from stree_jax.decoding.rule_rows import map_rows
 from stree_jax.decoding.sampling import filtered_logits, position_noise, token_log_probs
 from stree_jax.decoding.types import Context
@@ -35,12 +36,14 @@ def assert_lossless(
     verifier: str | Verifier | None = None,
     temperatures: Sequence[float] = (0.0, 1.0),
     prompts: Sequence[Sequence[int]] | None = None,
+    to_the_bit: bool | None = None,
     **options: Any,
 ) -> list[Generation]:
     """Asserts that drafts change nothing but the number of steps.
 
     Tokens, lengths and the returned cache of every row must be those of autoregressive decoding
-    with the same key.
+    with the same key: of a model that is packed for a CPU, where native code runs, to the bit, and
+    log-probabilities too.
 
     Args:
         model: the target, in float32, or packed for a CPU: others do not promise the same tokens.
@@ -50,6 +53,8 @@ def assert_lossless(
             refused above temperature 0.
         temperatures: temperatures to decode at.
         prompts: token ids of each row; None: three ragged prompts.
+        to_the_bit: True: all numbers must be equal; False: caches may differ by 3e-5 of their
+            largest value; None: True where `bits_obstacle(model)` finds nothing.
         **options: other options of `generate`. Without them there are 24 new tokens, enough for
             several steps, some without acceptance, and the key is that of seed 0.
 
@@ -60,8 +65,13 @@ def assert_lossless(
         AssertionError: rows differ. The message names row, position and both tokens, and says
             whether the difference is a near tie, which another order of float32 sums explains, or
             real.
-        ValueError: the arguments promise no equality, or `generate` refuses them.
+        ValueError: the arguments promise no equality, or not to the bit, or `generate` refuses
+            them.
     """
+    obstacle = bits_obstacle(model)
+    if to_the_bit and obstacle:
+        raise ValueError(f"this model's texts are not equal to the bit: {obstacle}")
+    to_the_bit = obstacle is None if to_the_bit is None else to_the_bit
     if model.activation_dtype != jnp.float32:
         raise ValueError(
             f"model has dtype {model.dtype}, and only float32 reproduces autoregressive decoding"
@@ -71,6 +81,7 @@ def assert_lossless(
     prompts = [[t % size for t in row] for row in PROMPTS] if prompts is None else prompts
     found = []
     common: dict[str, Any] = dict(max_new_tokens=24, key=0) | {**options}
+    common |= dict(log_probs=common.get("log_probs") or to_the_bit)
     drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
     for temperature in temperatures:
         request = plan(model, prompts, temperature=temperature, **common, **drafts)
@@ -83,24 +94,40 @@ def assert_lossless(
         cached = dict(temperature=temperature, return_cache=True, **common)
         want = generate(model, prompts, **cached)
         got = generate(model, prompts, **cached, **drafts)
-        assert_same_text(model, request, got, want)
+        assert_same_text(model, request, got, want, to_the_bit=to_the_bit)
         found.append(got)
     return found
 
 
-def assert_same_text(model: HybridLM, request: Plan, got: Generation, want: Generation) -> None:
+def assert_same_text(
+    model: HybridLM,
+    request: Plan,
+    got: Generation,
+    want: Generation,
+    *,
+    to_the_bit: bool = False,
+) -> None:
     """Asserts that two generations of a request have the same tokens and caches.
 
     `assert_lossless` for requests that were planned by hand, whose rows may have different keys,
-    temperatures and filters, which explain a difference. Caches are compared if both have one.
+    temperatures and filters, which explain a difference. Caches and log-probabilities are compared
+    if both have some, the latter only `to_the_bit`.
 
     Raises:
         AssertionError: they differ; the message is that of `assert_lossless`.
     """
-    for row, (a, b) in enumerate(zip(got.tokens, want.tokens, strict=True)):
-        if not np.array_equal(a, b):
-            raise AssertionError(_explained(model, request, row, a, b))
+    for row, texts in enumerate(zip(got.tokens, want.tokens, strict=True)):
+        if difference := first_difference(model, request, row, *texts):
+            raise AssertionError(
+                f"row {row}, new token {difference.place}: {difference.got} for {difference.want};"
+                f" {'a near tie' if difference.is_tie and not to_the_bit else 'a real difference'}:"
+                f" their scores differ by {difference.gap:.3g} (temperature"
+                f" {float(request.sampling.temperature[row]):g}, verifier"
+                f" {request.decoder.verifier.name!r})"
+            )
     np.testing.assert_array_equal(got.lengths, want.lengths)
+    if to_the_bit and got.log_probs is not None and want.log_probs is not None:
+        np.testing.assert_array_equal(got.log_probs, want.log_probs, "not equal to the bit")
     if got.cache is None or want.cache is None:
         return
     leaves = zip(jax.tree.leaves_with_path(got.cache), jax.tree.leaves(want.cache), strict=True)
@@ -108,24 +135,61 @@ def assert_same_text(model: HybridLM, request: Plan, got: Generation, want: Gene
         mine, reference = np.asarray(mine), np.asarray(reference)
         np.testing.assert_allclose(
             *(mine, reference),
-            rtol=1e-4,
             # Of the largest value, autoregressive decoding and a prefill of its text differ by up
             # to 1.1e-5 (the last convolution state of six layers), trees by up to 1.6e-5.
-            atol=3e-5 * max(1.0, np.abs(reference).max()),
+            rtol=0 if to_the_bit else 1e-4,
+            atol=0 if to_the_bit else 3e-5 * max(1.0, np.abs(reference).max()),
             err_msg=f"same tokens, but another cache{jax.tree_util.keystr(path)}: a wrong replay?",
         )
 
 
-def _explained(model: HybridLM, request: Plan, row: int, got: np.ndarray, want: np.ndarray) -> str:
-    """The first difference of a row, and whether a near tie explains it.
+def bits_obstacle(model: HybridLM) -> str | None:
+    """Why a token's log-probabilities are not the same to the bit in every tree, batch and chunk.
 
-    Sums of float32 depend on the number of nodes: scores closer than 1e-4 may swap.
+    None: they are. This holds on a CPU with native code, for packed models whose sizes it takes.
     """
+    if dispatch.device_of(model).platform != "cpu" or model.implementation not in (None, "native"):
+        return "native code does not run it"
+    if missing := native.obstacle():
+        return missing
+    if not model.output_head.storage.is_packed:
+        return "its matrices are not packed; model.packed() are"
+    sizes, parts = {"d_model": model.config.d_model}, [*model.config.distinct_layers]
+    for part in parts:
+        if part.native_sizes is None:
+            return f"layers of kind {part.kind!r} do not promise it"
+        sizes |= {f"{part.kind}.{name}": getattr(part, name) for name in part.native_sizes}
+        parts += part.parts.values()
+    return native.unsupported(**sizes)
+
+
+class Difference(NamedTuple):
+    """The first difference of a new text from the one that it should be."""
+
+    place: int  # among new tokens
+    got: int
+    want: int
+    gap: float  # of their scores: logits, with noise above temperature 0
+    is_tie: bool  # the gap is what another order of float32 sums makes
+
+
+def first_difference(
+    model: HybridLM, request: Plan, row: int, got: np.ndarray, want: np.ndarray
+) -> Difference | None:
+    """Compares new tokens of a row of a request; None: they are equal.
+
+    Sums of float32 depend on the number of nodes: tokens closer than 1e-4 of the largest logit may
+    swap. The model runs on prompt and common text as a sequence, whose length is a multiple of 64.
+    """
+    if np.array_equal(got, want):
+        return None
     at = int(np.flatnonzero(got != want)[0])
     length = int(request.context.length[row])
     prompt, size = np.asarray(request.context.tokens)[row, :length], model.config.vocab_size
-    logits = apply(model, [[*prompt.tolist(), *want[:at].tolist()]])
-    logits = logits[:, -1:, :size].astype(jnp.float32)
+    text = np.concatenate([prompt, want[:at]])
+    padded = np.pad(text, (0, -len(text) % 64))[None]
+    logits = apply(model, padded)[:, len(text) - 1, None, :size].astype(jnp.float32)
+    largest = max(1.0, float(np.abs(logits).max()))
     processors = map_rows(request.sampling.processors, lambda values: values[row][None])
     logits = processed_after(processors, prompt[None], want[None, :at], logits)[:, -1]
     temperature = float(request.sampling.temperature[row])
@@ -135,14 +199,9 @@ def _explained(model: HybridLM, request: Plan, row: int, got: np.ndarray, want: 
         start = jnp.array([at], jnp.int32)
         noise = position_noise(request.keys[row][None], start, 0, logits.shape[-1])[:, 0]
         logits = filtered_logits(logits, sampling) + noise
-    second, best = np.sort(np.asarray(logits[0]))[-2:]
-    near = best - second < 1e-4 / (temperature or 1.0)
-    return (
-        f"row {row}, new token {at}: {got[at]} for {want[at]};"
-        f" {'a near tie' if near else 'a real difference'}: the two best"
-        f" {'sums of logit and noise' if temperature else 'logits'} are {best:.6g} and {second:.6g}"
-        f" (temperature {temperature:g}, verifier {request.decoder.verifier.name!r})"
-    )
+    tokens, scores = (int(got[at]), int(want[at])), np.asarray(logits[0], np.float64)
+    gap = math.inf if PAD in tokens else float(abs(scores[tokens[0]] - scores[tokens[1]]))
+    return Difference(at, *tokens, gap, gap < largest * 1e-4 / (temperature or 1.0))
 
 
 @jax.jit

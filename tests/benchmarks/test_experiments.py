@@ -3,10 +3,8 @@
 import importlib
 import itertools
 import json
-import types
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,8 +12,10 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks import common, lossless, methods, models, seed
+from stree_jax.decoding.plan import plan
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.measuring.methods import PLAIN, Method
+from stree_jax.testing import exactness
 
 TINY = st.ModelConfig.tiny(num_layers=1, tie_embeddings=False)
 SIZES = "--prompts 1 --tokens 4 --rounds 1"
@@ -130,10 +130,11 @@ def test_wrong_tokens_fail_an_experiment(tmp_path, capsys):
 def test_a_token_that_is_not_the_targets_is_found():
     model = st.HybridLM(TINY, rngs=nnx.Rngs(0))
     given, plain = lossless.request(TINY.vocab_size, 1.0, 0, 4, 6), lossless.Way(Method(PLAIN))
-    want = np.array(st.generate(model, **given).tokens)
-    assert lossless.compared(model, plain, [given], [want])["right"]
+    out = st.generate(model, **given, log_probs=True)
+    want = np.array(out.tokens)
+    assert lossless.compared(model, plain, [given], [(want, out.log_probs)])["right"]
     want[2, 3] = (want[2, 3] + 1) % TINY.vocab_size
-    found = lossless.compared(model, plain, [given], [want])
+    found = lossless.compared(model, plain, [given], [(want, out.log_probs)])
     (difference,) = found["differences"]
     assert (difference["row"], difference["place"], found["tokens"]) == (2, 3, 3 * 6 + 4)
     assert difference["gap"] > 1e-3
@@ -142,27 +143,28 @@ def test_a_token_that_is_not_the_targets_is_found():
 
 @pytest.mark.parametrize(
     ("temperature", "gap", "tie"),
-    [(0, 0, True), (0, 5e-5, True), (0, 2e-4, False), (0.5, 5e-4, True), (0.5, 2e-3, False)],
+    [(0, 0, True), (0, 0.01, True), (0, 0.04, False), (0.5, 1e-4, True), (0.5, 2e-3, False)],
 )
 def test_a_first_difference_is_a_tie_if_scores_are_that_close(temperature, gap, tie, monkeypatch):
     """Of logits relative to the largest; above temperature 0, of logits and noise at the index."""
-    key, model = jax.random.key(3), types.SimpleNamespace(config=st.ModelConfig.tiny(vocab_size=4))
+    model = st.HybridLM(st.ModelConfig.tiny(vocab_size=4, num_layers=1), rngs=nnx.Rngs(0))
+    request = plan(model, [[3, 2]], temperature=temperature, key=3, max_new_tokens=4)
 
     def apply(_, tokens):
-        scores = jnp.array([-200, 100, 100 + 200 * gap, 0])
+        scores = jnp.array([-200, 100, 100 + gap, 0])
         if temperature:
-            noise = position_noise(key[None], jnp.array([2]), 0, 4)[0, 0]
+            noise = position_noise(request.keys, jnp.array([2]), 0, 4)[0, 0]
             scores = temperature * (jnp.array([0, 2, 2 + gap, -9]) - noise)
-        assert tokens[0, :4].tolist() == [9, 8, 1, 1]  # the prompt and the common text
+        assert tokens[0, :4].tolist() == [3, 2, 1, 1]  # the prompt and the common text
         last = jnp.append(scores, 999)  # padding of the vocabulary
         return jnp.zeros((*tokens.shape, 5)).at[0, 3].set(last)
 
-    monkeypatch.setattr(lossless, "apply", apply)
-    texts = [1, 1, 2, 0], [1, 1, 1, 3]
-    found = lossless.first_difference(model, [9, 8], *texts, temperature, key)
-    assert (found["place"], found["tokens"], found["tie"]) == (2, [2, 1], tie)
-    assert found["gap"] == pytest.approx(gap, rel=1e-2)
-    assert lossless.first_difference(model, [9, 8], [1, 1], [1, 1]) is None
+    monkeypatch.setattr(exactness, "apply", apply)
+    new = np.array([[1, 1, 1, 3], [1, 1, 2, 0]])
+    found = exactness.first_difference(model, request, 0, *new)
+    assert (found.place, found.got, found.want, found.is_tie) == (2, 1, 2, tie)
+    assert found.gap == pytest.approx(gap, rel=2e-2)
+    assert exactness.first_difference(model, request, 0, new[0], new[0]) is None
 
 
 def test_the_table_is_complete():
