@@ -1,6 +1,8 @@
 """Reinforcement learning by Google's Tunix, with rollouts decoded by trees.
 
-`pip install google-tunix`; without it `Policy` alone is checked.
+On a CPU with native code the log-probabilities of a rollout are, to the bit, those that a loss
+computes of its texts, so the first importance weights are 1. `pip install google-tunix`; without it
+`Policy` and these numbers alone are checked.
 """
 
 import functools
@@ -13,6 +15,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import stree_jax as st
+from stree_jax.testing import bits_obstacle
 
 try:
     from tunix.rl import rl_cluster
@@ -206,6 +209,12 @@ def main() -> None:
     found = log_probs(policy, padded(tokens, words.pad_id(), 16), out.tokens, words.pad_id())
     is_close = np.abs(found - out.log_probs).max() < 1e-3
     print(f"{out.stats.tau:.2f} tokens per target call, log-probabilities as sampled: {is_close}")
+    if bits_obstacle(model) is None:
+        texts = [[*prompt, *new] for prompt, new in zip(tokens, out.tokens.tolist(), strict=True)]
+        scored = np.stack([scores[-8:] for scores in st.score(model, texts)])
+        of_loss = [jax.jit(st.text_log_probs)(model, np.array([text]))[0, -8:] for text in texts]
+        ratios = np.exp(scored - out.log_probs), np.exp(np.stack(of_loss) - out.log_probs)
+        print(f"importance weights are 1, to the bit: {all((each == 1).all() for each in ratios)}")
     if BaseRollout is object:
         print("pip install google-tunix, and it trains too")
         return

@@ -2,6 +2,9 @@
 
 import dataclasses
 import os
+import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +13,12 @@ import pytest
 
 import stree_jax as st
 from pallas_kernels import native
+from pallas_kernels.native import build_backend
 from stree_jax.models.cache import empty_path
 from stree_jax.models.layer import Path
-from stree_jax.testing import CONFIGS, perturbed, random_model
-from tests.helpers import some
+from stree_jax.testing import CONFIGS, assert_lossless, perturbed, random_model
+from tests.extensions import eagle3_files
+from tests.helpers import heads_of, mtp_head_of, some
 
 pytestmark = pytest.mark.skipif(native.obstacle() is not None, reason="native code does not run")
 
@@ -40,8 +45,8 @@ def in_native_sizes(config):
     return dataclasses.replace(config, **{k: changed(k, v) for k, v in fields.items()})
 
 
-def model_of(family, kind="float32"):
-    config = in_native_sizes(CONFIGS[family])
+def model_of(family, kind="float32", **sizes):
+    config = dataclasses.replace(in_native_sizes(CONFIGS[family]), **sizes)
     if kind == "int8":
         return random_model(config).quantized().packed()
     return random_model(config, dtype=kind).packed()
@@ -130,3 +135,97 @@ def test_log_probs_of_a_text_are_those_of_its_generation():
     texts = [[*prompt, *new.tolist()] for prompt, new in zip(prompts, plain.tokens, strict=True)]
     for row, scores in enumerate(st.score(model, texts)):
         np.testing.assert_array_equal(scores[-20:], plain.log_probs[row])
+
+
+def eagle3(model, folder):
+    return st.Eagle3Drafter(model, st.load_eagle3(eagle3_files.saved(folder / "head"), model))
+
+
+DRAFTERS = {
+    "beams": lambda model, _: st.BeamDrafter(perturbed(model, 0.05)),
+    "dynamic": lambda model, _: st.DynamicDrafter(perturbed(model, 0.05)),
+    "cascade": lambda model, _: st.CascadeDrafter(perturbed(model, 0.05), st.NgramDrafter()),
+    "medusa": lambda model, _: st.MedusaDrafter(model, heads_of(model)),
+    "mtp": lambda model, _: st.MtpDrafter(model, mtp_head_of(model)),
+    "eagle3": eagle3,
+}
+
+
+@pytest.mark.parametrize("name", some(DRAFTERS, "dynamic", "eagle3"))
+def test_drafters(name, tmp_path):
+    """Log-probabilities and caches are those of decoding in single tokens."""
+    model = model_of("nemotron_h hybrid", d_model=16)
+    drafter = DRAFTERS[name](model, tmp_path)
+    (out,) = assert_lossless(model, drafter, temperatures=(1.0,), to_the_bit=True)
+    assert out.stats.num_drafted > 0
+
+
+def test_requests(tmp_path):
+    """Texts that go on, rows of a `Scheduler` in chunks after cached prefixes, a saved model."""
+    model = model_of("nemotron_h hybrid")
+    prompts = [[*range(1, 25), 3], [*range(1, 25), 4, 5], [2]]
+    common = dict(log_probs=True, eos_token=())
+    want = st.generate(model, prompts, max_new_tokens=12, **common).log_probs
+    drafts = dict(drafter=st.ModelDrafter(perturbed(model, 0.05)), topology=TREES["tree"])
+
+    first = st.generate(model, prompts, max_new_tokens=5, return_prefix=True, **common, **drafts)
+    then = st.generate(model, [[]] * 3, after=first.prefix, max_new_tokens=7, **common)
+    np.testing.assert_array_equal(np.hstack([first.log_probs, then.log_probs]), want)
+
+    sizes = dict(rows=2, max_length=64, prefill_tokens=8, prefix_cache_bytes=1 << 24)
+    scheduler = st.Scheduler(model, **sizes, **drafts)
+    requests = [st.Request(prompt, max_new_tokens=12, **common) for prompt in prompts]
+    ids = [scheduler.submit(request) for request in requests]
+    done = {each.request_id: each.log_probs for each in scheduler.completions()}
+    assert scheduler.prefix_cache_stats.hits > 0
+    np.testing.assert_array_equal([done[each] for each in ids], want)
+
+    st.save_pretrained(model, tmp_path / "model")
+    again = st.from_pretrained(tmp_path / "model")
+    np.testing.assert_array_equal(
+        st.generate(again, prompts, max_new_tokens=12, **common, **drafts).log_probs, want
+    )
+
+
+# In a file of native code: what it says, what another order says, and a family that shows it.
+MUTATIONS = {
+    "a sum": (
+        "native/state.h",
+        "rows[r] = fused(rows[r], kept, splat(token.in[r]) * into)",
+        "rows[r] = fused(splat(token.in[r]), into, rows[r] * kept)",
+        "mixed hybrid",
+    ),
+    "a decay": (
+        "tree_delta/native.cc",
+        "exp1(delta.prev_g[node(delta.before, walked[j])])",
+        "1 / exp1(-delta.prev_g[node(delta.before, walked[j])])",
+        "qwen3_next hybrid",
+    ),
+    "a block": (
+        "tree_attention/native.cc",
+        "int64_t position = used;",
+        "int64_t position = used; row.add(block, size, scale); block.count = 0;",
+        "qwen3_next hybrid",
+    ),
+}
+CHECK = """
+from pallas_kernels.native import build_backend
+build_backend.build(chosen=build_backend.own_levels()[-1:])
+from tests.decoding.test_to_the_bit import check, model_of
+check(model_of({!r}))
+"""
+
+
+@pytest.mark.skipif(not build_backend.sources(), reason="there are no sources")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_another_order_is_found(name, tmp_path):
+    file, right, wrong, family = MUTATIONS[name]
+    package = shutil.copytree(build_backend.HERE.parent, tmp_path / "pallas_kernels")
+    text = (package / file).read_text()
+    assert text.count(right) == 1
+    (package / file).write_text(text.replace(right, wrong))
+    paths = os.environ | {"PYTHONPATH": f"{tmp_path}:{build_backend.HERE.parents[1]}"}
+    command = [sys.executable, "-c", CHECK.format(family)]
+    found = subprocess.run(command, cwd=tmp_path, env=paths, stderr=subprocess.PIPE, text=True)
+    assert "Arrays are not equal" in found.stderr
