@@ -138,7 +138,10 @@ def explain(device: Any = None) -> str:
         return f"xla: {obstacle}"
     if missing := native.obstacle():
         return f"xla: {obstacle}; {missing}"
-    return f"native ({native.level()}), and xla for ops without a native version: {obstacle}"
+    return (
+        f"native ({native.level()}), and xla for ops without a native version: {obstacle}; logits of"
+        " packed models are equal to the bit in trees, batches and chunks"
+    )
 
 
 def device_obstacle(device: Any = None) -> str | None:

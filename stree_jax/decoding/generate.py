@@ -41,10 +41,11 @@ def generate(
 ) -> Generation:
     """Continues prompts by speculative decoding; the output is the target's for every drafter.
 
-    In float32 the tokens equal autoregressive decoding with the same key, at any temperature, with
-    any drafter and tree. Near ties are the one exception: two tokens that are as close as float32
-    sums in another order may swap. Verifiers that test drafts by their probabilities keep the
-    distribution, not the tokens. A row's output depends on its prompt and its key alone.
+    The tokens equal autoregressive decoding with the same key, at any temperature, with any drafter
+    and tree: on a CPU with native code in every type, log-probabilities to the bit
+    (docs/exactness.md); elsewhere in float32, where the order of sums may swap near ties. Verifiers
+    that test drafts by their probabilities keep the distribution, not the tokens. A row's output
+    depends on its prompt and its key alone.
 
     A model on a mesh (`make_mesh`) decodes there: each shard of the rows on its own. If the mesh
     has devices of several processes, all of them call this with the same arguments, which is not

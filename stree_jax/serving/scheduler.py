@@ -34,7 +34,7 @@ class Scheduler:
 
     Requests are served first come, first served. A request's tokens are those that `generate` gives
     for its prompt alone with `key=[key]` (as an array), whatever else is running, in any row and at
-    any time: in float32, near ties excepted.
+    any time.
 
         scheduler = Scheduler(model, rows=8, max_length=1024)
         ids = [scheduler.submit(Request(prompt, max_new_tokens=100)) for prompt in prompts]
