@@ -139,8 +139,8 @@ def explain(device: Any = None) -> str:
     if missing := native.obstacle():
         return f"xla: {obstacle}; {missing}"
     return (
-        f"native ({native.level()}), and xla for ops without a native version: {obstacle}; logits of"
-        " packed models are equal to the bit in trees, batches and chunks"
+        f"native ({native.level()}), and xla for ops without a native version: {obstacle}; logits"
+        " of packed models are equal to the bit in trees, batches and chunks"
     )
 
 
