@@ -9,7 +9,6 @@ from stree_jax.decoding.drafters.base import (
 )
 from stree_jax.decoding.drafters.children import (
     check_child_sampling,
-    chosen_child_sampling,
     draw,
     drawn_children,
     shared_scores,
@@ -27,7 +26,6 @@ __all__ = [
     "ModelDrafter",
     "NgramDrafter",
     "check_child_sampling",
-    "chosen_child_sampling",
     "draft_models",
     "draw",
     "drawn_by",

@@ -9,15 +9,11 @@ import numpy as np
 
 from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.decoding.drafters.base import Drafter, root_token
-from stree_jax.decoding.drafters.children import (
-    check_child_sampling,
-    chosen_child_sampling,
-    drawn_children,
-)
+from stree_jax.decoding.drafters.children import check_child_sampling, drawn_children
 from stree_jax.decoding.drafters.levels import Level, grow_levels, levels_of
 from stree_jax.decoding.nodes import put, take
 from stree_jax.decoding.reader import DraftModel, WholeModel, draft_model
-from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
+from stree_jax.decoding.types import DraftTree, Step, Verdict
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
 
@@ -128,10 +124,6 @@ class ModelDrafter(RunsModel):
     def default_topology(self) -> TreeTopology:
         """Returns `TreeTopology.default()`."""
         return TreeTopology.default()
-
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
-        return Drawn(how)
 
     def num_read(self, topology: TreeTopology) -> int:
         return len(_inner_nodes(topology))

@@ -29,11 +29,7 @@ from stree_jax import (
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int
 from stree_jax.decoding import Reader, WholeModel, all_finite, append_subtree, position_noise
-from stree_jax.decoding.drafters import (
-    check_child_sampling,
-    chosen_child_sampling,
-    drawn_by,
-)
+from stree_jax.decoding.drafters import check_child_sampling, drawn_by
 from stree_jax.decoding.verifiers import default_verifier
 from stree_jax.messages import shown
 from stree_jax.models import check_model
@@ -150,10 +146,6 @@ class CascadeDrafter(Drafter):
     def default_topology(self) -> TreeTopology:
         """Returns a chain as long as all rounds can accept."""
         return TreeTopology.chain(self.rounds * (self.inner_topology.depth + 1))
-
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
-        return Drawn(how)
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> CascadeState:
         inner, num_nodes = self.inner_topology, self.rounds * self.inner_topology.num_nodes

@@ -15,7 +15,6 @@ import numpy as np
 from stree_jax import (
     Drafter,
     DraftTree,
-    Drawn,
     HybridLM,
     Step,
     TreeTopology,
@@ -23,12 +22,7 @@ from stree_jax import (
 )
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.decoding import Reader, WholeModel
-from stree_jax.decoding.drafters import (
-    check_child_sampling,
-    chosen_child_sampling,
-    drawn_children,
-    root_token,
-)
+from stree_jax.decoding.drafters import check_child_sampling, drawn_children, root_token
 from stree_jax.messages import shown
 from stree_jax.models import check_model, same_tokenizer
 
@@ -94,10 +88,6 @@ class InterleavedDrafter(Drafter):
     def default_topology(self) -> TreeTopology:
         """Returns a chain with a draft for each letter."""
         return TreeTopology.chain(len(self.pattern))
-
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
-        return Drawn(how)
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> dict[str, Reader]:
         return {

@@ -21,12 +21,7 @@ from stree_jax import (
     Verdict,
 )
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding.drafters import (
-    check_child_sampling,
-    chosen_child_sampling,
-    drawn_children,
-    root_token,
-)
+from stree_jax.decoding.drafters import check_child_sampling, drawn_children, root_token
 from stree_jax.extensions.medusa.head import MedusaHeads
 from stree_jax.heads import check_fits
 from stree_jax.models import check_on_one_device, output_logits
@@ -84,10 +79,10 @@ class MedusaDrafter(Drafter):
         return TreeTopology(tuple(at for at, depth in nodes if depth <= self.heads.num_heads))
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
+        how = super().child_sampling(topology, temperature_is_zero=temperature_is_zero)
         inner = [topology.depths[n] for n, below in enumerate(topology.children) if below]
         shares = len({*inner}) < len(inner)  # two nodes of one depth have children
-        return Drawn(how, by_depth=shares)
+        return Drawn(how.kind, by_depth=shares)
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> MedusaState:
         shape = (batch, self.heads.bias.shape[1])
