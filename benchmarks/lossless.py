@@ -274,7 +274,7 @@ def compared(
     itself.
     """
     tokens, calls, emitted, found = 0, 0, 0, []
-    options = way.method.options() | ({"processors": way.processors} if way.processors else {})
+    options = way.method.using(dict)(**{"processors": way.processors} if way.processors else {})
     pieces = zip(requests, plain, way.decode(model, requests, options), strict=True)
     for number, (given, want, (got, of_target)) in enumerate(pieces):
         calls, emitted = calls + of_target, emitted + int((got != st.PAD).sum())

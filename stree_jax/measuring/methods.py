@@ -48,54 +48,40 @@ class Method(NamedTuple):
         is_exact = asked.sampling.temperature_is_zero or asked.decoder.verifier.follows_target
         return is_exact and self.target is None
 
-    def options(self) -> dict[str, Any]:
-        """Its options of `stree_jax.generate`."""
-        chosen = {"drafter": self.drafter, "topology": self.topology, "verifier": self.verifier}
-        return {name: value for name, value in chosen.items() if value is not None}
+    def using(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function with keywords of `generate`, which then decodes in this way."""
+        own = functools.partial(function, drafter=self.drafter, topology=self.topology)
+        return functools.partial(own, verifier=self.verifier)
 
     def decode(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> Generation:
         """A batch, with key 0 unless `options` have another."""
-        given = {"key": 0} | options
-        return generate(self.target or target, prompts, **given, **self.options())
+        return self.using(generate)(self.target or target, prompts, **{"key": 0} | options)
 
     def planned(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> Plan:
         """The checked request of `decode`; compiles nothing."""
-        given: dict[str, Any] = {"key": 0} | options
         target = self.target or target
-        return plan(target, prompts, **given, **self.options()).placed(target.partition)
+        return self.using(plan)(target, prompts, **{"key": 0} | options).placed(target.partition)
 
     def first_token(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> None:
         """Reads the prompts and makes one step of the same program; blocks."""
-        target = self.target or target
-        decoder, arguments = self._first_step(target, prompts, **options)
-        with dispatch.on(target):
-            jax.block_until_ready(decoder.run(*arguments))
+        arguments = self._first_step(self.target or target, prompts, **options)
+        with dispatch.on(arguments[1]):
+            jax.block_until_ready(SpeculativeDecoder.run(*arguments))
 
     def memory(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> int:
         """Bytes of its loop: weights, caches and temporary memory; jax has compiled it before."""
-        target = self.target or target
-        decoder, arguments = self._first_step(target, prompts, **options)
-        with dispatch.on(target):
-            return sum(
-                memory_of(SpeculativeDecoder.run.lower(decoder, *arguments).compile()).values()
-            )
+        arguments = self._first_step(self.target or target, prompts, **options)
+        with dispatch.on(arguments[1]):
+            return sum(memory_of(SpeculativeDecoder.run.lower(*arguments).compile()).values())
 
-    def _first_step(
-        self, target: HybridLM, prompts: Sequence[list[int]], **options: Any
-    ) -> tuple[SpeculativeDecoder, tuple[Any, ...]]:
-        """The decoder, and the arguments of its loop: a row ends with its first new token."""
-        request = self.planned(target, prompts, **options)
-        decoder, drafter, sampling = request.decoder, request.drafter, request.sampling
+    def _first_step(self, target: HybridLM, *request: Any, **options: Any) -> tuple[Any, ...]:
+        """The decoder and the arguments of its loop: a row ends with its first new token."""
+        asked = self.planned(target, *request, **options)
+        decoder, drafter, limits = asked.decoder, asked.drafter, asked.limits
         with dispatch.on(target):
-            state = decoder.start(target, drafter, request.context, request.keys, sampling)
-        most = jnp.minimum(request.limits.max_new_tokens, 1)
-        return decoder, (
-            target,
-            drafter,
-            state,
-            request.limits._replace(max_new_tokens=most),
-            sampling,
-        )
+            state = decoder.start(target, drafter, asked.context, asked.keys, asked.sampling)
+        limits = limits._replace(max_new_tokens=jnp.minimum(limits.max_new_tokens, 1))
+        return decoder, target, drafter, state, limits, asked.sampling
 
 
 # Drafts that are copied from the text so far.
@@ -129,8 +115,7 @@ def compare(
             continue
         ways["first", each.name] = called(each.first_token)
         if each.drafter is not None and each.num_nodes > 1 and own.partition == ONE_DEVICE:
-            given = {"topology": each.topology, **requests[0]}
-            drafts = drafting(own, each.drafter, **given)
+            drafts = drafting(own, each.planned(target, **requests[0]))
             ways["draft", each.name] = functools.partial(_drafted, own, drafts)
     ticks, total = itertools.count(1), len(ways) * len(requests) * (1 + rounds)
 
