@@ -102,11 +102,6 @@ class Generation:
 
         show(self, console)
 
-    def _repr_html_(self) -> str | None:
-        from stree_jax.decoding.showing import html
-
-        return None if self.calls is None else html(self)
-
 
 class NonFiniteLogitsError(FloatingPointError):
     """Logits of some rows were not finite, or processors left no token.

@@ -124,9 +124,8 @@ def drafting(model: HybridLM, request: Plan) -> Callable[[int], object]:
     context = context._replace(tokens=jnp.pad(context.tokens, ((0, 0), (0, room))))
     step = Step(context, request.keys, noise, request.sampling)
     width = (1 + len(inner_layers(drafter) or ())) * model.config.d_model
-    hidden = jnp.zeros(
-        (len(context.length), topology.num_nodes, width), model.dtype
-    )  # the target's
+    states = len(context.length), topology.num_nodes, width
+    hidden = jnp.zeros(states, model.dtype)  # the target's
     return functools.partial(_drafts, drafter, state, step, hidden, topology=topology)
 
 
