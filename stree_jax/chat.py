@@ -185,10 +185,15 @@ def _sandbox() -> Any:
     def raise_exception(message: Any) -> None:
         raise jinja2.TemplateError(message)
 
+    def to_json(value: Any, *given: Any, **named: Any) -> str:
+        names = "ensure_ascii", "indent", "separators", "sort_keys"
+        options = {"ensure_ascii": False} | dict(zip(names, given, strict=False)) | named
+        return json.dumps(value, **options)
+
     found = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    found.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    found.filters["tojson"] = to_json
     found.globals |= {
         "dict": Dict(),
         "namespace": Namespace,
