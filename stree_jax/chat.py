@@ -185,10 +185,20 @@ def _sandbox() -> Any:
     def raise_exception(message: Any) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, *given: Any, **named: Any) -> str:
-        names = "ensure_ascii", "indent", "separators", "sort_keys"
-        options = {"ensure_ascii": False} | dict(zip(names, given, strict=False)) | named
-        return json.dumps(value, **options)
+    def to_json(
+        value: Any,
+        ensure_ascii: Any = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: Any = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     found = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
