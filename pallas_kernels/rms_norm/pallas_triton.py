@@ -86,7 +86,6 @@ def add_rms_norm(
         ),
         name="add_rms_norm",
         num_warps=blocks.num_warps,
-        num_stages=1,
         interpret=interpret,
         grid=rows[:1],
         in_specs=[
@@ -170,7 +169,6 @@ def gated_rms_norm(
         ),
         name="gated_rms_norm",
         num_warps=blocks.num_warps,
-        num_stages=1,
         interpret=interpret,
         grid=(rows[0], num_groups),
         in_specs=[

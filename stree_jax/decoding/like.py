@@ -34,15 +34,9 @@ def some(dtype: Any, *sizes: int | None) -> Any:
 
 
 def check_like(what: str, value: Any, example: Any) -> Any:
-    """The value with numbers of 64 bits in 32, where the example has these.
+    """The value, of an example's structure, shapes and dtypes; numbers of 64 bits in 32.
 
-    Args:
-        what: what the value is called in messages.
-        value: any pytree.
-        example: arrays, or what `some` gives, in the same structure.
-
-    Raises:
-        ValueError: another structure, shape or dtype.
+    The example has arrays, or what `some` gives. `what` is what messages call the value.
     """
     wanted = jax.tree_util.tree_leaves_with_path(example)
     structure: Any = jax.tree.structure(example)

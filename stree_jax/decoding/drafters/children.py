@@ -39,13 +39,7 @@ def chosen_child_sampling(value: str, *, temperature_is_zero: bool) -> str:
 def shared_scores(
     logits: Float[Array, "B Z V"], step: Step, depth: int | np.ndarray | Array
 ) -> Float32[Array, "B Z V"]:
-    """Log-probabilities, up to a constant, plus the noise with which the target draws its tokens.
-
-    Args:
-        logits: logits at nodes.
-        step: has the target's sampling settings and the noise; not at temperature 0.
-        depth: depth of the nodes, or of each.
-    """
+    """Log-probabilities at nodes of these depths, up to a constant, plus the target's noise."""
     assert step.noise is not None  # `chosen_child_sampling` refuses temperature 0
     noise = jnp.take(step.noise, jnp.atleast_1d(depth), axis=1)
     return filtered_logits(logits, step.sampling) + noise
@@ -59,11 +53,7 @@ def drawn_children(
     depth: int | np.ndarray | Array,
     keys: Array,
 ) -> tuple[Int[Array, "B Z width"], Bool[Array, "B Z width"], Float32[Array, "B Z V"] | None]:
-    """`width` children of each node by a drafter's logits.
-
-    Returns:
-        What `draw` returns, and the distributions that children were sampled from, if they were.
-    """
+    """What `draw` gives for a drafter's logits, and the distributions that it sampled from."""
     log_probs = None
     if how == "shared":
         logits = shared_scores(logits, step, depth)
@@ -73,17 +63,9 @@ def drawn_children(
 
 
 def draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array]:
-    """`width` children of each node, best first or in the order drawn.
+    """`width` children of each node, `[B, Z, width]`, best first or in the order drawn.
 
-    Args:
-        how: a name from `CHILD_SAMPLING`.
-        scores: logits or log-probabilities `[B, Z, V]`.
-        width: number of children of each node.
-        keys: one key per row `[B]`.
-
-    Returns:
-        Their tokens `[B, Z, width]`, and which of them are valid: the first is if the logits are
-        finite.
+    With them which are valid: the first one is if the scores `[B, Z, V]` are finite.
     """
     if how == "iid":
         shape = (width, *scores.shape[1:-1])

@@ -19,17 +19,11 @@ from stree_jax.tree import Tree, TreeTopology
 
 
 class ModelDraftState(NamedTuple):
-    """A draft model's state between steps.
+    """A draft model's state between steps."""
 
-    Attributes:
-        reader: the state of the `DraftModel`.
-        read: the tree that it has run, if it chose the shape itself; otherwise None.
-        place: index in it of each node of the draft tree; -1 for nodes that the model did not run.
-    """
-
-    reader: Any
-    read: Tree | None = None
-    place: Int[Array, "B N"] | None = None
+    reader: Any  # the state of the `DraftModel`
+    read: Tree | None = None  # that it has run, if it chose the shape itself
+    place: Int[Array, "B N"] | None = None  # in it of each draft node; -1: the model did not run it
 
 
 class RunsModel(Drafter):

@@ -21,15 +21,10 @@ from stree_jax.tree import Tree, TreeTopology
 
 @dataclasses.dataclass(frozen=True)
 class Follow(Verifier):
-    """Follows the target's best token at temperature 0, and its sample above it.
-
-    Attributes:
-        name: name in `VERIFIERS` and in messages.
-        only_at_zero: refuse temperatures above 0.
-    """
+    """Follows the target's best token at temperature 0, and its sample above it."""
 
     name: str = "target_only"
-    only_at_zero: bool = False
+    only_at_zero: bool = False  # it refuses temperatures above 0
     follows_target: ClassVar[bool] = True
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:

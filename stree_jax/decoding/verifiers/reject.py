@@ -35,15 +35,10 @@ _TARGET_ONLY = Follow()
 
 @dataclasses.dataclass(frozen=True)
 class Reject(Verifier):
-    """Tests drafts from the root down; reads how they were drawn from `DraftTree.drawn`.
-
-    Attributes:
-        name: name in `VERIFIERS` and in messages.
-        exact_for: the kind of `Drawn` that `check` accepts where nodes have several children.
-    """
+    """Tests drafts from the root down; reads how they were drawn from `DraftTree.drawn`."""
 
     name: str
-    exact_for: str
+    exact_for: str  # the kind of `Drawn` that `check` accepts where nodes have several children
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         check_drawn(self.name, (self.exact_for,), drawn, topology, temperature_is_zero)

@@ -28,11 +28,7 @@ from stree_jax.tree import Tree, TreeTopology
 
 @dataclasses.dataclass(frozen=True)
 class Traverse(Verifier):
-    """Tests drafts from the leaves up; reads how they were drawn from `DraftTree.drawn`.
-
-    Attributes:
-        name: name in `VERIFIERS` and in messages.
-    """
+    """Tests drafts from the leaves up; reads how they were drawn from `DraftTree.drawn`."""
 
     name: str = "traversal"
 

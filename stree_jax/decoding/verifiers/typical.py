@@ -23,11 +23,6 @@ class Typical(Verifier):
     p is the target's distribution at the parent after temperature, top-k and top-p, and H its
     entropy in nats. The path ends at the deepest node whose ancestors are all accepted, the first
     one in order among equals. The token after it is sampled from p.
-
-    Attributes:
-        name: the rule's name in messages.
-        epsilon: largest value of the threshold.
-        delta: factor of the entropy term, which lowers the threshold of flat distributions.
     """
 
     name: str = "typical"
