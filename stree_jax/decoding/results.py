@@ -176,10 +176,8 @@ def generation_of(
     prefix: Prefix | None = None,
 ) -> Generation:
     """The result of a request's rows, padded to the largest `max_new_tokens` of all rows."""
-    rows, options = (
-        [ended.new(i, row.stopping) for i, row in enumerate(request.rows)],
-        request.rows[0].options,
-    )
+    rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows)]
+    options = request.rows[0].options
     width = max(row.options.max_new_tokens for row in request.rows)
 
     def padded(buffer: Any, parts: list[Any], fill: Any) -> np.ndarray:

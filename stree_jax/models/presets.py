@@ -98,21 +98,6 @@ def _nemotron_h(
     )
 
 
-def _falcon_h1_500m() -> Preset:
-    return dict(
-        vocab_size=32784,
-        d_model=1024,
-        layers=("parallel", "mlp") * 36,
-        mamba2=Mamba2Config(num_heads=24, head_dim=64, state_size=128, norm="none", chunk_size=128),
-        attention=AttentionConfig(
-            num_heads=8, num_kv_heads=2, head_dim=64, rotary_dim=64, rope_theta=1e11
-        ),
-        mlp=MlpConfig(2048),
-        tie_embeddings=False,
-        residual_float32=False,
-    )
-
-
 def _granite_h(
     d_model: int,
     num_layers: int,
@@ -266,7 +251,18 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     "Zamba2-2.7B": _zamba2_2_7b(),
-    "Falcon-H1-0.5B": _falcon_h1_500m(),
+    "Falcon-H1-0.5B": dict(
+        vocab_size=32784,
+        d_model=1024,
+        layers=("parallel", "mlp") * 36,
+        mamba2=Mamba2Config(num_heads=24, head_dim=64, state_size=128, norm="none", chunk_size=128),
+        attention=AttentionConfig(
+            num_heads=8, num_kv_heads=2, head_dim=64, rotary_dim=64, rope_theta=1e11
+        ),
+        mlp=MlpConfig(2048),
+        tie_embeddings=False,
+        residual_float32=False,
+    ),
     "Granite-4-H-350M": _granite_h(
         768,
         32,

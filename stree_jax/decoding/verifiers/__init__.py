@@ -72,7 +72,6 @@ __all__ = [
     "CHILD_SAMPLING",
     "LOSSY_VERIFIERS",
     "VERIFIERS",
-    "Follow",
     "Reject",
     "Traverse",
     "Typical",

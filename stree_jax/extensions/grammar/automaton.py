@@ -16,8 +16,6 @@ from stree_jax.decoding import is_given
 from stree_jax.extensions.grammar.tables import BITS, Tables, compressed, firsts, joined
 from stree_jax.messages import shown
 
-_MOST = 2**24  # states, or tokens
-
 
 @typing.no_type_check
 @jax.tree_util.register_dataclass
@@ -33,7 +31,7 @@ class Automaton(LogitsProcessor):
 
     Attributes:
         next_state: `[S, V]` integers, the state after each token, -1 if a token is not allowed.
-            Kept compressed, as `Tables`. Large automata: `from_edges`.
+            Kept compressed, as `Tables`.
         start: the state of an empty text.
         end_tokens: tokens that end a row, beside the model's, unless `eos_token` says otherwise.
     """
@@ -51,35 +49,6 @@ class Automaton(LogitsProcessor):
             check_int("start", self.start, 0)
             if self.start >= len(kinds) or kinds[self.start] == 0:
                 raise ValueError(f"start = {self.start} is no state that allows a token")
-
-    @classmethod
-    def from_edges(cls, states, tokens, next_states, *, num_states, vocab_size, start=0):
-        """Makes an automaton of its transitions, in any order; all others are not allowed.
-
-        With a token, a state of `states` leads to that of `next_states`: arrays of one length.
-
-        Raises:
-            ValueError: a number outside its range, or two transitions of one state and token.
-        """
-        num_states = check_int("num_states", num_states, 1, _MOST)
-        vocab_size = check_int("vocab_size", vocab_size, 1, _MOST)
-        edges = [
-            _checked("states", states, 0, num_states - 1),
-            _checked("tokens", tokens, 0, vocab_size - 1),
-            _checked("next_states", next_states, 0, num_states - 1),
-        ]
-        if len({each.shape for each in edges}) > 1 or edges[0].ndim != 1:
-            raise ValueError(
-                "states, tokens and next_states must be arrays of one length, got shapes"
-                f" {[each.shape for each in edges]}"
-            )
-        order = np.lexsort(edges[1::-1])
-        states, tokens, next_states = (each[order] for each in edges)
-        twice = np.flatnonzero((np.diff(states) == 0) & (np.diff(tokens) == 0))
-        if twice.size:
-            at = twice[0]
-            raise ValueError(f"state {states[at]} has two transitions with token {tokens[at]}")
-        return cls(compressed(num_states, vocab_size, states, tokens, next_states), start)
 
     @staticmethod
     def joined(automata: "Sequence[Automaton]") -> "list[Automaton]":
@@ -129,30 +98,17 @@ class Automaton(LogitsProcessor):
 
 def _tables_of_array(given: Any) -> Tables:
     """Returns the tables of `[S, V]`."""
-    next_state = _as_array(given)
+    try:
+        next_state = np.asarray(given)
+    except ValueError:  # ragged lists
+        next_state = np.zeros(0)
     if next_state.ndim != 2:
         raise ValueError(f"next_state must be integers [S, V], got {shown(given)}")
+    if next_state.size == 0 or not np.issubdtype(next_state.dtype, np.integer):
+        raise ValueError(f"next_state must be an array of integers, got {shown(given)}")
     num_states, vocab_size = next_state.shape
-    next_state = _checked("next_state", next_state, -1, num_states - 1)
+    outside = next_state[(next_state < -1) | (next_state >= num_states)]
+    if outside.size:
+        raise ValueError(f"next_state has {outside[0]}, outside -1 to {num_states - 1}")
     states, tokens = np.nonzero(next_state >= 0)
     return compressed(num_states, vocab_size, states, tokens, next_state[states, tokens])
-
-
-def _as_array(values: Any) -> np.ndarray:
-    """Returns values as an array, an empty one for ragged lists."""
-    try:
-        return np.asarray(values)
-    except ValueError:
-        return np.zeros(0)
-
-
-def _checked(name: str, values: Any, least: int, most: int) -> np.ndarray:
-    """Returns the values as an array of integers in a range."""
-    array = _as_array(values)
-    if array.size == 0 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} must be an array of integers, got {shown(values)}")
-    low, high = array.min(), array.max()
-    if low < least or high > most:
-        outside = low if low < least else high
-        raise ValueError(f"{name} has {outside}, outside {least} to {most}")
-    return array
