@@ -65,13 +65,7 @@ class HeadModel(DraftModel):
         hidden = jnp.zeros((batch, self.config.d_model), self.head.activation_dtype)
         return HeadReader(self.head.init_cache(batch, max_length), hidden, jnp.zeros(batch, bool))
 
-    def read(
-        self,
-        state: HeadReader,
-        tokens: Int[Array, "B T"],
-        hidden: Float[Array, "B T _"],
-        lengths: Int[Array, " B"],
-    ) -> HeadReader:
+    def read(self, state: HeadReader, tokens: Array, hidden: Any, lengths: Array) -> HeadReader:
         hidden = self.states(hidden)
         above = jnp.concatenate([state.hidden[:, None], hidden[:, :-1]], axis=1)
         read = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]

@@ -174,13 +174,7 @@ class WholeModel(DraftModel):
         sizes = batch, num_nodes + self.num_catch_up, max_length, self.num_catch_up
         return _no_text(self.config, self.model.activation_dtype, *sizes)
 
-    def read(
-        self,
-        state: Reader,
-        tokens: Int[Array, "B T"],
-        hidden: object,
-        lengths: Int[Array, " B"],
-    ) -> Reader:
+    def read(self, state: Reader, tokens: Array, hidden: Any, lengths: Array) -> Reader:
         """See `DraftModel`. A row with catch-up tokens reads these first, and keeps as many."""
         cache, path = state.cache, state.path
         if _may_reach(path.last, 0):

@@ -156,8 +156,9 @@ def _records(
         taus = [out.stats.num_tokens / out.stats.num_target_calls for out in mine]
         accepted = sum(out.stats.accepted_per_depth for out in mine)
         first, draft = (seconds.get((part, name)) for part in ("first", "draft"))
-        call = share = None
+        call = share = until_first = None
         if first is not None:
+            until_first = summary(1e3 * first.mean(axis=1))
             later = sum(int(max(out.stats.target_calls_per_row)) - 1 for out in mine)
             # A difference of two times: where it is not above 0, it is noise.
             rest = (of_all[name] - first).sum(axis=1)
@@ -175,9 +176,7 @@ def _records(
                 "tau_by_prompt": taus,
                 "accepted_per_depth": [round(float(count) / calls, 4) for count in accepted],
                 "milliseconds_of_call": None if call is None else summary(1e3 * call),
-                "milliseconds_to_first_token": first
-                if first is None
-                else summary(1e3 * first.mean(axis=1)),
+                "milliseconds_to_first_token": until_first,
                 "draft_share": share,
                 "identical": identical if name in comparable else None,
             }

@@ -46,7 +46,6 @@ class Pool:
         self._num_best: int | None = None  # what the rows record, see `SpeculativeDecoder`
         self._stop_sizes: tuple[int, int] | None = None  # of their automata; None: no row has stops
         self._state: Any = None
-        self._cache: Any = None  # shapes of a row's
         self._started: set[int] = set()  # rows that have started since the last run
         self._tables: dict[int, Any] = {}  # of processors, on the mesh
         self._weights = weights_of(model, drafter)
@@ -69,9 +68,7 @@ class Pool:
     def check(self, after: Prefix) -> None:
         """Refuses a prefix of another model, drafter or pool."""
         check_origin(after, self._model, self._drafter)
-        if self._cache is None:
-            self._cache = cache_shapes(self._model, 1, self._size)
-        if not fits(after.cache, self._cache):
+        if not fits(after.cache, cache_shapes(self._model, 1, self._size)):
             raise ValueError(
                 "after has larger buffers than this pool, of max_length ="
                 f" {self._max_length}, or several rows: it is of another Scheduler or of"

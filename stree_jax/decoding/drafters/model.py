@@ -51,11 +51,7 @@ class RunsModel(Drafter):
         return ModelDraftState(self.draft_model.init(batch, self.num_read(topology), max_length))
 
     def read(
-        self,
-        state: ModelDraftState,
-        tokens: Int[Array, "B T"],
-        hidden: Float[Array, "B T _"] | None,
-        lengths: Int[Array, " B"],
+        self, state: ModelDraftState, tokens: Array, hidden: Any, lengths: Array
     ) -> ModelDraftState:
         return state._replace(reader=self.draft_model.read(state.reader, tokens, hidden, lengths))
 

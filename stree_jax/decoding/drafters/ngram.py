@@ -45,12 +45,7 @@ class NgramDrafter(Drafter):
 
     def read(self, state: None, tokens: Array, hidden: object, lengths: Array) -> None: ...
 
-    def propose(
-        self,
-        state: None,
-        step: Step,
-        topology: TreeTopology,
-    ) -> tuple[DraftTree, None]:
+    def propose(self, state: None, step: Step, topology: TreeTopology) -> tuple[DraftTree, None]:
         grow = functools.partial(self._grow, topology=topology)
         tokens, valid = jax.vmap(grow)(step.context.tokens, step.context.length)
         none = jnp.full(topology.num_nodes, -1, jnp.int32)

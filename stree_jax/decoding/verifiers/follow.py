@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.array_types import Array, Bool, Float32, Int
+from stree_jax.array_types import Array, Bool, Int
 from stree_jax.decoding.sampling import best_token, sample_tokens
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
 from stree_jax.decoding.verifiers.base import Verifier
@@ -34,11 +34,7 @@ class Follow(Verifier):
             )
 
     def verify(
-        self,
-        draft: DraftTree,
-        logits: Float32[Array, "B N V"],
-        step: Step,
-        topology: TreeTopology,
+        self, draft: DraftTree, logits: Array, step: Step, topology: TreeTopology
     ) -> Verdict:
         if self.only_at_zero or step.sampling.temperature_is_zero:
             return follow(draft, best_token(logits)[0])

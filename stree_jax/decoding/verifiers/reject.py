@@ -44,11 +44,7 @@ class Reject(Verifier):
         check_drawn(self.name, (self.exact_for,), drawn, topology, temperature_is_zero)
 
     def verify(
-        self,
-        draft: DraftTree,
-        logits: Float32[Array, "B N V"],
-        step: Step,
-        topology: TreeTopology,
+        self, draft: DraftTree, logits: Array, step: Step, topology: TreeTopology
     ) -> Verdict:
         return verify_by(try_children, self.name, draft, logits, step, topology)
 

@@ -43,11 +43,7 @@ class Traverse(Verifier):
         check_drawn(self.name, kinds, drawn, topology, temperature_is_zero)
 
     def verify(
-        self,
-        draft: DraftTree,
-        logits: Float32[Array, "B N V"],
-        step: Step,
-        topology: TreeTopology,
+        self, draft: DraftTree, logits: Array, step: Step, topology: TreeTopology
     ) -> Verdict:
         return verify_by(traverse, self.name, draft, logits, step, topology)
 

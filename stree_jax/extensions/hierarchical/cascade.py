@@ -163,13 +163,7 @@ class CascadeDrafter(Drafter):
             rounds=tuple(no_round() for _ in range(self.rounds + 1)),
         )
 
-    def read(
-        self,
-        state: CascadeState,
-        tokens: Int[Array, "B T"],
-        hidden: object,
-        lengths: Int[Array, " B"],
-    ) -> CascadeState:
+    def read(self, state: CascadeState, tokens: Array, hidden: Any, lengths: Array) -> CascadeState:
         """See `Drafter`. The inner drafter reads too."""
         first = state.rounds[0]
         first = first._replace(state=self.inner.read(first.state, tokens, None, lengths))
@@ -177,10 +171,7 @@ class CascadeDrafter(Drafter):
         return state._replace(reader=reader, rounds=(first, *state.rounds[1:]))
 
     def propose(
-        self,
-        state: CascadeState,
-        step: Step,
-        topology: TreeTopology,
+        self, state: CascadeState, step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, CascadeState]:
         drawn = self.child_sampling(topology, temperature_is_zero=step.sampling.temperature_is_zero)
         how = drawn.kind

@@ -20,7 +20,7 @@ from stree_jax import (
     TreeTopology,
     Verdict,
 )
-from stree_jax.array_types import Array, Float, Int
+from stree_jax.array_types import Array, Float
 from stree_jax.decoding import Reader, WholeModel
 from stree_jax.decoding.drafters import check_child_sampling, drawn_children, root_token
 from stree_jax.messages import shown
@@ -96,11 +96,7 @@ class InterleavedDrafter(Drafter):
         }
 
     def read(
-        self,
-        state: dict[str, Reader],
-        tokens: Int[Array, "B T"],
-        hidden: object,
-        lengths: Int[Array, " B"],
+        self, state: dict[str, Reader], tokens: Array, hidden: Any, lengths: Array
     ) -> dict[str, Reader]:
         return {
             (key := self._key(letter)): model.read(state[key], tokens, None, lengths)
@@ -108,10 +104,7 @@ class InterleavedDrafter(Drafter):
         }
 
     def propose(
-        self,
-        state: dict[str, Reader],
-        step: Step,
-        topology: TreeTopology,
+        self, state: dict[str, Reader], step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, dict[str, Reader]]:
         is_zero = step.sampling.temperature_is_zero
         how = self.child_sampling(topology, temperature_is_zero=is_zero)

@@ -89,10 +89,7 @@ class MedusaDrafter(Drafter):
         return MedusaState(jnp.zeros(shape, self.output_head.storage.dtype), jnp.zeros(batch, bool))
 
     def propose(
-        self,
-        state: MedusaState,
-        step: Step,
-        topology: TreeTopology,
+        self, state: MedusaState, step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, MedusaState]:
         is_zero = step.sampling.temperature_is_zero
         how = self.child_sampling(topology, temperature_is_zero=is_zero)
@@ -134,13 +131,7 @@ class MedusaDrafter(Drafter):
     ) -> MedusaState:
         return _after(state, hidden, verdict.last)
 
-    def read(
-        self,
-        state: MedusaState,
-        tokens: Int[Array, "B T"],
-        hidden: Float[Array, "B T M"],
-        lengths: Int[Array, " B"],
-    ) -> MedusaState:
+    def read(self, state: MedusaState, tokens: Array, hidden: Array, lengths: Array) -> MedusaState:
         return _after(state, hidden, lengths - 1)
 
     def outputs_ahead(
