@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import rms_norm
-from stree_jax.array_types import Array, Bool, Float, Lengths
+from stree_jax.array_types import Array, Float, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.attention import (
@@ -180,12 +180,8 @@ class AdaptedTransformer:
     transformer: SharedTransformer
 
     def __call__(
-        self,
-        u: Float[Array, "B T I"],
-        cache: AttentionCache,
-        valid: Bool[Array, "B T"],
-        lengths: Lengths,
-    ) -> tuple[Float[Array, "B T M"], AttentionCache]:
+        self, u: Array, cache: AttentionCache, valid: Array, lengths: Lengths
+    ) -> tuple[Array, AttentionCache]:
         x, adapter = self._before(u)
         y, cache = self.transformer.attention(x, cache, valid, lengths, adapter)
         return self._after(y), cache

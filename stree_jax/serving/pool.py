@@ -60,10 +60,11 @@ class Pool:
             leaf.nbytes for leaf in jax.tree.leaves((state.cache, state.pending, state.drafter))
         )
 
-    @property
-    def program(self) -> tuple[SpeculativeDecoder, Drafter | None]:
-        """The decoder with the sizes of the rows, and the drafter."""
-        return self._program(greedy=bool(self._plans[True]))
+    def program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
+        """The decoder, with the records of the rows, and the drafter."""
+        found = self._plans[greedy]
+        assert found is not None  # the scheduler refuses such requests
+        return dataclasses.replace(found.decoder, num_best=self._num_best), found.drafter
 
     def check(self, after: Prefix) -> None:
         """Refuses a prefix of another model, drafter or pool."""
@@ -92,7 +93,7 @@ class Pool:
         """Starts a free row with a plan's settings and its text's prefix."""
         self._extend(plan)
         settings = plan.rows[0]
-        decoder, drafter = self._program(settings.is_greedy)
+        decoder, drafter = self.program(settings.is_greedy)
         with dispatch.on(self._model):
             self._fit(decoder, drafter)
             self._state = slots.insert(decoder, self._model, self._state, [row], prefix, plan.keys)
@@ -102,7 +103,7 @@ class Pool:
     def run(self, max_steps: int, stop_after_ended: int) -> list[int]:
         """Runs some steps; returns rows that ended and are not free."""
         greedy = all(row.is_greedy for row in self._settings())
-        decoder, drafter = self._program(greedy)
+        decoder, drafter = self.program(greedy)
         sampling = sampling_of(self._settings(), may_differ=True)
         partition = self._model.partition
         sampling = placed_sampling(sampling, partition, self._tables)
@@ -148,12 +149,6 @@ class Pool:
         vocab_size = self._model.config.vocab_size
         limits = limits_of(self._settings(), vocab_size, self._stop_sizes)
         return self._model.partition.put_rows(limits)
-
-    def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
-        found = self._plans[greedy]
-        assert found is not None  # the scheduler refuses such requests
-        decoder = dataclasses.replace(found.decoder, num_best=self._num_best)
-        return decoder, found.drafter
 
     def _fit(self, decoder: SpeculativeDecoder, drafter: Drafter | None) -> None:
         """Gives the rows the records of a decoder."""

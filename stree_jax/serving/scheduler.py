@@ -107,7 +107,7 @@ class Scheduler:
             self._plan_of(Request([0], max_new_tokens=1))  # raises
         self._sampled = plans[False]
         self._pool = Pool(model, drafter, plans, max_length=max_length, rows=rows)
-        decoder, drafts = self._pool.program
+        decoder, drafts = self._pool.program(bool(plans[True]))
         self._reader = PromptReader(
             *(decoder, model, drafts),
             cache_bytes=prefix_cache_bytes,
@@ -164,7 +164,7 @@ class Scheduler:
         self._check_weights()
         checked = self._plan_of(request)
         job = Job(self._num_submitted, request, checked, time.perf_counter())
-        rows = [each.row for each in (job, *self._queue, *self._tenants.values())]
+        rows = [each.plan.rows[0] for each in (job, *self._queue, *self._tenants.values())]
         rule = (self._sampled or checked).decoder.verifier
         where, apart = "requests that wait or run", "use another scheduler for these requests"
         check_together(rows, rule, where, apart)

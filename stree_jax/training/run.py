@@ -56,10 +56,7 @@ def train(recipe: Recipe, output: Path) -> Iterator[Progress]:
         tokenizer, model = open_target(Path(recipe.start), output)
         run = run_directory(output, recipe.fingerprint() | {"start": sketch(model)})
 
-    def loss(model: HybridLM, tokens: jax.Array, _: None) -> jax.Array:
-        return next_token_loss(model, tokens)
-
-    yield from _run(recipe, output, run, model, tokenizer, loss)
+    yield from _run(recipe, output, run, model, tokenizer, next_token_loss)
 
 
 def _tokenizer_of_run(recipe: Recipe, run: Path) -> Tokenizer:

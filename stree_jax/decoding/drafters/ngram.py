@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.array_types import Array, Float
+from stree_jax.array_types import Array
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.base import Drafter
 from stree_jax.decoding.drafters.levels import levels_of
@@ -53,12 +53,7 @@ class NgramDrafter(Drafter):
         return DraftTree(tokens, topology.tree(valid), None, none, finite), None
 
     def commit(
-        self,
-        state: None,
-        draft: DraftTree,
-        verdict: Verdict,
-        hidden: Float[Array, "B N M"],
-        topology: TreeTopology,
+        self, state: None, draft: DraftTree, verdict: Verdict, hidden: Array, topology: TreeTopology
     ) -> None: ...
 
     def _grow(self, row: Array, length: Array, topology: TreeTopology) -> tuple[Array, Array]:

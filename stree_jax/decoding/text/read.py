@@ -57,15 +57,6 @@ def _check_longer(before: Context, context: Context, max_length: int) -> None:
         )
 
 
-def drafter_shapes(
-    drafter: Drafter | None, rows: int, topology: TreeTopology, max_length: int
-) -> Any:
-    """Shapes and dtypes of a drafter's state."""
-    if drafter is None:
-        return None
-    return jax.eval_shape(lambda: drafter.init(rows, topology, max_length))
-
-
 def _read(
     model: HybridLM,
     drafter: Drafter | None,
@@ -103,7 +94,7 @@ def _state_before(
 ) -> Any:
     """The drafter's state after the beginnings of the texts, for this tree and length."""
     if before is not None:
-        wanted = drafter_shapes(drafter, len(lengths), topology, max_length)
+        wanted = jax.eval_shape(lambda: drafter.init(len(lengths), topology, max_length))
         if same_rows(before.drafter, wanted):
             return before.drafter
         if is_alike(before.drafter, wanted):

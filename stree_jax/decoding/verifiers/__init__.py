@@ -74,7 +74,6 @@ __all__ = [
     "VERIFIERS",
     "Reject",
     "Traverse",
-    "Typical",
     "Verifier",
     "default_verifier",
     "follow",

@@ -89,12 +89,7 @@ Rule = Callable[..., Walk]
 
 
 def verify_by(
-    rule: Rule,
-    name: str,
-    draft: DraftTree,
-    logits: Float32[Array, "B N V"],
-    step: Step,
-    topology: TreeTopology,
+    rule: Rule, name: str, draft: DraftTree, logits: Array, step: Step, topology: TreeTopology
 ) -> Verdict:
     """Tests the drafts of each row, and draws the token after them."""
     num_nodes = draft.tokens.shape[1]
