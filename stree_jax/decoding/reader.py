@@ -146,16 +146,9 @@ class WholeModel(DraftModel):
     """A `HybridLM` as a draft model.
 
     It does not run all nodes of a draft tree: never the leaves. What is accepted beyond the nodes
-    that it ran are *catch-up* tokens, which run with the next root. So the model's own tree is C
-    slots for catch-up tokens, filled from the end, and below them the nodes that the drafter runs,
-    whose tree the drafter keeps.
-
-    Args:
-        model: any model with the target's vocabulary.
-        num_catch_up: C, the most accepted tokens of a step that the model has not run.
-
-    Raises:
-        ValueError: `model` is not a model.
+    that it ran are *catch-up* tokens, `num_catch_up` at most, which run with the next root. So the
+    model's own tree is C slots for catch-up tokens, filled from the end, and below them the nodes
+    that the drafter runs, whose tree the drafter keeps.
     """
 
     inner_layers = None  # it reads tokens alone

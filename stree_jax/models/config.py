@@ -213,7 +213,7 @@ class ModelConfig:
             table |= within(f"blocks.{i}.mixer", of_layer[layer])
         if (shared := self.shared) is not None:
             for j in range(shared.num_blocks):
-                table |= within(f"shared.{j}", shared.block_cuts(shards))
+                table |= within(f"shared.{j}", LayerConfig.cuts(shared, shards))  # of its parts
         return table
 
     @property

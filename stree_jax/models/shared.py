@@ -105,10 +105,6 @@ class SharedConfig(LayerConfig):
         segments = mlp.cuts(shards)["in_proj.kernel"].segments
         return table | {"mlp_adapter.up.kernel": Cut(1, segments)}
 
-    def block_cuts(self, shards: int) -> dict[str, Cut]:
-        """The cut of each weight of a shared block, by name."""
-        return super().cuts(shards)
-
 
 class SharedTransformer(nnx.Module):
     """The weights that layers share."""

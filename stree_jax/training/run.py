@@ -49,7 +49,10 @@ def train(recipe: Recipe, output: Path) -> Iterator[Progress]:
     if recipe.start is None:
         run = run_directory(output, recipe.fingerprint())
         _config(recipe, recipe.vocab_size, None)  # before the tokenizer, which may take long
-        tokenizer = _tokenizer_of_run(recipe, run)
+        if not (run / "tokenizer.json").is_file():
+            new = data.train_tokenizer(recipe.text, recipe.vocab_size)
+            write_text(run / "tokenizer.json", new.to_str())
+        tokenizer = load_tokenizer(run)
         eos_token = tokenizer.token_to_id(data.END_OF_TEXT)
         model = _new_model(recipe, tokenizer.get_vocab_size(), eos_token)
     else:
@@ -57,14 +60,6 @@ def train(recipe: Recipe, output: Path) -> Iterator[Progress]:
         run = run_directory(output, recipe.fingerprint() | {"start": sketch(model)})
 
     yield from _run(recipe, output, run, model, tokenizer, next_token_loss)
-
-
-def _tokenizer_of_run(recipe: Recipe, run: Path) -> Tokenizer:
-    if (run / "tokenizer.json").is_file():
-        return load_tokenizer(run)
-    tokenizer = data.train_tokenizer(recipe.text, recipe.vocab_size)
-    write_text(run / "tokenizer.json", tokenizer.to_str())
-    return tokenizer
 
 
 def distill(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:

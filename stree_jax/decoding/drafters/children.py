@@ -22,11 +22,7 @@ def check_child_sampling(value: str, known: Sequence[str] = CHILD_SAMPLING) -> N
 
 
 def chosen_child_sampling(value: str, *, temperature_is_zero: bool) -> str:
-    """One of `CHILD_SAMPLING`, where "auto" is top-k at temperature 0 and shared above it.
-
-    Raises:
-        ValueError: a random choice at temperature 0.
-    """
+    """One of `CHILD_SAMPLING`, where "auto" is top-k at temperature 0 and shared above it."""
     if value == "auto":
         return "top_k" if temperature_is_zero else "shared"
     if temperature_is_zero and value != "top_k":

@@ -164,15 +164,18 @@ class ModelDrafter(RunsModel):
             levels,
             [max(level.rank) + 1 for level in levels],
         )
-        rows = np.full(num_nodes, -1, np.int32)
+        rows, known = np.full(num_nodes, -1, np.int32), None
         if log_probs[0] is not None:
             sizes = [group.shape[2] for group in log_probs for _ in range(group.shape[0])]
             for level, first in zip(levels, np.cumsum([0, *sizes]), strict=False):
                 rows[level.nodes] = first + np.arange(len(level.nodes))
+            by_row = [jnp.moveaxis(group, 0, 1) for group in log_probs]  # [B, levels, rows, V]
+            by_row = [part.reshape(len(part), -1, part.shape[-1]) for part in by_row]
+            known = jnp.concatenate(by_row, axis=1)
         draft = DraftTree(
             tokens=tree.tokens,
             tree=topology.tree(tree.valid),
-            log_probs=None if log_probs[0] is None else _concatenated(log_probs),
+            log_probs=known,
             log_prob_row=jnp.asarray(rows),
             finite=tree.finite,
             drawn=drawn,
@@ -209,9 +212,3 @@ def _inner_tree(topology: TreeTopology, valid: Bool[Array, "B inner"]) -> Tree:
     inner = _inner_nodes(topology)
     parents = np.searchsorted(inner, np.array(topology.parents)[inner[1:]])
     return TreeTopology((-1, *parents.tolist())).tree(valid)
-
-
-def _concatenated(groups: list[Array]) -> Array:
-    """Rows `[B, Z, V]` of all levels, from groups `[levels, B, rows, V]`."""
-    rows = [jnp.moveaxis(group, 0, 1) for group in groups]
-    return jnp.concatenate([row.reshape(len(row), -1, row.shape[-1]) for row in rows], axis=1)

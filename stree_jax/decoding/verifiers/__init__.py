@@ -40,11 +40,7 @@ def default_verifier(drawn: Drawn, topology: TreeTopology, *, temperature_is_zer
 
 
 def verifier_of(given: str | Verifier | Any) -> Verifier:
-    """The rule of this name, or the rule itself.
-
-    Raises:
-        ValueError: an unknown name, or no rule that a program can depend on.
-    """
+    """The rule of this name, or the rule itself, on which a program must be able to depend."""
     if isinstance(given, str):
         known = VERIFIERS | LOSSY_VERIFIERS
         if given not in known:
