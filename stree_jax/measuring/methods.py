@@ -13,6 +13,7 @@ from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter, NgramDrafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import Generation
 from stree_jax.decoding.verifiers import Verifier
@@ -24,6 +25,13 @@ from stree_jax.tree import TreeTopology
 
 PLAIN = "autoregressive"
 _NUM_DRAFTED = 16  # trees in a timed call
+
+
+class Batch(NamedTuple):
+    """Texts that are continued together, in one way."""
+
+    prompts: Sequence[Sequence[int]]
+    options: Options
 
 
 class Method(NamedTuple):
@@ -41,9 +49,9 @@ class Method(NamedTuple):
         tree = self.topology or (self.drafter and self.drafter.default_topology())
         return tree.num_nodes if tree else 1
 
-    def is_comparable(self, target: HybridLM, **request: Any) -> bool:
+    def is_comparable(self, target: HybridLM, batch: Batch) -> bool:
         """True if its tokens are those of the comparison's target with the same key."""
-        asked = self.planned(target, **request)
+        asked = self.planned(target, batch)
         # Above temperature 0, rules that test drafts have their own random numbers.
         is_exact = asked.sampling.temperature_is_zero or asked.decoder.verifier.follows_target
         return is_exact and self.target is None
@@ -53,30 +61,30 @@ class Method(NamedTuple):
         own = functools.partial(function, drafter=self.drafter, topology=self.topology)
         return functools.partial(own, verifier=self.verifier)
 
-    def decode(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> Generation:
-        """A batch, with key 0 unless `options` have another."""
-        return self.using(generate)(self.target or target, prompts, **{"key": 0} | options)
+    def decode(self, target: HybridLM, batch: Batch) -> Generation:
+        """The texts of a batch."""
+        return self.using(generate)(self.target or target, batch.prompts, options=batch.options)
 
-    def planned(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> Plan:
+    def planned(self, target: HybridLM, batch: Batch) -> Plan:
         """The checked request of `decode`; compiles nothing."""
         target = self.target or target
-        return self.using(plan)(target, prompts, **{"key": 0} | options).placed(target.partition)
+        return self.using(plan)(target, *batch).placed(target.partition)
 
-    def first_token(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> None:
+    def first_token(self, target: HybridLM, batch: Batch) -> None:
         """Reads the prompts and makes one step of the same program; blocks."""
-        arguments = self._first_step(self.target or target, prompts, **options)
+        arguments = self._first_step(self.target or target, batch)
         with dispatch.on(arguments[1]):
             jax.block_until_ready(SpeculativeDecoder.run(*arguments))
 
-    def memory(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> int:
+    def memory(self, target: HybridLM, batch: Batch) -> int:
         """Bytes of its loop: weights, caches and temporary memory; jax has compiled it before."""
-        arguments = self._first_step(self.target or target, prompts, **options)
+        arguments = self._first_step(self.target or target, batch)
         with dispatch.on(arguments[1]):
             return sum(memory_of(SpeculativeDecoder.run.lower(*arguments).compile()).values())
 
-    def _first_step(self, target: HybridLM, *request: Any, **options: Any) -> tuple[Any, ...]:
+    def _first_step(self, target: HybridLM, batch: Batch) -> tuple[Any, ...]:
         """The decoder and the arguments of its loop: a row ends with its first new token."""
-        asked = self.planned(target, *request, **options)
+        asked = self.planned(target, batch)
         decoder, drafter, limits = asked.decoder, asked.drafter, asked.limits
         with dispatch.on(target):
             state = decoder.start(target, drafter, asked.context, asked.keys, asked.sampling)
@@ -91,42 +99,38 @@ LOOKUP = Method("prompt lookup, chain of 4", NgramDrafter())
 def compare(
     target: HybridLM,
     methods: Sequence[Method],
-    requests: Sequence[Mapping[str, Any]],
+    batches: Sequence[Batch],
     rounds: int,
     progress: Progress = silent,
     *,
     parts: bool = True,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Decodes requests with every method in turns; yields records after each round.
+    """Decodes batches with every method in turns; yields records after each round.
 
-    `PLAIN` is among the methods, and all requests have one temperature. Fields of a record are
+    `PLAIN` is among the methods, and all batches have one temperature. Fields of a record are
     those of docs/bench.md, without `parts` none but those of whole texts.
     """
-    temperature = requests[0].get("temperature", 0.0)
-    ways: dict[Any, Callable[[Any], Any]] = {}
-
-    def called(decode: Callable[..., Any]) -> Callable[[Any], Any]:
-        return lambda request: decode(target, **request)
-
+    temperature = batches[0].options.temperature
+    ways: dict[Any, Callable[[Batch], Any]] = {}
     for each in methods:
         own = each.target or target
-        ways[each.name] = called(each.decode)
+        ways[each.name] = functools.partial(each.decode, target)
         if not parts:
             continue
-        ways["first", each.name] = called(each.first_token)
+        ways["first", each.name] = functools.partial(each.first_token, target)
         if each.drafter is not None and each.num_nodes > 1 and own.partition == ONE_DEVICE:
-            drafts = drafting(own, each.planned(target, **requests[0]))
+            drafts = drafting(own, each.planned(target, batches[0]))
             ways["draft", each.name] = functools.partial(_drafted, own, drafts)
-    ticks, total = itertools.count(1), len(ways) * len(requests) * (1 + rounds)
+    ticks, total = itertools.count(1), len(ways) * len(batches) * (1 + rounds)
 
     def advance() -> None:
         progress(f"temperature {temperature:g}", next(ticks), total)
 
-    comparable = {each.name for each in methods if each.is_comparable(target, **requests[0])}
+    comparable = {each.name for each in methods if each.is_comparable(target, batches[0])}
     memory: dict[str, int] = {}
-    for outputs, seconds in timed_rounds(ways, requests, rounds, advance):
+    for outputs, seconds in timed_rounds(ways, batches, rounds, advance):
         if parts and not memory:
-            memory = {each.name: each.memory(target, **requests[0]) for each in methods}
+            memory = {each.name: each.memory(target, batches[0]) for each in methods}
         rows = _records(methods, temperature, outputs, seconds, comparable)
         yield [row | {"memory_bytes": memory.get(row["method"])} for row in rows]
 

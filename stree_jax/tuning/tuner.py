@@ -17,7 +17,7 @@ from stree_jax.decoding.prompts import checked_prompts, typed_key
 from stree_jax.measuring.advice import advice, choice, is_beaten, spread
 from stree_jax.measuring.clock import Progress, silent
 from stree_jax.measuring.costs import SIZES, WIDTHS, Costs, measure_costs
-from stree_jax.measuring.methods import PLAIN, Method, compare
+from stree_jax.measuring.methods import PLAIN, Batch, Method, compare
 from stree_jax.measuring.report import SPEED, Table
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
@@ -177,7 +177,7 @@ def tune(
     *_, records = compare(
         target,
         [row.method(drafter) for row in finalists],
-        [{"prompts": [prompt], **second} for prompt in prompts[half:]],
+        [Batch([prompt], second) for prompt in prompts[half:]],
         rounds,
         lambda _, done, total: progress("decoding", done, total),
         parts=False,
