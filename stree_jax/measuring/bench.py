@@ -200,11 +200,16 @@ def bench(
     for given in of_each:
         for method, batch in itertools.product(methods, given):  # refuses before it compiles
             method.planned(target, batch)
+    _, whole = HybridLM.abstract(target.config)
     head = {
         "target": name or "target",
         "runs": dispatch.explain(dispatch.device_of(target)),
         "machine": machine(),  # before this loads it
-        "weights": weights_of(target),
+        "weights": {
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(whole)),
+            "dtype": target.dtype.name,
+            "bytes": num_bytes(nnx.state(target)),
+        },
         "prompts": len(prompts),
         "rows": rows,
         "max_new_tokens": max_new_tokens,
@@ -216,16 +221,6 @@ def bench(
             report = BenchReport(head, [*before, *found])
             each_round(report)
     return report
-
-
-def weights_of(model: HybridLM) -> dict[str, Any]:
-    """Number, dtype and bytes of a model's weights."""
-    _, whole = HybridLM.abstract(model.config)
-    return {
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(whole)),
-        "dtype": model.dtype.name,
-        "bytes": num_bytes(nnx.state(model)),
-    }
 
 
 def _methods(ways: Mapping[str, Mapping[str, Any]] | Any) -> list[Method]:

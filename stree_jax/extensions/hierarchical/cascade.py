@@ -173,10 +173,12 @@ class CascadeDrafter(Drafter):
     def propose(
         self, state: CascadeState, step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, CascadeState]:
-        drawn = self.child_sampling(topology, temperature_is_zero=step.sampling.temperature_is_zero)
-        how = drawn.kind
-        verifier = VERIFIERS[self._rule(how, step.sampling.temperature_is_zero)]
-        context, noise = step.context, step.noise
+        is_zero = step.sampling.temperature_is_zero
+        drawn = self.child_sampling(topology, temperature_is_zero=is_zero)
+        how, context, noise = drawn.kind, step.context, step.noise
+        law = drawn if how == "shared" else self._inner_sampling(is_zero)  # of the inner drafts
+        rule = default_verifier(law, self.inner_topology, temperature_is_zero=is_zero)
+        verifier = VERIFIERS[rule]
         inner, vocab_size = self.inner_topology, self.medium.vocab_size
         batch, num_nodes = context.tokens.shape[0], inner.num_nodes
         rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -304,11 +306,6 @@ class CascadeDrafter(Drafter):
 
     def _inner_sampling(self, temperature_is_zero: bool) -> Drawn:
         return drawn_by(self.inner, self.inner_topology, temperature_is_zero=temperature_is_zero)
-
-    def _rule(self, how: str, temperature_is_zero: bool) -> str:
-        """The rule by which the medium model verifies the inner drafts."""
-        drawn = Drawn(how) if how == "shared" else self._inner_sampling(temperature_is_zero)
-        return default_verifier(drawn, self.inner_topology, temperature_is_zero=temperature_is_zero)
 
     def _no_hidden(self, batch: int, num_tokens: int) -> Array:
         shape = (batch, num_tokens, self.medium.config.d_model)
