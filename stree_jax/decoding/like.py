@@ -34,9 +34,9 @@ def some(dtype: Any, *sizes: int | None) -> Any:
 
 
 def check_like(what: str, value: Any, example: Any) -> Any:
-    """The value, of an example's structure, shapes and dtypes; numbers of 64 bits in 32.
+    """The value, refused unless it is like an example, with numbers in its 32 bits.
 
-    The example has arrays, or what `some` gives. `what` is what messages call the value.
+    The example has arrays, or what `some` gives. `what` is the value's name in messages.
     """
     wanted = jax.tree_util.tree_leaves_with_path(example)
     structure: Any = jax.tree.structure(example)

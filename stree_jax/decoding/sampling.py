@@ -25,7 +25,7 @@ _FEW = 16
 def position_noise(
     keys: Key[Array, " B"], emitted: Int[Array, " B"], depth: int, vocab_size: int
 ) -> Float32[Array, "B _ V"]:
-    """Gumbel noise of the next `depth + 1` output positions, after `emitted` new tokens.
+    """Gumbel noise of the `depth + 1` positions after `emitted` new tokens.
 
     Keys are the same in every step; entry d is for the token after a node of depth d.
     """
@@ -71,9 +71,9 @@ def token_log_probs(
 def filtered_logits(
     logits: Float[Array, "B *rows V"], sampling: Sampling
 ) -> Float32[Array, "B *rows V"]:
-    """Logits after temperature and filters, `-inf` for tokens left out; the best one is 0.
+    """Logits after temperature and filters, in their order; the best one is 0.
 
-    They are without vocabulary padding. Temperature 0 counts as 1, which keeps the order.
+    `-inf` is for tokens left out. Temperature 0 counts as 1, which keeps the order.
     """
     # The best logit is 0 before the division, so no temperature overflows.
     scaled = logits - best_token(logits)[1][..., None]

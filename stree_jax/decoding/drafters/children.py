@@ -35,7 +35,7 @@ def chosen_child_sampling(value: str, *, temperature_is_zero: bool) -> str:
 def shared_scores(
     logits: Float[Array, "B Z V"], step: Step, depth: int | np.ndarray | Array
 ) -> Float32[Array, "B Z V"]:
-    """Log-probabilities at nodes of these depths, up to a constant, plus the target's noise."""
+    """Log-probabilities at nodes, up to a constant, plus the target's noise at their depths."""
     assert step.noise is not None  # `chosen_child_sampling` refuses temperature 0
     noise = jnp.take(step.noise, jnp.atleast_1d(depth), axis=1)
     return filtered_logits(logits, step.sampling) + noise
@@ -49,7 +49,7 @@ def drawn_children(
     depth: int | np.ndarray | Array,
     keys: Array,
 ) -> tuple[Int[Array, "B Z width"], Bool[Array, "B Z width"], Float32[Array, "B Z V"] | None]:
-    """What `draw` gives for a drafter's logits, and the distributions that it sampled from."""
+    """Returns `draw` by a drafter's logits, and the distributions that it sampled from."""
     log_probs = None
     if how == "shared":
         logits = shared_scores(logits, step, depth)
@@ -59,9 +59,9 @@ def drawn_children(
 
 
 def draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array]:
-    """`width` children of each node, `[B, Z, width]`, best first or in the order drawn.
+    """`width` children of each node, best first or in the order drawn.
 
-    With them which are valid: the first one is if the scores `[B, Z, V]` are finite.
+    Tokens `[B, Z, width]`, and which are valid: the first is if the scores `[B, Z, V]` are finite.
     """
     if how == "iid":
         shape = (width, *scores.shape[1:-1])

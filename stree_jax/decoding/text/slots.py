@@ -178,7 +178,7 @@ def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
 
 
 def with_records(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
-    """The pool with records of as many best tokens as a decoder has, which may be more."""
+    """The pool with the records of a decoder, perhaps of more best tokens."""
     most, records = decoder.num_best, state.log_probs
     if most is None or (records is not None and records.best.shape[2] == most):
         return state

@@ -40,7 +40,7 @@ def default_verifier(drawn: Drawn, topology: TreeTopology, *, temperature_is_zer
 
 
 def verifier_of(given: str | Verifier | Any) -> Verifier:
-    """The rule of this name, or the rule itself, on which a program must be able to depend."""
+    """The rule of this name, or a rule that a program can depend on."""
     if isinstance(given, str):
         known = VERIFIERS | LOSSY_VERIFIERS
         if given not in known:
