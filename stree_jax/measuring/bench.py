@@ -195,10 +195,10 @@ def bench(
         for start in range(0, len(prompts), rows)
     ]
     own = {"key": 0, "max_new_tokens": max_new_tokens} | options
-    heats = (Options(temperature=heat, **own) for heat in temperatures)
-    of_each = [[Batch(texts, heat) for texts in texts_of] for heat in heats]
-    for given in of_each:
-        for method, batch in itertools.product(methods, given):  # refuses before it compiles
+    at_each = [Options(temperature=heat, **own) for heat in temperatures]
+    of_each = [[Batch(texts, given) for texts in texts_of] for given in at_each]
+    for batches in of_each:
+        for method, batch in itertools.product(methods, batches):  # refuses before it compiles
             method.planned(target, batch)
     _, whole = HybridLM.abstract(target.config)
     head = {
@@ -215,9 +215,9 @@ def bench(
         "max_new_tokens": max_new_tokens,
     }
     report = BenchReport(head, [])
-    for given in of_each:
+    for batches in of_each:
         before = report.rows
-        for found in compare(target, methods, given, rounds, progress):
+        for found in compare(target, methods, batches, rounds, progress):
             report = BenchReport(head, [*before, *found])
             each_round(report)
     return report
