@@ -138,12 +138,12 @@ def compare(
 
     Several rows of a request run to their limit, past any end, so that the batch stays full.
     """
-    own = {"max_new_tokens": options.tokens, "temperature": temperature}
-    own |= {"eos_token": ()} if rows > 1 else {}
+    ends = () if rows > 1 else None
+    own = st.Options(max_new_tokens=options.tokens, temperature=temperature, eos_token=ends, key=0)
     starts = range(0, len(pair.prompts) - rows + 1, rows)
-    requests = [{"prompts": pair.prompts[start : start + rows]} | own for start in starts]
+    batches = [measuring.Batch(pair.prompts[start : start + rows], own) for start in starts]
     with progress_bar() as show:
-        *_, found = measuring.compare(pair.target, methods, requests, options.rounds, show)
+        *_, found = measuring.compare(pair.target, methods, batches, options.rounds, show)
     return [{"rows": rows} | row for row in found]
 
 

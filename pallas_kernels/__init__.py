@@ -28,7 +28,8 @@ cache update it in place if it is donated. Each op has a folder, with `reference
 specification: sequential NumPy in any float type), `xla.py` (closed form, on any device),
 for most `pallas_triton.py` (the kernel and its block sizes), for some `native.py` and
 `native.cc` (C++ for CPUs), and `api.py` (the public functions).
-`dispatch` chooses the implementation and says why. Needs jax and jaxtyping only.
+`dispatch` chooses the implementation and says why; every op raises a ValueError for one that does
+not exist or cannot run these shapes. Needs jax and jaxtyping only.
 
 Tree ops compute outputs at the last `Q` of `N` nodes: with `Q == N` a target model verifies a whole
 tree, with `Q < N` a draft model grows a tree level by level. Dimension letters are those of

@@ -102,28 +102,24 @@ def with_gradients_of(twin: Callable[..., Any], fast: Callable[..., Any]) -> Cal
 def choose(
     op: str,
     requested: str | None,
-    unsupported: Mapping[str, str | None] | str | None,
+    unsupported: Mapping[str, str | None] | None,
     *,
     others: Mapping[str, Callable[[], str | None]] = _NONE,
     versions: Collection[str] = ("xla", "pallas"),
 ) -> str:
     """The implementation to run on the default device; a ValueError if the requested one cannot.
 
-    Arguments are those of `run`; `unsupported` may be one reason for all but "xla". "xla" stands in
-    for one of `IMPLEMENTATIONS` that the op does not have.
+    Arguments are those of `run`; "xla" stands in for those of `IMPLEMENTATIONS` that the op lacks.
     """
     known = (*IMPLEMENTATIONS, *others)
     if requested not in (None, *known):
         raise ValueError(f"unknown implementation {requested!r} of {op}; known: {known}")
-    available = {*versions, *others}
-    if not isinstance(unsupported, Mapping):
-        unsupported = dict.fromkeys(available - {"xla"}, unsupported)
     chosen = requested or _fastest()
     version = _version(chosen)
-    obstacle = _machine_obstacle(version, others) or unsupported.get(version)
+    obstacle = _machine_obstacle(version, others) or (unsupported or {}).get(version)
     if requested and obstacle:
         raise ValueError(f"{op} cannot run as {requested!r}: {obstacle}; use 'xla'")
-    return "xla" if obstacle or version not in available else chosen
+    return "xla" if obstacle or version not in {*versions, *others} else chosen
 
 
 def explain(device: Any = None) -> str:
@@ -198,8 +194,10 @@ def device_of(arrays: Any) -> Any:
         if isinstance(leaf, jax.core.Tracer):
             of_mesh = jax.typeof(leaf).sharding.mesh.abstract_device
             if of_mesh is not None and _kind(of_mesh) != _kind(default):
-                same = [d for d in _devices(of_mesh.platform) if _kind(d) == _kind(of_mesh)]
-                return same[0] if same else default
+                with contextlib.suppress(RuntimeError):  # this machine may only compile for it
+                    there = jax.devices(of_mesh.platform)
+                    return next((d for d in there if _kind(d) == _kind(of_mesh)), default)
+                return default
         elif isinstance(leaf, jax.Array) and leaf.committed:
             devices: list[Any] = list(leaf.sharding.addressable_devices)
             devices.sort(key=lambda d: d.id)
@@ -225,11 +223,3 @@ def on(*arrays: Any) -> Iterator[None]:
 
 def _kind(device: Any) -> tuple[str, str]:
     return device.platform, getattr(device, "device_kind", "")
-
-
-def _devices(platform: str) -> list:
-    """Empty if this machine only compiles for the platform."""
-    try:
-        return jax.devices(platform)
-    except RuntimeError:
-        return []

@@ -38,7 +38,7 @@ def call(
     *,
     name: str,
     num_warps: int,
-    num_stages: int,
+    num_stages: int = 1,
     interpret: bool,
     **spec: Any,
 ) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ Mamba-2's own names for its parameters (Dao and Gu, 2024, arXiv:2405.21060).
 """
 
 from jax import Array
-from jaxtyping import Bool, Float, Float32, Int, Key, PyTree, Shaped, UInt32
+from jaxtyping import Bool, Float, Float32, Int, Key
 
 Tokens = Int[Array, "B T"]
 Lengths = Int[Array, " B"]
@@ -47,8 +47,5 @@ __all__ = [
     "Int",
     "Key",
     "Lengths",
-    "PyTree",
-    "Shaped",
     "Tokens",
-    "UInt32",
 ]

@@ -201,9 +201,7 @@ def _sandbox() -> Any:
         )
 
     found = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, jinja2.ext.loopcontrols],
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     found.filters["tojson"] = to_json
     found.globals |= {

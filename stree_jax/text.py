@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
 from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template
 from stree_jax.checkpoint.files import folder_of
@@ -16,6 +16,7 @@ from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import Options, spelled_out
+from stree_jax.decoding.text_stream import decoder_of
 from stree_jax.decoding.token_bytes import as_tokenizer
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown, shown_path
@@ -246,14 +247,12 @@ def _continuing(tokenizer: Tokenizer) -> Tokenizer:
     """A tokenizer whose decoder keeps the space that begins a text."""
     if tokenizer.decoder is None:
         return tokenizer
-    state = tokenizer.decoder.__getstate__()
-    wanted = _keeping_spaces(json.loads(state))
-    if wanted == json.loads(state):
+    state = json.loads(tokenizer.decoder.__getstate__())
+    wanted = _keeping_spaces(state)
+    if wanted == state:
         return tokenizer
     copy = Tokenizer.from_str(tokenizer.to_str())
-    decoder = decoders.Fuse()
-    decoder.__setstate__(json.dumps(wanted).encode())
-    copy.decoder = decoder
+    copy.decoder = decoder_of(wanted)
     return copy
 
 

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -255,34 +254,6 @@ class TreeTopology:
                 yield from lines(child, below + here[0], below + here[1])
 
         return "\n".join(lines(0, "", ""))
-
-    def _repr_svg_(self) -> str | None:
-        """The tree from left to right, for notebooks; None if it is too deep to draw."""
-        if self.depth > MAX_DRAWN_DEPTH:
-            return None
-        places, leaves = dict[int, tuple[int, float]](), itertools.count()
-
-        def placed(node: int) -> float:
-            """A node stands in the middle of its first child and its last."""
-            below = [placed(child) for child in self.children[node]]
-            y = (below[0] + below[-1]) / 2 if below else 28 * next(leaves) + 14.0
-            places[node] = 20 + 48 * self.depths[node], y
-            return y
-
-        placed(0)
-        ends = [(*places[parent], *places[n]) for n, parent in enumerate(self.parents) if n]
-        lines = [
-            f'<line x1="{x}" y1="{y:g}" x2="{to_x}" y2="{to_y:g}" stroke="#7d7d7d"/>'
-            for x, y, to_x, to_y in ends
-        ]
-        circles = [
-            f'<circle cx="{x}" cy="{y:g}" r="11" fill="#3b82c4"/><text x="{x}" y="{y + 4:g}"'
-            f' fill="white" font-size="11" text-anchor="middle">{node}</text>'
-            for node, (x, y) in sorted(places.items())
-        ]
-        size = f'width="{40 + 48 * self.depth}" height="{28 * next(leaves)}"'
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
-        return "".join([head, *lines, *circles, "</svg>"])
 
 
 def first_nodes(tree: Tree, count: int) -> Tree:

@@ -16,9 +16,6 @@ def log_softmax(
         logits: the rows.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
             Derivatives are XLA's in all.
-
-    Raises:
-        ValueError: an implementation that does not exist or cannot run.
     """
     return dispatch.run(
         "log_softmax",

@@ -31,8 +31,7 @@ def matmul(
         Derivatives are XLA's in all implementations.
 
     Raises:
-        ValueError: rows that do not fit the matrix, or an implementation that does not exist or
-            cannot run.
+        ValueError: rows that do not fit the matrix.
     """
     several = len(matrix.shape) == 3
     if x.shape[-1] != matrix.shape[-2]:

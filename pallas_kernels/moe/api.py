@@ -46,8 +46,7 @@ def expert_mlps(
         The sums, in the dtype of `x`. Derivatives are XLA's in all implementations.
 
     Raises:
-        ValueError: matrices that do not fit each other, or an implementation that does not exist or
-            cannot run these shapes.
+        ValueError: matrices that do not fit each other.
     """
     columns, hidden = experts_in.shape[-1], experts_out.shape[-2]
     if columns != (2 * hidden if gated else hidden):

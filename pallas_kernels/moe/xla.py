@@ -30,15 +30,8 @@ Product = Callable[[jax.Array], jax.Array]
 
 
 def expert_mlps(
-    x: Float[Array, "tokens M"],
-    weights: Float32[Array, "tokens A"],
-    chosen: Int[Array, "tokens A"],
-    experts_in: Float[Array, "experts M X"],
-    experts_out: Float[Array, "experts F M"],
-    *,
-    activation: str,
-    gated: bool,
-) -> Float[Array, "tokens M"]:
+    x: Array, weights: Array, chosen: Array, experts_in: Array, experts_out: Array, **options: Any
+) -> Array:
     """See `api.expert_mlps`."""
     if not chosen.size:
         return x
@@ -49,8 +42,7 @@ def expert_mlps(
     elif _average(chosen, len(experts_in)) < _BLOCK[0]:
         loops = _loop_over_blocks, products
     in_products, on_cpu, on_tpu = (
-        functools.partial(function, activation=activation, gated=gated)
-        for function in (products, *loops)
+        functools.partial(function, **options) for function in (products, *loops)
     )
     by_choice = lax.platform_dependent(
         *(x, chosen, experts_in, experts_out),

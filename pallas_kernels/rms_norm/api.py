@@ -32,9 +32,6 @@ def rms_norm(
     Returns:
         An array in the dtype of `x`, evaluated in float32. Derivatives are XLA's in all
         implementations.
-
-    Raises:
-        ValueError: an implementation that does not exist, or cannot run these shapes.
     """
     return dispatch.run(
         "rms_norm",
@@ -70,9 +67,6 @@ def add_rms_norm(
     Returns:
         The sum in the dtype of `residual` and its norm in the dtype of `output`, both evaluated in
         float32. Derivatives are XLA's in all implementations.
-
-    Raises:
-        ValueError: an implementation that does not exist, or cannot run these shapes.
     """
     size = residual.shape[-1]
     value = output.value if isinstance(output, DeferredRMSNorm) else output
@@ -124,8 +118,7 @@ def gated_rms_norm(
 
     Raises:
         ValueError: an unknown norm, a weight without a norm or a norm without a weight, groups that
-            do not divide a row, too few columns of gates, or an implementation that does not exist
-            or cannot run these shapes.
+            do not divide a row, too few columns of gates.
     """
     if norm not in NORMS:
         raise ValueError(f"norm = {norm!r} is not one of {NORMS}")

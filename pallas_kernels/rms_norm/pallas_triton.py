@@ -86,7 +86,6 @@ def add_rms_norm(
         ),
         name="add_rms_norm",
         num_warps=blocks.num_warps,
-        num_stages=1,
         interpret=interpret,
         grid=rows[:1],
         in_specs=[
@@ -119,7 +118,10 @@ def _add_kernel(
     parts = tb.parts(size, block)
     outputs = [output_ref[part] for part in parts]
     for mean_squares_ref in mean_squares:  # none or one
-        output_scale = lax.rsqrt(_total(mean_squares_ref) + output_epsilon)
+        count = mean_squares_ref.shape[0]
+        place, exists = tb.rows(0, tb.padded_size(count), count)
+        total = jnp.sum(jnp.where(exists, mean_squares_ref[place], 0.0))
+        output_scale = lax.rsqrt(total + output_epsilon)
         outputs = [value.astype(jnp.float32) * output_scale for value in outputs]
     outputs = [scaled(value, multiplier).astype(jnp.float32) for value in outputs]
     sums = [
@@ -133,15 +135,6 @@ def _add_kernel(
         sum_ref[part] = rounded
         normed = (value * scale * weight_ref[part].astype(jnp.float32)).astype(dtype)
         normed_ref[part] = normed.astype(normed_ref.dtype)
-
-
-def _total(
-    ref: Ref,  # [parts]
-) -> jax.Array:
-    """The sum of any number of parts."""
-    count = ref.shape[0]
-    part, exists = tb.rows(0, tb.padded_size(count), count)
-    return jnp.sum(jnp.where(exists, ref[part], 0.0))
 
 
 @functools.partial(
@@ -176,7 +169,6 @@ def gated_rms_norm(
         ),
         name="gated_rms_norm",
         num_warps=blocks.num_warps,
-        num_stages=1,
         interpret=interpret,
         grid=(rows[0], num_groups),
         in_specs=[

@@ -53,7 +53,7 @@ def ssd(
 
     Raises:
         ValueError: a chunk size below 1, groups that do not divide the heads, a gate that does not
-            fit, or an implementation that does not exist or cannot run these shapes.
+            fit.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size = {chunk_size} is not positive")

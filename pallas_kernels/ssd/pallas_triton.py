@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels import triton as tb
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
@@ -48,18 +48,10 @@ DEFAULTS = {
 
 @functools.partial(jax.jit, static_argnames=("interpret", "blocks"))
 def ssd(
-    x: Float[Array, "B T H P"],
-    dt: Float[Array, "B T H"],
-    A: Float[Array, " H"],
-    B: Float[Array, "B T G S"],
-    C: Float[Array, "B T G S"],
-    D: Float[Array, "H P"],
-    state: Float[Array, "B H P S"],
-    *,
-    interpret: bool = False,
-    blocks: BlockSizes | None = None,
-) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P S"]]:
-    """See `api.ssd`; `blocks` None: `DEFAULTS`."""
+    *arrays: Array, interpret: bool = False, blocks: BlockSizes | None = None
+) -> tuple[Array, Array]:
+    """See `api.ssd`: from x to the state. `blocks` None: `DEFAULTS`."""
+    x, _, _, B, _, _, state = arrays
     blocks = blocks or DEFAULTS[tb.dtype_case(x.dtype)]
     batch, length, num_heads, head_dim = x.shape
     num_groups, state_size = B.shape[2:]
@@ -91,7 +83,7 @@ def ssd(
             jax.ShapeDtypeStruct(state.shape, state.dtype),
         ),
         input_output_aliases={6: 1},
-    )(x, dt, A, B, C, D, state)
+    )(*arrays)
 
 
 def _kernel(

@@ -6,21 +6,14 @@ Section 6 of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060).
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels.numerics import contract
 
 
 def ssd(
-    x: Float[Array, "B T H P"],
-    dt: Float[Array, "B T H"],
-    A: Float[Array, " H"],
-    B: Float[Array, "B T G S"],
-    C: Float[Array, "B T G S"],
-    D: Float[Array, "H P"],
-    state: Float[Array, "B H P S"],
-    chunk_size: int,
-) -> tuple[Float[Array, "B T H P"], Float[Array, "B H P S"]]:
+    x: Array, dt: Array, A: Array, B: Array, C: Array, D: Array, state: Array, chunk_size: int
+) -> tuple[Array, Array]:
     """See `api.ssd`."""
     batch, length, num_heads, head_dim = x.shape
     num_groups = B.shape[2]

@@ -26,9 +26,6 @@ def largest_threshold(
 
     Returns:
         A threshold of each row, which is one of its values; 0 if no positive one will do.
-
-    Raises:
-        ValueError: an implementation that does not exist or cannot run.
     """
     return dispatch.run(
         "largest_threshold",

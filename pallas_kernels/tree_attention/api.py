@@ -49,9 +49,6 @@ def tree_attention(
         The outputs, in the dtype of `query`; softmax in float32. The output of a fully masked query
         is finite but unspecified. Derivatives are XLA's in all implementations; there is no reverse
         mode for caches of more than 1,024 positions.
-
-    Raises:
-        ValueError: an implementation that does not exist, or cannot run these shapes.
     """
     unsupported = {
         "pallas": pallas_triton.unsupported(query.shape[-1]),
@@ -109,8 +106,7 @@ def tree_attention_layer(
         nodes; the cache before this tree's root.
 
     Raises:
-        ValueError: prefix and query nodes are not the nodes of the mask, or an implementation that
-            does not exist or cannot run these shapes.
+        ValueError: prefix and query nodes are not the nodes of the mask.
     """
     num_prefix = 0 if prefix_pending is None else prefix_pending.keys.shape[1]
     if num_prefix + projected.shape[1] != mask.shape[2]:

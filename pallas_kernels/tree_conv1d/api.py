@@ -83,8 +83,7 @@ def tree_conv1d(
         The convolution at the query nodes, accumulated in float32, in the dtype of `inputs`.
 
     Raises:
-        ValueError: an unknown activation, or an implementation that does not exist or cannot run
-            these shapes.
+        ValueError: an unknown activation.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation = {activation!r} is not one of {ACTIVATIONS}")
@@ -135,8 +134,7 @@ def tree_conv1d_layer(
         tree's root.
 
     Raises:
-        ValueError: a projection or weights that do not fit the layout, or an implementation that
-            does not exist or cannot run these shapes.
+        ValueError: a projection or weights that do not fit the layout.
     """
     if projected.shape[-1] != layout.num_columns:
         raise ValueError(

@@ -50,8 +50,6 @@ class BlockSizes:
 # and little in float32 from 16 nodes on (`benchmarks/results/spills.json`, sm_90).
 DEFAULTS = BlockSizes(queries=8, channels=64, num_warps=4)
 
-Named = dict[str, tuple[Any, pl.BlockSpec]]
-
 
 def unsupported(channels: int, width: int) -> str | None:
     """Why these shapes cannot run, or None."""
@@ -197,7 +195,7 @@ def _call(
     def whole(array: jax.Array) -> tuple[Any, pl.BlockSpec]:
         return array, pl.BlockSpec(array.shape, lambda c, i, b: (0,) * array.ndim)
 
-    inputs: Named = {name: row(array) for name, array in of_row.items()}
+    inputs = {name: row(array) for name, array in of_row.items()}
     inputs |= {name: whole(array) for name, array in of_layer.items()}
     return tb.call_by_name(
         functools.partial(
@@ -214,7 +212,6 @@ def _call(
         in_place={},
         name="tree_conv1d",
         num_warps=blocks.num_warps,
-        num_stages=1,
         interpret=interpret,
         grid=(
             num_channel_blocks + (time_steps is not None),

@@ -61,28 +61,17 @@ class TimeSteps:
     limit: tuple[float, float]
 
 
-def sections_of(layout: Mamba2Layout) -> tuple[Section, Section, Section]:
+def sections_of(layout: Mamba2Layout) -> tuple[Section, ...]:
     """x, B and C of a layer."""
     conv_heads, conv_groups = layout.conv_heads
     groups = layout.num_groups
     sizes = (
-        (layout.head_dim, layout.x_heads, conv_heads, layout.num_heads),
-        (layout.state_size, layout.b_groups, conv_groups, groups),
-        (layout.state_size, groups, groups, groups),
+        ("x", layout.head_dim, (layout.x_heads, conv_heads, layout.num_heads)),
+        ("B", layout.state_size, (layout.b_groups, conv_groups, groups)),
+        ("C", layout.state_size, (groups, groups, groups)),
     )
-
-    def section(index: int, name: str) -> Section:
-        head_size, input_heads, conv_heads, output_heads = sizes[index]
-        return Section(
-            output=name,
-            channel=layout.channels[index],
-            column=layout.columns[1 + index],
-            head_size=head_size,
-            input_heads=input_heads,
-            conv_heads=conv_heads,
-            output_heads=output_heads,
-            multiplier=layout.multipliers[1 + index],
-            pending=name != "C",
-        )
-
-    return section(0, "x"), section(1, "B"), section(2, "C")
+    parts = zip(sizes, layout.channels, layout.columns[1:4], layout.multipliers[1:4], strict=True)
+    return tuple(
+        Section(name, channel, column, size, *heads, multiplier, pending=name != "C")
+        for (name, size, heads), channel, column, multiplier in parts
+    )

@@ -71,8 +71,7 @@ def tree_delta(
         nodes that do not exist.
 
     Raises:
-        ValueError: groups that do not divide the heads, a prefix that is not of `N - Q` nodes, or
-            an implementation that does not exist or cannot run.
+        ValueError: groups that do not divide the heads, a prefix that is not of `N - Q` nodes.
     """
     _check_groups(k, v)
     prefix = 0 if prefix_u is None else prefix_u.shape[1]
@@ -116,8 +115,7 @@ def replay_delta(
         The new state.
 
     Raises:
-        ValueError: groups that do not divide the heads, or an implementation that does not exist or
-            cannot run.
+        ValueError: groups that do not divide the heads.
     """
     _check_groups(k, u)
     return dispatch.run(
@@ -162,8 +160,7 @@ def replay_tree_delta(
         Outputs and u of the new tree, and the state before its root.
 
     Raises:
-        ValueError: groups that do not divide the heads, or an implementation that does not exist or
-            cannot run.
+        ValueError: groups that do not divide the heads.
     """
     _check_groups(k, v)
     return dispatch.run(
@@ -207,8 +204,7 @@ def delta_chunks(
         last position. All derivatives are XLA's.
 
     Raises:
-        ValueError: a chunk size below 1, groups that do not divide the heads, or an implementation
-            that does not exist or cannot run.
+        ValueError: a chunk size below 1, groups that do not divide the heads.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size = {chunk_size} is not positive")

@@ -62,8 +62,7 @@ def tree_scan(
         which node is the parent, the last one above, and whether a node is there at all.
 
     Raises:
-        ValueError: a gate that does not fit, or an implementation that does not exist, or cannot
-            run these shapes.
+        ValueError: a gate that does not fit.
     """
     return dispatch.run(
         "tree_scan",
@@ -110,9 +109,6 @@ def replay(
 
     Returns:
         The new state, float32.
-
-    Raises:
-        ValueError: an implementation that does not exist, or cannot run these shapes.
     """
     unsupported = _unsupported(x, B, None)
     return dispatch.run(
@@ -168,8 +164,7 @@ def replay_tree_scan(
         float32.
 
     Raises:
-        ValueError: a gate that does not fit, or an implementation that does not exist, or cannot
-            run these shapes.
+        ValueError: a gate that does not fit.
     """
     previous = (prev_x, prev_dt, prev_B, prev_path)
     return dispatch.run(

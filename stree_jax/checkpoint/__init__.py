@@ -13,13 +13,12 @@ A checkpoint is either complete or absent, see `directories`. Loading a checkpoi
 `stree_jax.pretrained`.
 """
 
-from stree_jax.checkpoint.load import is_native, load_config, load_header, load_module
+from stree_jax.checkpoint.load import is_native, load_header, load_module
 from stree_jax.checkpoint.save import save_pretrained, write_checkpoint
 
 # What an extension may use.
 __all__ = [
     "is_native",
-    "load_config",
     "load_header",
     "load_module",
     "save_pretrained",

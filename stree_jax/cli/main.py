@@ -102,13 +102,6 @@ for _options, (_name, _) in _COMMANDS.items():
     app.command(_name, cls=_Command)(_options)
 
 
-def _interrupted() -> NoReturn:
-    """Exits without the interpreter's teardown, which crashes amid a compilation."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(130)
-
-
 def main() -> None:
     """Runs the command and prints warnings and user errors as one line."""
     warnings.formatwarning = lambda message, *_, **__: f"stree-jax: warning: {message}\n"
@@ -117,7 +110,9 @@ def main() -> None:
     try:
         sys.exit(app(standalone_mode=False))
     except (typer.Abort, KeyboardInterrupt):
-        _interrupted()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)  # without the interpreter's teardown, which crashes amid a compilation
     except (ValueError, FloatingPointError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError) and error.filename is not None:  # which may be very long

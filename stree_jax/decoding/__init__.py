@@ -3,18 +3,10 @@
 from stree_jax.decoding.head_reader import HeadModel, HeadReader
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.prompts import buffer_size, list_size
-from stree_jax.decoding.reader import (
-    DraftModel,
-    Reader,
-    WholeModel,
-    append_subtree,
-    nodes_so_far,
-    recorded,
-)
+from stree_jax.decoding.reader import DraftModel, Reader, WholeModel, append_subtree
 from stree_jax.decoding.rule_rows import is_given
 from stree_jax.decoding.sampling import all_finite, filtered_logits, position_noise
 from stree_jax.decoding.text import slots
-from stree_jax.decoding.text.prefill import prefill
 from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
 
 __all__ = [
@@ -31,10 +23,7 @@ __all__ = [
     "filtered_logits",
     "is_given",
     "list_size",
-    "nodes_so_far",
     "position_noise",
-    "prefill",
-    "recorded",
     "slots",
     "token_bytes",
 ]

@@ -31,7 +31,6 @@ class Filter(Protocol):
             logits: logits after temperature and the filters before this one; the best one is 0,
                 and must be kept.
         """
-        ...
 
 
 @rule

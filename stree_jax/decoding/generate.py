@@ -108,7 +108,13 @@ def generate(
         state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
     ended = Ended.of(state, request.limits, len(request.rows))
     cache = state.cache if return_cache else None
-    prefix = _prefix_of(request, model, state) if return_prefix else None
+    prefix = None
+    if return_prefix:
+        tokens, length = state.context
+        length = jnp.where(state.failed > 0, 0, length).astype(jnp.int32)  # a failed row has none
+        context = Context(tokens[:, : decoder.max_length], length)
+        origin = origin_of(model, request.drafter)
+        prefix = Prefix(context, state.cache, state.drafter, origin)
     return generation_of(ended, request, cache, prefix)
 
 
@@ -205,11 +211,3 @@ def _started(
         added = np.arange(len(state.done)) >= num_rows
         state = state._replace(done=model.partition.put(added))
     return state
-
-
-def _prefix_of(request: Plan, model: HybridLM, state: DecodeState) -> Prefix:
-    """The prefix of all rows; a failed row has length 0."""
-    tokens, length = state.context
-    length = jnp.where(state.failed > 0, 0, length).astype(jnp.int32)
-    context = Context(tokens[:, : request.decoder.max_length], length)
-    return Prefix(context, state.cache, state.drafter, origin_of(model, request.drafter))

@@ -53,15 +53,6 @@ class HeadModel(DraftModel):
         """The embeddings of tokens."""
         raise NotImplementedError
 
-    def entries(
-        self,
-        tokens: Int[Array, "B N"],
-        above: Float[Array, "B N M"],
-        positions: Int[Array, "B N"],
-    ) -> NodeKV:
-        """Keys and values of pairs of a token and the state before it."""
-        return self.head.entries(self.embedded(tokens), above, positions)
-
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """Logits over the target's vocabulary, without padding."""
         raise NotImplementedError
@@ -70,37 +61,11 @@ class HeadModel(DraftModel):
         """The head's input from the target's states: all of them, unless overridden."""
         return hidden
 
-    def outputs(
-        self,
-        tokens: Int[Array, "B Q"],
-        above: Float[Array, "B Q M"],
-        tree: Tree,
-        cache: KVCache,
-        prefix: NodeKV | None,
-    ) -> tuple[Float[Array, "B Q M"], NodeKV]:
-        """Runs the last Q nodes of a tree after the cache.
-
-        Returns:
-            What `logits` takes, and the nodes' children as the state before them; and keys and
-            values of all nodes.
-        """
-        return self.head.tree(self.embedded(tokens), above, tree, cache, prefix)
-
-    def init_cache(self, batch: int, max_length: int) -> KVCache:
-        """The cache before the first entry."""
-        return self.head.init_cache(batch, max_length)
-
     def init(self, batch: int, num_nodes: int, max_length: int) -> HeadReader:
         hidden = jnp.zeros((batch, self.config.d_model), self.head.activation_dtype)
-        return HeadReader(self.init_cache(batch, max_length), hidden, jnp.zeros(batch, bool))
+        return HeadReader(self.head.init_cache(batch, max_length), hidden, jnp.zeros(batch, bool))
 
-    def read(
-        self,
-        state: HeadReader,
-        tokens: Int[Array, "B T"],
-        hidden: Float[Array, "B T _"],
-        lengths: Int[Array, " B"],
-    ) -> HeadReader:
+    def read(self, state: HeadReader, tokens: Array, hidden: Any, lengths: Array) -> HeadReader:
         hidden = self.states(hidden)
         above = jnp.concatenate([state.hidden[:, None], hidden[:, :-1]], axis=1)
         read = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
@@ -117,13 +82,14 @@ class HeadModel(DraftModel):
         nodes: np.ndarray | Int[Array, " Q"],
     ) -> tuple[Float32[Array, "B Q V"], HeadReader]:
         own, pending = nodes_so_far(tree, nodes), state.pending
+        embedded = self.embedded(tokens)
         if isinstance(nodes, np.ndarray):
-            output, kv = self.outputs(tokens, state.hidden[:, None], own, state.kv, None)
+            output, kv = self.head.tree(embedded, state.hidden[:, None], own, state.kv)
             return self.logits(output), state._replace(pending=HeadPending(kv, output))
         assert pending is not None  # there is a root above
         parents = tree.parents[:, jnp.minimum(nodes, tree.parents.shape[1] - 1), None]
         above = jnp.take_along_axis(pending.hidden, parents, axis=1)
-        output, kv = self.outputs(tokens, above, own, state.kv, pending.kv)
+        output, kv = self.head.tree(embedded, above, own, state.kv, pending.kv)
         record = HeadPending(kv, jnp.concatenate([pending.hidden, output], axis=1))
         return self.logits(output), state._replace(pending=recorded(pending, record, nodes))
 
@@ -177,7 +143,7 @@ class HeadModel(DraftModel):
             past the end of the text are unspecified.
         """
         batch, length = tokens.shape
-        cache = self.init_cache(batch, 0)
+        cache = self.head.init_cache(batch, 0)
         outputs: list[Array] = []
         above, prefix = self.states(hidden), None
         for level in range(depth):
@@ -189,7 +155,8 @@ class HeadModel(DraftModel):
             depths = depths.ravel().astype(np.int32)
             own = depths, depths, mask, np.ones(len(depths), bool)
             tree = Tree(*(jnp.broadcast_to(leaf, (batch, *leaf.shape)) for leaf in own))
-            above, prefix = self.outputs(tokens[:, places], above, tree, cache, prefix)
+            embedded = self.embedded(tokens[:, places])
+            above, prefix = self.head.tree(embedded, above, tree, cache, prefix)
             outputs.append(above)
             above = lax.stop_gradient(above) if detached else above
         return outputs
@@ -207,7 +174,7 @@ class HeadModel(DraftModel):
         first = np.arange(tokens.shape[1])[None] == 0
         kept = read & (state.known[:, None] | ~first)
         positions = state.kv.length[:, None] + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
-        entries = self.entries(tokens, above, positions)
+        entries = self.head.entries(self.embedded(tokens), above, positions)
         runs, at = last >= 0, jnp.maximum(last, 0)[:, None, None]
         new = jnp.take_along_axis(hidden, at, axis=1)[:, 0].astype(state.hidden.dtype)
         return HeadReader(

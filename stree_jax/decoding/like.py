@@ -34,15 +34,9 @@ def some(dtype: Any, *sizes: int | None) -> Any:
 
 
 def check_like(what: str, value: Any, example: Any) -> Any:
-    """The value with numbers of 64 bits in 32, where the example has these.
+    """The value, refused unless it is like an example, with numbers in its 32 bits.
 
-    Args:
-        what: what the value is called in messages.
-        value: any pytree.
-        example: arrays, or what `some` gives, in the same structure.
-
-    Raises:
-        ValueError: another structure, shape or dtype.
+    The example has arrays, or what `some` gives. `what` is the value's name in messages.
     """
     wanted = jax.tree_util.tree_leaves_with_path(example)
     structure: Any = jax.tree.structure(example)

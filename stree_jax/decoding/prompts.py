@@ -139,8 +139,10 @@ def typed_key(key: Any) -> Array:
     if isinstance(key, list | tuple) and key and all(map(_is_typed, key)):
         return jnp.stack(key)
     try:
-        seeds = _seeds(key)
-        if seeds is None:
+        is_data = isinstance(key, np.ndarray | jax.Array) and key.dtype == np.uint32
+        values = [] if is_data or np.ndim(key) > 1 else np.asarray(key, object).ravel().tolist()
+        seeds = [check_int("seed", value, 0, 2**32 - 1) for value in values]
+        if not seeds:
             data = jax.device_put(np.asarray(key))
             impl = _IMPL if data.shape[-1:] == (2,) else None
             return jax.random.wrap_key_data(data, impl=impl)
@@ -159,14 +161,6 @@ def _from_seeds(seeds: Array) -> Array:
 
 def _is_typed(key: Any) -> bool:
     return isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-
-
-def _seeds(key: Any) -> list[int] | None:
-    """The seeds that were given, if it is not the data of keys."""
-    if isinstance(key, np.ndarray | jax.Array) and key.dtype == np.uint32:
-        return None
-    values = np.asarray(key, object).ravel().tolist() if np.ndim(key) < 2 else []
-    return [check_int("seed", value, 0, 2**32 - 1) for value in values] or None
 
 
 def row_keys(key: Any, batch: int) -> Array:

@@ -146,16 +146,9 @@ class WholeModel(DraftModel):
     """A `HybridLM` as a draft model.
 
     It does not run all nodes of a draft tree: never the leaves. What is accepted beyond the nodes
-    that it ran are *catch-up* tokens, which run with the next root. So the model's own tree is C
-    slots for catch-up tokens, filled from the end, and below them the nodes that the drafter runs,
-    whose tree the drafter keeps.
-
-    Args:
-        model: any model with the target's vocabulary.
-        num_catch_up: C, the most accepted tokens of a step that the model has not run.
-
-    Raises:
-        ValueError: `model` is not a model.
+    that it ran are *catch-up* tokens, `num_catch_up` at most, which run with the next root. So the
+    model's own tree is C slots for catch-up tokens, filled from the end, and below them the nodes
+    that the drafter runs, whose tree the drafter keeps.
     """
 
     inner_layers = None  # it reads tokens alone
@@ -174,13 +167,7 @@ class WholeModel(DraftModel):
         sizes = batch, num_nodes + self.num_catch_up, max_length, self.num_catch_up
         return _no_text(self.config, self.model.activation_dtype, *sizes)
 
-    def read(
-        self,
-        state: Reader,
-        tokens: Int[Array, "B T"],
-        hidden: object,
-        lengths: Int[Array, " B"],
-    ) -> Reader:
+    def read(self, state: Reader, tokens: Array, hidden: Any, lengths: Array) -> Reader:
         """See `DraftModel`. A row with catch-up tokens reads these first, and keeps as many."""
         cache, path = state.cache, state.path
         if _may_reach(path.last, 0):

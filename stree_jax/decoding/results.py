@@ -102,11 +102,6 @@ class Generation:
 
         show(self, console)
 
-    def _repr_html_(self) -> str | None:
-        from stree_jax.decoding.showing import html
-
-        return None if self.calls is None else html(self)
-
 
 class NonFiniteLogitsError(FloatingPointError):
     """Logits of some rows were not finite, or processors left no token.
@@ -181,10 +176,8 @@ def generation_of(
     prefix: Prefix | None = None,
 ) -> Generation:
     """The result of a request's rows, padded to the largest `max_new_tokens` of all rows."""
-    rows, options = (
-        [ended.new(i, row.stopping) for i, row in enumerate(request.rows)],
-        request.rows[0].options,
-    )
+    rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows)]
+    options = request.rows[0].options
     width = max(row.options.max_new_tokens for row in request.rows)
 
     def padded(buffer: Any, parts: list[Any], fill: Any) -> np.ndarray:

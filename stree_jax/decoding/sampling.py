@@ -25,16 +25,9 @@ _FEW = 16
 def position_noise(
     keys: Key[Array, " B"], emitted: Int[Array, " B"], depth: int, vocab_size: int
 ) -> Float32[Array, "B _ V"]:
-    """Gumbel noise of the next `depth + 1` output positions.
+    """Gumbel noise of the `depth + 1` positions after `emitted` new tokens.
 
-    Args:
-        keys: one key per row, the same in every step.
-        emitted: number of new tokens of each row so far, which is its next position.
-        depth: depth of the draft tree.
-        vocab_size: the number of tokens, V.
-
-    Returns:
-        `[B, depth + 1, V]`; entry d is for the token after a node of depth d.
+    Keys are the same in every step; entry d is for the token after a node of depth d.
     """
 
     def at(key: Array, position: Array) -> Array:
@@ -78,14 +71,9 @@ def token_log_probs(
 def filtered_logits(
     logits: Float[Array, "B *rows V"], sampling: Sampling
 ) -> Float32[Array, "B *rows V"]:
-    """Logits after temperature and the filters, in their order; the best one is 0.
+    """Logits after temperature and filters, in their order; the best one is 0.
 
-    Args:
-        logits: logits without vocabulary padding.
-        sampling: sampling settings of each row; temperature 0 counts as 1, which keeps the order.
-
-    Returns:
-        `-inf` for tokens that are filtered out.
+    `-inf` is for tokens left out. Temperature 0 counts as 1, which keeps the order.
     """
     # The best logit is 0 before the division, so no temperature overflows.
     scaled = logits - best_token(logits)[1][..., None]

@@ -160,12 +160,12 @@ def _stages(tokenizer: Tokenizer) -> list[Any]:
             case "Strip" if is_one_text:
                 stages.append(_Strip(step))
             case "ByteFallback" if not is_one_text:
-                stages.append(_ByteRuns(_decoder(step).decode))
+                stages.append(_ByteRuns(decoder_of(step).decode))
             case "Replace" | "Metaspace" | "WordPiece" | "Strip" if not is_one_text:
                 before = [""] if step["type"] in ("Metaspace", "WordPiece") else []
-                stages.append(_Each(_decoder(step).decode, before))
+                stages.append(_Each(decoder_of(step).decode, before))
             case _:
-                decode = _decoder(step).decode
+                decode = decoder_of(step).decode
                 stages.append(_Whole(_of_one_text(decode) if is_one_text else decode))
                 is_one_text = True
     return stages
@@ -175,7 +175,7 @@ def _of_one_text(decode: Any) -> Any:
     return lambda pieces: decode(["".join(pieces)])
 
 
-def _decoder(step: dict[str, Any]) -> Any:
+def decoder_of(step: dict[str, Any]) -> Any:
     """The decoder of the tokenizers package that does one step."""
     decoder = decoders.Fuse()
     decoder.__setstate__(json.dumps(step).encode())

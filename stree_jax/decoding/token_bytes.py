@@ -11,11 +11,7 @@ from stree_jax.messages import shown
 
 
 def as_tokenizer(tokenizer: Any) -> Tokenizer:
-    """The tokenizer, or that inside a fast tokenizer of transformers.
-
-    Raises:
-        ValueError: something else.
-    """
+    """The tokenizer, or that inside a fast tokenizer of transformers."""
     found = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not isinstance(found, Tokenizer):
         raise ValueError(
@@ -29,16 +25,8 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes | None]:
     """The bytes of each token, which may be parts of UTF-8 characters.
 
     Byte-level BPE, and sentencepiece's pieces with or without byte fallback. A space that a
-    decoder strips from the start of a text is there.
-
-    Args:
-        tokenizer: the tokenizer.
-
-    Returns:
-        Bytes by token id; None for special tokens, which are no text, and for ids without a token.
-
-    Raises:
-        ValueError: the text of a token depends on others, or on rules that are not known here.
+    decoder strips from the start of a text is there. None is for special tokens, which are no text,
+    and for ids without a token. Tokens whose text depends on others are refused.
     """
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder()

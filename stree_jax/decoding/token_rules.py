@@ -169,8 +169,31 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
         )
 
 
+@typing.no_type_check
+@dataclasses.dataclass(frozen=True)
+class _Penalty(LogitsProcessor):
+    """A penalty for the tokens of the text: which it has, or how often."""
+
+    penalty: float
+
+    _is_right, _wanted = staticmethod(is_number), "a number"
+    _state_dtype = bool
+
+    def __post_init__(self):
+        if is_given(self.penalty) and not self._is_right(self.penalty):
+            raise ValueError(
+                f"{type(self).__name__} takes {self._wanted}, got {shown(self.penalty)}"
+            )
+
+    def init(self, context, vocab_size):
+        return jnp.zeros((len(context.length), vocab_size), self._state_dtype)
+
+    def advance(self, state, tokens):
+        return state + jax.nn.one_hot(tokens, state.shape[-1], dtype=state.dtype)
+
+
 @rule
-class RepetitionPenalty(LogitsProcessor):
+class RepetitionPenalty(_Penalty):
     """Divides positive logits, and multiplies negative ones, of all tokens of prompt and output.
 
     CTRL (Keskar et al., 2019, arXiv:1909.05858), as transformers and vLLM apply it.
@@ -179,10 +202,7 @@ class RepetitionPenalty(LogitsProcessor):
         penalty: 1 changes nothing; above 1 repetitions are less probable.
     """
 
-    penalty: float
-
-    def __post_init__(self):
-        _check_number("RepetitionPenalty", self.penalty, "a number above 0")
+    _is_right, _wanted = staticmethod(is_above_zero), "a number above 0"
 
     def init(self, context, vocab_size):
         batch, places = context.tokens.shape
@@ -191,9 +211,6 @@ class RepetitionPenalty(LogitsProcessor):
         none = jnp.zeros((batch, vocab_size), bool)
         return none.at[jnp.arange(batch, dtype=jnp.int32)[:, None], token].set(True, mode="drop")
 
-    def advance(self, state, tokens):
-        return state | jax.nn.one_hot(tokens, state.shape[-1], dtype=bool)
-
     def __call__(self, logits, state, /):
         penalty = per_row(self.penalty, logits)
         penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
@@ -201,52 +218,26 @@ class RepetitionPenalty(LogitsProcessor):
 
 
 @rule
-class PresencePenalty(LogitsProcessor):
+class PresencePenalty(_Penalty):
     """Subtracts from the logits of all tokens that the output has, as OpenAI's API and vLLM do.
 
     Attributes:
         penalty: 0 changes nothing; above 0 repetitions are less probable.
     """
 
-    penalty: float
-
-    def __post_init__(self):
-        _check_number("PresencePenalty", self.penalty)
-
-    def init(self, context, vocab_size):
-        return jnp.zeros((len(context.length), vocab_size), bool)
-
-    def advance(self, state, tokens):
-        return state | jax.nn.one_hot(tokens, state.shape[-1], dtype=bool)
-
     def __call__(self, logits, state, /):
         return jnp.where(state, logits - per_row(self.penalty, logits), logits)
 
 
 @rule
-class FrequencyPenalty(LogitsProcessor):
+class FrequencyPenalty(_Penalty):
     """Subtracts from a token's logit for each time that the output has it, as OpenAI's API does.
 
     Attributes:
         penalty: 0 changes nothing; above 0 repetitions are less probable.
     """
 
-    penalty: float
-
-    def __post_init__(self):
-        _check_number("FrequencyPenalty", self.penalty)
-
-    def init(self, context, vocab_size):
-        return jnp.zeros((len(context.length), vocab_size), jnp.int32)
-
-    def advance(self, state, tokens):
-        return state + jax.nn.one_hot(tokens, state.shape[-1], dtype=jnp.int32)
+    _state_dtype = jnp.int32
 
     def __call__(self, logits, state, /):
         return logits - per_row(self.penalty, logits) * state.astype(logits.dtype)
-
-
-def _check_number(name: str, value: Any, wanted: str = "a number") -> None:
-    is_right = is_number if wanted == "a number" else is_above_zero
-    if is_given(value) and not is_right(value):
-        raise ValueError(f"{name} takes {wanted}, got {shown(value)}")

@@ -13,10 +13,11 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from stree_jax.checks import check_int
+from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.measuring.advice import advice
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
-from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, compare, different
+from stree_jax.measuring.methods import LOOKUP, PLAIN, Batch, Method, compare, different
 from stree_jax.measuring.report import check_file, draw_speeds, method_tables
 from stree_jax.messages import needs, shown
 from stree_jax.models.lm import HybridLM, check_model
@@ -189,42 +190,37 @@ def bench(
     if prompts is None:
         raise ValueError("bench of a loaded model needs prompts: give lists of token ids")
     checked_prompts(prompts, target.config.vocab_size)
-    requests = [
-        {"prompts": [prompts[(start + i) % len(prompts)] for i in range(rows)]}
-        | {"max_new_tokens": max_new_tokens}
-        | options
+    texts_of = [
+        [prompts[(start + i) % len(prompts)] for i in range(rows)]
         for start in range(0, len(prompts), rows)
     ]
-    of_each = {t: [each | {"temperature": t} for each in requests] for t in temperatures}
-    for given in of_each.values():
-        for method, request in itertools.product(methods, given):  # refuses before it compiles
-            method.planned(target, **request)
+    own = {"key": 0, "max_new_tokens": max_new_tokens} | options
+    at_each = [Options(temperature=heat, **own) for heat in temperatures]
+    of_each = [[Batch(texts, given) for texts in texts_of] for given in at_each]
+    for batches in of_each:
+        for method, batch in itertools.product(methods, batches):  # refuses before it compiles
+            method.planned(target, batch)
+    _, whole = HybridLM.abstract(target.config)
     head = {
         "target": name or "target",
         "runs": dispatch.explain(dispatch.device_of(target)),
         "machine": machine(),  # before this loads it
-        "weights": weights_of(target),
+        "weights": {
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(whole)),
+            "dtype": target.dtype.name,
+            "bytes": num_bytes(nnx.state(target)),
+        },
         "prompts": len(prompts),
         "rows": rows,
         "max_new_tokens": max_new_tokens,
     }
     report = BenchReport(head, [])
-    for given in of_each.values():
+    for batches in of_each:
         before = report.rows
-        for found in compare(target, methods, given, rounds, progress):
+        for found in compare(target, methods, batches, rounds, progress):
             report = BenchReport(head, [*before, *found])
             each_round(report)
     return report
-
-
-def weights_of(model: HybridLM) -> dict[str, Any]:
-    """Number, dtype and bytes of a model's weights."""
-    _, whole = HybridLM.abstract(model.config)
-    return {
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(whole)),
-        "dtype": model.dtype.name,
-        "bytes": num_bytes(nnx.state(model)),
-    }
 
 
 def _methods(ways: Mapping[str, Mapping[str, Any]] | Any) -> list[Method]:

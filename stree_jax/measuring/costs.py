@@ -15,7 +15,8 @@ from pallas_kernels.numerics import best_of
 from stree_jax.array_types import Float
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.drafters.base import first_state, inner_layers
-from stree_jax.decoding.plan import plan
+from stree_jax.decoding.options import Options
+from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.decoding.types import Step, Verdict
 from stree_jax.measuring.clock import Progress, silent
@@ -77,7 +78,7 @@ def measure_costs(
     """
     sizes = [size for size in sizes if size < max_nodes] + [max_nodes]
     widths = [width for width in widths if width < max_nodes // 2] + [max_nodes // 2]
-    options: dict[str, Any] = dict(max_new_tokens=8, temperature=temperature, key=key)
+    options = Options(max_new_tokens=8, temperature=temperature, key=key)
 
     def target_calls(size: int) -> Callable[[int], object]:
         # A balanced tree: the cost depends on the number of nodes only.
@@ -85,10 +86,11 @@ def measure_costs(
         return functools.partial(_target_calls, model, cache, topology=topology)
 
     def drafts(topology: TreeTopology) -> Callable[[int], object]:
-        return drafting(model, drafter, [prompt], topology, **options)
+        request = plan(model, [prompt], options, drafter=drafter, topology=topology)
+        return drafting(model, request)
 
     with dispatch.on(model):
-        plain = plan(model, [prompt], **options)
+        plain = plan(model, [prompt], options)
         cache = plain.decoder.start(model, None, plain.context, plain.keys).cache
     parts: dict[Any, Callable[[int], object]] = {("draft", "first"): drafts(TreeTopology.chain(1))}
     for size in sizes:
@@ -107,29 +109,24 @@ def measure_costs(
     )
 
 
-def drafting(
-    model: HybridLM,
-    drafter: Drafter,
-    prompts: Sequence[list[int]],
-    topology: TreeTopology | None = None,
-    **options: Any,
-) -> Callable[[int], object]:
+def drafting(model: HybridLM, request: Plan) -> Callable[[int], object]:
     """A part of a step: so many trees are drafted one after the other, without the target."""
-    options = {"key": 0} | options
-    request = plan(model, prompts, drafter=drafter, topology=topology, **options)
-    context, topology, most = request.context, request.decoder.topology, request.decoder.max_length
+    decoder, drafter, context, *_ = request
+    assert drafter is not None
+    topology = decoder.topology
     with dispatch.on(model):
-        state = first_state(drafter, context.length, topology, most)
+        state = first_state(drafter, context.length, topology, decoder.max_length)
     noise = None
     if not request.sampling.temperature_is_zero:  # made once per step for both models
         size = topology.depth, model.config.vocab_size
         noise = position_noise(request.keys, context.length, *size)
-    room = request.decoder.capacity - context.tokens.shape[1]
+    room = decoder.capacity - context.tokens.shape[1]
     context = context._replace(tokens=jnp.pad(context.tokens, ((0, 0), (0, room))))
     step = Step(context, request.keys, noise, request.sampling)
     width = (1 + len(inner_layers(drafter) or ())) * model.config.d_model
-    hidden = jnp.zeros((len(prompts), topology.num_nodes, width), model.dtype)  # the target's
-    return functools.partial(_drafts, request.drafter, state, step, hidden, topology=topology)
+    states = len(context.length), topology.num_nodes, width
+    hidden = jnp.zeros(states, model.dtype)  # the target's
+    return functools.partial(_drafts, drafter, state, step, hidden, topology=topology)
 
 
 def medians(parts: dict[Any, Callable[[int], object]], progress: Progress) -> dict:

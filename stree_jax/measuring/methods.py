@@ -13,6 +13,7 @@ from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter, NgramDrafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import Generation
 from stree_jax.decoding.verifiers import Verifier
@@ -24,6 +25,13 @@ from stree_jax.tree import TreeTopology
 
 PLAIN = "autoregressive"
 _NUM_DRAFTED = 16  # trees in a timed call
+
+
+class Batch(NamedTuple):
+    """Texts that are continued together, in one way."""
+
+    prompts: Sequence[Sequence[int]]
+    options: Options
 
 
 class Method(NamedTuple):
@@ -41,61 +49,47 @@ class Method(NamedTuple):
         tree = self.topology or (self.drafter and self.drafter.default_topology())
         return tree.num_nodes if tree else 1
 
-    def is_comparable(self, target: HybridLM, **request: Any) -> bool:
+    def is_comparable(self, target: HybridLM, batch: Batch) -> bool:
         """True if its tokens are those of the comparison's target with the same key."""
-        asked = self.planned(target, **request)
+        asked = self.planned(target, batch)
         # Above temperature 0, rules that test drafts have their own random numbers.
         is_exact = asked.sampling.temperature_is_zero or asked.decoder.verifier.follows_target
         return is_exact and self.target is None
 
-    def options(self) -> dict[str, Any]:
-        """Its options of `stree_jax.generate`."""
-        chosen = {"drafter": self.drafter, "topology": self.topology, "verifier": self.verifier}
-        return {name: value for name, value in chosen.items() if value is not None}
+    def using(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function with keywords of `generate`, which then decodes in this way."""
+        own = functools.partial(function, drafter=self.drafter, topology=self.topology)
+        return functools.partial(own, verifier=self.verifier)
 
-    def decode(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> Generation:
-        """A batch, with key 0 unless `options` have another."""
-        given = {"key": 0} | options
-        return generate(self.target or target, prompts, **given, **self.options())
+    def decode(self, target: HybridLM, batch: Batch) -> Generation:
+        """The texts of a batch."""
+        return self.using(generate)(self.target or target, batch.prompts, options=batch.options)
 
-    def planned(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> Plan:
+    def planned(self, target: HybridLM, batch: Batch) -> Plan:
         """The checked request of `decode`; compiles nothing."""
-        given: dict[str, Any] = {"key": 0} | options
         target = self.target or target
-        return plan(target, prompts, **given, **self.options()).placed(target.partition)
+        return self.using(plan)(target, *batch).placed(target.partition)
 
-    def first_token(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> None:
+    def first_token(self, target: HybridLM, batch: Batch) -> None:
         """Reads the prompts and makes one step of the same program; blocks."""
-        target = self.target or target
-        decoder, arguments = self._first_step(target, prompts, **options)
-        with dispatch.on(target):
-            jax.block_until_ready(decoder.run(*arguments))
+        arguments = self._first_step(self.target or target, batch)
+        with dispatch.on(arguments[1]):
+            jax.block_until_ready(SpeculativeDecoder.run(*arguments))
 
-    def memory(self, target: HybridLM, prompts: Sequence[list[int]], **options: Any) -> int:
+    def memory(self, target: HybridLM, batch: Batch) -> int:
         """Bytes of its loop: weights, caches and temporary memory; jax has compiled it before."""
-        target = self.target or target
-        decoder, arguments = self._first_step(target, prompts, **options)
-        with dispatch.on(target):
-            return sum(
-                memory_of(SpeculativeDecoder.run.lower(decoder, *arguments).compile()).values()
-            )
+        arguments = self._first_step(self.target or target, batch)
+        with dispatch.on(arguments[1]):
+            return sum(memory_of(SpeculativeDecoder.run.lower(*arguments).compile()).values())
 
-    def _first_step(
-        self, target: HybridLM, prompts: Sequence[list[int]], **options: Any
-    ) -> tuple[SpeculativeDecoder, tuple[Any, ...]]:
-        """The decoder, and the arguments of its loop: a row ends with its first new token."""
-        request = self.planned(target, prompts, **options)
-        decoder, drafter, sampling = request.decoder, request.drafter, request.sampling
+    def _first_step(self, target: HybridLM, batch: Batch) -> tuple[Any, ...]:
+        """The decoder and the arguments of its loop: a row ends with its first new token."""
+        asked = self.planned(target, batch)
+        decoder, drafter, limits = asked.decoder, asked.drafter, asked.limits
         with dispatch.on(target):
-            state = decoder.start(target, drafter, request.context, request.keys, sampling)
-        most = jnp.minimum(request.limits.max_new_tokens, 1)
-        return decoder, (
-            target,
-            drafter,
-            state,
-            request.limits._replace(max_new_tokens=most),
-            sampling,
-        )
+            state = decoder.start(target, drafter, asked.context, asked.keys, asked.sampling)
+        limits = limits._replace(max_new_tokens=jnp.minimum(limits.max_new_tokens, 1))
+        return decoder, target, drafter, state, limits, asked.sampling
 
 
 # Drafts that are copied from the text so far.
@@ -105,43 +99,38 @@ LOOKUP = Method("prompt lookup, chain of 4", NgramDrafter())
 def compare(
     target: HybridLM,
     methods: Sequence[Method],
-    requests: Sequence[Mapping[str, Any]],
+    batches: Sequence[Batch],
     rounds: int,
     progress: Progress = silent,
     *,
     parts: bool = True,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Decodes requests with every method in turns; yields records after each round.
+    """Decodes batches with every method in turns; yields records after each round.
 
-    `PLAIN` is among the methods, and all requests have one temperature. Fields of a record are
+    `PLAIN` is among the methods, and all batches have one temperature. Fields of a record are
     those of docs/bench.md, without `parts` none but those of whole texts.
     """
-    temperature = requests[0].get("temperature", 0.0)
-    ways: dict[Any, Callable[[Any], Any]] = {}
-
-    def called(decode: Callable[..., Any]) -> Callable[[Any], Any]:
-        return lambda request: decode(target, **request)
-
+    temperature = batches[0].options.temperature
+    ways: dict[Any, Callable[[Batch], Any]] = {}
     for each in methods:
         own = each.target or target
-        ways[each.name] = called(each.decode)
+        ways[each.name] = functools.partial(each.decode, target)
         if not parts:
             continue
-        ways["first", each.name] = called(each.first_token)
+        ways["first", each.name] = functools.partial(each.first_token, target)
         if each.drafter is not None and each.num_nodes > 1 and own.partition == ONE_DEVICE:
-            given = {"topology": each.topology, **requests[0]}
-            drafts = drafting(own, each.drafter, **given)
+            drafts = drafting(own, each.planned(target, batches[0]))
             ways["draft", each.name] = functools.partial(_drafted, own, drafts)
-    ticks, total = itertools.count(1), len(ways) * len(requests) * (1 + rounds)
+    ticks, total = itertools.count(1), len(ways) * len(batches) * (1 + rounds)
 
     def advance() -> None:
         progress(f"temperature {temperature:g}", next(ticks), total)
 
-    comparable = {each.name for each in methods if each.is_comparable(target, **requests[0])}
+    comparable = {each.name for each in methods if each.is_comparable(target, batches[0])}
     memory: dict[str, int] = {}
-    for outputs, seconds in timed_rounds(ways, requests, rounds, advance):
+    for outputs, seconds in timed_rounds(ways, batches, rounds, advance):
         if parts and not memory:
-            memory = {each.name: each.memory(target, **requests[0]) for each in methods}
+            memory = {each.name: each.memory(target, batches[0]) for each in methods}
         rows = _records(methods, temperature, outputs, seconds, comparable)
         yield [row | {"memory_bytes": memory.get(row["method"])} for row in rows]
 
@@ -171,8 +160,9 @@ def _records(
         taus = [out.stats.num_tokens / out.stats.num_target_calls for out in mine]
         accepted = sum(out.stats.accepted_per_depth for out in mine)
         first, draft = (seconds.get((part, name)) for part in ("first", "draft"))
-        call = share = None
+        call = share = until_first = None
         if first is not None:
+            until_first = summary(1e3 * first.mean(axis=1))
             later = sum(int(max(out.stats.target_calls_per_row)) - 1 for out in mine)
             # A difference of two times: where it is not above 0, it is noise.
             rest = (of_all[name] - first).sum(axis=1)
@@ -190,9 +180,7 @@ def _records(
                 "tau_by_prompt": taus,
                 "accepted_per_depth": [round(float(count) / calls, 4) for count in accepted],
                 "milliseconds_of_call": None if call is None else summary(1e3 * call),
-                "milliseconds_to_first_token": first
-                if first is None
-                else summary(1e3 * first.mean(axis=1)),
+                "milliseconds_to_first_token": until_first,
                 "draft_share": share,
                 "identical": identical if name in comparable else None,
             }

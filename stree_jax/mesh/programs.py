@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec
 from stree_jax.mesh.partition import DATA, MODEL, ONE_DEVICE, Cut, Partition, Partitioned
 from stree_jax.names import flatten
 
-__all__ = ["in_every_shard", "on_mesh", "over_mesh", "spec_of", "weight_specs"]
-
 
 def on_mesh(specs: Callable[[Any], tuple[tuple[Any, ...], Any]], *, modules: int = 2) -> Any:
     """Decorates a function of a model: it runs over the model's mesh, if that has one.

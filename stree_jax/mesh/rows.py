@@ -12,8 +12,6 @@ from stree_jax.array_types import Array
 from stree_jax.mesh.partition import DATA, MODEL, ONE_DEVICE, ROWS, Partition
 from stree_jax.mesh.programs import in_every_shard, over_mesh
 
-__all__ = ["copies_of", "placed_like", "row_of"]
-
 
 def placed_like(array: Any, rows: Any) -> Any:
     """Arrays with the batch axis first, placed as that of `array` is; as they are on one device."""

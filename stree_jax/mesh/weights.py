@@ -22,8 +22,6 @@ from stree_jax.names import flatten, unflatten
 
 Model = TypeVar("Model", bound=Partitioned)
 
-__all__ = ["as_weight", "canonical_weights", "partition_of", "shard", "spread"]
-
 
 @jax.transfer_guard("allow")
 def shard(model: Model, mesh: Mesh | None, *, replicate: bool = False) -> Model:

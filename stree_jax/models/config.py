@@ -15,20 +15,22 @@ from stree_jax.checks import check_int, plain_fields, require, require_integer
 from stree_jax.mesh.partition import Cut
 from stree_jax.messages import shown
 from stree_jax.models.attention import AttentionConfig
-from stree_jax.models.gated_delta import GatedDeltaConfig
 from stree_jax.models.layer import KINDS, LayerConfig, share, within
 from stree_jax.models.mamba2 import Mamba2Config
 from stree_jax.models.mlp import MlpConfig
-from stree_jax.models.moe import MoeConfig
 from stree_jax.models.parallel import ParallelConfig as ParallelConfig  # registers its kind
 from stree_jax.models.presets import PRESETS
-from stree_jax.models.shared import SharedConfig
 
 # Arguments of `ModelConfig`: the configs of layers that are given by their kind.
 PARTS = ("mamba2", "gated_delta", "attention", "mlp", "moe", "shared")
 _MAX_LAYERS = 8192  # a damaged or hostile file may claim any number
 _MAX_WIDTH = 2**31 - 1
 _MOST_SHARDS = 256  # suggested by error messages
+
+
+def _of_all(kind: str) -> Any:
+    said = f"The config of all {kind} layers; None: there is none. ValueError: they differ."
+    return property(lambda self: self._only(kind), doc=said)
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -149,38 +151,8 @@ class ModelConfig:
         """The configs that occur, in the order of their first layers."""
         return tuple(dict.fromkeys(self.layers))
 
-    @property
-    def mamba2(self) -> Mamba2Config | None:
-        """The config of all Mamba-2 mixers; None if there is none.
-
-        This and the next ones raise a ValueError if layers differ; `layers` has the configs then.
-        """
-        return self._only("mamba2")
-
-    @property
-    def gated_delta(self) -> GatedDeltaConfig | None:
-        """The config of all gated delta mixers; None if there is none."""
-        return self._only("gated_delta")
-
-    @property
-    def attention(self) -> AttentionConfig | None:
-        """The config of all attention mixers; None if there is none."""
-        return self._only("attention")
-
-    @property
-    def mlp(self) -> MlpConfig | None:
-        """The config of all MLPs; None if there is none."""
-        return self._only("mlp")
-
-    @property
-    def moe(self) -> MoeConfig | None:
-        """The config of all mixtures of experts; None if there is none."""
-        return self._only("moe")
-
-    @property
-    def shared(self) -> SharedConfig | None:
-        """The config of the "shared" layers; None if there is none."""
-        return self._only("shared")
+    mamba2, gated_delta, attention = map(_of_all, ("mamba2", "gated_delta", "attention"))
+    mlp, moe, shared = map(_of_all, ("mlp", "moe", "shared"))
 
     def _only(self, name: str) -> Any:
         parts = [({layer.kind: layer} | layer.parts).get(name) for layer in self.distinct_layers]
@@ -241,7 +213,7 @@ class ModelConfig:
             table |= within(f"blocks.{i}.mixer", of_layer[layer])
         if (shared := self.shared) is not None:
             for j in range(shared.num_blocks):
-                table |= within(f"shared.{j}", shared.block_cuts(shards))
+                table |= within(f"shared.{j}", LayerConfig.cuts(shared, shards))  # of its parts
         return table
 
     @property

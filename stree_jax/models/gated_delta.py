@@ -32,7 +32,7 @@ from pallas_kernels import (
     tree_conv1d_layer,
     tree_delta,
 )
-from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
+from stree_jax.array_types import Array, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import WHOLE, Cut, Part
 from stree_jax.models.layer import (
@@ -176,12 +176,8 @@ class GatedDeltaMixer(nnx.Module):
         self.norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
 
     def __call__(
-        self,
-        u: Float[Array, "B T M"],
-        cache: Mamba2Cache,
-        valid: Bool[Array, "B T"],
-        lengths: Lengths,
-    ) -> tuple[Float[Array, "B T M"], Mamba2Cache]:
+        self, u: Array, cache: Mamba2Cache, valid: Array, lengths: Lengths
+    ) -> tuple[Array, Mamba2Cache]:
         projected = self.in_proj(u)
         (v, dt, k, conv_input), q = convolved(self, projected, None, cache.conv, valid)
         g = self._decays(dt)

@@ -67,7 +67,6 @@ class Mixer(Protocol):
         self, u: Array, cache: Any, valid: Bool[Array, "B T"], lengths: Lengths
     ) -> tuple[Array, Any]:
         """Runs a right-padded sequence from `cache`; returns outputs and the cache after it."""
-        ...
 
     def tree(
         self,
@@ -83,13 +82,11 @@ class Mixer(Protocol):
         `prefix_pending` is the record of the nodes before. Returns outputs (a norm may be deferred
         to `add_rms_norm`), the pending record of all nodes, and the cache before the root.
         """
-        ...
 
     def replay(
         self, cache: Any, pending: Any, path: Path, conv_gather_index: ConvGatherIndex
     ) -> Any:
         """The cache after a path."""
-        ...
 
 
 class Sizes(NamedTuple):

@@ -371,12 +371,8 @@ class Mamba2Mixer(nnx.Module):
         self.norm_scale = nnx.Param(jnp.ones(c.inner_size, dtype)) if c.norm != "none" else None
 
     def __call__(
-        self,
-        u: Float[Array, "B T M"],
-        cache: Mamba2Cache,
-        valid: Bool[Array, "B T"],
-        lengths: Lengths,
-    ) -> tuple[Float[Array, "B T M"] | DeferredRMSNorm, Mamba2Cache]:
+        self, u: Array, cache: Mamba2Cache, valid: Array, lengths: Lengths
+    ) -> tuple[Array | DeferredRMSNorm, Mamba2Cache]:
         projected, layout = self._project(u), self.config.layout
         is_packed = self.in_proj.kernel.storage.is_packed
         _, bias = self._conv_weights()

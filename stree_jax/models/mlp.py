@@ -85,13 +85,7 @@ class Pointwise(nnx.Module):
         return self.apply(u), cache
 
     def tree(
-        self,
-        u: Float[Array, "B Q M"],
-        tree: object,
-        conv_gather_index: object,
-        cache: NoCache,
-        prefix_pending: NoCache | None = None,
-        replay: object = None,
+        self, u: Float[Array, "B Q M"], tree: object, index: object, cache: NoCache, *before: object
     ) -> tuple[Float[Array, "B Q M"], NoCache, NoCache]:
         return self.apply(u), NoCache(), cache
 

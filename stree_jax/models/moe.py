@@ -160,9 +160,11 @@ class MixtureOfExperts(Pointwise):
             shape = (c.experts_held, rows, columns)
             return Matrix(scale * rows**-0.5 * jax.random.normal(rngs.params(), shape, dtype))
 
-        self.router = Matrix(
-            d_model**-0.5 * jax.random.normal(rngs.params(), (d_model, c.num_experts), dtype)
-        )
+        def scores(columns: int) -> Matrix:
+            drawn = jax.random.normal(rngs.params(), (d_model, columns), dtype)
+            return Matrix(d_model**-0.5 * drawn)
+
+        self.router = scores(c.num_experts)
         self.correction = (
             nnx.Param(jnp.zeros(c.num_experts, jnp.float32)) if c.router == "sigmoid" else None
         )
@@ -181,11 +183,7 @@ class MixtureOfExperts(Pointwise):
             if c.shared_size
             else None
         )
-
-        def gate() -> Matrix:
-            return Matrix(d_model**-0.5 * jax.random.normal(rngs.params(), (d_model, 1), dtype))
-
-        self.shared_gate = gate() if c.shared_gate else None
+        self.shared_gate = scores(1) if c.shared_gate else None
 
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """The function of one position."""

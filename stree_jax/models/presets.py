@@ -98,21 +98,6 @@ def _nemotron_h(
     )
 
 
-def _falcon_h1_500m() -> Preset:
-    return dict(
-        vocab_size=32784,
-        d_model=1024,
-        layers=("parallel", "mlp") * 36,
-        mamba2=Mamba2Config(num_heads=24, head_dim=64, state_size=128, norm="none", chunk_size=128),
-        attention=AttentionConfig(
-            num_heads=8, num_kv_heads=2, head_dim=64, rotary_dim=64, rope_theta=1e11
-        ),
-        mlp=MlpConfig(2048),
-        tie_embeddings=False,
-        residual_float32=False,
-    )
-
-
 def _granite_h(
     d_model: int,
     num_layers: int,
@@ -124,7 +109,7 @@ def _granite_h(
     mlp: MlpConfig | None = None,
     moe: MoeConfig | None = None,
 ) -> Preset:
-    """ibm-granite/granite-4.0-h-350m and -1b (dense) and -tiny (experts)."""
+    """ibm-granite/granite-4.0-h-350m (dense) and -tiny (experts)."""
     attention_dim = d_model // 12
     return dict(
         vocab_size=100352,
@@ -210,16 +195,6 @@ def _qwen_experts(num_experts: int, num_active: int) -> MoeConfig:
     )
 
 
-# Granite's -1b and -tiny differ only in the MLPs.
-_H_1536: dict[str, Any] = dict(
-    d_model=1536,
-    num_layers=40,
-    head_dim=64,
-    attention_layers=(5, 15, 25, 35),
-    residual=0.22,
-    logits_scaling=6.0,
-)
-
 PRESETS: dict[str, Preset] = {
     "mamba2-130m": _mamba2(768, 24),
     "mamba2-370m": _mamba2(1024, 48),
@@ -266,7 +241,18 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     "Zamba2-2.7B": _zamba2_2_7b(),
-    "Falcon-H1-0.5B": _falcon_h1_500m(),
+    "Falcon-H1-0.5B": dict(
+        vocab_size=32784,
+        d_model=1024,
+        layers=("parallel", "mlp") * 36,
+        mamba2=Mamba2Config(num_heads=24, head_dim=64, state_size=128, norm="none", chunk_size=128),
+        attention=AttentionConfig(
+            num_heads=8, num_kv_heads=2, head_dim=64, rotary_dim=64, rope_theta=1e11
+        ),
+        mlp=MlpConfig(2048),
+        tie_embeddings=False,
+        residual_float32=False,
+    ),
     "Granite-4-H-350M": _granite_h(
         768,
         32,
@@ -276,9 +262,13 @@ PRESETS: dict[str, Preset] = {
         residual=0.246,
         logits_scaling=3.0,
     ),
-    "Granite-4-H-1B": _granite_h(**_H_1536, mlp=MlpConfig(4096)),
     "Granite-4-H-Tiny": _granite_h(
-        **_H_1536,
+        1536,
+        40,
+        head_dim=64,
+        attention_layers=(5, 15, 25, 35),
+        residual=0.22,
+        logits_scaling=6.0,
         moe=MoeConfig(num_experts=64, num_active=6, hidden_size=512, shared_size=1024),
     ),
     "Qwen3.5-0.8B": _qwen(
@@ -288,15 +278,6 @@ PRESETS: dict[str, Preset] = {
         delta_heads=16,
         heads=8,
         kv_heads=2,
-        tie_embeddings=True,
-    ),
-    "Qwen3.5-4B": _qwen(
-        2560,
-        32,
-        mlp=MlpConfig(9216),
-        delta_heads=32,
-        heads=16,
-        kv_heads=4,
         tie_embeddings=True,
     ),
     "Qwen3.5-9B": _qwen(4096, 32, mlp=MlpConfig(12288), delta_heads=32, heads=16, kv_heads=4),

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import rms_norm
-from stree_jax.array_types import Array, Bool, Float, Lengths
+from stree_jax.array_types import Array, Float, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.attention import (
@@ -106,10 +106,6 @@ class SharedConfig(LayerConfig):
         segments = mlp.cuts(shards)["in_proj.kernel"].segments
         return table | {"mlp_adapter.up.kernel": Cut(1, segments)}
 
-    def block_cuts(self, shards: int) -> dict[str, Cut]:
-        """The cut of each weight of a shared block, by name."""
-        return super().cuts(shards)
-
 
 class SharedTransformer(nnx.Module):
     """The weights that layers share."""
@@ -181,12 +177,8 @@ class AdaptedTransformer:
     transformer: SharedTransformer
 
     def __call__(
-        self,
-        u: Float[Array, "B T I"],
-        cache: AttentionCache,
-        valid: Bool[Array, "B T"],
-        lengths: Lengths,
-    ) -> tuple[Float[Array, "B T M"], AttentionCache]:
+        self, u: Array, cache: AttentionCache, valid: Array, lengths: Lengths
+    ) -> tuple[Array, AttentionCache]:
         x, adapter = self._before(u)
         y, cache = self.transformer.attention(x, cache, valid, lengths, adapter)
         return self._after(y), cache

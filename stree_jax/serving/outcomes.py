@@ -33,7 +33,7 @@ class Outcomes:
         """Takes the tokens so far of a request that runs."""
         if self._events is None:
             return
-        pieces = self._pieces.setdefault(job.request_id, Pieces(job.row.stopping))
+        pieces = self._pieces.setdefault(job.request_id, Pieces(job.plan.rows[0].stopping))
         piece = pieces.take(tokens[pieces.num_tokens :].tolist())
         if piece:
             self._events.append(Event(job.request_id, piece, None))
@@ -42,7 +42,7 @@ class Outcomes:
         """Takes the completion of a request."""
         self._completions[job.request_id] = completion
         if self._events is not None:
-            pieces = self._pieces.pop(job.request_id, Pieces(job.row.stopping))
+            pieces = self._pieces.pop(job.request_id, Pieces(job.plan.rows[0].stopping))
             self._events.append(_last_event(completion, pieces))
 
     def pop(self, request_id: int) -> Completion | None:
@@ -69,7 +69,7 @@ def of_row(
     job: Job, ended: Ended, row: int, prefix: Prefix | None, now: float, *, cancelled: bool
 ) -> Completion:
     """The completion of a request that had a row."""
-    new = ended.new(row, job.row.stopping)
+    new = ended.new(row, job.plan.rows[0].stopping)
     if cancelled:
         new = new._replace(finish_reason=CANCELLED)
     error = failure(ended.failed, ended.emitted, row) if ended.failed[row] else None
@@ -84,7 +84,7 @@ def of_waiting(job: Job, now: float) -> Completion:
     zero: Any = np.zeros(1, np.int32)
     nothing: Any = np.zeros((0, 0), np.int32)
     by_depth: Any = np.zeros((1, job.plan.decoder.topology.depth), np.int32)
-    text = None if job.row.stopping.tokenizer is None else ""
+    text = None if job.plan.rows[0].stopping.tokenizer is None else ""
     new = NewTokens(nothing, CANCELLED, TokenLogProbs(nothing, nothing, nothing), text)
     return _completion(job, new, Statistics(zero, zero, zero, zero, by_depth), now)
 

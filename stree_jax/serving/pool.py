@@ -9,10 +9,9 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding import slots
-from stree_jax.decoding.drafters import Drafter, draft_models
+from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.plan import Plan, Row, limits_of, placed_sampling, sampling_of
-from stree_jax.decoding.prompts import buffer_size
 from stree_jax.decoding.results import Ended
 from stree_jax.decoding.text.prefix import (
     Prefix,
@@ -21,7 +20,6 @@ from stree_jax.decoding.text.prefix import (
     check_origin,
     fits,
     origin_of,
-    same_rows,
     weights_of,
 )
 from stree_jax.decoding.types import Limits
@@ -40,20 +38,14 @@ class Pool:
         *,
         max_length: int,
         rows: int,
-        first_places: int | None = None,
     ):
         self._model, self._drafter, self._plans = model, drafter, plans
         self._max_length = max_length
-        (self._most,) = {found.decoder.max_length for found in plans.values() if found}
-        self._size = self._most  # tokens for which caches have room
-        if first_places is not None and _needs_places(model, drafter, self._most):
-            self._size = min(buffer_size(first_places), self._most)
+        (self._size,) = {found.decoder.max_length for found in plans.values() if found}
         self._rows: list[Row | None] = [None] * rows  # None: the row is free
-        self._sizes: tuple[int, int | None] | None = None  # of the state's buffers and records
         self._num_best: int | None = None  # what the rows record, see `SpeculativeDecoder`
         self._stop_sizes: tuple[int, int] | None = None  # of their automata; None: no row has stops
         self._state: Any = None
-        self._cache: Any = None  # shapes of a row's
         self._started: set[int] = set()  # rows that have started since the last run
         self._tables: dict[int, Any] = {}  # of processors, on the mesh
         self._weights = weights_of(model, drafter)
@@ -68,30 +60,21 @@ class Pool:
             leaf.nbytes for leaf in jax.tree.leaves((state.cache, state.pending, state.drafter))
         )
 
-    @property
-    def program(self) -> tuple[SpeculativeDecoder, Drafter | None]:
-        """The decoder with the sizes of the rows, and the drafter."""
-        return self._program(greedy=bool(self._plans[True]))
+    def program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
+        """The decoder, with the records of the rows, and the drafter."""
+        found = self._plans[greedy]
+        assert found is not None  # the scheduler refuses such requests
+        return dataclasses.replace(found.decoder, num_best=self._num_best), found.drafter
 
     def check(self, after: Prefix) -> None:
         """Refuses a prefix of another model, drafter or pool."""
         check_origin(after, self._model, self._drafter)
-        if self._cache is None:
-            self._cache = cache_shapes(self._model, 1, self._most)
-        if not fits(after.cache, self._cache):
+        if not fits(after.cache, cache_shapes(self._model, 1, self._size)):
             raise ValueError(
                 "after has larger buffers than this pool, of max_length ="
                 f" {self._max_length}, or several rows: it is of another Scheduler or of"
                 " `generate`; read its text with this one"
             )
-
-    def grow(self, num_tokens: int) -> bool:
-        """Makes room for a text by doubling; True if there was less."""
-        if num_tokens <= self._size:
-            return False
-        while self._size < num_tokens:
-            self._size = min(2 * self._size, self._most)
-        return True
 
     @property
     def has_new_weights(self) -> bool:
@@ -110,7 +93,7 @@ class Pool:
         """Starts a free row with a plan's settings and its text's prefix."""
         self._extend(plan)
         settings = plan.rows[0]
-        decoder, drafter = self._program(settings.is_greedy)
+        decoder, drafter = self.program(settings.is_greedy)
         with dispatch.on(self._model):
             self._fit(decoder, drafter)
             self._state = slots.insert(decoder, self._model, self._state, [row], prefix, plan.keys)
@@ -120,7 +103,7 @@ class Pool:
     def run(self, max_steps: int, stop_after_ended: int) -> list[int]:
         """Runs some steps; returns rows that ended and are not free."""
         greedy = all(row.is_greedy for row in self._settings())
-        decoder, drafter = self._program(greedy)
+        decoder, drafter = self.program(greedy)
         sampling = sampling_of(self._settings(), may_differ=True)
         partition = self._model.partition
         sampling = placed_sampling(sampling, partition, self._tables)
@@ -167,19 +150,11 @@ class Pool:
         limits = limits_of(self._settings(), vocab_size, self._stop_sizes)
         return self._model.partition.put_rows(limits)
 
-    def _program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
-        found = self._plans[greedy]
-        assert found is not None  # the scheduler refuses such requests
-        decoder = dataclasses.replace(found.decoder, max_length=self._size, num_best=self._num_best)
-        return decoder, found.drafter
-
     def _fit(self, decoder: SpeculativeDecoder, drafter: Drafter | None) -> None:
-        """Gives the rows the buffers and records of a decoder."""
+        """Gives the rows the records of a decoder."""
         if self._state is None:
             self._state = slots.empty(decoder, self._model, drafter, len(self._rows))
-        elif self._sizes != (self._size, self._num_best):
-            self._state = slots.resized(decoder, self._model, drafter, self._state)
-        self._sizes = self._size, self._num_best
+        self._state = slots.with_records(decoder, self._state)
 
     def _extend(self, plan: Plan) -> None:
         """Gives all rows what a text needs, in few sizes."""
@@ -191,11 +166,3 @@ class Pool:
             before = self._stop_sizes or (1, 1)
             states, classes = map(max, before, stopping.machine(vocab_size).sizes)
             self._stop_sizes = states, classes
-
-
-def _needs_places(model: HybridLM, drafter: Drafter | None, most: int) -> bool:
-    """True if longer texts have larger caches."""
-    return not all(
-        same_rows(cache_shapes(each, 1, 1), cache_shapes(each, 1, most))
-        for each in (model, *draft_models(drafter))
-    )

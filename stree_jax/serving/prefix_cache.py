@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from stree_jax.array_types import Array
 from stree_jax.decoding.text.prefix import Prefix
 
 
@@ -25,7 +23,6 @@ class PrefixCacheStats:
         nbytes: bytes of the entries' arrays now; an array that several have counts once.
         num_entries: entries now.
         evictions: entries removed because the budget was spent.
-        damaged: entries removed because a number in them was not finite.
     """
 
     lookups: int = 0
@@ -35,7 +32,6 @@ class PrefixCacheStats:
     nbytes: int = 0
     num_entries: int = 0
     evictions: int = 0
-    damaged: int = 0
 
 
 class PrefixCache:
@@ -47,31 +43,20 @@ class PrefixCache:
         self._entries: collections.OrderedDict[tuple[int, ...], Prefix] = collections.OrderedDict()
         self._sorted: list[tuple[int, ...]] = []
         self._uses: collections.Counter[int] = collections.Counter()  # of arrays, by their id
-        self._nbytes = self._evictions = self._damaged = 0
+        self._nbytes = self._evictions = 0
 
     @property
     def counts(self) -> dict[str, int]:
         """Counts of entries, see `PrefixCacheStats`."""
-        return dict(
-            nbytes=self._nbytes,
-            num_entries=len(self._entries),
-            evictions=self._evictions,
-            damaged=self._damaged,
-        )
+        return dict(nbytes=self._nbytes, num_entries=len(self._entries), evictions=self._evictions)
 
     def find(self, tokens: Sequence[int], longer_than: int = 0) -> tuple[int, Prefix] | None:
-        """Returns the longest entry that a text begins with, and its length.
-
-        An entry with a number that is not finite is dropped.
-        """
-        while (key := self._longest(tokens)) is not None and len(key) > longer_than:
-            prefix = self._entries[key]
-            if is_finite(prefix):
-                self._entries.move_to_end(key)
-                return len(key), prefix
-            self._remove(key)
-            self._damaged += 1
-        return None
+        """Returns the longest entry that a text begins with, and its length."""
+        key = self._longest(tokens)
+        if key is None or len(key) <= longer_than:
+            return None
+        self._entries.move_to_end(key)
+        return len(key), self._entries[key]
 
     def shared(self, tokens: Sequence[int]) -> int:
         """Length of the longest common prefix of a text and any entry."""
@@ -140,14 +125,3 @@ def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """How many first tokens two texts share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def is_finite(prefix: Prefix) -> bool:
-    """True if the caches and the drafter's state are finite."""
-    return bool(_all_finite((prefix.cache, prefix.drafter)))
-
-
-@jax.jit
-def _all_finite(arrays: Any) -> Array:
-    parts = [leaf for leaf in jax.tree.leaves(arrays) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.stack([jnp.isfinite(part).all() for part in parts] or [jnp.array(True)]).all()

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
@@ -108,13 +108,6 @@ class PromptReader:
         """Drops all that is kept."""
         if self._cache is not None:
             self._cache.clear()
-
-    def resize(self, decoder: SpeculativeDecoder, readings: Iterable[Reading]) -> None:
-        """Switches to a new pool size, for prefills that run too."""
-        self._decoder = decoder
-        for reading in readings:
-            if reading.prefix is not None:
-                self._set(reading, reading.length, reading.prefix)
 
     def advance(self, readings: Sequence[Reading], budget: int | None) -> None:
         """Reads at most `budget` tokens of texts, or all, in their order."""

@@ -53,7 +53,7 @@ class Scheduler:
         rows: number of requests that decode at the same time; on a mesh a multiple of the size of
             "data".
         max_length: most tokens of a request, prompt and output. Attention caches have room for it
-            in every row, but for `first_places`.
+            in every row.
         drafter, topology, verifier: see `generate`; the same for all requests.
         quantum: decode steps per scheduling interval; at most 8 while prompts are read.
         prefill_tokens: tokens of prompts that are read between two runs of decode steps, while rows
@@ -62,10 +62,6 @@ class Scheduler:
             them; 0: none. They are kept at ends of prompts, every `prefix_every` tokens of prompts,
             where prompts part, and at ends of completions with `keep`. The least recently used go.
         prefix_every: tokens; None: never inside prompts but where they part.
-        first_places: tokens for which the attention caches of a row have room at first, rounded up
-            to the size of a buffer, at least 64. When a request needs more, the room of all rows is
-            doubled, and the decode loop is compiled for it. None: room for `max_length` from the
-            start. Mamba-2 layers need none.
 
     Raises:
         ValueError: a bad argument, a drafter and a verifier that are not exact together, a lossy
@@ -86,16 +82,13 @@ class Scheduler:
         prefill_tokens: int | None = 512,
         prefix_cache_bytes: int = 0,
         prefix_every: int | None = 512,
-        first_places: int | None = None,
     ):
         check_model(model)
         check_rows(model, rows)
         check_int("max_length", max_length, 2, MAX_TOKENS)
         check_int("quantum", quantum, 1, MAX_STEPS)
         check_int("prefix_cache_bytes", prefix_cache_bytes, 0)
-        optional = dict(
-            prefill_tokens=prefill_tokens, prefix_every=prefix_every, first_places=first_places
-        )
+        optional = dict(prefill_tokens=prefill_tokens, prefix_every=prefix_every)
         for name, value in optional.items():
             if value is not None:
                 check_int(name, value, 1)
@@ -113,10 +106,8 @@ class Scheduler:
         if not any(plans.values()):
             self._plan_of(Request([0], max_new_tokens=1))  # raises
         self._sampled = plans[False]
-        self._pool = Pool(
-            *(model, drafter, plans), max_length=max_length, rows=rows, first_places=first_places
-        )
-        decoder, drafts = self._pool.program
+        self._pool = Pool(model, drafter, plans, max_length=max_length, rows=rows)
+        decoder, drafts = self._pool.program(bool(plans[True]))
         self._reader = PromptReader(
             *(decoder, model, drafts),
             cache_bytes=prefix_cache_bytes,
@@ -173,7 +164,7 @@ class Scheduler:
         self._check_weights()
         checked = self._plan_of(request)
         job = Job(self._num_submitted, request, checked, time.perf_counter())
-        rows = [each.row for each in (job, *self._queue, *self._tenants.values())]
+        rows = [each.plan.rows[0] for each in (job, *self._queue, *self._tenants.values())]
         rule = (self._sampled or checked).decoder.verifier
         where, apart = "requests that wait or run", "use another scheduler for these requests"
         check_together(rows, rule, where, apart)
@@ -284,7 +275,6 @@ class Scheduler:
             raise ValueError(
                 f"the text has {len(text)} tokens, and max_length is {self._max_length}"
             )
-        self._grow(len(text))
         reading = self._reader.begin(text, after)
         self._reader.advance([reading], None)
         return self._pool.signed(self._reader.prefix(reading))
@@ -342,17 +332,10 @@ class Scheduler:
             job = self._queue[0]
             job.began = time.perf_counter()
             tokens, length = (np.asarray(part)[0] for part in job.plan.context)
-            self._grow(int(length) + job.request.max_new_tokens)
             self._readings[row] = self._reader.begin(
                 tokens[:length].tolist(), job.request.after, [*self._readings.values()]
             )
             self._tenants[row] = self._queue.popleft()  # now: an error does not lose the request
-
-    def _grow(self, num_tokens: int) -> None:
-        """Makes room for a text."""
-        if self._pool.grow(num_tokens):
-            decoder, _ = self._pool.program
-            self._reader.resize(decoder, self._readings.values())
 
     def _read(self) -> None:
         """Reads chunks of prompts, and starts the rows whose prompts are done."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stree_jax.decoding.options import Options
-from stree_jax.decoding.plan import Plan, Row
+from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.results import DecodeStatistics, Piece
 from stree_jax.decoding.text.prefix import Prefix
 
@@ -96,8 +96,3 @@ class Job:
     plan: Plan
     submitted: float
     began: float = 0.0
-
-    @property
-    def row(self) -> Row:
-        """Its settings."""
-        return self.plan.rows[0]

@@ -1,6 +1,7 @@
 """Exactness as one call: `assert_lossless` for tokens, `assert_same_distribution` for samples."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from pallas_kernels import dispatch, native
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.generate import generate
+from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.processors import LogitsProcessor, Processing, first_states
 from stree_jax.decoding.results import PAD, Generation
@@ -80,20 +82,19 @@ def assert_lossless(
     size = model.config.vocab_size
     prompts = [[t % size for t in row] for row in PROMPTS] if prompts is None else prompts
     found = []
-    common: dict[str, Any] = dict(max_new_tokens=24, key=0) | {**options}
-    common |= dict(log_probs=common.get("log_probs") or to_the_bit)
-    drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
+    drafted = functools.partial(generate, drafter=drafter, topology=topology, verifier=verifier)
+    recorded = {"log_probs": to_the_bit} | options
     for temperature in temperatures:
-        request = plan(model, prompts, temperature=temperature, **common, **drafts)
+        own = Options(**{"max_new_tokens": 24, "key": 0, "temperature": temperature} | recorded)
+        request = plan(model, prompts, own, drafter=drafter, topology=topology, verifier=verifier)
         if not request.decoder.verifier.follows_target:
             raise ValueError(
                 f"verifier {request.decoder.verifier.name!r} keeps the target's distribution, not"
                 f" its tokens, at temperature {temperature}; test it with assert_same_distribution,"
                 " pass verifier='target_only', or give a rule of your own follows_target = True"
             )
-        cached = dict(temperature=temperature, return_cache=True, **common)
-        want = generate(model, prompts, **cached)
-        got = generate(model, prompts, **cached, **drafts)
+        want = generate(model, prompts, options=own, return_cache=True)
+        got = drafted(model, prompts, options=own, return_cache=True)
         assert_same_text(model, request, got, want, to_the_bit=to_the_bit)
         found.append(got)
     return found
@@ -272,12 +273,12 @@ def assert_same_distribution(
             " their distributions apart; use a model with fewer tokens, such as"
             " random_model(ModelConfig.tiny(vocab_size=6)), or more rows"
         )
-    common: dict[str, Any] = dict(temperature=1.0, key=0) | {**options}
-    common = dict(max_new_tokens=num_tokens, eos_token=(), **common)
-    drafts: dict[str, Any] = dict(drafter=drafter, topology=topology, verifier=verifier)
-    out = generate(model, [[*prompt]] * rows, **common, **drafts)
+    given = {"temperature": 1.0, "key": 0} | options
+    own = Options(max_new_tokens=num_tokens, eos_token=(), **given)
+    drafted = functools.partial(generate, drafter=drafter, topology=topology, verifier=verifier)
+    out = drafted(model, [[*prompt]] * rows, options=own)
     prefixes = np.array([*itertools.product(range(size), repeat=num_tokens - 1)], np.int32)
-    sampling = plan(model, [[*prompt]] * len(prefixes), **common).sampling
+    sampling = plan(model, [[*prompt]] * len(prefixes), own).sampling
     prompts = np.tile(prompt, (len(prefixes), 1))
     logits = apply(model, np.hstack([prompts, prefixes]))
     logits = logits[:, len(prompt) - 1 :, :size]  # after the prompt, and after each new token

@@ -12,7 +12,7 @@ from stree_jax.models.lm import HybridLM
 _NEXT_DRAFT = 0.8  # weight of a draft, relative to the one before
 
 
-def next_token_loss(model: HybridLM, tokens: Tokens) -> Float[Array, ""]:
+def next_token_loss(model: HybridLM, tokens: Tokens, _: None = None) -> Float[Array, ""]:
     """Mean cross-entropy of each token given its prefix, in nats per token."""
     logits = model(tokens[:, :-1])[..., : model.config.vocab_size]
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()

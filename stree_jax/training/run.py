@@ -49,25 +49,17 @@ def train(recipe: Recipe, output: Path) -> Iterator[Progress]:
     if recipe.start is None:
         run = run_directory(output, recipe.fingerprint())
         _config(recipe, recipe.vocab_size, None)  # before the tokenizer, which may take long
-        tokenizer = _tokenizer_of_run(recipe, run)
+        if not (run / "tokenizer.json").is_file():
+            new = data.train_tokenizer(recipe.text, recipe.vocab_size)
+            write_text(run / "tokenizer.json", new.to_str())
+        tokenizer = load_tokenizer(run)
         eos_token = tokenizer.token_to_id(data.END_OF_TEXT)
         model = _new_model(recipe, tokenizer.get_vocab_size(), eos_token)
     else:
         tokenizer, model = open_target(Path(recipe.start), output)
         run = run_directory(output, recipe.fingerprint() | {"start": sketch(model)})
 
-    def loss(model: HybridLM, tokens: jax.Array, _: None) -> jax.Array:
-        return next_token_loss(model, tokens)
-
-    yield from _run(recipe, output, run, model, tokenizer, loss)
-
-
-def _tokenizer_of_run(recipe: Recipe, run: Path) -> Tokenizer:
-    if (run / "tokenizer.json").is_file():
-        return load_tokenizer(run)
-    tokenizer = data.train_tokenizer(recipe.text, recipe.vocab_size)
-    write_text(run / "tokenizer.json", tokenizer.to_str())
-    return tokenizer
+    yield from _run(recipe, output, run, model, tokenizer, next_token_loss)
 
 
 def distill(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:

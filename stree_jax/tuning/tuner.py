@@ -11,12 +11,13 @@ from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter, DynamicDrafter, ModelDrafter
 from stree_jax.decoding.drafters.base import with_tokens_of
 from stree_jax.decoding.generate import generate
+from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prompts import checked_prompts, typed_key
 from stree_jax.measuring.advice import advice, choice, is_beaten, spread
 from stree_jax.measuring.clock import Progress, silent
 from stree_jax.measuring.costs import SIZES, WIDTHS, Costs, measure_costs
-from stree_jax.measuring.methods import PLAIN, Method, compare
+from stree_jax.measuring.methods import PLAIN, Batch, Method, compare
 from stree_jax.measuring.report import SPEED, Table
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
@@ -137,15 +138,16 @@ def tune(
     check_int("max_nodes", max_nodes, 2)
     check_int("max_depth", max_depth, 1)
     sizes, widths, num_finalists, rounds = _THOROUGH if thorough else _QUICK
-    options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature)
     half = len(prompts) // 2
     keys = (None, None) if key is None else jax.random.split(typed_key(key))
-    first, second = (dict(options, key=each) for each in keys)
+    first, second = (
+        Options(max_new_tokens=max_new_tokens, temperature=temperature, key=each) for each in keys
+    )
 
     drafter = with_tokens_of(drafter, target)
     progress("the target writes", 0, 1)
-    request = plan(target, prompts[:half], **first)
-    texts = generate(target, prompts[:half], **first)
+    request = plan(target, prompts[:half], first)
+    texts = generate(target, prompts[:half], options=first)
     written = [row[:length] for row, length in zip(texts.tokens, texts.lengths, strict=True)]
     progress("the target writes", 1, 1)
     trace = _traced(drafter, target, request, written)
@@ -175,7 +177,7 @@ def tune(
     *_, records = compare(
         target,
         [row.method(drafter) for row in finalists],
-        [{"prompts": [prompt]} | second for prompt in prompts[half:]],
+        [Batch([prompt], second) for prompt in prompts[half:]],
         rounds,
         lambda _, done, total: progress("decoding", done, total),
         parts=False,

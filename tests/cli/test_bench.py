@@ -60,7 +60,8 @@ def clock(monkeypatch):
     """Texts of 12 tokens in 6 calls that take 11 s, 1 s of it to the first token; 0.5 s a draft."""
     seen = []
 
-    def decode(method, target, prompts, **options):
+    def decode(method, target, batch):
+        prompts, options = batch
         seen.append((method.name, prompts, options))
         calls = 12 if method.name == PLAIN else 6
         tokens = np.full((len(prompts), 12), 7 if "wrong" not in method.name else 8)

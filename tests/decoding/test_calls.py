@@ -1,9 +1,6 @@
 """Which call emitted a token, and whether it was a draft: the loop's record, and what shows it."""
 
-import html
 import io
-import re
-import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
@@ -40,7 +37,6 @@ def test_the_record_is_what_the_loop_did(temperature):
         assert {*own} <= {*ends}  # the target's own token is the last of a call
         assert {*ends[:-1]} <= {*own}  # which only the limit may cut
     assert out.drafted.sum() == out.stats.num_accepted > 0
-    assert plain._repr_html_() is None
     with pytest.raises(ValueError, match=r"generate\(\.\.\., record_calls=True\)"):
         plain.show()
 
@@ -64,29 +60,6 @@ def test_a_generation_is_shown_call_by_call():
     file = io.StringIO()
     out.show(Console(file=file, force_terminal=True, color_system="standard", width=20))
     assert "\x1b[32m a<\x1b[0m\x1b[1mb\x1b[0m\n\x1b[32mc\x1b[0m\n" in file.getvalue()
-    page = out._repr_html_()
-    ElementTree.fromstring(page.replace("<br>", "<br/>"))  # well-formed
-    calls = re.findall(r'title="call (\d)"[^>]*>(.*?)</span></span>', page, re.DOTALL)
-    text = [[html.unescape(t) for t in re.findall(">([^<]*)(?:<|$)", call)] for _, call in calls]
-    assert [number for number, _ in calls] == ["1", "2"]
-    assert [list(filter(None, each)) for each in text] == [[" a<", "b"], ["\nc"]]
-    assert count in page
     ids = st.Generation(out.tokens, out.lengths, stats, calls=out.calls, drafted=out.drafted)
     ids.show(Console(file=file))
     assert file.getvalue().endswith(f"[ 7] 8[ 9]\n{count}\n")
-
-
-def test_a_tree_as_a_picture():
-    """A node stands right of its parent and in the middle of its children; the root is there."""
-    tree = st.TreeTopology.from_parents([-1, 0, 0, 2, 2, 1])
-    picture = ElementTree.fromstring(tree._repr_svg_())
-    kinds = [[each for each in picture if each.tag.endswith(tag)] for tag in ("circle", "line")]
-    places = [(float(each.get("cx")), float(each.get("cy"))) for each in kinds[0]]
-    ends = [tuple(float(each.get(f"{a}{i}")) for i in "12" for a in "xy") for each in kinds[1]]
-    assert ends == [(*places[p], *places[n]) for n, p in enumerate(tree.parents) if n]
-    assert all(places[p][0] < places[n][0] for n, p in enumerate(tree.parents) if n)
-    assert places[2][1] == (places[3][1] + places[4][1]) / 2
-    assert len({*places}) == 6
-    assert max(x for x, _ in places) < float(picture.get("width"))
-    assert max(y for _, y in places) < float(picture.get("height"))
-    assert st.TreeTopology.chain(300)._repr_svg_() is None

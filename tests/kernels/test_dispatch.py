@@ -26,7 +26,7 @@ def test_the_default_depends_on_the_device(platform, capability, obstacle, monke
     device = SimpleNamespace(platform=platform, compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda backend=None: [device])
     assert dispatch.choose("replay", None, None) == ("xla" if obstacle else "pallas")
-    assert dispatch.choose("replay", None, "odd shape") == "xla"
+    assert dispatch.choose("replay", None, {"pallas": "odd shape"}) == "xla"
     assert (obstacle or "pallas, and xla") in dispatch.explain()
     assert dispatch.on_tpu() == (platform == "tpu")
 

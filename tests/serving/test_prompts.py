@@ -4,12 +4,10 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.serving.prefix_cache import PrefixCache
 from stree_jax.testing import tiny_model
 from tests.methods import drafts
 from tests.serving.requests import (
@@ -62,7 +60,7 @@ def test_what_requests_share_is_read_once():
     assert first.lookups == 18
     assert first.hits >= 9
     assert first.tokens_reused > 250
-    assert first.evictions == first.damaged == 0
+    assert first.evictions == 0
     assert 0 < first.nbytes <= 10**8
     again = scheduler.prefix_cache_stats.tokens_prefilled
     requests, texts = cases()
@@ -89,25 +87,6 @@ def test_small_chunks_and_small_budgets(options):
     assert (stats.evictions > 5) == (options["prefix_cache_bytes"] > 1)
     if options["prefix_cache_bytes"] < 2:
         assert stats.tokens_reused == stats.hits == stats.num_entries == 0
-
-
-def test_damage_costs_time_and_no_text(monkeypatch):
-    """Every second entry has a number that is not finite, while requests run that began with it."""
-    rng, keep = np.random.default_rng(0), PrefixCache.keep
-
-    def damaged(cache, tokens, prefix):
-        leaves, structure = jax.tree.flatten(prefix)
-        at = rng.choice([i for i, a in enumerate(leaves) if a.dtype == jnp.float32 and a.size])
-        if rng.random() < 0.5:
-            place, value = rng.integers(leaves[at].size), rng.choice([np.nan, np.inf])
-            leaves[at] = leaves[at].ravel().at[place].set(value).reshape(leaves[at].shape)
-        keep(cache, tokens, jax.tree.unflatten(structure, leaves))
-
-    monkeypatch.setattr(PrefixCache, "keep", damaged)
-    scheduler = pool(prefill_tokens=64)
-    for order in (orders_of(18)[1], orders_of(18)[0]):
-        check(scheduler, order, exact=False)
-    assert scheduler.prefix_cache_stats.damaged > 3
 
 
 @pytest.mark.parametrize(
@@ -151,7 +130,6 @@ def test_texts_go_on_from_what_was_read(name):
     assert scheduler.prefix_cache_stats.tokens_prefilled == 35
     goes_on((None, [], [*text, 4, 4, 9]))
     assert scheduler.prefix_cache_stats.tokens_prefilled == 36
-    assert scheduler.prefix_cache_stats.damaged == 0
     # They are those of whole prompts.
     want = st.generate(scheduler.model, whole, key=all_keys, **common)
     assert [done.tokens for done in found] == want.tokens.tolist()
@@ -160,22 +138,21 @@ def test_texts_go_on_from_what_was_read(name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "places"),
+    ("kind", "name"),
     [
-        ("heads", None),
-        pytest.param("heads", 32, marks=pytest.mark.slow),
+        ("heads", "plain"),
+        pytest.param("heads", "mamba2attn hybrid", marks=pytest.mark.slow),
         *(
-            pytest.param(kind, places, marks=pytest.mark.slow)
+            pytest.param(kind, name, marks=pytest.mark.slow)
             for kind in ("mtp head", "cascade of lookup", "dynamic")
-            for places in (None, 32)
+            for name in ("plain", "mamba2attn hybrid")
         ),
     ],
 )
-def test_other_drafters(kind, places):
-    """Those on the target's states, and those whose states are of other kinds; caches may grow."""
-    name = "mamba2attn hybrid" if places else "plain"
+def test_other_drafters(kind, name):
+    """Those on the target's states, and those whose states are of other kinds."""
     model = tiny_model(name)
-    scheduler = pool(name, prefill_tokens=20, first_places=places, **drafts(model, kind))
+    scheduler = pool(name, prefill_tokens=20, **drafts(model, kind))
     assert check(scheduler, orders_of(18)[0], name).tokens_reused > 200
 
 
@@ -203,56 +180,14 @@ def test_rows_decode_while_a_long_prompt_is_read():
     assert [done[long[1]].tokens, done[short].tokens] == want
 
 
-def test_caches_grow_with_what_requests_need():
-    """While rows decode and a prompt is read; older prefixes serve, and larger ones do not."""
-    name, key = "mamba2attn hybrid", jax.random.key(0)
-    scheduler = pool(name, first_places=64, prefill_tokens=16, quantum=2)
-    prompt = [i % 37 for i in range(50)]
-    requests = [
-        st.Request(text, max_new_tokens=most, key=key, keep=True)
-        for text, most in (([3], 30), (prompt, 9), ([*prompt, 5, 6], 40), (prompt[::-1], 60))
-    ]
-    want = alone(tiny_model(name), requests)
-    ids, done = [scheduler.submit(requests[0])], {}
-    events = scheduler.events()
-    assert next(events).tokens
-    small = scheduler.nbytes
-    ids.append(scheduler.submit(requests[1]))
-    assert next(events).request_id == ids[0]
-    assert scheduler.nbytes == small
-    ids += [scheduler.submit(request) for request in requests[2:]]
-    assert next(events).request_id == ids[0]
-    assert scheduler.nbytes > 1.2 * small
-    assert len([*events]) > 4
-    done = {completion.request_id: completion for completion in scheduler.completions()}
-    assert [done[i].tokens for i in ids] == want
-    longer = [
-        dataclasses.replace(request, prompt=[], after=done[i].prefix, max_new_tokens=3)
-        for request, i in zip(requests, ids, strict=True)
-    ]
-    whole = [
-        dataclasses.replace(more, prompt=[*request.prompt, *text], after=None)
-        for request, more, text in zip(requests, longer, want, strict=True)
-    ]
-    got = served(scheduler, longer)
-    assert [completion.tokens for completion in got] == alone(tiny_model(name), whole)
-
+def test_a_prefix_of_a_larger_pool_is_refused():
+    name = "mamba2attn hybrid"
+    request = st.Request([3], max_new_tokens=3, key=jax.random.key(0), keep=True)
+    (done,) = served(pool(name), [request])
+    longer = dataclasses.replace(request, prompt=[], after=done.prefix)
     other = st.Scheduler(tiny_model(name), rows=1, max_length=60, **drafting(tiny_model(name)))
     with pytest.raises(ValueError, match="after has larger buffers than this pool, of max_length"):
-        other.submit(longer[-1])
-
-
-@pytest.mark.parametrize("options", [{}, dict(prefill_tokens=16)], ids=["whole", "in chunks"])
-def test_any_number_of_first_places(options):
-    """Buffers have few sizes, whatever was asked for: texts are longer and shorter than it."""
-    name, key = "mamba2attn hybrid", jax.random.key(0)
-    text = [i * i % 37 for i in range(90)]
-    sizes = ((1, 3), (20, 9), (40, 30), (64, 2), (90, 30))
-    requests = [st.Request(text[:size], max_new_tokens=most, key=key) for size, most in sizes]
-    want = alone(tiny_model(name), requests)
-    for places in (1, 32, 33, 97):
-        done = served(pool(name, first_places=places, **options), requests)
-        assert [completion.tokens for completion in done] == want, places
+        other.submit(longer)
 
 
 @pytest.mark.slow
@@ -276,15 +211,13 @@ def test_shuffled_orders_and_cancels(name, quantum, cache):
 def test_what_a_pool_takes():
     """Mamba layers have no places; and a prefix cache changes nothing in the loop's state."""
 
-    def nbytes(name, places, **options):
-        scheduler = st.Scheduler(
-            tiny_model(name), rows=1, max_length=200, first_places=places, **options
-        )
+    def nbytes(name, length, **options):
+        scheduler = st.Scheduler(tiny_model(name), rows=1, max_length=length, **options)
         scheduler.submit(st.Request([1], max_new_tokens=9))
         next(scheduler.events())
         return scheduler.nbytes
 
-    few, many = (nbytes("plain", places) for places in (9, 999))
-    assert few == many == nbytes("plain", 9, prefix_cache_bytes=10**8)
-    few, many = (nbytes("mamba2attn hybrid", places) for places in (9, 999))
+    few, many = (nbytes("plain", length) for length in (60, 999))
+    assert few == many == nbytes("plain", 60, prefix_cache_bytes=10**8)
+    few, many = (nbytes("mamba2attn hybrid", length) for length in (60, 999))
     assert few < many

@@ -126,10 +126,6 @@ CACHES = tuple(
     dict(prefix_every=16, prefix_cache_bytes=budget, prefill_tokens=tokens, quantum=quantum)
     for budget, tokens, quantum in ((10**8, 512, 7), (40_000, 64, 1), (10**8, None, 32))
 )
-LONG = [
-    st.Request([1, 2, 3] * times, max_new_tokens=60, key=jax.random.key(times))
-    for times in (20, 50)
-]
 SERVED = {
     **{
         f"{name} on {mesh}, {kind}": Served(name, mesh, requests, QUANTA)
@@ -149,14 +145,6 @@ SERVED = {
         for name in ("mamba2", "bamba")
         for mesh in MESHES
         for drafter in ("tree", "ngram", "beam")
-    },
-    # Rows that run keep their texts, and their shards, when the caches of all get more room.
-    **{
-        f"caches of {name} grow on {mesh}": Served(
-            *(name, mesh, mixed(ragged(12), WAYS[:2]) + LONG),
-            [dict(max_length=300, first_places=64, prefix_cache_bytes=10**7)],
-        )
-        for name, mesh in (("bamba", (2, 4)), ("mamba2attn", (8, 1)))
     },
 }
 

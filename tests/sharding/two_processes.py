@@ -79,14 +79,14 @@ def served(target, options):
 
 
 def served_hybrid(mesh=None):
-    """Texts of a hybrid, whose caches grow while rows decode."""
+    """Texts of a hybrid."""
     import stree_jax as st
     from stree_jax.testing import perturbed, random_model
     from tests.sharding.configs import CONFIGS
 
     target = random_model(CONFIGS[HYBRID])
     draft = st.ModelDrafter(st.shard(perturbed(target, 0.1), mesh, replicate=mesh is not None))
-    sizes = dict(rows=2, max_length=150, quantum=2, first_places=64, prefix_cache_bytes=10**7)
+    sizes = dict(rows=2, max_length=150, quantum=2, prefix_cache_bytes=10**7)
     scheduler = st.Scheduler(st.shard(target, mesh), drafter=draft, **sizes)
     text = dict(max_new_tokens=10, temperature=0.8)
     for i, prompt in enumerate([*PROMPTS, [1, 2, 3] * 30]):

@@ -9,13 +9,10 @@ from stree_jax.decoding.drafters.base import (
 )
 from stree_jax.decoding.drafters.children import (
     check_child_sampling,
-    chosen_child_sampling,
-    draw,
     drawn_children,
-    shared_scores,
 )
 from stree_jax.decoding.drafters.dynamic import DynamicDrafter
-from stree_jax.decoding.drafters.model import ModelDrafter, ModelDraftState
+from stree_jax.decoding.drafters.model import ModelDrafter
 from stree_jax.decoding.drafters.ngram import NgramDrafter
 from stree_jax.decoding.drafters.search import BeamDrafter
 
@@ -23,16 +20,12 @@ __all__ = [
     "BeamDrafter",
     "Drafter",
     "DynamicDrafter",
-    "ModelDraftState",
     "ModelDrafter",
     "NgramDrafter",
     "check_child_sampling",
-    "chosen_child_sampling",
     "draft_models",
-    "draw",
     "drawn_by",
     "drawn_children",
     "root_only",
     "root_token",
-    "shared_scores",
 ]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from stree_jax.array_types import Array, Float, Int
+from stree_jax.decoding.drafters.children import chosen_child_sampling
 from stree_jax.decoding.like import check_like
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
 from stree_jax.mesh.rows import placed_like
@@ -56,13 +57,15 @@ class Drafter(nnx.Module):
     chooses_shape: bool = False
     rank_trace: Any = None
     outputs_ahead: Any = None
+    _child_sampling: str = "top_k"  # or the option of this name of the library's drafters
 
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn | str:
+    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn | Any:
         """Returns how it chooses children, a `Drawn` or a kind of it, true of every draft.
 
         Rules decide by it whether they are exact. "top_k" is any choice without random numbers.
         """
-        return Drawn()
+        how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
+        return Drawn(how)
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         """Refuses what it cannot serve, before anything is compiled.

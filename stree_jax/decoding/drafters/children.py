@@ -22,11 +22,7 @@ def check_child_sampling(value: str, known: Sequence[str] = CHILD_SAMPLING) -> N
 
 
 def chosen_child_sampling(value: str, *, temperature_is_zero: bool) -> str:
-    """One of `CHILD_SAMPLING`, where "auto" is top-k at temperature 0 and shared above it.
-
-    Raises:
-        ValueError: a random choice at temperature 0.
-    """
+    """One of `CHILD_SAMPLING`, where "auto" is top-k at temperature 0 and shared above it."""
     if value == "auto":
         return "top_k" if temperature_is_zero else "shared"
     if temperature_is_zero and value != "top_k":
@@ -39,13 +35,7 @@ def chosen_child_sampling(value: str, *, temperature_is_zero: bool) -> str:
 def shared_scores(
     logits: Float[Array, "B Z V"], step: Step, depth: int | np.ndarray | Array
 ) -> Float32[Array, "B Z V"]:
-    """Log-probabilities, up to a constant, plus the noise with which the target draws its tokens.
-
-    Args:
-        logits: logits at nodes.
-        step: has the target's sampling settings and the noise; not at temperature 0.
-        depth: depth of the nodes, or of each.
-    """
+    """Log-probabilities at nodes, up to a constant, plus the target's noise at their depths."""
     assert step.noise is not None  # `chosen_child_sampling` refuses temperature 0
     noise = jnp.take(step.noise, jnp.atleast_1d(depth), axis=1)
     return filtered_logits(logits, step.sampling) + noise
@@ -59,11 +49,7 @@ def drawn_children(
     depth: int | np.ndarray | Array,
     keys: Array,
 ) -> tuple[Int[Array, "B Z width"], Bool[Array, "B Z width"], Float32[Array, "B Z V"] | None]:
-    """`width` children of each node by a drafter's logits.
-
-    Returns:
-        What `draw` returns, and the distributions that children were sampled from, if they were.
-    """
+    """Returns `draw` by a drafter's logits, and the distributions that it sampled from."""
     log_probs = None
     if how == "shared":
         logits = shared_scores(logits, step, depth)
@@ -75,15 +61,7 @@ def drawn_children(
 def draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array]:
     """`width` children of each node, best first or in the order drawn.
 
-    Args:
-        how: a name from `CHILD_SAMPLING`.
-        scores: logits or log-probabilities `[B, Z, V]`.
-        width: number of children of each node.
-        keys: one key per row `[B]`.
-
-    Returns:
-        Their tokens `[B, Z, width]`, and which of them are valid: the first is if the logits are
-        finite.
+    Tokens `[B, Z, width]`, and which are valid: the first is if the scores `[B, Z, V]` are finite.
     """
     if how == "iid":
         shape = (width, *scores.shape[1:-1])

@@ -11,10 +11,10 @@ from jax import lax
 from pallas_kernels.numerics import argsort
 from stree_jax.array_types import Array, Int
 from stree_jax.checks import check_int, is_above_zero
-from stree_jax.decoding.drafters.children import chosen_child_sampling, shared_scores
+from stree_jax.decoding.drafters.children import shared_scores
 from stree_jax.decoding.drafters.search import BeamDrafter, Continuations, Found
 from stree_jax.decoding.reader import DraftModel
-from stree_jax.decoding.types import Drawn, Step
+from stree_jax.decoding.types import Step
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
@@ -42,6 +42,8 @@ class DynamicDrafter(BeamDrafter):
         ValueError: `model` is not a model, `expand` not a positive integer, or `sharpness` not a
             positive number.
     """
+
+    _child_sampling = "auto"
 
     def __init__(
         self, model: HybridLM | DraftModel | Any, *, expand: int = 8, sharpness: float | Any = 2.5
@@ -75,9 +77,6 @@ class DynamicDrafter(BeamDrafter):
                 f" fewer than the {topology.num_nodes - 1} of a tree of {topology.num_nodes} nodes;"
                 " raise expand or use a smaller tree"
             )
-
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        return Drawn(chosen_child_sampling("auto", temperature_is_zero=temperature_is_zero))
 
     def weighed(self, logits: Array, step: Step, depth: int | Array) -> Array:
         """See `BeamDrafter`: with the target's noise above temperature 0, and sharper."""

@@ -9,31 +9,21 @@ import numpy as np
 
 from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.decoding.drafters.base import Drafter, root_token
-from stree_jax.decoding.drafters.children import (
-    check_child_sampling,
-    chosen_child_sampling,
-    drawn_children,
-)
+from stree_jax.decoding.drafters.children import check_child_sampling, drawn_children
 from stree_jax.decoding.drafters.levels import Level, grow_levels, levels_of
 from stree_jax.decoding.nodes import put, take
 from stree_jax.decoding.reader import DraftModel, WholeModel, draft_model
-from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
+from stree_jax.decoding.types import DraftTree, Step, Verdict
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import Tree, TreeTopology
 
 
 class ModelDraftState(NamedTuple):
-    """A draft model's state between steps.
+    """A draft model's state between steps."""
 
-    Attributes:
-        reader: the state of the `DraftModel`.
-        read: the tree that it has run, if it chose the shape itself; otherwise None.
-        place: index in it of each node of the draft tree; -1 for nodes that the model did not run.
-    """
-
-    reader: Any
-    read: Tree | None = None
-    place: Int[Array, "B N"] | None = None
+    reader: Any  # the state of the `DraftModel`
+    read: Tree | None = None  # that it has run, if it chose the shape itself
+    place: Int[Array, "B N"] | None = None  # in it of each draft node; -1: the model did not run it
 
 
 class RunsModel(Drafter):
@@ -61,11 +51,7 @@ class RunsModel(Drafter):
         return ModelDraftState(self.draft_model.init(batch, self.num_read(topology), max_length))
 
     def read(
-        self,
-        state: ModelDraftState,
-        tokens: Int[Array, "B T"],
-        hidden: Float[Array, "B T _"] | None,
-        lengths: Int[Array, " B"],
+        self, state: ModelDraftState, tokens: Array, hidden: Any, lengths: Array
     ) -> ModelDraftState:
         return state._replace(reader=self.draft_model.read(state.reader, tokens, hidden, lengths))
 
@@ -129,10 +115,6 @@ class ModelDrafter(RunsModel):
         """Returns `TreeTopology.default()`."""
         return TreeTopology.default()
 
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
-        return Drawn(how)
-
     def num_read(self, topology: TreeTopology) -> int:
         return len(_inner_nodes(topology))
 
@@ -182,15 +164,18 @@ class ModelDrafter(RunsModel):
             levels,
             [max(level.rank) + 1 for level in levels],
         )
-        rows = np.full(num_nodes, -1, np.int32)
+        rows, known = np.full(num_nodes, -1, np.int32), None
         if log_probs[0] is not None:
             sizes = [group.shape[2] for group in log_probs for _ in range(group.shape[0])]
             for level, first in zip(levels, np.cumsum([0, *sizes]), strict=False):
                 rows[level.nodes] = first + np.arange(len(level.nodes))
+            by_row = [jnp.moveaxis(group, 0, 1) for group in log_probs]  # [B, levels, rows, V]
+            by_row = [part.reshape(len(part), -1, part.shape[-1]) for part in by_row]
+            known = jnp.concatenate(by_row, axis=1)
         draft = DraftTree(
             tokens=tree.tokens,
             tree=topology.tree(tree.valid),
-            log_probs=None if log_probs[0] is None else _concatenated(log_probs),
+            log_probs=known,
             log_prob_row=jnp.asarray(rows),
             finite=tree.finite,
             drawn=drawn,
@@ -227,9 +212,3 @@ def _inner_tree(topology: TreeTopology, valid: Bool[Array, "B inner"]) -> Tree:
     inner = _inner_nodes(topology)
     parents = np.searchsorted(inner, np.array(topology.parents)[inner[1:]])
     return TreeTopology((-1, *parents.tolist())).tree(valid)
-
-
-def _concatenated(groups: list[Array]) -> Array:
-    """Rows `[B, Z, V]` of all levels, from groups `[levels, B, rows, V]`."""
-    rows = [jnp.moveaxis(group, 0, 1) for group in groups]
-    return jnp.concatenate([row.reshape(len(row), -1, row.shape[-1]) for row in rows], axis=1)

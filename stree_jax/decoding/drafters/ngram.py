@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax.array_types import Array, Float
+from stree_jax.array_types import Array
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters.base import Drafter
 from stree_jax.decoding.drafters.levels import levels_of
@@ -45,12 +45,7 @@ class NgramDrafter(Drafter):
 
     def read(self, state: None, tokens: Array, hidden: object, lengths: Array) -> None: ...
 
-    def propose(
-        self,
-        state: None,
-        step: Step,
-        topology: TreeTopology,
-    ) -> tuple[DraftTree, None]:
+    def propose(self, state: None, step: Step, topology: TreeTopology) -> tuple[DraftTree, None]:
         grow = functools.partial(self._grow, topology=topology)
         tokens, valid = jax.vmap(grow)(step.context.tokens, step.context.length)
         none = jnp.full(topology.num_nodes, -1, jnp.int32)
@@ -58,12 +53,7 @@ class NgramDrafter(Drafter):
         return DraftTree(tokens, topology.tree(valid), None, none, finite), None
 
     def commit(
-        self,
-        state: None,
-        draft: DraftTree,
-        verdict: Verdict,
-        hidden: Float[Array, "B N M"],
-        topology: TreeTopology,
+        self, state: None, draft: DraftTree, verdict: Verdict, hidden: Array, topology: TreeTopology
     ) -> None: ...
 
     def _grow(self, row: Array, length: Array, topology: TreeTopology) -> tuple[Array, Array]:

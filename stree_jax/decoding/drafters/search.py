@@ -106,9 +106,8 @@ class BeamDrafter(RunsModel):
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> ModelDraftState:
         """See `Drafter`: with an empty tree."""
         state = super().init(batch, topology, max_length)
-        nodes = jnp.zeros((batch, self.num_read(topology)), jnp.int32)
-        mask = jnp.zeros((*nodes.shape, nodes.shape[1]), bool)
-        read = Tree(nodes, jnp.copy(nodes), mask, nodes.astype(bool))
+        num_read = self.num_read(topology)
+        read = TreeTopology.chain(num_read - 1).tree(jnp.zeros((batch, num_read), bool))
         return state._replace(read=read, place=jnp.zeros((batch, topology.num_nodes), jnp.int32))
 
     def grown(self, reader: Any, step: Step, topology: TreeTopology) -> tuple[Any, ...]:

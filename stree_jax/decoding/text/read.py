@@ -29,8 +29,13 @@ def read_text(
 ) -> Prefix:
     """The prefix of texts, see `SpeculativeDecoder.read`."""
     lengths = context.length
-    if before is not None:
-        _check_longer(before.context, context, max_length)
+    if before is not None:  # then texts go on from it, and have room
+        have, new = on_host(before.context.length), on_host(lengths)
+        for row in np.flatnonzero((new < have) | (new > max_length)):
+            raise ValueError(
+                f"row {row} has a prefix of {have[row]} tokens and a text of {new[row]}: it must"
+                f" be at least as long, and have at most max_length = {max_length}"
+            )
     state = None
     if drafter is not None:
         state = _state_before(model, drafter, lengths, topology, max_length, before)
@@ -45,25 +50,6 @@ def read_text(
     if rest is not None:
         cache, state = _read(model, drafter, *rest, max_length, state, cache)
     return Prefix(context, cache, state)
-
-
-def _check_longer(before: Context, context: Context, max_length: int) -> None:
-    """Refuses texts that do not go on from a prefix, or have no room."""
-    have, lengths = on_host(before.length), on_host(context.length)
-    for row in np.flatnonzero((lengths < have) | (lengths > max_length)):
-        raise ValueError(
-            f"row {row} has a prefix of {have[row]} tokens and a text of {lengths[row]}: it must"
-            f" be at least as long, and have at most max_length = {max_length}"
-        )
-
-
-def drafter_shapes(
-    drafter: Drafter | None, rows: int, topology: TreeTopology, max_length: int
-) -> Any:
-    """Shapes and dtypes of a drafter's state."""
-    if drafter is None:
-        return None
-    return jax.eval_shape(lambda: drafter.init(rows, topology, max_length))
 
 
 def _read(
@@ -103,7 +89,7 @@ def _state_before(
 ) -> Any:
     """The drafter's state after the beginnings of the texts, for this tree and length."""
     if before is not None:
-        wanted = drafter_shapes(drafter, len(lengths), topology, max_length)
+        wanted = jax.eval_shape(lambda: drafter.init(len(lengths), topology, max_length))
         if same_rows(before.drafter, wanted):
             return before.drafter
         if is_alike(before.drafter, wanted):

@@ -36,12 +36,10 @@ from stree_jax.decoding.prompts import buffer_size, check_num_rows, typed_key
 from stree_jax.decoding.rule_rows import per_row
 from stree_jax.decoding.text.prefix import (
     Prefix,
-    cache_shapes,
     prefix_specs,
     same_rows,
     with_capacity,
 )
-from stree_jax.decoding.text.read import drafter_shapes
 from stree_jax.decoding.types import Context, DecodeState, Sampling, TokenLogProbs, state_specs
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
@@ -179,31 +177,15 @@ def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
     return state._replace(done=placed_like(state.done, done))
 
 
-def resized(
-    decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None, state: DecodeState
-) -> DecodeState:
-    """Returns the pool with the buffers and records of a decoder; all texts fit."""
-    _check_between_runs(state)
-    batch, size, room = len(state.done), decoder.max_length, decoder.capacity
-    records = state.log_probs
-    if records is None and decoder.num_best is not None:
-        records = placed_like(state.done, TokenLogProbs.empty(batch, 0, 0))
-
-    def wanted(leaf: Array) -> jax.ShapeDtypeStruct:
-        best = [decoder.num_best or 0] * (leaf.ndim - 2)
-        return jax.ShapeDtypeStruct((batch, room, *best), leaf.dtype)
-
-    per_token = state.context.tokens, records, state.calls
-    tokens, records, calls = with_capacity(per_token, jax.tree.map(wanted, per_token))
-    shapes = drafter_shapes(drafter, batch, decoder.topology, size)
-    resized = state._replace(
-        context=state.context._replace(tokens=tokens),
-        cache=with_capacity(state.cache, cache_shapes(model, batch, size)),
-        drafter=with_capacity(state.drafter, shapes),
-        log_probs=records,
-        calls=calls,
-    )
-    return owned(resized, (model, drafter))
+def with_records(decoder: SpeculativeDecoder, state: DecodeState) -> DecodeState:
+    """The pool with the records of a decoder, perhaps of more best tokens."""
+    most, records = decoder.num_best, state.log_probs
+    if most is None or (records is not None and records.best.shape[2] == most):
+        return state
+    new = placed_like(state.done, TokenLogProbs.empty(len(state.done), decoder.capacity, most))
+    if records is not None:
+        new = with_capacity(records, new)
+    return owned(state._replace(log_probs=new), ())
 
 
 def _check_between_runs(state: DecodeState) -> None:

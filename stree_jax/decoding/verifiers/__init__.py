@@ -40,11 +40,7 @@ def default_verifier(drawn: Drawn, topology: TreeTopology, *, temperature_is_zer
 
 
 def verifier_of(given: str | Verifier | Any) -> Verifier:
-    """The rule of this name, or the rule itself.
-
-    Raises:
-        ValueError: an unknown name, or no rule that a program can depend on.
-    """
+    """The rule of this name, or a rule that a program can depend on."""
     if isinstance(given, str):
         known = VERIFIERS | LOSSY_VERIFIERS
         if given not in known:
@@ -72,10 +68,8 @@ __all__ = [
     "CHILD_SAMPLING",
     "LOSSY_VERIFIERS",
     "VERIFIERS",
-    "Follow",
     "Reject",
     "Traverse",
-    "Typical",
     "Verifier",
     "default_verifier",
     "follow",

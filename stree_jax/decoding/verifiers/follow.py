@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.array_types import Array, Bool, Float32, Int
+from stree_jax.array_types import Array, Bool, Int
 from stree_jax.decoding.sampling import best_token, sample_tokens
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
 from stree_jax.decoding.verifiers.base import Verifier
@@ -21,15 +21,10 @@ from stree_jax.tree import Tree, TreeTopology
 
 @dataclasses.dataclass(frozen=True)
 class Follow(Verifier):
-    """Follows the target's best token at temperature 0, and its sample above it.
-
-    Attributes:
-        name: name in `VERIFIERS` and in messages.
-        only_at_zero: refuse temperatures above 0.
-    """
+    """Follows the target's best token at temperature 0, and its sample above it."""
 
     name: str = "target_only"
-    only_at_zero: bool = False
+    only_at_zero: bool = False  # it refuses temperatures above 0
     follows_target: ClassVar[bool] = True
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
@@ -39,11 +34,7 @@ class Follow(Verifier):
             )
 
     def verify(
-        self,
-        draft: DraftTree,
-        logits: Float32[Array, "B N V"],
-        step: Step,
-        topology: TreeTopology,
+        self, draft: DraftTree, logits: Array, step: Step, topology: TreeTopology
     ) -> Verdict:
         if self.only_at_zero or step.sampling.temperature_is_zero:
             return follow(draft, best_token(logits)[0])

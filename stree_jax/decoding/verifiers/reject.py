@@ -35,25 +35,16 @@ _TARGET_ONLY = Follow()
 
 @dataclasses.dataclass(frozen=True)
 class Reject(Verifier):
-    """Tests drafts from the root down; reads how they were drawn from `DraftTree.drawn`.
-
-    Attributes:
-        name: name in `VERIFIERS` and in messages.
-        exact_for: the kind of `Drawn` that `check` accepts where nodes have several children.
-    """
+    """Tests drafts from the root down; reads how they were drawn from `DraftTree.drawn`."""
 
     name: str
-    exact_for: str
+    exact_for: str  # the kind of `Drawn` that `check` accepts where nodes have several children
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         check_drawn(self.name, (self.exact_for,), drawn, topology, temperature_is_zero)
 
     def verify(
-        self,
-        draft: DraftTree,
-        logits: Float32[Array, "B N V"],
-        step: Step,
-        topology: TreeTopology,
+        self, draft: DraftTree, logits: Array, step: Step, topology: TreeTopology
     ) -> Verdict:
         return verify_by(try_children, self.name, draft, logits, step, topology)
 
@@ -98,12 +89,7 @@ Rule = Callable[..., Walk]
 
 
 def verify_by(
-    rule: Rule,
-    name: str,
-    draft: DraftTree,
-    logits: Float32[Array, "B N V"],
-    step: Step,
-    topology: TreeTopology,
+    rule: Rule, name: str, draft: DraftTree, logits: Array, step: Step, topology: TreeTopology
 ) -> Verdict:
     """Tests the drafts of each row, and draws the token after them."""
     num_nodes = draft.tokens.shape[1]

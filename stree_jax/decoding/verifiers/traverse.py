@@ -28,11 +28,7 @@ from stree_jax.tree import Tree, TreeTopology
 
 @dataclasses.dataclass(frozen=True)
 class Traverse(Verifier):
-    """Tests drafts from the leaves up; reads how they were drawn from `DraftTree.drawn`.
-
-    Attributes:
-        name: name in `VERIFIERS` and in messages.
-    """
+    """Tests drafts from the leaves up; reads how they were drawn from `DraftTree.drawn`."""
 
     name: str = "traversal"
 
@@ -47,11 +43,7 @@ class Traverse(Verifier):
         check_drawn(self.name, kinds, drawn, topology, temperature_is_zero)
 
     def verify(
-        self,
-        draft: DraftTree,
-        logits: Float32[Array, "B N V"],
-        step: Step,
-        topology: TreeTopology,
+        self, draft: DraftTree, logits: Array, step: Step, topology: TreeTopology
     ) -> Verdict:
         return verify_by(traverse, self.name, draft, logits, step, topology)
 

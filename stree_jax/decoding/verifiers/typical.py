@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from stree_jax.array_types import Array, Float32
+from stree_jax.array_types import Array
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
 from stree_jax.decoding.verifiers.base import Verifier
@@ -23,11 +23,6 @@ class Typical(Verifier):
     p is the target's distribution at the parent after temperature, top-k and top-p, and H its
     entropy in nats. The path ends at the deepest node whose ancestors are all accepted, the first
     one in order among equals. The token after it is sampled from p.
-
-    Attributes:
-        name: the rule's name in messages.
-        epsilon: largest value of the threshold.
-        delta: factor of the entropy term, which lowers the threshold of flat distributions.
     """
 
     name: str = "typical"
@@ -41,11 +36,7 @@ class Typical(Verifier):
             raise ValueError(f"verifier {self.name!r} needs temperature > 0; use 'greedy' at 0")
 
     def verify(
-        self,
-        draft: DraftTree,
-        logits: Float32[Array, "B N V"],
-        step: Step,
-        topology: TreeTopology,
+        self, draft: DraftTree, logits: Array, step: Step, topology: TreeTopology
     ) -> Verdict:
         tree = draft.tree
         log_p = token_log_probs(logits, step.sampling)

@@ -1,13 +1,12 @@
 """EAGLE-3 heads (Li et al., 2025, arXiv:2503.01840): drafts from inner states of the target.
 
-`conversion` is imported when it is used.
+In other programs' files they have architectures such as `LlamaForCausalLMEagle3`, and tensors
+`midlayer.*`, `fc`, `norm`, `lm_head`, `d2t`. `conversion` is imported when it is used.
 """
 
-import os
-from collections.abc import Collection
-from typing import Any
+import functools
 
-from stree_jax import HybridLM, load_head
+from stree_jax import load_head
 from stree_jax.extensions.eagle3.drafter import Eagle3Drafter, Eagle3Model
 from stree_jax.extensions.eagle3.head import Eagle3Config, Eagle3Head
 from stree_jax.heads import HeadKind
@@ -24,18 +23,4 @@ KIND = HeadKind(
     missing="is not an EAGLE-3 head; it is a native checkpoint of something else",
     misfit="EAGLE-3 head in {path} is for another target; load the target that it was trained for",
 )
-
-
-def load_eagle3(
-    path: str | os.PathLike[str] | Any,
-    target: HybridLM | Any,
-    *,
-    ignore: Collection[str] | Any = (),
-    quantize: str | Any = None,
-) -> Eagle3Head:
-    """Loads an EAGLE-3 head in the target's dtype: see `load_head`.
-
-    In other programs' files it has architectures such as `LlamaForCausalLMEagle3`, and tensors
-    `midlayer.*`, `fc`, `norm`, `lm_head`, `d2t`.
-    """
-    return load_head("eagle3", path, target, ignore=ignore, quantize=quantize)
+load_eagle3 = functools.partial(load_head, "eagle3")

@@ -29,11 +29,7 @@ from stree_jax import (
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int
 from stree_jax.decoding import Reader, WholeModel, all_finite, append_subtree, position_noise
-from stree_jax.decoding.drafters import (
-    check_child_sampling,
-    chosen_child_sampling,
-    drawn_by,
-)
+from stree_jax.decoding.drafters import check_child_sampling, drawn_by
 from stree_jax.decoding.verifiers import default_verifier
 from stree_jax.messages import shown
 from stree_jax.models import check_model
@@ -151,10 +147,6 @@ class CascadeDrafter(Drafter):
         """Returns a chain as long as all rounds can accept."""
         return TreeTopology.chain(self.rounds * (self.inner_topology.depth + 1))
 
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
-        return Drawn(how)
-
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> CascadeState:
         inner, num_nodes = self.inner_topology, self.rounds * self.inner_topology.num_nodes
 
@@ -171,13 +163,7 @@ class CascadeDrafter(Drafter):
             rounds=tuple(no_round() for _ in range(self.rounds + 1)),
         )
 
-    def read(
-        self,
-        state: CascadeState,
-        tokens: Int[Array, "B T"],
-        hidden: object,
-        lengths: Int[Array, " B"],
-    ) -> CascadeState:
+    def read(self, state: CascadeState, tokens: Array, hidden: Any, lengths: Array) -> CascadeState:
         """See `Drafter`. The inner drafter reads too."""
         first = state.rounds[0]
         first = first._replace(state=self.inner.read(first.state, tokens, None, lengths))
@@ -185,15 +171,14 @@ class CascadeDrafter(Drafter):
         return state._replace(reader=reader, rounds=(first, *state.rounds[1:]))
 
     def propose(
-        self,
-        state: CascadeState,
-        step: Step,
-        topology: TreeTopology,
+        self, state: CascadeState, step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, CascadeState]:
-        drawn = self.child_sampling(topology, temperature_is_zero=step.sampling.temperature_is_zero)
-        how = drawn.kind
-        verifier = VERIFIERS[self._rule(how, step.sampling.temperature_is_zero)]
-        context, noise = step.context, step.noise
+        is_zero = step.sampling.temperature_is_zero
+        drawn = self.child_sampling(topology, temperature_is_zero=is_zero)
+        how, context, noise = drawn.kind, step.context, step.noise
+        law = drawn if how == "shared" else self._inner_sampling(is_zero)  # of the inner drafts
+        rule = default_verifier(law, self.inner_topology, temperature_is_zero=is_zero)
+        verifier = VERIFIERS[rule]
         inner, vocab_size = self.inner_topology, self.medium.vocab_size
         batch, num_nodes = context.tokens.shape[0], inner.num_nodes
         rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -321,11 +306,6 @@ class CascadeDrafter(Drafter):
 
     def _inner_sampling(self, temperature_is_zero: bool) -> Drawn:
         return drawn_by(self.inner, self.inner_topology, temperature_is_zero=temperature_is_zero)
-
-    def _rule(self, how: str, temperature_is_zero: bool) -> str:
-        """The rule by which the medium model verifies the inner drafts."""
-        drawn = Drawn(how) if how == "shared" else self._inner_sampling(temperature_is_zero)
-        return default_verifier(drawn, self.inner_topology, temperature_is_zero=temperature_is_zero)
 
     def _no_hidden(self, batch: int, num_tokens: int) -> Array:
         shape = (batch, num_tokens, self.medium.config.d_model)

@@ -15,20 +15,14 @@ import numpy as np
 from stree_jax import (
     Drafter,
     DraftTree,
-    Drawn,
     HybridLM,
     Step,
     TreeTopology,
     Verdict,
 )
-from stree_jax.array_types import Array, Float, Int
+from stree_jax.array_types import Array, Float
 from stree_jax.decoding import Reader, WholeModel
-from stree_jax.decoding.drafters import (
-    check_child_sampling,
-    chosen_child_sampling,
-    drawn_children,
-    root_token,
-)
+from stree_jax.decoding.drafters import check_child_sampling, drawn_children, root_token
 from stree_jax.messages import shown
 from stree_jax.models import check_model, same_tokenizer
 
@@ -95,10 +89,6 @@ class InterleavedDrafter(Drafter):
         """Returns a chain with a draft for each letter."""
         return TreeTopology.chain(len(self.pattern))
 
-    def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
-        return Drawn(how)
-
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> dict[str, Reader]:
         return {
             self._key(letter): model.init(batch, self._num_read(letter), max_length)
@@ -106,11 +96,7 @@ class InterleavedDrafter(Drafter):
         }
 
     def read(
-        self,
-        state: dict[str, Reader],
-        tokens: Int[Array, "B T"],
-        hidden: object,
-        lengths: Int[Array, " B"],
+        self, state: dict[str, Reader], tokens: Array, hidden: Any, lengths: Array
     ) -> dict[str, Reader]:
         return {
             (key := self._key(letter)): model.read(state[key], tokens, None, lengths)
@@ -118,10 +104,7 @@ class InterleavedDrafter(Drafter):
         }
 
     def propose(
-        self,
-        state: dict[str, Reader],
-        step: Step,
-        topology: TreeTopology,
+        self, state: dict[str, Reader], step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, dict[str, Reader]]:
         is_zero = step.sampling.temperature_is_zero
         how = self.child_sampling(topology, temperature_is_zero=is_zero)

@@ -3,9 +3,8 @@
 `training` is imported when it is used.
 """
 
+import functools
 import hashlib
-import os
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +13,12 @@ from flax import nnx
 from stree_jax import HybridLM, load_head
 from stree_jax import save_head as save_medusa
 from stree_jax.checks import check_int
-from stree_jax.decoding.verifiers import Typical
 from stree_jax.extensions.medusa.drafter import MedusaDrafter
 from stree_jax.extensions.medusa.head import MAX_HEADS, MedusaHeads
 from stree_jax.heads import HeadKind
 from stree_jax.models import named_weights
 
-__all__ = ["KIND", "MedusaDrafter", "MedusaHeads", "Typical", "load_medusa", "save_medusa"]
+__all__ = ["KIND", "MedusaDrafter", "MedusaHeads", "load_medusa", "save_medusa"]
 
 
 def digest(model: HybridLM) -> str:
@@ -44,13 +42,4 @@ KIND = HeadKind(
     fingerprint=digest,
     is_published=False,
 )
-
-
-def load_medusa(
-    path: str | os.PathLike[str] | Any,
-    target: HybridLM | Any,
-    *,
-    quantize: str | Any = None,
-) -> MedusaHeads:
-    """Loads Medusa heads in the target's dtype: see `load_head`."""
-    return load_head("medusa", path, target, quantize=quantize)
+load_medusa = functools.partial(load_head, "medusa")

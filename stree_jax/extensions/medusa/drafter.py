@@ -21,12 +21,7 @@ from stree_jax import (
     Verdict,
 )
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding.drafters import (
-    check_child_sampling,
-    chosen_child_sampling,
-    drawn_children,
-    root_token,
-)
+from stree_jax.decoding.drafters import check_child_sampling, drawn_children, root_token
 from stree_jax.extensions.medusa.head import MedusaHeads
 from stree_jax.heads import check_fits
 from stree_jax.models import check_on_one_device, output_logits
@@ -84,20 +79,17 @@ class MedusaDrafter(Drafter):
         return TreeTopology(tuple(at for at, depth in nodes if depth <= self.heads.num_heads))
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn:
-        how = chosen_child_sampling(self._child_sampling, temperature_is_zero=temperature_is_zero)
+        how = super().child_sampling(topology, temperature_is_zero=temperature_is_zero)
         inner = [topology.depths[n] for n, below in enumerate(topology.children) if below]
         shares = len({*inner}) < len(inner)  # two nodes of one depth have children
-        return Drawn(how, by_depth=shares)
+        return Drawn(how.kind, by_depth=shares)
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> MedusaState:
         shape = (batch, self.heads.bias.shape[1])
         return MedusaState(jnp.zeros(shape, self.output_head.storage.dtype), jnp.zeros(batch, bool))
 
     def propose(
-        self,
-        state: MedusaState,
-        step: Step,
-        topology: TreeTopology,
+        self, state: MedusaState, step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, MedusaState]:
         is_zero = step.sampling.temperature_is_zero
         how = self.child_sampling(topology, temperature_is_zero=is_zero)
@@ -139,13 +131,7 @@ class MedusaDrafter(Drafter):
     ) -> MedusaState:
         return _after(state, hidden, verdict.last)
 
-    def read(
-        self,
-        state: MedusaState,
-        tokens: Int[Array, "B T"],
-        hidden: Float[Array, "B T M"],
-        lengths: Int[Array, " B"],
-    ) -> MedusaState:
+    def read(self, state: MedusaState, tokens: Array, hidden: Array, lengths: Array) -> MedusaState:
         return _after(state, hidden, lengths - 1)
 
     def outputs_ahead(

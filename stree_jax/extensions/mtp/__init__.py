@@ -1,13 +1,12 @@
 """Multi-token-prediction heads: drafts by a small head on the target's own hidden states.
 
-`training` and `conversion` are imported when they are used.
+`load_mtp` also takes a checkpoint of Nemotron-3 with its head, or a native one whose folder `mtp`
+has it. `training` and `conversion` are imported when they are used.
 """
 
-import os
-from collections.abc import Collection
-from typing import Any
+import functools
 
-from stree_jax import HybridLM, load_head
+from stree_jax import load_head
 from stree_jax import save_head as save_mtp
 from stree_jax.extensions.mtp.drafter import MtpDrafter, MtpModel
 from stree_jax.extensions.mtp.head import MtpConfig, MtpHead
@@ -28,17 +27,4 @@ KIND = HeadKind(
     misfit="multi-token-prediction head in {path} is for another target; load that one, or train a"
     f" head for this one: {_TRAIN}",
 )
-
-
-def load_mtp(
-    path: str | os.PathLike[str] | Any,
-    target: HybridLM | Any,
-    *,
-    ignore: Collection[str] | Any = (),
-    quantize: str | Any = None,
-) -> MtpHead:
-    """Loads a multi-token-prediction head in the target's dtype: see `load_head`.
-
-    Also from a checkpoint of Nemotron-3 with its head, or a native one whose folder `mtp` has it.
-    """
-    return load_head("mtp", path, target, ignore=ignore, quantize=quantize)
+load_mtp = functools.partial(load_head, "mtp")

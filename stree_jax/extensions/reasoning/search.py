@@ -60,23 +60,18 @@ class Task(Protocol):
 
     def generator(self, problem: Any, state: State, parts: Parts) -> Stage | None:
         """Returns a thought's next part below `state`; None: it is complete."""
-        ...
 
     def evaluator(self, problem: Any, state: State, thought: Parts) -> Stage:
         """The request for the value of a thought below `state`."""
-        ...
 
     def value(self, text: str) -> float | None:
         """Returns the value in the evaluator's text; None counts as 0."""
-        ...
 
     def answer(self, problem: Any, state: State) -> Stage:
         """The request for the answer below the best state."""
-        ...
 
     def solved(self, problem: Any, state: State, answer: str) -> bool | None:
         """True if the answer is correct; None if no answer is."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
