@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 import struct
 import sys
 import warnings
@@ -29,6 +28,8 @@ KINDS = gguf.GGMLQuantizationType
 NOT_READ = ("zamba2", "qwen3_next, dense layers, narrow convolution")
 MODELS = {k: each for k, each in configs.TRANSFORMERS_CONFIGS.items() if k not in NOT_READ} | {
     "qwen3_next": {},
+    "falcon_h1, untied": configs.TRANSFORMERS_CONFIGS["falcon_h1, multipliers, no norm"]
+    | dict(tie_word_embeddings=False),
     "granitemoehybrid, tied": dict(tie_word_embeddings=True),
     "qwen3_5_text, tied": dict(tie_word_embeddings=True, linear_num_value_heads=6),
 }
@@ -355,27 +356,6 @@ def test_files_that_lie(name, tmp_path):
     checkpoints.refused(tmp_path / "x.gguf", rf"x\.gguf.*{message}")
 
 
-def test_random_damage(granite, tmp_path):
-    """Each file loads, or is refused in one line that names it."""
-    file, rng, messages = tmp_path / "x.gguf", random.Random(0), []
-    data = write(file, *granite).read_bytes()
-    end = data.index(b"blk.2.")
-    for _ in range(60):
-        damaged = bytearray(data[: rng.choice([len(data), rng.randrange(1, len(data))])])
-        for _ in range(rng.choice([0, 1, 3])):
-            damaged[rng.randrange(min(end, len(damaged)))] = rng.randrange(256)
-        file.write_bytes(damaged)
-        try:
-            open_checkpoint(file)
-        except ValueError as error:
-            messages.append(str(error).replace(str(file), "<file>"))
-    assert 30 < len(messages) < 60
-    for message in messages:
-        assert message.count("<file>") == 1
-        assert "\n" not in message
-        assert len(message) < 700
-
-
 def test_numbers_that_are_not_finite(tmp_path):
     """A of 0 is no decay."""
     _, values, tensors = original(tmp_path / "hf", "mamba2")
@@ -392,26 +372,3 @@ def test_without_the_package(tmp_path, monkeypatch):
         ValueError, match=r"x\.gguf: reading GGUF files needs gguf; in the clone: pip install"
     ):
         open_checkpoint(tmp_path)
-
-
-MULTIPLIERS = dict(
-    embedding_multiplier=1.7,
-    lm_head_multiplier=0.6,
-    key_multiplier=0.7,
-    attention_in_multiplier=1.2,
-    attention_out_multiplier=0.8,
-    ssm_in_multiplier=1.3,
-    ssm_out_multiplier=0.9,
-    ssm_multipliers=[0.7, 1.1, 0.8, 1.4, 1.2],
-    mlp_multipliers=[0.8, 1.5],
-)
-
-
-def test_multipliers_that_are_in_the_weights(tmp_path):
-    """Falcon-H1's are taken out, by config.json."""
-    for tied in (False, True):
-        changes = dict(num_hidden_layers=1, tie_word_embeddings=tied)
-        folder = tmp_path / str(tied)
-        folder.mkdir()
-        model, values, tensors = original(folder / "hf", "falcon_h1", **MULTIPLIERS, **changes)
-        assert_same(model, st.from_pretrained(write(folder / "model.gguf", values, tensors)))

@@ -283,32 +283,6 @@ def test_a_state_dict_of_transformers(model_type, tmp_path):
     assert_same_model(*map(st.from_pretrained, (tmp_path / "disk", memory)))
 
 
-# The described models themselves. Where their formulas are those of transformers, both are compared
-# with the library above.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", checkpoints.DESCRIBED)
-def test_numpy_models_are_causal_and_use_all_weights(name):
-    module, files, _ = checkpoints.DESCRIBED[name]
-    weights = checkpoints.described_weights(module, *files)
-
-    short = TOKENS[0, :11]  # the models loop over time
-
-    def logits(weights, tokens):
-        return module.logits(*files, weights, tokens)
-
-    want = logits(weights, short)
-    assert np.isfinite(want).all()
-    changed = short.copy()
-    changed[7] = 36 if short[7] != 36 else 35
-    have = logits(weights, changed)
-    np.testing.assert_allclose(have[:7], want[:7], rtol=1e-12)
-    assert (np.abs(have - want)[7:].max(axis=1) > 1e-3).all()
-    for name, value in weights.items():
-        noise = np.random.default_rng(1).normal(size=value.shape)
-        have = logits(weights | {name: value + 0.1 * noise}, short)
-        assert np.abs(have - want).max() > 1e-3, name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["untied, llama3 rope", "tied, plain rope, d_xb < d_inner"])
 def test_mamba_in_llama_without_mamba_is_transformers_llama(name, tmp_path):

@@ -206,12 +206,3 @@ def test_two_devices_and_a_jax_without_triton():
 def test_ops_run_where_their_arrays_are(default_is_a_gpu):
     here = jax.device_put(jnp.zeros((1, 1, 16, 16)), default_is_a_gpu)
     assert small_replay(state=here).devices() == {default_is_a_gpu}
-
-
-def test_without_triton_everything_but_pallas_works(monkeypatch):
-    monkeypatch.setattr(triton, "UNAVAILABLE", "this jax has no Pallas-Triton backend")
-    monkeypatch.setattr(dispatch, "device_obstacle", lambda device=None: None)
-    assert small_replay().shape == (1, 1, 16, 16)
-    assert "no Pallas-Triton" in dispatch.explain()
-    with pytest.raises(ValueError, match="no Pallas-Triton backend; use 'xla'"):
-        small_replay("pallas")

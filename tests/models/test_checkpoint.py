@@ -4,7 +4,6 @@ import os
 import shutil
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -215,27 +214,6 @@ def test_truncated_weights(saved, capfd):
     (saved / "checksums.json").unlink()
     with pytest.raises(ValueError, match=r"is damaged: cannot read blocks\.\d"):
         st.from_pretrained(saved)
-    gc.collect()
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.thorough
-def test_a_flipped_bit_is_found(saved, capfd):
-    """Wherever it is. Some change the numbers only, and nothing but a checksum can tell."""
-    data = data_file(saved)
-    content = data.read_bytes()
-    want = nnx.state(tiny_model("groups"))
-    found = []
-    for at in range(0, len(content), len(content) // 40):
-        data.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        try:  # some bytes are of no use
-            loaded = nnx.state(st.from_pretrained(saved).in_first())
-            jax.tree.map(np.testing.assert_array_equal, loaded, want)
-        except ValueError as error:
-            found.append(str(error))
-    assert any("another checksum" in message for message in found)
-    assert not [m for m in found if not m.startswith(f"{saved} is damaged: cannot read")]
-    assert not [m for m in found if " at 0x" in m or len(m) > 500]
     gc.collect()
     assert capfd.readouterr() == ("", "")
 

@@ -222,18 +222,6 @@ def test_padding_does_not_reach_the_cache():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["plain", "qwen3_5 hybrid"])
-def test_prefill_goes_on_from_a_cache(name):
-    model = tiny_model(name)
-    prompts = random_tokens(model, BATCH, 10)
-    _, first = prefill(model, prompts[:, :6], [6, 6])
-    logits, cache = prefill_from(model, prompts[:, 6:], np.array([4, 2], np.int32), first)
-    whole, want = prefill(model, prompts, [10, 8])
-    np.testing.assert_allclose(logits, whole, atol=1e-4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cache, want)
-
-
-@pytest.mark.thorough
 def test_bfloat16_keeps_state_and_logits_in_float32():
     model = tiny_model("plain", dtype="bfloat16")
     tokens = random_tokens(model, BATCH, LENGTH)

@@ -16,7 +16,6 @@ from stree_jax.testing import tiny_model
 from stree_jax.training.trainer import cast
 from tests.helpers import temporary_bytes
 
-CHAIN = st.TreeTopology.chain(2)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -114,33 +113,6 @@ def test_everything_that_reads_weights_by_name_gets_the_usual_order(stored, load
 def load_usual(path):
     """A float32 model that never had blocks."""
     return st.shard(st.from_pretrained(path, mesh=st.make_mesh()), None)
-
-
-@pytest.mark.thorough
-def test_text_with_drafts(loaded):
-    """Drafts are accepted, and the tokens are those of decoding without, in bfloat16 too."""
-    prompts = [[1, 2, 3], [4]]
-    options = dict(max_new_tokens=12, eos_token=())
-    plain = st.generate(loaded, prompts, **options)
-    drafted = st.generate(
-        loaded, prompts, drafter=st.ModelDrafter(loaded), topology=CHAIN, **options
-    )
-    assert drafted.stats.tau > 2
-    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
-
-
-@pytest.mark.thorough
-def test_gradients(stored):
-    """Of a loaded model: those of the unpacked one, packed."""
-    loaded = st.from_pretrained(stored)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(loaded.config.vocab_size, size=(2, 9)))
-    both = []
-    for model in (loaded, in_first(loaded)):
-        graphdef, state = nnx.split(model)
-        loss = lambda state: nnx.merge(graphdef, state)(tokens).std()  # noqa: B023, E731
-        both.append(nnx.merge(graphdef, jax.jit(jax.grad(loss))(state)))
-    have, want = weights(in_first(both[0])), weights(both[1])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), have, want)
 
 
 @pytest.mark.thorough
