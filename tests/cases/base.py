@@ -68,18 +68,11 @@ def table(cases, **defaults):
 
 
 class Budget(NamedTuple):
-    """How large the relative error of an output may be.
+    """How large the relative error of an output may be."""
 
-    Attributes:
-        most: the limit of all implementations.
-        of_xla: the limit of a kernel relative to the error of XLA, which sums in another order;
-            None: the kernel has the first limit only.
-        floor: added to the second limit.
-    """
-
-    most: float
-    of_xla: float | None = None
-    floor: float = 1e-7
+    most: float  # of all implementations
+    of_xla: float | None = None  # of a kernel, relative to the error of XLA; None: only the first
+    floor: float = 1e-7  # added to the second limit
 
 
 def native_lacks_bf16(case, implementation):
@@ -88,26 +81,16 @@ def native_lacks_bf16(case, implementation):
 
 
 class Op(NamedTuple):
-    """An op and its table.
-
-    Attributes:
-        cases: by name.
-        errors: takes a case and an implementation; the relative errors of the outputs against the
-            float64 reference by name. It asserts what must be exact. Cached.
-        budgets: takes a case; a `Budget` for each output.
-        implementations: all that the op has.
-        slow: names of cases that `make test-slow` runs, since other cases cover what they do.
-        lacks: takes a case and an implementation; whether it refuses such a case.
-        interpreted: names of cases that differ in kind to a kernel, whose interpreter is slow:
-            `make test-slow` interprets the others; None: all.
-    """
+    """An op and its table."""
 
     cases: dict[str, Case]
+    # Of the outputs, by name, against float64; it asserts what must be exact. Cached.
     errors: Callable[[Case, str], dict[str, float]]
     budgets: Callable[[Case], dict[str, Budget]]
     implementations: tuple[str, ...] = IMPLEMENTATIONS
-    slow: tuple[str, ...] = ()
-    lacks: Callable[[Case, str], bool] = lambda case, implementation: False
+    slow: tuple[str, ...] = ()  # cases of `make test-slow`: others cover what they do
+    lacks: Callable[[Case, str], bool] = lambda case, implementation: False  # it refuses the case
+    # Cases that differ in kind to a kernel; `make test-slow` interprets the others. None: all.
     interpreted: tuple[str, ...] | None = None
 
     def is_slow(self, name, implementation):

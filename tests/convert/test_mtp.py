@@ -201,9 +201,3 @@ def test_what_is_refused(kind, changes, own, message, tmp_path):
     assert "cannot be used" in inspected(path)
     assert re.search(message, convert(path, tmp_path / "native"))
     assert not (tmp_path / "native" / "mtp").exists()
-
-
-def test_a_head_on_a_mesh_is_refused(tmp_path):
-    path = saved(tmp_path / "original")
-    with pytest.raises(ValueError, match="load_mtp is for models on one device"):
-        st.load_mtp(path, st.from_pretrained(path, mesh=st.make_mesh()))

@@ -524,6 +524,7 @@ REFUSED = [
         lambda on, one, *_: drafting(on, one, mtp_head_of(one), drafter=st.MtpDrafter),
         "a multi-token-prediction head is for models on one",
     ),
+    (lambda on, *_: st.load_mtp("there", on), "load_mtp is for models on one device"),
     (lambda on, *_: st.load_eagle3("there", on), "load_eagle3 is for models on one device"),
     (lambda on, *_: st.Eagle3Drafter(on, eagle3_head(on)), "an EAGLE-3 head is for models on one"),
     (
