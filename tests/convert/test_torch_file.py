@@ -188,14 +188,3 @@ def test_other_torch_files(tmp_path):
     path.write_bytes(path.read_bytes() + b"PK\x05\x06" + bytes(18))  # a directory of nothing
     with pytest.raises(ValueError, match=r"x\.bin has no records"):
         open_torch_file(path)
-
-
-def test_truncated_torch_files(tmp_path):
-    path = torch_file(
-        tmp_path / "x.bin", {"w": tensor(), "v": tensor(shape=(3, 2), strides=(1, 3))}
-    )
-    data = path.read_bytes()
-    for cut in range(0, len(data), 7):
-        path.write_bytes(data[:cut])
-        with pytest.raises(ValueError, match=r"x\.bin"):
-            open_torch_file(path)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import conv_gather_index, dispatch
+from pallas_kernels import dispatch
 from stree_jax import ModelConfig, TreeTopology
 from stree_jax.models import Matrix, MoeConfig
 from stree_jax.models.cache import init_cache, init_pending, path_to
@@ -288,49 +288,6 @@ def test_the_corrections_of_a_bfloat16_models_record_are_float32():
     texts = [[*prompts[b], *drafts[b, TREE.ancestor_mask[last]]] for b, last in enumerate([8, 4])]
     _, want = prefill(model, texts, [*map(len, texts)])
     assert relative_error(after.ssm, want[0].ssm) < 0.02
-
-
-@pytest.mark.thorough
-def test_memory_of_a_tree_in_the_shape_of_qwen():
-    """Nothing is allocated. docs/algorithms.md says the same."""
-    config = ModelConfig.preset("Qwen3.5-9B")
-    make = (functools.partial(make, config, 1) for make in (init_cache, init_pending))
-    cache, pending = jax.eval_shape(lambda: [each(64, jnp.bfloat16) for each in make])
-    delta = [layer for layer, kind in enumerate(config.kinds) if kind == "gated_delta"]
-    sizes = {
-        name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
-        for name, parts in {
-            "states": [cache[layer].ssm for layer in delta],
-            "windows": [cache[layer].conv for layer in delta],
-            "records": [pending[layer] for layer in delta],
-        }.items()
-    }
-    assert sizes == {"states": 50_331_648, "windows": 1_179_648, "records": 64 * 24 * 36_992}
-
-
-@pytest.mark.parametrize("name", ["qwen3_5 hybrid", "qwen3_next hybrid"])
-def test_nodes_that_do_not_exist_reach_nothing(name):
-    """Whatever a gated delta mixer gets there, to the bit; native code and XLA."""
-    model = tiny_model(name)
-    cache, mixer = (
-        prefill(model, random_tokens(model, BATCH, 7), [7, 4])[1][0],
-        model.blocks[0].mixer,
-    )
-    u = jnp.asarray(np.random.default_rng(0).normal(size=(2, TREE.num_nodes, 16)), jnp.float32)
-    tree = TREE.tree(jnp.arange(TREE.num_nodes)[None] < jnp.array([[5], [7]]))
-    exists = jnp.diagonal(tree.ancestor_mask, axis1=1, axis2=2)[..., None]
-
-    @jax.jit
-    def outputs(u):
-        width = mixer.config.conv_width
-        windows = {width: conv_gather_index(tree.parents, width)}
-        y, pending, _ = mixer.tree(u, tree, windows, cache)
-        return jnp.where(exists, y, 0), pending.x
-
-    for fill in (jnp.nan, jnp.inf, 1.0):
-        got, want = (outputs(jnp.where(exists, u, value)) for value in (fill, 0.0))
-        jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert not np.asarray(got[1])[~np.asarray(exists[..., 0])].any()
 
 
 def test_a_record_is_valid_with_its_own_cache_alone():
