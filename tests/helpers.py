@@ -1,6 +1,7 @@
 """Shared by several tests, beyond `stree_jax.testing`."""
 
 import gc
+import json
 import os
 import re
 import shutil
@@ -65,6 +66,11 @@ def some(values, *quick):
     assert {*quick} <= {*values}, (quick, values)
     thorough = pytest.mark.thorough
     return [pytest.param(each, marks=() if each in quick else thorough) for each in values]
+
+
+def crcs(path):
+    """The checksums of a saved model's arrays."""
+    return json.loads((path / "checksums.json").read_text())["crc32"]
 
 
 def assert_same_model(one, other):

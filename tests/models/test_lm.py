@@ -126,26 +126,6 @@ def test_replay_is_prefill_of_the_accepted_tokens(name):
         jax.tree.map(assert_close, replayed, want)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["groups", "qwen3_5 hybrid"])
-def test_a_tree_grown_level_by_level_is_the_tree_at_once(name):
-    model = tiny_model(name)
-    topology = TreeTopology.from_branching((2, 2))
-    drafts = random_tokens(model, BATCH, topology.num_nodes)
-    cache = prefill(model, random_tokens(model, BATCH, 5), [5, 3])[1]
-    tree = whole_tree(topology)
-    at_once, all_pending, _ = tree_forward(model, drafts, tree, cache)
-    pending, start = None, 0
-    for end in (1, 3, 7):
-        part = jax.tree.map(lambda leaf, end=end: leaf[:, :end], tree)
-        part = part._replace(ancestor_mask=part.ancestor_mask[:, :, :end])
-        queries = jnp.asarray(drafts[:, start:end])
-        logits, pending, _ = tree_forward(model, queries, part, cache, prefix_pending=pending)
-        np.testing.assert_allclose(logits, at_once[:, start:end], atol=1e-4)
-        start = end
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), pending, all_pending)
-
-
 # Sizes that the kernels take, and all kinds of layers that have one.
 SIXTEENS = dataclasses.replace(
     _PARALLEL,
@@ -288,14 +268,3 @@ def test_the_corrections_of_a_bfloat16_models_record_are_float32():
     texts = [[*prompts[b], *drafts[b, TREE.ancestor_mask[last]]] for b, last in enumerate([8, 4])]
     _, want = prefill(model, texts, [*map(len, texts)])
     assert relative_error(after.ssm, want[0].ssm) < 0.02
-
-
-def test_a_record_is_valid_with_its_own_cache_alone():
-    """Unlike Mamba-2's: the corrections depend on the state that the tree was run from."""
-    for name, is_bound in (("qwen3_5 hybrid", True), ("plain", False)):
-        model, tree = tiny_model(name), whole_tree(TREE)
-        _, cache = prefill(model, random_tokens(model, BATCH, 7), [7, 4])
-        drafts = random_tokens(model, BATCH, TREE.num_nodes, seed=1)
-        forked = (cache[0]._replace(ssm=-cache[0].ssm), *cache[1:])
-        own, foreign = (tree_forward(model, drafts, tree, each)[1][0].x for each in (cache, forked))
-        assert (relative_error(foreign, own) > 0.1) == is_bound

@@ -14,17 +14,12 @@ import jax
 
 import stree_jax as st
 from stree_jax.testing import perturbed, random_model
+from tests.decoding.texts import of_rows
 from tests.sharding.configs import CONFIGS
 from tests.sharding.meshes import PROMPTS
 
 MESHES = ((2, 2), (1, 4))
 HYBRID = "bamba"
-
-
-def joined(steps, prompts):
-    """The new tokens of each row."""
-    assert all(len(step) == len(prompts) for step in steps)
-    return [[token for step in steps for token in step[row]] for row in range(len(prompts))]
 
 
 def texts(target, draft):
@@ -38,7 +33,8 @@ def texts(target, draft):
         return st.generate(target, prompts, **options).tokens.tolist()
 
     def streamed(prompts, **options):
-        return joined([*st.stream(target, prompts, **options)], prompts)
+        pieces = [*st.stream(target, prompts, **options)]
+        return [of_rows(pieces, row) for row in range(len(prompts))]
 
     out = st.generate(target, PROMPTS, **greedy)
     return {
