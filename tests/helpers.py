@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 import stree_jax as st
@@ -66,6 +67,14 @@ def some(values, *quick):
     assert {*quick} <= {*values}, (quick, values)
     thorough = pytest.mark.thorough
     return [pytest.param(each, marks=() if each in quick else thorough) for each in values]
+
+
+def word_tokenizer(words, unknown):
+    """A tokenizer whose tokens are these words, written as bytes of byte-level BPE."""
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
 
 
 def crcs(path):

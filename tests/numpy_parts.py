@@ -1,8 +1,9 @@
-"""Building blocks of the NumPy models: one sequence, float64, a loop over time."""
+"""Building blocks of the NumPy models: one sequence, float64."""
 
 import numpy as np
 
 from pallas_kernels.ssd.reference import ssd
+from pallas_kernels.tree_attention.reference import tree_attention
 from pallas_kernels.tree_delta.reference import delta_chunks
 
 
@@ -65,15 +66,10 @@ def rotate(x, frequencies):
 
 def attend(q, k, v, scale, window=None):
     """Causal attention `[T, H, D]` with fewer key heads `[T, G, D]`: head h reads h // (H / G)."""
-    out = np.zeros(q.shape)
-    for h in range(q.shape[1]):
-        g = h // (q.shape[1] // k.shape[1])
-        for t in range(len(q)):
-            seen = slice(max(0, t + 1 - (window or len(q))), t + 1)
-            scores = scale * k[seen, g] @ q[t, h]
-            weights = np.exp(scores - scores.max())
-            out[t, h] = weights / weights.sum() @ v[seen, g]
-    return out
+    nothing, mask = np.zeros((1, k.shape[1], 0, k.shape[2])), np.tri(len(q), dtype=bool)
+    before = nothing, nothing, np.zeros(1, int)
+    given = (each[None] for each in (q, k, v))
+    return tree_attention(*given, *before, mask[None], scale=scale, window=window)[0]
 
 
 def mamba2_shapes(width, inner, conv, heads, conv_width):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +32,8 @@ conv_gather_index = jax.jit(pallas_kernels.conv_gather_index, static_argnums=1)
 replay_gather_index = jax.jit(pallas_kernels.replay_gather_index, static_argnums=2)
 
 
-@dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem of an op. Its sizes, and what is special about its numbers, are attributes."""
-
-    name: str
-    sizes: tuple[tuple[str, Any], ...]
-
-    def __getattr__(self, name):
-        if name in (sizes := dict(object.__getattribute__(self, "sizes"))):
-            return sizes[name]
-        raise AttributeError(name)
+    """One problem of an op. Its sizes, and what is special about its numbers, are fields."""
 
     def __str__(self):
         return self.name
@@ -54,15 +45,15 @@ class Case:
 
     def but(self, **changes):
         """The case with other sizes."""
-        assert changes.keys() <= dict(self.sizes).keys(), changes
-        return Case(self.name, tuple((dict(self.sizes) | changes).items()))
+        return dataclasses.replace(self, **changes)
 
 
 def table(cases, **defaults):
     """Cases by name: each has the defaults and its own changes to them."""
-    plain = Case("", tuple((defaults | {"bf16": False}).items()))
+    fields = ("name", *defaults, "bf16")
+    plain = dataclasses.make_dataclass("Sizes", fields, bases=(Case,), frozen=True)
     return {
-        name: dataclasses.replace(plain.but(**changes), name=name)
+        name: plain(**{"name": name, "bf16": False} | defaults | changes)
         for name, changes in cases.items()
     }
 

@@ -1,6 +1,5 @@
 """`tree_delta`, `replay_delta`, `replay_tree_delta` and `delta_chunks` on one table."""
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -306,10 +305,10 @@ SEQUENCES = (
     *("keys of one sign", "equal keys", "sizes that are released", "bf16"),
 )
 HOLES = {
-    f"holes, chunks of {size}": CASES["64 nodes"].but(holes=True, chunk_size=size)
+    name: CASES["64 nodes"].but(holes=True, chunk_size=size, name=name)
     for size in (1, 5, 16, 64, 100)
+    for name in [f"holes, chunks of {size}"]
 }
-HOLES = {name: dataclasses.replace(case, name=name) for name, case in HOLES.items()}
 DELTA_CHUNKS = Op(
     *({name: CASES[name] for name in SEQUENCES} | HOLES, chunks_errors, budgets("y", "state")),
     ("xla", "native"),

@@ -28,7 +28,6 @@ LINES = {  # one that begins with an option is of `generate TARGET`
     "inspect {long}": f"no checkpoint at {LONG[:297]}...: File name too long",
     "convert {target} {draft}": "exists; choose another name",
     "convert {target} out --to onnx": "to must be one of",
-    "convert {target} out --dtype int8": "dtype must be float32 or bfloat16, got int8",
     "train nowhere.toml out": "cannot read the recipe nowhere.toml",
     "generate {target} -p ''": "--prompt is empty",
     "-p x --draft {draft} --ngram": "--draft and --ngram each select a drafter; choose one",

@@ -81,30 +81,22 @@ def test_the_published_config_of_mamba_ssm(checkpoint):
     ]
 
 
-def random_model(**changes):
-    return testing.random_model(st.ModelConfig.tiny(**changes))
-
-
-def assert_goes_there_and_back(model, folder, family):
-    """Through a native checkpoint, one of the new family, and a native one again."""
-    paths = [folder / name for name in ("native", "other", "back")]
-    st.save_pretrained(model, paths[0])
-    convert(paths[0], paths[1], to="example")
-    convert(paths[1], paths[2])
-    assert open_checkpoint(paths[1]).description.family == family
-    for path in paths:
-        assert_same_model(st.from_pretrained(path).in_first(), model)
-
-
 @pytest.mark.skipif(not DOCS.is_dir(), reason="the tests run without a checkout")
 def test_the_family_of_the_docs(tmp_path, monkeypatch):
     """Recognised by its model_type, and by nothing once its entry is gone."""
     monkeypatch.setitem(FAMILIES, "example", None)  # restores the table at the end
     exec(python_blocks(DOCS / "checkpoints.md")[0][1], {})
     assert formats()[-1] == "example"
-    model = random_model(d_model=32, head_dim=64, state_size=128, chunk_size=64)
-    assert_goes_there_and_back(model, tmp_path, "example")
-    st.save_pretrained(random_model(d_model=32, head_dim=64), tmp_path / "small")
+    config = st.ModelConfig.tiny(d_model=32, head_dim=64, state_size=128, chunk_size=64)
+    model = testing.random_model(config)
+    st.save_pretrained(model, tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "other", to="example")
+    convert(tmp_path / "other", tmp_path / "back")
+    assert open_checkpoint(tmp_path / "other").description.family == "example"
+    for name in ("native", "other", "back"):
+        assert_same_model(st.from_pretrained(tmp_path / name).in_first(), model)
+    small = testing.random_model(st.ModelConfig.tiny(d_model=32, head_dim=64))
+    st.save_pretrained(small, tmp_path / "small")
     with pytest.raises(ValueError, match="example has no place for mamba2.state_size = 8"):
         convert(tmp_path / "small", tmp_path / "out", to="example")
     monkeypatch.delitem(FAMILIES, "example")

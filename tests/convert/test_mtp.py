@@ -64,14 +64,11 @@ def test_convert_carries_the_head_in_both_directions(kind, tmp_path):
             np.testing.assert_allclose(tensors[name], value, rtol=0, atol=rounding)  # 1 + w - 1
 
 
-def test_a_head_of_another_size_or_none(tmp_path):
+def test_a_head_of_another_size(tmp_path):
     path = saved(tmp_path / "original")
     wide = nnx.merge(*st.HybridLM.abstract(st.ModelConfig.tiny(d_model=32)))
     with pytest.raises(ValueError, match="has width 16 and tokens 37, and the target width 32"):
         st.load_mtp(path, wide)
-    rounded = st.load_mtp(path, st.from_pretrained(path, dtype="bfloat16"))
-    assert rounded.in_proj.kernel.dtype == "bfloat16"
-    assert rounded.feed_forward.correction.dtype == "float32"
 
 
 REFUSED = [

@@ -73,21 +73,6 @@ def test_transformers_there_and_back(name, tmp_path):
     np.testing.assert_array_equal(checkpoints.hf_logits(copy, TOKENS), want)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "field", "changes"),
-    [
-        ("falcon_h1", "mamba_norm_before_gate", {"mamba_rms_norm": True}),
-        ("granitemoehybrid", "attention_multiplier", {}),
-    ],
-)
-def test_null_is_what_transformers_takes_it_for(model_type, field, changes, tmp_path):
-    """Not the default of the field."""
-    hf = checkpoints.hf_checkpoint(tmp_path / "hf", model_type, **changes, **{field: None})
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())[field] is None
-    have = apply(st.from_pretrained(tmp_path / "hf"), TOKENS)
-    assert_close(have, checkpoints.hf_logits(hf, TOKENS))
-
-
 @pytest.mark.thorough
 def test_the_text_model_of_a_wrapper(tmp_path):
     """As transformers saves it, experts one by one, and as it is released, merged."""

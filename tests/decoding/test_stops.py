@@ -4,7 +4,6 @@ import functools
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
 
 import stree_jax as st
 from stree_jax.decoding.results import Piece, Pieces
@@ -12,6 +11,7 @@ from stree_jax.decoding.stops import Stopping
 from stree_jax.decoding.token_bytes import token_bytes
 from stree_jax.testing import tiny_model
 from tests.decoding.texts import of_rows
+from tests.helpers import word_tokenizer
 from tests.methods import KEY, PROMPTS, drafts
 
 NEW_TOKENS = 24
@@ -25,11 +25,9 @@ def letters():
     words = ["a", "b", "ab", "ba", "aab", "bba", "abab", "aba", "bab", "c"]
     words += [f"{first}{second}" for first in "cde" for second in "fghijklm"]
     pieces = [*words, "â", "Ĥ¬"]  # 0xE2, and 0x82 0xAC in byte-level BPE
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    assert len(vocabulary) == 36
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="c"))
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = word_tokenizer(pieces, "c")
     tokenizer.add_special_tokens(["<end>"])
+    assert tokenizer.get_vocab_size() == 37
     return tokenizer
 
 

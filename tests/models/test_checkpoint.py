@@ -200,14 +200,9 @@ def test_refused(saved, damage, message):
         st.from_pretrained(saved)
 
 
-def data_file(saved):
-    """The file with the numbers of the arrays."""
-    return max((saved / "params").rglob("*"), key=lambda file: file.stat().st_size)
-
-
 def test_truncated_weights(saved, capfd):
     """With and without the sizes of the files; nothing but the error is printed."""
-    data = data_file(saved)
+    data = max((saved / "params").rglob("*"), key=lambda file: file.stat().st_size)
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(ValueError, match="is damaged: cannot read its weights .* has 100 bytes"):
         st.from_pretrained(saved)

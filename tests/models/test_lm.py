@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import dispatch
 from stree_jax import ModelConfig, TreeTopology
 from stree_jax.models import Matrix, MoeConfig
-from stree_jax.models.cache import init_cache, init_pending, path_to
+from stree_jax.models.cache import path_to
 from stree_jax.testing import CONFIGS, HYBRIDS, random_model, tiny_model
 from tests import oracle
 from tests.cases.base import relative_error
@@ -27,13 +27,12 @@ def prefill(model, tokens, lengths):
     padded = np.zeros((len(tokens), PADDED), np.int32)
     for row, buffer in zip(tokens, padded, strict=True):
         buffer[: len(row)] = row
-    return prefill_from(model, padded, np.asarray(lengths, np.int32), None)
+    return prefill_padded(model, padded, np.asarray(lengths, np.int32))
 
 
 @jax.jit
-def prefill_from(model, tokens, lengths, cache):
-    cache = model.init_cache(len(tokens), MAX_LENGTH) if cache is None else cache
-    return model.prefill(tokens, lengths, cache)
+def prefill_padded(model, tokens, lengths):
+    return model.prefill(tokens, lengths, model.init_cache(len(tokens), MAX_LENGTH))
 
 
 @jax.jit
@@ -238,20 +237,6 @@ def test_no_single_row_is_multiplied_on_a_tpu(weight, wide, monkeypatch):
     np.testing.assert_array_equal(multiply(row), wanted)
     assert " pad[" in text(row)
     assert text(two) == of_two
-
-
-@pytest.mark.parametrize("name", ["mamba_in_llama", "qwen3_5 hybrid"])
-def test_init_cache_owns_the_shapes(name):
-    model = tiny_model(name)
-    _, cache = prefill(model, random_tokens(model, BATCH, 5), [5, 2])
-    tree = whole_tree(TREE)
-    _, pending, _ = tree_forward(model, random_tokens(model, BATCH, TREE.num_nodes), tree, cache)
-
-    def shapes(values):
-        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), values)
-
-    assert shapes(cache) == shapes(init_cache(model.config, BATCH, MAX_LENGTH, model.dtype))
-    assert shapes(pending) == shapes(init_pending(model.config, BATCH, TREE.num_nodes, model.dtype))
 
 
 @pytest.mark.thorough

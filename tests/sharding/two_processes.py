@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import jax
+import pytest
 
 import stree_jax as st
 from stree_jax.testing import perturbed, random_model
@@ -96,10 +97,9 @@ def refusals(target, folder):
     }
     found = {}
     for name, call in calls.items():
-        try:
+        with pytest.raises(ValueError) as error:  # noqa: PT011
             call()
-        except ValueError as error:
-            found[name] = str(error)
+        found[name] = str(error.value)
     return found
 
 

@@ -101,17 +101,17 @@ def batch(step):
 TRAINING = Training(steps=8, batch_size=2, sequence_length=16, save_every=3, warmup_steps=2)
 
 
-def from_target(model, tokens, target):
-    return distillation_loss(model, target(tokens), tokens)
-
-
 @pytest.mark.thorough
 def test_gated_delta_hybrids_learn(tmp_path):
     """With factors of products in bfloat16; weights stay float32."""
     training = dataclasses.replace(TRAINING, products="bfloat16")
     config = HYBRIDS["qwen3_5"].with_layers(("gated_delta", "attention"))
     model, target = st.HybridLM(config, rngs=nnx.Rngs(0)), tiny_model("qwen3_5 hybrid")
-    reports = fit(model, from_target, batch, training, tmp_path / "steps", target)
+
+    def loss(model, tokens, target):
+        return distillation_loss(model, target(tokens), tokens)
+
+    reports = fit(model, loss, batch, training, tmp_path / "steps", target)
     losses = [report.loss for report in reports]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"float32"}
     assert np.isfinite(losses).all()
