@@ -66,11 +66,6 @@ class Told(Echo):
     """Drafts that know the text: in each step one path of the tree is right, in turn to every node.
 
     So all accepted lengths and all branches occur, and no draft model has to be compiled.
-
-    Args:
-        prompts: token ids of each row.
-        texts: its new tokens, `[rows, T]`.
-        vocab_size: number of tokens.
     """
 
     def __init__(self, prompts, texts, vocab_size):

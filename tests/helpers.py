@@ -1,6 +1,7 @@
 """Shared by several tests, beyond `stree_jax.testing`."""
 
 import gc
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 import stree_jax as st
@@ -67,6 +69,19 @@ def some(values, *quick):
     return [pytest.param(each, marks=() if each in quick else thorough) for each in values]
 
 
+def word_tokenizer(words, unknown):
+    """A tokenizer whose tokens are these words, written as bytes of byte-level BPE."""
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def crcs(path):
+    """The checksums of a saved model's arrays."""
+    return json.loads((path / "checksums.json").read_text())["crc32"]
+
+
 def assert_same_model(one, other):
     """Both have the same config, if it is not a head's without one, and weights to the bit."""
     assert getattr(one, "config", None) == getattr(other, "config", None)
@@ -108,16 +123,17 @@ def state_after(drafter, context, topology, max_length):
     return drafter.read(state, context.tokens, None, context.length - 1)
 
 
-def python(*arguments, **environment):
-    """The output of another Python process, which succeeds."""
+def python(*arguments, timeout=900, **environment):
+    """The output of another Python process, which succeeds; pytest there is none of this one's."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     result = subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
-        env=os.environ | environment,
-        timeout=900,
+        env=mine | environment,
+        timeout=timeout,
     )
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, result.stdout[-20_000:] + result.stderr
     return result.stdout
 
 

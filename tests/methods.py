@@ -24,20 +24,13 @@ RAGGED = Topology.from_parents([-1, 0, 1, 2, 0, 4, 2, 6, 3])
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to draft.
-
-    Attributes:
-        make: a drafter, from a draft model or from the target.
-        topology: None is the drafter's own.
-        drafts: the draft models: the target itself, one that often agrees, one that does not know
-            it. They share a program.
-        follows: with the target as its own draft, first children are always right.
-    """
+    """A way to draft: `make` takes a draft model or the target."""
 
     make: Callable
-    topology: st.TreeTopology | None = None
+    topology: st.TreeTopology | None = None  # None: the drafter's own
+    # The target itself, a model that often agrees, one that does not know it: they share a program.
     drafts: tuple[str, ...] = ("itself", "alike", "unrelated")
-    follows: bool = False
+    follows: bool = False  # with the target as its own draft, first children are always right
 
 
 def static(topology):

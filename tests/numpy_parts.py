@@ -1,6 +1,10 @@
-"""Building blocks of the NumPy models: one sequence, float64, a loop over time."""
+"""Building blocks of the NumPy models: one sequence, float64."""
 
 import numpy as np
+
+from pallas_kernels.ssd.reference import ssd
+from pallas_kernels.tree_attention.reference import tree_attention
+from pallas_kernels.tree_delta.reference import delta_chunks
 
 
 def log_softmax(logits):
@@ -27,29 +31,14 @@ def causal_conv(x, weight, bias):
 
 def state_space(x, dt, A_log, B, C, D):
     """Of `x` `[T, H, P]`, `dt` `[T, H]`, `B`, `C` `[T, G, N]`, `D` `[H, 1 or P]`."""
-    y, heads = np.zeros_like(x), x.shape[1]
-    for h in range(heads):
-        b, c = h * B.shape[1] // heads, h * C.shape[1] // heads
-        state = np.zeros((x.shape[2], B.shape[2]))
-        for t in range(len(x)):
-            state = np.exp(-dt[t, h] * np.exp(A_log[h])) * state
-            state = state + dt[t, h] * np.outer(x[t, h], B[t, b])
-            y[t, h] = state @ C[t, c] + D[h] * x[t, h]
-    return y
+    state = np.zeros((1, *x.shape[1:], B.shape[2]))
+    return ssd(x[None], dt[None], -np.exp(A_log), B[None], C[None], D, state)[0][0]
 
 
 def delta_rule(q, k, v, g, beta):
     """Of `q`, `k` `[T, G, S]` before the norm, `v` `[T, H, P]`, others `[T, H]`."""
-    y, size = np.zeros_like(v), q.shape[2]
-    q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
-    for h in range(v.shape[1]):
-        group, state = h * q.shape[1] // v.shape[1], np.zeros((size, v.shape[2]))
-        for t in range(len(v)):
-            key = k[t, group]
-            state = np.exp(g[t, h]) * state
-            state = state + np.outer(key, beta[t, h] * (v[t, h] - key @ state))
-            y[t, h] = q[t, group] @ state / np.sqrt(size)
-    return y
+    state, valid = np.zeros((1, *v.shape[1:], q.shape[2])), np.ones((1, len(v)), bool)
+    return delta_chunks(*(each[None] for each in (q, k, v, g, beta)), state, valid)[0][0]
 
 
 def rope_frequencies(size, base):
@@ -77,15 +66,10 @@ def rotate(x, frequencies):
 
 def attend(q, k, v, scale, window=None):
     """Causal attention `[T, H, D]` with fewer key heads `[T, G, D]`: head h reads h // (H / G)."""
-    out = np.zeros(q.shape)
-    for h in range(q.shape[1]):
-        g = h // (q.shape[1] // k.shape[1])
-        for t in range(len(q)):
-            seen = slice(max(0, t + 1 - (window or len(q))), t + 1)
-            scores = scale * k[seen, g] @ q[t, h]
-            weights = np.exp(scores - scores.max())
-            out[t, h] = weights / weights.sum() @ v[seen, g]
-    return out
+    nothing, mask = np.zeros((1, k.shape[1], 0, k.shape[2])), np.tri(len(q), dtype=bool)
+    before = nothing, nothing, np.zeros(1, int)
+    given = (each[None] for each in (q, k, v))
+    return tree_attention(*given, *before, mask[None], scale=scale, window=window)[0]
 
 
 def mamba2_shapes(width, inner, conv, heads, conv_width):

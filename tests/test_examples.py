@@ -5,11 +5,10 @@ import warnings
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.testing import assert_lossless, perturbed, tiny_model
+from stree_jax.testing import assert_lossless, tiny_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the tests run without a checkout")
@@ -57,24 +56,3 @@ def test_the_table_drafts_what_followed_the_same_pair():
     assert draft.tree.valid.tolist() == [[True] * 5, [True] + [False] * 4]
     with pytest.raises(ValueError, match="drafts chains, this tree is 3 nodes wide"):
         st.generate(tiny_model(), PROMPTS, drafter=drafter, topology=st.TreeTopology.paper("A"))
-
-
-@pytest.mark.thorough
-def test_short_steps_are_short_and_exact():
-    short = load("own_verifier").ShortSteps
-    options = dict(
-        max_new_tokens=12,
-        drafter=st.ModelDrafter(perturbed(tiny_model(), 0.1)),
-        topology=st.TreeTopology.from_branching((2, 1, 1)),
-    )
-    plain = st.generate(tiny_model(), PROMPTS, max_new_tokens=12)
-    for most in (0, 2):
-        verifier = short(st.VERIFIERS["greedy"], most)
-        out = st.generate(tiny_model(), PROMPTS, verifier=verifier, **options)
-        np.testing.assert_array_equal(out.tokens, plain.tokens)
-        assert (out.stats.accepted_per_depth[most:] == 0).all()
-        assert most == 0 or out.stats.accepted_per_depth[most - 1] > 0
-    with pytest.raises(ValueError, match="needs temperature > 0"):
-        st.generate(
-            tiny_model(), PROMPTS, verifier=short(st.VERIFIERS["without_replacement"], 1), **options
-        )

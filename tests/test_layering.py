@@ -80,35 +80,32 @@ PUBLIC_MODULES = {
 }
 
 
+OURS = ("stree_jax", "pallas_kernels")
+
+
 def test_extensions_use_public_names_only():
     for file in (Path(stree_jax.__file__).parent / "extensions").glob("*/*.py"):
+        own = f"stree_jax.extensions.{file.parent.name}"
         for node in nodes(file):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
                 is_own = ast.unparse(node.value) in ("self", "cls", "super()")
                 is_of_python = node.attr.endswith("__") or node.attr in ("_asdict", "_replace")
                 assert is_own or is_of_python, (file, node.attr)
-            for problem in private_imports(node, f"stree_jax.extensions.{file.parent.name}"):
-                raise AssertionError(f"{file}, line {node.lineno}: {problem}")
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith(OURS) for alias in node.names), file
+            if isinstance(node, ast.ImportFrom) and node.module.startswith(OURS):
+                for alias in node.names:
+                    found = file, node.module, alias.name
+                    assert is_public(node.module, alias.name, own), found
 
 
-def private_imports(node, own):
-    """The private names that an extension imports from the library."""
-    if isinstance(node, ast.Import):
-        ours = [alias.name for alias in node.names if alias.name.startswith(("stree", "pallas"))]
-        yield from (f"import the names that you need from {name}" for name in ours)
-    if not isinstance(node, ast.ImportFrom):
-        return
-    ours, module = node.module.startswith(("stree_jax", "pallas_kernels")), None
-    for alias in node.names:
-        if node.module.startswith(own):
-            if alias.name.startswith("_"):
-                yield f"{alias.name} of {node.module} is private"
-        elif ours:
-            module = module or importlib.import_module(node.module)
-            if node.module not in PUBLIC_MODULES and not hasattr(module, "__path__"):
-                yield f"{node.module} is not public"
-            elif alias.name not in getattr(module, "__all__", ()):
-                yield f"{alias.name} is not in the __all__ of {node.module}"
+def is_public(module, name, own):
+    """True for names of the room, and for those in the `__all__` of a package of the library."""
+    if module.startswith(own):
+        return not name.startswith("_")
+    found = importlib.import_module(module)
+    is_for_extensions = module in PUBLIC_MODULES or hasattr(found, "__path__")
+    return is_for_extensions and name in getattr(found, "__all__", ())
 
 
 @pytest.mark.parametrize("package", [pallas_kernels, stree_jax])

@@ -130,7 +130,8 @@ class Options:
             )
         check_int("top_log_probs", self.top_log_probs, 0)
         listed_stops(self.stop)
-        if self.key is None:
+        is_seed = type(self.key) is int and 0 <= self.key < 2**32
+        if self.key is None or is_seed:  # then no device starts, which several processes may join
             return
         how = jax.random.key_impl(typed_key(self.key))
         if heat > 0 and "rbg" in str(how):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +32,8 @@ conv_gather_index = jax.jit(pallas_kernels.conv_gather_index, static_argnums=1)
 replay_gather_index = jax.jit(pallas_kernels.replay_gather_index, static_argnums=2)
 
 
-@dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem of an op. Its sizes, and what is special about its numbers, are attributes."""
-
-    name: str
-    sizes: tuple[tuple[str, Any], ...]
-
-    def __getattr__(self, name):
-        if name in (sizes := dict(object.__getattribute__(self, "sizes"))):
-            return sizes[name]
-        raise AttributeError(name)
+    """One problem of an op. Its sizes, and what is special about its numbers, are fields."""
 
     def __str__(self):
         return self.name
@@ -54,32 +45,25 @@ class Case:
 
     def but(self, **changes):
         """The case with other sizes."""
-        assert changes.keys() <= dict(self.sizes).keys(), changes
-        return Case(self.name, tuple((dict(self.sizes) | changes).items()))
+        return dataclasses.replace(self, **changes)
 
 
 def table(cases, **defaults):
     """Cases by name: each has the defaults and its own changes to them."""
-    plain = Case("", tuple((defaults | {"bf16": False}).items()))
+    fields = ("name", *defaults, "bf16")
+    plain = dataclasses.make_dataclass("Sizes", fields, bases=(Case,), frozen=True)
     return {
-        name: dataclasses.replace(plain.but(**changes), name=name)
+        name: plain(**{"name": name, "bf16": False} | defaults | changes)
         for name, changes in cases.items()
     }
 
 
 class Budget(NamedTuple):
-    """How large the relative error of an output may be.
+    """How large the relative error of an output may be."""
 
-    Attributes:
-        most: the limit of all implementations.
-        of_xla: the limit of a kernel relative to the error of XLA, which sums in another order;
-            None: the kernel has the first limit only.
-        floor: added to the second limit.
-    """
-
-    most: float
-    of_xla: float | None = None
-    floor: float = 1e-7
+    most: float  # of all implementations
+    of_xla: float | None = None  # of a kernel, relative to the error of XLA; None: only the first
+    floor: float = 1e-7  # added to the second limit
 
 
 def native_lacks_bf16(case, implementation):
@@ -88,26 +72,16 @@ def native_lacks_bf16(case, implementation):
 
 
 class Op(NamedTuple):
-    """An op and its table.
-
-    Attributes:
-        cases: by name.
-        errors: takes a case and an implementation; the relative errors of the outputs against the
-            float64 reference by name. It asserts what must be exact. Cached.
-        budgets: takes a case; a `Budget` for each output.
-        implementations: all that the op has.
-        slow: names of cases that `make test-slow` runs, since other cases cover what they do.
-        lacks: takes a case and an implementation; whether it refuses such a case.
-        interpreted: names of cases that differ in kind to a kernel, whose interpreter is slow:
-            `make test-slow` interprets the others; None: all.
-    """
+    """An op and its table."""
 
     cases: dict[str, Case]
+    # Of the outputs, by name, against float64; it asserts what must be exact. Cached.
     errors: Callable[[Case, str], dict[str, float]]
     budgets: Callable[[Case], dict[str, Budget]]
     implementations: tuple[str, ...] = IMPLEMENTATIONS
-    slow: tuple[str, ...] = ()
-    lacks: Callable[[Case, str], bool] = lambda case, implementation: False
+    slow: tuple[str, ...] = ()  # cases of `make test-slow`: others cover what they do
+    lacks: Callable[[Case, str], bool] = lambda case, implementation: False  # it refuses the case
+    # Cases that differ in kind to a kernel; `make test-slow` interprets the others. None: all.
     interpreted: tuple[str, ...] | None = None
 
     def is_slow(self, name, implementation):

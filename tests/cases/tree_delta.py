@@ -1,6 +1,5 @@
 """`tree_delta`, `replay_delta`, `replay_tree_delta` and `delta_chunks` on one table."""
 
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -172,6 +171,20 @@ def on_device(case, values, u=None):
     return SimpleNamespace(**arrays, **kept, state=state)
 
 
+def arguments(op, case):
+    """What an op takes by position, of a tree of which all nodes are queries, or of a sequence."""
+    given = on_device(case, inputs(case))
+    floats = named(given, TREE[:-1])
+    if op is delta_chunks:
+        return [*floats, given.valid]
+    if op is replay_delta:
+        return [*named(on_device(case, inputs(case), truth(case)[1]), (*RECORD, "state", "path"))]
+    if op is tree_delta:
+        return [*floats, given.mask]
+    before = on_device(case.but(padded=0), previous(case), truth_before(case)[1])
+    return [*named(before, (*RECORD, "path")), *floats, given.mask]
+
+
 def node_error(case, got, true, first=0):
     """Of the nodes from `first` on that exist. The others are 0."""
     end = case.nodes - case.padded
@@ -198,10 +211,9 @@ def tree_errors(case, implementation):
 @functools.cache
 def replay_errors(case, implementation):
     """Against the states of the tree, not against a replay."""
-    values, (_, u, states) = inputs(case), truth(case)
-    given = on_device(case, values, u)
+    values, (_, _, states) = inputs(case), truth(case)
     run = jax.jit(functools.partial(replay_delta, implementation=implementation))
-    state = run(*named(given, RECORD), given.state, given.path)
+    state = run(*arguments(replay_delta, case))
     after = states[np.arange(case.batch), values.last]
     true = np.where((values.last < 0)[:, None, None, None], values.state, after)
     return {"state": state_error(state, true, values, values.last)}
@@ -210,13 +222,8 @@ def replay_errors(case, implementation):
 @functools.cache
 def fused_errors(case, implementation):
     values, before, (_, u, _) = inputs(case), previous(case), truth_before(case)
-    old = on_device(case.but(padded=0), before, u)
-    given = on_device(case, values)
     run = jax.jit(functools.partial(replay_tree_delta, implementation=implementation))
-    y, u_new, state = run(
-        *(*named(old, RECORD), old.path),
-        *(*named(given, TREE[:-1]), given.mask),
-    )
+    y, u_new, state = run(*arguments(replay_tree_delta, case))
     true_y, true_u, true_state = reference.replay_tree_delta(
         *(before.k, u, before.g, before.path), *named(values, TREE)
     )
@@ -298,10 +305,10 @@ SEQUENCES = (
     *("keys of one sign", "equal keys", "sizes that are released", "bf16"),
 )
 HOLES = {
-    f"holes, chunks of {size}": CASES["64 nodes"].but(holes=True, chunk_size=size)
+    name: CASES["64 nodes"].but(holes=True, chunk_size=size, name=name)
     for size in (1, 5, 16, 64, 100)
+    for name in [f"holes, chunks of {size}"]
 }
-HOLES = {name: dataclasses.replace(case, name=name) for name, case in HOLES.items()}
 DELTA_CHUNKS = Op(
     *({name: CASES[name] for name in SEQUENCES} | HOLES, chunks_errors, budgets("y", "state")),
     ("xla", "native"),

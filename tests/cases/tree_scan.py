@@ -115,11 +115,19 @@ def state_error(state, truth, values, last):
     return relative_error(state, truth)
 
 
+def arguments(op, case):
+    """What `tree_scan` or `replay_tree_scan` takes by position."""
+    given = named(on_device(case, inputs(case)), SCANNED)
+    if op is tree_scan:
+        return given
+    return [*named(on_device(case.but(queries=None), previous(case)), REPLAYED), *given]
+
+
 @functools.cache
 def scan_errors(case, implementation):
     values = inputs(case)
     run = jax.jit(functools.partial(tree_scan, implementation=implementation))
-    y = run(*named(on_device(case, values), SCANNED))
+    y = run(*arguments(tree_scan, case))
     truth, _ = reference.tree_scan(*named(values, REFERENCE))
     return {"y": output_error(case, y, truth)}
 
@@ -136,9 +144,8 @@ def replay_errors(case, implementation):
 @functools.cache
 def fused_errors(case, implementation):
     values, before = inputs(case), previous(case)
-    old = named(on_device(case.but(queries=None), before), REPLAYED)
     run = jax.jit(functools.partial(replay_tree_scan, implementation=implementation))
-    y, state = run(*old, *named(on_device(case, values), SCANNED))
+    y, state = run(*arguments(replay_tree_scan, case))
     true_y, true_state = reference.replay_tree_scan(
         *named(before, REPLAYED), *named(values, REFERENCE)
     )

@@ -37,7 +37,6 @@ BAD = [
     ({"messages": [{"content": "no role"}]}, "role"),
     ({"prompt": "x", "chat": {"mood": "glad"}}, "chat is for messages, and the prompt is a text"),
     ({"prompt": "x", "max_new_tokens": 10**9}, "in all 1000000001, and the limit is"),
-    ({"prompt": "x", "log_probs": 1}, "log_probs must be False, True or 'sampled', got 1"),
     ({"prompt": "x", "eos_token": "<|nothing|>"}, "eos_token = '<|nothing|>' is no token"),
     ({"prompt": "x", "n": 10**9}, "n = 1000000000: a batch has at most 65536 rows"),
     ({"prompt": "x", "regex": "("}, "pattern '(' cannot be used"),

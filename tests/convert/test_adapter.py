@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 
 import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
-from tests.convert import torch_files
 from tests.convert.adapter_files import pairs, written
 from tests.convert.checkpoints import CONFIG, MIXER, WEIGHTS, write_safetensors
+from tests.convert.torch_files import torch_file_of
 from tests.extensions.qwen_files import wrapped
 from tests.helpers import assert_same_model
 
@@ -134,13 +134,7 @@ def test_torch_files(checkpoint, tmp_path):
     tensors = pairs(WEIGHTS, IN)
     adapter = written(tmp_path / "adapter", tensors)
     (adapter / "adapter_model.safetensors").unlink()
-    state, data = {}, b""
-    size = sum(each.size for each in tensors.values())
-    for name, each in tensors.items():
-        strides = (each.shape[1], 1)
-        state[name] = torch_files.tensor("0", size, len(data) // 4, each.shape, strides)
-        data += each.tobytes()
-    torch_files.torch_file(adapter / "adapter_model.bin", state, data=data)
+    torch_file_of(adapter / "adapter_model.bin", tensors)
     assert_merged(checkpoint, adapter, sums(WEIGHTS, tensors, {IN: 5 / 3}))
 
 

@@ -36,9 +36,7 @@ def test_all_problems_are_reported_at_once(checkpoint):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("A_log", np.nan),
         ("A_log", 1000.0),
-        ("A_log", -np.inf),
         ("A_log", np.array([0x7F800001], np.uint32).view(np.float32)[0]),  # NumPy warns of it
         ("D", np.inf),
         ("norm.weight", np.nan),

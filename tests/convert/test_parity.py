@@ -73,21 +73,6 @@ def test_transformers_there_and_back(name, tmp_path):
     np.testing.assert_array_equal(checkpoints.hf_logits(copy, TOKENS), want)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "field", "changes"),
-    [
-        ("falcon_h1", "mamba_norm_before_gate", {"mamba_rms_norm": True}),
-        ("granitemoehybrid", "attention_multiplier", {}),
-    ],
-)
-def test_null_is_what_transformers_takes_it_for(model_type, field, changes, tmp_path):
-    """Not the default of the field."""
-    hf = checkpoints.hf_checkpoint(tmp_path / "hf", model_type, **changes, **{field: None})
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())[field] is None
-    have = apply(st.from_pretrained(tmp_path / "hf"), TOKENS)
-    assert_close(have, checkpoints.hf_logits(hf, TOKENS))
-
-
 @pytest.mark.thorough
 def test_the_text_model_of_a_wrapper(tmp_path):
     """As transformers saves it, experts one by one, and as it is released, merged."""
@@ -281,32 +266,6 @@ def test_a_state_dict_of_transformers(model_type, tmp_path):
     assert any(name.endswith("experts.down_proj") for name in tensors)
     memory = checkpoints.write_safetensors(tmp_path / "memory", config, tensors)
     assert_same_model(*map(st.from_pretrained, (tmp_path / "disk", memory)))
-
-
-# The described models themselves. Where their formulas are those of transformers, both are compared
-# with the library above.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", checkpoints.DESCRIBED)
-def test_numpy_models_are_causal_and_use_all_weights(name):
-    module, files, _ = checkpoints.DESCRIBED[name]
-    weights = checkpoints.described_weights(module, *files)
-
-    short = TOKENS[0, :11]  # the models loop over time
-
-    def logits(weights, tokens):
-        return module.logits(*files, weights, tokens)
-
-    want = logits(weights, short)
-    assert np.isfinite(want).all()
-    changed = short.copy()
-    changed[7] = 36 if short[7] != 36 else 35
-    have = logits(weights, changed)
-    np.testing.assert_allclose(have[:7], want[:7], rtol=1e-12)
-    assert (np.abs(have - want)[7:].max(axis=1) > 1e-3).all()
-    for name, value in weights.items():
-        noise = np.random.default_rng(1).normal(size=value.shape)
-        have = logits(weights | {name: value + 0.1 * noise}, short)
-        assert np.abs(have - want).max() > 1e-3, name
 
 
 @pytest.mark.slow

@@ -72,6 +72,16 @@ def tensor(key="0", size=6, offset=0, shape=(2, 3), strides=(3, 1), kind=FLOATS)
     )
 
 
+def torch_file_of(path, weights):
+    """A file with these float32 tensors, each in a storage of its own, as torch writes it."""
+    state, first, *others = {}, *[value.tobytes() for value in weights.values()]
+    for i, (name, value) in enumerate(weights.items()):
+        strides = tuple(stride // 4 for stride in value.strides)
+        state[name] = tensor(str(i), value.size, 0, value.shape, strides)
+    extra = [(f"data/{i}", data) for i, data in enumerate(others, 1)]
+    return torch_file(path, state, data=first, extra=extra)
+
+
 def torch_file(path, state, *, data=bytes(range(24)), compression=zipfile.ZIP_STORED, extra=()):
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("archive/data.pkl", state if isinstance(state, bytes) else pickled(state))

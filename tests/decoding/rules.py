@@ -55,23 +55,20 @@ _STRONG = (
 )
 
 
-def chain_of(*, repetition, presence, frequency, bias, banned, start):
-    """Processors of every kind."""
-    return (
-        st.RepetitionPenalty(repetition),
-        st.PresencePenalty(presence),
-        st.FrequencyPenalty(frequency),
-        st.LogitBias(bias),
-        st.BannedTokens(banned),
-        dataclasses.replace(GRAMMAR, start=start),
-    )
-
-
 def rules_of(index):
-    """One processor of a row is strong; some rows have none, half have ends."""
+    """Of processors of every kind a row has a strong one; some have none, half have ends."""
     free = index % 8 == 7
+    of = _MILD | ({} if free else _STRONG[index % 8])
+    every = (
+        st.RepetitionPenalty(of["repetition"]),
+        st.PresencePenalty(of["presence"]),
+        st.FrequencyPenalty(of["frequency"]),
+        st.LogitBias(of["bias"]),
+        st.BannedTokens(of["banned"]),
+        dataclasses.replace(GRAMMAR, start=of["start"]),
+    )
     return dict(
-        processors=() if free else chain_of(**_MILD | _STRONG[index % 8]),
+        processors=() if free else every,
         min_new_tokens=0 if free else 3 * (index % 5),
         eos_token=[int(index) % 37, 5] if index % 2 else (),
     )

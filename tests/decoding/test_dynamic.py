@@ -86,28 +86,6 @@ def test_the_kept_nodes_are_the_best_of_a_sorted_list():
     assert dropped
 
 
-def tiny_vocabulary(temperature, num_nodes, depth, expand, sharpness):
-    """A tree of a model of 4 tokens in one row, and the log-probability of every token."""
-    model = random_model(st.ModelConfig.tiny(vocab_size=VOCAB, num_layers=1, tie_embeddings=False))
-    text, keys = [2, 1, 3], jax.random.split(jax.random.key(3), 1)
-    noise = position_noise(keys, jnp.zeros(1, jnp.int32), depth, VOCAB) if temperature else None
-    numbers = np.asarray(noise) if temperature else None
-    drafter = st.DynamicDrafter(model, expand=expand, sharpness=sharpness)
-    topology = st.TreeTopology.budget(num_nodes, depth)
-    draft = proposed(drafter, topology, text, temperature=temperature, key=3, noise=noise)
-
-    def next_log_probs(path):
-        row = np.zeros((1, len(text) + depth), np.int32)
-        row[0, : len(text) + len(path)] = [*text, *path]
-        logits = np.asarray(apply(model, row), np.float64)[0, len(text) + len(path) - 1]
-        if temperature:
-            logits = logits / temperature + numbers[0, len(path)]
-        return log_softmax(sharpness * logits)
-
-    tokens, tree = jax.tree.map(lambda part: np.asarray(part[0]), (draft.tokens, draft.tree))
-    return paths_of(tokens, tree.parents, tree.valid), next_log_probs
-
-
 @pytest.mark.parametrize(
     ("temperature", "num_nodes", "depth", "sharpness"),
     [
@@ -119,7 +97,23 @@ def tiny_vocabulary(temperature, num_nodes, depth, expand, sharpness):
 )
 def test_the_kept_nodes_are_the_best_of_all_paths(temperature, num_nodes, depth, sharpness):
     """`expand` is more than the tokens that exist, and more than the nodes of the tree."""
-    paths, next_log_probs = tiny_vocabulary(temperature, num_nodes, depth, 64, sharpness)
+    model = random_model(st.ModelConfig.tiny(vocab_size=VOCAB, num_layers=1, tie_embeddings=False))
+    text, keys = [2, 1, 3], jax.random.split(jax.random.key(3), 1)
+    noise = position_noise(keys, jnp.zeros(1, jnp.int32), depth, VOCAB) if temperature else None
+    drafter = st.DynamicDrafter(model, expand=64, sharpness=sharpness)
+    topology = st.TreeTopology.budget(num_nodes, depth)
+    draft = proposed(drafter, topology, text, temperature=temperature, key=3, noise=noise)
+    tokens, tree = jax.tree.map(lambda part: np.asarray(part[0]), (draft.tokens, draft.tree))
+    paths = paths_of(tokens, tree.parents, tree.valid)
+
+    def next_log_probs(path):
+        row = np.zeros((1, len(text) + depth), np.int32)
+        row[0, : len(text) + len(path)] = [*text, *path]
+        logits = np.asarray(apply(model, row), np.float64)[0, len(text) + len(path) - 1]
+        if temperature:
+            logits = logits / temperature + np.asarray(noise)[0, len(path)]
+        return log_softmax(sharpness * logits)
+
     scores = {(): 0.0}
     threshold = -np.inf
     for _ in range(depth):

@@ -13,12 +13,10 @@ from stree_jax.decoding.plan import plan
 from stree_jax.testing import (
     PROMPTS,
     assert_lossless,
-    assert_same_distribution,
-    random_model,
     tiny_model,
 )
 from tests.helpers import rows
-from tests.methods import KEY, SAMPLED, TREE, drafts
+from tests.methods import KEY, SAMPLED, drafts
 
 
 @jax.tree_util.register_dataclass
@@ -56,15 +54,6 @@ def test_a_filter_of_ones_own_with_shared_noise():
     assert out.stats.num_accepted > 0
     free = st.generate(tiny_model(), PROMPTS, max_new_tokens=24, **SAMPLED)
     assert not np.array_equal(out.tokens, free.tokens)
-
-
-@pytest.mark.slow
-def test_a_filter_of_ones_own_with_sampled_children():
-    config = st.ModelConfig.tiny(vocab_size=6, num_layers=1)
-    drafter = st.ModelDrafter(random_model(config, 1), child_sampling="iid")
-    filters = (AtLeast(1.0),)
-    out = assert_same_distribution(random_model(config), drafter, topology=TREE, filters=filters)
-    assert out.stats.num_accepted > 0
 
 
 ROWS = [

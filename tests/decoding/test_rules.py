@@ -65,14 +65,6 @@ def model():
     return random_model(st.ModelConfig.tiny(vocab_size=VOCAB, num_layers=1))
 
 
-def processing_of(prompts, **options):
-    """What the loop does with logits, and the states after the prompts."""
-    request = plan(model(), prompts, **options)
-    rules = request.sampling.processors
-    processing = Processing(rules, first_states(rules, request.context, VOCAB))
-    return processing, processing.room(1)
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_its_definition(name):
     """Two rows of different prompts and numbers, at three nodes after 0, 1 and 4 new tokens."""
@@ -85,7 +77,10 @@ def test_a_rule_is_its_definition(name):
         own = rows(processors=[[make(number)] for number in numbers])
     else:
         own = rows(min_new_tokens=numbers, eos_token=[[3, 69]] * 2)
-    processing, states = processing_of(prompts, options=own)
+    request = plan(model(), prompts, options=own)
+    rules = request.sampling.processors
+    processing = Processing(rules, first_states(rules, request.context, VOCAB))
+    states = processing.room(1)
     logits = rng.normal(size=(2, 1, VOCAB)).astype(np.float32)
     for new in range(5):
         got = np.asarray(processing(jnp.asarray(logits), states))

@@ -4,7 +4,6 @@ import functools
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
 
 import stree_jax as st
 from stree_jax.decoding.results import Piece, Pieces
@@ -12,6 +11,7 @@ from stree_jax.decoding.stops import Stopping
 from stree_jax.decoding.token_bytes import token_bytes
 from stree_jax.testing import tiny_model
 from tests.decoding.texts import of_rows
+from tests.helpers import word_tokenizer
 from tests.methods import KEY, PROMPTS, drafts
 
 NEW_TOKENS = 24
@@ -25,11 +25,9 @@ def letters():
     words = ["a", "b", "ab", "ba", "aab", "bba", "abab", "aba", "bab", "c"]
     words += [f"{first}{second}" for first in "cde" for second in "fghijklm"]
     pieces = [*words, "â", "Ĥ¬"]  # 0xE2, and 0x82 0xAC in byte-level BPE
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    assert len(vocabulary) == 36
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="c"))
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = word_tokenizer(pieces, "c")
     tokenizer.add_special_tokens(["<end>"])
+    assert tokenizer.get_vocab_size() == 37
     return tokenizer
 
 
@@ -66,25 +64,6 @@ def pieces_of(tokens):
     return [known[token] for token in tokens]
 
 
-def test_stops_of_tokens():
-    rows = [row.tolist() for row in free().tokens]
-    # Of several tokens in the middle of a text, of one, and one that no text has.
-    stops = [tuple(rows[0][6:9]), (rows[1][4],), (36, 36, 36)]
-    out = st.generate(
-        tiny_model(), PROMPTS, stop=[*map(list, stops)], log_probs=True, **SAMPLED, **chain()
-    )
-    assert out.finish_reasons.count("stop") >= 2
-    for i, row in enumerate(rows):
-        count, _, found = searched(row, stops)
-        assert out.tokens[i].tolist() == row[:count] + [st.PAD] * (NEW_TOKENS - count)
-        assert out.lengths[i] == count
-        assert out.finish_reasons[i] == ("stop" if found else "length")
-        assert np.isfinite(out.log_probs[i, :count]).all()
-        assert np.isnan(out.log_probs[i, count:]).all()
-    assert out.texts is None
-    assert out.stats.tau > 2
-
-
 @pytest.mark.thorough
 def test_streams_hold_back_what_a_stop_may_cut():
     rows = [row.tolist() for row in free().tokens]
@@ -97,30 +76,41 @@ def test_streams_hold_back_what_a_stop_may_cut():
         assert of_rows(pieces, i) == row[:count]
 
 
+def check(ids, texts, drafting=chain):
+    """Against a search; returns the result."""
+    named = dict(tokenizer=letters()) if texts else {}
+    ways = dict(stop=[*texts, *map(list, ids)], log_probs=True) | SAMPLED | named | drafting()
+    out = st.generate(tiny_model(), PROMPTS, **ways)
+    for i, row in enumerate(free().tokens.tolist()):
+        count, text, found = searched(row, ids, texts)
+        assert out.tokens[i, :count].tolist() == row[:count]
+        assert (out.tokens[i, count:] == st.PAD).all()
+        assert out.lengths[i] == count
+        assert not texts or out.texts[i] == text
+        assert out.finish_reasons[i] == ("stop" if found else "length")
+        assert np.isfinite(out.log_probs[i, :count]).all()
+        assert np.isnan(out.log_probs[i, count:]).all()
+    return out
+
+
+def test_stops_of_tokens():
+    """Of several in the middle of a text, of one, and one that no text has."""
+    rows = free().tokens.tolist()
+    out = check([tuple(rows[0][6:9]), (rows[1][4],), (36, 36, 36)], [])
+    assert out.finish_reasons.count("stop") >= 2
+    assert out.texts is None
+    assert out.stats.tau > 2
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("drafting", [dict, chain])
 def test_stops_of_text(drafting):
     """They begin and end inside of tokens, and span several of them."""
-    rows = [row.tolist() for row in free().tokens]
-    texts = [letters().decode(row) for row in rows]
-    for chosen in range(3):
-        middle = len(texts[chosen]) // 2
-        stops = [texts[chosen][middle : middle + 5], "zzz", "€"]
-        out = st.generate(
-            *(tiny_model(), PROMPTS),
-            stop=[*stops, [rows[1][5]]],
-            tokenizer=letters(),
-            log_probs=True,
-            **SAMPLED,
-            **drafting(),
-        )
-        for i, row in enumerate(rows):
-            count, text, found = searched(row, [(rows[1][5],)], stops)
-            assert out.lengths[i] == count
-            assert out.texts[i] == text
-            assert out.tokens[i, :count].tolist() == row[:count]
-            assert out.finish_reasons[i] == ("stop" if found else "length")
-        assert out.finish_reasons[chosen] == "stop"
+    rows = free().tokens.tolist()
+    for chosen, text in enumerate(map(letters().decode, rows)):
+        middle = len(text) // 2
+        stops = [text[middle : middle + 5], "zzz", "€"]
+        assert check([(rows[1][5],)], stops, drafting).finish_reasons[chosen] == "stop"
 
 
 def read(stopping, tokens):

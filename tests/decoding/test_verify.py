@@ -173,24 +173,6 @@ def test_the_odds_of_a_traversal_after_a_failure_matter(children):
     assert en.total_variation(joint(after_failure=of_a_public_port), want) > 0.1
 
 
-@pytest.mark.parametrize("children", KINDS)
-def test_draws_that_nodes_share_are_caught(children):
-    """One draw for all nodes of a depth, as heads give: walking from the root is exact with it."""
-    topology, models = TREES["2, 1"], en.Models(seed=5)
-    models.draft[:] = models.draft[en.VOCAB, en.VOCAB]  # the same after every prefix
-    tokens, weights = en.draft_outcomes(models, topology, children)
-    shared = tokens[:, 3] == tokens[:, 4]
-    tokens = tokens[shared]
-    weights = weights[shared] / models.draft[en.VOCAB, en.VOCAB][tokens[:, 4]]
-    np.testing.assert_allclose(weights.sum(), 1.0)
-    wrong, fine = (
-        en.enumerated(models, topology, tokens, weights, replace=children == "iid", rule=rule)[0]
-        for rule in (traverse, try_children)
-    )
-    assert en.total_variation(fine, en.target_joint(models)) < en.EXACT
-    assert en.total_variation(wrong, en.target_joint(models)) > 0.005
-
-
 @pytest.mark.parametrize("duplicates", [False, True])
 def test_following_is_exact_for_any_draft(duplicates):
     """Target-only: enumerate what the target samples at each node, for fixed drafts."""

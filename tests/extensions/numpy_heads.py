@@ -21,15 +21,13 @@ class Head:
         """The head's input from a state of the target."""
         return target
 
+    def projected(self, name, entries):
+        """Queries, keys or values `[T, heads, E]` of the attention's inputs."""
+        rows = entries @ self.w[f"{self.attention}.{name}_proj.weight"].T
+        return rows.reshape(len(entries), -1, self.config["head_dim"])
+
     def qkv(self, entries):
-        """Queries, keys and values `[T, heads, E]` of the attention's inputs."""
-        size = self.config["head_dim"]
-        return [
-            (entries @ self.w[f"{self.attention}.{name}_proj.weight"].T).reshape(
-                len(entries), -1, size
-            )
-            for name in "qkv"
-        ]
+        return [self.projected(name, entries) for name in "qkv"]
 
     def gate(self, entry):
         """What scales the attention's outputs."""
@@ -96,20 +94,14 @@ class Qwen(Head):
         rope, size = self.config["rope_parameters"], self.config["head_dim"]
         turned = round(size * rope["partial_rotary_factor"])
         frequencies = rope_frequencies(turned, rope["rope_theta"])
-        k, v = (
-            (entries @ self.w[f"{self.attention}.{name}_proj.weight"].T).reshape(
-                len(entries), -1, size
-            )
-            for name in "kv"
-        )
         q, k = (
-            rotate(
-                rms_norm(x, 1 + self.w[f"{self.attention}.{name}_norm.weight"], self.eps),
-                frequencies,
+            rms_norm(x, 1 + self.w[f"{self.attention}.{name}_norm.weight"], self.eps)
+            for name, x in (
+                ("q", self.by_head(entries)[:, :, 0]),
+                ("k", self.projected("k", entries)),
             )
-            for name, x in (("q", self.by_head(entries)[:, :, 0]), ("k", k))
         )
-        return q, k, v
+        return rotate(q, frequencies), rotate(k, frequencies), self.projected("v", entries)
 
     def entry(self, token, state):
         """fc [norm(embedding) ; norm(h)], the embedding first."""

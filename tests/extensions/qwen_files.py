@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 import stree_jax as st
-from stree_jax.models import GatedDeltaConfig
+from stree_jax.testing import HYBRIDS
 from tests.convert import checkpoints
 from tests.extensions.mtp_files import target_files
 from tests.numpy_parts import attention_shapes
@@ -16,21 +16,9 @@ EXPERTS = st.MoeConfig(4, 2, 6, shared_size=5, shared_gate=True)
 
 def model_config(experts=False):
     """A delta layer and a layer of attention, with MLPs or experts."""
-    kind = "moe" if experts else "mlp"
-    return st.ModelConfig(
-        vocab_size=37,
-        d_model=16,
-        layers=("gated_delta", kind, "attention", kind),
-        gated_delta=GatedDeltaConfig(num_heads=4, head_dim=4, num_groups=2, state_size=4),
-        attention=st.AttentionConfig(
-            *(4, 2, 8), rotary_dim=4, rope_theta=100.0, qk_norm_eps=1e-6, output_gate=True
-        ),
-        norm_eps=1e-6,
-        norm_float32=True,
-        tie_embeddings=False,
-        residual_float32=False,
-        **({"moe": EXPERTS} if experts else {"mlp": st.MlpConfig(24)}),
-    )
+    config = HYBRIDS["qwen3_5"]
+    kinds = ("gated_delta", "moe", "attention", "moe")
+    return config.with_layers(kinds, moe=EXPERTS) if experts else config
 
 
 def shapes(config):

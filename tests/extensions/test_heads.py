@@ -233,7 +233,10 @@ def test_a_saved_head_is_for_one_target(kind, load, other, missing, tmp_path):
     with pytest.raises(ValueError, match="exists; pass overwrite=True|exists"):
         st.save_head(head, target, path)
     st.save_pretrained(target, tmp_path / "model")
-    for wrong in [tmp_path / "model", *saved_as_others(kind, tmp_path)]:
+    others = {*KINDS} - {kind}
+    for other_kind in others:
+        st.save_head(parts(other_kind).head, parts(other_kind).target, tmp_path / other_kind)
+    for wrong in (tmp_path / name for name in ("model", *others)):
         with pytest.raises(ValueError, match=missing):
             load(wrong, target)
     header = json.loads((path / "config.json").read_text())
@@ -255,14 +258,6 @@ DAMAGED = {
     ],
     "eagle3": [({"head": {"layers": 3}}, "damaged: Eagle3Config has no fields .'layers'")],
 }
-
-
-def saved_as_others(kind, folder):
-    """Heads of the other kinds."""
-    for other in {*KINDS} - {kind}:
-        _, target, head, _, _ = parts(other)
-        st.save_head(head, target, folder / other)
-        yield folder / other
 
 
 # What is refused.

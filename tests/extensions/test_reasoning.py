@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 import stree_jax as st
 from stree_jax.decoding.text.prefix import Prefix
@@ -16,6 +16,7 @@ from stree_jax.decoding.types import Context
 from stree_jax.extensions import reasoning
 from stree_jax.extensions.reasoning import Stage
 from stree_jax.testing import perturbed, random_model, tiny_model
+from tests.helpers import word_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +49,8 @@ NO_COUNTS = st.DecodeStatistics(1.0, 1, 1, 0, 0, np.zeros(0), np.ones(1), np.one
 
 def letters():
     """A tokenizer whose tokens are characters."""
-    vocabulary = {chr(code): code for code in range(128)}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer = word_tokenizer(map(chr, range(128)), "?")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(.|\\n)"), "isolated")
-    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 

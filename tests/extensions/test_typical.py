@@ -54,26 +54,6 @@ def test_the_rule_is_its_definition():
 
 
 @pytest.mark.thorough
-def test_it_is_lossy():
-    """The first two tokens after the best drafts are far from the target's."""
-    models = en.Models(seed=1)
-    best = int(np.argmax(en.Models.at(models.draft, [])))
-    tokens = np.zeros((1, TREE.num_nodes), int)
-    order = np.argsort(-en.Models.at(models.draft, []))
-    tokens[0, 1:3] = order[:2]
-    for node in (3, 4, 5):
-        law = en.Models.at(models.draft, en.prefix_of(TREE, tokens[0], TREE.parents[node]))
-        tokens[0, node] = np.argsort(-law)[int(node == 5)]
-    p, _ = en.tables(models, TREE, tokens)
-    got, _ = verdicts(p, tokens, np.ones(tokens.shape, bool))
-    last = np.asarray(got.last)
-    assert best in tokens
-    joint = en.first_tokens(models, TREE, tokens, [1.0], last, [p[0, last[0]]])
-    np.testing.assert_allclose(joint.sum(), 1.0)
-    assert en.total_variation(joint, en.target_joint(models)) > 0.2
-
-
-@pytest.mark.thorough
 def test_it_is_never_used_unasked():
     """Its refusals are in tests/decoding/test_refusals.py."""
     common = dict(max_new_tokens=9, lossy=True, **drafts(tiny_model(), "chain of 1"), **SAMPLED)

@@ -47,62 +47,45 @@ def added(parts):
     return run, (*normal((3, 32), (3, 32), (32,)), *squares)
 
 
+def of_floats(op, arguments, **options):
+    """The op as a function of what has a derivative, unlike masks and bytes; and these."""
+    is_float = [jax.tree.all(jax.tree.map(_is_float, each)) for each in arguments]
+
+    def run(*floats, implementation):
+        left = iter(floats)
+        given = (next(left) if f else x for f, x in zip(is_float, arguments, strict=True))
+        return op(*given, **options, implementation=implementation)
+
+    return run, tuple(x for f, x in zip(is_float, arguments, strict=True) if f)
+
+
+def _is_float(leaf):
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
 def attention():
-    *arrays, length, mask = attention_cases.inputs(attention_cases.CASES["several blocks"])
-
-    def run(*arrays, implementation):
-        return pk.tree_attention(*arrays, length, mask, scale=0.25, implementation=implementation)
-
-    return run, tuple(arrays)
+    case = attention_cases.CASES["several blocks"]
+    return of_floats(pk.tree_attention, attention_cases.inputs(case), scale=0.25)
 
 
 def scan():
-    case = scan_cases.CASES["tree"]
-    *floats, mask = scan_cases.named(
-        scan_cases.on_device(case, scan_cases.inputs(case)), scan_cases.SCANNED
-    )
-
-    def run(*floats, implementation):
-        return pk.tree_scan(*floats, mask, implementation=implementation)
-
-    return run, tuple(floats)
+    return of_floats(pk.tree_scan, scan_cases.arguments(pk.tree_scan, scan_cases.CASES["tree"]))
 
 
 def delta(op):
     """The gated delta rule: of a tree, after a path of another, or of a sequence."""
     case = delta_cases.CASES["padded nodes"].but(replayed=6)
-    given = delta_cases.on_device(case, delta_cases.inputs(case))
-    floats = delta_cases.named(given, delta_cases.TREE[:-1])
-    if op is pk.delta_chunks:
-        return functools.partial(op, valid=given.valid, chunk_size=8), floats
-    if op is pk.tree_delta:
-        return functools.partial(op, mask=given.mask), floats
-    old = case.but(padded=0)
-    before, (_, u, _) = delta_cases.previous(case), delta_cases.truth_before(case)
-    before = delta_cases.on_device(old, before, u)
-    k, u, g = delta_cases.named(before, delta_cases.RECORD)
-
-    def run(*floats, implementation):
-        rest = *floats[3:], given.mask
-        return op(*floats[:3], before.path, *rest, implementation=implementation)
-
-    return run, (k, u, g, *floats)
+    options = dict(chunk_size=8) if op is pk.delta_chunks else {}
+    return of_floats(op, delta_cases.arguments(op, case), **options)
 
 
 def product(name):
-    x, matrix, *which = matmul_cases.on_device(matmul_cases.CASES[name])
-
-    def run(x, matrix, implementation):
-        return matmul(x, matrix, *which, implementation=implementation)
-
-    if matrix.scales is None:
-        return run, (x, matrix)
-    return functools.partial(run, matrix=matrix), (x,)  # bytes have no derivative
+    return of_floats(matmul, matmul_cases.on_device(matmul_cases.CASES[name]))
 
 
 def embedded(name):
     _, matrix = matmul_cases.on_device(matmul_cases.CASES[name])
-    return functools.partial(rows, index=jnp.array([3, 40, 3])), (matrix,)
+    return of_floats(rows, (matrix, jnp.array([3, 40, 3])))
 
 
 PRODUCTS = ("some rows", "one row", "bf16", "int8", "several", "cut in blocks")
@@ -204,20 +187,13 @@ def one_by_one(q, k, v, g, beta, state):
 @pytest.mark.parametrize("name", ["tree", "betas to 2", "decays of -100 among 0", "equal keys"])
 def test_gradients_of_delta_chunks_are_those_of_the_recurrence(name):
     case = delta_cases.CASES[name].but(nodes=21, batch=1, shape="random")
-    given = delta_cases.named(
-        delta_cases.on_device(case, delta_cases.inputs(case)), delta_cases.TREE[:-1]
-    )
-    valid = jnp.ones((1, case.nodes), bool)
+    *given, valid = delta_cases.arguments(pk.delta_chunks, case)
     run = functools.partial(pk.delta_chunks, valid=valid, chunk_size=8)
     for one, other in zip(gradients(run, given), gradients(one_by_one, given), strict=True):
         assert relative_error(one, other) < 5e-6
 
 
 def test_gradients_are_finite_where_positions_hold_nan():
-    case = delta_cases.CASES["padded nodes"]
-    given = delta_cases.on_device(case, delta_cases.inputs(case))
-    arrays = delta_cases.named(given, delta_cases.TREE[:-1])
-    run = functools.partial(pk.delta_chunks, valid=given.valid, chunk_size=8)
-    of_tree = gradients(lambda *arrays: pk.tree_delta(*arrays, given.mask), arrays)
-    for gradient in (*gradients(run, arrays), *of_tree):
-        assert_finite(gradient)
+    for op in (pk.delta_chunks, pk.tree_delta):
+        for gradient in gradients(*delta(op), implementation="xla"):
+            assert_finite(gradient)

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -242,24 +241,6 @@ def test_the_headers_are_of_the_oldest_jax_that_is_supported():
     assert [d.partition(";")[0] for d in headers] == [f"jaxlib=={oldest}", f"jaxlib>={oldest}"]
 
 
-@needs_sources
-def test_a_wheel_is_for_a_platform_and_any_python(monkeypatch):
-    setuptools = pytest.importorskip("setuptools", minversion="77")
-    given = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **options: given.update(options))
-    monkeypatch.setitem(sys.modules, "build_backend", build_backend)
-    monkeypatch.chdir(ROOT)
-    runpy.run_path("setup.py")
-    (extension,) = given["ext_modules"]
-    files = {*extension.sources, *extension.depends}
-    assert {"pallas_kernels/matmul/native.cc", "pallas_kernels/native/vectors.h"} <= files
-    command = given["cmdclass"]["bdist_wheel"](setuptools.Distribution(given))
-    command.ensure_finalized()
-    python, abi, machine = command.get_tag()
-    assert (python, abi) == ("py3", "none")
-    assert machine != "any"
-
-
 @pytest.mark.slow
 @needs_sources
 def test_an_install_whose_compiler_fails_warns(tmp_path):
@@ -278,6 +259,7 @@ def test_an_install_whose_compiler_fails_warns(tmp_path):
         options = dict(cwd=clone, env=environment, capture_output=True, text=True, check=True)
         said = subprocess.run(command, **options).stderr
         (wheel,) = wheels.iterdir()
+        assert re.search("-py3-none-(?!any)", wheel.name)  # for a platform and any Python
         with zipfile.ZipFile(wheel) as opened:
             names = {Path(name).name for name in opened.namelist()}
         assert names & libraries == (set() if compiler else libraries)

@@ -121,17 +121,17 @@ def sequence(groups=2, **options):
 
 def delta(op=pk.tree_delta, groups=None, newest=0, prefix=None, **options):
     """With so many groups, without the first nodes as queries, or with u of a prefix."""
-    given = delta_cases.on_device(DELTA, delta_cases.inputs(DELTA))
-    q, k, v, g, beta, state = delta_cases.named(given, delta_cases.TREE[:-1])
-    q, k = (x if groups is None else jnp.repeat(x[:, :, :1], groups, axis=2) for x in (q, k))
-    if op is pk.replay_delta:
-        return op(k, v, g, state, given.path, **options)
-    if op is pk.delta_chunks:
-        return op(q, k, v, g, beta, state, given.valid, **options)
-    if op is pk.replay_tree_delta:
-        return op(k, v, g, given.path, q, k, v, g, beta, state, given.mask, **options)
+    given = delta_cases.arguments(op, DELTA)
+    if groups is not None:  # of all that has some
+        given = [
+            jnp.repeat(x[:, :, :1], groups, 2) if x.ndim == 4 and x.shape[2] == 2 else x
+            for x in given
+        ]
+    if op is not pk.tree_delta:
+        return op(*given, **options)
+    q, k, v, g, beta, *rest = given
     q, v, beta = (x[:, newest:] for x in (q, v, beta))
-    return op(q, k, v, g, beta, state, given.mask, prefix_u=prefix, **options)
+    return op(q, k, v, g, beta, *rest, prefix_u=prefix, **options)
 
 
 DELTA = delta_cases.CASES["tree"]

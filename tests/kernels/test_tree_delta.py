@@ -25,12 +25,6 @@ RUNS = [
 of_each_version = pytest.mark.parametrize("run", RUNS)
 
 
-def arguments(case=CASE):
-    """Arguments of a tree of which all nodes are queries."""
-    given = table.on_device(case, table.inputs(case))
-    return [*table.named(given, table.TREE[:-1]), given.mask]
-
-
 def test_the_reference_is_the_published_recurrence():
     """S <- exp(g) S (I - beta k k^T) + beta v k^T, along each path from the root on."""
     i = table.inputs(CASE)
@@ -56,7 +50,7 @@ def test_every_wrong_ancestor_is_found(run):
     Native code reads the parent alone, the last ancestor: other wrong ones change nothing there.
     """
     case = CASE.but(batch=1)
-    *given, mask = arguments(case)
+    *given, mask = table.arguments(tree_delta, case)
     right = np.asarray(mask[0])
     pairs = np.argwhere(np.tril(~right))  # a node and an earlier one that is not above it
     assert len(pairs) > 40
@@ -81,7 +75,7 @@ def test_every_wrong_ancestor_is_found(run):
 def test_a_tree_that_grows_is_the_tree(run):
     """As deep trees of draft models do: nodes of a call are siblings, after slots for all nodes."""
     case, first = CASE.but(batch=1, shape="levels"), 0
-    q, k, v, g, beta, state, mask = arguments(case)
+    q, k, v, g, beta, state, mask = table.arguments(tree_delta, case)
     outputs, u = [], jnp.full(v.shape, jnp.nan)
     for size in (1, 3, 4, 5):
         new, done = slice(first, first + size), jnp.arange(case.nodes) < first

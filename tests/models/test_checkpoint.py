@@ -4,7 +4,6 @@ import os
 import shutil
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -201,41 +200,15 @@ def test_refused(saved, damage, message):
         st.from_pretrained(saved)
 
 
-def data_file(saved):
-    """The file with the numbers of the arrays."""
-    return max((saved / "params").rglob("*"), key=lambda file: file.stat().st_size)
-
-
 def test_truncated_weights(saved, capfd):
     """With and without the sizes of the files; nothing but the error is printed."""
-    data = data_file(saved)
+    data = max((saved / "params").rglob("*"), key=lambda file: file.stat().st_size)
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(ValueError, match="is damaged: cannot read its weights .* has 100 bytes"):
         st.from_pretrained(saved)
     (saved / "checksums.json").unlink()
     with pytest.raises(ValueError, match=r"is damaged: cannot read blocks\.\d"):
         st.from_pretrained(saved)
-    gc.collect()
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.thorough
-def test_a_flipped_bit_is_found(saved, capfd):
-    """Wherever it is. Some change the numbers only, and nothing but a checksum can tell."""
-    data = data_file(saved)
-    content = data.read_bytes()
-    want = nnx.state(tiny_model("groups"))
-    found = []
-    for at in range(0, len(content), len(content) // 40):
-        data.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        try:  # some bytes are of no use
-            loaded = nnx.state(st.from_pretrained(saved).in_first())
-            jax.tree.map(np.testing.assert_array_equal, loaded, want)
-        except ValueError as error:
-            found.append(str(error))
-    assert any("another checksum" in message for message in found)
-    assert not [m for m in found if not m.startswith(f"{saved} is damaged: cannot read")]
-    assert not [m for m in found if " at 0x" in m or len(m) > 500]
     gc.collect()
     assert capfd.readouterr() == ("", "")
 
@@ -264,9 +237,7 @@ def test_a_changed_number_is_found(saved):
     ("name", "value"),
     [
         ("embedding", np.nan),
-        ("blocks.0.mixer.A_log", -np.inf),
         ("blocks.0.mixer.A_log", 100.0),
-        ("blocks.1.mixer.in_proj.kernel", np.inf),
     ],
 )
 def test_weights_that_are_not_finite(saved, name, value):

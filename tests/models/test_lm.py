@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import conv_gather_index, dispatch
+from pallas_kernels import dispatch
 from stree_jax import ModelConfig, TreeTopology
 from stree_jax.models import Matrix, MoeConfig
-from stree_jax.models.cache import init_cache, init_pending, path_to
+from stree_jax.models.cache import path_to
 from stree_jax.testing import CONFIGS, HYBRIDS, random_model, tiny_model
 from tests import oracle
 from tests.cases.base import relative_error
@@ -27,13 +27,12 @@ def prefill(model, tokens, lengths):
     padded = np.zeros((len(tokens), PADDED), np.int32)
     for row, buffer in zip(tokens, padded, strict=True):
         buffer[: len(row)] = row
-    return prefill_from(model, padded, np.asarray(lengths, np.int32), None)
+    return prefill_padded(model, padded, np.asarray(lengths, np.int32))
 
 
 @jax.jit
-def prefill_from(model, tokens, lengths, cache):
-    cache = model.init_cache(len(tokens), MAX_LENGTH) if cache is None else cache
-    return model.prefill(tokens, lengths, cache)
+def prefill_padded(model, tokens, lengths):
+    return model.prefill(tokens, lengths, model.init_cache(len(tokens), MAX_LENGTH))
 
 
 @jax.jit
@@ -126,26 +125,6 @@ def test_replay_is_prefill_of_the_accepted_tokens(name):
         jax.tree.map(assert_close, replayed, want)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["groups", "qwen3_5 hybrid"])
-def test_a_tree_grown_level_by_level_is_the_tree_at_once(name):
-    model = tiny_model(name)
-    topology = TreeTopology.from_branching((2, 2))
-    drafts = random_tokens(model, BATCH, topology.num_nodes)
-    cache = prefill(model, random_tokens(model, BATCH, 5), [5, 3])[1]
-    tree = whole_tree(topology)
-    at_once, all_pending, _ = tree_forward(model, drafts, tree, cache)
-    pending, start = None, 0
-    for end in (1, 3, 7):
-        part = jax.tree.map(lambda leaf, end=end: leaf[:, :end], tree)
-        part = part._replace(ancestor_mask=part.ancestor_mask[:, :, :end])
-        queries = jnp.asarray(drafts[:, start:end])
-        logits, pending, _ = tree_forward(model, queries, part, cache, prefix_pending=pending)
-        np.testing.assert_allclose(logits, at_once[:, start:end], atol=1e-4)
-        start = end
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), pending, all_pending)
-
-
 # Sizes that the kernels take, and all kinds of layers that have one.
 SIXTEENS = dataclasses.replace(
     _PARALLEL,
@@ -222,18 +201,6 @@ def test_padding_does_not_reach_the_cache():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["plain", "qwen3_5 hybrid"])
-def test_prefill_goes_on_from_a_cache(name):
-    model = tiny_model(name)
-    prompts = random_tokens(model, BATCH, 10)
-    _, first = prefill(model, prompts[:, :6], [6, 6])
-    logits, cache = prefill_from(model, prompts[:, 6:], np.array([4, 2], np.int32), first)
-    whole, want = prefill(model, prompts, [10, 8])
-    np.testing.assert_allclose(logits, whole, atol=1e-4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cache, want)
-
-
-@pytest.mark.thorough
 def test_bfloat16_keeps_state_and_logits_in_float32():
     model = tiny_model("plain", dtype="bfloat16")
     tokens = random_tokens(model, BATCH, LENGTH)
@@ -272,20 +239,6 @@ def test_no_single_row_is_multiplied_on_a_tpu(weight, wide, monkeypatch):
     assert text(two) == of_two
 
 
-@pytest.mark.parametrize("name", ["mamba_in_llama", "qwen3_5 hybrid"])
-def test_init_cache_owns_the_shapes(name):
-    model = tiny_model(name)
-    _, cache = prefill(model, random_tokens(model, BATCH, 5), [5, 2])
-    tree = whole_tree(TREE)
-    _, pending, _ = tree_forward(model, random_tokens(model, BATCH, TREE.num_nodes), tree, cache)
-
-    def shapes(values):
-        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), values)
-
-    assert shapes(cache) == shapes(init_cache(model.config, BATCH, MAX_LENGTH, model.dtype))
-    assert shapes(pending) == shapes(init_pending(model.config, BATCH, TREE.num_nodes, model.dtype))
-
-
 @pytest.mark.thorough
 def test_the_corrections_of_a_bfloat16_models_record_are_float32():
     """And the state after their replay is that of the sequence."""
@@ -300,57 +253,3 @@ def test_the_corrections_of_a_bfloat16_models_record_are_float32():
     texts = [[*prompts[b], *drafts[b, TREE.ancestor_mask[last]]] for b, last in enumerate([8, 4])]
     _, want = prefill(model, texts, [*map(len, texts)])
     assert relative_error(after.ssm, want[0].ssm) < 0.02
-
-
-@pytest.mark.thorough
-def test_memory_of_a_tree_in_the_shape_of_qwen():
-    """Nothing is allocated. docs/algorithms.md says the same."""
-    config = ModelConfig.preset("Qwen3.5-9B")
-    make = (functools.partial(make, config, 1) for make in (init_cache, init_pending))
-    cache, pending = jax.eval_shape(lambda: [each(64, jnp.bfloat16) for each in make])
-    delta = [layer for layer, kind in enumerate(config.kinds) if kind == "gated_delta"]
-    sizes = {
-        name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts))
-        for name, parts in {
-            "states": [cache[layer].ssm for layer in delta],
-            "windows": [cache[layer].conv for layer in delta],
-            "records": [pending[layer] for layer in delta],
-        }.items()
-    }
-    assert sizes == {"states": 50_331_648, "windows": 1_179_648, "records": 64 * 24 * 36_992}
-
-
-@pytest.mark.parametrize("name", ["qwen3_5 hybrid", "qwen3_next hybrid"])
-def test_nodes_that_do_not_exist_reach_nothing(name):
-    """Whatever a gated delta mixer gets there, to the bit; native code and XLA."""
-    model = tiny_model(name)
-    cache, mixer = (
-        prefill(model, random_tokens(model, BATCH, 7), [7, 4])[1][0],
-        model.blocks[0].mixer,
-    )
-    u = jnp.asarray(np.random.default_rng(0).normal(size=(2, TREE.num_nodes, 16)), jnp.float32)
-    tree = TREE.tree(jnp.arange(TREE.num_nodes)[None] < jnp.array([[5], [7]]))
-    exists = jnp.diagonal(tree.ancestor_mask, axis1=1, axis2=2)[..., None]
-
-    @jax.jit
-    def outputs(u):
-        width = mixer.config.conv_width
-        windows = {width: conv_gather_index(tree.parents, width)}
-        y, pending, _ = mixer.tree(u, tree, windows, cache)
-        return jnp.where(exists, y, 0), pending.x
-
-    for fill in (jnp.nan, jnp.inf, 1.0):
-        got, want = (outputs(jnp.where(exists, u, value)) for value in (fill, 0.0))
-        jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert not np.asarray(got[1])[~np.asarray(exists[..., 0])].any()
-
-
-def test_a_record_is_valid_with_its_own_cache_alone():
-    """Unlike Mamba-2's: the corrections depend on the state that the tree was run from."""
-    for name, is_bound in (("qwen3_5 hybrid", True), ("plain", False)):
-        model, tree = tiny_model(name), whole_tree(TREE)
-        _, cache = prefill(model, random_tokens(model, BATCH, 7), [7, 4])
-        drafts = random_tokens(model, BATCH, TREE.num_nodes, seed=1)
-        forked = (cache[0]._replace(ssm=-cache[0].ssm), *cache[1:])
-        own, foreign = (tree_forward(model, drafts, tree, each)[1][0].x for each in (cache, forked))
-        assert (relative_error(foreign, own) > 0.1) == is_bound

@@ -14,9 +14,8 @@ from stree_jax.heads import sketch
 from stree_jax.models.matrices import Matrix, Packed, Storage, in_first
 from stree_jax.testing import tiny_model
 from stree_jax.training.trainer import cast
-from tests.helpers import temporary_bytes
+from tests.helpers import apply, temporary_bytes
 
-CHAIN = st.TreeTopology.chain(2)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -84,13 +83,8 @@ def test_logits_are_those_of_the_usual_order(loaded):
     # bfloat16 rounds every layer's output to 8 bits if it is not packed.
     error = 0.02 if loaded.dtype == jnp.bfloat16 else 1e-5
     for rows in (tokens, tokens[:1, :1], np.tile(tokens, (1, 16))):
-        have, want = (np.asarray(sequence(model, rows)) for model in (loaded, other))
+        have, want = (np.asarray(apply(model, rows)) for model in (loaded, other))
         np.testing.assert_allclose(have, want, atol=error * np.abs(want).max())
-
-
-@jax.jit
-def sequence(model, tokens):
-    return model(tokens)
 
 
 def test_everything_that_reads_weights_by_name_gets_the_usual_order(stored, loaded, tmp_path):
@@ -117,33 +111,6 @@ def load_usual(path):
 
 
 @pytest.mark.thorough
-def test_text_with_drafts(loaded):
-    """Drafts are accepted, and the tokens are those of decoding without, in bfloat16 too."""
-    prompts = [[1, 2, 3], [4]]
-    options = dict(max_new_tokens=12, eos_token=())
-    plain = st.generate(loaded, prompts, **options)
-    drafted = st.generate(
-        loaded, prompts, drafter=st.ModelDrafter(loaded), topology=CHAIN, **options
-    )
-    assert drafted.stats.tau > 2
-    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
-
-
-@pytest.mark.thorough
-def test_gradients(stored):
-    """Of a loaded model: those of the unpacked one, packed."""
-    loaded = st.from_pretrained(stored)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(loaded.config.vocab_size, size=(2, 9)))
-    both = []
-    for model in (loaded, in_first(loaded)):
-        graphdef, state = nnx.split(model)
-        loss = lambda state: nnx.merge(graphdef, state)(tokens).std()  # noqa: B023, E731
-        both.append(nnx.merge(graphdef, jax.jit(jax.grad(loss))(state)))
-    have, want = weights(in_first(both[0])), weights(both[1])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), have, want)
-
-
-@pytest.mark.thorough
 def test_no_float32_copy_of_the_weights():
     """XLA converted all of them before the loop, so the program read and held float32."""
     config = st.ModelConfig.mamba2_lm(512, 256, 4)
@@ -152,23 +119,6 @@ def test_no_float32_copy_of_the_weights():
 
     # A quarter of the weights are states of the scan.
     assert temporary_bytes(model.packed()) < size / 3 < size < temporary_bytes(model)
-
-
-@pytest.mark.thorough
-def test_padding_is_not_multiplied(loaded):
-    """Rows beyond a prompt's end are zeros before every product, so it does not matter what they
-    are; the cache is that of the prompt alone."""
-    prompt = np.random.default_rng(0).integers(97, size=(2, 7)).astype(np.int32)
-    run = jax.jit(loaded.prefill)
-    lengths = jnp.array([7, 5])
-    logits, cache = run(jnp.pad(prompt, ((0, 0), (0, 13))), lengths, loaded.init_cache(2, 32))
-    for row, length in enumerate((7, 5)):
-        alone = run(
-            prompt[row : row + 1, :length], lengths[row : row + 1], loaded.init_cache(1, 32)
-        )
-        np.testing.assert_allclose(logits[row], alone[0][0], rtol=1e-5, atol=1e-5)
-        for got, wanted in zip(*map(jax.tree.leaves, (cache, alone[1])), strict=True):
-            np.testing.assert_allclose(got[row], wanted[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.thorough

@@ -1,6 +1,5 @@
 """Refusals of configs and models."""
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -10,20 +9,9 @@ from flax import nnx
 
 from stree_jax import HybridLM, ModelConfig, demo_path, generate
 from stree_jax.models import AttentionConfig, MlpConfig, MoeConfig, RopeScaling, SharedConfig
-from stree_jax.models.config import PARTS
 from stree_jax.models.layer import LayerConfig, register
 from stree_jax.testing import HYBRIDS
 
-
-def format_1(config):
-    """The table of a model in native checkpoints of format 1: one config for each kind."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    parts = {name: getattr(config, name) for name in PARTS}
-    tables = {name: part and dataclasses.asdict(part) for name, part in parts.items()}
-    return values | tables | {"layers": config.kinds}
-
-
-SHARED = format_1(HYBRIDS["zamba2"])
 SMALL = {"vocab_size": 5, "d_model": 4}
 NO_MEMORY = ModelConfig(vocab_size=9, d_model=8, layers=("mlp",), mlp=MlpConfig(8))
 
@@ -35,6 +23,10 @@ def tiny(**changes):
 def table(values):
     """A native config.json."""
     return partial(ModelConfig.from_dict, values)
+
+
+def zamba2(*layers, **parts):
+    return partial(HYBRIDS["zamba2"].with_layers, layers, **parts)
 
 
 def rotary(**changes):
@@ -88,12 +80,9 @@ REFUSED = [
     (table(None), "is a table of fields, got None"),
     (table(SMALL | {"layers": "mamba2"}), "layers must be tuple"),
     (table(SMALL | {"layers": [[]]}), "layers must be tuple"),
-    (table(SHARED | {"layers": ("mamba2", "shared")}), "to a 'mamba2' layer, which must come next"),
-    (table(SHARED | {"shared": None}), "the shared config is missing"),
-    (
-        table(SHARED | {"layers": ("mamba2", "attention")}),
-        "input_multiple is 2 in a model with 'shared' layers",
-    ),
+    (zamba2("mamba2", "shared"), "to a 'mamba2' layer, which must come next"),
+    (zamba2("shared", "mamba2", shared=None), "the shared config is missing"),
+    (zamba2("mamba2", "attention"), "input_multiple is 2 in a model with 'shared' layers"),
     (rotary(rope_theta=1e-200), "give infinite frequencies"),
     (rotary(rope_scaling=RopeScaling(1e-200, 1.0, 2.0, 1)), "give infinite frequencies"),
     (

@@ -5,11 +5,11 @@ import functools
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
 
 import stree_jax as st
 from stree_jax.testing import tiny_model
 from tests.decoding.texts import broken_at
+from tests.helpers import word_tokenizer
 from tests.serving.requests import (
     WAYS,
     alone,
@@ -27,10 +27,8 @@ NEVER = [[1] * 9]  # a stop: with one in each pool all pools share their program
 @functools.cache
 def pairs():
     """A tokenizer whose 37 tokens are two letters each."""
-    pieces = [first + second for first in "abcdefg" for second in "hijklm"][:37]
-    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, "ah"))
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    pieces = [first + second for first in "abcdefg" for second in "hijklm"]
+    return word_tokenizer(pieces[:37], "ah")
 
 
 @functools.cache

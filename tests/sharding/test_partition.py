@@ -131,16 +131,17 @@ def test_a_local_config_has_a_share_of_everything(heads, groups, x_heads, b_grou
             config.local(size)
         return
     assert local.num_heads * shards == heads
-    # Which group a head uses is the same on its shard as in the whole model.
-    for count, own in (
-        (groups, local.num_groups),
-        (x_heads, local.x_heads),
-        (b_groups, local.b_groups),
-    ):
-        held = Cut(0, ((count, 1),)).columns(shards)
-        for shard, head in itertools.product(range(shards), range(local.num_heads)):
-            whole = (shard * local.num_heads + head) * count // heads
-            assert held[shard][head * own // local.num_heads] == whole
+    assert_heads_have_their_groups(shards, local, groups, local.num_groups)
+    assert_heads_have_their_groups(shards, local, x_heads, local.x_heads)
+    assert_heads_have_their_groups(shards, local, b_groups, local.b_groups)
+
+
+def assert_heads_have_their_groups(shards, local, count, own):
+    """Which group a head uses is the same on its shard as in the whole model."""
+    held = Cut(0, ((count, 1),)).columns(shards)
+    for shard, head in itertools.product(range(shards), range(local.num_heads)):
+        whole = (shard * local.num_heads + head) * count // (shards * local.num_heads)
+        assert held[shard][head * own // local.num_heads] == whole
 
 
 @given(heads=UNITS, groups=UNITS, shards=SHARDS)
@@ -148,10 +149,7 @@ def test_a_shard_has_the_keys_of_its_value_heads(heads, groups, shards):
     assume(heads % groups == heads % shards == 0 and 0 in (groups % shards, shards % groups))
     mixer = GatedDeltaConfig(num_heads=heads, head_dim=2, num_groups=groups, state_size=3)
     local = mixer.local(shards)
-    held = Cut(0, ((groups, 1),)).columns(shards)
-    for shard, head in itertools.product(range(shards), range(local.num_heads)):
-        whole = (shard * local.num_heads + head) * groups // heads
-        assert held[shard][head * local.num_groups // local.num_heads] == whole
+    assert_heads_have_their_groups(shards, local, groups, local.num_groups)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

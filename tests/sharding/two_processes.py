@@ -10,23 +10,21 @@ import os
 import sys
 from pathlib import Path
 
-PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+import jax
+import pytest
+
+import stree_jax as st
+from stree_jax.testing import perturbed, random_model
+from tests.decoding.texts import of_rows
+from tests.sharding.configs import CONFIGS
+from tests.sharding.meshes import PROMPTS
+
 MESHES = ((2, 2), (1, 4))
 HYBRID = "bamba"
 
 
-def joined(steps, prompts):
-    """The new tokens of each row."""
-    assert all(len(step) == len(prompts) for step in steps)
-    return [[token for step in steps for token in step[row]] for row in range(len(prompts))]
-
-
 def texts(target, draft):
     """Texts that all processes ask for alike; on one device they are the same."""
-    import jax
-
-    import stree_jax as st
-
     greedy = dict(max_new_tokens=10, drafter=st.ModelDrafter(draft))
     greedy["topology"] = st.TreeTopology.from_branching((2, 1))
     sampled = greedy | dict(temperature=0.8, key=jax.random.key(1))
@@ -36,7 +34,8 @@ def texts(target, draft):
         return st.generate(target, prompts, **options).tokens.tolist()
 
     def streamed(prompts, **options):
-        return joined([*st.stream(target, prompts, **options)], prompts)
+        pieces = [*st.stream(target, prompts, **options)]
+        return [of_rows(pieces, row) for row in range(len(prompts))]
 
     out = st.generate(target, PROMPTS, **greedy)
     return {
@@ -51,8 +50,6 @@ def texts(target, draft):
 
 def served(target, options):
     """The texts of a scheduler: one is cancelled, one goes on, and two share a prefix."""
-    import stree_jax as st
-
     text = {name: options[name] for name in ("max_new_tokens", "temperature", "key")}
     drafts = {name: options[name] for name in ("drafter", "topology")}
     sizes = dict(rows=2, max_length=64, quantum=2, prefix_cache_bytes=10**7)
@@ -80,10 +77,6 @@ def served(target, options):
 
 def served_hybrid(mesh=None):
     """Texts of a hybrid."""
-    import stree_jax as st
-    from stree_jax.testing import perturbed, random_model
-    from tests.sharding.configs import CONFIGS
-
     target = random_model(CONFIGS[HYBRID])
     draft = st.ModelDrafter(st.shard(perturbed(target, 0.1), mesh, replicate=mesh is not None))
     sizes = dict(rows=2, max_length=150, quantum=2, prefix_cache_bytes=10**7)
@@ -97,8 +90,6 @@ def served_hybrid(mesh=None):
 
 def refusals(target, folder):
     """The messages of calls that are refused in both processes."""
-    import stree_jax as st
-
     calls = {
         "save": lambda: st.save_pretrained(target, folder / "saved 1x4"),
         "a pattern": lambda: st.save_pretrained(target, folder / "[1]" / "model"),
@@ -106,20 +97,15 @@ def refusals(target, folder):
     }
     found = {}
     for name, call in calls.items():
-        try:
+        with pytest.raises(ValueError) as error:  # noqa: PT011
             call()
-        except ValueError as error:
-            found[name] = str(error)
+        found[name] = str(error.value)
     return found
 
 
 def main():
     process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    import jax
-
     jax.distributed.initialize(f"localhost:{port}", 2, process)
-    import stree_jax as st
-
     found = {}
     # Along "data" each process has a row of the mesh; along "model" half of all layers.
     for data, model in MESHES:

@@ -101,17 +101,17 @@ def batch(step):
 TRAINING = Training(steps=8, batch_size=2, sequence_length=16, save_every=3, warmup_steps=2)
 
 
-def from_target(model, tokens, target):
-    return distillation_loss(model, target(tokens), tokens)
-
-
 @pytest.mark.thorough
 def test_gated_delta_hybrids_learn(tmp_path):
     """With factors of products in bfloat16; weights stay float32."""
     training = dataclasses.replace(TRAINING, products="bfloat16")
     config = HYBRIDS["qwen3_5"].with_layers(("gated_delta", "attention"))
     model, target = st.HybridLM(config, rngs=nnx.Rngs(0)), tiny_model("qwen3_5 hybrid")
-    reports = fit(model, from_target, batch, training, tmp_path / "steps", target)
+
+    def loss(model, tokens, target):
+        return distillation_loss(model, target(tokens), tokens)
+
+    reports = fit(model, loss, batch, training, tmp_path / "steps", target)
     losses = [report.loss for report in reports]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"float32"}
     assert np.isfinite(losses).all()
@@ -175,16 +175,21 @@ def test_a_run_with_other_shapes_is_not_resumed(tmp_path):
 
 
 @pytest.mark.thorough
-def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    """The loss before the update is finite, the update is not."""
-
-    def bad(model, tokens, _):
-        value = next_token_loss(model, tokens)
-        return value + 0.0 * jnp.sqrt(value - jax.lax.stop_gradient(value))  # gradient: 0 * inf
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda loss: loss * jnp.nan,
+        lambda loss: loss + 0.0 * jnp.sqrt(loss - jax.lax.stop_gradient(loss)),  # gradient: 0 * inf
+    ],
+    ids=["loss", "update"],
+)
+def test_what_is_not_finite_stops_the_run_and_is_not_saved(bad, tmp_path):
+    def spoiled(model, tokens, _):
+        return bad(next_token_loss(model, tokens))
 
     training = dataclasses.replace(TRAINING, save_every=1)
     with pytest.raises(FloatingPointError, match="not finite at step 1"):
-        list(fit(new_model(), bad, batch, training, tmp_path / "run"))
+        list(fit(new_model(), spoiled, batch, training, tmp_path / "run"))
     assert len(list(fit(new_model(), loss, batch, training, tmp_path / "run"))) == training.steps
 
 
@@ -320,10 +325,7 @@ def test_the_loss_of_medusa_heads(tmp_path):
 
 
 @pytest.mark.thorough
-def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
-    trained, tmp_path, recipe_file
-):
-    """The target stays as it is; a run that was interrupted gives the same heads."""
+def test_medusa_heads_are_trained(trained, tmp_path, recipe_file):
     target, _ = trained
     before = st.from_pretrained(target)
     text = RECIPE[RECIPE.index("[training]") :].replace("save_every", "generated = 0.5\nsave_every")
@@ -331,17 +333,9 @@ def test_medusa_heads_are_trained_resumed_and_refused_with_another_target(
     recipe = Recipe.load(recipe_file)
     whole = list(train_heads("medusa", recipe, target, tmp_path / "whole"))
     assert [report.step for report in whole] == [1, 2, 3, 4, 5, 6]
-    parts = train_heads("medusa", recipe, target, tmp_path / "parts")
-    for report in parts:
-        if report.step == 3:
-            parts.close()
-            break
-    rest = list(train_heads("medusa", recipe, target, tmp_path / "parts"))
-    assert [report.step for report in rest] == [3, 4, 5, 6]
-    one, other = (st.load_medusa(tmp_path / name, before) for name in ("whole", "parts"))
+    one = st.load_medusa(tmp_path / "whole", before)
     assert one.num_heads == 2
     assert float(jnp.abs(one.kernel[...]).max()) > 0
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
 
     # A digest does not depend on how the target is loaded; heads take its dtype.
     small = st.load_medusa(tmp_path / "whole", st.from_pretrained(target, dtype="bfloat16"))
@@ -368,11 +362,3 @@ def test_a_failed_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     monkeypatch.undo()
     rest = list(fit(new_model(), loss, batch, TRAINING, tmp_path / "run"))
     assert rest[0].step == 4
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
-    def bad(model, tokens, _):
-        return next_token_loss(model, tokens) * jnp.nan
-
-    with pytest.raises(FloatingPointError, match="loss or the weights are not finite at step 1"):
-        list(fit(new_model(), bad, batch, TRAINING, tmp_path / "run"))
