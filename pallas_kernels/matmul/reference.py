@@ -12,9 +12,9 @@ GROUP = 32
 def matmul(x, blocks, scales, columns, which=None):
     """The products `[rows, columns]` of rows `[rows, I]` with blocks.
 
-    Blocks are `[*E, blocks, I, 32]`; with `scales [*E, blocks, groups, 32]` they are pairs of inputs
-    `[*E, blocks, groups, 16, 32, 2]`. `which [rows]` is the matrix of each row, or None: there is
-    one. The last block may have more columns.
+    Blocks are `[*E, blocks, I, 32]`; with `scales [*E, blocks, groups, 32]` they are pairs of
+    inputs `[*E, blocks, groups, 16, 32, 2]`. `which [rows]` is the matrix of each row, or None:
+    there is one. The last block may have more columns.
     """
     y = np.zeros((len(x), columns), x.dtype)
     for r, row in enumerate(x):

@@ -27,7 +27,7 @@ def matmul(
 
 @jax.custom_jvp
 def rounded(x: Float32[Array, "rows I"]) -> Float32[Array, "rows I"]:
-    """Rows rounded to 8 bits in groups of 32 inputs, as `reference.rounded`; derivatives are of x."""
+    """Rows rounded to 8 bits in groups of 32 inputs; derivatives are those of `x`."""
     padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
     groups = padded.reshape(len(x), padded.shape[1] // GROUP, GROUP)
     largest = jnp.abs(groups).max(axis=-1, keepdims=True)

@@ -28,6 +28,7 @@ from stree_jax.testing import (
     random_model,
     tiny_model,
 )
+from tests.cases.base import NEEDS_NATIVE
 from tests.decoding import rules
 from tests.decoding.texts import (
     NEW_TOKENS,
@@ -141,6 +142,7 @@ def cells():
     for cell in sorted(TABLE + SLOW, key=lambda cell: (cell[0] == "plain", cell)):
         marks = [pytest.mark.slow] if cell in left else []
         marks += [pytest.mark.thorough] if cell not in QUICK else []
+        marks += [NEEDS_NATIVE] if ", int8" in cell[0] else []
         yield pytest.param(*cell, id=" | ".join(cell), marks=marks)
 
 
