@@ -97,12 +97,13 @@ template <typename T, int B>
 void part(const float* x, int64_t rows, const Matrix<T>& matrix, int64_t block, int64_t begin,
           float* y, int64_t y_stride) {
   const int64_t count = std::min(matrix.inputs - begin, kPart);
-  // Tiles of nearly equal height: 14 rows are 7 and 7.
-  const int64_t number = (rows + kRows - 1) / kRows, height = (rows + number - 1) / number;
+  // Tiles of nearly equal height: 13 rows are 5, 4 and 4.
+  int64_t height = 0, tiles_left = (rows + kRows - 1) / kRows;
   for (int64_t row = 0; row < rows; row += height) {
+    height = (rows - row + tiles_left - 1) / tiles_left--;
     const float* x_tile = x + row * matrix.inputs;
     float* y_tile = y + row * y_stride;
-    switch (std::min(height, rows - row)) {
+    switch (height) {
 #define STREE_CASE(R)                                                                            \
   case R:                                                                                        \
     if constexpr (R * B <= kRows)                                          \

@@ -152,17 +152,18 @@ __attribute__((noinline)) void group(const int16_t* __restrict x, const float* _
 inline void product(const Rounded& x, int64_t first, int64_t rows, const int8_t* weights,
                     const float* scales, float* y) {
   constexpr int64_t kAhead = 4096;  // bytes
-  const int64_t number = (rows + kTall - 1) / kTall, height = (rows + number - 1) / number;
   std::fill(y, y + rows * kColumns, 0.0f);
   for (int64_t g = 0; g < x.groups; ++g) {
     for (int64_t byte = 0; byte < kGroup * kColumns; byte += 64)
       __builtin_prefetch(weights + kAhead + byte);
+    int64_t height = 0, tiles_left = (rows + kTall - 1) / kTall;  // nearly equal
     for (int64_t row = 0; row < rows; row += height) {
+      height = (rows - row + tiles_left - 1) / tiles_left--;
       const int64_t at = g * x.rows + first + row;
       const int16_t* values = x.values.get() + at * kGroup;
       const float* row_scales = x.scales.get() + at;
       float* out = y + row * kColumns;
-      switch (std::min(height, rows - row)) {
+      switch (height) {
 #define STREE_CASE(R)                                                                           \
   case R:                                                                                       \
     if constexpr (R <= kTall)                                                                   \
