@@ -100,7 +100,8 @@ void part(const float* x, int64_t rows, const Matrix<T>& matrix, int64_t block, 
   // Tiles of nearly equal height: 13 rows are 5, 4 and 4.
   int64_t height = 0, tiles_left = (rows + kRows - 1) / kRows;
   for (int64_t row = 0; row < rows; row += height) {
-    height = (rows - row + tiles_left - 1) / tiles_left--;
+    height = (rows - row + tiles_left - 1) / tiles_left;
+    --tiles_left;
     const float* x_tile = x + row * matrix.inputs;
     float* y_tile = y + row * y_stride;
     switch (height) {

@@ -158,7 +158,8 @@ inline void product(const Rounded& x, int64_t first, int64_t rows, const int8_t*
       __builtin_prefetch(weights + kAhead + byte);
     int64_t height = 0, tiles_left = (rows + kTall - 1) / kTall;  // nearly equal
     for (int64_t row = 0; row < rows; row += height) {
-      height = (rows - row + tiles_left - 1) / tiles_left--;
+      height = (rows - row + tiles_left - 1) / tiles_left;
+      --tiles_left;
       const int64_t at = g * x.rows + first + row;
       const int16_t* values = x.values.get() + at * kGroup;
       const float* row_scales = x.scales.get() + at;
