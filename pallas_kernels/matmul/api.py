@@ -25,9 +25,10 @@ def matmul(
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
-        Products and sums in float32. "native" adds in one order: a row's product is the same to
-        the bit for any number of rows, and rows of zeros, as padding is, take no time. "xla" rounds
-        rows to bfloat16 for a bfloat16 matrix.
+        Products and sums in float32. "native" adds in one order: a row's product is the same to the
+        bit for any number of rows, and rows of zeros, as padding is, take no time. For 8-bit
+        weights it rounds rows to 8 bits in groups of 32 inputs; a row with NaN or infinity gives
+        NaN. "xla" rounds rows to bfloat16 for a bfloat16 matrix.
         Derivatives are XLA's in all implementations.
 
     Raises:

@@ -1,8 +1,8 @@
-// Products of float32 rows with a matrix in blocks of 32 columns, on a CPU.
+// Products of rows with a matrix in blocks of 32 columns, on a CPU.
 //
 // Every output is summed in one fixed order, whatever the number of rows and of threads: parts of
 // 256 inputs, each in order from zero, and the parts in order. So a row's product is the same to
-// the bit alone and among others.
+// the bit alone and among others. Rows of weights in 8 bits are rounded to 8 bits: `rounded.h`.
 //
 // Tiles of few rows take several blocks at once, because one block would give too few independent
 // sums to hide the latency of a multiply-add. Large products are cut into tasks of some blocks and
@@ -17,14 +17,13 @@
 #include "../native/parallel.h"
 #include "../native/shapes.h"
 #include "../native/vectors.h"
+#include "rounded.h"
 
 namespace ffi = xla::ffi;
 namespace stree {
 namespace {
 
-constexpr int kColumns = 32;    // of a block
 constexpr int64_t kPart = 256;  // inputs whose sums stay in registers
-constexpr int64_t kGroup = 32;  // inputs with one scale a column
 
 // The sums of a tile stay in registers: AVX-512 has 32 of 16 lanes, AVX2 16 of 8, NEON 32 of 4.
 #if defined(__AVX512F__)
@@ -44,47 +43,32 @@ constexpr int64_t kPrefetch = 4096;  // bytes ahead
 // Blocks of one matrix.
 template <typename T>
 struct Matrix {
-  const T* weights;     // [blocks, inputs, 32]
-  const float* scales;  // [blocks, groups, 32], or null
-  int64_t inputs, groups;
+  const T* weights;  // [blocks, inputs, 32]
+  int64_t inputs;
 };
 
 // Adds a part of R rows times B blocks to the outputs; the first part sets them.
 template <typename T, int R, int B>
 STREE_INLINE void tile(const float* __restrict x, int64_t x_stride, const Matrix<T>& matrix,
-                       const T* __restrict weights, const float* __restrict scales,
-                       float* __restrict y, int64_t y_stride, int64_t count, bool first) {
-  const int64_t stride = matrix.inputs * kColumns, scale_stride = matrix.groups * kColumns;
+                       const T* __restrict weights, float* __restrict y, int64_t y_stride,
+                       int64_t count, bool first) {
+  const int64_t stride = matrix.inputs * kColumns;
   Vec sums[B][R][kVectors] = {};
-  for (int64_t begin = 0; begin < count; begin += kGroup) {
-    const int64_t end = std::min(begin + kGroup, count);
-    Vec scale[B][kVectors];
-    if constexpr (sizeof(T) == 1) {
+  for (int64_t k = 0; k < count; ++k) {
 #pragma GCC unroll 4
-      for (int b = 0; b < B; ++b)
+    for (int b = 0; b < B; ++b) {
+      const T* at = weights + b * stride + k * kColumns;
+      Vec w[kVectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v)
-          scale[b][v] = load(scales + b * scale_stride + begin / kGroup * kColumns + v * kLanes);
-    }
-    for (int64_t k = begin; k < end; ++k) {
-#pragma GCC unroll 4
-      for (int b = 0; b < B; ++b) {
-        const T* at = weights + b * stride + k * kColumns;
-        Vec w[kVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-          w[v] = load(at + v * kLanes);
-          if constexpr (sizeof(T) == 1) w[v] *= scale[b][v];
-        }
+      for (int v = 0; v < kVectors; ++v) w[v] = load(at + v * kLanes);
 #pragma GCC unroll 2
-        for (size_t byte = 0; byte < sizeof(T) * kTileColumns; byte += 64)
-          __builtin_prefetch((const char*)at + kPrefetch + byte);
+      for (size_t byte = 0; byte < sizeof(T) * kTileColumns; byte += 64)
+        __builtin_prefetch((const char*)at + kPrefetch + byte);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-          const Vec input = splat(x[r * x_stride + k]);
+      for (int r = 0; r < R; ++r) {
+        const Vec input = splat(x[r * x_stride + k]);
 #pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) sums[b][r][v] += input * w[v];
-        }
+        for (int v = 0; v < kVectors; ++v) sums[b][r][v] += input * w[v];
       }
     }
   }
@@ -104,22 +88,23 @@ template <typename T, int R, int B>
 void tiles(const float* x, int64_t x_stride, const Matrix<T>& matrix, int64_t block, int64_t begin,
            int64_t count, float* y, int64_t y_stride) {
   const T* weights = matrix.weights + (block * matrix.inputs + begin) * kColumns;
-  const float* scales = matrix.scales + (block * matrix.groups + begin / kGroup) * kColumns;
   for (int column = 0; column < kColumns; column += kTileColumns)
-    tile<T, R, B>(x + begin, x_stride, matrix, weights + column, scales + column, y + column,
-                  y_stride, count, begin == 0);
+    tile<T, R, B>(x + begin, x_stride, matrix, weights + column, y + column, y_stride, count,
+                  begin == 0);
 }
 
 template <typename T, int B>
 void part(const float* x, int64_t rows, const Matrix<T>& matrix, int64_t block, int64_t begin,
           float* y, int64_t y_stride) {
   const int64_t count = std::min(matrix.inputs - begin, kPart);
-  // Tiles of nearly equal height: 14 rows are 7 and 7.
-  const int64_t number = (rows + kRows - 1) / kRows, height = (rows + number - 1) / number;
+  // Tiles of nearly equal height: 13 rows are 5, 4 and 4.
+  int64_t height = 0, tiles_left = (rows + kRows - 1) / kRows;
   for (int64_t row = 0; row < rows; row += height) {
+    height = (rows - row + tiles_left - 1) / tiles_left;
+    --tiles_left;
     const float* x_tile = x + row * matrix.inputs;
     float* y_tile = y + row * y_stride;
-    switch (std::min(height, rows - row)) {
+    switch (height) {
 #define STREE_CASE(R)                                                                            \
   case R:                                                                                        \
     if constexpr (R * B <= kRows)                                          \
@@ -171,23 +156,39 @@ struct Task {
   int64_t matrix, row, rows, first, last;
 };
 
+template <typename T>
+constexpr bool kIsInt8 = std::is_same_v<T, int8_t>;
+
 // The call's arrays after all checks.
 template <typename T>
 struct Call {
   const float* x;       // [rows, inputs]
-  const T* weights;     // [matrices, blocks, inputs, 32]
-  const float* scales;  // [matrices, blocks, groups, 32], or null
+  const T* weights;     // [matrices, blocks, inputs, 32], or int8 [matrices, blocks, groups, 16, 32, 2]
+  const float* scales;  // of int8: [matrices, blocks, groups, 32]
   float* y;             // [rows, columns]
   int64_t inputs, blocks, groups, first_block, columns;
+  Rounded rounded = {};  // of int8: the rows
 
-  Matrix<T> matrix(int64_t index) const {
-    const int64_t block = index * blocks + first_block;
-    return {weights + block * inputs * kColumns,
-            scales ? scales + block * groups * kColumns : nullptr, inputs, groups};
-  }
+  int64_t block_size() const { return (kIsInt8<T> ? groups * kGroup : inputs) * kColumns; }
 
   void run(const Task& task) const {
-    const Matrix<T> own = matrix(task.matrix);
+    const int64_t first = task.matrix * blocks + first_block;
+    if constexpr (kIsInt8<T>)
+      run(task, weights + first * block_size(), scales + first * groups * kColumns);
+    else
+      run(task, Matrix<T>{weights + first * block_size(), inputs});
+  }
+
+  void run(const Task& task, const T* own, const float* own_scales) const {
+    float block[kTaskRows * kColumns];
+    for (int64_t b = task.first; b < task.last; ++b) {
+      product(rounded, task.row, task.rows, own + b * block_size(),
+              own_scales + b * groups * kColumns, block);
+      copy(block, task, b);
+    }
+  }
+
+  void run(const Task& task, const Matrix<T>& own) const {
     const int64_t whole = columns / kColumns;  // blocks without missing columns
     const float* rows = x + task.row * inputs;
     float* out = y + task.row * columns;
@@ -197,14 +198,24 @@ struct Call {
     if (task.last <= whole) return;
     std::vector<float> block(task.rows * kColumns);
     product(rows, task.rows, own, whole, task.last, block.data(), kColumns);
-    for (int64_t r = 0; r < task.rows; ++r)
-      std::memcpy(out + r * columns + whole * kColumns, block.data() + r * kColumns,
-                  (columns - whole * kColumns) * sizeof(float));
+    copy(block.data(), task, whole);
   }
 
-  void run(ffi::ThreadPool& pool, const std::vector<Segment>& segments) const {
+  // Writes the columns of a block `[rows, 32]` that there are.
+  void copy(const float* from, const Task& task, int64_t block) const {
+    const int64_t column = block * kColumns, count = std::min<int64_t>(kColumns, columns - column);
+    for (int64_t r = 0; r < task.rows; ++r)
+      std::copy_n(from + r * kColumns, count, y + (task.row + r) * columns + column);
+  }
+
+  void run(ffi::ThreadPool& pool, const std::vector<Segment>& segments, int64_t rows) {
+    if constexpr (kIsInt8<T>) {
+      rounded = Rounded(rows, groups);
+      for_each_row(pool, rows, inputs, kRowTask,
+                   [&](int64_t row) { rounded.round(x + row * inputs, row, inputs); });
+    }
     const int64_t used = (columns + kColumns - 1) / kColumns;
-    const int64_t block_bytes = inputs * kColumns * sizeof(T);
+    const int64_t block_bytes = block_size() * sizeof(T);
     // A multiple of 4 blocks, which tiles of one row take at once.
     const int64_t wanted = (std::max<int64_t>(1, kTaskBytes / block_bytes) + 3) / 4 * 4;
     const int64_t fair = std::max<int64_t>(1, used / pool.num_threads());
@@ -226,7 +237,7 @@ struct Call {
 
 // Each row times the matrix that `which` names: rows of one matrix become neighbours.
 template <typename T>
-void grouped(ffi::ThreadPool& pool, Call<T> call, const int32_t* which, int64_t rows,
+void grouped(ffi::ThreadPool& pool, Call<T>& call, const int32_t* which, int64_t rows,
              int64_t matrices) {
   std::vector<int64_t> starts(matrices + 1);
   for (int64_t r = 0; r < rows; ++r) ++starts[which[r] + 1];
@@ -244,7 +255,7 @@ void grouped(ffi::ThreadPool& pool, Call<T> call, const int32_t* which, int64_t 
   float* out = call.y;
   call.x = x.data();
   call.y = y.data();
-  call.run(pool, segments);
+  call.run(pool, segments, rows);
   for (int64_t r = 0; r < rows; ++r)
     std::memcpy(out + r * call.columns, y.data() + place[r] * call.columns,
                 call.columns * sizeof(float));
@@ -256,7 +267,7 @@ bool is_zero(const float* row, int64_t size) {
 
 // Rows of zeros, as padding is, give zeros without a product.
 template <typename T>
-void without_zeros(ffi::ThreadPool& pool, const Call<T>& call, int64_t rows) {
+void without_zeros(ffi::ThreadPool& pool, Call<T>& call, int64_t rows) {
   std::vector<Segment> segments;
   for (int64_t r = 0; r < rows; ++r) {
     if (is_zero(call.x + r * call.inputs, call.inputs))
@@ -266,18 +277,18 @@ void without_zeros(ffi::ThreadPool& pool, const Call<T>& call, int64_t rows) {
     else
       segments.push_back({0, r, 1});
   }
-  call.run(pool, segments);
+  call.run(pool, segments, rows);
 }
 
 template <typename T>
-void matmul(ffi::ThreadPool& pool, const Call<T>& call, const int32_t* which, int64_t rows,
+void matmul(ffi::ThreadPool& pool, Call<T>& call, const int32_t* which, int64_t rows,
             int64_t matrices) {
   if (which)
     grouped(pool, call, which, rows, matrices);
   else if (rows > kRows)
     without_zeros(pool, call, rows);
   else
-    call.run(pool, {{0, 0, rows}});
+    call.run(pool, {{0, 0, rows}}, rows);
 }
 
 ffi::Error refused(const std::string& why) {
@@ -303,7 +314,6 @@ bool with_weights(ffi::AnyBuffer blocks, const Run& run) {
 }
 
 float widened1(float weight) { return weight; }
-float widened1(int8_t weight) { return weight; }
 float widened1(uint16_t weight) {
   const uint32_t bits = static_cast<uint32_t>(weight) << 16;
   float value;
@@ -311,53 +321,60 @@ float widened1(uint16_t weight) {
   return value;
 }
 
-// Columns [first + index] of blocks [blocks, inputs, 32], of `columns` from `first` on.
+// True for blocks [*several, inputs, 32], or int8 [*several, groups, 16, 32, 2] with scales
+// [*several, groups, 32].
+bool fit(ffi::AnyBuffer blocks, F32 scales, size_t several, int64_t inputs) {
+  const int64_t groups = (inputs + kGroup - 1) / kGroup;
+  const auto bs = blocks.dimensions(), ss = scales.dimensions();
+  const auto ends_in = [&](auto shape, std::initializer_list<int64_t> end) {
+    return shape.size() == several + end.size() &&
+           std::equal(shape.begin(), shape.begin() + several, bs.begin()) &&
+           std::equal(end.begin(), end.end(), shape.begin() + several);
+  };
+  if (blocks.element_type() == ffi::S8)
+    return ends_in(bs, {groups, kGroup / 2, kColumns, 2}) && ends_in(ss, {groups, kColumns});
+  return ends_in(bs, {inputs, kColumns}) && scales.element_count() == 0;
+}
+
+// Columns [first + index] of some blocks, of `columns` from `first` on.
 ffi::Error Rows(ffi::AnyBuffer blocks, F32 scales, S32 index, Result rows, int64_t first,
                 int64_t columns) {
-  const auto bs = blocks.dimensions(), is_ = index.dimensions();
-  if (bs.size() != 3 || bs[2] != kColumns || is_.size() != 1) return refused("shapes do not fit");
-  const int64_t inputs = bs[1], groups = (inputs + kGroup - 1) / kGroup;
-  const bool has_scales = blocks.element_type() == ffi::S8;
-  if (!is(rows->dimensions(), {is_[0], inputs}) || first < 0 || columns < 1 ||
-      first > bs[0] * kColumns - columns)
+  const auto bs = blocks.dimensions(), is_ = index.dimensions(), rs = rows->dimensions();
+  if (is_.size() != 1 || rs.size() != 2 || rs[0] != is_[0] || !fit(blocks, scales, 1, rs[1]) ||
+      first < 0 || columns < 1 || first > bs[0] * kColumns - columns)
     return refused("shapes do not fit");
-  if (has_scales ? !is(scales.dimensions(), {bs[0], groups, kColumns})
-                 : scales.element_count() != 0)
-    return refused("scales do not fit");
+  const int64_t inputs = rs[1], groups = (inputs + kGroup - 1) / kGroup;
   const bool is_known = with_weights(blocks, [&](auto* weights) {
     for (int64_t r = 0; r < is_[0]; ++r) {
       const int64_t at =
           first + std::clamp<int64_t>(index.typed_data()[r], 0, columns - 1);
       const int64_t block = at / kColumns, column = at % kColumns;
-      const auto* from = weights + block * inputs * kColumns + column;
-      const float* scale = scales.typed_data() + block * groups * kColumns + column;
       float* to = rows->typed_data() + r * inputs;
-      for (int64_t k = 0; k < inputs; ++k) {
-        to[k] = widened1(from[k * kColumns]);
-        if (has_scales) to[k] *= scale[k / kGroup * kColumns];
+      if constexpr (kIsInt8<std::decay_t<decltype(*weights)>>) {
+        const int8_t* from = weights + block * groups * kGroup * kColumns + 2 * column;
+        const float* scale = scales.typed_data() + block * groups * kColumns + column;
+        for (int64_t k = 0; k < inputs; ++k)
+          to[k] = from[k / 2 * 2 * kColumns + k % 2] * scale[k / kGroup * kColumns];
+      } else {
+        const auto* from = weights + block * inputs * kColumns + column;
+        for (int64_t k = 0; k < inputs; ++k) to[k] = widened1(from[k * kColumns]);
       }
     }
   });
   return is_known ? ffi::Error::Success() : refused("matrices are float32, bfloat16 or int8");
 }
 
-// x [rows, inputs] times blocks [matrices, blocks, inputs, 32] from `first_block` on, with scales
-// [matrices, blocks, groups, 32] or [0], and the matrix of each row [rows] or [0] if there is one.
+// x [rows, inputs] times the blocks of matrices from `first_block` on, with the matrix of each row
+// [rows] or [0] if there is one.
 ffi::Error Matmul(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer blocks, F32 scales, S32 which,
                   Result y, int64_t first_block) {
-  const auto xs = x.dimensions(), bs = blocks.dimensions(), ss = scales.dimensions(),
-             ws = which.dimensions(), ys = y->dimensions();
-  if (xs.size() != 2 || bs.size() != 4 || ys.size() != 2 || bs[3] != kColumns || xs[1] != bs[2] ||
-      ys[0] != xs[0])
+  const auto xs = x.dimensions(), bs = blocks.dimensions(), ws = which.dimensions(),
+             ys = y->dimensions();
+  if (xs.size() != 2 || ys.size() != 2 || ys[0] != xs[0] || !fit(blocks, scales, 2, xs[1]))
     return refused("shapes do not fit");
-  const int64_t rows = xs[0], inputs = bs[2], groups = (inputs + kGroup - 1) / kGroup;
+  const int64_t rows = xs[0], inputs = xs[1], groups = (inputs + kGroup - 1) / kGroup;
   const int64_t used = (ys[1] + kColumns - 1) / kColumns;
   if (first_block < 0 || first_block > bs[1] - used) return refused("there are fewer columns");
-  const bool has_scales = blocks.element_type() == ffi::S8;
-  if (has_scales ? ss.size() != 4 || ss[0] != bs[0] || ss[1] != bs[1] || ss[2] != groups ||
-                       ss[3] != kColumns
-                 : scales.element_count() != 0)
-    return refused("scales do not fit");
   const bool is_chosen = bs[0] != 1;
   if (ws.size() != 1 || (ws[0] != 0 || is_chosen) * rows != ws[0])
     return refused("every row needs the index of its matrix");
@@ -373,9 +390,8 @@ ffi::Error Matmul(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer blocks, F32 scales
   }
   const bool is_known = with_weights(blocks, [&](auto* weights) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(weights)>>;
-    const Call<T> call{x.typed_data(),   weights, has_scales ? scales.typed_data() : nullptr,
-                       y->typed_data(),  inputs,  bs[1],
-                       groups,           first_block, ys[1]};
+    Call<T> call{x.typed_data(), weights, scales.typed_data(), y->typed_data(), inputs, bs[1],
+                 groups,         first_block, ys[1]};
     matmul(pool, call, chosen, rows, bs[0]);
   });
   return is_known ? ffi::Error::Success() : refused("matrices are float32, bfloat16 or int8");

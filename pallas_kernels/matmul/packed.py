@@ -21,16 +21,18 @@ class PackedMatrix:
     """A matrix `[I, O]`, or several `[E, I, O]`, in blocks of 32 columns.
 
     Attributes:
-        blocks: `[*E, blocks, I, 32]`; float32, bfloat16, or int8 with scales. The last block is
-            filled with zeros.
+        blocks: `[*E, blocks, I, 32]`, float32 or bfloat16; of 8-bit weights int8 `[*E, blocks,
+            ceil(I / 32), 16, 32, 2]`: pairs of inputs. What is missing is zeros.
         scales: float32 factors of 8-bit weights `[*E, blocks, ceil(I / 32), 32]`: one for 32
             inputs of a column; None: none.
+        inputs: I.
         columns: O.
         first: the first column; a multiple of 32 unless the matrix is `cut`.
     """
 
     blocks: Any  # an array, or what jax puts in its place
     scales: Any
+    inputs: int = dataclasses.field(metadata={"static": True})
     columns: int = dataclasses.field(metadata={"static": True})
     first: int = dataclasses.field(default=0, metadata={"static": True})
 
@@ -46,9 +48,9 @@ class PackedMatrix:
             ValueError: another shape or dtype.
         """
         if isinstance(matrix, QuantizedMatrix):
-            blocks, scales = _blocks(np.asarray(matrix.values)), _blocks(np.asarray(matrix.scales))
-            wide = jnp.asarray(scales.astype(np.float32))
-            return cls(_on_large_pages(blocks, np.int8), wide, matrix.shape[-1])
+            pairs = _in_pairs(_blocks(np.asarray(matrix.values)))
+            wide = jnp.asarray(_blocks(np.asarray(matrix.scales)).astype(np.float32))
+            return cls(_on_large_pages(pairs, np.int8), wide, *matrix.shape[-2:])
         host = np.asarray(matrix)
         dtype = jnp.dtype(host.dtype if dtype is None else dtype)
         if host.ndim not in (2, 3) or dtype.name not in ("float32", "bfloat16", "int8"):
@@ -58,12 +60,13 @@ class PackedMatrix:
             )
         if dtype == jnp.int8:
             return cls.pack(QuantizedMatrix.of(host))
-        return cls(_on_large_pages(_blocks(host), dtype), None, host.shape[-1])
+        return cls(_on_large_pages(_blocks(host), dtype), None, *host.shape[-2:])
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the matrix, `[*E, I, O]`."""
-        return (*self.blocks.shape[:-3], self.blocks.shape[-2], self.columns)
+        several = self.blocks.shape[: -3 if self.scales is None else -5]
+        return (*several, self.inputs, self.columns)
 
     @property
     def dtype(self) -> Any:
@@ -80,11 +83,15 @@ class PackedMatrix:
             raise ValueError(f"columns {start} to {stop} of {self.columns}")
         return dataclasses.replace(self, columns=stop - start, first=self.first + start)
 
-    def used(self) -> tuple[Array, Array | None]:
-        """The blocks with its columns, and their scales."""
+    def used(self) -> tuple[Num[Array, "*E blocks I 32"], Array | None]:
+        """The blocks with its columns, inputs in order, and their scales."""
         blocks = slice(self.first // COLUMNS, -(-(self.first + self.columns) // COLUMNS))
-        scales = None if self.scales is None else self.scales[..., blocks, :, :]
-        return self.blocks[..., blocks, :, :], scales
+        if self.scales is None:
+            return self.blocks[..., blocks, :, :], None
+        pairs = self.blocks[..., blocks, :, :, :, :]
+        size = GROUP * pairs.shape[-4]
+        whole = pairs.swapaxes(-1, -2).reshape(*pairs.shape[:-4], size, COLUMNS)
+        return whole[..., : self.inputs, :], self.scales[..., blocks, :, :]
 
     def canonical(self) -> Num[Array, "*E I O"]:
         """The matrix `[*E, I, O]`, 8-bit weights as float32."""
@@ -111,6 +118,15 @@ def _blocks(host: np.ndarray) -> np.ndarray:
     padded = np.pad(host, [(0, 0)] * (host.ndim - 1) + [(0, missing)])
     cut = padded.reshape(*host.shape[:-1], count, COLUMNS)
     return np.moveaxis(cut, -2, -3)
+
+
+def _in_pairs(blocks: np.ndarray) -> np.ndarray:
+    """Blocks `[*E, blocks, I, 32]` as pairs of inputs, of groups that are filled with zeros."""
+    *several, size, _ = blocks.shape
+    groups = -(-size // GROUP)
+    padding = [(0, 0)] * len(several) + [(0, groups * GROUP - size), (0, 0)]
+    whole = np.pad(blocks, padding) if groups * GROUP > size else blocks
+    return whole.reshape(*several, groups, GROUP // 2, 2, COLUMNS).swapaxes(-1, -2)
 
 
 def _on_large_pages(values: np.ndarray, dtype: DTypeLike) -> Array:

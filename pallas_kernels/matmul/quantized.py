@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-GROUP = 32  # inputs with one scale a column
+GROUP = 32  # inputs with one scale, of a column and of a row
 _BYTES = 64 << 20  # of columns that are quantised at once
 
 

@@ -1,12 +1,13 @@
 """`matmul` as XLA operations."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int
 
 from pallas_kernels.matmul.packed import COLUMNS, PackedMatrix, scaled
-from pallas_kernels.matmul.quantized import GROUP
 
 _MOST_ROWS = 256  # that are multiplied by blocks; more are multiplied by the whole matrix
 
@@ -14,9 +15,10 @@ _MOST_ROWS = 256  # that are multiplied by blocks; more are multiplied by the wh
 def matmul(
     x: Float32[Array, "rows I"], matrix: PackedMatrix, which: Int[Array, " rows"] | None = None
 ) -> Float32[Array, "rows O"]:
-    """See `api.matmul`; rows are rounded to bfloat16 for a bfloat16 matrix.
+    """See `api.matmul`; rows are rounded to bfloat16 for a bfloat16 matrix, and not to 8 bits.
 
-    XLA would widen such a matrix as a whole, and hold the copy.
+    The order of sums depends on the number of rows here, and rounding to 8 bits would make of 1e-7
+    another step. XLA would widen a bfloat16 matrix as a whole, and hold the copy.
     """
     if which is not None:
         return lax.map(lambda row: _of_choice(matrix, *row), (x, which))
@@ -36,11 +38,12 @@ def rows(matrix: PackedMatrix, index: Int[Array, "*rows"]) -> Float32[Array, "*r
     """See `api.rows`."""
     index = matrix.first + jnp.clip(index, 0, matrix.columns - 1)
     block, column = index // COLUMNS, index % COLUMNS
-    found = matrix.blocks[block, :, column].astype(jnp.float32)
     if matrix.scales is None:
-        return found
-    factors = jnp.repeat(matrix.scales[block, :, column], GROUP, axis=-1)
-    return found * factors[..., : found.shape[-1]]
+        return matrix.blocks[block, :, column].astype(jnp.float32)
+    found = matrix.blocks[block, :, :, column].astype(jnp.float32)
+    factors = matrix.scales[block, :, column, None, None]
+    whole = (found * factors).reshape(*index.shape, math.prod(found.shape[index.ndim :]))
+    return whole[..., : matrix.inputs]
 
 
 def _of_choice(matrix: PackedMatrix, row: jax.Array, index: jax.Array) -> jax.Array:

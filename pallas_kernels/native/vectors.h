@@ -31,7 +31,6 @@ typedef float Vec __attribute__((vector_size(kLanes * 4)));
 namespace unaligned {
 typedef float F32 __attribute__((vector_size(kLanes * 4), aligned(4)));
 typedef uint16_t U16 __attribute__((vector_size(kLanes * 2), aligned(2)));
-typedef int8_t I8 __attribute__((vector_size(kLanes), aligned(1)));
 }  // namespace unaligned
 
 typedef uint32_t VecU32 __attribute__((vector_size(kLanes * 4)));
@@ -39,33 +38,22 @@ typedef int32_t VecI32 __attribute__((vector_size(kLanes * 4)));
 
 STREE_INLINE Vec load(const float* from) { return *(const unaligned::F32*)from; }
 
-// Widening is what compilers do badly by themselves: gcc 12 takes int8 apart lane by lane.
 #if defined(__AVX512F__)
 STREE_INLINE VecU32 widened(const uint16_t* from) {
   return (VecU32)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-}
-STREE_INLINE VecI32 widened(const int8_t* from) {
-  return (VecI32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
 }
 #elif defined(__AVX2__)
 STREE_INLINE VecU32 widened(const uint16_t* from) {
   return (VecU32)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
 }
-STREE_INLINE VecI32 widened(const int8_t* from) {
-  return (VecI32)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
-}
 #else
 STREE_INLINE VecU32 widened(const uint16_t* from) {
   return __builtin_convertvector(*(const unaligned::U16*)from, VecU32);
-}
-STREE_INLINE VecI32 widened(const int8_t* from) {
-  return __builtin_convertvector(*(const unaligned::I8*)from, VecI32);
 }
 #endif
 
 // bfloat16: the upper half of a float32.
 STREE_INLINE Vec load(const uint16_t* from) { return (Vec)(widened(from) << 16); }
-STREE_INLINE Vec load(const int8_t* from) { return __builtin_convertvector(widened(from), Vec); }
 STREE_INLINE void store(float* to, Vec values) { *(unaligned::F32*)to = values; }
 STREE_INLINE Vec splat(float value) { return value - Vec{}; }
 

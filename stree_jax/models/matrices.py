@@ -3,12 +3,11 @@
 A model that is made has its matrices `[in, out]`, and its embedding and output head `[V, M]`. A
 model that is loaded on a CPU has them packed: in blocks of columns, which our own products read in
 order (`pallas_kernels.matmul`). Those products take and give float32, so the activations of a
-packed model are float32 whatever the type of its weights. Then a bfloat16 model's text is the same
-with drafts and without: rounding between layers would make a difference of 1e-7 one of 4e-3.
+packed model are float32 whatever the type of its weights.
 
 A quantised matrix has 8 bits a weight and a scale for 32 inputs of a column. A CPU has it packed
-too; elsewhere it is widened inside the program, where it is multiplied. Routers stay as they are:
-another expert is another text.
+too, and rounds rows to 8 bits when it multiplies; elsewhere it is widened inside the program, where
+it is multiplied. Routers stay as they are: another expert is another text.
 
 Everything that reads weights by name gets the order of unpacked models, from `in_first`. A new
 storage is a pytree with arrays, and here a class of answers and a line of `STORAGES`.
@@ -160,7 +159,7 @@ class EightBits(Storage):
 
 
 class Packed(Storage):
-    """A `PackedMatrix`, which a CPU multiplies in float32 and in one order of sums.
+    """A `PackedMatrix`, which a CPU multiplies in one order of sums and adds in float32.
 
     That of a table is its transpose, so tokens are columns.
     """

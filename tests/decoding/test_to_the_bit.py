@@ -17,32 +17,18 @@ from pallas_kernels.native import build_backend
 from stree_jax.models.cache import empty_path
 from stree_jax.models.layer import Path
 from stree_jax.testing import CONFIGS, assert_lossless, perturbed, random_model
+from tests.decoding.texts import in_native_sizes
 from tests.extensions import eagle3_files
 from tests.helpers import heads_of, mtp_head_of, some
 
 pytestmark = pytest.mark.skipif(native.obstacle() is not None, reason="native code does not run")
 
 LENGTH = 77  # more than a block of 64 keys
-SIZES = {"head_dim": 16, "state_size": 16, "d_model": 48}
 TREES = {
     "chain": st.TreeTopology.chain(4),
     "tree": st.TreeTopology.from_branching((3, 2, 1)),
     "single tokens": st.TreeTopology.chain(0),
 }
-
-
-def in_native_sizes(config):
-    """A config, or one inside of it, in sizes that native code takes."""
-
-    def changed(name, value):
-        if dataclasses.is_dataclass(value):
-            return in_native_sizes(value)
-        if isinstance(value, tuple):
-            return tuple(changed("", each) for each in value)
-        return SIZES.get(name, value)
-
-    fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
-    return dataclasses.replace(config, **{k: changed(k, v) for k, v in fields.items()})
 
 
 def model_of(family, kind="float32", **sizes):

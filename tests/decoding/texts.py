@@ -13,10 +13,11 @@ import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.results import statistics_of
 from stree_jax.decoding.types import Sampling, Step
-from stree_jax.testing import PROMPTS, tiny_model
+from stree_jax.testing import CONFIGS, PROMPTS, random_model, tiny_model
 from tests.helpers import state_after, with_weight
 
 NEW_TOKENS = 24
+SIZES = {"head_dim": 16, "state_size": 16, "d_model": 48}
 HYBRID = "mamba2attn hybrid"
 
 
@@ -74,12 +75,27 @@ def decoded(model, request):
     return st.Generation(new, np.asarray(state.emitted), stats, state.cache)
 
 
+def in_native_sizes(config):
+    """A config, or one inside of it, in sizes that native code takes."""
+
+    def changed(name, value):
+        if dataclasses.is_dataclass(value):
+            return in_native_sizes(value)
+        if isinstance(value, tuple):
+            return tuple(changed("", each) for each in value)
+        return SIZES.get(name, value)
+
+    fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    return dataclasses.replace(config, **{k: changed(k, v) for k, v in fields.items()})
+
+
 @functools.cache
 def model_of(family, seed=0):
-    """A tiny model; with ", int8" behind its name in 8 bits, as a CPU loads it."""
+    """A tiny model; with ", int8" behind its name in 8 bits, as a CPU loads it, to the bit."""
     name, comma, _ = family.partition(", int8")
-    model = tiny_model(name, seed)
-    return model.quantized().packed() if comma else model
+    if not comma:
+        return tiny_model(name, seed)
+    return random_model(in_native_sizes(CONFIGS[name]), seed).quantized().packed()
 
 
 @functools.cache

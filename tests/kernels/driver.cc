@@ -113,16 +113,20 @@ struct Draw {
     }
     return mask;
   }
-  // Blocks of a matrix, [..., inputs, 32], and their scales if they have some.
-  std::pair<Pointer, Pointer> weights(const Shape& shape) {
-    const int64_t kind = of({0, 1, 2});
-    if (kind == 0) return {f(shape), none()};
+  // Blocks of matrices, and their scales if they have some.
+  std::pair<Pointer, Pointer> weights(const Shape& several, int64_t inputs) {
+    const auto shape = [&](std::initializer_list<int64_t> end) {
+      Shape whole = several;
+      whole.insert(whole.end(), end);
+      return whole;
+    };
+    const int64_t kind = of({0, 1, 2}), groups = (inputs + 31) / 32;
+    if (kind == 0) return {f(shape({inputs, 32})), none()};
     if (kind == 1)
-      return {filled<uint16_t>(kBfloat16, shape, [&] { return 0x3f00 + below(256); }), none()};
-    Shape groups = shape;
-    int64_t& inputs = groups[groups.size() - 2];
-    inputs = (inputs + 31) / 32;
-    return {filled<int8_t>(kInt8, shape, [&] { return below(255) - 127; }), f(groups)};
+      return {filled<uint16_t>(kBfloat16, shape({inputs, 32}), [&] { return 0x3f00 + below(256); }),
+              none()};
+    const Shape pairs = shape({groups, 16, 32, 2});
+    return {filled<int8_t>(kInt8, pairs, [&] { return below(256) - 128; }), f(shape({groups, 32}))};
   }
 };
 
@@ -151,7 +155,7 @@ Call matmul(Draw& s) {
   const int64_t inputs = s.of({0, 1, 31, 32, 33, 257, 600});
   const int64_t columns = s.of({0, 1, 31, 32, 33, 100, 129, 300}), first = s.of({0, 1, 2});
   const int64_t matrices = s.of({1, 1, 2, 5}), blocks = first + (columns + 31) / 32 + s.of({0, 1});
-  const auto [weights, scales] = s.weights({matrices, blocks, inputs, 32});
+  const auto [weights, scales] = s.weights({matrices, blocks}, inputs);
   const Pointer x = s.f({rows, inputs});
   if (s.of({0, 1}))  // rows of zeros
     for (int64_t row = 0; row < rows; ++row)
@@ -164,7 +168,7 @@ Call rows(Draw& s) {
   const int64_t inputs = s.of({0, 1, 31, 33, 70}), blocks = s.of({1, 2, 5});
   const int64_t count = s.of({0, 1, 2, 9}), first = s.of({0, 1, 31, blocks * 32 - 1});
   const int64_t columns = s.of({1, blocks * 32 - first});
-  const auto [weights, scales] = s.weights({blocks, inputs, 32});
+  const auto [weights, scales] = s.weights({blocks}, inputs);
   return {{weights, scales, s.whole(-3, columns + 3, {count})},
           {out({count, inputs})},
           {{"first", first}, {"columns", columns}}};

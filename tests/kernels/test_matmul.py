@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from pallas_kernels.matmul import native as version
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.packed import PackedMatrix
+from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
+from pallas_kernels.matmul.reference import matmul as reference
+from pallas_kernels.matmul.reference import rounded
 from pallas_kernels.native import build_backend
 from tests.cases import matmul as cases
 from tests.cases.base import NEEDS_NATIVE
@@ -35,10 +38,6 @@ def bits(value):
 
 def assert_same_bits(got, wanted):
     np.testing.assert_array_equal(bits(got), bits(wanted))
-
-
-# Inputs, columns and numbers of rows: of the demo's pair, of presets, vocabularies of two, and rows
-# of several tasks.
 
 
 # Inputs, columns and numbers of rows: of the demo's pair, as many inputs as presets have,
@@ -96,7 +95,7 @@ def problems(draw):
 @example((300, 290, 6, 131, 0, 131, "bfloat16"))
 @example((300, 290, 6, 131, 0, 131, "int8"))
 def test_sums_are_in_order(problem):
-    """Of float32 rows and weights in all types; of several matrices the last has no rows."""
+    """Of rows in float32, or in 8 bits as the weights; of several matrices the last has no rows."""
     rows, inputs, several, columns, start, stop, dtype = problem
     rng, x = np.random.default_rng(0), normal(rows, inputs, seed=1)
     zeros = rng.random(rows) < 0.3
@@ -104,15 +103,19 @@ def test_sums_are_in_order(problem):
     x[1:2, :-1] = 0  # a row that begins with zeros
     dense = normal(*(several,) if several else (), inputs, columns)
     matrix = PackedMatrix.pack(dense, dtype).cut(start, stop)
-    weights = np.asarray(canonical(matrix), np.float32)
-    if not several:
-        y = run(x, matrix)
-        assert_same_bits(y, in_order(x, weights))
+    which = None
+    if several:
+        which = rng.integers(max(several - 1, 1), size=rows) * (rng.random(rows) < 0.4)
+        which = which.astype(np.int32)
+    y = np.asarray(run(x, matrix, which))
+    if dtype == "int8":
+        whole = reference(x, np.asarray(matrix.blocks), np.asarray(matrix.scales), columns, which)
+        assert_same_bits(y, whole[:, start:stop])
         return
-    which = rng.integers(max(several - 1, 1), size=rows) * (rng.random(rows) < 0.4)
-    y = np.asarray(run(x, matrix, which.astype(np.int32)))
-    for index in range(several):
-        assert_same_bits(y[which == index], in_order(x[which == index], weights[index]))
+    weights = np.asarray(canonical(matrix), np.float32)
+    for index in range(max(several, 1)):
+        own = slice(None) if which is None else which == index
+        assert_same_bits(y[own], in_order(x[own], weights[index] if several else weights))
 
 
 @NEEDS_NATIVE
@@ -123,6 +126,56 @@ def test_numbers_that_are_not_finite_stay_in_their_row_and_column():
     y = np.asarray(run(x, PackedMatrix.pack(dense)))
     assert np.isnan(y[:, 69]).all()
     assert np.isinf(y[3, :69]).all()
+    assert_same_bits(np.delete(y, 3, 0)[:, :69], np.delete(finite, 3, 0)[:, :69])
+
+
+def of_bytes(values):
+    """A matrix with these weights, times a scale of each group and column."""
+    groups = -(-values.shape[0] // GROUP)
+    scales = np.abs(normal(groups, values.shape[1], seed=2)) / 100 + 0.01
+    return PackedMatrix.pack(QuantizedMatrix(values, scales.astype(jnp.bfloat16)))
+
+
+@NEEDS_NATIVE
+def test_extreme_rows_in_8_bits():
+    """Weights of -128 too: 32 of them times a row of 127 are the largest sum of integers."""
+    x = normal(13, 70)
+    x[1], x[2, :32] = 0, 0
+    x[3, 40] = 1e34
+    x[4, 7], x[5, 69], x[6, 33] = np.nan, np.inf, -np.inf
+    x[7], x[8, :32] = 1e-40, 2.0**-101
+    x[9], x[10] = 1, -1
+    x[11, :] = np.arange(70) + 0.5  # halves
+    x[11, [0, 40, 69]] = 127
+    values = np.random.default_rng(1).integers(-128, 128, size=(70, 40)).astype(np.int8)
+    values[:, 0], values[:, 1] = -128, 127
+    matrix = of_bytes(values)
+    wanted = reference(x, np.asarray(matrix.blocks), np.asarray(matrix.scales), 40)
+    assert np.isnan(wanted[4:7]).all()
+    assert np.isfinite(np.delete(wanted, [4, 5, 6], 0)).all()
+    assert not wanted[[1, 7]].any()
+    np.testing.assert_array_equal(run(x, matrix), wanted)
+
+
+def test_rows_have_8_bits():
+    """By hand: the largest is 127 steps, halves are even, and scales of groups differ."""
+    row = np.zeros(33, np.float32)
+    row[:5] = 254, 1, 3, 5, -254
+    row[32] = -12.7
+    values, scales = rounded(row)
+    assert values[0, :5].tolist() == [127, 0, 2, 2, -127]
+    assert values[1].tolist() == [-127, *[0] * 31]
+    np.testing.assert_array_equal(scales, np.array([2, np.float32(12.7) / np.float32(127)], "f"))
+
+
+@NEEDS_NATIVE
+def test_numbers_that_are_not_finite_stay_in_their_row_and_column_in_8_bits():
+    x, dense = normal(5, 40), normal(40, 70)
+    finite = np.asarray(run(x, PackedMatrix.pack(dense, "int8")))
+    x[3, 7], dense[9, 69] = np.inf, np.nan
+    y = np.asarray(run(x, PackedMatrix.pack(dense, "int8")))
+    assert np.isnan(y[:, 69]).all()
+    assert np.isnan(y[3]).all()
     assert_same_bits(np.delete(y, 3, 0)[:, :69], np.delete(finite, 3, 0)[:, :69])
 
 
@@ -139,7 +192,7 @@ def test_small_numbers_have_8_bits_too():
     """The least scale is 9e-41, which bfloat16 has, and what it makes 0 was below 5e-41."""
     dense = np.array([[1.8e-36, 1e-38, 1e-43], [-1.8e-36, 0.0, 0.0]], np.float32)
     packed = PackedMatrix.pack(dense, "int8")
-    assert packed.blocks[0, :, :3].tolist() == [[126, 109, 0], [-126, 0, 0]]
+    assert packed.quantized().values.tolist() == [[126, 109, 0], [-126, 0, 0]]
 
 
 @NEEDS_NATIVE

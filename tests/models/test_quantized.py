@@ -142,7 +142,7 @@ def test_every_way_in_gives_the_same_numbers(stored, tmp_path):
 
 @pytest.mark.thorough
 def test_the_text_is_that_of_widened_weights(stored):
-    """Logits packed and not are those of a float32 model with the widened weights."""
+    """Logits are those of a float32 model with the widened weights, packed but for 8-bit rows."""
     loaded = st.from_pretrained(stored / "int8")
     tokens = jnp.arange(12)[None] % model().config.vocab_size
     plain = loaded.in_first()
@@ -150,11 +150,35 @@ def test_the_text_is_that_of_widened_weights(stored):
     structure, wanted = st.HybridLM.abstract(loaded.config)
     wide = nnx.merge(structure, unflatten(weights_by_name(loaded), wanted))
     want = apply(wide, tokens)
-    for each in (loaded, plain):
-        np.testing.assert_allclose(apply(each, tokens), want, atol=1e-5 * np.abs(want).max())
+    most = float(jnp.abs(want).max())
+    np.testing.assert_allclose(apply(plain, tokens), want, atol=1e-5 * most)
+    assert float(jnp.abs(apply(loaded, tokens) - want).max()) < 0.04 * most
     in_bfloat16 = model().quantized()
     assert in_bfloat16.activation_dtype == jnp.bfloat16
-    np.testing.assert_allclose(apply(in_bfloat16, tokens), want, atol=0.05 * np.abs(want).max())
+    assert float(jnp.abs(apply(in_bfloat16, tokens) - want).max()) < 0.05 * most
+
+
+TEXT = """Question: Anna has 12 boxes with 8 pencils in each. She gives 15 pencils to her brother
+and sells half of the others for $2 each. How much money does she have now?
+Answer: Anna has 12 * 8 = 96 pencils. After giving 15 to her brother she has 96 - 15 = 81 pencils.
+She sells 81 / 2 = 40 pencils, so she has 40 * 2 = $80. #### 80
+Question: A train travels 60 miles in the first hour and 20 miles more in each hour that follows.
+How far does it travel in 4 hours?
+Answer: In the second hour it travels 60 + 20 = 80 miles, in the third 80 + 20 = 100 miles and in
+the fourth 100 + 20 = 120 miles. Together that is 60 + 80 + 100 + 120 = 360 miles. #### 360"""
+
+
+@pytest.mark.thorough
+def test_perplexity_of_the_embedded_target():
+    """Of 8-bit weights and rows: 15.16 where it was 15.15."""
+    path = st.demo_path("target")
+    text = st.load_tokenizer(path).encode(TEXT).ids
+    scores = [
+        st.score(st.from_pretrained(path, **options), [text])[0].mean()
+        for options in ({}, {"quantize": "int8"})
+    ]
+    assert np.exp(-scores[0]) < 20
+    assert abs(np.exp(scores[0] - scores[1]) - 1) < 0.005
 
 
 @pytest.mark.thorough

@@ -31,7 +31,7 @@ def test_each_device_multiplies_its_rows_and_columns(dtype, check_vma):
     matrix = PackedMatrix.pack(DENSE[0], dtype)
 
     def local(x, blocks, scales):
-        return run(x, PackedMatrix(blocks, scales, COLUMNS // 4))
+        return run(x, PackedMatrix(blocks, scales, 300, COLUMNS // 4))
 
     of_blocks = P("columns")
     sharded = jax.shard_map(

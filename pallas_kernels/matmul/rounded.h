@@ -1,0 +1,184 @@
+// Rows rounded to 8 bits, and their products with weights in 8 bits.
+//
+// Sums of a group of 32 inputs are of integers, at most 32 * 127 * 128 of them together, so they
+// are exact in int32 and in float32 whatever their order. What is rounded is written in
+// `reference.py`: the row's scale, its values, and a multiply-add for each group.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "../native/vectors.h"
+
+namespace stree {
+
+constexpr int64_t kGroup = 32;  // inputs with one scale, of a row and of a column
+constexpr int kColumns = 32;    // of a block
+
+// Lanes of two int16: the weights of two inputs, and products that are added to a sum.
+#if defined(__AVX512F__)
+STREE_INLINE VecI32 pairs(const int8_t* from) {
+  return (VecI32)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
+}
+STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
+  return sum + (VecI32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+}
+#elif defined(__AVX2__)
+STREE_INLINE VecI32 pairs(const int8_t* from) {
+  return (VecI32)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
+}
+STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
+  return sum + (VecI32)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+}
+#else
+STREE_INLINE VecI32 pairs(const int8_t* from) { return (VecI32)vmovl_s8(vld1_s8(from)); }
+STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
+  const int16x8_t c = (int16x8_t)a, d = (int16x8_t)b;
+  return sum + (VecI32)vpaddq_s32(vmull_s16(vget_low_s16(c), vget_low_s16(d)), vmull_high_s16(c, d));
+}
+#endif
+
+// Keeps a sum in its register and the order of loads. gcc 12 would load and multiply all inputs of a
+// tile before it adds them, in memory, and take twice the time.
+STREE_INLINE void keep(VecI32& sum) {
+#if defined(__x86_64__)
+  asm volatile("" : "+v"(sum) : : "memory");
+#else
+  asm volatile("" : "+w"(sum) : : "memory");
+#endif
+}
+
+// Rows `[groups, rows, 32]` and their scales `[groups, rows]`: those of a group are neighbours.
+struct Rounded {
+  int64_t rows = 0, groups = 0;
+  std::unique_ptr<int16_t[]> values;
+  std::unique_ptr<float[]> scales;
+
+  Rounded() = default;
+  Rounded(int64_t rows, int64_t groups)
+      : rows(rows), groups(groups), values(new int16_t[rows * groups * kGroup]),
+        scales(new float[rows * groups]) {}
+
+  // Rounds a row, with zeros after its last input.
+  void round(const float* from, int64_t row, int64_t inputs) const {
+    const int64_t whole = inputs / kGroup;
+    for (int64_t g = 0; g < whole; ++g) round_group(from + g * kGroup, row, g);
+    if (whole == groups) return;
+    float last[kGroup] = {};
+    std::copy(from + whole * kGroup, from + inputs, last);
+    round_group(last, row, whole);
+  }
+
+ private:
+  void round_group(const float* from, int64_t row, int64_t group) const {
+    constexpr int64_t kVecs = kGroup / kLanes;
+    constexpr int32_t kLeast = 27 << 23, kInfinite = 255 << 23;  // 2^-100
+    VecI32 most = {};
+    for (int64_t v = 0; v < kVecs; ++v) {
+      const VecI32 bits = (VecI32)load(from + v * kLanes) & 0x7fffffff;
+      const VecI32 larger = bits > most;
+      most = (larger & bits) | (~larger & most);
+    }
+    int32_t bits = most[0];
+    for (int i = 1; i < kLanes; ++i) bits = std::max(bits, most[i]);
+    float largest;
+    std::memcpy(&largest, &bits, sizeof largest);
+    const int64_t at = group * rows + row;
+    int16_t* to = values.get() + at * kGroup;
+    if (bits < kLeast || bits >= kInfinite) {
+      scales[at] = bits < kLeast ? 0.0f : NAN;
+      std::memset(to, 0, kGroup * sizeof *to);
+      return;
+    }
+    const float scale = scales[at] = largest / 127.0f;
+    const Vec magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds, halves to even
+    for (int64_t v = 0; v < kVecs; ++v) {
+      const Vec shifted = load(from + v * kLanes) / splat(scale) + magic;
+      const VecI32 whole = (VecI32)shifted - (VecI32)magic;
+      for (int i = 0; i < kLanes; ++i) to[v * kLanes + i] = static_cast<int16_t>(whole[i]);
+    }
+  }
+};
+
+// The sums of a tile stay in registers, as in native.cc. One or two rows take all columns at once.
+#if defined(__AVX512F__)
+constexpr int kWide = 2, kTall = 13;
+#elif defined(__AVX2__)
+constexpr int kWide = 2, kTall = 6;
+#else
+constexpr int kWide = 4, kTall = 6;
+#endif
+
+// Adds the products of R rows with a group of a block [16, 32, 2] to y [R, 32]. Inlined, gcc 12
+// keeps the sums in memory.
+template <int R, int V>
+__attribute__((noinline)) void group(const int16_t* __restrict x, const float* __restrict row_scales,
+                        const int8_t* __restrict weights, const float* __restrict scales,
+                        float* __restrict y) {
+  for (int column = 0; column < kColumns; column += V * kLanes) {
+    VecI32 sums[R][V] = {};
+#pragma GCC unroll 16
+    for (int64_t k = 0; k < kGroup; k += 2) {
+      VecI32 w[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) w[v] = pairs(weights + k * kColumns + (column + v * kLanes) * 2);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        int32_t pair;
+        std::memcpy(&pair, x + r * kGroup + k, sizeof pair);
+        const VecI32 input = pair - VecI32{};
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) {
+          sums[r][v] = added(sums[r][v], input, w[v]);
+          keep(sums[r][v]);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        float* out = y + r * kColumns + column + v * kLanes;
+        const Vec scale = splat(row_scales[r]) * load(scales + column + v * kLanes);
+        store(out, fused(__builtin_convertvector(sums[r][v], Vec), scale, load(out)));
+      }
+  }
+}
+
+// Some of the rows times a block [groups, 16, 32, 2] with scales [groups, 32], into y [rows, 32].
+inline void product(const Rounded& x, int64_t first, int64_t rows, const int8_t* weights,
+                    const float* scales, float* y) {
+  constexpr int64_t kAhead = 4096;  // bytes
+  std::fill(y, y + rows * kColumns, 0.0f);
+  for (int64_t g = 0; g < x.groups; ++g) {
+    for (int64_t byte = 0; byte < kGroup * kColumns; byte += 64)
+      __builtin_prefetch(weights + kAhead + byte);
+    int64_t height = 0, tiles_left = (rows + kTall - 1) / kTall;  // nearly equal
+    for (int64_t row = 0; row < rows; row += height) {
+      height = (rows - row + tiles_left - 1) / tiles_left;
+      --tiles_left;
+      const int64_t at = g * x.rows + first + row;
+      const int16_t* values = x.values.get() + at * kGroup;
+      const float* row_scales = x.scales.get() + at;
+      float* out = y + row * kColumns;
+      switch (height) {
+#define STREE_CASE(R)                                                                           \
+  case R:                                                                                       \
+    if constexpr (R <= kTall)                                                                   \
+      group<R, R <= 2 ? kColumns / kLanes : kWide>(values, row_scales, weights, scales, out);   \
+    break;
+        STREE_CASE(1) STREE_CASE(2) STREE_CASE(3) STREE_CASE(4) STREE_CASE(5) STREE_CASE(6)
+        STREE_CASE(7) STREE_CASE(8) STREE_CASE(9) STREE_CASE(10) STREE_CASE(11) STREE_CASE(12)
+        STREE_CASE(13)
+#undef STREE_CASE
+      }
+    }
+    weights += kGroup * kColumns;
+    scales += kColumns;
+  }
+}
+
+}  // namespace stree
