@@ -29,7 +29,7 @@ from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import named_weights, quantized_names
 
 # What an extension may use.
-__all__ = ["HeadKind", "Room", "abstract_head", "check_fits", "save_head"]
+__all__ = ["ROOMS", "HeadKind", "Room", "abstract_head", "check_fits", "save_head"]
 
 
 class Room(NamedTuple):
