@@ -89,8 +89,7 @@ def sketch(model: HybridLM, *, matrices: bool = True) -> str:
     total = hashlib.sha256()
     for name, leaf in named_weights(model, matrices=matrices):
         total.update(f"{name} {leaf.shape}".encode())
-        first = _first(leaf)
-        total.update(np.asarray(first).tobytes())
+        total.update(np.asarray(_first(leaf)).tobytes())
     return total.hexdigest()
 
 
