@@ -78,8 +78,8 @@ def read(
     own = {name: tensor for name, tensor in tensors.items() if is_of_head(name)}
 
     def found() -> tuple[MtpConfig, list[Rule]]:
-        listed, letters = [["attention", "moe"], ["full_attention", "moe"]], ["*E"]
-        for name, known in zip(_KEYS[1:], (listed, letters), strict=True):
+        listed: list[Any] = [["attention", "moe"], ["full_attention", "moe"]]
+        for name, known in zip(_KEYS[1:], (listed, ["*E"]), strict=True):
             value = fields.values.get(name)
             fields.check(
                 value is None or value in known,
