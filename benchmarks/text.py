@@ -21,7 +21,7 @@ import stree_jax as st
 from benchmarks.common import Found, main
 from benchmarks.prompts import SHARED
 from stree_jax.extensions.grammar.json_text import automaton_of_schema
-from stree_jax.measuring.clock import summary
+from stree_jax.measuring.clock import num_bytes, summary
 from stree_jax.measuring.report import Table
 
 OPTIONS = {"--rounds": 3}
@@ -82,7 +82,7 @@ def grammar_row(schema: Any, tokenizer: Tokenizer, end: int, rounds: int) -> dic
     st.json_schema(schema, tokenizer, eos_token=end)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    tables = grammar.next_state.nbytes
+    tables = num_bytes(grammar.next_state)
     return {"seconds": summary(seconds), "table_bytes": tables, "peak_bytes": peak}
 
 

@@ -114,7 +114,9 @@ def choose(
     known = (*IMPLEMENTATIONS, *others)
     if requested not in (None, *known):
         raise ValueError(f"unknown implementation {requested!r} of {op}; known: {known}")
-    chosen = requested or _fastest()
+    device = default_device()
+    elsewhere = "native" if device.platform == "cpu" else "xla"
+    chosen = requested or ("pallas" if device_obstacle(device) is None else elsewhere)
     version = _version(chosen)
     obstacle = _machine_obstacle(version, others) or (unsupported or {}).get(version)
     if requested and obstacle:
@@ -155,13 +157,6 @@ def device_obstacle(device: Any = None) -> str | None:
 def on_tpu() -> bool:
     """True if programs are for a TPU, where XLA wants some products in another form."""
     return default_device().platform == "tpu"
-
-
-def _fastest() -> str:
-    """Returns the implementation that runs unless something stands in the way."""
-    if device_obstacle() is None:
-        return "pallas"
-    return "native" if default_device().platform == "cpu" else "xla"
 
 
 def _machine_obstacle(version: str, others: Mapping[str, Callable[[], str | None]]) -> str | None:

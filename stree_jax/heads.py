@@ -29,7 +29,7 @@ from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import named_weights, quantized_names
 
 # What an extension may use.
-__all__ = ["HeadKind", "Room", "abstract_head", "check_fits", "save_head"]
+__all__ = ["ROOMS", "HeadKind", "Room", "abstract_head", "check_fits", "save_head"]
 
 
 class Room(NamedTuple):
@@ -89,8 +89,7 @@ def sketch(model: HybridLM, *, matrices: bool = True) -> str:
     total = hashlib.sha256()
     for name, leaf in named_weights(model, matrices=matrices):
         total.update(f"{name} {leaf.shape}".encode())
-        first = _first(leaf)
-        total.update(np.asarray(first).tobytes())
+        total.update(np.asarray(_first(leaf)).tobytes())
     return total.hexdigest()
 
 

@@ -17,8 +17,7 @@ from pallas_kernels import dispatch
 from stree_jax.checkpoint.files import checked_path, folder_of, has_file
 from stree_jax.checkpoint.load import load_native
 from stree_jax.heads import head_kind, load_native_head, part_of
-from stree_jax.mesh.partition import ONE_DEVICE
-from stree_jax.mesh.weights import partition_of
+from stree_jax.mesh.partition import ONE_DEVICE, partition_of
 from stree_jax.messages import first_line, shown, shown_path
 from stree_jax.models.lm import HybridLM, check_on_one_device, check_options
 from stree_jax.models.matrices import check_quantize, loaded_for, pack

@@ -65,7 +65,10 @@ def open_arrays(path: Path) -> dict[str, Tensor]:
     metadata = params / "state" / "_METADATA"
     has_file(metadata)  # says what lies there instead
     try:
-        _check_sizes(params, {} if sums is None else sums.get("sizes", {}))
+        for name, size in ({} if sums is None else sums.get("sizes", {})).items():
+            file = params / name
+            if has_file(file) and file.stat().st_size != size:
+                raise ValueError(f"{name:.80} has {file.stat().st_size} bytes, not {size!r:.20}")
         stores = _open_stores(params, read_json(metadata))
     except Exception as error:
         raise ValueError(
@@ -93,14 +96,6 @@ def open_arrays(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"{path} is damaged: {name:.80} has scales, but no 8-bit values")
         tensors[name] = dataclasses.replace(values, scales=scales)
     return tensors
-
-
-def _check_sizes(params: Path, sizes: Mapping[str, int]) -> None:
-    """Compares the sizes of files with those that were saved."""
-    for name, size in sizes.items():
-        file = params / name
-        if has_file(file) and file.stat().st_size != size:
-            raise ValueError(f"{name:.80} has {file.stat().st_size} bytes, not {size!r:.20}")
 
 
 def _open_stores(params: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:

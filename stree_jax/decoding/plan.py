@@ -44,7 +44,6 @@ from stree_jax.decoding.text.prefix import joined as joined_texts
 from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import (
-    LOSSY_VERIFIERS,
     Verifier,
     default_verifier,
     verifier_of,
@@ -143,8 +142,12 @@ def plan(
     drafter = with_tokens_of(drafter, model)
     if drafter is not None:
         drafter.check(model, topology, temperature_is_zero=temperature_is_zero)
-    chosen = _checked_verifier(verifier, drafter, topology, temperature_is_zero)
-    if not (lossy or is_lossless(chosen)):
+    drawn = drawn_by(drafter, topology, temperature_is_zero=temperature_is_zero)
+    if verifier is None:
+        verifier = default_verifier(drawn, topology, temperature_is_zero=temperature_is_zero)
+    chosen = verifier_of(verifier)
+    chosen.check(drawn, topology, temperature_is_zero=temperature_is_zero)
+    if not (lossy or chosen.lossless):
         raise ValueError(
             f"verifier {chosen.name!r} is lossy: its output does not have the target's"
             " distribution; pass lossy=True if you want that, or leave verifier out"
@@ -190,12 +193,6 @@ def _row_of(own: Options, model: HybridLM) -> Row:
             f" which end with {shown(of_rules)}; leave it out, or make the processor with it"
         )
     return Row(own, end_tokens, stopping_of(own.stop, own.tokenizer, vocab_size))
-
-
-def is_lossless(verifier: str | Verifier | None) -> bool:
-    """True if a verifier (or its name) keeps the target's tokens or their distribution."""
-    rule = LOSSY_VERIFIERS.get(verifier) if isinstance(verifier, str) else verifier
-    return rule is None or rule.lossless
 
 
 def _check_drafter(drafter: Drafter | None) -> None:
@@ -254,20 +251,6 @@ def _checked_topology(
     return topology.level_order()
 
 
-def _checked_verifier(
-    verifier: str | Verifier | None,
-    drafter: Drafter | None,
-    topology: TreeTopology,
-    temperature_is_zero: bool,
-) -> Verifier:
-    drawn = drawn_by(drafter, topology, temperature_is_zero=temperature_is_zero)
-    if verifier is None:
-        verifier = default_verifier(drawn, topology, temperature_is_zero=temperature_is_zero)
-    rule = verifier_of(verifier)
-    rule.check(drawn, topology, temperature_is_zero=temperature_is_zero)
-    return rule
-
-
 def limits_of(rows: Sequence[Row], vocab_size: int, stop_sizes: tuple[int, int] | None) -> Limits:
     """The limits of a batch; `stop_sizes` are least sizes of automata, None without stops."""
     stops = None
@@ -290,13 +273,17 @@ def _end_tokens(rows: Sequence[Row]) -> Any:
 def sampling_of(rows: Sequence[Row], *, may_differ: bool) -> Sampling:
     """The sampling settings of a batch; `may_differ`: some may have rules and others none."""
     options = [row.options for row in rows]
+    processors = of_rows([own.processors for own in options], may_differ=may_differ)
+    first = [own.min_new_tokens for own in options]
+    if any(first) or (may_differ and processors):  # so that the others keep their places
+        processors = MinNewTokens(join_numbers(*first), _end_tokens(rows)), *processors
     sampled = np.array([own.log_probs == "sampled" for own in options])
     # A row at temperature 0 takes the best token, which no filter leaves out.
     filtered = [Options() if row.is_greedy else row.options for row in rows]
     return Sampling(
         jnp.asarray(np.array([own.temperature for own in options], np.float32)),
         filters_of(filtered, may_differ=may_differ),
-        processors_of(rows, may_differ=may_differ),
+        processors,
         temperature_is_zero=all(row.is_greedy for row in rows),
         record_sampled=jnp.asarray(sampled) if sampled.any() else None,
     )
@@ -331,19 +318,6 @@ def filters_of(rows: Sequence[Options], *, may_differ: bool = False) -> tuple[Fi
     if any(row.min_p > 0 for row in rows):
         found += [joined([MinP(row.min_p) for row in rows])]
     return (*found, *of_rows([row.filters for row in rows], may_differ=may_differ))
-
-
-def processors_of(rows: Sequence[Row], *, may_differ: bool = False) -> tuple[Any, ...]:
-    """The processors of a batch: that for `min_new_tokens`, then the rows' own.
-
-    Where rows may differ, `MinNewTokens` is there whenever a row has processors, so that the others
-    keep their places.
-    """
-    own = of_rows([row.options.processors for row in rows], may_differ=may_differ)
-    first = [row.options.min_new_tokens for row in rows]
-    if not (any(first) or (may_differ and own)):
-        return own
-    return (MinNewTokens(join_numbers(*first), _end_tokens(rows)), *own)
 
 
 def check_together(rows: Sequence[Row], rule: Verifier, where: str, apart: str) -> None:

@@ -107,8 +107,19 @@ class Processing(NamedTuple):
 
     def advance(self, states: Any, tokens: Int[Array, "B Q"]) -> tuple[Any, ...]:
         """The states of nodes `[B, Q, ...]` after a token each."""
-        both = zip(self.processors, states, strict=True)
-        return tuple(_advanced(processor, state, tokens) for processor, state in both)
+        found = []
+        for processor, state in zip(self.processors, states, strict=True):
+            after = processor.advance(state, tokens)
+            before, now = (
+                jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", s) for s in (state, after)
+            )
+            if before != now:
+                raise ValueError(
+                    f"{type(processor).__name__}.advance must return states as it gets them,"
+                    f" {before}, and returned {now}"
+                )
+            found.append(after)
+        return tuple(found)
 
     def applied(
         self, logits: Float[Array, "B Q V"], states: Any
@@ -215,19 +226,6 @@ class Processing(NamedTuple):
         return jax.tree.map(
             lambda new, old: jnp.where(per_row(count > 0, old), new[:, 0], old), after, self.states
         )
-
-
-def _advanced(processor: Any, state: Any, tokens: Array) -> Any:
-    after = processor.advance(state, tokens)
-    before, now = (
-        jax.tree.map(lambda leaf: f"{leaf.dtype}{leaf.shape}", s) for s in (state, after)
-    )
-    if before != now:
-        raise ValueError(
-            f"{type(processor).__name__}.advance must return states as it gets them, {before}, and"
-            f" returned {now}"
-        )
-    return after
 
 
 def first_states(processors: tuple[Any, ...], context: Context, vocab_size: int) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stree_jax.decoding.plan import Plan, is_lossless
+from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.step import DRAFT_FAILED, NO_ROOM, RULED_OUT, TARGET_FAILED
 from stree_jax.decoding.stops import STOPPED, Stopping
 from stree_jax.decoding.text.prefix import Prefix
@@ -207,7 +207,7 @@ def generation_of(
         np.array([len(row.tokens) for row in rows], np.int32),
         statistics_of(ended.statistics),
         cache,
-        is_lossless(request.decoder.verifier),
+        request.decoder.verifier.lossless,
         [row.finish_reason for row in rows],
         chosen,
         best,
@@ -286,6 +286,9 @@ class Pieces:
 
     def __init__(self, stopping: Stopping):
         self._stopping = stopping
+        # Tokens and bytes of the longest stop of each kind.
+        self._most_tokens = max([1, *map(len, stopping.tokens)])
+        self._most_bytes = max([1, *(len(stop.encode()) for stop in stopping.texts)])
         self._tokens: list[int] = []
         self._held_bytes = 0  # of the tokens that are not given
         self._stream = None if stopping.tokenizer is None else TextStream(stopping.tokenizer)
@@ -301,9 +304,9 @@ class Pieces:
         size = self._stopping.size
         self._tokens += new
         self._held_bytes += sum(map(size, new))
-        first, until = self._num_given, len(self._tokens) + 1 - self._stopping.most_tokens
+        first, until = self._num_given, len(self._tokens) + 1 - self._most_tokens
         for token in self._tokens[first : max(first, until)]:
-            if self._held_bytes - size(token) < self._stopping.most_bytes - 1:
+            if self._held_bytes - size(token) < self._most_bytes - 1:
                 break
             self._held_bytes -= size(token)
             self._num_given += 1

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from tokenizers import Tokenizer
 
 from stree_jax.array_types import Array, Bool, Int
 from stree_jax.checks import check_int
@@ -71,16 +70,6 @@ class Stopping:
         beyond = pieces[kept][inside:].decode(errors="replace")
         return kept, text[: len(text) - len(beyond)]
 
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the longest stop of tokens."""
-        return max([1, *map(len, self.tokens)])
-
-    @property
-    def most_bytes(self) -> int:
-        """Bytes of the longest stop of text."""
-        return max([1, *(len(stop.encode()) for stop in self.texts)])
-
     def size(self, token: int) -> int:
         """Bytes of a token, where stops of text count them."""
         return len(self._piece(token)) if self.texts else 0
@@ -110,24 +99,17 @@ def stopping_of(stop: Any, tokenizer: Any, vocab_size: int) -> Stopping:
                 " tokenizer=st.load_tokenizer(path), or stops as lists of token ids"
             )
         _bytes_of(tokenizer)
-        tokens += _special_tokens(texts, tokenizer, vocab_size)
+        added = tokenizer.get_added_tokens_decoder()
+        special = {each.content: token for token, each in added.items() if each.special}
+        for text in texts:
+            if found := next((name for name in special if name in text and name != text), None):
+                raise ValueError(
+                    f"stop = {shown(text)} can never appear: {shown(found)} is a special token and"
+                    " no text; give it as a stop of its own, or the stop as a list of token ids"
+                )
+            if special.get(text, vocab_size) < vocab_size:
+                tokens += ((special[text],),)
     return Stopping(tokens, texts, tokenizer)
-
-
-def _special_tokens(
-    texts: Sequence[str], tokenizer: Tokenizer, vocab_size: int
-) -> tuple[tuple[int, ...], ...]:
-    """The special tokens among the texts, each as a stop of one token."""
-    added = tokenizer.get_added_tokens_decoder()
-    special = {each.content: token for token, each in added.items() if each.special}
-    for text in texts:
-        if found := next((name for name in special if name in text and name != text), None):
-            raise ValueError(
-                f"stop = {shown(text)} can never appear: {shown(found)} is a special token and no"
-                " text; give it as a stop of its own, or the stop as a list of token ids"
-            )
-    ids = [special[text] for text in texts if text in special]
-    return tuple((token,) for token in ids if token < vocab_size)
 
 
 def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:

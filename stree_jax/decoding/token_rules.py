@@ -60,9 +60,11 @@ class LogitBias(_Stateless):
             values = np.zeros(len(ids), np.float32)
             values[: len(self.biases)] = [*self.biases.values()]
             object.__setattr__(self, "biases", (ids, values))
-        elif not _are_two_arrays(self.biases) and (
-            is_given(self.biases) or isinstance(self.biases, np.ndarray | jax.Array | None)
-        ):
+            return
+        given = self.biases
+        if isinstance(given, tuple) and len(given) == 2 and not any(map(is_given, given)):
+            return  # made again, by jax
+        if is_given(given) or isinstance(given, np.ndarray | jax.Array | None):
             raise ValueError(
                 f"LogitBias takes a dict such as {{7: -2.0}}, got {shown(self.biases)}"
             )
@@ -154,10 +156,6 @@ def _padded(name: str, ids: list[Any]) -> np.ndarray:
         raise ValueError(f"{name} has no token ids; leave the processor out")
     ids = [check_int(f"a token id of {name}", token, 0, _NO_TOKEN - 1) for token in ids]
     return np.array([*ids, *[_NO_TOKEN] * (list_size(len(ids)) - len(ids))], np.int32)
-
-
-def _are_two_arrays(biases: Any) -> bool:
-    return isinstance(biases, tuple) and len(biases) == 2 and not any(map(is_given, biases))
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:

@@ -174,7 +174,15 @@ def bench(
         raise ValueError("bench has no temperature, but temperatures=[0.0, 1.0]")
     check_int("rows", rows, 1)
     check_int("rounds", rounds, 1)
-    methods = [Method(PLAIN), LOOKUP, *_methods(ways)]
+    for way, own in ways.items():
+        if way in (PLAIN, LOOKUP.name):
+            raise ValueError(f"ways has {way!r}, which is always there; give it another name")
+        if not {*own} <= {"drafter", "topology", "verifier"}:
+            raise ValueError(
+                f"the way {shown(way)} is {shown(own)}; give keywords of generate: drafter,"
+                " topology, verifier"
+            )
+    methods = [Method(PLAIN), LOOKUP, *(Method(way, **own) for way, own in ways.items())]
     temperatures = dict.fromkeys(temperatures)
     if isinstance(target, str | os.PathLike):
         from stree_jax.convert import find  # not imported by `import stree_jax`
@@ -194,8 +202,8 @@ def bench(
         [prompts[(start + i) % len(prompts)] for i in range(rows)]
         for start in range(0, len(prompts), rows)
     ]
-    own = {"key": 0, "max_new_tokens": max_new_tokens} | options
-    at_each = [Options(temperature=heat, **own) for heat in temperatures]
+    common = {"key": 0, "max_new_tokens": max_new_tokens} | options
+    at_each = [Options(temperature=heat, **common) for heat in temperatures]
     of_each = [[Batch(texts, given) for texts in texts_of] for given in at_each]
     for batches in of_each:
         for method, batch in itertools.product(methods, batches):  # refuses before it compiles
@@ -221,16 +229,3 @@ def bench(
             report = BenchReport(head, [*before, *found])
             each_round(report)
     return report
-
-
-def _methods(ways: Mapping[str, Mapping[str, Any]] | Any) -> list[Method]:
-    """The named ways, checked."""
-    for name, own in ways.items():
-        if name in (PLAIN, LOOKUP.name):
-            raise ValueError(f"ways has {name!r}, which is always there; give it another name")
-        if not {*own} <= {"drafter", "topology", "verifier"}:
-            raise ValueError(
-                f"the way {shown(name)} is {shown(own)}; give keywords of generate: drafter,"
-                " topology, verifier"
-            )
-    return [Method(name, **own) for name, own in ways.items()]

@@ -87,19 +87,16 @@ def memory_of(compiled: Any) -> dict[str, int]:
 
 def machine() -> dict[str, Any]:
     """The machine and the versions, as they are recorded with what was measured."""
+    processor = platform.processor()
+    with contextlib.suppress(OSError):
+        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            processor = found[1]
     return {
         "device": jax.devices()[0].device_kind,
-        "processor": _processor(),
+        "processor": processor,
         "cores": len(os.sched_getaffinity(0)),
         "load_average": round(os.getloadavg()[0], 2),
         "jax": jax.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
-            return found[1]
-    return platform.processor()

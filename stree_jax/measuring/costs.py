@@ -80,11 +80,6 @@ def measure_costs(
     widths = [width for width in widths if width < max_nodes // 2] + [max_nodes // 2]
     options = Options(max_new_tokens=8, temperature=temperature, key=key)
 
-    def target_calls(size: int) -> Callable[[int], object]:
-        # A balanced tree: the cost depends on the number of nodes only.
-        topology = TreeTopology(tuple((node - 1) // 2 if node else -1 for node in range(size)))
-        return functools.partial(_target_calls, model, cache, topology=topology)
-
     def drafts(topology: TreeTopology) -> Callable[[int], object]:
         request = plan(model, [prompt], options, drafter=drafter, topology=topology)
         return drafting(model, request)
@@ -94,7 +89,9 @@ def measure_costs(
         cache = plain.decoder.start(model, None, plain.context, plain.keys).cache
     parts: dict[Any, Callable[[int], object]] = {("draft", "first"): drafts(TreeTopology.chain(1))}
     for size in sizes:
-        parts["target", size] = target_calls(size)
+        # A balanced tree: the cost depends on the number of nodes only.
+        tree = TreeTopology(tuple((node - 1) // 2 if node else -1 for node in range(size)))
+        parts["target", size] = functools.partial(_target_calls, model, cache, topology=tree)
     if max_depth > 1:
         for width in widths:
             parts["draft", width] = drafts(TreeTopology.from_branching((width, 1)))

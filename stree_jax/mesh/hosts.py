@@ -41,7 +41,8 @@ def on_host(tree: Any, num_rows: int | None = None) -> Any:
         (mesh,) = {place.mesh for place in places}
         everywhere = NamedSharding(mesh, PartitionSpec())
         tree = jax.jit(_same, out_shardings=everywhere)(tree)
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[:num_rows], tree)
+    tree = jax.tree.map(np.asarray, tree)
+    return tree if num_rows is None else jax.tree.map(lambda leaf: leaf[:num_rows], tree)
 
 
 def _same(tree: Any) -> Any:

@@ -230,8 +230,10 @@ def make_mesh(*, data: int = 1, model: int = 1) -> Mesh:
     return jax.make_mesh((data, model), (DATA, MODEL), (AxisType.Auto,) * 2, devices=devices)
 
 
-def check_mesh(mesh: object) -> Mesh:
-    """Refuses anything but a mesh from `make_mesh`."""
+def partition_of(mesh: Mesh | Any | None, replicate: bool) -> Partition:
+    """The partition of a model on a mesh of `make_mesh`; None: on one device."""
+    if mesh is None:
+        return ONE_DEVICE
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh must come from make_mesh(data=, model=), got {shown(mesh)}")
     if {*mesh.axis_names} != {DATA, MODEL}:
@@ -241,7 +243,7 @@ def check_mesh(mesh: object) -> Mesh:
         )
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ValueError(f"the mesh has axes of types {mesh.axis_types}; make them all Auto")
-    return mesh
+    return Partition(mesh, 1 if replicate else mesh.shape[MODEL])
 
 
 def _units_of(shard: int, units: int, shards: int) -> range:

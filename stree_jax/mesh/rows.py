@@ -52,16 +52,12 @@ def _row_of_shards(leaves: list[Array], row: int | Array, partition: Partition, 
         own = len(leaves[0])
         place = row - lax.axis_index(DATA) * own
         is_own = (place >= 0) & (place < own)
-        return [_sent(_row(leaf, jnp.where(is_own, place, 0)), is_own) for leaf in leaves]
+        rows = (_row(leaf, jnp.where(is_own, place, 0)) for leaf in leaves)
+        # Of the shard that has it; a sum of flags is of integers.
+        return [lax.psum(jnp.where(is_own, it, 0), DATA).astype(it.dtype) for it in rows]
 
     into = ([*specs], PartitionSpec())
     return over_mesh(partition, sent, (), (leaves, row), into, in_every_shard([*specs]))
-
-
-def _sent(row: Array, is_own: Array) -> Array:
-    """The row of the shard that has it."""
-    number = row.astype(jnp.int32) if row.dtype == bool else row
-    return lax.psum(jnp.where(is_own, number, 0), DATA).astype(row.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows", "partition", "specs"))

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels.matmul import GROUP, QuantizedMatrix
-from stree_jax.mesh.partition import MODEL, ONE_DEVICE, Cut, Partition, Partitioned, check_mesh
+from stree_jax.mesh.hosts import on_host
+from stree_jax.mesh.partition import Cut, Partition, Partitioned, partition_of
 from stree_jax.mesh.programs import spec_of
 from stree_jax.messages import shown
 from stree_jax.names import flatten, unflatten
@@ -52,14 +52,6 @@ def shard(model: Model, mesh: Mesh | None, *, replicate: bool = False) -> Model:
     return nnx.merge(structure, unflatten(spread_out, wanted))
 
 
-def partition_of(mesh: Mesh | None, replicate: bool) -> Partition:
-    """The partition of a model on a mesh of `make_mesh`; None: on one device."""
-    if mesh is None:
-        return ONE_DEVICE
-    mesh = check_mesh(mesh)
-    return Partition(mesh, 1 if replicate else mesh.shape[MODEL])
-
-
 def spread(
     name: str, values: Any, cuts: Mapping[str, Cut], partition: Partition, dtype: Any
 ) -> Any:
@@ -82,9 +74,7 @@ def _spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: An
     if partition.mesh is None:
         return as_weight(values, dtype)
     if cut is None:
-        whole = np.asarray(values, dtype)
-        sharding = NamedSharding(partition.mesh, PartitionSpec())
-        return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+        return partition.put(np.asarray(values, dtype), PartitionSpec())
     columns = cut.columns(partition.shards)
     places = columns.shape[1]
     shape = list(values.shape)
@@ -120,10 +110,7 @@ def canonical_weights(model: Partitioned) -> dict[str, Callable[[], np.ndarray]]
     table, shards = model.cuts(), model.partition.shards
 
     def whole(weight: jax.Array, cut: Cut | None) -> np.ndarray:
-        if weight.is_fully_addressable or weight.is_fully_replicated:
-            values = np.asarray(weight)
-        else:
-            values = multihost_utils.process_allgather(weight, tiled=True)
+        values = on_host(weight)
         return values if cut is None else np.take(values, cut.canonical(shards), axis=cut.axis)
 
     weights = flatten(nnx.to_pure_dict(nnx.state(model.in_first())))

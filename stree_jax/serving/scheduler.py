@@ -7,16 +7,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import MAX_STEPS
-from stree_jax.decoding.plan import Plan, check_together, is_lossless, plan
+from stree_jax.decoding.plan import Plan, check_together, plan
 from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
 from stree_jax.decoding.text.prefix import Prefix, joined
 from stree_jax.decoding.text.slots import check_rows
-from stree_jax.decoding.verifiers import Verifier
+from stree_jax.decoding.verifiers import Verifier, verifier_of
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.serving import outcomes
@@ -92,7 +93,7 @@ class Scheduler:
         for name, value in optional.items():
             if value is not None:
                 check_int(name, value, 1)
-        if not is_lossless(verifier):
+        if verifier is not None and not verifier_of(verifier).lossless:
             raise ValueError(
                 f"verifier {shown(verifier)} is lossy, and a Scheduler gives the target's own"
                 " texts; leave verifier out, or use generate(..., lossy=True)"
@@ -201,7 +202,10 @@ class Scheduler:
             yield from self._outcomes.events()
             if not self._advance():
                 return
-            self._report()
+            decoding = sorted(self._tenants.keys() - self._readings.keys())
+            tokens = self._pool.new_tokens() if decoding else []
+            for row in decoding:
+                self._outcomes.grown(self._tenants[row], tokens[row])
 
     @jax.transfer_guard("allow")
     def pop(self, request_id: int) -> Completion:
@@ -297,10 +301,11 @@ class Scheduler:
         if request.after is not None:
             self._pool.check(request.after)
         longest = request.max_length
+        key = self._no_key if request.temperature == 0 else request.key
         own = dataclasses.replace(
             request,
             max_length=self._max_length if longest is None else min(longest, self._max_length),
-            key=self._no_key if request.temperature == 0 else _as_row(request.key),
+            key=None if key is None else jnp.atleast_1d(typed_key(key)),
         )
         return plan(
             self._model,
@@ -377,19 +382,3 @@ class Scheduler:
             self._pool.release(row, has_ended=not cancelled)
             completion = outcomes.of_row(job, ended, row, prefix, now, cancelled=cancelled)
             self._outcomes.ended(job, completion)
-
-    def _report(self) -> None:
-        """Makes events of the new tokens in running rows."""
-        decoding = sorted(self._tenants.keys() - self._readings.keys())
-        if decoding:
-            tokens = self._pool.new_tokens()
-            for row in decoding:
-                self._outcomes.grown(self._tenants[row], tokens[row])
-
-
-def _as_row(key: Any) -> Any:
-    """Returns a key, its data or its seed as a batch."""
-    if key is None:
-        return None
-    key = typed_key(key)
-    return key if key.ndim else key[None]

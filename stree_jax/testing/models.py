@@ -217,14 +217,9 @@ def tiny_model(
     """The random model of a config in `CONFIGS`; the same object for the same arguments."""
     if name not in CONFIGS:
         raise ValueError(f"no tiny model {shown(name)}; known: {sorted(CONFIGS)}")
-    model = _tiny_model(name, seed, dtype, implementation)
+    model = _made_once(CONFIGS[name], seed, dtype=dtype, implementation=implementation)
     assert model.config is CONFIGS[name], "a test changed the shared model; clone it first"
     return model
-
-
-@functools.cache
-def _tiny_model(name: str, seed: int, dtype: str, implementation: str | None) -> HybridLM:
-    return random_model(CONFIGS[name], seed, dtype=dtype, implementation=implementation)
 
 
 @jax.transfer_guard("allow")
@@ -234,6 +229,9 @@ def random_model(
     """A model of this config with random weights that make every parameter matter."""
     structure, weights = HybridLM.abstract(config, dtype=dtype, implementation=implementation)
     return randomised(nnx.merge(structure, weights), seed)
+
+
+_made_once = functools.cache(random_model)
 
 
 @jax.transfer_guard("allow")

@@ -44,34 +44,25 @@ def fit(
     checkpoints: Path,
     extra: Any = None,
 ) -> Iterator[Progress]:
-    """Trains `model` in place, from the latest checkpoint if there is one.
+    """Trains a float32 `model` in place, from the latest checkpoint if there is one.
 
+    Its weights are donated to the first step, and there again when the iterator is exhausted. Of a
+    step `batch` gives the tokens `[batch_size, sequence_length + 1]`, the same in a resumed run.
     Several devices of this process share the rows of a batch, as many of them as divide it.
-
-    Args:
-        model: a float32 model. It has the trained weights when the iterator is exhausted; until
-            then it is unusable, because its weights are donated to the first step.
-        loss: the loss function, a mean over the rows of a batch.
-        batch: function from a step to its tokens `[batch_size, sequence_length + 1]`; pure, so that
-            a resumed run sees the same batches.
-        training: optimizer, schedule and batch size.
-        checkpoints: directory of this run's checkpoints, each written atomically. The latest two
-            are kept.
-        extra: last argument of `loss`.
-
-    Yields:
-        One `Progress` per step.
-
-    Raises:
-        ValueError: the model has matrices in 8 bits, or the latest checkpoint is damaged or has
-            other shapes.
-        FloatingPointError: the loss or a weight is not finite.
     """
     from orbax.checkpoint import v1 as ocp
 
     _check_trainable(model)
     graphdef, params = nnx.split(multiplying(model, training.products))
-    optimizer = make_optimizer(training)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(training.clip_norm),
+        optax.adamw(
+            schedule(training),
+            b2=0.95,
+            weight_decay=training.weight_decay,
+            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),  # matrices
+        ),
+    )
     state = {
         "params": nnx.to_pure_dict(params),
         "optimizer": optimizer.init(nnx.to_pure_dict(params)),
@@ -178,19 +169,6 @@ def _backward(factors: tuple[Array, Array], gradient: Array) -> tuple[Array, Arr
 
 
 bfloat16_product.defvjp(_forward, _backward)
-
-
-def make_optimizer(training: Training) -> optax.GradientTransformation:
-    """AdamW under the recipe's schedule; weight decay applies to matrices only."""
-    return optax.chain(
-        optax.clip_by_global_norm(training.clip_norm),
-        optax.adamw(
-            schedule(training),
-            b2=0.95,
-            weight_decay=training.weight_decay,
-            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
-        ),
-    )
 
 
 def schedule(training: Training) -> optax.Schedule:

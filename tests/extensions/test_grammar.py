@@ -19,6 +19,11 @@ from benchmarks.text import suite_counts
 from stree_jax.extensions.grammar import byte_automaton, graph
 from stree_jax.extensions.grammar.api import automaton_of_pattern
 from stree_jax.extensions.grammar.json_text import automaton_of_schema
+<<<<<<< HEAD
+=======
+from stree_jax.measuring.clock import num_bytes
+from stree_jax.testing import perturbed, random_model
+>>>>>>> cut2
 from tests.extensions.schemas import POOL, schemas, texts_of
 
 
@@ -358,7 +363,7 @@ def test_bad_schemas(schema, message, tokenizer, monkeypatch):
 )
 def test_tables_of_everyday_schemas_are_small(schema, tokenizer):
     """What states have in common is found, as between the copies of a counted part."""
-    assert st.json_schema(schema, tokenizer).next_state.nbytes < 5e5
+    assert num_bytes(st.json_schema(schema, tokenizer).next_state) < 5e5
 
 
 def refused(message, make, *arguments, **options):

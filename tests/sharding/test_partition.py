@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import stree_jax
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.plan import plan
-from stree_jax.mesh.partition import ONE_DEVICE, Cut, Partition, check_mesh
+from stree_jax.mesh.partition import ONE_DEVICE, Cut, Partition, partition_of
 from stree_jax.models import GatedDeltaConfig
 from stree_jax.models.presets import PRESETS
 from stree_jax.names import flatten
@@ -194,7 +194,7 @@ def test_meshes_that_cannot_be():
         stree_jax.make_mesh(data=count, model=2)
     model = stree_jax.HybridLM(CONFIGS["tied"], rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="mesh must come from make_mesh"):
-        check_mesh("data=2")
+        partition_of("data=2", False)
     other = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Auto,))
     with pytest.raises(ValueError, match=r"has the axes \('x',\)"):
         stree_jax.shard(model, other)

@@ -34,7 +34,7 @@ def default_verifier(drawn: Drawn, topology: TreeTopology, *, temperature_is_zer
         return "greedy"
     if topology.num_nodes == 1 or not drawn.is_sampled:
         return "target_only"
-    if max(map(len, topology.children)) == 1:
+    if topology.width == 1:
         return "traversal"
     return "multi_step" if drawn.kind == "iid" else "without_replacement"
 

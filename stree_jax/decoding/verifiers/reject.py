@@ -62,18 +62,13 @@ def check_drawn(
     if topology.num_nodes == 1:  # no draft to test
         return
     # A single child is drawn the same way with and without replacement.
-    if drawn.is_sampled and (is_chain(topology) or drawn.kind in kinds):
+    if drawn.is_sampled and (topology.width == 1 or drawn.kind in kinds):
         return
     raise ValueError(
         f"verifier {name!r} is not exact for child_sampling = {drawn.kind!r},"
         f" only for {' and '.join(map(repr, kinds))}; use 'target_only', which is exact for any, or"
         f" ModelDrafter(..., child_sampling={kinds[-1]!r})"
     )
-
-
-def is_chain(topology: TreeTopology) -> bool:
-    """True if no node has several children."""
-    return max(map(len, topology.children)) <= 1
 
 
 class Walk(NamedTuple):

@@ -22,7 +22,7 @@ from jax import lax
 from stree_jax.array_types import Array, Float32, Int
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
 from stree_jax.decoding.verifiers.base import Verifier
-from stree_jax.decoding.verifiers.reject import Walk, check_drawn, is_chain, verify_by, without
+from stree_jax.decoding.verifiers.reject import Walk, check_drawn, verify_by, without
 from stree_jax.tree import Tree, TreeTopology
 
 
@@ -33,7 +33,7 @@ class Traverse(Verifier):
     name: str = "traversal"
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
-        if drawn.by_depth and drawn.is_sampled and not (temperature_is_zero or is_chain(topology)):
+        if drawn.by_depth and drawn.is_sampled and not (temperature_is_zero or topology.width == 1):
             other = "multi_step" if drawn.kind == "iid" else drawn.kind
             raise ValueError(
                 f"verifier {self.name!r} is not exact where nodes of a depth share their draws, as"
@@ -67,7 +67,12 @@ def traverse(
         parent, token, valid = tree.parents[node], tokens[node], tree.valid[node]
         a, p, q = accept_prob[parent], probs[parent], log_q[parent]
         own = jnp.exp(jnp.minimum(jnp.log(a) + jnp.log(p[token]) - q[token], 0.0))
-        left, residual = _left_over(a, p, jnp.exp(q))
+        rest = jnp.maximum(a * p - jnp.exp(q), 0.0)
+        mass = rest.sum()
+        # If a is 1 and nothing is left, p equals q, and only rounding can have rejected the child.
+        total = mass + (1 - a)
+        left = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), a)
+        residual = jnp.where(mass > 0, rest / jnp.where(mass > 0, mass, 1.0), p)
         accept_prob = (
             accept_prob.at[parent]
             .set(jnp.where(valid, left, a))
@@ -98,15 +103,3 @@ def traverse(
     passed = tree.valid & ((uniforms < accept_prob) | (nodes[0] == 0))
     last = lax.argmin(jnp.where(passed, place, num_nodes + 1), 0, jnp.int32)
     return Walk(last, probs[last], tree.valid & (place <= place[last]), accept_prob)
-
-
-def _left_over(
-    accept_prob: Float32[Array, ""], p: Float32[Array, " V"], q: Float32[Array, " V"]
-) -> tuple[Float32[Array, ""], Float32[Array, " V"]]:
-    """The acceptance probability and distribution of a node after a child was rejected."""
-    residual = jnp.maximum(accept_prob * p - q, 0.0)
-    mass = residual.sum()
-    # If it is 1 and the residual empty, p equals q, and only rounding can have rejected the child.
-    total = mass + (1 - accept_prob)
-    left = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), accept_prob)
-    return left, jnp.where(mass > 0, residual / jnp.where(mass > 0, mass, 1.0), p)

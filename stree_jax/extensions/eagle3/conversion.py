@@ -23,9 +23,7 @@ from stree_jax.convert import (
     within,
 )
 from stree_jax.extensions.eagle3.head import Eagle3Config, Eagle3Head
-from stree_jax.heads import abstract_head, check_fits
-
-_ARCHITECTURE = "Eagle3"  # the end of every name in `architectures`
+from stree_jax.heads import ROOMS, abstract_head, check_fits
 
 
 def load(path: Path, target: HybridLM, ignore: Collection[str]) -> Eagle3Head:
@@ -34,7 +32,7 @@ def load(path: Path, target: HybridLM, ignore: Collection[str]) -> Eagle3Head:
     tensors = checkpoint.tensors
     known = fields.values.get("architectures")
     listed = known if isinstance(known, list) else []
-    if not listed or not all(_ARCHITECTURE in str(name) for name in listed):
+    if not listed or not all(ROOMS["eagle3"].architecture in str(name) for name in listed):
         raise ValueError(
             f"{path} is not an EAGLE-3 head: its architectures are {known!r:.80}; a head of"
             " Nemotron-3's own is for load_mtp"

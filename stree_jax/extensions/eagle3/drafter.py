@@ -43,7 +43,7 @@ class Eagle3Model(HeadModel):
 
     def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
         """See `HeadModel`: inner layers' states follow the target's last ones."""
-        return self.head.states(hidden[..., self.config.d_model :])
+        return self.head.fc(hidden[..., self.config.d_model :])
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """Embeddings: the target's, or the head's own."""

@@ -96,12 +96,8 @@ class Eagle3Head(DraftHead):
         # The target's token for each of the head's; float32 holds such integers exactly.
         self.tokens = nnx.Param(jnp.arange(config.draft_vocab_size, dtype=jnp.float32))
 
-    def states(self, inner: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
-        """The head's input: the target's inner states, concatenated and projected."""
-        return self.fc(inner)
-
     def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
-        """See `DraftHead`; the states are those of `states`, or outputs."""
+        """See `DraftHead`; the states are inner ones of the target after `fc`, or outputs."""
         normed = self.norm(states, self.hidden_norm_scale)
         both = [self.norm(embedded, self.embedding_norm_scale), normed]
         residual = normed if self.config.norm_before_residual else states

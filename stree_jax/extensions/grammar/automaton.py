@@ -13,7 +13,7 @@ from stree_jax import Context, LogitsProcessor
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int
 from stree_jax.decoding import is_given
-from stree_jax.extensions.grammar.tables import BITS, Tables, compressed, firsts, joined
+from stree_jax.extensions.grammar.tables import BITS, compressed, firsts, joined
 from stree_jax.messages import shown
 
 _MOST = 2**24  # states, or tokens
@@ -45,7 +45,13 @@ class Automaton(LogitsProcessor):
     def __post_init__(self):
         given = self.next_state
         if is_given(given) or isinstance(given, np.ndarray | jax.Array | None):
-            object.__setattr__(self, "next_state", _tables_of_array(given))
+            after = _as_array(given)
+            if after.ndim != 2:
+                raise ValueError(f"next_state must be integers [S, V], got {shown(given)}")
+            after = _checked("next_state", after, -1, len(after) - 1)
+            states, tokens = np.nonzero(after >= 0)
+            tables = compressed(*after.shape, states, tokens, after[states, tokens])
+            object.__setattr__(self, "next_state", tables)
         if is_given(self.start):
             kinds = np.asarray(self.next_state.kind)
             check_int("start", self.start, 0)
@@ -125,17 +131,6 @@ class Automaton(LogitsProcessor):
         self, logits: Float[Array, "B Q V"], state: Int[Array, "B Q"], /
     ) -> Float[Array, "B Q V"]:
         return jnp.where(self.next_state.mask(state, logits.shape[-1]), logits, -jnp.inf)
-
-
-def _tables_of_array(given: Any) -> Tables:
-    """Returns the tables of `[S, V]`."""
-    next_state = _as_array(given)
-    if next_state.ndim != 2:
-        raise ValueError(f"next_state must be integers [S, V], got {shown(given)}")
-    num_states, vocab_size = next_state.shape
-    next_state = _checked("next_state", next_state, -1, num_states - 1)
-    states, tokens = np.nonzero(next_state >= 0)
-    return compressed(num_states, vocab_size, states, tokens, next_state[states, tokens])
 
 
 def _as_array(values: Any) -> np.ndarray:

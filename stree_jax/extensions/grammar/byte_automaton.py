@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stree_jax.extensions.grammar.graph import ByteRange, Graph, TooLarge
+from stree_jax.extensions.grammar.graph import Graph, TooLarge
 
 MOST_STATES = 20_000
 _MOST_WORK = 1_000_000  # nodes in all states
@@ -35,7 +35,13 @@ def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
     useful = graph.leading_to(end)
     if 0 not in useful:
         return None
-    class_of, kinds_of = _byte_classes(graph)
+    # The class of each byte, and the classes of each range.
+    ranges = sorted({byte for after in graph.moves for byte, _ in after})
+    every = np.arange(256)
+    marks = [(low <= every) & (every <= high) for low, high in ranges]
+    _, class_of = np.unique(np.array([every < 0, *marks]), axis=1, return_inverse=True)
+    class_of = class_of.ravel()
+    kinds_of = {it: np.unique(class_of[it[0] : it[1] + 1]).tolist() for it in ranges}
     moves: dict[int, dict[int, list[int]]] = {}
     for node in useful:
         moves[node] = {}
@@ -78,14 +84,3 @@ def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
     before, kinds, following = np.array(edges, np.int64).reshape(-1, 3).T
     table[place[before], kinds] = place[following]
     return ByteAutomaton(class_of, table, np.array([end in states[number] for number in order]))
-
-
-def _byte_classes(graph: Graph) -> tuple[np.ndarray, dict[ByteRange, list[int]]]:
-    """Returns the class of each byte, and the classes of each range."""
-    ranges = sorted({byte for moves in graph.moves for byte, _ in moves})
-    every = np.arange(256)
-    marks = [(low <= every) & (every <= high) for low, high in ranges]
-    _, class_of = np.unique(np.array([every < 0, *marks]), axis=1, return_inverse=True)
-    class_of = class_of.ravel()
-    kinds = [np.unique(class_of[low : high + 1]).tolist() for low, high in ranges]
-    return class_of, dict(zip(ranges, kinds, strict=True))

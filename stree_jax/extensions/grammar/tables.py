@@ -42,11 +42,6 @@ class Tables:
     step_of: Int[Array, " exceptions"]
     vocab_size: int = dataclasses.field(metadata={"static": True})
 
-    @property
-    def nbytes(self) -> int:
-        """Returns the bytes of all tables."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
-
     def kinds_of(self, states: Int[Array, "B Q"]) -> Int[Array, "B Q"]:
         """Returns the kind of each state, 0 of state -1."""
         return jnp.where(states < 0, 0, self.kind.at[states].get(mode="clip"))

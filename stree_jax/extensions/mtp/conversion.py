@@ -78,7 +78,13 @@ def read(
     own = {name: tensor for name, tensor in tensors.items() if is_of_head(name)}
 
     def found() -> tuple[MtpConfig, list[Rule]]:
-        _check_pattern(fields)
+        listed: list[Any] = [["attention", "moe"], ["full_attention", "moe"]]
+        for name, known in zip(_KEYS[1:], (listed, ["*E"]), strict=True):
+            value = fields.values.get(name)
+            fields.check(
+                value is None or value in known,
+                f"{name} = {value!r:.80}: only a head of attention and experts is supported",
+            )
         for name in _OF_PUZZLE:
             fields.check(
                 fields.values.get(name) is None,
@@ -144,15 +150,3 @@ def rules_of(config: MtpConfig, prefix: str = "mtp.", *, merged: bool = False) -
         *within(experts, f"{last}.mixer", "feed_forward"),
         Rule(f"{last}.final_layernorm.weight", "final_norm_scale"),
     ]
-
-
-def _check_pattern(fields: Fields) -> None:
-    """Accepts attention and experts alone, under each key that is there."""
-    known: Any
-    listed, letters = [["attention", "moe"], ["full_attention", "moe"]], ["*E"]
-    for name, known in zip(_KEYS[1:], (listed, letters), strict=True):
-        value = fields.values.get(name)
-        fields.check(
-            value is None or value in known,
-            f"{name} = {value!r:.80}: only a head of attention and experts is supported",
-        )

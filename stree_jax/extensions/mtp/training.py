@@ -23,10 +23,18 @@ def plan(recipe: Recipe, target: HybridLM) -> HeadPlan:
     """Returns what is trained by a recipe, see `docs/recipe.md`."""
     config, steps = head_of(recipe, target)
     rngs = nnx.Rngs(jax.random.key(recipe.seed, impl="threefry2x32"))
-    return HeadPlan(
-        new=lambda text: new_head(config, target, text, rngs=rngs),
-        loss=lambda head, target, tokens: mtp_loss(head, target, tokens, steps),
-    )
+
+    def loss(head: MtpHead, target: HybridLM, tokens: Tokens) -> Float[Array, ""]:
+        """Of drafts that are made as in decoding."""
+        model = MtpModel(target, head)
+
+        def logits(hidden: Array) -> Iterator[Array]:
+            for ahead, output in enumerate(model.outputs_ahead(tokens, hidden, steps), 1):
+                yield model.logits(output[:, :-ahead])
+
+        return ahead_loss(target, tokens, logits)
+
+    return HeadPlan(new=lambda text: new_head(config, target, text, rngs=rngs), loss=loss)
 
 
 def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.Rngs) -> MtpHead:
@@ -43,17 +51,6 @@ def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.R
     size = jnp.sqrt(jnp.square(jax.jit(HybridLM.hidden)(target, tokens)).mean())
     head.final_norm_scale[...] *= size.astype(head.final_norm_scale.dtype)
     return head
-
-
-def mtp_loss(head: MtpHead, target: HybridLM, tokens: Tokens, steps: int) -> Float[Array, ""]:
-    """Mean KL divergence from the target of drafts that are made as in decoding."""
-    model = MtpModel(target, head)
-
-    def logits(hidden: Array) -> Iterator[Array]:
-        for ahead, output in enumerate(model.outputs_ahead(tokens, hidden, steps), 1):
-            yield model.logits(output[:, :-ahead])
-
-    return ahead_loss(target, tokens, logits)
 
 
 def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int]:
