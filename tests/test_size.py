@@ -9,12 +9,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lines of what git would track, by its patterns. A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 24_661,
-    "pallas_kernels/*.py": 7_484,
+    "stree_jax/*.py": 23_934,
+    "pallas_kernels/*.py": 7_456,
     "convert/*.py": 5_586,
-    "tests/*.py": 26_157,
-    "benchmarks/*.py": 4_801,
-    "*.cc *.h": 2_545,
+    "tests/*.py": 25_111,
+    "benchmarks/*.py": 4_765,
+    "*.cc *.h": 2_737,
     "benchmarks/results": 10_771,
 }
 

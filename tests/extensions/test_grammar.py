@@ -19,11 +19,7 @@ from benchmarks.text import suite_counts
 from stree_jax.extensions.grammar import byte_automaton, graph
 from stree_jax.extensions.grammar.api import automaton_of_pattern
 from stree_jax.extensions.grammar.json_text import automaton_of_schema
-<<<<<<< HEAD
-=======
 from stree_jax.measuring.clock import num_bytes
-from stree_jax.testing import perturbed, random_model
->>>>>>> cut2
 from tests.extensions.schemas import POOL, schemas, texts_of
 
 
