@@ -61,7 +61,7 @@ STREE_INLINE Vec paired(Vec a, Vec b, Lanes<I...>) {
          __builtin_shufflevector(a, b, ((I & Step) ? kLanes + I : (I | Step))...);
 }
 
-// One vector with the sums of kLanes vectors, each in the order of `sum`.
+// One vector with what is left of kLanes vectors, each in the order of `sum`.
 template <int Step = kLanes / 2>
 STREE_INLINE Vec sums_of(Vec* values) {
   if constexpr (Step == 0) {
@@ -74,35 +74,45 @@ STREE_INLINE Vec sums_of(Vec* values) {
   }
 }
 
-// Rows whose inner products with `vectors` vectors stay in registers.
-constexpr int together(int vectors) { return (kLanes == 8 ? 8 : 16) / (vectors * kParts); }
+STREE_INLINE Vec sums_of(const Wide* values) {
+  Vec halves[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) halves[i] = folded(values[i]);
+  return sums_of(halves);
+}
+
+// Parts whose sums for kLanes rows stay in registers: AVX2 takes one after the other.
+constexpr int kTogether = kLanes == 8 ? 1 : kParts;
 
 // Inner products of kLanes rows with each of some vectors; row(r) is where a row begins.
 template <int kVectors, typename Row>
 STREE_INLINE void products(const Row& row, const float* const (&with)[kVectors], int64_t size,
                            Vec* found) {
-  constexpr int kRows = together(kVectors);
-  Vec sums[kVectors][kLanes];
-#pragma GCC unroll 16
-  for (int first = 0; first < kLanes; first += kRows) {
-    Wide own[kVectors][kRows] = {};
-    for (int64_t i = 0; i < size; i += kWidth)
+  constexpr int kRows = kLanes / kVectors;
+  Wide sums[kVectors][kLanes];
+  for (int part = 0; part < kParts; part += kTogether)
+#pragma GCC unroll 2
+    for (int first = 0; first < kLanes; first += kRows) {
+      Vec own[kVectors][kRows][kTogether] = {};
+      for (int64_t i = 0; i < size; i += kWidth)
 #pragma GCC unroll 4
-      for (int p = 0; p < kParts; ++p) {
-        const int64_t at = i + p * kLanes;
+        for (int p = 0; p < kTogether; ++p) {
+          const int64_t at = i + (part + p) * kLanes;
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-          const Vec values = load(row(first + r) + at);
+          for (int r = 0; r < kRows; ++r) {
+            const Vec values = load(row(first + r) + at);
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v)
-            own[v][r].part[p] = fused(values, load(with[v] + at), own[v][r].part[p]);
+            for (int v = 0; v < kVectors; ++v)
+              own[v][r][p] = fused(values, load(with[v] + at), own[v][r][p]);
+          }
         }
-      }
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v)
+      for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) sums[v][first + r] = folded(own[v][r]);
-  }
+        for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+          for (int p = 0; p < kTogether; ++p) sums[v][first + r].part[part + p] = own[v][r][p];
+    }
 #pragma GCC unroll 2
   for (int v = 0; v < kVectors; ++v) found[v] = sums_of(sums[v]);
 }

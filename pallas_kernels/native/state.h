@@ -1,6 +1,7 @@
 // How the state of a head [P, S] goes from token to token: the same in trees, replay and sequences.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -15,34 +16,32 @@ struct Token {
   float in[kLanes];
 };
 
-// Multiplies kLanes rows of a state with C, and writes the rows after the token.
-template <bool kReads, bool kWrites>
+// Writes kLanes rows of a state after a token, and what C reads of the rows before it.
+template <bool kReads>
 void step(const float* from, const float* C, float* read, const Token& token, float* to,
           int64_t states) {
-  constexpr int kRows = together(1);
-  Vec sums[kLanes], ins[kLanes];
+  constexpr int kRows = kLanes == 16 ? 16 : 4;  // whose sums stay in registers
+  Wide sums[kLanes];
   const Vec kept = splat(token.decay);
-  for (int r = 0; r < kLanes; ++r) ins[r] = splat(token.in[r]);
 #pragma GCC unroll 4
   for (int first = 0; first < kLanes; first += kRows) {
     Wide own[kRows] = {};
+    Vec ins[kRows];
+    for (int r = 0; r < kRows; ++r) ins[r] = splat(token.in[first + r]);
     for (int64_t i = 0; i < states; i += kWidth)
 #pragma GCC unroll 4
       for (int p = 0; p < kParts; ++p) {
         const int64_t s = i + p * kLanes;
-        Vec out_of = {}, into = {};
-        if (kReads) out_of = load(C + s);
-        if (kWrites) into = load(token.B + s);
+        const Vec out_of = kReads ? load(C + s) : Vec{}, into = load(token.B + s);
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
           const int64_t at = (first + r) * states + s;
           const Vec row = load(from + at);
           if (kReads) own[r].part[p] = fused(row, out_of, own[r].part[p]);
-          if (kWrites) store(to + at, fused(row, kept, ins[first + r] * into));
+          store(to + at, fused(row, kept, ins[r] * into));
         }
       }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) sums[first + r] = folded(own[r]);
+    std::copy_n(own, kRows, sums + first);
   }
   if (kReads) store(read, sums_of(sums));
 }

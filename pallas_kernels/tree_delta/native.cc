@@ -121,7 +121,7 @@ void head(const Delta& delta, const Keys& of, int64_t b, int64_t h) {
       }
       if (own < 0) continue;
       float* mine = own ? stack.data() + (own - 1) * kLanes * states : to + p * states;
-      step<false, true>(parent, nullptr, nullptr, token, mine, states);
+      step<false>(parent, nullptr, nullptr, token, mine, states);
     }
   }
 }

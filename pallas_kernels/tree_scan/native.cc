@@ -103,12 +103,15 @@ void Scan::head(int64_t b, int64_t h) const {
       float* read = y + ((b * queries + q) * heads + h) * channels + p;
       Token token{decays[i], B + ((b * nodes + i) * groups + g) * states, {}};
       for (int r = 0; r < kLanes; ++r) token.in[r] = dt[at] * x[at * channels + p + r];
-      if (q < 0)
-        step<false, true>(parent, nullptr, nullptr, token, mine, states);
-      else if (writes)
-        step<true, true>(parent, c, read, token, mine, states);
-      else
-        step<true, false>(parent, c, read, token, nullptr, states);
+      if (q < 0) {
+        step<false>(parent, nullptr, nullptr, token, mine, states);
+      } else if (writes) {
+        step<true>(parent, c, read, token, mine, states);
+      } else {
+        Vec found;
+        products<1>([&](int r) { return parent + r * states; }, {c}, states, &found);
+        store(read, found);
+      }
     }
   }
   finish(b, h, decays);
