@@ -3,8 +3,8 @@
 `training` is imported when it is used.
 """
 
-import functools
 import hashlib
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,4 +42,8 @@ KIND = HeadKind(
     fingerprint=digest,
     is_published=False,
 )
-load_medusa = functools.partial(load_head, "medusa")
+
+
+def load_medusa(path: Any, target: HybridLM | Any, **options: Any) -> MedusaHeads:
+    """Loads Medusa heads, with the options of `load_head`."""
+    return load_head("medusa", path, target, **options)

@@ -1,12 +1,11 @@
 """Multi-token-prediction heads: drafts by a small head on the target's own hidden states.
 
-`load_mtp` also takes a checkpoint of Nemotron-3 with its head, or a native one whose folder `mtp`
-has it. `training` and `conversion` are imported when they are used.
+`training` and `conversion` are imported when they are used.
 """
 
-import functools
+from typing import Any
 
-from stree_jax import load_head
+from stree_jax import HybridLM, load_head
 from stree_jax import save_head as save_mtp
 from stree_jax.extensions.mtp.drafter import MtpDrafter, MtpModel
 from stree_jax.extensions.mtp.head import MtpConfig, MtpHead
@@ -27,4 +26,11 @@ KIND = HeadKind(
     misfit="multi-token-prediction head in {path} is for another target; load that one, or train a"
     f" head for this one: {_TRAIN}",
 )
-load_mtp = functools.partial(load_head, "mtp")
+
+
+def load_mtp(path: Any, target: HybridLM | Any, **options: Any) -> MtpHead:
+    """Loads a multi-token-prediction head, with the options of `load_head`.
+
+    Also from a checkpoint of Nemotron-3 with its head, or a native one whose folder `mtp` has it.
+    """
+    return load_head("mtp", path, target, **options)
