@@ -51,7 +51,7 @@ def test_a_few_of_the_best_are_those_of_top_k():
 
 
 def test_few_tokens_are_xlas_unless_asked_for(monkeypatch):
-    monkeypatch.setattr(dispatch, "device_obstacle", lambda: None)  # as on a GPU
+    monkeypatch.setattr(dispatch, "device_obstacle", lambda device: None)  # as on a GPU
 
     def num_kernels(case, implementation=None):
         options = dict(activation=case.activation, gated=case.gated)

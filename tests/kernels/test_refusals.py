@@ -209,7 +209,7 @@ REFUSED_BY_FUNCTIONS = [
     (dict(blocks=BLOCKS[..., :31]), "shapes do not fit"),
     (dict(first_block=-1), "there are fewer columns"),
     (dict(first_block=1.5), "Wrong scalar data type"),
-    (dict(scales=jnp.ones((2, 3, 2, 32))), "scales do not fit"),
+    (dict(scales=jnp.ones((2, 3, 2, 32))), "shapes do not fit"),
     (dict(blocks=BLOCKS.astype(jnp.float16)), "are float32, bfloat16 or int8"),
     (dict(rows=ROWS.astype(jnp.bfloat16)), "Wrong buffer dtype"),
 ]
