@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[1]
 # Lines of what git would track, by its patterns. A commit that removes some lowers the number.
 CEILINGS = {
     "stree_jax/*.py": 23_951,
-    "pallas_kernels/*.py": 7_456,
+    "pallas_kernels/*.py": 7_459,
     "convert/*.py": 5_586,
     "tests/*.py": 25_107,
     "benchmarks/*.py": 4_765,
-    "*.cc *.h": 2_749,
+    "*.cc *.h": 2_747,
     "benchmarks/results": 10_771,
 }
 

@@ -25,14 +25,6 @@ namespace {
 
 constexpr int64_t kPart = 256;  // inputs whose sums stay in registers
 
-// The sums of a tile stay in registers: AVX-512 has 32 of 16 lanes, AVX2 16 of 8, NEON 32 of 4.
-#if defined(__AVX512F__)
-constexpr int kVectors = 2, kRows = 13;
-#elif defined(__AVX2__)
-constexpr int kVectors = 2, kRows = 6;
-#else
-constexpr int kVectors = 4, kRows = 6;
-#endif
 constexpr int kTileColumns = kVectors * kLanes;
 
 constexpr int64_t kTaskBytes = 64 << 10;   // weights of a task
@@ -97,25 +89,12 @@ template <typename T, int B>
 void part(const float* x, int64_t rows, const Matrix<T>& matrix, int64_t block, int64_t begin,
           float* y, int64_t y_stride) {
   const int64_t count = std::min(matrix.inputs - begin, kPart);
-  // Tiles of nearly equal height: 13 rows are 5, 4 and 4.
-  int64_t height = 0, tiles_left = (rows + kRows - 1) / kRows;
-  for (int64_t row = 0; row < rows; row += height) {
-    height = (rows - row + tiles_left - 1) / tiles_left;
-    --tiles_left;
-    const float* x_tile = x + row * matrix.inputs;
-    float* y_tile = y + row * y_stride;
-    switch (height) {
-#define STREE_CASE(R)                                                                            \
-  case R:                                                                                        \
-    if constexpr (R * B <= kRows)                                          \
-      tiles<T, R, B>(x_tile, matrix.inputs, matrix, block, begin, count, y_tile, y_stride);      \
-    break;
-      STREE_CASE(1) STREE_CASE(2) STREE_CASE(3) STREE_CASE(4) STREE_CASE(5) STREE_CASE(6)
-      STREE_CASE(7) STREE_CASE(8) STREE_CASE(9) STREE_CASE(10) STREE_CASE(11) STREE_CASE(12)
-      STREE_CASE(13)
-#undef STREE_CASE
-    }
-  }
+  for_each_tile(rows, [&](int64_t row, auto height) {
+    constexpr int R = decltype(height)::value;
+    if constexpr (R * B <= kRows)
+      tiles<T, R, B>(x + row * matrix.inputs, matrix.inputs, matrix, block, begin, count,
+                     y + row * y_stride, y_stride);
+  });
 }
 
 template <typename T, int B>

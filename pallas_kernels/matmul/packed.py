@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
-from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
+from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix, in_groups
 
 COLUMNS = 32  # of a block
 _ALIGNMENT, _LARGE_PAGE = 64, 1 << 21  # bytes
@@ -122,11 +122,8 @@ def _blocks(host: np.ndarray) -> np.ndarray:
 
 def _in_pairs(blocks: np.ndarray) -> np.ndarray:
     """Blocks `[*E, blocks, I, 32]` as pairs of inputs, of groups that are filled with zeros."""
-    *several, size, _ = blocks.shape
-    groups = -(-size // GROUP)
-    padding = [(0, 0)] * len(several) + [(0, groups * GROUP - size), (0, 0)]
-    whole = np.pad(blocks, padding) if groups * GROUP > size else blocks
-    return whole.reshape(*several, groups, GROUP // 2, 2, COLUMNS).swapaxes(-1, -2)
+    grouped = in_groups(blocks)
+    return grouped.reshape(*grouped.shape[:-2], GROUP // 2, 2, COLUMNS).swapaxes(-1, -2)
 
 
 def _on_large_pages(values: np.ndarray, dtype: DTypeLike) -> Array:

@@ -87,18 +87,24 @@ class QuantizedMatrix:
         return x, dataclasses.replace(self, values=values, scales=scales).wide()
 
 
+def in_groups(matrix: np.ndarray) -> np.ndarray:
+    """`[*E, I, O]` in groups of inputs `[*E, groups, 32, O]`; what is missing is zeros."""
+    *several, size, columns = matrix.shape
+    if size % GROUP:
+        matrix = np.pad(matrix, [(0, 0)] * len(several) + [(0, -size % GROUP), (0, 0)])
+    return matrix.reshape(*several, -(-size // GROUP), GROUP, columns)
+
+
 def _rounded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The values and scales of a float32 `[*E, I, O]`."""
     *several, size, columns = matrix.shape
-    groups = -(-size // GROUP)
-    padding = [(0, 0)] * len(several) + [(0, groups * GROUP - size), (0, 0)]
-    grouped = np.pad(matrix, padding).reshape(*several, groups, GROUP, columns)
+    grouped = in_groups(matrix)
     scales = _up_to_bfloat16(np.abs(grouped).max(axis=-2) / np.float32(127))
     with np.errstate(invalid="ignore"):  # NaN and infinity, which the scales tell
-        grouped /= np.where(scales > 0, scales, 1)[..., None, :]
+        grouped = grouped / np.where(scales > 0, scales, 1)[..., None, :]
         # A scale of few bits, as of tiny numbers, would give more than 127.
         whole = np.clip(np.rint(grouped, out=grouped), -127, 127, out=grouped).astype(np.int8)
-    return whole.reshape(*several, groups * GROUP, columns)[..., :size, :], scales
+    return whole.reshape(*several, -(-size // GROUP) * GROUP, columns)[..., :size, :], scales
 
 
 def _up_to_bfloat16(x: np.ndarray) -> np.ndarray:

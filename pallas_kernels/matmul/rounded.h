@@ -11,7 +11,7 @@
 #include <cstring>
 #include <memory>
 
-#include "../native/vectors.h"
+#include "tiles.h"
 
 namespace stree {
 
@@ -103,15 +103,6 @@ struct Rounded {
   }
 };
 
-// The sums of a tile stay in registers, as in native.cc. One or two rows take all columns at once.
-#if defined(__AVX512F__)
-constexpr int kWide = 2, kTall = 13;
-#elif defined(__AVX2__)
-constexpr int kWide = 2, kTall = 6;
-#else
-constexpr int kWide = 4, kTall = 6;
-#endif
-
 // Adds the products of R rows with a group of a block [16, 32, 2] to y [R, 32]. Inlined, gcc 12
 // keeps the sums in memory.
 template <int R, int V>
@@ -156,26 +147,14 @@ inline void product(const Rounded& x, int64_t first, int64_t rows, const int8_t*
   for (int64_t g = 0; g < x.groups; ++g) {
     for (int64_t byte = 0; byte < kGroup * kColumns; byte += 64)
       __builtin_prefetch(weights + kAhead + byte);
-    int64_t height = 0, tiles_left = (rows + kTall - 1) / kTall;  // nearly equal
-    for (int64_t row = 0; row < rows; row += height) {
-      height = (rows - row + tiles_left - 1) / tiles_left;
-      --tiles_left;
+    for_each_tile(rows, [&](int64_t row, auto height) {
+      constexpr int R = decltype(height)::value;
       const int64_t at = g * x.rows + first + row;
-      const int16_t* values = x.values.get() + at * kGroup;
-      const float* row_scales = x.scales.get() + at;
-      float* out = y + row * kColumns;
-      switch (height) {
-#define STREE_CASE(R)                                                                           \
-  case R:                                                                                       \
-    if constexpr (R <= kTall)                                                                   \
-      group<R, R <= 2 ? kColumns / kLanes : kWide>(values, row_scales, weights, scales, out);   \
-    break;
-        STREE_CASE(1) STREE_CASE(2) STREE_CASE(3) STREE_CASE(4) STREE_CASE(5) STREE_CASE(6)
-        STREE_CASE(7) STREE_CASE(8) STREE_CASE(9) STREE_CASE(10) STREE_CASE(11) STREE_CASE(12)
-        STREE_CASE(13)
-#undef STREE_CASE
-      }
-    }
+      // One or two rows take all columns at once.
+      group<R, R <= 2 ? kColumns / kLanes : kVectors>(x.values.get() + at * kGroup,
+                                                      x.scales.get() + at, weights, scales,
+                                                      y + row * kColumns);
+    });
     weights += kGroup * kColumns;
     scales += kColumns;
   }
