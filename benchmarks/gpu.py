@@ -8,12 +8,12 @@ Parts, each with its own process and a share of the time; time that one leaves g
 - models: logits of real widths, few layers, by XLA and by the kernels against XLA in float32;
 - steps: a call of the target on trees of 1 to 64 nodes, XLA against the kernels interleaved, with
   the times to trace and compile, and memory;
-- loops: whole texts without drafts and with trees;
-- kernels: the tables of `tests/cases`, every kernel and XLA against float64.
+- loops: whole texts without drafts and with trees.
 
-`gpu.json` is written after every row, so that a cut loses nothing; the same command with the same
-folder does what is missing. A row in which its process dies has failed; one that is cut comes last
-the next time. `--tiny` rehearses all of it on any device. Exit code 1 if anything is wrong.
+Programs of a row are compiled side by side, XLA's take most of the time. `gpu.json` is written
+after every row, so that a cut loses nothing; the same command with the same folder does what is
+missing. A row in which its process dies has failed; one that is cut comes last the next time.
+`--tiny` rehearses all of it on any device. Exit code 1 if anything is wrong.
 """
 
 import functools
@@ -24,8 +24,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +47,12 @@ from stree_jax.models.cache import path_to
 from stree_jax.testing.exactness import first_difference
 
 Row = dict[str, Any]
+T = TypeVar("T")
 Rows = Iterator[tuple[str, Callable[[], Row]]]  # the name of a row, and what measures it
 OPTIONS = {"--minutes": 8.0, "--part": None, "--seconds": 0.0, "--tiny": common.SMOKE}
 HELP = {"--minutes": "time limit", "--part": "only this", "--seconds": "its rows begin in"}
 LEAST, LATEST = 20.0, 1.4  # seconds that a part needs; times its share: when it is killed
+THREADS = 4  # that compile; XLA chooses its products for one at a time
 ATTEMPTS = 4  # a process that died is started again without the row in which it died
 PAPER = st.TreeTopology.paper("A")
 
@@ -68,15 +71,20 @@ class Sizes(NamedTuple):
     tokens: int = 64  # of a text
     copied: int = 1 << 30  # bytes
     loops: tuple[str, ...] = ("xla", "pallas")  # the interpreter compiles a loop for minutes
-    ops: tuple[str, ...] = ()  # of `tests/cases`, two cases each; none: all cases of all
 
 
 SHAPES = ("mamba2-2.7b", "Qwen3.5-0.8B", "mamba2-130m")
 FULL = Sizes({name: st.ModelConfig.preset(name) for name in SHAPES})
 _ONE = {"one layer": st.ModelConfig.tiny(num_layers=1, head_dim=16, state_size=16)}
 _LESS: dict[str, Any] = dict(nodes=(5,), layers=1, positions=20, repeats=2, calls=2, rounds=2)
-_LESS |= dict(tokens=4, copied=1 << 20, loops=("xla",), ops=("replay", "add_rms_norm"))
+_LESS |= dict(tokens=4, copied=1 << 20, loops=("xla",))
 TINY = Sizes(_ONE, kernel="pallas_interpret", **_LESS)
+
+
+def side_by_side(makers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """What some functions return, each on a thread."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(makers, pool.map(lambda make: make(), makers.values()), strict=True))
 
 
 def running(model: st.HybridLM, implementation: str, dtype: Any = None) -> st.HybridLM:
@@ -132,11 +140,13 @@ def of_models(sizes: Sizes) -> Rows:
         model = random_model(config.with_layers(config.kinds[: sizes.layers]))
         rng, shapes = np.random.default_rng(0), ((2, sizes.positions), (2, PAPER.num_nodes))
         tokens = [jnp.asarray(rng.integers(config.vocab_size, size=shape)) for shape in shapes]
-        with jax.default_matmul_precision("highest"):
-            truth = text_logits(running(model, "xla", jnp.float32), *tokens)
-        errors, changed = {}, {}
-        for each in ("xla", sizes.kernel):
-            call = functools.partial(text_logits, running(model, each), *tokens)
+        models = {each: running(model, each) for each in ("xla", sizes.kernel)}
+        models["truth"] = running(model, "xla", jnp.float32)
+        lowered = {each: text_logits.lower(own, *tokens) for each, own in models.items()}
+        programs = side_by_side({each: low.compile for each, low in lowered.items()})
+        calls = {each: functools.partial(programs[each], models[each], *tokens) for each in models}
+        truth, errors, changed = calls.pop("truth")(), dict[str, float](), dict[str, int]()
+        for each, call in calls.items():
             difference = jnp.linalg.norm((first := call()) - truth) / jnp.linalg.norm(truth)
             errors[each] = float(jnp.nan_to_num(difference, nan=1e9))
             # Other bits in another call are a race.
@@ -152,25 +162,28 @@ def of_models(sizes: Sizes) -> Rows:
 def of_steps(sizes: Sizes) -> Rows:
     """Milliseconds of a call, and the least that it moves: weights once, states there and back."""
 
-    def measure(config: st.ModelConfig, nodes: int) -> Row:
-        model, programs, calls = random_model(config), {}, {}
-        for each in ("xla", sizes.kernel):
-            began, own = time.perf_counter(), running(model, each)
+    def measure(config: st.ModelConfig) -> Row:
+        model, every = random_model(config), itertools.product(sizes.nodes, ("xla", sizes.kernel))
+
+        def program(nodes: int, each: str) -> tuple[Callable[[], Any], Row]:
+            own, began = running(model, each), time.perf_counter()
             lowered = steps.run_steps.lower(own, tree_of(nodes), sizes.calls)
-            traced = time.perf_counter()
-            program = lowered.compile()
-            calls[each] = functools.partial(program, own)
-            took = {"trace": traced - began, "compile": time.perf_counter() - traced}
-            programs[each] = {"seconds": took, "bytes": memory_of(program)}
-        taken = common.timed_calls(f"{nodes} nodes", calls, sizes.rounds, 1e3 / sizes.calls)
+            traced, program = time.perf_counter(), lowered.compile()
+            seconds = {"trace": traced - began, "compile": time.perf_counter() - traced}
+            found = {"seconds": seconds, "bytes": memory_of(program)}
+            return functools.partial(program, own), found
+
+        names = {f"{nodes} nodes, {each}": (nodes, each) for nodes, each in every}
+        made = side_by_side({name: functools.partial(program, *names[name]) for name in names})
+        calls = {name: call for name, (call, _) in made.items()}
+        taken = common.timed_calls("steps", calls, sizes.rounds, 1e3 / sizes.calls)
         unread = 0 if config.tie_embeddings else config.num_embeddings * config.d_model * 2
         weights = num_bytes(nnx.state(model)) - unread  # of the embedding: all but a row a token
         states = num_bytes(jax.eval_shape(functools.partial(model.init_cache, 1, 0)))
-        found = {"milliseconds": {each: summary(times) for each, times in taken.items()}}
-        return found | {"bytes": weights + 2 * states, "programs": programs}
+        found = {name: {"milliseconds": summary(taken[name])} | made[name][1] for name in made}
+        return {"bytes": weights + 2 * states, "programs": found}
 
-    for (name, config), nodes in itertools.product(sizes.models.items(), sizes.nodes):
-        yield f"{name}, {nodes} nodes", functools.partial(measure, config, nodes)
+    yield from ((name, functools.partial(measure, each)) for name, each in sizes.models.items())
 
 
 def of_loops(sizes: Sizes) -> Rows:
@@ -185,12 +198,16 @@ def of_loops(sizes: Sizes) -> Rows:
     def measure(pair: Callable[[], Pair], implementation: str) -> Row:
         _, target, draft, prompts, _ = pair()
         target, draft = running(target, implementation), running(draft, implementation)
-        programs, compiling = {}, {}
-        for way, tree in ({"no drafts": None} | TWO_TREES).items():
+
+        def program(tree: st.TreeTopology | None) -> tuple[steps.Program, float]:
             drafts = {"drafter": st.ModelDrafter(draft), "topology": tree} if tree else {}
             began, most = time.perf_counter(), sizes.tokens
-            programs[way] = steps.Program(target, prompts[0], max_new_tokens=most, **drafts)
-            compiling[way] = time.perf_counter() - began
+            made = steps.Program(target, prompts[0], max_new_tokens=most, **drafts)
+            return made, time.perf_counter() - began
+
+        trees = {"no drafts": None} | TWO_TREES
+        made = side_by_side({way: functools.partial(program, trees[way]) for way in trees})
+        programs = {way: each for way, (each, _) in made.items()}
         ends, seconds = common.timed(implementation, programs, prompts, sizes.rounds // 2 + 1)
         row, differences = Row(), []
         for way, states in ends.items():
@@ -199,7 +216,7 @@ def of_loops(sizes: Sizes) -> Rows:
             row[way] = {
                 "tau": emitted / calls,
                 "milliseconds_of_call": summary(1e3 * seconds[way].sum(axis=1) / calls),
-                "compile_seconds": compiling[way],
+                "compile_seconds": made[way][1],
                 "temporary_bytes": programs[way].temporary,
             }
             for prompt, *both in zip(prompts, states, ends["no drafts"], strict=True):
@@ -217,36 +234,12 @@ def of_loops(sizes: Sizes) -> Rows:
         yield f"{name}, {each}", functools.partial(measure, pair, each)
 
 
-def of_kernels(sizes: Sizes) -> Rows:
-    """First two cases of every op, then all others."""
-    from tests.cases.ops import OPS  # here: they need pytest
-
-    def measure(op: Any, case: Any) -> Row:
-        row = Row(errors={}, right=True)
-        try:
-            for each in ("xla", sizes.kernel):
-                errors = op.errors(case, each)
-                row["errors"][each] = {name: float(error) for name, error in errors.items()}
-            op.check(case, sizes.kernel)
-        except AssertionError as error:
-            row |= {"right": False, "wrong": str(error)[:500]}
-        return row
-
-    ops = {name: op for name, op in OPS.items() if "pallas" in op.implementations}
-    few = [(op, case) for op in ops for case in [*ops[op].cases][:: len(ops[op].cases) - 1]]
-    others = [(op, case) for op in ops for case in ops[op].cases if not sizes.ops]
-    for op, case in dict.fromkeys(few + others):
-        if not sizes.ops or op in sizes.ops:
-            yield f"{op}: {case}", functools.partial(measure, ops[op], ops[op].cases[case])
-
-
 # And the share of the time of each, relative to those after it.
 PARTS: dict[str, tuple[Callable[[Sizes], Rows], float]] = {
     "device": (of_device, 0.5),
     "models": (of_models, 2.0),
     "steps": (of_steps, 5.0),
-    "loops": (of_loops, 2.5),
-    "kernels": (of_kernels, 3.0),
+    "loops": (of_loops, 3.0),
 }
 
 
@@ -318,10 +311,9 @@ def report(parts: Mapping[str, Mapping[str, Row]]) -> list[str]:
     """Prints the steps, and returns what is wrong."""
     speed = parts.get("device", {}).get("bandwidth", {}).get("bytes_per_second")
     for name, row in parts.get("steps", {}).items():
-        if times := row.get("milliseconds"):
-            shown = ", ".join(f"{each} {time['median']:.3f}" for each, time in times.items())
-            floor = f", floor {1e3 * row['bytes'] / speed:.3f}" if speed else ""
-            print(f"{name}: {shown}{floor} ms")
+        floor = f"; floor {1e3 * row['bytes'] / speed:.3f}" if speed and "bytes" in row else ""
+        for program, found in row.get("programs", {}).items():
+            print(f"{name}, {program}: {found['milliseconds']['median']:.3f} ms{floor}")
     every = ((part, name, row) for part in parts for name, row in parts[part].items())
     return [f"{part}, {name}" for part, name, row in every if not row.get("right", True)]
 

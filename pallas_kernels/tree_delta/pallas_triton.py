@@ -4,7 +4,7 @@ Passes: a program handles one row, one value head and one block of its channels.
 of the state once and keeps it in registers. `replay_delta` adds the path of the previous tree,
 block by block of nodes, and writes the state once (input and output are one buffer). `tree_delta`
 takes the nodes block by block, parents first: it reads the u of the blocks before from memory,
-where it wrote them, and solves the block's own system by substitution, a node at a time.
+where it wrote them, and solves the block's own system by substitution, a level at a time.
 `replay_tree_delta` does both. Blocks of channels of one head compute products of keys again.
 
 Numerics: float32; products as `triton.dot` says, exact. q and k stay as they are in products, and
@@ -34,9 +34,10 @@ from pallas_kernels.triton import Ref
 # Float32 inputs with states of 128 spill registers on sm_90 with 16 or 32 channels per program, and
 # with 4 or 8 warps. Larger states of other inputs were not tried.
 MOST_STATE = {"float32": 64, "bfloat16": 128}
-# With these one case that was compiled for sm_80 to sm_90 spills: float32 inputs of 16 channels and
-# states of 64, on sm_80. They were not timed.
+# The fastest on an H200 (`benchmarks/results`). On sm_80 to sm_89 two cases spill: float32 inputs
+# of 16 channels and states of 64 (sm_80), and more than 64 nodes.
 _NODES = 16  # per block
+_ANCESTORS = 64  # of a node, whose decays are added up at once
 _CHANNELS = 32  # of the head, per program
 _NUM_WARPS = 4
 
@@ -183,9 +184,10 @@ class _Decays(NamedTuple):
     @classmethod
     def of(cls, node: jax.Array, g_ref: Ref, mask_ref: Ref) -> "_Decays":
         num_nodes = mask_ref.shape[0]
+        size = min(_ANCESTORS, tb.padded_size(num_nodes))
 
         def of_block(i: jax.Array, sums: "_Decays") -> "_Decays":
-            other, exists = tb.rows(i * _NODES, _NODES, num_nodes)
+            other, exists = tb.rows(i * size, size, num_nodes)
             exists &= mask_ref[other, other]
             path = mask_ref[node[:, None], other[None, :]] & exists[None, :]
             g = jnp.maximum(g_ref[other], -128.0)  # whose exp is 0 already
@@ -194,7 +196,7 @@ class _Decays(NamedTuple):
             return cls(*(x + jnp.sum(jnp.where(path, y[None, :], 0.0), axis=1) for x, y in parts))
 
         zero = jnp.zeros(node.shape, jnp.float32)
-        return lax.fori_loop(0, pl.cdiv(num_nodes, _NODES), of_block, cls(zero, zero))
+        return lax.fori_loop(0, pl.cdiv(num_nodes, size), of_block, cls(zero, zero))
 
     def exponents(self, other: "_Decays") -> jax.Array:
         """Log-decays `[n, m]` from other nodes to these, where those are above these."""
@@ -228,15 +230,15 @@ def _scan_tree(
         )
         right = beta[:, None] * _kept(inputs["v"], query, real) - right
 
-        def weights(key: jax.Array, key_exists: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Of the u of some nodes in the outputs, and in the u, of the queries `[n, m]`."""
+        def weights(key: jax.Array, key_exists: jax.Array) -> tuple[jax.Array, ...]:
+            """Of the nodes' u in y and in u of the queries `[n, m]`, and which are ancestors."""
             keys, scale = _rows(k_ref, key, key_exists)
             above = mask_ref[node[:, None], key[None, :]] & real[:, None] & key_exists[None, :]
             decay = jnp.exp(jnp.where(above, of_node.exponents(decays(key)), -jnp.inf))
             decay = decay * scale[None, :]
             scores = tb.dot(q, keys, trans_b=True) * decay * q_scale[:, None]
             system = tb.dot(k, keys, trans_b=True) * decay * k_scale[:, None]
-            return scores, jnp.where(node[:, None] == key[None, :], 0.0, system)
+            return scores, jnp.where(node[:, None] == key[None, :], 0.0, system), above
 
         def from_nodes(start: int, u_ref: Ref) -> Callable[[jax.Array, Any], Any]:
             """Adds the nodes from `start` on, whose u are there."""
@@ -246,7 +248,7 @@ def _scan_tree(
                 place, key_exists = tb.rows(j * _NODES, _NODES, u_ref.shape[0])
                 key = start + place
                 key_exists &= mask_ref[key, key]
-                scores, system = weights(key, key_exists)
+                scores, system, _ = weights(key, key_exists)
                 u = _kept(u_ref, place, key_exists)
                 return y + tb.dot(scores, u), right - tb.dot(system, u)
 
@@ -256,8 +258,8 @@ def _scan_tree(
             num_blocks = pl.cdiv(first, _NODES)
             y, right = lax.fori_loop(0, num_blocks, from_nodes(0, inputs["prefix u"]), (y, right))
         y, right = lax.fori_loop(0, i, from_nodes(first, outputs["u"]), (y, right))
-        scores, system = weights(node, real & exists)
-        u = _solved(system, right)
+        scores, system, above = weights(node, real & exists)
+        u = _solved(system, right, above)
         outputs["u"][query, :] = u
         outputs["y"][query, :] = (y + tb.dot(scores, u)).astype(outputs["y"].dtype)
         tb.barrier(interpret)  # the next block reads u
@@ -265,18 +267,13 @@ def _scan_tree(
     lax.fori_loop(0, pl.cdiv(num_queries, _NODES), block_of_queries, None)
 
 
-def _solved(system: jax.Array, right: jax.Array) -> jax.Array:
-    """The u `[n, p]` of `u + system u = right`, by substitution; `system` is below the diagonal."""
-    row = lax.broadcasted_iota(jnp.int32, right.shape, 0)
-    column = lax.broadcasted_iota(jnp.int32, system.shape, 1)
+def _solved(system: jax.Array, right: jax.Array, above: jax.Array) -> jax.Array:
+    """The u `[n, p]` of `u + system u = right`; `above`: which nodes are ancestors or the same.
 
-    def below(i: jax.Array, u: jax.Array) -> jax.Array:
-        """Row i is u; what it adds to later ones goes."""
-        solved = jnp.sum(jnp.where(row == i, u, 0.0), axis=0)
-        weight = jnp.sum(jnp.where(column == i, system, 0.0), axis=1)
-        return u - weight[:, None] * solved[None, :]
-
-    return lax.fori_loop(0, len(system) - 1, below, right)
+    The u of a node is right once those of its ancestors are: a round for each level of the block.
+    """
+    levels = jnp.max(jnp.sum(above.astype(jnp.int32), axis=1))
+    return lax.fori_loop(1, levels, lambda _, u: right - tb.dot(system, u), right)
 
 
 def _rows(ref: Ref, index: jax.Array, exists: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -55,13 +55,14 @@ class BlockSizes:
     num_stages: int
 
 
-# By type of the inputs. Full float32 products need many registers. With these one case spills on
-# sm_90, Falcon-H1-1.5B's state of 256 channels on one node (`benchmarks/results/spills.json`).
+# By type of the inputs. The first are the fastest on an H200 (`benchmarks/results`); for over 32
+# nodes and states of 128 they spill on sm_80 to sm_89. The others were not timed; states of 256
+# spill on sm_90 for few nodes. Full float32 products need many registers.
 LARGE_HEAD = "bfloat16, large heads"
 _USUAL_HEAD = 64 * 128  # elements of its state
 DEFAULTS = {
     "bfloat16": BlockSizes(
-        replayed=16, queries=32, keys=32, state=64 * 128, part=128, num_warps=4, num_stages=1
+        replayed=64, queries=64, keys=64, state=32 * 128, part=128, num_warps=4, num_stages=1
     ),
     LARGE_HEAD: BlockSizes(
         replayed=16, queries=32, keys=32, state=128 * 128, part=128, num_warps=8, num_stages=1

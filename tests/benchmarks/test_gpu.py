@@ -10,7 +10,6 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks import gpu
-from tests.cases.ops import OPS
 
 
 @pytest.mark.slow
@@ -101,13 +100,6 @@ def test_a_process_that_dies_begins_again_without_the_row(monkeypatch, tmp_path)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1))
     with pytest.raises(SystemExit, match="models: its process ended with 1"):
         gpu.run_part("models", [], path, 60.0, 80.0)
-
-
-def test_every_kernel_is_checked_and_two_cases_of_each_come_first():
-    names = [name.split(": ")[0] for name, _ in gpu.of_kernels(gpu.FULL)]
-    ops = [name for name, op in OPS.items() if "pallas" in op.implementations]
-    assert names[: 2 * len(ops)] == [name for name in ops for _ in range(2)]
-    assert {name: names.count(name) for name in ops} == {name: len(OPS[name].cases) for name in ops}
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch):

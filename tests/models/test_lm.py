@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from pallas_kernels import dispatch
 from stree_jax import ModelConfig, TreeTopology
 from stree_jax.models import Matrix, MoeConfig
 from stree_jax.models.cache import path_to
+from stree_jax.models.matrices import Storage
 from stree_jax.testing import CONFIGS, HYBRIDS, random_model, tiny_model
 from tests import oracle
 from tests.cases.base import relative_error
@@ -237,6 +239,19 @@ def test_no_single_row_is_multiplied_on_a_tpu(weight, wide, monkeypatch):
     np.testing.assert_array_equal(multiply(row), wanted)
     assert " pad[" in text(row)
     assert text(two) == of_two
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "padded", "exact"),
+    [("bfloat16", 64, True, False), ("bfloat16", 8192, False, False), ("float32", 64, True, True)],
+)
+def test_how_a_gpu_multiplies_a_row(dtype, columns, padded, exact, monkeypatch):
+    """Without tensor cores if it is asked for more precision, or if the matrix is small."""
+    x, weight = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, 1, 2048), (2048, columns)))
+    monkeypatch.setattr(dispatch, "default_device", lambda: SimpleNamespace(platform="gpu"))
+    text = str(jax.make_jaxpr(lambda x, weight: Storage(weight, -2).product(x, False))(x, weight))
+    assert (" pad[" in text) == padded
+    assert ("HIGHEST" in text) == exact
 
 
 @pytest.mark.thorough
