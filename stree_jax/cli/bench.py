@@ -91,8 +91,10 @@ def tuned_tree() -> str:
     return f"@{st.demo_path('target').with_name('tree.json')}"
 
 
-def name_of(spec: str, tree: st.TreeTopology) -> str:
+def name_of(spec: str, tree: Any) -> str:
     """What a table calls a tree."""
+    if tree == "auto":
+        return spec
     is_dynamic = kind_of(spec) in ("beam", "budget")
     if not is_dynamic and tree == st.TreeTopology.chain(tree.depth):
         return f"chain of {tree.depth}"

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -12,6 +13,8 @@ from stree_jax.tree import TreeTopology
 def run_tree(command: Tree) -> None:
     """Draws a tree."""
     topology = parse_tree(command.spec)
+    if topology == "auto":
+        raise ValueError("auto has no shape: it is one of several trees in each step")
     if topology is None:
         raise ValueError(f"{command.spec} says not to draft: there is no tree to print")
     console = Console(highlight=False)
@@ -31,8 +34,10 @@ def kind_of(spec: str) -> str:
     return spec.partition(":")[0]
 
 
-def parse_tree(spec: str) -> TreeTopology | None:
-    """Parses the specification of a tree; None, not to draft, if it has its root alone."""
+def parse_tree(spec: str) -> Any:
+    """Parses the specification of a tree; "auto"; None, not to draft, if it has its root alone."""
+    if spec == "auto":
+        return spec
     topology = _read(Path(spec[1:])) if spec.startswith("@") else _parsed(spec)
     return None if topology is None or topology.num_nodes == 1 else topology
 
@@ -60,7 +65,7 @@ def _parsed(spec: str) -> TreeTopology:
             return TreeTopology.from_parents(numbers)
     raise ValueError(
         f"{spec!r} is not a tree:"
-        " use chain:4, complete:2,3, branching:3,2,1, beam:3,4, budget:32,6, paper:A,"
+        " use auto, chain:4, complete:2,3, branching:3,2,1, beam:3,4, budget:32,6, paper:A,"
         " parents:-1,0,0 or the @FILE that tune-tree wrote"
     )
 

@@ -9,11 +9,13 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.loop import MAX_STEPS
 from stree_jax.decoding.options import Options, spelled_out
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
 from stree_jax.decoding.text.prefill import tokens_from
 from stree_jax.decoding.text.prefix import Prefix, check_origin, for_rows, origin_of, repeated
+from stree_jax.decoding.tree_times import prepared, teach
 from stree_jax.decoding.types import Context, DecodeState
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.mesh.hosts import on_host
@@ -28,7 +30,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     drafter: Drafter | None = None,
-    topology: TreeTopology | None = None,
+    topology: TreeTopology | str | None = None,
     verifier: str | Verifier | None = None,
     n: int = 1,
     after: Prefix | None = None,
@@ -55,7 +57,8 @@ def generate(
         model: the target.
         prompts: a list of token ids per row; lengths may differ.
         drafter: proposes the draft tokens; None: autoregressive decoding.
-        topology: the draft tree; None: the drafter's default.
+        topology: the draft tree; None: the drafter's default; "auto": in each step none or one of
+            a few, whichever is expected to be the fastest (`stree_jax.decoding.auto`).
         verifier: a name from `VERIFIERS` ("greedy", "target_only", "multi_step",
             "without_replacement", "traversal") or any `Verifier`; None: the one that fits drafter
             and temperature.
@@ -105,7 +108,15 @@ def generate(
     request, decoder = request.placed(model.partition), request.decoder
     with dispatch.on(model):
         state = _started(request, model, n, after)
-        state = decoder.run(model, request.drafter, state, request.limits, request.sampling)
+        drafter, most, taught = request.drafter, None, ""
+        if drafter is not None and drafter.choices:
+            state, taught = prepared(decoder, model, drafter, state, request)
+            most = MAX_STEPS  # the program that was timed
+        state = decoder.run(model, drafter, state, request.limits, request.sampling, most)
+    calls_by_tree = None
+    if taught:
+        calls = teach(taught, state.drafter.choosing)
+        calls_by_tree = dict(zip(request.drafter.choices, calls.tolist(), strict=True))
     ended = Ended.of(state, request.limits, len(request.rows))
     cache = state.cache if return_cache else None
     prefix = None
@@ -115,7 +126,7 @@ def generate(
         context = Context(tokens[:, : decoder.max_length], length)
         origin = origin_of(model, request.drafter)
         prefix = Prefix(context, state.cache, state.drafter, origin)
-    return generation_of(ended, request, cache, prefix)
+    return generation_of(ended, request, cache, prefix, calls_by_tree)
 
 
 @spelled_out
@@ -125,7 +136,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     *,
     drafter: Drafter | None = None,
-    topology: TreeTopology | None = None,
+    topology: TreeTopology | str | None = None,
     verifier: str | Verifier | None = None,
     lossy: bool = False,
     options: Options | Sequence[Options] | Any | None = None,

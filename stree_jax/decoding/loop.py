@@ -276,7 +276,10 @@ class SpeculativeDecoder:
                 0, self.steps_per_sync, step, state, unroll=min(2, self.steps_per_sync)
             )
 
-        state = lax.while_loop(unfinished, some_steps, state)
+        if drafter is not None and drafter.choices:
+            state = drafter.run(state, unfinished, self.verifier, model, limits, sampling)
+        else:
+            state = lax.while_loop(unfinished, some_steps, state)
         cache = model.replay(state.cache, state.pending, state.path)
         return state._replace(cache=cache, path=replayed(state.path))
 
@@ -293,6 +296,8 @@ class SpeculativeDecoder:
     ) -> tuple[DecodeState, DraftTree, Verdict]:
         """One iteration of `run`, for streaming and inspection."""
         limits, sampling = checked_settings(limits, sampling, len(state.done))
+        if drafter is not None and drafter.choices:
+            return drafter.step(state, self.verifier, model, limits, sampling)
         return decode_step(self.topology, self.verifier, model, drafter, state, limits, sampling)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
+from stree_jax.decoding.auto import AutoDrafter
 from stree_jax.decoding.drafters.base import (
     Drafter,
     draft_models,
@@ -101,7 +102,7 @@ def plan(
     options: Options | Sequence[Options] | Any | None = None,
     *,
     drafter: Drafter | None = None,
-    topology: TreeTopology | None = None,
+    topology: TreeTopology | str | None = None,
     verifier: str | Verifier | None = None,
     n: int = 1,
     after: Prefix | None = None,
@@ -138,6 +139,8 @@ def plan(
     keys = row_keys(given[0] if isinstance(options, Options) else [*map(typed_key, given)], batch)
     _check_drafter(drafter)
     _check_placement(model, drafter)
+    if isinstance(topology, str):
+        topology, drafter = _chosen_in_steps(topology, drafter, model)
     topology = _checked_topology(topology, drafter, vocab_size)
     drafter = with_tokens_of(drafter, model)
     if drafter is not None:
@@ -147,6 +150,11 @@ def plan(
         verifier = default_verifier(drawn, topology, temperature_is_zero=temperature_is_zero)
     chosen = verifier_of(verifier)
     chosen.check(drawn, topology, temperature_is_zero=temperature_is_zero)
+    if drafter is not None and drafter.choices and not chosen.follows_target:
+        raise ValueError(
+            f'topology = "auto" with verifier {chosen.name!r}, whose texts depend on the tree: use'
+            " 'target_only', or name a tree"
+        )
     if not (lossy or chosen.lossless):
         raise ValueError(
             f"verifier {chosen.name!r} is lossy: its output does not have the target's"
@@ -226,6 +234,17 @@ def _check_placement(model: HybridLM, drafter: Drafter | None) -> None:
             " from_pretrained(..., mesh=mesh, replicate=True), or use"
             " st.shard(draft, mesh, replicate=True)"
         )
+
+
+def _chosen_in_steps(
+    topology: str, drafter: Drafter | None, model: HybridLM
+) -> tuple[None, Drafter | None]:
+    """The drafter with a tree for each step; without a drafter there is nothing to choose."""
+    if topology != "auto":
+        raise ValueError(f'topology must be a TreeTopology or "auto", got {shown(topology)}')
+    if model.partition is not ONE_DEVICE:
+        raise ValueError('topology = "auto" is for one device: on a mesh name a tree')
+    return None, None if drafter is None else AutoDrafter(drafter)
 
 
 def _checked_topology(

@@ -15,6 +15,7 @@ from stree_jax.decoding.text_stream import TextStream
 from stree_jax.decoding.types import Context, DecodeState, Limits, Statistics, TokenLogProbs
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.cache import Cache
+from stree_jax.tree import TreeTopology
 
 PAD = -1  # fills `Generation.tokens` after a row's end
 
@@ -31,6 +32,7 @@ class DecodeStatistics:
         num_accepted: drafts that were emitted.
         accepted_per_depth: `[D]`, steps in which at least 1, 2, ... D drafts were accepted.
         tau_per_row, target_calls_per_row: `[B]`, the same per row.
+        calls_by_tree: with `topology="auto"`, calls with each tree, the first without drafts.
     """
 
     tau: float
@@ -41,6 +43,7 @@ class DecodeStatistics:
     accepted_per_depth: np.ndarray
     tau_per_row: np.ndarray
     target_calls_per_row: np.ndarray
+    calls_by_tree: dict[TreeTopology, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +177,7 @@ def generation_of(
     request: Plan,
     cache: Cache | None = None,
     prefix: Prefix | None = None,
+    calls_by_tree: dict[TreeTopology, int] | None = None,
 ) -> Generation:
     """The result of a request's rows, padded to the largest `max_new_tokens` of all rows."""
     rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows)]
@@ -205,7 +209,7 @@ def generation_of(
     generation = Generation(
         padded(ended.context.tokens, [row.tokens for row in rows], PAD),
         np.array([len(row.tokens) for row in rows], np.int32),
-        statistics_of(ended.statistics),
+        dataclasses.replace(statistics_of(ended.statistics), calls_by_tree=calls_by_tree),
         cache,
         request.decoder.verifier.lossless,
         [row.finish_reason for row in rows],

@@ -80,7 +80,9 @@ def decode_step(
     """The state after a step, the draft tree, and the verdict, cut where the row ended."""
     processing = Processing.of(sampling.processors, state.processors)
     verified = _draft_and_verify(topology, verifier, model, drafter, state, sampling, processing)
-    emitted = _emit(verified, state, limits, processing, topology.depth)
+    # The buffers' depth: that of the tree, or of the largest one.
+    depth = state.statistics.accepted_per_depth.shape[1]
+    emitted = _emit(verified, state, limits, processing, depth)
     return _advance(topology, drafter, state, limits, sampling, processing, verified, emitted)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
+from stree_jax.decoding.auto import TREES
 from stree_jax.decoding.drafters import Drafter, NgramDrafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.loop import SpeculativeDecoder
@@ -39,13 +40,15 @@ class Method(NamedTuple):
 
     name: str
     drafter: Drafter | None = None
-    topology: TreeTopology | None = None
+    topology: TreeTopology | str | None = None
     verifier: str | Verifier | None = None
     target: HybridLM | None = None  # None: that of the comparison
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of its tree, root included."""
+        """Nodes of its tree, root included; of "auto" those of the largest."""
+        if isinstance(self.topology, str):
+            return TREES[-1].num_nodes
         tree = self.topology or (self.drafter and self.drafter.default_topology())
         return tree.num_nodes if tree else 1
 
@@ -118,8 +121,10 @@ def compare(
         if not parts:
             continue
         ways["first", each.name] = functools.partial(each.first_token, target)
-        if each.drafter is not None and each.num_nodes > 1 and own.partition == ONE_DEVICE:
-            drafts = drafting(own, each.planned(target, batches[0]))
+        asked = each.planned(target, batches[0])
+        drafts_alone = asked.drafter is not None and not asked.drafter.choices
+        if drafts_alone and own.partition == ONE_DEVICE:
+            drafts = drafting(own, asked)
             ways["draft", each.name] = functools.partial(_drafted, own, drafts)
     ticks, total = itertools.count(1), len(ways) * len(batches) * (1 + rounds)
 

@@ -98,6 +98,8 @@ class Scheduler:
                 f"verifier {shown(verifier)} is lossy, and a Scheduler gives the target's own"
                 " texts; leave verifier out, or use generate(..., lossy=True)"
             )
+        if isinstance(topology, str):
+            raise ValueError(f"topology = {shown(topology)}: a Scheduler takes a TreeTopology")
         self._model, self._drafter, self._verifier = model, drafter, verifier
         self._num_rows, self._max_length, self._quantum = rows, max_length, quantum
         self._topology = topology
