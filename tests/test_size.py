@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 # Lines of what git would track, by its patterns. A commit that removes some lowers the number.
 CEILINGS = {
     "stree_jax/*.py": 23_946,
-    "pallas_kernels/*.py": 7_459,
+    "pallas_kernels/*.py": 7_400,
     "convert/*.py": 5_586,
     "tests/*.py": 25_114,
     "benchmarks/*.py": 4_757,
