@@ -10,11 +10,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.plan import plan
-from stree_jax.testing import (
-    PROMPTS,
-    assert_lossless,
-    tiny_model,
-)
+from stree_jax.testing import PROMPTS, assert_lossless, tiny_model
 from tests.helpers import rows
 from tests.methods import KEY, SAMPLED, drafts
 
