@@ -43,7 +43,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 def run(
     op: str,
-    versions: Mapping[str, Callable[..., Any]],
+    versions: Mapping[str, Any],
     arguments: tuple[Any, ...],
     *,
     requested: str | None,
@@ -57,8 +57,9 @@ def run(
 
     Args:
         op: name of the op in messages.
-        versions: functions of the arguments and settings, by implementation: "xla", which every op
-            has; "native"; "pallas", which also takes `interpret`; and names in `others`.
+        versions: functions of the arguments and settings, or modules with one of the op's name, by
+            implementation: "xla", which every op has; "native"; "pallas", which also takes
+            `interpret`; and names in `others`.
         arguments: pytrees of arrays, or None.
         requested: a name from `IMPLEMENTATIONS` or `others`; None: the fastest that runs here.
         unsupported: why versions cannot take these arguments, or None, by implementation.
@@ -72,6 +73,7 @@ def run(
     Raises:
         ValueError: the requested implementation does not exist or cannot run.
     """
+    versions = {name: getattr(each, op, each) for name, each in versions.items()}
     with jax.named_scope(scope or op), on(arguments):
         chosen = choose(op, requested, unsupported, others=others, versions=versions)
         version = _version(chosen)

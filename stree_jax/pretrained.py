@@ -110,7 +110,10 @@ def load_draft(
     Other arguments and errors are those of `from_pretrained`; of a draft that keeps some matrices
     in 8 bits, `convert` one with `keep`.
     """
-    return from_pretrained(path, ignore=ignore, quantize=quantize, **draft_options(target))
+    mesh, dtype = target.partition.mesh, draft_dtype(target)
+    return from_pretrained(
+        path, dtype=dtype, ignore=ignore, mesh=mesh, replicate=mesh is not None, quantize=quantize
+    )
 
 
 @jax.transfer_guard("allow")
@@ -151,11 +154,9 @@ def load_head(
     return loaded_for(target, load_native_head(kind, path, target), quantize)
 
 
-def draft_options(target: HybridLM) -> dict[str, Any]:
-    """The options with which `from_pretrained` loads a draft for a target."""
-    mesh = target.partition.mesh
-    dtype = jnp.bfloat16 if target.output_head.storage.is_packed else target.dtype
-    return dict(dtype=jnp.dtype(dtype), mesh=mesh, replicate=mesh is not None)
+def draft_dtype(target: HybridLM) -> DTypeLike:
+    """The dtype in which a draft for a target is loaded."""
+    return jnp.dtype(jnp.bfloat16 if target.output_head.storage.is_packed else target.dtype)
 
 
 def _end_tokens(model: HybridLM, directory: Path) -> int | tuple[int, ...] | None:

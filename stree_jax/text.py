@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template
@@ -22,7 +24,7 @@ from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown, shown_path
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.pretrained import draft_options, from_pretrained, load_tokenizer, tokenizer_errors
+from stree_jax.pretrained import draft_dtype, from_pretrained, load_tokenizer, tokenizer_errors
 from stree_jax.special_tokens import end_tokens
 from stree_jax.tree import TreeTopology
 
@@ -180,12 +182,12 @@ def complete(
     texts = Texts(tokenizer) if source is None else Texts.at(source)
     tokens = texts.tokens(prompt, chat=chat)
     draft: Any = drafter
+    if _is_path(draft):
+        draft = ModelDrafter(_model_at(draft, draft_dtype(loaded), loaded.partition.mesh))
     out = generate(
         loaded,
         [tokens],
-        drafter=ModelDrafter(_model_at(draft, **draft_options(loaded)))
-        if _is_path(draft)
-        else draft,
+        drafter=draft,
         topology=topology,
         verifier=verifier,
         eos_token=texts.end_tokens(loaded.config, eos_token),
@@ -217,15 +219,15 @@ def _stamps(files: Iterable[Path]) -> tuple[tuple[str, int, int, int], ...]:
     return tuple((name, each.st_mtime_ns, each.st_size, each.st_ino) for name, each in stats)
 
 
-def _model_at(path: Location, **options: Any) -> HybridLM:
+def _model_at(path: Location, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> HybridLM:
     path = _folder(path)
     files = [file for pattern in _READ for file in folder_of(path).glob(pattern)]
-    return _model(os.path.realpath(path), _stamps(files), **options)
+    return _model(os.path.realpath(path), _stamps(files), dtype, mesh)
 
 
 @functools.lru_cache(maxsize=4)
-def _model(path: str, written: Any, **options: Any) -> HybridLM:
-    return from_pretrained(path, **options)
+def _model(path: str, written: Any, dtype: Any, mesh: Mesh | None) -> HybridLM:
+    return from_pretrained(path, dtype=dtype, mesh=mesh, replicate=mesh is not None)
 
 
 @functools.lru_cache(maxsize=4)

@@ -4,8 +4,9 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -264,6 +265,18 @@ def first_nodes(tree: Tree, count: int) -> Tree:
         ancestor_mask=tree.ancestor_mask[:, :count, :count],
         valid=tree.valid[:, :count],
     )
+
+
+def put(buffer: Array, nodes: np.ndarray | Int[Array, " _"], values: Array) -> Array:
+    """Writes the values of nodes into a buffer `[B, N, ...]`; nodes past its end are left out."""
+    return buffer.at[:, nodes].set(values, mode="drop")
+
+
+def take(buffers: Any, nodes: Any) -> Any:
+    """The values `[B, Q, ...]` at nodes: `[Q]`, or `[B, Q]` where rows differ."""
+    if nodes.ndim == 1:
+        return jax.tree.map(lambda leaf: leaf[:, nodes], buffers)
+    return jax.tree.map(lambda leaf: jax.vmap(lambda row, at: row[at])(leaf, nodes), buffers)
 
 
 def _items(name: str, example: str, values: object) -> tuple:

@@ -12,8 +12,12 @@ def log_softmax(logits):
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
 def silu(x):
-    return x / (1 + np.exp(-x))
+    return x * sigmoid(x)
 
 
 def rms_norm(x, scale, eps, groups=1):

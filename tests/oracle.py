@@ -16,6 +16,7 @@ from tests.numpy_parts import (
     rms_norm,
     rope_frequencies,
     rotate,
+    sigmoid,
     silu,
     state_space,
 )
@@ -73,10 +74,6 @@ def _linear(w, x):
     return x @ w["kernel"] + w.get("bias", 0.0)
 
 
-def _sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
 def _activate(name, x):
     if name == "gelu":
         return x * (1 + np.vectorize(math.erf)(x / np.sqrt(2))) / 2
@@ -101,7 +98,7 @@ def _moe(c, w, token):
         weights = np.exp(scores[chosen] - scores[chosen].max())
         weights = weights / weights.sum()
     else:
-        scores = _sigmoid(scores)
+        scores = sigmoid(scores)
         preference = scores + w["correction"]
         groups = np.split(preference, c.num_router_groups)
         if c.num_router_groups > 1:
@@ -124,7 +121,7 @@ def _moe(c, w, token):
     y = y if c.latent_size is None else _linear(w["latent_out"], y)
     if c.shared_size:
         shared = _mlp(MlpConfig(1, activation=c.activation, gated=c.gated), w["shared"], token)
-        y = y + (_sigmoid(token @ w["shared_gate"]) if c.shared_gate else 1.0) * shared
+        y = y + (sigmoid(token @ w["shared_gate"]) if c.shared_gate else 1.0) * shared
     return y
 
 
@@ -167,7 +164,7 @@ def _attention(c, w, u, extra=0.0):
     scale = c.head_dim**-0.5 if c.scale is None else c.scale
     y = attend(q, k * c.key_multiplier, v, scale, c.window).reshape(length, -1)
     if c.output_gate:
-        y = y * _sigmoid(output_gate)
+        y = y * sigmoid(output_gate)
     y = np.concatenate([y, silu(gate) * up], axis=1)
     return _linear(w["out_proj"], y) * c.output_multiplier
 
@@ -229,6 +226,6 @@ def _gated_delta(c, p, u):
     v = v.reshape(length, c.num_heads, c.head_dim)
     q, k = (x.reshape(length, c.num_groups, c.state_size) for x in (q, k))
     g = -np.exp(p["A_log"]) * np.log1p(np.exp(a + p["dt_bias"]))
-    y = delta_rule(q, k, v, g, c.beta_scale * _sigmoid(b))
+    y = delta_rule(q, k, v, g, c.beta_scale * sigmoid(b))
     y = rms_norm(y, p["norm_scale"], c.norm_eps).reshape(length, values) * silu(z)
     return _linear(p["out_proj"], y)

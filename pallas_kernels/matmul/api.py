@@ -46,7 +46,7 @@ def matmul(
     arguments = (rows, matrix) if which is None else (rows, matrix, which)
     y = dispatch.run(
         "matmul",
-        {"xla": xla.matmul, "native": native.matmul},
+        {"xla": xla, "native": native},
         arguments,
         requested=implementation,
         xla_derivatives=True,
@@ -64,7 +64,7 @@ def rows(
     """
     return dispatch.run(
         "rows",
-        {"xla": xla.rows, "native": native.rows},
+        {"xla": xla, "native": native},
         (matrix, index),
         requested=implementation,
         xla_derivatives=True,

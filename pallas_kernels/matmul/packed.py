@@ -143,6 +143,5 @@ def _on_large_pages(values: np.ndarray, dtype: DTypeLike) -> Array:
 
 def scaled(blocks: Array, scales: Array) -> Array:
     """The blocks in float32, times the scales."""
-    return (
-        blocks.astype(jnp.float32) * jnp.repeat(scales, GROUP, axis=-2)[..., : blocks.shape[-2], :]
-    )
+    scales = jnp.repeat(scales, GROUP, axis=-2)[..., : blocks.shape[-2], :]
+    return blocks.astype(jnp.float32) * scales

@@ -65,7 +65,7 @@ def expert_mlps(
         implementation = "xla"
     reason = pallas_triton.unsupported(x.shape[1], hidden, chosen.size, activation)
     return run(
-        {"xla": xla.expert_mlps, "pallas": pallas_triton.expert_mlps},
+        {"xla": xla, "pallas": pallas_triton},
         arguments,
         requested=implementation,
         unsupported={"pallas": reason},

@@ -164,14 +164,9 @@ def _product_with(experts: jax.Array, expert: jax.Array) -> Product:
     return lambda rows: contract("ni,io->no", rows, matrix).astype(rows.dtype)
 
 
-def _loop_over_choices(
-    x: jax.Array,
-    chosen: jax.Array,
-    experts_in: jax.Array,
-    experts_out: jax.Array,
-    copies: int = 1,
-    **options: Any,
-) -> jax.Array:
+def _loop_over_choices(*arrays: jax.Array, copies: int = 1, **options: Any) -> jax.Array:
+    x, chosen, experts_in, experts_out = arrays
+
     def of_choice(choice_and_expert: tuple[jax.Array, jax.Array]) -> jax.Array:
         choice, expert = choice_and_expert
         row = lax.dynamic_index_in_dim(x, choice // chosen.shape[1])

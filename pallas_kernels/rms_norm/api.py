@@ -35,7 +35,7 @@ def rms_norm(
     """
     return dispatch.run(
         "rms_norm",
-        {"xla": numerics.rms_norm, "native": native.rms_norm},
+        {"xla": numerics, "native": native},
         (x, weight),
         requested=implementation,
         unsupported={"native": cpu.unsupported(x, channels=x.shape[-1])},
@@ -72,11 +72,7 @@ def add_rms_norm(
     value = output.value if isinstance(output, DeferredRMSNorm) else output
     return dispatch.run(
         "add_rms_norm",
-        {
-            "xla": xla.add_rms_norm,
-            "native": native.add_rms_norm,
-            "pallas": pallas_triton.add_rms_norm,
-        },
+        {"xla": xla, "native": native, "pallas": pallas_triton},
         (residual, output, weight),
         requested=implementation,
         unsupported={
@@ -136,11 +132,7 @@ def gated_rms_norm(
     size = y.shape[-1] // num_groups
     return dispatch.run(
         "gated_rms_norm",
-        {
-            "xla": xla.gated_rms_norm,
-            "native": native.gated_rms_norm,
-            "pallas": pallas_triton.gated_rms_norm,
-        },
+        {"xla": xla, "native": native, "pallas": pallas_triton},
         (y, gate, weight),
         requested=implementation,
         unsupported={

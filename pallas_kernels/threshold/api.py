@@ -29,7 +29,7 @@ def largest_threshold(
     """
     return dispatch.run(
         "largest_threshold",
-        {"xla": xla.largest_threshold, "native": native.largest_threshold},
+        {"xla": xla, "native": native},
         (values, summands, least),
         requested=implementation,
         xla_derivatives=True,

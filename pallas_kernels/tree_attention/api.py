@@ -60,11 +60,7 @@ def tree_attention(
         unsupported["pallas"] = "the kernel has no windows"
     return dispatch.run(
         "tree_attention",
-        {
-            "xla": xla.tree_attention,
-            "pallas": pallas_triton.tree_attention,
-            "native": native.tree_attention,
-        },
+        {"xla": xla, "pallas": pallas_triton, "native": native},
         (query, node_keys, node_values, keys, values, length, mask),
         requested=implementation,
         unsupported=unsupported,
@@ -117,13 +113,11 @@ def tree_attention_layer(
         )
     # The attention chooses for itself: its kernel may run where that of the layer cannot.
     attention = functools.partial(tree_attention, implementation=implementation)
+    by_xla = functools.partial(xla.tree_attention_layer, attention=attention)
     reason = pallas_triton_layer.unsupported(layout, cache.keys.shape[2])
     return dispatch.run(
         "tree_attention_layer",
-        {
-            "xla": functools.partial(xla.tree_attention_layer, attention=attention),
-            "pallas": pallas_triton_layer.tree_attention_layer,
-        },
+        {"xla": by_xla, "pallas": pallas_triton_layer},
         (projected, cache, depth, mask),
         requested=implementation,
         unsupported={"pallas": reason},

@@ -90,7 +90,7 @@ def tree_conv1d(
     reason = pallas_triton.unsupported(inputs.shape[-1], weight.shape[0])
     return dispatch.run(
         "tree_conv1d",
-        {"xla": xla.tree_conv1d, "pallas": pallas_triton.tree_conv1d},
+        {"xla": xla, "pallas": pallas_triton},
         (inputs, conv_state, weight, bias, conv_gather_index),
         requested=implementation,
         unsupported={"pallas": reason},
@@ -148,20 +148,14 @@ def tree_conv1d_layer(
         *(projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index),
         *(prefix_pending, previous),
     )
-    reason = pallas_triton.unsupported_layer(layout, conv_weight.shape[0])
+    width = conv_weight.shape[0]
+    reason = pallas_triton.unsupported_layer(layout, width)
     return dispatch.run(
         "tree_conv1d_layer",
-        {
-            "xla": xla.tree_conv1d_layer,
-            "pallas": pallas_triton.tree_conv1d_layer,
-            "native": native.tree_conv1d_layer,
-        },
+        {"xla": xla, "pallas": pallas_triton, "native": native},
         arguments,
         requested=implementation,
-        unsupported={
-            "pallas": reason,
-            "native": native.unsupported(projected, layout, conv_weight.shape[0]),
-        },
+        unsupported={"pallas": reason, "native": native.unsupported(projected, layout, width)},
         xla_derivatives=("native",),
         scope="tree_conv1d",
         layout=layout,

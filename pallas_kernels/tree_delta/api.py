@@ -79,7 +79,7 @@ def tree_delta(
         raise ValueError(f"{prefix} prefix and {q.shape[1]} query nodes are not {k.shape[1]} nodes")
     return dispatch.run(
         "tree_delta",
-        {"xla": xla.tree_delta, "native": native.tree_delta, "pallas": pallas_triton.tree_delta},
+        {"xla": xla, "native": native, "pallas": pallas_triton},
         (q, k, v, g, beta, state, mask, prefix_u),
         requested=implementation,
         unsupported=_unsupported(q, k, v),
@@ -120,11 +120,7 @@ def replay_delta(
     _check_groups(k, u)
     return dispatch.run(
         "replay_delta",
-        {
-            "xla": xla.replay_delta,
-            "native": native.replay_delta,
-            "pallas": pallas_triton.replay_delta,
-        },
+        {"xla": xla, "native": native, "pallas": pallas_triton},
         (k, u, g, state, path),
         requested=implementation,
         unsupported=_unsupported(k, k, u),
@@ -165,11 +161,7 @@ def replay_tree_delta(
     _check_groups(k, v)
     return dispatch.run(
         "replay_tree_delta",
-        {
-            "xla": xla.replay_tree_delta,
-            "native": native.replay_tree_delta,
-            "pallas": pallas_triton.replay_tree_delta,
-        },
+        {"xla": xla, "native": native, "pallas": pallas_triton},
         (prev_k, prev_u, prev_g, prev_path, q, k, v, g, beta, state, ancestor_mask),
         requested=implementation,
         unsupported=_unsupported(q, k, v),
@@ -211,10 +203,7 @@ def delta_chunks(
     _check_groups(k, v)
     return dispatch.run(
         "delta_chunks",
-        {
-            "xla": functools.partial(xla.delta_chunks, chunk_size=chunk_size),
-            "native": native.delta_chunks,
-        },
+        {"xla": functools.partial(xla.delta_chunks, chunk_size=chunk_size), "native": native},
         (q, k, v, g, beta, state, valid),
         requested=implementation,
         unsupported=_unsupported(q, k, v),

@@ -69,21 +69,12 @@ def replay_tree_delta(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     return *tree_delta(q, k, v, g, beta, state, mask), state
 
 
-def delta_chunks(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    state: jax.Array,
-    valid: jax.Array,
-    *,
-    chunk_size: int,
-) -> tuple[jax.Array, jax.Array]:
-    """See `api.delta_chunks`. A chunk is a chain, whose whole path is replayed.
+def delta_chunks(*arrays: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
+    """See `api.delta_chunks`, whose arrays these are. A chunk is a chain.
 
     All that does not depend on the state is computed for all chunks at once.
     """
+    q, k, v, g, beta, state, valid = arrays
     batch, length = valid.shape
     chunk_size = min(chunk_size, length)
     dtype = v.dtype

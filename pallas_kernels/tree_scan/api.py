@@ -66,11 +66,7 @@ def tree_scan(
     """
     return dispatch.run(
         "tree_scan",
-        {
-            "xla": xla.tree_scan,
-            "pallas": pallas_triton.tree_scan,
-            "native": native.tree_scan,
-        },
+        {"xla": xla, "pallas": pallas_triton, "native": native},
         (x, dt, A, B, C, D, state, mask, gate),
         requested=implementation,
         unsupported=_unsupported(x, B, gate),
@@ -113,12 +109,7 @@ def replay(
     unsupported = _unsupported(x, B, None)
     return dispatch.run(
         "replay",
-        {
-            "xla": xla.replay,
-            "pallas": pallas_triton.replay,
-            "native": native.replay,
-            "jax_triton": _jax_triton_replay,
-        },
+        {"xla": xla, "pallas": pallas_triton, "native": native, "jax_triton": _jax_triton_replay},
         (x, dt, A, B, state, path),
         requested=implementation,
         unsupported=unsupported | {"jax_triton": unsupported["pallas"]},
@@ -169,11 +160,7 @@ def replay_tree_scan(
     previous = (prev_x, prev_dt, prev_B, prev_path)
     return dispatch.run(
         "replay_tree_scan",
-        {
-            "xla": xla.replay_tree_scan,
-            "pallas": pallas_triton.replay_tree_scan,
-            "native": native.replay_tree_scan,
-        },
+        {"xla": xla, "pallas": pallas_triton, "native": native},
         (*previous, x, dt, A, B, C, D, state, ancestor_mask, gate),
         requested=implementation,
         unsupported=_unsupported(x, B, gate),

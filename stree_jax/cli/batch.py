@@ -48,7 +48,14 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
     shards = loaded.model.partition.rows
     rows = -(-max(1, min(wanted_rows, len(requests))) // shards) * shards
     longest = max([2, *(length for length in lengths if length <= min(limit, MAX_TOKENS))])
-    scheduler = st.Scheduler(loaded.model, rows=rows, max_length=longest, **loaded.drafting)
+    scheduler = st.Scheduler(
+        loaded.model,
+        rows=rows,
+        max_length=longest,
+        drafter=loaded.drafter,
+        topology=loaded.topology,
+        verifier=command.verifier,
+    )
     count = collections.Counter[str]()
     with _opened(command.output, {line.number: line.source for line in lines}) as (file, last):
         waiting = [line for line in lines if line.number > last]
@@ -82,8 +89,15 @@ def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[
     path: Any = command.prompts
     lines = read_lines(path)
     options = loaded.options(wanted(settings)) | {"key": command.seed}
-    options |= loaded.drafting | {"tokenizer": loaded.texts.tokenizer("")}
-    plan(loaded.model, [[0]], **options)  # refuses what is wrong for all lines
+    plan(  # refuses what is wrong for all lines
+        loaded.model,
+        [[0]],
+        drafter=loaded.drafter,
+        topology=loaded.topology,
+        verifier=command.verifier,
+        tokenizer=loaded.texts.tokenizer(""),
+        **options,
+    )
     found = [_parsed(loaded, number, line, command.seed, settings) for number, line in lines]
     grammars = {id(g): g for line in found for each in line.requests for g in each.processors}
     if not grammars:

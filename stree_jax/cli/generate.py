@@ -64,7 +64,9 @@ def _continue(console: Console, loaded: Loaded, command: Generate, asked: dict[s
     tokens = texts.tokens(prompt, special=asked["bos"], name="--prompt")
     options: dict[str, Any] = {
         **loaded.options(asked),
-        **loaded.drafting,
+        "drafter": loaded.drafter,
+        "topology": loaded.topology,
+        "verifier": command.verifier,
         "lossy": command.lossy,
         "tokenizer": texts.tokenizer(prompt),
         "key": command.seed,

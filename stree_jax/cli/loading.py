@@ -190,10 +190,11 @@ def _ignored_fields(names: Sequence[str], *checkpoints: str | Path | None) -> li
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What `generate` decodes with; `drafting` are keywords, and grammars are made once."""
+    """What `generate` decodes with; grammars are made once."""
 
     model: st.HybridLM
-    drafting: dict[str, Any]
+    drafter: st.Drafter | None
+    topology: st.TreeTopology | None
     texts: Texts
     _grammars: dict[str, st.Automaton] = dataclasses.field(default_factory=dict)
 
@@ -243,8 +244,7 @@ def load(command: Generate) -> Loaded:
         kind=kind,
         sharpness=sharpness,
     )
-    drafting = {"drafter": of_model, "topology": topology, "verifier": command.verifier}
-    return Loaded(model, drafting, texts)
+    return Loaded(model, of_model, topology, texts)
 
 
 def parse_mesh(spec: str) -> Mesh:

@@ -1,10 +1,10 @@
 """Drafters, verifiers and the one loop that runs them."""
 
-from stree_jax.decoding.head_reader import HeadModel, HeadReader
+from stree_jax.decoding.draft_model import DraftModel, Reader, WholeModel, append_subtree
+from stree_jax.decoding.head_model import HeadModel, HeadReader
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.prompts import buffer_size, list_size
-from stree_jax.decoding.reader import DraftModel, Reader, WholeModel, append_subtree
-from stree_jax.decoding.rule_rows import is_given
+from stree_jax.decoding.rules import is_given
 from stree_jax.decoding.sampling import all_finite, filtered_logits, position_noise
 from stree_jax.decoding.text import slots
 from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes

@@ -11,7 +11,7 @@ from jax import lax
 from pallas_kernels import largest_threshold
 from stree_jax.array_types import Array, Float32
 from stree_jax.checks import check_int, is_number
-from stree_jax.decoding.rule_rows import is_given, per_row, rule
+from stree_jax.decoding.rules import is_given, per_row, rule
 from stree_jax.messages import shown
 
 

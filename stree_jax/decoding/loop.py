@@ -19,10 +19,9 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.like import check_keys, checked_prompts, checked_settings
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import MAX_TOKENS
-from stree_jax.decoding.rule_rows import rule_specs
+from stree_jax.decoding.rules import rule_specs
 from stree_jax.decoding.step import decode_step
-from stree_jax.decoding.text.prefix import Prefix
-from stree_jax.decoding.text.read import read_text
+from stree_jax.decoding.text.prefix import Prefix, read_text
 from stree_jax.decoding.types import (
     Context,
     DecodeState,

@@ -17,7 +17,7 @@ from stree_jax.decoding.filters import (
 )
 from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import typed_key
-from stree_jax.decoding.rule_rows import check_rules
+from stree_jax.decoding.rules import check_rules
 from stree_jax.decoding.stops import listed_stops
 from stree_jax.messages import shown
 

@@ -38,7 +38,7 @@ from stree_jax.decoding.prompts import (
     row_keys,
     typed_key,
 )
-from stree_jax.decoding.rule_rows import join_numbers, joined, kind, map_rows, of_rows
+from stree_jax.decoding.rules import join_numbers, joined, kind, map_rows, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
 from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.decoding.text.prefix import joined as joined_texts

@@ -16,10 +16,9 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Int
-from stree_jax.decoding.nodes import put, take
 from stree_jax.decoding.prompts import Context
-from stree_jax.decoding.rule_rows import classes_of, per_row
-from stree_jax.tree import Tree, TreeTopology
+from stree_jax.decoding.rules import classes_of, per_row
+from stree_jax.tree import Tree, TreeTopology, put, take
 
 
 class LogitsProcessor(abc.ABC):

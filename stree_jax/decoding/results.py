@@ -1,6 +1,7 @@
 """The results of rows, on the host: tokens, counts, log-probabilities, and pieces of streams."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -93,7 +94,9 @@ class Generation:
     pieces: list[list[str]] | None = None
 
     def show(self, console: Any = None) -> None:
-        """Prints the new tokens, call by call; see `stree_jax.decoding.showing`.
+        """Prints the new tokens, call by call: accepted drafts are green.
+
+        In brackets where there are no colours.
 
         Args:
             console: of rich; None: the standard output.
@@ -101,9 +104,27 @@ class Generation:
         Raises:
             ValueError: it was made without `record_calls`.
         """
-        from stree_jax.decoding.showing import show  # with rich, which `generate` does not need
+        from rich.console import Console  # `generate` does not need it
+        from rich.text import Text
 
-        show(self, console)
+        if self.calls is None or self.drafted is None:
+            raise ValueError("calls were not recorded: generate(..., record_calls=True)")
+        console = console or Console()
+        for row, size in enumerate(self.lengths):
+            pieces = [f" {token}" for token in self.tokens[row, :size]]  # without a tokenizer
+            pieces = pieces if self.pieces is None else self.pieces[row]
+            parts = zip(self.calls[row], self.drafted[row], pieces, strict=False)
+            text = Text()
+            for (_, is_draft), group in itertools.groupby(parts, lambda part: part[:2]):
+                piece = "".join(piece for *_, piece in group)
+                bracketed = is_draft and not console.color_system
+                text.append(f"[{piece}]" if bracketed else piece, "green" if is_draft else "bold")
+            console.print(text, soft_wrap=True)
+            count = (
+                f"{size} tokens from {self.stats.target_calls_per_row[row]} calls of the target,"
+                f" {self.drafted[row].sum()} of them accepted drafts"
+            )
+            console.print(count, style="dim", highlight=False, soft_wrap=True)
 
 
 class NonFiniteLogitsError(FloatingPointError):

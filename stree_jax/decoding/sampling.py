@@ -13,7 +13,7 @@ from jax import lax
 from pallas_kernels import dispatch, log_softmax
 from pallas_kernels.numerics import best_of, few_best
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
-from stree_jax.decoding.rule_rows import per_row
+from stree_jax.decoding.rules import per_row
 from stree_jax.decoding.types import Sampling
 
 # Folded into a row's key for its noise. Draws that belong to a step fold in the step's number.

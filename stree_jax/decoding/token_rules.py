@@ -18,7 +18,7 @@ from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int, is_above_zero, is_number
 from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import list_size
-from stree_jax.decoding.rule_rows import is_given, per_row, rule
+from stree_jax.decoding.rules import is_given, per_row, rule
 from stree_jax.messages import shown
 
 _NO_TOKEN = np.iinfo(np.int32).max  # pads lists of ids; beyond any vocabulary

@@ -11,7 +11,7 @@ from stree_jax.array_types import Array, Bool, Float32, Int, Key
 from stree_jax.decoding.filters import Filter
 from stree_jax.decoding.processors import LogitsProcessor, Processing
 from stree_jax.decoding.prompts import Context
-from stree_jax.decoding.rule_rows import classes_of
+from stree_jax.decoding.rules import classes_of
 from stree_jax.mesh.partition import ROWS
 from stree_jax.models.cache import Cache, Path, Pending, cache_specs, pending_specs
 from stree_jax.models.lm import HybridLM

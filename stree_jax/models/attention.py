@@ -480,9 +480,10 @@ class AttentionMixer(nnx.Module):
         heads = qkv.reshape(*qkv.shape[:-1], -1, c.head_dim)
         query, keys, values = jnp.split(heads, (num_heads, num_heads + c.num_kv_heads), axis=-2)
         kernel = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
-        own: dict[str, Any] = dict(epsilon=c.qk_norm_eps, implementation=kernel)
-        query = rms_norm(query, self.q_norm_scale[...], **own)
-        keys = rms_norm(keys, self.k_norm_scale[...], **own)
+        query, keys = (
+            rms_norm(x, scale[...], epsilon=c.qk_norm_eps, implementation=kernel)
+            for x, scale in ((query, self.q_norm_scale), (keys, self.k_norm_scale))
+        )
         parts = [part.astype(qkv.dtype) for part in (query, keys, values)]
         return jnp.concatenate(parts, axis=-2).reshape(qkv.shape)
 

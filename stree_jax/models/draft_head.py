@@ -63,10 +63,10 @@ class DraftHead(nnx.Module):
     @classmethod
     def for_target(cls, config: Any, target: HybridLM | None) -> Any:
         """An untrained head in the dtype of its target and with its kernels."""
-        options: dict[str, Any] = {}
-        if target is not None:
-            options = dict(dtype=target.dtype, implementation=target.implementation)
-        return cls(config, rngs=nnx.Rngs(0), **options)
+        rngs = nnx.Rngs(0)
+        if target is None:
+            return cls(config, rngs=rngs)
+        return cls(config, dtype=target.dtype, rngs=rngs, implementation=target.implementation)
 
     def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
         """The input of the attention and the residual stream, of entries."""

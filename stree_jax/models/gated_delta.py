@@ -168,9 +168,8 @@ class GatedDeltaMixer(nnx.Module):
         c = self.config = config
         self.implementation = implementation
         layout, inner = c.layout, c.num_heads * c.head_dim
-        options: dict[str, Any] = dict(bias=False, dtype=dtype, rngs=rngs)
-        self.in_proj = linear(d_model, layout.num_columns, **options)
-        self.out_proj = linear(inner, d_model, scale=out_scale, **options)
+        self.in_proj = linear(d_model, layout.num_columns, bias=False, dtype=dtype, rngs=rngs)
+        self.out_proj = linear(inner, d_model, bias=False, dtype=dtype, rngs=rngs, scale=out_scale)
         self.conv_weight = conv_weight(c.conv_width, layout.num_channels, dtype=dtype, rngs=rngs)
         self.A_log, self.dt_bias = new_rates(c.num_heads, rngs)
         self.norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))

@@ -100,6 +100,7 @@ class HybridLM(Partitioned):
             `pallas_kernels.dispatch`); None: the fastest that runs on the device.
 
     Attributes:
+        embedding: the table of the tokens, `[V, M]`.
         partition: how it lies on its devices, see `stree_jax.mesh`; `ONE_DEVICE` without a mesh.
             On a mesh `generate` and `stream` run it; its own methods can be called only if every
             device has the whole model.

@@ -18,7 +18,7 @@ from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.processors import LogitsProcessor, Processing, first_states
 from stree_jax.decoding.results import PAD, Generation
-from stree_jax.decoding.rule_rows import map_rows
+from stree_jax.decoding.rules import map_rows
 from stree_jax.decoding.sampling import filtered_logits, position_noise, token_log_probs
 from stree_jax.decoding.types import Context
 from stree_jax.decoding.verifiers import Verifier

@@ -69,11 +69,7 @@ def inputs(case):
     rng, draw = base.drawn(case)
     several = (case.matrices,) if case.matrices else ()
     which = rng.integers(case.matrices, size=case.rows).astype(np.int32) if several else None
-    return (
-        draw(case.rows, case.inputs),
-        draw(*several, case.inputs, case.columns),
-        which,
-    )
+    return (draw(case.rows, case.inputs), draw(*several, case.inputs, case.columns), which)
 
 
 def packed(case):

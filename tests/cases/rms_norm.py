@@ -127,6 +127,5 @@ GATED_RMS_NORM = Op(
     lacks=base.native_lacks_bf16,
 )
 ADD_RMS_NORM = Op(
-    *(ADD_CASES, add_errors, add_budgets, base.WITH_NATIVE),
-    lacks=base.native_lacks_bf16,
+    *(ADD_CASES, add_errors, add_budgets, base.WITH_NATIVE), lacks=base.native_lacks_bf16
 )

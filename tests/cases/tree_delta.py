@@ -13,6 +13,7 @@ from pallas_kernels.tree_delta import reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
 from tests.cases.tree_scan import named, state_error
+from tests.numpy_parts import sigmoid
 
 HOSTILE = dict(keys="equal", betas="near 1", decays="near 0")
 STRAYS = dict(padded=5, replayed=17, shape="chain", decays="-100 among 0", strays=True)
@@ -76,7 +77,7 @@ CASES = base.table(
 LEVELS = [-1, 0, 0, 0, 1, 1, 2, 3, 4, 4, 6, 7, 7]  # of 1, 3, 4 and 5 nodes
 # Of standard normal numbers.
 BETAS = {
-    "random": lambda x: 1 / (1 + np.exp(-x)),
+    "random": sigmoid,
     "0 or 1": lambda x: (x > 0).astype(float),
     "near 1": lambda x: 1 - 1e-4 * np.abs(x),
     "to 2": lambda x: 2 / (1 + np.exp(-3 * x)),

@@ -181,9 +181,7 @@ FUSED = (
     *("three rows, one with an empty path", "large time steps", "bf16, many nodes"),
 )
 TREE_SCAN = Op(
-    *(CASES, scan_errors, scan_budgets, base.WITH_NATIVE),
-    slow=FUSED,
-    lacks=base.native_lacks_bf16,
+    *(CASES, scan_errors, scan_budgets, base.WITH_NATIVE), slow=FUSED, lacks=base.native_lacks_bf16
 )
 # A replay has no queries.
 REPLAY = Op(CASES, replay_errors, replay_budgets, slow=(*FUSED, "newest node of many"))

@@ -8,6 +8,7 @@ from tests.numpy_parts import (
     causal_conv,
     mamba2_shapes,
     rms_norm,
+    sigmoid,
     silu,
     state_space,
     within,
@@ -119,7 +120,7 @@ def moe(c, w, u):
     inputs = u @ w["fc1_latent_proj.weight"].T if latent else u
     routed = np.zeros_like(inputs)
     for t, token in enumerate(u):
-        scores = 1 / (1 + np.exp(-(w["gate.weight"] @ token)))
+        scores = sigmoid(w["gate.weight"] @ token)
         preference = scores + w["gate.e_score_correction_bias"]
         of_groups = preference.reshape(c.get("n_group", 1), -1)
         best_two = np.sort(of_groups, axis=1)[:, -2:].sum(axis=1)

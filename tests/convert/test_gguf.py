@@ -61,8 +61,7 @@ def test_models(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
-    [("bamba", {}), ("granitemoehybrid", {"position_embedding_type": "rope"})],
+    ("name", "changes"), [("bamba", {}), ("granitemoehybrid", {"position_embedding_type": "rope"})]
 )
 def test_files_in_the_order_of_their_graph(name, changes, tmp_path):
     """The benchmark's writer: what llama.cpp turns is what transformers turns, and files say so."""
@@ -111,11 +110,7 @@ def one_by_one(path):
     write_as(target, path, "qwen3_5_moe_text", st.load_mtp(merged, target))
 
 
-HEADS = {
-    "qwen3_5": qwen_files.saved,
-    "qwen3_5_moe": one_by_one,
-    "nemotron_h_omni": mtp_files.saved,
-}
+HEADS = {"qwen3_5": qwen_files.saved, "qwen3_5_moe": one_by_one, "nemotron_h_omni": mtp_files.saved}
 
 
 @pytest.mark.thorough

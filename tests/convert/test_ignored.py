@@ -187,10 +187,7 @@ def test_a_refused_field_may_be_ignored_by_its_name(tuned, tmp_path):
     ],
 )
 def test_what_cannot_be_ignored(ignore, message, tuned, tmp_path):
-    for load in (
-        st.from_pretrained,
-        functools.partial(convert, destination=tmp_path / "out"),
-    ):
+    for load in (st.from_pretrained, functools.partial(convert, destination=tmp_path / "out")):
         with pytest.raises(ValueError, match=message):
             load(tuned, ignore=ignore)
     assert not (tmp_path / "out").exists()

@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 
 from tests.convert import checkpoints, configs, numpy_mamba_in_llama
-from tests.convert.checkpoints import (
-    CONFIG,
-    MIXER,
-    refused,
-    rewritten,
-    sharded,
-    write_index,
-)
+from tests.convert.checkpoints import CONFIG, MIXER, refused, rewritten, sharded, write_index
 
 NESTED = json.loads("[" * 600 + "1" + "]" * 600)
 

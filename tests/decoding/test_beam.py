@@ -1,7 +1,5 @@
 """Beam trees: the search, and exactness with trees that depend on the text."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +7,9 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.drafters.search import best_continuations
-from stree_jax.testing import apply, perturbed, tiny_model
-from tests.decoding.texts import HYBRID, greedy, steps, with_head
+from stree_jax.testing import perturbed, tiny_model
+from tests.decoding.texts import HYBRID, greedy, log_probs_after, steps, with_head
 from tests.methods import PROMPTS
-from tests.numpy_parts import log_softmax
 
 # Only the level sizes of a topology count. Here a path may be longer than the convolution.
 SIZES = (2, 3, 1)
@@ -42,22 +39,16 @@ def test_the_tree_is_that_of_a_textbook_beam_search():
     target = tiny_model(HYBRID)
     model, accepted, shapes = perturbed(target, 0.03), set(), set()
 
-    def next_log_probs(read, path):
-        padded = np.zeros((1, 40), np.int32)
-        padded[0, : len(read) + len(path)] = [*read, *path]
-        logits = np.asarray(apply(model, padded), np.float64)
-        return log_softmax(logits[0, len(read) + len(path) - 1, :37])  # the rest is padding
-
     options = dict(drafter=st.BeamDrafter(model), topology=UNEVEN)
     for before, draft, verdict, _ in steps(target, count=6, **options):
         accepted |= set(verdict.num_accepted.tolist())
         for row, prompt in enumerate(PROMPTS):
             read = before.tokens[row, : before.length[row]].tolist()
-            assert (
-                read[len(prompt) :]
-                == greedy(HYBRID).tokens[row, : len(read) - len(prompt)].tolist()
+            new = read[len(prompt) :]
+            assert new == greedy(HYBRID).tokens[row, : len(new)].tolist()
+            parents, tokens = beam_search(
+                lambda path, read=read: log_probs_after(model, read, [path])[0], SIZES
             )
-            parents, tokens = beam_search(functools.partial(next_log_probs, read), SIZES)
             assert draft.tokens[row].tolist() == [read[-1], *tokens]
             assert draft.tree.parents[row].tolist() == [-1, *parents]
             topology = st.TreeTopology.from_parents([-1, *parents])

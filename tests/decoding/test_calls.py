@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 import stree_jax as st
-from stree_jax.decoding.showing import counts
 from stree_jax.testing import perturbed, tiny_model
 from tests.helpers import rows
 
@@ -31,7 +30,9 @@ def test_the_record_is_what_the_loop_did(temperature):
         want = [number for number, count in enumerate(by_call, 1) for _ in range(count)]
         assert out.calls[row].tolist() == want + [0] * (9 - size)
         assert want[-1] == out.stats.target_calls_per_row[row]
-        assert counts(out, row).startswith(f"{size} tokens from {want[-1]} calls of the target")
+        file = io.StringIO()
+        out.show(Console(file=file))
+        assert f"\n{size} tokens from {want[-1]} calls of the target" in file.getvalue()
         ends = np.flatnonzero(np.diff(want, append=0))
         own = np.flatnonzero(~out.drafted[row, :size])
         assert {*own} <= {*ends}  # the target's own token is the last of a call

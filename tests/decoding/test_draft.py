@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.testing import apply, perturbed, tiny_model
-from tests.decoding.texts import proposed, steps
+from stree_jax.testing import perturbed, tiny_model
+from tests.decoding.texts import log_probs_after, proposed, steps
 from tests.helpers import some
 from tests.methods import CHAIN, KEY, PROMPTS
 
@@ -37,14 +37,12 @@ def test_drafts_come_from_the_draft_model_given_their_whole_path(topology, child
                 if not below:
                     continue
                 path = np.flatnonzero(topology.ancestor_mask[node])[1:]
-                sequence = np.array([[*read, *draft.tokens[row, path]]], np.int32)
-                padded = np.pad(sequence, ((0, 0), (0, 96 - sequence.shape[1])))
-                logits = np.asarray(apply(draft_model, padded)[0, sequence.shape[1] - 1])
+                paths = [draft.tokens[row, path]]
+                (want,) = log_probs_after(draft_model, read, paths, 1 / (temperature or 1))
                 drawn = draft.tokens[row, list(below)]
                 if not temperature:
-                    assert drawn.tolist() == np.argsort(-logits)[: len(below)].tolist()
+                    assert drawn.tolist() == np.argsort(-want)[: len(below)].tolist()
                     continue
-                want = jax.nn.log_softmax(logits / temperature)
                 got = draft.log_probs[row, draft.log_prob_row[node]]
                 np.testing.assert_allclose(got, want, atol=2e-4)
                 if children == "without_replacement":

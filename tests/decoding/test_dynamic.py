@@ -10,10 +10,9 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.sampling import position_noise
-from stree_jax.testing import apply, perturbed, random_model, tiny_model
-from tests.decoding.texts import HYBRID, proposed, steps, with_head
+from stree_jax.testing import perturbed, random_model, tiny_model
+from tests.decoding.texts import HYBRID, log_probs_after, proposed, steps, with_head
 from tests.methods import PROMPTS
-from tests.numpy_parts import log_softmax
 
 SHALLOW = st.TreeTopology.budget(7, 3)
 VOCAB = 4
@@ -51,20 +50,11 @@ def test_the_kept_nodes_are_the_best_of_a_sorted_list():
     drafter = st.DynamicDrafter(model, expand=expand, sharpness=sharpness)
     shapes, ends, dropped = set(), set(), 0
 
-    def next_log_probs(text, paths):
-        padded = np.zeros((expand, 40), np.int32)
-        for row, path in zip(padded, paths, strict=False):
-            row[: len(text) + len(path)] = [*text, *path]
-        last = len(text) + len(paths[0]) - 1
-        logits = np.asarray(apply(model, padded), np.float64)
-        return log_softmax(sharpness * logits[: len(paths), last, :37])  # the rest is padding
-
     for before, draft, verdict, _ in steps(target, drafter=drafter, topology=SHALLOW, count=5):
         for row in range(len(PROMPTS)):
             text = before.tokens[row, : before.length[row]].tolist()
-            kept, read = dynamic_tree(
-                functools.partial(next_log_probs, text), SHALLOW.num_nodes, SHALLOW.depth, expand
-            )
+            next_log_probs = functools.partial(log_probs_after, model, text, sharpness=sharpness)
+            kept, read = dynamic_tree(next_log_probs, SHALLOW.num_nodes, SHALLOW.depth, expand)
             tree = jax.tree.map(lambda part, row=row: part[row], draft.tree)
             assert tree.valid.all()
             paths = paths_of(draft.tokens[row], tree.parents, tree.valid)
@@ -106,28 +96,12 @@ def test_the_kept_nodes_are_the_best_of_all_paths(temperature, num_nodes, depth,
     tokens, tree = jax.tree.map(lambda part: np.asarray(part[0]), (draft.tokens, draft.tree))
     paths = paths_of(tokens, tree.parents, tree.valid)
 
-    def next_log_probs(path):
-        row = np.zeros((1, len(text) + depth), np.int32)
-        row[0, : len(text) + len(path)] = [*text, *path]
-        logits = np.asarray(apply(model, row), np.float64)[0, len(text) + len(path) - 1]
-        if temperature:
-            logits = logits / temperature + np.asarray(noise)[0, len(path)]
-        return log_softmax(sharpness * logits)
-
-    scores = {(): 0.0}
-    threshold = -np.inf
-    for _ in range(depth):
-        level = max(map(len, scores))
-        for path in [path for path in scores if len(path) == level and scores[path] >= threshold]:
-            for token, log_prob in enumerate(next_log_probs(path)):
-                scores[(*path, token)] = scores[path] + log_prob
-        # No path below this is among the best: enough are better already.
-        threshold = sorted(scores.values())[-num_nodes:][0]
-    best = sorted(scores, key=lambda path: -scores[path])[:num_nodes]
+    # No node of so few is below more than 64 others of its level: these are the best of all.
+    options = dict(sharpness=sharpness, noise=noise, temperature=temperature)
+    next_log_probs = functools.partial(log_probs_after, model, text, **options)
+    best, _ = dynamic_tree(next_log_probs, num_nodes, depth, 64)
     assert len(paths) == num_nodes
     assert set(paths) == set(best)
-    assert all(scores[path] <= scores[path[:-1]] for path in paths if path)
-    assert all(path[:-1] in paths for path in paths if path)
 
 
 @pytest.mark.thorough

@@ -46,13 +46,8 @@ def test_a_long_prompt():
     model = tiny_model("bamba hybrid")
     rng = np.random.default_rng(0)
     prompts = [rng.integers(37, size=8000).tolist(), [4, 2]]
-    (tree,) = assert_lossless(
-        *(model, st.ModelDrafter(model)),
-        topology=TREE,
-        temperatures=(0.0,),
-        prompts=prompts,
-        max_new_tokens=8,
-    )
+    options = dict(topology=TREE, temperatures=(0.0,), prompts=prompts, max_new_tokens=8)
+    (tree,) = assert_lossless(model, st.ModelDrafter(model), **options)
     assert tree.stats.tau > 2
     (attention,) = (layer for layer in tree.cache if hasattr(layer, "kv"))
     assert attention.kv.length.tolist() == [8007, 9]

@@ -39,9 +39,8 @@ def filtered(log_probs, temperature, top_k):
 
 def check(prompt, tokens, log_probs):
     want = at_new_tokens(prompt, tokens)
-    np.testing.assert_allclose(
-        log_probs, want[np.arange(len(tokens)), tokens], atol=1e-4, err_msg=f"{prompt}"
-    )
+    want = want[np.arange(len(tokens)), tokens]
+    np.testing.assert_allclose(log_probs, want, atol=1e-4, err_msg=f"{prompt}")
 
 
 def options_of(target, name):
@@ -213,11 +212,8 @@ def test_the_differentiable_form():
     model = random_model(st.ModelConfig.tiny(num_layers=1))
     text = TEXTS[0]
     padded = jnp.array([[*text, 1, 1]])
-    np.testing.assert_allclose(
-        jax.jit(st.text_log_probs)(model, padded)[0, : len(text) - 1],
-        scores_of(model, text),
-        atol=1e-4,
-    )
+    got = jax.jit(st.text_log_probs)(model, padded)[0, : len(text) - 1]
+    np.testing.assert_allclose(got, scores_of(model, text), atol=1e-4)
 
     structure, weights = nnx.split(model)
 

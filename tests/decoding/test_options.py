@@ -10,13 +10,9 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.plan import plan
-from stree_jax.testing import (
-    PROMPTS,
-    assert_lossless,
-    tiny_model,
-)
+from stree_jax.testing import PROMPTS, tiny_model
 from tests.helpers import rows
-from tests.methods import KEY, SAMPLED, drafts
+from tests.methods import KEY, drafts
 
 
 @jax.tree_util.register_dataclass
@@ -44,16 +40,6 @@ def test_options_are_keywords():
     for function in (st.generate, st.stream, plan):
         with pytest.raises(TypeError, match="got an unexpected keyword argument 'heat'"):
             function(tiny_model(), PROMPTS, heat=1.0)
-
-
-@pytest.mark.thorough
-def test_a_filter_of_ones_own_with_shared_noise():
-    filters = (AtLeast(0.5), st.TopK(5))
-    options = dict(temperatures=(1.0,), filters=filters, key=KEY)
-    (out,) = assert_lossless(tiny_model(), **drafts(tiny_model()), **options)
-    assert out.stats.num_accepted > 0
-    free = st.generate(tiny_model(), PROMPTS, max_new_tokens=24, **SAMPLED)
-    assert not np.array_equal(out.tokens, free.tokens)
 
 
 ROWS = [

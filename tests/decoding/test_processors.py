@@ -11,7 +11,7 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.processors import Processing, first_states
-from stree_jax.decoding.rule_rows import joined
+from stree_jax.decoding.rules import joined
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse

@@ -103,13 +103,8 @@ def test_the_second_step_shares_the_program_of_the_first(committed):
     models = {"target": tiny_model(), "draft": perturbed(tiny_model(), 0.3)}
     for name in committed:
         models[name] = jax.device_put(models[name], jax.devices()[0])
-    steps = st.stream(
-        models["target"],
-        [[1, 2, 3]],
-        drafter=st.ModelDrafter(models["draft"]),
-        topology=TREE,
-        max_new_tokens=20,
-    )
+    options = dict(drafter=st.ModelDrafter(models["draft"]), topology=TREE, max_new_tokens=20)
+    steps = st.stream(models["target"], [[1, 2, 3]], **options)
     next(steps)
     before = len(COMPILED)
     assert list(steps)

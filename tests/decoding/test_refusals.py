@@ -179,8 +179,6 @@ def checked(verifier, children, topology, *, zero):
 
 # Pairs of a rule and a way to choose children.
 PAIRS = [
-    ("greedy", "top_k", TREE, False, "exact at temperature 0 only; use 'target_only'"),
-    ("multi_step", "iid", TREE, True, "needs temperature > 0; use 'greedy'"),
     ("multi_step", "top_k", TREE, False, "not exact for child_sampling = 'top_k'"),
     ("multi_step", "without_replacement", TREE, False, "not exact .*only for 'iid'"),
     ("without_replacement", "iid", TREE, False, "not exact for child_sampling = 'iid'"),

@@ -106,10 +106,7 @@ class Own(st.PresencePenalty):
 
 @pytest.mark.parametrize(
     "classes",
-    [
-        (st.RepetitionPenalty, st.PresencePenalty, st.FrequencyPenalty, Own),
-        (st.TopP, st.MinP),
-    ],
+    [(st.RepetitionPenalty, st.PresencePenalty, st.FrequencyPenalty, Own), (st.TopP, st.MinP)],
 )
 def test_classes_with_equal_fields_have_programs_of_their_own(classes):
     """To jax two such dataclasses have equal structures, and a program is found by structure."""

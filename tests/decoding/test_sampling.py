@@ -7,12 +7,7 @@ from hypothesis import strategies as some
 
 import stree_jax as st
 from pallas_kernels import dispatch
-from stree_jax.decoding.sampling import (
-    all_finite,
-    best_tokens,
-    filtered_logits,
-    token_log_probs,
-)
+from stree_jax.decoding.sampling import all_finite, best_tokens, filtered_logits, token_log_probs
 from stree_jax.decoding.types import Sampling
 
 

@@ -13,8 +13,9 @@ import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.results import statistics_of
 from stree_jax.decoding.types import Sampling, Step
-from stree_jax.testing import CONFIGS, PROMPTS, random_model, tiny_model
+from stree_jax.testing import CONFIGS, PROMPTS, apply, random_model, tiny_model
 from tests.helpers import state_after, with_weight
+from tests.numpy_parts import log_softmax
 
 NEW_TOKENS = 24
 SIZES = {"head_dim": 16, "state_size": 16, "d_model": 48}
@@ -159,6 +160,19 @@ def proposed(drafter, topology, text, *, temperature=0.0, key=0, length=None, no
         return drafter.propose(state, step, topology)[0]
 
     return propose(drafter, step)
+
+
+def log_probs_after(model, text, paths, sharpness=1.0, noise=None, temperature=1.0):
+    """Of the token after a text and each of some paths, which are of one length."""
+    padded = np.zeros((max(4, len(paths)), 96), np.int32)
+    for row, path in zip(padded, paths, strict=False):
+        row[: len(text) + len(path)] = [*text, *path]
+    last = len(text) + len(paths[0]) - 1
+    logits = np.asarray(apply(model, padded), np.float64)
+    logits = logits[: len(paths), last, : model.config.vocab_size]
+    if noise is not None:
+        logits = logits / temperature + np.asarray(noise)[0, len(paths[0])]
+    return log_softmax(sharpness * logits)
 
 
 def with_head(scale, model):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.convert.numpy_nemotron_h import moe
-from tests.numpy_parts import attend, rms_norm, rope_frequencies, rotate, silu
+from tests.numpy_parts import attend, rms_norm, rope_frequencies, rotate, sigmoid, silu
 
 
 class Head:
@@ -88,7 +88,7 @@ class Qwen(Head):
         return rows.reshape(*entries.shape[:-1], -1, 2, self.config["head_dim"])
 
     def gate(self, entry):
-        return 1 / (1 + np.exp(-self.by_head(entry)[:, 1].ravel()))
+        return sigmoid(self.by_head(entry)[:, 1].ravel())
 
     def qkv(self, entries):
         rope, size = self.config["rope_parameters"], self.config["head_dim"]
@@ -126,7 +126,7 @@ class Qwen(Head):
         for expert, share in zip(chosen, shares / shares.sum(), strict=True):
             gate, up = np.split(w["experts.gate_up_proj"][expert] @ u, 2)
             x = x + share * (w["experts.down_proj"][expert] @ (silu(gate) * up))
-        opened = 1 / (1 + np.exp(-w["shared_expert_gate.weight"] @ u))
+        opened = sigmoid(w["shared_expert_gate.weight"] @ u)
         return self.norm(x + opened * self.mlp(u, f"{part}.shared_expert"), "mtp.norm")
 
     def output(self, above):

@@ -84,10 +84,8 @@ def test_drafts_come_from_the_head_in_float64(name, topology):
                     continue
                 path = draft.tokens[row, np.flatnonzero(topology.ancestor_mask[node])[1:]]
                 logits = exact.logits(text, states, path)[-1][: target.config.vocab_size]
-                want, got = (
-                    log_softmax(logits / 0.7),
-                    draft.log_probs[row, draft.log_prob_row[node]],
-                )
+                want = log_softmax(logits / 0.7)
+                got = draft.log_probs[row, draft.log_prob_row[node]]
                 there = np.isfinite(want)
                 np.testing.assert_array_equal(np.isfinite(got), there)
                 np.testing.assert_allclose(got[there], want[there], atol=5e-4)
@@ -272,10 +270,8 @@ WIDTHS = {
 def refused():
     """Messages, and the calls that are refused with them."""
     target, wider = tiny_model(), st.HybridLM.abstract(st.ModelConfig.tiny(d_model=32))
-    yield (
-        "the kinds of heads are medusa, .* got 'eagle'",
-        partial(st.load_head, "eagle", "", target),
-    )
+    unknown = partial(st.load_head, "eagle", "", target)
+    yield "the kinds of heads are medusa, .* got 'eagle'", unknown
     yield "head must be one of the kinds medusa, .* got", partial(st.save_head, target, target, "")
     for number in (0, 17, True):
         make = partial(st.MedusaHeads, target, num_heads=number, rngs=nnx.Rngs(0))

@@ -10,7 +10,7 @@ from flax import nnx
 
 import stree_jax as st
 from pallas_kernels import AttentionLayout
-from stree_jax.decoding import head_reader
+from stree_jax.decoding import head_model
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.extensions.mtp.training import head_of
 from stree_jax.models.attention import AttentionMixer
@@ -67,7 +67,7 @@ def rotated(monkeypatch):
 
 
 def no_cache(monkeypatch):
-    monkeypatch.setattr(head_reader, "replay_kv", lambda cache, entries, path: cache)
+    monkeypatch.setattr(head_model, "replay_kv", lambda cache, entries, path: cache)
 
 
 def not_normed(monkeypatch):
@@ -171,7 +171,7 @@ def test_without_tables_a_head_is_as_the_targets_layers():
 def test_no_gradient_flows_through_recycled_outputs():
     """Of a head that is one number: its drafts are powers of it, and have the same values."""
 
-    class Power(head_reader.HeadModel):
+    class Power(head_model.HeadModel):
         def __init__(self, number):
             self.head = types.SimpleNamespace(
                 init_cache=lambda *sizes: None,

@@ -28,12 +28,8 @@ def normal(*shapes):
 
 def gated(norm):
     y, gate, weight = normal((3, 32), (3, 40), (32,))
-    options = dict(norm=norm, num_groups=2, gate_start=8)
-    return functools.partial(pk.gated_rms_norm, **options), (
-        y,
-        gate,
-        None if norm == "none" else weight,
-    )
+    run = functools.partial(pk.gated_rms_norm, norm=norm, num_groups=2, gate_start=8)
+    return run, (y, gate, None if norm == "none" else weight)
 
 
 def added(parts):
@@ -151,9 +147,8 @@ def test_experts_have_the_gradients_of_the_products(case):
         def total(x, weights, *experts):
             run = functools.partial(pk.expert_mlps, implementation=implementation)
             run = moe.in_products if implementation == "products" else run
-            return (
-                run(x, weights, arguments[2], *experts, activation="silu", gated=True) ** 2
-            ).sum()
+            y = run(x, weights, arguments[2], *experts, activation="silu", gated=True)
+            return (y**2).sum()
 
         def total_of_first(*floats):
             return (jax.grad(total)(*floats) ** 2).sum()

@@ -41,9 +41,8 @@ def pretend_gpu(capability):
     if capability == "any":
         yield
         return
-    device = jax.sharding.AbstractDevice(
-        device_kind=DEVICES[capability], num_cores=None, platform="gpu"
-    )
+    kind = dict(device_kind=DEVICES[capability], platform="gpu")
+    device = jax.sharding.AbstractDevice(num_cores=None, **kind)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         yield
 
@@ -217,17 +216,12 @@ def test_a_whole_attention_layer_lowers_to_kernels(shape, rotated, dtype, capabi
 
     def run(*arguments):
         *arguments, options = arguments
-        return pk.tree_attention_layer(
-            *arguments, layout=layout, implementation="pallas", **options
-        )
+        options |= dict(layout=layout, implementation="pallas")
+        return pk.tree_attention_layer(*arguments, **options)
 
-    arguments = (
-        *(
-            small(2, queries, layout.num_columns),
-            pk.KVCache(in_cache, in_cache, struct(2, dtype="int32")),
-        ),
-        *(struct(2, queries, dtype="int32"), struct(2, queries, nodes, dtype="bool"), options),
-    )
+    cache = pk.KVCache(in_cache, in_cache, struct(2, dtype="int32"))
+    depth, mask = struct(2, queries, dtype="int32"), struct(2, queries, nodes, dtype="bool")
+    arguments = (small(2, queries, layout.num_columns), cache, depth, mask, options)
     blocks = attention_config.block_sizes(
         arguments[0].dtype,
         num_rows=queries * heads // groups,

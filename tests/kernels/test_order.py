@@ -54,9 +54,7 @@ def names(request):
 
         if last_first:
             in_specs, out_specs = jax.tree.map(
-                turned,
-                (in_specs, out_specs),
-                is_leaf=lambda value: isinstance(value, pl.BlockSpec),
+                turned, (in_specs, out_specs), is_leaf=lambda value: isinstance(value, pl.BlockSpec)
             )
         names.append(options["name"])
         kernel = in_place(kernel, len(in_specs), options.get("input_output_aliases", {}))

@@ -170,10 +170,7 @@ REFUSED = [
     (lambda: gated_scan(norm_weight=jnp.ones(16)), r"norm_weight \(16,\) is not of 32 channels"),
     (
         lambda: pk.tree_attention(
-            *attention.inputs(PIECE),
-            scale=0.25,
-            window=3,
-            implementation="pallas_interpret",
+            *attention.inputs(PIECE), scale=0.25, window=3, implementation="pallas_interpret"
         ),
         "the kernel has no windows",
     ),

@@ -174,10 +174,7 @@ REFUSED = [
         lambda saved: (saved / "params" / "state" / "_METADATA").unlink(),
         "is damaged: cannot read its weights",
     ),
-    (
-        like_groups(d_model=16, vocab_size=21, padded_vocab_size=24),
-        rf"{OTHER}embedding is \(40,",
-    ),
+    (like_groups(d_model=16, vocab_size=21, padded_vocab_size=24), rf"{OTHER}embedding is \(40,"),
     (like_groups(num_layers=3), rf"{OTHER}blocks\.2\..* is missing"),
     (like_groups(num_layers=1), rf"{OTHER}blocks\.1\..* is not expected"),
     (like_groups(tie_embeddings=True), rf"{OTHER}head \(40, 16\) is not expected"),
@@ -234,11 +231,7 @@ def test_a_changed_number_is_found(saved):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("embedding", np.nan),
-        ("blocks.0.mixer.A_log", 100.0),
-    ],
+    ("name", "value"), [("embedding", np.nan), ("blocks.0.mixer.A_log", 100.0)]
 )
 def test_weights_that_are_not_finite(saved, name, value):
     """In an older checkpoint, which has no checksums."""

@@ -85,34 +85,19 @@ REFUSED = [
     (zamba2("mamba2", "attention"), "input_multiple is 2 in a model with 'shared' layers"),
     (rotary(rope_theta=1e-200), "give infinite frequencies"),
     (rotary(rope_scaling=RopeScaling(1e-200, 1.0, 2.0, 1)), "give infinite frequencies"),
-    (
-        partial(AttentionConfig, 4, 3, 8),
-        "num_kv_heads = 3 does not divide num_heads = 4",
-    ),
-    (
-        partial(AttentionConfig, 4, 2, 8, 1, None, 5),
-        "rotary_dim must be even and at most head_dim",
-    ),
+    (partial(AttentionConfig, 4, 3, 8), "num_kv_heads = 3 does not divide num_heads = 4"),
+    (partial(AttentionConfig, 4, 2, 8, 1, None, 5), "rotary_dim must be even and at most head_dim"),
     (partial(MlpConfig, 8, "tanh"), "activation must be one of .*'tanh'"),
     (partial(MoeConfig, 4, 5, 8), "num_active = 5 is more than the 4 experts"),
     (partial(MoeConfig, 4, 2, 8, "best"), "router must be one of .*'best'"),
-    (
-        partial(MoeConfig, 4, 2, 8, "sigmoid", 3),
-        "3 groups of 4 experts is not possible",
-    ),
+    (partial(MoeConfig, 4, 2, 8, "sigmoid", 3), "3 groups of 4 experts is not possible"),
     (partial(RopeScaling, 8.0, 4.0, 1.0, 9), "0 < low_freq_factor < high_freq_factor"),
-    (
-        partial(SharedConfig, 0, 4),
-        "num_blocks must be an integer, at least 1; got 0",
-    ),
+    (partial(SharedConfig, 0, 4), "num_blocks must be an integer, at least 1; got 0"),
     (model(NO_MEMORY), "no memory of other tokens"),
     (model(dtype="float16"), "float32 or bfloat16, got float16"),
     (model(implementation="jax_triton"), "jax_triton'; names that only some ops know"),
     (model(implementation="cuda"), "must be one of .* got 'cuda'"),
-    (
-        partial(ModelConfig.preset, "mamba3"),
-        r"unknown preset 'mamba3'; known: .*mamba2-130m",
-    ),
+    (partial(ModelConfig.preset, "mamba3"), r"unknown preset 'mamba3'; known: .*mamba2-130m"),
     (partial(demo_path, "teacher"), r"'draft', 'medusa'\), got 'teacher'"),
 ]
 

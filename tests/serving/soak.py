@@ -128,10 +128,8 @@ def soak(model, *, requests, seed, samples, tell=lambda line: None):
 
 def compare(model, request, before, done, options):
     """Asserts that a completion is what `generate` gives alone."""
-    names = {field.name for field in dataclasses.fields(st.Request)} - {"prompt", "after", "keep"}
-    own = {name: getattr(request, name) for name in names}
-    own["key"] = own["key"][None]
-    alone = st.generate(model, [[*before, *request.prompt]], **own, **options)
+    own = dataclasses.replace(request, prompt=[*before, *request.prompt], after=None)
+    alone = st.generate(model, [own.prompt], options=[own], **options)
     assert done.tokens == alone.tokens[0, : alone.lengths[0]].tolist(), request
     assert done.finish_reason == alone.finish_reasons[0], request
 

@@ -21,22 +21,13 @@ from stree_jax.decoding.text.prefill import PREFILL_CHUNK
 from stree_jax.mesh import partition as partition_module
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import over_mesh
-from stree_jax.models import (
-    AttentionConfig,
-    Mamba2Config,
-    MlpConfig,
-    MoeConfig,
-    attention,
-    mamba2,
-    mlp,
-)
+from stree_jax.models import attention, mamba2, mlp
 from stree_jax.models.cache import cache_specs, path_to
 from stree_jax.testing import HYBRIDS, perturbed, random_model
 from stree_jax.training.objective import next_token_loss
 from stree_jax.training.recipe import Training
 from stree_jax.training.trainer import fit
 from tests.decoding.rules import random_walk
-from tests.decoding.texts import of_rows
 from tests.helpers import (
     DOCS,
     assert_same_model,
@@ -50,7 +41,6 @@ from tests.helpers import (
 )
 from tests.sharding.configs import CONFIGS
 from tests.sharding.meshes import (
-    NEW_TOKENS,
     PROMPTS,
     TREE,
     assert_same,
@@ -141,10 +131,10 @@ def test_logits_are_those_of_one_device(name, data, shards):
 # Kernels.
 
 KERNEL_LAYERS = (
-    Mamba2Config(num_heads=4, head_dim=16, state_size=16, chunk_size=16),
-    AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16),
-    MlpConfig(32),
-    MoeConfig(num_experts=4, num_active=2, hidden_size=32),
+    st.Mamba2Config(num_heads=4, head_dim=16, state_size=16, chunk_size=16),
+    st.AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rotary_dim=16),
+    st.MlpConfig(32),
+    st.MoeConfig(num_experts=4, num_active=2, hidden_size=32),
 )
 
 
@@ -192,8 +182,8 @@ MUTATIONS = {
         "bamba",
         [(module, "row_parallel", bias_of_each_shard) for module in (attention, mlp, mamba2)],
     ),
-    "groups of a norm are one": ("groups", [(Mamba2Config, "norm_spans_shards", True)]),
-    "a norm of each shard": ("mamba2", [(Mamba2Config, "norm_spans_shards", False)]),
+    "groups of a norm are one": ("groups", [(st.Mamba2Config, "norm_spans_shards", True)]),
+    "a norm of each shard": ("mamba2", [(st.Mamba2Config, "norm_spans_shards", False)]),
     "heads by rank modulo": ("mamba_in_llama", [(partition_module, "_units_of", units_modulo)]),
     "words of another shard": (
         "tied",
@@ -383,15 +373,6 @@ def test_bfloat16():
 
 
 # Rows.
-
-
-@slow
-def test_streams():
-    model = sharded("mamba2", 2, 4)
-    draft = st.ModelDrafter(replicated_draft("mamba2", 2, 4))
-    pieces = [*st.stream(model, PROMPTS, max_new_tokens=NEW_TOKENS, drafter=draft)]
-    assert {*map(len, pieces)} == {len(PROMPTS)}
-    assert [of_rows(pieces, row) for row in range(3)] == decode(model).tokens.tolist()
 
 
 @slow

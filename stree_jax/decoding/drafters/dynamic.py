@@ -11,9 +11,9 @@ from jax import lax
 from pallas_kernels.numerics import argsort
 from stree_jax.array_types import Array, Int
 from stree_jax.checks import check_int, is_above_zero
+from stree_jax.decoding.draft_model import DraftModel
 from stree_jax.decoding.drafters.children import shared_scores
 from stree_jax.decoding.drafters.search import BeamDrafter, Continuations, Found
-from stree_jax.decoding.reader import DraftModel
 from stree_jax.decoding.types import Step
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.array_types import Array, Bool, Float, Int
+from stree_jax.decoding.draft_model import DraftModel, WholeModel, draft_model
 from stree_jax.decoding.drafters.base import Drafter, root_token
 from stree_jax.decoding.drafters.children import check_child_sampling, drawn_children
 from stree_jax.decoding.drafters.levels import Level, grow_levels, levels_of
-from stree_jax.decoding.nodes import put, take
-from stree_jax.decoding.reader import DraftModel, WholeModel, draft_model
 from stree_jax.decoding.types import DraftTree, Step, Verdict
 from stree_jax.models.lm import HybridLM
-from stree_jax.tree import Tree, TreeTopology
+from stree_jax.tree import Tree, TreeTopology, put, take
 
 
 class ModelDraftState(NamedTuple):

@@ -16,10 +16,9 @@ from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.drafters.base import drawn_by, root_only
 from stree_jax.decoding.drafters.levels import Level, grow_levels
 from stree_jax.decoding.drafters.model import ModelDraftState, RunsModel
-from stree_jax.decoding.nodes import put, take
 from stree_jax.decoding.sampling import all_finite, best_tokens
 from stree_jax.decoding.types import DraftTree, Step
-from stree_jax.tree import Tree, TreeTopology, first_nodes
+from stree_jax.tree import Tree, TreeTopology, first_nodes, put, take
 
 
 class Continuations(NamedTuple):

@@ -33,7 +33,7 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder, check_not_donated, owned
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import buffer_size, check_num_rows, typed_key
-from stree_jax.decoding.rule_rows import per_row
+from stree_jax.decoding.rules import per_row
 from stree_jax.decoding.text.prefix import (
     Prefix,
     prefix_specs,

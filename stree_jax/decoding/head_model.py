@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels import KVCache, NodeKV, replay_kv
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding.reader import DraftModel, nodes_so_far, recorded
+from stree_jax.decoding.draft_model import DraftModel, nodes_so_far, recorded
 from stree_jax.decoding.types import DraftTree, Verdict
 from stree_jax.models.cache import path_to
 from stree_jax.tree import Tree
