@@ -111,7 +111,7 @@ def test_streams_and_texts_that_go_on(model):
     rows = [[] for _ in PROMPTS]
     for pieces in st.stream(model, PROMPTS, **auto, **options):
         for row, piece in zip(rows, pieces, strict=True):
-            row += piece.tokens
+            row += piece
     assert rows == want.tokens[:, :12].tolist()
 
 
@@ -123,7 +123,8 @@ def test_what_it_refuses(model):
             st.generate(model, PROMPTS, **{"drafter": drafter, "topology": "auto"} | options)
 
     refused('topology must be a TreeTopology or "auto"', topology="best")
-    refused("with verifier 'multi_step'", verifier="multi_step", **SAMPLED)
+    tested = {"drafter": st.ModelDrafter(model, child_sampling="iid"), "verifier": "multi_step"}
+    refused("with verifier 'multi_step', whose texts depend on the tree", **tested, **SAMPLED)
     refused("DynamicDrafter chooses the shape", drafter=st.DynamicDrafter(model))
     with pytest.raises(ValueError, match="a Scheduler takes a TreeTopology"):
         st.Scheduler(model, rows=2, max_length=32, drafter=drafter, topology="auto")
