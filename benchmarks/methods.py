@@ -1,5 +1,6 @@
 """Which way of decoding is the fastest? A table of comparisons, and the lists of ways in them.
 
+    python -m benchmarks.methods auto --rows 1 8
     python -m benchmarks.methods batch --rows 1 2 4 8 --temperatures 0
     python -m benchmarks.methods hierarchical --small DIR/small-draft
     python -m benchmarks.methods medusa [--heads DIR] [--mtp DIR]
@@ -17,6 +18,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from flax import nnx
+
 import stree_jax as st
 from benchmarks.common import Found, main
 from benchmarks.models import Pair, embedded_pair
@@ -29,10 +32,10 @@ CHAIN_OF_4 = st.TreeTopology.chain(4)
 DEEP_TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 3, 4, 5, 6, 7, 8])
 PAPER_TREES = {f"tree {name}": st.TreeTopology.paper(name) for name in "ABCDE"}
 TWO_TREES = {"chain of 4": CHAIN_OF_4, "tree A": PAPER_TREES["tree A"]}
+TWO_DEFAULTS = {"chain of 4": CHAIN_OF_4, "tree of 5": st.TreeTopology.default()}
 # What `tune-tree` chose for the embedded pair at temperature 0 and at 1, and a longer chain.
 TUNED_TREES = {
-    "chain of 4": CHAIN_OF_4,
-    "tree of 5": st.TreeTopology.default(),
+    **TWO_DEFAULTS,
     "chain of 6": st.TreeTopology.chain(6),
 }
 # How children are sampled and verified above temperature 0.
@@ -58,10 +61,24 @@ Ways = Iterable[Method]
 
 
 def trees(
-    drafter: st.Drafter, topologies: Mapping[str, st.TreeTopology], prefix: str = ""
+    drafter: st.Drafter, topologies: Mapping[str, st.TreeTopology | str], prefix: str = ""
 ) -> list[Method]:
     """A method for each topology, all with one drafter."""
     return [Method(prefix + name, drafter, topology) for name, topology in topologies.items()]
+
+
+def auto(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
+    """Is a tree for each step as fast as the best fixed one, and never slower than none?"""
+    random = st.HybridLM(pair.draft.config, rngs=nnx.Rngs(0)).packed()
+    heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
+    drafters = {
+        "draft model": st.ModelDrafter(pair.draft),
+        "random draft": st.ModelDrafter(random),
+        "prompt lookup": st.NgramDrafter(),
+        "Medusa": st.MedusaDrafter(pair.target, heads),
+    }
+    for name, drafter in drafters.items():
+        yield from trees(drafter, TWO_DEFAULTS | {"auto": "auto"}, f"{name}, ")
 
 
 def batch(pair: Pair, at: float, options: argparse.Namespace) -> Ways:
@@ -125,7 +142,7 @@ def temperature(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[
 
 
 COMPARISONS: dict[str, Callable[[Pair, float, argparse.Namespace], Ways]] = {
-    each.__name__: each for each in (batch, hierarchical, medusa, precision, temperature)
+    each.__name__: each for each in (auto, batch, hierarchical, medusa, precision, temperature)
 }
 OPTIONS = {"comparison": {"choices": [*COMPARISONS]}, **COMPARED, "--rows": (1,)}
 OPTIONS |= dict.fromkeys(("--heads", "--mtp", "--small"))

@@ -109,14 +109,15 @@ def generate(
     with dispatch.on(model):
         state = _started(request, model, n, after)
         drafter, most, taught = request.drafter, None, ""
-        if drafter is not None and drafter.choices:
+        choices = () if drafter is None else drafter.choices
+        if choices:
             state, taught = prepared(decoder, model, drafter, state, request)
             most = MAX_STEPS  # the program that was timed
         state = decoder.run(model, drafter, state, request.limits, request.sampling, most)
     calls_by_tree = None
     if taught:
         calls = teach(taught, state.drafter.choosing)
-        calls_by_tree = dict(zip(request.drafter.choices, calls.tolist(), strict=True))
+        calls_by_tree = dict(zip(choices, calls.tolist(), strict=True))
     ended = Ended.of(state, request.limits, len(request.rows))
     cache = state.cache if return_cache else None
     prefix = None

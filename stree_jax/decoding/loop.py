@@ -275,8 +275,9 @@ class SpeculativeDecoder:
                 0, self.steps_per_sync, step, state, unroll=min(2, self.steps_per_sync)
             )
 
-        if drafter is not None and drafter.choices:
-            state = drafter.run(state, unfinished, self.verifier, model, limits, sampling)
+        auto: Any = drafter
+        if drafter is not None and drafter.choices:  # then it is an `AutoDrafter`
+            state = auto.run(state, unfinished, self.verifier, model, limits, sampling)
         else:
             state = lax.while_loop(unfinished, some_steps, state)
         cache = model.replay(state.cache, state.pending, state.path)
@@ -295,8 +296,9 @@ class SpeculativeDecoder:
     ) -> tuple[DecodeState, DraftTree, Verdict]:
         """One iteration of `run`, for streaming and inspection."""
         limits, sampling = checked_settings(limits, sampling, len(state.done))
+        auto: Any = drafter
         if drafter is not None and drafter.choices:
-            return drafter.step(state, self.verifier, model, limits, sampling)
+            return auto.step(state, self.verifier, model, limits, sampling)
         return decode_step(self.topology, self.verifier, model, drafter, state, limits, sampling)
 
 

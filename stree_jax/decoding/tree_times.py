@@ -64,13 +64,17 @@ def teach(name: str, choosing: Choosing) -> np.ndarray:
     kept = np.minimum(1, KNOWN / np.maximum(tried, 1e-9))
     _taught[name] = {"tried": kept * tried, "accepted": kept * accepted}
     _taught[name] |= {each: getattr(choosing, each).max() for each in ("pause", "rest", "trial")}
-    return choosing.counts.sum(axis=0)
+    return np.asarray(choosing.counts).sum(axis=0)
 
 
 def _measured(
     decoder: SpeculativeDecoder, model: HybridLM, auto: Any, state: DecodeState, request: Any
 ) -> list[float] | None:
-    """Seconds of a step with each tree; None if there is no room for as many steps."""
+    """Seconds of a step with each tree; None if there is no room for three steps."""
+    longest = int(on_host(state.context.length).max())
+    room = (decoder.max_length - longest) // (decoder.topology.depth + 1)
+    if room < 3:
+        return None
     limits = request.limits
     never = jnp.full_like(limits.max_new_tokens, 2**30), jnp.full_like(limits.eos_tokens, -1)
     limits = limits._replace(max_new_tokens=never[0], eos_tokens=never[1])
@@ -88,14 +92,14 @@ def _measured(
 
     for _ in range(2):  # the first compiles
         one, _ = seconds(len(auto.choices) - 1, 1)
-    most = int(np.clip(SECONDS / one, 3, MOST_STEPS))
+    most = min(int(np.clip(SECONDS / one, 3, MOST_STEPS)), room)
     found: list[list[float]] = []
     for _ in range(ROUNDS):
         times = []
         for number in range(len(auto.choices)):
             (short, few), (long, more) = seconds(number, 1), seconds(number, most)
-            if more < most:
-                return None
+            if more < most:  # a stop has ended all rows: the guess stays
+                return auto.costs.tolist()
             times.append((long - short) / (more - few))
         found.append(times)
         if one > SECONDS:

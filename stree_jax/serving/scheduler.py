@@ -77,7 +77,7 @@ class Scheduler:
         rows: int,
         max_length: int,
         drafter: Drafter | None = None,
-        topology: TreeTopology | None = None,
+        topology: TreeTopology | Any | None = None,
         verifier: str | Verifier | None = None,
         quantum: int = 32,
         prefill_tokens: int | None = 512,
