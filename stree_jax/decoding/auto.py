@@ -36,7 +36,7 @@ from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
 # The first without drafts, the last with as many nodes, levels and inner nodes as any. A program
-# has a branch for each.
+# has a loop for each.
 TREES = TreeTopology.chain(0), TreeTopology.chain(2), TreeTopology.default(), TreeTopology.chain(4)
 KEPT = 0.98  # of an average, when a draft was accepted or not
 SURE = 4.0  # drafts that count as much as what is expected before any
@@ -45,6 +45,7 @@ NEXT_RATE = 0.3  # of the others, relative to how often the best is wrong
 WORSE = 0.98  # the value of the best tree, relative to no drafts, below which drafts rest
 PAUSE, LONGEST_PAUSE = 32, 1024  # steps until the next trial
 TRIAL = 2  # steps of a trial
+AGED = 5.0  # drafts before a trial that count in it, of each depth and rank
 WINDOW = 16  # tokens that a draft model reads at once when it has missed some
 
 
@@ -167,6 +168,7 @@ class AutoDrafter(Drafter):
         )
         rests, tries = rest > 0, (rest == 0) & (trial > 0)
         ends = ~rests & ~tries & ~pays
+        aged = jnp.where(rest == 1, jnp.minimum(1, AGED / jnp.maximum(choosing.tried, 1)), 1)
         pause = jnp.where(ends, jnp.clip(2 * pause, PAUSE, LONGEST_PAUSE), pause)
         pause = jnp.where(~rests & ~tries & pays, 0, pause)
         trial = jnp.where(ends, TRIAL, jnp.where(tries, trial - 1, trial))
@@ -175,6 +177,7 @@ class AutoDrafter(Drafter):
         number = jnp.where(forced >= 0, forced, number)
         of_all = {"number": number, "pause": pause, "rest": rest, "trial": trial}
         rows = {name: jnp.full_like(choosing.number, part) for name, part in of_all.items()}
+        rows |= {"tried": aged * choosing.tried, "accepted": aged * choosing.accepted}
         return state._replace(drafter=state.drafter._replace(choosing=choosing._replace(**rows)))
 
     def caught_up(self, state: DecodeState) -> DecodeState:

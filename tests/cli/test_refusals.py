@@ -10,6 +10,7 @@ from stree_jax.measuring import methods
 LONG = "a" * 5000
 LINES = {  # one that begins with an option is of `generate TARGET`
     "tree oak": "'oak' is not a tree",
+    "tree auto": "auto has no shape",
     "generate nowhere -p x": "no checkpoint at nowhere",
     "generate {target}": "give either --prompt TEXT or --prompts FILE.jsonl",
     "-p x --prompts x": "give either --prompt TEXT",

@@ -65,7 +65,9 @@ def steps(model, drafter, numbers, **options):
 
 
 @pytest.mark.parametrize("name", ["model", "prompt lookup", "head"])
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param(SAMPLED, marks=pytest.mark.thorough)], ids=["greedy", "sampled"]
+)
 def test_the_text_is_that_of_no_drafts_with_any_tree_at_any_step(name, options, model):
     numbers = np.random.default_rng(0).integers(0, len(TREES), 2 * NEW).tolist()
     want = st.generate(model, PROMPTS, max_new_tokens=NEW, eos_token=(), **options)
@@ -97,6 +99,21 @@ def test_a_good_draft_gets_the_longest_chain_and_a_bad_one_nothing(noise, often,
     calls = out.stats.calls_by_tree
     assert sum(calls.values()) == out.stats.num_target_calls
     assert calls[often] >= 0.9 * out.stats.num_target_calls
+
+
+def test_a_trial_finds_out_that_drafts_pay_again(model):
+    """They failed for long, and would all be accepted now."""
+    request = plan(model, PROMPTS, drafter=st.ModelDrafter(model), topology="auto", eos_token=())
+    decoder, drafter = request.decoder, request.drafter
+    state = decoder.start(model, drafter, request.context, request.keys)
+    choosing = state.drafter.choosing
+    failed = {"tried": choosing.tried + 50, "rest": choosing.rest + 1}
+    failed |= {"pause": choosing.pause + 64, "trial": choosing.trial + 2}
+    state = state._replace(drafter=state.drafter._replace(choosing=choosing._replace(**failed)))
+    state = decoder.run(model, drafter, state, request.limits, request.sampling, 8)
+    counts = np.asarray(state.drafter.choosing.counts)
+    assert counts[:, 0].tolist() == [1] * len(PROMPTS)
+    assert (np.asarray(state.drafter.choosing.pause) == 0).all()
 
 
 def test_streams_and_texts_that_go_on(model):
