@@ -12,10 +12,10 @@ CEILINGS = {
     "stree_jax/*.py": 24_489,
     "pallas_kernels/*.py": 7_400,
     "convert/*.py": 5_586,
-    "tests/*.py": 25_118,
+    "tests/*.py": 25_119,
     "benchmarks/*.py": 4_774,
     "*.cc *.h": 2_747,
-    "benchmarks/results": 11_140,
+    "benchmarks/results": 11_160,
 }
 
 

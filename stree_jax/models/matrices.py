@@ -99,10 +99,11 @@ class Storage:
         """See `Matrix`.
 
         XLA's default for float32 on a GPU is TF32. Asked for more in bfloat16 too, which has no
-        more, it took twice as long for the products of a single row.
+        more, it took twice as long for the products of a single row. (In 8 bits it multiplies such
+        a row without writing the matrix in bfloat16 first; no device has timed that.)
         """
         x, matrix = self.operand(x)
-        exact = jnp.result_type(x, matrix) == jnp.float32
+        exact = jnp.result_type(x, matrix) == jnp.float32 or self.is_quantized
 
         def product(x: Array) -> Array:
             return jnp.tensordot(
@@ -113,7 +114,8 @@ class Storage:
                 preferred_element_type=jnp.float32 if wide else None,
             )
 
-        return _of_rows(product, x if wide else x.astype(matrix.dtype), matrix.size)
+        is_small = matrix.size < _SMALL and not self.is_quantized
+        return _of_rows(product, x if wide else x.astype(matrix.dtype), is_small)
 
     def rows(self, index: Array, shard: Part) -> Array:
         """Rows of a table, of which a shard has some."""
@@ -216,14 +218,14 @@ def _turned(matrix: Any, axis: int) -> Any:
 _SMALL = 10**7  # weights; XLA's limit
 
 
-def _of_rows(product: Callable[[Array], Array], x: Array, weights: int) -> Array:
+def _of_rows(product: Callable[[Array], Array], x: Array, is_small: bool) -> Array:
     """A product of rows; of two at least where XLA multiplies one without its matrix units.
 
     On a TPU that takes longer than reading the matrix. On a GPU XLA does it to small matrices: it
     writes all products, and adds them up. A step of Qwen3.5-0.8B took 1.28 times as long (H200).
     """
     on_gpu = dispatch.default_device().platform == "gpu"
-    slow = dispatch.on_tpu() or (on_gpu and weights < _SMALL)
+    slow = dispatch.on_tpu() or (on_gpu and is_small)
     if x.ndim < 2 or math.prod(x.shape[:-1]) != 1 or not slow:
         return product(x)
     return product(jnp.pad(x, [(0, 1), *[(0, 0)] * (x.ndim - 1)]))[:1]
