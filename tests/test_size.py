@@ -15,7 +15,7 @@ CEILINGS = {
     "tests/*.py": 25_119,
     "benchmarks/*.py": 4_774,
     "*.cc *.h": 2_747,
-    "benchmarks/results": 11_160,
+    "benchmarks/results": 11_201,
 }
 
 
