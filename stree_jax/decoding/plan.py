@@ -241,7 +241,7 @@ def _chosen_in_steps(
 ) -> tuple[None, Drafter | None]:
     """The drafter with a tree for each step; without a drafter there is nothing to choose."""
     if topology != "auto":
-        raise ValueError(f'topology must be a TreeTopology or "auto", got {shown(topology)}')
+        raise ValueError(f"topology must be a TreeTopology, got {shown(topology)}")
     if model.partition is not ONE_DEVICE:
         raise ValueError('topology = "auto" is for one device: on a mesh name a tree')
     return None, None if drafter is None else AutoDrafter(drafter)

@@ -139,7 +139,7 @@ def test_what_it_refuses(model):
         with pytest.raises(ValueError, match=message):
             st.generate(model, PROMPTS, **{"drafter": drafter, "topology": "auto"} | options)
 
-    refused('topology must be a TreeTopology or "auto"', topology="best")
+    refused("topology must be a TreeTopology, got 'best'", topology="best")
     tested = {"drafter": st.ModelDrafter(model, child_sampling="iid"), "verifier": "multi_step"}
     refused("with verifier 'multi_step', whose texts depend on the tree", **tested, **SAMPLED)
     refused("DynamicDrafter chooses the shape", drafter=st.DynamicDrafter(model))
