@@ -9,11 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lines of what git would track, by its patterns. A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 24_489,
+    "stree_jax/*.py": 24_464,
     "pallas_kernels/*.py": 7_400,
     "convert/*.py": 5_586,
     "tests/*.py": 25_119,
-    "benchmarks/*.py": 4_774,
+    "benchmarks/*.py": 4_777,
     "*.cc *.h": 2_747,
     "benchmarks/results": 11_201,
 }

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.array_types import Array, Bool, Float, Float32, Int
+from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding.drafters.base import Drafter, root_only
 from stree_jax.decoding.step import decode_step
+from stree_jax.decoding.text.prefix import with_capacity
 from stree_jax.decoding.types import (
     DecodeState,
     DraftTree,
@@ -132,10 +133,31 @@ class AutoDrafter(Drafter):
     def propose(
         self, state: AutoState, step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, AutoState]:
-        raise ValueError("an AutoDrafter drafts in `SpeculativeDecoder.run` and `step` alone")
+        """See `Drafter`; `topology` is one of the trees."""
+        if topology.num_nodes == 1:
+            return root_only(step.context), state
+        draft, new = self.drafter.propose(state.drafter, step, topology)
+        return draft, state._replace(drafter=with_capacity(new, state.drafter))
 
-    def commit(self, state: AutoState, *others: Any) -> AutoState:
-        raise ValueError("an AutoDrafter drafts in `SpeculativeDecoder.run` and `step` alone")
+    def commit(
+        self,
+        state: AutoState,
+        draft: DraftTree,
+        verdict: Verdict,
+        hidden: Array,
+        topology: TreeTopology,
+    ) -> AutoState:
+        """See `Drafter`; counts what was accepted."""
+        own, active = state.drafter, verdict.last >= 0
+        choosing = _counted(state.choosing, topology, draft, verdict.last)
+        if topology.num_nodes == 1 and self.catches_up:  # it reads the token when it is asked again
+            choosing = choosing._replace(behind=choosing.behind + active.astype(jnp.int32))
+        else:
+            new = self.drafter.commit(own, draft, verdict, hidden, topology)
+            own = with_capacity(new, own)
+        number = self.choices.index(topology)
+        counts = choosing.counts.at[:, number].add(active.astype(jnp.int32))
+        return AutoState(own, choosing._replace(counts=counts))
 
     def expected(self, choosing: Choosing) -> Float32[Array, "B K"]:
         """Tokens that a step with each tree is expected to emit."""
@@ -149,10 +171,8 @@ class AutoDrafter(Drafter):
         totals = []
         for tree in self.choices:
             reached = [jnp.ones_like(best)]
-            for node in range(1, tree.num_nodes):
-                parent = tree.parents[node]
-                rank = tree.children[parent].index(node)
-                reached.append(reached[parent] * rates[tree.depths[parent]][:, rank])
+            for parent, depth, rank in _drafts(tree):
+                reached.append(reached[parent] * rates[depth][:, rank])
             totals.append(sum(reached))
         return jnp.stack(totals, axis=1)
 
@@ -203,32 +223,13 @@ class AutoDrafter(Drafter):
     def step_with(
         self, number: int, verifier: Verifier, model: HybridLM, limits: Limits, sampling: Sampling
     ) -> Callable[[DecodeState], tuple[DecodeState, DraftTree, Verdict]]:
-        """`decode_step` with one of the trees; the draft has room for the largest."""
-        tree, largest = self.choices[number], self.choices[-1]
-        one = _OneTree(self.drafter, tree)
+        """`decode_step` with one of the trees; the state has room for the largest."""
+        tree = self.choices[number]
 
         def step(state: DecodeState) -> tuple[DecodeState, DraftTree, Verdict]:
-            own, choosing = state.drafter
-            before = state._replace(drafter=own)
-            new, draft, verdict = decode_step(tree, verifier, model, one, before, limits, sampling)
-            seen = _seen(tree, draft, verdict, ~state.done, choosing.tried)
-            tried, accepted = (
-                jnp.where(seen[0] > 0, KEPT, 1.0) * part + added
-                for part, added in zip((choosing.tried, choosing.accepted), seen, strict=True)
-            )
-            missed = new.emitted - state.emitted if self.catches_up and number == 0 else 0
-            choosing = choosing._replace(
-                behind=choosing.behind + missed,
-                tried=tried,
-                accepted=accepted,
-                counts=choosing.counts.at[:, number].add((~state.done).astype(jnp.int32)),
-            )
-            new = with_room(new, before)._replace(drafter=AutoState(new.drafter, choosing))
-            shape = len(state.done), largest.num_nodes
-            room = jnp.zeros(shape, jnp.int32), largest.tree(jnp.zeros(shape, bool))
-            tokens, nodes = with_room((draft.tokens, draft.tree), room)
-            none = jnp.full(largest.num_nodes, -1, jnp.int32)
-            return new, DraftTree(tokens, nodes, None, none, draft.finite), verdict
+            new, draft, verdict = decode_step(tree, verifier, model, self, state, limits, sampling)
+            of_tree = with_capacity((new.pending, new.path), (state.pending, state.path))
+            return new._replace(pending=of_tree[0], path=of_tree[1]), draft, verdict
 
         return step
 
@@ -256,65 +257,43 @@ class AutoDrafter(Drafter):
     def step(self, state: DecodeState, *arguments: Any) -> tuple[DecodeState, DraftTree, Verdict]:
         """One step, with the tree that is chosen; arguments are those of `step_with`."""
         state = self.caught_up(self.chosen(state))
-        steps = [self.step_with(number, *arguments) for number in range(len(self.choices))]
+        nodes = len(state.done), self.choices[-1].num_nodes
+        room = jnp.zeros(nodes, jnp.int32), self.choices[-1].tree(jnp.zeros(nodes, bool))
+
+        def step_with(number: int) -> Callable[[DecodeState], Any]:
+            def step(state: DecodeState) -> tuple[DecodeState, DraftTree, Verdict]:
+                new, draft, verdict = self.step_with(number, *arguments)(state)
+                tokens, tree = with_capacity((draft.tokens, draft.tree), room)
+                none = jnp.full(nodes[1], -1, jnp.int32)
+                return new, DraftTree(tokens, tree, None, none, draft.finite), verdict
+
+            return step
+
+        steps = [step_with(number) for number in range(len(self.choices))]
         return lax.switch(state.drafter.choosing.number[0], steps, state)
 
 
-class _OneTree(Drafter):
-    """A drafter in a step with one of its trees; its state has room for the largest."""
-
-    def __init__(self, drafter: Drafter, tree: TreeTopology):
-        self.drafter, self.tree = drafter, tree
-        self.inner_layers = drafter.inner_layers
-
-    def default_topology(self) -> TreeTopology:
-        return self.tree
-
-    def init(self, batch: int, topology: TreeTopology, max_length: int) -> Any: ...
-
-    def read(self, state: Any, tokens: Array, hidden: Any, lengths: Array) -> Any: ...
-
-    def propose(self, state: Any, step: Step, topology: TreeTopology) -> tuple[DraftTree, Any]:
-        if topology.num_nodes == 1:
-            return root_only(step.context), state
-        draft, new = self.drafter.propose(state, step, topology)
-        return draft, with_room(new, state)
-
-    def commit(
-        self, state: Any, draft: DraftTree, verdict: Verdict, hidden: Array, topology: TreeTopology
-    ) -> Any:
-        if topology.num_nodes == 1 and self.inner_layers is None:
-            return state  # it reads the token when it is asked again
-        return with_room(self.drafter.commit(state, draft, verdict, hidden, topology), state)
-
-
-def with_room(value: Any, like: Any) -> Any:
-    """Arrays padded with zeros to the shapes of others."""
-
-    def padded(leaf: Array, want: Array) -> Array:
-        if leaf.shape == want.shape:
-            return leaf
-        rest = zip(leaf.shape, want.shape, strict=True)
-        return jnp.pad(leaf, [(0, more - size) for size, more in rest])
-
-    return jax.tree.map(padded, value, like)
-
-
-def _seen(
-    tree: TreeTopology, draft: DraftTree, verdict: Verdict, active: Bool[Array, " B"], like: Array
-) -> tuple[Array, Array]:
-    """Drafts by depth and rank: those below an accepted node, and the accepted ones."""
-    depth, ranks = like.shape[1:]
-    parents = np.array(tree.parents[1:], np.int32)
-    place = [
-        tree.depths[parent] * ranks + tree.children[parent].index(node + 1)
-        for node, parent in enumerate(parents.tolist())
+def _drafts(tree: TreeTopology) -> list[tuple[int, int, int]]:
+    """The parent of each node but the root, its depth, and the node's rank among its children."""
+    return [
+        (parent, tree.depths[parent], tree.children[parent].index(node))
+        for node, parent in enumerate(tree.parents[1:], 1)
     ]
-    which = jnp.asarray(np.eye(depth * ranks, dtype=np.float32)[np.array(place, np.int32)])
-    path = draft.tree.on_path(jnp.maximum(verdict.last, 0)) & active[:, None]
-    counted = path[:, parents], path[:, 1:]
+
+
+def _counted(
+    choosing: Choosing, tree: TreeTopology, draft: DraftTree, last: Int[Array, " B"]
+) -> Choosing:
+    """With the drafts below an accepted node, and the accepted ones, of rows that took part."""
+    shape = choosing.tried.shape
+    drafts = np.array(_drafts(tree), np.int32).reshape(-1, 3)
+    places = np.eye(shape[1] * shape[2], dtype=np.float32)[drafts[:, 1] * shape[2] + drafts[:, 2]]
+    path = draft.tree.on_path(jnp.maximum(last, 0)) & (last >= 0)[:, None]
     tried, accepted = (
-        (part.astype(jnp.float32) @ which.reshape(-1, depth * ranks)).reshape(like.shape)
-        for part in counted
+        (part.astype(jnp.float32) @ places).reshape(shape)
+        for part in (path[:, drafts[:, 0]], path[:, 1:])
     )
-    return tried, accepted
+    kept = jnp.where(tried > 0, KEPT, 1.0)
+    return choosing._replace(
+        tried=kept * choosing.tried + tried, accepted=kept * choosing.accepted + accepted
+    )

@@ -4,8 +4,12 @@ They are kept for a machine, a target, a drafter and a number of rows, in memory
 compilation cache.
 """
 
+import contextlib
 import hashlib
 import json
+import os
+import platform
+import re
 import time
 import warnings
 import weakref
@@ -17,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
+from stree_jax.checkpoint.directories import write_text
 from stree_jax.decoding.auto import AutoDrafter, Choosing
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.types import DecodeState
@@ -115,19 +120,18 @@ def _name(model: HybridLM, auto: AutoDrafter, state: DecodeState, sampling: Any)
         leaves, structure = jax.tree.flatten((model, auto.drafter))
         shapes = [(jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves]
         device = dispatch.device_of(model)
-        machine = jax.__version__, device.device_kind, dispatch.explain(device), _processor()
-        what = repr((machine, key, str(structure), shapes))
+        machine = jax.__version__, device.device_kind, dispatch.explain(device), os.cpu_count()
+        what = repr((machine, processor(), key, str(structure), shapes))
         names[key] = hashlib.sha256(what.encode()).hexdigest()[:32]
     return names[key]
 
 
-def _processor() -> str:
-    """The processor's name, where Linux says it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return str([line for line in lines if line.startswith("model name")])
+def processor() -> str:
+    """The processor's name."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    return platform.processor()
 
 
 def _file(name: str) -> Path | None:
@@ -152,8 +156,5 @@ def _stored(name: str, number: int) -> list[float] | None:
 
 def _store(name: str, times: list[float]) -> None:
     if (path := _file(name)) is not None:
-        try:
-            path.with_suffix(".new").write_text(json.dumps({"seconds": times}))
-            path.with_suffix(".new").replace(path)
-        except OSError:  # as jax does: the next process measures again
-            pass
+        with contextlib.suppress(OSError):  # as jax does: the next process measures again
+            write_text(path, json.dumps({"seconds": times}))

@@ -1,19 +1,18 @@
 """The clock: calls timed in turns, round by round; what a machine and a program are."""
 
-import contextlib
 import datetime
 import itertools
 import os
 import platform
 import random
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+
+from stree_jax.decoding.tree_times import processor
 
 Item = TypeVar("Item")
 Output = TypeVar("Output")
@@ -87,13 +86,9 @@ def memory_of(compiled: Any) -> dict[str, int]:
 
 def machine() -> dict[str, Any]:
     """The machine and the versions, as they are recorded with what was measured."""
-    processor = platform.processor()
-    with contextlib.suppress(OSError):
-        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
-            processor = found[1]
     return {
         "device": jax.devices()[0].device_kind,
-        "processor": processor,
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "load_average": round(os.getloadavg()[0], 2),
         "jax": jax.__version__,
