@@ -142,7 +142,10 @@ def of_models(sizes: Sizes) -> Rows:
         tokens = [jnp.asarray(rng.integers(config.vocab_size, size=shape)) for shape in shapes]
         models = {each: running(model, each) for each in ("xla", sizes.kernel)}
         models["truth"] = running(model, "xla", jnp.float32)
-        lowered = {each: text_logits.lower(own, *tokens) for each, own in models.items()}
+        lowered = {}
+        for each, own in models.items():
+            with jax.default_matmul_precision("highest" if each == "truth" else None):
+                lowered[each] = text_logits.lower(own, *tokens)
         programs = side_by_side({each: low.compile for each, low in lowered.items()})
         calls = {each: functools.partial(programs[each], models[each], *tokens) for each in models}
         truth, errors, changed = calls.pop("truth")(), dict[str, float](), dict[str, int]()
