@@ -25,6 +25,7 @@ GREEDY = f"{SIZES} --temperatures 0"
 SMALLEST = {
     "decode": (GREEDY, "decoding tau speed_up accepted_per_depth"),
     "peer": (SIZES, "methods times_transformers identical_prompts"),
+    "methods auto": (GREEDY, "decoding tau speed_up identical"),
     "methods batch": (f"--rows 2 {GREEDY} --prompts 2", "decoding rows tau speed_up"),
     "methods hierarchical": (f"{GREEDY} --small SMALL", "decoding tau speed_up"),
     "methods medusa": (f"{SIZES} --temperatures 1", "decoding tau speed_up identical"),
@@ -50,6 +51,7 @@ QUICK = ("methods batch", "tree_size")
 TREES = {"tree A": st.TreeTopology.from_branching((2,))}
 SMALLER = {
     "decode.PAPER_TREES": TREES,
+    "methods.TWO_DEFAULTS": TREES,
     "methods.TWO_TREES": TREES,
     "methods.PAPER_TREES": {"tree B": TREES["tree A"]},
     "methods.RULES": dict(itertools.islice(methods.RULES.items(), 1, 3)),
