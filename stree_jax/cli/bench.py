@@ -93,8 +93,8 @@ def tuned_tree() -> str:
 
 def name_of(spec: str, tree: Any) -> str:
     """What a table calls a tree."""
-    if tree == "auto":
-        return spec
+    if spec.startswith("auto"):
+        return spec.partition("@")[0]
     is_dynamic = kind_of(spec) in ("beam", "budget")
     if not is_dynamic and tree == st.TreeTopology.chain(tree.depth):
         return f"chain of {tree.depth}"

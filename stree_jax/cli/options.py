@@ -129,8 +129,8 @@ class Decoding:
         None,
         help="Draft tree: chain:4, complete:2,3, branching:3,2,1, paper:A or parents:-1,0,0;"
         " beam:3,4 or budget:16,5 (dynamic), whose shape the draft chooses; auto: in each step none"
-        " or one of a few; @FILE of tune-tree. By default parents:-1,0,0,1,3; with --ngram"
-        " chain:4.",
+        " or one of a few; @FILE of tune-tree, auto@FILE for its few. By default"
+        " parents:-1,0,0,1,3; with --ngram chain:4.",
     )
     sharpness: float | None = Option(
         None, help="Sharpness of dynamic trees, by default 2.5; tune-tree fits it."

@@ -13,8 +13,8 @@ from stree_jax.tree import TreeTopology
 def run_tree(command: Tree) -> None:
     """Draws a tree."""
     topology = parse_tree(command.spec)
-    if topology == "auto":
-        raise ValueError("auto has no shape: it is one of several trees in each step")
+    if topology == "auto" or isinstance(topology, list):
+        raise ValueError(f"{command.spec} has no shape: it is one of several trees in each step")
     if topology is None:
         raise ValueError(f"{command.spec} says not to draft: there is no tree to print")
     console = Console(highlight=False)
@@ -35,10 +35,15 @@ def kind_of(spec: str) -> str:
 
 
 def parse_tree(spec: str) -> Any:
-    """Parses the specification of a tree; "auto"; None, not to draft, if it has its root alone."""
+    """Parses the specification of a tree; None, not to draft, if it has its root alone.
+
+    Of several trees, among which each step chooses, it is "auto" or a list.
+    """
     if spec == "auto":
         return spec
-    topology = _read(Path(spec[1:])) if spec.startswith("@") else _parsed(spec)
+    if spec.startswith("auto@"):
+        return _read(Path(spec[5:]), "trees")
+    topology = _read(Path(spec[1:]), "parents") if spec.startswith("@") else _parsed(spec)
     return None if topology is None or topology.num_nodes == 1 else topology
 
 
@@ -66,16 +71,17 @@ def _parsed(spec: str) -> TreeTopology:
     raise ValueError(
         f"{spec!r} is not a tree:"
         " use auto, chain:4, complete:2,3, branching:3,2,1, beam:3,4, budget:32,6, paper:A,"
-        " parents:-1,0,0 or the @FILE that tune-tree wrote"
+        " parents:-1,0,0, or @FILE or auto@FILE that tune-tree wrote"
     )
 
 
-def _read(path: Path) -> TreeTopology | None:
-    """The tree in a file of `stree-jax tune-tree`."""
+def _read(path: Path, field: str) -> Any:
+    """The tree or the trees in a file of `stree-jax tune-tree`."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        parents = content["parents"]
-        return None if parents is None else TreeTopology.from_parents(parents)
+        content = json.loads(path.read_text(encoding="utf-8"))[field]
+        if field == "trees":
+            return [TreeTopology.from_parents(parents) for parents in content]
+        return None if content is None else TreeTopology.from_parents(content)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -21,7 +21,7 @@ MORE_PROMPTS = (
 
 
 def run_tune_tree(command: TuneTree) -> None:
-    """Tunes, prints the report, and writes the tree to a file for `generate --tree @FILE`."""
+    """Tunes, prints the report, and writes a file for `generate --tree @FILE` or `auto@FILE`."""
     console, target = Console(highlight=False), command.target or str(st.demo_path("target"))
     is_bare = command.target is None and not (command.ngram or all_chosen(target, command))
     drafter = embedded_draft(command) if is_bare else chosen(target, command)
@@ -64,6 +64,7 @@ def run_tune_tree(command: TuneTree) -> None:
     if command.output is not None:
         content = {
             "parents": None if report.best is None else report.best.parents,
+            "trees": [tree.parents for tree in report.trees],
             "advice": report.advice,
             "sharpness": report.sharpness,
             "temperature": command.temperature,

@@ -3,15 +3,15 @@
 A text does not depend on the tree, so the tree may change at every step. A step takes the tree with
 the most expected tokens for its time: expected by how often drafts of each depth and rank were
 accepted, a moving average for each row; times are measured once for a pair, a machine and a number
-of rows. On a step that rows share their sum decides.
+of rows, with one of them running and with all. On a step that rows share their sum decides.
 
 Each tree has a loop of its own, which ends when another tree is chosen: branches inside of one loop
 copied all caches in each step. What depends on the tree's size has that of the largest. Without
 drafts a draft model does not run; when it is asked again it reads what it missed. While no
-tree pays one is tried for some steps, after pauses that double.
+tree pays one is tried now and then, after pauses that double and are long if a trial costs much.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,6 @@ from jax import lax
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding.drafters.base import Drafter, root_only
 from stree_jax.decoding.step import decode_step
-from stree_jax.decoding.text.prefix import with_capacity
 from stree_jax.decoding.types import (
     DecodeState,
     DraftTree,
@@ -33,21 +32,34 @@ from stree_jax.decoding.types import (
     Verdict,
 )
 from stree_jax.decoding.verifiers import Verifier
+from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
-# The first without drafts, the last with as many nodes, levels and inner nodes as any. A program
-# has a loop for each.
-TREES = TreeTopology.chain(0), TreeTopology.chain(2), TreeTopology.default(), TreeTopology.chain(4)
+# A program has a loop for each, and one without drafts.
+TREES = TreeTopology.chain(2), TreeTopology.default(), TreeTopology.chain(4)
 KEPT = 0.98  # of an average, when a draft was accepted or not
 SURE = 4.0  # drafts that count as much as what is expected before any
 FIRST_RATE = 0.6  # expected of the best draft for the next token; deeper ones are like those above
 NEXT_RATE = 0.3  # of the others, relative to how often the best is wrong
 WORSE = 0.98  # the value of the best tree, relative to no drafts, below which drafts rest
-PAUSE, LONGEST_PAUSE = 32, 1024  # steps until the next trial
-TRIAL = 2  # steps of a trial
+SHARE = 0.02  # of the time until a trial is what the first may cost
+SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps until the next trial
+TRIAL = 2  # drafted texts that make a trial: steps of one row, one step of more
 AGED = 5.0  # drafts before a trial that count in it, of each depth and rank
-WINDOW = 16  # tokens that a draft model reads at once when it has missed some
+WINDOW = 64  # tokens that a draft model reads at once when it has missed some
+
+
+def trees_of(topology: str | Sequence[TreeTopology]) -> Sequence[TreeTopology]:
+    """The trees of a topology that is several: "auto", or a list of them.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    trees = TREES if topology == "auto" else topology
+    if isinstance(trees, str) or not all(isinstance(tree, TreeTopology) for tree in trees):
+        raise ValueError(f"topology must be a TreeTopology, got {shown(topology)}")
+    return trees
 
 
 class Choosing(NamedTuple):
@@ -76,22 +88,28 @@ class AutoDrafter(Drafter):
 
     Args:
         drafter: the drafter.
-        choices: the trees, the first without drafts, the last as large in all as any.
-        costs: times of a step with each tree; only their ratios matter. None: a guess.
+        trees: the trees, beside none.
+        costs: times of a step with each tree, with one row and with all of them; only their
+            ratios matter. None: a guess.
+
+    Attributes:
+        rests: True if a draft model need not read a text before it is asked to draft.
     """
 
     def __init__(
         self,
         drafter: Drafter,
-        choices: tuple[TreeTopology, ...] = TREES,
-        costs: Float[Array, " K"] | Any = None,
+        trees: Sequence[TreeTopology] = TREES,
+        costs: Float[Array, "2 K"] | Any = None,
     ):
+        distinct = dict.fromkeys([TreeTopology.chain(0), *(tree.level_order() for tree in trees)])
+        self.choices = choices = tuple(distinct)
         if costs is None:  # where nothing was measured
-            costs = [1 + 0.06 * (tree.num_nodes - 1) + 0.15 * tree.depth for tree in choices]
+            costs = [[1 + 0.06 * (tree.num_nodes - 1) + 0.15 * tree.depth for tree in choices]] * 2
         self.drafter = drafter
         self.inner_layers = drafter.inner_layers
-        self.choices = choices
         self.costs: Any = np.asarray(costs, np.float32)
+        self.rests: Any = np.bool_(False)
 
     @property
     def catches_up(self) -> bool:
@@ -111,7 +129,8 @@ class AutoDrafter(Drafter):
             self.drafter.check(target, tree, temperature_is_zero=temperature_is_zero)
 
     def default_topology(self) -> TreeTopology:
-        return self.choices[-1]
+        """Returns one with as many nodes, levels and inner nodes as any of the trees."""
+        return TreeTopology.chain(max(tree.num_nodes for tree in self.choices) - 1)
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> AutoState:
         zeros = jnp.zeros(batch, jnp.int32)
@@ -126,9 +145,16 @@ class AutoDrafter(Drafter):
     def read(self, state: AutoState, tokens: Array, hidden: Any, lengths: Array) -> AutoState:
         """See `Drafter`. A row that is behind reads these tokens too when it catches up."""
         behind = state.choosing.behind
-        now = jnp.where(behind > 0, 0, lengths)
+        if not self.catches_up:
+            return state._replace(drafter=self.drafter.read(state.drafter, tokens, hidden, lengths))
+        now = jnp.where((behind > 0) | self.rests, 0, lengths)
         choosing = state.choosing._replace(behind=behind + (lengths - now).astype(jnp.int32))
-        return AutoState(self.drafter.read(state.drafter, tokens, hidden, now), choosing)
+        _, own = lax.while_loop(  # once or never: a branch would copy the caches
+            lambda carry: carry[0],
+            lambda carry: (carry[0] & False, self.drafter.read(carry[1], tokens, hidden, now)),
+            ((now > 0).any(), state.drafter),
+        )
+        return AutoState(own, choosing)
 
     def propose(
         self, state: AutoState, step: Step, topology: TreeTopology
@@ -137,7 +163,7 @@ class AutoDrafter(Drafter):
         if topology.num_nodes == 1:
             return root_only(step.context), state
         draft, new = self.drafter.propose(state.drafter, step, topology)
-        return draft, state._replace(drafter=with_capacity(new, state.drafter))
+        return draft, state._replace(drafter=_into(state.drafter, new))
 
     def commit(
         self,
@@ -154,7 +180,7 @@ class AutoDrafter(Drafter):
             choosing = choosing._replace(behind=choosing.behind + active.astype(jnp.int32))
         else:
             new = self.drafter.commit(own, draft, verdict, hidden, topology)
-            own = with_capacity(new, own)
+            own = _into(own, new)
         number = self.choices.index(topology)
         counts = choosing.counts.at[:, number].add(active.astype(jnp.int32))
         return AutoState(own, choosing._replace(counts=counts))
@@ -180,7 +206,9 @@ class AutoDrafter(Drafter):
         """The state with the number of the next step's tree."""
         choosing, active = state.drafter.choosing, ~state.done | state.done.all()
         tokens = jnp.where(active[:, None], self.expected(choosing), 0).sum(axis=0)
-        values = tokens / self.costs
+        share = (active.sum() - 1) / max(len(active) - 1, 1)
+        costs = (1 - share) * self.costs[0] + share * self.costs[1]
+        values = tokens / costs
         best = 1 + jnp.argmax(values[1:]).astype(jnp.int32)
         pays = values[best] >= WORSE * values[0]
         forced, pause, rest, trial = (
@@ -189,9 +217,12 @@ class AutoDrafter(Drafter):
         rests, tries = rest > 0, (rest == 0) & (trial > 0)
         ends = ~rests & ~tries & ~pays
         aged = jnp.where(rest == 1, jnp.minimum(1, AGED / jnp.maximum(choosing.tried, 1)), 1)
-        pause = jnp.where(ends, jnp.clip(2 * pause, PAUSE, LONGEST_PAUSE), pause)
+        steps = -(-TRIAL // jnp.minimum(active.sum(), TRIAL))
+        excess = steps * (costs[best] / costs[0] - 1) / SHARE
+        longer = jnp.maximum(2 * pause, excess.astype(jnp.int32))
+        pause = jnp.where(ends, jnp.clip(longer, SHORTEST_PAUSE, LONGEST_PAUSE), pause)
         pause = jnp.where(~rests & ~tries & pays, 0, pause)
-        trial = jnp.where(ends, TRIAL, jnp.where(tries, trial - 1, trial))
+        trial = jnp.where(ends, steps, jnp.where(tries, trial - 1, trial))
         rest = jnp.where(ends, pause, jnp.maximum(rest - 1, 0))
         number = jnp.where(rests | ends, 0, best)
         number = jnp.where(forced >= 0, forced, number)
@@ -228,7 +259,7 @@ class AutoDrafter(Drafter):
 
         def step(state: DecodeState) -> tuple[DecodeState, DraftTree, Verdict]:
             new, draft, verdict = decode_step(tree, verifier, model, self, state, limits, sampling)
-            of_tree = with_capacity((new.pending, new.path), (state.pending, state.path))
+            of_tree = _into((state.pending, state.path), (new.pending, new.path))
             return new._replace(pending=of_tree[0], path=of_tree[1]), draft, verdict
 
         return step
@@ -257,13 +288,14 @@ class AutoDrafter(Drafter):
     def step(self, state: DecodeState, *arguments: Any) -> tuple[DecodeState, DraftTree, Verdict]:
         """One step, with the tree that is chosen; arguments are those of `step_with`."""
         state = self.caught_up(self.chosen(state))
-        nodes = len(state.done), self.choices[-1].num_nodes
-        room = jnp.zeros(nodes, jnp.int32), self.choices[-1].tree(jnp.zeros(nodes, bool))
+        largest = self.default_topology()
+        nodes = len(state.done), largest.num_nodes
+        room = jnp.zeros(nodes, jnp.int32), largest.tree(jnp.zeros(nodes, bool))
 
         def step_with(number: int) -> Callable[[DecodeState], Any]:
             def step(state: DecodeState) -> tuple[DecodeState, DraftTree, Verdict]:
                 new, draft, verdict = self.step_with(number, *arguments)(state)
-                tokens, tree = with_capacity((draft.tokens, draft.tree), room)
+                tokens, tree = _into(room, (draft.tokens, draft.tree))
                 none = jnp.full(nodes[1], -1, jnp.int32)
                 return new, DraftTree(tokens, tree, None, none, draft.finite), verdict
 
@@ -297,3 +329,16 @@ def _counted(
     return choosing._replace(
         tried=kept * choosing.tried + tried, accepted=kept * choosing.accepted + accepted
     )
+
+
+def _into(arrays: Any, new: Any) -> Any:
+    """Arrays with the beginnings of all axes replaced, in place where nothing else reads them."""
+
+    def one(old: Array, new: Array) -> Array:
+        if new.shape == old.shape:
+            return new
+        if old.dtype == bool:  # a mask: what a smaller tree lacks is on no path
+            old = jnp.zeros_like(old)
+        return lax.dynamic_update_slice(old, new, (0,) * old.ndim)
+
+    return jax.tree.map(one, arrays, new)

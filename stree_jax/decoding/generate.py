@@ -15,8 +15,8 @@ from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
 from stree_jax.decoding.text.prefill import tokens_from
 from stree_jax.decoding.text.prefix import Prefix, check_origin, for_rows, origin_of, repeated
-from stree_jax.decoding.tree_times import prepared, teach
-from stree_jax.decoding.types import Context, DecodeState
+from stree_jax.decoding.tree_times import Experience
+from stree_jax.decoding.types import Context, DecodeState, Limits
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM, check_on_one_device
@@ -30,7 +30,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     drafter: Drafter | None = None,
-    topology: TreeTopology | str | None = None,
+    topology: TreeTopology | str | Sequence[TreeTopology] | None = None,
     verifier: str | Verifier | None = None,
     n: int = 1,
     after: Prefix | None = None,
@@ -57,8 +57,9 @@ def generate(
         model: the target.
         prompts: a list of token ids per row; lengths may differ.
         drafter: proposes the draft tokens; None: autoregressive decoding.
-        topology: the draft tree; None: the drafter's default; "auto": in each step none or one of
-            a few, whichever is expected to be the fastest (`stree_jax.decoding.auto`).
+        topology: the draft tree; None: the drafter's default; several: in each step none or one of
+            them, whichever is expected to be the fastest (`stree_jax.decoding.auto`), "auto": of
+            a few small ones.
         verifier: a name from `VERIFIERS` ("greedy", "target_only", "multi_step",
             "without_replacement", "traversal") or any `Verifier`; None: the one that fits drafter
             and temperature.
@@ -107,17 +108,20 @@ def generate(
     )
     request, decoder = request.placed(model.partition), request.decoder
     with dispatch.on(model):
-        state = _started(request, model, n, after)
-        drafter, most, taught = request.drafter, None, ""
-        choices = () if drafter is None else drafter.choices
-        if choices:
-            state, taught = prepared(decoder, model, drafter, state, request)
+        drafter, sampling = request.drafter, request.sampling
+        trees = _experience(request, model)
+        state = _started(request, model, n, after, trees)
+        most = None
+        if trees is not None:
+
+            def run(state: DecodeState, limits: Limits, steps: int) -> DecodeState:
+                return decoder.run(model, drafter, state, limits, sampling, steps)
+
+            trees.set_times(state, request.limits, run)
             most = MAX_STEPS  # the program that was timed
-        state = decoder.run(model, drafter, state, request.limits, request.sampling, most)
-    calls_by_tree = None
-    if taught:
-        calls = teach(taught, state.drafter.choosing)
-        calls_by_tree = dict(zip(choices, calls.tolist(), strict=True))
+        state = decoder.run(model, drafter, state, request.limits, sampling, most)
+    if trees is not None:
+        trees.teach(on_host(state.drafter.choosing))
     ended = Ended.of(state, request.limits, len(request.rows))
     cache = state.cache if return_cache else None
     prefix = None
@@ -127,7 +131,7 @@ def generate(
         context = Context(tokens[:, : decoder.max_length], length)
         origin = origin_of(model, request.drafter)
         prefix = Prefix(context, state.cache, state.drafter, origin)
-    return generation_of(ended, request, cache, prefix, calls_by_tree)
+    return generation_of(ended, request, cache, prefix)
 
 
 @spelled_out
@@ -137,7 +141,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     *,
     drafter: Drafter | None = None,
-    topology: TreeTopology | str | None = None,
+    topology: TreeTopology | str | Sequence[TreeTopology] | None = None,
     verifier: str | Verifier | None = None,
     lossy: bool = False,
     options: Options | Sequence[Options] | Any | None = None,
@@ -176,7 +180,10 @@ def stream(
 
     def steps() -> Iterator[list[Piece]]:
         with dispatch.on(model):
-            state = _started(request, model)
+            trees = _experience(request, model)
+            state = _started(request, model, trees=trees)
+            if trees is not None:  # the loop that would be timed is another program
+                trees.set_times(state, request.limits, None)
         start, done = on_host((request.context.length, state.done))
         pieces = [Pieces(row.stopping) for row in request.rows]
         while not done.all():
@@ -199,14 +206,27 @@ def stream(
                     given.append(pieces[i].take(tokens[i, : length[i] - start[i]].tolist()))
             yield given
             start = length
+        if trees is not None:
+            trees.teach(on_host(state.drafter.choosing))
         ended = Ended.of(state, request.limits, num_rows)
         generation_of(ended, request)  # raises if a row failed
 
     return steps()
 
 
+def _experience(request: Plan, model: HybridLM) -> Experience | None:
+    """That of a request's trees, if there is a choice."""
+    if request.drafter is None or not request.drafter.choices:
+        return None
+    return Experience(model, request.drafter, len(request.rows), request.sampling)
+
+
 def _started(
-    request: Plan, model: HybridLM, n: int = 1, after: Prefix | None = None
+    request: Plan,
+    model: HybridLM,
+    n: int = 1,
+    after: Prefix | None = None,
+    trees: Experience | None = None,
 ) -> DecodeState:
     """Every prompt is read once, and its row repeated; where a mesh cuts the rows, each is read."""
     decoder, drafter, num_rows = request.decoder, request.drafter, len(request.rows)
@@ -217,6 +237,8 @@ def _started(
     prefix = decoder.read(model, drafter, context, before)
     if times > 1:
         prefix = repeated(prefix, times)
+    if trees is not None:
+        prefix = prefix._replace(drafter=trees.begun(prefix.drafter, alone=True))
     callers = (model, drafter, request.context, request.keys, request.sampling, after)
     state = decoder.start_from(model, prefix, request.keys, request.sampling, callers)
     if len(state.done) > num_rows:  # those that pad the batch have ended

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
-from stree_jax.decoding.auto import AutoDrafter
+from stree_jax.decoding.auto import AutoDrafter, trees_of
 from stree_jax.decoding.drafters.base import (
     Drafter,
     draft_models,
@@ -102,7 +102,7 @@ def plan(
     options: Options | Sequence[Options] | Any | None = None,
     *,
     drafter: Drafter | None = None,
-    topology: TreeTopology | str | None = None,
+    topology: TreeTopology | str | Sequence[TreeTopology] | None = None,
     verifier: str | Verifier | None = None,
     n: int = 1,
     after: Prefix | None = None,
@@ -139,8 +139,8 @@ def plan(
     keys = row_keys(given[0] if isinstance(options, Options) else [*map(typed_key, given)], batch)
     _check_drafter(drafter)
     _check_placement(model, drafter)
-    if isinstance(topology, str):
-        topology, drafter = _chosen_in_steps(topology, drafter, model)
+    if isinstance(topology, str | Sequence):
+        drafter, topology = _chosen_in_steps(topology, drafter, model), None
     topology = _checked_topology(topology, drafter, vocab_size)
     drafter = with_tokens_of(drafter, model)
     if drafter is not None:
@@ -237,14 +237,13 @@ def _check_placement(model: HybridLM, drafter: Drafter | None) -> None:
 
 
 def _chosen_in_steps(
-    topology: str, drafter: Drafter | None, model: HybridLM
-) -> tuple[None, Drafter | None]:
+    topology: str | Sequence[TreeTopology], drafter: Drafter | None, model: HybridLM
+) -> Drafter | None:
     """The drafter with a tree for each step; without a drafter there is nothing to choose."""
-    if topology != "auto":
-        raise ValueError(f"topology must be a TreeTopology, got {shown(topology)}")
+    trees = trees_of(topology)
     if model.partition is not ONE_DEVICE:
-        raise ValueError('topology = "auto" is for one device: on a mesh name a tree')
-    return None, None if drafter is None else AutoDrafter(drafter)
+        raise ValueError(f"topology = {shown(topology)} is for one device: on a mesh name a tree")
+    return None if drafter is None else AutoDrafter(drafter, trees)
 
 
 def _checked_topology(

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from stree_jax.decoding.auto import AutoState
+from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.step import DRAFT_FAILED, NO_ROOM, RULED_OUT, TARGET_FAILED
 from stree_jax.decoding.stops import STOPPED, Stopping
@@ -154,12 +156,15 @@ class Ended(NamedTuple):
     log_probs: TokenLogProbs | None
     calls: np.ndarray | None
     eos_tokens: np.ndarray
+    by_tree: np.ndarray | None  # calls with each tree of `topology="auto"`
 
     @classmethod
     def of(cls, state: DecodeState, limits: Limits, num_rows: int | None = None) -> "Ended":
         """Returns that of the first rows. All processes of a mesh call this."""
-        taken = (getattr(state, name) for name in cls._fields[:-1])
-        return cls(*on_host((*taken, limits.eos_tokens), num_rows))
+        taken = (getattr(state, name) for name in cls._fields[:-2])
+        own = state.drafter
+        by_tree = own.choosing.counts if isinstance(own, AutoState) else None
+        return cls(*on_host((*taken, limits.eos_tokens, by_tree), num_rows))
 
     def new(self, row: int, stopping: Stopping) -> "NewTokens":
         """The new tokens of a row, up to its stop."""
@@ -198,7 +203,6 @@ def generation_of(
     request: Plan,
     cache: Cache | None = None,
     prefix: Prefix | None = None,
-    calls_by_tree: dict[TreeTopology, int] | None = None,
 ) -> Generation:
     """The result of a request's rows, padded to the largest `max_new_tokens` of all rows."""
     rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows)]
@@ -230,7 +234,7 @@ def generation_of(
     generation = Generation(
         padded(ended.context.tokens, [row.tokens for row in rows], PAD),
         np.array([len(row.tokens) for row in rows], np.int32),
-        dataclasses.replace(statistics_of(ended.statistics), calls_by_tree=calls_by_tree),
+        statistics_of(ended.statistics, request.drafter, ended.by_tree),
         cache,
         request.decoder.verifier.lossless,
         [row.finish_reason for row in rows],
@@ -275,8 +279,10 @@ def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:
     return f"{why} in row {row}, after {emitted[row]} new tokens; the row ended there"
 
 
-def statistics_of(statistics: Statistics) -> DecodeStatistics:
-    """Sums over rows, and the ratios."""
+def statistics_of(
+    statistics: Statistics, drafter: Drafter | None, by_tree: np.ndarray | None
+) -> DecodeStatistics:
+    """Sums over rows, and the ratios; of calls by tree with "auto"."""
     counts = jax.tree.map(np.asarray, statistics)
     calls, tokens = int(counts.target_calls.sum()), int(counts.emitted.sum())
     # A row that failed in its first step has no calls.
@@ -290,6 +296,9 @@ def statistics_of(statistics: Statistics) -> DecodeStatistics:
         accepted_per_depth=counts.accepted_per_depth.sum(axis=0),
         tau_per_row=counts.emitted / calls_per_row,
         target_calls_per_row=counts.target_calls,
+        calls_by_tree=None
+        if drafter is None or by_tree is None
+        else dict(zip(drafter.choices, by_tree.sum(axis=0).tolist(), strict=True)),
     )
 
 

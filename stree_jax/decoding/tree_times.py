@@ -1,11 +1,12 @@
 """Times of a step with each tree that `topology="auto"` chooses from, measured once.
 
 They are kept for a machine, a target, a drafter and a number of rows, in memory and beside jax's
-compilation cache.
+compilation cache. What texts taught about acceptance is kept in memory.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import re
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,8 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.checkpoint.directories import write_text
-from stree_jax.decoding.auto import AutoDrafter, Choosing
-from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.types import DecodeState
+from stree_jax.decoding.auto import AutoDrafter, AutoState, Choosing
+from stree_jax.decoding.types import DecodeState, Limits
 from stree_jax.mesh.hosts import on_host
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
@@ -33,89 +34,114 @@ ROUNDS = 5  # of which the medians count
 SECONDS = 0.1  # of the longer of two runs, whose difference counts
 MOST_STEPS = 24  # of it
 KNOWN = 16.0  # drafts of a depth and rank, of texts before, that count
-_times: dict[str, list[float]] = {}
+OF_ALL = "pause", "rest", "trial"  # what rows have in common
+_times: dict[str, np.ndarray] = {}
 _taught: dict[str, dict[str, Any]] = {}
 _names: Any = weakref.WeakKeyDictionary()  # of models, drafters, numbers of rows and settings
 
 
-def prepared(
-    decoder: SpeculativeDecoder, model: HybridLM, auto: Any, state: DecodeState, request: Any
-) -> tuple[DecodeState, str]:
-    """The state with what texts before taught, and a name for `teach`.
+Run = Callable[[DecodeState, Limits, int], DecodeState]
 
-    The request's drafter, which is its own, gets the times of its trees. The state is one before
-    the first step of rows.
+
+class Experience:
+    """What is known of the trees of `auto`: their times, and what texts before taught.
+
+    Args:
+        model: the target.
+        auto: the drafter, whose `rests` and `costs` are set.
+        num_rows: rows that decode together.
+        sampling: their settings.
     """
-    name, number = _name(model, auto, state, request.sampling), len(auto.choices)
-    times = _times.get(name) or _stored(name, number)
-    if times is None and (times := _measured(decoder, model, auto, state, request)) is not None:
-        _store(name, times)
-    if times is not None:
-        _times[name] = times
-        auto.costs = np.array(times, np.float32)
-    choosing = state.drafter.choosing
-    rows = {
-        field: np.broadcast_to(value, getattr(choosing, field).shape)
-        for field, value in _taught.get(name, {}).items()
-    }
-    choosing = choosing._replace(**rows)
-    return state._replace(drafter=state.drafter._replace(choosing=choosing)), name
+
+    def __init__(self, model: HybridLM, auto: AutoDrafter | Any, num_rows: int, sampling: Any):
+        self._auto = auto
+        self._name = _name(model, auto, num_rows, sampling)
+        auto.rests = np.bool_(_taught.get(self._name, {}).get("rest", 0) > 0)
+
+    def set_times(self, state: DecodeState, limits: Limits, run: Run | None) -> None:
+        """Gives the drafter the times of its trees, which are measured if nobody knows them.
+
+        Args:
+            state: rows that have a text, between two runs.
+            limits: of these rows.
+            run: the loop, from a state that it may overwrite, with limits and a number of steps;
+                None: nothing is measured.
+        """
+        times = _times.get(self._name)
+        if times is None:
+            times = _stored(self._name, len(self._auto.choices))
+        if times is None and run is not None:
+            times = _measured(self._auto, state, limits, run)
+            if times is not None:
+                _store(self._name, times)
+        if times is not None:
+            _times[self._name] = times
+            self._auto.costs = times.astype(np.float32)
+
+    def begun(self, state: AutoState, *, alone: bool) -> AutoState:
+        """The state of new rows, with what texts before taught; `alone`: no others run."""
+        choosing = state.choosing
+        taught: dict[str, Any] = {
+            field: np.broadcast_to(value, getattr(choosing, field).shape)
+            for field, value in _taught.get(self._name, {}).items()
+            if alone or field not in OF_ALL
+        }
+        counts = jnp.zeros_like(choosing.counts)
+        return state._replace(choosing=choosing._replace(**taught, counts=counts))
+
+    def teach(self, choosing: Choosing) -> None:
+        """Keeps for the next texts what those that have ended taught, arrays on the host."""
+        tried, accepted = choosing.tried.mean(axis=0), choosing.accepted.mean(axis=0)
+        kept = np.minimum(1, KNOWN / np.maximum(tried, 1e-9))
+        taught = {"tried": kept * tried, "accepted": kept * accepted}
+        taught |= {each: getattr(choosing, each).max() for each in OF_ALL}
+        _taught[self._name] = taught
+        self._auto.rests = np.bool_(taught["rest"] > 0)
 
 
-def teach(name: str, choosing: Choosing) -> np.ndarray:
-    """Keeps for the next texts what those that have ended taught; returns calls with each tree."""
-    choosing = on_host(choosing)
-    tried, accepted = choosing.tried.mean(axis=0), choosing.accepted.mean(axis=0)
-    kept = np.minimum(1, KNOWN / np.maximum(tried, 1e-9))
-    _taught[name] = {"tried": kept * tried, "accepted": kept * accepted}
-    _taught[name] |= {each: getattr(choosing, each).max() for each in ("pause", "rest", "trial")}
-    return np.asarray(choosing.counts).sum(axis=0)
-
-
-def _measured(
-    decoder: SpeculativeDecoder, model: HybridLM, auto: Any, state: DecodeState, request: Any
-) -> list[float] | None:
-    """Seconds of a step with each tree; None if there is no room for three steps."""
+def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -> np.ndarray | None:
+    """Seconds of a step with each tree, of one row and of all; None without room for 3 steps."""
+    num_rows, capacity = state.context.tokens.shape
     longest = int(on_host(state.context.length).max())
-    room = (decoder.max_length - longest) // (decoder.topology.depth + 1)
+    room = (capacity - longest) // (auto.default_topology().depth + 1) - 1
     if room < 3:
         return None
-    limits = request.limits
     never = jnp.full_like(limits.max_new_tokens, 2**30), jnp.full_like(limits.eos_tokens, -1)
     limits = limits._replace(max_new_tokens=never[0], eos_tokens=never[1])
 
-    def seconds(number: int, steps: int) -> tuple[float, int]:
+    def seconds(rows: int, number: int, steps: int) -> tuple[float, int]:
         own: Any = jax.tree.map(jnp.copy, state)
         forced = jnp.full_like(own.step, number)
         choosing = own.drafter.choosing._replace(forced=forced)
-        own = own._replace(drafter=own.drafter._replace(choosing=choosing))
+        done = jnp.arange(num_rows) >= rows
+        own = own._replace(drafter=own.drafter._replace(choosing=choosing), done=done)
         jax.block_until_ready(own)
-        began = time.perf_counter()
-        end = decoder.run(model, auto, own, limits, request.sampling, steps)
-        done = int(end.step[0])
-        return time.perf_counter() - began, done
+        began, first = time.perf_counter(), int(on_host(own.step)[0])
+        done_steps = int(on_host(run(own, limits, steps).step)[0]) - first
+        return time.perf_counter() - began, done_steps
 
     for _ in range(2):  # the first compiles
-        one, _ = seconds(len(auto.choices) - 1, 1)
+        one, _ = seconds(num_rows, len(auto.choices) - 1, 1)
     most = min(int(np.clip(SECONDS / one, 3, MOST_STEPS)), room)
-    found: list[list[float]] = []
+    loads = [1, num_rows] if num_rows > 1 else [1]
+    found: list[list[list[float]]] = []
     for _ in range(ROUNDS):
-        times = []
-        for number in range(len(auto.choices)):
-            (short, few), (long, more) = seconds(number, 1), seconds(number, most)
+        times: list[list[float]] = [[] for _ in loads]
+        for (load, rows), number in itertools.product(enumerate(loads), range(len(auto.choices))):
+            (short, few), (long, more) = (seconds(rows, number, n) for n in (1, most))
             if more < most:  # a stop has ended all rows: the guess stays
-                return auto.costs.tolist()
-            times.append((long - short) / (more - few))
+                return np.asarray(auto.costs)
+            times[load].append((long - short) / (more - few))
         found.append(times)
         if one > SECONDS:
             break
-    return [max(float(each), 1e-9) for each in np.median(found, axis=0)]
+    return np.maximum(np.median(found, axis=0)[[0, -1]], 1e-9)
 
 
-def _name(model: HybridLM, auto: AutoDrafter, state: DecodeState, sampling: Any) -> str:
+def _name(model: HybridLM, auto: AutoDrafter, num_rows: int, sampling: Any) -> str:
     """A fingerprint of what the times depend on; made once, it takes longer than a step."""
     names = _names.setdefault(model, weakref.WeakKeyDictionary()).setdefault(auto.drafter, {})
-    key = auto.choices, len(state.done), jax.tree.structure(sampling)
+    key = auto.choices, num_rows, jax.tree.structure(sampling)
     if key not in names:
         leaves, structure = jax.tree.flatten((model, auto.drafter))
         shapes = [(jnp.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves]
@@ -140,13 +166,13 @@ def _file(name: str) -> Path | None:
     return Path(folder) / f"tree-times-{name}.json" if folder else None
 
 
-def _stored(name: str, number: int) -> list[float] | None:
+def _stored(name: str, number: int) -> np.ndarray | None:
     """What an earlier process measured; a damaged file is measured again."""
     if (path := _file(name)) is None or not path.exists():
         return None
     try:
-        times = [float(each) for each in json.loads(path.read_text())["seconds"]]
-        if len(times) == number and all(0 < each < 1e6 for each in times):
+        times = np.array(json.loads(path.read_text())["seconds"], float)
+        if times.shape == (2, number) and (times > 0).all() and (times < 1e6).all():
             return times
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -154,7 +180,7 @@ def _stored(name: str, number: int) -> list[float] | None:
     return None
 
 
-def _store(name: str, times: list[float]) -> None:
+def _store(name: str, times: np.ndarray) -> None:
     if (path := _file(name)) is not None:
         with contextlib.suppress(OSError):  # as jax does: the next process measures again
-            write_text(path, json.dumps({"seconds": times}))
+            write_text(path, json.dumps({"seconds": times.tolist()}))

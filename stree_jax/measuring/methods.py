@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from stree_jax.decoding.auto import TREES
+from stree_jax.decoding.auto import trees_of
 from stree_jax.decoding.drafters import Drafter, NgramDrafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.loop import SpeculativeDecoder
@@ -40,15 +40,15 @@ class Method(NamedTuple):
 
     name: str
     drafter: Drafter | None = None
-    topology: TreeTopology | str | None = None
+    topology: TreeTopology | str | Sequence[TreeTopology] | None = None
     verifier: str | Verifier | None = None
     target: HybridLM | None = None  # None: that of the comparison
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of its tree, root included; of "auto" those of the largest."""
-        if isinstance(self.topology, str):
-            return TREES[-1].num_nodes
+        """Nodes of its tree, root included; of several those of the largest."""
+        if isinstance(self.topology, str | Sequence):
+            return max(tree.num_nodes for tree in trees_of(self.topology))
         tree = self.topology or (self.drafter and self.drafter.default_topology())
         return tree.num_nodes if tree else 1
 

@@ -74,8 +74,9 @@ def of_row(
         new = new._replace(finish_reason=CANCELLED)
     error = failure(ended.failed, ended.emitted, row) if ended.failed[row] else None
     # Copies: what `ended` shows is the memory of the state, which the next run reuses.
-    counts = jax.tree.map(lambda count: count[row : row + 1].copy(), ended.statistics)
-    return _completion(job, new, counts, now, error, prefix)
+    own = ended.statistics, ended.by_tree
+    counts, by_tree = jax.tree.map(lambda count: count[row : row + 1].copy(), own)
+    return _completion(job, new, counts, now, error, prefix, by_tree)
 
 
 def of_waiting(job: Job, now: float) -> Completion:
@@ -96,6 +97,7 @@ def _completion(
     now: float,
     error: str | None = None,
     prefix: Prefix | None = None,
+    by_tree: np.ndarray | None = None,
 ) -> Completion:
     best = best_tokens = chosen = None
     if job.request.num_best is not None and new.log_probs is not None:
@@ -106,7 +108,7 @@ def _completion(
     return Completion(
         job.request_id,
         new.tokens.tolist(),
-        statistics_of(counts),
+        statistics_of(counts, job.plan.drafter, by_tree),
         seconds_queued=job.began - job.submitted,
         seconds_decoded=now - job.began,
         error=error,

@@ -22,7 +22,8 @@ from stree_jax.decoding.text.prefix import (
     origin_of,
     weights_of,
 )
-from stree_jax.decoding.types import Limits
+from stree_jax.decoding.tree_times import Experience
+from stree_jax.decoding.types import DecodeState, Limits
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM
 
@@ -49,6 +50,7 @@ class Pool:
         self._started: set[int] = set()  # rows that have started since the last run
         self._tables: dict[int, Any] = {}  # of processors, on the mesh
         self._weights = weights_of(model, drafter)
+        self._trees: Experience | None = None  # of the last run, with a choice of trees
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +96,8 @@ class Pool:
         self._extend(plan)
         settings = plan.rows[0]
         decoder, drafter = self.program(settings.is_greedy)
+        if self._trees is not None:
+            prefix = prefix._replace(drafter=self._trees.begun(prefix.drafter, alone=False))
         with dispatch.on(self._model):
             self._fit(decoder, drafter)
             self._state = slots.insert(decoder, self._model, self._state, [row], prefix, plan.keys)
@@ -111,15 +115,24 @@ class Pool:
             stop_after_ended = len(self._rows)
         self._state = slots.with_processors(self._model, self._state, sampling, self._started)
         self._started.clear()
+
+        def run(state: DecodeState, limits: Limits, steps: int) -> DecodeState:
+            settings = self._model, drafter, state, limits, sampling
+            return decoder.run(*settings, steps, stop_after_ended)
+
+        limits = self._limits()
         with dispatch.on(self._model):
             self._fit(decoder, drafter)
-            self._state = decoder.run(
-                *(self._model, drafter, self._state, self._limits(), sampling),
-                max_steps,
-                stop_after_ended,
-            )
+            if drafter is not None and drafter.choices:
+                self._trees = Experience(self._model, drafter, len(self._rows), sampling)
+                self._trees.set_times(self._state, limits, run)
+            self._state = run(self._state, limits, max_steps)
         done = on_host(self._state.done)
-        return [row for row, text in enumerate(self._rows) if text is not None and done[row]]
+        running = [row for row, text in enumerate(self._rows) if text is not None]
+        if self._trees is not None:
+            choosing = on_host(self._state.drafter.choosing)
+            self._trees.teach(jax.tree.map(lambda part: part[running], choosing))
+        return [row for row in running if done[row]]
 
     def ended(self) -> Ended:
         """The results of all rows so far."""

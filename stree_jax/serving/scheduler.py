@@ -77,7 +77,7 @@ class Scheduler:
         rows: int,
         max_length: int,
         drafter: Drafter | None = None,
-        topology: TreeTopology | Any | None = None,
+        topology: TreeTopology | str | Sequence[TreeTopology] | Any | None = None,
         verifier: str | Verifier | None = None,
         quantum: int = 32,
         prefill_tokens: int | None = 512,
@@ -98,8 +98,6 @@ class Scheduler:
                 f"verifier {shown(verifier)} is lossy, and a Scheduler gives the target's own"
                 " texts; leave verifier out, or use generate(..., lossy=True)"
             )
-        if isinstance(topology, str):
-            raise ValueError(f"topology = {shown(topology)}: a Scheduler takes a TreeTopology")
         self._model, self._drafter, self._verifier = model, drafter, verifier
         self._num_rows, self._max_length, self._quantum = rows, max_length, quantum
         self._topology = topology

@@ -28,6 +28,7 @@ NUM_RANKS = 8  # most children of a node
 SHARPNESS = (1.5, 2.5, 3.5, 5.0)  # of dynamic trees; they share a program
 # Sizes of target calls and widths of draft levels that are timed, finalists, rounds.
 _THOROUGH = SIZES, WIDTHS, 4, 5
+_FEW = 2  # trees that compete with a short chain and no drafts; each is compiled
 _QUICK = SIZES[::3], WIDTHS[::2], 2, 3
 
 
@@ -78,6 +79,13 @@ class TuningReport:
     advice: str
     costs: Costs
     sharpness: float | None = None
+
+    @property
+    def trees(self) -> tuple[TreeTopology, ...]:
+        """The few for `generate(topology=report.trees)`: the fastest timed ones, a short chain."""
+        timed = [row.topology for row in self.rows if row.record and row.sharpness is None]
+        static = [tree for tree in timed if tree is not None and tree.num_nodes > 1]
+        return tuple(dict.fromkeys([TreeTopology.chain(2), *static[:_FEW]]))
 
     def __str__(self) -> str:
         timed = [

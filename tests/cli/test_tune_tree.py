@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.cli.trees import parse_tree
 from stree_jax.extensions.mtp.training import new_head
 from stree_jax.testing import random_model
 from stree_jax.tuning.tuner import SHARPNESS
@@ -49,6 +50,9 @@ def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path
         drafted = output("generate", *models, *options, "--tree", *spec).splitlines()
         assert drafted[:-1] == plain[:-1]
         assert "tau 1.00" not in drafted[-1]
+    few = parse_tree(f"auto@{tree}")
+    assert few[0] == st.TreeTopology.chain(2)
+    assert 1 <= len(few) <= 3
 
     tree.write_text('{"parents": [0]}')
     assert f"{tree} is not a tree of tune-tree" in refused("tree", f"@{tree}")

@@ -9,11 +9,13 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding import tree_times
-from stree_jax.decoding.auto import TREES
+from stree_jax.decoding.auto import TREES as DRAFTED
+from stree_jax.decoding.auto import AutoDrafter
 from stree_jax.decoding.plan import plan
 from stree_jax.testing import perturbed, random_mtp_head, tiny_model
 from tests.methods import PROMPTS
 
+TREES = st.TreeTopology.chain(0), *DRAFTED
 NEW = 24
 SAMPLED = {"temperature": 1.0, "key": jax.random.key(3)}
 
@@ -26,7 +28,8 @@ def model():
 @pytest.fixture(autouse=True)
 def _times(monkeypatch):
     """Nothing is timed here, and no text teaches another."""
-    monkeypatch.setattr(tree_times, "_measured", lambda *_: [1.0, 1.3, 1.6, 1.6])
+    times = np.array([[1.0, 1.3, 1.6, 1.6]] * 2)
+    monkeypatch.setattr(tree_times, "_measured", lambda auto, *_: times[:, : len(auto.choices)])
     for name in ("_times", "_taught"):
         monkeypatch.setattr(tree_times, name, {})
 
@@ -132,6 +135,68 @@ def test_streams_and_texts_that_go_on(model):
     assert rows == want.tokens[:, :12].tolist()
 
 
+@pytest.mark.parametrize("name", ["model", "prompt lookup", "head"])
+def test_a_scheduler_chooses_for_the_rows_that_run(name, model):
+    """More requests than rows, and a kept text that goes on."""
+    drafter = drafters(model)[name]
+    new = {"max_new_tokens": 12, "eos_token": ()}
+    prompts = [*PROMPTS, PROMPTS[0][::-1], PROMPTS[1][::-1]]
+    want = [st.generate(model, [each], **new).tokens[0].tolist() for each in prompts]
+    scheduler = st.Scheduler(
+        *(model,), rows=2, max_length=64, drafter=drafter, topology="auto", quantum=4
+    )
+    for each in prompts:
+        scheduler.submit(st.Request(each, keep=True, **new))
+    ended = sorted(scheduler.completions(), key=lambda each: each.request_id)
+    assert [each.tokens for each in ended] == want
+    for each in ended:
+        calls = each.stats.calls_by_tree
+        assert [*calls] == [*TREES]
+        assert sum(calls.values()) == each.stats.num_target_calls
+    longer = st.generate(model, prompts[:1], max_new_tokens=20, eos_token=()).tokens[0].tolist()
+    more = st.Request([], max_new_tokens=8, eos_token=(), after=ended[0].prefix)
+    scheduler.submit(more)
+    (last,) = scheduler.completions()
+    assert ended[0].tokens + last.tokens == longer
+
+
+def test_a_draft_model_that_rests_reads_a_prompt_when_it_is_tried(model):
+    """Its prompt is longer than a window; as good as its target, it has all drafts accepted."""
+    prompt = [(7 * i) % 11 + 1 for i in range(100)]
+    options = {"max_new_tokens": 20, "eos_token": ()}
+    want = st.generate(model, [prompt], **options)
+    request = plan(model, [prompt], drafter=st.ModelDrafter(model), topology="auto", **options)
+    decoder, drafter = request.decoder, request.drafter
+    drafter.rests = np.bool_(True)
+    state = decoder.start(model, drafter, request.context, request.keys)
+    assert np.asarray(state.drafter.choosing.behind).tolist() == [99]
+    state = decoder.run(model, drafter, state, request.limits, request.sampling)
+    length = int(state.context.length[0])
+    assert state.context.tokens[0, 100:length].tolist() == want.tokens[0].tolist()
+    assert int(state.statistics.target_calls[0]) <= 8
+
+
+def test_a_choice_goes_by_the_rows_that_run(model):
+    """With one row of two running, the times are those of one."""
+    auto = AutoDrafter(st.NgramDrafter(), costs=[[1, 1, 1, 1], [1, 9, 9, 9]])
+    request = plan(model, PROMPTS[:2], drafter=st.NgramDrafter(), topology="auto", eos_token=())
+    state = request.decoder.start(model, request.drafter, request.context, request.keys)
+    for done, drafts in (([False, True], True), ([False, False], False)):
+        chosen = auto.chosen(state._replace(done=jnp.array(done)))
+        assert bool(chosen.drafter.choosing.number[0] > 0) == drafts
+
+
+def test_trees_of_ones_own(model):
+    """None of them is as large in all as the others."""
+    wide, deep = st.TreeTopology.from_parents([-1, 0, 0, 0, 1]), st.TreeTopology.chain(3)
+    drafter = drafters(model)["model"]
+    options = {"max_new_tokens": 12, "eos_token": ()}
+    want = st.generate(model, PROMPTS, **options)
+    out = st.generate(model, PROMPTS, drafter=drafter, topology=[wide, deep], **options)
+    assert out.tokens.tolist() == want.tokens.tolist()
+    assert [*out.stats.calls_by_tree] == [TREES[0], wide, deep]
+
+
 def test_what_it_refuses(model):
     drafter = drafters(model)["model"]
 
@@ -140,11 +205,12 @@ def test_what_it_refuses(model):
             st.generate(model, PROMPTS, **{"drafter": drafter, "topology": "auto"} | options)
 
     refused("topology must be a TreeTopology, got 'best'", topology="best")
+    refused(r"topology must be a TreeTopology, got \[4\]", topology=[4])
     tested = {"drafter": st.ModelDrafter(model, child_sampling="iid"), "verifier": "multi_step"}
     refused("with verifier 'multi_step', whose texts depend on the tree", **tested, **SAMPLED)
     refused("DynamicDrafter chooses the shape", drafter=st.DynamicDrafter(model))
-    with pytest.raises(ValueError, match="a Scheduler takes a TreeTopology"):
-        st.Scheduler(model, rows=2, max_length=32, drafter=drafter, topology="auto")
+    with pytest.raises(ValueError, match="topology must be a TreeTopology, got 'best'"):
+        st.Scheduler(model, rows=2, max_length=32, drafter=drafter, topology="best")
     plain = st.generate(model, PROMPTS, topology="auto", max_new_tokens=4)  # nothing to choose
     assert plain.stats.tau == 1
 
@@ -158,10 +224,11 @@ def test_times_are_measured_once_and_kept_in_a_file(model, monkeypatch, tmp_path
     st.generate(model, PROMPTS, **auto)
     (path,) = tmp_path.iterdir()
     measured = json.loads(path.read_text())["seconds"]
-    assert len(measured) == len(TREES)
-    assert all(0 < each < 60 for each in measured)
+    assert np.shape(measured) == (2, len(TREES))
+    assert (np.array(measured) > 0).all()
     monkeypatch.setattr(tree_times, "_measured", lambda *_: None)
-    for text, known in (('{"seconds": [1, 2, 3, 4]}', [1, 2, 3, 4]), ("{", None), ("[1]", None)):
+    times = [[1.0, 2.0, 3.0, 4.0], [2.0, 4.0, 6.0, 8.0]]
+    for text, known in ((json.dumps({"seconds": times}), times), ("{", None), ("[1]", None)):
         path.write_text(text)
         tree_times._times.clear()
         if known:
@@ -169,4 +236,4 @@ def test_times_are_measured_once_and_kept_in_a_file(model, monkeypatch, tmp_path
         else:
             with pytest.warns(UserWarning, match="is damaged: the trees are timed again"):
                 st.generate(model, PROMPTS, **auto)
-        assert [*tree_times._times.values()] == ([known] if known else [])
+        assert [each.tolist() for each in tree_times._times.values()] == ([known] if known else [])
