@@ -1,4 +1,4 @@
-"""Is text with drafts that of autoregressive decoding? Twelve families, thirteen ways of decoding.
+"""Is text with drafts that of autoregressive decoding? Twelve families, fifteen ways of decoding.
 
 At temperature 0, and at temperature 1 with shared noise; in float32, bfloat16 and 8 bits, as models
 are loaded on this device. Besides drafters and trees there are logits processors with a state,
@@ -12,7 +12,7 @@ Each row is written as it is found, and a run with the options of an earlier one
 goes on after it. What `--commit` writes has sums only.
 
     python -m benchmarks.lossless [--tokens 1000000] [--families Mamba-2 ...] [--types float32 ...]
-        [--data 2] [--model 2] [--output DIR | --commit]
+        [--ways scheduler ...] [--data 2] [--model 2] [--output DIR | --commit]
 """
 
 import argparse
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -35,6 +36,7 @@ import stree_jax as st
 from benchmarks.common import Found, main, names
 from benchmarks.methods import TWO_TREES, trees
 from benchmarks.models import on_gpu
+from stree_jax.decoding.auto import AutoDrafter
 from stree_jax.decoding.plan import plan
 from stree_jax.measuring.methods import Method
 from stree_jax.measuring.report import Table
@@ -88,14 +90,6 @@ FAMILIES = {
     "Qwen3-Next": _enlarged(HYBRIDS["qwen3_next"]),
 }
 
-TYPES = ("float32", "bfloat16", "int8")
-OPTIONS = {
-    "--families": names(FAMILIES),
-    "--types": {"nargs": "+", "choices": TYPES, "default": ["float32"]},
-    "--tokens": 1_000_000,
-    **dict.fromkeys(("--data", "--model"), 1),  # of a mesh
-}
-
 PROMPT_LENGTHS = (37, 5, 64, 1)
 ROWS = 16
 NEW_TOKENS = 64  # of a row
@@ -105,13 +99,21 @@ _RANDOM = np.random.default_rng(0)
 _PARENTS = (-1, *(int(_RANDOM.integers(0, node)) for node in range(1, 32)))
 TREES = TWO_TREES | {"random tree of 32": st.TreeTopology(_PARENTS)}
 
-HEADS = "Medusa heads", "multi-token prediction"
+ON_A_DEVICE = ("Medusa heads", "multi-token prediction", "auto, at random", "scheduler, auto")
 METHODS = (
     *TREES,
-    *("chain of 12", "3 beams of 4", "dynamic tree of 16", "prompt lookup", *HEADS),
+    *("chain of 12", "3 beams of 4", "dynamic tree of 16", "prompt lookup"),
     *("two drafts in turns", "cascade"),
-    *("penalty and grammar", "scheduler"),
+    *("penalty and grammar", "scheduler", *ON_A_DEVICE),
 )
+TYPES = ("float32", "bfloat16", "int8")
+OPTIONS = {
+    "--families": names(FAMILIES),
+    "--types": {"nargs": "+", "choices": TYPES, "default": ["float32"]},
+    "--ways": names(METHODS),
+    "--tokens": 1_000_000,
+    **dict.fromkeys(("--data", "--model"), 1),  # of a mesh
+}
 
 Texts = Iterator[tuple[np.ndarray, np.ndarray, int]]
 
@@ -168,8 +170,19 @@ class Piece(NamedTuple):
     method: str
 
 
+class AnyTree(AutoDrafter):
+    """Takes one of its trees at random in each step."""
+
+    def chosen(self, state: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(0), state.step[0])
+        number = jax.random.randint(key, state.step.shape[:1], 0, len(self.choices))[0]
+        choosing = state.drafter.choosing
+        choosing = choosing._replace(number=jnp.full_like(choosing.number, number))
+        return state._replace(drafter=state.drafter._replace(choosing=choosing))
+
+
 def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
-    """Thirteen ways to decode."""
+    """Fifteen ways to decode."""
     turns = st.InterleavedDrafter(draft, perturbed(draft, NOISE, 1), "qqss")
     drafter, lookup = st.ModelDrafter(draft), st.NgramDrafter()
     branching = st.TreeTopology.from_branching((3, 2, 1))
@@ -178,7 +191,6 @@ def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
         Method("3 beams of 4", st.BeamDrafter(draft)),
         Method("dynamic tree of 16", st.DynamicDrafter(draft)),
         Method("prompt lookup", lookup, branching),
-        *with_heads(model, branching),
         Method("two drafts in turns", turns),
         Method("cascade", st.CascadeDrafter(draft, lookup)),
     ]
@@ -187,18 +199,21 @@ def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
         *map(Way, methods),
         Way(Method("penalty and grammar", drafter, branching), rules),
         Way(Method("scheduler", drafter, branching), decode=served),
+        *on_a_device(model, drafter, branching),
     ]
 
 
-def with_heads(model: st.HybridLM, topology: st.TreeTopology) -> list[Method]:
-    """Heads are on the target's device: there are none on a mesh."""
+def on_a_device(model: st.HybridLM, drafter: st.Drafter, topology: st.TreeTopology) -> list[Way]:
+    """Heads, and a tree for each step, which are not for a mesh."""
     if model.partition != ONE_DEVICE:
         return []
-    medusa, of_many = HEADS
+    medusa, of_many, at_random, auto = ON_A_DEVICE
     heads = st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))
     return [
-        Method(medusa, st.MedusaDrafter(model, heads)),
-        Method(of_many, st.MtpDrafter(model, random_mtp_head(model)), topology),
+        Way(Method(medusa, st.MedusaDrafter(model, heads))),
+        Way(Method(of_many, st.MtpDrafter(model, random_mtp_head(model)), topology)),
+        Way(Method(at_random, AnyTree(drafter))),
+        Way(Method(auto, drafter, "auto"), decode=served),
     ]
 
 
@@ -313,14 +328,14 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     """All ways with all families in all types at both temperatures; goes on after earlier rows."""
     sizes = {"data": options.data, "model": options.model}
     mesh = None if {*sizes.values()} == {1} else st.make_mesh(**sizes)
-    methods = [name for name in METHODS if mesh is None or name not in HEADS]
+    methods = [name for name in options.ways if mesh is None or name not in ON_A_DEVICE]
     pieces = [
         Piece(*each)
         for each in itertools.product(options.types, options.families, TEMPERATURES, methods)
     ]
     rounds = math.ceil(options.tokens / (len(pieces) * ROWS * NEW_TOKENS))
     settings = {"rounds": rounds, "rows": ROWS, "new": NEW_TOKENS}
-    settings |= {"families": options.families, "types": options.types, **sizes}
+    settings |= {"families": options.families, "types": options.types, "ways": methods, **sizes}
     rows = earlier(options.output, settings)
     done = [Piece(*(row[field] for field in Piece._fields)) for row in rows]
     left = [piece for piece in pieces if piece not in done]
