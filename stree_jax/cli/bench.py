@@ -10,16 +10,14 @@ import stree_jax as st
 from stree_jax.cli.loading import (
     Chosen,
     all_chosen,
-    check_draft_quantize,
     check_mesh,
     check_tree,
     drafter_of,
-    embedded_draft,
     load_all,
     parse_mesh,
-    read_tokens,
 )
 from stree_jax.cli.options import Bench
+from stree_jax.cli.prompts import read_questions
 from stree_jax.cli.trees import kind_of, parse_tree
 from stree_jax.heads import ROOMS
 from stree_jax.measuring.bench import PROMPTS, check_picture
@@ -38,19 +36,19 @@ def run_bench(command: Bench) -> int:
         check_picture(command.plot)
     name = command.target or "the embedded target"
     target = command.target or str(st.demo_path("target"))
-    drafters, specs = all_chosen(target, command), command.tree or [DEFAULT]
-    if not drafters and command.target is None:
-        drafters, specs = [embedded_draft(command)], command.tree or [DEFAULT, tuned_tree()]
-    elif not drafters:
-        check_draft_quantize(command)
-        drafters = [Chosen("ngram")] if command.tree else []
+    drafters, specs = all_chosen(command.target, command), command.tree or [DEFAULT]
+    embedded = st.demo_path("draft")
+    if not (command.target or command.tree) and drafters[0].path == str(embedded):
+        specs = [DEFAULT, f"@{embedded.with_name('tree.json')}"]  # of `tune-tree`
+    if command.tree and not drafters:
+        drafters = [Chosen("ngram")]
     for each in drafters:
         for spec in specs:
             check_tree(spec, each.option)
         if command.mesh is not None:
             check_mesh(command.mesh, each.option)
     trees = {spec: parse_tree(spec) for spec in specs if spec != DEFAULT}
-    prompts = read_tokens(target, command.prompts, PROMPTS)
+    prompts = read_questions(target, command.prompts, PROMPTS)
     model, loaded = load_all(
         target,
         drafters,
@@ -86,11 +84,6 @@ def run_bench(command: Bench) -> int:
     return 1 if report.different else 0
 
 
-def tuned_tree() -> str:
-    """What `stree-jax tune-tree` found for the embedded pair."""
-    return f"@{st.demo_path('target').with_name('tree.json')}"
-
-
 def name_of(spec: str, tree: Any) -> str:
     """What a table calls a tree."""
     if spec.startswith("auto"):
@@ -115,7 +108,7 @@ def measure(
     console: Console,
     model: st.HybridLM,
     ways: Mapping[str, Mapping[str, Any]],
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Any],
     file: Path | None = None,
     **options: Any,
 ) -> st.BenchReport:

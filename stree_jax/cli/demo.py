@@ -25,11 +25,8 @@ def run_demo(command: Demo) -> int:
             "--target and --draft must be given together: a draft model is trained for one target"
         )
     console = console_of_tables()
-    names = [
-        st.demo_path(name) if given is None else given
-        for name, given in (("target", command.target), ("draft", command.draft))
-    ]
-    folder, draft = map(find, names)
+    folder = find(command.target or st.demo_path("target"))
+    draft = find(command.draft or st.demo_path("draft"))
     target, drafter = load_models(folder, Chosen("draft", str(draft), command.ignore_field, "int8"))
     tokenizer = st.load_tokenizer(folder)
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 import stree_jax as st
 from stree_jax.cli.options import DraftModels, Drafts, Generate, sampling
-from stree_jax.cli.prompts import read_prompts
 from stree_jax.cli.trees import kind_of, parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find, has_field
@@ -33,11 +32,9 @@ class Chosen(NamedTuple):
     quantize: str | None = None
 
 
-def chosen(target: str, drafts: Drafts) -> Chosen:
-    """The drafter of the options, for a target."""
-    found = all_chosen(target, drafts)
-    if not found:
-        check_draft_quantize(drafts)
+def chosen(target: str | None, drafts: Drafts) -> Chosen:
+    """The drafter of the options, for a target; None: the embedded one."""
+    found = all_chosen(target, drafts, drafts.ngram)
     if drafts.ngram:
         found.append(Chosen("ngram", ignore=drafts.ignore_field))
     if len(found) > 1:
@@ -46,39 +43,24 @@ def chosen(target: str, drafts: Drafts) -> Chosen:
     return found[0] if found else Chosen(ignore=drafts.ignore_field)
 
 
-def all_chosen(target: str, drafts: DraftModels) -> list[Chosen]:
-    """The draft models and heads of the options, for a target."""
+def all_chosen(target: str | None, drafts: DraftModels, ngram: bool = False) -> list[Chosen]:
+    """The draft models and heads of the options; the embedded target has the embedded draft."""
     given = {"draft": drafts.draft}
     for kind in filter(lambda kind: ROOMS[kind].option, ROOMS):
         given[kind] = getattr(drafts, kind)
         if ROOMS[kind].own:  # a flag: the head is in the target's checkpoint
             other = getattr(drafts, f"{kind}_head")
-            given[kind] = target if given[kind] and other is None else other
+            own = target or str(st.demo_path("target"))
+            given[kind] = own if given[kind] and other is None else other
+    if target is None and not ngram and not any(given.values()):
+        given["draft"] = str(st.demo_path("draft"))
     settings = drafts.ignore_field, drafts.draft_quantize
-    return [Chosen(name, path, *settings) for name, path in given.items() if path is not None]
-
-
-def read_tokens(target: str, path: Path | None, built_in: Sequence[str]) -> list[list[int]]:
-    """The prompts of a file, or those built in, as the target's tokens."""
-    texts = Texts.at(find(target))
-    read = built_in if path is None else read_prompts(path)
-    if not read:
-        raise ValueError(f"--prompts {path} has no prompts")
-    return [texts.tokens(each, name=f"prompt {number}") for number, each in enumerate(read, 1)]
-
-
-def embedded_draft(drafts: DraftModels) -> Chosen:
-    """The draft that ships with the package, for the target that does."""
-    path = str(st.demo_path("draft"))
-    return Chosen("draft", path, drafts.ignore_field, drafts.draft_quantize)
-
-
-def check_draft_quantize(drafts: DraftModels) -> None:
-    """Refuses an option of drafts where there are none."""
-    if drafts.draft_quantize is not None:
+    found = [Chosen(name, path, *settings) for name, path in given.items() if path is not None]
+    if not found and drafts.draft_quantize is not None:
         raise ValueError(
             "--draft-quantize is for a draft model or heads: give one, as --draft does"
         )
+    return found
 
 
 def is_model(option: str | None) -> bool:

@@ -24,7 +24,8 @@ _ADAPTER = Option(
 )
 _MESH = Option(None, help="Mesh of devices: data=2,model=4, one of the two, or auto: rows on all.")
 _PROMPTS = Option(
-    None, help='File with one prompt per line; .jsonl: objects with a "prompt" or "messages".'
+    None,
+    help='File with one prompt per line; .jsonl: objects with a "prompt", "messages" or "turns".',
 )
 _TOKENS = "--max-new-tokens", "--tokens"  # the second is an older name
 _IGNORE_FIELD = Option(

@@ -1,8 +1,14 @@
 """Files of prompts: a text or a conversation in each line."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from stree_jax.convert import find
+from stree_jax.measuring import Question
+from stree_jax.messages import shown
+from stree_jax.text import Texts
 
 _BOM = b"\xef\xbb\xbf"  # some editors begin a file with it
 
@@ -16,29 +22,49 @@ def read_lines(path: Path) -> list[tuple[int, bytes]]:
     return [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
 
 
-def prompt_of(line: bytes) -> tuple[Any, dict[str, Any]]:
-    """The text or the messages of a line, and the object in it."""
+def prompt_of(line: bytes, *more: str) -> tuple[Any, dict[str, Any]]:
+    """The text or the messages of a line, or what `more` names; and the object in it."""
     try:
         content = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
-    given = {"prompt", "messages"} & content.keys() if isinstance(content, dict) else {}
+    names = "prompt", "messages", *more
+    given = [name for name in names if name in content] if isinstance(content, dict) else []
     if not given or not isinstance(content.get("prompt", ""), str):
-        raise ValueError('not an object with a "prompt" that is a text, or with "messages"')
+        others = " or ".join(f'"{name}"' for name in names[1:])
+        raise ValueError(f'not an object with a "prompt" that is a text, or with {others}')
     if len(given) > 1:
-        raise ValueError("it has a prompt and messages; give one of them")
-    return content.get("prompt", content.get("messages")), content
+        raise ValueError(f"it has a {' and '.join(given)}; give one of them")
+    return _messages(content["turns"]) if given == ["turns"] else content[given[0]], content
 
 
-def read_prompts(path: Path) -> list[Any]:
-    """The prompts of a file: objects in a .jsonl file, otherwise a text in each line."""
-    found: list[Any] = []
+def _messages(turns: Any) -> list[dict[str, str]]:
+    """Texts of a user as messages."""
+    texts = turns if isinstance(turns, list) and turns else [""]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError(f'"turns" must be texts, none of them empty, got {shown(turns)}')
+    if any(text.startswith("FULL BENCHMARK DATA SHOULD BE FETCHED") for text in texts):
+        raise ValueError("its turns are not in this file: make it with SPEED-Bench's own script")
+    return [{"role": "user", "content": text} for text in texts]
+
+
+def read_questions(target: str, path: Path | None, built_in: Sequence[str]) -> list[Question]:
+    """The questions of a file: objects in a .jsonl file, otherwise a text in each line."""
+    texts = Texts.at(find(target))
+    if path is None:
+        return [Question.of(texts, each) for each in built_in]
+    found: list[Question] = []
     for number, line in read_lines(path):
         try:
-            is_text = path.suffix != ".jsonl"
-            found.append(line.decode().rstrip("\r") if is_text else prompt_of(line)[0])
+            lines = path.suffix != ".jsonl"
+            asked: Any = (line.decode().rstrip("\r"), {}) if lines else prompt_of(line, "turns")
+            found.append(Question.of(texts, asked[0], asked[1].get("category")))
+            if (found[0].category is None) != (found[-1].category is None):
+                raise ValueError('some lines have a "category": give one to each line or to none')
         except ValueError as error:
             raise ValueError(f"--prompts {path}, line {number}: {error}") from None
+    if not found:
+        raise ValueError(f"--prompts {path} has no prompts")
     return found

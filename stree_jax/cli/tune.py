@@ -4,8 +4,9 @@ import jax
 from rich.console import Console
 
 import stree_jax as st
-from stree_jax.cli.loading import all_chosen, chosen, embedded_draft, load_models, read_tokens
+from stree_jax.cli.loading import chosen, load_models
 from stree_jax.cli.options import TuneTree
+from stree_jax.cli.prompts import read_questions
 from stree_jax.heads import ROOMS
 from stree_jax.measuring.bench import PROMPTS
 from stree_jax.measuring.report import check_file, progress_bar, write_json
@@ -23,8 +24,7 @@ MORE_PROMPTS = (
 def run_tune_tree(command: TuneTree) -> None:
     """Tunes, prints the report, and writes a file for `generate --tree @FILE` or `auto@FILE`."""
     console, target = Console(highlight=False), command.target or str(st.demo_path("target"))
-    is_bare = command.target is None and not (command.ngram or all_chosen(target, command))
-    drafter = embedded_draft(command) if is_bare else chosen(target, command)
+    drafter = chosen(command.target, command)
     if drafter.option is None:
         raise ValueError(
             f"give one of --ngram, --draft, {', '.join(f'--{kind}' for kind in ROOMS)}: a tree is"
@@ -32,7 +32,7 @@ def run_tune_tree(command: TuneTree) -> None:
         )
     if command.output is not None:
         check_file(command.output)
-    prompts = read_tokens(target, command.prompts, [*PROMPTS, *MORE_PROMPTS])
+    asked = read_questions(target, command.prompts, [*PROMPTS, *MORE_PROMPTS])
     models = load_models(
         target,
         drafter,
@@ -43,7 +43,7 @@ def run_tune_tree(command: TuneTree) -> None:
     with progress_bar(console) as show:
         report = st.tune(
             *models,
-            prompts,
+            [each.prompt for each in asked],
             temperature=command.temperature,
             key=None if command.temperature == 0 else command.seed,
             max_nodes=command.max_nodes,

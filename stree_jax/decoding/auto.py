@@ -249,7 +249,8 @@ class AutoDrafter(Drafter):
             read = self.drafter.read(own.drafter, missed, None, lengths)
             return AutoState(read, own.choosing._replace(behind=behind - lengths))
 
-        return state._replace(drafter=lax.while_loop(wanted, body, state.drafter))
+        with jax.named_scope("draft"):
+            return state._replace(drafter=lax.while_loop(wanted, body, state.drafter))
 
     def step_with(
         self, number: int, verifier: Verifier, model: HybridLM, limits: Limits, sampling: Sampling

@@ -22,6 +22,7 @@ _NOISE = 0x6E6F6973
 _FEW = 16
 
 
+@jax.named_scope("sampling")
 def position_noise(
     keys: Key[Array, " B"], emitted: Int[Array, " B"], depth: int, vocab_size: int
 ) -> Float32[Array, "B _ V"]:
@@ -38,6 +39,7 @@ def position_noise(
     return jax.vmap(jax.vmap(at, (None, 0)))(keys, positions)
 
 
+@jax.named_scope("sampling")
 def sample_tokens(
     logits: Float[Array, "B N V"],
     noise: Float32[Array, "B _ V"],
@@ -56,6 +58,7 @@ def sample_tokens(
     return best_of(filtered_logits(logits, sampling) + at_node)[0]
 
 
+@jax.named_scope("sampling")
 def token_log_probs(
     logits: Float[Array, "B *rows V"], sampling: Sampling
 ) -> Float32[Array, "B *rows V"]:
@@ -93,6 +96,7 @@ def all_finite(logits: Float[Array, "*rows V"]) -> Bool[Array, "*rows"]:
     return jnp.isfinite(best_token(logits)[1])
 
 
+@jax.named_scope("sampling")
 def best_token(
     logits: Float[Array, "*rows V"],
 ) -> tuple[Int[Array, "*rows"], Float[Array, "*rows"]]:
@@ -103,6 +107,7 @@ def best_token(
     return best_of(jnp.where(jnp.isnan(logits), jnp.inf, logits))
 
 
+@jax.named_scope("sampling")
 def best_tokens(
     scores: Float[Array, "*rows V"], count: int
 ) -> tuple[Float[Array, "*rows count"], Int[Array, "*rows count"]]:

@@ -110,32 +110,31 @@ def _draft_and_verify(
     if drafter is not None:
         with jax.named_scope("draft"):
             returned = drafter.propose(state.drafter, step, topology)
-        draft, drafter_state = checked_proposal(
-            drafter, returned, state.drafter, len(state.done), topology, vocab_size
-        )
-        agreed = model.shard.broadcast_from_first((draft.tokens, draft.tree, draft.finite))
-        draft = draft._replace(tokens=agreed[0], tree=agreed[1], finite=agreed[2])
-
-    hidden, pending, cache = model.tree(
-        draft.tokens,
-        draft.tree,
-        state.cache,
-        replay=(state.pending, state.path),
-        inner=inner_layers(drafter) or (),
-    )
-    logits = model.logits(hidden[..., : model.config.d_model])[..., :vocab_size]
-    states = processing.of_tree(draft.tokens, draft.tree, topology)
-    processed, allows_some = processing.applied(logits, states)
+            draft, drafter_state = checked_proposal(
+                drafter, returned, state.drafter, len(state.done), topology, vocab_size
+            )
+            agreed = model.shard.broadcast_from_first((draft.tokens, draft.tree, draft.finite))
+            draft = draft._replace(tokens=agreed[0], tree=agreed[1], finite=agreed[2])
 
     with jax.named_scope("verify"):
+        hidden, pending, cache = model.tree(
+            draft.tokens,
+            draft.tree,
+            state.cache,
+            replay=(state.pending, state.path),
+            inner=inner_layers(drafter) or (),
+        )
+        logits = model.logits(hidden[..., : model.config.d_model])[..., :vocab_size]
+        states = processing.of_tree(draft.tokens, draft.tree, topology)
+        processed, allows_some = processing.applied(logits, states)
         verdict = verifier.verify(draft, processed, step._replace(keys=keys[:, 1]), topology)
-    of_rows = some(jnp.int32, len(state.done))
-    verdict = check_like(
-        f"{type(verifier).__name__}.verify", verdict, Verdict(of_rows, of_rows, of_rows)
-    )
-    # A rule that only compares logits gives equal verdicts where logits are equal.
-    if not (verifier.follows_target and sampling.temperature_is_zero):
-        verdict = model.shard.broadcast_from_first(verdict)
+        of_rows = some(jnp.int32, len(state.done))
+        verdict = check_like(
+            f"{type(verifier).__name__}.verify", verdict, Verdict(of_rows, of_rows, of_rows)
+        )
+        # A rule that only compares logits gives equal verdicts where logits are equal.
+        if not (verifier.follows_target and sampling.temperature_is_zero):
+            verdict = model.shard.broadcast_from_first(verdict)
     on_path = draft.tree.on_path(verdict.last)
     nodes = draft.tree.at_depth(on_path, jnp.arange(topology.depth + 2, dtype=jnp.int32)[None])
     return Verified(
@@ -200,7 +199,8 @@ def _advance(
     cut = verdict._replace(last=last, num_accepted=jnp.maximum(count - 1, 0))
     drafts = verified.drafter
     if drafter is not None:
-        committed = drafter.commit(drafts, draft, cut, verified.hidden, topology)
+        with jax.named_scope("draft"):
+            committed = drafter.commit(drafts, draft, cut, verified.hidden, topology)
         drafts = check_like(f"{type(drafter).__name__}.commit: state", committed, state.drafter)
 
     records = state.log_probs

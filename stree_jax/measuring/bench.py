@@ -18,7 +18,8 @@ from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.measuring.advice import advice
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Batch, Method, compare, different
-from stree_jax.measuring.report import check_file, draw_speeds, method_tables
+from stree_jax.measuring.questions import Question, turn_by_turn
+from stree_jax.measuring.report import acceptance_tables, check_file, draw_speeds, method_tables
 from stree_jax.messages import needs, shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.pretrained import from_pretrained
@@ -89,10 +90,11 @@ class BenchReport:
         ]
 
     def tables(self) -> list[Any]:
-        """A table for each temperature."""
+        """For each temperature a table of speeds, and one of what was accepted."""
         head = self.head
         title = f"{head['prompts']} prompts, {head['rows']} at a time, up to"
-        return method_tables(f"{title} {head['max_new_tokens']} new tokens each", self.rows)
+        title += f" {head['max_new_tokens']} new tokens each"
+        return [*method_tables(title, self.rows), *acceptance_tables(self.rows)]
 
     def __str__(self) -> str:
         lines = [*self.described(), *map(str, self.tables()), self.busy, *self.advice]
@@ -153,10 +155,12 @@ def bench(
     Args:
         target: a model, or the directory or hub name of a checkpoint.
         ways: by name, keywords of `generate`: `drafter`, `topology`, `verifier`.
-        prompts: lists of token ids; of a checkpoint they may be texts, and four are built in.
+        prompts: lists of token ids, or `stree_jax.measuring.Question`s; of a checkpoint they may be
+            texts, and four are built in.
         temperatures: each gives a table. Above 0 all ways draw with the same key.
         max_new_tokens: new tokens of each text, at most.
-        rows: texts decoded at the same time. The last batch is filled with the first prompts.
+        rows: texts decoded at the same time, of one category and turn. The last batch is filled
+            with the first prompts.
         rounds: timed runs of each batch, after one that compiles.
         name: the target's, for the report.
         progress: callback with the current task, its finished parts and the number of its parts.
@@ -191,23 +195,20 @@ def bench(
         texts = Texts.at(folder)
         target = from_pretrained(folder)
         prompts = [
-            texts.tokens(each, name=f"prompt {number}") if isinstance(each, str) else each
+            Question.of(texts, each, name=f"prompt {number}") if isinstance(each, str) else each
             for number, each in enumerate(PROMPTS if prompts is None else prompts, 1)
         ]
     check_model(target)
     if prompts is None:
         raise ValueError("bench of a loaded model needs prompts: give lists of token ids")
-    checked_prompts(prompts, target.config.vocab_size)
-    texts_of = [
-        [prompts[(start + i) % len(prompts)] for i in range(rows)]
-        for start in range(0, len(prompts), rows)
-    ]
+    asked = [each if isinstance(each, Question) else Question(each) for each in prompts]
+    checked_prompts([each.prompt for each in asked], target.config.vocab_size)
     common = {"key": 0, "max_new_tokens": max_new_tokens} | options
+    for texts in (each.texts for each in asked if each.turns):
+        common.setdefault("eos_token", texts.end_tokens(target.config) or None)
     at_each = [Options(temperature=heat, **common) for heat in temperatures]
-    of_each = [[Batch(texts, given) for texts in texts_of] for given in at_each]
-    for batches in of_each:
-        for method, batch in itertools.product(methods, batches):  # refuses before it compiles
-            method.planned(target, batch)
+    for method, given in itertools.product(methods, at_each):  # refuses before it compiles
+        method.planned(target, Batch([each.prompt for each in asked], given))
     _, whole = HybridLM.abstract(target.config)
     head = {
         "target": name or "target",
@@ -218,13 +219,13 @@ def bench(
             "dtype": target.dtype.name,
             "bytes": num_bytes(nnx.state(target)),
         },
-        "prompts": len(prompts),
+        "prompts": sum(max(1, len(each.turns)) for each in asked),
         "rows": rows,
         "max_new_tokens": max_new_tokens,
     }
     report = BenchReport(head, [])
-    for batches in of_each:
-        before = report.rows
+    for given in at_each:
+        batches, before = [*turn_by_turn(target, asked, rows, given, progress)], report.rows
         for found in compare(target, methods, batches, rounds, progress):
             report = BenchReport(head, [*before, *found])
             each_round(report)

@@ -26,13 +26,15 @@ from stree_jax.tree import TreeTopology
 
 PLAIN = "autoregressive"
 _NUM_DRAFTED = 16  # trees in a timed call
+_MEAN = "tau", "accepted_per_call", "tokens_per_second", "speed_up"  # of categories
 
 
 class Batch(NamedTuple):
-    """Texts that are continued together, in one way."""
+    """Texts of one category that are continued together, in one way."""
 
     prompts: Sequence[Sequence[int]]
     options: Options
+    category: str | None = None
 
 
 class Method(NamedTuple):
@@ -71,7 +73,7 @@ class Method(NamedTuple):
     def planned(self, target: HybridLM, batch: Batch) -> Plan:
         """The checked request of `decode`; compiles nothing."""
         target = self.target or target
-        return self.using(plan)(target, *batch).placed(target.partition)
+        return self.using(plan)(target, *batch[:2]).placed(target.partition)
 
     def first_token(self, target: HybridLM, batch: Batch) -> None:
         """Reads the prompts and makes one step of the same program; blocks."""
@@ -137,6 +139,15 @@ def compare(
         if parts and not memory:
             memory = {each.name: each.memory(target, batches[0]) for each in methods}
         rows = _records(methods, temperature, outputs, seconds, comparable)
+        for category in filter(None, dict.fromkeys(each.category for each in batches)):
+            places = [i for i, each in enumerate(batches) if each.category == category]
+            part = {name: [made[i] for i in places] for name, made in outputs.items()}
+            taken = {name: each[:, places] for name, each in seconds.items()}
+            found = _records(methods, temperature, part, taken, comparable)
+            for row, record in zip(rows, found, strict=True):
+                row.setdefault("by_category", {})[category] = record
+                means = [{name: of[name] for name in _MEAN} for of in row["by_category"].values()]
+                row["mean_of_categories"] = jax.tree.map(lambda *of: float(np.mean(of)), *means)
         yield [row | {"memory_bytes": memory.get(row["method"])} for row in rows]
 
 
@@ -163,7 +174,7 @@ def _records(
         name, mine = method.name, outputs[method.name]
         calls = sum(out.stats.num_target_calls for out in mine)
         taus = [out.stats.num_tokens / out.stats.num_target_calls for out in mine]
-        accepted = sum(out.stats.accepted_per_depth for out in mine)
+        accepted = sum(out.stats.accepted_per_depth for out in mine).tolist()
         first, draft = (seconds.get((part, name)) for part in ("first", "draft"))
         call = share = until_first = None
         if first is not None:
@@ -183,7 +194,12 @@ def _records(
                 "seconds_by_prompt": np.median(of_all[name], axis=0).tolist(),
                 "tau": emitted[name] / calls,
                 "tau_by_prompt": taus,
-                "accepted_per_depth": [round(float(count) / calls, 4) for count in accepted],
+                "accepted_per_call": sum(accepted) / calls,
+                "accepted_per_depth": [round(count / calls, 4) for count in accepted],
+                "accepted_of_reached": [
+                    round(count / before, 4) if before else None
+                    for before, count in itertools.pairwise([calls, *accepted])
+                ],
                 "milliseconds_of_call": None if call is None else summary(1e3 * call),
                 "milliseconds_to_first_token": until_first,
                 "draft_share": share,

@@ -65,6 +65,26 @@ def method_tables(title: str, rows: Sequence[Mapping[str, Any]], **columns: str)
     ]
 
 
+def acceptance_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """What was accepted at each temperature: a row for each category and way, and the mean."""
+    names = [*rows[0].get("by_category", ())]
+    columns = {"category": "{category}"} if names else {}
+    columns |= {"method": "{method}", **(SPEED if names else {}), "tau": "{tau:.2f}"}
+    columns |= {"accepted a call": "{accepted_per_call:.2f}", "by depth": "{depths}"}
+    tables = []
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        ways = [row for row in rows if row["temperature"] == temperature]
+        shown = [row["by_category"][name] | {"category": name} for name in names for row in ways]
+        mean = {"category": "mean of categories", "accepted_of_reached": ()}
+        shown += [{**row, **row["mean_of_categories"], **mean} for row in ways if names]
+        shown += [{**row, "category": "all"} for row in ways]
+        for row in shown:
+            rates = ("-" if rate is None else f"{rate:.0%}" for rate in row["accepted_of_reached"])
+            row["depths"] = " ".join(rates)
+        tables.append(Table(f"Accepted drafts, temperature {temperature:g}", shown, columns))
+    return tables
+
+
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     """Cells of a record of `compare`; "-" is what was not measured."""
     call, share, speed = row["milliseconds_of_call"], row["draft_share"], row["tokens_per_second"]

@@ -427,6 +427,7 @@ class HybridLM(Partitioned):
                 for mixer, layer_cache, layer_pending in layers
             )
 
+    @jax.named_scope("replay")
     def _replay_gather_index(self, path: Path) -> ConvGatherIndex:
         return {
             width: replay_gather_index(path.parents, path.last, width)

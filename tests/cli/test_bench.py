@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import shutil
 import types
 
 import jax
@@ -12,11 +13,15 @@ from rich.console import Console
 
 import stree_jax as st
 from stree_jax.cli import bench as cli
-from stree_jax.measuring import methods, report
+from stree_jax.cli.prompts import read_questions
+from stree_jax.decoding.options import Options
+from stree_jax.measuring import Question, methods, report
 from stree_jax.measuring.advice import advice
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Method
+from stree_jax.measuring.questions import turn_by_turn
 from stree_jax.measuring.report import write_json
 from stree_jax.testing import perturbed, tiny_model
+from stree_jax.text import Texts
 
 CHAIN = st.TreeTopology.chain(2)
 
@@ -61,17 +66,19 @@ def clock(monkeypatch):
     seen = []
 
     def decode(method, target, batch):
-        prompts, options = batch
+        prompts, options, category = batch
         seen.append((method.name, prompts, options))
-        calls = 12 if method.name == PLAIN else 6
+        calls = 12 if method.name == PLAIN else 4 if category == "math" else 6
         tokens = np.full((len(prompts), 12), 7 if "wrong" not in method.name else 8)
+        depths = {12: [], 6: [6, 0], 4: [4, 3]}[calls]  # 4 calls end with a draft
         stats = types.SimpleNamespace(
             num_tokens=12 * len(prompts),
             num_target_calls=calls * len(prompts),
             target_calls_per_row=[calls] * len(prompts),
-            accepted_per_depth=np.array([6]),
+            accepted_per_depth=len(prompts) * np.array(depths),
         )
-        return types.SimpleNamespace(tokens=tokens, stats=stats)
+        ends = {"lengths": [12] * len(prompts), "finish_reasons": ["length"] * len(prompts)}
+        return types.SimpleNamespace(tokens=tokens, stats=stats, **ends)
 
     def timed_rounds(ways, requests, rounds, advance):
         outputs = {name: [way(each) for each in requests] for name, way in ways.items()}
@@ -251,3 +258,104 @@ def test_the_default_tree(tiny_pair, output, clock):
     assert names == {"draft model, tree of 5", "Medusa, tree of 5"}
     tree = st.ModelDrafter(tiny_model()).default_topology()
     assert tree == st.TreeTopology.default() == st.TreeTopology.from_parents([-1, 0, 0, 1, 3])
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+@pytest.fixture
+def asked(tiny_pair, tmp_path):
+    """Writes lines to a file, and returns it and a checkpoint with a chat template."""
+
+    def asked(*lines):
+        target, file = tmp_path / "target", tmp_path / "questions.jsonl"
+        shutil.copytree(tiny_pair / "target", target)
+        (target / "chat_template.jinja").write_text(TEMPLATE)
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        file.write_text("\n".join(texts))
+        return str(target), file
+
+    return asked
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+# As in files of Spec-Bench and of SPEED-Bench, prepared in its two forms.
+ASKED = [
+    {"question_id": 81, "category": "writing", "turns": ["Once upon", "Shorter."]},
+    {"question_id": 161, "category": "math", "turns": ["Add 1 and 2."], "reference": ["3"]},
+    {"question_id": "9f", "category": "writing", "sub_category": "", "turns": ["Write it."]}
+    | {"source": "x", "src_id": "7", "difficulty": "easy", "multiturn": False},
+    {"question_id": "a0", "category": "math", "messages": [*map(user, ["The", "a", "time"])]},
+    {"category": "math", "prompt": "def f(x):"},
+]
+
+
+def test_each_turn_follows_the_targets_own_answers(asked):
+    """By category, then by turn, of which questions have unequal numbers."""
+    target, file = asked(*ASKED)
+    questions, texts = read_questions(target, file, ()), Texts.at(target)
+    model = st.from_pretrained(target)
+    options = Options(max_new_tokens=5, key=0, eos_token=texts.end_tokens(model.config))
+    found = [*turn_by_turn(model, questions, 2, options)]
+    talks = [["Once upon", "Shorter."], ["Write it."], ["Add 1 and 2."], ["The", "a", "time"]]
+    prompts = []
+    for turns in talks:
+        said = []
+        for turn in turns:
+            said.append(user(turn))
+            prompts.append(texts.tokens(said))
+            answer = st.complete(target, said, max_new_tokens=5)
+            said.append({"role": "assistant", "content": answer})
+    first, shorter, write, add, the, a, time = prompts
+    text = texts.tokens("def f(x):")
+    expected = [("writing", [first, write]), ("writing", [shorter, shorter]), ("math", [add, the])]
+    expected += [("math", [text, add]), ("math", [a, a]), ("math", [time, time])]
+    assert [(each.category, [*each.prompts]) for each in found] == expected
+
+
+def test_a_row_for_each_category_and_way(clock):
+    """Both definitions of acceptance, what is accepted of what is reached, and the mean."""
+    questions = [Question([1], name) for name in ("math", "writing", "writing", "writing")]
+    found = st.bench(tiny_model(), ways(), questions, max_new_tokens=12, rounds=1)
+    chain = found.rows[-1]
+    parts = chain["by_category"] | {"mean": chain["mean_of_categories"], "all": chain}
+    assert [*parts] == ["math", "writing", "mean", "all"]
+    assert [part["tau"] for part in parts.values()] == [3, 2, 2.5, 48 / 22]
+    assert [part["accepted_per_call"] for part in parts.values()] == [7 / 4, 1, 11 / 8, 25 / 22]
+    assert chain["by_category"]["math"]["accepted_of_reached"] == [1, 0.75]
+    assert chain["accepted_of_reached"] == [1, round(3 / 22, 4)]
+    assert chain["by_category"]["math"]["seconds_by_prompt"] == [11]
+    lines = str(found).splitlines()
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│ chain " in line
+    ]
+    assert rows[1] == ["math", "chain", "1", "1.00x", "3.00", "1.75", "100% 75%"]
+    assert rows[3] == ["mean of categories", "chain", "1", "1.00x", "2.50", "1.38", ""]
+    assert rows[4] == ["all", "chain", "1", "1.00x", "2.18", "1.14", "100% 14%"]
+
+
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"turns": [], "category": "a"}, '"turns" must be texts, none of them empty, got []'),
+        ({"turns": ["x", " "], "category": "a"}, "none of them empty, got ['x', ' ']"),
+        ({"turns": "x", "category": "a"}, "none of them empty, got 'x'"),
+        ({"turns": [PLACEHOLDER], "category": "a"}, "make it with SPEED-Bench's own script"),
+        ({"turns": ["x"]}, 'some lines have a "category": give one to each line or to none'),
+        ({"turns": ["x"], "category": 3}, "category must be a text, got 3"),
+        ({"turns": ["x"], "prompt": "x"}, "it has a prompt and turns; give one of them"),
+        ('{"turns": ["x', "not JSON"),
+        ({"question_id": 4}, 'that is a text, or with "messages" or "turns"'),
+    ],
+)
+def test_a_bad_question_is_named(line, message, asked, refused):
+    target, file = asked(ASKED[0], line)
+    error = refused("bench", target, "--prompts", file)
+    assert f"--prompts {file}, line 2: " in error
+    assert message in error

@@ -1,5 +1,7 @@
 """How often programs are compiled, and that caches are not copied."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from stree_jax.decoding.plan import plan
 from stree_jax.decoding.prompts import buffer_size, list_size
 from stree_jax.testing import perturbed, tiny_model
 from tests.decoding.texts import started
-from tests.helpers import COMPILED
+from tests.helpers import COMPILED, some
 from tests.methods import drafts
 
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 2])  # of no other test
@@ -124,3 +126,29 @@ def test_the_caches_of_a_prompt_are_not_copied():
         assert all(leaf.is_deleted() for leaf in caches)
         texts.append(state.context.tokens)
     np.testing.assert_array_equal(*texts)
+
+
+SCOPES = {"draft", "verify", "replay", "sampling"}
+WAYS = ["branching", "beam", "dynamic", "lookup", "heads", "turns", "cascade", "auto"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("way", some(WAYS, "branching", "cascade"))
+def test_a_profile_names_the_parts_of_a_step(way, temperature):
+    """Of the loop, which `generate` and the scheduler run, and of the step that `stream` runs."""
+    model = tiny_model()
+    chosen = {"topology": "auto"} if way == "auto" else {}
+    options = drafts(model, "chain of 1" if chosen else way) | chosen
+    key = None if temperature == 0 else jax.random.key(0)
+    request = plan(model, [[1, 2]], temperature=temperature, key=key, **options)
+    decoder, drafter, context, keys, limits, sampling, _ = request
+    state = decoder.start(model, drafter, context, keys, sampling)
+    for program in (st.SpeculativeDecoder.run, st.SpeculativeDecoder.step):
+        lowered = program.lower(decoder, model, drafter, state, limits, sampling)
+        names = re.findall(r'loc\("([^"]*)"', lowered.as_text(debug_info=True))
+        assert {part for name in names for part in name.split("/")} >= SCOPES
+        if way == "cascade":  # which verifies drafts of its own
+            assert any("draft/verify/" in name for name in names)
+    if way == "branching":
+        names = re.findall(r'op_name="([^"]*)"', lowered.compile().as_text())
+        assert {part for name in names for part in name.split("/")} >= SCOPES

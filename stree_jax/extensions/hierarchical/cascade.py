@@ -210,15 +210,16 @@ class CascadeDrafter(Drafter):
                 break
 
             tree = draft.tree if tree is None else append_subtree(tree, at, draft.tree)
-            logits, reader = self._reads.run(
-                reader, draft.tokens, tree, np.arange(first, first + num_nodes)
-            )
-            finite &= (all_finite(logits) | ~draft.tree.valid).all(axis=-1)
-            states = rules.of_tree(draft.tokens, draft.tree, inner)
-            logits = rules.masked(logits, states)
-            if how == "iid":
-                log_probs.append(token_log_probs(logits, step.sampling))
-            verdict = verifier.verify(draft, logits, own._replace(keys=split[:, 2]), inner)
+            with jax.named_scope("verify"):  # by the medium model
+                logits, reader = self._reads.run(
+                    reader, draft.tokens, tree, np.arange(first, first + num_nodes)
+                )
+                finite &= (all_finite(logits) | ~draft.tree.valid).all(axis=-1)
+                states = rules.of_tree(draft.tokens, draft.tree, inner)
+                logits = rules.masked(logits, states)
+                if how == "iid":
+                    log_probs.append(token_log_probs(logits, step.sampling))
+                verdict = verifier.verify(draft, logits, own._replace(keys=split[:, 2]), inner)
 
             # The accepted path and the added token, which is the next round's root.
             steps = jnp.arange(1, inner.depth + 2, dtype=jnp.int32)[None]
