@@ -169,6 +169,13 @@ class TreeTopology:
         """Nodes `N`, the root included."""
         return len(self.parents)
 
+    @property
+    def name(self) -> str:
+        """What a table calls it: "no drafts", "chain of 4" or "tree of 5"."""
+        if self.depth == self.num_nodes - 1:
+            return f"chain of {self.depth}" if self.depth else "no drafts"
+        return f"tree of {self.num_nodes}"
+
     @functools.cached_property
     def depths(self) -> tuple[int, ...]:
         """Edges from each node to the root."""

@@ -88,12 +88,10 @@ def name_of(spec: str, tree: Any) -> str:
     """What a table calls a tree."""
     if spec.startswith("auto"):
         return spec.partition("@")[0]
-    is_dynamic = kind_of(spec) in ("beam", "budget")
-    if not is_dynamic and tree == st.TreeTopology.chain(tree.depth):
-        return f"chain of {tree.depth}"
-    if spec.startswith("@"):
-        return f"tuned tree of {tree.num_nodes}"
-    return f"tree of {tree.num_nodes}" if spec == DEFAULT else spec
+    is_dynamic, is_chain = kind_of(spec) in ("beam", "budget"), tree.name.startswith("chain")
+    if not is_dynamic and (is_chain or spec == DEFAULT):
+        return tree.name
+    return f"tuned {tree.name}" if spec.startswith("@") else spec
 
 
 def console_of_tables() -> Console:

@@ -127,6 +127,9 @@ class Generation:
                 f" {self.drafted[row].sum()} of them accepted drafts"
             )
             console.print(count, style="dim", highlight=False, soft_wrap=True)
+        if calls := self.stats.calls_by_tree:
+            names = ", ".join(f"{tree.name} {count}" for tree, count in calls.items())
+            console.print(f"Calls with {names}", style="dim", highlight=False, soft_wrap=True)
 
 
 class NonFiniteLogitsError(FloatingPointError):

@@ -200,6 +200,7 @@ def _records(
                     round(count / before, 4) if before else None
                     for before, count in itertools.pairwise([calls, *accepted])
                 ],
+                "calls_by_tree": _by_tree(mine),
                 "milliseconds_of_call": None if call is None else summary(1e3 * call),
                 "milliseconds_to_first_token": until_first,
                 "draft_share": share,
@@ -208,6 +209,13 @@ def _records(
             | speed[name]
         )
     return rows
+
+
+def _by_tree(made: Sequence[Generation]) -> dict[str, int] | None:
+    """Calls with each of several trees, by its name."""
+    counts = [out.stats.calls_by_tree for out in made if out.stats.calls_by_tree]
+    trees = counts[0] if counts else ()
+    return {tree.name: sum(each[tree] for each in counts) for tree in trees} or None
 
 
 def different(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -71,6 +71,8 @@ def acceptance_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     columns = {"category": "{category}"} if names else {}
     columns |= {"method": "{method}", **(SPEED if names else {}), "tau": "{tau:.2f}"}
     columns |= {"accepted a call": "{accepted_per_call:.2f}", "by depth": "{depths}"}
+    if any(row["calls_by_tree"] for row in rows):
+        columns["calls with"] = "{trees}"
     tables = []
     for temperature in dict.fromkeys(row["temperature"] for row in rows):
         ways = [row for row in rows if row["temperature"] == temperature]
@@ -81,6 +83,8 @@ def acceptance_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
         for row in shown:
             rates = ("-" if rate is None else f"{rate:.0%}" for rate in row["accepted_of_reached"])
             row["depths"] = " ".join(rates)
+            calls = row["calls_by_tree"] or {}
+            row["trees"] = ", ".join(f"{name} {count:,}" for name, count in calls.items())
         tables.append(Table(f"Accepted drafts, temperature {temperature:g}", shown, columns))
     return tables
 

@@ -17,6 +17,7 @@ from tests.methods import PROMPTS
 
 TREES = st.TreeTopology.chain(0), *DRAFTED
 NEW = 24
+OTHERS = "prompt lookup", "head"
 SAMPLED = {"temperature": 1.0, "key": jax.random.key(3)}
 
 
@@ -67,7 +68,7 @@ def steps(model, drafter, numbers, **options):
     return state
 
 
-@pytest.mark.parametrize("name", ["model", "prompt lookup", "head"])
+@pytest.mark.parametrize("name", ["model", *OTHERS])
 @pytest.mark.parametrize(
     "options", [{}, pytest.param(SAMPLED, marks=pytest.mark.thorough)], ids=["greedy", "sampled"]
 )
@@ -92,16 +93,19 @@ def test_a_draft_model_that_was_off_reads_what_it_missed(model):
 
 
 @pytest.mark.parametrize(("noise", "often"), [(0.0, TREES[3]), (30.0, TREES[0])])
-def test_a_good_draft_gets_the_longest_chain_and_a_bad_one_nothing(noise, often, model):
+def test_a_good_draft_gets_the_longest_chain_and_a_bad_one_nothing(noise, often, model, capsys):
     drafter = st.ModelDrafter(perturbed(model, noise, 1) if noise else model)
     options = {"max_new_tokens": 60, "eos_token": ()}
     want = st.generate(model, PROMPTS[:1], **options)
     for _ in range(2):  # the second time it knows
-        out = st.generate(model, PROMPTS[:1], drafter=drafter, topology="auto", **options)
+        auto = {"drafter": drafter, "topology": "auto", "record_calls": True}
+        out = st.generate(model, PROMPTS[:1], **auto, **options)
         assert out.tokens.tolist() == want.tokens.tolist()
     calls = out.stats.calls_by_tree
     assert sum(calls.values()) == out.stats.num_target_calls
     assert calls[often] >= 0.9 * out.stats.num_target_calls
+    out.show()
+    assert f"{often.name} {calls[often]}" in capsys.readouterr().out
 
 
 def test_a_trial_finds_out_that_drafts_pay_again(model):
@@ -135,7 +139,9 @@ def test_streams_and_texts_that_go_on(model):
     assert rows == want.tokens[:, :12].tolist()
 
 
-@pytest.mark.parametrize("name", ["model", "prompt lookup", "head"])
+@pytest.mark.parametrize(
+    "name", ["model", *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)]
+)
 def test_a_scheduler_chooses_for_the_rows_that_run(name, model):
     """More requests than rows, and a kept text that goes on."""
     drafter = drafters(model)[name]
@@ -195,6 +201,14 @@ def test_trees_of_ones_own(model):
     out = st.generate(model, PROMPTS, drafter=drafter, topology=[wide, deep], **options)
     assert out.tokens.tolist() == want.tokens.tolist()
     assert [*out.stats.calls_by_tree] == [TREES[0], wide, deep]
+    report = st.bench(
+        *(model, {"few": {"drafter": drafter, "topology": [wide, deep]}}, PROMPTS[:1]),
+        rounds=1,
+        max_new_tokens=8,
+    )
+    (calls,) = filter(None, (row["calls_by_tree"] for row in report.rows))
+    assert [*calls] == ["no drafts", "tree of 5", "chain of 3"]
+    assert "tree of 5" in str(report)
 
 
 def test_what_it_refuses(model):
