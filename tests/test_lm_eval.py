@@ -1,0 +1,204 @@
+"""lm-evaluation-harness on our models: its own model's answers, and texts as without drafts."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import stree_jax as st
+from stree_jax.text import Texts
+from tests.convert.checkpoints import hf_checkpoint, hf_logits, torch, transformers
+from tests.helpers import python, saved_pair
+
+pytest.importorskip("lm_eval", reason="lm-eval, of the extra `eval`, is not installed")
+from lm_eval.api.model import CachingLM
+
+from stree_jax.lm_eval import StreeJax
+
+TEXTS = ["Ann has 3 pens.", " She buys", " 12 more, and", " gives away", " 4. How many has she?"]
+ENDS = '{"eos_token": "<|endoftext|>"}'
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ style }}{% endif %}"
+)
+
+
+def asked(*args):
+    return SimpleNamespace(args=args)
+
+
+def until(context, *stops, **more):
+    return asked(context, {"until": [*stops], "max_gen_toks": 24, **more})
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = saved_pair(tmp_path_factory.mktemp("pair"))
+    (folder / "target/chat_template.jinja").write_text(TEMPLATE)
+    (folder / "target/tokenizer_config.json").write_text(ENDS)
+    return {"pretrained": folder / "target", "draft": str(folder / "draft")}
+
+
+@pytest.mark.parametrize("family", ["mamba2", "nemotron_h"])
+def test_the_answers_of_the_harness_own_model(family, tmp_path):
+    """Whole texts, and those that are cut to 9 tokens, or read in windows of 9."""
+    hf = pytest.importorskip("lm_eval.models.huggingface", reason="accelerate is not installed")
+
+    class Theirs(hf.HFLM):
+        def _model_call(self, inps, **_):
+            return torch().from_numpy(hf_logits(self.model, inps))
+
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    model = hf_checkpoint(tmp_path, family, vocab_size=tokenizer.get_vocab_size())
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(ENDS)
+    fast = transformers().PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>"
+    )
+    pairs = [asked(*pair) for pair in itertools.pairwise(TEXTS)]
+    pairs += [asked("", TEXTS[0]), asked("".join(TEXTS[:4]), TEXTS[4]), asked("Ann ", "has")]
+    texts = [asked(text) for text in (*TEXTS, "".join(TEXTS), "")]
+    for max_length in (None, 9):
+        ours = StreeJax(tmp_path, batch_size=2, max_length=max_length)
+        theirs = Theirs(model, tokenizer=fast, max_length=max_length or 512, batch_size=2)
+        best = ours.tok_encode(TEXTS[0])[:5]
+        for _ in range(3):
+            best.append(int(hf_logits(model, [best])[0, -1].argmax()))
+        tokens = [(("", ""), best[:5], best[5:])]
+        for kind, requests in (("loglikelihood", pairs), ("_loglikelihood_tokens", tokens)):
+            got, want = (getattr(each, kind)(requests) for each in (ours, theirs))
+            for (total, is_best), (their_total, theirs_is) in zip(got, want, strict=True):
+                assert total == pytest.approx(their_total, abs=1e-4)
+                assert is_best == theirs_is
+        assert is_best
+        got, want = (each.loglikelihood_rolling(texts) for each in (ours, theirs))
+        assert got == pytest.approx(want, abs=1e-4)
+
+
+def test_continuations_without_tokens(pair):
+    ours = StreeJax(**pair, max_length=9)
+    requests = [asked("Ann has ", ""), asked("", ""), asked("Ann has", " 3")]
+    assert ours.loglikelihood(requests)[:2] == [(0.0, True)] * 2
+    with pytest.raises(ValueError, match=r"have 0 to 0 tokens of their own, and may have 1 to 9"):
+        ours._loglikelihood_tokens([(("a", "b"), [1, 2], [])])
+    with pytest.raises(ValueError, match=r"tokens of their own, and may have 1 to 9"):
+        ours.loglikelihood([asked("Ann", "".join(TEXTS))])
+
+
+def test_stops_and_limits(pair, caplog):
+    """A stop inside of a token, a long one, none; and contexts without a place, or empty ones."""
+    plain, drafts = StreeJax(pair["pretrained"]), StreeJax(**pair, tree="chain:3", batch_size=2)
+    (free,) = plain.generate_until([until(TEXTS[0])])
+    token = max(Texts.at(pair["pretrained"]).tokenizer("").encode(free).tokens, key=len)
+    inside = free[free.rindex(token[1:]) :][: len(token) - 1]
+    assert len(inside) > 1
+    assert inside in free
+    requests = [until(TEXTS[0]), until(TEXTS[0], inside, ""), until(TEXTS[0], "no such", free[9:])]
+    requests += [until("", max_gen_toks=3), until(TEXTS[0], temperature=1.0, do_sample=True)]
+    requests += [requests[-1], until(TEXTS[1], "a", temperature=0.7, top_k=5, do_sample=True)]
+    texts = drafts.generate_until(requests)
+    assert texts[:3] == [free, free.partition(inside)[0], free[:9]]
+    assert texts[4] != texts[5]  # repeats
+    assert texts == plain.generate_until(requests)
+    assert texts[4:6] == plain.generate_until(requests[4:6])  # whatever else is asked
+    short = StreeJax(**pair, max_length=30)
+    whole, cut = TEXTS[0] * 9, plain.tok_encode(TEXTS[0] * 9)[-6:]
+    caplog.clear()
+    (got,) = short.generate_until([until(whole)])
+    assert f"{len(plain.tok_encode(whole))} tokens, of which 6 have place" in caplog.text
+    out = st.generate(plain._model, [cut], max_new_tokens=24, tokenizer=plain._texts.tokenizer(""))
+    assert got == out.texts[0]
+    with pytest.raises(ValueError, match="max_gen_toks must be .*29"):
+        short.generate_until([until("Ann", max_gen_toks=30)])
+
+
+def test_what_is_refused(pair, tiny_pair):
+    with pytest.raises(ValueError, match="names no token to put before"):
+        StreeJax(tiny_pair / "target").generate_until([until("")])
+    with pytest.raises(ValueError, match=r"model_args has \['3', 'rows'\]; there are adapter, "):
+        StreeJax(pair["pretrained"], tree="branching:2", rows=8, **{"3": ""})
+    with pytest.raises(ValueError, match=r"gen_kwargs has \['num_beams'\]; there are eos_token, "):
+        StreeJax(**pair).generate_until([until("Ann", num_beams=4)])
+    with pytest.raises(ValueError, match="batch_size must be"):
+        StreeJax(**pair, batch_size=0)
+
+
+def test_chats(pair):
+    ours = StreeJax(**pair, chat_template_args={"style": "In verse:"})
+    history = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because "}]
+    assert ours.chat_template(True) == TEMPLATE
+    text = ours.apply_chat_template(history[:1])
+    assert text == "<user>Why?\n<assistant>In verse:"
+    goes_on = ours.apply_chat_template(history, add_generation_prompt=False)
+    assert goes_on == "<user>Why?\n<assistant>Because "
+    with pytest.raises(ValueError, match="'tools'"):
+        ours.chat_template("tools")
+
+
+def test_what_was_answered_is_kept(pair, tmp_path, monkeypatch):
+    """By the harness's cache, request by request: an interrupted run goes on."""
+    ours = StreeJax(**pair, batch_size=1)
+    requests = {
+        "loglikelihood": [asked(*each) for each in itertools.pairwise(TEXTS)],
+        "loglikelihood_rolling": [asked(text) for text in TEXTS],
+        "generate_until": [until(text, max_gen_toks=4) for text in TEXTS],
+    }
+    for kind, each in requests.items():
+        want = getattr(ours, kind)(each)
+        cached = CachingLM(ours, str(tmp_path / f"{kind}.db"))
+        keep, kept = ours.cache_hook.add_partial, []
+
+        def some(*answer, keep=keep, kept=kept):
+            keep(*answer)
+            kept.append(answer)
+            if len(kept) == 2:
+                raise KeyboardInterrupt
+
+        ours.cache_hook.add_partial = some
+        with pytest.raises(KeyboardInterrupt):
+            getattr(cached, kind)(each)
+        ours.cache_hook.add_partial = lambda *answer, kept=kept: kept.append(answer)
+        assert getattr(cached, kind)(each) == want
+        assert len(kept) == len(each)
+
+
+COMMAND = """
+import runpy, socket, sys
+def refuse(*_): raise AssertionError("it reached for the network")
+socket.socket.connect = socket.getaddrinfo = refuse
+runpy.run_module("stree_jax.lm_eval", run_name="__main__", alter_sys=True)
+"""
+TASK = """
+task: pens
+dataset_path: json
+dataset_kwargs: {data_files: {test: %s}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["."], max_gen_toks: 12}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+  - {metric: bleu, aggregation: bleu, higher_is_better: true}
+"""
+
+
+def test_the_command(pair, tmp_path):
+    """A task of our own, without a network: scores are those without drafts, to the last digit."""
+    questions = [{"question": text, "answer": "one two three"} for text in TEXTS]
+    (tmp_path / "pens.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    (tmp_path / "pens.yaml").write_text(TASK % (tmp_path / "pens.jsonl"))
+    results = []
+    for number, more in enumerate(("", f",draft={pair['draft']},tree=chain:3")):
+        output = tmp_path / f"out{number}"
+        arguments = ["--model", "stree-jax", "--tasks", "pens", "--include_path", tmp_path]
+        arguments += ["--model_args", f"pretrained={pair['pretrained']}{more}"]
+        arguments += ["--output_path", output, "--log_samples", "--batch_size", 4]
+        python("-c", COMMAND, *arguments, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hub"))
+        (file,) = output.rglob("results_*.json")
+        (samples,) = output.rglob("samples_*.jsonl")
+        answers = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
+        results.append((json.loads(file.read_text())["results"], answers))
+    assert results[0] == results[1]
+    assert len(results[0][1]) == len(TEXTS)
