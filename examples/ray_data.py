@@ -1,16 +1,15 @@
-"""Prompts of a JSONL file through Ray Data: as many workers as there are devices.
+"""A file of prompts through Ray Data, on as many workers as there are devices.
 
-    python examples/ray_data.py TARGET DRAFT prompts.jsonl output.jsonl --workers 8 --gpus 1
+    python examples/ray_data.py prompts.jsonl output.jsonl --workers 8 --gpus 1
 
-Each worker holds the target and its draft, on a device of its own. A worker that dies is replaced,
-and its lines are decoded again, by any worker: a line's key is that of its number in the whole
-file, so the text is the same. Lines are written as they are done, one for each, with their numbers.
-What is there is not decoded again: rerun to resume.
+Each worker holds the target and its draft, on a device of its own. One that dies is replaced, and
+its batch is decoded again, by any. The key of a line is that of its number in the whole file, so
+its text is always the same, and that of `stree-jax generate --prompts`. There is a line of output
+for each line, in the order in which they are done. Rerun to resume: what is there stays.
 """
 
 import argparse
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,69 +21,68 @@ from stree_jax.text import Texts
 
 
 class Decoder:
-    """A worker: continues batches of prompts."""
+    """A worker."""
 
-    def __init__(self, target: str, draft: str, rows: int, **options: Any):
-        self._model = st.from_pretrained(target)
+    def __init__(self, target: str, draft: str, rows: int, seed: int, **options: Any):
+        self._model, self._texts = st.from_pretrained(target), Texts.at(target)
         self._drafter = st.ModelDrafter(st.load_draft(draft, self._model))
-        self._texts, self._rows, self._options = Texts.at(target), rows, options
+        self._options = options | {"eos_token": self._texts.end_tokens(self._model.config)}
+        self._rows, self._key = rows, jax.random.key(seed)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list]:
-        """Returns the texts of a batch, with their numbers."""
+        """Continues a batch of prompts."""
         requests = [
             st.Request(
                 self._texts.tokens(prompt),
-                key=jax.random.fold_in(jax.random.key(0), number),
-                tokenizer=self._texts.tokenizer(""),
+                key=jax.random.fold_in(self._key, number),
+                tokenizer=self._texts.tokenizer(prompt),
                 **self._options,
             )
-            for number, prompt in zip(batch["number"].tolist(), batch["prompt"], strict=True)
+            for number, prompt in zip(batch["number"], batch["prompt"], strict=True)
         ]
+        longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
         scheduler = st.Scheduler(
-            self._model,
-            rows=self._rows,
-            max_length=max(len(each.prompt) + each.max_new_tokens for each in requests),
-            drafter=self._drafter,
+            self._model, rows=self._rows, max_length=longest, drafter=self._drafter
         )
-        numbers = {
-            scheduler.submit(request): number
-            for request, number in zip(requests, batch["number"].tolist(), strict=True)
-        }
-        done = [*scheduler.completions()]
-        return {
-            "number": [numbers[each.request_id] for each in done],
-            "text": [each.text or "" for each in done],
-            "tokens": [len(each.tokens) for each in done],
-            "calls": [each.stats.num_target_calls for each in done],
+        place = {scheduler.submit(request): i for i, request in enumerate(requests)}
+        done = sorted(scheduler.completions(), key=lambda each: place[each.request_id])
+        return batch | {
+            "text": [self._texts.without_end(e.text, e.tokens, e.finish_reason) for e in done],
+            "num_tokens": [each.stats.num_tokens for each in done],
+            "num_target_calls": [each.stats.num_target_calls for each in done],
         }
 
 
 def decode(
-    lines: Iterable[dict[str, Any]],
+    prompts: Path,
     output: Path,
-    *models: str,
+    *,
     workers: int = 2,
     gpus: int = 0,
-    batch: int = 64,
+    batch_size: int = 64,
     worker: type = Decoder,
-    **options: Any,
+    **arguments: Any,
 ) -> None:
-    """Writes a line of output for each line that the file does not have yet."""
+    """Decodes the prompts that the output does not have yet; `arguments` are those of a worker."""
     with output.open("a+b") as file:
         file.seek(0)
         whole, newline, _ = file.read().rpartition(b"\n")
-        file.truncate(len(whole + newline))  # an interrupted run may have left part of a line
+        file.truncate(len(whole + newline))  # without the part of a line of an interrupted run
         there = {json.loads(line)["number"] for line in whole.splitlines()}
-        waiting = [line for line in lines if line["number"] not in there]
+        lines = enumerate(prompts.read_bytes().splitlines(), 1)
+        waiting = [
+            {"number": number, "prompt": json.loads(line)["prompt"]}
+            for number, line in lines
+            if line.strip() and number not in there
+        ]
         if not waiting:
             return
-        context = ray.data.DataContext.get_current()
-        context.max_consecutive_actor_init_deaths = 3  # a worker that cannot start is replaced
+        # A worker that does not start is replaced too, but not for ever.
+        ray.data.DataContext.get_current().max_consecutive_actor_init_deaths = 2 * workers
         decoded = ray.data.from_items(waiting).map_batches(
             worker,
-            fn_constructor_args=models,
-            fn_constructor_kwargs=options,
-            batch_size=batch,
+            fn_constructor_kwargs=arguments,
+            batch_size=batch_size,
             compute=ray.data.ActorPoolStrategy(size=workers),
             num_gpus=gpus,
         )
@@ -94,18 +92,16 @@ def decode(
 
 
 def main() -> None:
-    """Reads the arguments."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser()
-    for name in ("target", "draft", "prompts", "output"):
-        parser.add_argument(name)
-    parser.add_argument("--workers", type=int, default=2, help="as many as devices")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs of a worker: 1, or 0 on CPUs")
-    given = parser.parse_args()
-    lines = enumerate(Path(given.prompts).read_text().splitlines(), 1)
-    prompts = [{"number": number, "prompt": json.loads(line)["prompt"]} for number, line in lines]
-    models = given.target, given.draft
-    how = dict(rows=8, max_new_tokens=64, temperature=0.8)
-    decode(prompts, Path(given.output), *models, workers=given.workers, gpus=given.gpus, **how)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--target", default=str(st.demo_path("target")))
+    parser.add_argument("--draft", default=str(st.demo_path("draft")))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--gpus", type=int, default=0, help="of each worker")
+    given = vars(parser.parse_args())
+    decode(**given, rows=8, seed=0, max_new_tokens=64, temperature=0.8)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def pair(tmp_path_factory):
     folder = saved_pair(tmp_path_factory.mktemp("pair"))
     (folder / "target/chat_template.jinja").write_text(TEMPLATE)
     (folder / "target/tokenizer_config.json").write_text(ENDS)
-    return {"pretrained": folder / "target", "draft": str(folder / "draft")}
+    return {"pretrained": str(folder / "target"), "draft": str(folder / "draft")}
 
 
 @pytest.mark.parametrize("family", ["mamba2", "nemotron_h"])
@@ -60,7 +60,7 @@ def test_the_answers_of_the_harness_own_model(family, tmp_path):
     pairs += [asked("", TEXTS[0]), asked("".join(TEXTS[:4]), TEXTS[4]), asked("Ann ", "has")]
     texts = [asked(text) for text in (*TEXTS, "".join(TEXTS), "")]
     for max_length in (None, 9):
-        ours = StreeJax(tmp_path, batch_size=2, max_length=max_length)
+        ours = StreeJax(str(tmp_path), batch_size=2, max_length=max_length)
         theirs = Theirs(model, tokenizer=fast, max_length=max_length or 512, batch_size=2)
         best = ours.tok_encode(TEXTS[0])[:5]
         for _ in range(3):
@@ -115,7 +115,7 @@ def test_stops_and_limits(pair, caplog):
 
 def test_what_is_refused(pair, tiny_pair):
     with pytest.raises(ValueError, match="names no token to put before"):
-        StreeJax(tiny_pair / "target").generate_until([until("")])
+        StreeJax(str(tiny_pair / "target")).generate_until([until("")])
     with pytest.raises(ValueError, match=r"model_args has \['3', 'rows'\]; there are adapter, "):
         StreeJax(pair["pretrained"], tree="branching:2", rows=8, **{"3": ""})
     with pytest.raises(ValueError, match=r"gen_kwargs has \['num_beams'\]; there are eos_token, "):
