@@ -23,7 +23,8 @@ from stree_jax.decoding.prompts import MAX_TOKENS, typed_key
 from stree_jax.decoding.score import scored
 from stree_jax.messages import shown
 
-_DEFAULTS = {field.name: field.default.default for field in dataclasses.fields(Generate)}
+_FIELDS: Any = dataclasses.fields(Generate)
+_DEFAULTS = {field.name: field.default.default for field in _FIELDS}
 _TEXT = {field.name for field in dataclasses.fields(TextOptions)}
 _OTHER = {"checkpoint", "prompt", "prompts", "output", "rows", "show", "lossy", "distributed"}
 _HERE = "\0here\0"  # no template has it
@@ -31,10 +32,8 @@ _HERE = "\0here\0"  # no template has it
 
 def _check_names(of: str, given: dict[str, Any], known: set[str]) -> None:
     if unknown := given.keys() - known:
-        raise ValueError(
-            f"{of} has {shown(sorted(unknown))}; there are {', '.join(sorted(known))}. A value with"
-            f' commas needs JSON, such as --{of} \'{{"tree": "branching:3,2"}}\''
-        )
+        known_names = ", ".join(sorted(known))
+        raise ValueError(f"{of} has {shown(sorted(unknown))} (commas need JSON), not {known_names}")
 
 
 @register_model("stree-jax")
@@ -67,8 +66,7 @@ class StreeJax(TemplateLM):
         super().__init__()
         _check_names("model_args", options, _DEFAULTS.keys() - _TEXT - _OTHER)
         command = Generate(**_DEFAULTS | options | {"checkpoint": str(pretrained)})
-        size = 8 if batch_size == "auto" else int(batch_size)
-        self.batch_size = check_int("batch_size", size, 1)
+        self.batch_size = check_int("batch_size", 8 if batch_size == "auto" else int(batch_size), 1)
         self._command, self._loaded = command, load(command)
         self._model, self._texts = self._loaded.model, self._loaded.texts
         self.max_length = command.max_length or self._model.config.max_length or MAX_TOKENS
@@ -128,11 +126,8 @@ class StreeJax(TemplateLM):
         """Answers requests, each with pairs of a context and what continues it."""
         pairs = [(number, *pair) for number, (_, own) in enumerate(asked) for pair in own]
         lengths = [len(after) for *_, after in pairs]
-        if any(not 0 < length <= self.max_length for length in lengths):
-            raise ValueError(
-                f"continuations have {min(lengths)} to {max(lengths)} tokens of their own, and may"
-                f" have 1 to {self.max_length}"
-            )
+        for length in lengths:
+            check_int("tokens of a continuation", length, 1, self.max_length)
         texts = [self._cut([*before, *after], self.max_length + 1) for _, before, after in pairs]
         rows = scored(self._model, texts, self.batch_size) if texts else iter(())
         left = [len(own) for _, own in asked]
@@ -151,7 +146,7 @@ class StreeJax(TemplateLM):
         times, lines = collections.Counter[str](), []
         for number, args in enumerate(request.args for request in requests):
             times[repr(args)] += 1
-            lines.append(Line(number, {}, [self._request(*args, times[repr(args)])]))
+            lines.append(Line(number, {}, [self._request(*args, repeat=times[repr(args)])]))
         lines.sort(key=lambda line: len(line.requests[0].prompt), reverse=True)
         found = [""] * len(lines)
         texts = decoded(self._loaded, self._command, lines, self.batch_size)

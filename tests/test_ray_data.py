@@ -10,8 +10,8 @@ from tests.helpers import python
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 pytest.importorskip("ray", reason="ray, for examples/ray_data.py, is not installed")
-NUM_PROMPTS, NUM_THERE = 2_000, 100
-HOW = {"max_new_tokens": 8, "temperature": 0.8, "rows": 8, "seed": 3}
+NUM_PROMPTS, NUM_THERE = 400, 50
+HOW = {"max_new_tokens": 4, "temperature": 0.8, "rows": 8, "seed": 3}
 # The first worker cannot start; one dies in the middle.
 DRIVER = """
 import json, os, pathlib, signal, sys
@@ -41,7 +41,7 @@ class Worker(ray_data.Decoder):
 ray.init(num_cpus=3, include_dashboard=False)
 prompts, output, arguments = sys.argv[1:]
 paths = map(pathlib.Path, (prompts, output))
-ray_data.decode(*paths, worker=Worker, **json.loads(arguments))
+ray_data.decode(*paths, worker=Worker, batch_size=32, **json.loads(arguments))
 """
 
 
@@ -57,7 +57,7 @@ def test_a_worker_that_dies_and_one_that_does_not_start(tmp_path):
     want = [json.loads(line) for line in one.read_text().splitlines()]
     there = [{"number": each["line"], "text": each["text"], "old": True} for each in want]
     kept = "".join(json.dumps(each) + "\n" for each in there[:NUM_THERE])
-    output.write_text(kept + '{"number": 101, "te')  # a run was interrupted
+    output.write_text(kept + '{"number": 51, "te')  # a run was interrupted
     faults = {name: tmp_path / name for name in ("refused", "killed")}
     paths = {"target": models[0], "draft": models[1], **faults}
     arguments = json.dumps(HOW | {name: str(path) for name, path in paths.items()})
