@@ -1,9 +1,7 @@
 """A model of lm-evaluation-harness: `python -m stree_jax.lm_eval --model stree-jax --tasks ...`."""
 
-import collections
 import dataclasses
 import logging
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +21,7 @@ from stree_jax.decoding.prompts import MAX_TOKENS, typed_key
 from stree_jax.decoding.score import scored
 from stree_jax.messages import shown
 
-_FIELDS: Any = dataclasses.fields(Generate)
-_DEFAULTS = {field.name: field.default.default for field in _FIELDS}
+_DEFAULTS = {field.name: field.default.default for field in dataclasses.fields(Generate)}  # type: ignore[union-attr]
 _TEXT = {field.name for field in dataclasses.fields(TextOptions)}
 _OTHER = {"checkpoint", "prompt", "prompts", "output", "rows", "show", "lossy", "distributed"}
 _HERE = "\0here\0"  # no template has it
@@ -32,8 +29,7 @@ _HERE = "\0here\0"  # no template has it
 
 def _check_names(of: str, given: dict[str, Any], known: set[str]) -> None:
     if unknown := given.keys() - known:
-        known_names = ", ".join(sorted(known))
-        raise ValueError(f"{of} has {shown(sorted(unknown))} (commas need JSON), not {known_names}")
+        raise ValueError(f"{of} has {sorted(unknown)} (commas need JSON), of {sorted(known)}")
 
 
 @register_model("stree-jax")
@@ -143,10 +139,8 @@ class StreeJax(TemplateLM):
         return [*map(answer, totals, are_best)]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        times, lines = collections.Counter[str](), []
-        for number, args in enumerate(request.args for request in requests):
-            times[repr(args)] += 1
-            lines.append(Line(number, {}, [self._request(*args, repeat=times[repr(args)])]))
+        every = enumerate(request.args for request in requests)
+        lines = [Line(number, {}, [self._request(number, *args)]) for number, args in every]
         lines.sort(key=lambda line: len(line.requests[0].prompt), reverse=True)
         found = [""] * len(lines)
         texts = decoded(self._loaded, self._command, lines, self.batch_size)
@@ -159,28 +153,23 @@ class StreeJax(TemplateLM):
             self.cache_hook.add_partial("generate_until", args, found[number])
         return found
 
-    def _request(self, context: str, given: dict[str, Any], repeat: int) -> st.Request:
+    def _request(self, number: int, context: str, given: dict[str, Any]) -> st.Request:
         own: dict[str, Any] = {**normalize_gen_kwargs(given, self.max_gen_toks)}
         del own["do_sample"]  # which the temperature says too
         stops = [stop for stop in own.pop("until") if stop]
         most = check_int("max_gen_toks", own.pop("max_gen_toks"), 1, self.max_length - 1)
         _check_names("gen_kwargs", own, _TEXT - {"max_new_tokens", "stop", "n", "bos", "log_probs"})
-        key: Any = None
-        if own.get("temperature"):  # a text's own, whatever else is asked
-            key = jax.random.fold_in(typed_key(self._command.seed), zlib.crc32(context.encode()))
-            key = jax.random.fold_in(key, repeat)
         asked = wanted(self._command.settings(), own | {"max_new_tokens": most, "stop": stops})
         return st.Request(
             self._cut(self.tok_encode(context) or [self.prefix_token_id], self.max_length - most),
-            key=key,
+            key=jax.random.fold_in(typed_key(self._command.seed), number),
             tokenizer=self._texts.tokenizer(""),
             **self._loaded.options(asked),
         )
 
     def _cut(self, tokens: list[int], most: int) -> list[int]:
         if len(tokens) > most:
-            message = "a context was cut on the left: %d tokens, of which %d have place"
-            logging.getLogger(__name__).warning(message, len(tokens), most)
+            logging.warning("a context of %d tokens was cut to the last %d", len(tokens), most)
         return tokens[-most:]
 
 

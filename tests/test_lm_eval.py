@@ -90,11 +90,10 @@ def test_stops_and_limits(pair, caplog):
     assert texts[:3] == [free, free.partition(inside)[0], free[:9]]
     assert texts[4] != texts[5]  # repeats
     assert texts == plain.generate_until(requests)
-    assert texts[4:6] == plain.generate_until(requests[4:6])  # whatever else is asked
     short, whole = StreeJax(**pair, max_length=30), TEXTS[0] * 9
     (got,) = short.generate_until([until(whole)])
     tokens = plain.tok_encode(whole)
-    assert f"{len(tokens)} tokens, of which 6 have place" in caplog.text
+    assert f"a context of {len(tokens)} tokens was cut to the last 6" in caplog.text
     how = dict(max_new_tokens=24, tokenizer=plain._texts.tokenizer(""))
     assert [got] == st.generate(plain._model, [tokens[-6:]], **how).texts
     with pytest.raises(ValueError, match="max_gen_toks must be .*29"):
@@ -114,9 +113,9 @@ def test_chats_and_what_is_refused(pair, tiny_pair):
     assert goes_on == "<user>Why?\n<assistant>Because "
     with pytest.raises(ValueError, match="'tools'"):
         ours.chat_template("tools")
-    with pytest.raises(ValueError, match=r"gen_kwargs has \['num_beams'\].*, not eos_token, "):
+    with pytest.raises(ValueError, match=r"gen_kwargs has \['num_beams'\] .*, of \['eos"):
         ours.generate_until([until("Ann", num_beams=4)])
-    with pytest.raises(ValueError, match=r"model_args has \['2', 'rows'\].*, not adapter, "):
+    with pytest.raises(ValueError, match=r"model_args has \['2', 'rows'\] .*, of \['ada"):
         StreeJax(**pair, rows=8, **{"2": ""})
     with pytest.raises(ValueError, match="batch_size must be"):
         StreeJax(**pair, batch_size=0)
