@@ -187,12 +187,13 @@ def test_scores_are_the_models_own(family, rows):
 def test_the_last_token_may_come_right_after_the_context():
     """Nothing reads it. Of each token also: is it the best?"""
     model = random_model(dataclasses.replace(st.ModelConfig.tiny(), max_length=10))
-    found = {row: (log_probs, is_best) for row, log_probs, is_best in scored(model, TEXTS, 3)}
-    for row, text in enumerate(TEXTS):
-        np.testing.assert_allclose(found[row][0], scores_of(model, text), atol=1e-4)
-        best = oracle.log_probs(model, text).argmax(-1)[:-1]
-        np.testing.assert_array_equal(found[row][1], best == text[1:])
-    assert any(is_best.any() for _, is_best in found.values())
+    new = st.generate(model, [[5]], max_new_tokens=4, eos_token=()).tokens[0].tolist()
+    texts = [*TEXTS, [5, *new]]
+    for row, log_probs, is_best in scored(model, texts, 3):
+        np.testing.assert_allclose(log_probs, scores_of(model, texts[row]), atol=1e-4)
+        best = oracle.log_probs(model, texts[row]).argmax(-1)[:-1]
+        np.testing.assert_array_equal(is_best, best == texts[row][1:])
+        assert is_best.all() == (row == 4 or texts[row] == [3])
     with pytest.raises(ValueError, match=r"texts\[2\] has 12 tokens, and .* context is 10; cut it"):
         st.score(model, [TEXTS[2], [1], [*TEXTS[2], 1]])
 
