@@ -25,7 +25,7 @@ from stree_jax.messages import shown, shown_path
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.pretrained import draft_dtype, from_pretrained, load_tokenizer, tokenizer_errors
-from stree_jax.special_tokens import end_tokens
+from stree_jax.special_tokens import end_tokens, special_tokens
 from stree_jax.tree import TreeTopology
 
 Location = str | os.PathLike[str]
@@ -111,21 +111,27 @@ class Texts:
             return text
         return text.removesuffix(_continuing(self._tokenizer).decode([tokens[-1]]))
 
-    def _written(self, messages: Messages | Any, chat: Mapping[str, Any] | None) -> str:
-        """A conversation as text."""
-        variables = checked_variables(chat)
-        tools = variables.get("tools")
+    def special_token(self, name: str) -> int | None:
+        """Returns the token that the files of the checkpoint give a name, such as "bos_token"."""
+        token = None if self._folder is None else special_tokens(self._folder).get(name)
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    def template(self, *, tools: Any = None) -> ChatTemplate:
+        """Returns the chat template, for conversations with or without tools."""
         if hasattr(self._given, "get_chat_template"):  # of transformers
             source = self._given.get_chat_template(tools=tools)
-            template = ChatTemplate(source, self._given.special_tokens_map)
-        elif self._folder is None:
+            return ChatTemplate(source, self._given.special_tokens_map)
+        if self._folder is None:
             raise ValueError(
                 "a tokenizer alone has no chat template: pass tokenizer=..., the directory of its"
                 " checkpoint"
             )
-        else:
-            template = load_chat_template(self._folder, tools=tools is not None)
-        return template.render(messages, **variables)
+        return load_chat_template(self._folder, tools=tools is not None)
+
+    def _written(self, messages: Messages | Any, chat: Mapping[str, Any] | None) -> str:
+        """A conversation as text."""
+        variables = checked_variables(chat)
+        return self.template(tools=variables.get("tools")).render(messages, **variables)
 
 
 @spelled_out

@@ -14,7 +14,7 @@ PROMISES = (stree_jax.Filter, stree_jax.LogitsProcessor, Task, Mixer)
 
 def public_classes():
     for found in pkgutil.walk_packages(stree_jax.__path__, "stree_jax."):
-        if found.name.endswith("__main__"):
+        if found.name.endswith(("__main__", "lm_eval")):  # lm_eval needs the harness
             continue
         module = importlib.import_module(found.name)
         for name, value in vars(module).items():

@@ -38,7 +38,7 @@ def test_importing_loads_nothing_it_should_not():
 LAYERS = str.split("""
     checkout messages array_types checks names mesh tree models checkpoint special_tokens
     compilation_cache heads convert pretrained decoding chat text testing serving measuring tuning
-    training extensions cli
+    training extensions cli lm_eval
 """)
 
 

@@ -23,9 +23,10 @@ from stree_jax.measuring.report import progress_bar
 from stree_jax.messages import shown
 
 Record = dict[str, Any]
+_SOURCE = "number", "prompt", "messages"  # of a line: what its output has too
 
 
-class _Line(NamedTuple):
+class Line(NamedTuple):
     """A line of the prompts file: requests for its texts, or its error."""
 
     number: int  # from 1
@@ -37,30 +38,17 @@ class _Line(NamedTuple):
 def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dict[str, Any]) -> int:
     """Decodes lines in their order, writes one for each, and returns how many have errors.
 
-    A line's key is the seed's with its number folded in: no text depends on other lines.
+    A line's key is the seed's with the line's number folded in, or with its own "number", which is
+    its place in a data set of several files: no text depends on other lines or on how it is split.
     """
-    wanted_rows = 8 if command.rows is None else command.rows
-    check_int("--rows", wanted_rows, 1)
+    rows = 8 if command.rows is None else command.rows
+    check_int("--rows", rows, 1)
     lines = _lines(loaded, command, settings)
-    limit = command.max_length or loaded.model.config.max_length or MAX_TOKENS
-    requests = [request for line in lines for request in line.requests]
-    lengths = [len(request.prompt) + request.max_new_tokens for request in requests]
-    shards = loaded.model.partition.rows
-    rows = -(-max(1, min(wanted_rows, len(requests))) // shards) * shards
-    longest = max([2, *(length for length in lengths if length <= min(limit, MAX_TOKENS))])
-    scheduler = st.Scheduler(
-        loaded.model,
-        rows=rows,
-        max_length=longest,
-        drafter=loaded.drafter,
-        topology=loaded.topology,
-        verifier=command.verifier,
-    )
     count = collections.Counter[str]()
     with _opened(command.output, {line.number: line.source for line in lines}) as (file, last):
         waiting = [line for line in lines if line.number > last]
         with progress_bar(console) as show:
-            for done, (line, texts, error) in enumerate(_decoded(scheduler, waiting, rows), 1):
+            for done, (line, texts, error) in enumerate(decoded(loaded, command, waiting, rows), 1):
                 show("decoding", done, len(waiting))
                 if error:
                     message = f"{command.prompts}, line {line.number}: {' '.join(error.split())}"
@@ -84,7 +72,7 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
     return count["bad"]
 
 
-def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[_Line]:
+def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[Line]:
     """Returns the lines of the file; requests share the tables of their grammars."""
     path: Any = command.prompts
     lines = read_lines(path)
@@ -110,17 +98,18 @@ def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[
     return [line._replace(requests=[*map(sharing, line.requests)]) for line in found]
 
 
-def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, settings: dict[str, Any]) -> _Line:
+def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, settings: dict[str, Any]) -> Line:
     source: Record = {}
     try:
         prompt, content = prompt_of(line)
-        source = {name: content[name] for name in ("prompt", "messages") if name in content}
+        source = {name: content[name] for name in _SOURCE if name in content}
         asked = wanted(settings, content)
         own_seed = check_int("seed", content.get("seed", seed), 0, 2**32 - 1)
         chat = content.get("chat")
         if chat is not None and not isinstance(chat, dict):
             raise ValueError(f"chat must be an object, the template's variables, got {shown(chat)}")
-        key: Any = jax.random.fold_in(typed_key(own_seed), number)
+        place = check_int("number", content.get("number", number), 0, 2**32 - 1)
+        key: Any = jax.random.fold_in(typed_key(own_seed), place)
         first = st.Request(
             loaded.texts.tokens(prompt, special=asked["bos"], chat=chat, name="the prompt"),
             key=key,
@@ -129,9 +118,9 @@ def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, settings: dict[
         )
         keys = [jax.random.fold_in(key, i) for i in range(1, asked["n"])]
         others = [dataclasses.replace(first, key=each) for each in keys]
-        return _Line(number, source, [first, *others])
+        return Line(number, source, [first, *others])
     except ValueError as error:
-        return _Line(number, source, error=str(error))
+        return Line(number, source, error=str(error))
 
 
 @contextlib.contextmanager
@@ -165,12 +154,25 @@ def _opened(output: Path | None, sources: Mapping[int, Record]) -> Iterator[tupl
         yield file, number
 
 
-def _decoded(
-    scheduler: st.Scheduler, lines: Sequence[_Line], rows: int
-) -> Iterator[tuple[_Line, list[st.Completion], str]]:
+def decoded(
+    loaded: Loaded, command: Generate, lines: Sequence[Line], rows: int
+) -> Iterator[tuple[Line, list[st.Completion], str]]:
     """Yields lines in their order, each with its completions, or with an error."""
+    limit = command.max_length or loaded.model.config.max_length or MAX_TOKENS
+    requests = [request for line in lines for request in line.requests]
+    lengths = [len(request.prompt) + request.max_new_tokens for request in requests]
+    shards = loaded.model.partition.rows
+    rows = -(-max(1, min(rows, len(requests))) // shards) * shards
+    scheduler = st.Scheduler(
+        loaded.model,
+        rows=rows,
+        max_length=max([2, *(length for length in lengths if length <= min(limit, MAX_TOKENS))]),
+        drafter=loaded.drafter,
+        topology=loaded.topology,
+        verifier=command.verifier,
+    )
     waiting = iter(lines)
-    asked: collections.deque[tuple[_Line, list[int], str]] = collections.deque()
+    asked: collections.deque[tuple[Line, list[int], str]] = collections.deque()
     ended: dict[int, st.Completion] = {}
 
     def submit() -> None:

@@ -1,6 +1,7 @@
 """Log-probabilities of given texts."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import dispatch, log_softmax
-from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
+from stree_jax.array_types import Array, Bool, Float, Float32, Int, Lengths, Tokens
 from stree_jax.checks import check_int
 from stree_jax.decoding.prompts import buffer_size, checked_prompts, in_buffers
 from stree_jax.decoding.text.prefill import PREFILL_CHUNK, in_chunks
@@ -20,7 +21,7 @@ from stree_jax.mesh.programs import on_mesh
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 
-_MOST_LOGITS = 2**24  # at a time: 64 MiB
+_MOST_LOGITS = 2**24  # some places at a time: 64 MiB
 
 
 @jax.transfer_guard("allow")
@@ -42,14 +43,22 @@ def score(
         For each text of T tokens the log-probabilities `[T - 1]` of tokens 1 to T - 1.
 
     Raises:
-        ValueError: not token ids, or a text that is longer than the model's context.
+        ValueError: not token ids, or a text whose last token comes after the model's context.
     """
+    found = {row: log_probs for row, log_probs, _ in scored(model, texts, rows)}
+    return [found[row] for row in range(len(found))]
+
+
+def scored(
+    model: HybridLM, texts: Sequence[Sequence[int]] | Any, rows: int
+) -> Iterator[tuple[int, Float32[np.ndarray, " _"], Bool[np.ndarray, " _"]]]:
+    """Yields the number of each text, its scores, and which of its tokens the model likes best."""
     check_model(model)
     check_int("rows", rows, 1)
     context = in_buffers(checked_prompts(texts, model.config.vocab_size, "texts"))
     lengths = np.asarray(context.length)
     limit = model.config.max_length
-    if limit is not None and lengths.max() > limit:
+    if limit is not None and lengths.max() > limit + 1:  # nothing reads the last token
         raise ValueError(
             f"texts[{lengths.argmax()}] has {lengths.max()} tokens, and the model's context is"
             f" {limit}; cut it"
@@ -57,7 +66,6 @@ def score(
     size = min(rows, len(lengths))
     group = size + -size % model.partition.rows
     order = np.argsort(lengths, kind="stable")
-    found: list[Any] = [None] * len(order)
     for start in range(0, len(order), size):
         chosen = order[start : start + size]
         # Rows that are missing in a group repeat others, so that all groups share a program.
@@ -65,10 +73,9 @@ def score(
         some = Context(*(values[np.resize(chosen, group)] for values in context))
         some = some._replace(tokens=some.tokens[:, :width])
         with dispatch.on(model):
-            scores = _scores(model, *model.partition.put(some))
-        for row, of_row in zip(chosen, on_host(scores), strict=False):
-            found[row] = of_row[: lengths[row] - 1]
-    return found
+            scores = on_host(_scores(model, *model.partition.put(some)))
+        for row, log_probs, is_best in zip(chosen.tolist(), *scores, strict=False):
+            yield row, log_probs[: lengths[row] - 1], is_best[: lengths[row] - 1]
 
 
 @jax.transfer_guard("allow")
@@ -100,12 +107,14 @@ def text_log_probs(model: HybridLM, tokens: Tokens | Any) -> Float32[Array, "B _
     batch, length = tokens.shape
     if batch == 0 or length < 2:
         return jnp.zeros((batch, max(0, length - 1)), jnp.float32)
-    return _chosen(model, model.hidden(tokens)[:, :-1], tokens[:, 1:])
+    return _chosen(model, model.hidden(tokens)[:, :-1], tokens[:, 1:])[0]
 
 
 @jax.jit
 @on_mesh(lambda model: ((ROWS, ROWS), ROWS), modules=1)
-def _scores(model: HybridLM, tokens: Tokens, lengths: Lengths) -> Float32[Array, "B T"]:
+def _scores(
+    model: HybridLM, tokens: Tokens, lengths: Lengths
+) -> tuple[Float32[Array, "B T"], Bool[Array, "B T"]]:
     """Entry t is of token t + 1; unspecified from a row's last token on."""
     following = jnp.pad(tokens, ((0, 0), (0, PREFILL_CHUNK)))[:, 1:]
 
@@ -114,31 +123,35 @@ def _scores(model: HybridLM, tokens: Tokens, lengths: Lengths) -> Float32[Array,
         hidden, cache = model.prefill_hidden(chunk, lengths, cache)
         size = chunk.shape[1]
         chosen = _chosen(model, hidden, lax.dynamic_slice_in_dim(following, start, size, axis=1))
-        scores = lax.dynamic_update_slice_in_dim(scores, chosen, start, axis=1)
-        return start + size, cache, scores
+        put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
+        return start + size, cache, jax.tree.map(put, scores, chosen)
 
     cache = model.init_cache(*tokens.shape)
     # The last chunk may reach beyond the texts.
-    scores = jnp.zeros((len(tokens), tokens.shape[1] + PREFILL_CHUNK), jnp.float32)
-    return in_chunks(read, tokens, lengths - 1, (0, cache, scores))[2][:, : tokens.shape[1]]
+    shape = len(tokens), tokens.shape[1] + PREFILL_CHUNK
+    scores = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool)
+    found = in_chunks(read, tokens, lengths - 1, (0, cache, scores))[2]
+    return jax.tree.map(lambda values: values[:, : tokens.shape[1]], found)
 
 
 def _chosen(
     model: HybridLM, hidden: Float[Array, "B T M"], tokens: Int[Array, "B T"]
-) -> Float32[Array, "B T"]:
-    """Log-probabilities of tokens by the hidden states before them, some places at a time."""
+) -> tuple[Float32[Array, "B T"], Bool[Array, "B T"]]:
+    """Log-probabilities of tokens by the hidden states before them, and if each is the best."""
     batch, length = tokens.shape
     most = max(1, _MOST_LOGITS // (batch * model.config.vocab_size))
     size = max(n for n in range(1, min(most, length) + 1) if length % n == 0)
 
     @jax.checkpoint
-    def some(piece: tuple[Array, Array]) -> Array:
+    def some(piece: tuple[Array, Array]) -> tuple[Array, Array]:
         hidden, tokens = piece
         logits = model.logits(hidden)[..., : model.config.vocab_size]
         log_probs = log_softmax(logits)
-        return jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
+        chosen = jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
+        return chosen, logits.argmax(axis=-1) == tokens
 
     def cut(values: Array) -> Array:
         return jnp.moveaxis(values.reshape(batch, -1, size, *values.shape[2:]), 1, 0)
 
-    return jnp.moveaxis(lax.map(some, (cut(hidden), cut(tokens))), 0, 1).reshape(batch, length)
+    found = lax.map(some, (cut(hidden), cut(tokens)))
+    return jax.tree.map(lambda values: jnp.moveaxis(values, 0, 1).reshape(batch, length), found)

@@ -38,6 +38,7 @@ BAD = [
     ({"prompt": "x", "chat": {"mood": "glad"}}, "chat is for messages, and the prompt is a text"),
     ({"prompt": "x", "max_new_tokens": 10**9}, "in all 1000000001, and the limit is"),
     ({"prompt": "x", "eos_token": "<|nothing|>"}, "eos_token = '<|nothing|>' is no token"),
+    ({"prompt": "x", "number": "7"}, "number must be"),
     ({"prompt": "x", "n": 10**9}, "n = 1000000000: a batch has at most 65536 rows"),
     ({"prompt": "x", "regex": "("}, "pattern '(' cannot be used"),
     ({"prompt": "x", "json_schema": {"maxItems": 10**9, "type": "array"}}, "maxItems"),
@@ -62,6 +63,7 @@ def test_texts_of_lines(target, continued):
         {"prompt": "The", "max_new_tokens": 3, "other": "keys stay unread"},
         {"prompt": "She", "temperature": 0.0},
         {"prompt": "He", "seed": 5},
+        {"number": 70_000, "prompt": "The"},
     ]
     texts, _ = continued(target, [*lines, b"", b""], *OPTIONS, "--temperature", 0.8)
     assert len(texts) == len(lines)
@@ -69,10 +71,12 @@ def test_texts_of_lines(target, continued):
     for number, line in enumerate(lines, 1):
         own = {name: line[name] for name in ("chat", "max_new_tokens", "temperature") & line.keys()}
         options = dict(max_new_tokens=5, temperature=0.8) | own
-        key = jax.random.fold_in(jax.random.key(line.get("seed", 0)), number)[None]
+        place = line.get("number", number)
+        key = jax.random.fold_in(jax.random.key(line.get("seed", 0)), place)[None]
         prompt = line.get("prompt") or line["messages"]
         assert texts[number]["text"] == st.complete(target, prompt, key=key, **options)
         assert texts[number]["num_tokens"] <= options["max_new_tokens"]
+        assert texts[number].get("number") == line.get("number")
 
 
 @pytest.mark.parametrize("options", [[], ["--mesh", "auto"]])

@@ -1,5 +1,6 @@
 """Log-probabilities of new tokens and given texts, against float64; and why rows end."""
 
+import dataclasses
 import functools
 import importlib
 
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.decoding.score import scored
 from stree_jax.testing import perturbed, random_model, tiny_model
 from tests import oracle
 from tests.decoding.texts import broken_at
@@ -162,7 +164,7 @@ def test_why_rows_end():
 
 # Of given texts.
 
-TEXTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2], [36, 0]]
+TEXTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 7], [36, 0]]
 
 
 def scores_of(model, text):
@@ -180,6 +182,20 @@ def test_scores_are_the_models_own(family, rows):
     for text, got in zip(TEXTS, scores, strict=True):
         assert got.shape == (len(text) - 1,)
         np.testing.assert_allclose(got, scores_of(model, text), atol=1e-4)
+
+
+def test_the_last_token_may_come_right_after_the_context():
+    """Nothing reads it. Of each token also: is it the best?"""
+    model = random_model(dataclasses.replace(st.ModelConfig.tiny(), max_length=10))
+    new = st.generate(model, [[5]], max_new_tokens=4, eos_token=()).tokens[0].tolist()
+    texts = [*TEXTS, [5, *new]]
+    for row, log_probs, is_best in scored(model, texts, 3):
+        np.testing.assert_allclose(log_probs, scores_of(model, texts[row]), atol=1e-4)
+        best = oracle.log_probs(model, texts[row]).argmax(-1)[:-1]
+        np.testing.assert_array_equal(is_best, best == texts[row][1:])
+        assert is_best.all() == (row == 4 or texts[row] == [3])
+    with pytest.raises(ValueError, match=r"texts\[2\] has 12 tokens, and .* context is 10; cut it"):
+        st.score(model, [TEXTS[2], [1], [*TEXTS[2], 1]])
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 0), (0, 3), (0, 0)])
