@@ -7,7 +7,6 @@ import collections
 import json
 import os
 import shlex
-import struct
 import subprocess
 
 import jax
@@ -22,23 +21,10 @@ COMMAND = shlex.split(os.environ["STREE_JAX_EMULATED"])
 DRIVER = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def integers(*values):
-    return struct.pack(f"<{len(values)}q", *values)
-
-
-def text(name):
-    return name.encode().ljust(32, b"\0")
-
-
-def shape(array, same=-1):
-    return integers(TYPES[array.dtype.name], same, array.ndim, *array.shape)
-
-
-def setting(value):
-    if isinstance(value, int):
-        return integers(0, value)
-    numbers = np.atleast_1d(np.float32(value))
-    return integers(1 + isinstance(value, np.ndarray), len(numbers)) + numbers.tobytes()
+def send(*values):
+    """Numbers as int64, or bytes."""
+    for value in values:
+        DRIVER.stdin.write(value if isinstance(value, bytes) else np.int64(value).tobytes())
 
 
 def call(name, results, *arrays, aliases=None, **settings):
@@ -48,19 +34,19 @@ def call(name, results, *arrays, aliases=None, **settings):
 
     def run(*given):
         COUNTS[name] += 1
-        parts = [text(name), integers(len(given), len(wanted), len(settings))]
+        send(name.encode().ljust(32, b"\0"), len(given), len(wanted), len(settings))
         for array in map(np.asarray, given):
-            parts += shape(array), array.tobytes()
-        parts += [shape(result, same.get(i, -1)) for i, result in enumerate(wanted)]
+            send(TYPES[array.dtype.name], -1, array.ndim, *array.shape, array.tobytes())
+        for i, result in enumerate(wanted):
+            send(TYPES[result.dtype.name], same.get(i, -1), result.ndim, *result.shape)
         for key, value in settings.items():
-            parts += text(key), setting(value)
-        DRIVER.stdin.write(b"".join(parts))
+            kind = ("i", "f").index(np.asarray(value).dtype.kind) + np.ndim(value)
+            send(key.encode().ljust(32, b"\0"), kind, np.size(value), np.float32(value).tobytes())
         DRIVER.stdin.flush()
-        (size,) = struct.unpack("<q", DRIVER.stdout.read(8))
-        if size:
+        if size := int.from_bytes(DRIVER.stdout.read(8), "little"):
             raise ValueError(DRIVER.stdout.read(size).decode())
-        sizes = (int(np.prod(result.shape)) for result in wanted)
-        got = [np.frombuffer(DRIVER.stdout.read(4 * size), np.float32) for size in sizes]
+        sizes = (4 * int(np.prod(result.shape)) for result in wanted)
+        got = [np.frombuffer(DRIVER.stdout.read(size), np.float32) for size in sizes]
         return structure.unflatten([y.reshape(r.shape) for y, r in zip(got, wanted, strict=True)])
 
     given = (jnp.zeros(0, jnp.float32) if array is None else array for array in arrays)

@@ -142,19 +142,18 @@ def build(
         tempfile.TemporaryDirectory(prefix="build-", dir=folder) as name,
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
-        objects = Path(name)
+        objects = Path(name).resolve()
         run = functools.partial(_run, command, objects)
 
         def compiled(job: tuple[str, Path]) -> None:
             level, source = job
             flags = (*FLAGS, *known[level], *extra, defined, "-isystem", str(headers), "-c")
-            made = objects / f"{level}-{source.parent.name}-{source.stem}.o"
-            run(*flags, str(source), "-o", str(made))
+            run(*flags, str(source), "-o", f"{level}-{source.parent.name}-{source.stem}.o")
 
         def linked(level: str) -> Path:
             made = library(level, objects)
-            parts = sorted(map(str, objects.glob(f"{level}-*.o")))
-            run(*FLAGS, "-shared", *extra, *parts, "-o", str(made))
+            parts = sorted(file.name for file in objects.glob(f"{level}-*.o"))
+            run(*FLAGS, "-shared", *extra, *parts, "-o", made.name)  # macOS's own name of it too
             return made
 
         chosen = chosen or list(known)
@@ -167,15 +166,14 @@ def build(
 
 
 def _run(command: list[str], folder: Path, *arguments: str) -> None:
-    """Runs the compiler, whose cache if any is in the folder."""
+    """Runs the compiler in a folder, where its cache is if it has one."""
     environment = {**os.environ, "LC_ALL": "C"}
     if "ziglang" in command:
         environment |= {"ZIG_GLOBAL_CACHE_DIR": str(folder), "ZIG_LOCAL_CACHE_DIR": str(folder)}
         # Its names of processors have no hyphens; its libraries have symbols for debuggers.
         arguments = (*(each.replace("x86-64-v", "x86_64_v") for each in arguments), "-s")
-    done = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, errors="replace"
-    )
+    run = functools.partial(subprocess.run, capture_output=True, text=True, errors="replace")
+    done = run([*command, *arguments], cwd=folder, env=environment)
     if done.returncode:
         said = done.stderr.strip().splitlines()
         errors = [line for line in said if "error" in line.lower()]

@@ -443,23 +443,17 @@ void serve() {
     const Shape head = read<int64_t>(3);  // its type, the array that it is, its rank
     const auto array =
         std::make_shared<Array>(XLA_FFI_DataType(head[0]), read<int64_t>(head[2]));
-    if (i >= counts[0]) {
-      call.results.push_back(head[1] < 0 ? array : call.given[head[1]]);
-      continue;
-    }
-    const auto bytes = read<char>(array->bytes());
+    const auto bytes = read<char>(i < counts[0] ? array->bytes() : 0);
     std::copy(bytes.begin(), bytes.end(), array->of<char>());
-    call.given.push_back(array);
+    (i < counts[0] ? call.given : call.results)
+        .push_back(head[1] < 0 ? array : call.given[head[1]]);
   }
   for (int64_t i = 0; i < counts[2]; ++i) {
     Setting& setting = call.settings[name()];
     const Shape kind = read<int64_t>(2);
-    if (kind[0] == 0) {
-      setting = kind[1];
-      continue;
-    }
     const auto numbers = read<float>(kind[1]);
-    if (kind[0] == 1) setting = numbers[0];
+    if (kind[0] == 0) setting = int64_t(numbers[0]);
+    else if (kind[0] == 1) setting = numbers[0];
     else setting = numbers;
   }
   const std::string why = run(function->handler, call, 2);
