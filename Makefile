@@ -34,7 +34,7 @@ help:
 	@echo "make test-gpu   only the tests that need a GPU"
 	@echo "make test-slow  benchmarks run whole, at their smallest"
 	@echo "make docs       the documentation site, in build/site"
-	@echo "make wheels     in dist, for Linux and macOS; 3 minutes on 2 cores, docs/contributing.md"
+	@echo "make wheels     in dist, for Linux and macOS; 7 minutes on 2 cores, docs/contributing.md"
 	@echo "make check      lint, types, and make test with checks of the shapes of signatures"
 	@echo "make format     rewrite the code as ruff wants it"
 

@@ -27,8 +27,10 @@ emulated = pytest.mark.skipif(
 
 
 def libraries(platform, folder):
-    """Unpacks a wheel; its libraries by level."""
-    (wheel,) = WHEELS.glob(f"stree_jax-*-py3-none-{platform}.whl")
+    """Unpacks a wheel; that, and its libraries by level."""
+    wheel = next(WHEELS.glob(f"stree_jax-*-py3-none-{platform}.whl"), None)
+    if wheel is None:
+        pytest.skip(f"there is no wheel for {platform}")
     with zipfile.ZipFile(wheel) as opened:
         opened.extractall(folder)
     levels = build_backend.levels(build_backend.TARGETS[platform])
@@ -79,7 +81,15 @@ def emulate(processor, library, folder, chosen):
     tests = [f"tests/kernels/test_{each}.py" for each in ("ops", "matmul", "other_ops")]
     options = ["-qrf", "-p", "tests.emulated", "-p", "no:cacheprovider", "-k", chosen]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-m", "not gpu and not slow", *tests],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            *options,
+            "-m",
+            "not thorough and not gpu and not slow",
+            *tests,
+        ],
         cwd=Path(__file__).parents[1],
         env=os.environ | {"STREE_JAX_EMULATED": command},
         capture_output=True,

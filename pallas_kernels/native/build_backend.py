@@ -166,10 +166,10 @@ def build(
 
 
 def _run(command: list[str], folder: Path, *arguments: str) -> None:
-    """Runs the compiler in a folder, where its cache is if it has one."""
-    environment = {**os.environ, "LC_ALL": "C"}
+    """Runs the compiler in a folder, where ziglang's caches are unless the user has others."""
+    caches = {"ZIG_GLOBAL_CACHE_DIR": str(folder), "ZIG_LOCAL_CACHE_DIR": str(folder)}
+    environment = {**caches, **os.environ, "LC_ALL": "C"}
     if "ziglang" in command:
-        environment |= {"ZIG_GLOBAL_CACHE_DIR": str(folder), "ZIG_LOCAL_CACHE_DIR": str(folder)}
         # Its names of processors have no hyphens; its libraries have symbols for debuggers.
         arguments = (*(each.replace("x86-64-v", "x86_64_v") for each in arguments), "-s")
     run = functools.partial(subprocess.run, capture_output=True, text=True, errors="replace")
