@@ -16,6 +16,7 @@ import tokenizers
 from flax import nnx
 
 import stree_jax as st
+from pallas_kernels.native import build_backend
 from stree_jax.testing import apply, perturbed, random_model  # noqa: F401
 from stree_jax.testing import random_mtp_head as mtp_head_of  # noqa: F401
 
@@ -31,6 +32,16 @@ jax.monitoring.register_event_duration_secs_listener(
 # Linux allows a process 65,530 memory mappings, and a compiled program has up to some 400: XLA's
 # compiler crashed in processes that held the programs of hundreds of tests.
 MOST_MAPPINGS = 25_000
+
+
+def linked_driver(library, folder, flags=(), compiler=None):
+    """The program of `kernels/driver.cc` with a library, as a linker takes it."""
+    if not (compiler := compiler or build_backend.compiler()):
+        pytest.skip("there is no C++ compiler")
+    source, driver = Path(__file__).with_name("kernels") / "driver.cc", folder / "driver"
+    flags = ("-std=c++17", "-O1", *flags, "-isystem", jax.ffi.include_dir(), source, *library)
+    subprocess.run([*compiler, *flags, "-o", driver, "-pthread"], check=True)
+    return driver
 
 
 def num_mappings():

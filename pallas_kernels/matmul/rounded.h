@@ -18,23 +18,40 @@ namespace stree {
 constexpr int64_t kGroup = 32;  // inputs with one scale, of a row and of a column
 constexpr int kColumns = 32;    // of a block
 
-// Lanes of two int16: the weights of two inputs, and products that are added to a sum.
+// Lanes of two int16, or with NEON's dot products four int8: the weights of as many inputs, and
+// products that are added to a sum.
+#if defined(__ARM_FEATURE_DOTPROD)
+typedef int8_t Value;
+#else
+typedef int16_t Value;
+#endif
+constexpr int kLaneInputs = 4 / sizeof(Value);
+
 #if defined(__AVX512F__)
-STREE_INLINE VecI32 pairs(const int8_t* from) {
+STREE_INLINE VecI32 weights_of(const int8_t* from) {
   return (VecI32)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
 }
 STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
   return sum + (VecI32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 }
 #elif defined(__AVX2__)
-STREE_INLINE VecI32 pairs(const int8_t* from) {
+STREE_INLINE VecI32 weights_of(const int8_t* from) {
   return (VecI32)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
 }
 STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
   return sum + (VecI32)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 }
+#elif defined(__ARM_FEATURE_DOTPROD)
+STREE_INLINE VecI32 weights_of(const int8_t* from) {  // of two pairs
+  const int16_t *first = (const int16_t*)from, *second = first + kColumns;
+  const int16x4x2_t both = vzip_s16(vld1_s16(first), vld1_s16(second));
+  return (VecI32)vcombine_s16(both.val[0], both.val[1]);
+}
+STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
+  return (VecI32)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
+}
 #else
-STREE_INLINE VecI32 pairs(const int8_t* from) { return (VecI32)vmovl_s8(vld1_s8(from)); }
+STREE_INLINE VecI32 weights_of(const int8_t* from) { return (VecI32)vmovl_s8(vld1_s8(from)); }
 STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
   const int16x8_t c = (int16x8_t)a, d = (int16x8_t)b;
   return sum + (VecI32)vpaddq_s32(vmull_s16(vget_low_s16(c), vget_low_s16(d)), vmull_high_s16(c, d));
@@ -54,12 +71,12 @@ STREE_INLINE void keep(VecI32& sum) {
 // Rows `[groups, rows, 32]` and their scales `[groups, rows]`: those of a group are neighbours.
 struct Rounded {
   int64_t rows = 0, groups = 0;
-  std::unique_ptr<int16_t[]> values;
+  std::unique_ptr<Value[]> values;
   std::unique_ptr<float[]> scales;
 
   Rounded() = default;
   Rounded(int64_t rows, int64_t groups)
-      : rows(rows), groups(groups), values(new int16_t[rows * groups * kGroup]),
+      : rows(rows), groups(groups), values(new Value[rows * groups * kGroup]),
         scales(new float[rows * groups]) {}
 
   // Rounds a row, with zeros after its last input.
@@ -87,7 +104,7 @@ struct Rounded {
     float largest;
     std::memcpy(&largest, &bits, sizeof largest);
     const int64_t at = group * rows + row;
-    int16_t* to = values.get() + at * kGroup;
+    Value* to = values.get() + at * kGroup;
     if (bits < kLeast || bits >= kInfinite) {
       scales[at] = bits < kLeast ? 0.0f : NAN;
       std::memset(to, 0, kGroup * sizeof *to);
@@ -98,7 +115,7 @@ struct Rounded {
     for (int64_t v = 0; v < kVecs; ++v) {
       const Vec shifted = load(from + v * kLanes) / splat(scale) + magic;
       const VecI32 whole = (VecI32)shifted - (VecI32)magic;
-      for (int i = 0; i < kLanes; ++i) to[v * kLanes + i] = static_cast<int16_t>(whole[i]);
+      for (int i = 0; i < kLanes; ++i) to[v * kLanes + i] = static_cast<Value>(whole[i]);
     }
   }
 };
@@ -106,21 +123,21 @@ struct Rounded {
 // Adds the products of R rows with a group of a block [16, 32, 2] to y [R, 32]. Inlined, gcc 12
 // keeps the sums in memory.
 template <int R, int V>
-__attribute__((noinline)) void group(const int16_t* __restrict x, const float* __restrict row_scales,
+__attribute__((noinline)) void group(const Value* __restrict x, const float* __restrict row_scales,
                         const int8_t* __restrict weights, const float* __restrict scales,
                         float* __restrict y) {
   for (int column = 0; column < kColumns; column += V * kLanes) {
     VecI32 sums[R][V] = {};
 #pragma GCC unroll 16
-    for (int64_t k = 0; k < kGroup; k += 2) {
+    for (int64_t k = 0; k < kGroup; k += kLaneInputs) {
       VecI32 w[V];
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) w[v] = pairs(weights + k * kColumns + (column + v * kLanes) * 2);
+      for (int v = 0; v < V; ++v) w[v] = weights_of(weights + k * kColumns + (column + v * kLanes) * 2);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        int32_t pair;
-        std::memcpy(&pair, x + r * kGroup + k, sizeof pair);
-        const VecI32 input = pair - VecI32{};
+        int32_t values;
+        std::memcpy(&values, x + r * kGroup + k, sizeof values);
+        const VecI32 input = values - VecI32{};
 #pragma GCC unroll 8
         for (int v = 0; v < V; ++v) {
           sums[r][v] = added(sums[r][v], input, w[v]);

@@ -4,9 +4,11 @@ C++ with the compilers' vector extensions, built when the package is installed (
 and loaded when first used, for the best instructions that this processor has. The environment
 variable `STREE_JAX_NATIVE` chooses:
 
-    off    XLA runs
-    v3     AVX2 (x86-64-v3), on processors that have more too
-    v4     AVX-512 (x86-64-v4)
+    off      XLA runs
+    v3       AVX2 (x86-64-v3), on processors that have more too
+    v4       AVX-512 (x86-64-v4)
+    neon     NEON
+    dotprod  NEON with dot products of 8-bit numbers
 
 `obstacle` says why it cannot run, `call` runs a function of it.
 """
@@ -101,7 +103,9 @@ def library() -> tuple[str, ctypes.CDLL]:
     chosen = chosen_level()
     file = build_backend.library(chosen)
     if not file.is_file():
-        raise OSError(f"the native library is not built: {_why_not()}")
+        why = build_backend.failure()  # as the build has left it
+        reason = why.read_text().strip() if why.is_file() else _INSTALL
+        raise OSError(f"the native library is not built: {reason}")
     try:
         _check(file)
         loaded = ctypes.CDLL(str(file))
@@ -141,11 +145,3 @@ def chosen_level() -> str:
     if not able:
         raise OSError(f"this processor has no {next(iter(lacking.values()))}")
     return next((name for name in able[::-1] if build_backend.library(name).is_file()), able[-1])
-
-
-def _why_not() -> str:
-    """Why the library was not built, as the build has left it; else how to build it."""
-    try:
-        return build_backend.failure().read_text().strip()
-    except OSError:
-        return _INSTALL

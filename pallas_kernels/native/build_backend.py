@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -36,12 +37,19 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
         "v3": ("-march=x86-64-v3",),
         "v4": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
     },
-    "aarch64": {"neon": ()},
+    "aarch64": {"neon": (), "dotprod": ("-mcpu=generic+dotprod",)},  # zig takes no such -march
+}
+# What wheels are for, in their names and for ziglang, which compiles them on any machine.
+TARGETS = {
+    "manylinux_2_28_x86_64": "x86_64-linux-gnu.2.28",
+    "manylinux_2_28_aarch64": "aarch64-linux-gnu.2.28",
+    "macosx_11_0_arm64": "aarch64-macos.11.0",
+    "macosx_11_0_x86_64": "x86_64-macos.11.0",
 }
 # What a processor must have for them, as Linux lists it.
 _AVX2 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_NEEDED = {"v3": _AVX2, "v4": _AVX2 | _AVX512}
+_NEEDED = {"v3": _AVX2, "v4": _AVX2 | _AVX512, "dotprod": {"asimddp"}}
 CPU_INFO = Path("/proc/cpuinfo")
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden"),
@@ -50,25 +58,19 @@ FLAGS = (
 )
 
 
-def levels() -> dict[str, tuple[str, ...]]:
-    """The sets of instructions for this machine's architecture; empty: there are none."""
-    name = platform.machine().lower()
+def levels(target: str = "") -> dict[str, tuple[str, ...]]:
+    """The sets of instructions of a target, or of this machine; empty: there are none."""
+    name = target.partition("-")[0] or platform.machine().lower()
     return LEVELS.get({"amd64": "x86_64", "arm64": "aarch64"}.get(name, name), {})
 
 
 def lacks(level: str) -> str:
     """What this processor lacks for these instructions; empty: nothing."""
-    needed = _NEEDED.get(level)
-    return ", ".join(sorted(needed - _flags())) if needed else ""
-
-
-def _flags() -> set[str]:
-    """What the processor has."""
-    try:
-        lines = CPU_INFO.read_text().splitlines()
-    except OSError:
-        return set()
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
+    # Apple lists nothing, and all its processors with NEON have these.
+    other = "Features: asimddp" if sys.platform == "darwin" else ""
+    said = CPU_INFO.read_text() if CPU_INFO.is_file() else other
+    flags = re.findall("^(?:flags|Features).*", said, re.MULTILINE)[:1]
+    return ", ".join(sorted(_NEEDED.get(level, set()).difference(*map(str.split, flags))))
 
 
 def own_levels() -> list[str]:
@@ -104,8 +106,10 @@ def digest() -> str:
     return hashlib.sha256(b"\0".join([repr((LEVELS, FLAGS)).encode(), *contents])).hexdigest()
 
 
-def compiler() -> list[str] | None:
+def compiler(target: str = "") -> list[str] | None:
     """The command of a C++ compiler: `CXX`, one on the PATH, or ziglang's; None: there is none."""
+    if target:
+        return [sys.executable, "-m", "ziglang", "c++", "-target", target]
     if named := os.environ.get("CXX"):
         return shlex.split(named)
     for name in ("g++", "clang++", "c++"):
@@ -115,16 +119,16 @@ def compiler() -> list[str] | None:
 
 
 def build(
-    folder: Path = HERE, extra: tuple[str, ...] = (), chosen: Sequence[str] | None = None
+    folder: Path = HERE, extra: tuple[str, ...] = (), chosen: Sequence[str] = (), target: str = ""
 ) -> None:
     """Compiles the library, one file for each set of instructions, and removes the others.
 
     A process that has loaded an older one keeps it: files are replaced, not written to. Without
-    `chosen` it is all sets of this architecture. Raises a RuntimeError that says why it failed in
-    one line, or an OSError.
+    `chosen` it is all sets of this architecture, or of a target's. Raises a RuntimeError that says
+    why it failed in one line, or an OSError.
     """
-    command = compiler()
-    if not levels() or sys.platform not in ("linux", "darwin"):
+    command, known = compiler(target), levels(target)
+    if not known or not (target or sys.platform in ("linux", "darwin")):
         raise RuntimeError(f"it is not for {sys.platform} on {platform.machine()}")
     if command is None:
         raise RuntimeError("there is no C++ compiler, nor the package ziglang")
@@ -138,22 +142,21 @@ def build(
         tempfile.TemporaryDirectory(prefix="build-", dir=folder) as name,
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
-        objects = Path(name)
+        objects = Path(name).resolve()
         run = functools.partial(_run, command, objects)
 
         def compiled(job: tuple[str, Path]) -> None:
             level, source = job
-            flags = (*FLAGS, *levels()[level], *extra, defined, "-isystem", str(headers), "-c")
-            made = objects / f"{level}-{source.parent.name}-{source.stem}.o"
-            run(*flags, str(source), "-o", str(made))
+            flags = (*FLAGS, *known[level], *extra, defined, "-isystem", str(headers), "-c")
+            run(*flags, str(source), "-o", f"{level}-{source.parent.name}-{source.stem}.o")
 
         def linked(level: str) -> Path:
             made = library(level, objects)
-            parts = sorted(map(str, objects.glob(f"{level}-*.o")))
-            run(*FLAGS, "-shared", *extra, *parts, "-o", str(made))
+            parts = sorted(file.name for file in objects.glob(f"{level}-*.o"))
+            run(*FLAGS, "-shared", *extra, *parts, "-o", made.name)  # macOS's own name of it too
             return made
 
-        chosen = list(levels()) if chosen is None else chosen
+        chosen = chosen or list(known)
         list(pool.map(compiled, itertools.product(chosen, sources())))
         made = {folder / file.name: file for file in pool.map(linked, chosen)}
         for file, new in made.items():
@@ -163,15 +166,14 @@ def build(
 
 
 def _run(command: list[str], folder: Path, *arguments: str) -> None:
-    """Runs the compiler, whose cache if any is in the folder."""
-    environment = {**os.environ, "LC_ALL": "C"}
+    """Runs the compiler in a folder, where ziglang's caches are unless the user has others."""
+    caches = {"ZIG_GLOBAL_CACHE_DIR": str(folder), "ZIG_LOCAL_CACHE_DIR": str(folder)}
+    environment = {**caches, **os.environ, "LC_ALL": "C"}
     if "ziglang" in command:
-        environment |= {"ZIG_GLOBAL_CACHE_DIR": str(folder), "ZIG_LOCAL_CACHE_DIR": str(folder)}
         # Its names of processors have no hyphens; its libraries have symbols for debuggers.
         arguments = (*(each.replace("x86-64-v", "x86_64_v") for each in arguments), "-s")
-    done = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, errors="replace"
-    )
+    run = functools.partial(subprocess.run, capture_output=True, text=True, errors="replace")
+    done = run([*command, *arguments], cwd=folder, env=environment)
     if done.returncode:
         said = done.stderr.strip().splitlines()
         errors = [line for line in said if "error" in line.lower()]
@@ -179,7 +181,7 @@ def _run(command: list[str], folder: Path, *arguments: str) -> None:
         raise RuntimeError(f"{shlex.join(command)} failed: {why.strip()[:200]}")
 
 
-def try_build(chosen: Sequence[str] | None = None) -> str | None:
+def try_build(chosen: Sequence[str] = ()) -> str | None:
     """Builds in place. If that fails, leaves and returns the reason, and no older library."""
     try:
         build(chosen=chosen)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import expert_mlps
+from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.moe import pallas_triton, xla
 from pallas_kernels.moe.reference import expert_mlps as reference
 from tests.cases import base
@@ -78,6 +79,8 @@ def errors(case, implementation):
         run = functools.partial(expert_mlps, **options, implementation="xla")
     elif implementation == "products":
         run = functools.partial(in_products, **options)
+    elif implementation == "native":
+        run = functools.partial(xla.packed_mlps, **options, product="native")
     else:
         run = functools.partial(
             pallas_triton.expert_mlps,
@@ -85,7 +88,10 @@ def errors(case, implementation):
             interpret=implementation == "pallas_interpret",
             blocks=dataclasses.replace(BLOCKS, rows=case.rows),
         )
-    got = jax.jit(run)(*on_device(case))
+    arrays = on_device(case)
+    if implementation == "native":
+        arrays = *arrays[:3], *map(PackedMatrix.pack, arrays[3:])
+    got = jax.jit(run)(*arrays)
     assert got.dtype == case.kind
     return {"output": relative_error(got, reference(*inputs(case), **options))}
 
@@ -95,6 +101,7 @@ def budgets(case):
 
 
 EXPERT_MLPS = Op(
-    *(CASES, errors, budgets, (*base.IMPLEMENTATIONS, "products")),
+    *(CASES, errors, budgets, (*base.WITH_NATIVE, "products")),
     slow=("all experts", "bf16, not gated"),
+    lacks=base.native_lacks_bf16,
 )

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from pallas_kernels import DeferredRMSNorm, add_rms_norm, gated_rms_norm
+from pallas_kernels import DeferredRMSNorm, add_rms_norm, gated_rms_norm, rms_norm
 from pallas_kernels.rms_norm import reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
@@ -100,6 +100,9 @@ def add_errors(case, implementation):
     run = jax.jit(functools.partial(add_rms_norm, **options, implementation=implementation))
     sums, normed = run(residual, output, weight)
     assert (sums.dtype, normed.dtype) == (case.stream, case.kind)
+    if implementation == "native":
+        alone = rms_norm(sums, weight, epsilon=1e-5, implementation="native")
+        np.testing.assert_array_equal(alone, normed)
     true_sums, true_normed = reference.add_rms_norm(
         *rows, np.asarray(weight, np.float64), **options, deferred=deferred
     )

@@ -2,8 +2,9 @@
 //
 //   driver CALLS SEED THREADS
 //
-// is linked with the library, and prints a digest of what each function wrote. // Each array is an allocation of its own, without room behind it, so that a sanitizer sees a number
-// too far. Results begin as NaN, so that a number that is not written is seen too. Every fourth
+// is linked with the library, and prints a digest of what each function wrote. Without arguments it
+// runs the calls of tests/emulated.py, from its input. Each array is an allocation of its own,
+// without room behind it, so that a sanitizer sees a number too far. Results begin as NaN, so that a number that is not written is seen too. Every fourth
 // call has an array of a wrong shape. The tasks of a call run on threads of their own; one thread
 // must give the same bits.
 #include <algorithm>
@@ -418,9 +419,57 @@ void require(bool holds, const std::string& name, const std::string& what) {
   std::exit(1);
 }
 
+void join() {
+  for (std::thread& thread : running) thread.join();
+  running.clear();
+}
+
+template <typename T>
+std::vector<T> read(int64_t count) {
+  std::vector<T> values(count);
+  if (std::fread(values.data(), sizeof(T), count, stdin) != size_t(count)) std::exit(0);
+  return values;
+}
+std::string name() { return read<char>(32).data(); }
+
+// One call: a function's name, three counts, arrays, results and settings.
+void serve() {
+  const std::string wanted = name();
+  const Function* function = kFunctions;
+  while (function->name != wanted) ++function;
+  const Shape counts = read<int64_t>(3);
+  Call call;
+  for (int64_t i = 0; i < counts[0] + counts[1]; ++i) {
+    const Shape head = read<int64_t>(3);  // its type, the array that it is, its rank
+    const auto array =
+        std::make_shared<Array>(XLA_FFI_DataType(head[0]), read<int64_t>(head[2]));
+    const auto bytes = read<char>(i < counts[0] ? array->bytes() : 0);
+    std::copy(bytes.begin(), bytes.end(), array->of<char>());
+    (i < counts[0] ? call.given : call.results)
+        .push_back(head[1] < 0 ? array : call.given[head[1]]);
+  }
+  for (int64_t i = 0; i < counts[2]; ++i) {
+    Setting& setting = call.settings[name()];
+    const Shape kind = read<int64_t>(2);
+    const auto numbers = read<float>(kind[1]);
+    if (kind[0] == 0) setting = int64_t(numbers[0]);
+    else if (kind[0] == 1) setting = numbers[0];
+    else setting = numbers;
+  }
+  const std::string why = run(function->handler, call, 2);
+  join();
+  const int64_t size = why.size();
+  std::fwrite(&size, sizeof size, 1, stdout);
+  std::fwrite(why.data(), 1, size, stdout);
+  for (const Pointer& each : call.results)
+    if (why.empty()) std::fwrite(each->data, 1, each->bytes(), stdout);
+  std::fflush(stdout);
+}
+
 }  // namespace
 
-int main(int, char** arguments) {
+int main(int count, char** arguments) {
+  while (count == 1) serve();
   const int64_t calls = std::atoll(arguments[1]), threads = std::atoll(arguments[3]);
   Draw s{uint64_t(std::atoll(arguments[2]))};
   int64_t damaged = 0, refused = 0;
@@ -449,9 +498,7 @@ int main(int, char** arguments) {
         }
       }
     }
-    // These may find nothing left to do, and that the call's arrays are gone.
-    for (std::thread& thread : running) thread.join();
-    running.clear();
+    join();  // these may find nothing left to do, and that the call's arrays are gone
   }
   // Some are right all the same, as where an axis is 0.
   require(2 * refused >= damaged, "wrong shapes", "most are not refused");

@@ -19,6 +19,7 @@ from pallas_kernels.native import build_backend
 ROOT = Path(__file__).parents[2]
 V3 = "abm avx2 bmi1 bmi2 f16c fma movbe"
 V4 = f"{V3} avx512bw avx512cd avx512dq avx512f avx512vl"
+DOTPROD = "fp asimd asimddp"
 needs_sources = pytest.mark.skipif(
     not build_backend.sources(), reason="the tests run without a checkout"
 )
@@ -48,7 +49,8 @@ def folder(tmp_path, monkeypatch):
 def processor(monkeypatch, path, flags, wanted=""):
     """A machine whose processor has these (None: it does not say), and the user's choice."""
     info = path / "cpuinfo"
-    info.write_text(f"processor: 0\nflags\t\t: fpu sse2 {flags}\n")
+    name = "Features" if flags == DOTPROD else "flags"
+    info.write_text(f"processor: 0\n{name}\t\t: fpu sse2 {flags}\n")
     monkeypatch.setattr(build_backend, "CPU_INFO", info if flags else path / "nowhere")
     monkeypatch.setenv("STREE_JAX_NATIVE", wanted)
     forget()
@@ -108,6 +110,8 @@ REFUSED = "STREE_JAX_NATIVE must be one of "
         *(("x86_64", *row) for row in ((V3, "", "v3"), (V3, "v3", "v3"), (V4, "off", None))),
         ("AMD64", V4, "", "v4"),
         *((machine, None, "", "neon") for machine in ("aarch64", "arm64")),  # it needs no flags
+        *(("aarch64", *row) for row in ((DOTPROD, "", "dotprod"), (DOTPROD, "neon", "neon"))),
+        ("aarch64", "", "dotprod", "STREE_JAX_NATIVE=dotprod: this processor has no asimddp"),
         ("x86_64", "avx2 fma", "", "this processor has no abm, bmi1, bmi2, f16c, movbe"),
         ("x86_64", None, "", "this processor has no abm, avx2, bmi1, bmi2, f16c, fma, movbe"),
         ("riscv64", None, "", "there is no native code for this processor"),
@@ -222,9 +226,9 @@ def test_builds_that_fail_leave_the_reason(folder, monkeypatch):
     assert reason_of("") == f"{folder}/c++ failed: exit status 3"
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "No such file or directory: 'no-such-compiler'" in reason()
-    monkeypatch.setattr(build_backend, "compiler", lambda: None)
+    monkeypatch.setattr(build_backend, "compiler", lambda target: None)
     assert reason() == "there is no C++ compiler, nor the package ziglang"
-    monkeypatch.setattr(build_backend, "compiler", lambda: ["c++"])
+    monkeypatch.setattr(build_backend, "compiler", lambda target: ["c++"])
     monkeypatch.setattr(build_backend, "find_spec", lambda name: None)
     assert reason() == "jaxlib, whose headers it needs, is not installed"
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")

@@ -5,14 +5,13 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
-import jax
 import pytest
 
 from pallas_kernels import native
 from pallas_kernels.native import build_backend
 from tests.cases.base import NEEDS_NATIVE
+from tests.helpers import linked_driver
 
 pytestmark = pytest.mark.skipif(
     not build_backend.sources() or sys.platform != "linux", reason="a checkout on Linux only"
@@ -20,16 +19,11 @@ pytestmark = pytest.mark.skipif(
 
 
 def call(library, folder, flags=(), *, compiler=None, runs=(), calls, seed, threads):
-    """Links the driver with a library and lets it call that; returns digests of the results.
+    """Lets the driver call a library; returns digests of the results.
 
     Where a sanitizer is on, both must have it.
     """
-    compiler = compiler or build_backend.compiler()
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    source, driver = Path(__file__).with_name("driver.cc"), folder / "driver"
-    flags = ("-std=c++17", "-O1", *flags, "-isystem", jax.ffi.include_dir(), source, *library)
-    subprocess.run([*compiler, *flags, "-o", driver, "-pthread"], check=True)
+    driver = linked_driver(library, folder, flags, compiler)
     environment = os.environ | {"UBSAN_OPTIONS": "halt_on_error=1"}
     command = [*runs, driver, str(calls), str(seed), str(threads)]
     found = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
@@ -67,8 +61,14 @@ def test_all_instructions_give_the_same_bits(tmp_path):
     emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
     if emulator and find_spec("ziglang"):
         zig = sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", "-static"
-        library = *build_backend.FLAGS, '-DSTREE_JAX_SOURCES=""', *build_backend.sources()
-        found["neon"] = call(library, tmp_path, compiler=zig, runs=[emulator], **same)
+        for level, flags in build_backend.LEVELS["aarch64"].items():
+            library = (
+                *build_backend.FLAGS,
+                *flags,
+                '-DSTREE_JAX_SOURCES=""',
+                *build_backend.sources(),
+            )
+            found[level] = call(library, tmp_path, compiler=zig, runs=[emulator], **same)
     if len(found) == 1:
         pytest.skip("there is one set of instructions, and no emulator of others")
     assert len(set(found.values())) == 1, found
