@@ -18,13 +18,13 @@ class Question(NamedTuple):
         prompt: tokens of the first prompt.
         category: what it is a case of, for a row of its own in tables.
         turns: messages of the user; of another prompt none.
-        texts: writes them as tokens.
+        texts: the `Texts` that writes them as tokens.
     """
 
     prompt: Sequence[int]
     category: str | None = None
     turns: Sequence[Mapping[str, Any]] = ()
-    texts: Texts | Any = None
+    texts: Any = None
 
     @classmethod
     def of(cls, texts: Texts, asked: Any, category: Any = None, name: str = "the prompt") -> Any:
