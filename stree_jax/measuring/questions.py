@@ -46,11 +46,6 @@ class Question(NamedTuple):
         pairs = zip(self.turns, said, strict=False)
         return self.texts.tokens([*sum(pairs, ()), self.turns[len(said)]])
 
-    def answer(self, tokens: Sequence[int], finish_reason: str) -> str:
-        """New tokens as the content of a message."""
-        text = self.texts.tokenizer(self.turns).decode(tokens)
-        return self.texts.without_end(text, tokens, finish_reason)
-
 
 def turn_by_turn(
     target: HybridLM,
@@ -75,8 +70,10 @@ def turn_by_turn(
                     continue
                 out = Method(PLAIN).decode(target, batch)
                 for row, i in enumerate(places):
+                    texts, new = questions[i].texts, out.tokens[row, : out.lengths[row]].tolist()
                     if i in later:
-                        new = out.tokens[row, : out.lengths[row]].tolist()
-                        answers[i][turn - 1 :] = [questions[i].answer(new, out.finish_reasons[row])]
+                        said = texts.tokenizer(questions[i].turns).decode(new)
+                        said = texts.without_end(said, new, out.finish_reasons[row])
+                        answers[i][turn - 1 :] = [said]
                 progress(f"answers to turn {turn}", min(start + rows, len(own)), len(own))
             own = later
