@@ -1,6 +1,5 @@
 """Every page is true: its code runs, its commands exist, its pictures are those of the results."""
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -167,16 +166,3 @@ def test_the_pictures_are_those_of_the_results():
             assert svg == committed, name
         else:  # another version places and writes things differently, but says the same
             assert re.findall(">(.+)</text>", svg) == re.findall(">(.+)</text>", committed), name
-
-
-def test_the_drawn_step_is_the_readmes():
-    """A step of the embedded models, as a test of the README checks."""
-    steps = json.loads((ROOT / "benchmarks/results/steps.json").read_text())["steps"]
-    pictures = pytest.importorskip("benchmarks.pictures", reason="matplotlib is not installed")
-    drawn = steps[pictures.README_STEP]
-    picture = next(block for language, block in fences(ROOT / "README.md") if not language)
-    tree = st.TreeTopology.from_parents(drawn["parents"])
-    labels = [json.dumps(label) for label in drawn["labels"]]
-    without_note = re.sub(r" +then the target's own next token: .+", "", picture).strip()
-    assert tree.draw(labels, drawn["path"]) == without_note
-    assert f"next token: {json.dumps(drawn['next'])}" in picture

@@ -10,8 +10,7 @@ import stree_jax as st
 from stree_jax.cli.loading import (
     Chosen,
     all_chosen,
-    check_mesh,
-    check_tree,
+    check_drafter,
     drafter_of,
     load_all,
     parse_mesh,
@@ -43,10 +42,7 @@ def run_bench(command: Bench) -> int:
     if command.tree and not drafters:
         drafters = [Chosen("ngram")]
     for each in drafters:
-        for spec in specs:
-            check_tree(spec, each.option)
-        if command.mesh is not None:
-            check_mesh(command.mesh, each.option)
+        check_drafter(each.option, specs, command.mesh)
     trees = {spec: parse_tree(spec) for spec in specs if spec != DEFAULT}
     prompts = read_questions(target, command.prompts, PROMPTS)
     model, loaded = load_all(

@@ -75,20 +75,17 @@ def models() -> str:
     return ", ".join(f"--{option}" for option in ("draft", *ROOMS) if is_model(option))
 
 
-def check_tree(spec: str, option: str | None) -> None:
-    """Refuses a tree whose shape the drafter would have to choose, and cannot."""
-    if kind_of(spec) in ("beam", "budget") and option is not None and not is_model(option):
+def check_drafter(option: str | None, trees: Sequence[str], mesh: str | None) -> None:
+    """Refuses a tree whose shape the drafter would have to choose and cannot; heads on a mesh."""
+    for spec in trees:
+        if kind_of(spec) in ("beam", "budget") and option is not None and not is_model(option):
+            raise ValueError(
+                f"--tree {spec}: only a draft model chooses the shape of its tree; use one of"
+                f" {models()}, or another tree such as branching:3,2,1"
+            )
+    if mesh is not None and option in ROOMS:
         raise ValueError(
-            f"--tree {spec}: only a draft model chooses the shape of its tree; use one of"
-            f" {models()}, or another tree such as branching:3,2,1"
-        )
-
-
-def check_mesh(spec: str, option: str | None) -> None:
-    """Refuses heads on a mesh."""
-    if option in ROOMS:
-        raise ValueError(
-            f"--mesh {spec:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
+            f"--mesh {mesh:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
             " or --ngram"
         )
 
@@ -209,10 +206,7 @@ def load(command: Generate) -> Loaded:
         raise ValueError(
             f"--sharpness is for dynamic trees: give --tree budget:16,5 and one of {models()}"
         )
-    if tree is not None:
-        check_tree(tree, drafter.option)
-    if mesh is not None:
-        check_mesh(mesh, drafter.option)
+    check_drafter(drafter.option, [] if tree is None else [tree], mesh)
     texts = Texts.at(command.tokenizer or find(command.checkpoint))
     if command.distributed:
         join_processes()

@@ -155,8 +155,8 @@ def bench(
     Args:
         target: a model, or the directory or hub name of a checkpoint.
         ways: by name, keywords of `generate`: `drafter`, `topology`, `verifier`.
-        prompts: lists of token ids, or `stree_jax.measuring.Question`s; of a checkpoint they may be
-            texts, and four are built in.
+        prompts: lists of token ids, or each a `stree_jax.measuring.Question`; of a checkpoint they
+            may be texts, and four are built in.
         temperatures: each gives a table. Above 0 all ways draw with the same key.
         max_new_tokens: new tokens of each text, at most.
         rows: texts decoded at the same time, of one category and turn. The last batch is filled

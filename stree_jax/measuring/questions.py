@@ -18,13 +18,13 @@ class Question(NamedTuple):
         prompt: tokens of the first prompt.
         category: what it is a case of, for a row of its own in tables.
         turns: messages of the user; of another prompt none.
-        texts: writes them as tokens.
+        texts: the `Texts` that writes them as tokens.
     """
 
     prompt: Sequence[int]
     category: str | None = None
     turns: Sequence[Mapping[str, Any]] = ()
-    texts: Texts | Any = None
+    texts: Any = None
 
     @classmethod
     def of(cls, texts: Texts, asked: Any, category: Any = None, name: str = "the prompt") -> Any:
@@ -45,11 +45,6 @@ class Question(NamedTuple):
         said = [{"role": "assistant", "content": answer} for answer in answers]
         pairs = zip(self.turns, said, strict=False)
         return self.texts.tokens([*sum(pairs, ()), self.turns[len(said)]])
-
-    def answer(self, tokens: Sequence[int], finish_reason: str) -> str:
-        """New tokens as the content of a message."""
-        text = self.texts.tokenizer(self.turns).decode(tokens)
-        return self.texts.without_end(text, tokens, finish_reason)
 
 
 def turn_by_turn(
@@ -75,8 +70,10 @@ def turn_by_turn(
                     continue
                 out = Method(PLAIN).decode(target, batch)
                 for row, i in enumerate(places):
+                    texts, new = questions[i].texts, out.tokens[row, : out.lengths[row]].tolist()
                     if i in later:
-                        new = out.tokens[row, : out.lengths[row]].tolist()
-                        answers[i][turn - 1 :] = [questions[i].answer(new, out.finish_reasons[row])]
+                        said = texts.tokenizer(questions[i].turns).decode(new)
+                        said = texts.without_end(said, new, out.finish_reasons[row])
+                        answers[i][turn - 1 :] = [said]
                 progress(f"answers to turn {turn}", min(start + rows, len(own)), len(own))
             own = later

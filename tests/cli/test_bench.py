@@ -268,12 +268,11 @@ def asked(tiny_pair, tmp_path):
     """Writes lines to a file, and returns it and a checkpoint with a chat template."""
 
     def asked(*lines):
-        target, file = tmp_path / "target", tmp_path / "questions.jsonl"
-        shutil.copytree(tiny_pair / "target", target)
+        target = shutil.copytree(tiny_pair / "target", tmp_path / "target")
         (target / "chat_template.jinja").write_text(TEMPLATE)
         texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-        file.write_text("\n".join(texts))
-        return str(target), file
+        (tmp_path / "asked.jsonl").write_text("\n".join(texts))
+        return str(target), tmp_path / "asked.jsonl"
 
     return asked
 
@@ -282,6 +281,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 # As in files of Spec-Bench and of SPEED-Bench, prepared in its two forms.
 ASKED = [
     {"question_id": 81, "category": "writing", "turns": ["Once upon", "Shorter."]},
@@ -335,9 +335,6 @@ def test_a_row_for_each_category_and_way(clock):
     assert rows[1] == ["math", "chain", "1", "1.00x", "3.00", "1.75", "100% 75%"]
     assert rows[3] == ["mean of categories", "chain", "1", "1.00x", "2.50", "1.38", ""]
     assert rows[4] == ["all", "chain", "1", "1.00x", "2.18", "1.14", "100% 14%"]
-
-
-PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 
 
 @pytest.mark.parametrize(
