@@ -192,7 +192,8 @@ def test_sampling_depends_on_the_seed_alone(tiny_pair, output):
 
 def check_demo(text):
     names = ["autoregressive", "prompt lookup, chain of 4", "chain of 4", "tree of 5"]
-    cells = [line.split("│") for line in text.splitlines() if line[:1] == line[-1:] == "│"]
+    cells = [line.split("│") for line in text.splitlines() if line[:1] == "│"]
+    cells = [row for row in cells if len(row) > 7]  # not those of what was accepted
     rows = {name.strip(): [cell.strip() for cell in row] for _, name, *row in cells}
     assert list(rows) == names
     assert all(row[-2] == "yes" for row in rows.values())
