@@ -24,6 +24,7 @@ from stree_jax.convert.gguf import open_gguf
 from stree_jax.convert.gguf_file import gguf_file
 from stree_jax.convert.quantised import Plain, dequantised, read_scheme, without_scheme
 from stree_jax.convert.rules import Rule, check_coverage
+from stree_jax.heads import ROOMS
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import first_line
 from stree_jax.models.lm import HybridLM
@@ -221,9 +222,15 @@ def load_model(
     return nnx.merge(structure, unflatten(loaded, wanted))
 
 
-def open_head(path: Path, ignore: Collection[str] | Any = ()) -> tuple[Fields, Checkpoint]:
+def open_head(kind: str, path: Path, ignore: Collection[str] | Any) -> tuple[Fields, Checkpoint]:
     """The config and the tensors of a head that is a checkpoint of its own, still without rules."""
     config, values, file, plain, _ = _open(path)
+    known, room = values.get("architectures"), ROOMS[kind]
+    if not isinstance(known, list) or not known or not all(map(room.is_named, known)):
+        raise ValueError(
+            f"{path} is no {room.title} head: its architectures are {known!r:.80}; a head of a"
+            " target's own checkpoint is for load_mtp"
+        )
     fields = Fields(config, values, asked=dict.fromkeys(check_names("ignore", ignore), False))
     return fields, Checkpoint(path, file, None, plain.tensors, [], plain.quantised)
 

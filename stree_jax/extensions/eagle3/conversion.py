@@ -23,20 +23,13 @@ from stree_jax.convert import (
     within,
 )
 from stree_jax.extensions.eagle3.head import Eagle3Config, Eagle3Head
-from stree_jax.heads import ROOMS, abstract_head, check_fits
+from stree_jax.heads import abstract_head, check_fits
 
 
 def load(path: Path, target: HybridLM, ignore: Collection[str]) -> Eagle3Head:
     """Reads a head for its target, in the target's dtype."""
-    fields, checkpoint = open_head(path, ignore)
+    fields, checkpoint = open_head("eagle3", path, ignore)
     tensors = checkpoint.tensors
-    known = fields.values.get("architectures")
-    listed = known if isinstance(known, list) else []
-    if not listed or not all(ROOMS["eagle3"].architecture in str(name) for name in listed):
-        raise ValueError(
-            f"{path} is not an EAGLE-3 head: its architectures are {known!r:.80}; a head of"
-            " Nemotron-3's own is for load_mtp"
-        )
     config = read_config(fields, len(target.config.layers), "embed_tokens.weight" in tensors)
     fields.refuse_asked()
     like = abstract_head("eagle3", config, target)

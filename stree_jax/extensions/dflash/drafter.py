@@ -1,0 +1,215 @@
+"""Drafting with a DFlash head: a table of outputs by depth, of which trees take their levels."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import replay_kv
+from stree_jax import DraftTree, HybridLM, ModelDrafter, Step, Tree, TreeTopology, Verdict
+from stree_jax.array_types import Array, Bool, Float, Float32, Int
+from stree_jax.checks import is_number, require
+from stree_jax.decoding import DraftModel
+from stree_jax.extensions.dflash.head import DFlashHead
+from stree_jax.heads import check_fits, check_reached
+from stree_jax.models import check_on_one_device, embedded_tokens, output_logits
+
+
+class DFlashState(NamedTuple):
+    """Keys and values of the tokens before the root; within a step, its block."""
+
+    caches: tuple[Any, ...]
+    outputs: Float[Array, "B D M"] | None = None  # of the head, for each depth
+    logits: Float32[Array, "B D V"] | None = None  # without the Markov head
+    pending: Any = None  # confidences [B, N] of the drafts below each node
+
+
+class DFlashModel(DraftModel):
+    """A draft model: a head with embedding and output head of its target, on one device.
+
+    Raises:
+        ValueError: a head of another width, vocabulary or dtype, or on layers that the target does
+            not have.
+    """
+
+    def __init__(self, target: HybridLM, head: DFlashHead):
+        self.head, self.config = head, target.config
+        owner = head if head.config.own_tokens else target
+        self.embedding, self.output_head = owner.embedding, owner.output_head
+        self.inner_layers: tuple[int, ...] = head.config.inner_layers
+        self.max_depth = head.config.num_drafts
+        self.check_target(target)
+
+    def check_target(self, target: HybridLM) -> None:
+        check_on_one_device(target, "a DFlash head")
+        own, config = self.head.config, target.config
+        check_fits(
+            "the head",
+            "load it, and make the drafter, with the target that generate gets",
+            width=(own.d_model, config.d_model),
+            tokens=(own.vocab_size, config.vocab_size),
+            dtype=(self.head.dtype, target.dtype),
+        )
+        check_reached("the head", self.inner_layers, target)
+
+    def init(self, batch: int, num_nodes: int, max_length: int) -> DFlashState:
+        return DFlashState(self.head.init_cache(batch, max_length))
+
+    def read(self, state: DFlashState, tokens: Array, hidden: Any, lengths: Array) -> DFlashState:
+        steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        return self._after(state, hidden, steps[None] < lengths[:, None])
+
+    def commit(
+        self,
+        state: DFlashState,
+        tree: object,
+        place: object,
+        draft: DraftTree,
+        verdict: Verdict,
+        hidden: Float[Array, "B N _"],
+    ) -> DFlashState:
+        """See `DraftModel`: appends the path, of the target's states."""
+        path = draft.tree.on_path(jnp.maximum(verdict.last, 0))
+        return self._after(state, hidden, path & (verdict.last >= 0)[:, None])
+
+    def run(
+        self,
+        state: DFlashState,
+        tokens: Int[Array, "B Q"],
+        tree: Tree,
+        nodes: np.ndarray | Int[Array, " Q"],
+    ) -> tuple[Float32[Array, "B Q V"], DFlashState]:
+        """See `DraftModel`: one pass for the root, then rows of its table."""
+        head = self.head
+        if isinstance(nodes, np.ndarray):
+            outputs = self.block(tokens, state.caches)
+            state = state._replace(outputs=outputs, logits=self.logits(outputs))
+        assert state.outputs is not None
+        depths = tree.depth[:, jnp.minimum(nodes, tree.depth.shape[1] - 1), None]
+        outputs, logits = (
+            jnp.take_along_axis(part, depths, axis=1) for part in (state.outputs, state.logits)
+        )
+        if head.config.confidence:
+            sure, pending = head.confidences(outputs, tokens), state.pending
+            if pending is not None:
+                sure = pending.at[:, nodes].set(sure, mode="drop")
+            state = state._replace(pending=sure)
+        if head.config.markov_rank:
+            logits += head.markov_logits(head.markov_embedding.rows(tokens))
+        return logits, state
+
+    def rest(self, state: DFlashState) -> DFlashState:
+        """See `DraftModel`: drafts of a step leave nothing behind."""
+        return DFlashState(state.caches)
+
+    def block(
+        self, roots: Int[Array, "B 1"], caches: tuple[Any, ...]
+    ) -> Float[Array, "B D M"]:
+        """Outputs of a block, at the places with drafts."""
+        c = self.head.config
+        tokens = jnp.pad(roots, ((0, 0), (0, c.block_size - 1)), constant_values=c.mask_token)
+        embedded = embedded_tokens(tokens, self.embedding, c.embedding_multiplier)
+        return self.head(embedded, caches)[:, not c.shifted :]
+
+    def logits(self, outputs: Float[Array, "B T _"]) -> Float32[Array, "B T V"]:
+        """Logits over the target's vocabulary, of outputs with or without rows of the Markov head."""
+        c = self.head.config
+        hidden, rows = outputs[..., : c.d_model], outputs[..., c.d_model :]
+        logits = output_logits(hidden, self.output_head, c.logits_multiplier)[..., : c.vocab_size]
+        return logits + self.head.markov_logits(rows) if rows.shape[-1] else logits
+
+    def outputs_ahead(
+        self, tokens: Int[Array, "B T"], hidden: Float[Array, "B T _"], depth: int
+    ) -> list[Float[Array, "B T _"]]:
+        """See `HeadModel`: of a block at each token, as `logits` takes them."""
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[:, None]
+        found = lax.map(lambda place: self.outputs_at(tokens, hidden, place)[:, 0], places)
+        return [found[:, :, at].swapaxes(0, 1) for at in range(min(depth, self.max_depth))]
+
+    def outputs_at(
+        self,
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T _"],
+        places: Int[Array, " A"],
+    ) -> Float[Array, "B A D _"]:
+        """Outputs of the blocks whose roots follow these places, of drafts that are the text."""
+        batch, length = tokens.shape
+        every = jnp.ones((batch, length), bool)
+        state = DFlashState(self.head.init_cache(batch, length, whole=True))
+        caches = self._after(state, hidden, every).caches
+
+        def repeated(leaf: Array) -> Array:
+            return jnp.repeat(leaf, len(places), axis=0)
+
+        lengths = jnp.tile(places + 1, batch)
+        caches = tuple(
+            cache._replace(kv=type(cache.kv)(*map(repeated, cache.kv[:2]), lengths))
+            for cache in caches
+        )
+        ahead = places[:, None] + 1 + np.arange(self.max_depth, dtype=np.int32)
+        known = tokens[:, jnp.minimum(ahead, length - 1)]  # before each draft
+        outputs = self.block(known[:, :, 0].reshape(-1, 1), caches)
+        outputs = outputs.reshape(*known.shape, -1)
+        if not self.head.config.markov_rank:
+            return outputs
+        rows = self.head.markov_embedding.rows(known.reshape(batch, -1)).astype(outputs.dtype)
+        return jnp.concatenate([outputs, rows.reshape(*known.shape, -1)], axis=-1)
+
+    def _after(
+        self, state: DFlashState, hidden: Float[Array, "B N _"], read: Bool[Array, "B N"]
+    ) -> DFlashState:
+        """The state after the tokens that were read."""
+        start, places = state.caches[0].kv.length, jnp.cumsum(read, axis=1, dtype=jnp.int32) - 1
+        entries = self.head.entries(hidden[..., self.config.d_model :], start[:, None] + places)
+        caches = zip(state.caches, entries, self.head.config.windows, strict=True)
+        return DFlashState(
+            tuple(
+                cache._replace(kv=replay_kv(cache.kv, new, read, ring=window is not None))
+                for cache, new, window in caches
+            )
+        )
+
+
+class DFlashDrafter(ModelDrafter):
+    """Fills a static tree from the block of a DFlash head.
+
+    Args:
+        target, head: those of a `DFlashModel`.
+        child_sampling: see `ModelDrafter`.
+        confidence: a path ends before the first draft that the confidence head gives less; 0: all
+            nodes are drafted. It is DSpark's rule for a chain. The nodes that are left out are
+            counted as not drafted; a step takes as long.
+
+    Raises:
+        ValueError: those of `DFlashModel`, `confidence` is not from 0 to 1, or the head has no
+            confidence head.
+    """
+
+    def __init__(
+        self,
+        target: HybridLM,
+        head: DFlashHead,
+        *,
+        child_sampling: str = "auto",
+        confidence: float = 0.0,
+    ):
+        super().__init__(DFlashModel(target, head), child_sampling=child_sampling)
+        has_head = bool(head.config.confidence) or confidence == 0
+        require(
+            is_number(confidence) and 0 <= confidence <= 1 and has_head,
+            "confidence must be a number from 0 to 1, and above 0 the head has a confidence head;"
+            f" got {confidence!r:.80} and head.config.confidence = {head.config.confidence!r}",
+        )
+        self.confidence = float(confidence)
+
+    def grown(self, reader: Any, step: Step, topology: TreeTopology) -> tuple[DraftTree, Any]:
+        draft, reader = super().grown(reader, step, topology)
+        if self.confidence:
+            inner = np.flatnonzero([bool(children) for children in topology.children])
+            above = np.searchsorted(inner, topology.parents[1:])  # the parents' places in `pending`
+            doubted = reader.pending[:, above] < self.confidence
+            doubted = jnp.pad(doubted, ((0, 0), (1, 0)))
+            ends = (topology.ancestor_mask[None] & doubted[:, None]).any(axis=-1)
+            draft = draft._replace(tree=topology.tree(draft.tree.valid & ~ends))
+        return draft, reader

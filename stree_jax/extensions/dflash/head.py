@@ -1,0 +1,185 @@
+"""A DFlash head: some Qwen3 layers that fill a block of masked tokens in one pass.
+
+DFlash (arXiv:2602.06036), in the layout of z-lab's heads. With s the target's residual stream after
+some of its layers, the context of a token before the root is
+
+    c_p = norm(fc [s1_p ; s2_p ; ...])
+
+The block is the root and masked tokens after it, embedded by the target. In each layer its keys and
+values follow those that the layer makes of the context. All places of the block see each other; in
+a layer with a window a place sees itself and those before it. The target's output head, or the
+head's own, turns the normed output of a place into logits.
+
+DSpark (arXiv:2607.05147) in the layout of DeepSpec's heads: the same, but the output of a place is
+of the token after it, so the root's place has one too; a low-rank bias of the token before (the
+Markov head) is added to the logits; and a confidence head says how likely a draft is accepted.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pallas_kernels import NodeKV
+from stree_jax import AttentionConfig, MlpConfig, Tree
+from stree_jax.array_types import Array, Float, Float32, Int
+from stree_jax.checks import require, require_integer
+from stree_jax.models import TargetHead, linear, require_inner_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashConfig:
+    """The config of a head.
+
+    Attributes:
+        d_model: width of the target and of the head.
+        vocab_size: tokens of the target.
+        mask_token: the token whose embedding stands for one that is not known.
+        block_size: tokens of a block, with the root.
+        inner_layers: the numbers of layers of the target after which its states are taken,
+            ascending.
+        attention, mlp: the two parts of a layer.
+        windows: of each layer, the tokens that it sees, see `AttentionConfig`; None: all.
+        shifted: whether the output of a place is of the token after it, not of its own.
+        norm_eps: epsilon of all norms.
+        embedding_multiplier, logits_multiplier: of the embedding and the logits.
+        own_tokens: whether the head has an embedding and an output head.
+        markov_rank: rank of the Markov head; 0: there is none.
+        confidence: whether there is a confidence head, and of what: "", "hidden", or "both" the
+            output and the row of the Markov head.
+    """
+
+    d_model: int
+    vocab_size: int
+    mask_token: int
+    block_size: int
+    inner_layers: tuple[int, ...]
+    attention: AttentionConfig
+    mlp: MlpConfig
+    windows: tuple[int | None, ...]
+    shifted: bool = False
+    norm_eps: float = 1e-6
+    embedding_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    own_tokens: bool = False
+    markov_rank: int = 0
+    confidence: str = ""
+
+    def __post_init__(self) -> None:
+        for name, least in {"d_model": 1, "vocab_size": 1, "block_size": 2, "mask_token": 0}.items():
+            require_integer(self, name, least)
+        require_integer(self, "markov_rank", 0)
+        require_inner_layers(self.inner_layers)
+        require(len(self.windows) > 0, "windows must say of each layer what it sees, got ()")
+        require(
+            self.confidence in ("", "hidden", "both")
+            and (self.confidence != "both" or self.markov_rank > 0),
+            'confidence must be "", "hidden", or with a Markov head "both", got'
+            f" {self.confidence!r:.80} and markov_rank = {self.markov_rank}",
+        )
+        attention = self.attention
+        require(
+            attention.input_multiple == 1
+            and attention.window is None
+            and not (attention.conv_width or attention.mlp_dim or attention.output_gate),
+            "attention of a DFlash head has no window of its own, convolution, branch or gate, got"
+            f" {attention!r:.200}",
+        )
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts on a path."""
+        return self.block_size - (not self.shifted)
+
+    @property
+    def layers(self) -> list[AttentionConfig]:
+        """The attention of each layer."""
+        return [dataclasses.replace(self.attention, window=window) for window in self.windows]
+
+
+class DFlashLayer(nnx.Module):
+    """The weights of a layer."""
+
+    def __init__(self, head: "DFlashHead", attention: AttentionConfig, *options: Any):
+        self.attention_norm_scale, self.feed_forward_norm_scale = head.scale(), head.scale()
+        self.attention = head.layer(attention, *options)
+        self.feed_forward = head.layer(head.config.mlp, *options)
+
+
+class DFlashHead(TargetHead):
+    """A head with some layers, and perhaps a Markov and a confidence head.
+
+    Its arguments are those of `TargetHead`, with a `DFlashConfig`.
+    """
+
+    config: DFlashConfig
+
+    def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
+        c, own = self.config, dict(dtype=self.dtype, rngs=rngs)
+        self.fc = linear(len(c.inner_layers) * c.d_model, c.d_model, bias=False, **own)
+        self.layers = nnx.List(DFlashLayer(self, each, rngs, implementation) for each in c.layers)
+        sizes = {"embedding": c.d_model, "output_head": c.d_model} if c.own_tokens else {}
+        if c.markov_rank:
+            sizes |= {"markov_embedding": c.markov_rank, "markov_head": c.markov_rank}
+        for name, width in sizes.items():
+            setattr(self, name, self.table(c.vocab_size, width, rngs))
+        if c.confidence:
+            width = c.d_model + c.markov_rank * (c.confidence == "both")
+            self.confidence_head = linear(width, 1, bias=True, **own)
+
+    @property
+    def activation_dtype(self) -> Any:
+        """Dtype of activations and caches: float32 if the head is packed."""
+        return self.fc.kernel.storage.dtype
+
+    def init_cache(self, batch: int, max_length: int, *, whole: bool = False) -> tuple[Any, ...]:
+        """The caches of the layers before the first token; `whole`: with all tokens."""
+        layers = [self.config.attention] * len(self.layers) if whole else self.config.layers
+        return tuple(each.init_cache(batch, max_length, self.activation_dtype) for each in layers)
+
+    def entries(
+        self, hidden: Float[Array, "B T _"], positions: Int[Array, "B T"]
+    ) -> list[NodeKV]:
+        """Keys and values of each layer for tokens, from the target's inner states."""
+        with jax.named_scope("head_entries"):
+            context = self.norm(self.fc(hidden), self.hidden_norm_scale)
+            context = context.astype(self.activation_dtype)
+            return [layer.attention.entries(context, positions) for layer in self.layers]
+
+    def __call__(
+        self, embedded: Float[Array, "B Q M"], caches: tuple[Any, ...]
+    ) -> Float[Array, "B Q M"]:
+        """Returns the outputs at all places of a block that follows the caches."""
+        x, (batch, size, _) = embedded.astype(self.activation_dtype), embedded.shape
+        steps = np.arange(size, dtype=np.int32)
+        itself = np.eye(size, dtype=bool)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            normed = self.norm(x, layer.attention_norm_scale)
+            attention, before, mask = layer.attention, None, np.tri(size, dtype=bool)
+            if attention.config.window is None:
+                # Kernels skip later nodes. So the keys of the other places come first.
+                keys = attention.entries(normed, cache.kv.length[:, None] + steps)
+                before = attention.config.init_pending(batch, 0, self.dtype)._replace(kv=keys)
+                mask = np.concatenate([~itself, itself], axis=1)
+            depth = np.resize(steps, mask.shape[1])
+            tree = Tree(depth, depth, mask, np.ones(mask.shape[1], bool))
+            tree = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), tree)
+            x = x + attention.tree(normed, tree, {}, cache, before)[0]
+            x = x + layer.feed_forward.apply(self.norm(x, layer.feed_forward_norm_scale))
+        return self.norm(x, self.final_norm_scale)
+
+    def markov_logits(self, rows: Float[Array, "B T R"]) -> Float32[Array, "B T V"]:
+        """What rows of the Markov embedding add to the logits of the next token."""
+        return self.markov_head.product(rows, wide=True)
+
+    def confidences(
+        self, outputs: Float[Array, "B T M"], tokens: Int[Array, "B T"]
+    ) -> Float32[Array, "B T"]:
+        """How likely drafts at these places are accepted, after such tokens."""
+        if self.config.confidence == "both":
+            rows = self.markov_embedding.rows(tokens).astype(outputs.dtype)
+            outputs = jnp.concatenate([outputs, rows], axis=-1)
+        return jax.nn.sigmoid(self.confidence_head(outputs).astype(jnp.float32))[..., 0]
