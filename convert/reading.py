@@ -24,7 +24,7 @@ from stree_jax.convert.gguf import open_gguf
 from stree_jax.convert.gguf_file import gguf_file
 from stree_jax.convert.quantised import Plain, dequantised, read_scheme, without_scheme
 from stree_jax.convert.rules import Rule, check_coverage
-from stree_jax.heads import ROOMS
+from stree_jax.heads import ROOMS, abstract_head, check_fits
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import first_line
 from stree_jax.models.lm import HybridLM
@@ -233,6 +233,37 @@ def open_head(kind: str, path: Path, ignore: Collection[str] | Any) -> tuple[Fie
         )
     fields = Fields(config, values, asked=dict.fromkeys(check_names("ignore", ignore), False))
     return fields, Checkpoint(path, file, None, plain.tensors, [], plain.quantised)
+
+
+def read_head(
+    kind: str,
+    path: Path,
+    target: HybridLM,
+    ignore: Collection[str],
+    read: Callable[[Fields, Mapping[str, Tensor]], Any],
+    rules_of: Callable[[Any], list[Rule]],
+    left_out: Collection[str] = (),
+    others: Callable[[Checkpoint, Any], dict[str, jax.Array]] = lambda *_: {},
+) -> Any:
+    """Reads a head that is a checkpoint of its own, in its target's dtype.
+
+    `read` makes its config and `rules_of` the rules; tensors that begin with one of `left_out` have
+    none, and `others` makes the weights without one.
+    """
+    fields, checkpoint = open_head(kind, path, ignore)
+    config = read(fields, checkpoint.tensors)
+    fields.finish()
+    fields.refuse_asked()
+    width, tokens = zip(*((x.d_model, x.vocab_size) for x in (config, target.config)), strict=True)
+    what, way_out = f"the head in {path}", "load the target that it was trained for"
+    check_fits(what, way_out, width=width, tokens=tokens)
+    like, made = abstract_head(kind, config, target), others(checkpoint, config)
+    own = {name: t for name, t in checkpoint.tensors.items() if not name.startswith((*left_out,))}
+    try:
+        rules = head_rules(rules_of(config), own, like, [*made])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return load_head_weights(checkpoint._replace(rules=rules), like, **made)
 
 
 def head_rules(

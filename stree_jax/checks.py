@@ -13,7 +13,6 @@ from stree_jax.messages import shown
 __all__ = [
     "check_int",
     "check_names",
-    "is_number",
     "require",
     "require_integer",
 ]  # what an extension may use

@@ -28,6 +28,8 @@ class TargetHead(nnx.Module):
     Weights and activations have the target's dtype; activations of a packed head are float32.
     """
 
+    hidden_norm_scale: nnx.Param
+    final_norm_scale: nnx.Param
     scales: tuple[str, ...] = ("hidden_norm_scale", "final_norm_scale")  # of its norms
 
     def __init__(
@@ -97,6 +99,8 @@ class DraftHead(TargetHead):
 
     attention: Any
     feed_forward: Any
+    embedding_norm_scale: nnx.Param
+    feed_forward_norm_scale: nnx.Param
     scales = ("embedding_norm_scale", "feed_forward_norm_scale", *TargetHead.scales)
 
     def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:

@@ -26,7 +26,7 @@ CONFIG = dict(
 # One with all that DSpark has, whose first layer has a window.
 DSPARK = dict(
     architectures=["Qwen3DSparkModel"],
-    dflash_config=None,
+    dflash_config="absent",
     block_size=8,
     mask_token_id=3,
     target_layer_ids=[1],
@@ -40,11 +40,11 @@ DSPARK = dict(
 )
 
 
-def files(dspark=False, vocab=VOCAB, layers=None, **changes):
+def files(dspark=False, vocab=VOCAB, **changes):
     """A config and the tensors of a head."""
     config = CONFIG | {"vocab_size": vocab} | (DSPARK if dspark else {}) | changes
     config = {name: value for name, value in config.items() if value != "absent"}
-    number = len((config.get("dflash_config") or config)["target_layer_ids"])
+    number = len((config.get("dflash_config") or config).get("target_layer_ids", [1]))
     shapes = {"fc": (WIDTH, number * WIDTH), "hidden_norm": (WIDTH,), "norm": (WIDTH,)}
     layer = {
         "input_layernorm": (WIDTH,),

@@ -193,7 +193,8 @@ class DFlash(Head):
     def qkv_of(self, name, rows, first):
         """Queries, keys or values of rows, the first at this position."""
         size = self.config["head_dim"]
-        heads = (rows @ self.w[f"{self.attention}.{name}_proj.weight"].T).reshape(len(rows), -1, size)
+        rows = rows @ self.w[f"{self.attention}.{name}_proj.weight"].T
+        heads = rows.reshape(len(rows), rows.shape[1] // size, size)
         if name == "v":
             return heads
         heads = rms_norm(heads, self.w[f"{self.attention}.{name}_norm.weight"], self.eps)
@@ -233,7 +234,9 @@ class DFlash(Head):
                     y[place, head] = weights / weights.sum() @ values[seen, group]
             x = x + y.reshape(size, -1) @ self.w[f"{self.attention}.o_proj.weight"].T
             part = f"layers.{layer}.mlp"
-            gate, up, down = (self.w[f"{part}.{each}_proj.weight"] for each in ("gate", "up", "down"))
+            gate, up, down = (
+                self.w[f"{part}.{each}_proj.weight"] for each in ("gate", "up", "down")
+            )
             u = np.array([self.norm(row, f"layers.{layer}.post_attention_layernorm") for row in x])
             x = x + (silu(u @ gate.T) * (u @ up.T)) @ down.T
         return np.array([self.norm(row, "norm") for row in x])[not self.dspark :]
@@ -244,10 +247,3 @@ class DFlash(Head):
             first, second = (self.w[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
             rows = rows + first[[text[-1], *path]] @ second.T
         return rows
-
-    def confidence(self, text, states, path):
-        """Of the draft after the path."""
-        row = self.w["markov_head.markov_w1.weight"][[text[-1], *path][-1]]
-        both = np.concatenate([self.outputs(text, states)[len(path)], row])
-        score = self.w["confidence_head.proj.weight"] @ both + self.w["confidence_head.proj.bias"]
-        return sigmoid(score[0])

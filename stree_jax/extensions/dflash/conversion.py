@@ -1,42 +1,34 @@
 """DFlash heads of z-lab and DSpark heads of DeepSpec in files: a config of Qwen3, and tensors."""
 
+import dataclasses
 from collections.abc import Collection
 from pathlib import Path
 
-from stree_jax import AttentionConfig, HybridLM, MlpConfig
+from stree_jax import HybridLM
 from stree_jax.convert import (
-    AS_IS,
-    TRANSFORMERS,
     TRANSPOSED,
     Fields,
     Rule,
-    head_rules,
     hf_attention,
-    load_head_weights,
-    open_head,
+    llama_parts,
+    read_head,
     split_mlp,
     within,
 )
 from stree_jax.extensions.dflash.head import DFlashConfig, DFlashHead
-from stree_jax.heads import abstract_head, check_fits
 
 _KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
 def load(path: Path, target: HybridLM, ignore: Collection[str]) -> DFlashHead:
     """Reads a head for its target, in the target's dtype."""
-    fields, checkpoint = open_head("dflash", path, ignore)
-    config = read_config(fields, target, "embed_tokens.weight" in checkpoint.tensors)
-    fields.refuse_asked()
-    like = abstract_head("dflash", config, target)
-    try:
-        rules = head_rules(rules_of(config), checkpoint.tensors, like)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    width, tokens = zip(*((x.d_model, x.vocab_size) for x in (config, target.config)), strict=True)
-    way_out = "load the target that it was trained for"
-    check_fits(f"the DFlash head in {path}", way_out, width=width, tokens=tokens)
-    return load_head_weights(checkpoint._replace(rules=rules), like)
+
+    def read(fields: Fields, tensors: Collection[str]) -> DFlashConfig:
+        return read_config(fields, target, "embed_tokens.weight" in tensors)
+
+    # How sure a draft is: a tree has as many nodes, whatever it says.
+    left_out = ("confidence_head.",)
+    return read_head("dflash", path, target, ignore, read, rules_of, left_out)
 
 
 def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashConfig:
@@ -49,59 +41,31 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
     def place(name: str) -> Fields:
         return table if table.has(name) else fields
 
-    fields.null("final_logit_softcapping", "draft_vocab_size", "head_dim", "is_causal")
-    layers = fields.integer("num_hidden_layers", most=256)
-    width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    vocab_size = fields.integer("vocab_size")
-    fields.same("draft_vocab_size", vocab_size)
-    place("final_logit_softcapping").same("final_logit_softcapping", 0)
-    head_dim = fields.integer("head_dim", max(1, width // num_heads))
-    theta, scaling, rope = fields.rope()
-    rope.finish()
-    bias = fields.flag("attention_bias", False)
+    width, vocab_size = fields.integer("hidden_size"), fields.integer("vocab_size")
+    alone = {"draft_vocab_size": vocab_size, "final_logit_softcapping": 0}
+    for name, value in (alone | {"input_embedding_scale": 1, "output_multiplier": 1}).items():
+        place(name).same(name, value)
     rank = fields.integer("markov_rank", 0, least=0)
     if rank:
         fields.choice("markov_head_type", "vanilla", {"vanilla": "vanilla"})
-    has_confidence = fields.flag("enable_confidence_head", False)
-    with_rows = fields.flag("confidence_head_with_markov", False)
+    attention, mlp, norm_eps = llama_parts(fields, width, 1e-6)
     config = DFlashConfig(
         d_model=width,
         vocab_size=vocab_size,
         mask_token=place("mask_token_id").integer("mask_token_id", least=0, most=vocab_size - 1),
         block_size=place("block_size").integer("block_size", least=2, most=256),
         inner_layers=_inner_layers(fields, place("target_layer_ids"), target),
-        attention=AttentionConfig(
-            num_heads=num_heads,
-            num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            rotary_dim=head_dim,
-            rope_theta=theta,
-            rope_scaling=scaling,
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-        ),
-        mlp=MlpConfig(
-            fields.integer("intermediate_size"),
-            activation=fields.choice("hidden_act", "silu", {"silu": "silu"}),
-        ),
-        windows=_windows(fields, layers),
+        attention=dataclasses.replace(attention, qk_norm_eps=norm_eps),
+        mlp=mlp,
+        windows=_windows(fields, fields.integer("num_hidden_layers", most=256)),
         shifted=shifted,
-        norm_eps=fields.positive("rms_norm_eps", 1e-6),
-        embedding_multiplier=place("input_embedding_scale").number("input_embedding_scale", 1.0),
-        logits_multiplier=place("output_multiplier").number("output_multiplier", 1.0),
+        norm_eps=norm_eps,
         own_tokens=own_tokens,
         markov_rank=rank,
-        confidence=("both" if with_rows else "hidden") if has_confidence else "",
     )
-    fields.ignore(
-        "of transformers and of training, not of the head",
-        *TRANSFORMERS,
-        *("model_type", "max_position_embeddings", "initializer_range", "tie_word_embeddings"),
-        *("eos_token_id", "max_window_layers", "use_sliding_window", "num_anchors"),
-    )
+    fields.ignore("of the confidence head", "enable_confidence_head", "confidence_head_with_markov")
+    fields.ignore("of training", "max_window_layers", "use_sliding_window", "num_anchors")
     table.finish()
-    fields.finish()
     return config
 
 
@@ -148,12 +112,10 @@ def rules_of(config: DFlashConfig) -> list[Rule]:
         Rule("fc.weight", "fc.kernel", TRANSPOSED),
         Rule("hidden_norm.weight", "hidden_norm_scale"),
         Rule("norm.weight", "final_norm_scale"),
-        Rule("embed_tokens.weight", "embedding", AS_IS),
-        Rule("lm_head.weight", "output_head", AS_IS),
-        Rule("markov_head.markov_w1.weight", "markov_embedding", AS_IS),
-        Rule("markov_head.markov_w2.weight", "markov_head", AS_IS),
-        Rule("confidence_head.proj.weight", "confidence_head.kernel", TRANSPOSED),
-        Rule("confidence_head.proj.bias", "confidence_head.bias"),
+        Rule("embed_tokens.weight", "embedding"),
+        Rule("lm_head.weight", "output_head"),
+        Rule("markov_head.markov_w1.weight", "markov_embedding"),
+        Rule("markov_head.markov_w2.weight", "markov_head"),
     ]
     layer = [
         Rule("input_layernorm.weight", "attention_norm_scale"),

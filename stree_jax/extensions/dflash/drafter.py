@@ -7,9 +7,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import replay_kv
-from stree_jax import DraftTree, HybridLM, ModelDrafter, Step, Tree, TreeTopology, Verdict
+from stree_jax import DraftTree, HybridLM, ModelDrafter, Tree, Verdict
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.checks import is_number, require
 from stree_jax.decoding import DraftModel
 from stree_jax.extensions.dflash.head import DFlashHead
 from stree_jax.heads import check_fits, check_reached
@@ -20,9 +19,8 @@ class DFlashState(NamedTuple):
     """Keys and values of the tokens before the root; within a step, its block."""
 
     caches: tuple[Any, ...]
-    outputs: Float[Array, "B D M"] | None = None  # of the head, for each depth
-    logits: Float32[Array, "B D V"] | None = None  # without the Markov head
-    pending: Any = None  # confidences [B, N] of the drafts below each node
+    table: Float32[Array, "B D V"] | None = None  # logits by depth, without the Markov head's
+    pending: None = None
 
 
 class DFlashModel(DraftModel):
@@ -35,10 +33,10 @@ class DFlashModel(DraftModel):
 
     def __init__(self, target: HybridLM, head: DFlashHead):
         self.head, self.config = head, target.config
-        owner = head if head.config.own_tokens else target
+        owner: Any = head if head.config.own_tokens else target
         self.embedding, self.output_head = owner.embedding, owner.output_head
         self.inner_layers: tuple[int, ...] = head.config.inner_layers
-        self.max_depth = head.config.num_drafts
+        self.max_depth: int = head.config.num_drafts
         self.check_target(target)
 
     def check_target(self, target: HybridLM) -> None:
@@ -81,43 +79,32 @@ class DFlashModel(DraftModel):
         nodes: np.ndarray | Int[Array, " Q"],
     ) -> tuple[Float32[Array, "B Q V"], DFlashState]:
         """See `DraftModel`: one pass for the root, then rows of its table."""
-        head = self.head
         if isinstance(nodes, np.ndarray):
-            outputs = self.block(tokens, state.caches)
-            state = state._replace(outputs=outputs, logits=self.logits(outputs))
-        assert state.outputs is not None
+            state = state._replace(table=self.logits(self.block(tokens, state.caches)))
+        assert state.table is not None
         depths = tree.depth[:, jnp.minimum(nodes, tree.depth.shape[1] - 1), None]
-        outputs, logits = (
-            jnp.take_along_axis(part, depths, axis=1) for part in (state.outputs, state.logits)
-        )
-        if head.config.confidence:
-            sure, pending = head.confidences(outputs, tokens), state.pending
-            if pending is not None:
-                sure = pending.at[:, nodes].set(sure, mode="drop")
-            state = state._replace(pending=sure)
-        if head.config.markov_rank:
-            logits += head.markov_logits(head.markov_embedding.rows(tokens))
+        logits = jnp.take_along_axis(state.table, depths, axis=1)
+        if self.head.config.markov_rank:
+            logits += self.head.after(self.head.markov_embedding.rows(tokens))
         return logits, state
 
     def rest(self, state: DFlashState) -> DFlashState:
         """See `DraftModel`: drafts of a step leave nothing behind."""
         return DFlashState(state.caches)
 
-    def block(
-        self, roots: Int[Array, "B 1"], caches: tuple[Any, ...]
-    ) -> Float[Array, "B D M"]:
+    def block(self, roots: Int[Array, "B 1"], caches: tuple[Any, ...]) -> Float[Array, "B D M"]:
         """Outputs of a block, at the places with drafts."""
         c = self.head.config
         tokens = jnp.pad(roots, ((0, 0), (0, c.block_size - 1)), constant_values=c.mask_token)
-        embedded = embedded_tokens(tokens, self.embedding, c.embedding_multiplier)
+        embedded = embedded_tokens(tokens, self.embedding, 1.0)
         return self.head(embedded, caches)[:, not c.shifted :]
 
     def logits(self, outputs: Float[Array, "B T _"]) -> Float32[Array, "B T V"]:
-        """Logits over the target's vocabulary, of outputs with or without rows of the Markov head."""
+        """Logits of the target's tokens, from outputs and, if given, rows of the Markov head."""
         c = self.head.config
         hidden, rows = outputs[..., : c.d_model], outputs[..., c.d_model :]
-        logits = output_logits(hidden, self.output_head, c.logits_multiplier)[..., : c.vocab_size]
-        return logits + self.head.markov_logits(rows) if rows.shape[-1] else logits
+        logits = output_logits(hidden, self.output_head, 1.0)[..., : c.vocab_size]
+        return logits + self.head.after(rows) if rows.shape[-1] else logits
 
     def outputs_ahead(
         self, tokens: Int[Array, "B T"], hidden: Float[Array, "B T _"], depth: int
@@ -174,42 +161,8 @@ class DFlashModel(DraftModel):
 class DFlashDrafter(ModelDrafter):
     """Fills a static tree from the block of a DFlash head.
 
-    Args:
-        target, head: those of a `DFlashModel`.
-        child_sampling: see `ModelDrafter`.
-        confidence: a path ends before the first draft that the confidence head gives less; 0: all
-            nodes are drafted. It is DSpark's rule for a chain. The nodes that are left out are
-            counted as not drafted; a step takes as long.
-
-    Raises:
-        ValueError: those of `DFlashModel`, `confidence` is not from 0 to 1, or the head has no
-            confidence head.
+    `child_sampling` is that of `ModelDrafter`, and all else that of `DFlashModel`.
     """
 
-    def __init__(
-        self,
-        target: HybridLM,
-        head: DFlashHead,
-        *,
-        child_sampling: str = "auto",
-        confidence: float = 0.0,
-    ):
+    def __init__(self, target: HybridLM, head: DFlashHead, *, child_sampling: str = "auto"):
         super().__init__(DFlashModel(target, head), child_sampling=child_sampling)
-        has_head = bool(head.config.confidence) or confidence == 0
-        require(
-            is_number(confidence) and 0 <= confidence <= 1 and has_head,
-            "confidence must be a number from 0 to 1, and above 0 the head has a confidence head;"
-            f" got {confidence!r:.80} and head.config.confidence = {head.config.confidence!r}",
-        )
-        self.confidence = float(confidence)
-
-    def grown(self, reader: Any, step: Step, topology: TreeTopology) -> tuple[DraftTree, Any]:
-        draft, reader = super().grown(reader, step, topology)
-        if self.confidence:
-            inner = np.flatnonzero([bool(children) for children in topology.children])
-            above = np.searchsorted(inner, topology.parents[1:])  # the parents' places in `pending`
-            doubted = reader.pending[:, above] < self.confidence
-            doubted = jnp.pad(doubted, ((0, 0), (1, 0)))
-            ends = (topology.ancestor_mask[None] & doubted[:, None]).any(axis=-1)
-            draft = draft._replace(tree=topology.tree(draft.tree.valid & ~ends))
-        return draft, reader

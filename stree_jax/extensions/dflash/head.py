@@ -12,7 +12,8 @@ head's own, turns the normed output of a place into logits.
 
 DSpark (arXiv:2607.05147) in the layout of DeepSpec's heads: the same, but the output of a place is
 of the token after it, so the root's place has one too; a low-rank bias of the token before (the
-Markov head) is added to the logits; and a confidence head says how likely a draft is accepted.
+Markov head) is added to the logits. Its confidence head, by which engines verify fewer drafts, is
+not read: a tree has a fixed number of nodes.
 """
 
 import dataclasses
@@ -45,11 +46,8 @@ class DFlashConfig:
         windows: of each layer, the tokens that it sees, see `AttentionConfig`; None: all.
         shifted: whether the output of a place is of the token after it, not of its own.
         norm_eps: epsilon of all norms.
-        embedding_multiplier, logits_multiplier: of the embedding and the logits.
         own_tokens: whether the head has an embedding and an output head.
         markov_rank: rank of the Markov head; 0: there is none.
-        confidence: whether there is a confidence head, and of what: "", "hidden", or "both" the
-            output and the row of the Markov head.
     """
 
     d_model: int
@@ -62,23 +60,18 @@ class DFlashConfig:
     windows: tuple[int | None, ...]
     shifted: bool = False
     norm_eps: float = 1e-6
-    embedding_multiplier: float = 1.0
-    logits_multiplier: float = 1.0
     own_tokens: bool = False
     markov_rank: int = 0
-    confidence: str = ""
 
     def __post_init__(self) -> None:
-        for name, least in {"d_model": 1, "vocab_size": 1, "block_size": 2, "mask_token": 0}.items():
-            require_integer(self, name, least)
-        require_integer(self, "markov_rank", 0)
+        for name in ("d_model", "vocab_size", "block_size"):
+            require_integer(self, name, 1)
+        for name in ("mask_token", "markov_rank"):
+            require_integer(self, name, 0)
         require_inner_layers(self.inner_layers)
-        require(len(self.windows) > 0, "windows must say of each layer what it sees, got ()")
         require(
-            self.confidence in ("", "hidden", "both")
-            and (self.confidence != "both" or self.markov_rank > 0),
-            'confidence must be "", "hidden", or with a Markov head "both", got'
-            f" {self.confidence!r:.80} and markov_rank = {self.markov_rank}",
+            len(self.windows) > 0 and self.num_drafts > 0,
+            f"a block of {self.block_size} with {len(self.windows)} layers has no drafts",
         )
         attention = self.attention
         require(
@@ -110,15 +103,19 @@ class DFlashLayer(nnx.Module):
 
 
 class DFlashHead(TargetHead):
-    """A head with some layers, and perhaps a Markov and a confidence head.
+    """A head with some layers, and perhaps a Markov head.
 
     Its arguments are those of `TargetHead`, with a `DFlashConfig`.
     """
 
     config: DFlashConfig
+    embedding: Any
+    output_head: Any
+    markov_embedding: Any
+    markov_head: Any
 
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
-        c, own = self.config, dict(dtype=self.dtype, rngs=rngs)
+        c, own = self.config, dict[str, Any](dtype=self.dtype, rngs=rngs)
         self.fc = linear(len(c.inner_layers) * c.d_model, c.d_model, bias=False, **own)
         self.layers = nnx.List(DFlashLayer(self, each, rngs, implementation) for each in c.layers)
         sizes = {"embedding": c.d_model, "output_head": c.d_model} if c.own_tokens else {}
@@ -126,9 +123,6 @@ class DFlashHead(TargetHead):
             sizes |= {"markov_embedding": c.markov_rank, "markov_head": c.markov_rank}
         for name, width in sizes.items():
             setattr(self, name, self.table(c.vocab_size, width, rngs))
-        if c.confidence:
-            width = c.d_model + c.markov_rank * (c.confidence == "both")
-            self.confidence_head = linear(width, 1, bias=True, **own)
 
     @property
     def activation_dtype(self) -> Any:
@@ -140,9 +134,7 @@ class DFlashHead(TargetHead):
         layers = [self.config.attention] * len(self.layers) if whole else self.config.layers
         return tuple(each.init_cache(batch, max_length, self.activation_dtype) for each in layers)
 
-    def entries(
-        self, hidden: Float[Array, "B T _"], positions: Int[Array, "B T"]
-    ) -> list[NodeKV]:
+    def entries(self, hidden: Float[Array, "B T _"], positions: Int[Array, "B T"]) -> list[NodeKV]:
         """Keys and values of each layer for tokens, from the target's inner states."""
         with jax.named_scope("head_entries"):
             context = self.norm(self.fc(hidden), self.hidden_norm_scale)
@@ -165,21 +157,12 @@ class DFlashHead(TargetHead):
                 before = attention.config.init_pending(batch, 0, self.dtype)._replace(kv=keys)
                 mask = np.concatenate([~itself, itself], axis=1)
             depth = np.resize(steps, mask.shape[1])
-            tree = Tree(depth, depth, mask, np.ones(mask.shape[1], bool))
-            tree = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), tree)
+            own = depth, depth, mask, np.ones(mask.shape[1], bool)
+            tree = Tree(*(jnp.broadcast_to(leaf, (batch, *leaf.shape)) for leaf in own))
             x = x + attention.tree(normed, tree, {}, cache, before)[0]
             x = x + layer.feed_forward.apply(self.norm(x, layer.feed_forward_norm_scale))
         return self.norm(x, self.final_norm_scale)
 
-    def markov_logits(self, rows: Float[Array, "B T R"]) -> Float32[Array, "B T V"]:
-        """What rows of the Markov embedding add to the logits of the next token."""
+    def after(self, rows: Float[Array, "B T R"]) -> Float32[Array, "B T V"]:
+        """What a token, by its row of the Markov embedding, adds to the logits of the next one."""
         return self.markov_head.product(rows, wide=True)
-
-    def confidences(
-        self, outputs: Float[Array, "B T M"], tokens: Int[Array, "B T"]
-    ) -> Float32[Array, "B T"]:
-        """How likely drafts at these places are accepted, after such tokens."""
-        if self.config.confidence == "both":
-            rows = self.markov_embedding.rows(tokens).astype(outputs.dtype)
-            outputs = jnp.concatenate([outputs, rows], axis=-1)
-        return jax.nn.sigmoid(self.confidence_head(outputs).astype(jnp.float32))[..., 0]

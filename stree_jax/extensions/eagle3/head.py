@@ -78,7 +78,9 @@ class Eagle3Head(DraftHead):
         config, dtype = self.config, self.dtype
         width, layers = config.d_model, len(config.inner_layers)
         self.fc = linear(layers * width, width, bias=False, dtype=dtype, rngs=rngs)
-        self.embedding = self.table(config.vocab_size, width, rngs) if config.has_embedding else None
+        self.embedding = (
+            self.table(config.vocab_size, width, rngs) if config.has_embedding else None
+        )
         self.attention = self.layer(config.attention, rngs, implementation)
         self.feed_forward = self.layer(config.mlp, rngs, implementation)
         self.output_head = self.table(config.draft_vocab_size, width, rngs)
