@@ -29,7 +29,7 @@ from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import named_weights, quantized_names
 
 # What an extension may use.
-__all__ = ["ROOMS", "HeadKind", "Room", "abstract_head", "check_fits", "check_reached", "save_head"]
+__all__ = ["ROOMS", "HeadKind", "Room", "abstract_head", "check_fits", "check_head", "save_head"]
 
 
 class Room(NamedTuple):
@@ -170,11 +170,20 @@ def check_fits(head: str, way_out: str, **sizes: tuple[Any, Any]) -> None:
         raise ValueError(f"{head} has {own}, and the target {targets}; {way_out}")
 
 
-def check_reached(head: str, inner_layers: tuple[int, ...], target: HybridLM) -> None:
-    """Refuses a head on the states after more layers than its target has."""
-    last, layers = inner_layers[-1], len(target.config.layers)
+def check_head(what: str, head: Any, target: HybridLM) -> None:
+    """Refuses a target that a head on states of inner layers is not for."""
+    check_on_one_device(target, what)
+    own, config = head.config, target.config
+    check_fits(
+        "the head",
+        "load it, and make the drafter, with the target that generate gets",
+        width=(own.d_model, config.d_model),
+        tokens=(own.vocab_size, config.vocab_size),
+        dtype=(head.dtype, target.dtype),
+    )
+    last, layers = own.inner_layers[-1], len(config.layers)
     if last > layers:
-        raise ValueError(f"{head} needs the state after {last} layers, and the target has {layers}")
+        raise ValueError(f"{what} needs the state after {last} layers, and the target has {layers}")
 
 
 @jax.transfer_guard("allow")

@@ -42,10 +42,10 @@ def kept(state):
 def assert_caches(exact, caches, row, states):
     """Keys and values of the layers are those of the text's inner states; a ring has the last."""
     for layer, cache in enumerate(caches):
-        length, size = len(states), cache.kv.keys.shape[2]
-        assert cache.kv.length[row] == length
+        length, size = len(states), cache.keys.shape[2]
+        assert cache.length[row] == length
         places = np.arange(max(0, length - size), length)
-        for got, want in zip(cache.kv, exact.cached(layer, states), strict=False):
+        for got, want in zip(cache, exact.cached(layer, states), strict=False):
             got = got[row, :, places % size]
             np.testing.assert_allclose(got, want[places], atol=2e-5)
 
@@ -124,9 +124,9 @@ def assert_same_state(got, want, length):
     """Of rows of one text; entries past the length are unspecified."""
     if hasattr(got, "caches"):
         for mine, other in zip(got.caches, want.caches, strict=True):
-            np.testing.assert_array_equal(mine.kv.length, length - 1)
-            np.testing.assert_array_equal(other.kv.length, length - 1)
-            for part, same in zip(mine.kv[:2], other.kv[:2], strict=True):
+            np.testing.assert_array_equal(mine.length, length - 1)
+            np.testing.assert_array_equal(other.length, length - 1)
+            for part, same in zip(mine[:2], other[:2], strict=True):
                 size = min(length - 1, part.shape[2], same.shape[2])
                 np.testing.assert_allclose(part[:, :, :size], same[:, :, :size], atol=2e-5)
         return

@@ -118,7 +118,7 @@ def rules_of(config: DFlashConfig) -> list[Rule]:
         Rule("markov_head.markov_w2.weight", "markov_head"),
     ]
     layer = [
-        Rule("input_layernorm.weight", "attention_norm_scale"),
+        Rule("input_layernorm.weight", "hidden_norm_scale"),
         Rule("self_attn.q_norm.weight", "attention.q_norm_scale"),
         Rule("self_attn.k_norm.weight", "attention.k_norm_scale"),
         *within(hf_attention(config.attention), "self_attn", "attention"),

@@ -6,19 +6,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import replay_kv
+from pallas_kernels import KVCache, replay_kv
 from stree_jax import DraftTree, HybridLM, ModelDrafter, Tree, Verdict
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding import DraftModel
 from stree_jax.extensions.dflash.head import DFlashHead
-from stree_jax.heads import check_fits, check_reached
-from stree_jax.models import check_on_one_device, embedded_tokens, output_logits
+from stree_jax.heads import check_head
+from stree_jax.models import embedded_tokens, output_logits
 
 
 class DFlashState(NamedTuple):
     """Keys and values of the tokens before the root; within a step, its block."""
 
-    caches: tuple[Any, ...]
+    caches: tuple[KVCache, ...]
     table: Float32[Array, "B D V"] | None = None  # logits by depth, without the Markov head's
     pending: None = None
 
@@ -40,16 +40,7 @@ class DFlashModel(DraftModel):
         self.check_target(target)
 
     def check_target(self, target: HybridLM) -> None:
-        check_on_one_device(target, "a DFlash head")
-        own, config = self.head.config, target.config
-        check_fits(
-            "the head",
-            "load it, and make the drafter, with the target that generate gets",
-            width=(own.d_model, config.d_model),
-            tokens=(own.vocab_size, config.vocab_size),
-            dtype=(self.head.dtype, target.dtype),
-        )
-        check_reached("the head", self.inner_layers, target)
+        check_head("a DFlash head", self.head, target)
 
     def init(self, batch: int, num_nodes: int, max_length: int) -> DFlashState:
         return DFlashState(self.head.init_cache(batch, max_length))
@@ -92,7 +83,7 @@ class DFlashModel(DraftModel):
         """See `DraftModel`: drafts of a step leave nothing behind."""
         return DFlashState(state.caches)
 
-    def block(self, roots: Int[Array, "B 1"], caches: tuple[Any, ...]) -> Float[Array, "B D M"]:
+    def block(self, roots: Int[Array, "B 1"], caches: tuple[KVCache, ...]) -> Float[Array, "B D M"]:
         """Outputs of a block, at the places with drafts."""
         c = self.head.config
         tokens = jnp.pad(roots, ((0, 0), (0, c.block_size - 1)), constant_values=c.mask_token)
@@ -122,17 +113,15 @@ class DFlashModel(DraftModel):
     ) -> Float[Array, "B A D _"]:
         """Outputs of the blocks whose roots follow these places, of drafts that are the text."""
         batch, length = tokens.shape
-        every = jnp.ones((batch, length), bool)
-        state = DFlashState(self.head.init_cache(batch, length, whole=True))
-        caches = self._after(state, hidden, every).caches
+        steps = jnp.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
 
-        def repeated(leaf: Array) -> Array:
-            return jnp.repeat(leaf, len(places), axis=0)
+        def of_blocks(leaf: Array) -> Array:
+            return jnp.repeat(leaf.swapaxes(1, 2), len(places), axis=0)
 
         lengths = jnp.tile(places + 1, batch)
         caches = tuple(
-            cache._replace(kv=type(cache.kv)(*map(repeated, cache.kv[:2]), lengths))
-            for cache in caches
+            KVCache(of_blocks(each.keys), of_blocks(each.values), lengths)
+            for each in self.head.entries(hidden[..., self.config.d_model :], steps)
         )
         ahead = places[:, None] + 1 + np.arange(self.max_depth, dtype=np.int32)
         known = tokens[:, jnp.minimum(ahead, length - 1)]  # before each draft
@@ -147,12 +136,12 @@ class DFlashModel(DraftModel):
         self, state: DFlashState, hidden: Float[Array, "B N _"], read: Bool[Array, "B N"]
     ) -> DFlashState:
         """The state after the tokens that were read."""
-        start, places = state.caches[0].kv.length, jnp.cumsum(read, axis=1, dtype=jnp.int32) - 1
+        start, places = state.caches[0].length, jnp.cumsum(read, axis=1, dtype=jnp.int32) - 1
         entries = self.head.entries(hidden[..., self.config.d_model :], start[:, None] + places)
         caches = zip(state.caches, entries, self.head.config.windows, strict=True)
         return DFlashState(
             tuple(
-                cache._replace(kv=replay_kv(cache.kv, new, read, ring=window is not None))
+                replay_kv(cache, new, read, ring=window is not None)
                 for cache, new, window in caches
             )
         )

@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels import NodeKV
+from pallas_kernels import KVCache, NodeKV
 from stree_jax import AttentionConfig, MlpConfig, Tree
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.checks import require, require_integer
-from stree_jax.models import TargetHead, linear, require_inner_layers
+from stree_jax.models import DraftHead, TargetHead, linear, require_inner_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +76,8 @@ class DFlashConfig:
         attention = self.attention
         require(
             attention.input_multiple == 1
-            and attention.window is None
             and not (attention.conv_width or attention.mlp_dim or attention.output_gate),
-            "attention of a DFlash head has no window of its own, convolution, branch or gate, got"
-            f" {attention!r:.200}",
+            f"attention of a DFlash head has no convolution, branch or gate: {attention!r:.200}",
         )
 
     @property
@@ -87,19 +85,18 @@ class DFlashConfig:
         """Most drafts on a path."""
         return self.block_size - (not self.shifted)
 
-    @property
-    def layers(self) -> list[AttentionConfig]:
-        """The attention of each layer."""
-        return [dataclasses.replace(self.attention, window=window) for window in self.windows]
 
+class DFlashLayer(DraftHead):
+    """A layer, whose entries are the places of a block."""
 
-class DFlashLayer(nnx.Module):
-    """The weights of a layer."""
+    scales = ("hidden_norm_scale", "feed_forward_norm_scale")
 
-    def __init__(self, head: "DFlashHead", attention: AttentionConfig, *options: Any):
-        self.attention_norm_scale, self.feed_forward_norm_scale = head.scale(), head.scale()
-        self.attention = head.layer(attention, *options)
-        self.feed_forward = head.layer(head.config.mlp, *options)
+    def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
+        self.attention = self.layer(self.config.attention, rngs, implementation)
+        self.feed_forward = self.layer(self.config.mlp, rngs, implementation)
+
+    def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
+        return self.norm(states, self.hidden_norm_scale), states
 
 
 class DFlashHead(TargetHead):
@@ -117,7 +114,11 @@ class DFlashHead(TargetHead):
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
         c, own = self.config, dict[str, Any](dtype=self.dtype, rngs=rngs)
         self.fc = linear(len(c.inner_layers) * c.d_model, c.d_model, bias=False, **own)
-        self.layers = nnx.List(DFlashLayer(self, each, rngs, implementation) for each in c.layers)
+        own["implementation"] = implementation
+        parts = (dataclasses.replace(c.attention, window=window) for window in c.windows)
+        self.layers = nnx.List(
+            DFlashLayer(dataclasses.replace(c, attention=part), **own) for part in parts
+        )
         sizes = {"embedding": c.d_model, "output_head": c.d_model} if c.own_tokens else {}
         if c.markov_rank:
             sizes |= {"markov_embedding": c.markov_rank, "markov_head": c.markov_rank}
@@ -129,10 +130,9 @@ class DFlashHead(TargetHead):
         """Dtype of activations and caches: float32 if the head is packed."""
         return self.fc.kernel.storage.dtype
 
-    def init_cache(self, batch: int, max_length: int, *, whole: bool = False) -> tuple[Any, ...]:
-        """The caches of the layers before the first token; `whole`: with all tokens."""
-        layers = [self.config.attention] * len(self.layers) if whole else self.config.layers
-        return tuple(each.init_cache(batch, max_length, self.activation_dtype) for each in layers)
+    def init_cache(self, batch: int, max_length: int) -> tuple[KVCache, ...]:
+        """The caches of the layers before the first token."""
+        return tuple(layer.init_cache(batch, max_length) for layer in self.layers)
 
     def entries(self, hidden: Float[Array, "B T _"], positions: Int[Array, "B T"]) -> list[NodeKV]:
         """Keys and values of each layer for tokens, from the target's inner states."""
@@ -142,25 +142,21 @@ class DFlashHead(TargetHead):
             return [layer.attention.entries(context, positions) for layer in self.layers]
 
     def __call__(
-        self, embedded: Float[Array, "B Q M"], caches: tuple[Any, ...]
+        self, embedded: Float[Array, "B Q M"], caches: tuple[KVCache, ...]
     ) -> Float[Array, "B Q M"]:
         """Returns the outputs at all places of a block that follows the caches."""
         x, (batch, size, _) = embedded.astype(self.activation_dtype), embedded.shape
-        steps = np.arange(size, dtype=np.int32)
-        itself = np.eye(size, dtype=bool)
+        steps, itself = np.arange(size, dtype=np.int32), np.eye(size, dtype=bool)
         for layer, cache in zip(self.layers, caches, strict=True):
-            normed = self.norm(x, layer.attention_norm_scale)
-            attention, before, mask = layer.attention, None, np.tri(size, dtype=bool)
-            if attention.config.window is None:
+            before, mask = None, np.tri(size, dtype=bool)
+            if layer.config.attention.window is None:
                 # Kernels skip later nodes. So the keys of the other places come first.
-                keys = attention.entries(normed, cache.kv.length[:, None] + steps)
-                before = attention.config.init_pending(batch, 0, self.dtype)._replace(kv=keys)
+                before = layer.entries(x, x, cache.length[:, None] + steps)
                 mask = np.concatenate([~itself, itself], axis=1)
             depth = np.resize(steps, mask.shape[1])
             own = depth, depth, mask, np.ones(mask.shape[1], bool)
             tree = Tree(*(jnp.broadcast_to(leaf, (batch, *leaf.shape)) for leaf in own))
-            x = x + attention.tree(normed, tree, {}, cache, before)[0]
-            x = x + layer.feed_forward.apply(self.norm(x, layer.feed_forward_norm_scale))
+            x, _ = layer.tree(x, x, tree, cache, before)
         return self.norm(x, self.final_norm_scale)
 
     def after(self, rows: Float[Array, "B T R"]) -> Float32[Array, "B T V"]:

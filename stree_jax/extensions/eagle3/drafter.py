@@ -4,8 +4,8 @@ from stree_jax import HybridLM, ModelDrafter
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding import HeadModel
 from stree_jax.extensions.eagle3.head import Eagle3Head
-from stree_jax.heads import check_fits, check_reached
-from stree_jax.models import check_on_one_device, embedded_tokens
+from stree_jax.heads import check_head
+from stree_jax.models import embedded_tokens
 
 
 class Eagle3Model(HeadModel):
@@ -24,16 +24,7 @@ class Eagle3Model(HeadModel):
         self.check_target(target)
 
     def check_target(self, target: HybridLM) -> None:
-        check_on_one_device(target, "an EAGLE-3 head")
-        own, config = self.head.config, target.config
-        check_fits(
-            "the head",
-            "load it, and make the drafter, with the target that generate gets",
-            width=(own.d_model, config.d_model),
-            tokens=(own.vocab_size, config.vocab_size),
-            dtype=(self.head.dtype, target.dtype),
-        )
-        check_reached("the head", self.inner_layers, target)
+        check_head("an EAGLE-3 head", self.head, target)
 
     def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
         """See `HeadModel`: inner layers' states follow the target's last ones."""
