@@ -17,6 +17,7 @@ CONFIG = dict(
     rms_norm_eps=1e-3,
     rope_theta=50.0,
     rope_scaling=None,
+    num_target_layers=4,
     block_size=9,
     dflash_config={"mask_token_id": 36, "target_layer_ids": [0, 2]},
     layer_types=["full_attention"] * 2,

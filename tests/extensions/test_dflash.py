@@ -37,6 +37,20 @@ def test_trees_whose_shape_the_head_chooses(kind):
     )
 
 
+@pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"quantize": "int8"}])
+def test_types(how, tmp_path):
+    """The text is the target's in bfloat16, and packed in 8 bits with a head in 8 bits."""
+    st.save_pretrained(tiny_model("nemotron_h hybrid"), tmp_path / "model")
+    target = st.from_pretrained(tmp_path / "model", **how)
+    small = {} if "dtype" in how else how
+    head = st.load_dflash(saved(tmp_path / "head", dspark=True), target, **small)
+    drafter = st.DFlashDrafter(target, head)
+    options = dict(max_new_tokens=8, eos_token=(), temperature=0.9, key=jax.random.key(1))
+    out = st.generate(target, [[1, 2], [3]], drafter=drafter, **options)
+    np.testing.assert_array_equal(out.tokens, st.generate(target, [[1, 2], [3]], **options).tokens)
+    assert out.stats.num_accepted > 0
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", BOTH)
 def test_the_loss_is_that_of_blocks_at_some_tokens(name):

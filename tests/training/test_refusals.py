@@ -47,9 +47,9 @@ def test_recipes_that_are_refused(recipe_file, tmp_path, old, new, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["medusa", "mtp"])
+@pytest.mark.parametrize("kind", ["medusa", "mtp", "dflash"])
 def test_recipes_of_models_are_not_of_heads(recipe_file, kind):
-    with pytest.raises(ValueError, match=r"\[model\] has (num_heads alone|steps).*d_model"):
+    with pytest.raises(ValueError, match=r"\[model\] has (num_heads alone|steps|layers).*d_model"):
         part_of(kind, "training").plan(Recipe.load(recipe_file), tiny_model())
 
 

@@ -42,9 +42,10 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
         return table if table.has(name) else fields
 
     width, vocab_size = fields.integer("hidden_size"), fields.integer("vocab_size")
-    alone = {"draft_vocab_size": vocab_size, "final_logit_softcapping": 0}
-    for name, value in (alone | {"input_embedding_scale": 1, "output_multiplier": 1}).items():
-        place(name).same(name, value)
+    only = {"draft_vocab_size": vocab_size, "final_logit_softcapping": 0}
+    for name, value in (only | {"input_embedding_scale": 1, "output_multiplier": 1}).items():
+        table.same(name, value)
+        fields.same(name, value)
     rank = fields.integer("markov_rank", 0, least=0)
     if rank:
         fields.choice("markov_head_type", "vanilla", {"vanilla": "vanilla"})
@@ -72,7 +73,7 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
 def _inner_layers(fields: Fields, table: Fields, target: HybridLM) -> tuple[int, ...]:
     """Returns numbers of the target's layers here, of which a layer of files may be several."""
     own, ids = len(target.config.layers), table.take("target_layer_ids")
-    layers = fields.integer("num_target_layers", own)
+    layers = fields.integer("num_target_layers")
     fields.check(
         own % layers == 0,
         f"num_target_layers = {layers} does not fit the target's {own} mixers and MLPs",

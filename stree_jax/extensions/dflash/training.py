@@ -13,6 +13,8 @@ from stree_jax.extensions.dflash.head import DFlashConfig, DFlashHead
 from stree_jax.training import HeadPlan, Recipe, ahead_loss
 
 _BLOCKS = 16  # of a text, in a step of training
+_FIELDS = ("layers", "inner_layers", "block_size", "mask_token", "shifted", "markov_rank")
+_FIELDS += ("attention", "mlp")
 
 
 def plan(recipe: Recipe, target: HybridLM) -> HeadPlan:
@@ -41,17 +43,14 @@ def dflash_loss(head: DFlashHead, target: HybridLM, tokens: Tokens) -> Float[Arr
 
 def head_of(recipe: Recipe, target: HybridLM) -> DFlashConfig:
     """Returns a recipe's head."""
-    table, config = dict(recipe.model), target.config
+    table, config = {"layers": 1, "block_size": 8, **recipe.model}, target.config
     try:
-        layers = table.pop("layers", 1)
-        own = {"mask_token": config.vocab_size - 1, "block_size": 8} | table
-        own["attention"] = AttentionConfig(**table["attention"])
-        own["mlp"] = MlpConfig(**table["mlp"])
-        own["inner_layers"] = tuple(table["inner_layers"])
-        own["windows"] = (None,) * layers
+        if not {"inner_layers", "attention", "mlp"} <= {*table} <= {*_FIELDS}:
+            raise ValueError(f"got {sorted(table)}")
+        own = {"mask_token": config.vocab_size - 1} | table
+        own["windows"] = (None,) * own.pop("layers")
+        own["inner_layers"] = tuple(own["inner_layers"])
+        own["attention"], own["mlp"] = AttentionConfig(**own["attention"]), MlpConfig(**own["mlp"])
         return DFlashConfig(config.d_model, config.vocab_size, **own)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{recipe.source}, [model] has layers, inner_layers, block_size, mask_token, shifted,"
-            f" markov_rank, [model.attention] and [model.mlp]: {error}"
-        ) from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{recipe.source}, [model] has {', '.join(_FIELDS)}: {error}") from error
