@@ -13,8 +13,10 @@ from stree_jax.extensions.dflash.head import DFlashConfig, DFlashHead
 from stree_jax.training import HeadPlan, Recipe, ahead_loss
 
 _BLOCKS = 16  # of a text, in a step of training
-_FIELDS = ("layers", "inner_layers", "block_size", "mask_token", "shifted", "markov_rank")
-_FIELDS += ("attention", "mlp")
+_FIELDS = (
+    *("layers", "inner_layers", "block_size", "mask_token", "shifted", "markov_rank"),
+    *("attention", "mlp"),
+)
 
 
 def plan(recipe: Recipe, target: HybridLM) -> HeadPlan:
