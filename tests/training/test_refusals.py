@@ -53,6 +53,15 @@ def test_recipes_of_models_are_not_of_heads(recipe_file, kind):
         part_of(kind, "training").plan(Recipe.load(recipe_file), tiny_model())
 
 
+def test_a_block_is_shorter_than_a_row_of_training(recipe_file):
+    table = "inner_layers = [1]\nblock_size = 17\nshifted = true\nmlp = {hidden_size = 8}\n"
+    table += "attention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\n"
+    text = "[model]\n" + table + RECIPE[RECIPE.index("[training]") :]
+    recipe_file.write_text(text)
+    with pytest.raises(ValueError, match="a block has 17 drafts, and a row 16 tokens"):
+        part_of("dflash", "training").plan(Recipe.load(recipe_file), tiny_model())
+
+
 @pytest.mark.thorough
 def test_a_refused_run_does_not_block_the_corrected_one(recipe_file, tmp_path):
     """Its tokenizer is not used either: the corrected recipe may have another vocabulary."""

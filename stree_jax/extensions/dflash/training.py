@@ -49,10 +49,13 @@ def head_of(recipe: Recipe, target: HybridLM) -> DFlashConfig:
     try:
         if not {"inner_layers", "attention", "mlp"} <= {*table} <= {*_FIELDS}:
             raise ValueError(f"got {sorted(table)}")
-        own = {"mask_token": config.vocab_size - 1} | table
+        own = {"mask_token": config.vocab_size - 1, "vocab_size": config.vocab_size} | table
         own["windows"] = (None,) * own.pop("layers")
         own["inner_layers"] = tuple(own["inner_layers"])
         own["attention"], own["mlp"] = AttentionConfig(**own["attention"]), MlpConfig(**own["mlp"])
-        return DFlashConfig(config.d_model, config.vocab_size, **own)
+        head, length = DFlashConfig(config.d_model, **own), recipe.training.sequence_length
+        if length <= head.num_drafts:
+            raise ValueError(f"a block has {head.num_drafts} drafts, and a row {length} tokens")
+        return head
     except (TypeError, ValueError) as error:
         raise ValueError(f"{recipe.source}, [model] has {', '.join(_FIELDS)}: {error}") from error
