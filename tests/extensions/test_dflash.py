@@ -1,5 +1,7 @@
 """DFlash and DSpark heads: trees whose shape they choose, training, and files."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,7 +103,7 @@ def test_layers_of_files_are_mixers_and_mlps_here():
     )
     del config["dflash_config"]
     target = tiny_model("nemotron_h hybrid")
-    assert read_config(Fields("x", config), target, False).inner_layers == (2,)
+    assert read_config(Fields(Path("x"), config), target, False).inner_layers == (2,)
 
 
 CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
