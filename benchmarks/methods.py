@@ -3,14 +3,14 @@
     python -m benchmarks.methods auto --rows 1 8
     python -m benchmarks.methods batch --rows 1 2 4 8 --temperatures 0
     python -m benchmarks.methods hierarchical --small DIR/small-draft
-    python -m benchmarks.methods medusa [--heads DIR] [--mtp DIR]
+    python -m benchmarks.methods medusa [--heads DIR] [--mtp DIR] [--dflash DIR]
     python -m benchmarks.methods precision --temperatures 0
     python -m benchmarks.methods temperature --rows 8 --temperatures 0 0.4 0.8 1 1.3
 
 The embedded pair decodes the same prompts, cut to one length, in all ways of a comparison in turn:
 one at a time, or as batches of `--rows`. Ways that follow the target must give the tokens of
 autoregressive decoding with the same key, the others at temperature 0. The small model of
-`hierarchical` and the head of `--mtp` are made with `benchmarks/recipes`.
+`hierarchical` and the heads of `--mtp` and `--dflash` are made with `benchmarks/recipes`.
 """
 
 import argparse
@@ -112,10 +112,13 @@ def medusa(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Metho
     yield from trees(st.MedusaDrafter(pair.target, heads), own, "Medusa, ")
     yield from trees(st.ModelDrafter(pair.draft), TWO_TREES, "draft model, ")
     yield LOOKUP
+    few = {"chain of 2": st.TreeTopology.chain(2)} | TWO_TREES
     if options.mtp is not None:
         head = st.MtpDrafter(pair.target, st.load_mtp(options.mtp, pair.target))
-        few = {"chain of 2": st.TreeTopology.chain(2)} | TWO_TREES
         yield from trees(head, few, "multi-token prediction, ")
+    if options.dflash is not None:
+        head = st.DFlashDrafter(pair.target, st.load_dflash(options.dflash, pair.target))
+        yield from trees(head, few, "DFlash, ")
 
 
 def precision(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
@@ -146,7 +149,7 @@ COMPARISONS: dict[str, Callable[[Pair, float, argparse.Namespace], Ways]] = {
     each.__name__: each for each in (auto, batch, hierarchical, medusa, precision, temperature)
 }
 OPTIONS = {"comparison": {"choices": [*COMPARISONS]}, **COMPARED, "--rows": (1,)}
-OPTIONS |= dict.fromkeys(("--heads", "--mtp", "--small"))
+OPTIONS |= dict.fromkeys(("--dflash", "--heads", "--mtp", "--small"))
 
 
 def compare(

@@ -18,6 +18,7 @@ from stree_jax.convert.api import convert, find, formats
 from stree_jax.convert.description import Description, HeadDescription, Source
 from stree_jax.convert.families import FAMILIES, QUIRKS, Family, has_field
 from stree_jax.convert.fields import TRANSFORMERS, Fields
+from stree_jax.convert.hybrid_parts import llama_parts
 from stree_jax.convert.qwen import layer_rules as qwen_layer_rules
 from stree_jax.convert.reading import (
     Checkpoint,
@@ -26,7 +27,7 @@ from stree_jax.convert.reading import (
     load_head_weights,
     load_model,
     open_checkpoint,
-    open_head,
+    read_head,
     read_tensor,
 )
 from stree_jax.convert.rules import AS_IS, PLUS_ONE, TRANSPOSED, Rule
@@ -53,12 +54,13 @@ __all__ = [
     "head_rules",
     "hf_attention",
     "is_foreign",
+    "llama_parts",
     "load_head_weights",
     "load_model",
     "nemotron_experts",
     "open_checkpoint",
-    "open_head",
     "qwen_layer_rules",
+    "read_head",
     "read_tensor",
     "split_mlp",
     "within",

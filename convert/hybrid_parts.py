@@ -234,3 +234,34 @@ def described(
     fields.ignore("of transformers, not of the model", *TRANSFORMERS, "use_mamba_kernels")
     ignored = [*tied_head(config, "lm_head.weight"), *ignored]
     return Description(family, config, rules, ignored, fields.finish())
+
+
+def llama_parts(
+    fields: Fields, width: int, norm_eps: float, **options: Any
+) -> tuple[AttentionConfig, MlpConfig, float]:
+    """The two parts of a Llama layer of a head, and its epsilon; `options`: of the attention."""
+    fields.null("head_dim", "num_key_value_heads")
+    num_heads = fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", max(1, width // num_heads))
+    theta, scaling, table = fields.rope()
+    table.finish()
+    bias, mlp_bias = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
+    fields.check(not bias and not mlp_bias, "biases in a head are not supported")
+    fields.ignore(
+        "of transformers, not of the head",
+        *TRANSFORMERS,
+        *("model_type", "max_position_embeddings", "initializer_range", "tie_word_embeddings"),
+        "eos_token_id",
+    )
+    attention = AttentionConfig(
+        num_heads,
+        fields.integer("num_key_value_heads", num_heads),
+        head_dim,
+        rotary_dim=head_dim,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        **options,
+    )
+    activation = fields.choice("hidden_act", "silu", {"silu": "silu"})
+    mlp = MlpConfig(fields.integer("intermediate_size"), activation=activation)
+    return attention, mlp, fields.positive("rms_norm_eps", norm_eps)

@@ -24,6 +24,7 @@ from stree_jax.convert.gguf import open_gguf
 from stree_jax.convert.gguf_file import gguf_file
 from stree_jax.convert.quantised import Plain, dequantised, read_scheme, without_scheme
 from stree_jax.convert.rules import Rule, check_coverage
+from stree_jax.heads import ROOMS, abstract_head, check_fits
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import first_line
 from stree_jax.models.lm import HybridLM
@@ -221,11 +222,48 @@ def load_model(
     return nnx.merge(structure, unflatten(loaded, wanted))
 
 
-def open_head(path: Path, ignore: Collection[str] | Any = ()) -> tuple[Fields, Checkpoint]:
+def open_head(kind: str, path: Path, ignore: Collection[str] | Any) -> tuple[Fields, Checkpoint]:
     """The config and the tensors of a head that is a checkpoint of its own, still without rules."""
     config, values, file, plain, _ = _open(path)
+    known, room = values.get("architectures"), ROOMS[kind]
+    if not isinstance(known, list) or not known or not all(map(room.is_named, known)):
+        raise ValueError(
+            f"{path} is no {room.title} head: its architectures are {known!r:.80}; a head of a"
+            " target's own checkpoint is for load_mtp"
+        )
     fields = Fields(config, values, asked=dict.fromkeys(check_names("ignore", ignore), False))
     return fields, Checkpoint(path, file, None, plain.tensors, [], plain.quantised)
+
+
+def read_head(
+    kind: str,
+    path: Path,
+    target: HybridLM,
+    ignore: Collection[str],
+    read: Callable[[Fields, Mapping[str, Tensor]], Any],
+    rules_of: Callable[[Any], list[Rule]],
+    left_out: Collection[str] = (),
+    others: Callable[[Checkpoint, Any], dict[str, jax.Array]] = lambda *_: {},
+) -> Any:
+    """Reads a head that is a checkpoint of its own, in its target's dtype.
+
+    `read` makes its config and `rules_of` the rules; tensors that begin with one of `left_out` have
+    none, and `others` makes the weights without one.
+    """
+    fields, checkpoint = open_head(kind, path, ignore)
+    config = read(fields, checkpoint.tensors)
+    fields.finish()
+    fields.refuse_asked()
+    width, tokens = zip(*((x.d_model, x.vocab_size) for x in (config, target.config)), strict=True)
+    what, way_out = f"the head in {path}", "load the target that it was trained for"
+    check_fits(what, way_out, width=width, tokens=tokens)
+    like, made = abstract_head(kind, config, target), others(checkpoint, config)
+    own = {name: t for name, t in checkpoint.tensors.items() if not name.startswith((*left_out,))}
+    try:
+        rules = head_rules(rules_of(config), own, like, [*made])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return load_head_weights(checkpoint._replace(rules=rules), like, **made)
 
 
 def head_rules(

@@ -29,7 +29,7 @@ from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import named_weights, quantized_names
 
 # What an extension may use.
-__all__ = ["ROOMS", "HeadKind", "Room", "abstract_head", "check_fits", "save_head"]
+__all__ = ["ROOMS", "HeadKind", "Room", "abstract_head", "check_fits", "check_head", "save_head"]
 
 
 class Room(NamedTuple):
@@ -43,7 +43,7 @@ class Room(NamedTuple):
         own: help of the flag `--KIND`, if a target's checkpoint may have one; then the option is
             `--KIND-head`.
         training: the command that trains one, and what it trains; None: nothing does.
-        architecture: part of the name in other programs' config.json, of files of a head alone.
+        architectures: parts of names in other programs' config.json, of files of a head alone.
     """
 
     module: str
@@ -52,7 +52,11 @@ class Room(NamedTuple):
     option: str = ""
     own: str = ""
     training: tuple[str, str] | None = None
-    architecture: str = ""
+    architectures: tuple[str, ...] = ()
+
+    def is_named(self, architecture: Any) -> bool:
+        """True of an architecture of config.json that such files have."""
+        return any(part in str(architecture) for part in self.architectures)
 
 
 # The room of each kind, by the `kind` of config.json.
@@ -77,7 +81,15 @@ ROOMS = {
         names=("Eagle3Config", "Eagle3Drafter", "Eagle3Head", "Eagle3Model", "load_eagle3"),
         title="EAGLE-3",
         option="EAGLE-3 head for the target: directory or hub name.",
-        architecture="Eagle3",
+        architectures=("Eagle3",),
+    ),
+    "dflash": Room(
+        "stree_jax.extensions.dflash",
+        names=("DFlashConfig", "DFlashDrafter", "DFlashHead", "DFlashModel", "load_dflash"),
+        title="DFlash",
+        option="DFlash or DSpark head for the target: directory or hub name.",
+        training=("train-dflash", "a DFlash head"),
+        architectures=("DFlashDraftModel", "DSparkModel"),
     ),
 }
 FOLDER = "mtp"  # the kind that `convert` carries, in a folder of this name in a target's checkpoint
@@ -142,9 +154,9 @@ def part_of(kind: str, part: str) -> Any:
 def refuse_head(path: Path, config: Mapping[str, Any]) -> None:
     """Refuses another program's config.json of a head, where a model is wanted."""
     for kind, room in ROOMS.items():
-        if room.architecture and room.architecture in str(config.get("architectures")):
+        if room.is_named(config.get("architectures")):
             raise ValueError(
-                f"{path} is an {room.title} head and no model; load it with load_head({kind!r},"
+                f"{path} is no model but a head of {room.title}; load it with load_head({kind!r},"
                 f" path, target) or generate --{kind}"
             )
 
@@ -156,6 +168,22 @@ def check_fits(head: str, way_out: str, **sizes: tuple[Any, Any]) -> None:
             " and ".join(f"{name} {pair[i]}" for name, pair in sizes.items()) for i in (0, 1)
         )
         raise ValueError(f"{head} has {own}, and the target {targets}; {way_out}")
+
+
+def check_head(what: str, head: Any, target: HybridLM) -> None:
+    """Refuses a target that a head on states of inner layers is not for."""
+    check_on_one_device(target, what)
+    own, config = head.config, target.config
+    check_fits(
+        "the head",
+        "load it, and make the drafter, with the target that generate gets",
+        width=(own.d_model, config.d_model),
+        tokens=(own.vocab_size, config.vocab_size),
+        dtype=(head.dtype, target.dtype),
+    )
+    last, layers = own.inner_layers[-1], len(config.layers)
+    if last > layers:
+        raise ValueError(f"{what} needs the state after {last} layers, and the target has {layers}")
 
 
 @jax.transfer_guard("allow")

@@ -128,7 +128,7 @@ def load_head(
     """Loads a head on a model's hidden states, in the model's dtype.
 
     Args:
-        kind: one of `stree_jax.heads.ROOMS`: "medusa", "mtp" or "eagle3".
+        kind: one of `stree_jax.heads.ROOMS`: "medusa", "mtp", "eagle3" or "dflash".
         path: the head's directory, or that of a target which has its head in a folder named as the
             kind. What `save_head` or a command of training wrote; of kinds that others publish also
             their files, and names on the hub.

@@ -22,7 +22,7 @@ def silu(x):
 
 def rms_norm(x, scale, eps, groups=1):
     """RMS norm of `[..., D]`, separately for each group of channels."""
-    parts = x.reshape(*x.shape[:-1], groups, -1)
+    parts = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
     return (parts / np.sqrt((parts**2).mean(-1, keepdims=True) + eps)).reshape(x.shape) * scale
 
 

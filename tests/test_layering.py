@@ -23,6 +23,7 @@ FORBIDDEN = {
     "stree_jax.extensions.medusa": "stree_jax.training stree_jax.extensions.reasoning",
     "stree_jax.extensions.mtp": "stree_jax.training stree_jax.extensions.reasoning",
     "stree_jax.extensions.eagle3": "stree_jax.training stree_jax.extensions.mtp.training",
+    "stree_jax.extensions.dflash": "stree_jax.training stree_jax.extensions.dflash.training",
 }
 
 

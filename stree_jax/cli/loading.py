@@ -17,7 +17,7 @@ from stree_jax.cli.options import DraftModels, Drafts, Generate, sampling
 from stree_jax.cli.trees import kind_of, parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find, has_field
-from stree_jax.decoding import HeadModel
+from stree_jax.decoding import DraftModel
 from stree_jax.heads import ROOMS, head_kind
 from stree_jax.messages import first_line, shown
 from stree_jax.text import Texts
@@ -66,7 +66,7 @@ def all_chosen(target: str | None, drafts: DraftModels, ngram: bool = False) -> 
 def is_model(option: str | None) -> bool:
     """True if an option's drafter can choose the shape of its trees."""
     if option in ROOMS:
-        return issubclass(head_kind(option).drafts, HeadModel)
+        return issubclass(head_kind(option).drafts, DraftModel)
     return option == "draft"
 
 

@@ -47,11 +47,13 @@ class DraftModel(nnx.Module):
     Attributes:
         config: vocabulary and width are the target's.
         inner_layers: which hidden states of the target it needs, see `Drafter`.
+        max_depth: most drafts on a path; None: any number.
         outputs_ahead: a method for `tune`, see `HeadModel`; None: it reads tokens alone.
     """
 
     config: ModelConfig
     inner_layers: tuple[int, ...] | None = ()
+    max_depth: int | None = None
     outputs_ahead: Any = None
 
     def check_target(self, target: HybridLM) -> None:

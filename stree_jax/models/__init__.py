@@ -2,7 +2,7 @@
 
 from stree_jax.models.attention import AttentionConfig, RopeScaling
 from stree_jax.models.config import build_config
-from stree_jax.models.draft_head import DraftHead
+from stree_jax.models.draft_head import DraftHead, TargetHead, require_inner_layers
 from stree_jax.models.gated_delta import GatedDeltaConfig
 from stree_jax.models.layer import LayerConfig, register
 from stree_jax.models.layers import linear, output_logits
@@ -26,6 +26,7 @@ __all__ = [
     "ParallelConfig",
     "RopeScaling",
     "SharedConfig",
+    "TargetHead",
     "build_config",
     "check_model",
     "check_on_one_device",
@@ -34,5 +35,6 @@ __all__ = [
     "named_weights",
     "output_logits",
     "register",
+    "require_inner_layers",
     "same_tokenizer",
 ]

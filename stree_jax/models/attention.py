@@ -472,6 +472,16 @@ class AttentionMixer(nnx.Module):
         branch = activate("silu", gate) * up if c.mlp_dim else None
         return Projected(output_gate, self.normed(qkv, c.num_heads), branch)
 
+    def entries(self, u: Float[Array, "B T I"], positions: Int[Array, "B T"]) -> NodeKV:
+        """Keys and values alone, for heads whose layers have no branch and no convolution."""
+        projection, first = self.in_proj, self.config.gate_size + self.config.projected_sizes[0]
+        kernel = projection.kernel.storage  # its columns after the queries
+        projected = kernel.cut(first).product(u, wide=True).astype(kernel.dtype)
+        if projection.bias is not None:
+            projected += projection.bias[first:]
+        layout = dataclasses.replace(self._layout, num_heads=0)
+        return NodeKV(*layout.split(self.normed(projected, 0), positions)[1:])
+
     def normed(self, qkv: Float[Array, "B T _"], num_heads: int) -> Float[Array, "B T _"]:
         """Queries of so many heads, keys and values, with norms of the queries and keys."""
         c = self.config

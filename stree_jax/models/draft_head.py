@@ -1,7 +1,7 @@
-"""The base of heads that draft from a model's hidden states: an attention layer, and one after it.
+"""The bases of heads that draft from a model's hidden states.
 
-Keys and values of an entry, a token and the state before it, depend on these two alone, because the
-attention comes first: reading a text takes two small products a token.
+Of a head with an attention layer first, keys and values of an entry, a token and the state before
+it, depend on these two alone: reading a text takes two small products a token.
 """
 
 import dataclasses
@@ -14,23 +14,23 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import KVCache, NodeKV, rms_norm
 from stree_jax.array_types import Array, Float, Int
+from stree_jax.checks import require
 from stree_jax.models.attention import AttentionCache, AttentionPending
 from stree_jax.models.layer import LayerConfig, NoCache
 from stree_jax.models.lm import HybridLM
+from stree_jax.models.matrices import Matrix
 from stree_jax.tree import Tree
 
 
-class DraftHead(nnx.Module):
-    """A head that is an attention layer and a layer without memory after it.
+class TargetHead(nnx.Module):
+    """The base of heads, whose config has `d_model` and `norm_eps`.
 
-    It computes `x = residual + attention(joined)`, then `finished(x + feed_forward(norm(x)))`.
-
-    Its config has `d_model`, `norm_eps` and `attention`. Weights and activations have the target's
-    dtype; activations of a packed head are float32.
+    Weights and activations have the target's dtype; activations of a packed head are float32.
     """
 
-    attention: Any
-    feed_forward: Any
+    hidden_norm_scale: nnx.Param
+    final_norm_scale: nnx.Param
+    scales: tuple[str, ...] = ("hidden_norm_scale", "final_norm_scale")  # of its norms
 
     def __init__(
         self,
@@ -42,14 +42,13 @@ class DraftHead(nnx.Module):
     ):
         self.config = config
         self.dtype = jnp.dtype(dtype)
-        self.embedding_norm_scale = self.scale()
-        self.hidden_norm_scale = self.scale()
-        self.feed_forward_norm_scale = self.scale()
-        self.final_norm_scale = self.scale()
+        self.implementation = implementation
+        for name in self.scales:
+            setattr(self, name, self.scale())
         self.make(rngs, implementation)
 
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
-        """Makes `attention`, `feed_forward` and all other weights."""
+        """Makes the layers and all other weights."""
         raise NotImplementedError
 
     def written(self) -> dict[str, Any]:
@@ -68,14 +67,6 @@ class DraftHead(nnx.Module):
             return cls(config, rngs=rngs)
         return cls(config, dtype=target.dtype, rngs=rngs, implementation=target.implementation)
 
-    def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
-        """The input of the attention and the residual stream, of entries."""
-        raise NotImplementedError
-
-    def finished(self, outputs: Array) -> Array:
-        """The outputs as `tree` returns them."""
-        return outputs
-
     def layer(
         self, config: LayerConfig, rngs: nnx.Rngs, implementation: str | None, scale: float = 1.0
     ) -> Any:
@@ -87,10 +78,38 @@ class DraftHead(nnx.Module):
         """The weight of a norm."""
         return nnx.Param(jnp.ones(self.config.d_model, self.dtype))
 
+    def table(self, rows: int, width: int, rngs: nnx.Rngs) -> Matrix:
+        """Random rows for tokens."""
+        values = 0.02 * jax.random.normal(rngs.params(), (rows, width), self.dtype)
+        return Matrix(values, axis=-1)
+
     def norm(self, x: Array, scale: nnx.Param) -> Array:
         """RMS norm."""
-        own = self.attention.implementation
+        own = self.implementation
         return rms_norm(x, scale[...], epsilon=self.config.norm_eps, implementation=own)
+
+
+class DraftHead(TargetHead):
+    """A head that is an attention layer and a layer without memory after it.
+
+    It computes `x = residual + attention(joined)`, then `finished(x + feed_forward(norm(x)))`.
+
+    Its config has `attention` too.
+    """
+
+    attention: Any
+    feed_forward: Any
+    embedding_norm_scale: nnx.Param
+    feed_forward_norm_scale: nnx.Param
+    scales = ("embedding_norm_scale", "feed_forward_norm_scale", *TargetHead.scales)
+
+    def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
+        """The input of the attention and the residual stream, of entries."""
+        raise NotImplementedError
+
+    def finished(self, outputs: Array) -> Array:
+        """The outputs as `tree` returns them."""
+        return outputs
 
     @property
     def activation_dtype(self) -> Any:
@@ -109,16 +128,7 @@ class DraftHead(nnx.Module):
     ) -> NodeKV:
         """Keys and values of entries: tokens, the states before them, and how many are before."""
         with jax.named_scope("head_entries"):
-            config, projection = self.config.attention, self.attention.in_proj
-            first = config.gate_size + config.projected_sizes[0]  # after the queries
-            kernel = projection.kernel.storage.cut(first)
-            projected = kernel.product(self.joined(embedded, states)[0], wide=True)
-            projected = projected.astype(self.activation_dtype)
-            if projection.bias is not None:
-                projected += projection.bias[first:]
-            layout = dataclasses.replace(config.layout, num_heads=0)
-            projected = self.attention.normed(projected, 0)
-            return NodeKV(*layout.split(projected, positions)[1:])
+            return self.attention.entries(self.joined(embedded, states)[0], positions)
 
     def tree(
         self,
@@ -150,3 +160,11 @@ class DraftHead(nnx.Module):
             normed = self.norm(x, self.feed_forward_norm_scale)
             y, _, _ = self.feed_forward.tree(normed, None, {}, NoCache())
             return self.finished(x + y), pending.kv
+
+
+def require_inner_layers(layers: tuple[int, ...]) -> None:
+    """Refuses numbers of layers of a target that are none, or not ascending from 1."""
+    require(
+        len(layers) > 0 and list(layers) == sorted({*layers}) and layers[0] >= 1,
+        f"inner_layers must be ascending numbers of layers from 1, got {layers}",
+    )

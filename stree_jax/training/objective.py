@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from stree_jax.array_types import Array, Float, Tokens
+from stree_jax.array_types import Array, Float, Int, Tokens
 from stree_jax.models.lm import HybridLM
 
 _NEXT_DRAFT = 0.8  # weight of a draft, relative to the one before
@@ -28,7 +28,11 @@ def distillation_loss(
 
 
 def ahead_loss(
-    target: HybridLM, tokens: Tokens, drafts: Callable[[Array], Iterable[Array]]
+    target: HybridLM,
+    tokens: Tokens,
+    drafts: Callable[[Array], Iterable[Array]],
+    inner: tuple[int, ...] = (),
+    places: Int[Array, " A"] | None = None,
 ) -> Float[Array, ""]:
     """Returns the mean KL divergence of drafts from the target, in nats.
 
@@ -36,16 +40,19 @@ def ahead_loss(
     labels are the target's probabilities: on text that the target wrote, their optimum is that of
     the cross-entropy, and they have less noise. The target gets no gradient.
 
-    `drafts` makes logits of the first draft, the second and so on from the target's states. Those
-    of draft d, at all tokens but the last d, predict what the target predicts d tokens later.
+    `drafts` makes logits of the first draft, the second and so on from the target's states, with
+    those of its `inner` layers. Those of draft d, at all tokens but the last d or at `places`,
+    predict what the target predicts d tokens later.
     """
     vocab_size = target.config.vocab_size
-    hidden = jax.lax.stop_gradient(target.hidden(tokens))
-    labels = jax.lax.stop_gradient(jax.nn.log_softmax(target.logits(hidden)[..., :vocab_size]))
+    hidden = jax.lax.stop_gradient(target.hidden(tokens, inner))
+    last = target.logits(hidden[..., : target.config.d_model])[..., :vocab_size]
+    labels = jax.lax.stop_gradient(jax.nn.log_softmax(last))
     total, weights = jnp.float32(0.0), 0.0
     for ahead, logits in enumerate(drafts(hidden), 1):
         divergence = optax.losses.kl_divergence_with_log_targets(
-            jax.nn.log_softmax(logits), labels[:, ahead:]
+            jax.nn.log_softmax(logits),
+            labels[:, ahead:] if places is None else labels[:, places + ahead],
         )
         weight = _NEXT_DRAFT ** (ahead - 1)
         total, weights = total + weight * divergence.mean(), weights + weight

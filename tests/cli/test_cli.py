@@ -244,9 +244,14 @@ def test_train(tmp_path, output, monkeypatch):
         + recipe[start:]
     )
     assert " s  training, loss " in output("train-mtp", "head.toml", "model", "head")
+    (tmp_path / "block.toml").write_text(
+        "[model]\ninner_layers = [1]\nblock_size = 3\nmarkov_rank = 2\nmlp = {hidden_size = 8}\n"
+        "attention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\n" + recipe[start:]
+    )
+    assert " s  training, loss " in output("train-dflash", "block.toml", "model", "block")
     common = ["generate", "model", "-p", "cat dog", "--max-new-tokens", 5]
     plain = output(*common)
-    for heads in (["--medusa", "heads"], ["--mtp-head", "head"]):
+    for heads in (["--medusa", "heads"], ["--mtp-head", "head"], ["--dflash", "block"]):
         drafted = output(*common, *heads, "--tree", "chain:1")
         assert plain.splitlines()[0] == drafted.splitlines()[0]
 

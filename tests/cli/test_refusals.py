@@ -32,7 +32,7 @@ LINES = {  # one that begins with an option is of `generate TARGET`
     "train nowhere.toml out": "cannot read the recipe nowhere.toml",
     "generate {target} -p ''": "--prompt is empty",
     "-p x --draft {draft} --ngram": "--draft and --ngram each select a drafter; choose one",
-    "-p x --ngram --tree budget:8,3": "use one of --draft, --mtp, --eagle3, or another",
+    "-p x --ngram --tree budget:8,3": "use one of --draft, --mtp, --eagle3, --dflash, or another",
     "-p x --medusa {draft}": "has no Medusa heads",
     "-p x --mtp": "has no multi-token prediction head in a folder mtp",
     "-p x --mtp --mesh data=1": "--mesh data=1: heads draft on one device; leave",

@@ -18,7 +18,7 @@ from stree_jax.models.cache import empty_path
 from stree_jax.models.layer import Path
 from stree_jax.testing import CONFIGS, assert_lossless, perturbed, random_model
 from tests.decoding.texts import in_native_sizes
-from tests.extensions import eagle3_files
+from tests.extensions import dflash_files, eagle3_files
 from tests.helpers import heads_of, mtp_head_of, some
 
 pytestmark = pytest.mark.skipif(native.obstacle() is not None, reason="native code does not run")
@@ -127,6 +127,11 @@ def eagle3(model, folder):
     return st.Eagle3Drafter(model, st.load_eagle3(eagle3_files.saved(folder / "head"), model))
 
 
+def dflash(model, folder):
+    head = dflash_files.saved(folder / "head", dspark=True)
+    return st.DFlashDrafter(model, st.load_dflash(head, model))
+
+
 DRAFTERS = {
     "beams": lambda model, _: st.BeamDrafter(perturbed(model, 0.05)),
     "dynamic": lambda model, _: st.DynamicDrafter(perturbed(model, 0.05)),
@@ -134,6 +139,7 @@ DRAFTERS = {
     "medusa": lambda model, _: st.MedusaDrafter(model, heads_of(model)),
     "mtp": lambda model, _: st.MtpDrafter(model, mtp_head_of(model)),
     "eagle3": eagle3,
+    "dflash": dflash,
 }
 
 

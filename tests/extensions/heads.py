@@ -11,7 +11,7 @@ import numpy as np
 
 import stree_jax as st
 from stree_jax.testing import apply, tiny_model
-from tests.extensions import eagle3_files, mtp_files, numpy_heads, qwen_files
+from tests.extensions import dflash_files, eagle3_files, mtp_files, numpy_heads, qwen_files
 from tests.helpers import heads_of
 
 
@@ -77,6 +77,15 @@ def eagle3(own=False):
     return Parts("eagle3", target, head, st.Eagle3Drafter, exact)
 
 
+def dflash(dspark=False):
+    target = tiny_model("nemotron_h hybrid")
+    config, weights = dflash_files.files(dspark)
+    with tempfile.TemporaryDirectory() as folder:
+        head = st.load_dflash(dflash_files.saved(Path(folder), dspark), target)
+    exact = numpy_heads.DFlash(config, weights | of_target(target))
+    return Parts("dflash", target, head, st.DFlashDrafter, exact)
+
+
 # Targets with multipliers and a padded vocabulary, tied and untied, are among them.
 HEADS = {
     "medusa": lambda: medusa("plain"),
@@ -88,8 +97,10 @@ HEADS = {
     "mtp, qwen, experts": lambda: qwen("plain", experts=True),
     "eagle3": eagle3,
     "eagle3, its own embedding": lambda: eagle3(own=True),
+    "dflash": dflash,
+    "dflash, dspark": lambda: dflash(dspark=True),
 }
-KINDS = ("medusa", "mtp", "eagle3")
+KINDS = ("medusa", "mtp", "eagle3", "dflash")
 
 
 @functools.cache

@@ -178,3 +178,72 @@ class Medusa:
                 for kernel, bias in zip(w["kernel"], w["bias"], strict=True)
             ]
         )[: len(path) + 1]
+
+
+class DFlash(Head):
+    """A DFlash or DSpark head of its files; the embeddings are the target's or its own."""
+
+    def __init__(self, config, weights):
+        super().__init__(config, weights)
+        self.own = config.get("dflash_config") or config
+        self.dspark = config["architectures"] == ["Qwen3DSparkModel"]
+        names = {"embed_tokens.weight": "embedding", "lm_head.weight": "lm_head"}
+        self.w |= {new: self.w[name] for name, new in names.items() if name in self.w}
+
+    def qkv_of(self, name, rows, first):
+        """Queries, keys or values of rows, the first at this position."""
+        size = self.config["head_dim"]
+        rows = rows @ self.w[f"{self.attention}.{name}_proj.weight"].T
+        heads = rows.reshape(len(rows), rows.shape[1] // size, size)
+        if name == "v":
+            return heads
+        heads = rms_norm(heads, self.w[f"{self.attention}.{name}_norm.weight"], self.eps)
+        padded = np.pad(heads, ((first, 0), (0, 0), (0, 0)))
+        return rotate(padded, rope_frequencies(size, self.config["rope_theta"]))[first:]
+
+    def context(self, states):
+        """What the layers make their keys and values of, for tokens with such inner states."""
+        return rms_norm(states @ self.w["fc.weight"].T, self.w["hidden_norm.weight"], self.eps)
+
+    def cached(self, layer, states):
+        """Keys and values of a layer."""
+        self.attention = f"layers.{layer}.self_attn"
+        return [self.qkv_of(name, self.context(states), 0) for name in "kv"]
+
+    def outputs(self, text, states):
+        """Those of the block at the text's last token, at the places with drafts."""
+        config, before = self.config, len(text) - 1
+        size = config["block_size"]
+        x = self.w["embedding"][[text[-1]] + [self.own["mask_token_id"]] * (size - 1)]
+        for layer, kind in enumerate(config["layer_types"]):
+            keys, values = self.cached(layer, states[:before])
+            u = np.array([self.norm(row, f"layers.{layer}.input_layernorm") for row in x])
+            query = self.qkv_of("q", u, before)
+            keys = np.concatenate([keys, self.qkv_of("k", u, before)])
+            values = np.concatenate([values, self.qkv_of("v", u, before)])
+            y = np.zeros_like(query)
+            for place in range(size):
+                at = np.arange(before + size)
+                seen = at >= 0
+                if kind == "sliding_attention":
+                    seen = (at <= before + place) & (at > before + place - config["sliding_window"])
+                for head in range(query.shape[1]):
+                    group = head // (query.shape[1] // keys.shape[1])
+                    scores = keys[seen, group] @ query[place, head] / config["head_dim"] ** 0.5
+                    weights = np.exp(scores - scores.max())
+                    y[place, head] = weights / weights.sum() @ values[seen, group]
+            x = x + y.reshape(size, -1) @ self.w[f"{self.attention}.o_proj.weight"].T
+            part = f"layers.{layer}.mlp"
+            gate, up, down = (
+                self.w[f"{part}.{each}_proj.weight"] for each in ("gate", "up", "down")
+            )
+            u = np.array([self.norm(row, f"layers.{layer}.post_attention_layernorm") for row in x])
+            x = x + (silu(u @ gate.T) * (u @ up.T)) @ down.T
+        return np.array([self.norm(row, "norm") for row in x])[not self.dspark :]
+
+    def logits(self, text, states, path):
+        rows = self.outputs(text, states)[: len(path) + 1] @ self.w["lm_head"].T
+        if self.dspark:
+            first, second = (self.w[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+            rows = rows + first[[text[-1], *path]] @ second.T
+        return rows

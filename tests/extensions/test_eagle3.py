@@ -29,9 +29,9 @@ def test_the_inner_states_are_the_stream_after_so_many_layers(target):
 
 D2T = np.zeros(OWN, np.int64)
 REFUSED = [
-    (dict(architectures=["LlamaForCausalLM"]), {}, "not an EAGLE-3 head: its architectures are"),
+    (dict(architectures=["LlamaForCausalLM"]), {}, "no EAGLE-3 head: its architectures are"),
     (dict(norm_before_fc=True), {}, "norm_before_fc = true is not supported"),
-    (dict(attention_bias=True), {}, "biases in an EAGLE-3 head are not supported"),
+    (dict(attention_bias=True), {}, "biases in a head are not supported"),
     (dict(target_hidden_size=32), {}, "target_hidden_size = 32, elsewhere 16"),
     (dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 9]}), {}, "the target's 4 layers"),
     (dict(vocab_size=40), {}, "d2t|t2d|has width 16 and tokens 40"),
@@ -53,7 +53,7 @@ def test_files_that_are_refused(changes, own, message, target, tmp_path):
 def test_a_head_is_no_model(target, tmp_path):
     path = saved(tmp_path / "head")
     for load in (st.from_pretrained, lambda path: st.load_mtp(path, target)):
-        with pytest.raises(ValueError, match=r"an EAGLE-3 head .* load it with load_head\(.eagle3"):
+        with pytest.raises(ValueError, match=r"a head of EAGLE-3; load it with load_head\(.eagle3"):
             load(path)
 
 

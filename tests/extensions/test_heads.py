@@ -30,13 +30,24 @@ TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3])
 # One path, with branches beside it.
 DEEP = st.TreeTopology.from_parents([*range(-1, 9), 0, 2, 2]).level_order()
 MARKS = dict.fromkeys(("mtp, latent", "mtp, qwen, experts", "medusa, padded"), pytest.mark.slow)
-OTHERS = ("medusa, multipliers", "mtp", "eagle3", "eagle3, its own embedding")
+OTHERS = ("medusa, multipliers", "mtp", "eagle3", "eagle3, its own embedding", "dflash")
 MARKS |= dict.fromkeys(OTHERS, pytest.mark.thorough)
 
 
 def kept(state):
     """What a drafter keeps of the text."""
     return getattr(state, "reader", state)
+
+
+def assert_caches(exact, caches, row, states):
+    """Keys and values of the layers are those of the text's inner states; a ring has the last."""
+    for layer, cache in enumerate(caches):
+        length, size = len(states), cache.keys.shape[2]
+        assert cache.length[row] == length
+        places = np.arange(max(0, length - size), length)
+        for got, want in zip(cache, exact.cached(layer, states), strict=False):
+            got = got[row, :, places % size]
+            np.testing.assert_allclose(got, want[places], atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +61,7 @@ def test_drafts_come_from_the_head_in_float64(name, topology):
     """Over several steps; and what is kept, also of rows that ended."""
     kind, target, head, make, exact = parts(name)
     drafter = make(target, head, child_sampling="iid")
-    inner = head.config.inner_layers if kind == "eagle3" else ()
+    inner = head.config.inner_layers if kind in ("eagle3", "dflash") else ()
     options = dict(temperature=0.7, key=jax.random.key(2), max_new_tokens=60)
     request = plan(target, PROMPTS, drafter=drafter, topology=topology, **options)
     topology, limits = request.decoder.topology, jnp.array([2, 60, 60])  # the first row ends
@@ -63,14 +74,17 @@ def test_drafts_come_from_the_head_in_float64(name, topology):
         draft = jax.tree.map(np.asarray, draft)
         for row in range(len(PROMPTS)):
             text = context.tokens[row, : context.length[row]].tolist()
-            assert reader.known[row] == (len(text) > 1)
-            assert done[row] or draft.tree.valid[row, 1:].all() == (len(text) > 1)
-            if len(text) == 1:
+            knows = len(text) > 1 or kind == "dflash"
+            assert kind == "dflash" or reader.known[row] == knows
+            assert done[row] or draft.tree.valid[row, 1:].all() == knows
+            if not knows:
                 assert draft.tree.valid[row].sum() == 1
                 continue
             states = states_of(target, text, inner)
             last = states[len(text) - 2]
-            if kind != "medusa":
+            if kind == "dflash":
+                assert_caches(exact, reader.caches, row, states[: len(text) - 1])
+            elif kind != "medusa":
                 last = exact.state(last)
                 entries = exact.entries(text[:-1], states)
                 assert reader.kv.length[row] == len(entries) == len(text) - 2
@@ -78,7 +92,8 @@ def test_drafts_come_from_the_head_in_float64(name, topology):
                 for got, want in zip(reader.kv, wanted, strict=False):
                     got = got[row, :, : len(entries)].swapaxes(0, 1)
                     np.testing.assert_allclose(got, want, atol=2e-5)
-            np.testing.assert_allclose(reader.hidden[row], last, atol=2e-5)
+            if kind != "dflash":
+                np.testing.assert_allclose(reader.hidden[row], last, atol=2e-5)
             for node, below in enumerate(topology.children):
                 if done[row] or not below or (step and topology.depths[node] > 2):
                     continue
@@ -107,6 +122,14 @@ ZERO = Sampling(jnp.zeros(1), temperature_is_zero=True)
 
 def assert_same_state(got, want, length):
     """Of rows of one text; entries past the length are unspecified."""
+    if hasattr(got, "caches"):
+        for mine, other in zip(got.caches, want.caches, strict=True):
+            np.testing.assert_array_equal(mine.length, length - 1)
+            np.testing.assert_array_equal(other.length, length - 1)
+            for part, same in zip(mine[:2], other[:2], strict=True):
+                size = min(length - 1, part.shape[2], same.shape[2])
+                np.testing.assert_allclose(part[:, :, :size], same[:, :, :size], atol=2e-5)
+        return
     np.testing.assert_array_equal(got.known, want.known)
     np.testing.assert_allclose(got.hidden, want.hidden, atol=1e-4)
     if not hasattr(got, "kv"):
@@ -121,8 +144,8 @@ def assert_same_state(got, want, length):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("eagle3", "mtp, qwen")))
-        for kind in (*KINDS, "mtp, qwen")
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("eagle3", "mtp, qwen", "dflash")))
+        for kind in (*KINDS, "mtp, qwen", "dflash, dspark")
     ],
 )
 def test_the_next_chain_depends_on_the_text_alone(kind):
@@ -149,7 +172,7 @@ def test_the_next_chain_depends_on_the_text_alone(kind):
     whole = decoder.read(target, drafter, context(text))
     for at in (1, 2, PREFILL_CHUNK + 3):
         prefix = decoder.read(target, drafter, context(text[:at]))
-        assert bool(kept(prefix.drafter).known[0]) == (at > 1)
+        assert kind[:6] == "dflash" or bool(kept(prefix.drafter).known[0]) == (at > 1)
         joined = decoder.read(target, drafter, context(text), prefix)
         assert_same_state(kept(joined.drafter), kept(whole.drafter), len(text))
         assert next_chain(joined, text) == next_chain(whole, text)
@@ -187,6 +210,7 @@ def test_the_next_chain_depends_on_the_text_alone(kind):
     ("kind", "temperature"),
     [
         ("mtp", 1.0),
+        ("dflash, dspark", 1.0),
         *(pytest.param(kind, 0.0, marks=pytest.mark.slow) for kind in KINDS),
         *(pytest.param(kind, 1.0, marks=pytest.mark.slow) for kind in ("medusa", "eagle3")),
     ],
@@ -212,6 +236,7 @@ def test_ranks_by_depth_give_the_tau_of_a_tree(kind, temperature):
         ("medusa", st.load_medusa, "with another target; load that one, or", "has no Medusa heads"),
         ("mtp", st.load_mtp, "head in .* is for another target", "has no multi-token prediction"),
         ("eagle3", st.load_eagle3, "in .* is for another target; load", "is not an EAGLE-3 head"),
+        ("dflash", st.load_dflash, "DFlash head in .* is for another target", "not a DFlash head"),
     ],
 )
 def test_a_saved_head_is_for_one_target(kind, load, other, missing, tmp_path):
@@ -245,6 +270,7 @@ def test_a_saved_head_is_for_one_target(kind, load, other, missing, tmp_path):
 
 
 NAMES = {"medusa": "plain", "mtp": "plain", "eagle3": "nemotron_h hybrid"}
+NAMES |= {"dflash": "nemotron_h hybrid"}
 DAMAGED = {
     "medusa": [
         ({"num_heads": 3}, "the weights of .* disagree with its config"),
@@ -255,6 +281,7 @@ DAMAGED = {
         ({"head": {"feed_forward": {"kind": "rwkv"}}}, "damaged: unknown feed_forward 'rwkv'"),
     ],
     "eagle3": [({"head": {"layers": 3}}, "damaged: Eagle3Config has no fields .'layers'")],
+    "dflash": [({"head": {"block": 3}}, "damaged: DFlashConfig has no fields .'block'")],
 }
 
 
@@ -264,6 +291,7 @@ WIDTHS = {
     "medusa": ("Medusa heads has width 16, and the target width 32", "37, 16"),
     "mtp": ("the head has width 16 and dtype float32, and the target width 32", "37, 16"),
     "eagle3": ("the head has width 16 and tokens 37 and dtype float32", "tokens 37 .* tokens 40"),
+    "dflash": ("the head has width 16 and tokens 37 and dtype float32", "tokens 37 .* tokens 40"),
 }
 
 

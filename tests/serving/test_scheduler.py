@@ -71,7 +71,11 @@ def test_one_request_is_generate():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("medusa", "eagle3")), "mtp"]
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("medusa", "eagle3", "dflash")),
+        "mtp",
+    ],
 )
 def test_heads_on_hidden_states(kind):
     """A new tenant of a row drafts from its own text's states."""

@@ -504,6 +504,7 @@ REFUSED = [
     ),
     (lambda on, *_: st.load_mtp("there", on), "load_mtp is for models on one device"),
     (lambda on, *_: st.load_eagle3("there", on), "load_eagle3 is for models on one device"),
+    (lambda on, *_: st.load_dflash("there", on), "load_dflash is for models on one device"),
     (lambda on, *_: st.Eagle3Drafter(on, eagle3_head(on)), "an EAGLE-3 head is for models on one"),
     (
         lambda on, one, *_: drafting(on, one, eagle3_head(on), drafter=st.Eagle3Drafter),

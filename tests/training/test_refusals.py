@@ -47,10 +47,19 @@ def test_recipes_that_are_refused(recipe_file, tmp_path, old, new, message):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["medusa", "mtp"])
+@pytest.mark.parametrize("kind", ["medusa", "mtp", "dflash"])
 def test_recipes_of_models_are_not_of_heads(recipe_file, kind):
-    with pytest.raises(ValueError, match=r"\[model\] has (num_heads alone|steps).*d_model"):
+    with pytest.raises(ValueError, match=r"\[model\] has (num_heads alone|steps|layers).*d_model"):
         part_of(kind, "training").plan(Recipe.load(recipe_file), tiny_model())
+
+
+def test_a_block_is_shorter_than_a_row_of_training(recipe_file):
+    table = "inner_layers = [1]\nblock_size = 17\nshifted = true\nmlp = {hidden_size = 8}\n"
+    table += "attention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\n"
+    text = "[model]\n" + table + RECIPE[RECIPE.index("[training]") :]
+    recipe_file.write_text(text)
+    with pytest.raises(ValueError, match="a block has 17 drafts, and a row 16 tokens"):
+        part_of("dflash", "training").plan(Recipe.load(recipe_file), tiny_model())
 
 
 @pytest.mark.thorough

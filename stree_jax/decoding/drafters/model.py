@@ -41,6 +41,12 @@ class RunsModel(Drafter):
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         self.draft_model.check_target(target)
+        most = self.draft_model.max_depth
+        if most is not None and topology.depth > most:
+            raise ValueError(
+                f"a tree of depth {topology.depth} is too deep for {type(self.model).__name__},"
+                f" which drafts {most} tokens on a path"
+            )
 
     @abc.abstractmethod
     def num_read(self, topology: TreeTopology) -> int:

@@ -3,59 +3,41 @@
 from collections.abc import Collection
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax import AttentionConfig, HybridLM, MlpConfig
+from stree_jax import HybridLM
 from stree_jax.convert import (
     AS_IS,
-    TRANSFORMERS,
     TRANSPOSED,
     Checkpoint,
     Fields,
     Rule,
-    head_rules,
     hf_attention,
-    load_head_weights,
-    open_head,
+    llama_parts,
+    read_head,
     read_tensor,
     split_mlp,
     within,
 )
 from stree_jax.extensions.eagle3.head import Eagle3Config, Eagle3Head
-from stree_jax.heads import ROOMS, abstract_head, check_fits
 
 
 def load(path: Path, target: HybridLM, ignore: Collection[str]) -> Eagle3Head:
     """Reads a head for its target, in the target's dtype."""
-    fields, checkpoint = open_head(path, ignore)
-    tensors = checkpoint.tensors
-    known = fields.values.get("architectures")
-    listed = known if isinstance(known, list) else []
-    if not listed or not all(ROOMS["eagle3"].architecture in str(name) for name in listed):
-        raise ValueError(
-            f"{path} is not an EAGLE-3 head: its architectures are {known!r:.80}; a head of"
-            " Nemotron-3's own is for load_mtp"
-        )
-    config = read_config(fields, len(target.config.layers), "embed_tokens.weight" in tensors)
-    fields.refuse_asked()
-    like = abstract_head("eagle3", config, target)
-    own = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-    try:
-        rules = head_rules(rules_of(config), own, like, others=["tokens"])
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    width, tokens = zip(*((x.d_model, x.vocab_size) for x in (config, target.config)), strict=True)
-    way_out = "load the target that it was trained for"
-    check_fits(f"the EAGLE-3 head in {path}", way_out, width=width, tokens=tokens)
-    chosen = jnp.asarray(_tokens(checkpoint, config), jnp.float32)
-    return load_head_weights(checkpoint._replace(rules=rules), like, tokens=chosen)
+
+    def read(fields: Fields, tensors: Collection[str]) -> Eagle3Config:
+        return read_config(fields, len(target.config.layers), "embed_tokens.weight" in tensors)
+
+    tables = ("d2t", "t2d")
+    return read_head("eagle3", path, target, ignore, read, rules_of, tables, _tokens)
 
 
 def read_config(fields: Fields, num_layers: int, has_embedding: bool) -> Eagle3Config:
     """Returns the config of a head from its config.json."""
     aux = "eagle_aux_hidden_state_layer_ids"
-    fields.null("eagle_config", "head_dim", "num_key_value_heads", "draft_vocab_size", aux)
+    fields.null("eagle_config", "draft_vocab_size", aux)
     eagle = fields.table("eagle_config")
     eagle.null(aux)
     layers = eagle.take(aux, fields.take(aux, [2, num_layers // 2, num_layers - 3]))
@@ -76,43 +58,21 @@ def read_config(fields: Fields, num_layers: int, has_embedding: bool) -> Eagle3C
     width = fields.integer("hidden_size")
     fields.same("target_hidden_size", width)
     fields.same("num_hidden_layers", 1)
-    num_heads = fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", max(1, width // num_heads))
-    theta, scaling, table = fields.rope()
-    table.finish()
-    bias, mlp_bias = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
-    fields.check(not bias and not mlp_bias, "biases in an EAGLE-3 head are not supported")
+    attention, mlp, norm_eps = llama_parts(fields, width, 1e-5, input_multiple=2)
     vocab_size = fields.integer("vocab_size")
     config = Eagle3Config(
         d_model=width,
         vocab_size=vocab_size,
         draft_vocab_size=fields.integer("draft_vocab_size", vocab_size),
         inner_layers=tuple(layers),
-        attention=AttentionConfig(
-            num_heads=num_heads,
-            num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            input_multiple=2,
-            rotary_dim=head_dim,
-            rope_theta=theta,
-            rope_scaling=scaling,
-        ),
-        mlp=MlpConfig(
-            fields.integer("intermediate_size"),
-            activation=fields.choice("hidden_act", "silu", {"silu": "silu"}),
-        ),
-        norm_eps=fields.positive("rms_norm_eps", 1e-5),
+        attention=attention,
+        mlp=mlp,
+        norm_eps=norm_eps,
         norm_before_residual=before,
         has_embedding=has_embedding,
     )
-    fields.ignore(
-        "of transformers, not of the head",
-        *TRANSFORMERS,
-        *("model_type", "max_position_embeddings", "initializer_range", "tie_word_embeddings"),
-        *("eos_token_id", "eagle_module", "speculators_config"),
-    )
+    fields.ignore("of training", "eagle_module", "speculators_config")
     eagle.finish()
-    fields.finish()
     return config
 
 
@@ -131,7 +91,7 @@ def rules_of(config: Eagle3Config) -> list[Rule]:
     ]
 
 
-def _tokens(checkpoint: Checkpoint, config: Eagle3Config) -> np.ndarray:
+def _tokens(checkpoint: Checkpoint, config: Eagle3Config) -> dict[str, jax.Array]:
     """Returns the target's token for each token of the head."""
     path, tensors = checkpoint.path, checkpoint.tensors
     own = np.arange(config.draft_vocab_size)
@@ -155,4 +115,4 @@ def _tokens(checkpoint: Checkpoint, config: Eagle3Config) -> np.ndarray:
         drafted = np.asarray(read_tensor(checkpoint, "t2d"))
         if not np.array_equal(drafted, np.isin(np.arange(config.vocab_size), own)):
             raise ValueError(f"{path}: t2d and d2t contradict each other")
-    return own
+    return {"tokens": jnp.asarray(own, jnp.float32)}

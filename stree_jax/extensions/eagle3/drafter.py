@@ -1,13 +1,11 @@
 """Drafting with an EAGLE-3 head: a draft model, and the drafter of static trees."""
 
-import jax.numpy as jnp
-
 from stree_jax import HybridLM, ModelDrafter
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding import HeadModel
 from stree_jax.extensions.eagle3.head import Eagle3Head
-from stree_jax.heads import check_fits
-from stree_jax.models import check_on_one_device, embedded_tokens
+from stree_jax.heads import check_head
+from stree_jax.models import embedded_tokens
 
 
 class Eagle3Model(HeadModel):
@@ -26,20 +24,7 @@ class Eagle3Model(HeadModel):
         self.check_target(target)
 
     def check_target(self, target: HybridLM) -> None:
-        check_on_one_device(target, "an EAGLE-3 head")
-        own, config = self.head.config, target.config
-        check_fits(
-            "the head",
-            "load it, and make the drafter, with the target that generate gets",
-            width=(own.d_model, config.d_model),
-            tokens=(own.vocab_size, config.vocab_size),
-            dtype=(self.head.dtype, target.dtype),
-        )
-        if self.inner_layers[-1] > len(target.config.layers):
-            raise ValueError(
-                f"the head needs the state after {self.inner_layers[-1]} layers, and the target has"
-                f" {len(target.config.layers)}"
-            )
+        check_head("an EAGLE-3 head", self.head, target)
 
     def states(self, hidden: Float[Array, "B T _"]) -> Float[Array, "B T M"]:
         """See `HeadModel`: inner layers' states follow the target's last ones."""
@@ -48,8 +33,7 @@ class Eagle3Model(HeadModel):
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """Embeddings: the target's, or the head's own."""
         if self.embedding is None:
-            assert self.head.embedding is not None
-            return jnp.take(self.head.embedding[...], tokens, axis=0)
+            return self.head.embedding.rows(tokens)
         return embedded_tokens(tokens, self.embedding, self.config.embedding_multiplier)
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:

@@ -14,14 +14,13 @@ of a multi-token-prediction head. Attention comes first, so an entry's keys and 
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from stree_jax import AttentionConfig, MlpConfig
 from stree_jax.array_types import Array, Float, Float32
 from stree_jax.checks import require, require_integer
-from stree_jax.models import DraftHead, Matrix, linear
+from stree_jax.models import DraftHead, linear, require_inner_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +53,7 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         for name in ("d_model", "vocab_size", "draft_vocab_size"):
             require_integer(self, name, 1)
-        require(
-            len(self.inner_layers) > 0
-            and list(self.inner_layers) == sorted({*self.inner_layers})
-            and self.inner_layers[0] >= 1,
-            f"inner_layers must be ascending numbers of layers from 1, got {self.inner_layers}",
-        )
+        require_inner_layers(self.inner_layers)
         require(
             self.draft_vocab_size <= self.vocab_size,
             f"draft_vocab_size = {self.draft_vocab_size} is above vocab_size = {self.vocab_size}",
@@ -83,16 +77,13 @@ class Eagle3Head(DraftHead):
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
         config, dtype = self.config, self.dtype
         width, layers = config.d_model, len(config.inner_layers)
-
-        def rows(count: int) -> Matrix:
-            values = 0.02 * jax.random.normal(rngs.params(), (count, width), dtype)
-            return Matrix(values, axis=-1)
-
         self.fc = linear(layers * width, width, bias=False, dtype=dtype, rngs=rngs)
-        self.embedding = rows(config.vocab_size) if config.has_embedding else None
+        self.embedding = (
+            self.table(config.vocab_size, width, rngs) if config.has_embedding else None
+        )
         self.attention = self.layer(config.attention, rngs, implementation)
         self.feed_forward = self.layer(config.mlp, rngs, implementation)
-        self.output_head = rows(config.draft_vocab_size)
+        self.output_head = self.table(config.draft_vocab_size, width, rngs)
         # The target's token for each of the head's; float32 holds such integers exactly.
         self.tokens = nnx.Param(jnp.arange(config.draft_vocab_size, dtype=jnp.float32))
 

@@ -1,0 +1,131 @@
+"""DFlash heads of z-lab and DSpark heads of DeepSpec in files: a config of Qwen3, and tensors."""
+
+import dataclasses
+from collections.abc import Collection
+from pathlib import Path
+
+from stree_jax import HybridLM
+from stree_jax.convert import (
+    TRANSPOSED,
+    Fields,
+    Rule,
+    hf_attention,
+    llama_parts,
+    read_head,
+    split_mlp,
+    within,
+)
+from stree_jax.extensions.dflash.head import DFlashConfig, DFlashHead
+
+_KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
+
+
+def load(path: Path, target: HybridLM, ignore: Collection[str]) -> DFlashHead:
+    """Reads a head for its target, in the target's dtype."""
+
+    def read(fields: Fields, tensors: Collection[str]) -> DFlashConfig:
+        return read_config(fields, target, "embed_tokens.weight" in tensors)
+
+    # How sure a draft is: a tree has as many nodes, whatever it says.
+    left_out = ("confidence_head.",)
+    return read_head("dflash", path, target, ignore, read, rules_of, left_out)
+
+
+def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashConfig:
+    """Returns the config of a head from its config.json."""
+    names = [str(name) for name in fields.values["architectures"]]
+    shifted, table = "DSparkModel" in names[0], fields.table("dflash_config")
+    known = ["Qwen3DSparkModel" if shifted else "DFlashDraftModel"]
+    fields.check(names == known, f"architectures = {names!s:.80} are not supported, but {known}")
+
+    def place(name: str) -> Fields:
+        return table if table.has(name) else fields
+
+    width, vocab_size = fields.integer("hidden_size"), fields.integer("vocab_size")
+    only = {"draft_vocab_size": vocab_size, "final_logit_softcapping": 0}
+    for name, value in (only | {"input_embedding_scale": 1, "output_multiplier": 1}).items():
+        table.same(name, value)
+        fields.same(name, value)
+    rank = fields.integer("markov_rank", 0, least=0)
+    if rank:
+        fields.choice("markov_head_type", "vanilla", {"vanilla": "vanilla"})
+    attention, mlp, norm_eps = llama_parts(fields, width, 1e-6)
+    config = DFlashConfig(
+        d_model=width,
+        vocab_size=vocab_size,
+        mask_token=place("mask_token_id").integer("mask_token_id", least=0, most=vocab_size - 1),
+        block_size=place("block_size").integer("block_size", least=2, most=256),
+        inner_layers=_inner_layers(fields, place("target_layer_ids"), target),
+        attention=dataclasses.replace(attention, qk_norm_eps=norm_eps),
+        mlp=mlp,
+        windows=_windows(fields, fields.integer("num_hidden_layers", most=256)),
+        shifted=shifted,
+        norm_eps=norm_eps,
+        own_tokens=own_tokens,
+        markov_rank=rank,
+    )
+    fields.ignore("of the confidence head", "enable_confidence_head", "confidence_head_with_markov")
+    fields.ignore("of training", "max_window_layers", "use_sliding_window", "num_anchors")
+    table.finish()
+    return config
+
+
+def _inner_layers(fields: Fields, table: Fields, target: HybridLM) -> tuple[int, ...]:
+    """Returns numbers of the target's layers here, of which a layer of files may be several."""
+    own, ids = len(target.config.layers), table.take("target_layer_ids")
+    layers = fields.integer("num_target_layers")
+    fields.check(
+        own % layers == 0,
+        f"num_target_layers = {layers} does not fit the target's {own} mixers and MLPs",
+    )
+    # The last one's state in transformers is the one after the final norm.
+    fields.check(
+        isinstance(ids, list)
+        and len(ids) > 0
+        and all(type(layer) is int and 0 <= layer < layers - 1 for layer in ids)
+        and ids == sorted({*ids}),
+        f"target_layer_ids must be ascending layers from 0 to {layers - 2}, got {ids!r:.80}",
+    )
+    return tuple((layer + 1) * own // layers for layer in ids)
+
+
+def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Returns what each layer sees. Layers with a window are causal, unless the config says so."""
+    fields.null("sliding_window")
+    window = fields.integer("sliding_window") if fields.has("sliding_window") else None
+    kinds = ("full",) * layers
+    if fields.has("layer_types"):
+        kinds = fields.layer_kinds("layer_types", _KINDS, layers)
+    sliding = [kind == "sliding" for kind in kinds]
+    fields.check(window is not None or not any(sliding), "sliding_window is missing")
+    if fields.has("is_causal"):
+        causal = fields.flag("is_causal", False)
+        fields.check(
+            all(each == causal for each in sliding),
+            f"is_causal = {causal} is not supported: layers with a window are causal, others not",
+        )
+    return tuple(window if each else None for each in sliding)
+
+
+def rules_of(config: DFlashConfig) -> list[Rule]:
+    """The tensors of a head, by the names of `DFlashHead`."""
+    rules = [
+        Rule("fc.weight", "fc.kernel", TRANSPOSED),
+        Rule("hidden_norm.weight", "hidden_norm_scale"),
+        Rule("norm.weight", "final_norm_scale"),
+        Rule("embed_tokens.weight", "embedding"),
+        Rule("lm_head.weight", "output_head"),
+        Rule("markov_head.markov_w1.weight", "markov_embedding"),
+        Rule("markov_head.markov_w2.weight", "markov_head"),
+    ]
+    layer = [
+        Rule("input_layernorm.weight", "hidden_norm_scale"),
+        Rule("self_attn.q_norm.weight", "attention.q_norm_scale"),
+        Rule("self_attn.k_norm.weight", "attention.k_norm_scale"),
+        *within(hf_attention(config.attention), "self_attn", "attention"),
+        Rule("post_attention_layernorm.weight", "feed_forward_norm_scale"),
+        *within(split_mlp(config.mlp), "mlp", "feed_forward"),
+    ]
+    for number in range(len(config.windows)):
+        rules += within(layer, f"layers.{number}", f"layers.{number}")
+    return rules

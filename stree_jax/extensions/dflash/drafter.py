@@ -1,0 +1,157 @@
+"""Drafting with a DFlash head: a table of outputs by depth, of which trees take their levels."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import KVCache, replay_kv
+from stree_jax import DraftTree, HybridLM, ModelDrafter, Tree, Verdict
+from stree_jax.array_types import Array, Bool, Float, Float32, Int
+from stree_jax.decoding import DraftModel
+from stree_jax.extensions.dflash.head import DFlashHead
+from stree_jax.heads import check_head
+from stree_jax.models import embedded_tokens, output_logits
+
+
+class DFlashState(NamedTuple):
+    """Keys and values of the tokens before the root; within a step, its block."""
+
+    caches: tuple[KVCache, ...]
+    table: Float32[Array, "B D V"] | None = None  # logits by depth, without the Markov head's
+    pending: None = None
+
+
+class DFlashModel(DraftModel):
+    """A draft model: a head with embedding and output head of its target, on one device.
+
+    Raises:
+        ValueError: a head of another width, vocabulary or dtype, or on layers that the target does
+            not have.
+    """
+
+    def __init__(self, target: HybridLM, head: DFlashHead):
+        self.head, self.config = head, target.config
+        owner: Any = head if head.config.own_tokens else target
+        self.embedding, self.output_head = owner.embedding, owner.output_head
+        self.inner_layers: tuple[int, ...] = head.config.inner_layers
+        self.max_depth: int = head.config.num_drafts
+        self.check_target(target)
+
+    def check_target(self, target: HybridLM) -> None:
+        check_head("a DFlash head", self.head, target)
+
+    def init(self, batch: int, num_nodes: int, max_length: int) -> DFlashState:
+        return DFlashState(self.head.init_cache(batch, max_length))
+
+    def read(self, state: DFlashState, tokens: Array, hidden: Any, lengths: Array) -> DFlashState:
+        steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        return self._after(state, hidden, steps[None] < lengths[:, None])
+
+    def commit(
+        self,
+        state: DFlashState,
+        tree: object,
+        place: object,
+        draft: DraftTree,
+        verdict: Verdict,
+        hidden: Float[Array, "B N _"],
+    ) -> DFlashState:
+        """See `DraftModel`: appends the path, of the target's states."""
+        path = draft.tree.on_path(jnp.maximum(verdict.last, 0))
+        return self._after(state, hidden, path & (verdict.last >= 0)[:, None])
+
+    def run(
+        self,
+        state: DFlashState,
+        tokens: Int[Array, "B Q"],
+        tree: Tree,
+        nodes: np.ndarray | Int[Array, " Q"],
+    ) -> tuple[Float32[Array, "B Q V"], DFlashState]:
+        """See `DraftModel`: one pass for the root, then rows of its table."""
+        if isinstance(nodes, np.ndarray):
+            state = state._replace(table=self.logits(self.block(tokens, state.caches)))
+        assert state.table is not None
+        depths = tree.depth[:, jnp.minimum(nodes, tree.depth.shape[1] - 1), None]
+        logits = jnp.take_along_axis(state.table, depths, axis=1)
+        if self.head.config.markov_rank:
+            logits += self.head.after(self.head.markov_embedding.rows(tokens))
+        return logits, state
+
+    def rest(self, state: DFlashState) -> DFlashState:
+        """See `DraftModel`: drafts of a step leave nothing behind."""
+        return DFlashState(state.caches)
+
+    def block(self, roots: Int[Array, "B 1"], caches: tuple[KVCache, ...]) -> Float[Array, "B D M"]:
+        """Outputs of a block, at the places with drafts."""
+        c = self.head.config
+        tokens = jnp.pad(roots, ((0, 0), (0, c.block_size - 1)), constant_values=c.mask_token)
+        embedded = embedded_tokens(tokens, self.embedding, 1.0)
+        return self.head(embedded, caches)[:, not c.shifted :]
+
+    def logits(self, outputs: Float[Array, "B T _"]) -> Float32[Array, "B T V"]:
+        """Logits of the target's tokens, from outputs and, if given, rows of the Markov head."""
+        c = self.head.config
+        hidden, rows = outputs[..., : c.d_model], outputs[..., c.d_model :]
+        logits = output_logits(hidden, self.output_head, 1.0)[..., : c.vocab_size]
+        return logits + self.head.after(rows) if rows.shape[-1] else logits
+
+    def outputs_ahead(
+        self, tokens: Int[Array, "B T"], hidden: Float[Array, "B T _"], depth: int
+    ) -> list[Float[Array, "B T _"]]:
+        """See `HeadModel`: of a block at each token, as `logits` takes them."""
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[:, None]
+        found = lax.map(lambda place: self.outputs_at(tokens, hidden, place)[:, 0], places)
+        return [found[:, :, at].swapaxes(0, 1) for at in range(min(depth, self.max_depth))]
+
+    def outputs_at(
+        self,
+        tokens: Int[Array, "B T"],
+        hidden: Float[Array, "B T _"],
+        places: Int[Array, " A"],
+    ) -> Float[Array, "B A D _"]:
+        """Outputs of the blocks whose roots follow these places, of drafts that are the text."""
+        batch, length = tokens.shape
+        steps = jnp.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+
+        def of_blocks(leaf: Array) -> Array:
+            return jnp.repeat(leaf.swapaxes(1, 2), len(places), axis=0)
+
+        lengths = jnp.tile(places + 1, batch)
+        caches = tuple(
+            KVCache(of_blocks(each.keys), of_blocks(each.values), lengths)
+            for each in self.head.entries(hidden[..., self.config.d_model :], steps)
+        )
+        ahead = places[:, None] + 1 + np.arange(self.max_depth, dtype=np.int32)
+        known = tokens[:, jnp.minimum(ahead, length - 1)]  # before each draft
+        outputs = self.block(known[:, :, 0].reshape(-1, 1), caches)
+        outputs = outputs.reshape(*known.shape, -1)
+        if not self.head.config.markov_rank:
+            return outputs
+        rows = self.head.markov_embedding.rows(known.reshape(batch, -1)).astype(outputs.dtype)
+        return jnp.concatenate([outputs, rows.reshape(*known.shape, -1)], axis=-1)
+
+    def _after(
+        self, state: DFlashState, hidden: Float[Array, "B N _"], read: Bool[Array, "B N"]
+    ) -> DFlashState:
+        """The state after the tokens that were read."""
+        start, places = state.caches[0].length, jnp.cumsum(read, axis=1, dtype=jnp.int32) - 1
+        entries = self.head.entries(hidden[..., self.config.d_model :], start[:, None] + places)
+        caches = zip(state.caches, entries, self.head.config.windows, strict=True)
+        return DFlashState(
+            tuple(
+                replay_kv(cache, new, read, ring=window is not None)
+                for cache, new, window in caches
+            )
+        )
+
+
+class DFlashDrafter(ModelDrafter):
+    """Fills a static tree from the block of a DFlash head.
+
+    `child_sampling` is that of `ModelDrafter`, and all else that of `DFlashModel`.
+    """
+
+    def __init__(self, target: HybridLM, head: DFlashHead, *, child_sampling: str = "auto"):
+        super().__init__(DFlashModel(target, head), child_sampling=child_sampling)

@@ -1,0 +1,164 @@
+"""A DFlash head: some Qwen3 layers that fill a block of masked tokens in one pass.
+
+DFlash (arXiv:2602.06036), in the layout of z-lab's heads. With s the target's residual stream after
+some of its layers, the context of a token before the root is
+
+    c_p = norm(fc [s1_p ; s2_p ; ...])
+
+The block is the root and masked tokens after it, embedded by the target. In each layer its keys and
+values follow those that the layer makes of the context. All places of the block see each other; in
+a layer with a window a place sees itself and those before it. The target's output head, or the
+head's own, turns the normed output of a place into logits.
+
+DSpark (arXiv:2607.05147) in the layout of DeepSpec's heads: the same, but the output of a place is
+of the token after it, so the root's place has one too; a low-rank bias of the token before (the
+Markov head) is added to the logits. Its confidence head, by which engines verify fewer drafts, is
+not read: a tree has a fixed number of nodes.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pallas_kernels import KVCache, NodeKV
+from stree_jax import AttentionConfig, MlpConfig, Tree
+from stree_jax.array_types import Array, Float, Float32, Int
+from stree_jax.checks import require, require_integer
+from stree_jax.models import DraftHead, TargetHead, linear, require_inner_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashConfig:
+    """The config of a head.
+
+    Attributes:
+        d_model: width of the target and of the head.
+        vocab_size: tokens of the target.
+        mask_token: the token whose embedding stands for one that is not known.
+        block_size: tokens of a block, with the root.
+        inner_layers: the numbers of layers of the target after which its states are taken,
+            ascending.
+        attention, mlp: the two parts of a layer.
+        windows: of each layer, the tokens that it sees, see `AttentionConfig`; None: all.
+        shifted: whether the output of a place is of the token after it, not of its own.
+        norm_eps: epsilon of all norms.
+        own_tokens: whether the head has an embedding and an output head.
+        markov_rank: rank of the Markov head; 0: there is none.
+    """
+
+    d_model: int
+    vocab_size: int
+    mask_token: int
+    block_size: int
+    inner_layers: tuple[int, ...]
+    attention: AttentionConfig
+    mlp: MlpConfig
+    windows: tuple[int | None, ...]
+    shifted: bool = False
+    norm_eps: float = 1e-6
+    own_tokens: bool = False
+    markov_rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "vocab_size", "block_size"):
+            require_integer(self, name, 1)
+        for name in ("mask_token", "markov_rank"):
+            require_integer(self, name, 0)
+        require_inner_layers(self.inner_layers)
+        require(
+            len(self.windows) > 0 and self.num_drafts > 0,
+            f"a block of {self.block_size} with {len(self.windows)} layers has no drafts",
+        )
+        attention = self.attention
+        require(
+            attention.input_multiple == 1
+            and not (attention.conv_width or attention.mlp_dim or attention.output_gate),
+            f"attention of a DFlash head has no convolution, branch or gate: {attention!r:.200}",
+        )
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts on a path."""
+        return self.block_size - (not self.shifted)
+
+
+class DFlashLayer(DraftHead):
+    """A layer, whose entries are the places of a block."""
+
+    scales = ("hidden_norm_scale", "feed_forward_norm_scale")
+
+    def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
+        self.attention = self.layer(self.config.attention, rngs, implementation)
+        self.feed_forward = self.layer(self.config.mlp, rngs, implementation)
+
+    def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
+        return self.norm(states, self.hidden_norm_scale), states
+
+
+class DFlashHead(TargetHead):
+    """A head with some layers, and perhaps a Markov head.
+
+    Its arguments are those of `TargetHead`, with a `DFlashConfig`.
+    """
+
+    config: DFlashConfig
+    embedding: Any
+    output_head: Any
+    markov_embedding: Any
+    markov_head: Any
+
+    def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
+        c, own = self.config, dict[str, Any](dtype=self.dtype, rngs=rngs)
+        self.fc = linear(len(c.inner_layers) * c.d_model, c.d_model, bias=False, **own)
+        own["implementation"] = implementation
+        parts = (dataclasses.replace(c.attention, window=window) for window in c.windows)
+        self.layers = nnx.List(
+            DFlashLayer(dataclasses.replace(c, attention=part), **own) for part in parts
+        )
+        sizes = {"embedding": c.d_model, "output_head": c.d_model} if c.own_tokens else {}
+        if c.markov_rank:
+            sizes |= {"markov_embedding": c.markov_rank, "markov_head": c.markov_rank}
+        for name, width in sizes.items():
+            setattr(self, name, self.table(c.vocab_size, width, rngs))
+
+    @property
+    def activation_dtype(self) -> Any:
+        """Dtype of activations and caches: float32 if the head is packed."""
+        return self.fc.kernel.storage.dtype
+
+    def init_cache(self, batch: int, max_length: int) -> tuple[KVCache, ...]:
+        """The caches of the layers before the first token."""
+        return tuple(layer.init_cache(batch, max_length) for layer in self.layers)
+
+    def entries(self, hidden: Float[Array, "B T _"], positions: Int[Array, "B T"]) -> list[NodeKV]:
+        """Keys and values of each layer for tokens, from the target's inner states."""
+        with jax.named_scope("head_entries"):
+            context = self.norm(self.fc(hidden), self.hidden_norm_scale)
+            context = context.astype(self.activation_dtype)
+            return [layer.attention.entries(context, positions) for layer in self.layers]
+
+    def __call__(
+        self, embedded: Float[Array, "B Q M"], caches: tuple[KVCache, ...]
+    ) -> Float[Array, "B Q M"]:
+        """Returns the outputs at all places of a block that follows the caches."""
+        x, (batch, size, _) = embedded.astype(self.activation_dtype), embedded.shape
+        steps, itself = np.arange(size, dtype=np.int32), np.eye(size, dtype=bool)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            before, mask = None, np.tri(size, dtype=bool)
+            if layer.config.attention.window is None:
+                # Kernels skip later nodes. So the keys of the other places come first.
+                before = layer.entries(x, x, cache.length[:, None] + steps)
+                mask = np.concatenate([~itself, itself], axis=1)
+            depth = np.resize(steps, mask.shape[1])
+            own = depth, depth, mask, np.ones(mask.shape[1], bool)
+            tree = Tree(*(jnp.broadcast_to(leaf, (batch, *leaf.shape)) for leaf in own))
+            x, _ = layer.tree(x, x, tree, cache, before)
+        return self.norm(x, self.final_norm_scale)
+
+    def after(self, rows: Float[Array, "B T R"]) -> Float32[Array, "B T V"]:
+        """What a token, by its row of the Markov embedding, adds to the logits of the next one."""
+        return self.markov_head.product(rows, wide=True)

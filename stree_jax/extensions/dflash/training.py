@@ -1,0 +1,61 @@
+"""From a recipe to a DFlash head."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from stree_jax import AttentionConfig, HybridLM, MlpConfig
+from stree_jax.array_types import Array, Float, Tokens
+from stree_jax.extensions.dflash.drafter import DFlashModel
+from stree_jax.extensions.dflash.head import DFlashConfig, DFlashHead
+from stree_jax.training import HeadPlan, Recipe, ahead_loss
+
+_BLOCKS = 16  # of a text, in a step of training
+_FIELDS = (
+    *("layers", "inner_layers", "block_size", "mask_token", "shifted", "markov_rank"),
+    *("attention", "mlp"),
+)
+
+
+def plan(recipe: Recipe, target: HybridLM) -> HeadPlan:
+    """Returns what is trained by a recipe, see `docs/recipe.md`."""
+    config = head_of(recipe, target)
+    rngs = nnx.Rngs(jax.random.key(recipe.seed, impl="threefry2x32"))
+    # The kernels have no derivatives.
+    head = DFlashHead(config, dtype=target.dtype, rngs=rngs, implementation="xla")
+    return HeadPlan(new=lambda _: head, loss=dflash_loss)
+
+
+def dflash_loss(head: DFlashHead, target: HybridLM, tokens: Tokens) -> Float[Array, ""]:
+    """Mean KL divergence from the target of the drafts of some blocks, see `ahead_loss`."""
+    model = DFlashModel(target, head)
+    spacing = max(1, (tokens.shape[1] - model.max_depth - 1) // _BLOCKS)
+    places = jnp.arange(_BLOCKS, dtype=jnp.int32) * spacing
+    places = (places + tokens.sum() % spacing) % (tokens.shape[1] - model.max_depth)
+
+    def logits(hidden: Array) -> Iterator[Array]:
+        outputs = model.outputs_at(tokens, hidden, places)
+        for ahead in range(model.max_depth):
+            yield model.logits(outputs[:, :, ahead])
+
+    return ahead_loss(target, tokens, logits, inner=model.inner_layers, places=places)
+
+
+def head_of(recipe: Recipe, target: HybridLM) -> DFlashConfig:
+    """Returns a recipe's head."""
+    table, config = {"layers": 1, "block_size": 8, **recipe.model}, target.config
+    try:
+        if not {"inner_layers", "attention", "mlp"} <= {*table} <= {*_FIELDS}:
+            raise ValueError(f"got {sorted(table)}")
+        own = {"mask_token": config.vocab_size - 1, "vocab_size": config.vocab_size} | table
+        own["windows"] = (None,) * own.pop("layers")
+        own["inner_layers"] = tuple(own["inner_layers"])
+        own["attention"], own["mlp"] = AttentionConfig(**own["attention"]), MlpConfig(**own["mlp"])
+        head, length = DFlashConfig(config.d_model, **own), recipe.training.sequence_length
+        if length <= head.num_drafts:
+            raise ValueError(f"a block has {head.num_drafts} drafts, and a row {length} tokens")
+        return head
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{recipe.source}, [model] has {', '.join(_FIELDS)}: {error}") from error

@@ -1,0 +1,157 @@
+"""DFlash and DSpark heads: trees whose shape they choose, training, and files."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import stree_jax as st
+from stree_jax.convert import Fields
+from stree_jax.extensions.dflash.conversion import read_config, rules_of
+from stree_jax.extensions.dflash.training import dflash_loss
+from stree_jax.names import flatten
+from stree_jax.testing import assert_lossless, tiny_model
+from tests.extensions.dflash_files import files, saved
+from tests.extensions.heads import parts, states_of
+from tests.numpy_parts import log_softmax
+
+TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 3])
+BOTH = ("dflash", "dflash, dspark")
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_text_and_caches_are_those_of_autoregressive_decoding(name, temperature):
+    target, drafter = parts(name).target, parts(name).drafter()
+    options = dict(topology=TREE, temperatures=(temperature,), max_new_tokens=12)
+    (out,) = assert_lossless(target, drafter, **options)
+    assert out.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    "kind", [st.BeamDrafter, pytest.param(st.DynamicDrafter, marks=pytest.mark.slow)]
+)
+def test_trees_whose_shape_the_head_chooses(kind):
+    target, drafter = parts("dflash, dspark").target, parts("dflash, dspark").drafter()
+    assert_lossless(
+        target, kind(drafter.model), topology=st.TreeTopology.budget(5, 2), max_new_tokens=8
+    )
+
+
+@pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"quantize": "int8"}])
+def test_types(how, tmp_path):
+    """The text is the target's in bfloat16, and packed in 8 bits with a head in 8 bits."""
+    st.save_pretrained(tiny_model("nemotron_h hybrid"), tmp_path / "model")
+    target = st.from_pretrained(tmp_path / "model", **how)
+    small = {} if "dtype" in how else how
+    head = st.load_dflash(saved(tmp_path / "head", dspark=True), target, **small)
+    drafter = st.DFlashDrafter(target, head)
+    options = dict(max_new_tokens=8, eos_token=(), temperature=0.9, key=jax.random.key(1))
+    out = st.generate(target, [[1, 2], [3]], drafter=drafter, **options)
+    np.testing.assert_array_equal(out.tokens, st.generate(target, [[1, 2], [3]], **options).tokens)
+    assert out.stats.num_accepted > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", BOTH)
+def test_the_loss_is_that_of_blocks_at_some_tokens(name):
+    """Against the head in float64, block by block, with the true tokens before each draft."""
+    _, target, head, _, exact = parts(name)
+    tokens = np.random.default_rng(0).integers(37, size=(2, 30)).astype(np.int32)
+    deepest = head.config.num_drafts
+    spacing = max(1, (30 - deepest - 1) // 16)
+    places = (np.arange(16) * spacing + tokens.sum() % spacing) % (30 - deepest)
+    total = np.zeros(deepest)
+    for text in tokens.tolist():
+        states = states_of(target, text, head.config.inner_layers)
+        hidden = states_of(target, text)
+        log_p = log_softmax(hidden.astype(np.float64) @ np.asarray(target.output_head[...]).T)
+        for place in places:
+            root = place + 1
+            own = exact.logits(text[: root + 1], states, text[root + 1 : root + deepest])
+            log_q = log_softmax(own)
+            for ahead in range(deepest):
+                want = log_p[root + ahead]
+                total[ahead] += (np.exp(want) * (want - log_q[ahead])).sum() / (2 * len(places))
+    weights = 0.8 ** np.arange(deepest)
+    got = jax.jit(dflash_loss)(head, target, jnp.asarray(tokens))
+    np.testing.assert_allclose(got, (weights * total).sum() / weights.sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dspark", [False, True])
+def test_there_and_back(dspark, tmp_path):
+    """The rules undo themselves: the tensors of the files are made of the head's weights."""
+    target, (_, want) = tiny_model("nemotron_h hybrid"), files(dspark)
+    head = st.load_dflash(saved(tmp_path / "head", dspark), target)
+    weights, found = flatten(nnx.to_pure_dict(nnx.state(head))), {}
+    for rule in rules_of(head.config):
+        if rule.target in weights:
+            sources = rule.transform.invert(np.asarray(weights[rule.target]))
+            found |= dict(zip(rule.sources, sources, strict=True))
+    assert want.keys() - found.keys() == ({*CONFIDENCE} if dspark else set())
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, want[name])
+
+
+def test_layers_of_files_are_mixers_and_mlps_here():
+    """Of a target whose layers are pairs: the second layer of files ends with the fourth here."""
+    config, _ = files(
+        num_target_layers=2, dflash_config=None, target_layer_ids=[0], mask_token_id=1
+    )
+    del config["dflash_config"]
+    target = tiny_model("nemotron_h hybrid")
+    assert read_config(Fields(Path("x"), config), target, False).inner_layers == (2,)
+
+
+CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+IDS = {"mask_token_id": 36}
+REFUSED = [
+    (False, dict(architectures=["DFlash2DraftModel"]), {}, "no DFlash head: its architectures are"),
+    (True, dict(architectures=["Gemma4DSparkModel"]), {}, "'Gemma4DSparkModel'. are not supported"),
+    (True, dict(markov_head_type="rnn"), {}, "markov_head_type is 'rnn', not one of .'vanilla'"),
+    (True, dict(markov_rank=0, markov_head_type="absent"), {}, "markov_head.markov_w1.weight"),
+    (False, dict(output_multiplier=2.0), {}, "output_multiplier = 2, elsewhere 1"),
+    (False, dict(attention_bias=True), {}, "biases in a head are not supported"),
+    (False, dict(is_causal=True), {}, "is_causal = True is not supported"),
+    (True, dict(is_causal=False), {}, "is_causal = False is not supported"),
+    (True, dict(sliding_window=None), {}, "sliding_window is missing"),
+    (False, dict(final_logit_softcapping=30.0), {}, "final_logit_softcapping = 30, elsewhere 0"),
+    (False, dict(draft_vocab_size=20), {}, "draft_vocab_size = 20, elsewhere 37"),
+    (False, dict(num_target_layers=3), {}, "num_target_layers = 3 does not fit the target's 4"),
+    (False, dict(dflash_config=IDS), {}, "target_layer_ids is missing"),
+    (False, dict(dflash_config=IDS | {"target_layer_ids": [3]}), {}, "layers from 0 to 2, got .3."),
+    (False, dict(dflash_config=IDS | {"target_layer_ids": [-1]}), {}, "from 0 to 2, got .-1."),
+    (False, dict(dflash_config=IDS | {"target_layer_ids": [2, 0]}), {}, "must be ascending"),
+    (
+        False,
+        dict(mask_token_id=37, dflash_config="absent", target_layer_ids=[0]),
+        {},
+        "from 0 to 36",
+    ),
+    (False, dict(block_size=1), {}, "block_size must be an integer, from 2"),
+    (False, dict(use_swa=True), {}, "use_swa"),
+    (False, dict(vocab=40), {}, "width 16 and tokens 40, and the target"),
+    (False, {}, {"fc.weight": None}, "fc.weight .* is missing"),
+    (False, {}, {"markov_head.markov_w1.weight": np.zeros((37, 6), np.float32)}, "markov_w1"),
+]
+
+
+@pytest.mark.parametrize(("dspark", "changes", "own", "message"), REFUSED)
+def test_files_that_are_refused(dspark, changes, own, message, tmp_path):
+    path, target = saved(tmp_path / "head", dspark, own, **changes), tiny_model("nemotron_h hybrid")
+    with pytest.raises(ValueError, match=message) as error:
+        st.load_dflash(path, target)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_refused(tmp_path):
+    target, drafter = parts("dflash").target, parts("dflash").drafter()
+    with pytest.raises(ValueError, match="a head of DFlash; load it with load_head"):
+        st.from_pretrained(saved(tmp_path / "head"))
+    with pytest.raises(ValueError, match="of depth 9 is too deep for DFlashModel, which drafts 8"):
+        st.generate(
+            target, [[1]], max_new_tokens=2, drafter=drafter, topology=st.TreeTopology.chain(9)
+        )
