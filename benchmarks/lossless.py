@@ -1,4 +1,4 @@
-"""Is text with drafts that of autoregressive decoding? Twelve families, thirteen ways of decoding.
+"""Is text with drafts that of autoregressive decoding? Fourteen families, thirteen ways of decoding.
 
 At temperature 0, and at temperature 1 with shared noise; in float32, bfloat16 and 8 bits, as models
 are loaded on this device. Besides drafters and trees there are logits processors with a state,
@@ -55,6 +55,7 @@ def _enlarged(config: st.ModelConfig, **changes: Any) -> st.ModelConfig:
     parts = dict(
         mamba2=with_sizes(config.mamba2, head_dim=16, state_size=16, chunk_size=16),
         gated_delta=with_sizes(config.gated_delta, head_dim=16, state_size=16, chunk_size=16),
+        short_conv=with_sizes(config.short_conv, num_channels=64),
         attention=with_sizes(attention, head_dim=16, rotary_dim=rotary),
         moe=with_sizes(moe, hidden_size=32, latent_size=latent, shared_size=32),
     )
@@ -86,6 +87,8 @@ FAMILIES = {
     "Zamba2": _enlarged(HYBRIDS["zamba2"]),
     "Qwen3.5": _enlarged(HYBRIDS["qwen3_5"]),
     "Qwen3-Next": _enlarged(HYBRIDS["qwen3_next"]),
+    "LFM2": _enlarged(HYBRIDS["lfm2"]),
+    "LFM2-MoE": _enlarged(HYBRIDS["lfm2_moe"]),
 }
 
 TYPES = ("float32", "bfloat16", "int8")

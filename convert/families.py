@@ -13,7 +13,7 @@ from stree_jax.checkpoint import is_native
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import folder_of, has_file, read_json
 from stree_jax.checks import check_names
-from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, qwen, zamba2
+from stree_jax.convert import bamba, granite, lfm2, mamba_in_llama, nemotron_h, pure, qwen, zamba2
 from stree_jax.convert.adapter import ADAPTER
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
@@ -71,6 +71,8 @@ FAMILIES = {
     "bamba": Family(bamba.read_bamba, bamba.write_bamba),
     "falcon_h1": Family(bamba.read_falcon_h1, bamba.write_falcon_h1),
     "granitemoehybrid": Family(granite.read_granite, granite.write_granite),
+    "lfm2": Family(lfm2.read_lfm2, lfm2.write_lfm2),
+    "lfm2_moe": Family(lfm2.read_lfm2_moe, lfm2.write_lfm2_moe),
     "nemotron_h": Family(
         nemotron_h.read_nemotron_h,
         nemotron_h.write_nemotron_h,
@@ -110,6 +112,7 @@ _REFUSED = {
         "bailing_hybrid",
         "glm5_next",
     ),
+    "norms after each part, a gate for each head and RoPE by layer": ("lfm3",),
     "RG-LRU layers, not Mamba-2": ("recurrent_gemma",),
     "a speech model; its text model alone has no use": ("nemotron3_5_transcribe", "nemo_speechlm"),
 }

@@ -171,6 +171,7 @@ def in_pairs(
     *,
     mlp_norm: str,
     final_norm: str,
+    mixer_norm: str = "input_layernorm",
     norm: Transform = AS_IS,
 ) -> list[Rule]:
     """Models with Llama's names, whose source layers are a mixer and an MLP.
@@ -180,7 +181,7 @@ def in_pairs(
     rules: list[Rule] = []
     for block, layer in enumerate(config.layers):
         source, target = f"model.layers.{block // 2}", f"blocks.{block}"
-        name = mlp_norm if block % 2 else "input_layernorm"
+        name = mlp_norm if block % 2 else mixer_norm
         rules.append(Rule(f"{source}.{name}.weight", f"{target}.norm_scale", norm))
         rules += within(own(layer), source, f"{target}.mixer")
     return [

@@ -57,6 +57,10 @@ def logits(model, tokens):
             out = out + _attention(layer.attention, w["attention"], u)
         elif kind == "gated_delta":
             out = _gated_delta(layer, w, u)
+        elif kind == "short_conv":
+            b, c, x = np.split(_linear(w["in_proj"], u), 3, axis=1)
+            y = causal_conv(b * x, w["conv_weight"].T[:, None], w.get("conv_bias", 0.0))
+            out = _linear(w["out_proj"], c * y)
         else:
             out = _mixer(layer, w, u)
         hidden, extra = hidden + config.residual_multiplier * out, 0.0
@@ -108,7 +112,7 @@ def _moe(c, w, token):
         chosen = np.argsort(-np.concatenate(groups))[: c.num_active]
         weights = scores[chosen]
         if c.normalise:
-            weights = weights / weights.sum()
+            weights = weights / (weights.sum() + c.norm_eps)
         weights = weights * c.scale
     x = token if c.latent_size is None else _linear(w["latent_in"], token)
     y = 0.0

@@ -51,7 +51,7 @@ from stree_jax.models.layer import (
 )
 from stree_jax.models.layers import (
     CONV_WIDTH_BITS,
-    causal_conv1d,
+    conv_sequence,
     conv_state_after,
     conv_weight,
     linear,
@@ -350,7 +350,7 @@ class AttentionMixer(nnx.Module):
         qkv, conv_state = projected.qkv, cache.conv
         if conv_state is not None:
             conv_input = jnp.where(valid[..., None], qkv, 0)
-            qkv = causal_conv1d(conv_input, conv_state, *self._conv())
+            qkv = conv_sequence(self, conv_input, conv_state)
             conv_state = conv_state_after(conv_state, conv_input, lengths)
         steps, layout = jnp.arange(u.shape[1], dtype=jnp.int32)[None], self._layout
         everywhere = jnp.broadcast_to(steps, valid.shape)
@@ -397,7 +397,7 @@ class AttentionMixer(nnx.Module):
             if replay is not None:
                 conv_state = self._replay_conv(conv_state, replay.pending, replay.conv_gather_index)
             qkv = tree_conv1d(
-                conv_input, conv_state, *self._conv(), window, implementation=self.implementation
+                conv_input, conv_state, *self.conv(), window, implementation=self.implementation
             )
         depth, mask = (each[:, -u.shape[1] :] for each in (tree.depth, tree.ancestor_mask))
         prefix = None if prefix_pending is None else prefix_pending.kv
@@ -496,5 +496,6 @@ class AttentionMixer(nnx.Module):
             y = jnp.concatenate([y, projected.branch], axis=-1)
         return scaled(row_parallel(self.out_proj, y, self.shard), self.config.output_multiplier)
 
-    def _conv(self) -> tuple[Array, Array]:
+    def conv(self) -> tuple[Array, Array]:
+        """Weight and bias of the convolution."""
         return self.conv_weight[...], self.conv_bias[...]

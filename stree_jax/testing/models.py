@@ -21,6 +21,7 @@ from stree_jax.models import (
     MoeConfig,
     RopeScaling,
     SharedConfig,
+    ShortConvConfig,
 )
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
@@ -65,6 +66,7 @@ _SMALL = dataclasses.replace(
 )
 _DELTA = GatedDeltaConfig(num_heads=4, head_dim=8, num_groups=2, state_size=12, chunk_size=8)
 _ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
+_NORMED = dataclasses.replace(_ATTENTION, rotary_dim=8, qk_norm_eps=1e-5)
 
 
 def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
@@ -75,6 +77,7 @@ def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
         layers=layers,
         mamba2=_MAMBA2,
         gated_delta=_DELTA,
+        short_conv=ShortConvConfig(16),
         attention=_ATTENTION,
         mlp=MlpConfig(24),
         tie_embeddings=False,
@@ -185,6 +188,13 @@ HYBRIDS: dict[str, ModelConfig] = {
         ),
         norm_eps=1e-6,
         norm_float32=True,
+    ),
+    "lfm2": _hybrid(("short_conv", "mlp", "attention", "mlp"), attention=_NORMED),
+    "lfm2_moe": _hybrid(
+        ("short_conv", "mlp", "attention", "moe"),
+        short_conv=ShortConvConfig(16, conv_width=4, bias=True),
+        attention=_NORMED,
+        moe=MoeConfig(4, 2, 12, router="sigmoid", norm_eps=1e-6, scale=1.5),
     ),
 }
 # Layers of one kind that differ in size: windows of attention, heads, states and experts.

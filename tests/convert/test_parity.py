@@ -63,7 +63,7 @@ def test_transformers_there_and_back(name, tmp_path):
     want = checkpoints.hf_logits(hf, TOKENS)
     model = st.from_pretrained(tmp_path / "hf")
     assert_close(apply(model, TOKENS), want)
-    if name == model_type or model_type.startswith("qwen3"):
+    if name == model_type or model_type.startswith(("qwen3", "lfm2")):
         assert_decodes_alike(model, want)
 
     convert(tmp_path / "hf", tmp_path / "native")

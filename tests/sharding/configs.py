@@ -3,7 +3,14 @@
 import dataclasses
 
 from stree_jax import ModelConfig
-from stree_jax.models import AttentionConfig, GatedDeltaConfig, Mamba2Config, MlpConfig, MoeConfig
+from stree_jax.models import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    Mamba2Config,
+    MlpConfig,
+    MoeConfig,
+    ShortConvConfig,
+)
 from stree_jax.testing import HYBRIDS
 
 _MAMBA2 = Mamba2Config(num_heads=8, head_dim=8, state_size=8, chunk_size=8)
@@ -136,5 +143,11 @@ CONFIGS = {
             num_experts=4, num_active=2, hidden_size=128, shared_size=8, shared_gate=True
         ),
         norm_float32=True,
+    ),
+    "lfm2": _model(
+        *("short_conv", "mlp", "attention", "mlp"),
+        short_conv=ShortConvConfig(16, bias=True),
+        attention=dataclasses.replace(_ATTENTION, qk_norm_eps=1e-5),
+        mlp=MlpConfig(24),
     ),
 }
