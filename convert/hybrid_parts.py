@@ -8,7 +8,7 @@ from typing import Any
 from stree_jax.convert.description import Description, limits, mixer_of, tied_head
 from stree_jax.convert.fields import TRANSFORMERS, Fields
 from stree_jax.convert.rules import Ignored, Rule
-from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, RopeScaling
+from stree_jax.models import AttentionConfig, LayerConfig, Mamba2Config, MlpConfig, RopeScaling
 from stree_jax.models.config import ModelConfig
 
 # Layer kinds in the vocabularies of transformers 4 and 5.
@@ -212,6 +212,12 @@ def attention_of(config: ModelConfig) -> AttentionConfig:
     if config.attention is None:
         raise ValueError(f"layers = {config.kinds} have no attention")
     return config.attention
+
+
+def first(config: ModelConfig, kind: type[LayerConfig]) -> Any:
+    """The first layer of a class, where they may differ; else a ValueError."""
+    found = [layer for layer in config.layers if isinstance(layer, kind)]
+    return found[0] if found else required(config, kind.kind)
 
 
 def required(config: ModelConfig, kind: str) -> Any:

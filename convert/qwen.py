@@ -44,7 +44,7 @@ def read_qwen3_next(source: Source) -> Description:
     fields = source.fields
     kinds = _kinds(fields, 48)
     mlp = MlpConfig(fields.integer("intermediate_size", 5632))
-    experts = _experts(fields, 512, 10)
+    experts = moe_config(fields, 512, 10)
     dense = {*fields.indices("mlp_only_layers", len(kinds))}
     step = fields.integer("decoder_sparse_step", 1)
     after = [mlp if i in dense or (i + 1) % step else experts for i in range(len(kinds))]
@@ -63,7 +63,7 @@ def read_qwen3_5_moe(source: Source) -> Description:
     """`Qwen3_5MoeTextConfig`: experts."""
     fields = source.fields
     kinds = _kinds(fields, 40)
-    experts = _experts(fields, 256, 8)
+    experts = moe_config(fields, 256, 8)
     dense = fields.indices("mlp_only_layers", len(kinds))
     fields.check(not dense, f"mlp_only_layers = {dense!s:.80} with experts in all layers")
     fields.ignore("no layer has an MLP", "intermediate_size")
@@ -80,7 +80,20 @@ def _kinds(fields: Fields, num_layers: int) -> tuple[str, ...]:
     return tuple("gated_delta" if (i + 1) % every else "attention" for i in range(num_layers))
 
 
-def _experts(fields: Fields, count: int, active: int) -> MoeConfig:
+def delta_config(fields: Fields, **more: Any) -> GatedDeltaConfig:
+    """The delta layers; `more` are fields of `GatedDeltaConfig`."""
+    return GatedDeltaConfig(
+        num_heads=fields.integer("linear_num_value_heads", 32),
+        head_dim=fields.integer("linear_value_head_dim", 128),
+        num_groups=fields.integer("linear_num_key_heads", 16),
+        state_size=fields.integer("linear_key_head_dim", 128),
+        conv_width=fields.integer("linear_conv_kernel_dim", 4),
+        **more,
+    )
+
+
+def moe_config(fields: Fields, count: int, active: int) -> MoeConfig:
+    """Experts, and one that all tokens use."""
     fields.check(
         fields.flag("norm_topk_prob", True),
         "norm_topk_prob = false is not supported: no release has it",
@@ -106,14 +119,7 @@ def _read(
     d_model = fields.integer("hidden_size", d_model)
     norm_eps = fields.positive("rms_norm_eps", 1e-6)
     attention = _attention(fields, norm_eps, kv_heads=4 if family == "qwen3_5" else 2)
-    delta = GatedDeltaConfig(
-        num_heads=fields.integer("linear_num_value_heads", 32),
-        head_dim=fields.integer("linear_value_head_dim", 128),
-        num_groups=fields.integer("linear_num_key_heads", 16),
-        state_size=fields.integer("linear_key_head_dim", 128),
-        conv_width=fields.integer("linear_conv_kernel_dim", 4),
-        norm_eps=norm_eps,
-    )
+    delta = delta_config(fields, norm_eps=norm_eps)
     fields.choice("hidden_act", "silu", hybrid.SILU)
     for name in ("layer_scale", "use_sliding_window"):
         fields.check(not fields.flag(name, False), f"{name} = true is not supported")
@@ -194,35 +200,45 @@ def layer_rules(layer: LayerConfig, *, by_group: bool, merged: bool) -> list[Rul
     """
     match layer:
         case GatedDeltaConfig():
-            return within(_delta(layer, by_group=by_group), "linear_attn")
+            names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+            names = ("in_proj_qkvz", "in_proj_ba") if by_group else names
+            return within(delta(layer, names), "linear_attn")
         case AttentionConfig():
             return within(_gated_attention(layer), "self_attn")
         case MlpConfig():
             return within(split_mlp(layer), "mlp")
         case MoeConfig():
-            return within(_moe(layer, merged=merged), "mlp")
+            return within(experts(layer, merged=merged), "mlp")
     raise ValueError(f"Qwen3.5 has no layers {layer.kind!r}")
 
 
-def _delta(layer: GatedDeltaConfig, *, by_group: bool) -> list[Rule]:
-    """A delta layer, whose columns are b, z, v, k, q, a here."""
+def delta(
+    layer: GatedDeltaConfig, names: Sequence[str], convs: Sequence[tuple[str, int]] = ()
+) -> list[Rule]:
+    """A delta layer, whose columns are b, z, v, k, q, a here.
+
+    `names` are its input projections; q, k, v, z, b, a stand in this order in one, in four with q,
+    k, v in the first, or alone; in two by key head. `convs` are its convolutions and their sizes.
+    """
     heads, groups = layer.num_heads, layer.num_groups
     keys, values = groups * layer.state_size, heads * layer.head_dim
-    names: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
-    sizes: tuple[int, ...] = (2 * keys + 2 * values, 2 * heads)
-    if not by_group:
-        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        sizes = (2 * keys + values, values, heads, heads)
+    own = (keys, keys, values, values, heads, heads)
+    sizes: Sequence[int] = {
+        1: (sum(own),),
+        2: (2 * keys + 2 * values, 2 * heads),
+        4: (sum(own[:3]), *own[3:]),
+        6: own,
+    }[len(names)]
+    convs = convs or [("conv1d", sum(own[:3]))]
 
     def columns() -> np.ndarray:
-        if by_group:
+        if len(names) == 2:
             of_group = np.arange(sizes[0]).reshape(groups, -1)
-            own = (layer.state_size, layer.state_size, values // groups)
-            q, k, v, z = np.split(of_group, np.cumsum(own), axis=1)
+            in_group = (layer.state_size, layer.state_size, values // groups)
+            q, k, v, z = np.split(of_group, np.cumsum(in_group), axis=1)
             b, a = np.split(sizes[0] + np.arange(sizes[1]).reshape(groups, -1), 2, axis=1)
         else:
-            ends = np.cumsum([keys, keys, values, values, heads])
-            q, k, v, z, b, a = np.split(np.arange(sum(sizes)), ends)
+            q, k, v, z, b, a = np.split(np.arange(sum(sizes)), np.cumsum(own[:-1]))
         return np.concatenate([part.reshape(-1) for part in (b, z, v, k, q, a)])
 
     def channels() -> np.ndarray:
@@ -231,7 +247,11 @@ def _delta(layer: GatedDeltaConfig, *, by_group: bool) -> list[Rule]:
 
     return [
         Rule(tuple(f"{name}.weight" for name in names), "in_proj.kernel", gathered(sizes, columns)),
-        Rule("conv1d.weight", "conv_weight", conv_gathered(channels)),
+        Rule(
+            tuple(f"{name}.weight" for name, _ in convs),
+            "conv_weight",
+            conv_gathered([size for _, size in convs], channels),
+        ),
         Rule("A_log", "A_log"),
         Rule("dt_bias", "dt_bias"),
         Rule("norm.weight", "norm_scale"),
@@ -258,11 +278,11 @@ def _gated_attention(layer: AttentionConfig) -> list[Rule]:
     return [*projections, *norms, *linear("o_proj", "out_proj")]
 
 
-def _moe(layer: MoeConfig, *, merged: bool) -> list[Rule]:
+def experts(layer: MoeConfig, *, merged: bool) -> list[Rule]:
     """Experts, and one that all tokens use."""
     count = layer.num_experts
     if merged:
-        experts = [
+        own = [
             Rule("experts.gate_up_proj", "experts_in", EACH_TRANSPOSED),
             Rule("experts.down_proj", "experts_out", EACH_TRANSPOSED),
         ]
@@ -271,13 +291,13 @@ def _moe(layer: MoeConfig, *, merged: bool) -> list[Rule]:
             tuple(f"experts.{i}.{name}_proj.weight" for i in range(count))
             for name in ("gate", "up", "down")
         )
-        experts = [
+        own = [
             Rule((*gate, *up), "experts_in", stacked_pairs(count)),
             Rule(down, "experts_out", stacked(count)),
         ]
     shared = MlpConfig(layer.shared_size)
     return [
-        *experts,
+        *own,
         Rule("gate.weight", "router", TRANSPOSED),
         Rule("shared_expert_gate.weight", "shared_gate", TRANSPOSED),
         *within(split_mlp(shared), "shared_expert", "shared"),
@@ -289,7 +309,7 @@ def write_qwen3_next(config: ModelConfig, dtype: str) -> dict[str, Any]:
     after = config.layers[1::2]
     dense = [i for i, layer in enumerate(after) if isinstance(layer, MlpConfig)]
     values = _values(config, dtype, "qwen3_next", "Qwen3NextForCausalLM")
-    values |= _moe_values(config) | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+    values |= moe_values(config) | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     values["norm_topk_prob"] = True
     return values | (_mlp_values(config) if dense else {"intermediate_size": 5632})
 
@@ -302,14 +322,15 @@ def write_qwen3_5(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def write_qwen3_5_moe(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`Qwen3_5MoeTextConfig`."""
     name, architecture = "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"
-    return _values(config, dtype, name, architecture) | _moe_values(config)
+    return _values(config, dtype, name, architecture) | moe_values(config)
 
 
 def _mlp_values(config: ModelConfig) -> dict[str, Any]:
     return {"intermediate_size": hybrid.required(config, "mlp").hidden_size}
 
 
-def _moe_values(config: ModelConfig) -> dict[str, Any]:
+def moe_values(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `moe_config`."""
     experts = hybrid.required(config, "moe")
     return {
         "num_experts": experts.num_experts,
@@ -320,21 +341,36 @@ def _moe_values(config: ModelConfig) -> dict[str, Any]:
 
 
 def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:
-    """The fields that the families share."""
-    attention, delta = hybrid.attention_of(config), hybrid.required(config, "gated_delta")
+    """The fields that the families of Qwen share."""
+    attention = hybrid.attention_of(config)
+    share = attention.rotary_dim / attention.head_dim
+    rope = hybrid.rope_values(attention, partial_rotary_factor=share)
+    return values(config, attention, dtype, name, architecture) | rope
+
+
+def values(
+    config: ModelConfig, attention: AttentionConfig, dtype: str, name: str, architecture: str
+) -> dict[str, Any]:
+    """The fields that all families with delta layers share, with this one of their attentions."""
+    delta = hybrid.required(config, "gated_delta")
+    kinds = [
+        "sliding_attention"
+        if getattr(layer, "window", None)
+        else _NAMES.get(layer.kind, layer.kind)
+        for layer in config.layers[::2]
+    ]
     return (
         hf_values(config, dtype, name, architecture)
-        | hybrid.attention_values(config)
-        | hybrid.rope_values(
-            attention, partial_rotary_factor=attention.rotary_dim / attention.head_dim
-        )
+        | hybrid.head_values(attention)
+        | hybrid.rope_values(attention)
         | hybrid.max_length_values(config)
         | {
+            "attention_bias": attention.qkv_bias,
             "head_dim": attention.head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": config.norm_eps,
-            "num_hidden_layers": len(config.layers) // 2,
-            "layer_types": [_NAMES.get(kind, kind) for kind in config.kinds[::2]],
+            "num_hidden_layers": len(kinds),
+            "layer_types": kinds,
             "linear_num_value_heads": delta.num_heads,
             "linear_value_head_dim": delta.head_dim,
             "linear_num_key_heads": delta.num_groups,

@@ -60,10 +60,6 @@ class ShortConvConfig(LayerConfig):
         require_integer(self, "num_channels", 1)
         require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
 
-    @property
-    def conv_widths(self) -> tuple[int, ...]:
-        return (self.conv_width,)
-
     def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "ShortConvMixer":
         return ShortConvMixer(self, d_model, **options)
 

@@ -67,9 +67,12 @@ _SMALL = dataclasses.replace(
 _DELTA = GatedDeltaConfig(num_heads=4, head_dim=8, num_groups=2, state_size=12, chunk_size=8)
 _ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
 _NORMED = dataclasses.replace(_ATTENTION, rotary_dim=8, qk_norm_eps=1e-5)
+_UNROTATED = dataclasses.replace(_NORMED, rotary_dim=0)
+_SPANNING = dataclasses.replace(_UNROTATED, qk_norm_spans=True, norm_after=True)
+_OLMO = dataclasses.replace(_DELTA, beta_scale=2.0, norm_eps=1e-5)
 
 
-def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
+def _hybrid(layers: tuple[Any, ...], **parts: Any) -> ModelConfig:
     """A small hybrid with untied embeddings."""
     shape: dict[str, Any] = dict(
         vocab_size=37,
@@ -188,6 +191,17 @@ HYBRIDS: dict[str, ModelConfig] = {
         ),
         norm_eps=1e-6,
         norm_float32=True,
+    ),
+    "olmo_hybrid": ModelConfig(
+        vocab_size=37,
+        d_model=16,
+        layers=(_OLMO, MlpConfig(24), _SPANNING, MlpConfig(24, norm_after=True)),
+        tie_embeddings=False,
+        residual_float32=False,
+    ),
+    "lara": _hybrid(
+        (_DELTA, "moe", dataclasses.replace(_NORMED, window=3), "moe", _UNROTATED, "moe"),
+        moe=MoeConfig(num_experts=4, num_active=2, hidden_size=12, shared_size=10),
     ),
     "lfm2": _hybrid(("short_conv", "mlp", "attention", "mlp"), attention=_NORMED),
     "lfm2_moe": _hybrid(

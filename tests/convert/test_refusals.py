@@ -43,7 +43,17 @@ OF_TRANSFORMERS = [
     ("mamba", {}, "'mamba': Mamba-1 layers"),
     ("jamba", {}, "'jamba': Mamba-1 layers"),
     ("qwen4_exp", {}, "'qwen4_exp': gated delta layers between hyper-connections"),
-    ("olmo_hybrid", {}, "'olmo_hybrid': gated delta layers beside attention with norms after it"),
+    *(
+        ("olmo_hybrid", {"rope_parameters": {"rope_theta": None}} | fields, says)
+        for fields, says in (
+            ({"rope_parameters": None}, "must have rope_theta: a number, or null for no RoPE"),
+            ({}, "layer_types is missing"),
+            ({"layer_types": ["sliding_attention"]}, "unknown kinds .*sliding"),
+            ({"linear_num_key_heads": 5}, "num_groups = 5 does not divide"),
+        )
+    ),
+    ("lara_mini", {"layer_types": ["conv"]}, "has unknown kinds .*conv"),
+    ("lara_mini", {"norm_topk_prob": False}, "norm_topk_prob = false is not supported"),
     ("kimi_linear", {}, "'kimi_linear': delta attention with a decay for each channel"),
     ("qwen3_5", {}, "needs a table text_config"),
     (
