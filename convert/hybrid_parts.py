@@ -5,10 +5,10 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from stree_jax.convert.description import Description, limits, mixer_of, tied_head
+from stree_jax.convert.description import Description, limits, required, tied_head
 from stree_jax.convert.fields import TRANSFORMERS, Fields
 from stree_jax.convert.rules import Ignored, Rule
-from stree_jax.models import AttentionConfig, LayerConfig, Mamba2Config, MlpConfig, RopeScaling
+from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, RopeScaling
 from stree_jax.models.config import ModelConfig
 
 # Layer kinds in the vocabularies of transformers 4 and 5.
@@ -66,7 +66,7 @@ def read_mixer(
 
 def mixer_values(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `read_mixer`."""
-    m = mixer_of(config)
+    m = required(config, "mamba2")
     return {
         "mamba_n_heads": m.num_heads,
         "mamba_d_head": m.head_dim,
@@ -107,7 +107,7 @@ def head_values(attention: AttentionConfig) -> dict[str, Any]:
 
 def attention_values(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `read_attention`, except for `head_dim`."""
-    a = attention_of(config)
+    a = required(config, "attention")
     return head_values(a) | {"attention_bias": a.qkv_bias}
 
 
@@ -205,27 +205,6 @@ def reciprocal(value: float) -> float:
     """The reciprocal of `value`, rounded to 9 digits if that inverts exactly."""
     short = float(f"{1 / value:.9g}")
     return short if 1 / short == value else 1 / value
-
-
-def attention_of(config: ModelConfig) -> AttentionConfig:
-    """The attention of a family that always has it; else a ValueError."""
-    if config.attention is None:
-        raise ValueError(f"layers = {config.kinds} have no attention")
-    return config.attention
-
-
-def first(config: ModelConfig, kind: type[LayerConfig]) -> Any:
-    """The first layer of a class, where they may differ; else a ValueError."""
-    found = [layer for layer in config.layers if isinstance(layer, kind)]
-    return found[0] if found else required(config, kind.kind)
-
-
-def required(config: ModelConfig, kind: str) -> Any:
-    """The config of a kind of layer that the family always has; else a ValueError."""
-    part = getattr(config, kind)
-    if part is None:
-        raise ValueError(f"it has no layer {kind!r}, only {sorted(set(config.kinds))}")
-    return part
 
 
 def described(

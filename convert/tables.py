@@ -183,8 +183,7 @@ def in_pairs(
     rules: list[Rule] = []
     for block, layer in enumerate(config.layers):
         source, target = f"model.layers.{block // 2}", f"blocks.{block}"
-        names = after if layer.norm_after else (mixer_norm, mlp_norm)
-        name = names[block % 2]
+        name = (after if layer.norm_after else (mixer_norm, mlp_norm))[block % 2]
         rules.append(Rule(f"{source}.{name}.weight", f"{target}.norm_scale", norm))
         rules += within(own(layer), source, f"{target}.mixer")
     return [

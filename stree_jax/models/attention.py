@@ -479,8 +479,8 @@ class AttentionMixer(nnx.Module):
 
     def normed(self, qkv: Float[Array, "B T _"], num_heads: int) -> Float[Array, "B T _"]:
         """Queries of so many heads, keys and values, with norms of the queries and keys."""
-        c = self.config
-        if c.qk_norm_eps is None:
+        c, epsilon = self.config, self.config.qk_norm_eps
+        if epsilon is None:
             return qkv
         kernel = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
         first, end = num_heads * c.head_dim, (num_heads + c.num_kv_heads) * c.head_dim
@@ -488,9 +488,9 @@ class AttentionMixer(nnx.Module):
 
         def norm(x: Array, scale: nnx.Param) -> Array:
             if c.qk_norm_spans and self.shard.shards > 1:
-                return spanning_norm(x, scale, c.qk_norm_eps, self.shard).astype(x.dtype)
+                return spanning_norm(x, scale, epsilon, self.shard).astype(x.dtype)
             heads = x.reshape(*x.shape[:-1], -1, scale.shape[-1])
-            heads = rms_norm(heads, scale[...], epsilon=c.qk_norm_eps, implementation=kernel)
+            heads = rms_norm(heads, scale[...], epsilon=epsilon, implementation=kernel)
             return heads.astype(x.dtype).reshape(x.shape)
 
         normed = norm(query, self.q_norm_scale), norm(keys, self.k_norm_scale)

@@ -70,8 +70,10 @@ class ResidualStream:
             return
         if block.norm_after:
             assert block.norm_scale is not None
-            own = dict(epsilon=self._config.norm_eps, implementation=self._implementation)
-            output = rms_norm(output, block.norm_scale[...], **own).astype(output.dtype)
+            assert not isinstance(output, DeferredRMSNorm)
+            scale, epsilon, own = block.norm_scale[...], self._config.norm_eps, self._implementation
+            normed = rms_norm(output, scale, epsilon=epsilon, implementation=own)
+            output = normed.astype(output.dtype)
         self._output, self._extra = output, None
 
     def hidden(self) -> Array:

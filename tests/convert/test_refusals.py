@@ -89,7 +89,7 @@ OF_TRANSFORMERS = [
             ({"conv_L_cache": 1}, "conv_width must be an integer, at least 2; got 1"),
             ({"block_ffn_dim_multiplier": -1.0}, "block_ffn_dim_multiplier must be a number above"),
             ({"block_ffn_dim_multiplier": 1e290}, "hidden_size must be an integer"),
-            ({"attention_bias": True}, r"unknown fields .'attention_bias'"),
+            ({"novel": 1}, r"unknown fields .'novel'"),
         )
     ),
     ("lfm2_moe", {"layer_types": ["conv"], "use_expert_bias": False}, "use_expert_bias = false is"),
