@@ -96,14 +96,12 @@ def read_falcon_h1(source: Source) -> Description:
         key_multiplier=fields.number("key_multiplier", 1.0),
         output_multiplier=fields.number("attention_out_multiplier", 1.0),
     )
-    theta, scaling, table = fields.rope()
-    table.finish()
     gate, down = fields.numbers("mlp_multipliers", 2)
     num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
     config = ModelConfig(
         layers=("parallel", "mlp") * num_layers,
         mamba2=mamba2,
-        attention=hybrid.with_rope(attention, attention.head_dim, theta, scaling),
+        attention=hybrid.rotated(fields, attention),
         mlp=hybrid.read_mlp(fields, gate_multiplier=gate, output_multiplier=down),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         logits_multiplier=fields.number("lm_head_multiplier", 1.0),

@@ -120,6 +120,13 @@ def with_rope(
     )
 
 
+def rotated(fields: Fields, attention: AttentionConfig, theta: float = 1e4) -> AttentionConfig:
+    """The same attention with RoPE on all channels, as the fields say; `theta` is a default."""
+    theta, scaling, table = fields.rope(theta)
+    table.finish()
+    return with_rope(attention, attention.head_dim, theta, scaling)
+
+
 def rope_values(attention: AttentionConfig, **more: Any) -> dict[str, Any]:
     """RoPE in the format of transformers 5; `more` are further entries."""
     scaling = attention.rope_scaling

@@ -69,15 +69,16 @@ def read_lfm2_moe(source: Source) -> Description:
 def _read(
     family: str, fields: Fields, kinds: Iterable[str], after: Iterable[LayerConfig]
 ) -> Description:
-    d_model, norm_eps = fields.integer("hidden_size", 2048), fields.positive("norm_eps", 1e-5)
+    d_model = fields.integer("hidden_size", 2560 if family == "lfm2" else 2048)
+    norm_eps = fields.positive("norm_eps", 1e-5)
+    fields.values.setdefault("num_key_value_heads", 8)
     attention = hybrid.read_attention(fields, d_model, qk_norm_eps=norm_eps)
-    theta, scaling, table = fields.rope(1e6)
-    table.finish()
-    attention = hybrid.with_rope(attention, attention.head_dim, theta, scaling)
+    attention = hybrid.rotated(fields, attention, 1e6)
     width, bias = fields.integer("conv_L_cache", 3), fields.flag("conv_bias", False)
     conv = ShortConvConfig(d_model, width, bias)
     again = dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), d_model)  # in older files
-    again |= {"num_heads": attention.num_heads, "block_norm_eps": norm_eps, "theta": theta}
+    again |= {"num_heads": attention.num_heads, "theta": attention.rope_theta}
+    again["block_norm_eps"] = norm_eps
     for name, value in again.items():
         fields.same(name, value)
     for name in ("block_use_swiglu", "use_pos_enc"):

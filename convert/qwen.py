@@ -93,7 +93,7 @@ def read_olmo_hybrid(source: Source) -> Description:
     if rope["rope_theta"] is None:
         fields.ignore("there is no RoPE", "rope_parameters")
     else:
-        attention = _rotated(fields, attention)
+        attention = hybrid.rotated(fields, attention)
     mlp = MlpConfig(fields.integer("intermediate_size", 11008))
     scale = 1.0 + fields.flag("linear_allow_neg_eigval", True)
     # transformers' norm of the outputs of delta layers has an epsilon of its own.
@@ -104,7 +104,7 @@ def read_olmo_hybrid(source: Source) -> Description:
     if any(t.shape[0] != keys for name, t in tensors.items() if name.endswith("q_conv1d.weight")):
         each = -(-sum(convs) // 3)  # transformers saves equal parts
         convs = [each, each, sum(convs) - 2 * each]
-    by_name = [(f"{name}_conv1d", size) for name, size in zip("qkv", convs, strict=True)]
+    by_name = {f"{name}_conv1d": size for name, size in zip("qkv", convs, strict=True)}
     own = renamed(_delta(linear, _PROJECTIONS, by_name), lambda name: _OWN.get(name, name))
     # transformers saves the norm of attention under the name of another norm.
     is_saved = tensors and not any("post_attention_layernorm" in name for name in tensors)
@@ -121,7 +121,7 @@ def read_lara_mini(source: Source) -> Description:
     fields = source.fields
     d_model, norm_eps = fields.integer("hidden_size", 1024), fields.positive("rms_norm_eps", 1e-6)
     attention = hybrid.read_attention(fields, d_model, qk_norm_eps=norm_eps)
-    local = replace(_rotated(fields, attention), window=fields.integer("sliding_window", 512))
+    local = replace(hybrid.rotated(fields, attention), window=fields.integer("sliding_window", 512))
     experts = replace(_moe_config(fields, 128, 4), shared_gate=False)
     linear = _delta_config(fields, norm_eps=norm_eps)
     mixers = {"linear_attention": linear, "sliding_attention": local, "full_attention": attention}
@@ -129,12 +129,6 @@ def read_lara_mini(source: Source) -> Description:
     pairs = {kind: (mixer, experts) for kind, mixer in mixers.items()}
     norm = "post_attention_layernorm"
     return _read_pairs("lara_mini", fields, d_model, pairs, own, mlp_norm=norm)
-
-
-def _rotated(fields: Fields, attention: AttentionConfig) -> AttentionConfig:
-    theta, scaling, table = fields.rope()
-    table.finish()
-    return hybrid.with_rope(attention, attention.head_dim, theta, scaling)
 
 
 def _read_pairs(
@@ -312,7 +306,7 @@ def layer_rules(layer: LayerConfig, *, by_group: bool, merged: bool) -> list[Rul
 
 
 def _delta(
-    layer: GatedDeltaConfig, names: Sequence[str], convs: Sequence[tuple[str, int]] = ()
+    layer: GatedDeltaConfig, names: Sequence[str], convs: Mapping[str, int] | None = None
 ) -> list[Rule]:
     """A delta layer, whose columns are b, z, v, k, q, a here.
 
@@ -322,13 +316,10 @@ def _delta(
     heads, groups = layer.num_heads, layer.num_groups
     keys, values = groups * layer.state_size, heads * layer.head_dim
     own = (keys, keys, values, values, heads, heads)
-    sizes: Sequence[int] = {
-        1: (sum(own),),
-        2: (2 * keys + 2 * values, 2 * heads),
-        4: (sum(own[:3]), *own[3:]),
-        6: own,
-    }[len(names)]
-    convs = convs or [("conv1d", sum(own[:3]))]
+    in_two = (2 * keys + 2 * values, 2 * heads)
+    of = {1: (sum(own),), 2: in_two, 4: (sum(own[:3]), *own[3:]), 6: own}
+    sizes: Sequence[int] = of[len(names)]
+    convs = convs or {"conv1d": sum(own[:3])}
 
     def columns() -> np.ndarray:
         if len(names) == 2:
@@ -344,13 +335,10 @@ def _delta(
         q, k, v = np.split(np.arange(2 * keys + values), [keys, 2 * keys])
         return np.concatenate([v, k, q])
 
+    convolved = conv_gathered([*convs.values()], channels)
     return [
         Rule(tuple(f"{name}.weight" for name in names), "in_proj.kernel", gathered(sizes, columns)),
-        Rule(
-            tuple(f"{name}.weight" for name, _ in convs),
-            "conv_weight",
-            conv_gathered([size for _, size in convs], channels),
-        ),
+        Rule(tuple(f"{name}.weight" for name in convs), "conv_weight", convolved),
         Rule("A_log", "A_log"),
         Rule("dt_bias", "dt_bias"),
         Rule("norm.weight", "norm_scale"),

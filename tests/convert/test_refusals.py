@@ -55,6 +55,8 @@ OF_TRANSFORMERS = [
     ("lara_mini", {"layer_types": ["conv"]}, "has unknown kinds .*conv"),
     ("lara_mini", {"norm_topk_prob": False}, "norm_topk_prob = false is not supported"),
     ("kimi_linear", {}, "'kimi_linear': delta attention with a decay for each channel"),
+    ("bailing_hybrid", {}, "linear attention beside latent attention"),
+    ("minimax", {}, "'minimax': lightning attention, whose residual is the normed input"),
     ("qwen3_5", {}, "needs a table text_config"),
     (
         "qwen3_5_moe",
@@ -88,7 +90,7 @@ OF_TRANSFORMERS = [
             ({"block_use_swiglu": False}, "block_use_swiglu = false is not supported"),
             ({"conv_L_cache": 1}, "conv_width must be an integer, at least 2; got 1"),
             ({"block_ffn_dim_multiplier": -1.0}, "block_ffn_dim_multiplier must be a number above"),
-            ({"block_ffn_dim_multiplier": 1e290}, "hidden_size must be an integer"),
+            ({"block_ffn_dim_multiplier": 1e290}, r"hidden_size must be below 2\*\*31"),
             ({"novel": 1}, r"unknown fields .'novel'"),
         )
     ),
