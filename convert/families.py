@@ -110,10 +110,7 @@ _REFUSED = {
     "gated delta layers between hyper-connections and sparse attention": ("qwen4_exp",),
     "delta attention with a decay for each channel of a key": ("kimi_linear", "glm5_next"),
     "lightning attention, whose residual is the normed input, with a sigmoid gate": ("minimax",),
-    "lightning or delta attention beside latent attention": (
-        "bailing_hybrid",
-        "bailing_moe_linear",
-    ),
+    "linear attention beside latent attention": ("bailing_hybrid", "bailing_moe_linear"),
     "norms after each part, a gate for each head and RoPE by layer": ("lfm3",),
     "RG-LRU layers, not Mamba-2": ("recurrent_gemma",),
     "a speech model; its text model alone has no use": ("nemotron3_5_transcribe", "nemo_speechlm"),
