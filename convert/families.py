@@ -13,7 +13,7 @@ from stree_jax.checkpoint import is_native
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import folder_of, has_file, read_json
 from stree_jax.checks import check_names
-from stree_jax.convert import bamba, granite, mamba_in_llama, nemotron_h, pure, qwen, zamba2
+from stree_jax.convert import bamba, granite, lfm2, mamba_in_llama, nemotron_h, pure, qwen, zamba2
 from stree_jax.convert.adapter import ADAPTER
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
@@ -71,6 +71,8 @@ FAMILIES = {
     "bamba": Family(bamba.read_bamba, bamba.write_bamba),
     "falcon_h1": Family(bamba.read_falcon_h1, bamba.write_falcon_h1),
     "granitemoehybrid": Family(granite.read_granite, granite.write_granite),
+    "lfm2": Family(lfm2.read_lfm2, lfm2.write_lfm2),
+    "lfm2_moe": Family(lfm2.read_lfm2_moe, lfm2.write_lfm2_moe),
     "nemotron_h": Family(
         nemotron_h.read_nemotron_h,
         nemotron_h.write_nemotron_h,
@@ -81,6 +83,8 @@ FAMILIES = {
     "qwen3_next": Family(qwen.read_qwen3_next, qwen.write_qwen3_next, head=_MTP),
     "qwen3_5_text": Family(qwen.read_qwen3_5, qwen.write_qwen3_5, head=_MTP),
     "qwen3_5_moe_text": Family(qwen.read_qwen3_5_moe, qwen.write_qwen3_5_moe, head=_MTP),
+    "olmo_hybrid": Family(qwen.read_olmo_hybrid, qwen.write_olmo_hybrid),
+    "lara_mini": Family(qwen.read_lara_mini, qwen.write_lara_mini),
     "zamba2": Family(zamba2.read_zamba2, zamba2.write_zamba2, quirk="hf_dt_floor"),
     "mamba_in_llama": Family(
         mamba_in_llama.read_mamba_in_llama,
@@ -104,12 +108,10 @@ FAMILIES = {
 _REFUSED = {
     "Mamba-1 layers, whose state has no heads": ("mamba", "falcon_mamba", "jamba", "zamba"),
     "gated delta layers between hyper-connections and sparse attention": ("qwen4_exp",),
-    "gated delta layers beside attention with norms after it": ("olmo_hybrid",),
-    "delta attention with a decay for each channel of a key": (
-        "kimi_linear",
-        "bailing_hybrid",
-        "glm5_next",
-    ),
+    "delta attention with a decay for each channel of a key": ("kimi_linear", "glm5_next"),
+    "lightning attention, whose residual is the normed input, with a sigmoid gate": ("minimax",),
+    "linear attention beside latent attention": ("bailing_hybrid", "bailing_moe_linear"),
+    "norms after each part, a gate for each head and RoPE by layer": ("lfm3",),
     "RG-LRU layers, not Mamba-2": ("recurrent_gemma",),
     "a speech model; its text model alone has no use": ("nemotron3_5_transcribe", "nemo_speechlm"),
 }

@@ -157,9 +157,11 @@ class Fields:
         self._must(is_good, name, f"be a list of layers below {num_layers}", value)
         return tuple(value)
 
-    def rope(self, *, plain: bool = False) -> tuple[float, RopeScaling | None, "Fields"]:
+    def rope(
+        self, theta: float = 10000.0, *, plain: bool = False
+    ) -> tuple[float, RopeScaling | None, "Fields"]:
         """The base and, unless `plain`, the scaling of RoPE; and the rest of its table."""
-        theta = self.number("rope_theta", 10000.0)
+        theta = self.number("rope_theta", theta)
         self.null("rope_parameters", "rope_scaling")
         self.alias(rope_parameters="rope_scaling")
         table = self.table("rope_parameters")

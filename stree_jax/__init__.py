@@ -70,6 +70,7 @@ from stree_jax.models import (
     ParallelConfig,
     RopeScaling,
     SharedConfig,
+    ShortConvConfig,
 )
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
@@ -150,6 +151,7 @@ __all__ = [
     "Sampling",
     "Scheduler",
     "SharedConfig",
+    "ShortConvConfig",
     "SpeculativeDecoder",
     "Step",
     "TextStream",

@@ -87,13 +87,16 @@ def tree_conv1d(
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation = {activation!r} is not one of {ACTIVATIONS}")
-    reason = pallas_triton.unsupported(inputs.shape[-1], weight.shape[0])
+    width, channels = weight.shape
+    reason = pallas_triton.unsupported(channels, width)
+    own = native.unsupported(inputs, width, channels=channels)
     return dispatch.run(
         "tree_conv1d",
-        {"xla": xla, "pallas": pallas_triton},
+        {"xla": xla, "pallas": pallas_triton, "native": native},
         (inputs, conv_state, weight, bias, conv_gather_index),
         requested=implementation,
-        unsupported={"pallas": reason},
+        unsupported={"pallas": reason, "native": own},
+        xla_derivatives=("native",),
         activation=activation,
     )
 
@@ -155,7 +158,10 @@ def tree_conv1d_layer(
         {"xla": xla, "pallas": pallas_triton, "native": native},
         arguments,
         requested=implementation,
-        unsupported={"pallas": reason, "native": native.unsupported(projected, layout, width)},
+        unsupported={
+            "pallas": reason,
+            "native": native.unsupported_layer(projected, layout, width),
+        },
         xla_derivatives=("native",),
         scope="tree_conv1d",
         layout=layout,

@@ -1,4 +1,5 @@
-// Everything between a Mamba-2 layer's input projection and its scan, over a tree, on a CPU.
+// The convolution over a tree, alone and with all that is between a Mamba-2 layer's input projection
+// and its scan, on a CPU.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -13,10 +14,39 @@ namespace stree {
 namespace {
 
 constexpr int64_t kAlone = 16384;  // numbers that do not pay for a second thread
+constexpr int64_t kMostTaps = 16;
 
 // No numbers may have no address, which memcpy refuses.
 float* copied(float* to, const float* from, int64_t count) {
   return std::copy_n(from, count, to);
+}
+
+// The convolution of one node.
+struct Window {
+  const float* rows[kMostTaps];
+  int64_t taps, channels;
+  const float *weight, *bias;
+
+  // Finds the rows of a state and of inputs, as XLA's gather: rows outside are the nearest inside.
+  void find(const int32_t* index, const float* state, const float* inputs, int64_t nodes) {
+    for (int64_t k = 0; k < taps; ++k) {
+      const int64_t row = std::clamp<int64_t>(index[k], 0, taps - 1 + nodes - 1);
+      rows[k] = row < taps - 1 ? state + row * channels : inputs + (row - taps + 1) * channels;
+    }
+  }
+  STREE_INLINE Vec at(int64_t channel) const {
+    Vec value = bias ? load(bias + channel) : Vec{};
+    for (int64_t k = 0; k < taps; ++k)
+      value += load(rows[k] + channel) * load(weight + k * channels + channel);
+    return value;
+  }
+};
+
+// Calls run(task) for each task, on one thread if there are few numbers.
+template <typename Run>
+void for_nodes(ffi::ThreadPool& pool, int64_t tasks, int64_t channels, const Run& run) {
+  if (tasks * channels > kAlone) return for_each_task(pool, tasks, run);
+  for (int64_t task = 0; task < tasks; ++task) run(task);
 }
 
 // Columns [x | B | C | dt] from `first_column` on; channels [x | B | C].
@@ -51,26 +81,16 @@ void Layer::copy(int64_t b) const {
 }
 
 void Layer::node(int64_t b, int64_t q) const {
-  const int64_t state_rows = taps - 1;
-  const float* rows[16];
-  for (int64_t k = 0; k < taps; ++k) {
-    // As XLA's gather: rows outside are the nearest inside.
-    const int64_t last = state_rows + nodes() - 1;
-    const int64_t row = std::clamp<int64_t>(index[(b * queries + q) * taps + k], 0, last);
-    rows[k] = row < state_rows ? conv_state + (b * state_rows + row) * channels
-                               : conv_input + (b * nodes() + row - state_rows) * channels;
-  }
+  Window window{{}, taps, channels, weight, bias};
+  window.find(index + (b * queries + q) * taps, conv_state + b * (taps - 1) * channels,
+              conv_input + b * nodes() * channels, nodes());
   const int64_t i = b * nodes() + prefix + q;
   float* const parts[3] = {x + i * x_size, B + i * b_size, C + (b * queries + q) * c_size};
   const int64_t sizes[3] = {x_size, b_size, c_size};
   int64_t channel = 0;
   for (int part = 0; part < 3; ++part)
-    for (int64_t c = 0; c < sizes[part]; c += kLanes, channel += kLanes) {
-      Vec value = bias ? load(bias + channel) : Vec{};
-      for (int64_t k = 0; k < taps; ++k)
-        value += load(rows[k] + channel) * load(weight + k * channels + channel);
-      store(parts[part] + c, silu(value));
-    }
+    for (int64_t c = 0; c < sizes[part]; c += kLanes, channel += kLanes)
+      store(parts[part] + c, silu(window.at(channel)));
   const float* raw = projected + (b * queries + q) * columns + first_column + channels;
   for (int64_t h = 0; h < heads; h += kLanes) {
     const int64_t count = std::min<int64_t>(kLanes, heads - h);
@@ -99,7 +119,7 @@ ffi::Error TreeConv1dLayer(ffi::ThreadPool pool, F32 projected, F32 weight, F32 
   const int64_t taps = ws[0], channels = heads * size + 2 * groups * states, before = os[1];
   const bool has_replay = replay_index.element_count() != 0 || before != 0;
   const bool fits =
-      prefix >= 0 && taps >= 1 && taps <= 16 && first_column >= 0 &&
+      prefix >= 0 && taps >= 1 && taps <= kMostTaps && first_column >= 0 &&
       first_column + channels + heads <= ps[2] && (heads * size) % kLanes == 0 &&
       (groups * states) % kLanes == 0 && is(ws, {taps, channels}) &&
       (bias.element_count() == 0 || is(bias.dimensions(), {channels})) &&
@@ -152,12 +172,33 @@ ffi::Error TreeConv1dLayer(ffi::ThreadPool pool, F32 projected, F32 weight, F32 
   layer.conv_input = conv_input->typed_data(), layer.C = C->typed_data();
   layer.conv_state = conv_state->typed_data();
   for (int64_t b = 0; b < batch; ++b) layer.copy(b);
-  const auto run = [&](int64_t task) { layer.node(task / queries, task % queries); };
-  const int64_t tasks = batch * queries;
-  if (tasks * channels <= kAlone)
-    for (int64_t task = 0; task < tasks; ++task) run(task);
-  else
-    for_each_task(pool, tasks, run);
+  for_nodes(pool, batch * queries, channels,
+            [&](int64_t task) { layer.node(task / queries, task % queries); });
+  return ffi::Error::Success();
+}
+
+ffi::Error TreeConv1d(ffi::ThreadPool pool, F32 inputs, F32 state, F32 weight, F32 bias, S32 index,
+                      Result outputs, int64_t has_silu) {
+  const auto xs = inputs.dimensions(), ws = weight.dimensions(), ys = outputs->dimensions();
+  if (xs.size() != 3 || ws.size() != 2 || ys.size() != 3)
+    return ffi::Error::InvalidArgument("stree_jax tree_conv1d: shapes do not fit");
+  const int64_t batch = xs[0], nodes = xs[1], queries = ys[1], taps = ws[0], channels = ws[1];
+  const bool fits = taps >= 1 && taps <= kMostTaps && channels % kLanes == 0 && queries <= nodes &&
+                    is(xs, {batch, nodes, channels}) && is(ys, {batch, queries, channels}) &&
+                    is(state.dimensions(), {batch, taps - 1, channels}) &&
+                    (bias.element_count() == 0 || is(bias.dimensions(), {channels})) &&
+                    is(index.dimensions(), {batch, queries, taps});
+  if (!fits) return ffi::Error::InvalidArgument("stree_jax tree_conv1d: shapes do not fit");
+  for_nodes(pool, batch * queries, channels, [&](int64_t task) {
+    Window window{{}, taps, channels, weight.typed_data(),
+                  bias.element_count() ? bias.typed_data() : nullptr};
+    const int64_t b = task / queries;
+    window.find(index.typed_data() + task * taps, state.typed_data() + b * (taps - 1) * channels,
+                inputs.typed_data() + b * nodes * channels, nodes);
+    float* to = outputs->typed_data() + task * channels;
+    for (int64_t c = 0; c < channels; c += kLanes)
+      store(to + c, has_silu ? silu(window.at(c)) : window.at(c));
+  });
   return ffi::Error::Success();
 }
 
@@ -180,3 +221,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<ffi::Span<const float>>("multipliers")
         .Attr<float>("dt_low")
         .Attr<float>("dt_high"));
+
+extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_tree_conv1d(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    stree_jax_tree_conv1d, stree::TreeConv1d,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
+        .Arg<stree::S32>()
+        .Ret<stree::F32>()
+        .Attr<int64_t>("has_silu"));

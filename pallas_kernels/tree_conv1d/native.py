@@ -1,4 +1,4 @@
-"""`tree_conv1d_layer` by our own code, `native.cc`."""
+"""`tree_conv1d` and `tree_conv1d_layer` by our own code, `native.cc`."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,39 @@ from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 _MOST_TAPS = 16
 
 
-def unsupported(projected: jax.Array, layout: Mamba2Layout, width: int) -> str | None:
+def unsupported(inputs: jax.Array, width: int, **sizes: int) -> str | None:
+    """Why a convolution cannot run, or None."""
+    if width > _MOST_TAPS:
+        return f"convolutions are at most {_MOST_TAPS} wide"
+    return native.unsupported(inputs, **sizes)
+
+
+def unsupported_layer(projected: jax.Array, layout: Mamba2Layout, width: int) -> str | None:
     """Why a layer cannot run, or None."""
     if (layout.x_heads, layout.b_groups) != (layout.num_heads, layout.num_groups):
         return "heads of x or groups of B are repeated"
-    if width > _MOST_TAPS:
-        return f"convolutions are at most {_MOST_TAPS} wide"
     _, channels, states, *_ = layout.sizes
-    return native.unsupported(projected, channels=channels, states=states)
+    return unsupported(projected, width, channels=channels, states=states)
+
+
+def tree_conv1d(
+    inputs: jax.Array,
+    conv_state: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    conv_gather_index: jax.Array,
+    *,
+    activation: str | None,
+) -> jax.Array:
+    """See `api.tree_conv1d`."""
+    shape = (*conv_gather_index.shape[:2], inputs.shape[2])
+    floats = (conv_state, weight, jnp.zeros(0) if bias is None else bias)
+    return native.call(
+        *("tree_conv1d", jax.ShapeDtypeStruct(shape, jnp.float32), inputs),
+        *(array.astype(jnp.float32) for array in floats),
+        conv_gather_index.astype(jnp.int32),
+        has_silu=int(activation == "silu"),
+    )
 
 
 def tree_conv1d_layer(

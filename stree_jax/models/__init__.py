@@ -13,6 +13,7 @@ from stree_jax.models.mlp import MlpConfig
 from stree_jax.models.moe import MoeConfig
 from stree_jax.models.parallel import ParallelConfig
 from stree_jax.models.shared import SharedConfig
+from stree_jax.models.short_conv import ShortConvConfig
 
 __all__ = [
     "AttentionConfig",
@@ -26,6 +27,7 @@ __all__ = [
     "ParallelConfig",
     "RopeScaling",
     "SharedConfig",
+    "ShortConvConfig",
     "TargetHead",
     "build_config",
     "check_model",

@@ -22,7 +22,7 @@ from stree_jax.models.parallel import ParallelConfig as ParallelConfig  # regist
 from stree_jax.models.presets import PRESETS
 
 # Arguments of `ModelConfig`: the configs of layers that are given by their kind.
-PARTS = ("mamba2", "gated_delta", "attention", "mlp", "moe", "shared")
+PARTS = ("mamba2", "gated_delta", "short_conv", "attention", "mlp", "moe", "shared")
 _MAX_LAYERS = 8192  # a damaged or hostile file may claim any number
 _MAX_WIDTH = 2**31 - 1
 _MOST_SHARDS = 256  # suggested by error messages
@@ -58,9 +58,9 @@ class ModelConfig:
             otherwise. None means no limit.
 
     Args:
-        mamba2, attention, mlp, moe, shared, gated_delta: the configs of layers that are given by
-            their kind. With "parallel" layers both Mamba-2's and attention's; with "shared" ones
-            attention's and the MLP's too.
+        mamba2, attention, mlp, moe, shared, gated_delta, short_conv: the configs of layers that are
+            given by their kind. With "parallel" layers both Mamba-2's and attention's; with
+            "shared" ones attention's and the MLP's too.
 
     Raises:
         ValueError: a bad value, an unknown kind, or a kind without its configs.
@@ -91,10 +91,11 @@ class ModelConfig:
         moe: Any = None,
         shared: Any = None,
         gated_delta: Any = None,
+        short_conv: Any = None,
         **fields: Any,
     ):
         parts = dict(mamba2=mamba2, attention=attention, mlp=mlp, moe=moe, shared=shared)
-        parts["gated_delta"] = gated_delta
+        parts |= dict(gated_delta=gated_delta, short_conv=short_conv)
         known = {field.name: field.default for field in dataclasses.fields(self)}
         if strange := fields.keys() - known:
             raise TypeError(f"ModelConfig() got an unexpected keyword argument {min(strange)!r}")
@@ -136,6 +137,10 @@ class ModelConfig:
         )
         for layer, below in zip(self.layers, (*self.layers[1:], None), strict=True):
             layer.check_next(below)
+            require(
+                not any(part.norm_after for part in layer.parts.values()),
+                f"norm_after is for layers, not for parts of a {layer.kind!r} layer",
+            )
         require(
             len({layer for layer in self.layers if layer.is_shared}) <= 1,
             "'shared' layers of one model have one config, since they share their blocks",
@@ -151,8 +156,7 @@ class ModelConfig:
         """The configs that occur, in the order of their first layers."""
         return tuple(dict.fromkeys(self.layers))
 
-    mamba2, gated_delta, attention = map(_of_all, ("mamba2", "gated_delta", "attention"))
-    mlp, moe, shared = map(_of_all, ("mlp", "moe", "shared"))
+    mamba2, gated_delta, short_conv, attention, mlp, moe, shared = map(_of_all, PARTS)
 
     def _only(self, name: str) -> Any:
         parts = [({layer.kind: layer} | layer.parts).get(name) for layer in self.distinct_layers]

@@ -1,6 +1,7 @@
 """Linear layers, and convolutions that mixers share."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels import tree_conv1d
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths
 from stree_jax.mesh.partition import Part
 from stree_jax.models.matrices import Matrix
@@ -69,6 +71,14 @@ def row_parallel(
     return projection.biased(output)  # once, not by each shard
 
 
+def spanning_norm(x: Array, scale: nnx.Param, epsilon: float, shard: Part) -> Array:
+    """The norm of rows over the channels of all shards, in float32; it is another collective."""
+    value = x.astype(jnp.float32)
+    mean_square = shard.total(jnp.mean(jnp.square(value), axis=-1, keepdims=True)) / shard.shards
+    value = value * lax.rsqrt(mean_square + epsilon)
+    return value * lax.broadcast_to_rank(scale[...].astype(jnp.float32), x.ndim)
+
+
 def conv_weight(width: int, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
     """New weights of a depthwise convolution over tokens, as torch draws them."""
     bound = width**-0.5
@@ -101,6 +111,22 @@ def causal_conv1d(
     for k in range(width):  # in the order of `tree_conv1d`
         output = output + context[:, k : k + length] * taps[k]
     return output.astype(inputs.dtype)
+
+
+def conv_sequence(
+    mixer: Any, inputs: Float[Array, "B T C"], conv_state: Float[Array, "B J C"]
+) -> Float[Array, "B T C"]:
+    """A sequence after the convolution of a mixer, which has no activation.
+
+    A packed model runs the op of trees: a token has the same outputs, to the bit.
+    """
+    weight, bias = mixer.conv()
+    if not mixer.in_proj.kernel.storage.is_packed:
+        return causal_conv1d(inputs, conv_state, weight, bias)
+    index = sequence_gather_index(inputs, len(weight))
+    return tree_conv1d(
+        *(inputs, conv_state, weight, bias, index), implementation=mixer.implementation
+    )
 
 
 def sequence_gather_index(inputs: Float[Array, "B T M"], width: int) -> Int[Array, "B T K"]:

@@ -1,4 +1,4 @@
-"""A mixture of experts as a layer (Granite, Nemotron-H)."""
+"""A mixture of experts as a layer (Granite, Nemotron-H, LFM2)."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -36,6 +36,7 @@ class MoeConfig(LayerConfig):
         num_router_groups, num_active_groups: number of equal groups of experts, and groups per
             token: those whose two best scores have the largest sums ("sigmoid" only).
         normalise: whether a token's weights sum to 1 before `scale` ("sigmoid" only).
+        norm_eps: added to the sum that they are divided by.
         scale: factor of the experts' sum.
         latent_size: width of the latent space of the experts (Nemotron-H); None: none.
         shared_size: channels of the expert that all tokens use; 0: none.
@@ -50,6 +51,7 @@ class MoeConfig(LayerConfig):
     num_router_groups: int = 1
     num_active_groups: int = 1
     normalise: bool = True
+    norm_eps: float = 1e-20
     scale: float = 1.0
     latent_size: int | None = None
     shared_size: int = 0
@@ -68,6 +70,7 @@ class MoeConfig(LayerConfig):
         require_activation(self)
         routers = ("softmax", "sigmoid")
         require(self.router in routers, f"router must be one of {routers}, got {self.router!r:.80}")
+        require(self.norm_eps >= 0, f"norm_eps must be at least 0, got {self.norm_eps}")
         require(
             self.router == "sigmoid" or (self.num_router_groups == 1 and self.scale == 1.0),
             "router groups and a scale belong to router = 'sigmoid'",
@@ -229,5 +232,5 @@ class MixtureOfExperts(Pointwise):
         _, chosen = lax.top_k(preference, c.num_active)
         weights = jnp.take_along_axis(scores, chosen, axis=1)
         if c.normalise:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + c.norm_eps)
         return weights * c.scale, chosen

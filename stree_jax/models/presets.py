@@ -13,6 +13,7 @@ from stree_jax.models.mamba2 import Mamba2Config
 from stree_jax.models.mlp import MlpConfig
 from stree_jax.models.moe import MoeConfig
 from stree_jax.models.shared import SharedConfig
+from stree_jax.models.short_conv import ShortConvConfig
 
 # Fields of `ModelConfig`, which imports this table.
 Preset = dict[str, Any]
@@ -195,6 +196,31 @@ def _qwen_experts(num_experts: int, num_active: int) -> MoeConfig:
     )
 
 
+def _lfm2(
+    d_model: int, num_layers: int, attention_layers: Collection[int], mlp: int, **options: Any
+) -> Preset:
+    """Liquid AI's LFM2; the first two layers have an MLP, the others experts if there are any."""
+    after = ["moe" if "moe" in options and i >= 2 else "mlp" for i in range(num_layers)]
+    mixers = ("attention" if i in attention_layers else "short_conv" for i in range(num_layers))
+    return dict(
+        vocab_size=65536,
+        d_model=d_model,
+        layers=tuple(kind for pair in zip(mixers, after, strict=True) for kind in pair),
+        short_conv=ShortConvConfig(d_model),
+        attention=AttentionConfig(
+            num_heads=d_model // 64,
+            num_kv_heads=8,
+            head_dim=64,
+            rotary_dim=64,
+            rope_theta=1e6,
+            qk_norm_eps=1e-5,
+        ),
+        mlp=MlpConfig(mlp),
+        residual_float32=False,
+        **options,
+    )
+
+
 PRESETS: dict[str, Preset] = {
     "mamba2-130m": _mamba2(768, 24),
     "mamba2-370m": _mamba2(1024, 48),
@@ -293,5 +319,17 @@ PRESETS: dict[str, Preset] = {
         heads=16,
         kv_heads=2,
         vocab_size=151936,
+    ),
+    "LFM2-350M": _lfm2(1024, 16, (2, 5, 8, 10, 12, 14), 4608),
+    "LFM2-1.2B": _lfm2(2048, 16, (2, 5, 8, 10, 12, 14), 8192),
+    "LFM2-2.6B": _lfm2(2048, 30, (2, 5, 9, 13, 17, 21, 24, 27), 10752),
+    "LFM2-8B-A1B": _lfm2(
+        2048,
+        24,
+        (2, 6, 10, 14, 18, 21),
+        7168,
+        moe=MoeConfig(
+            num_experts=32, num_active=4, hidden_size=1792, router="sigmoid", norm_eps=1e-6
+        ),
     ),
 }

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tree_conv1d
+from pallas_kernels import native, tree_conv1d
 from pallas_kernels.tree_conv1d import reference
 from tests.cases import base, tree_scan
 from tests.cases.base import Budget, Op, relative_error
@@ -43,4 +43,11 @@ def budgets(case):
     return {"output": Budget(base.OUTPUT[case.bf16])}
 
 
-TREE_CONV1D = Op({name: tree_scan.CASES[name] for name in SETTINGS}, errors, budgets)
+def lacks(case, implementation):
+    channels = case.heads * case.head_dim + 2 * case.groups * case.state
+    is_odd = implementation == "native" and channels % native.LANES != 0
+    return is_odd or base.native_lacks_bf16(case, implementation)
+
+
+CASES = {name: tree_scan.CASES[name] for name in SETTINGS}
+TREE_CONV1D = Op(CASES, errors, budgets, base.WITH_NATIVE, lacks=lacks)

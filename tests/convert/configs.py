@@ -145,6 +145,38 @@ QWEN3_5_27B = qwen3_5("qwen3_5", 64, **_sizes(5120, 48, 24, 4, 17408))
 _OF_EXPERTS = dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512)
 _OF_EXPERTS |= dict(shared_expert_intermediate_size=512)
 QWEN3_5_35B = qwen3_5("qwen3_5_moe", 40, **_sizes(2048, 32, 16, 2), **_OF_EXPERTS)
+# Sizes as ports of these models quote them; no published file was opened.
+_LFM2 = COMMON | json.loads("""{
+  "conv_L_cache": 3, "conv_bias": false, "eos_token_id": 7, "max_position_embeddings": 128000,
+  "norm_eps": 1e-05, "num_key_value_heads": 8, "rope_theta": 1000000.0, "vocab_size": 65536
+}""")
+LFM2_350M = _LFM2 | json.loads("""{
+  "model_type": "lfm2", "block_auto_adjust_ff_dim": true, "block_dim": 1024, "block_ff_dim": 6656,
+  "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256,
+  "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "block_use_swiglu": true,
+  "block_use_xavier_init": true, "conv_dim": 1024, "conv_dim_out": 1024, "conv_use_xavier_init":
+  true, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 1024, "num_attention_heads": 16,
+  "num_heads": 16, "num_hidden_layers": 16, "use_pos_enc": true
+}""")
+LFM2_2B = LFM2_350M | json.loads("""{
+  "block_auto_adjust_ff_dim": false, "block_dim": 2048, "block_ff_dim": 10752, "conv_dim": 2048,
+  "conv_dim_out": 2048, "full_attn_idxs": [2, 5, 9, 13, 17, 21, 24, 27], "hidden_size": 2048,
+  "intermediate_size": 10752, "num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 30,
+  "theta": 1000000.0, "tie_embedding": true
+}""")
+LFM2_1B = LFM2_2B | json.loads("""{
+  "block_auto_adjust_ff_dim": true, "block_ff_dim": 12288, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+  "num_hidden_layers": 16
+}""")
+LFM2_8B = _LFM2 | json.loads("""{
+  "model_type": "lfm2_moe", "hidden_size": 2048, "intermediate_size": 7168,
+  "moe_intermediate_size": 1792, "norm_topk_prob": true, "num_attention_heads": 32,
+  "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+  "routed_scaling_factor": 1.0, "use_expert_bias": true
+}""")
+LFM2_8B["layer_types"] = [
+    "full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)
+]
 MAMBA2ATTN = json.loads("""{
   "d_model": 2560, "d_intermediate": 0, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {"layer":
   "Mamba2"}, "attn_layer_idx": [9, 18, 27, 36, 45, 56], "attn_cfg": {"causal": true, "d_conv": 4,
@@ -298,6 +330,7 @@ _DELTA = (
 )
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
 _EXPERTS |= dict(moe_intermediate_size=24, shared_expert_intermediate_size=20)
+_SHORT_CONV = _HYBRID | dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
 # A small model of each model_type of transformers: arguments of its config.
 TRANSFORMERS = dict(
     mamba2=_MODEL
@@ -319,6 +352,15 @@ TRANSFORMERS = dict(
     qwen3_next=_DELTA | _EXPERTS,
     qwen3_5_text=_DELTA | dict(intermediate_size=48),
     qwen3_5_moe_text=_DELTA | _EXPERTS,
+    olmo_hybrid=_DELTA
+    | dict(head_dim=8, intermediate_size=48, rope_parameters=dict(rope_theta=None)),
+    lara_mini=_DELTA
+    | _EXPERTS
+    | dict(num_hidden_layers=3, sliding_window=5, tie_word_embeddings=True)
+    | dict(layer_types=["linear_attention", "sliding_attention", "full_attention"]),
+    lfm2=_SHORT_CONV | dict(block_multiple_of=16),
+    lfm2_moe=_SHORT_CONV
+    | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, num_dense_layers=1),
 )
 # A multimodal wrapper of one of them.
 QWEN_WRAPPER = dict(
@@ -377,4 +419,14 @@ TRANSFORMERS_CONFIGS = {
     )
     | dict(rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)),
     "qwen3_5_moe_text": {},
+    "olmo_hybrid": {},
+    "olmo_hybrid, rope, biases, beta below 1": dict(
+        attention_bias=True, linear_allow_neg_eigval=False, rms_norm_eps=1e-3
+    )
+    | dict(rope_parameters=dict(rope_theta=500.0), linear_key_head_dim=24, linear_num_key_heads=2),
+    "lara_mini": {},
+    "lfm2, biases, another width, an adjusted size": dict(
+        conv_bias=True, conv_L_cache=4, block_ffn_dim_multiplier=1.3, tie_word_embeddings=True
+    ),
+    "lfm2_moe": dict(routed_scaling_factor=1.5, norm_eps=1e-3),
 }

@@ -30,6 +30,8 @@ FAMILIES = {
     | {"text_config": None},
     "qwen3_next": configs.QWEN3_NEXT | {"num_hidden_layers": 4},
     "qwen3_5": configs.QWEN3_5_27B,
+    "lfm2": configs.LFM2_2B | {"layer_types": None},
+    "lfm2_moe": configs.LFM2_8B,
     "zamba2": configs.ZAMBA2_2B | {"lora_rank": None},
     "mamba_in_llama": configs.MAMBA_IN_LLAMA_8B[0],
     "codestral": {"dim": 64, "n_layers": 1, "vocab_size": 48, "n_heads": None},
@@ -94,6 +96,7 @@ MEANINGS = {
     "nemotron_h": {"num_key_value_heads": "=num_attention_heads", "moe_latent_size": ...},
     "qwen3_next": {"layer_types": ..., "mlp_only_layers": []},
     "qwen3_5": {"layer_types": ...},
+    "lfm2": {"layer_types": ...},
     "zamba2": {"num_key_value_heads": "=num_attention_heads", "intermediate_size": 4 * 2560}
     | {"time_step_limit": ...},
     "mamba_in_llama": {"num_key_value_heads": "=num_attention_heads", "head_dim": ...},

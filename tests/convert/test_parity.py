@@ -63,12 +63,13 @@ def test_transformers_there_and_back(name, tmp_path):
     want = checkpoints.hf_logits(hf, TOKENS)
     model = st.from_pretrained(tmp_path / "hf")
     assert_close(apply(model, TOKENS), want)
-    if name == model_type or model_type.startswith("qwen3"):
+    if name == model_type or model_type.startswith(("qwen3", "lfm2")):
         assert_decodes_alike(model, want)
 
     convert(tmp_path / "hf", tmp_path / "native")
     convert(tmp_path / "native", tmp_path / "back", to=model_type)
-    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+    if model_type != "olmo_hybrid":  # transformers saves a norm under the name of another
+        assert_same_tensors(tmp_path / "hf", tmp_path / "back")
     copy = checkpoints.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     np.testing.assert_array_equal(checkpoints.hf_logits(copy, TOKENS), want)
 

@@ -56,6 +56,10 @@ def shape(config):
         ((configs.QWEN3_5_08B,), "Qwen3.5-0.8B"),
         ((configs.QWEN3_5_27B,), "Qwen3.5-27B"),
         ((configs.QWEN3_5_35B,), "Qwen3.5-35B-A3B"),
+        ((configs.LFM2_350M,), "LFM2-350M"),
+        ((configs.LFM2_1B,), "LFM2-1.2B"),
+        ((configs.LFM2_2B,), "LFM2-2.6B"),
+        ((configs.LFM2_8B,), "LFM2-8B-A1B"),
     ],
 )
 def test_the_preset_says_the_same(files, preset, tmp_path):
@@ -71,6 +75,8 @@ def test_the_preset_says_the_same(files, preset, tmp_path):
         (configs.MAMBA2ATTN, 2.7e9),
         (configs.QWEN3_5_08B, 0.75e9),
         (configs.QWEN3_5_35B, 34.7e9),
+        (configs.LFM2_350M, 0.354e9),
+        (configs.LFM2_8B, 8.34e9),
     ],
 )
 def test_the_number_of_parameters(values, num_parameters, tmp_path):

@@ -92,6 +92,8 @@ CASES = [
     ("mamba2attn hybrid", "tree_attention", seen_by_the_next),
     ("mamba2attn hybrid", "tree_attention_layer", exchanged),
     ("mamba2attn hybrid", "tree_attention_layer", seen_by_the_next),
+    ("lfm2 hybrid", "tree_conv1d", exchanged),
+    ("lfm2 hybrid", "tree_conv1d", seen_by_the_next),
     ("granite_moe hybrid", "expert_mlps", exchanged),
     ("qwen3_5 hybrid", "gated_rms_norm", exchanged),
     ("qwen3_5 hybrid", "replay_delta", one_short),

@@ -271,6 +271,15 @@ Call tree_conv1d_layer(Draw& s) {
            {"dt_low", 0.0f}, {"dt_high", 9.0f}}};
 }
 
+Call tree_conv1d(Draw& s) {
+  const int64_t b = s.of({0, 1, 3}), n = s.of({0, 1, 4, 9}), q = s.of({0, n / 2, n});
+  const int64_t channels = 16 * s.of({0, 1, 3}), taps = s.of({1, 2, 3, 16});
+  return {{s.f({b, n, channels}), s.f({b, taps - 1, channels}), s.f({taps, channels}),
+           s.of({0, 1}) ? s.f({channels}) : none(), s.whole(-3, taps + n + 2, {b, q, taps})},
+          {out({b, q, channels})},
+          {{"has_silu", s.of({0, 1})}}};
+}
+
 Call tree_deltas(Draw& s, bool replays) {
   const int64_t b = s.of({0, 1, 2, 3}), g = s.of({1, 2}), n = s.of({0, 1, 2, 7, 20});
   const int64_t states = 16 * s.of({0, 1, 2}), h = g * s.of({0, 1, 3});
@@ -301,7 +310,7 @@ Call delta_chunks(Draw& s) {
   each(matmul) each(rows) each(rms_norm) each(add_rms_norm) each(gated_rms_norm)            \
   each(weighted_sum) each(log_softmax) each(tree_scan) each(replay_tree_scan)               \
   each(tree_delta) each(replay_tree_delta) each(delta_chunks) each(tree_attention)          \
-  each(tree_conv1d_layer) each(largest_threshold)
+  each(tree_conv1d) each(tree_conv1d_layer) each(largest_threshold)
 
 }  // namespace
 

@@ -3,7 +3,14 @@
 import dataclasses
 
 from stree_jax import ModelConfig
-from stree_jax.models import AttentionConfig, GatedDeltaConfig, Mamba2Config, MlpConfig, MoeConfig
+from stree_jax.models import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    Mamba2Config,
+    MlpConfig,
+    MoeConfig,
+    ShortConvConfig,
+)
 from stree_jax.testing import HYBRIDS
 
 _MAMBA2 = Mamba2Config(num_heads=8, head_dim=8, state_size=8, chunk_size=8)
@@ -136,5 +143,19 @@ CONFIGS = {
             num_experts=4, num_active=2, hidden_size=128, shared_size=8, shared_gate=True
         ),
         norm_float32=True,
+    ),
+    # Norms over the heads of all shards, and norms of outputs.
+    "olmo_hybrid": _model(
+        *(_gated_delta(beta_scale=2.0), MlpConfig(24)),
+        dataclasses.replace(
+            _ATTENTION, num_kv_heads=4, qk_norm_eps=1e-6, qk_norm_spans=True, norm_after=True
+        ),
+        MlpConfig(24, norm_after=True),
+    ),
+    "lfm2": _model(
+        *("short_conv", "mlp", "attention", "mlp"),
+        short_conv=ShortConvConfig(16, bias=True),
+        attention=dataclasses.replace(_ATTENTION, qk_norm_eps=1e-5),
+        mlp=MlpConfig(24),
     ),
 }

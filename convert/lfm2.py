@@ -1,0 +1,162 @@
+"""LFM2 and LFM2.5: transformers' `Lfm2Config` and `Lfm2MoeConfig`.
+
+Gated short convolutions and attention with norms of queries and keys, each with an MLP or experts
+behind it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from stree_jax.convert import hybrid_parts as hybrid
+from stree_jax.convert.description import Description, Source, hf_values, required
+from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.rules import CONV, TRANSPOSED, Rule, stacked, stacked_pairs
+from stree_jax.convert.tables import concatenated, in_pairs, linear, within
+from stree_jax.models import AttentionConfig, LayerConfig, MlpConfig, MoeConfig, ShortConvConfig
+from stree_jax.models.config import ModelConfig
+
+_KINDS = {"conv": "short_conv", "full_attention": "attention"}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_NORMS = {"mixer_norm": "operator_norm", "mlp_norm": "ffn_norm", "final_norm": "embedding_norm"}
+_OF_TRAINING = (
+    *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init"),
+    *("conv_use_xavier_init", "initializer_range"),
+)
+
+
+def read_lfm2(source: Source) -> Description:
+    """`Lfm2Config`: MLPs, whose size the config may say before an adjustment."""
+    fields = source.fields
+    num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
+    fields.null("layer_types")
+    if fields.has("layer_types"):
+        kinds = fields.layer_kinds("layer_types", _KINDS, num_layers)
+        fields.ignore("layer_types says it", "full_attn_idxs")
+    else:
+        fields.take("full_attn_idxs")  # one of them must be there
+        own = fields.indices("full_attn_idxs", num_layers)
+        kinds = tuple("attention" if i in own else "short_conv" for i in range(num_layers))
+    size = fields.integer("intermediate_size", 12288)
+    size = fields.integer("block_ff_dim", size)  # which transformers prefers
+    multiplier = fields.positive("block_ffn_dim_multiplier", 1.0)
+    multiple = fields.integer("block_multiple_of", 256)
+    if fields.flag("block_auto_adjust_ff_dim", True):
+        size = -int(multiplier * int(2 * size / 3)) // multiple * -multiple
+    return _read("lfm2", fields, kinds, [MlpConfig(size)] * num_layers)
+
+
+def read_lfm2_moe(source: Source) -> Description:
+    """`Lfm2MoeConfig`: experts, but MLPs in the first layers."""
+    fields = source.fields
+    kinds = fields.layer_kinds("layer_types", _KINDS)
+    fields.same("num_hidden_layers", len(kinds))
+    fields.check(fields.flag("use_expert_bias", True), "use_expert_bias = false is not supported")
+    experts = MoeConfig(
+        fields.integer("num_experts", 32),
+        fields.integer("num_experts_per_tok", 4),
+        fields.integer("moe_intermediate_size", 1792),
+        router="sigmoid",
+        normalise=fields.flag("norm_topk_prob", True),
+        norm_eps=1e-6,
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+    mlp = MlpConfig(fields.integer("intermediate_size", 7168))
+    dense = fields.integer("num_dense_layers", 2, least=0)
+    after = [mlp if i < dense else experts for i in range(len(kinds))]
+    return _read("lfm2_moe", fields, kinds, after)
+
+
+def _read(
+    family: str, fields: Fields, kinds: Iterable[str], after: Iterable[LayerConfig]
+) -> Description:
+    d_model = fields.integer("hidden_size", 2560 if family == "lfm2" else 2048)
+    norm_eps = fields.positive("norm_eps", 1e-5)
+    fields.values.setdefault("num_key_value_heads", 8)
+    attention = hybrid.read_attention(fields, d_model, qk_norm_eps=norm_eps)
+    attention = hybrid.rotated(fields, attention, 1e6)
+    width, bias = fields.integer("conv_L_cache", 3), fields.flag("conv_bias", False)
+    conv = ShortConvConfig(d_model, width, bias)
+    again = dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), d_model)  # in older files
+    again |= {"num_heads": attention.num_heads, "theta": attention.rope_theta}
+    again["block_norm_eps"] = norm_eps
+    for name, value in again.items():
+        fields.same(name, value)
+    for name in ("block_use_swiglu", "use_pos_enc"):
+        fields.check(fields.flag(name, True), f"{name} = false is not supported")
+    fields.ignore("used in training only", *_OF_TRAINING)
+    if fields.has("tie_embedding"):  # which transformers prefers, too
+        fields.values["tie_word_embeddings"] = fields.flag("tie_embedding", True)
+    mixers = {"short_conv": conv, "attention": attention}
+    layers = [part for kind, mlp in zip(kinds, after, strict=True) for part in (mixers[kind], mlp)]
+    sizes = hybrid.model_fields(fields, d_model, norm_eps=norm_eps, tied=True)
+    config = ModelConfig(layers=tuple(layers), max_length=hybrid.read_max_length(fields), **sizes)
+    rules = in_pairs(config, _rules, **_NORMS)
+    return hybrid.described(f"transformers {family}", fields, config, rules)
+
+
+def _rules(layer: LayerConfig) -> list[Rule]:
+    """The tensors of a layer by their names within it."""
+    match layer:
+        case ShortConvConfig():
+            conv = [Rule("conv.weight", "conv_weight", CONV), Rule("conv.bias", "conv_bias")]
+            projections = [*linear("in_proj", "in_proj"), *linear("out_proj", "out_proj")]
+            return within([*conv, *projections], "conv")
+        case AttentionConfig():
+            names = ("q_proj", "k_proj", "v_proj")
+            norms = [Rule(f"{name}_layernorm.weight", f"{name}_norm_scale") for name in "qk"]
+            table = concatenated(names, "in_proj", layer.projected_sizes)
+            return within([*table, *linear("out_proj", "out_proj"), *norms], "self_attn")
+        case MlpConfig():
+            table = concatenated(("w1", "w3"), "in_proj", (layer.hidden_size, layer.hidden_size))
+            return within([*table, *linear("w2", "out_proj")], "feed_forward")
+    assert isinstance(layer, MoeConfig)
+    gate, down, up = (
+        tuple(f"experts.{i}.{name}.weight" for i in range(layer.num_experts))
+        for name in ("w1", "w2", "w3")
+    )
+    experts = [
+        Rule((*gate, *up), "experts_in", stacked_pairs(layer.num_experts)),
+        Rule(down, "experts_out", stacked(layer.num_experts)),
+    ]
+    router = [Rule("gate.weight", "router", TRANSPOSED), Rule("expert_bias", "correction")]
+    return within([*experts, *router], "feed_forward")
+
+
+def write_lfm2(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`Lfm2Config`."""
+    values = _values(config, dtype, "lfm2", "Lfm2ForCausalLM")
+    values["intermediate_size"] = required(config, "mlp").hidden_size
+    return values | {"block_auto_adjust_ff_dim": False}
+
+
+def write_lfm2_moe(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`Lfm2MoeConfig`."""
+    moe, mlp = required(config, "moe"), config.mlp
+    return _values(config, dtype, "lfm2_moe", "Lfm2MoeForCausalLM") | {
+        "intermediate_size": 7168 if mlp is None else mlp.hidden_size,
+        "num_dense_layers": config.kinds.count("mlp"),
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.num_active,
+        "moe_intermediate_size": moe.hidden_size,
+        "norm_topk_prob": moe.normalise,
+        "routed_scaling_factor": moe.scale,
+    }
+
+
+def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:
+    """The fields that the families share."""
+    attention, conv = (required(config, kind) for kind in ("attention", "short_conv"))
+    return (
+        hf_values(config, dtype, name, architecture)
+        | hybrid.head_values(attention)
+        | hybrid.rope_values(attention)
+        | hybrid.max_length_values(config)
+        | {
+            "head_dim": attention.head_dim,
+            "norm_eps": config.norm_eps,
+            "num_hidden_layers": len(config.layers) // 2,
+            "layer_types": [_NAMES.get(kind, kind) for kind in config.kinds[::2]],
+            "conv_L_cache": conv.conv_width,
+            "conv_bias": conv.bias,
+        }
+    )

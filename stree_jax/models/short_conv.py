@@ -1,0 +1,163 @@
+"""The gated short convolution of LFM2: a mixer whose only memory is its window.
+
+    b, c, x = in_proj(u);   out_proj(c conv(b x))
+
+The model is Liquid AI's LFM2 (Amini et al. 2025, arXiv:2511.23404). Its cache is the last products
+`b x` before the root, its pending record those of the nodes: each node convolves its ancestors'.
+"""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from pallas_kernels import replay_conv_state, tree_conv1d
+from stree_jax.array_types import Array, Float, Lengths
+from stree_jax.checks import require_integer
+from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part
+from stree_jax.models.layer import (
+    ConvGatherIndex,
+    LayerConfig,
+    Path,
+    Replay,
+    Sizes,
+    register,
+    share,
+)
+from stree_jax.models.layers import (
+    CONV_WIDTH_BITS,
+    conv_sequence,
+    conv_state_after,
+    conv_weight,
+    linear,
+    row_parallel,
+)
+from stree_jax.tree import Tree
+
+
+@register("short_conv")
+@dataclasses.dataclass(frozen=True)
+class ShortConvConfig(LayerConfig):
+    """A layer with one gated short convolution.
+
+    Attributes:
+        num_channels: channels of the convolution `C`.
+        conv_width: conv width `K`, at least 2.
+        bias: whether the convolution and both projections have a bias.
+    """
+
+    num_channels: int
+    conv_width: int = 3
+    bias: bool = False
+
+    has_memory: ClassVar[bool] = True
+    native_sizes: ClassVar[tuple[str, ...]] = ("num_channels",)
+
+    def __post_init__(self) -> None:
+        require_integer(self, "num_channels", 1)
+        require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
+
+    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "ShortConvMixer":
+        return ShortConvMixer(self, d_model, **options)
+
+    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Array:
+        return jnp.zeros((batch, self.conv_width - 1, self.num_channels), dtype)
+
+    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Array:
+        return jnp.zeros((batch, num_nodes, self.num_channels), dtype)
+
+    def cache_specs(self, axis: str | None) -> Any:
+        return PartitionSpec(DATA, None, axis)
+
+    def sizes(self, shards: int) -> Sizes:
+        return Sizes({"short_conv.num_channels": self.num_channels}, {})
+
+    def local(self, shards: int) -> "ShortConvConfig":
+        return dataclasses.replace(self, num_channels=share(self.num_channels, shards))
+
+    def cuts(self, shards: int) -> dict[str, Cut]:
+        own = (self.num_channels, 1)
+        return {
+            "in_proj.kernel": Cut(1, (own, own, own)),
+            "in_proj.bias": Cut(0, (own, own, own)),
+            "out_proj.kernel": Cut(0, (own,)),
+            "conv_weight": Cut(1, (own,)),
+            "conv_bias": Cut(0, (own,)),
+        }
+
+
+class ShortConvMixer(nnx.Module):
+    """One gated short convolution."""
+
+    shard: Part = WHOLE
+
+    def __init__(
+        self,
+        config: ShortConvConfig,
+        d_model: int,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+        out_scale: float = 1.0,
+        implementation: str | None = None,
+    ):
+        c = self.config = config
+        self.implementation = implementation
+        channels, common = c.num_channels, functools.partial(linear, bias=c.bias, dtype=dtype)
+        self.in_proj = common(d_model, 3 * channels, rngs=rngs)
+        self.out_proj = common(channels, d_model, rngs=rngs, scale=out_scale)
+        self.conv_weight = conv_weight(c.conv_width, channels, dtype=dtype, rngs=rngs)
+        self.conv_bias = nnx.Param(jnp.zeros(channels, dtype)) if c.bias else None
+
+    def __call__(
+        self, u: Array, cache: Float[Array, "B J C"], valid: Array, lengths: Lengths
+    ) -> tuple[Array, Float[Array, "B J C"]]:
+        gate, inputs = self._project(u)
+        inputs = jnp.where(valid[..., None], inputs, 0)
+        y = conv_sequence(self, inputs, cache)
+        return self._output(gate, y), conv_state_after(cache, inputs, lengths)
+
+    def tree(
+        self,
+        u: Float[Array, "B Q M"],
+        tree: Tree,
+        conv_gather_index: ConvGatherIndex,
+        cache: Float[Array, "B J C"],
+        prefix_pending: Array | None = None,
+        replay: Replay | None = None,
+    ) -> tuple[Float[Array, "B Q M"], Float[Array, "B N C"], Float[Array, "B J C"]]:
+        gate, inputs = self._project(u)
+        if prefix_pending is not None:
+            inputs = jnp.concatenate([prefix_pending, inputs], axis=1)
+        if replay is not None:
+            cache = self.replay(cache, *replay)
+        window = conv_gather_index[self.config.conv_width]
+        own = self.implementation
+        y = tree_conv1d(inputs, cache, *self.conv(), window, implementation=own)
+        return self._output(gate, y), inputs, cache
+
+    def replay(
+        self,
+        cache: Float[Array, "B J C"],
+        pending: Float[Array, "B N C"],
+        path: Path,
+        conv_gather_index: ConvGatherIndex,
+    ) -> Float[Array, "B J C"]:
+        window = conv_gather_index[self.config.conv_width]
+        return replay_conv_state(pending, cache, window)
+
+    def conv(self) -> tuple[Array, Array | None]:
+        """Weight and bias of the convolution."""
+        return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
+
+    def _project(self, u: Array) -> tuple[Array, Array]:
+        """The gate of the outputs, and the inputs of the convolution."""
+        b, gate, x = jnp.split(self.in_proj(u), 3, axis=-1)
+        return gate, b * x
+
+    def _output(self, gate: Array, y: Array) -> Array:
+        return row_parallel(self.out_proj, gate * y, self.shard)
