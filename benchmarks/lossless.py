@@ -1,4 +1,4 @@
-"""Is text with drafts that of autoregressive decoding? Fourteen families, thirteen ways of decoding.
+"""Is text with drafts that of autoregressive decoding? 16 families, thirteen ways of decoding.
 
 At temperature 0, and at temperature 1 with shared noise; in float32, bfloat16 and 8 bits, as models
 are loaded on this device. Besides drafters and trees there are logits processors with a state,
@@ -46,21 +46,22 @@ from stree_jax.testing.exactness import first_difference
 def _enlarged(config: st.ModelConfig, **changes: Any) -> st.ModelConfig:
     """The config with the least sizes of heads, states and experts for Pallas."""
 
-    def with_sizes(part: Any, **sizes: Any) -> Any:
-        return part and dataclasses.replace(part, **sizes)
+    def enlarged(layer: Any) -> Any:
+        sizes: dict[str, Any] = {name: enlarged(part) for name, part in layer.parts.items()}
+        match layer.kind:
+            case "mamba2" | "gated_delta":
+                sizes |= dict(head_dim=16, state_size=16, chunk_size=16)
+            case "short_conv":
+                sizes |= dict(num_channels=64)
+            case "attention":
+                sizes |= dict(head_dim=16, rotary_dim=16 * layer.rotary_dim // layer.head_dim)
+            case "moe":
+                sizes |= dict(hidden_size=32, latent_size=layer.latent_size and 32, shared_size=32)
+        return dataclasses.replace(layer, **sizes)
 
-    attention, moe = config.attention, config.moe
-    rotary = attention and 16 * attention.rotary_dim // attention.head_dim
-    latent = moe and moe.latent_size and 32
-    parts = dict(
-        mamba2=with_sizes(config.mamba2, head_dim=16, state_size=16, chunk_size=16),
-        gated_delta=with_sizes(config.gated_delta, head_dim=16, state_size=16, chunk_size=16),
-        short_conv=with_sizes(config.short_conv, num_channels=64),
-        attention=with_sizes(attention, head_dim=16, rotary_dim=rotary),
-        moe=with_sizes(moe, hidden_size=32, latent_size=latent, shared_size=32),
-    )
     sizes: dict[str, Any] = dict(vocab_size=500, padded_vocab_size=512, d_model=64)
-    return dataclasses.replace(config, **sizes | parts | changes)
+    sizes["layers"] = tuple(map(enlarged, config.layers))
+    return dataclasses.replace(config, **sizes | changes)
 
 
 _BAMBA = _enlarged(HYBRIDS["bamba"])
@@ -87,6 +88,8 @@ FAMILIES = {
     "Zamba2": _enlarged(HYBRIDS["zamba2"]),
     "Qwen3.5": _enlarged(HYBRIDS["qwen3_5"]),
     "Qwen3-Next": _enlarged(HYBRIDS["qwen3_next"]),
+    "Olmo-Hybrid": _enlarged(HYBRIDS["olmo_hybrid"]),
+    "Lara": _enlarged(HYBRIDS["lara"]),
     "LFM2": _enlarged(HYBRIDS["lfm2"]),
     "LFM2-MoE": _enlarged(HYBRIDS["lfm2_moe"]),
 }

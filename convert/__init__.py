@@ -2,7 +2,7 @@
 
     families       the table `FAMILIES`: recognising, reading and writing each family
     description    the input and result of a family's reader: `Source`, `Description`
-    pure, bamba, granite, nemotron_h, zamba2, mamba_in_llama, qwen, lfm2    configs of the families
+    pure, bamba, granite, nemotron_h, zamba2, mamba_in_llama, qwen, lfm2    the families
     fields         config files, with every field accounted for
     rules, tables  maps from tensors to weights
     files, torch_file, quantised    lazily opened weights

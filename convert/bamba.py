@@ -4,7 +4,7 @@ from typing import Any
 
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
-from stree_jax.convert.description import Description, Source, hf_values, mixer_of, norm_kind
+from stree_jax.convert.description import Description, Source, hf_values, norm_kind, required
 from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.convert.rules import Rule
 from stree_jax.models.config import ModelConfig
@@ -54,7 +54,7 @@ def _rules(config: ModelConfig) -> list[Rule]:
 
 def write_bamba(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`BambaConfig`."""
-    attention = hybrid.attention_of(config)
+    attention = hybrid.required(config, "attention")
     return (
         hf_values(config, dtype, "bamba", "BambaForCausalLM")
         | hybrid.mixer_values(config)
@@ -96,14 +96,12 @@ def read_falcon_h1(source: Source) -> Description:
         key_multiplier=fields.number("key_multiplier", 1.0),
         output_multiplier=fields.number("attention_out_multiplier", 1.0),
     )
-    theta, scaling, table = fields.rope()
-    table.finish()
     gate, down = fields.numbers("mlp_multipliers", 2)
     num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
     config = ModelConfig(
         layers=("parallel", "mlp") * num_layers,
         mamba2=mamba2,
-        attention=hybrid.with_rope(attention, attention.head_dim, theta, scaling),
+        attention=hybrid.rotated(fields, attention),
         mlp=hybrid.read_mlp(fields, gate_multiplier=gate, output_multiplier=down),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         logits_multiplier=fields.number("lm_head_multiplier", 1.0),
@@ -123,7 +121,7 @@ def read_falcon_h1(source: Source) -> Description:
 
 def write_falcon_h1(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`FalconH1Config`."""
-    m, a, mlp = mixer_of(config), hybrid.attention_of(config), hybrid.required(config, "mlp")
+    m, a, mlp = (required(config, kind) for kind in ("mamba2", "attention", "mlp"))
     return (
         hf_values(config, dtype, "falcon_h1", "FalconH1ForCausalLM")
         | hybrid.mixer_values(config)

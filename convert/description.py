@@ -59,11 +59,13 @@ def tied_head(config: ModelConfig, name: str) -> list[Ignored]:
     return [Ignored(name, "the embedding again: tied", is_embedding=True)]
 
 
-def mixer_of(config: ModelConfig) -> Mamba2Config:
-    """The Mamba-2 mixer, which every family has; else a ValueError."""
-    if config.mamba2 is None:
-        raise ValueError(f"layers = {config.kinds} have no Mamba-2")
-    return config.mamba2
+def required(config: ModelConfig, kind: str) -> Any:
+    """The first config of a kind of layer that the family always has; else a ValueError."""
+    parts = (part for layer in config.layers for part in (layer, *layer.parts.values()))
+    found = next((part for part in parts if part.kind == kind), None)
+    if found is None:
+        raise ValueError(f"it has no layer {kind!r}, only {sorted(set(config.kinds))}")
+    return found
 
 
 def limits(mixer: Mamba2Config) -> list[Any]:

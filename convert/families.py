@@ -83,6 +83,8 @@ FAMILIES = {
     "qwen3_next": Family(qwen.read_qwen3_next, qwen.write_qwen3_next, head=_MTP),
     "qwen3_5_text": Family(qwen.read_qwen3_5, qwen.write_qwen3_5, head=_MTP),
     "qwen3_5_moe_text": Family(qwen.read_qwen3_5_moe, qwen.write_qwen3_5_moe, head=_MTP),
+    "olmo_hybrid": Family(qwen.read_olmo_hybrid, qwen.write_olmo_hybrid),
+    "lara_mini": Family(qwen.read_lara_mini, qwen.write_lara_mini),
     "zamba2": Family(zamba2.read_zamba2, zamba2.write_zamba2, quirk="hf_dt_floor"),
     "mamba_in_llama": Family(
         mamba_in_llama.read_mamba_in_llama,
@@ -106,12 +108,9 @@ FAMILIES = {
 _REFUSED = {
     "Mamba-1 layers, whose state has no heads": ("mamba", "falcon_mamba", "jamba", "zamba"),
     "gated delta layers between hyper-connections and sparse attention": ("qwen4_exp",),
-    "gated delta layers beside attention with norms after it": ("olmo_hybrid",),
-    "delta attention with a decay for each channel of a key": (
-        "kimi_linear",
-        "bailing_hybrid",
-        "glm5_next",
-    ),
+    "delta attention with a decay for each channel of a key": ("kimi_linear", "glm5_next"),
+    "lightning attention, whose residual is the normed input, with a sigmoid gate": ("minimax",),
+    "linear attention beside latent attention": ("bailing_hybrid", "bailing_moe_linear"),
     "norms after each part, a gate for each head and RoPE by layer": ("lfm3",),
     "RG-LRU layers, not Mamba-2": ("recurrent_gemma",),
     "a speech model; its text model alone has no use": ("nemotron3_5_transcribe", "nemo_speechlm"),

@@ -72,7 +72,7 @@ def read_granite(source: Source) -> Description:
 
 def write_granite(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`GraniteMoeHybridConfig`."""
-    a, moe = hybrid.attention_of(config), config.moe
+    a, moe = hybrid.required(config, "attention"), config.moe
     after = hybrid.required(config, "mlp" if moe is None else "moe")
     experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "intermediate_size": 1}
     if moe is not None:

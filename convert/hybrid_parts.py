@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from stree_jax.convert.description import Description, limits, mixer_of, tied_head
+from stree_jax.convert.description import Description, limits, required, tied_head
 from stree_jax.convert.fields import TRANSFORMERS, Fields
 from stree_jax.convert.rules import Ignored, Rule
 from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, RopeScaling
@@ -66,7 +66,7 @@ def read_mixer(
 
 def mixer_values(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `read_mixer`."""
-    m = mixer_of(config)
+    m = required(config, "mamba2")
     return {
         "mamba_n_heads": m.num_heads,
         "mamba_d_head": m.head_dim,
@@ -107,7 +107,7 @@ def head_values(attention: AttentionConfig) -> dict[str, Any]:
 
 def attention_values(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `read_attention`, except for `head_dim`."""
-    a = attention_of(config)
+    a = required(config, "attention")
     return head_values(a) | {"attention_bias": a.qkv_bias}
 
 
@@ -118,6 +118,13 @@ def with_rope(
     return dataclasses.replace(
         attention, rotary_dim=rotary_dim, rope_theta=theta, rope_scaling=scaling
     )
+
+
+def rotated(fields: Fields, attention: AttentionConfig, theta: float = 1e4) -> AttentionConfig:
+    """The same attention with RoPE on all channels, as the fields say; `theta` is a default."""
+    theta, scaling, table = fields.rope(theta)
+    table.finish()
+    return with_rope(attention, attention.head_dim, theta, scaling)
 
 
 def rope_values(attention: AttentionConfig, **more: Any) -> dict[str, Any]:
@@ -205,21 +212,6 @@ def reciprocal(value: float) -> float:
     """The reciprocal of `value`, rounded to 9 digits if that inverts exactly."""
     short = float(f"{1 / value:.9g}")
     return short if 1 / short == value else 1 / value
-
-
-def attention_of(config: ModelConfig) -> AttentionConfig:
-    """The attention of a family that always has it; else a ValueError."""
-    if config.attention is None:
-        raise ValueError(f"layers = {config.kinds} have no attention")
-    return config.attention
-
-
-def required(config: ModelConfig, kind: str) -> Any:
-    """The config of a kind of layer that the family always has; else a ValueError."""
-    part = getattr(config, kind)
-    if part is None:
-        raise ValueError(f"it has no layer {kind!r}, only {sorted(set(config.kinds))}")
-    return part
 
 
 def described(

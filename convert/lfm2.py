@@ -4,23 +4,24 @@ Gated short convolutions and attention with norms of queries and keys, each with
 behind it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from stree_jax.convert import hybrid_parts as hybrid
-from stree_jax.convert.description import Description, Source, hf_values
-from stree_jax.convert.fields import MAX_LAYERS
-from stree_jax.convert.rules import CONV, EACH_TRANSPOSED, TRANSPOSED, Rule, stacked, stacked_pairs
+from stree_jax.convert.description import Description, Source, hf_values, required
+from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.rules import CONV, TRANSPOSED, Rule, stacked, stacked_pairs
 from stree_jax.convert.tables import concatenated, in_pairs, linear, within
 from stree_jax.models import AttentionConfig, LayerConfig, MlpConfig, MoeConfig, ShortConvConfig
 from stree_jax.models.config import ModelConfig
 
 _KINDS = {"conv": "short_conv", "full_attention": "attention"}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_ROUTER_EPS = 1e-6  # of all releases
-# Sizes that older files say twice.
-_TWICE = {"block_dim": "hidden_size", "conv_dim": "hidden_size", "conv_dim_out": "hidden_size"}
-_TWICE |= {"num_heads": "num_attention_heads", "block_norm_eps": "norm_eps", "theta": "rope_theta"}
+_NORMS = {"mixer_norm": "operator_norm", "mlp_norm": "ffn_norm", "final_norm": "embedding_norm"}
+_OF_TRAINING = (
+    *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init"),
+    *("conv_use_xavier_init", "initializer_range"),
+)
 
 
 def read_lfm2(source: Source) -> Description:
@@ -41,7 +42,7 @@ def read_lfm2(source: Source) -> Description:
     multiple = fields.integer("block_multiple_of", 256)
     if fields.flag("block_auto_adjust_ff_dim", True):
         size = -int(multiplier * int(2 * size / 3)) // multiple * -multiple
-    return _read("lfm2", source, kinds, [MlpConfig(size)] * num_layers, d_model=2560)
+    return _read("lfm2", fields, kinds, [MlpConfig(size)] * num_layers)
 
 
 def read_lfm2_moe(source: Source) -> Description:
@@ -49,83 +50,51 @@ def read_lfm2_moe(source: Source) -> Description:
     fields = source.fields
     kinds = fields.layer_kinds("layer_types", _KINDS)
     fields.same("num_hidden_layers", len(kinds))
-    fields.check(
-        fields.flag("use_expert_bias", True), "use_expert_bias = false is not supported: no release"
-    )
+    fields.check(fields.flag("use_expert_bias", True), "use_expert_bias = false is not supported")
     experts = MoeConfig(
         fields.integer("num_experts", 32),
         fields.integer("num_experts_per_tok", 4),
         fields.integer("moe_intermediate_size", 1792),
         router="sigmoid",
         normalise=fields.flag("norm_topk_prob", True),
-        norm_eps=_ROUTER_EPS,
+        norm_eps=1e-6,
         scale=fields.number("routed_scaling_factor", 1.0),
     )
     mlp = MlpConfig(fields.integer("intermediate_size", 7168))
     dense = fields.integer("num_dense_layers", 2, least=0)
     after = [mlp if i < dense else experts for i in range(len(kinds))]
-    return _read("lfm2_moe", source, kinds, after, d_model=2048)
+    return _read("lfm2_moe", fields, kinds, after)
 
 
 def _read(
-    family: str,
-    source: Source,
-    kinds: Sequence[str],
-    feed_forward: Sequence[LayerConfig],
-    d_model: int,
+    family: str, fields: Fields, kinds: Iterable[str], after: Iterable[LayerConfig]
 ) -> Description:
-    fields = source.fields
-    d_model = fields.integer("hidden_size", d_model)
+    d_model = fields.integer("hidden_size", 2560 if family == "lfm2" else 2048)
     norm_eps = fields.positive("norm_eps", 1e-5)
-    heads = fields.integer("num_attention_heads", 32)
-    head_dim = fields.integer("head_dim", max(1, d_model // heads))
-    theta, scaling, table = fields.rope(1e6)
-    table.finish()
-    attention = AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=fields.integer("num_key_value_heads", 8),
-        head_dim=head_dim,
-        rotary_dim=head_dim,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        qk_norm_eps=norm_eps,
-    )
-    conv = ShortConvConfig(
-        d_model, fields.integer("conv_L_cache", 3), fields.flag("conv_bias", False)
-    )
-    own = {
-        "hidden_size": d_model,
-        "num_attention_heads": heads,
-        "norm_eps": norm_eps,
-        "rope_theta": theta,
-    }
-    for name, other in _TWICE.items():
-        fields.same(name, own[other])
+    fields.values.setdefault("num_key_value_heads", 8)
+    attention = hybrid.read_attention(fields, d_model, qk_norm_eps=norm_eps)
+    attention = hybrid.rotated(fields, attention, 1e6)
+    width, bias = fields.integer("conv_L_cache", 3), fields.flag("conv_bias", False)
+    conv = ShortConvConfig(d_model, width, bias)
+    again = dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), d_model)  # in older files
+    again |= {"num_heads": attention.num_heads, "theta": attention.rope_theta}
+    again["block_norm_eps"] = norm_eps
+    for name, value in again.items():
+        fields.same(name, value)
     for name in ("block_use_swiglu", "use_pos_enc"):
         fields.check(fields.flag(name, True), f"{name} = false is not supported")
-    of_training = ("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init")
-    of_training += ("conv_use_xavier_init", "initializer_range")
-    fields.ignore("used in training only", *of_training)
+    fields.ignore("used in training only", *_OF_TRAINING)
     if fields.has("tie_embedding"):  # which transformers prefers, too
         fields.values["tie_word_embeddings"] = fields.flag("tie_embedding", True)
-    mixers: list[LayerConfig] = [conv if kind == "short_conv" else attention for kind in kinds]
-    config = ModelConfig(
-        layers=tuple(layer for pair in zip(mixers, feed_forward, strict=True) for layer in pair),
-        max_length=hybrid.read_max_length(fields),
-        **hybrid.model_fields(fields, d_model, norm_eps=norm_eps, tied=True),
-    )
-    merged = any(name.endswith("feed_forward.experts.gate_up_proj") for name in source.tensors)
-    rules = in_pairs(
-        config,
-        lambda layer: _rules(layer, merged=merged),
-        mixer_norm="operator_norm",
-        mlp_norm="ffn_norm",
-        final_norm="embedding_norm",
-    )
+    mixers = {"short_conv": conv, "attention": attention}
+    layers = [part for kind, mlp in zip(kinds, after, strict=True) for part in (mixers[kind], mlp)]
+    sizes = hybrid.model_fields(fields, d_model, norm_eps=norm_eps, tied=True)
+    config = ModelConfig(layers=tuple(layers), max_length=hybrid.read_max_length(fields), **sizes)
+    rules = in_pairs(config, _rules, **_NORMS)
     return hybrid.described(f"transformers {family}", fields, config, rules)
 
 
-def _rules(layer: LayerConfig, *, merged: bool) -> list[Rule]:
+def _rules(layer: LayerConfig) -> list[Rule]:
     """The tensors of a layer by their names within it."""
     match layer:
         case ShortConvConfig():
@@ -133,15 +102,12 @@ def _rules(layer: LayerConfig, *, merged: bool) -> list[Rule]:
             projections = [*linear("in_proj", "in_proj"), *linear("out_proj", "out_proj")]
             return within([*conv, *projections], "conv")
         case AttentionConfig():
-            names, norms = (
-                ("q_proj", "k_proj", "v_proj"),
-                [Rule(f"{name}_layernorm.weight", f"{name}_norm_scale") for name in "qk"],
-            )
+            names = ("q_proj", "k_proj", "v_proj")
+            norms = [Rule(f"{name}_layernorm.weight", f"{name}_norm_scale") for name in "qk"]
             table = concatenated(names, "in_proj", layer.projected_sizes)
             return within([*table, *linear("out_proj", "out_proj"), *norms], "self_attn")
         case MlpConfig():
-            halves = (layer.hidden_size, layer.hidden_size)
-            table = concatenated(("w1", "w3"), "in_proj", halves)
+            table = concatenated(("w1", "w3"), "in_proj", (layer.hidden_size, layer.hidden_size))
             return within([*table, *linear("w2", "out_proj")], "feed_forward")
     assert isinstance(layer, MoeConfig)
     gate, down, up = (
@@ -152,24 +118,20 @@ def _rules(layer: LayerConfig, *, merged: bool) -> list[Rule]:
         Rule((*gate, *up), "experts_in", stacked_pairs(layer.num_experts)),
         Rule(down, "experts_out", stacked(layer.num_experts)),
     ]
-    if merged:  # as transformers 5 holds them
-        names = {"gate_up_proj": "experts_in", "down_proj": "experts_out"}
-        experts = [Rule(f"experts.{n}", own, EACH_TRANSPOSED) for n, own in names.items()]
     router = [Rule("gate.weight", "router", TRANSPOSED), Rule("expert_bias", "correction")]
     return within([*experts, *router], "feed_forward")
 
 
 def write_lfm2(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`Lfm2Config`."""
-    return _values(config, dtype, "lfm2", "Lfm2ForCausalLM") | {
-        "intermediate_size": hybrid.required(config, "mlp").hidden_size,
-        "block_auto_adjust_ff_dim": False,
-    }
+    values = _values(config, dtype, "lfm2", "Lfm2ForCausalLM")
+    values["intermediate_size"] = required(config, "mlp").hidden_size
+    return values | {"block_auto_adjust_ff_dim": False}
 
 
 def write_lfm2_moe(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`Lfm2MoeConfig`."""
-    moe, mlp = hybrid.required(config, "moe"), config.mlp
+    moe, mlp = required(config, "moe"), config.mlp
     return _values(config, dtype, "lfm2_moe", "Lfm2MoeForCausalLM") | {
         "intermediate_size": 7168 if mlp is None else mlp.hidden_size,
         "num_dense_layers": config.kinds.count("mlp"),
@@ -178,13 +140,12 @@ def write_lfm2_moe(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "moe_intermediate_size": moe.hidden_size,
         "norm_topk_prob": moe.normalise,
         "routed_scaling_factor": moe.scale,
-        "use_expert_bias": True,
     }
 
 
 def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:
     """The fields that the families share."""
-    attention, conv = hybrid.attention_of(config), hybrid.required(config, "short_conv")
+    attention, conv = (required(config, kind) for kind in ("attention", "short_conv"))
     return (
         hf_values(config, dtype, name, architecture)
         | hybrid.head_values(attention)

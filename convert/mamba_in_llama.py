@@ -7,7 +7,7 @@ from typing import Any
 
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
-from stree_jax.convert.description import Description, Source, hf_values, limits, mixer_of
+from stree_jax.convert.description import Description, Source, hf_values, limits, required
 from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.convert.rules import Ignored
 from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig
@@ -109,7 +109,7 @@ def write_mamba_in_llama(config: ModelConfig, dtype: str) -> dict[str, Any]:
     a, mlp = config.attention, hybrid.required(config, "mlp")
     values = hf_values(config, dtype, "llama", "LlamaForCausalLM") | {
         "num_hidden_layers": len(config.layers) // 2,
-        "num_attention_heads": mixer_of(config).num_heads,
+        "num_attention_heads": required(config, "mamba2").num_heads,
         "rms_norm_eps": config.norm_eps,
         "intermediate_size": mlp.hidden_size,
         "hidden_act": mlp.activation,
@@ -127,7 +127,7 @@ def write_mamba_in_llama(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def write_mamba_config(config: ModelConfig) -> dict[str, Any]:
     """mamba_config.json of MambaInLlama."""
-    m = mixer_of(config)
+    m = required(config, "mamba2")
     return {
         "d_model": config.d_model,
         "ssm_cfg": {

@@ -5,7 +5,7 @@ from typing import Any
 
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
-from stree_jax.convert.description import Description, Source, hf_values, limits, mixer_of
+from stree_jax.convert.description import Description, Source, hf_values, limits, required
 from stree_jax.convert.fields import MAX_LAYERS, Fields
 from stree_jax.convert.rules import Ignored
 from stree_jax.heads import FOLDER, part_of
@@ -266,7 +266,7 @@ def _nemotron_experts(fields: Fields, activation: str) -> MoeConfig:
 
 def write_nemotron_h(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`NemotronHConfig`."""
-    m, a, mlp, moe = mixer_of(config), config.attention, config.mlp, config.moe
+    m, a, mlp, moe = required(config, "mamba2"), config.attention, config.mlp, config.moe
     values = hf_values(config, dtype, "nemotron_h", "NemotronHForCausalLM") | {
         "layers_block_type": [hybrid.NAMES.get(kind, kind) for kind in config.kinds],
         "mamba_num_heads": m.num_heads,

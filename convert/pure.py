@@ -13,8 +13,8 @@ from stree_jax.convert.description import (
     Source,
     hf_values,
     limits,
-    mixer_of,
     norm_kind,
+    required,
     tied_head,
 )
 from stree_jax.convert.fields import MAX_LAYERS, TRANSFORMERS, Fields
@@ -126,7 +126,7 @@ def _mamba_ssm_attention(fields: Fields, d_model: int) -> AttentionConfig:
 
 def write_mamba_ssm(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """mamba_ssm's config.json, which does not name the dtype."""
-    m, a = mixer_of(config), config.attention
+    m, a = required(config, "mamba2"), config.attention
     values: dict[str, Any] = {
         "d_model": config.d_model,
         "d_intermediate": 0 if config.mlp is None else config.mlp.hidden_size,
@@ -276,7 +276,7 @@ def _vocabulary(fields: Fields, *, default_multiple: int) -> dict[str, Any]:
 
 def write_mamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`Mamba2Config` of transformers."""
-    m = mixer_of(config)
+    m = required(config, "mamba2")
     return hf_values(config, dtype, "mamba2", "Mamba2ForCausalLM") | {
         "num_hidden_layers": len(config.layers),
         "num_heads": m.num_heads,

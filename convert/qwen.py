@@ -1,11 +1,12 @@
-"""Qwen3-Next, Qwen3.5 and Qwen3.6: transformers' `Qwen3NextConfig` and `Qwen3_5(Moe)TextConfig`.
+"""Gated delta families: Qwen3-Next, Qwen3.5 and 3.6, Olmo-Hybrid and Lara of transformers.
 
-Three gated delta layers to one attention layer, each with an MLP or experts behind it. In memory
-they are one family; on disk the projections of delta layers and the experts lie differently. Norms
-multiply by `1 + w`, and their scales are held as such, in float32.
+Some gated delta layers to an attention layer, each with an MLP or experts behind it. On disk the
+projections of delta layers and the experts lie differently. Qwen's norms multiply by `1 + w`, and
+their scales are held as such, in float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from stree_jax.convert.rules import (
     Rule,
     conv_gathered,
     gathered,
+    renamed,
     stacked,
     stacked_pairs,
 )
-from stree_jax.convert.tables import in_pairs, linear, split_mlp, within
+from stree_jax.convert.tables import hf_attention, in_pairs, linear, split_mlp, within
 from stree_jax.heads import FOLDER, part_of
 from stree_jax.models import (
     AttentionConfig,
@@ -37,6 +39,12 @@ from stree_jax.models.config import ModelConfig
 
 _KINDS = {"linear_attention": "gated_delta", "full_attention": "attention"}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+_OWN = {"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"}  # names
+_OF_TRAINING = (
+    *("initializer_range", "linear_a_log_min", "linear_a_log_max", "linear_dt_min"),
+    *("linear_dt_max", "linear_dt_init_floor"),
+)
 
 
 def read_qwen3_next(source: Source) -> Description:
@@ -44,7 +52,7 @@ def read_qwen3_next(source: Source) -> Description:
     fields = source.fields
     kinds = _kinds(fields, 48)
     mlp = MlpConfig(fields.integer("intermediate_size", 5632))
-    experts = _experts(fields, 512, 10)
+    experts = _moe_config(fields, 512, 10)
     dense = {*fields.indices("mlp_only_layers", len(kinds))}
     step = fields.integer("decoder_sparse_step", 1)
     after = [mlp if i in dense or (i + 1) % step else experts for i in range(len(kinds))]
@@ -63,11 +71,97 @@ def read_qwen3_5_moe(source: Source) -> Description:
     """`Qwen3_5MoeTextConfig`: experts."""
     fields = source.fields
     kinds = _kinds(fields, 40)
-    experts = _experts(fields, 256, 8)
+    experts = _moe_config(fields, 256, 8)
     dense = fields.indices("mlp_only_layers", len(kinds))
     fields.check(not dense, f"mlp_only_layers = {dense!s:.80} with experts in all layers")
     fields.ignore("no layer has an MLP", "intermediate_size")
     return _read("qwen3_5_moe", source, kinds, [experts] * len(kinds), d_model=2048)
+
+
+def read_olmo_hybrid(source: Source) -> Description:
+    """`OlmoHybridConfig`: MLPs, norms after attention and after its MLP."""
+    fields = source.fields
+    d_model, norm_eps = fields.integer("hidden_size", 3840), fields.positive("rms_norm_eps", 1e-6)
+    attention = hybrid.read_attention(
+        fields, d_model, qk_norm_eps=norm_eps, qk_norm_spans=True, norm_after=True
+    )
+    rope = fields.values.get("rope_parameters")
+    fields.check(
+        isinstance(rope, Mapping) and "rope_theta" in rope,
+        "rope_parameters must have rope_theta: a number, or null for no RoPE",
+    )
+    if rope["rope_theta"] is None:
+        fields.ignore("there is no RoPE", "rope_parameters")
+    else:
+        attention = hybrid.rotated(fields, attention)
+    mlp = MlpConfig(fields.integer("intermediate_size", 11008))
+    scale = 1.0 + fields.flag("linear_allow_neg_eigval", True)
+    # transformers' norm of the outputs of delta layers has an epsilon of its own.
+    linear = _delta_config(fields, beta_scale=scale, norm_eps=1e-5)
+    keys = linear.num_groups * linear.state_size
+    convs = [keys, keys, linear.num_heads * linear.head_dim]
+    tensors = source.tensors
+    if any(t.shape[0] != keys for name, t in tensors.items() if name.endswith("q_conv1d.weight")):
+        each = -(-sum(convs) // 3)  # transformers saves equal parts
+        convs = [each, each, sum(convs) - 2 * each]
+    by_name = {f"{name}_conv1d": size for name, size in zip("qkv", convs, strict=True)}
+    own = renamed(_delta(linear, _PROJECTIONS, by_name), lambda name: _OWN.get(name, name))
+    # transformers saves the norm of attention under the name of another norm.
+    is_saved = tensors and not any("post_attention_layernorm" in name for name in tensors)
+    after = "feedforward_layer_norm" if is_saved else "post_attention_layernorm"
+    pairs = {"linear_attention": (linear, mlp)}
+    pairs["full_attention"] = attention, replace(mlp, norm_after=True)
+    norms: dict[str, Any] = {"after": (after, "post_feedforward_layernorm")}
+    norms |= {"mixer_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}
+    return _read_pairs("olmo_hybrid", fields, d_model, pairs, own, **norms)
+
+
+def read_lara_mini(source: Source) -> Description:
+    """`LaraMiniConfig`: experts, and one that all tokens use."""
+    fields = source.fields
+    d_model, norm_eps = fields.integer("hidden_size", 1024), fields.positive("rms_norm_eps", 1e-6)
+    attention = hybrid.read_attention(fields, d_model, qk_norm_eps=norm_eps)
+    local = replace(hybrid.rotated(fields, attention), window=fields.integer("sliding_window", 512))
+    experts = replace(_moe_config(fields, 128, 4), shared_gate=False)
+    linear = _delta_config(fields, norm_eps=norm_eps)
+    mixers = {"linear_attention": linear, "sliding_attention": local, "full_attention": attention}
+    own = renamed(_delta(linear, ["in_proj"]), lambda name: name.replace("norm.", "out_norm."))
+    pairs = {kind: (mixer, experts) for kind, mixer in mixers.items()}
+    norm = "post_attention_layernorm"
+    return _read_pairs("lara_mini", fields, d_model, pairs, own, mlp_norm=norm)
+
+
+def _read_pairs(
+    family: str,
+    fields: Fields,
+    d_model: int,
+    pairs: Mapping[str, tuple[LayerConfig, LayerConfig]],
+    delta: list[Rule],
+    **norms: Any,
+) -> Description:
+    """The description of a model of these layers, a mixer and what follows it by kind."""
+    kinds = fields.layer_kinds("layer_types", {name: name for name in pairs})
+    fields.same("num_hidden_layers", len(kinds))
+    fields.choice("hidden_act", "silu", hybrid.SILU)
+    fields.ignore("used in training only", *_OF_TRAINING)
+
+    def own(layer: LayerConfig) -> list[Rule]:
+        match layer:
+            case GatedDeltaConfig():
+                return within(delta, "linear_attn")
+            case AttentionConfig():
+                of_heads = [Rule(f"{name}_norm.weight", f"{name}_norm_scale") for name in "qk"]
+                return within([*hf_attention(layer), *of_heads], "self_attn")
+            case MlpConfig():
+                return within(split_mlp(layer), "mlp")
+        assert isinstance(layer, MoeConfig)
+        return within(_experts(layer, merged=True), "mlp")
+
+    sizes = hybrid.model_fields(fields, d_model, eps_default=1e-6, tied=family == "lara_mini")
+    layers = tuple(layer for kind in kinds for layer in pairs[kind])
+    config = ModelConfig(layers=layers, max_length=hybrid.read_max_length(fields), **sizes)
+    rules = in_pairs(config, own, final_norm="norm", **norms)
+    return hybrid.described(f"transformers {family}", fields, config, rules)
 
 
 def _kinds(fields: Fields, num_layers: int) -> tuple[str, ...]:
@@ -80,7 +174,20 @@ def _kinds(fields: Fields, num_layers: int) -> tuple[str, ...]:
     return tuple("gated_delta" if (i + 1) % every else "attention" for i in range(num_layers))
 
 
-def _experts(fields: Fields, count: int, active: int) -> MoeConfig:
+def _delta_config(fields: Fields, **more: Any) -> GatedDeltaConfig:
+    """The delta layers; `more` are fields of `GatedDeltaConfig`."""
+    return GatedDeltaConfig(
+        num_heads=fields.integer("linear_num_value_heads", 32),
+        head_dim=fields.integer("linear_value_head_dim", 128),
+        num_groups=fields.integer("linear_num_key_heads", 16),
+        state_size=fields.integer("linear_key_head_dim", 128),
+        conv_width=fields.integer("linear_conv_kernel_dim", 4),
+        **more,
+    )
+
+
+def _moe_config(fields: Fields, count: int, active: int) -> MoeConfig:
+    """Experts, and one that all tokens use."""
     fields.check(
         fields.flag("norm_topk_prob", True),
         "norm_topk_prob = false is not supported: no release has it",
@@ -106,14 +213,7 @@ def _read(
     d_model = fields.integer("hidden_size", d_model)
     norm_eps = fields.positive("rms_norm_eps", 1e-6)
     attention = _attention(fields, norm_eps, kv_heads=4 if family == "qwen3_5" else 2)
-    delta = GatedDeltaConfig(
-        num_heads=fields.integer("linear_num_value_heads", 32),
-        head_dim=fields.integer("linear_value_head_dim", 128),
-        num_groups=fields.integer("linear_num_key_heads", 16),
-        state_size=fields.integer("linear_key_head_dim", 128),
-        conv_width=fields.integer("linear_conv_kernel_dim", 4),
-        norm_eps=norm_eps,
-    )
+    delta = _delta_config(fields, norm_eps=norm_eps)
     fields.choice("hidden_act", "silu", hybrid.SILU)
     for name in ("layer_scale", "use_sliding_window"):
         fields.check(not fields.flag(name, False), f"{name} = true is not supported")
@@ -194,44 +294,51 @@ def layer_rules(layer: LayerConfig, *, by_group: bool, merged: bool) -> list[Rul
     """
     match layer:
         case GatedDeltaConfig():
-            return within(_delta(layer, by_group=by_group), "linear_attn")
+            parts = ("qkvz", "ba") if by_group else ("qkv", "z", "b", "a")
+            return within(_delta(layer, [f"in_proj_{part}" for part in parts]), "linear_attn")
         case AttentionConfig():
             return within(_gated_attention(layer), "self_attn")
         case MlpConfig():
             return within(split_mlp(layer), "mlp")
         case MoeConfig():
-            return within(_moe(layer, merged=merged), "mlp")
+            return within(_experts(layer, merged=merged), "mlp")
     raise ValueError(f"Qwen3.5 has no layers {layer.kind!r}")
 
 
-def _delta(layer: GatedDeltaConfig, *, by_group: bool) -> list[Rule]:
-    """A delta layer, whose columns are b, z, v, k, q, a here."""
+def _delta(
+    layer: GatedDeltaConfig, names: Sequence[str], convs: Mapping[str, int] | None = None
+) -> list[Rule]:
+    """A delta layer, whose columns are b, z, v, k, q, a here.
+
+    `names` are its input projections; q, k, v, z, b, a stand in this order in one, in four with q,
+    k, v in the first, or alone; in two by key head. `convs` are its convolutions and their sizes.
+    """
     heads, groups = layer.num_heads, layer.num_groups
     keys, values = groups * layer.state_size, heads * layer.head_dim
-    names: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
-    sizes: tuple[int, ...] = (2 * keys + 2 * values, 2 * heads)
-    if not by_group:
-        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        sizes = (2 * keys + values, values, heads, heads)
+    own = (keys, keys, values, values, heads, heads)
+    in_two = (2 * keys + 2 * values, 2 * heads)
+    of = {1: (sum(own),), 2: in_two, 4: (sum(own[:3]), *own[3:]), 6: own}
+    sizes: Sequence[int] = of[len(names)]
+    convs = convs or {"conv1d": sum(own[:3])}
 
     def columns() -> np.ndarray:
-        if by_group:
+        if len(names) == 2:
             of_group = np.arange(sizes[0]).reshape(groups, -1)
-            own = (layer.state_size, layer.state_size, values // groups)
-            q, k, v, z = np.split(of_group, np.cumsum(own), axis=1)
+            in_group = (layer.state_size, layer.state_size, values // groups)
+            q, k, v, z = np.split(of_group, np.cumsum(in_group), axis=1)
             b, a = np.split(sizes[0] + np.arange(sizes[1]).reshape(groups, -1), 2, axis=1)
         else:
-            ends = np.cumsum([keys, keys, values, values, heads])
-            q, k, v, z, b, a = np.split(np.arange(sum(sizes)), ends)
+            q, k, v, z, b, a = np.split(np.arange(sum(sizes)), np.cumsum(own[:-1]))
         return np.concatenate([part.reshape(-1) for part in (b, z, v, k, q, a)])
 
     def channels() -> np.ndarray:
         q, k, v = np.split(np.arange(2 * keys + values), [keys, 2 * keys])
         return np.concatenate([v, k, q])
 
+    convolved = conv_gathered([*convs.values()], channels)
     return [
         Rule(tuple(f"{name}.weight" for name in names), "in_proj.kernel", gathered(sizes, columns)),
-        Rule("conv1d.weight", "conv_weight", conv_gathered(channels)),
+        Rule(tuple(f"{name}.weight" for name in convs), "conv_weight", convolved),
         Rule("A_log", "A_log"),
         Rule("dt_bias", "dt_bias"),
         Rule("norm.weight", "norm_scale"),
@@ -258,11 +365,11 @@ def _gated_attention(layer: AttentionConfig) -> list[Rule]:
     return [*projections, *norms, *linear("o_proj", "out_proj")]
 
 
-def _moe(layer: MoeConfig, *, merged: bool) -> list[Rule]:
+def _experts(layer: MoeConfig, *, merged: bool) -> list[Rule]:
     """Experts, and one that all tokens use."""
     count = layer.num_experts
     if merged:
-        experts = [
+        own = [
             Rule("experts.gate_up_proj", "experts_in", EACH_TRANSPOSED),
             Rule("experts.down_proj", "experts_out", EACH_TRANSPOSED),
         ]
@@ -271,13 +378,13 @@ def _moe(layer: MoeConfig, *, merged: bool) -> list[Rule]:
             tuple(f"experts.{i}.{name}_proj.weight" for i in range(count))
             for name in ("gate", "up", "down")
         )
-        experts = [
+        own = [
             Rule((*gate, *up), "experts_in", stacked_pairs(count)),
             Rule(down, "experts_out", stacked(count)),
         ]
     shared = MlpConfig(layer.shared_size)
     return [
-        *experts,
+        *own,
         Rule("gate.weight", "router", TRANSPOSED),
         Rule("shared_expert_gate.weight", "shared_gate", TRANSPOSED),
         *within(split_mlp(shared), "shared_expert", "shared"),
@@ -305,11 +412,32 @@ def write_qwen3_5_moe(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return _values(config, dtype, name, architecture) | _moe_values(config)
 
 
+def write_olmo_hybrid(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`OlmoHybridConfig`."""
+    attention, delta = hybrid.required(config, "attention"), hybrid.required(config, "gated_delta")
+    fields = _common(config, attention, dtype, "olmo_hybrid", "OlmoHybridForCausalLM")
+    if not attention.rotary_dim:
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
+    fields["linear_allow_neg_eigval"] = delta.beta_scale == 2.0
+    return fields | _mlp_values(config)
+
+
+def write_lara_mini(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`LaraMiniConfig`."""
+    every = [layer for layer in config.layers if isinstance(layer, AttentionConfig)]
+    local = next((layer for layer in every if layer.window), None)
+    attention = local or hybrid.required(config, "attention")
+    fields = _common(config, attention, dtype, "lara_mini", "LaraMiniForCausalLM")
+    fields |= {"sliding_window": attention.window or 512, "norm_topk_prob": True}
+    return fields | _moe_values(config)
+
+
 def _mlp_values(config: ModelConfig) -> dict[str, Any]:
     return {"intermediate_size": hybrid.required(config, "mlp").hidden_size}
 
 
 def _moe_values(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `_moe_config`."""
     experts = hybrid.required(config, "moe")
     return {
         "num_experts": experts.num_experts,
@@ -320,21 +448,36 @@ def _moe_values(config: ModelConfig) -> dict[str, Any]:
 
 
 def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:
-    """The fields that the families share."""
-    attention, delta = hybrid.attention_of(config), hybrid.required(config, "gated_delta")
+    """The fields that the families of Qwen share."""
+    attention = hybrid.required(config, "attention")
+    share = attention.rotary_dim / attention.head_dim
+    rope = hybrid.rope_values(attention, partial_rotary_factor=share)
+    return _common(config, attention, dtype, name, architecture) | rope
+
+
+def _common(
+    config: ModelConfig, attention: AttentionConfig, dtype: str, name: str, architecture: str
+) -> dict[str, Any]:
+    """The fields that all families with delta layers share, with this one of their attentions."""
+    delta = hybrid.required(config, "gated_delta")
+    kinds = [
+        "sliding_attention"
+        if getattr(layer, "window", None)
+        else _NAMES.get(layer.kind, layer.kind)
+        for layer in config.layers[::2]
+    ]
     return (
         hf_values(config, dtype, name, architecture)
-        | hybrid.attention_values(config)
-        | hybrid.rope_values(
-            attention, partial_rotary_factor=attention.rotary_dim / attention.head_dim
-        )
+        | hybrid.head_values(attention)
+        | hybrid.rope_values(attention)
         | hybrid.max_length_values(config)
         | {
+            "attention_bias": attention.qkv_bias,
             "head_dim": attention.head_dim,
             "hidden_act": "silu",
             "rms_norm_eps": config.norm_eps,
-            "num_hidden_layers": len(config.layers) // 2,
-            "layer_types": [_NAMES.get(kind, kind) for kind in config.kinds[::2]],
+            "num_hidden_layers": len(kinds),
+            "layer_types": kinds,
             "linear_num_value_heads": delta.num_heads,
             "linear_value_head_dim": delta.head_dim,
             "linear_num_key_heads": delta.num_groups,

@@ -99,13 +99,13 @@ def gathered(sizes: Sequence[int], order: Callable[[], np.ndarray]) -> Transform
     )
 
 
-def conv_gathered(order: Callable[[], np.ndarray]) -> Transform:
-    """`CONV` with reordered channels: for each of the weight's its channel in the source."""
+def conv_gathered(sizes: Sequence[int], order: Callable[[], np.ndarray]) -> Transform:
+    """`CONV` of sources of `sizes` channels, reordered: for each of the weight's its source's."""
     return Transform(
-        "depthwise convolution, channels reordered",
-        lambda x: CONV.apply(x[order()]),
-        lambda x: [part[np.argsort(order())] for part in CONV.invert(x)],
-        CONV.source_shapes,
+        "depthwise convolutions, channels reordered",
+        lambda *parts: CONV.apply(np.concatenate(parts)[order()]),
+        lambda x: np.split(CONV.invert(x)[0][np.argsort(order())], np.cumsum(sizes)[:-1]),
+        lambda shape: [(size, 1, shape[0]) for size in sizes],
     )
 
 

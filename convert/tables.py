@@ -172,16 +172,18 @@ def in_pairs(
     mlp_norm: str,
     final_norm: str,
     mixer_norm: str = "input_layernorm",
+    after: tuple[str, str] = ("", ""),
     norm: Transform = AS_IS,
 ) -> list[Rule]:
     """Models with Llama's names, whose source layers are a mixer and an MLP.
 
-    `own` gives a layer's rules by names within the source layer and the mixer.
+    `own` gives a layer's rules by names within the source layer and the mixer; `after` are the
+    names of norms after a mixer and an MLP.
     """
     rules: list[Rule] = []
     for block, layer in enumerate(config.layers):
         source, target = f"model.layers.{block // 2}", f"blocks.{block}"
-        name = mlp_norm if block % 2 else mixer_norm
+        name = (after if layer.norm_after else (mixer_norm, mlp_norm))[block % 2]
         rules.append(Rule(f"{source}.{name}.weight", f"{target}.norm_scale", norm))
         rules += within(own(layer), source, f"{target}.mixer")
     return [

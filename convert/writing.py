@@ -14,7 +14,7 @@ from stree_jax.convert.families import FAMILIES
 from stree_jax.convert.fields import Fields
 from stree_jax.heads import FOLDER
 from stree_jax.messages import first_line
-from stree_jax.models import LayerConfig
+from stree_jax.models import AttentionConfig, GatedDeltaConfig, LayerConfig, Mamba2Config
 from stree_jax.models.config import PARTS, ModelConfig
 from stree_jax.models.draft_head import DraftHead
 from stree_jax.models.lm import HybridLM, check_on_one_device
@@ -193,24 +193,33 @@ def _canonical(config: ModelConfig, *, padded: bool) -> dict[str, Any]:
     values: dict[str, Any] = {
         field.name: getattr(config, field.name) for field in dataclasses.fields(config)
     }
-    values["layers"] = config.kinds
-    for name in PARTS:
-        part = getattr(config, name)
-        if part is not None:
-            own = {
-                key: value for key, value in dataclasses.asdict(part).items() if key not in PARTS
-            }
-            values |= {f"{name}.{key}": value for key, value in own.items()}
+    names: dict[LayerConfig, str] = {}
+    for layer in config.distinct_layers:
+        for part in (layer, *layer.parts.values()):
+            same = sum(other.kind == part.kind for other in names if other != part)
+            if part not in names:
+                names[part] = f"{part.kind}.{same + 1}" if same else part.kind
+                values |= {f"{names[part]}.{key}": own for key, own in _own_fields(part).items()}
+    values["layers"] = tuple(names[layer] for layer in config.layers)
     values["padded_vocab_size"] = config.num_embeddings
     if not padded:
         values["vocab_size"] = config.num_embeddings
-    if (m := config.mamba2) is not None:
-        values["mamba2.num_x_heads"], values["mamba2.num_b_groups"] = m.x_heads, m.b_groups
-        values["mamba2.norm_groups"] = None if m.norm == "none" else m.gate_groups
-        values["mamba2.norm_eps"] = None if m.norm == "none" else m.norm_eps
-    values.pop("gated_delta.chunk_size", None)  # changes no result, and no format has it
-    if (a := config.attention) is not None:
-        values["attention.scale"] = a.score_scale
-        if not a.rotary_dim:
-            values["attention.rope_theta"] = values["attention.rope_scaling"] = None
+    return values
+
+
+def _own_fields(layer: LayerConfig) -> dict[str, Any]:
+    """The fields of a layer, equal for equivalent ones."""
+    values = {key: own for key, own in dataclasses.asdict(layer).items() if key not in PARTS}
+    match layer:
+        case Mamba2Config():
+            values |= {"num_x_heads": layer.x_heads, "num_b_groups": layer.b_groups}
+            has_norm = layer.norm != "none"
+            values["norm_groups"] = layer.gate_groups if has_norm else None
+            values["norm_eps"] = layer.norm_eps if has_norm else None
+        case GatedDeltaConfig():
+            del values["chunk_size"]  # changes no result, and no format has it
+        case AttentionConfig():
+            values["scale"] = layer.score_scale
+            if not layer.rotary_dim:
+                values["rope_theta"] = values["rope_scaling"] = None
     return values

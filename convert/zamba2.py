@@ -4,7 +4,7 @@ from typing import Any
 
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
-from stree_jax.convert.description import Description, Source, hf_values, mixer_of
+from stree_jax.convert.description import Description, Source, hf_values, required
 from stree_jax.convert.fields import MAX_LAYERS, Fields
 from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, SharedConfig
 from stree_jax.models.config import ModelConfig
@@ -112,7 +112,7 @@ def _attention(fields: Fields, d_model: int, has_rope: bool) -> AttentionConfig:
 
 def write_zamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`Zamba2Config`."""
-    m, a, shared = mixer_of(config), hybrid.attention_of(config), hybrid.required(config, "shared")
+    m, a, shared = (required(config, kind) for kind in ("mamba2", "attention", "shared"))
     kinds = []
     for above, kind in zip((None, *config.kinds), config.kinds, strict=False):
         if kind != "shared":

@@ -45,7 +45,8 @@ def logits(model, tokens):
             extra = _shared(config, shared, w, both)
             num_shared += 1
             continue
-        u = rms_norm(hidden + extra, block["norm_scale"], config.norm_eps)
+        u = hidden + extra
+        u = u if layer.norm_after else rms_norm(u, block["norm_scale"], config.norm_eps)
         if kind == "mlp":
             out = _mlp(layer, w, u)
         elif kind == "moe":
@@ -63,6 +64,8 @@ def logits(model, tokens):
             out = _linear(w["out_proj"], c * y)
         else:
             out = _mixer(layer, w, u)
+        if layer.norm_after:
+            out = rms_norm(out, block["norm_scale"], config.norm_eps)
         hidden, extra = hidden + config.residual_multiplier * out, 0.0
     hidden = rms_norm(hidden, p["final_norm_scale"], config.norm_eps)
     head = p["embedding"] if config.tie_embeddings else p["head"]
@@ -157,8 +160,10 @@ def _attention(c, w, u, extra=0.0):
         for part in np.split(qkv, [inner, inner + keys_size], axis=1)
     )
     if c.qk_norm_eps is not None:
-        q = rms_norm(q, w["q_norm_scale"], c.qk_norm_eps)
-        k = rms_norm(k, w["k_norm_scale"], c.qk_norm_eps)
+        own = (length, -1) if c.qk_norm_spans else q.shape
+        q = rms_norm(q.reshape(own), w["q_norm_scale"], c.qk_norm_eps).reshape(q.shape)
+        own = (length, -1) if c.qk_norm_spans else k.shape
+        k = rms_norm(k.reshape(own), w["k_norm_scale"], c.qk_norm_eps).reshape(k.shape)
     if c.rotary_dim:
         rope = rope_frequencies(c.rotary_dim, c.rope_theta)
         if (s := c.rope_scaling) is not None:

@@ -56,6 +56,7 @@ from stree_jax.models.layers import (
     conv_weight,
     linear,
     row_parallel,
+    spanning_norm,
 )
 from stree_jax.tree import Tree
 
@@ -113,6 +114,8 @@ class AttentionConfig(LayerConfig):
             before RoPE, and the mixer's output (Falcon-H1).
         qkv_bias, out_bias: whether these projections have a bias.
         qk_norm_eps: epsilon of norms of each head's query and key before RoPE; None: no norms.
+        qk_norm_spans: whether these norms are over all heads together (Olmo).
+        norm_after: see `MlpConfig`.
         output_gate: whether the outputs are scaled by the sigmoid of as many columns of the input
             projection, which are its first (Qwen3.5).
         conv_width: width of a depthwise causal convolution with bias over q, k and v (mamba_ssm);
@@ -137,6 +140,8 @@ class AttentionConfig(LayerConfig):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm_eps: float | None = None
+    qk_norm_spans: bool = False
+    norm_after: bool = False
     output_gate: bool = False
     conv_width: int = 0
     mlp_dim: int = 0
@@ -216,10 +221,6 @@ class AttentionConfig(LayerConfig):
             key_multiplier=self.key_multiplier,
         )
 
-    @property
-    def conv_widths(self) -> tuple[int, ...]:
-        return (self.conv_width,) if self.conv_width else ()
-
     def check_next(self, below: LayerConfig | None) -> None:
         require(
             self.input_multiple == 1,
@@ -260,7 +261,9 @@ class AttentionConfig(LayerConfig):
 
     def sizes(self, shards: int) -> Sizes:
         equal = {"attention.num_heads": self.num_heads, "attention.mlp_dim": self.mlp_dim}
-        return Sizes(equal, {"attention.num_kv_heads": self.num_kv_heads})
+        of_keys = {"attention.num_kv_heads": self.num_kv_heads}
+        # A norm over heads that several shards hold would count them again.
+        return Sizes(equal | of_keys, {}) if self.qk_norm_spans else Sizes(equal, of_keys)
 
     def local(self, shards: int) -> "AttentionConfig":
         return dataclasses.replace(
@@ -274,7 +277,8 @@ class AttentionConfig(LayerConfig):
         qkv, branch = self.qkv_segments, (self.mlp_dim, 1)
         gate = qkv[:1] if self.output_gate else ()
         columns = (*gate, *qkv, branch, branch)
-        return {
+        norms = {"q_norm_scale": qkv[0], "k_norm_scale": qkv[1]} if self.qk_norm_spans else {}
+        return {name: Cut(0, (heads,)) for name, heads in norms.items()} | {
             "in_proj.kernel": Cut(1, columns),
             "in_proj.bias": Cut(0, columns),
             "out_proj.kernel": Cut(0, (qkv[0], branch)),
@@ -332,8 +336,9 @@ class AttentionMixer(nnx.Module):
             scale=out_scale,
         )
         if c.qk_norm_eps is not None:  # scales of `1 + w` do not fit into bfloat16
-            self.q_norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
-            self.k_norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
+            of_query, of_keys, _ = c.projected_sizes if c.qk_norm_spans else [c.head_dim] * 3
+            self.q_norm_scale = nnx.Param(jnp.ones(of_query, jnp.float32))
+            self.k_norm_scale = nnx.Param(jnp.ones(of_keys, jnp.float32))
         if c.conv_width:
             self.conv_weight = conv_weight(c.conv_width, channels, dtype=dtype, rngs=rngs)
             self.conv_bias = nnx.Param(jnp.zeros(channels, dtype))
@@ -474,18 +479,22 @@ class AttentionMixer(nnx.Module):
 
     def normed(self, qkv: Float[Array, "B T _"], num_heads: int) -> Float[Array, "B T _"]:
         """Queries of so many heads, keys and values, with norms of the queries and keys."""
-        c = self.config
-        if c.qk_norm_eps is None:
+        c, epsilon = self.config, self.config.qk_norm_eps
+        if epsilon is None:
             return qkv
-        heads = qkv.reshape(*qkv.shape[:-1], -1, c.head_dim)
-        query, keys, values = jnp.split(heads, (num_heads, num_heads + c.num_kv_heads), axis=-2)
         kernel = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
-        query, keys = (
-            rms_norm(x, scale[...], epsilon=c.qk_norm_eps, implementation=kernel)
-            for x, scale in ((query, self.q_norm_scale), (keys, self.k_norm_scale))
-        )
-        parts = [part.astype(qkv.dtype) for part in (query, keys, values)]
-        return jnp.concatenate(parts, axis=-2).reshape(qkv.shape)
+        first, end = num_heads * c.head_dim, (num_heads + c.num_kv_heads) * c.head_dim
+        query, keys, values = jnp.split(qkv, (first, end), axis=-1)
+
+        def norm(x: Array, scale: nnx.Param) -> Array:
+            if c.qk_norm_spans and self.shard.shards > 1:
+                return spanning_norm(x, scale, epsilon, self.shard).astype(x.dtype)
+            heads = x.reshape(*x.shape[:-1], -1, scale.shape[-1])
+            heads = rms_norm(heads, scale[...], epsilon=epsilon, implementation=kernel)
+            return heads.astype(x.dtype).reshape(x.shape)
+
+        normed = norm(query, self.q_norm_scale), norm(keys, self.k_norm_scale)
+        return jnp.concatenate([*normed, values], axis=-1)
 
     def _finish(self, y: Array, projected: Projected) -> Array:
         y = y.reshape(*y.shape[:2], -1)

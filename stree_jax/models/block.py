@@ -11,7 +11,7 @@ from stree_jax.models.layer import LayerConfig
 
 
 class Block(nnx.Module):
-    """A layer: pre-norm and mixer. The model adds its output to the residual stream."""
+    """A layer: norm and mixer. The model adds its output to the residual stream."""
 
     def __init__(
         self,
@@ -23,6 +23,7 @@ class Block(nnx.Module):
         implementation: str | None,
     ):
         self.kind, self.is_shared = layer.kind, layer.is_shared
+        self.norm_after = layer.norm_after
         # A "shared" layer has its norm among the weights that it shares.
         scale = jnp.ones(config.d_model, jnp.float32 if config.norm_float32 else dtype)
         self.norm_scale = None if self.is_shared else nnx.Param(scale)
@@ -57,6 +58,8 @@ class ResidualStream:
         if block.norm_scale is None:
             both = [self.hidden(), self._embedded]
             return jnp.concatenate(both, axis=-1).astype(self._dtype)
+        if block.norm_after:
+            return self.hidden().astype(self._dtype)
         return self.normed(block.norm_scale[...])
 
     def write(self, block: Block, output: Array | DeferredRMSNorm) -> None:
@@ -64,8 +67,14 @@ class ResidualStream:
         if block.is_shared:
             assert not isinstance(output, DeferredRMSNorm)
             self._output, self._extra = None, output.astype(self._hidden.dtype)
-        else:
-            self._output, self._extra = output, None
+            return
+        if block.norm_after:
+            assert block.norm_scale is not None
+            assert not isinstance(output, DeferredRMSNorm)
+            scale, epsilon, own = block.norm_scale[...], self._config.norm_eps, self._implementation
+            normed = rms_norm(output, scale, epsilon=epsilon, implementation=own)
+            output = normed.astype(output.dtype)
+        self._output, self._extra = output, None
 
     def hidden(self) -> Array:
         """The stream `[B, T, M]` with the last layer's output added."""

@@ -137,6 +137,10 @@ class ModelConfig:
         )
         for layer, below in zip(self.layers, (*self.layers[1:], None), strict=True):
             layer.check_next(below)
+            require(
+                not any(part.norm_after for part in layer.parts.values()),
+                f"norm_after is for layers, not for parts of a {layer.kind!r} layer",
+            )
         require(
             len({layer for layer in self.layers if layer.is_shared}) <= 1,
             "'shared' layers of one model have one config, since they share their blocks",

@@ -108,10 +108,6 @@ class GatedDeltaConfig(LayerConfig):
             first_column=self.num_heads,
         )
 
-    @property
-    def conv_widths(self) -> tuple[int, ...]:
-        return (self.conv_width,)
-
     def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "GatedDeltaMixer":
         return GatedDeltaMixer(self, d_model, **options)
 

@@ -111,6 +111,7 @@ class LayerConfig:
     # Its sizes that must be multiples of 16, as `d_model`, for outputs of packed models to be equal
     # to the bit in trees, batches and chunks; None: they are not.
     native_sizes: ClassVar[tuple[str, ...] | None] = None
+    norm_after = False  # its norm is that of its output (Olmo), not of its input
 
     def build(
         self,
@@ -157,7 +158,8 @@ class LayerConfig:
     @property
     def conv_widths(self) -> tuple[int, ...]:
         """Widths of its convolutions over tokens, whose windows the model computes once."""
-        return tuple(width for layer in self.parts.values() for width in layer.conv_widths)
+        own = (width,) if (width := getattr(self, "conv_width", 0)) else ()
+        return own + tuple(width for layer in self.parts.values() for width in layer.conv_widths)
 
     def sizes(self, shards: int) -> Sizes:
         """The sizes that must fit this number of shards."""

@@ -71,6 +71,14 @@ def row_parallel(
     return projection.biased(output)  # once, not by each shard
 
 
+def spanning_norm(x: Array, scale: nnx.Param, epsilon: float, shard: Part) -> Array:
+    """The norm of rows over the channels of all shards, in float32; it is another collective."""
+    value = x.astype(jnp.float32)
+    mean_square = shard.total(jnp.mean(jnp.square(value), axis=-1, keepdims=True)) / shard.shards
+    value = value * lax.rsqrt(mean_square + epsilon)
+    return value * lax.broadcast_to_rank(scale[...].astype(jnp.float32), x.ndim)
+
+
 def conv_weight(width: int, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
     """New weights of a depthwise convolution over tokens, as torch draws them."""
     bound = width**-0.5

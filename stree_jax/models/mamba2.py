@@ -21,7 +21,6 @@ import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -64,6 +63,7 @@ from stree_jax.models.layers import (
     new_rates,
     row_parallel,
     sequence_gather_index,
+    spanning_norm,
 )
 from stree_jax.tree import Tree
 
@@ -241,10 +241,6 @@ class Mamba2Config(LayerConfig):
     def norm_spans_shards(self) -> bool:
         """True if the gated norm spans the heads of all shards."""
         return self.norm != "none" and self.gate_groups == 1
-
-    @property
-    def conv_widths(self) -> tuple[int, ...]:
-        return (self.conv_width,)
 
     def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "Mamba2Mixer":
         return Mamba2Mixer(self, d_model, **options)
@@ -513,14 +509,11 @@ class Mamba2Mixer(nnx.Module):
         )
 
     def _spanning_norm(self, y: Array, gate: Array) -> Array:
-        """Gate and norm over the heads of all shards, at the cost of another collective."""
+        """Gate and norm over the heads of all shards."""
         assert self.norm_scale is not None
         gate_first = self.config.norm == "gate_then_norm"
         value = y.astype(jnp.float32) * (gate if gate_first else 1.0)
-        mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
-        mean_square = self.shard.total(mean_square) / self.shard.shards
-        value = value * jax.lax.rsqrt(mean_square + self.config.norm_eps)
-        value = value * self.norm_scale[...].astype(jnp.float32)[None, None]
+        value = spanning_norm(value, self.norm_scale, self.config.norm_eps, self.shard)
         return (value if gate_first else value * gate).astype(y.dtype)
 
     def _project_deferred(self, y: DeferredRMSNorm, projected: Array) -> DeferredRMSNorm:

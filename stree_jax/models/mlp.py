@@ -34,6 +34,7 @@ class MlpConfig(LayerConfig):
         activation: "silu", "gelu" (the exact one) or "relu2" (the square of relu).
         gated: whether there is a gate, see above.
         bias: whether the projections have a bias.
+        norm_after: whether its norm is that of its output (Olmo), not of its input.
         gate_multiplier, output_multiplier: scale the gate before its activation, and the output
             (Falcon-H1).
     """
@@ -42,6 +43,7 @@ class MlpConfig(LayerConfig):
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
+    norm_after: bool = False
     gate_multiplier: float = 1.0
     output_multiplier: float = 1.0
     native_sizes: ClassVar[tuple[str, ...]] = ()

@@ -7,6 +7,7 @@ The model is Liquid AI's LFM2 (Amini et al. 2025, arXiv:2511.23404). Its cache i
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -60,10 +61,6 @@ class ShortConvConfig(LayerConfig):
         require_integer(self, "num_channels", 1)
         require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
 
-    @property
-    def conv_widths(self) -> tuple[int, ...]:
-        return (self.conv_width,)
-
     def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "ShortConvMixer":
         return ShortConvMixer(self, d_model, **options)
 
@@ -110,9 +107,9 @@ class ShortConvMixer(nnx.Module):
     ):
         c = self.config = config
         self.implementation = implementation
-        channels, common = c.num_channels, dict(bias=c.bias, dtype=dtype, rngs=rngs)
-        self.in_proj = linear(d_model, 3 * channels, **common)
-        self.out_proj = linear(channels, d_model, scale=out_scale, **common)
+        channels, common = c.num_channels, functools.partial(linear, bias=c.bias, dtype=dtype)
+        self.in_proj = common(d_model, 3 * channels, rngs=rngs)
+        self.out_proj = common(channels, d_model, rngs=rngs, scale=out_scale)
         self.conv_weight = conv_weight(c.conv_width, channels, dtype=dtype, rngs=rngs)
         self.conv_bias = nnx.Param(jnp.zeros(channels, dtype)) if c.bias else None
 

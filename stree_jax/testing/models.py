@@ -67,6 +67,10 @@ _SMALL = dataclasses.replace(
 _DELTA = GatedDeltaConfig(num_heads=4, head_dim=8, num_groups=2, state_size=12, chunk_size=8)
 _ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
 _NORMED = dataclasses.replace(_ATTENTION, rotary_dim=8, qk_norm_eps=1e-5)
+_UNROTATED = dataclasses.replace(_NORMED, rotary_dim=0)
+_SPANNING = dataclasses.replace(_UNROTATED, qk_norm_spans=True, norm_after=True)
+_LARA = dataclasses.replace(_DELTA, norm_eps=1e-5)
+_OLMO = dataclasses.replace(_LARA, beta_scale=2.0)
 
 
 def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
@@ -86,6 +90,13 @@ def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
     return ModelConfig(**(shape | parts))
 
 
+def _of_layers(*layers: Any) -> ModelConfig:
+    """A small hybrid of these layers, some of which have one kind and differ."""
+    sizes: dict[str, Any] = dict(tie_embeddings=False, residual_float32=False)
+    return ModelConfig(vocab_size=37, d_model=16, layers=layers, **sizes)
+
+
+_EXPERTS = MoeConfig(num_experts=4, num_active=2, hidden_size=12, shared_size=10)
 _NEMOTRON_EXPERTS = MoeConfig(
     num_experts=6,
     num_active=2,
@@ -189,6 +200,10 @@ HYBRIDS: dict[str, ModelConfig] = {
         norm_eps=1e-6,
         norm_float32=True,
     ),
+    "olmo_hybrid": _of_layers(_OLMO, MlpConfig(24), _SPANNING, MlpConfig(24, norm_after=True)),
+    "lara": _of_layers(
+        *(_LARA, _EXPERTS, dataclasses.replace(_NORMED, window=3), _EXPERTS, _UNROTATED, _EXPERTS)
+    ),
     "lfm2": _hybrid(("short_conv", "mlp", "attention", "mlp"), attention=_NORMED),
     "lfm2_moe": _hybrid(
         ("short_conv", "mlp", "attention", "moe"),
@@ -198,20 +213,14 @@ HYBRIDS: dict[str, ModelConfig] = {
     ),
 }
 # Layers of one kind that differ in size: windows of attention, heads, states and experts.
-HYBRIDS["mixed"] = ModelConfig(
-    vocab_size=37,
-    d_model=16,
-    layers=(
-        _MAMBA2,
-        dataclasses.replace(_ATTENTION, rotary_dim=4, window=3),
-        MoeConfig(num_experts=4, num_active=2, hidden_size=12),
-        Mamba2Config(num_heads=2, head_dim=8, state_size=4, conv_width=3, chunk_size=8),
-        AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
-        AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, window=2, conv_width=2),
-        MoeConfig(num_experts=3, num_active=2, hidden_size=8, shared_size=6),
-    ),
-    tie_embeddings=False,
-    residual_float32=False,
+HYBRIDS["mixed"] = _of_layers(
+    _MAMBA2,
+    dataclasses.replace(_ATTENTION, rotary_dim=4, window=3),
+    MoeConfig(num_experts=4, num_active=2, hidden_size=12),
+    Mamba2Config(num_heads=2, head_dim=8, state_size=4, conv_width=3, chunk_size=8),
+    AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
+    AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, window=2, conv_width=2),
+    MoeConfig(num_experts=3, num_active=2, hidden_size=8, shared_size=6),
 )
 CONFIGS |= {f"{name} hybrid": config for name, config in HYBRIDS.items()}
 

@@ -352,6 +352,12 @@ TRANSFORMERS = dict(
     qwen3_next=_DELTA | _EXPERTS,
     qwen3_5_text=_DELTA | dict(intermediate_size=48),
     qwen3_5_moe_text=_DELTA | _EXPERTS,
+    olmo_hybrid=_DELTA
+    | dict(head_dim=8, intermediate_size=48, rope_parameters=dict(rope_theta=None)),
+    lara_mini=_DELTA
+    | _EXPERTS
+    | dict(num_hidden_layers=3, sliding_window=5, tie_word_embeddings=True)
+    | dict(layer_types=["linear_attention", "sliding_attention", "full_attention"]),
     lfm2=_SHORT_CONV | dict(block_multiple_of=16),
     lfm2_moe=_SHORT_CONV
     | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, num_dense_layers=1),
@@ -413,6 +419,12 @@ TRANSFORMERS_CONFIGS = {
     )
     | dict(rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)),
     "qwen3_5_moe_text": {},
+    "olmo_hybrid": {},
+    "olmo_hybrid, rope, biases, beta below 1": dict(
+        attention_bias=True, linear_allow_neg_eigval=False, rms_norm_eps=1e-3
+    )
+    | dict(rope_parameters=dict(rope_theta=500.0), linear_key_head_dim=24, linear_num_key_heads=2),
+    "lara_mini": {},
     "lfm2, biases, another width, an adjusted size": dict(
         conv_bias=True, conv_L_cache=4, block_ffn_dim_multiplier=1.3, tie_word_embeddings=True
     ),

@@ -25,8 +25,12 @@ ORDER = (
     " not say; if they are in another one, texts are wrong"
 )
 KINDS = gguf.GGMLQuantizationType
-NOT_READ = ("zamba2", "qwen3_next, dense layers, narrow convolution")
-MODELS = {k: each for k, each in configs.TRANSFORMERS_CONFIGS.items() if k not in NOT_READ} | {
+NOT_READ = "qwen3_next, dense layers, narrow convolution"
+MODELS = {
+    name: each
+    for name, each in configs.TRANSFORMERS_CONFIGS.items()
+    if name.split(",")[0] in gguf_files.ARCHITECTURES and name != NOT_READ
+} | {
     "qwen3_next": {},
     "falcon_h1, untied": configs.TRANSFORMERS_CONFIGS["falcon_h1, multipliers, no norm"]
     | dict(tie_word_embeddings=False),

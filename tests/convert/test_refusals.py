@@ -43,8 +43,20 @@ OF_TRANSFORMERS = [
     ("mamba", {}, "'mamba': Mamba-1 layers"),
     ("jamba", {}, "'jamba': Mamba-1 layers"),
     ("qwen4_exp", {}, "'qwen4_exp': gated delta layers between hyper-connections"),
-    ("olmo_hybrid", {}, "'olmo_hybrid': gated delta layers beside attention with norms after it"),
+    *(
+        ("olmo_hybrid", {"rope_parameters": {"rope_theta": None}} | fields, says)
+        for fields, says in (
+            ({"rope_parameters": None}, "must have rope_theta: a number, or null for no RoPE"),
+            ({}, "layer_types is missing"),
+            ({"layer_types": ["sliding_attention"]}, "unknown kinds .*sliding"),
+            ({"linear_num_key_heads": 5}, "num_groups = 5 does not divide"),
+        )
+    ),
+    ("lara_mini", {"layer_types": ["conv"]}, "has unknown kinds .*conv"),
+    ("lara_mini", {"norm_topk_prob": False}, "norm_topk_prob = false is not supported"),
     ("kimi_linear", {}, "'kimi_linear': delta attention with a decay for each channel"),
+    ("bailing_hybrid", {}, "linear attention beside latent attention"),
+    ("minimax", {}, "'minimax': lightning attention, whose residual is the normed input"),
     ("qwen3_5", {}, "needs a table text_config"),
     (
         "qwen3_5_moe",
@@ -78,8 +90,8 @@ OF_TRANSFORMERS = [
             ({"block_use_swiglu": False}, "block_use_swiglu = false is not supported"),
             ({"conv_L_cache": 1}, "conv_width must be an integer, at least 2; got 1"),
             ({"block_ffn_dim_multiplier": -1.0}, "block_ffn_dim_multiplier must be a number above"),
-            ({"block_ffn_dim_multiplier": 1e290}, "hidden_size must be an integer"),
-            ({"attention_bias": True}, r"unknown fields .'attention_bias'"),
+            ({"block_ffn_dim_multiplier": 1e290}, r"hidden_size must be below 2\*\*31"),
+            ({"novel": 1}, r"unknown fields .'novel'"),
         )
     ),
     ("lfm2_moe", {"layer_types": ["conv"], "use_expert_bias": False}, "use_expert_bias = false is"),

@@ -144,6 +144,14 @@ CONFIGS = {
         ),
         norm_float32=True,
     ),
+    # Norms over the heads of all shards, and norms of outputs.
+    "olmo_hybrid": _model(
+        *(_gated_delta(beta_scale=2.0), MlpConfig(24)),
+        dataclasses.replace(
+            _ATTENTION, num_kv_heads=4, qk_norm_eps=1e-6, qk_norm_spans=True, norm_after=True
+        ),
+        MlpConfig(24, norm_after=True),
+    ),
     "lfm2": _model(
         *("short_conv", "mlp", "attention", "mlp"),
         short_conv=ShortConvConfig(16, bias=True),
