@@ -146,6 +146,8 @@ class AttentionConfig(LayerConfig):
     conv_width: int = 0
     mlp_dim: int = 0
     window: int | None = None
+    qk_norm_spans: bool = False
+    norm_after: bool = False
 
     has_memory: ClassVar[bool] = True
     native_sizes: ClassVar[tuple[str, ...]] = ("head_dim",)
@@ -170,6 +172,10 @@ class AttentionConfig(LayerConfig):
         require(
             self.qk_norm_eps is None or (self.qk_norm_eps > 0 and not self.conv_width),
             f"qk_norm_eps must be above 0 in a layer without convolution, got {self.qk_norm_eps}",
+        )
+        require(
+            self.qk_norm_eps is not None or not self.qk_norm_spans,
+            "qk_norm_spans = True needs qk_norm_eps",
         )
         require(self.conv_width != 1, "conv_width = 1 is no convolution; use 0")
         require(self.rope_theta > 0, f"rope_theta must be above 0, got {self.rope_theta}")

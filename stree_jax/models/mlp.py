@@ -43,9 +43,9 @@ class MlpConfig(LayerConfig):
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
-    norm_after: bool = False
     gate_multiplier: float = 1.0
     output_multiplier: float = 1.0
+    norm_after: bool = False
     native_sizes: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:

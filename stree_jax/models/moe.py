@@ -51,13 +51,13 @@ class MoeConfig(LayerConfig):
     num_router_groups: int = 1
     num_active_groups: int = 1
     normalise: bool = True
-    norm_eps: float = 1e-20
     scale: float = 1.0
     latent_size: int | None = None
     shared_size: int = 0
     shared_gate: bool = False
     activation: str = "silu"
     gated: bool = True
+    norm_eps: float = 1e-20
     native_sizes: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:

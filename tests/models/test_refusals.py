@@ -8,7 +8,14 @@ import pytest
 from flax import nnx
 
 from stree_jax import HybridLM, ModelConfig, demo_path, generate
-from stree_jax.models import AttentionConfig, MlpConfig, MoeConfig, RopeScaling, SharedConfig
+from stree_jax.models import (
+    AttentionConfig,
+    MlpConfig,
+    MoeConfig,
+    RopeScaling,
+    SharedConfig,
+    ShortConvConfig,
+)
 from stree_jax.models.layer import LayerConfig, register
 from stree_jax.testing import HYBRIDS
 
@@ -91,6 +98,16 @@ REFUSED = [
     (partial(MoeConfig, 4, 5, 8), "num_active = 5 is more than the 4 experts"),
     (partial(MoeConfig, 4, 2, 8, "best"), "router must be one of .*'best'"),
     (partial(MoeConfig, 4, 2, 8, "sigmoid", 3), "3 groups of 4 experts is not possible"),
+    (partial(MoeConfig, 4, 2, 8, norm_eps=-1.0), "norm_eps must be at least 0, got -1.0"),
+    (partial(ShortConvConfig, 0), "num_channels must be an integer, at least 1; got 0"),
+    (partial(ShortConvConfig, 8, 1), "conv_width must be an integer, at least 2; got 1"),
+    (partial(AttentionConfig, 4, 2, 8, qk_norm_spans=True), "qk_norm_spans = True needs qk_norm_e"),
+    (
+        lambda: HYBRIDS["falcon_h1"].with_layers(
+            ["parallel"], attention=AttentionConfig(4, 2, 8, norm_after=True)
+        ),
+        "norm_after is for layers, not for parts of a 'parallel' layer",
+    ),
     (partial(RopeScaling, 8.0, 4.0, 1.0, 9), "0 < low_freq_factor < high_freq_factor"),
     (partial(SharedConfig, 0, 4), "num_blocks must be an integer, at least 1; got 0"),
     (model(NO_MEMORY), "no memory of other tokens"),
