@@ -140,8 +140,6 @@ class AttentionConfig(LayerConfig):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm_eps: float | None = None
-    qk_norm_spans: bool = False
-    norm_after: bool = False
     output_gate: bool = False
     conv_width: int = 0
     mlp_dim: int = 0
