@@ -76,6 +76,7 @@ def clock(monkeypatch):
             num_target_calls=calls * len(prompts),
             target_calls_per_row=[calls] * len(prompts),
             accepted_per_depth=len(prompts) * np.array(depths),
+            calls_by_tree=None,
         )
         ends = {"lengths": [12] * len(prompts), "finish_reasons": ["length"] * len(prompts)}
         return types.SimpleNamespace(tokens=tokens, stats=stats, **ends)
