@@ -109,7 +109,7 @@ class AutoDrafter(Drafter):
         self.drafter = drafter
         self.inner_layers = drafter.inner_layers
         self.costs: Any = np.asarray(costs, np.float32)
-        self.rests: Any = np.bool_(False)
+        self.rests: Any = False
 
     @property
     def catches_up(self) -> bool:
@@ -149,12 +149,9 @@ class AutoDrafter(Drafter):
             return state._replace(drafter=self.drafter.read(state.drafter, tokens, hidden, lengths))
         now = jnp.where((behind > 0) | self.rests, 0, lengths)
         choosing = state.choosing._replace(behind=behind + (lengths - now).astype(jnp.int32))
-        _, own = lax.while_loop(  # once or never: a branch would copy the caches
-            lambda carry: carry[0],
-            lambda carry: (carry[0] & False, self.drafter.read(carry[1], tokens, hidden, now)),
-            ((now > 0).any(), state.drafter),
-        )
-        return AutoState(own, choosing)
+        if self.rests is True:  # not so while a caller's program is traced
+            return state._replace(choosing=choosing)
+        return AutoState(self.drafter.read(state.drafter, tokens, hidden, now), choosing)
 
     def propose(
         self, state: AutoState, step: Step, topology: TreeTopology

@@ -56,7 +56,7 @@ class Experience:
     def __init__(self, model: HybridLM, auto: AutoDrafter | Any, num_rows: int, sampling: Any):
         self._auto = auto
         self._name = _name(model, auto, num_rows, sampling)
-        auto.rests = np.bool_(_taught.get(self._name, {}).get("rest", 0) > 0)
+        auto.rests = bool(_taught.get(self._name, {}).get("rest", 0) > 0)
 
     def set_times(self, state: DecodeState, limits: Limits, run: Run | None) -> None:
         """Gives the drafter the times of its trees, which are measured if nobody knows them.
@@ -96,7 +96,7 @@ class Experience:
         taught = {"tried": kept * tried, "accepted": kept * accepted}
         taught |= {each: getattr(choosing, each).max() for each in OF_ALL}
         _taught[self._name] = taught
-        self._auto.rests = np.bool_(taught["rest"] > 0)
+        self._auto.rests = bool(taught["rest"] > 0)
 
 
 def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -> np.ndarray | None:

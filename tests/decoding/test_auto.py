@@ -173,7 +173,7 @@ def test_a_draft_model_that_rests_reads_a_prompt_when_it_is_tried(model):
     want = st.generate(model, [prompt], **options)
     request = plan(model, [prompt], drafter=st.ModelDrafter(model), topology="auto", **options)
     decoder, drafter = request.decoder, request.drafter
-    drafter.rests = np.bool_(True)
+    drafter.rests = True
     state = decoder.start(model, drafter, request.context, request.keys)
     assert np.asarray(state.drafter.choosing.behind).tolist() == [99]
     state = decoder.run(model, drafter, state, request.limits, request.sampling)
