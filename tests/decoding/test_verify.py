@@ -140,10 +140,7 @@ TREE = TreeTopology.complete(2, 2)
 def verify(rule, draft, logits, *, topology, temperature=1.0):
     sampling = Sampling(jnp.full(1, temperature), temperature_is_zero=not temperature)
     keys = jax.random.split(jax.random.key(0), 1)
-    rule, step = (
-        VERIFIERS[rule] if isinstance(rule, str) else rule,
-        Step(None, keys, None, sampling),
-    )
+    step = Step(None, keys, None, sampling)
     return jax.jit(lambda *arrays: rule.verify(*arrays, topology))(draft, logits, step)
 
 

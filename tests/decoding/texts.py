@@ -175,11 +175,6 @@ def log_probs_after(model, text, paths, sharpness=1.0, noise=None, temperature=1
     return log_softmax(sharpness * logits)
 
 
-def with_head(scale, model):
-    """The model with sharper logits, or with logits that are all equal."""
-    return with_weight(model, "head", lambda head: scale * head)
-
-
 def broken_at(token, value=np.nan, model=None):
     """A model whose embedding of one token is not finite: only rows that read it fail."""
     model = tiny_model("groups", seed=4) if model is None else model
