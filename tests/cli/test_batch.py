@@ -70,9 +70,7 @@ def test_texts_of_lines(chat_target, continued):
 
 
 @pytest.mark.parametrize("options", [[], ["--mesh", "auto"]])
-def test_standard_output_is_that_file(
-    options, chat_target, command, out, tmp_path, monkeypatch
-):
+def test_standard_output_is_that_file(options, chat_target, command, out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "Once"}\nbad\n{"prompt": "The"}')
     common = ["generate", chat_target, "--prompts", "in.jsonl", *OPTIONS]
