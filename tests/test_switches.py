@@ -12,13 +12,13 @@ from stree_jax.testing import CONFIGS, PROMPTS, perturbed, random_model, tiny_mo
 from tests.extensions.heads import HEADS, parts
 from tests.methods import METHODS, TREE, drafts
 
-SWITCHES = {
-    "x64": lambda: jax.enable_x64(True),
-    "strict": lambda: jax.numpy_dtype_promotion("strict"),
-    "ranks": lambda: jax.numpy_rank_promotion("raise"),
-    "rbg": lambda: jax.default_prng_impl("rbg"),
-    "transfers": lambda: jax.transfer_guard("disallow"),
-}
+SWITCHES = (
+    lambda: jax.enable_x64(True),
+    lambda: jax.numpy_dtype_promotion("strict"),
+    lambda: jax.numpy_rank_promotion("raise"),
+    lambda: jax.default_prng_impl("rbg"),
+    lambda: jax.transfer_guard("disallow"),
+)
 # One layer of each kind, in sizes that native code takes.
 EVERY = st.ModelConfig(
     vocab_size=37,
@@ -163,17 +163,11 @@ SLOW |= {
 }
 
 
-@contextlib.contextmanager
-def under(names):
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(SWITCHES[name]())
-        yield
-
-
-def check(decode, names=SWITCHES):
+def check(decode):
     want = decode()
-    with under(names):
+    with contextlib.ExitStack() as stack:
+        for switch in SWITCHES:
+            stack.enter_context(switch())
         got = decode()
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, want)
 
@@ -192,10 +186,3 @@ def test_all_at_once_with_files(tmp_path):
 @pytest.mark.parametrize("name", SLOW)
 def test_more_at_once(name):
     check(SLOW[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.parametrize("name", QUICK)
-def test_one_alone(name, switch):
-    check(QUICK[name], [switch])

@@ -148,7 +148,7 @@ def _chosen(
         logits = model.logits(hidden)[..., : model.config.vocab_size]
         log_probs = log_softmax(logits)
         chosen = jnp.take_along_axis(log_probs, tokens[..., None], axis=-1)[..., 0]
-        return chosen, logits.argmax(axis=-1) == tokens
+        return chosen, logits.argmax(axis=-1).astype(tokens.dtype) == tokens
 
     def cut(values: Array) -> Array:
         return jnp.moveaxis(values.reshape(batch, -1, size, *values.shape[2:]), 1, 0)

@@ -1,11 +1,22 @@
 import json
 import re
+import shutil
 import sys
 
 import pytest
 
 from stree_jax.cli.main import main
 from stree_jax.measuring import Costs
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}assistant:"
+
+
+@pytest.fixture(scope="session")
+def chat_target(tiny_pair, tmp_path_factory):
+    """A checkpoint with a chat template."""
+    folder = shutil.copytree(tiny_pair / "target", tmp_path_factory.mktemp("chat") / "target")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 @pytest.fixture

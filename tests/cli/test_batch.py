@@ -1,7 +1,6 @@
 """`stree-jax generate --prompts`: texts of lines, bad lines, and runs that go on."""
 
 import json
-import shutil
 
 import jax
 import pytest
@@ -11,16 +10,7 @@ import stree_jax as st
 pytestmark = pytest.mark.thorough
 
 OPTIONS = ["--rows", 2, "--max-new-tokens", 5]
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}assistant:"
 MESSAGES = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_pair, tmp_path_factory):
-    """A checkpoint with a chat template."""
-    folder = shutil.copytree(tiny_pair / "target", tmp_path_factory.mktemp("batch") / "target")
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 @pytest.fixture
@@ -45,16 +35,16 @@ BAD = [
 ]
 
 
-def test_bad_lines_are_named_and_stop_nothing(target, continued):
+def test_bad_lines_are_named_and_stop_nothing(chat_target, continued):
     """Also two lines with the same grammar."""
     lines = [{"prompt": "Once"}, *(line for line, _ in BAD), BAD[-1][0], {"prompt": "The"}]
-    texts, errors = continued(target, lines, *OPTIONS)
+    texts, errors = continued(chat_target, lines, *OPTIONS)
     assert sorted(texts) == [1, len(lines)]
     for error, (_, message) in zip(errors.values(), [*BAD, BAD[-1]], strict=True):
         assert message in error
 
 
-def test_texts_of_lines(target, continued):
+def test_texts_of_lines(chat_target, continued):
     """A byte-order mark is no error; a text is that of the line's key, whatever else is there."""
     lines = [
         b'\xef\xbb\xbf{"prompt": "Question: Tom has 3 apples"}\r',
@@ -65,7 +55,7 @@ def test_texts_of_lines(target, continued):
         {"prompt": "He", "seed": 5},
         {"number": 70_000, "prompt": "The"},
     ]
-    texts, _ = continued(target, [*lines, b"", b""], *OPTIONS, "--temperature", 0.8)
+    texts, _ = continued(chat_target, [*lines, b"", b""], *OPTIONS, "--temperature", 0.8)
     assert len(texts) == len(lines)
     lines[0] = json.loads(lines[0].decode("utf-8-sig"))
     for number, line in enumerate(lines, 1):
@@ -74,16 +64,16 @@ def test_texts_of_lines(target, continued):
         place = line.get("number", number)
         key = jax.random.fold_in(jax.random.key(line.get("seed", 0)), place)[None]
         prompt = line.get("prompt") or line["messages"]
-        assert texts[number]["text"] == st.complete(target, prompt, key=key, **options)
+        assert texts[number]["text"] == st.complete(chat_target, prompt, key=key, **options)
         assert texts[number]["num_tokens"] <= options["max_new_tokens"]
         assert texts[number].get("number") == line.get("number")
 
 
 @pytest.mark.parametrize("options", [[], ["--mesh", "auto"]])
-def test_the_standard_output_is_that_file(options, target, command, out, tmp_path, monkeypatch):
+def test_standard_output_is_that_file(options, chat_target, command, out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "Once"}\nbad\n{"prompt": "The"}')
-    common = ["generate", target, "--prompts", "in.jsonl", *OPTIONS]
+    common = ["generate", chat_target, "--prompts", "in.jsonl", *OPTIONS]
     code, shown, error = command(*common, *options)
     assert code == 1
     assert "in.jsonl: 2 texts of 10 tokens, tau 1.00, 1 lines could not be used" in error
@@ -94,12 +84,12 @@ def test_the_standard_output_is_that_file(options, target, command, out, tmp_pat
 
 
 @pytest.fixture
-def run(target, tmp_path, out):
+def run(chat_target, tmp_path, out):
     """The arguments of a run that has ended, with its output."""
     lines = [{"prompt": prompt} for prompt in ("Once", "The", "She")]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     sampled = ["--temperature", 0.8, "--output", out]
-    return ["generate", target, "--prompts", tmp_path / "in.jsonl", *OPTIONS, *sampled]
+    return ["generate", chat_target, "--prompts", tmp_path / "in.jsonl", *OPTIONS, *sampled]
 
 
 def test_a_run_goes_on_after_the_last_whole_line(run, output, out):

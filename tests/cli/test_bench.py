@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import shutil
 import types
 
 import jax
@@ -261,19 +260,14 @@ def test_the_default_tree(tiny_pair, output, clock):
     assert tree == st.TreeTopology.default() == st.TreeTopology.from_parents([-1, 0, 0, 1, 3])
 
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-
-
 @pytest.fixture
-def asked(tiny_pair, tmp_path):
+def asked(chat_target, tmp_path):
     """Writes lines to a file, and returns it and a checkpoint with a chat template."""
 
     def asked(*lines):
-        target = shutil.copytree(tiny_pair / "target", tmp_path / "target")
-        (target / "chat_template.jinja").write_text(TEMPLATE)
         texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
         (tmp_path / "asked.jsonl").write_text("\n".join(texts))
-        return str(target), tmp_path / "asked.jsonl"
+        return str(chat_target), tmp_path / "asked.jsonl"
 
     return asked
 

@@ -219,7 +219,7 @@ def test_demo_of_the_embedded_pair(output):
 
 @pytest.mark.thorough
 def test_train(tmp_path, output, monkeypatch):
-    """Progress bar and checkpoint only; tests/training tests training itself."""
+    """A model, and heads on texts that it generates: progress, checkpoints, and their drafts."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     (tmp_path / "text.txt").write_text(" ".join(rng.choice(["cat", "dog", "sun"], size=3000)))
@@ -234,10 +234,12 @@ def test_train(tmp_path, output, monkeypatch):
 
     recipe = (tmp_path / "recipe.toml").read_text()
     start = recipe.index("[training]")
-    (tmp_path / "heads.toml").write_text("[model]\nnum_heads = 2\n" + recipe[start:])
+    table = recipe[start:].replace("steps = 2", "steps = 2\ngenerated = 1.0")
+    (tmp_path / "heads.toml").write_text("[model]\nnum_heads = 2\n" + table)
     assert " s  training, loss " in output("medusa", "heads.toml", "model", "heads")
     heads = st.load_medusa(tmp_path / "heads", st.from_pretrained(tmp_path / "model"))
     assert heads.num_heads == 2
+    assert np.any(heads.kernel[...])  # which begin as zeros
     (tmp_path / "head.toml").write_text(
         "[model]\nsteps = 2\nattention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\n"
         "moe = {num_experts = 4, num_active = 2, hidden_size = 8, router = 'sigmoid'}\n"

@@ -8,7 +8,7 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.drafters.search import best_continuations
 from stree_jax.testing import perturbed, tiny_model
-from tests.decoding.texts import HYBRID, greedy, log_probs_after, steps, with_head
+from tests.decoding.texts import HYBRID, greedy, log_probs_after, steps
 from tests.methods import PROMPTS
 
 # Only the level sizes of a topology count. Here a path may be longer than the convolution.
@@ -59,15 +59,6 @@ def test_the_tree_is_that_of_a_textbook_beam_search():
     assert len(shapes) > 3
     # No catch-up token; paths that end in a node that was read; paths that end in an unread leaf.
     assert {0, len(SIZES)} < accepted
-
-
-@pytest.mark.thorough
-def test_a_sure_draft_is_accepted_whole():
-    """The best path is then the greedy path; with flat logits the search may drop that one."""
-    target = with_head(20.0, tiny_model())
-    options = dict(drafter=st.BeamDrafter(target), topology=st.TreeTopology.beam(3, 3))
-    out = st.generate(target, PROMPTS, **options)
-    assert out.stats.target_calls_per_row.tolist() == [64 / 4] * len(PROMPTS)
 
 
 def test_one_step_of_the_search_with_ties_and_impossible_tokens():

@@ -10,6 +10,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.testing import assert_same_distribution, random_model
+from tests.decoding.rules import random_walk
 from tests.helpers import heads_of
 from tests.methods import TREE
 
@@ -22,6 +23,7 @@ unlike = functools.partial(st.ModelDrafter, child_sampling="without_replacement"
 turns = functools.partial(st.InterleavedDrafter, pattern="sqs", child_sampling="iid")
 cascade = functools.partial(st.CascadeDrafter, child_sampling="iid")
 FILTERED = dict(temperature=0.8, top_k=5)
+RULES = [random_walk(3, size=6), st.RepetitionPenalty(1.5), st.LogitBias({2: 0.5})]
 # The first step of heads has no drafts, and three models need a few steps.
 LONGER = dict(temperature=6.0, num_tokens=3)
 
@@ -35,10 +37,13 @@ EXACT = {
     "autoregressive, top-k": (lambda *_: None, FILTERED),
     "without replacement": (lambda draft, _: unlike(draft), FILTERED | dict(topology=TREE)),
     "multi-step": (of_draft, FILTERED | dict(topology=TREE)),
+    "traversal, processors": (
+        of_draft,
+        dict(verifier="traversal", topology=TREE, rows=2048, processors=RULES, min_p=0.05),
+    ),
 }
 TRAVERSAL = FILTERED | dict(verifier="traversal")
-# Special cases of those; traversal is sampled in test_processors.py, too.
-SPECIAL = {
+SPECIAL = {  # cases of those
     "autoregressive": (lambda *_: None, {}),
     "chain": (of_draft, FILTERED | dict(topology=st.TreeTopology.chain(2))),
     "traversal": (of_draft, TRAVERSAL | dict(topology=TREE)),

@@ -11,7 +11,8 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.testing import perturbed, random_model, tiny_model
-from tests.decoding.texts import HYBRID, log_probs_after, proposed, steps, with_head
+from tests.decoding.texts import HYBRID, log_probs_after, proposed, steps
+from tests.helpers import with_weight
 from tests.methods import PROMPTS
 
 SHALLOW = st.TreeTopology.budget(7, 3)
@@ -108,7 +109,8 @@ def test_the_kept_nodes_are_the_best_of_all_paths(temperature, num_nodes, depth,
 def test_ties_are_a_tree():
     """All logits are equal: of equal scores the node that comes first stays."""
     model = tiny_model(HYBRID)
-    drafter = st.DynamicDrafter(with_head(0.0, model), expand=4)
+    flat = with_weight(model, "head", lambda head: 0.0 * head)
+    drafter = st.DynamicDrafter(flat, expand=4)
     for _, draft, _, _ in steps(model, drafter=drafter, topology=SHALLOW, count=1):
         for row in range(len(PROMPTS)):
             assert draft.tree.parents[row].tolist() == [-1, 0, 0, 0, 0, 1, 1]

@@ -86,21 +86,6 @@ def test_log_probs_are_the_models_own(name, temperature):
         assert (out.top_tokens[row, count:] == st.PAD).all()
 
 
-@pytest.mark.thorough
-def test_log_probs_of_the_sampled_distribution():
-    target = tiny_model()
-    options = dict(max_new_tokens=NEW_TOKENS, temperature=0.7, top_k=5, key=KEY)
-    plain = st.generate(target, PROMPTS, **options, log_probs="sampled")
-    trees = st.generate(target, PROMPTS, **options, log_probs="sampled", **drafts(target))
-    np.testing.assert_array_equal(plain.tokens, trees.tokens)
-    np.testing.assert_allclose(plain.log_probs, trees.log_probs, atol=1e-4)
-    assert trees.top_tokens is None
-    for row, prompt in enumerate(PROMPTS):
-        new = trees.tokens[row].tolist()
-        want = filtered(at_new_tokens(prompt, new), 0.7, 5)
-        np.testing.assert_allclose(trees.log_probs[row], want[np.arange(len(new)), new], atol=1e-4)
-
-
 def test_without_the_option_nothing_is_recorded():
     out = st.generate(tiny_model(), PROMPTS, max_new_tokens=NEW_TOKENS)
     assert out.log_probs is out.top_log_probs is out.top_tokens is None

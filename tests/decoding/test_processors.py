@@ -15,14 +15,14 @@ from stree_jax.decoding.rules import joined
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
-from stree_jax.testing import apply, assert_same_distribution, random_model, tiny_model
+from stree_jax.testing import apply, tiny_model
 from stree_jax.testing.exactness import processed_after
 from tests.decoding import enumeration as en
 from tests.decoding.rules import SIZE, WALK, Walk, autoregressive, random_walk, rules_of
 from tests.decoding.texts import NEW_TOKENS, ROWS, decoded, planned
 from tests.decoding.texts import autoregressive as without_rules
 from tests.helpers import rows, some
-from tests.methods import KEY, PROMPTS, TREE, Topology, drafts
+from tests.methods import KEY, PROMPTS, Topology, drafts
 
 
 def test_rows_without_rules_are_left_alone():
@@ -115,22 +115,6 @@ def test_rules_that_test_drafts_are_exact_under_a_grammar(children, rule, gramma
     log_p = models.processed(grammar, topology, tokens, by_path=False)
     joint, _ = en.enumerated(models, topology, tokens, weights, log_p=log_p, **options)
     assert en.total_variation(joint, want) > 0.01
-
-
-@pytest.mark.thorough
-def test_samples_have_the_distribution_under_processors():
-    config = st.ModelConfig.tiny(vocab_size=4, num_layers=1)
-    drafter = st.ModelDrafter(random_model(config, 1), child_sampling="iid")
-    out = assert_same_distribution(
-        random_model(config),
-        drafter,
-        topology=TREE,
-        verifier="traversal",
-        rows=2048,
-        processors=[random_walk(3, size=4), st.RepetitionPenalty(1.5), st.LogitBias({2: 0.5})],
-        min_p=0.05,
-    )
-    assert out.stats.num_accepted > 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Exactness of the verifiers, enumerated: every draft, every accept or reject, no sampling; and
 mistakes that the enumeration must catch."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,60 +117,6 @@ def test_traversal_never_accepts_less_than_testing_from_the_root(name, children)
     assert max(more) > 1e-3
 
 
-def by_hand(models, topology, tokens, *, replace, after_failure):
-    """The odds of stopping at each node, and what is emitted there; recursive, in float64."""
-    odds, outcomes, left = {0: 1.0}, [], 1.0
-
-    def visit(node):
-        nonlocal left
-        p = en.Models.at(models.target, en.prefix_of(topology, tokens, node)).astype(float)
-        q = en.Models.at(models.draft, en.prefix_of(topology, tokens, node)).astype(float)
-        for child in topology.children[node]:
-            token = tokens[child]
-            odds[child] = min(1.0, odds[node] * p[token] / q[token])
-            visit(child)
-            residual = np.maximum(odds[node] * p - q, 0)
-            odds[node] = after_failure(odds[node], residual.sum(), q[token])
-            p = residual / residual.sum() if residual.sum() > 0 else p
-            if not replace:
-                q[token] = 0
-                q = q / q.sum() if q.sum() > 0 else q
-        outcomes.append((node, left * odds[node], p))
-        left *= 1 - odds[node]
-
-    visit(0)
-    return outcomes
-
-
-def joint_by_hand(models, topology, tokens, weights, **options):
-    joint = np.zeros((en.VOCAB,) * 3)
-    for row, weight in zip(tokens, weights, strict=True):
-        for node, chance, probs in by_hand(models, topology, row, **options):
-            joint += en.first_tokens(models, topology, [row], [weight * chance], [node], [probs], 3)
-    return joint
-
-
-def right(odds, mass, q):
-    return mass / (mass + 1 - odds) if mass + 1 - odds > 0 else odds
-
-
-def of_a_public_port(odds, mass, q):
-    return min(1.0, mass / (1 - q)) if q < 1 else 0.0
-
-
-@pytest.mark.parametrize("children", KINDS)
-def test_the_odds_of_a_traversal_after_a_failure_matter(children):
-    """The enumeration accepts the rule written down again, and catches another one's mistake."""
-    topology, models = TREES["2, 1"], en.Models(seed=0)
-    tokens, weights = en.draft_outcomes(models, topology, children)
-    joint = functools.partial(
-        joint_by_hand, models, topology, tokens, weights, replace=children == "iid"
-    )
-    want = en.target_joint(models, 3)
-    assert en.total_variation(joint(after_failure=right), want) < 1e-12
-    assert en.total_variation(joint(after_failure=of_a_public_port), want) > 0.1
-
-
 @pytest.mark.parametrize("duplicates", [False, True])
 def test_following_is_exact_for_any_draft(duplicates):
     """Target-only: enumerate what the target samples at each node, for fixed drafts."""
@@ -196,10 +140,7 @@ TREE = TreeTopology.complete(2, 2)
 def verify(rule, draft, logits, *, topology, temperature=1.0):
     sampling = Sampling(jnp.full(1, temperature), temperature_is_zero=not temperature)
     keys = jax.random.split(jax.random.key(0), 1)
-    rule, step = (
-        VERIFIERS[rule] if isinstance(rule, str) else rule,
-        Step(None, keys, None, sampling),
-    )
+    step = Step(None, keys, None, sampling)
     return jax.jit(lambda *arrays: rule.verify(*arrays, topology))(draft, logits, step)
 
 

@@ -72,7 +72,7 @@ def decoded(model, request):
     tokens, starts = np.asarray(state.context.tokens), np.asarray(request.context.length)
     new = np.stack([row[at : at + NEW_TOKENS] for row, at in zip(tokens, starts, strict=True)])
     new = np.where(np.arange(NEW_TOKENS) < np.asarray(state.emitted)[:, None], new, st.PAD)
-    stats = statistics_of(jax.tree.map(np.asarray, state.statistics))
+    stats = statistics_of(jax.tree.map(np.asarray, state.statistics), request.drafter, None)
     return st.Generation(new, np.asarray(state.emitted), stats, state.cache)
 
 
@@ -173,11 +173,6 @@ def log_probs_after(model, text, paths, sharpness=1.0, noise=None, temperature=1
     if noise is not None:
         logits = logits / temperature + np.asarray(noise)[0, len(paths[0])]
     return log_softmax(sharpness * logits)
-
-
-def with_head(scale, model):
-    """The model with sharper logits, or with logits that are all equal."""
-    return with_weight(model, "head", lambda head: scale * head)
 
 
 def broken_at(token, value=np.nan, model=None):

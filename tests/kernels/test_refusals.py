@@ -238,7 +238,6 @@ def native_obstacle(dtype, channels):
 # A check, its arguments and the reason; None: it runs.
 CHECKS = [
     *((rms_norm_kernel.unsupported, ("row size", size), None) for size in (16, 2688, 8192)),
-    (rms_norm_kernel.unsupported, ("row size", 40), "row size = 40 is not a multiple of 16"),
     (rms_norm_kernel.unsupported, ("row size", 1 << 15), "is more than 16384"),
     *((attention_kernel.unsupported, (size,), None) for size in (16, 128, 160, 224, 256)),
     (attention_kernel.unsupported, (72,), "head_dim = 72 is not a multiple of 16"),

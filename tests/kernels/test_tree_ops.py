@@ -28,14 +28,3 @@ def test_the_documented_window():
     assert window[0].tolist() == [0, 1, 2, 3]
     assert window[2].tolist() == [1, 2, 3, 5]
     assert window[5].tolist() == [2, 3, 5, 8]
-
-
-@pytest.mark.parametrize("accepted", [0, 1, 2, 3, 6])
-def test_conv_state_mixes_cache_and_path(accepted):
-    """Paths shorter and longer than K - 1 = 3."""
-    nodes = jnp.arange(1.0, 9.0).reshape(1, 8, 1)
-    before = -jnp.array([3.0, 2.0, 1.0]).reshape(1, 3, 1)
-    chain = jnp.arange(-1, 7, dtype=jnp.int32)[None]
-    window = replay_gather_index(chain, jnp.array([accepted], jnp.int32), 4)
-    got = replay_conv_state(nodes, before, window)
-    assert got[0, :, 0].tolist() == [-3, -2, -1, *range(1, accepted + 2)][-3:]

@@ -57,16 +57,11 @@ def test_values_of_a_wrong_type_are_refused(name):
             table[field] = value
 
 
-def test_presets_have_the_published_size():
-    config = ModelConfig.preset("mamba2-2.7b")
-    assert (config.d_model, len(config.layers), config.mamba2.num_heads) == (2560, 64, 80)
-    assert (config.vocab_size, config.num_embeddings) == (50277, 50288)
-
-
 @pytest.mark.parametrize(
     ("name", "num_parameters"),
     [
         ("mamba2-130m", 128_989_632),
+        ("mamba2-2.7b", 2_702_599_680),
         ("MambaInLlama-8B", 8.3e9),
         ("MambaInLlama-3B", 3.35e9),
         ("Nemotron-H-8B", 8.1e9),

@@ -158,29 +158,6 @@ def test_the_text_is_that_of_widened_weights(stored):
     assert float(jnp.abs(apply(in_bfloat16, tokens) - want).max()) < 0.05 * most
 
 
-TEXT = """Question: Anna has 12 boxes with 8 pencils in each. She gives 15 pencils to her brother
-and sells half of the others for $2 each. How much money does she have now?
-Answer: Anna has 12 * 8 = 96 pencils. After giving 15 to her brother she has 96 - 15 = 81 pencils.
-She sells 81 / 2 = 40 pencils, so she has 40 * 2 = $80. #### 80
-Question: A train travels 60 miles in the first hour and 20 miles more in each hour that follows.
-How far does it travel in 4 hours?
-Answer: In the second hour it travels 60 + 20 = 80 miles, in the third 80 + 20 = 100 miles and in
-the fourth 100 + 20 = 120 miles. Together that is 60 + 80 + 100 + 120 = 360 miles. #### 360"""
-
-
-@pytest.mark.thorough
-def test_perplexity_of_the_embedded_target():
-    """Of 8-bit weights and rows: 15.16 where it was 15.15."""
-    path = st.demo_path("target")
-    text = st.load_tokenizer(path).encode(TEXT).ids
-    scores = [
-        st.score(st.from_pretrained(path, **options), [text])[0].mean()
-        for options in ({}, {"quantize": "int8"})
-    ]
-    assert np.exp(-scores[0]) < 20
-    assert abs(np.exp(scores[0] - scores[1]) - 1) < 0.005
-
-
 @pytest.mark.thorough
 def test_a_head_is_for_its_target_in_8_bits_too(tmp_path):
     target, path = tiny_model("plain"), tmp_path / "heads"

@@ -14,7 +14,7 @@ from stree_jax.checkpoint.load import load_config
 from stree_jax.extensions.medusa.training import medusa_loss
 from stree_jax.models import linear
 from stree_jax.testing import HYBRIDS, perturbed, tiny_model
-from stree_jax.training import data, train_heads
+from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import continued, distill, train
@@ -322,27 +322,6 @@ def test_the_loss_of_medusa_heads(tmp_path):
     reports = fit(heads, loss, lambda step: batch(0), TRAINING, tmp_path / "steps", target)
     losses = [report.loss for report in reports]
     assert losses[-1] < 0.97 * losses[0]
-
-
-@pytest.mark.thorough
-def test_medusa_heads_are_trained(trained, tmp_path, recipe_file):
-    target, _ = trained
-    before = st.from_pretrained(target)
-    text = RECIPE[RECIPE.index("[training]") :].replace("save_every", "generated = 0.5\nsave_every")
-    recipe_file.write_text("[model]\nnum_heads = 2\n" + text)
-    recipe = Recipe.load(recipe_file)
-    whole = list(train_heads("medusa", recipe, target, tmp_path / "whole"))
-    assert [report.step for report in whole] == [1, 2, 3, 4, 5, 6]
-    one = st.load_medusa(tmp_path / "whole", before)
-    assert one.num_heads == 2
-    assert float(jnp.abs(one.kernel[...]).max()) > 0
-
-    # A digest does not depend on how the target is loaded; heads take its dtype.
-    small = st.load_medusa(tmp_path / "whole", st.from_pretrained(target, dtype="bfloat16"))
-    assert small.kernel.dtype == jnp.bfloat16
-    out = st.generate(before, [[1, 2]], max_new_tokens=5, drafter=st.MedusaDrafter(before, one))
-    want = st.generate(before, [[1, 2]], max_new_tokens=5)
-    np.testing.assert_array_equal(out.tokens, want.tokens)
 
 
 @pytest.mark.thorough
