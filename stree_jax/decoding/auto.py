@@ -22,15 +22,7 @@ from jax import lax
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding.drafters.base import Drafter, root_only
 from stree_jax.decoding.step import decode_step
-from stree_jax.decoding.types import (
-    DecodeState,
-    DraftTree,
-    Drawn,
-    Limits,
-    Sampling,
-    Step,
-    Verdict,
-)
+from stree_jax.decoding.types import DecodeState, DraftTree, Drawn, Limits, Sampling, Step, Verdict
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM

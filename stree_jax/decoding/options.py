@@ -9,12 +9,7 @@ import jax
 import numpy as np
 
 from stree_jax.checks import check_int, is_above_zero, is_number
-from stree_jax.decoding.filters import (
-    Filter,
-    check_min_p,
-    check_top_k,
-    check_top_p,
-)
+from stree_jax.decoding.filters import Filter, check_min_p, check_top_k, check_top_p
 from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import typed_key
 from stree_jax.decoding.rules import check_rules

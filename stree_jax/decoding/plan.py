@@ -14,20 +14,10 @@ from pallas_kernels import dispatch
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
 from stree_jax.decoding.auto import AutoDrafter, trees_of
-from stree_jax.decoding.drafters.base import (
-    Drafter,
-    draft_models,
-    drawn_by,
-    with_tokens_of,
-)
+from stree_jax.decoding.drafters.base import Drafter, draft_models, drawn_by, with_tokens_of
 from stree_jax.decoding.filters import Filter, MinP, TopK, TopP
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import (
-    Options,
-    check_not_traced,
-    listed_eos_tokens,
-    options_of_rows,
-)
+from stree_jax.decoding.options import Options, check_not_traced, listed_eos_tokens, options_of_rows
 from stree_jax.decoding.prompts import (
     buffer_size,
     check_length,
@@ -44,11 +34,7 @@ from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.decoding.text.prefix import joined as joined_texts
 from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.decoding.types import Context, Limits, Sampling
-from stree_jax.decoding.verifiers import (
-    Verifier,
-    default_verifier,
-    verifier_of,
-)
+from stree_jax.decoding.verifiers import Verifier, default_verifier, verifier_of
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
