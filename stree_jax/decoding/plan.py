@@ -126,7 +126,13 @@ def plan(
     _check_drafter(drafter)
     _check_placement(model, drafter)
     if isinstance(topology, str | Sequence):
-        drafter, topology = _chosen_in_steps(topology, drafter, model), None
+        trees = trees_of(topology)
+        if model.partition is not ONE_DEVICE:
+            raise ValueError(
+                f"topology = {shown(topology)} is for one device: on a mesh name a tree"
+            )
+        # Without a drafter there is nothing to choose.
+        drafter, topology = None if drafter is None else AutoDrafter(drafter, trees), None
     topology = _checked_topology(topology, drafter, vocab_size)
     drafter = with_tokens_of(drafter, model)
     if drafter is not None:
@@ -220,16 +226,6 @@ def _check_placement(model: HybridLM, drafter: Drafter | None) -> None:
             " from_pretrained(..., mesh=mesh, replicate=True), or use"
             " st.shard(draft, mesh, replicate=True)"
         )
-
-
-def _chosen_in_steps(
-    topology: str | Sequence[TreeTopology], drafter: Drafter | None, model: HybridLM
-) -> Drafter | None:
-    """The drafter with a tree for each step; without a drafter there is nothing to choose."""
-    trees = trees_of(topology)
-    if model.partition is not ONE_DEVICE:
-        raise ValueError(f"topology = {shown(topology)} is for one device: on a mesh name a tree")
-    return None if drafter is None else AutoDrafter(drafter, trees)
 
 
 def _checked_topology(
