@@ -61,11 +61,7 @@ def load_native(
             raise ValueError(f"{path} has {late[0]} in 8 bits already; keep it where they are made")
         in_8_bits |= names
     structure, wanted = HybridLM.abstract(
-        config,
-        dtype=dtype,
-        implementation=implementation,
-        partition=partition,
-        quantized=in_8_bits,
+        config, dtype=dtype, implementation=implementation, partition=partition, quantized=in_8_bits
     )
     place = placer(config.cuts(partition.shards), partition)
     return nnx.merge(structure, _read_weights(path, wanted, stored, place))

@@ -140,9 +140,7 @@ def _listed(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=2)  # a scheduler asks again before every run
 def stops_of(
-    machines: tuple["Machine", ...],
-    min_new_tokens: tuple[int, ...],
-    sizes: tuple[int, int],
+    machines: tuple["Machine", ...], min_new_tokens: tuple[int, ...], sizes: tuple[int, int]
 ) -> Stops:
     """The automata of a batch, padded to one size: at least these numbers of states and classes."""
     different = [*dict.fromkeys(machines)]

@@ -101,12 +101,7 @@ def assert_lossless(
 
 
 def assert_same_text(
-    model: HybridLM,
-    request: Plan,
-    got: Generation,
-    want: Generation,
-    *,
-    to_the_bit: bool = False,
+    model: HybridLM, request: Plan, got: Generation, want: Generation, *, to_the_bit: bool = False
 ) -> None:
     """Asserts that two generations of a request have the same tokens and caches.
 

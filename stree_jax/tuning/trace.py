@@ -47,11 +47,7 @@ class RankTrace(NamedTuple):
 
 
 def rank_trace(
-    drafter: Drafter,
-    target: HybridLM,
-    request: Plan,
-    tokens: Sequence[np.ndarray],
-    num_ranks: int,
+    drafter: Drafter, target: HybridLM, request: Plan, tokens: Sequence[np.ndarray], num_ranks: int
 ) -> RankTrace:
     """Drafts one level at every position of the target's texts, and ranks the target's tokens.
 
