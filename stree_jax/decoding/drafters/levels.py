@@ -64,9 +64,8 @@ def grow_levels(
     width, num_read = max(widths[1:]), sum(len(level.nodes) for level in levels)
 
     def body(carry: Any, level: Level) -> tuple[Any, Any]:
-        grown, result = grow(
-            carry._replace(reader=reader._replace(pending=carry.reader)), level, width
-        )
+        carry = carry._replace(reader=reader._replace(pending=carry.reader))
+        grown, result = grow(carry, level, width)
         return grown._replace(reader=grown.reader.pending), result
 
     def room(leaf: Array) -> Array:

@@ -211,9 +211,8 @@ class CascadeDrafter(Drafter):
 
             tree = draft.tree if tree is None else append_subtree(tree, at, draft.tree)
             with jax.named_scope("verify"):  # by the medium model
-                logits, reader = self._reads.run(
-                    reader, draft.tokens, tree, np.arange(first, first + num_nodes)
-                )
+                own_nodes = np.arange(first, first + num_nodes)
+                logits, reader = self._reads.run(reader, draft.tokens, tree, own_nodes)
                 finite &= (all_finite(logits) | ~draft.tree.valid).all(axis=-1)
                 states = rules.of_tree(draft.tokens, draft.tree, inner)
                 logits = rules.masked(logits, states)
