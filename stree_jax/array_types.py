@@ -39,13 +39,4 @@ from jaxtyping import Bool, Float, Float32, Int, Key
 Tokens = Int[Array, "B T"]
 Lengths = Int[Array, " B"]
 
-__all__ = [
-    "Array",
-    "Bool",
-    "Float",
-    "Float32",
-    "Int",
-    "Key",
-    "Lengths",
-    "Tokens",
-]
+__all__ = ["Array", "Bool", "Float", "Float32", "Int", "Key", "Lengths", "Tokens"]

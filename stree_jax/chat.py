@@ -185,20 +185,9 @@ def _sandbox() -> Any:
     def raise_exception(message: Any) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(
-        value: Any,
-        ensure_ascii: Any = False,
-        indent: Any = None,
-        separators: Any = None,
-        sort_keys: Any = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        how = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
     found = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]

@@ -10,12 +10,7 @@ import numpy as np
 
 from stree_jax.messages import shown
 
-__all__ = [
-    "check_int",
-    "check_names",
-    "require",
-    "require_integer",
-]  # what an extension may use
+__all__ = ["check_int", "check_names", "require", "require_integer"]  # what an extension may use
 
 _PLAIN = {bool, int, float, str, type(None)}
 _LARGEST = float(np.finfo(np.float32).max)

@@ -266,12 +266,8 @@ class TreeTopology:
 
 def first_nodes(tree: Tree, count: int) -> Tree:
     """The tree of the first `count` nodes."""
-    return Tree(
-        parents=tree.parents[:, :count],
-        depth=tree.depth[:, :count],
-        ancestor_mask=tree.ancestor_mask[:, :count, :count],
-        valid=tree.valid[:, :count],
-    )
+    parents, depth, mask, valid = tree
+    return Tree(parents[:, :count], depth[:, :count], mask[:, :count, :count], valid[:, :count])
 
 
 def put(buffer: Array, nodes: np.ndarray | Int[Array, " _"], values: Array) -> Array:

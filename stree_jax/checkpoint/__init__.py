@@ -17,10 +17,4 @@ from stree_jax.checkpoint.load import is_native, load_header, load_module
 from stree_jax.checkpoint.save import save_pretrained, write_checkpoint
 
 # What an extension may use.
-__all__ = [
-    "is_native",
-    "load_header",
-    "load_module",
-    "save_pretrained",
-    "write_checkpoint",
-]
+__all__ = ["is_native", "load_header", "load_module", "save_pretrained", "write_checkpoint"]

@@ -82,14 +82,10 @@ def open_arrays(path: Path) -> dict[str, Tensor]:
         and all(type(crc) is is_crc for crc in crcs.values())
     ):
         raise ValueError(f"{path / CHECKSUMS} is damaged: it is not about the weights here")
-    tensors = {
-        name: Tensor(
-            tuple(store.shape),
-            np.dtype(store.dtype.numpy_dtype),
-            functools.partial(_read, store, crcs[name]),
-        )
-        for name, store in stores.items()
-    }
+    tensors = {}
+    for name, store in stores.items():
+        read = functools.partial(_read, store, crcs[name])
+        tensors[name] = Tensor(tuple(store.shape), np.dtype(store.dtype.numpy_dtype), read)
     for name in [name.removesuffix(SCALES) for name in tensors if name.endswith(SCALES)]:
         values, scales = tensors.pop(name + VALUES, None), tensors.pop(name + SCALES)
         if values is None or (values.dtype, scales.dtype) != (np.int8, ml_dtypes.bfloat16):
@@ -109,15 +105,10 @@ def _open_stores(params: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
         for entry in metadata["tree_metadata"].values()
     ]
     kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state}/"}}
-    opened = {
-        name: ts.open(
-            {"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}},
-            open=True,
-            read=True,
-            context=context,
-        )
-        for name in names
-    }
+    opened = {}
+    for name in names:
+        spec = {"driver": "zarr3", "kvstore": kvstore | {"path": f"{name}/"}}
+        opened[name] = ts.open(spec, open=True, read=True, context=context)
     stores = {name: future.result() for name, future in opened.items()}
     size = sum(file.stat().st_size for file in params.rglob("*") if file.is_file())
     wanted = sum(int(np.prod(store.shape, dtype=object)) for store in stores.values())

@@ -61,11 +61,7 @@ def load_native(
             raise ValueError(f"{path} has {late[0]} in 8 bits already; keep it where they are made")
         in_8_bits |= names
     structure, wanted = HybridLM.abstract(
-        config,
-        dtype=dtype,
-        implementation=implementation,
-        partition=partition,
-        quantized=in_8_bits,
+        config, dtype=dtype, implementation=implementation, partition=partition, quantized=in_8_bits
     )
     place = placer(config.cuts(partition.shards), partition)
     return nnx.merge(structure, _read_weights(path, wanted, stored, place))
@@ -116,11 +112,8 @@ def _damaged(path: Path) -> Iterator[None]:
 
 def _check_weights(path: Path, wanted: dict[str, Any], stored: dict[str, Tensor]) -> None:
     check_shapes(path, wanted, stored)
-    wrong = [
-        f"{name} holds {a.dtype}"
-        for name, a in stored.items()
-        if a.scales is None and a.dtype.kind not in "fV"
-    ]
+    dtypes = {name: array.dtype for name, array in stored.items() if array.scales is None}
+    wrong = [f"{name} holds {dtype}" for name, dtype in dtypes.items() if dtype.kind not in "fV"]
     if wrong:
         raise ValueError(f"{path} is damaged: {'; '.join(wrong)[:200]}, not real numbers")
     for name, leaf in flatten(wanted).items():
@@ -226,10 +219,9 @@ def check_shapes(path: Path, wanted: object, stored: object) -> None:
         if want[name] != have[name]
     ]
     if problems:
-        shown = "; ".join(problems[:5]) + (
-            f"; and {len(problems) - 5} more" if problems[5:] else ""
-        )
-        raise ValueError(f"the weights of {path} disagree with its config: {shown}")
+        listed = "; ".join(problems[:5])
+        more = f"; and {len(problems) - 5} more" if problems[5:] else ""
+        raise ValueError(f"the weights of {path} disagree with its config: {listed}{more}")
 
 
 def is_finite(name: str, weight: Any) -> bool:

@@ -83,10 +83,8 @@ def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[
         dtype, count = matrix_dtype(stored.values()), len(quantized_in(stored))
         in_8_bits = f", {count} matrices in 8 bits" * bool(count)
         yield "family", "stree-jax (native)"
-        yield (
-            "checksums",
-            "yes" if has_file(path / CHECKSUMS) else "no, it is from an older version",
-        )
+        has_sums = has_file(path / CHECKSUMS)
+        yield "checksums", "yes" if has_sums else "no, it is from an older version"
         inside = path / FOLDER
         head = open_head(FOLDER, inside)[1] if inside.is_dir() else None
     else:
@@ -154,7 +152,5 @@ def _tensors(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterato
     for rule in checkpoint.rules:
         for name in rule.sources:
             tensor = checkpoint.tensors[name]
-            yield (
-                f"{name} {tensor.shape} {tensor.dtype.name} -> {rule.target}"
-                f" ({rule.transform.name})"
-            )
+            becomes = f"{rule.target} ({rule.transform.name})"
+            yield f"{name} {tensor.shape} {tensor.dtype.name} -> {becomes}"

@@ -49,10 +49,7 @@ def run_demo(command: Demo) -> int:
 
 
 def _one_step(
-    target: st.HybridLM,
-    drafter: st.Drafter | None,
-    prompt: list[int],
-    tokenizer: Tokenizer,
+    target: st.HybridLM, drafter: st.Drafter | None, prompt: list[int], tokenizer: Tokenizer
 ) -> Text:
     """A drawing of the first draft tree with at least two accepted drafts."""
     request = plan(target, [prompt], max_new_tokens=32, drafter=drafter, topology=_TREE)

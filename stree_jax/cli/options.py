@@ -198,9 +198,8 @@ class TextOptions:
 
     def settings(self) -> dict[str, Any]:
         """The values by name, with the schema itself in the place of the path of its file."""
-        values = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(TextOptions)
-        }
+        names = [field.name for field in dataclasses.fields(TextOptions)]
+        values = {name: getattr(self, name) for name in names}
         if self.eos_token is not None:  # on the command line a number is an id
             ends = [int(each) if each.isdecimal() else each for each in self.eos_token]
             values["eos_token"] = ends or None

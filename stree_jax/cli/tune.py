@@ -34,11 +34,7 @@ def run_tune_tree(command: TuneTree) -> None:
         check_file(command.output)
     asked = read_questions(target, command.prompts, [*PROMPTS, *MORE_PROMPTS])
     models = load_models(
-        target,
-        drafter,
-        adapter=command.adapter,
-        dtype=command.dtype,
-        quantize=command.quantize,
+        target, drafter, adapter=command.adapter, dtype=command.dtype, quantize=command.quantize
     )
     with progress_bar(console) as show:
         report = st.tune(

@@ -11,6 +11,7 @@ drafts a draft model does not run; when it is asked again it reads what it misse
 tree pays one is tried now and then, after pauses that double and are long if a trial costs much.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,15 +23,7 @@ from jax import lax
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding.drafters.base import Drafter, root_only
 from stree_jax.decoding.step import decode_step
-from stree_jax.decoding.types import (
-    DecodeState,
-    DraftTree,
-    Drawn,
-    Limits,
-    Sampling,
-    Step,
-    Verdict,
-)
+from stree_jax.decoding.types import DecodeState, DraftTree, Drawn, Limits, Sampling, Step, Verdict
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
@@ -51,11 +44,7 @@ WINDOW = 64  # tokens that a draft model reads at once when it has missed some
 
 
 def trees_of(topology: str | Sequence[TreeTopology]) -> Sequence[TreeTopology]:
-    """The trees of a topology that is several: "auto", or a list of them.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """The trees of a topology that is several: "auto", or a list of them; refuses others."""
     trees = TREES if topology == "auto" else topology
     if isinstance(trees, str) or not all(isinstance(tree, TreeTopology) for tree in trees):
         raise ValueError(f"topology must be a TreeTopology, got {shown(topology)}")
@@ -84,16 +73,10 @@ class AutoState(NamedTuple):
 
 
 class AutoDrafter(Drafter):
-    """A drafter with a tree for each step, see this module.
+    """A drafter with one of `trees`, or none, for each step, see this module.
 
-    Args:
-        drafter: the drafter.
-        trees: the trees, beside none.
-        costs: times of a step with each tree, with one row and with all of them; only their
-            ratios matter. None: a guess.
-
-    Attributes:
-        rests: True if a draft model need not read a text before it is asked to draft.
+    `costs` are times of a step with each tree, with one row and with all of them, of which only the
+    ratios matter. While it `rests`, a draft model need not read a text.
     """
 
     def __init__(
@@ -250,17 +233,18 @@ class AutoDrafter(Drafter):
             return state._replace(drafter=lax.while_loop(wanted, body, state.drafter))
 
     def step_with(
-        self, number: int, verifier: Verifier, model: HybridLM, limits: Limits, sampling: Sampling
-    ) -> Callable[[DecodeState], tuple[DecodeState, DraftTree, Verdict]]:
+        self,
+        tree: TreeTopology,
+        state: DecodeState,
+        verifier: Verifier,
+        model: HybridLM,
+        limits: Limits,
+        sampling: Sampling,
+    ) -> tuple[DecodeState, DraftTree, Verdict]:
         """`decode_step` with one of the trees; the state has room for the largest."""
-        tree = self.choices[number]
-
-        def step(state: DecodeState) -> tuple[DecodeState, DraftTree, Verdict]:
-            new, draft, verdict = decode_step(tree, verifier, model, self, state, limits, sampling)
-            of_tree = _into((state.pending, state.path), (new.pending, new.path))
-            return new._replace(pending=of_tree[0], path=of_tree[1]), draft, verdict
-
-        return step
+        new, draft, verdict = decode_step(tree, verifier, model, self, state, limits, sampling)
+        pending, path = _into((state.pending, state.path), (new.pending, new.path))
+        return new._replace(pending=pending, path=path), draft, verdict
 
     def run(
         self, state: DecodeState, unfinished: Callable[[DecodeState], Array], *arguments: Any
@@ -268,10 +252,10 @@ class AutoDrafter(Drafter):
         """Steps while they are `unfinished`; arguments are those of `step_with`."""
 
         def steps_with(number: int, state: DecodeState) -> DecodeState:
-            step = self.step_with(number, *arguments)
+            tree = self.choices[number]
             return lax.while_loop(
                 lambda state: unfinished(state) & (state.drafter.choosing.number[0] == number),
-                lambda state: self.chosen(step(state)[0]),
+                lambda state: self.chosen(self.step_with(tree, state, *arguments)[0]),
                 state,
             )
 
@@ -290,16 +274,13 @@ class AutoDrafter(Drafter):
         nodes = len(state.done), largest.num_nodes
         room = jnp.zeros(nodes, jnp.int32), largest.tree(jnp.zeros(nodes, bool))
 
-        def step_with(number: int) -> Callable[[DecodeState], Any]:
-            def step(state: DecodeState) -> tuple[DecodeState, DraftTree, Verdict]:
-                new, draft, verdict = self.step_with(number, *arguments)(state)
-                tokens, tree = _into(room, (draft.tokens, draft.tree))
-                none = jnp.full(nodes[1], -1, jnp.int32)
-                return new, DraftTree(tokens, tree, None, none, draft.finite), verdict
+        def one(tree: TreeTopology, state: DecodeState) -> tuple[DecodeState, DraftTree, Verdict]:
+            new, draft, verdict = self.step_with(tree, state, *arguments)
+            tokens, shape = _into(room, (draft.tokens, draft.tree))
+            none = jnp.full(nodes[1], -1, jnp.int32)
+            return new, DraftTree(tokens, shape, None, none, draft.finite), verdict
 
-            return step
-
-        steps = [step_with(number) for number in range(len(self.choices))]
+        steps = [functools.partial(one, tree) for tree in self.choices]
         return lax.switch(state.drafter.choosing.number[0], steps, state)
 
 

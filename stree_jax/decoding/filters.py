@@ -45,7 +45,7 @@ class TopK:
 
     def __post_init__(self):
         if is_given(self.k):
-            check_top_k(self.k)
+            check_int("top_k", self.k, 0)
 
     def __call__(self, logits, /):
         k = per_row(self.k, logits)
@@ -97,11 +97,6 @@ class MinP:
 
     def __call__(self, logits, /):
         return jnp.where(jnp.exp(logits) >= per_row(self.p, logits), logits, -jnp.inf)
-
-
-def check_top_k(k: Any) -> None:
-    """Refuses an invalid `TopK.k`."""
-    check_int("top_k", k, 0)
 
 
 def check_top_p(p: Any) -> None:

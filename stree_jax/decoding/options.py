@@ -9,12 +9,7 @@ import jax
 import numpy as np
 
 from stree_jax.checks import check_int, is_above_zero, is_number
-from stree_jax.decoding.filters import (
-    Filter,
-    check_min_p,
-    check_top_k,
-    check_top_p,
-)
+from stree_jax.decoding.filters import Filter, check_min_p, check_top_p
 from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import typed_key
 from stree_jax.decoding.rules import check_rules
@@ -108,7 +103,7 @@ class Options:
                     f" options=[st.Options({name}=...), ...]"
                 )
         check_int("max_new_tokens", self.max_new_tokens, 1)
-        check_top_k(self.top_k)
+        check_int("top_k", self.top_k, 0)
         check_top_p(self.top_p)
         check_min_p(self.min_p)
         check_int("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)

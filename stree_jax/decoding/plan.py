@@ -14,20 +14,10 @@ from pallas_kernels import dispatch
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
 from stree_jax.decoding.auto import AutoDrafter, trees_of
-from stree_jax.decoding.drafters.base import (
-    Drafter,
-    draft_models,
-    drawn_by,
-    with_tokens_of,
-)
+from stree_jax.decoding.drafters.base import Drafter, draft_models, drawn_by, with_tokens_of
 from stree_jax.decoding.filters import Filter, MinP, TopK, TopP
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.options import (
-    Options,
-    check_not_traced,
-    listed_eos_tokens,
-    options_of_rows,
-)
+from stree_jax.decoding.options import Options, check_not_traced, listed_eos_tokens, options_of_rows
 from stree_jax.decoding.prompts import (
     buffer_size,
     check_length,
@@ -44,11 +34,7 @@ from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.decoding.text.prefix import joined as joined_texts
 from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.decoding.types import Context, Limits, Sampling
-from stree_jax.decoding.verifiers import (
-    Verifier,
-    default_verifier,
-    verifier_of,
-)
+from stree_jax.decoding.verifiers import Verifier, default_verifier, verifier_of
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
@@ -140,7 +126,13 @@ def plan(
     _check_drafter(drafter)
     _check_placement(model, drafter)
     if isinstance(topology, str | Sequence):
-        drafter, topology = _chosen_in_steps(topology, drafter, model), None
+        trees = trees_of(topology)
+        if model.partition is not ONE_DEVICE:
+            raise ValueError(
+                f"topology = {shown(topology)} is for one device: on a mesh name a tree"
+            )
+        # Without a drafter there is nothing to choose.
+        drafter, topology = None if drafter is None else AutoDrafter(drafter, trees), None
     topology = _checked_topology(topology, drafter, vocab_size)
     drafter = with_tokens_of(drafter, model)
     if drafter is not None:
@@ -234,16 +226,6 @@ def _check_placement(model: HybridLM, drafter: Drafter | None) -> None:
             " from_pretrained(..., mesh=mesh, replicate=True), or use"
             " st.shard(draft, mesh, replicate=True)"
         )
-
-
-def _chosen_in_steps(
-    topology: str | Sequence[TreeTopology], drafter: Drafter | None, model: HybridLM
-) -> Drafter | None:
-    """The drafter with a tree for each step; without a drafter there is nothing to choose."""
-    trees = trees_of(topology)
-    if model.partition is not ONE_DEVICE:
-        raise ValueError(f"topology = {shown(topology)} is for one device: on a mesh name a tree")
-    return None if drafter is None else AutoDrafter(drafter, trees)
 
 
 def _checked_topology(

@@ -235,10 +235,7 @@ def first_states(processors: tuple[Any, ...], context: Context, vocab_size: int)
 
 @functools.partial(jax.jit, static_argnames=("vocab_size", "classes"))
 def _first_states(
-    processors: tuple[Any, ...],
-    context: Context,
-    vocab_size: int,
-    classes: tuple[type, ...],
+    processors: tuple[Any, ...], context: Context, vocab_size: int, classes: tuple[type, ...]
 ) -> tuple[Any, ...]:
     del classes  # a part of the program's key
     return tuple(processor.init(context, vocab_size) for processor in processors)

@@ -202,10 +202,7 @@ class NewTokens(NamedTuple):
 
 
 def generation_of(
-    ended: Ended,
-    request: Plan,
-    cache: Cache | None = None,
-    prefix: Prefix | None = None,
+    ended: Ended, request: Plan, cache: Cache | None = None, prefix: Prefix | None = None
 ) -> Generation:
     """The result of a request's rows, padded to the largest `max_new_tokens` of all rows."""
     rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows)]

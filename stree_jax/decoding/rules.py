@@ -145,9 +145,7 @@ def join_numbers(*rows: Any) -> Array:
 
 
 def map_rows(
-    rules: Any,
-    of_rows: Callable[[Any], Any],
-    of_shared: Callable[[Any], Any] = lambda leaf: leaf,
+    rules: Any, of_rows: Callable[[Any], Any], of_shared: Callable[[Any], Any] = lambda leaf: leaf
 ) -> Any:
     """Maps the arrays of joined rules: those with an axis of rows, and those of all rows."""
     leaves, structure = jax.tree.flatten(rules)

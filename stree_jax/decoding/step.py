@@ -13,12 +13,7 @@ from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.drafters.base import inner_layers
 from stree_jax.decoding.like import check_like, checked_proposal, some
 from stree_jax.decoding.processors import Processing
-from stree_jax.decoding.sampling import (
-    all_finite,
-    best_tokens,
-    position_noise,
-    token_log_probs,
-)
+from stree_jax.decoding.sampling import all_finite, best_tokens, position_noise, token_log_probs
 from stree_jax.decoding.types import (
     Context,
     DecodeState,

@@ -58,9 +58,8 @@ class Stopping:
         pieces = [*map(self._piece, tokens)]
         ends = np.cumsum([len(piece) for piece in pieces])
         data, before = b"".join(pieces), int(ends[-1]) - len(pieces[-1])
-        starts = [
-            data.find(stop, max(0, before + 1 - len(stop))) for stop in map(str.encode, self.texts)
-        ]
+        stops = map(str.encode, self.texts)
+        starts = [data.find(stop, max(0, before + 1 - len(stop))) for stop in stops]
         start = min((start for start in starts if start >= 0), default=len(data))
         kept = min(kept, int(np.searchsorted(ends, start, side="right")))
         inside = start - (int(ends[kept - 1]) if kept else 0)
@@ -141,15 +140,12 @@ def _listed(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=2)  # a scheduler asks again before every run
 def stops_of(
-    machines: tuple["Machine", ...],
-    min_new_tokens: tuple[int, ...],
-    sizes: tuple[int, int],
+    machines: tuple["Machine", ...], min_new_tokens: tuple[int, ...], sizes: tuple[int, int]
 ) -> Stops:
     """The automata of a batch, padded to one size: at least these numbers of states and classes."""
     different = [*dict.fromkeys(machines)]
-    states, classes = (
-        max(sizes) for sizes in zip(sizes, *(m.sizes for m in different), strict=True)
-    )
+    of_all = zip(sizes, *(machine.sizes for machine in different), strict=True)
+    states, classes = map(max, of_all)
     tables = np.zeros((len(different), states, classes), np.int32)
     for table, machine in zip(tables, different, strict=True):
         own, kinds = machine.next_state.shape

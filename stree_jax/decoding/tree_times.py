@@ -44,14 +44,7 @@ Run = Callable[[DecodeState, Limits, int], DecodeState]
 
 
 class Experience:
-    """What is known of the trees of `auto`: their times, and what texts before taught.
-
-    Args:
-        model: the target.
-        auto: the drafter, whose `rests` and `costs` are set.
-        num_rows: rows that decode together.
-        sampling: their settings.
-    """
+    """What is known of the trees of `auto`, whose `rests` and `costs` it sets, for these rows."""
 
     def __init__(self, model: HybridLM, auto: AutoDrafter | Any, num_rows: int, sampling: Any):
         self._auto = auto
@@ -61,11 +54,7 @@ class Experience:
     def set_times(self, state: DecodeState, limits: Limits, run: Run | None) -> None:
         """Gives the drafter the times of its trees, which are measured if nobody knows them.
 
-        Args:
-            state: rows that have a text, between two runs.
-            limits: of these rows.
-            run: the loop, from a state that it may overwrite, with limits and a number of steps;
-                None: nothing is measured.
+        `run` is the loop from a state that it may overwrite; None: nothing is measured.
         """
         times = _times.get(self._name)
         if times is None:

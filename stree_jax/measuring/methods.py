@@ -186,28 +186,26 @@ def _records(
         if draft is not None and call is not None:
             share = summary(draft.mean(axis=1) / _NUM_DRAFTED / call)
         identical = all(map(np.array_equal, plain, [out.tokens for out in mine]))
-        rows.append(
-            {
-                "method": name,
-                "temperature": temperature,
-                "nodes": method.num_nodes,
-                "seconds_by_prompt": np.median(of_all[name], axis=0).tolist(),
-                "tau": emitted[name] / calls,
-                "tau_by_prompt": taus,
-                "accepted_per_call": sum(accepted) / calls,
-                "accepted_per_depth": [round(count / calls, 4) for count in accepted],
-                "accepted_of_reached": [
-                    round(count / before, 4) if before else None
-                    for before, count in itertools.pairwise([calls, *accepted])
-                ],
-                "calls_by_tree": _by_tree(mine),
-                "milliseconds_of_call": None if call is None else summary(1e3 * call),
-                "milliseconds_to_first_token": until_first,
-                "draft_share": share,
-                "identical": identical if name in comparable else None,
-            }
-            | speed[name]
-        )
+        record = {
+            "method": name,
+            "temperature": temperature,
+            "nodes": method.num_nodes,
+            "seconds_by_prompt": np.median(of_all[name], axis=0).tolist(),
+            "tau": emitted[name] / calls,
+            "tau_by_prompt": taus,
+            "accepted_per_call": sum(accepted) / calls,
+            "accepted_per_depth": [round(count / calls, 4) for count in accepted],
+            "accepted_of_reached": [
+                round(count / before, 4) if before else None
+                for before, count in itertools.pairwise([calls, *accepted])
+            ],
+            "calls_by_tree": _by_tree(mine),
+            "milliseconds_of_call": None if call is None else summary(1e3 * call),
+            "milliseconds_to_first_token": until_first,
+            "draft_share": share,
+            "identical": identical if name in comparable else None,
+        }
+        rows.append(record | speed[name])
     return rows
 
 
@@ -220,8 +218,5 @@ def _by_tree(made: Sequence[Generation]) -> dict[str, int] | None:
 
 def different(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Methods whose tokens should be those of autoregressive decoding, and are not."""
-    return [
-        f"{row['method']}, temperature {row['temperature']:g}"
-        for row in rows
-        if row["identical"] is False
-    ]
+    wrong = [row for row in rows if row["identical"] is False]
+    return [f"{row['method']}, temperature {row['temperature']:g}" for row in wrong]

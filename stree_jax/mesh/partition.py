@@ -149,9 +149,8 @@ class Shard(Part):
         """See `Part`: two GPUs may round differently, but must branch in the same way."""
         leaves, structure = jax.tree.flatten(tree)
         assert all(leaf.dtype in (jnp.int32, jnp.bool_) for leaf in leaves)
-        packed = jnp.concatenate(
-            [leaf.astype(jnp.int32).reshape(len(leaf), -1) for leaf in leaves], axis=1
-        )
+        rows = [leaf.astype(jnp.int32).reshape(len(leaf), -1) for leaf in leaves]
+        packed = jnp.concatenate(rows, axis=1)
         packed = lax.psum(jnp.where(lax.axis_index(MODEL) == 0, packed, 0), MODEL)
         ends = np.cumsum([leaf.size // len(leaf) for leaf in leaves])[:-1].tolist()
         parts = zip(leaves, jnp.split(packed, ends, axis=1), strict=True)

@@ -38,14 +38,9 @@ def on_mesh(specs: Callable[[Any], tuple[tuple[Any, ...], Any]], *, modules: int
             into = tuple(None if array is None else spec for array, spec in specs_of)
             if len(jax.tree.leaves(arrays)[0]) % model.partition.rows:
                 into, out = in_every_shard((into, out))
-            return over_mesh(
-                model.partition,
-                functools.partial(function, *arguments[:at], **settings),
-                arguments[at : at + modules],
-                arrays,
-                into,
-                out,
-            )
+            own = functools.partial(function, *arguments[:at], **settings)
+            models = arguments[at : at + modules]
+            return over_mesh(model.partition, own, models, arrays, into, out)
 
         return run
 
@@ -73,13 +68,11 @@ def over_mesh(
         return function(*shards, *arrays)
 
     # Replication cannot be checked: `pallas_call` does not say what its results depend on.
-    return jax.shard_map(
-        run,
-        mesh=partition.mesh,
-        in_specs=(weight_specs(modules), in_specs),
-        out_specs=out_specs,
-        check_vma=False,
-    )(leaves, arrays)
+    specs = weight_specs(modules), in_specs
+    program = jax.shard_map(
+        run, mesh=partition.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
+    )
+    return program(leaves, arrays)
 
 
 def in_every_shard(specs: Any) -> Any:

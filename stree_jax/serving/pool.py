@@ -58,9 +58,8 @@ class Pool:
         state = self._state
         if state is None:
             return 0
-        return sum(
-            leaf.nbytes for leaf in jax.tree.leaves((state.cache, state.pending, state.drafter))
-        )
+        held = state.cache, state.pending, state.drafter
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 
     def program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
         """The decoder, with the records of the rows, and the drafter."""

@@ -110,9 +110,7 @@ class Scheduler:
         self._pool = Pool(model, drafter, plans, max_length=max_length, rows=rows)
         decoder, drafts = self._pool.program(bool(plans[True]))
         self._reader = PromptReader(
-            *(decoder, model, drafts),
-            cache_bytes=prefix_cache_bytes,
-            keep_every=prefix_every,
+            *(decoder, model, drafts), cache_bytes=prefix_cache_bytes, keep_every=prefix_every
         )
         self._prefill_tokens = prefill_tokens
         self._readings: dict[int, Reading] = {}  # by row, in the order in which they began
@@ -320,10 +318,7 @@ class Scheduler:
     def _planned(self, greedy: bool) -> Plan | None:
         """The program for requests of the scheduler's length."""
         request = Request(
-            [0],
-            max_new_tokens=self._max_length - 1,
-            temperature=0.0 if greedy else 1.0,
-            key=0,
+            [0], max_new_tokens=self._max_length - 1, temperature=0.0 if greedy else 1.0, key=0
         )
         try:
             return self._plan_of(request)

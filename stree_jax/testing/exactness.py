@@ -101,12 +101,7 @@ def assert_lossless(
 
 
 def assert_same_text(
-    model: HybridLM,
-    request: Plan,
-    got: Generation,
-    want: Generation,
-    *,
-    to_the_bit: bool = False,
+    model: HybridLM, request: Plan, got: Generation, want: Generation, *, to_the_bit: bool = False
 ) -> None:
     """Asserts that two generations of a request have the same tokens and caches.
 
@@ -266,7 +261,8 @@ def assert_same_distribution(
         ValueError: too many texts for the rows, or `generate` refuses the arguments.
     """
     size = model.config.vocab_size
-    bound = largest_distance(size**num_tokens, rows, error_probability / num_tokens)
+    error = error_probability / num_tokens  # of each length
+    bound = largest_distance(size**num_tokens, rows, error)
     if bound > 0.5:
         raise ValueError(
             f"{size} tokens make {size**num_tokens} texts of {num_tokens}: {rows} rows cannot tell"
@@ -292,12 +288,8 @@ def assert_same_distribution(
         probabilities = (probabilities[:, None] * after_prefix).ravel()
         index = out.tokens[:, :length] @ size ** np.arange(length)[::-1]
         frequencies = np.bincount(index, minlength=size**length) / rows
-        _compare(
-            frequencies.reshape((size,) * length),
-            probabilities.reshape((size,) * length),
-            rows,
-            error_probability / num_tokens,
-        )
+        shape = (size,) * length
+        _compare(frequencies.reshape(shape), probabilities.reshape(shape), rows, error)
     return out
 
 

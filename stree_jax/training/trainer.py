@@ -63,10 +63,8 @@ def fit(
             mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),  # matrices
         ),
     )
-    state = {
-        "params": nnx.to_pure_dict(params),
-        "optimizer": optimizer.init(nnx.to_pure_dict(params)),
-    }
+    weights = nnx.to_pure_dict(params)
+    state = {"params": weights, "optimizer": optimizer.init(weights)}
 
     def of_rows(params, tokens, extra):
         of_params = jax.value_and_grad(lambda p: loss(nnx.merge(graphdef, p), tokens, extra))

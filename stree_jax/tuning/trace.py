@@ -47,11 +47,7 @@ class RankTrace(NamedTuple):
 
 
 def rank_trace(
-    drafter: Drafter,
-    target: HybridLM,
-    request: Plan,
-    tokens: Sequence[np.ndarray],
-    num_ranks: int,
+    drafter: Drafter, target: HybridLM, request: Plan, tokens: Sequence[np.ndarray], num_ranks: int
 ) -> RankTrace:
     """Drafts one level at every position of the target's texts, and ranks the target's tokens.
 
@@ -96,12 +92,10 @@ def head_trace(
     check_how(drafter, request.sampling, num_ranks)
     starts, most = np.asarray(request.context.length), max(map(len, tokens))
     tables = []
-    for row, (text, start, new) in enumerate(
-        zip(whole_texts(request, tokens), starts, tokens, strict=True)
-    ):
-        key, sampling = jax.tree.map(
-            operator.itemgetter(slice(row, row + 1)), (request.keys, request.sampling)
-        )
+    texts = zip(whole_texts(request, tokens), starts, tokens, strict=True)
+    for row, (text, start, new) in enumerate(texts):
+        own = operator.itemgetter(slice(row, row + 1))
+        key, sampling = jax.tree.map(own, (request.keys, request.sampling))
         given = jnp.asarray(text[None]), jnp.asarray(start), key, sampling
         inner = inner_layers(drafter)
         found = np.array(_head_ranks(target, model, *given, most=most, inner=inner))[: len(new)]

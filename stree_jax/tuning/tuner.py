@@ -88,11 +88,8 @@ class TuningReport:
         return tuple(dict.fromkeys([TreeTopology.chain(2), *static[:_FEW]]))
 
     def __str__(self) -> str:
-        timed = [
-            {**row.record, "spread": spread(row.record)}
-            for row in self.rows
-            if row.record is not None
-        ]
+        records = [row.record for row in self.rows if row.record is not None]
+        timed = [{**record, "spread": spread(record)} for record in records]
         columns = {"tree": "{method}", "nodes": "{nodes}", "tau": "{tau:.2f}"}
         columns |= SPEED | {"+-": "{spread:,.0f}"}
         others = f"... and {len(self.rows) - len(timed)} trees that were not timed"
@@ -260,8 +257,7 @@ def _candidates(trace: RankTrace, costs: Costs, max_nodes: int, max_depth: int) 
             named[topology] = f"paper {letter}"
     for topology in best_trees(acceptance(trace, max_depth), costs, max_nodes, max_depth):
         named.setdefault(topology, f"tree {topology.num_nodes}, depth {topology.depth}")
-    none = Candidate(PLAIN, None, 1.0, 1 / costs.step(TreeTopology.chain(0)))
-    rows = [none]
+    rows = [Candidate(PLAIN, None, 1.0, 1 / costs.step(TreeTopology.chain(0)))]
     for topology, name in named.items():
         tau = replay_tau(topology, trace)
         rows.append(Candidate(name, topology, tau, tau / costs.step(topology)))

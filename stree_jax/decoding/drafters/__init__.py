@@ -1,16 +1,7 @@
 """Drafters propose trees of tokens: their base, the built-in drafters, and parts of your own."""
 
-from stree_jax.decoding.drafters.base import (
-    Drafter,
-    draft_models,
-    drawn_by,
-    root_only,
-    root_token,
-)
-from stree_jax.decoding.drafters.children import (
-    check_child_sampling,
-    drawn_children,
-)
+from stree_jax.decoding.drafters.base import Drafter, draft_models, drawn_by, root_only, root_token
+from stree_jax.decoding.drafters.children import check_child_sampling, drawn_children
 from stree_jax.decoding.drafters.dynamic import DynamicDrafter
 from stree_jax.decoding.drafters.model import ModelDrafter
 from stree_jax.decoding.drafters.ngram import NgramDrafter

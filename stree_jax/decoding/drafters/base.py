@@ -98,11 +98,7 @@ class Drafter(nnx.Module):
 
     @abc.abstractmethod
     def read(
-        self,
-        state: Any,
-        tokens: Int[Array, "B T"],
-        hidden: Any,
-        lengths: Int[Array, " B"],
+        self, state: Any, tokens: Int[Array, "B T"], hidden: Any, lengths: Int[Array, " B"]
     ) -> Any:
         """The state after the next tokens of a text, which the target has just prefilled.
 
@@ -116,12 +112,7 @@ class Drafter(nnx.Module):
         """
 
     @abc.abstractmethod
-    def propose(
-        self,
-        state: Any,
-        step: Step,
-        topology: TreeTopology,
-    ) -> tuple[DraftTree, Any]:
+    def propose(self, state: Any, step: Step, topology: TreeTopology) -> tuple[DraftTree, Any]:
         """Grows a tree below each row's last token.
 
         Args:

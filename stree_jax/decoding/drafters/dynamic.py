@@ -66,11 +66,8 @@ class DynamicDrafter(BeamDrafter):
                 f"a chain of {topology.depth} drafts: DynamicDrafter chooses the shape, and takes a"
                 " size such as TreeTopology.budget(16, 5); for a chain use ModelDrafter"
             )
-        widths = self.widths(topology)
-        most = sum(
-            width * min(below, self.model.config.vocab_size)
-            for width, below in itertools.pairwise(widths)
-        )
+        pairs, size = itertools.pairwise(self.widths(topology)), self.model.config.vocab_size
+        most = sum(width * min(below, size) for width, below in pairs)
         if most < topology.num_nodes - 1:
             raise ValueError(
                 f"expand = {self.expand} scores at most {most} drafts in {topology.depth} levels,"

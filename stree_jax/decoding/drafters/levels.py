@@ -36,16 +36,10 @@ def levels_of(topology: TreeTopology) -> list[Level]:
         nodes = list(group)
         families = [topology.children[node] for node in nodes]
         below = [child for family in families for child in family]
-        levels.append(
-            Level(
-                depth,
-                nodes,
-                read=list(range(first, first + len(nodes))),
-                children=below,
-                source=[at for at, family in enumerate(families) for _ in family],
-                rank=[rank for family in families for rank in range(len(family))],
-            )
-        )
+        read = list(range(first, first + len(nodes)))
+        source = [at for at, family in enumerate(families) for _ in family]
+        rank = [rank for family in families for rank in range(len(family))]
+        levels.append(Level(depth, nodes, read, below, source, rank))
         first += len(nodes)
     return levels
 
@@ -70,9 +64,8 @@ def grow_levels(
     width, num_read = max(widths[1:]), sum(len(level.nodes) for level in levels)
 
     def body(carry: Any, level: Level) -> tuple[Any, Any]:
-        grown, result = grow(
-            carry._replace(reader=reader._replace(pending=carry.reader)), level, width
-        )
+        carry = carry._replace(reader=reader._replace(pending=carry.reader))
+        grown, result = grow(carry, level, width)
         return grown._replace(reader=grown.reader.pending), result
 
     def room(leaf: Array) -> Array:

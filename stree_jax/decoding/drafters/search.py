@@ -140,19 +140,15 @@ class BeamDrafter(RunsModel):
             itself = jnp.arange(num_nodes, dtype=jnp.int32)[None] == at.children[:, None]
             depth = jnp.take_along_axis(tree.depth, parents, axis=1) + 1
             added = Tree(parents, depth, above | (itself[None] & valid[..., None]), valid)
-            return (
-                Found(
-                    put(found.tokens, at.children, tokens),
-                    Tree(
-                        *(put(old, at.children, new) for old, new in zip(tree, added, strict=True))
-                    ),
-                    put(found.score, at.children, score),
-                    step.processors.grown(found.states, at.children, parents, tokens),
-                    reader,
-                    found.finite & all_finite(logits).all(axis=-1),
-                ),
-                level,
+            found = Found(
+                put(found.tokens, at.children, tokens),
+                Tree(*(put(old, at.children, new) for old, new in zip(tree, added, strict=True))),
+                put(found.score, at.children, score),
+                step.processors.grown(found.states, at.children, parents, tokens),
+                reader,
+                found.finite & all_finite(logits).all(axis=-1),
             )
+            return found, level
 
         firsts = itertools.accumulate(widths, initial=0)
         nodes = [list(range(first, after)) for first, after in itertools.pairwise(firsts)]
@@ -160,22 +156,17 @@ class BeamDrafter(RunsModel):
         def room(leaf: Array) -> Array:
             return jnp.pad(leaf, [(0, 0)] + [(0, num_nodes - 1)] * (leaf.ndim - 1))
 
-        return grow_levels(
-            grow,
-            Found(
-                room(start.tokens),
-                jax.tree.map(room, start.tree),
-                room(jnp.zeros(start.tokens.shape, jnp.float32)),
-                step.processors.room(num_nodes),
-                reader,
-                start.finite,
-            ),
-            [
-                Level(d, here, here, below)
-                for d, (here, below) in enumerate(itertools.pairwise(nodes))
-            ],
-            widths[1:],
+        begun = Found(
+            room(start.tokens),
+            jax.tree.map(room, start.tree),
+            room(jnp.zeros(start.tokens.shape, jnp.float32)),
+            step.processors.room(num_nodes),
+            reader,
+            start.finite,
         )
+        pairs = enumerate(itertools.pairwise(nodes))
+        levels = [Level(depth, here, here, below) for depth, (here, below) in pairs]
+        return grow_levels(grow, begun, levels, widths[1:])
 
     def own_tree(
         self, state: ModelDraftState, draft: DraftTree, topology: TreeTopology

@@ -55,11 +55,7 @@ class Verifier(abc.ABC):
 
     @abc.abstractmethod
     def verify(
-        self,
-        draft: DraftTree,
-        logits: Float32[Array, "B N V"],
-        step: Step,
-        topology: TreeTopology,
+        self, draft: DraftTree, logits: Float32[Array, "B N V"], step: Step, topology: TreeTopology
     ) -> Verdict:
         """Picks a root-to-node path of each row's tree, and the token after it. Traced.
 

@@ -105,15 +105,9 @@ def verify_by(
 
     def row(key, tokens, tree, draft_log_probs, target_log_probs):
         test_key, next_key = jax.random.split(key)
-        walk = rule(
-            jax.random.uniform(test_key, (num_nodes,), jnp.float32),
-            tokens,
-            tree,
-            draft_log_probs,
-            draft.log_prob_row,
-            target_log_probs,
-            replace=draft.drawn.kind == "iid",
-        )
+        uniforms = jax.random.uniform(test_key, (num_nodes,), jnp.float32)
+        laws = draft_log_probs, draft.log_prob_row, target_log_probs
+        walk = rule(uniforms, tokens, tree, *laws, replace=draft.drawn.kind == "iid")
         token = jax.random.categorical(next_key, jnp.log(walk.probs)).astype(jnp.int32)
         return Verdict(walk.last, tree.depth[walk.last], token)
 
@@ -152,13 +146,10 @@ def try_children(
         p = jnp.where(accept, jnp.exp(target_log_probs[node]), jnp.where(is_child, residual, p))
         below = draft_log_probs[jnp.maximum(log_prob_row[node], 0)]
         log_q = jnp.where(accept, below, jnp.where(is_child, remaining, log_q))
-        return (
-            jnp.where(accept, node, at),
-            p,
-            log_q,
-            tested.at[node].set(is_child),
-            accept_prob.at[node].set(jnp.where(is_child, ratio, 0.0)),
-        )
+        at = jnp.where(accept, node, at)
+        tested = tested.at[node].set(is_child)
+        accept_prob = accept_prob.at[node].set(jnp.where(is_child, ratio, 0.0))
+        return at, p, log_q, tested, accept_prob
 
     num_nodes = tokens.shape[0]
     start = (

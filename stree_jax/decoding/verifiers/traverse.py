@@ -73,12 +73,8 @@ def traverse(
         total = mass + (1 - a)
         left = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), a)
         residual = jnp.where(mass > 0, rest / jnp.where(mass > 0, mass, 1.0), p)
-        accept_prob = (
-            accept_prob.at[parent]
-            .set(jnp.where(valid, left, a))
-            .at[node]
-            .set(jnp.where(valid, own, 0))
-        )
+        accept_prob = accept_prob.at[parent].set(jnp.where(valid, left, a))
+        accept_prob = accept_prob.at[node].set(jnp.where(valid, own, 0))
         probs = probs.at[parent].set(jnp.where(valid, residual, p))
         if not replace:
             log_q = log_q.at[parent].set(jnp.where(valid, without(q, token), q))

@@ -211,9 +211,8 @@ class CascadeDrafter(Drafter):
 
             tree = draft.tree if tree is None else append_subtree(tree, at, draft.tree)
             with jax.named_scope("verify"):  # by the medium model
-                logits, reader = self._reads.run(
-                    reader, draft.tokens, tree, np.arange(first, first + num_nodes)
-                )
+                own_nodes = np.arange(first, first + num_nodes)
+                logits, reader = self._reads.run(reader, draft.tokens, tree, own_nodes)
                 finite &= (all_finite(logits) | ~draft.tree.valid).all(axis=-1)
                 states = rules.of_tree(draft.tokens, draft.tree, inner)
                 logits = rules.masked(logits, states)
@@ -291,15 +290,9 @@ class CascadeDrafter(Drafter):
         depth = jnp.take_along_axis(tree.depth, within[:, None], axis=1)[:, 0]
         inner_verdict = Verdict(jnp.where(ended, -1, within), depth, verdict.next_token)
         place = jnp.where(state.place < self.rounds * num_nodes, state.place, -1)
-        first = state.rounds[0]._replace(
-            state=self.inner.commit(
-                state_of,
-                inner_draft,
-                inner_verdict,
-                self._no_hidden(len(last), num_nodes),
-                self.inner_topology,
-            )
-        )
+        nothing, inner = self._no_hidden(len(last), num_nodes), self.inner_topology
+        new = self.inner.commit(state_of, inner_draft, inner_verdict, nothing, inner)
+        first = state.rounds[0]._replace(state=new)
         return state._replace(
             reader=self._reads.commit(state.reader, state.read, place, draft, verdict),
             rounds=(first, *state.rounds[1:]),

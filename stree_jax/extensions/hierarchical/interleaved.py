@@ -12,14 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax import (
-    Drafter,
-    DraftTree,
-    HybridLM,
-    Step,
-    TreeTopology,
-    Verdict,
-)
+from stree_jax import Drafter, DraftTree, HybridLM, Step, TreeTopology, Verdict
 from stree_jax.array_types import Array, Float
 from stree_jax.decoding import Reader, WholeModel
 from stree_jax.decoding.drafters import check_child_sampling, drawn_children, root_token

@@ -10,12 +10,4 @@ from stree_jax.extensions.reasoning.search import (
     render,
 )
 
-__all__ = [
-    "Stage",
-    "Task",
-    "Thought",
-    "Written",
-    "breadth_first",
-    "interleaved",
-    "render",
-]
+__all__ = ["Stage", "Task", "Thought", "Written", "breadth_first", "interleaved", "render"]

@@ -291,10 +291,8 @@ def _run(
     at_once: int,
     temperature: float,
 ) -> Iterator[Thought]:
-    waiting = collections.deque(
-        _Search(task, number, problem, key)
-        for number, (problem, key) in enumerate(zip(problems, keys, strict=True))
-    )
+    pairs = enumerate(zip(problems, keys, strict=True))
+    waiting = collections.deque(_Search(task, number, *pair) for number, pair in pairs)
     asked: dict[int, tuple[_Search, _Ask]] = {}
 
     def submit(search: _Search, asks: list[_Ask]) -> None:
