@@ -61,7 +61,7 @@ class Experience:
             times = _stored(self._name, len(self._auto.choices))
         if times is None and run is not None:
             times = _measured(self._auto, state, limits, run)
-            if times is not None:
+            if times is not None and times is not self._auto.costs:
                 _store(self._name, times)
         if times is not None:
             _times[self._name] = times
@@ -118,8 +118,8 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
         times: list[list[float]] = [[] for _ in loads]
         for (load, rows), number in itertools.product(enumerate(loads), range(len(auto.choices))):
             (short, few), (long, more) = (seconds(rows, number, n) for n in (1, most))
-            if more < most:  # a stop has ended all rows: the guess stays
-                return np.asarray(auto.costs)
+            if more < most:  # a stop has ended all rows: this process keeps the guess
+                return auto.costs
             times[load].append((long - short) / (more - few))
         found.append(times)
         if one > SECONDS:
