@@ -96,7 +96,8 @@ def emulate(processor, library, folder, chosen):
             *tests,
         ],
         cwd=Path(__file__).parents[1],
-        env=os.environ | {"STREE_JAX_EMULATED": command},
+        # The plugin imports packages before an option could check their signatures.
+        env=os.environ | {"STREE_JAX_EMULATED": command, "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
     )
