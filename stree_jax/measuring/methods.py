@@ -209,7 +209,7 @@ def _records(
     return rows
 
 
-def _by_tree(made: Sequence[Generation]) -> dict[str, int] | None:
+def _by_tree(made: Sequence[Any]) -> dict[str, int] | None:
     """Calls with each of several trees, by its name."""
     counts = [out.stats.calls_by_tree for out in made if out.stats.calls_by_tree]
     trees = counts[0] if counts else ()
