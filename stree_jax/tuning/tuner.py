@@ -28,8 +28,8 @@ NUM_RANKS = 8  # most children of a node
 SHARPNESS = (1.5, 2.5, 3.5, 5.0)  # of dynamic trees; they share a program
 # Sizes of target calls and widths of draft levels that are timed, finalists, rounds.
 _THOROUGH = SIZES, WIDTHS, 4, 5
-_FEW = 2  # trees that compete with a short chain and no drafts; each is compiled
 _QUICK = SIZES[::3], WIDTHS[::2], 2, 3
+_FEW = 2  # trees that compete with a short chain and no drafts; each is compiled
 
 
 @dataclasses.dataclass(frozen=True)
