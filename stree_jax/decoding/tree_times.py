@@ -38,8 +38,6 @@ OF_ALL = "pause", "rest", "trial"  # what rows have in common
 _times: dict[str, np.ndarray] = {}
 _taught: dict[str, dict[str, Any]] = {}
 _names: Any = weakref.WeakKeyDictionary()  # of models, drafters, numbers of rows and settings
-
-
 Run = Callable[[DecodeState, Limits, int], DecodeState]
 
 

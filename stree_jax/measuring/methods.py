@@ -210,10 +210,12 @@ def _records(
 
 
 def _by_tree(made: Sequence[Any]) -> dict[str, int] | None:
-    """Calls with each of several trees, by its name."""
-    counts = [out.stats.calls_by_tree for out in made if out.stats.calls_by_tree]
-    trees = counts[0] if counts else ()
-    return {tree.name: sum(each[tree] for each in counts) for tree in trees} or None
+    """Calls with each of several trees, by its name; those of one name together."""
+    counts: dict[str, int] = {}
+    for out in made:
+        for tree, calls in (out.stats.calls_by_tree or {}).items():
+            counts[tree.name] = counts.get(tree.name, 0) + calls
+    return counts or None
 
 
 def different(rows: Iterable[Mapping[str, Any]]) -> list[str]:
