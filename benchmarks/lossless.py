@@ -179,7 +179,7 @@ class Piece(NamedTuple):
 class AnyTree(AutoDrafter):
     """Takes one of its trees at random in each step."""
 
-    def chosen(self, state: Any) -> Any:
+    def chosen(self, state: Any, limits: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(0), state.step[0])
         number = jax.random.randint(key, state.step.shape[:1], 0, len(self.choices))[0]
         choosing = state.drafter.choosing

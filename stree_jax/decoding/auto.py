@@ -3,7 +3,9 @@
 A text does not depend on the tree, so the tree may change at every step. A step takes the tree with
 the most expected tokens for its time: expected by how often drafts of each depth and rank were
 accepted, a moving average for each row; times are measured once for a pair, a machine and a number
-of rows, with one of them running and with all. On a step that rows share their sum decides.
+of rows, with one of them running and with all. Where another text takes the place of one that ends
+the sum of the rows decides; a batch ends with its last row, so there the row that would need the
+most steps does.
 
 Each tree has a loop of its own, which ends when another tree is chosen: branches inside of one loop
 copied all caches in each step. What depends on the tree's size has that of the largest. Without
@@ -182,13 +184,18 @@ class AutoDrafter(Drafter):
             totals.append(sum(reached))
         return jnp.stack(totals, axis=1)
 
-    def chosen(self, state: DecodeState) -> DecodeState:
-        """The state with the number of the next step's tree."""
-        choosing, active = state.drafter.choosing, ~state.done | state.done.all()
-        tokens = jnp.where(active[:, None], self.expected(choosing), 0).sum(axis=0)
+    def chosen(self, state: DecodeState, limits: Limits | None) -> DecodeState:
+        """The state with the number of the next step's tree; `limits`: of a batch that ends."""
+        choosing, active = state.drafter.choosing, (~state.done | state.done.all())[:, None]
+        tokens = self.expected(choosing)
+        if limits is None:
+            speed = jnp.where(active, tokens, 0).sum(axis=0)
+        else:
+            left = jnp.maximum(limits.max_new_tokens - state.emitted, 1)[:, None]
+            speed = jnp.where(active, tokens / left, jnp.inf).min(axis=0)
         share = (active.sum() - 1) / max(len(active) - 1, 1)
         costs = (1 - share) * self.costs[0] + share * self.costs[1]
-        values = tokens / costs
+        values = speed / costs
         best = 1 + jnp.argmax(values[1:]).astype(jnp.int32)
         pays = values[best] >= WORSE * values[0]
         forced, pause, rest, trial = (
@@ -247,15 +254,22 @@ class AutoDrafter(Drafter):
         return new._replace(pending=pending, path=path), draft, verdict
 
     def run(
-        self, state: DecodeState, unfinished: Callable[[DecodeState], Array], *arguments: Any
+        self,
+        state: DecodeState,
+        unfinished: Callable[[DecodeState], Array],
+        ends: Limits | None,
+        *arguments: Any,
     ) -> DecodeState:
-        """Steps while they are `unfinished`; arguments are those of `step_with`."""
+        """Steps while they are `unfinished`; `ends`: limits of a batch that ends with its last row.
+
+        Arguments are those of `step_with`.
+        """
 
         def steps_with(number: int, state: DecodeState) -> DecodeState:
             tree = self.choices[number]
             return lax.while_loop(
                 lambda state: unfinished(state) & (state.drafter.choosing.number[0] == number),
-                lambda state: self.chosen(self.step_with(tree, state, *arguments)[0]),
+                lambda state: self.chosen(self.step_with(tree, state, *arguments)[0], ends),
                 state,
             )
 
@@ -265,11 +279,11 @@ class AutoDrafter(Drafter):
                 state = steps_with(number, state)
             return state
 
-        return lax.while_loop(unfinished, body, self.chosen(state))
+        return lax.while_loop(unfinished, body, self.chosen(state, ends))
 
     def step(self, state: DecodeState, *arguments: Any) -> tuple[DecodeState, DraftTree, Verdict]:
-        """One step, with the tree that is chosen; arguments are those of `step_with`."""
-        state = self.caught_up(self.chosen(state))
+        """One step of a batch, with the tree that is chosen; arguments are those of `step_with`."""
+        state = self.caught_up(self.chosen(state, arguments[2]))
         largest = self.default_topology()
         nodes = len(state.done), largest.num_nodes
         room = jnp.zeros(nodes, jnp.int32), largest.tree(jnp.zeros(nodes, bool))

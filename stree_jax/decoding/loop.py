@@ -277,7 +277,8 @@ class SpeculativeDecoder:
 
         auto: Any = drafter
         if drafter is not None and drafter.choices:  # then it is an `AutoDrafter`
-            state = auto.run(state, unfinished, self.verifier, model, limits, sampling)
+            ends = limits if stop_after_ended is None else None
+            state = auto.run(state, unfinished, ends, self.verifier, model, limits, sampling)
         else:
             state = lax.while_loop(unfinished, some_steps, state)
         cache = model.replay(state.cache, state.pending, state.path)

@@ -6,7 +6,6 @@ compilation cache. What texts taught about acceptance is kept in memory.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -30,7 +29,7 @@ from stree_jax.mesh.hosts import on_host
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 
-ROUNDS = 5  # of which the medians count
+ROUNDS = 5  # of which the fastest counts
 SECONDS = 0.1  # of the longer of two runs, whose difference counts
 MOST_STEPS = 24  # of it
 KNOWN = 16.0  # drafts of a depth and rank, of texts before, that count
@@ -111,18 +110,21 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
         one, _ = seconds(num_rows, len(auto.choices) - 1, 1)
     most = min(int(np.clip(SECONDS / one, 3, MOST_STEPS)), room)
     loads = [1, num_rows] if num_rows > 1 else [1]
-    found: list[list[list[float]]] = []
+    runs = [(rows, number) for rows in loads for number in range(len(auto.choices))]
+    found: list[list[float]] = []
     for _ in range(ROUNDS):
-        times: list[list[float]] = [[] for _ in loads]
-        for (load, rows), number in itertools.product(enumerate(loads), range(len(auto.choices))):
-            (short, few), (long, more) = (seconds(rows, number, n) for n in (1, most))
-            if more < most:  # a stop has ended all rows: this process keeps the guess
+        times = []
+        for rows, number in runs:
+            (short, _), (long, done) = (seconds(rows, number, steps) for steps in (1, most))
+            if done < most:  # a stop has ended all rows: this process keeps the guess
                 return auto.costs
-            times[load].append((long - short) / (more - few))
+            times += [short, long]
         found.append(times)
         if one > SECONDS:
             break
-    return np.maximum(np.median(found, axis=0)[[0, -1]], 1e-9)
+    # Other work only adds time.
+    least = np.min(found, axis=0).reshape(len(loads), len(auto.choices), 2)
+    return np.maximum(np.diff(least)[..., 0][[0, -1]], 1e-9) / (most - 1)
 
 
 def _name(model: HybridLM, auto: AutoDrafter, num_rows: int, sampling: Any) -> str:

@@ -189,8 +189,26 @@ def test_a_choice_goes_by_the_rows_that_run(model):
     request = plan(model, PROMPTS[:2], drafter=st.NgramDrafter(), topology="auto", eos_token=())
     state = request.decoder.start(model, request.drafter, request.context, request.keys)
     for done, drafts in (([False, True], True), ([False, False], False)):
-        chosen = auto.chosen(state._replace(done=jnp.array(done)))
+        chosen = auto.chosen(state._replace(done=jnp.array(done)), None)
         assert bool(chosen.drafter.choosing.number[0] > 0) == drafts
+
+
+@pytest.mark.parametrize(
+    ("emitted", "ends", "drafts"),
+    [([0, 0], False, True), ([0, 0], True, False), ([0, 90], True, True)],
+)
+def test_a_batch_ends_with_its_last_row(model, emitted, ends, drafts):
+    """The first row has all drafts accepted and the second none."""
+    auto = AutoDrafter(st.NgramDrafter(), costs=[[1, 1.4, 1.6, 1.6]] * 2)
+    options = {"drafter": st.NgramDrafter(), "topology": "auto", "max_new_tokens": 96}
+    request = plan(model, PROMPTS[:2], **options)
+    state = request.decoder.start(model, request.drafter, request.context, request.keys)
+    choosing = state.drafter.choosing
+    rates = {"tried": choosing.tried + 50, "accepted": choosing.accepted.at[0].set(50)}
+    drafter = state.drafter._replace(choosing=choosing._replace(**rates))
+    state = state._replace(drafter=drafter, emitted=jnp.array(emitted))
+    chosen = auto.chosen(state, request.limits if ends else None)
+    assert bool(chosen.drafter.choosing.number[0] > 0) == drafts
 
 
 @pytest.mark.thorough
