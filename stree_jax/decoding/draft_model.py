@@ -109,6 +109,16 @@ class DraftModel(nnx.Module):
             Logits of the target's tokens, and the state for the next `run`.
         """
 
+    def log_confidence(
+        self, state: Any, tokens: Array, tree: Tree, nodes: Any
+    ) -> Float32[Array, "B Q"] | float:
+        """Log of the chance, beside its logits, that a model's draft after each node is right.
+
+        Searches add it to the scores of the nodes below. `state` is what the `run` with the other
+        arguments returned. 0: the logits say all.
+        """
+        return 0.0
+
     def rest(self, state: Any) -> Any:
         """The state after the last `run` of a step, without what no later step needs."""
         return state

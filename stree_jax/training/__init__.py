@@ -1,7 +1,7 @@
 """Training and distillation of small models, from text files to a native checkpoint."""
 
 from stree_jax.training.heads import HeadPlan, train_heads
-from stree_jax.training.objective import ahead_loss
+from stree_jax.training.objective import ahead_loss, divergence
 from stree_jax.training.recipe import Recipe, Training
 from stree_jax.training.run import distill, train
 from stree_jax.training.trainer import Progress
@@ -13,6 +13,7 @@ __all__ = [
     "Training",
     "ahead_loss",
     "distill",
+    "divergence",
     "train",
     "train_heads",
 ]

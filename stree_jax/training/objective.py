@@ -24,7 +24,12 @@ def distillation_loss(
     """Returns the mean `KL(target || model)` of all positions, in nats."""
     logits = model(tokens)[..., : model.config.vocab_size]
     target = jax.nn.log_softmax(target_logits[..., : model.config.vocab_size])
-    return jnp.mean(optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), target))
+    return divergence(logits, target).mean()
+
+
+def divergence(logits: Float[Array, "*rows V"], labels: Float[Array, "*rows V"]) -> Array:
+    """KL divergence of drafts from the target's log-probabilities."""
+    return optax.losses.kl_divergence_with_log_targets(jax.nn.log_softmax(logits), labels)
 
 
 def ahead_loss(
@@ -33,6 +38,7 @@ def ahead_loss(
     drafts: Callable[[Array], Iterable[Array]],
     inner: tuple[int, ...] = (),
     places: Int[Array, " A"] | None = None,
+    loss: Callable[[Array, Array], Array] = divergence,
 ) -> Float[Array, ""]:
     """Returns the mean KL divergence of drafts from the target, in nats.
 
@@ -42,7 +48,8 @@ def ahead_loss(
 
     `drafts` makes logits of the first draft, the second and so on from the target's states, with
     those of its `inner` layers. Those of draft d, at all tokens but the last d or at `places`,
-    predict what the target predicts d tokens later.
+    predict what the target predicts d tokens later. Another `loss` takes whatever `drafts` makes,
+    and the target's log-probabilities.
     """
     vocab_size = target.config.vocab_size
     hidden = jax.lax.stop_gradient(target.hidden(tokens, inner))
@@ -50,10 +57,7 @@ def ahead_loss(
     labels = jax.lax.stop_gradient(jax.nn.log_softmax(last))
     total, weights = jnp.float32(0.0), 0.0
     for ahead, logits in enumerate(drafts(hidden), 1):
-        divergence = optax.losses.kl_divergence_with_log_targets(
-            jax.nn.log_softmax(logits),
-            labels[:, ahead:] if places is None else labels[:, places + ahead],
-        )
+        each = loss(logits, labels[:, ahead:] if places is None else labels[:, places + ahead])
         weight = _NEXT_DRAFT ** (ahead - 1)
-        total, weights = total + weight * divergence.mean(), weights + weight
+        total, weights = total + weight * each.mean(), weights + weight
     return total / weights

@@ -247,7 +247,8 @@ def test_train(tmp_path, output, monkeypatch):
     )
     assert " s  training, loss " in output("train-mtp", "head.toml", "model", "head")
     (tmp_path / "block.toml").write_text(
-        "[model]\ninner_layers = [1]\nblock_size = 3\nmarkov_rank = 2\nmlp = {hidden_size = 8}\n"
+        "[model]\ninner_layers = [1]\nblock_size = 3\nmarkov_rank = 2\n"
+        "confidence_head = 'markov'\nmlp = {hidden_size = 8}\n"
         "attention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\n" + recipe[start:]
     )
     assert " s  training, loss " in output("train-dflash", "block.toml", "model", "block")

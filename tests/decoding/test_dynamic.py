@@ -11,36 +11,12 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.sampling import position_noise
 from stree_jax.testing import perturbed, random_model, tiny_model
-from tests.decoding.texts import HYBRID, log_probs_after, proposed, steps
+from tests.decoding.texts import HYBRID, dynamic_tree, log_probs_after, paths_of, proposed, steps
 from tests.helpers import with_weight
 from tests.methods import PROMPTS
 
 SHALLOW = st.TreeTopology.budget(7, 3)
 VOCAB = 4
-
-
-def dynamic_tree(next_log_probs, num_nodes, depth, expand):
-    """The definition: the kept paths with their scores, and the paths that were read."""
-    level, scores, read = [()], {(): 0.0}, set()
-    for _ in range(depth):
-        read |= set(level)
-        below = []
-        for path, log_probs in zip(level, next_log_probs(level), strict=True):
-            for token in np.argsort(-log_probs, kind="stable")[:expand]:
-                below.append((*path, int(token)))
-                scores[below[-1]] = scores[path] + log_probs[token]
-        level = sorted(below, key=lambda path: -scores[path])[:expand]
-    kept = sorted(scores, key=lambda path: (-scores[path], len(path)))[:num_nodes]
-    return {path: scores[path] for path in kept}, read
-
-
-def paths_of(tokens, parents, valid):
-    """The path of each node that exists; parents come first."""
-    paths = [()]
-    for node in range(1, len(tokens)):
-        assert parents[node] < node
-        paths.append((*paths[parents[node]], int(tokens[node])))
-    return [path for path, exists in zip(paths, valid, strict=True) if exists]
 
 
 @pytest.mark.thorough

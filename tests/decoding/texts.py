@@ -179,3 +179,27 @@ def broken_at(token, value=np.nan, model=None):
     """A model whose embedding of one token is not finite: only rows that read it fail."""
     model = tiny_model("groups", seed=4) if model is None else model
     return with_weight(model, "embedding", lambda rows: rows.at[token].set(value))
+
+
+def dynamic_tree(next_log_probs, num_nodes, depth, expand):
+    """Dynamic trees by definition: the kept paths with their scores, and those that were read."""
+    level, scores, read = [()], {(): 0.0}, set()
+    for _ in range(depth):
+        read |= set(level)
+        below = []
+        for path, log_probs in zip(level, next_log_probs(level), strict=True):
+            for token in np.argsort(-log_probs, kind="stable")[:expand]:
+                below.append((*path, int(token)))
+                scores[below[-1]] = scores[path] + log_probs[token]
+        level = sorted(below, key=lambda path: -scores[path])[:expand]
+    kept = sorted(scores, key=lambda path: (-scores[path], len(path)))[:num_nodes]
+    return {path: scores[path] for path in kept}, read
+
+
+def paths_of(tokens, parents, valid):
+    """The path of each node that exists; parents come first."""
+    paths = [()]
+    for node in range(1, len(tokens)):
+        assert parents[node] < node
+        paths.append((*paths[parents[node]], int(tokens[node])))
+    return [path for path, exists in zip(paths, valid, strict=True) if exists]

@@ -241,6 +241,15 @@ class DFlash(Head):
             x = x + (silu(u @ gate.T) * (u @ up.T)) @ down.T
         return np.array([self.norm(row, "norm") for row in x])[not self.dspark :]
 
+    def confidence(self, text, states, path):
+        """The chance of a draft after a text, and after each token of a path of drafts."""
+        rows = self.outputs(text, states)[: len(path) + 1]
+        if self.config["confidence_head_with_markov"]:
+            own = self.w["markov_head.markov_w1.weight"][[text[-1], *path]]
+            rows = np.concatenate([rows, own], axis=1)
+        weight, bias = (self.w[f"confidence_head.proj.{name}"] for name in ("weight", "bias"))
+        return sigmoid(rows @ weight[0] + bias)
+
     def logits(self, text, states, path):
         rows = self.outputs(text, states)[: len(path) + 1] @ self.w["lm_head"].T
         if self.dspark:

@@ -1,5 +1,7 @@
 """DFlash and DSpark heads: trees whose shape they choose, training, and files."""
 
+import dataclasses
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,12 +16,14 @@ from stree_jax.extensions.dflash.conversion import read_config, rules_of
 from stree_jax.extensions.dflash.training import dflash_loss
 from stree_jax.names import flatten
 from stree_jax.testing import assert_lossless, tiny_model
+from tests.decoding.texts import dynamic_tree, paths_of, steps
 from tests.extensions.dflash_files import files, saved
 from tests.extensions.heads import parts, states_of
 from tests.numpy_parts import log_softmax
 
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 3])
 BOTH = ("dflash", "dflash, dspark")
+HIDDEN = {"confidence_head_with_markov": False}
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -39,6 +43,26 @@ def test_trees_whose_shape_the_head_chooses(kind):
     assert_lossless(
         target, kind(drafter.model), topology=st.TreeTopology.budget(5, 2), max_new_tokens=8
     )
+
+
+def test_the_nodes_of_dynamic_trees_are_the_best_by_confidence_and_draft():
+    """A node's chance is its parent's, times the confidence after that, times its own share."""
+    _, target, head, make, exact = parts("dflash, dspark")
+    drafter = st.DynamicDrafter(make(target, head).model, expand=4)
+
+    def next_log_probs(text, states, level):
+        for path in level:
+            share = log_softmax(2.5 * exact.logits(text, states, path)[-1])
+            yield np.log(exact.confidence(text, states, path)[-1]) + share
+
+    options = dict(drafter=drafter, topology=st.TreeTopology.budget(7, 3), count=2)
+    for before, draft, _, _ in steps(target, **options):
+        for row in range(len(before.length)):
+            text = before.tokens[row, : before.length[row]].tolist()
+            own = partial(next_log_probs, text, states_of(target, text, head.config.inner_layers))
+            tree = jax.tree.map(lambda part, row=row: part[row], draft.tree)
+            best, _ = dynamic_tree(own, 7, 3, 4)
+            assert {*paths_of(draft.tokens[row], tree.parents, tree.valid)} == {*best}
 
 
 @pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"quantize": "int8"}])
@@ -75,44 +99,74 @@ def test_the_loss_is_that_of_blocks_at_some_tokens(name):
             log_q = log_softmax(own)
             for ahead in range(deepest):
                 want = log_p[root + ahead]
-                total[ahead] += (np.exp(want) * (want - log_q[ahead])).sum() / (2 * len(places))
+                loss = (np.exp(want) * (want - log_q[ahead])).sum()
+                if head.config.confidence_head != "none":  # the rate of acceptance is its label
+                    rate = 1 - np.abs(np.exp(want) - np.exp(log_q[ahead])).sum() / 2
+                    path = text[root + 1 : root + 1 + ahead]
+                    sure = exact.confidence(text[: root + 1], states, path)[-1]
+                    loss -= rate * np.log(sure) + (1 - rate) * np.log(1 - sure)
+                total[ahead] += loss / (2 * len(places))
     weights = 0.8 ** np.arange(deepest)
     got = jax.jit(dflash_loss)(head, target, jnp.asarray(tokens))
     np.testing.assert_allclose(got, (weights * total).sum() / weights.sum(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("dspark", [False, True])
-def test_there_and_back(dspark, tmp_path):
+def test_the_confidence_head_learns_and_does_not_move_its_label():
+    """Its part of the loss: no gradient of what only the drafts' probabilities depend on."""
+    _, target, head, _, _ = parts("dflash, dspark")
+    tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 37)
+    graph, params = nnx.split(head)
+
+    def of_confidence(params):
+        plain = nnx.merge(graph, params)
+        plain.config = dataclasses.replace(head.config, confidence_head="none")
+        whole = dflash_loss(nnx.merge(graph, params), target, tokens)
+        return whole - dflash_loss(plain, target, tokens)
+
+    step, losses = jax.jit(jax.value_and_grad(of_confidence)), []
+    for _ in range(10):
+        loss, gradient = step(params)
+        losses.append(float(loss))
+        params = jax.tree.map(lambda value, each: value - 0.1 * each, params, gradient)
+    sizes = {name: abs(leaf).max() for name, leaf in flatten(nnx.to_pure_dict(gradient)).items()}
+    assert max(sizes["markov_head"], sizes["output_head"]) < 1e-6
+    assert min(sizes["markov_embedding"], sizes["confidence_head.bias"]) > 1e-3
+    assert losses[-1] < losses[0] - 0.04
+
+
+@pytest.mark.parametrize(("dspark", "changes"), [(False, {}), (True, {}), (True, HIDDEN)])
+def test_there_and_back(dspark, changes, tmp_path):
     """The rules undo themselves: the tensors of the files are made of the head's weights."""
-    target, (_, want) = tiny_model("nemotron_h hybrid"), files(dspark)
-    head = st.load_dflash(saved(tmp_path / "head", dspark), target)
+    target, (_, want) = tiny_model("nemotron_h hybrid"), files(dspark, **changes)
+    head = st.load_dflash(saved(tmp_path / "head", dspark, **changes), target)
     weights, found = flatten(nnx.to_pure_dict(nnx.state(head))), {}
     for rule in rules_of(head.config):
         if rule.target in weights:
             sources = rule.transform.invert(np.asarray(weights[rule.target]))
             found |= dict(zip(rule.sources, sources, strict=True))
-    assert want.keys() - found.keys() == ({*CONFIDENCE} if dspark else set())
+    assert want.keys() == found.keys()
     for name, value in found.items():
         np.testing.assert_array_equal(value, want[name])
 
 
 def test_layers_of_files_are_mixers_and_mlps_here():
     """Of a target whose layers are pairs: the second layer of files ends with the fourth here."""
-    config, _ = files(
-        num_target_layers=2, dflash_config=None, target_layer_ids=[0], mask_token_id=1
-    )
-    del config["dflash_config"]
+    config, _ = files(True, num_target_layers=2, target_layer_ids=[0])
     target = tiny_model("nemotron_h hybrid")
     assert read_config(Fields(Path("x"), config), target, False).inner_layers == (2,)
 
 
-CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+UNSURE = dict(enable_confidence_head=False)
 IDS = {"mask_token_id": 36}
 REFUSED = [
     (False, dict(architectures=["DFlash2DraftModel"]), {}, "no DFlash head: its architectures are"),
     (True, dict(architectures=["Gemma4DSparkModel"]), {}, "'Gemma4DSparkModel'. are not supported"),
     (True, dict(markov_head_type="rnn"), {}, "markov_head_type is 'rnn', not one of .'vanilla'"),
-    (True, dict(markov_rank=0, markov_head_type="absent"), {}, "markov_head.markov_w1.weight"),
+    (True, UNSURE | dict(markov_rank=0, markov_head_type="absent"), {}, "markov_head.markov_w1"),
+    (True, dict(markov_rank=0, markov_head_type="absent"), {}, "must be one of .'none', 'hidden'"),
+    (True, UNSURE, {}, "confidence_head.proj.bias"),
+    (True, {}, {"confidence_head.proj.bias": None}, "confidence_head.proj.bias .* is missing"),
+    (True, {}, {"confidence_head.proj.weight": np.zeros((1, 16), np.float32)}, "head.proj.weight"),
     (False, dict(output_multiplier=2.0), {}, "output_multiplier = 2, elsewhere 1"),
     (False, dict(attention_bias=True), {}, "biases in a head are not supported"),
     (False, dict(is_causal=True), {}, "is_causal = True is not supported"),
@@ -125,12 +179,7 @@ REFUSED = [
     (False, dict(dflash_config=IDS | {"target_layer_ids": [3]}), {}, "layers from 0 to 2, got .3."),
     (False, dict(dflash_config=IDS | {"target_layer_ids": [-1]}), {}, "from 0 to 2, got .-1."),
     (False, dict(dflash_config=IDS | {"target_layer_ids": [2, 0]}), {}, "must be ascending"),
-    (
-        False,
-        dict(mask_token_id=37, dflash_config="absent", target_layer_ids=[0]),
-        {},
-        "from 0 to 36",
-    ),
+    (True, dict(mask_token_id=37), {}, "from 0 to 36"),
     (False, dict(block_size=1), {}, "block_size must be an integer, from 2"),
     (False, dict(use_swa=True), {}, "use_swa"),
     (False, dict(vocab=40), {}, "width 16 and tokens 40, and the target"),

@@ -23,10 +23,10 @@ from stree_jax.tree import Tree, TreeTopology
 class DynamicDrafter(BeamDrafter):
     """A beam search that grows a larger tree than requested, and keeps the best nodes.
 
-    The score of a node is the sum of log-probabilities along its path. Level by level the
-    `expand` best nodes are expanded into their `expand` best children; of all scored nodes the
-    best N - 1 become the tree. (EAGLE-2, Li et al., 2024, arXiv:2406.16858.) The
-    topology, such as `TreeTopology.budget(N, D)`, gives sizes only: its nodes and its depth.
+    The score of a node is the sum along its path of log-probabilities, and of log-confidences from
+    a head that has them. Level by level the `expand` best nodes are expanded into their `expand`
+    best children; of all scored nodes the best N - 1 become the tree. (EAGLE-2, Li et al., 2024,
+    arXiv:2406.16858.) The topology, such as `TreeTopology.budget(N, D)`, gives its sizes only.
 
     The tree depends on the draft's own probabilities, so no node is a sample of them: only
     verifiers that follow the target accept it, "greedy" and "target_only". Above temperature 0

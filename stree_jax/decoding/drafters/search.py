@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
     tokens: Int[Array, "B nodes"]
     tree: Tree
-    score: Float32[Array, "B nodes"]  # log-probability of the path to each node
+    score: Float32[Array, "B nodes"]  # log of the chance of the path to each node
     states: Any  # of the logits processors
     reader: Any
     finite: Bool[Array, " B"]
@@ -64,9 +64,9 @@ class BeamDrafter(RunsModel):
     beams and n steps are 1 + w n nodes. The topology, such as `TreeTopology.beam(w, n)`, gives the
     number of nodes of each level; how they connect is data.
 
-    The search is deterministic and uses the model's probabilities at temperature 1, whatever the
-    request's temperature, so only verifiers that follow the target accept it: "greedy" and
-    "target_only".
+    The search is deterministic and uses the model's probabilities at temperature 1, and those of a
+    confidence head, whatever the request's temperature, so only verifiers that follow the target
+    accept it: "greedy" and "target_only".
     Among equally probable paths the earlier beam comes first, then the lower token id.
 
     Args:
@@ -128,10 +128,11 @@ class BeamDrafter(RunsModel):
 
         def grow(found: Found, at: Level, width: int) -> tuple[Found, Continuations]:
             tree = found.tree
-            logits, reader = model.run(
-                found.reader, found.tokens[:, at.nodes], first_nodes(tree, num_read), at.read
-            )
+            nodes = found.tokens[:, at.nodes], first_nodes(tree, num_read), at.read
+            logits, reader = model.run(found.reader, *nodes)
             beams = jnp.where(at.read < num_read, found.score[:, at.nodes], -jnp.inf)
+            # The children of a node share the chance that the draft is right there.
+            beams += model.log_confidence(reader, *nodes)
             masked = step.processors.masked(logits, take(found.states, at.nodes))
             scores = self.weighed(masked, step, at.depth)
             score, beam, tokens, level = best_continuations(beams, scores, width)

@@ -26,9 +26,7 @@ def load(path: Path, target: HybridLM, ignore: Collection[str]) -> DFlashHead:
     def read(fields: Fields, tensors: Collection[str]) -> DFlashConfig:
         return read_config(fields, target, "embed_tokens.weight" in tensors)
 
-    # How sure a draft is: a tree has as many nodes, whatever it says.
-    left_out = ("confidence_head.",)
-    return read_head("dflash", path, target, ignore, read, rules_of, left_out)
+    return read_head("dflash", path, target, ignore, read, rules_of)
 
 
 def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashConfig:
@@ -49,6 +47,7 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
     rank = fields.integer("markov_rank", 0, least=0)
     if rank:
         fields.choice("markov_head_type", "vanilla", {"vanilla": "vanilla"})
+    reads = "markov" if fields.flag("confidence_head_with_markov", True) else "hidden"
     attention, mlp, norm_eps = llama_parts(fields, width, 1e-6)
     config = DFlashConfig(
         d_model=width,
@@ -63,8 +62,8 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
         norm_eps=norm_eps,
         own_tokens=own_tokens,
         markov_rank=rank,
+        confidence_head=reads if fields.flag("enable_confidence_head", False) else "none",
     )
-    fields.ignore("of the confidence head", "enable_confidence_head", "confidence_head_with_markov")
     fields.ignore("of training", "max_window_layers", "use_sliding_window", "num_anchors")
     table.finish()
     return config
@@ -117,6 +116,8 @@ def rules_of(config: DFlashConfig) -> list[Rule]:
         Rule("lm_head.weight", "output_head"),
         Rule("markov_head.markov_w1.weight", "markov_embedding"),
         Rule("markov_head.markov_w2.weight", "markov_head"),
+        Rule("confidence_head.proj.weight", "confidence_head.kernel", TRANSPOSED),
+        Rule("confidence_head.proj.bias", "confidence_head.bias"),
     ]
     layer = [
         Rule("input_layernorm.weight", "hidden_norm_scale"),

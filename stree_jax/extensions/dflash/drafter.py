@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,6 +20,7 @@ class DFlashState(NamedTuple):
     """Keys and values of the tokens before the root; within a step, its block."""
 
     caches: tuple[KVCache, ...]
+    outputs: Float[Array, "B D M"] | None = None
     table: Float32[Array, "B D V"] | None = None  # logits by depth, without the Markov head's
     pending: None = None
 
@@ -71,13 +73,21 @@ class DFlashModel(DraftModel):
     ) -> tuple[Float32[Array, "B Q V"], DFlashState]:
         """See `DraftModel`: one pass for the root, then rows of its table."""
         if isinstance(nodes, np.ndarray):
-            state = state._replace(table=self.logits(self.block(tokens, state.caches)))
-        assert state.table is not None
-        depths = tree.depth[:, jnp.minimum(nodes, tree.depth.shape[1] - 1), None]
-        logits = jnp.take_along_axis(state.table, depths, axis=1)
+            outputs = self.block(tokens, state.caches)
+            state = state._replace(outputs=outputs, table=self.logits(outputs))
+        logits = _at_depth(state.table, tree, nodes)
         if self.head.config.markov_rank:
             logits += self.head.after(self.head.markov_embedding.rows(tokens))
         return logits, state
+
+    def log_confidence(
+        self, state: DFlashState, tokens: Array, tree: Tree, nodes: Any
+    ) -> Float32[Array, "B Q"] | float:
+        """See `DraftModel`: what the confidence head says, if there is one."""
+        if self.head.config.confidence_head == "none":
+            return super().log_confidence(state, tokens, tree, nodes)
+        outputs = self.with_rows(_at_depth(state.outputs, tree, nodes), tokens)
+        return jax.nn.log_sigmoid(self.head.confidence(outputs))
 
     def rest(self, state: DFlashState) -> DFlashState:
         """See `DraftModel`: drafts of a step leave nothing behind."""
@@ -126,11 +136,15 @@ class DFlashModel(DraftModel):
         ahead = places[:, None] + 1 + np.arange(self.max_depth, dtype=np.int32)
         known = tokens[:, jnp.minimum(ahead, length - 1)]  # before each draft
         outputs = self.block(known[:, :, 0].reshape(-1, 1), caches)
-        outputs = outputs.reshape(*known.shape, -1)
+        return self.with_rows(outputs.reshape(*known.shape, -1), known)
+
+    def with_rows(self, outputs: Float[Array, "B *rows M"], before: Array) -> Array:
+        """Outputs of places, followed by the Markov head's rows, if any, of the tokens before."""
         if not self.head.config.markov_rank:
             return outputs
-        rows = self.head.markov_embedding.rows(known.reshape(batch, -1)).astype(outputs.dtype)
-        return jnp.concatenate([outputs, rows.reshape(*known.shape, -1)], axis=-1)
+        rows = self.head.markov_embedding.rows(before.reshape(len(before), -1))
+        rows = rows.astype(outputs.dtype).reshape(*before.shape, -1)
+        return jnp.concatenate([outputs, rows], axis=-1)
 
     def _after(
         self, state: DFlashState, hidden: Float[Array, "B N _"], read: Bool[Array, "B N"]
@@ -139,12 +153,14 @@ class DFlashModel(DraftModel):
         start, places = state.caches[0].length, jnp.cumsum(read, axis=1, dtype=jnp.int32) - 1
         entries = self.head.entries(hidden[..., self.config.d_model :], start[:, None] + places)
         caches = zip(state.caches, entries, self.head.config.windows, strict=True)
-        return DFlashState(
-            tuple(
-                replay_kv(cache, new, read, ring=window is not None)
-                for cache, new, window in caches
-            )
-        )
+        kept = [replay_kv(cache, new, read, ring=size is not None) for cache, new, size in caches]
+        return DFlashState(tuple(kept))
+
+
+def _at_depth(table: Any, tree: Tree, nodes: Any) -> Array:
+    """The row of each node in a table of a step's depths."""
+    depths = tree.depth[:, jnp.minimum(nodes, tree.depth.shape[1] - 1), None]
+    return jnp.take_along_axis(table, depths, axis=1)
 
 
 class DFlashDrafter(ModelDrafter):

@@ -12,8 +12,13 @@ head's own, turns the normed output of a place into logits.
 
 DSpark (arXiv:2607.05147) in the layout of DeepSpec's heads: the same, but the output of a place is
 of the token after it, so the root's place has one too; a low-rank bias of the token before (the
-Markov head) is added to the logits. Its confidence head, by which engines verify fewer drafts, is
-not read: a tree has a fixed number of nodes.
+Markov head) is added to the logits. With h the output of a place and m the row of that token in the
+Markov embedding, the confidence head's
+
+    c = sigmoid(w [h ; m] + b)
+
+estimates `1 - |q - p| / 2`, the mass that the draft's probabilities q of the place share with the
+target's p: the chance that a draft is accepted if those before it are.
 """
 
 import dataclasses
@@ -48,6 +53,8 @@ class DFlashConfig:
         norm_eps: epsilon of all norms.
         own_tokens: whether the head has an embedding and an output head.
         markov_rank: rank of the Markov head; 0: there is none.
+        confidence_head: what the confidence head reads: "hidden", the output of a place; "markov",
+            the row of the Markov embedding too; "none": there is none.
     """
 
     d_model: int
@@ -62,6 +69,7 @@ class DFlashConfig:
     norm_eps: float = 1e-6
     own_tokens: bool = False
     markov_rank: int = 0
+    confidence_head: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("d_model", "vocab_size", "block_size"):
@@ -73,6 +81,9 @@ class DFlashConfig:
             len(self.windows) > 0 and self.num_drafts > 0,
             f"a block of {self.block_size} with {len(self.windows)} layers has no drafts",
         )
+        kinds = ("none", "hidden", "markov") if self.markov_rank else ("none", "hidden")
+        own = f"confidence_head {self.confidence_head!r:.80} with markov_rank {self.markov_rank}"
+        require(self.confidence_head in kinds, f"{own} must be one of {kinds}")
         attention = self.attention
         require(
             attention.input_multiple == 1
@@ -100,7 +111,7 @@ class DFlashLayer(DraftHead):
 
 
 class DFlashHead(TargetHead):
-    """A head with some layers, and perhaps a Markov head.
+    """A head with some layers, and perhaps a Markov head and a confidence head.
 
     Its arguments are those of `TargetHead`, with a `DFlashConfig`.
     """
@@ -110,6 +121,7 @@ class DFlashHead(TargetHead):
     output_head: Any
     markov_embedding: Any
     markov_head: Any
+    confidence_head: Any
 
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
         c, own = self.config, dict[str, Any](dtype=self.dtype, rngs=rngs)
@@ -124,6 +136,9 @@ class DFlashHead(TargetHead):
             sizes |= {"markov_embedding": c.markov_rank, "markov_head": c.markov_rank}
         for name, width in sizes.items():
             setattr(self, name, self.table(c.vocab_size, width, rngs))
+        if c.confidence_head != "none":
+            width = c.d_model + c.markov_rank * (c.confidence_head == "markov")
+            self.confidence_head = linear(width, 1, bias=True, dtype=self.dtype, rngs=rngs)
 
     @property
     def activation_dtype(self) -> Any:
@@ -162,3 +177,9 @@ class DFlashHead(TargetHead):
     def after(self, rows: Float[Array, "B T R"]) -> Float32[Array, "B T V"]:
         """What a token, by its row of the Markov embedding, adds to the logits of the next one."""
         return self.markov_head.product(rows, wide=True)
+
+    def confidence(self, outputs: Float[Array, "*rows _"]) -> Float32[Array, "*rows"]:
+        """Logits of the confidence head, from outputs and, if given, rows of the Markov head."""
+        projection = self.confidence_head
+        inputs = outputs[..., : projection.kernel.shape[0]]
+        return projection.biased(projection.kernel.product(inputs, wide=True))[..., 0]

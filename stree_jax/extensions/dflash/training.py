@@ -1,21 +1,20 @@
 """From a recipe to a DFlash head."""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from stree_jax import AttentionConfig, HybridLM, MlpConfig
 from stree_jax.array_types import Array, Float, Tokens
 from stree_jax.extensions.dflash.drafter import DFlashModel
 from stree_jax.extensions.dflash.head import DFlashConfig, DFlashHead
-from stree_jax.training import HeadPlan, Recipe, ahead_loss
+from stree_jax.training import HeadPlan, Recipe, ahead_loss, divergence
 
 _BLOCKS = 16  # of a text, in a step of training
 _FIELDS = (
     *("layers", "inner_layers", "block_size", "mask_token", "shifted", "markov_rank"),
-    *("attention", "mlp"),
+    *("confidence_head", "attention", "mlp"),
 )
 
 
@@ -29,18 +28,29 @@ def plan(recipe: Recipe, target: HybridLM) -> HeadPlan:
 
 
 def dflash_loss(head: DFlashHead, target: HybridLM, tokens: Tokens) -> Float[Array, ""]:
-    """Mean KL divergence from the target of the drafts of some blocks, see `ahead_loss`."""
+    """Mean KL divergence from the target of the drafts of some blocks, see `ahead_loss`.
+
+    Plus, as DSpark's loss has it (its equation 8), the cross-entropy of the confidence head against
+    the mass that the two distributions share. Of that label no gradient flows.
+    """
     model = DFlashModel(target, head)
     spacing = max(1, (tokens.shape[1] - model.max_depth - 1) // _BLOCKS)
     places = jnp.arange(_BLOCKS, dtype=jnp.int32) * spacing
     places = (places + tokens.sum() % spacing) % (tokens.shape[1] - model.max_depth)
 
-    def logits(hidden: Array) -> Iterator[Array]:
-        outputs = model.outputs_at(tokens, hidden, places)
-        for ahead in range(model.max_depth):
-            yield model.logits(outputs[:, :, ahead])
+    def outputs(hidden: Array) -> Array:
+        return jnp.moveaxis(model.outputs_at(tokens, hidden, places), 2, 0)
 
-    return ahead_loss(target, tokens, logits, inner=model.inner_layers, places=places)
+    def loss(outputs: Array, labels: Array) -> Array:
+        logits = model.logits(outputs)
+        loss = divergence(logits, labels)
+        if head.config.confidence_head == "none":
+            return loss
+        shared = jnp.minimum(jax.nn.softmax(logits), jnp.exp(labels)).sum(axis=-1)
+        sure, shared = head.confidence(outputs), jax.lax.stop_gradient(shared)
+        return loss + optax.losses.sigmoid_binary_cross_entropy(sure, shared)
+
+    return ahead_loss(target, tokens, outputs, model.inner_layers, places, loss)
 
 
 def head_of(recipe: Recipe, target: HybridLM) -> DFlashConfig:
