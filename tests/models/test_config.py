@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from stree_jax import HybridLM, ModelConfig
+from stree_jax.models.cache import init_pending
 from stree_jax.testing import CONFIGS
 from tests.helpers import python
 
@@ -86,6 +87,22 @@ def test_the_number_of_parameters_of_a_preset(name, num_parameters):
     for kind in kinds:
         total += (config.kinds.count(kind) - 1) * (size((*kinds, kind)) - few)
     assert total == pytest.approx(num_parameters, rel=0.0 if type(num_parameters) is int else 0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "size"),
+    [
+        ("Qwen3.5-9B", "gated_delta", 56_819_712),
+        ("LFM2-1.2B", "short_conv", 2_621_440),
+        ("LFM2-1.2B", "attention", 786_432),
+    ],
+)
+def test_the_bytes_that_64_nodes_hold(name, kind, size):
+    """As docs/algorithms.md says."""
+    config = ModelConfig.preset(name)
+    records = jax.eval_shape(lambda: init_pending(config, 1, 64, jnp.bfloat16))
+    parts = [part for part, of in zip(records, config.kinds, strict=True) if of == kind]
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts)) == size
 
 
 def test_the_structure_of_a_deep_model_takes_a_time_linear_in_its_layers():
