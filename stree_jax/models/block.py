@@ -41,11 +41,7 @@ class ResidualStream:
     """Gives each layer its normed input, in one launch with adding the output before."""
 
     def __init__(
-        self,
-        embedded: Array,
-        config: ModelConfig,
-        dtype: DTypeLike,
-        implementation: str | None,
+        self, embedded: Array, config: ModelConfig, dtype: DTypeLike, implementation: str | None
     ):
         self._embedded = self._hidden = embedded
         self._config, self._dtype, self._implementation = config, dtype, implementation

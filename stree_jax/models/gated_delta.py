@@ -34,24 +34,9 @@ from pallas_kernels import (
 )
 from stree_jax.array_types import Array, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer
-from stree_jax.mesh.partition import WHOLE, Cut, Part
-from stree_jax.models.layer import (
-    ConvGatherIndex,
-    LayerConfig,
-    Path,
-    Replay,
-    Sizes,
-    register,
-    share,
-)
-from stree_jax.models.layers import (
-    CONV_WIDTH_BITS,
-    conv_state_after,
-    conv_weight,
-    linear,
-    new_rates,
-    row_parallel,
-)
+from stree_jax.mesh.partition import Cut
+from stree_jax.models.layer import ConvGatherIndex, LayerConfig, Replay, register
+from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
 from stree_jax.models.mamba2 import Mamba2Cache, convolved, empty_pending
 from stree_jax.tree import Tree
 
@@ -83,6 +68,8 @@ class GatedDeltaConfig(LayerConfig):
 
     has_memory: ClassVar[bool] = True
     native_sizes: ClassVar[tuple[str, ...]] = ("head_dim", "state_size")
+    equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
+    shared_sizes: ClassVar[tuple[str, ...]] = ("num_groups",)
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "num_groups", "state_size", "chunk_size"):
@@ -108,7 +95,7 @@ class GatedDeltaConfig(LayerConfig):
             first_column=self.num_heads,
         )
 
-    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "GatedDeltaMixer":
+    def build(self, d_model: int, **options: Any) -> "GatedDeltaMixer":
         return GatedDeltaMixer(self, d_model, **options)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
@@ -120,18 +107,6 @@ class GatedDeltaConfig(LayerConfig):
 
     def cache_specs(self, axis: str | None) -> Any:
         return Mamba2Cache.specs(axis)
-
-    def sizes(self, shards: int) -> Sizes:
-        return Sizes(
-            {"gated_delta.num_heads": self.num_heads}, {"gated_delta.num_groups": self.num_groups}
-        )
-
-    def local(self, shards: int) -> "GatedDeltaConfig":
-        return dataclasses.replace(
-            self,
-            num_heads=share(self.num_heads, shards),
-            num_groups=share(self.num_groups, shards),
-        )
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         by_head, v = (self.num_heads, 1), (self.num_heads, self.head_dim)
@@ -146,43 +121,31 @@ class GatedDeltaConfig(LayerConfig):
         }
 
 
-class GatedDeltaMixer(nnx.Module):
+class GatedDeltaMixer(MixerModule):
     """One gated delta mixer."""
 
-    shard: Part = WHOLE  # a `Shard` on a mesh
+    config: GatedDeltaConfig
 
-    def __init__(
-        self,
-        config: GatedDeltaConfig,
-        d_model: int,
-        *,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-        out_scale: float = 1.0,
-        implementation: str | None = None,
-    ):
-        c = self.config = config
-        self.implementation = implementation
-        layout, inner = c.layout, c.num_heads * c.head_dim
-        self.in_proj = linear(d_model, layout.num_columns, bias=False, dtype=dtype, rngs=rngs)
-        self.out_proj = linear(inner, d_model, bias=False, dtype=dtype, rngs=rngs, scale=out_scale)
-        self.conv_weight = conv_weight(c.conv_width, layout.num_channels, dtype=dtype, rngs=rngs)
-        self.A_log, self.dt_bias = new_rates(c.num_heads, rngs)
+    def make(self, d_model: int, new: New) -> None:
+        c, layout = self.config, self.config.layout
+        self.in_proj = new.linear(d_model, layout.num_columns, False)
+        self.out_proj = new.linear(c.num_heads * c.head_dim, d_model, False, new.out_scale)
+        self.conv_weight = new.conv_weight(c.conv_width, layout.num_channels)
+        self.A_log, self.dt_bias = new.rates(c.num_heads)
         self.norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
 
     def __call__(
         self, u: Array, cache: Mamba2Cache, valid: Array, lengths: Lengths
     ) -> tuple[Array, Mamba2Cache]:
         projected = self.in_proj(u)
-        (v, dt, k, conv_input), q = convolved(self, projected, None, cache.conv, valid)
+        (v, dt, k, conv_input), q = convolved(self, projected, cache.conv, valid)
         g = self._decays(dt)
         y, state = delta_chunks(
             *(q, k, v, g, self._beta(projected), cache.ssm, valid),
             chunk_size=self.config.chunk_size,
             implementation=self.implementation,
         )
-        norm = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
-        output = self._output(y, projected, norm)
+        output = self._output(y, projected, self.norms_of_sequences())
         return output, Mamba2Cache(state, conv_state_after(cache.conv, conv_input, lengths))
 
     def tree(
@@ -200,7 +163,7 @@ class GatedDeltaMixer(nnx.Module):
         # The convolution's op wants the corrections of the nodes before in the dtype of v.
         prefix = prefix_pending and prefix_pending._replace(x=prefix_pending.x.astype(u.dtype))
         nodes, q, conv_state = tree_conv1d_layer(
-            *(projected, self.conv_weight[...], None, self.dt_bias[...], cache.conv),
+            *(projected, *self.conv(), self.dt_bias[...], cache.conv),
             conv_gather_index[width],
             layout=c.layout,
             prefix_pending=prefix,
@@ -223,19 +186,14 @@ class GatedDeltaMixer(nnx.Module):
         output = self._output(y, projected, self.implementation)
         return output, nodes._replace(x=w), Mamba2Cache(state, conv_state)
 
-    def replay(
-        self,
-        cache: Mamba2Cache,
-        pending: Mamba2Pending,
-        path: Path,
-        conv_gather_index: ConvGatherIndex,
-    ) -> Mamba2Cache:
+    def replay(self, cache: Mamba2Cache, along: Replay) -> Mamba2Cache:
+        w, dt, k, conv_input = along.pending
         state = replay_delta(
-            *(pending.B, pending.x, self._decays(pending.dt), cache.ssm, path.mask),
+            *(k, w, self._decays(dt), cache.ssm, along.path.mask),
             implementation=self.implementation,
         )
-        window = conv_gather_index[self.config.conv_width]
-        return Mamba2Cache(state, replay_conv_state(pending.conv_input, cache.conv, window))
+        window = along.conv_gather_index[self.config.conv_width]
+        return Mamba2Cache(state, replay_conv_state(conv_input, cache.conv, window))
 
     def _beta(self, projected: Array) -> Float32[Array, "B T H"]:
         """How much of the error each token corrects."""
@@ -260,4 +218,4 @@ class GatedDeltaMixer(nnx.Module):
             gate_start=start,
             implementation=implementation,
         )
-        return row_parallel(self.out_proj, rows, self.shard)
+        return self.row_parallel(rows)

@@ -83,9 +83,7 @@ class Mixer(Protocol):
         to `add_rms_norm`), the pending record of all nodes, and the cache before the root.
         """
 
-    def replay(
-        self, cache: Any, pending: Any, path: Path, conv_gather_index: ConvGatherIndex
-    ) -> Any:
+    def replay(self, cache: Any, along: Replay) -> Any:
         """The cache after a path."""
 
 
@@ -111,6 +109,10 @@ class LayerConfig:
     # Its sizes that must be multiples of 16, as `d_model`, for outputs of packed models to be equal
     # to the bit in trees, batches and chunks; None: they are not.
     native_sizes: ClassVar[tuple[str, ...] | None] = None
+    # On a mesh: fields that its shards split equally, and numbers of units of which neighbours may
+    # hold the same one.
+    equal_sizes: ClassVar[tuple[str, ...]] = ()
+    shared_sizes: ClassVar[tuple[str, ...]] = ()
     norm_after = False  # its norm is that of its output (Olmo), not of its input
 
     def build(
@@ -163,15 +165,19 @@ class LayerConfig:
 
     def sizes(self, shards: int) -> Sizes:
         """The sizes that must fit this number of shards."""
-        whole = Sizes({}, {})
+        tables = self.equal_sizes, self.shared_sizes
+        own = ({f"{self.kind}.{name}": getattr(self, name) for name in names} for names in tables)
+        whole = Sizes(*own)
         for layer in self.parts.values():
             whole = Sizes(*map(operator.or_, whole, layer.sizes(shards)))
         return whole
 
     def local(self, shards: int) -> "LayerConfig":
         """The config of one of `shards` equal shards, which `sizes` fits."""
-        shares = {name: layer.local(shards) for name, layer in self.parts.items()}
-        return dataclasses.replace(self, **shares) if shares else self
+        shares: dict[str, Any] = {name: part.local(shards) for name, part in self.parts.items()}
+        for name in (*self.equal_sizes, *self.shared_sizes):
+            shares[name] = share(getattr(self, name), shards)
+        return dataclasses.replace(self, **shares)
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         """The cut of each weight of the mixer, by name; the others are replicated."""

@@ -421,10 +421,9 @@ class HybridLM(Partitioned):
         self._check_here()
         with jax.named_scope("replay"):
             index = self._replay_gather_index(path)
-            layers = zip(self._mixers(), cache, pending, strict=True)
             return tuple(
-                mixer.replay(layer_cache, layer_pending, path, index)
-                for mixer, layer_cache, layer_pending in layers
+                mixer.replay(of_layer, Replay(record, path, index))
+                for mixer, of_layer, record in zip(self._mixers(), cache, pending, strict=True)
             )
 
     @jax.named_scope("replay")

@@ -43,25 +43,15 @@ from pallas_kernels.numerics import activate, scaled
 from pallas_kernels.rms_norm.xla import activated
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import is_number, require, require_integer
-from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part
+from stree_jax.mesh.partition import DATA, Cut
 from stree_jax.messages import shown
-from stree_jax.models.layer import (
-    ConvGatherIndex,
-    LayerConfig,
-    Path,
-    Replay,
-    Sizes,
-    register,
-    share,
-)
+from stree_jax.models.layer import ConvGatherIndex, LayerConfig, Replay, Sizes, register, share
 from stree_jax.models.layers import (
     CONV_WIDTH_BITS,
+    MixerModule,
+    New,
     causal_conv1d,
     conv_state_after,
-    conv_weight,
-    linear,
-    new_rates,
-    row_parallel,
     sequence_gather_index,
     spanning_norm,
 )
@@ -242,7 +232,7 @@ class Mamba2Config(LayerConfig):
         """True if the gated norm spans the heads of all shards."""
         return self.norm != "none" and self.gate_groups == 1
 
-    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "Mamba2Mixer":
+    def build(self, d_model: int, **options: Any) -> "Mamba2Mixer":
         return Mamba2Mixer(self, d_model, **options)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
@@ -302,7 +292,6 @@ class Mamba2ShardConfig(Mamba2Config):
 def convolved(
     mixer: Any,
     projected: Float[Array, "B T _"],
-    bias: Float[Array, " C"] | None,
     conv_state: Float[Array, "B J C"],
     valid: Bool[Array, "B T"],
 ) -> tuple[Mamba2Pending, Array]:
@@ -310,7 +299,7 @@ def convolved(
 
     A packed model runs the op of trees: a token has the same outputs, to the bit.
     """
-    layout, weight, dt_bias = mixer.config.layout, mixer.conv_weight[...], mixer.dt_bias[...]
+    layout, (weight, bias), dt_bias = mixer.config.layout, mixer.conv(), mixer.dt_bias[...]
     if mixer.in_proj.kernel.storage.is_packed:
         pending, queries, _ = tree_conv1d_layer(
             *(projected, weight, bias, dt_bias, conv_state),
@@ -326,53 +315,31 @@ def convolved(
     return Mamba2Pending(x, layout.time_steps(projected, dt_bias), B, conv_input), queries
 
 
-class Mamba2Mixer(nnx.Module):
+class Mamba2Mixer(MixerModule):
     """One Mamba-2 mixer; `A_log`, `D` and `dt_bias` are float32 whatever the dtype."""
 
-    shard: Part = WHOLE
+    config: Mamba2Config
 
-    def __init__(
-        self,
-        config: Mamba2Config,
-        d_model: int,
-        *,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-        out_scale: float = 1.0,
-        implementation: str | None = None,
-    ):
-        c = self.config = config
-        self.implementation = implementation
+    def make(self, d_model: int, new: New) -> None:
+        c, layout = self.config, self.config.layout
         self.norm_spans_shards = isinstance(c, Mamba2ShardConfig)
-        layout = c.layout
-        self.in_proj = linear(
-            d_model,
-            layout.num_columns,
-            bias=c.in_proj_bias,
-            dtype=dtype,
-            rngs=rngs,
+        self.in_proj = new.linear(d_model, layout.num_columns, c.in_proj_bias)
+        self.out_proj = new.linear(
+            c.mlp_dim + c.inner_size, d_model, c.out_proj_bias, new.out_scale
         )
-        self.out_proj = linear(
-            c.mlp_dim + c.inner_size,
-            d_model,
-            bias=c.out_proj_bias,
-            dtype=dtype,
-            rngs=rngs,
-            scale=out_scale,
-        )
-        self.conv_weight = conv_weight(c.conv_width, layout.num_channels, dtype=dtype, rngs=rngs)
-        self.conv_bias = nnx.Param(jnp.zeros(layout.num_channels, dtype)) if c.conv_bias else None
-        self.A_log, self.dt_bias = new_rates(c.num_heads, rngs)
+        self.conv_weight = new.conv_weight(c.conv_width, layout.num_channels)
+        zeros = jnp.zeros(layout.num_channels, new.dtype)
+        self.conv_bias = nnx.Param(zeros) if c.conv_bias else None
+        self.A_log, self.dt_bias = new.rates(c.num_heads)
         self.D = nnx.Param(jnp.ones(c.inner_size if c.d_per_channel else c.num_heads, jnp.float32))
-        self.norm_scale = nnx.Param(jnp.ones(c.inner_size, dtype)) if c.norm != "none" else None
+        self.norm_scale = nnx.Param(jnp.ones(c.inner_size, new.dtype)) if c.norm != "none" else None
 
     def __call__(
         self, u: Array, cache: Mamba2Cache, valid: Array, lengths: Lengths
     ) -> tuple[Array | DeferredRMSNorm, Mamba2Cache]:
         projected, layout = self._project(u), self.config.layout
         is_packed = self.in_proj.kernel.storage.is_packed
-        _, bias = self._conv_weights()
-        (x, dt, B, conv_input), C = convolved(self, projected, bias, cache.conv, valid)
+        (x, dt, B, conv_input), C = convolved(self, projected, cache.conv, valid)
         dt = jnp.where(valid[..., None], dt, 0.0)
         gate = self._gate(projected) if is_packed or self.norm_spans_shards else None
         D = jnp.broadcast_to(self.D[...].reshape(layout.num_heads, -1), x.shape[2:])
@@ -384,8 +351,7 @@ class Mamba2Mixer(nnx.Module):
             implementation=self.implementation,
         )
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
-        norm = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
-        output = self._finish(y, gate, projected, norm)
+        output = self._finish(y, gate, projected, self.norms_of_sequences())
         return output, Mamba2Cache(state, conv_state)
 
     def tree(
@@ -402,7 +368,7 @@ class Mamba2Mixer(nnx.Module):
         previous = replay and (replay.pending, replay.conv_gather_index[width])
         pending, C, conv_state = tree_conv1d_layer(
             projected,
-            *self._conv_weights(),
+            *self.conv(),
             self.dt_bias[...],
             cache.conv,
             conv_gather_index[width],
@@ -428,31 +394,18 @@ class Mamba2Mixer(nnx.Module):
         output = self._finish(y, gate, projected, self.implementation)
         return output, pending, Mamba2Cache(ssm, conv_state)
 
-    def replay(
-        self,
-        cache: Mamba2Cache,
-        pending: Mamba2Pending,
-        path: Path,
-        conv_gather_index: ConvGatherIndex,
-    ) -> Mamba2Cache:
+    def replay(self, cache: Mamba2Cache, along: Replay) -> Mamba2Cache:
+        x, dt, B, conv_input = along.pending
         ssm = replay(
-            pending.x,
-            pending.dt,
-            self.A_log[...],
-            pending.B,
-            cache.ssm,
-            path.mask,
+            *(x, dt, self.A_log[...], B, cache.ssm, along.path.mask),
             A_is_log=True,
             implementation=self.implementation,
         )
-        window = conv_gather_index[self.config.conv_width]
-        return Mamba2Cache(ssm, replay_conv_state(pending.conv_input, cache.conv, window))
+        window = along.conv_gather_index[self.config.conv_width]
+        return Mamba2Cache(ssm, replay_conv_state(conv_input, cache.conv, window))
 
     def _project(self, u: Array) -> Array:
         return self.in_proj(scaled(u, self.config.input_multiplier))
-
-    def _conv_weights(self) -> tuple[Array, Array | None]:
-        return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
 
     def _gate(self, projected: Array) -> Gate | None:
         """The gate for the scan, with the norm after it; None if the scan cannot do the norm."""
@@ -531,4 +484,4 @@ class Mamba2Mixer(nnx.Module):
         if c.mlp_dim:
             gate, branch, _ = jnp.split(projected, (c.mlp_dim, 2 * c.mlp_dim), axis=-1)
             y = jnp.concatenate([activate("silu", gate) * branch, y], axis=-1)
-        return scaled(row_parallel(self.out_proj, y, self.shard), c.output_multiplier)
+        return scaled(self.row_parallel(y), c.output_multiplier)

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 
 from pallas_kernels import expert_mlps
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Sizes, register, require_activation, share, within
-from stree_jax.models.layers import Projection, linear
+from stree_jax.models.layers import New, Projection
 from stree_jax.models.matrices import Matrix
 from stree_jax.models.mlp import Mlp, MlpConfig, Pointwise
 
@@ -100,7 +99,7 @@ class MoeConfig(LayerConfig):
         """Experts whose weights the layer has."""
         return self.num_experts
 
-    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "MixtureOfExperts":
+    def build(self, d_model: int, **options: Any) -> "MixtureOfExperts":
         return MixtureOfExperts(self, d_model, **options)
 
     def by_expert(self, shards: int) -> bool:
@@ -145,18 +144,10 @@ class MoeShardConfig(MoeConfig):
 class MixtureOfExperts(Pointwise):
     """The weighted sum of a token's chosen experts, plus an expert that all tokens use."""
 
-    def __init__(
-        self,
-        config: MoeConfig,
-        d_model: int,
-        *,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-        out_scale: float = 1.0,
-        implementation: str | None = None,
-    ):
-        c = self.config = config
-        self.implementation = implementation
+    config: MoeConfig
+
+    def make(self, d_model: int, new: New) -> None:
+        c, rngs, dtype = self.config, new.rngs, new.dtype
         width = d_model if c.latent_size is None else c.latent_size
 
         def experts(rows: int, columns: int, scale: float = 1.0) -> Matrix:
@@ -172,17 +163,17 @@ class MixtureOfExperts(Pointwise):
             nnx.Param(jnp.zeros(c.num_experts, jnp.float32)) if c.router == "sigmoid" else None
         )
         self.experts_in = experts(width, 2 * c.hidden_size if c.gated else c.hidden_size)
-        self.experts_out = experts(c.hidden_size, width, out_scale)
+        self.experts_out = experts(c.hidden_size, width, new.out_scale)
 
         def projection(rows: int, columns: int) -> Projection | None:
             if c.latent_size is None:
                 return None
-            return linear(rows, columns, bias=False, dtype=dtype, rngs=rngs)
+            return new.linear(rows, columns, False)
 
         self.latent_in, self.latent_out = projection(d_model, width), projection(width, d_model)
         shared = MlpConfig(c.shared_size or 1, activation=c.activation, gated=c.gated)
         self.shared = (
-            Mlp(shared, d_model, dtype=dtype, rngs=rngs, out_scale=out_scale)
+            Mlp(shared, d_model, dtype=dtype, rngs=rngs, out_scale=new.out_scale)
             if c.shared_size
             else None
         )

@@ -9,13 +9,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import DeferredRMSNorm
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.models.attention import AttentionConfig, AttentionMixer
-from stree_jax.models.layer import (
-    ConvGatherIndex,
-    LayerConfig,
-    Path,
-    Replay,
-    register,
-)
+from stree_jax.models.layer import ConvGatherIndex, LayerConfig, Replay, register
 from stree_jax.models.mamba2 import Mamba2Config, Mamba2Mixer
 from stree_jax.tree import Tree
 
@@ -79,9 +73,7 @@ class ParallelMixer(nnx.Module):
         replay: Replay | None = None,
     ) -> tuple[Float[Array, "B Q M"], Both, Both]:
         prefix = Both(None, None) if prefix_pending is None else prefix_pending
-        replays = Both(None, None)
-        if replay is not None:
-            replays = Both(*(replay._replace(pending=record) for record in replay.pending))
+        replays = _replays(replay)
         common = u, tree, conv_gather_index
         y, *of_mamba2 = self.mamba2.tree(*common, cache.mamba2, prefix.mamba2, replays.mamba2)
         z, *of_attention = self.attention.tree(
@@ -90,13 +82,19 @@ class ParallelMixer(nnx.Module):
         pending, cache = map(Both, of_mamba2, of_attention)
         return _sum(y, z), pending, cache
 
-    def replay(
-        self, cache: Both, pending: Both, path: Path, conv_gather_index: ConvGatherIndex
-    ) -> Both:
+    def replay(self, cache: Both, along: Replay) -> Both:
+        of_mamba2, of_attention = _replays(along)
         return Both(
-            self.mamba2.replay(cache.mamba2, pending.mamba2, path, conv_gather_index),
-            self.attention.replay(cache.attention, pending.attention, path, conv_gather_index),
+            self.mamba2.replay(cache.mamba2, of_mamba2),
+            self.attention.replay(cache.attention, of_attention),
         )
+
+
+def _replays(both: Replay | None) -> Both:
+    """Of each of the two."""
+    if both is None:
+        return Both(None, None)
+    return Both(*(both._replace(pending=record) for record in both.pending))
 
 
 def _sum(y: Array | DeferredRMSNorm, z: Array) -> Array:

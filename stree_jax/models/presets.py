@@ -298,13 +298,7 @@ PRESETS: dict[str, Preset] = {
         moe=MoeConfig(num_experts=64, num_active=6, hidden_size=512, shared_size=1024),
     ),
     "Qwen3.5-0.8B": _qwen(
-        1024,
-        24,
-        mlp=MlpConfig(3584),
-        delta_heads=16,
-        heads=8,
-        kv_heads=2,
-        tie_embeddings=True,
+        1024, 24, mlp=MlpConfig(3584), delta_heads=16, heads=8, kv_heads=2, tie_embeddings=True
     ),
     "Qwen3.5-9B": _qwen(4096, 32, mlp=MlpConfig(12288), delta_heads=32, heads=16, kv_heads=4),
     "Qwen3.5-27B": _qwen(5120, 64, mlp=MlpConfig(17408), delta_heads=48, heads=24, kv_heads=4),

@@ -227,11 +227,7 @@ CONFIGS |= {f"{name} hybrid": config for name, config in HYBRIDS.items()}
 
 @jax.transfer_guard("allow")
 def tiny_model(
-    name: str = "plain",
-    seed: int = 0,
-    *,
-    dtype: str = "float32",
-    implementation: str | None = None,
+    name: str = "plain", seed: int = 0, *, dtype: str = "float32", implementation: str | None = None
 ) -> HybridLM:
     """The random model of a config in `CONFIGS`; the same object for the same arguments."""
     if name not in CONFIGS:
