@@ -75,11 +75,7 @@ class DraftModel(nnx.Module):
 
     @abc.abstractmethod
     def read(
-        self,
-        state: Any,
-        tokens: Int[Array, "B T"],
-        hidden: Any,
-        lengths: Int[Array, " B"],
+        self, state: Any, tokens: Int[Array, "B T"], hidden: Any, lengths: Int[Array, " B"]
     ) -> Any:
         """The state after the next tokens of a text, see `Drafter.read`."""
 
