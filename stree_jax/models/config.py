@@ -85,17 +85,9 @@ class ModelConfig:
         vocab_size: Any,  # types are checked below, with the names of the fields
         d_model: Any,
         layers: Any,
-        mamba2: Any = None,
-        attention: Any = None,
-        mlp: Any = None,
-        moe: Any = None,
-        shared: Any = None,
-        gated_delta: Any = None,
-        short_conv: Any = None,
         **fields: Any,
     ):
-        parts = dict(mamba2=mamba2, attention=attention, mlp=mlp, moe=moe, shared=shared)
-        parts |= dict(gated_delta=gated_delta, short_conv=short_conv)
+        parts = {name: fields.pop(name, None) for name in PARTS}
         known = {field.name: field.default for field in dataclasses.fields(self)}
         if strange := fields.keys() - known:
             raise TypeError(f"ModelConfig() got an unexpected keyword argument {min(strange)!r}")
@@ -235,19 +227,15 @@ class ModelConfig:
         expand: int = 2,
         head_dim: int = 64,
         state_size: int = 128,
-        padded_vocab_size: int | None = None,
-        tie_embeddings: bool = True,
-        eos_token: int | tuple[int, ...] | None = None,
         attention_layers: Sequence[int] = (),
         attention: Mapping[str, Any] | None = None,
         mlp: Mapping[str, Any] | None = None,
-        residual_float32: bool = True,
-        **mixer: Any,
+        **fields: Any,
     ) -> "ModelConfig":
         """A Mamba-2 language model with the layout of the published ones.
 
         With `attention_layers`, `mlp` and `residual_float32=False` it is a hybrid in Bamba's
-        layout. Other arguments are fields of `ModelConfig`.
+        layout.
 
         Args:
             expand: inner width of the mixer as a multiple of `d_model`.
@@ -255,7 +243,8 @@ class ModelConfig:
             attention_layers: indices of layers with attention instead of Mamba-2.
             attention: fields of `AttentionConfig` for these layers.
             mlp: fields of `MlpConfig` for an MLP after each of the `num_layers`; None: no MLPs.
-            **mixer: more fields of `Mamba2Config`.
+            **fields: `padded_vocab_size`, `tie_embeddings`, `residual_float32` and `eos_token` of
+                `ModelConfig`, and fields of `Mamba2Config`.
 
         Raises:
             ValueError: `head_dim` does not divide `expand * d_model`, or `attention_layers` has an
@@ -278,6 +267,8 @@ class ModelConfig:
             not outside, f"attention_layers has {shown(outside)}; layers are 0 to {num_layers - 1}"
         )
         kinds = ["attention" if i in attention_layers else "mamba2" for i in range(num_layers)]
+        names = "padded_vocab_size", "tie_embeddings", "residual_float32", "eos_token"
+        own = {name: fields.pop(name) for name in names if name in fields}
         return cls(
             vocab_size=vocab_size,
             d_model=d_model,
@@ -290,12 +281,9 @@ class ModelConfig:
                 num_heads=expand * d_model // head_dim,
                 head_dim=head_dim,
                 state_size=state_size,
-                **mixer,
+                **fields,
             ),
-            padded_vocab_size=padded_vocab_size,
-            tie_embeddings=tie_embeddings,
-            residual_float32=residual_float32,
-            eos_token=eos_token,
+            **own,
         )
 
     @classmethod
@@ -335,17 +323,12 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Any) -> "ModelConfig":
-        """The inverse of `to_dict`; also reads format 1, with a config per kind."""
+        """The inverse of `to_dict`."""
         require(
             isinstance(values, Mapping), f"a model config is a table of fields, got {values!r:.80}"
         )
         fields = dict(values)
-        if "configs" in fields:
-            fields["layers"] = _named_layers(fields.get("layers"), fields.pop("configs"))
-        else:
-            for name in PARTS:
-                if fields.get(name) is not None:
-                    fields[name] = build_config(KINDS[name], fields[name])
+        fields["layers"] = _named_layers(fields.get("layers"), fields.pop("configs", None))
         return build_config(cls, fields)
 
 
@@ -468,9 +451,7 @@ def build_config(cls: type, values: Any) -> Any:
         value = values.pop(name, only)
         require(value == only, f"{name} must be {only!r}, got {value!r:.80}")
     known = {field.name: field.type for field in dataclasses.fields(cls)}
-    if cls is ModelConfig:
-        known |= dict.fromkeys(PARTS)
-    unknown = sorted(map(str, set(values) - set(known)))
+    unknown = sorted(map(str, {*values} - {*known}))
     require(not unknown, f"{cls.__name__} has no fields {unknown!s:.80}; known: {sorted(known)}")
     values = {name: _decode(name, value, known[name]) for name, value in values.items()}
     values = plain_fields(cls, values)
