@@ -78,7 +78,8 @@ class Recurrence(nnx.Module):
         cache, states = lax.scan(step, cache, (keep.swapaxes(0, 1), new.swapaxes(0, 1)))
         return self.out_proj((z * states.swapaxes(0, 1)).astype(u.dtype)), cache
 
-    def tree(self, u, tree, conv_gather_index, cache, prefix_pending=None, replay=None):
+    def tree(self, u, at):
+        tree, _, cache, prefix_pending, replay = at
         if replay is not None:
             cache = self.replay(cache, replay)
         keep, new, z = self._split(u)

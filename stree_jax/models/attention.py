@@ -40,7 +40,7 @@ from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import DATA, ROWS, Cut
-from stree_jax.models.layer import ConvGatherIndex, LayerConfig, Replay, Sizes, register
+from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, register
 from stree_jax.models.layers import (
     CONV_WIDTH_BITS,
     MixerModule,
@@ -48,7 +48,6 @@ from stree_jax.models.layers import (
     conv_state_after,
     spanning_norm,
 )
-from stree_jax.tree import Tree
 
 
 class AttentionCache(NamedTuple):
@@ -337,26 +336,17 @@ class AttentionMixer(MixerModule):
         new = NodeKV(*nodes)
         # Written before the attention, which reads up to the old length: else XLA copies the cache.
         kv = write_kv(cache.kv, new, valid, everywhere)
-        y = tree_attention(
-            *(query, new.keys, new.values, kv.keys, kv.values, length, causal),
-            scale=layout.scale,
-            implementation=self.implementation,
-        )
+        arrays = query, new.keys, new.values, kv.keys, kv.values, length, causal
+        y = self.run(tree_attention, *arrays, scale=layout.scale)
         y = self.in_proj.kernel.storage.cleared(y, valid[..., None, None])
         # The cache was overfull before these tokens: some were dropped, so no output is right.
         y = jnp.where((length > kv.keys.shape[2])[:, None, None, None], jnp.nan, y)
         return self._finish(y, projected), AttentionCache(kv, conv_state)
 
     def tree(
-        self,
-        u: Float[Array, "B Q I"],
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: AttentionCache,
-        prefix_pending: AttentionPending | None = None,
-        replay: Replay | None = None,
-        adapter: Array | None = None,
+        self, u: Float[Array, "B Q I"], at: Nodes, adapter: Array | None = None
     ) -> tuple[Float[Array, "B Q M"], AttentionPending, AttentionCache]:
+        tree, conv_gather_index, cache, prefix_pending, replay = at
         c = self.config
         projected = self._project(u, adapter)
         qkv, conv_input, conv_state = projected.qkv, None, cache.conv
@@ -367,20 +357,16 @@ class AttentionMixer(MixerModule):
                 conv_input = jnp.concatenate([prefix_pending.conv_input, qkv], axis=1)
             if replay is not None:
                 conv_state = self._replay_conv(conv_state, replay)
-            assert conv_state is not None
-            qkv = tree_conv1d(
-                conv_input, conv_state, *self.conv(), window, implementation=self.implementation
-            )
+            qkv = self.run(tree_conv1d, conv_input, conv_state, *self.conv(), window)
         depth, mask = (each[:, -u.shape[1] :] for each in (tree.depth, tree.ancestor_mask))
         prefix = None if prefix_pending is None else prefix_pending.kv
         previous = None if replay is None else (replay.pending.kv, replay.path.mask)
         if c.window is None:
-            y, nodes, kv = tree_attention_layer(
-                *(qkv, cache.kv, depth, mask),
+            y, nodes, kv = self.run(
+                *(tree_attention_layer, qkv, cache.kv, depth, mask),
                 layout=self._layout,
                 prefix_pending=prefix,
                 previous=previous,
-                implementation=self.implementation,
             )
         else:
             kv = cache.kv if previous is None else replay_kv(cache.kv, *previous, ring=True)

@@ -35,15 +35,14 @@ from pallas_kernels import (
 from stree_jax.array_types import Array, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
-from stree_jax.models.layer import ConvGatherIndex, LayerConfig, Replay, register
+from stree_jax.models.layer import Nodes, Replay, register
 from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
-from stree_jax.models.mamba2 import Mamba2Cache, convolved, empty_pending
-from stree_jax.tree import Tree
+from stree_jax.models.mamba2 import Mamba2Cache, RecurrentConfig, convolved
 
 
 @register("gated_delta")
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaConfig(LayerConfig):
+class GatedDeltaConfig(RecurrentConfig):
     """A layer with one gated delta mixer.
 
     Attributes:
@@ -66,8 +65,7 @@ class GatedDeltaConfig(LayerConfig):
     norm_eps: float = 1e-6
     chunk_size: int = 64
 
-    has_memory: ClassVar[bool] = True
-    native_sizes: ClassVar[tuple[str, ...]] = ("head_dim", "state_size")
+    dtype_of_x: ClassVar[DTypeLike | None] = jnp.float32  # corrections enter the state as they are
     equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
     shared_sizes: ClassVar[tuple[str, ...]] = ("num_groups",)
 
@@ -97,16 +95,6 @@ class GatedDeltaConfig(LayerConfig):
 
     def build(self, d_model: int, **options: Any) -> "GatedDeltaMixer":
         return GatedDeltaMixer(self, d_model, **options)
-
-    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
-        return Mamba2Cache.empty(self.layout, self.conv_width, batch, dtype)
-
-    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
-        """See `LayerConfig`. The corrections enter the state as they are: float32."""
-        return empty_pending(self.layout, batch, num_nodes, dtype, jnp.float32)
-
-    def cache_specs(self, axis: str | None) -> Any:
-        return Mamba2Cache.specs(axis)
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         by_head, v = (self.num_heads, 1), (self.num_heads, self.head_dim)
@@ -140,58 +128,44 @@ class GatedDeltaMixer(MixerModule):
         projected = self.in_proj(u)
         (v, dt, k, conv_input), q = convolved(self, projected, cache.conv, valid)
         g = self._decays(dt)
-        y, state = delta_chunks(
-            *(q, k, v, g, self._beta(projected), cache.ssm, valid),
-            chunk_size=self.config.chunk_size,
-            implementation=self.implementation,
-        )
+        arrays = q, k, v, g, self._beta(projected), cache.ssm, valid
+        y, state = self.run(delta_chunks, *arrays, chunk_size=self.config.chunk_size)
         output = self._output(y, projected, self.norms_of_sequences())
         return output, Mamba2Cache(state, conv_state_after(cache.conv, conv_input, lengths))
 
     def tree(
-        self,
-        u: Float[Array, "B Q M"],
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: Mamba2Cache,
-        prefix_pending: Mamba2Pending | None = None,
-        replay: Replay | None = None,
+        self, u: Float[Array, "B Q M"], at: Nodes
     ) -> tuple[Float[Array, "B Q M"], Mamba2Pending, Mamba2Cache]:
+        tree, conv_gather_index, cache, prefix_pending, replay = at
         c, width = self.config, self.config.conv_width
         projected = self.in_proj(u)
         previous = replay and (replay.pending, replay.conv_gather_index[width])
         # The convolution's op wants the corrections of the nodes before in the dtype of v.
         prefix = prefix_pending and prefix_pending._replace(x=prefix_pending.x.astype(u.dtype))
-        nodes, q, conv_state = tree_conv1d_layer(
-            *(projected, *self.conv(), self.dt_bias[...], cache.conv),
+        nodes, q, conv_state = self.run(
+            *(tree_conv1d_layer, projected, *self.conv(), self.dt_bias[...], cache.conv),
             conv_gather_index[width],
             layout=c.layout,
             prefix_pending=prefix,
             previous=previous,
-            implementation=self.implementation,
         )
         v = nodes.x[:, -u.shape[1] :]  # behind the corrections of the nodes before
         arrays = (q, nodes.B, v, self._decays(nodes.dt), self._beta(projected), cache.ssm)
         mask = tree.ancestor_mask
         if replay is None:
             above = None if prefix_pending is None else prefix_pending.x
-            y, w = tree_delta(*arrays, mask, prefix_u=above, implementation=self.implementation)
+            y, w = self.run(tree_delta, *arrays, mask, prefix_u=above)
             state = cache.ssm
         else:
             old = replay.pending
-            y, w, state = replay_tree_delta(
-                *(old.B, old.x, self._decays(old.dt), replay.path.mask, *arrays, mask),
-                implementation=self.implementation,
-            )
+            record = old.B, old.x, self._decays(old.dt), replay.path.mask
+            y, w, state = self.run(replay_tree_delta, *record, *arrays, mask)
         output = self._output(y, projected, self.implementation)
         return output, nodes._replace(x=w), Mamba2Cache(state, conv_state)
 
     def replay(self, cache: Mamba2Cache, along: Replay) -> Mamba2Cache:
         w, dt, k, conv_input = along.pending
-        state = replay_delta(
-            *(k, w, self._decays(dt), cache.ssm, along.path.mask),
-            implementation=self.implementation,
-        )
+        state = self.run(replay_delta, k, w, self._decays(dt), cache.ssm, along.path.mask)
         window = along.conv_gather_index[self.config.conv_width]
         return Mamba2Cache(state, replay_conv_state(conv_input, cache.conv, window))
 

@@ -56,6 +56,16 @@ class Replay(NamedTuple):
     conv_gather_index: ConvGatherIndex  # `replay_gather_index(path.parents, path.last, K)`
 
 
+class Nodes(NamedTuple):
+    """The last Q nodes of a tree of N, and what a layer knows before them."""
+
+    tree: Tree
+    conv_gather_index: ConvGatherIndex
+    cache: Any  # before the root; with `replay`, before that of the previous tree
+    prefix_pending: Any = None  # the record of the first N - Q nodes
+    replay: Replay | None = None  # comes first
+
+
 @runtime_checkable
 class Mixer(Protocol):
     """A layer of any kind. Its cache and its pending record are opaque to all other code.
@@ -68,19 +78,11 @@ class Mixer(Protocol):
     ) -> tuple[Array, Any]:
         """Runs a right-padded sequence from `cache`; returns outputs and the cache after it."""
 
-    def tree(
-        self,
-        u: Array,
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: Any,
-        prefix_pending: Any = None,
-        replay: Replay | None = None,
-    ) -> tuple[Array | DeferredRMSNorm, Any, Any]:
+    def tree(self, u: Array, at: Nodes) -> tuple[Array | DeferredRMSNorm, Any, Any]:
         """Runs the last nodes of a tree, after replaying a path of the previous tree, if any.
 
-        `prefix_pending` is the record of the nodes before. Returns outputs (a norm may be deferred
-        to `add_rms_norm`), the pending record of all nodes, and the cache before the root.
+        Returns outputs (a norm may be deferred to `add_rms_norm`), the pending record of all nodes,
+        and the cache before the root.
         """
 
     def replay(self, cache: Any, along: Replay) -> Any:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,8 @@ from stree_jax.array_types import Array, Float, Float32, Int, Lengths
 from stree_jax.mesh.partition import WHOLE, Part
 from stree_jax.models.matrices import Matrix
 
-CONV_WIDTH_BITS = (
-    10  # of a convolution's width: published ones have 4, and every tap is an operation
-)
+CONV_WIDTH_BITS = 10  # published convolutions have a width of 4, and every tap is an operation
+_Output = TypeVar("_Output")
 
 
 class Projection(nnx.Module):
@@ -133,6 +133,10 @@ class MixerModule(Made):
     conv_weight: nnx.Param
     conv_bias: nnx.Param | None = None
 
+    def run(self, op: Callable[..., _Output], *arrays: Any, **options: Any) -> _Output:
+        """The result of an op in the mixer's implementation."""
+        return op(*arrays, implementation=self.implementation, **options)
+
     def conv(self) -> tuple[Array, Array | None]:
         """Weight and bias of the convolution."""
         return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
@@ -148,9 +152,7 @@ class MixerModule(Made):
         if not self.in_proj.kernel.storage.is_packed:
             return causal_conv1d(inputs, conv_state, weight, bias)
         index = sequence_gather_index(inputs, len(weight))
-        return tree_conv1d(
-            *(inputs, conv_state, weight, bias, index), implementation=self.implementation
-        )
+        return self.run(tree_conv1d, inputs, conv_state, weight, bias, index)
 
     def row_parallel(self, inputs: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         """The output projection; on a mesh, an all-reduce of the shards' products."""

@@ -45,7 +45,7 @@ from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import is_number, require, require_integer
 from stree_jax.mesh.partition import DATA, Cut
 from stree_jax.messages import shown
-from stree_jax.models.layer import ConvGatherIndex, LayerConfig, Replay, Sizes, register, share
+from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, register, share
 from stree_jax.models.layers import (
     CONV_WIDTH_BITS,
     MixerModule,
@@ -55,7 +55,6 @@ from stree_jax.models.layers import (
     sequence_gather_index,
     spanning_norm,
 )
-from stree_jax.tree import Tree
 
 
 class Mamba2Cache(NamedTuple):
@@ -64,42 +63,48 @@ class Mamba2Cache(NamedTuple):
     ssm: Float32[Array, "B H P S"]
     conv: Float[Array, "B J C"]  # the last J = K - 1 conv inputs, oldest first
 
-    @classmethod
-    def empty(
-        cls, layout: Mamba2Layout, conv_width: int, batch: int, dtype: DTypeLike
-    ) -> "Mamba2Cache":
-        """The cache before the first token: one size for all lengths."""
-        state = (batch, layout.num_heads, layout.head_dim, layout.state_size)
-        conv = jnp.zeros((batch, conv_width - 1, layout.num_channels), dtype)
-        return cls(jnp.zeros(state, jnp.float32), conv)
 
-    @classmethod
-    def specs(cls, axis: str | None) -> Any:
-        """How its arrays lie on a mesh."""
+class RecurrentConfig(LayerConfig):
+    """A layer with a state for each head, and a convolution before it."""
+
+    conv_width: int
+    has_memory: ClassVar[bool] = True
+    native_sizes: ClassVar[tuple[str, ...]] = ("head_dim", "state_size")
+    dtype_of_x: ClassVar[DTypeLike | None] = None  # in pending records; None: that of the others
+
+    @property
+    def layout(self) -> Mamba2Layout:
+        """Columns of z, x, B, C and dt in the input projection, and how the heads share them."""
+        raise NotImplementedError
+
+    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
+        """See `LayerConfig`: one size for all lengths."""
+        layout = self.layout
+        state = (batch, layout.num_heads, layout.head_dim, layout.state_size)
+        conv = jnp.zeros((batch, self.conv_width - 1, layout.num_channels), dtype)
+        return Mamba2Cache(jnp.zeros(state, jnp.float32), conv)
+
+    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
+        def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:
+            return jnp.zeros((batch, num_nodes, *shape), dtype)
+
+        layout = self.layout
+        return Mamba2Pending(
+            x=zeros(layout.num_heads, layout.head_dim, dtype=self.dtype_of_x or dtype),
+            dt=zeros(layout.num_heads, dtype=jnp.float32),
+            B=zeros(layout.num_groups, layout.state_size),
+            conv_input=zeros(layout.num_channels),
+        )
+
+    def cache_specs(self, axis: str | None) -> Any:
         by_head: Any = PartitionSpec(DATA, axis)  # specs instead of arrays
         by_channel: Any = PartitionSpec(DATA, None, axis)
-        return cls(by_head, by_channel)
-
-
-def empty_pending(
-    layout: Mamba2Layout, batch: int, num_nodes: int, dtype: DTypeLike, dtype_of_x: DTypeLike
-) -> Mamba2Pending:
-    """The pending record of a tree that was never run."""
-
-    def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:
-        return jnp.zeros((batch, num_nodes, *shape), dtype)
-
-    return Mamba2Pending(
-        x=zeros(layout.num_heads, layout.head_dim, dtype=dtype_of_x),
-        dt=zeros(layout.num_heads, dtype=jnp.float32),
-        B=zeros(layout.num_groups, layout.state_size),
-        conv_input=zeros(layout.num_channels),
-    )
+        return Mamba2Cache(by_head, by_channel)
 
 
 @register("mamba2")
 @dataclasses.dataclass(frozen=True)
-class Mamba2Config(LayerConfig):
+class Mamba2Config(RecurrentConfig):
     """A layer with one Mamba-2 mixer.
 
     Attributes:
@@ -146,9 +151,6 @@ class Mamba2Config(LayerConfig):
     output_multiplier: float = 1.0
     section_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     chunk_size: int = 64
-
-    has_memory: ClassVar[bool] = True
-    native_sizes: ClassVar[tuple[str, ...]] = ("head_dim", "state_size")
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "state_size", "num_groups", "chunk_size"):
@@ -213,7 +215,7 @@ class Mamba2Config(LayerConfig):
 
     @property
     def layout(self) -> Mamba2Layout:
-        """Columns of z, x, B, C and dt in the input projection, and how the heads share them."""
+        """See `RecurrentConfig`."""
         return Mamba2Layout(
             num_heads=self.num_heads,
             head_dim=self.head_dim,
@@ -234,15 +236,6 @@ class Mamba2Config(LayerConfig):
 
     def build(self, d_model: int, **options: Any) -> "Mamba2Mixer":
         return Mamba2Mixer(self, d_model, **options)
-
-    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
-        return Mamba2Cache.empty(self.layout, self.conv_width, batch, dtype)
-
-    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
-        return empty_pending(self.layout, batch, num_nodes, dtype, dtype)
-
-    def cache_specs(self, axis: str | None) -> Any:
-        return Mamba2Cache.specs(axis)
 
     def sizes(self, shards: int) -> Sizes:
         equal = {"mamba2.num_heads": self.num_heads, "mamba2.mlp_dim": self.mlp_dim}
@@ -301,12 +294,9 @@ def convolved(
     """
     layout, (weight, bias), dt_bias = mixer.config.layout, mixer.conv(), mixer.dt_bias[...]
     if mixer.in_proj.kernel.storage.is_packed:
-        pending, queries, _ = tree_conv1d_layer(
-            *(projected, weight, bias, dt_bias, conv_state),
-            sequence_gather_index(projected, len(weight)),
-            layout=layout,
-            implementation=mixer.implementation,
-        )
+        index = sequence_gather_index(projected, len(weight))
+        arrays = projected, weight, bias, dt_bias, conv_state, index
+        pending, queries, _ = mixer.run(tree_conv1d_layer, *arrays, layout=layout)
         return pending, queries
     conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
     x, B, queries = layout.heads(
@@ -343,39 +333,29 @@ class Mamba2Mixer(MixerModule):
         dt = jnp.where(valid[..., None], dt, 0.0)
         gate = self._gate(projected) if is_packed or self.norm_spans_shards else None
         D = jnp.broadcast_to(self.D[...].reshape(layout.num_heads, -1), x.shape[2:])
-        y, state = ssd(
-            *(x, dt, self.A_log[...], B, C, D, cache.ssm),
+        y, state = self.run(
+            *(ssd, x, dt, self.A_log[...], B, C, D, cache.ssm),
             gate=gate,
             A_is_log=True,
             chunk_size=self.config.chunk_size,
-            implementation=self.implementation,
         )
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
         output = self._finish(y, gate, projected, self.norms_of_sequences())
         return output, Mamba2Cache(state, conv_state)
 
     def tree(
-        self,
-        u: Float[Array, "B Q M"],
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: Mamba2Cache,
-        prefix_pending: Mamba2Pending | None = None,
-        replay: Replay | None = None,
+        self, u: Float[Array, "B Q M"], at: Nodes
     ) -> tuple[Float[Array, "B Q M"] | DeferredRMSNorm, Mamba2Pending, Mamba2Cache]:
+        tree, conv_gather_index, cache, prefix_pending, replay = at
         c, layout, width = self.config, self.config.layout, self.config.conv_width
         projected = self._project(u)
         previous = replay and (replay.pending, replay.conv_gather_index[width])
-        pending, C, conv_state = tree_conv1d_layer(
-            projected,
-            *self.conv(),
-            self.dt_bias[...],
-            cache.conv,
+        pending, C, conv_state = self.run(
+            *(tree_conv1d_layer, projected, *self.conv(), self.dt_bias[...], cache.conv),
             conv_gather_index[width],
             layout=layout,
             prefix_pending=prefix_pending,
             previous=previous,
-            implementation=self.implementation,
         )
         D = self.D[...]
         D = D.reshape(c.num_heads, c.head_dim) if c.d_per_channel else D
@@ -384,23 +364,18 @@ class Mamba2Mixer(MixerModule):
         arguments = (*nodes, cache.ssm, tree.ancestor_mask)
         y: Array | DeferredRMSNorm
         if replay is None:
-            y = tree_scan(*arguments, gate=gate, A_is_log=True, implementation=self.implementation)
+            y = self.run(tree_scan, *arguments, gate=gate, A_is_log=True)
             ssm = cache.ssm
         else:
             old = (replay.pending.x, replay.pending.dt, replay.pending.B, replay.path.mask)
-            y, ssm = replay_tree_scan(
-                *(*old, *arguments), gate=gate, A_is_log=True, implementation=self.implementation
-            )
+            y, ssm = self.run(replay_tree_scan, *old, *arguments, gate=gate, A_is_log=True)
         output = self._finish(y, gate, projected, self.implementation)
         return output, pending, Mamba2Cache(ssm, conv_state)
 
     def replay(self, cache: Mamba2Cache, along: Replay) -> Mamba2Cache:
         x, dt, B, conv_input = along.pending
-        ssm = replay(
-            *(x, dt, self.A_log[...], B, cache.ssm, along.path.mask),
-            A_is_log=True,
-            implementation=self.implementation,
-        )
+        arrays = x, dt, self.A_log[...], B, cache.ssm, along.path.mask
+        ssm = self.run(replay, *arrays, A_is_log=True)
         window = along.conv_gather_index[self.config.conv_width]
         return Mamba2Cache(ssm, replay_conv_state(conv_input, cache.conv, window))
 

@@ -69,9 +69,9 @@ class Pointwise(MixerModule):
         return self.apply(u), cache
 
     def tree(
-        self, u: Float[Array, "B Q M"], tree: object, index: object, cache: NoCache, *before: object
+        self, u: Float[Array, "B Q M"], at: Any = None
     ) -> tuple[Float[Array, "B Q M"], NoCache, NoCache]:
-        return self.apply(u), NoCache(), cache
+        return self.apply(u), NoCache(), NoCache()
 
     def replay(self, cache: NoCache, along: object) -> NoCache:
         return cache

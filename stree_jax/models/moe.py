@@ -187,12 +187,8 @@ class MixtureOfExperts(Pointwise):
         x = u if self.latent_in is None else self.latent_in(u)
         rows, into = self.experts_in.storage.operand(x.reshape(-1, x.shape[-1]))
         rows, out = self.experts_out.storage.operand(rows)
-        y = expert_mlps(
-            *(rows, weights, chosen, into, out),
-            activation=self.config.activation,
-            gated=self.config.gated,
-            implementation=self.implementation,
-        ).reshape(x.shape)
+        how = dict(activation=self.config.activation, gated=self.config.gated)
+        y = self.run(expert_mlps, rows, weights, chosen, into, out, **how).reshape(x.shape)
         y = y if self.latent_out is None else self.latent_out(y)
         if self.shared is not None:
             shared = self.shared.apply(u)

@@ -22,11 +22,10 @@ from stree_jax.models.attention import (
     AttentionMixer,
     AttentionPending,
 )
-from stree_jax.models.layer import ConvGatherIndex, LayerConfig, Replay, register
+from stree_jax.models.layer import LayerConfig, Nodes, Replay, register
 from stree_jax.models.layers import Made, New
 from stree_jax.models.mamba2 import Mamba2Config
 from stree_jax.models.mlp import Mlp, MlpConfig
-from stree_jax.tree import Tree
 
 
 @register("shared")
@@ -154,19 +153,10 @@ class AdaptedTransformer:
         return self._after(y), cache
 
     def tree(
-        self,
-        u: Float[Array, "B Q I"],
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: AttentionCache,
-        prefix_pending: AttentionPending | None = None,
-        replay: Replay | None = None,
+        self, u: Float[Array, "B Q I"], at: Nodes
     ) -> tuple[Float[Array, "B Q M"], AttentionPending, AttentionCache]:
         x, adapter = self._before(u)
-        attention = self.transformer.attention
-        y, pending, cache = attention.tree(
-            x, tree, conv_gather_index, cache, prefix_pending, replay, adapter
-        )
+        y, pending, cache = self.transformer.attention.tree(x, at, adapter)
         return self._after(y), pending, cache
 
     def replay(self, cache: AttentionCache, along: Replay) -> AttentionCache:

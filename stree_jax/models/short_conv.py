@@ -18,9 +18,8 @@ from pallas_kernels import replay_conv_state, tree_conv1d
 from stree_jax.array_types import Array, Float, Lengths
 from stree_jax.checks import require_integer
 from stree_jax.mesh.partition import DATA, Cut
-from stree_jax.models.layer import ConvGatherIndex, LayerConfig, Replay, register
+from stree_jax.models.layer import LayerConfig, Nodes, Replay, register
 from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
-from stree_jax.tree import Tree
 
 
 @register("short_conv")
@@ -90,22 +89,16 @@ class ShortConvMixer(MixerModule):
         return self._output(gate, y), conv_state_after(cache, inputs, lengths)
 
     def tree(
-        self,
-        u: Float[Array, "B Q M"],
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: Float[Array, "B J C"],
-        prefix_pending: Array | None = None,
-        replay: Replay | None = None,
+        self, u: Float[Array, "B Q M"], at: Nodes
     ) -> tuple[Float[Array, "B Q M"], Float[Array, "B N C"], Float[Array, "B J C"]]:
+        _, conv_gather_index, cache, prefix_pending, replay = at
         gate, inputs = self._project(u)
         if prefix_pending is not None:
             inputs = jnp.concatenate([prefix_pending, inputs], axis=1)
         if replay is not None:
             cache = self.replay(cache, replay)
         window = conv_gather_index[self.config.conv_width]
-        own = self.implementation
-        y = tree_conv1d(inputs, cache, *self.conv(), window, implementation=own)
+        y = self.run(tree_conv1d, inputs, cache, *self.conv(), window)
         return self._output(gate, y), inputs, cache
 
     def replay(self, cache: Float[Array, "B J C"], along: Replay) -> Float[Array, "B J C"]:
