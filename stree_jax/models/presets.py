@@ -57,7 +57,7 @@ def _mamba_in_llama(
     kv_heads: int = 8,
     attention_layers: Collection[int] = (),
     rope_factor: float = 8.0,
-    tie_embeddings: bool = False,
+    **options: Any,
 ) -> Preset:
     """MambaInLlama's distilled Llamas and STree's draft model: heads and states of 128."""
     heads = inner // 128
@@ -83,7 +83,7 @@ def _mamba_in_llama(
         if attention_layers
         else None,
         mlp=MlpConfig(mlp),
-        tie_embeddings=tie_embeddings,
+        **dict(tie_embeddings=False) | options,
     )
 
 
@@ -109,25 +109,21 @@ def _granite_h(
     *,
     head_dim: int,
     attention_layers: Collection[int],
-    residual: float,
     logits_scaling: float,
-    mlp: MlpConfig | None = None,
-    moe: MoeConfig | None = None,
+    **options: Any,
 ) -> Preset:
     """ibm-granite/granite-4.0-h-350m (dense) and -tiny (experts)."""
     attention_dim = d_model // 12
     mixers = _mixers(num_layers, attention_layers)
     return _hybrid(
-        *(100352, d_model, _in_pairs(mixers, "mlp" if moe is None else "moe")),
+        *(100352, d_model, _in_pairs(mixers, "moe" if "moe" in options else "mlp")),
         mamba2=Mamba2Config(num_heads=48, head_dim=head_dim, state_size=128, chunk_size=256),
         attention=AttentionConfig(
             num_heads=12, num_kv_heads=4, head_dim=attention_dim, scale=1 / attention_dim
         ),
-        mlp=mlp,
-        moe=moe,
         embedding_multiplier=12.0,
-        residual_multiplier=residual,
         logits_multiplier=1 / logits_scaling,
+        **options,
     )
 
 
@@ -154,14 +150,12 @@ def _qwen(
     heads: int,
     kv_heads: int,
     vocab_size: int = 248320,
-    mlp: MlpConfig | None = None,
-    moe: MoeConfig | None = None,
-    tie_embeddings: bool = False,
+    **options: Any,
 ) -> Preset:
     """Qwen's Qwen3.5 (also 3.6 and 3.8 of the same sizes) and Qwen3-Next."""
     mixers = ("gated_delta", "gated_delta", "gated_delta", "attention") * (num_layers // 4)
     return _hybrid(
-        *(vocab_size, d_model, _in_pairs(mixers, "mlp" if mlp else "moe")),
+        *(vocab_size, d_model, _in_pairs(mixers, "moe" if "moe" in options else "mlp")),
         gated_delta=GatedDeltaConfig(
             num_heads=delta_heads, head_dim=128, num_groups=16, state_size=128
         ),
@@ -174,11 +168,9 @@ def _qwen(
             qk_norm_eps=1e-6,
             output_gate=True,
         ),
-        mlp=mlp,
-        moe=moe,
         norm_eps=1e-6,
         norm_float32=True,
-        tie_embeddings=tie_embeddings,
+        **dict(tie_embeddings=False) | options,
     )
 
 
@@ -269,7 +261,7 @@ PRESETS: dict[str, Preset] = {
         mlp=MlpConfig(2048),
         head_dim=32,
         attention_layers=(10, 13, 17, 27),
-        residual=0.246,
+        residual_multiplier=0.246,
         logits_scaling=3.0,
     ),
     "Granite-4-H-Tiny": _granite_h(
@@ -277,7 +269,7 @@ PRESETS: dict[str, Preset] = {
         40,
         head_dim=64,
         attention_layers=(5, 15, 25, 35),
-        residual=0.22,
+        residual_multiplier=0.22,
         logits_scaling=6.0,
         moe=MoeConfig(num_experts=64, num_active=6, hidden_size=512, shared_size=1024),
     ),
