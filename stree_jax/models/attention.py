@@ -41,13 +41,7 @@ from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import DATA, ROWS, Cut
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, register
-from stree_jax.models.layers import (
-    CONV_WIDTH_BITS,
-    MixerModule,
-    New,
-    conv_state_after,
-    spanning_norm,
-)
+from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
 
 
 class AttentionCache(NamedTuple):
@@ -305,8 +299,7 @@ class AttentionMixer(MixerModule):
             self.q_norm_scale = nnx.Param(jnp.ones(of_query, jnp.float32))
             self.k_norm_scale = nnx.Param(jnp.ones(of_keys, jnp.float32))
         if c.conv_width:
-            self.conv_weight = new.conv_weight(c.conv_width, channels)
-            self.conv_bias = nnx.Param(jnp.zeros(channels, new.dtype))
+            self.conv_weight, self.conv_bias = new.conv(c.conv_width, channels, True)
 
     def __call__(
         self,
@@ -441,7 +434,7 @@ class AttentionMixer(MixerModule):
 
         def norm(x: Array, scale: nnx.Param) -> Array:
             if c.qk_norm_spans and self.shard.shards > 1:
-                return spanning_norm(x, scale, epsilon, self.shard).astype(x.dtype)
+                return self.spanning_norm(x, scale, epsilon).astype(x.dtype)
             heads = x.reshape(*x.shape[:-1], -1, scale.shape[-1])
             heads = rms_norm(heads, scale[...], epsilon=epsilon, implementation=kernel)
             return heads.astype(x.dtype).reshape(x.shape)

@@ -118,7 +118,7 @@ class GatedDeltaMixer(MixerModule):
         c, layout = self.config, self.config.layout
         self.in_proj = new.linear(d_model, layout.num_columns, False)
         self.out_proj = new.linear(c.num_heads * c.head_dim, d_model, False, new.out_scale)
-        self.conv_weight = new.conv_weight(c.conv_width, layout.num_channels)
+        self.conv_weight, _ = new.conv(c.conv_width, layout.num_channels, False)
         self.A_log, self.dt_bias = new.rates(c.num_heads)
         self.norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
 

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkab
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -117,20 +116,8 @@ class LayerConfig:
     shared_sizes: ClassVar[tuple[str, ...]] = ()
     norm_after = False  # its norm is that of its output (Olmo), not of its input
 
-    def build(
-        self,
-        d_model: int,
-        *,
-        norm_eps: float,
-        dtype: DTypeLike,
-        rngs: nnx.Rngs,
-        out_scale: float,
-        implementation: str | None,
-    ) -> Any:
-        """The mixer, with new weights, the last of them times `out_scale`.
-
-        `norm_eps` is the epsilon of the norms on the residual stream.
-        """
+    def build(self, d_model: int, **options: Any) -> Any:
+        """The mixer, with new weights; options are those of `layers.Made`."""
         raise NotImplementedError
 
     def check_next(self, below: "LayerConfig | None") -> None:

@@ -62,14 +62,6 @@ def output_logits(
         return lax.optimization_barrier(logits * multiplier)
 
 
-def spanning_norm(x: Array, scale: nnx.Param, epsilon: float, shard: Part) -> Array:
-    """The norm of rows over the channels of all shards, in float32; it is another collective."""
-    value = x.astype(jnp.float32)
-    mean_square = shard.total(jnp.mean(jnp.square(value), axis=-1, keepdims=True)) / shard.shards
-    value = value * lax.rsqrt(mean_square + epsilon)
-    return value * lax.broadcast_to_rank(scale[...].astype(jnp.float32), x.ndim)
-
-
 @dataclasses.dataclass(frozen=True)
 class New:
     """Makes new weights of a mixer, the last of which are times `out_scale`."""
@@ -82,10 +74,12 @@ class New:
         """A linear layer."""
         return linear(in_size, out_size, bias=bias, dtype=self.dtype, rngs=self.rngs, scale=scale)
 
-    def conv_weight(self, width: int, channels: int) -> nnx.Param:
-        """Of a depthwise convolution over tokens, as torch draws it."""
-        bound = width**-0.5
-        return nnx.Param(self._uniform((width, channels), -bound, bound, self.dtype))
+    def conv(self, width: int, channels: int, bias: bool) -> tuple[nnx.Param, nnx.Param | None]:
+        """Weight and bias of a depthwise convolution over tokens, as torch draws them."""
+        weight = nnx.Param(
+            self._uniform((width, channels), -(width**-0.5), width**-0.5, self.dtype)
+        )
+        return weight, nnx.Param(jnp.zeros(channels, self.dtype)) if bias else None
 
     def rates(self, num_heads: int) -> tuple[nnx.Param, nnx.Param]:
         """Rates of decay `log(-A)` and biases of time steps, `[H]` float32, as Mamba-2's begin."""
@@ -101,7 +95,10 @@ class New:
 
 
 class Made(nnx.Module):
-    """The base of modules of layers, whose weights `make` makes."""
+    """The base of modules of layers, whose weights `make` makes.
+
+    The last weights are times `out_scale`; `norm_eps` is of the norms on the residual stream.
+    """
 
     def __init__(
         self,
@@ -116,7 +113,7 @@ class Made(nnx.Module):
     ):
         self.config = config
         self.implementation = implementation
-        self.norm_eps = norm_eps  # of norms on the residual stream
+        self.norm_eps = norm_eps
         self.make(d_model, New(dtype, rngs, out_scale))
 
     def make(self, d_model: int, new: New) -> None:
@@ -160,6 +157,13 @@ class MixerModule(Made):
             return self.out_proj(inputs)
         output = self.shard.total(self.out_proj.kernel.product(inputs, wide=True))
         return self.out_proj.biased(output.astype(inputs.dtype))  # once, not by each shard
+
+    def spanning_norm(self, x: Array, scale: nnx.Param, epsilon: float) -> Array:
+        """The norm of rows over the channels of all shards, in float32: another collective."""
+        value, shard = x.astype(jnp.float32), self.shard
+        mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
+        value = value * lax.rsqrt(shard.total(mean_square) / shard.shards + epsilon)
+        return value * lax.broadcast_to_rank(scale[...].astype(jnp.float32), x.ndim)
 
     def norms_of_sequences(self) -> str | None:
         """The implementation of norms of whole sequences."""

@@ -53,7 +53,6 @@ from stree_jax.models.layers import (
     causal_conv1d,
     conv_state_after,
     sequence_gather_index,
-    spanning_norm,
 )
 
 
@@ -317,9 +316,8 @@ class Mamba2Mixer(MixerModule):
         self.out_proj = new.linear(
             c.mlp_dim + c.inner_size, d_model, c.out_proj_bias, new.out_scale
         )
-        self.conv_weight = new.conv_weight(c.conv_width, layout.num_channels)
-        zeros = jnp.zeros(layout.num_channels, new.dtype)
-        self.conv_bias = nnx.Param(zeros) if c.conv_bias else None
+        convolution = new.conv(c.conv_width, layout.num_channels, c.conv_bias)
+        self.conv_weight, self.conv_bias = convolution
         self.A_log, self.dt_bias = new.rates(c.num_heads)
         self.D = nnx.Param(jnp.ones(c.inner_size if c.d_per_channel else c.num_heads, jnp.float32))
         self.norm_scale = nnx.Param(jnp.ones(c.inner_size, new.dtype)) if c.norm != "none" else None
@@ -405,21 +403,17 @@ class Mamba2Mixer(MixerModule):
         )
 
     def _finish(
-        self,
-        y: Array | DeferredRMSNorm,
-        gate: Gate | None,
-        projected: Array,
-        implementation: str | None,
+        self, y: Array | DeferredRMSNorm, gate: Gate | None, projected: Array, kernel: str | None
     ) -> Array | DeferredRMSNorm:
         """Gate and norm of the scan's output, if the scan has not done them, and projection."""
         if isinstance(y, DeferredRMSNorm):
             return self._project_deferred(y, projected)
         y = y.reshape(*y.shape[:2], -1)
         if gate is None:
-            y = self._gated_norm(y, projected, implementation)
+            y = self._gated_norm(y, projected, kernel)
         return self._project_out(y, projected)
 
-    def _gated_norm(self, y: Array, projected: Array, implementation: str | None) -> Array:
+    def _gated_norm(self, y: Array, projected: Array, kernel: str | None) -> Array:
         """Gate and norm of the scan's output `[B, T, H * P]`."""
         c = self.config
         gate, gate_start = self.config.layout.gate(projected)
@@ -433,7 +427,7 @@ class Mamba2Mixer(MixerModule):
             epsilon=c.norm_eps,
             num_groups=1 if self.norm_scale is None else c.gate_groups,
             gate_start=gate_start,
-            implementation=implementation,
+            implementation=kernel,
         )
 
     def _spanning_norm(self, y: Array, gate: Array) -> Array:
@@ -441,7 +435,7 @@ class Mamba2Mixer(MixerModule):
         assert self.norm_scale is not None
         gate_first = self.config.norm == "gate_then_norm"
         value = y.astype(jnp.float32) * (gate if gate_first else 1.0)
-        value = spanning_norm(value, self.norm_scale, self.config.norm_eps, self.shard)
+        value = self.spanning_norm(value, self.norm_scale, self.config.norm_eps)
         return (value if gate_first else value * gate).astype(y.dtype)
 
     def _project_deferred(self, y: DeferredRMSNorm, projected: Array) -> DeferredRMSNorm:

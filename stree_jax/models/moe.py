@@ -150,34 +150,28 @@ class MixtureOfExperts(Pointwise):
         c, rngs, dtype = self.config, new.rngs, new.dtype
         width = d_model if c.latent_size is None else c.latent_size
 
-        def experts(rows: int, columns: int, scale: float = 1.0) -> Matrix:
-            shape = (c.experts_held, rows, columns)
-            return Matrix(scale * rows**-0.5 * jax.random.normal(rngs.params(), shape, dtype))
+        def drawn(*shape: int, scale: float = 1.0) -> Matrix:
+            normal = jax.random.normal(rngs.params(), shape, dtype)
+            return Matrix(scale * shape[-2] ** -0.5 * normal)
 
-        def scores(columns: int) -> Matrix:
-            drawn = jax.random.normal(rngs.params(), (d_model, columns), dtype)
-            return Matrix(d_model**-0.5 * drawn)
-
-        self.router = scores(c.num_experts)
+        self.router = drawn(d_model, c.num_experts)
         self.correction = (
             nnx.Param(jnp.zeros(c.num_experts, jnp.float32)) if c.router == "sigmoid" else None
         )
-        self.experts_in = experts(width, 2 * c.hidden_size if c.gated else c.hidden_size)
-        self.experts_out = experts(c.hidden_size, width, new.out_scale)
-
-        def projection(rows: int, columns: int) -> Projection | None:
-            if c.latent_size is None:
-                return None
-            return new.linear(rows, columns, False)
-
-        self.latent_in, self.latent_out = projection(d_model, width), projection(width, d_model)
+        self.experts_in = drawn(c.experts_held, width, (1 + c.gated) * c.hidden_size)
+        self.experts_out = drawn(c.experts_held, c.hidden_size, width, scale=new.out_scale)
+        self.latent_in: Projection | None = None
+        self.latent_out: Projection | None = None
+        if c.latent_size is not None:
+            self.latent_in = new.linear(d_model, width, False)
+            self.latent_out = new.linear(width, d_model, False)
         shared = MlpConfig(c.shared_size or 1, activation=c.activation, gated=c.gated)
         self.shared = (
             Mlp(shared, d_model, dtype=dtype, rngs=rngs, out_scale=new.out_scale)
             if c.shared_size
             else None
         )
-        self.shared_gate = scores(1) if c.shared_gate else None
+        self.shared_gate = drawn(d_model, 1) if c.shared_gate else None
 
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """The function of one position."""

@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -77,8 +76,7 @@ class ShortConvMixer(MixerModule):
         c, channels = self.config, self.config.num_channels
         self.in_proj = new.linear(d_model, 3 * channels, c.bias)
         self.out_proj = new.linear(channels, d_model, c.bias, new.out_scale)
-        self.conv_weight = new.conv_weight(c.conv_width, channels)
-        self.conv_bias = nnx.Param(jnp.zeros(channels, new.dtype)) if c.bias else None
+        self.conv_weight, self.conv_bias = new.conv(c.conv_width, channels, c.bias)
 
     def __call__(
         self, u: Array, cache: Float[Array, "B J C"], valid: Array, lengths: Lengths
