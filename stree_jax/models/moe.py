@@ -13,7 +13,7 @@ from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Sizes, register, require_activation, share, within
-from stree_jax.models.layers import New, Projection
+from stree_jax.models.layers import New
 from stree_jax.models.matrices import Matrix
 from stree_jax.models.mlp import Mlp, MlpConfig, Pointwise
 
@@ -160,11 +160,9 @@ class MixtureOfExperts(Pointwise):
         )
         self.experts_in = drawn(c.experts_held, width, (1 + c.gated) * c.hidden_size)
         self.experts_out = drawn(c.experts_held, c.hidden_size, width, scale=new.out_scale)
-        self.latent_in: Projection | None = None
-        self.latent_out: Projection | None = None
-        if c.latent_size is not None:
-            self.latent_in = new.linear(d_model, width, False)
-            self.latent_out = new.linear(width, d_model, False)
+        sizes = [] if c.latent_size is None else [(d_model, width), (width, d_model)]
+        latent: Any = [new.linear(*size, False) for size in sizes] or [None, None]
+        self.latent_in, self.latent_out = latent
         shared = MlpConfig(c.shared_size or 1, activation=c.activation, gated=c.gated)
         self.shared = (
             Mlp(shared, d_model, dtype=dtype, rngs=rngs, out_scale=new.out_scale)
