@@ -227,15 +227,19 @@ class ModelConfig:
         expand: int = 2,
         head_dim: int = 64,
         state_size: int = 128,
+        padded_vocab_size: int | None = None,
+        tie_embeddings: bool = True,
+        eos_token: int | tuple[int, ...] | None = None,
         attention_layers: Sequence[int] = (),
         attention: Mapping[str, Any] | None = None,
         mlp: Mapping[str, Any] | None = None,
-        **fields: Any,
+        residual_float32: bool = True,
+        **mixer: Any,
     ) -> "ModelConfig":
         """A Mamba-2 language model with the layout of the published ones.
 
         With `attention_layers`, `mlp` and `residual_float32=False` it is a hybrid in Bamba's
-        layout.
+        layout. Other arguments are fields of `ModelConfig`.
 
         Args:
             expand: inner width of the mixer as a multiple of `d_model`.
@@ -243,8 +247,7 @@ class ModelConfig:
             attention_layers: indices of layers with attention instead of Mamba-2.
             attention: fields of `AttentionConfig` for these layers.
             mlp: fields of `MlpConfig` for an MLP after each of the `num_layers`; None: no MLPs.
-            **fields: `padded_vocab_size`, `tie_embeddings`, `residual_float32` and `eos_token` of
-                `ModelConfig`, and fields of `Mamba2Config`.
+            **mixer: more fields of `Mamba2Config`.
 
         Raises:
             ValueError: `head_dim` does not divide `expand * d_model`, or `attention_layers` has an
@@ -267,8 +270,6 @@ class ModelConfig:
             not outside, f"attention_layers has {shown(outside)}; layers are 0 to {num_layers - 1}"
         )
         kinds = ["attention" if i in attention_layers else "mamba2" for i in range(num_layers)]
-        names = "padded_vocab_size", "tie_embeddings", "residual_float32", "eos_token"
-        own = {name: fields.pop(name) for name in names if name in fields}
         return cls(
             vocab_size=vocab_size,
             d_model=d_model,
@@ -281,9 +282,12 @@ class ModelConfig:
                 num_heads=expand * d_model // head_dim,
                 head_dim=head_dim,
                 state_size=state_size,
-                **fields,
+                **mixer,
             ),
-            **own,
+            padded_vocab_size=padded_vocab_size,
+            tie_embeddings=tie_embeddings,
+            residual_float32=residual_float32,
+            eos_token=eos_token,
         )
 
     @classmethod
