@@ -23,12 +23,7 @@ from stree_jax.checkpoint.load import load_native
 from stree_jax.convert.adapter import ADAPTER
 from stree_jax.convert.families import config_files, layout
 from stree_jax.convert.files import HEAD, shards
-from stree_jax.convert.reading import (
-    ProgressCallback,
-    is_foreign,
-    load_model,
-    open_checkpoint,
-)
+from stree_jax.convert.reading import ProgressCallback, is_foreign, load_model, open_checkpoint
 from stree_jax.convert.writing import writable, write_as, written_as
 from stree_jax.heads import FOLDER, load_native_head, open_head, part_of, save_head
 from stree_jax.messages import first_line, needs, shown_path

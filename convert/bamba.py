@@ -4,7 +4,7 @@ from typing import Any
 
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
-from stree_jax.convert.description import Description, Source, hf_values, norm_kind, required
+from stree_jax.convert.description import Description, Source, norm_kind, required
 from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.convert.rules import Rule
 from stree_jax.models.config import ModelConfig
@@ -55,12 +55,10 @@ def _rules(config: ModelConfig) -> list[Rule]:
 def write_bamba(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`BambaConfig`."""
     attention = hybrid.required(config, "attention")
+    names = dtype, "bamba", "BambaForCausalLM"
     return (
-        hf_values(config, dtype, "bamba", "BambaForCausalLM")
+        hybrid.usual_values(config, attention, *names, partial_rotary_factor=0.5)
         | hybrid.mixer_values(config)
-        | hybrid.attention_values(config)
-        | hybrid.rope_values(attention, partial_rotary_factor=0.5)
-        | hybrid.max_length_values(config)
         | {
             "num_hidden_layers": len(config.layers) // 2,
             "attn_layer_indices": hybrid.positions_of(config.kinds[::2], "attention"),
@@ -123,11 +121,8 @@ def write_falcon_h1(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`FalconH1Config`."""
     m, a, mlp = (required(config, kind) for kind in ("mamba2", "attention", "mlp"))
     return (
-        hf_values(config, dtype, "falcon_h1", "FalconH1ForCausalLM")
+        hybrid.usual_values(config, a, dtype, "falcon_h1", "FalconH1ForCausalLM")
         | hybrid.mixer_values(config)
-        | hybrid.attention_values(config)
-        | hybrid.rope_values(a)
-        | hybrid.max_length_values(config)
         | {
             "num_hidden_layers": len(config.layers) // 2,
             "mamba_d_ssm": m.inner_size,

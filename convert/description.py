@@ -1,7 +1,7 @@
 """`Source`, the input of a family's reader; `Description`, its result; and shared helpers."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from stree_jax.checkpoint.arrays import Tensor
@@ -57,6 +57,11 @@ def tied_head(config: ModelConfig, name: str) -> list[Ignored]:
     if not config.tie_embeddings:
         return []
     return [Ignored(name, "the embedding again: tied", is_embedding=True)]
+
+
+def of_head(names: Iterable[str]) -> list[Ignored]:
+    """Tensors of the head beside a model."""
+    return [Ignored(name, "part of a multi-token prediction head") for name in names]
 
 
 def required(config: ModelConfig, kind: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from stree_jax.checkpoint import is_native
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import folder_of, has_file, read_json
-from stree_jax.checks import check_names
+from stree_jax.checks import check_names, require
 from stree_jax.convert import bamba, granite, lfm2, mamba_in_llama, nemotron_h, pure, qwen, zamba2
 from stree_jax.convert.adapter import ADAPTER
 from stree_jax.convert.description import Description, Source
@@ -199,8 +199,7 @@ def describe(
 ) -> Description:
     """Recognises a checkpoint by its config; `asked` are names of unknown fields, see `Fields`."""
     unknown = sorted(check_names("quirks", quirks) - QUIRKS.keys())
-    if unknown:
-        raise ValueError(f"unknown quirks {unknown!s:.200}; known: {sorted(QUIRKS)}")
+    require(not unknown, f"unknown quirks {unknown!s:.200}; known: {sorted(QUIRKS)}")
     asked = {} if asked is None else asked
     others = [path.with_name(name) for name in _files_beside()]
     beside = {

@@ -18,7 +18,7 @@ import numpy as np
 
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import has_file
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, require
 from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.convert.torch_file import MAX_TENSORS
 from stree_jax.messages import first_line, needs, shown
@@ -73,8 +73,7 @@ def open_parts(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], str]:
         if again := sorted(tensors.keys() & own.keys()):
             raise ValueError(f"{part} has the tensor {shown(again[0])} of an earlier part again")
         metadata, tensors = more | metadata, tensors | own
-    if not tensors:
-        raise ValueError(f"{file} has no tensors")
+    require(bool(tensors), f"{file} has no tensors")
     blocks = {kind: count for kind, count in kinds.most_common() if kind not in _PLAIN}
     return metadata, tensors, ", ".join(f"{count} tensors {kind}" for kind, count in blocks.items())
 
@@ -122,8 +121,7 @@ class _Header:
 
     def read(self) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
         """The metadata by key; shape, type and offset of each tensor by name."""
-        if self._data[:4] != b"GGUF":
-            raise ValueError("it does not begin with GGUF")
+        require(self._data[:4] == b"GGUF", "it does not begin with GGUF")
         _, version, num_tensors, num_fields = self._take("IIQQ")
         if version not in (2, 3):
             raise ValueError(f"it has version {version}, not 2 or 3 of little-endian machines")
@@ -137,8 +135,7 @@ class _Header:
         for _ in range(num_tensors):
             name = self._new(tensors)
             (num_axes,) = self._take("I")
-            if num_axes > 4:
-                raise ValueError(f"{name!r:.80} has {num_axes} axes")
+            require(num_axes <= 4, f"{name!r:.80} has {num_axes} axes")
             shape = self._take(f"{num_axes}Q")[::-1]
             tensors[name] = (shape, *self._take("IQ"))
         return metadata, tensors
@@ -155,8 +152,7 @@ class _Header:
 
     def _new(self, known: Mapping[str, Any]) -> str:
         name = self._text()
-        if name in known:
-            raise ValueError(f"{name!r:.80} is there twice")
+        require(name not in known, f"{name!r:.80} is there twice")
         return name
 
     def _value(self, kind: int) -> Any:
@@ -181,8 +177,7 @@ class _Header:
 
 def _form(kind: int) -> str:
     """The type of a number in metadata, for `struct`."""
-    if kind not in _NUMBERS:
-        raise ValueError(f"metadata of the unknown type {kind}")
+    require(kind in _NUMBERS, f"metadata of the unknown type {kind}")
     return _NUMBERS[kind]
 
 
@@ -208,8 +203,7 @@ def _read(file: Path, kind: Any, shape: tuple[int, ...], start: int, size: int) 
     import gguf
 
     raw = np.fromfile(file, np.uint8, size, offset=start)
-    if raw.size != size:
-        raise ValueError("the file has become shorter")
+    require(raw.size == size, "the file has become shorter")
     if kind.name in _PLAIN:
         return raw.view(_PLAIN[kind.name]).reshape(shape)
     block, bytes_of_block = gguf.GGML_QUANT_SIZES[kind]

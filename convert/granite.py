@@ -4,7 +4,7 @@ from typing import Any
 
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
-from stree_jax.convert.description import Description, Source, hf_values
+from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.models import MlpConfig, MoeConfig
 from stree_jax.models.config import ModelConfig
@@ -21,8 +21,7 @@ def read_granite(source: Source) -> Description:
     attention = hybrid.read_attention(
         fields, d_model, scale=fields.number("attention_multiplier", 1.0)
     )
-    theta, scaling, table = fields.rope()
-    table.finish()
+    rotated = hybrid.rotated(fields, attention)
     positions = fields.choice("position_embedding_type", "nope", {"rope": "rope", "nope": "nope"})
     has_rope = positions == "rope"
     num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
@@ -38,16 +37,10 @@ def read_granite(source: Source) -> Description:
     config = ModelConfig(
         layers=hybrid.with_mlps(kinds, "moe" if num_experts else "mlp"),
         mamba2=mamba2,
-        attention=hybrid.with_rope(attention, attention.head_dim, theta, scaling)
-        if has_rope
-        else attention,
+        attention=rotated if has_rope else attention,
         mlp=None if num_experts else MlpConfig(shared_size, activation=activation),
         moe=MoeConfig(
-            num_experts,
-            num_active,
-            expert_size,
-            shared_size=shared_size,
-            activation=activation,
+            num_experts, num_active, expert_size, shared_size=shared_size, activation=activation
         )
         if num_experts
         else None,
@@ -83,10 +76,8 @@ def write_granite(config: ModelConfig, dtype: str) -> dict[str, Any]:
         }
     shared = after.hidden_size if moe is None else moe.shared_size
     return (
-        hf_values(config, dtype, "granitemoehybrid", "GraniteMoeHybridForCausalLM")
+        hybrid.usual_values(config, a, dtype, "granitemoehybrid", "GraniteMoeHybridForCausalLM")
         | hybrid.mixer_values(config)
-        | hybrid.attention_values(config)
-        | hybrid.rope_values(a)
         | experts
         | {
             "num_hidden_layers": len(config.layers) // 2,

@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from stree_jax.convert.description import Description, limits, required, tied_head
+from stree_jax.convert.description import Description, hf_values, limits, required, tied_head
 from stree_jax.convert.fields import TRANSFORMERS, Fields
 from stree_jax.convert.rules import Ignored, Rule
 from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, RopeScaling
@@ -97,6 +97,13 @@ def read_attention(fields: Fields, d_model: int, **more: Any) -> AttentionConfig
     )
 
 
+def llama_attention(fields: Fields, d_model: int, **more: Any) -> AttentionConfig:
+    """As `read_attention`, of a config that must say the heads."""
+    fields.null("head_dim")
+    fields.integer("num_attention_heads")
+    return read_attention(fields, d_model, **more)
+
+
 def head_values(attention: AttentionConfig) -> dict[str, Any]:
     """The numbers of attention heads."""
     return {
@@ -105,10 +112,9 @@ def head_values(attention: AttentionConfig) -> dict[str, Any]:
     }
 
 
-def attention_values(config: ModelConfig) -> dict[str, Any]:
+def attention_values(attention: AttentionConfig) -> dict[str, Any]:
     """The inverse of `read_attention`, except for `head_dim`."""
-    a = required(config, "attention")
-    return head_values(a) | {"attention_bias": a.qkv_bias}
+    return head_values(attention) | {"attention_bias": attention.qkv_bias}
 
 
 def with_rope(
@@ -120,9 +126,11 @@ def with_rope(
     )
 
 
-def rotated(fields: Fields, attention: AttentionConfig, theta: float = 1e4) -> AttentionConfig:
-    """The same attention with RoPE on all channels, as the fields say; `theta` is a default."""
-    theta, scaling, table = fields.rope(theta)
+def rotated(
+    fields: Fields, attention: AttentionConfig, *default: float, plain: bool = False
+) -> AttentionConfig:
+    """The same attention with RoPE on all channels, as `Fields.rope` reads it."""
+    theta, scaling, table = fields.rope(*default, plain=plain)
     table.finish()
     return with_rope(attention, attention.head_dim, theta, scaling)
 
@@ -187,6 +195,18 @@ def read_max_length(fields: Fields) -> int | None:
     return fields.integer(name) if fields.has(name) else None
 
 
+def usual_values(
+    config: ModelConfig, attention: AttentionConfig, *names: str, **of_rope: Any
+) -> dict[str, Any]:
+    """The fields of most families: those of `hf_values`, which gets the names, and of attention."""
+    return (
+        hf_values(config, *names)
+        | attention_values(attention)
+        | rope_values(attention, **of_rope)
+        | max_length_values(config)
+    )
+
+
 def max_length_values(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `read_max_length`."""
     return {} if config.max_length is None else {"max_position_embeddings": config.max_length}
@@ -232,27 +252,14 @@ def llama_parts(
     fields: Fields, width: int, norm_eps: float, **options: Any
 ) -> tuple[AttentionConfig, MlpConfig, float]:
     """The two parts of a Llama layer of a head, and its epsilon; `options`: of the attention."""
-    fields.null("head_dim", "num_key_value_heads")
-    num_heads = fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", max(1, width // num_heads))
-    theta, scaling, table = fields.rope()
-    table.finish()
-    bias, mlp_bias = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
-    fields.check(not bias and not mlp_bias, "biases in a head are not supported")
+    attention = rotated(fields, llama_attention(fields, width, **options))
+    has_biases = fields.flag("mlp_bias", False) or attention.qkv_bias
+    fields.check(not has_biases, "biases in a head are not supported")
     fields.ignore(
         "of transformers, not of the head",
         *TRANSFORMERS,
         *("model_type", "max_position_embeddings", "initializer_range", "tie_word_embeddings"),
         "eos_token_id",
-    )
-    attention = AttentionConfig(
-        num_heads,
-        fields.integer("num_key_value_heads", num_heads),
-        head_dim,
-        rotary_dim=head_dim,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        **options,
     )
     activation = fields.choice("hidden_act", "silu", {"silu": "silu"})
     mlp = MlpConfig(fields.integer("intermediate_size"), activation=activation)

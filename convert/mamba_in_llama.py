@@ -10,7 +10,7 @@ from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, limits, required
 from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.convert.rules import Ignored
-from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig
+from stree_jax.models import Mamba2Config, MlpConfig
 from stree_jax.models.config import ModelConfig
 
 MAMBA_CONFIG = "mamba_config.json"
@@ -60,18 +60,8 @@ def read_mamba_in_llama(source: Source) -> Description:
     hidden = mamba.integer("intermediate_size", fields.integer("intermediate_size"))
     attention = None
     if with_attention:
-        heads = fields.integer("num_attention_heads")
-        fields.null("num_key_value_heads", "head_dim")
-        attention = AttentionConfig(
-            num_heads=heads,
-            num_kv_heads=fields.integer("num_key_value_heads", heads),
-            head_dim=fields.integer("head_dim", max(1, d_model // heads)),
-            qkv_bias=fields.flag("attention_bias", False),
-            out_bias=fields.flag("attention_bias", False),
-        )
-        theta, scaling, table = fields.rope(plain="plain_rope" in source.quirks)
-        table.finish()
-        attention = hybrid.with_rope(attention, attention.head_dim, theta, scaling)
+        attention = hybrid.llama_attention(fields, d_model)
+        attention = hybrid.rotated(fields, attention, plain="plain_rope" in source.quirks)
     else:
         fields.ignore("no layer has attention", *hybrid.ROPE, *_LLAMA_ATTENTION)
     kinds = ["attention" if i in with_attention else "mamba2" for i in range(num_layers)]
@@ -117,7 +107,7 @@ def write_mamba_in_llama(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
     values |= hybrid.max_length_values(config)
     if a is not None:
-        values |= hybrid.attention_values(config) | {
+        values |= hybrid.attention_values(a) | {
             "head_dim": a.head_dim,
             "rope_theta": a.rope_theta,
             "rope_scaling": hybrid.scaling_values(a.rope_scaling) if a.rope_scaling else None,

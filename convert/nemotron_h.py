@@ -5,17 +5,10 @@ from typing import Any
 
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
-from stree_jax.convert.description import Description, Source, hf_values, limits, required
+from stree_jax.convert.description import Description, Source, hf_values, limits, of_head, required
 from stree_jax.convert.fields import MAX_LAYERS, Fields
-from stree_jax.convert.rules import Ignored
 from stree_jax.heads import FOLDER, part_of
-from stree_jax.models import (
-    AttentionConfig,
-    LayerConfig,
-    Mamba2Config,
-    MlpConfig,
-    MoeConfig,
-)
+from stree_jax.models import AttentionConfig, LayerConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.models.config import ModelConfig
 
 _PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
@@ -98,8 +91,7 @@ def _layer(kind: str, fields: Fields, source: Source) -> LayerConfig:
             )
         case _:
             fields.check(
-                not fields.flag("mlp_bias", False),
-                "mlp_bias = true with experts is not supported",
+                not fields.flag("mlp_bias", False), "mlp_bias = true with experts is not supported"
             )
             return _nemotron_experts(fields, _activation(fields))
 
@@ -188,11 +180,7 @@ def _config(source: Source, layers: Sequence[LayerConfig]) -> ModelConfig:
 
 def _described(family: str, source: Source, config: ModelConfig) -> Description:
     fields, heads = source.fields, part_of(FOLDER, "conversion")
-    skipped = [
-        Ignored(name, "part of a multi-token prediction head")
-        for name in source.tensors
-        if heads.is_of_head(name)
-    ]
+    skipped = of_head(filter(heads.is_of_head, source.tensors))
     head = heads.read(
         fields,
         source.tensors,

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from stree_jax.convert import hybrid_parts as hybrid
-from stree_jax.convert.description import Description, Source, hf_values
+from stree_jax.convert.description import Description, Source, of_head
 from stree_jax.convert.fields import MAX_LAYERS, Fields
 from stree_jax.convert.rules import (
     EACH_TRANSPOSED,
     PLUS_ONE,
     TRANSPOSED,
-    Ignored,
     Rule,
     conv_gathered,
     gathered,
@@ -28,13 +27,7 @@ from stree_jax.convert.rules import (
 )
 from stree_jax.convert.tables import hf_attention, in_pairs, linear, split_mlp, within
 from stree_jax.heads import FOLDER, part_of
-from stree_jax.models import (
-    AttentionConfig,
-    GatedDeltaConfig,
-    LayerConfig,
-    MlpConfig,
-    MoeConfig,
-)
+from stree_jax.models import AttentionConfig, GatedDeltaConfig, LayerConfig, MlpConfig, MoeConfig
 from stree_jax.models.config import ModelConfig
 
 _KINDS = {"linear_attention": "gated_delta", "full_attention": "attention"}
@@ -248,11 +241,7 @@ def _read(
     )
     heads = part_of(FOLDER, "qwen")
     head = heads.read(fields, tensors, config, merged=merged)
-    skipped = [
-        Ignored(name, "part of a multi-token prediction head")
-        for name in tensors
-        if name.startswith(heads.PREFIX)
-    ]
+    skipped = of_head(name for name in tensors if name.startswith(heads.PREFIX))
     family = f"transformers {family}"
     return hybrid.described(family, fields, config, rules, skipped)._replace(mtp=head)
 
@@ -466,22 +455,15 @@ def _common(
         else _NAMES.get(layer.kind, layer.kind)
         for layer in config.layers[::2]
     ]
-    return (
-        hf_values(config, dtype, name, architecture)
-        | hybrid.head_values(attention)
-        | hybrid.rope_values(attention)
-        | hybrid.max_length_values(config)
-        | {
-            "attention_bias": attention.qkv_bias,
-            "head_dim": attention.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": config.norm_eps,
-            "num_hidden_layers": len(kinds),
-            "layer_types": kinds,
-            "linear_num_value_heads": delta.num_heads,
-            "linear_value_head_dim": delta.head_dim,
-            "linear_num_key_heads": delta.num_groups,
-            "linear_key_head_dim": delta.state_size,
-            "linear_conv_kernel_dim": delta.conv_width,
-        }
-    )
+    return hybrid.usual_values(config, attention, dtype, name, architecture) | {
+        "head_dim": attention.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "linear_num_value_heads": delta.num_heads,
+        "linear_value_head_dim": delta.head_dim,
+        "linear_num_key_heads": delta.num_groups,
+        "linear_key_head_dim": delta.state_size,
+        "linear_conv_kernel_dim": delta.conv_width,
+    }

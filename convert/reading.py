@@ -15,7 +15,7 @@ from stree_jax.checkpoint import is_native
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import read_json
 from stree_jax.checkpoint.load import Place, is_finite, matrix_dtype, placer
-from stree_jax.checks import check_names
+from stree_jax.checks import check_names, require
 from stree_jax.convert.adapter import Adapted, adapted
 from stree_jax.convert.families import describe, layout, text_tables, wrapped
 from stree_jax.convert.fields import Fields
@@ -149,8 +149,7 @@ def _check_changes(
 ) -> None:
     """An adapter changes something that is read, and not a head through the embedding."""
     changed = {rule.target for rule in rules if merged.changed.intersection(rule.sources)}
-    if not changed:
-        raise ValueError(f"{adapter} changes nothing of the text model that is read")
+    require(bool(changed), f"{adapter} changes nothing of the text model that is read")
     if "embedding" in changed and description.config.tie_embeddings:
         raise ValueError(
             f"{adapter} changes the embedding, and with it the head that is tied to it: save the"

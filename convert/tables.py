@@ -92,10 +92,7 @@ def split_mlp(config: MlpConfig) -> list[Rule]:
     ]
 
 
-GRANITE_MLP = [
-    *linear("input_linear", "in_proj"),
-    *linear("output_linear", "out_proj"),
-]
+GRANITE_MLP = [*linear("input_linear", "in_proj"), *linear("output_linear", "out_proj")]
 NEMOTRON_MLP = [*linear("up_proj", "in_proj"), *linear("down_proj", "out_proj")]
 
 # Granite's names in files, and those that transformers 5 gives the same tensors in memory.
@@ -136,6 +133,17 @@ def nemotron_experts(config: MoeConfig, *, merged: bool) -> list[Rule]:
     ]
 
 
+def outside(
+    final_norm: str, embedding: str, norm: Transform = AS_IS, prefix: str = ""
+) -> list[Rule]:
+    """The weights around the layers, by their names."""
+    return [
+        Rule(f"{final_norm}.weight", "final_norm_scale", norm),
+        Rule(f"{embedding}.weight", "embedding"),
+        Rule(f"{prefix}lm_head.weight", "head"),
+    ]
+
+
 def mamba_ssm(config: ModelConfig, *, embedding: str, prefix: str = "") -> list[Rule]:
     """mamba_ssm, transformers' mamba2 and Codestral, which differ in a few names.
 
@@ -157,12 +165,8 @@ def mamba_ssm(config: ModelConfig, *, embedding: str, prefix: str = "") -> list[
             rules += within(table, f"{source}.mixer", f"{target}.mixer")
         else:
             rules += within(MIXER, f"{source}.mixer", f"{target}.mixer")
-    return [
-        *rules,
-        Rule(f"{prefix}backbone.norm_f.weight", "final_norm_scale"),
-        Rule(f"{prefix}backbone.{embedding}.weight", "embedding"),
-        Rule(f"{prefix}lm_head.weight", "head"),
-    ]
+    own = f"{prefix}backbone"
+    return [*rules, *outside(f"{own}.norm_f", f"{own}.{embedding}", prefix=prefix)]
 
 
 def in_pairs(
@@ -186,12 +190,7 @@ def in_pairs(
         name = (after if layer.norm_after else (mixer_norm, mlp_norm))[block % 2]
         rules.append(Rule(f"{source}.{name}.weight", f"{target}.norm_scale", norm))
         rules += within(own(layer), source, f"{target}.mixer")
-    return [
-        *rules,
-        Rule(f"model.{final_norm}.weight", "final_norm_scale", norm),
-        Rule("model.embed_tokens.weight", "embedding"),
-        Rule("lm_head.weight", "head"),
-    ]
+    return [*rules, *outside(f"model.{final_norm}", "model.embed_tokens", norm)]
 
 
 def llama_like(
@@ -237,19 +236,13 @@ def nemotron_h(
             case _:
                 raise ValueError(f"Nemotron-H has no layers {layer.kind!r}")
         rules += within(table, f"{source}.mixer", f"{target}.mixer")
-    return [
-        *rules,
-        Rule(f"{prefix}.norm_f.weight", "final_norm_scale"),
-        Rule(f"{prefix}.embeddings.weight", "embedding"),
-        Rule("lm_head.weight", "head"),
-    ]
+    return [*rules, *outside(f"{prefix}.norm_f", f"{prefix}.embeddings")]
 
 
 def zamba2(config: ModelConfig) -> list[Rule]:
     """Zamba2: each shared block is stored once, in the first layer that uses it."""
-    attention, mlp, shared = config.attention, config.mlp, config.shared
+    attention, shared = config.attention, config.shared
     assert attention is not None
-    assert mlp is not None
     assert shared is not None
     rules: list[Rule] = []
     layer = num_uses = 0
@@ -284,9 +277,4 @@ def zamba2(config: ModelConfig) -> list[Rule]:
         rules += within(hf_attention(attention), f"{home}.self_attn", f"{target}.attention")
         feed_forward = [*linear("gate_up_proj", "in_proj"), *linear("down_proj", "out_proj")]
         rules += within(feed_forward, f"{home}.feed_forward", f"{target}.mlp")
-    return [
-        *rules,
-        Rule("model.final_layernorm.weight", "final_norm_scale"),
-        Rule("model.embed_tokens.weight", "embedding"),
-        Rule("lm_head.weight", "head"),
-    ]
+    return [*rules, *outside("model.final_layernorm", "model.embed_tokens")]

@@ -77,9 +77,7 @@ def write_as(model: HybridLM, directory: Path, target: str, head: DraftHead | No
             source: np.ascontiguousarray(part)
             for rule in shard
             for source, part in zip(
-                rule.sources,
-                rule.transform.invert(np.asarray(weights[rule.target])),
-                strict=True,
+                rule.sources, rule.transform.invert(np.asarray(weights[rule.target])), strict=True
             )
         }
         try:
@@ -106,11 +104,7 @@ class Written(NamedTuple):
 
 
 def written_as(
-    config: ModelConfig,
-    target: str,
-    dtype: str,
-    directory: Path,
-    head: Any = None,
+    config: ModelConfig, target: str, dtype: str, directory: Path, head: Any = None
 ) -> Written:
     """Config files for a model, and for a head's config beside it, verified by reading them back.
 

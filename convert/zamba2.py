@@ -98,8 +98,6 @@ def _attention(fields: Fields, d_model: int, has_rope: bool) -> AttentionConfig:
         f"num_attention_heads = {heads} does not divide 2 * hidden_size = {2 * d_model}",
     )
     head_dim = 2 * d_model // heads
-    theta, scaling, table = fields.rope()
-    table.finish()
     attention = AttentionConfig(
         num_heads=heads,
         num_kv_heads=fields.integer("num_key_value_heads", heads),
@@ -107,7 +105,8 @@ def _attention(fields: Fields, d_model: int, has_rope: bool) -> AttentionConfig:
         input_multiple=2,
         scale=(head_dim / 2) ** -0.5,
     )
-    return hybrid.with_rope(attention, head_dim, theta, scaling) if has_rope else attention
+    rotated = hybrid.rotated(fields, attention)
+    return rotated if has_rope else attention
 
 
 def write_zamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:

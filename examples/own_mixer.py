@@ -78,9 +78,10 @@ class Recurrence(nnx.Module):
         cache, states = lax.scan(step, cache, (keep.swapaxes(0, 1), new.swapaxes(0, 1)))
         return self.out_proj((z * states.swapaxes(0, 1)).astype(u.dtype)), cache
 
-    def tree(self, u, tree, conv_gather_index, cache, prefix_pending=None, replay=None):
+    def tree(self, u, at):
+        tree, _, cache, prefix_pending, replay = at
         if replay is not None:
-            cache = self.replay(cache, replay.pending, replay.path, None)
+            cache = self.replay(cache, replay)
         keep, new, z = self._split(u)
         first = tree.parents.shape[1] - u.shape[1]  # nodes before it are in `prefix_pending`
         states = jnp.zeros((*tree.parents.shape, cache.shape[-1]))
@@ -96,10 +97,10 @@ class Recurrence(nnx.Module):
         states = lax.fori_loop(0, u.shape[1], node, states)
         return self.out_proj((z * states[:, first:]).astype(u.dtype)), states, cache
 
-    def replay(self, cache, pending, path, conv_gather_index):
-        last = jnp.maximum(path.last, 0)[:, None, None]
-        state = jnp.take_along_axis(pending, last, axis=1)[:, 0]
-        return jnp.where(path.last[:, None] < 0, cache, state)
+    def replay(self, cache, along):
+        node = along.path.last[:, None]
+        state = jnp.take_along_axis(along.pending, jnp.maximum(node, 0)[..., None], axis=1)[:, 0]
+        return jnp.where(node < 0, cache, state)
 
 
 def config_of(num_layers: int) -> st.ModelConfig:

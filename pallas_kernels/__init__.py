@@ -57,12 +57,7 @@ from pallas_kernels.tree_conv1d.api import (
     tree_conv1d_layer,
 )
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
-from pallas_kernels.tree_delta.api import (
-    delta_chunks,
-    replay_delta,
-    replay_tree_delta,
-    tree_delta,
-)
+from pallas_kernels.tree_delta.api import delta_chunks, replay_delta, replay_tree_delta, tree_delta
 from pallas_kernels.tree_scan.api import replay, replay_tree_scan, tree_scan
 from pallas_kernels.tree_scan.gate import Gate
 

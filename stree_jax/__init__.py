@@ -74,13 +74,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
-from stree_jax.pretrained import (
-    demo_path,
-    from_pretrained,
-    load_draft,
-    load_head,
-    load_tokenizer,
-)
+from stree_jax.pretrained import demo_path, from_pretrained, load_draft, load_head, load_tokenizer
 from stree_jax.serving import Completion, Event, PrefixCacheStats, Request, Scheduler
 from stree_jax.text import complete
 from stree_jax.tree import Tree, TreeTopology

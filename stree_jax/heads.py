@@ -24,6 +24,7 @@ from flax import nnx
 
 from stree_jax.checkpoint import load_header, write_checkpoint
 from stree_jax.checkpoint.load import load_module
+from stree_jax.checks import require
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import named_weights, quantized_names
@@ -141,8 +142,7 @@ class HeadKind:
 
 def head_kind(kind: str) -> HeadKind:
     """Returns a kind of head by its name."""
-    if kind not in ROOMS:
-        raise ValueError(f"the kinds of heads are {', '.join(ROOMS)}, got {shown(kind)}")
+    require(kind in ROOMS, f"the kinds of heads are {', '.join(ROOMS)}, got {shown(kind)}")
     return importlib.import_module(ROOMS[kind].module).KIND
 
 
@@ -234,8 +234,7 @@ def open_head(kind: str, path: str | os.PathLike[str]) -> tuple[Path, Any, dict[
     """Returns path, head's config and config.json of a native checkpoint."""
     known = head_kind(kind)
     path, header = load_header(path)
-    if header.get("kind") != kind:
-        raise ValueError(f"{path} {known.missing}")
+    require(header.get("kind") == kind, f"{path} {known.missing}")
     try:
         return path, known.config(header), header
     except ValueError as error:

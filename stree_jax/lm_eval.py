@@ -13,7 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 import stree_jax as st
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, require
 from stree_jax.cli.batch import Line, decoded
 from stree_jax.cli.loading import load
 from stree_jax.cli.options import Generate, TextOptions, wanted
@@ -146,8 +146,7 @@ class StreeJax(TemplateLM):
         texts = decoded(self._loaded, self._command, lines, self.batch_size)
         for line, new, error in tqdm(texts, "decoding", len(lines), disable=disable_tqdm):
             number, args = line.number, requests[line.number].args
-            if error:
-                raise ValueError(f"{shown(args)}: {error}")
+            require(not error, f"{shown(args)}: {error}")
             text, tokens, reason = new[0].text or "", new[0].tokens, new[0].finish_reason
             found[number] = self._texts.without_end(text, tokens, reason)
             self.cache_hook.add_partial("generate_until", args, found[number])

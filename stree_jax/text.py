@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template
 from stree_jax.checkpoint.files import folder_of
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, require
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import Options, spelled_out
@@ -73,11 +73,9 @@ class Texts:
         A text gets the `special` tokens that the tokenizer adds, but none at its end.
         """
         is_text = isinstance(prompt, str)
-        if is_text and chat:
-            raise ValueError(f"chat is for messages, and {name} is a text")
+        require(not (is_text and chat), f"chat is for messages, and {name} is a text")
         text = prompt if isinstance(prompt, str) else self._written(prompt, chat)
-        if not text:
-            raise ValueError(f"{name} is empty; give at least one character")
+        require(bool(text), f"{name} is empty; give at least one character")
         with tokenizer_errors(f"{self._name} cannot encode {name}"):
             found = self._tokenizer.encode(text, add_special_tokens=is_text and special)
         tokens, added = found.ids, found.special_tokens_mask
@@ -85,8 +83,7 @@ class Texts:
             del tokens[-1], added[-1]
         if added[:2] == [1, 0] and tokens[0] == tokens[1]:  # the text has its first token already
             tokens = tokens[1:]
-        if not tokens:
-            raise ValueError(f"{self._name} gives no tokens for {name}")
+        require(bool(tokens), f"{self._name} gives no tokens for {name}")
         return tokens
 
     def end_tokens(self, config: ModelConfig, given: Any = None) -> list[int]:

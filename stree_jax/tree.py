@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array, Bool, Int
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, require
 from stree_jax.messages import shown
 
 MAX_NODES = 4096  # masks and decays are N by N
@@ -66,8 +66,7 @@ class TreeTopology:
         parents = tuple(check_int("a parent", parent) for parent in listed)
         object.__setattr__(self, "parents", parents)
         _check_size(len(parents))
-        if not parents:
-            raise ValueError("a tree needs at least its root: parents is empty, use [-1]")
+        require(bool(parents), "a tree needs at least its root: parents is empty, use [-1]")
         for node, parent in enumerate(parents):
             if not -1 <= parent < len(parents):
                 raise ValueError(

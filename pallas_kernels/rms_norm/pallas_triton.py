@@ -138,8 +138,7 @@ def _add_kernel(
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=("norm", "epsilon", "num_groups", "gate_start", "interpret", "blocks"),
+    jax.jit, static_argnames=("norm", "epsilon", "num_groups", "gate_start", "interpret", "blocks")
 )
 def gated_rms_norm(
     y: jax.Array,
@@ -161,11 +160,7 @@ def gated_rms_norm(
     weights = [] if weight is None else [weight]
     output = tb.call(
         functools.partial(
-            _gated_kernel,
-            norm=norm,
-            epsilon=epsilon,
-            gate_start=gate_start,
-            block=blocks.block,
+            _gated_kernel, norm=norm, epsilon=epsilon, gate_start=gate_start, block=blocks.block
         ),
         name="gated_rms_norm",
         num_warps=blocks.num_warps,

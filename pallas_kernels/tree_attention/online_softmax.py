@@ -103,12 +103,7 @@ def attend(
 
 
 def attend_cache(
-    attend: Attend,
-    softmax: Softmax,
-    cache: tuple[Ref, Ref, jax.Array],
-    *,
-    block: int,
-    split: Split,
+    attend: Attend, softmax: Softmax, cache: tuple[Ref, Ref, jax.Array], *, block: int, split: Split
 ) -> Softmax:
     """Adds a split of a cache: keys and values `[L, E]`, and the number of positions in use."""
     keys_ref, values_ref, length = cache

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import triton as tb
 from pallas_kernels.tree_attention import online_softmax
@@ -40,19 +39,10 @@ def unsupported(head_dim: int) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret", "blocks"))
 def tree_attention(
-    query: Float[Array, "B Q W E"],
-    node_keys: Float[Array, "B N U E"],
-    node_values: Float[Array, "B N U E"],
-    keys: Float[Array, "B U L E"],
-    values: Float[Array, "B U L E"],
-    length: Int[Array, " B"],
-    mask: Bool[Array, "B Q N"],
-    *,
-    scale: float,
-    interpret: bool = False,
-    blocks: BlockSizes | None = None,
-) -> Float[Array, "B Q W E"]:
-    """See `api.tree_attention`; `blocks` None: those of `config`."""
+    *arrays: jax.Array, scale: float, interpret: bool = False, blocks: BlockSizes | None = None
+) -> jax.Array:
+    """See `api.tree_attention`, whose arrays these are; `blocks` None: those of `config`."""
+    query, node_keys, node_values, keys, values, length, mask = arrays
     batch, num_queries, num_heads, head_dim = query.shape
     num_nodes, num_groups = node_keys.shape[1:3]
     capacity = keys.shape[2]

@@ -28,6 +28,7 @@ exact, and sums of the small rest.)
 """
 
 import functools
+from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Float, Float32
@@ -73,18 +74,11 @@ def tree_delta(
     Raises:
         ValueError: groups that do not divide the heads, a prefix that is not of `N - Q` nodes.
     """
-    _check_groups(k, v)
     prefix = 0 if prefix_u is None else prefix_u.shape[1]
     if prefix + q.shape[1] != k.shape[1]:
         raise ValueError(f"{prefix} prefix and {q.shape[1]} query nodes are not {k.shape[1]} nodes")
-    return dispatch.run(
-        "tree_delta",
-        {"xla": xla, "native": native, "pallas": pallas_triton},
-        (q, k, v, g, beta, state, mask, prefix_u),
-        requested=implementation,
-        unsupported=_unsupported(q, k, v),
-        xla_derivatives=True,
-    )
+    arrays = (q, k, v, g, beta, state, mask, prefix_u)
+    return _run("tree_delta", arrays, (q, k, v), implementation)
 
 
 def replay_delta(
@@ -117,15 +111,7 @@ def replay_delta(
     Raises:
         ValueError: groups that do not divide the heads.
     """
-    _check_groups(k, u)
-    return dispatch.run(
-        "replay_delta",
-        {"xla": xla, "native": native, "pallas": pallas_triton},
-        (k, u, g, state, path),
-        requested=implementation,
-        unsupported=_unsupported(k, k, u),
-        xla_derivatives=True,
-    )
+    return _run("replay_delta", (k, u, g, state, path), (k, k, u), implementation)
 
 
 def replay_tree_delta(
@@ -158,15 +144,9 @@ def replay_tree_delta(
     Raises:
         ValueError: groups that do not divide the heads.
     """
-    _check_groups(k, v)
-    return dispatch.run(
-        "replay_tree_delta",
-        {"xla": xla, "native": native, "pallas": pallas_triton},
-        (prev_k, prev_u, prev_g, prev_path, q, k, v, g, beta, state, ancestor_mask),
-        requested=implementation,
-        unsupported=_unsupported(q, k, v),
-        xla_derivatives=True,
-    )
+    previous = (prev_k, prev_u, prev_g, prev_path)
+    arrays = (*previous, q, k, v, g, beta, state, ancestor_mask)
+    return _run("replay_tree_delta", arrays, (q, k, v), implementation)
 
 
 def delta_chunks(
@@ -200,7 +180,6 @@ def delta_chunks(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size = {chunk_size} is not positive")
-    _check_groups(k, v)
     return dispatch.run(
         "delta_chunks",
         {"xla": functools.partial(xla.delta_chunks, chunk_size=chunk_size), "native": native},
@@ -211,14 +190,26 @@ def delta_chunks(
     )
 
 
+def _run(
+    name: str, arrays: tuple[Any, ...], qkv: tuple[Any, ...], implementation: str | None
+) -> Any:
+    """An op of trees, whose arrays have such queries, keys and values."""
+    return dispatch.run(
+        name,
+        {"xla": xla, "native": native, "pallas": pallas_triton},
+        arrays,
+        requested=implementation,
+        unsupported=_unsupported(*qkv),
+        xla_derivatives=True,
+    )
+
+
 def _unsupported(q: jax.Array, k: jax.Array, v: jax.Array) -> dict[str, str | None]:
+    """Why versions cannot run these shapes; a ValueError if the groups do not divide the heads."""
+    if v.shape[2] % k.shape[2]:
+        raise ValueError(f"{k.shape[2]} groups do not divide {v.shape[2]} heads")
     sizes = dict(head_dim=v.shape[-1], state_size=k.shape[-1])
     return {
         "native": cpu.unsupported(q, k, v, **sizes),
         "pallas": pallas_triton.unsupported(**sizes, dtype=k.dtype),
     }
-
-
-def _check_groups(k: jax.Array, v: jax.Array) -> None:
-    if v.shape[2] % k.shape[2]:
-        raise ValueError(f"{k.shape[2]} groups do not divide {v.shape[2]} heads")

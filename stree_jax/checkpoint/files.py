@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from stree_jax.checks import require
 from stree_jax.messages import first_line, shown, shown_path
 
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
@@ -51,8 +52,7 @@ def has_file(path: Path) -> bool:
             f"{shown_path(path)} is a web page: download the file itself (on the hub, /resolve/ in"
             " the place of /blob/)"
         )
-    if not start:
-        raise ValueError(f"{shown_path(path)} is damaged: it is empty; download it again")
+    require(bool(start), f"{shown_path(path)} is damaged: it is empty; download it again")
     return True
 
 
@@ -103,8 +103,7 @@ def read_json(path: Path) -> dict:
     for _ in range(_MAX_DEPTH):
         tables = [part.values() if isinstance(part, dict) else part for part in level]
         level = [part for table in tables for part in table if isinstance(part, dict | list)]
-    if level:
-        raise ValueError(f"{path} is damaged: it is nested more than {_MAX_DEPTH} deep")
+    require(not level, f"{path} is damaged: it is nested more than {_MAX_DEPTH} deep")
     return values
 
 

@@ -17,10 +17,7 @@ from stree_jax.cli.options import Generate, sampling, wanted
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 
-_OF_PROMPTS = {
-    "output": "its text is written to the terminal",
-    "rows": "it is one text, or --n",
-}
+_OF_PROMPTS = {"output": "its text is written to the terminal", "rows": "it is one text, or --n"}
 _OF_PROMPT = {
     "lossy": "its texts are always the target's",
     "show": "its texts are written as JSON lines",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stree_jax.checks import require
 from stree_jax.convert import find
 from stree_jax.measuring import Question
 from stree_jax.messages import shown
@@ -35,8 +36,7 @@ def prompt_of(line: bytes, *more: str) -> tuple[Any, dict[str, Any]]:
     if not given or not isinstance(content.get("prompt", ""), str):
         others = " or ".join(f'"{name}"' for name in names[1:])
         raise ValueError(f'not an object with a "prompt" that is a text, or with {others}')
-    if len(given) > 1:
-        raise ValueError(f"it has a {' and '.join(given)}; give one of them")
+    require(len(given) == 1, f"it has a {' and '.join(given)}; give one of them")
     return _messages(content["turns"]) if given == ["turns"] else content[given[0]], content
 
 
@@ -65,6 +65,5 @@ def read_questions(target: str, path: Path | None, built_in: Sequence[str]) -> l
                 raise ValueError('some lines have a "category": give one to each line or to none')
         except ValueError as error:
             raise ValueError(f"--prompts {path}, line {number}: {error}") from None
-    if not found:
-        raise ValueError(f"--prompts {path} has no prompts")
+    require(bool(found), f"--prompts {path} has no prompts")
     return found

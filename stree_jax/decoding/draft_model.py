@@ -75,11 +75,7 @@ class DraftModel(nnx.Module):
 
     @abc.abstractmethod
     def read(
-        self,
-        state: Any,
-        tokens: Int[Array, "B T"],
-        hidden: Any,
-        lengths: Int[Array, " B"],
+        self, state: Any, tokens: Int[Array, "B T"], hidden: Any, lengths: Int[Array, " B"]
     ) -> Any:
         """The state after the next tokens of a text, see `Drafter.read`."""
 
@@ -177,7 +173,7 @@ class WholeModel(DraftModel):
 
     def init(self, batch: int, num_nodes: int, max_length: int) -> Reader:
         sizes = batch, num_nodes + self.num_catch_up, max_length, self.num_catch_up
-        return _no_text(self.config, self.model.activation_dtype, *sizes)
+        return _no_text(self.config, self.model.activation_dtype, sizes)
 
     def read(self, state: Reader, tokens: Array, hidden: Any, lengths: Array) -> Reader:
         """See `DraftModel`. A row with catch-up tokens reads these first, and keeps as many."""
@@ -259,15 +255,9 @@ def draft_model(model: Any) -> Any:
 
 
 # One program: a call for each of these arrays takes longer than a short text.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
-def _no_text(
-    config: ModelConfig,
-    dtype: DTypeLike,
-    batch: int,
-    num_nodes: int,
-    max_length: int,
-    num_catch_up: int,
-) -> Reader:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _no_text(config: ModelConfig, dtype: DTypeLike, sizes: tuple[int, int, int, int]) -> Reader:
+    batch, num_nodes, max_length, num_catch_up = sizes
     slots = jnp.zeros((batch, num_catch_up), jnp.int32)
     pending = init_pending(config, batch, num_nodes, dtype)
     cache = init_cache(config, batch, max_length, dtype)

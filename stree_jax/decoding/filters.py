@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_kernels import largest_threshold
 from stree_jax.array_types import Array, Float32
-from stree_jax.checks import check_int, is_number
+from stree_jax.checks import check_int, is_number, require
 from stree_jax.decoding.rules import is_given, per_row, rule
 from stree_jax.messages import shown
 
@@ -101,14 +101,12 @@ class MinP:
 
 def check_top_p(p: Any) -> None:
     """Refuses an invalid `TopP.p`."""
-    if not (is_number(p) and 0 < p <= 1):
-        raise ValueError(f"top_p must be in (0, 1], got {shown(p)}")
+    require(is_number(p) and 0 < p <= 1, f"top_p must be in (0, 1], got {shown(p)}")
 
 
 def check_min_p(p: Any) -> None:
     """Refuses an invalid `MinP.p`."""
-    if not (is_number(p) and 0 <= p <= 1):
-        raise ValueError(f"min_p must be from 0 to 1, got {shown(p)}")
+    require(is_number(p) and 0 <= p <= 1, f"min_p must be from 0 to 1, got {shown(p)}")
 
 
 def _best_k(logits: Array, k: Array) -> Array:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_kernels import KVCache, NodeKV, replay_kv
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.draft_model import DraftModel, nodes_so_far, recorded
 from stree_jax.decoding.types import DraftTree, Verdict
 from stree_jax.models.cache import path_to
+from stree_jax.models.lm import embedded_tokens
 from stree_jax.tree import Tree
 
 
@@ -44,14 +44,15 @@ class HeadReader(NamedTuple):
 class HeadModel(DraftModel):
     """A head on a target's states as a draft model: one attention layer first, and what follows it.
 
-    A subclass sets `head` and `config`, and has `embedded`, `logits` and `check_target`.
+    A subclass sets `head`, `config` and `embedding`, and has `logits` and `check_target`.
     """
 
+    embedding: Any  # the target's
     head: Any  # with what a `DraftHead` has: `init_cache`, `entries`, `tree`
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
-        """The embeddings of tokens."""
-        raise NotImplementedError
+        """The target's embeddings, unless overridden."""
+        return embedded_tokens(tokens, self.embedding, self.config.embedding_multiplier)
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """Logits over the target's vocabulary, without padding."""
@@ -114,12 +115,7 @@ class HeadModel(DraftModel):
         return self._after(state, draft.tokens, above, path, hidden, verdict.last)
 
     def outputs_ahead(
-        self,
-        tokens: Int[Array, "B T"],
-        hidden: Float[Array, "B T _"],
-        depth: int,
-        *,
-        detached: bool = False,
+        self, tokens: Int[Array, "B T"], hidden: Float[Array, "B T _"], depth: int
     ) -> list[Float[Array, "B T M"]]:
         """Outputs of a head at every position of texts, as a chain of drafts has them there.
 
@@ -136,7 +132,6 @@ class HeadModel(DraftModel):
             tokens: the texts.
             hidden: the target's states at all tokens, as `Drafter.read` gets them.
             depth: number of outputs.
-            detached: no gradient flows through the outputs that are inputs of the next level.
 
         Returns:
             The outputs, each with `T` entries, which `logits` takes; those that need tokens
@@ -158,7 +153,6 @@ class HeadModel(DraftModel):
             embedded = self.embedded(tokens[:, places])
             above, prefix = self.head.tree(embedded, above, tree, cache, prefix)
             outputs.append(above)
-            above = lax.stop_gradient(above) if detached else above
         return outputs
 
     def _after(

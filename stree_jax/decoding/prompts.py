@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.array_types import Array, Int
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, require
 from stree_jax.messages import shown
 
 # Buffer sizes are rounded up to a few values, so that nearby requests share compiled programs.
@@ -48,8 +48,7 @@ def list_size(needed: int) -> int:
 def check_num_rows(name: str, value: int) -> None:
     """Refuses a number that is none of rows: they are one axis of all arrays."""
     check_int(name, value, 1)
-    if value > MAX_ROWS:
-        raise ValueError(f"{name} = {shown(value)}: a batch has at most {MAX_ROWS} rows")
+    require(value <= MAX_ROWS, f"{name} = {shown(value)}: a batch has at most {MAX_ROWS} rows")
 
 
 def checked_prompts(

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Bool, Int
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, require
 from stree_jax.decoding.prompts import list_size
 from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
 from stree_jax.decoding.types import Stops
@@ -125,8 +125,7 @@ def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:
     for each in map(_listed, stops):
         if not isinstance(each, Sequence) or isinstance(each, bytes):
             raise ValueError(f"{wanted}, got {shown(stop)}")
-        if not len(each):
-            raise ValueError(f"stop has an empty entry: {shown(stop)}; leave it out")
+        require(len(each) > 0, f"stop has an empty entry: {shown(stop)}; leave it out")
         if isinstance(each, str):
             found.append(each)
         else:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.checks import check_int, is_above_zero, is_number
+from stree_jax.checks import check_int, is_above_zero, is_number, require
 from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import list_size
 from stree_jax.decoding.rules import is_given, per_row, rule
@@ -152,8 +152,7 @@ def _members(ids: Int[Array, "B _"], logits: Float[Array, "B Q V"]) -> Array:
 
 
 def _padded(name: str, ids: list[Any]) -> np.ndarray:
-    if not ids:
-        raise ValueError(f"{name} has no token ids; leave the processor out")
+    require(bool(ids), f"{name} has no token ids; leave the processor out")
     ids = [check_int(f"a token id of {name}", token, 0, _NO_TOKEN - 1) for token in ids]
     return np.array([*ids, *[_NO_TOKEN] * (list_size(len(ids)) - len(ids))], np.int32)
 

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from pallas_kernels import dispatch
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, require
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.measuring.advice import advice
@@ -122,8 +122,7 @@ class BenchReport:
 def check_picture(path: str | os.PathLike[str]) -> Path:
     """Returns the file of a picture; refuses another kind, or if there is no matplotlib."""
     file = check_file(path)
-    if file.suffix not in (".png", ".svg"):
-        raise ValueError(f"{file} is not a .png or .svg file; name one")
+    require(file.suffix in (".png", ".svg"), f"{file} is not a .png or .svg file; name one")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -174,8 +173,7 @@ def bench(
         ValueError: a bad argument, or a way that `generate` refuses; raised before anything is
             compiled.
     """
-    if "temperature" in options:
-        raise ValueError("bench has no temperature, but temperatures=[0.0, 1.0]")
+    require("temperature" not in options, "bench has no temperature, but temperatures=[0.0, 1.0]")
     check_int("rows", rows, 1)
     check_int("rounds", rounds, 1)
     for way, own in ways.items():

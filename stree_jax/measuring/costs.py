@@ -1,5 +1,6 @@
 """Measured costs of the parts of a decode step on this device."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -62,23 +63,22 @@ def measure_costs(
     model: HybridLM,
     drafter: Drafter,
     prompt: list[int],
+    options: Options,
     *,
     max_nodes: int,
     max_depth: int,
-    temperature: float = 0.0,
-    key: jax.Array | int | None = None,
     sizes: Sequence[int] = SIZES,
     widths: Sequence[int] = WIDTHS,
     progress: Progress = silent,
 ) -> Costs:
-    """Times the parts of a step after a prompt, interleaved; takes medians.
+    """Times the parts of a step after a prompt, as options say it, interleaved; takes medians.
 
     `sizes` and `widths` are numbers of nodes of target calls and of draft levels, up to those of
     the largest tree; each compiles.
     """
     sizes = [size for size in sizes if size < max_nodes] + [max_nodes]
     widths = [width for width in widths if width < max_nodes // 2] + [max_nodes // 2]
-    options = Options(max_new_tokens=8, temperature=temperature, key=key)
+    options = dataclasses.replace(options, max_new_tokens=8)
 
     def drafts(topology: TreeTopology) -> Callable[[int], object]:
         request = plan(model, [prompt], options, drafter=drafter, topology=topology)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stree_jax.checkpoint.directories import write_text
+from stree_jax.checks import require
 
 # Columns of tables.
 SPEED = {"tokens/s": "{tokens_per_second[median]:,.0f}", "speed-up": "{speed_up[median]:.2f}x"}
@@ -128,10 +129,8 @@ def progress_bar(console: Any = None) -> Iterator[Callable[..., None]]:
 def check_file(path: str | os.PathLike[str]) -> Path:
     """Returns the path of a file to write; refuses what no file can be written to."""
     file = Path(path)
-    if not file.parent.is_dir():
-        raise ValueError(f"{file}: the folder {file.parent} does not exist")
-    if file.is_dir():
-        raise ValueError(f"{file} is a folder; name a file")
+    require(file.parent.is_dir(), f"{file}: the folder {file.parent} does not exist")
+    require(not file.is_dir(), f"{file} is a folder; name a file")
     return file
 
 

@@ -39,26 +39,9 @@ from pallas_kernels import (
 from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer
-from stree_jax.mesh.partition import DATA, ROWS, WHOLE, Cut, Part
-from stree_jax.models.layer import (
-    ConvGatherIndex,
-    LayerConfig,
-    Path,
-    Replay,
-    Sizes,
-    register,
-    share,
-)
-from stree_jax.models.layers import (
-    CONV_WIDTH_BITS,
-    conv_sequence,
-    conv_state_after,
-    conv_weight,
-    linear,
-    row_parallel,
-    spanning_norm,
-)
-from stree_jax.tree import Tree
+from stree_jax.mesh.partition import DATA, ROWS, Cut
+from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, register
+from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
 
 
 class AttentionCache(NamedTuple):
@@ -149,6 +132,8 @@ class AttentionConfig(LayerConfig):
 
     has_memory: ClassVar[bool] = True
     native_sizes: ClassVar[tuple[str, ...]] = ("head_dim",)
+    equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads", "mlp_dim")
+    shared_sizes: ClassVar[tuple[str, ...]] = ("num_kv_heads",)
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "input_multiple"):
@@ -231,7 +216,7 @@ class AttentionConfig(LayerConfig):
             "input_multiple is 2 in a model with 'shared' layers and 1 in others",
         )
 
-    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "AttentionMixer":
+    def build(self, d_model: int, **options: Any) -> "AttentionMixer":
         return AttentionMixer(self, d_model, **options)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> AttentionCache:
@@ -264,18 +249,9 @@ class AttentionConfig(LayerConfig):
         )
 
     def sizes(self, shards: int) -> Sizes:
-        equal = {"attention.num_heads": self.num_heads, "attention.mlp_dim": self.mlp_dim}
-        of_keys = {"attention.num_kv_heads": self.num_kv_heads}
-        # A norm over heads that several shards hold would count them again.
+        """See `LayerConfig`. A norm over heads that several shards hold would count them again."""
+        equal, of_keys = super().sizes(shards)
         return Sizes(equal | of_keys, {}) if self.qk_norm_spans else Sizes(equal, of_keys)
-
-    def local(self, shards: int) -> "AttentionConfig":
-        return dataclasses.replace(
-            self,
-            num_heads=share(self.num_heads, shards),
-            num_kv_heads=share(self.num_kv_heads, shards),
-            mlp_dim=share(self.mlp_dim, shards),
-        )
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         qkv, branch = self.qkv_segments, (self.mlp_dim, 1)
@@ -305,47 +281,25 @@ class Projected(NamedTuple):
     branch: Array | None  # output of the gated branch beside the attention [B, T, mlp_dim]
 
 
-class AttentionMixer(nnx.Module):
+class AttentionMixer(MixerModule):
     """One attention mixer."""
 
-    shard: Part = WHOLE
+    config: AttentionConfig
 
-    def __init__(
-        self,
-        config: AttentionConfig,
-        d_model: int,
-        *,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-        out_scale: float = 1.0,
-        implementation: str | None = None,
-    ):
-        c = self.config = config
+    def make(self, d_model: int, new: New) -> None:
+        c = self.config
         self._layout = c.layout
-        self.implementation = implementation
         channels = sum(c.projected_sizes)
-        self.in_proj = linear(
-            c.input_multiple * d_model,
-            c.gate_size + channels + 2 * c.mlp_dim,
-            bias=c.qkv_bias,
-            dtype=dtype,
-            rngs=rngs,
-        )
-        self.out_proj = linear(
-            c.projected_sizes[0] + c.mlp_dim,
-            d_model,
-            bias=c.out_bias,
-            dtype=dtype,
-            rngs=rngs,
-            scale=out_scale,
-        )
+        columns = c.gate_size + channels + 2 * c.mlp_dim
+        self.in_proj = new.linear(c.input_multiple * d_model, columns, c.qkv_bias)
+        rows = c.projected_sizes[0] + c.mlp_dim
+        self.out_proj = new.linear(rows, d_model, c.out_bias, new.out_scale)
         if c.qk_norm_eps is not None:  # scales of `1 + w` do not fit into bfloat16
             of_query, of_keys, _ = c.projected_sizes if c.qk_norm_spans else [c.head_dim] * 3
             self.q_norm_scale = nnx.Param(jnp.ones(of_query, jnp.float32))
             self.k_norm_scale = nnx.Param(jnp.ones(of_keys, jnp.float32))
         if c.conv_width:
-            self.conv_weight = conv_weight(c.conv_width, channels, dtype=dtype, rngs=rngs)
-            self.conv_bias = nnx.Param(jnp.zeros(channels, dtype))
+            self.conv_weight, self.conv_bias = new.conv(c.conv_width, channels, True)
 
     def __call__(
         self,
@@ -359,7 +313,7 @@ class AttentionMixer(nnx.Module):
         qkv, conv_state = projected.qkv, cache.conv
         if conv_state is not None:
             conv_input = jnp.where(valid[..., None], qkv, 0)
-            qkv = conv_sequence(self, conv_input, conv_state)
+            qkv = self.conv_sequence(conv_input, conv_state)
             conv_state = conv_state_after(conv_state, conv_input, lengths)
         steps, layout = jnp.arange(u.shape[1], dtype=jnp.int32)[None], self._layout
         everywhere = jnp.broadcast_to(steps, valid.shape)
@@ -375,26 +329,17 @@ class AttentionMixer(nnx.Module):
         new = NodeKV(*nodes)
         # Written before the attention, which reads up to the old length: else XLA copies the cache.
         kv = write_kv(cache.kv, new, valid, everywhere)
-        y = tree_attention(
-            *(query, new.keys, new.values, kv.keys, kv.values, length, causal),
-            scale=layout.scale,
-            implementation=self.implementation,
-        )
+        arrays = query, new.keys, new.values, kv.keys, kv.values, length, causal
+        y = self.run(tree_attention, *arrays, scale=layout.scale)
         y = self.in_proj.kernel.storage.cleared(y, valid[..., None, None])
         # The cache was overfull before these tokens: some were dropped, so no output is right.
         y = jnp.where((length > kv.keys.shape[2])[:, None, None, None], jnp.nan, y)
         return self._finish(y, projected), AttentionCache(kv, conv_state)
 
     def tree(
-        self,
-        u: Float[Array, "B Q I"],
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: AttentionCache,
-        prefix_pending: AttentionPending | None = None,
-        replay: Replay | None = None,
-        adapter: Array | None = None,
+        self, u: Float[Array, "B Q I"], at: Nodes, adapter: Array | None = None
     ) -> tuple[Float[Array, "B Q M"], AttentionPending, AttentionCache]:
+        tree, conv_gather_index, cache, prefix_pending, replay = at
         c = self.config
         projected = self._project(u, adapter)
         qkv, conv_input, conv_state = projected.qkv, None, cache.conv
@@ -404,20 +349,17 @@ class AttentionMixer(nnx.Module):
                 assert prefix_pending.conv_input is not None
                 conv_input = jnp.concatenate([prefix_pending.conv_input, qkv], axis=1)
             if replay is not None:
-                conv_state = self._replay_conv(conv_state, replay.pending, replay.conv_gather_index)
-            qkv = tree_conv1d(
-                conv_input, conv_state, *self.conv(), window, implementation=self.implementation
-            )
+                conv_state = self._replay_conv(conv_state, replay)
+            qkv = self.run(tree_conv1d, conv_input, conv_state, *self.conv(), window)
         depth, mask = (each[:, -u.shape[1] :] for each in (tree.depth, tree.ancestor_mask))
         prefix = None if prefix_pending is None else prefix_pending.kv
         previous = None if replay is None else (replay.pending.kv, replay.path.mask)
         if c.window is None:
-            y, nodes, kv = tree_attention_layer(
-                *(qkv, cache.kv, depth, mask),
+            y, nodes, kv = self.run(
+                *(tree_attention_layer, qkv, cache.kv, depth, mask),
                 layout=self._layout,
                 prefix_pending=prefix,
                 previous=previous,
-                implementation=self.implementation,
             )
         else:
             kv = cache.kv if previous is None else replay_kv(cache.kv, *previous, ring=True)
@@ -425,18 +367,10 @@ class AttentionMixer(nnx.Module):
         pending = AttentionPending(nodes, conv_input)
         return self._finish(y, projected), pending, AttentionCache(kv, conv_state)
 
-    def replay(
-        self,
-        cache: AttentionCache,
-        pending: AttentionPending,
-        path: Path,
-        conv_gather_index: ConvGatherIndex,
-    ) -> AttentionCache:
-        conv = cache.conv
-        if conv is not None:
-            conv = self._replay_conv(conv, pending, conv_gather_index)
+    def replay(self, cache: AttentionCache, along: Replay) -> AttentionCache:
         ring = self.config.window is not None
-        return AttentionCache(replay_kv(cache.kv, pending.kv, path.mask, ring=ring), conv)
+        kv = replay_kv(cache.kv, along.pending.kv, along.path.mask, ring=ring)
+        return AttentionCache(kv, self._replay_conv(cache.conv, along))
 
     def _in_window(
         self,
@@ -463,13 +397,11 @@ class AttentionMixer(nnx.Module):
             y = jnp.where((cache.length > capacity)[:, None, None, None], jnp.nan, y)
         return y, NodeKV(*new)
 
-    def _replay_conv(
-        self, conv: Array, pending: AttentionPending, conv_gather_index: ConvGatherIndex
-    ) -> Array:
-        assert pending.conv_input is not None
-        return replay_conv_state(
-            pending.conv_input, conv, conv_gather_index[self.config.conv_width]
-        )
+    def _replay_conv(self, conv: Array | None, along: Replay) -> Array | None:
+        if conv is None:
+            return None
+        window = along.conv_gather_index[self.config.conv_width]
+        return replay_conv_state(along.pending.conv_input, conv, window)
 
     def _project(self, u: Array, adapter: Array | None) -> Projected:
         c = self.config
@@ -496,13 +428,13 @@ class AttentionMixer(nnx.Module):
         c, epsilon = self.config, self.config.qk_norm_eps
         if epsilon is None:
             return qkv
-        kernel = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
+        kernel = self.norms_of_sequences()
         first, end = num_heads * c.head_dim, (num_heads + c.num_kv_heads) * c.head_dim
         query, keys, values = jnp.split(qkv, (first, end), axis=-1)
 
         def norm(x: Array, scale: nnx.Param) -> Array:
             if c.qk_norm_spans and self.shard.shards > 1:
-                return spanning_norm(x, scale, epsilon, self.shard).astype(x.dtype)
+                return self.spanning_norm(x, scale, epsilon).astype(x.dtype)
             heads = x.reshape(*x.shape[:-1], -1, scale.shape[-1])
             heads = rms_norm(heads, scale[...], epsilon=epsilon, implementation=kernel)
             return heads.astype(x.dtype).reshape(x.shape)
@@ -517,8 +449,4 @@ class AttentionMixer(nnx.Module):
             y = (y.astype(jnp.float32) * gate).astype(y.dtype)
         if projected.branch is not None:
             y = jnp.concatenate([y, projected.branch], axis=-1)
-        return scaled(row_parallel(self.out_proj, y, self.shard), self.config.output_multiplier)
-
-    def conv(self) -> tuple[Array, Array]:
-        """Weight and bias of the convolution."""
-        return self.conv_weight[...], self.conv_bias[...]
+        return scaled(self.row_parallel(y), self.config.output_multiplier)

@@ -1,5 +1,7 @@
 """A layer of the stack, and the residual stream between layers while a forward pass is traced."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -14,13 +16,7 @@ class Block(nnx.Module):
     """A layer: norm and mixer. The model adds its output to the residual stream."""
 
     def __init__(
-        self,
-        layer: LayerConfig,
-        config: ModelConfig,
-        *,
-        dtype: DTypeLike,
-        rngs: nnx.Rngs,
-        implementation: str | None,
+        self, layer: LayerConfig, config: ModelConfig, *, dtype: DTypeLike, **options: Any
     ):
         self.kind, self.is_shared = layer.kind, layer.is_shared
         self.norm_after = layer.norm_after
@@ -31,9 +27,8 @@ class Block(nnx.Module):
             config.d_model,
             norm_eps=config.norm_eps,
             dtype=dtype,
-            rngs=rngs,
             out_scale=len(config.layers) ** -0.5,
-            implementation=implementation,
+            **options,
         )
 
 
@@ -41,11 +36,7 @@ class ResidualStream:
     """Gives each layer its normed input, in one launch with adding the output before."""
 
     def __init__(
-        self,
-        embedded: Array,
-        config: ModelConfig,
-        dtype: DTypeLike,
-        implementation: str | None,
+        self, embedded: Array, config: ModelConfig, dtype: DTypeLike, implementation: str | None
     ):
         self._embedded = self._hidden = embedded
         self._config, self._dtype, self._implementation = config, dtype, implementation

@@ -16,7 +16,7 @@ from pallas_kernels import KVCache, NodeKV, rms_norm
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require
 from stree_jax.models.attention import AttentionCache, AttentionPending
-from stree_jax.models.layer import LayerConfig, NoCache
+from stree_jax.models.layer import LayerConfig, Nodes
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.matrices import Matrix
 from stree_jax.tree import Tree
@@ -155,10 +155,10 @@ class DraftHead(TargetHead):
             joined, residual = self.joined(embedded, states)
             behind = None if prefix is None else AttentionPending(prefix, None)
             before = AttentionCache(cache, None)
-            y, pending, _ = self.attention.tree(joined, tree, {}, before, behind)
+            y, pending, _ = self.attention.tree(joined, Nodes(tree, {}, before, behind))
             x = residual + y
             normed = self.norm(x, self.feed_forward_norm_scale)
-            y, _, _ = self.feed_forward.tree(normed, None, {}, NoCache())
+            y, _, _ = self.feed_forward.tree(normed)
             return self.finished(x + y), pending.kv
 
 

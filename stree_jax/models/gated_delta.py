@@ -34,31 +34,15 @@ from pallas_kernels import (
 )
 from stree_jax.array_types import Array, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer
-from stree_jax.mesh.partition import WHOLE, Cut, Part
-from stree_jax.models.layer import (
-    ConvGatherIndex,
-    LayerConfig,
-    Path,
-    Replay,
-    Sizes,
-    register,
-    share,
-)
-from stree_jax.models.layers import (
-    CONV_WIDTH_BITS,
-    conv_state_after,
-    conv_weight,
-    linear,
-    new_rates,
-    row_parallel,
-)
-from stree_jax.models.mamba2 import Mamba2Cache, convolved, empty_pending
-from stree_jax.tree import Tree
+from stree_jax.mesh.partition import Cut
+from stree_jax.models.layer import Nodes, Replay, register
+from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
+from stree_jax.models.mamba2 import Mamba2Cache, RecurrentConfig, convolved
 
 
 @register("gated_delta")
 @dataclasses.dataclass(frozen=True)
-class GatedDeltaConfig(LayerConfig):
+class GatedDeltaConfig(RecurrentConfig):
     """A layer with one gated delta mixer.
 
     Attributes:
@@ -81,8 +65,9 @@ class GatedDeltaConfig(LayerConfig):
     norm_eps: float = 1e-6
     chunk_size: int = 64
 
-    has_memory: ClassVar[bool] = True
-    native_sizes: ClassVar[tuple[str, ...]] = ("head_dim", "state_size")
+    dtype_of_x: ClassVar[DTypeLike | None] = jnp.float32  # corrections enter the state as they are
+    equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
+    shared_sizes: ClassVar[tuple[str, ...]] = ("num_groups",)
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "num_groups", "state_size", "chunk_size"):
@@ -108,30 +93,8 @@ class GatedDeltaConfig(LayerConfig):
             first_column=self.num_heads,
         )
 
-    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "GatedDeltaMixer":
+    def build(self, d_model: int, **options: Any) -> "GatedDeltaMixer":
         return GatedDeltaMixer(self, d_model, **options)
-
-    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
-        return Mamba2Cache.empty(self.layout, self.conv_width, batch, dtype)
-
-    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
-        """See `LayerConfig`. The corrections enter the state as they are: float32."""
-        return empty_pending(self.layout, batch, num_nodes, dtype, jnp.float32)
-
-    def cache_specs(self, axis: str | None) -> Any:
-        return Mamba2Cache.specs(axis)
-
-    def sizes(self, shards: int) -> Sizes:
-        return Sizes(
-            {"gated_delta.num_heads": self.num_heads}, {"gated_delta.num_groups": self.num_groups}
-        )
-
-    def local(self, shards: int) -> "GatedDeltaConfig":
-        return dataclasses.replace(
-            self,
-            num_heads=share(self.num_heads, shards),
-            num_groups=share(self.num_groups, shards),
-        )
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         by_head, v = (self.num_heads, 1), (self.num_heads, self.head_dim)
@@ -146,96 +109,65 @@ class GatedDeltaConfig(LayerConfig):
         }
 
 
-class GatedDeltaMixer(nnx.Module):
+class GatedDeltaMixer(MixerModule):
     """One gated delta mixer."""
 
-    shard: Part = WHOLE  # a `Shard` on a mesh
+    config: GatedDeltaConfig
 
-    def __init__(
-        self,
-        config: GatedDeltaConfig,
-        d_model: int,
-        *,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-        out_scale: float = 1.0,
-        implementation: str | None = None,
-    ):
-        c = self.config = config
-        self.implementation = implementation
-        layout, inner = c.layout, c.num_heads * c.head_dim
-        self.in_proj = linear(d_model, layout.num_columns, bias=False, dtype=dtype, rngs=rngs)
-        self.out_proj = linear(inner, d_model, bias=False, dtype=dtype, rngs=rngs, scale=out_scale)
-        self.conv_weight = conv_weight(c.conv_width, layout.num_channels, dtype=dtype, rngs=rngs)
-        self.A_log, self.dt_bias = new_rates(c.num_heads, rngs)
+    def make(self, d_model: int, new: New) -> None:
+        c, layout = self.config, self.config.layout
+        self.in_proj = new.linear(d_model, layout.num_columns, False)
+        self.out_proj = new.linear(c.num_heads * c.head_dim, d_model, False, new.out_scale)
+        self.conv_weight, _ = new.conv(c.conv_width, layout.num_channels, False)
+        self.A_log, self.dt_bias = new.rates(c.num_heads)
         self.norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
 
     def __call__(
         self, u: Array, cache: Mamba2Cache, valid: Array, lengths: Lengths
     ) -> tuple[Array, Mamba2Cache]:
         projected = self.in_proj(u)
-        (v, dt, k, conv_input), q = convolved(self, projected, None, cache.conv, valid)
+        (v, dt, k, conv_input), q = convolved(self, projected, cache.conv, valid)
         g = self._decays(dt)
-        y, state = delta_chunks(
-            *(q, k, v, g, self._beta(projected), cache.ssm, valid),
-            chunk_size=self.config.chunk_size,
-            implementation=self.implementation,
-        )
-        norm = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
-        output = self._output(y, projected, norm)
+        arrays = q, k, v, g, self._beta(projected), cache.ssm, valid
+        y, state = self.run(delta_chunks, *arrays, chunk_size=self.config.chunk_size)
+        output = self._output(y, projected, self.norms_of_sequences())
         return output, Mamba2Cache(state, conv_state_after(cache.conv, conv_input, lengths))
 
     def tree(
-        self,
-        u: Float[Array, "B Q M"],
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: Mamba2Cache,
-        prefix_pending: Mamba2Pending | None = None,
-        replay: Replay | None = None,
+        self, u: Float[Array, "B Q M"], at: Nodes
     ) -> tuple[Float[Array, "B Q M"], Mamba2Pending, Mamba2Cache]:
+        tree, conv_gather_index, cache, prefix_pending, replay = at
         c, width = self.config, self.config.conv_width
         projected = self.in_proj(u)
         previous = replay and (replay.pending, replay.conv_gather_index[width])
         # The convolution's op wants the corrections of the nodes before in the dtype of v.
         prefix = prefix_pending and prefix_pending._replace(x=prefix_pending.x.astype(u.dtype))
-        nodes, q, conv_state = tree_conv1d_layer(
-            *(projected, self.conv_weight[...], None, self.dt_bias[...], cache.conv),
+        nodes, q, conv_state = self.run(
+            *(tree_conv1d_layer, projected, *self.conv(), self.dt_bias[...], cache.conv),
             conv_gather_index[width],
             layout=c.layout,
             prefix_pending=prefix,
             previous=previous,
-            implementation=self.implementation,
         )
         v = nodes.x[:, -u.shape[1] :]  # behind the corrections of the nodes before
         arrays = (q, nodes.B, v, self._decays(nodes.dt), self._beta(projected), cache.ssm)
         mask = tree.ancestor_mask
         if replay is None:
             above = None if prefix_pending is None else prefix_pending.x
-            y, w = tree_delta(*arrays, mask, prefix_u=above, implementation=self.implementation)
+            y, w = self.run(tree_delta, *arrays, mask, prefix_u=above)
             state = cache.ssm
         else:
             old = replay.pending
-            y, w, state = replay_tree_delta(
-                *(old.B, old.x, self._decays(old.dt), replay.path.mask, *arrays, mask),
-                implementation=self.implementation,
-            )
+            record = old.B, old.x, self._decays(old.dt), replay.path.mask
+            y, w, state = self.run(replay_tree_delta, *record, *arrays, mask)
         output = self._output(y, projected, self.implementation)
         return output, nodes._replace(x=w), Mamba2Cache(state, conv_state)
 
-    def replay(
-        self,
-        cache: Mamba2Cache,
-        pending: Mamba2Pending,
-        path: Path,
-        conv_gather_index: ConvGatherIndex,
-    ) -> Mamba2Cache:
-        state = replay_delta(
-            *(pending.B, pending.x, self._decays(pending.dt), cache.ssm, path.mask),
-            implementation=self.implementation,
-        )
-        window = conv_gather_index[self.config.conv_width]
-        return Mamba2Cache(state, replay_conv_state(pending.conv_input, cache.conv, window))
+    def replay(self, cache: Mamba2Cache, along: Replay) -> Mamba2Cache:
+        w, dt, k, conv_input = along.pending
+        state = self.run(replay_delta, k, w, self._decays(dt), cache.ssm, along.path.mask)
+        window = along.conv_gather_index[self.config.conv_width]
+        return Mamba2Cache(state, replay_conv_state(conv_input, cache.conv, window))
 
     def _beta(self, projected: Array) -> Float32[Array, "B T H"]:
         """How much of the error each token corrects."""
@@ -260,4 +192,4 @@ class GatedDeltaMixer(nnx.Module):
             gate_start=start,
             implementation=implementation,
         )
-        return row_parallel(self.out_proj, rows, self.shard)
+        return self.row_parallel(rows)

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkab
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -56,6 +55,16 @@ class Replay(NamedTuple):
     conv_gather_index: ConvGatherIndex  # `replay_gather_index(path.parents, path.last, K)`
 
 
+class Nodes(NamedTuple):
+    """The last Q nodes of a tree of N, and what a layer knows before them."""
+
+    tree: Tree
+    conv_gather_index: ConvGatherIndex
+    cache: Any  # before the root; with `replay`, before that of the previous tree
+    prefix_pending: Any = None  # the record of the first N - Q nodes
+    replay: Replay | None = None  # comes first
+
+
 @runtime_checkable
 class Mixer(Protocol):
     """A layer of any kind. Its cache and its pending record are opaque to all other code.
@@ -68,24 +77,14 @@ class Mixer(Protocol):
     ) -> tuple[Array, Any]:
         """Runs a right-padded sequence from `cache`; returns outputs and the cache after it."""
 
-    def tree(
-        self,
-        u: Array,
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: Any,
-        prefix_pending: Any = None,
-        replay: Replay | None = None,
-    ) -> tuple[Array | DeferredRMSNorm, Any, Any]:
+    def tree(self, u: Array, at: Nodes) -> tuple[Array | DeferredRMSNorm, Any, Any]:
         """Runs the last nodes of a tree, after replaying a path of the previous tree, if any.
 
-        `prefix_pending` is the record of the nodes before. Returns outputs (a norm may be deferred
-        to `add_rms_norm`), the pending record of all nodes, and the cache before the root.
+        Returns outputs (a norm may be deferred to `add_rms_norm`), the pending record of all nodes,
+        and the cache before the root.
         """
 
-    def replay(
-        self, cache: Any, pending: Any, path: Path, conv_gather_index: ConvGatherIndex
-    ) -> Any:
+    def replay(self, cache: Any, along: Replay) -> Any:
         """The cache after a path."""
 
 
@@ -111,22 +110,14 @@ class LayerConfig:
     # Its sizes that must be multiples of 16, as `d_model`, for outputs of packed models to be equal
     # to the bit in trees, batches and chunks; None: they are not.
     native_sizes: ClassVar[tuple[str, ...] | None] = None
+    # On a mesh: fields that its shards split equally, and numbers of units of which neighbours may
+    # hold the same one.
+    equal_sizes: ClassVar[tuple[str, ...]] = ()
+    shared_sizes: ClassVar[tuple[str, ...]] = ()
     norm_after = False  # its norm is that of its output (Olmo), not of its input
 
-    def build(
-        self,
-        d_model: int,
-        *,
-        norm_eps: float,
-        dtype: DTypeLike,
-        rngs: nnx.Rngs,
-        out_scale: float,
-        implementation: str | None,
-    ) -> Any:
-        """The mixer, with new weights, the last of them times `out_scale`.
-
-        `norm_eps` is the epsilon of the norms on the residual stream.
-        """
+    def build(self, d_model: int, **options: Any) -> Any:
+        """The mixer, with new weights; options are those of `layers.Made`."""
         raise NotImplementedError
 
     def check_next(self, below: "LayerConfig | None") -> None:
@@ -163,15 +154,19 @@ class LayerConfig:
 
     def sizes(self, shards: int) -> Sizes:
         """The sizes that must fit this number of shards."""
-        whole = Sizes({}, {})
+        tables = self.equal_sizes, self.shared_sizes
+        own = ({f"{self.kind}.{name}": getattr(self, name) for name in names} for names in tables)
+        whole = Sizes(*own)
         for layer in self.parts.values():
             whole = Sizes(*map(operator.or_, whole, layer.sizes(shards)))
         return whole
 
     def local(self, shards: int) -> "LayerConfig":
         """The config of one of `shards` equal shards, which `sizes` fits."""
-        shares = {name: layer.local(shards) for name, layer in self.parts.items()}
-        return dataclasses.replace(self, **shares) if shares else self
+        shares: dict[str, Any] = {name: part.local(shards) for name, part in self.parts.items()}
+        for name in (*self.equal_sizes, *self.shared_sizes):
+            shares[name] = share(getattr(self, name), shards)
+        return dataclasses.replace(self, **shares)
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         """The cut of each weight of the mixer, by name; the others are replicated."""

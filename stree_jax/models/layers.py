@@ -1,7 +1,9 @@
-"""Linear layers, and convolutions that mixers share."""
+"""The base of mixers, linear layers, and convolutions that mixers share."""
 
+import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,11 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import tree_conv1d
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths
-from stree_jax.mesh.partition import Part
+from stree_jax.mesh.partition import WHOLE, Part
 from stree_jax.models.matrices import Matrix
 
-CONV_WIDTH_BITS = (
-    10  # of a convolution's width: published ones have 4, and every tap is an operation
-)
+CONV_WIDTH_BITS = 10  # published convolutions have a width of 4, and every tap is an operation
+_Output = TypeVar("_Output")
 
 
 class Projection(nnx.Module):
@@ -61,40 +62,112 @@ def output_logits(
         return lax.optimization_barrier(logits * multiplier)
 
 
-def row_parallel(
-    projection: Projection, inputs: Float[Array, "*rows inputs"], shard: Part
-) -> Float[Array, "*rows outputs"]:
-    """The output projection of a mixer; on a mesh, an all-reduce of the shards' products."""
-    if shard.shards == 1:
-        return projection(inputs)
-    output = shard.total(projection.kernel.product(inputs, wide=True)).astype(inputs.dtype)
-    return projection.biased(output)  # once, not by each shard
+@dataclasses.dataclass(frozen=True)
+class New:
+    """Makes new weights of a mixer, the last of which are times `out_scale`."""
+
+    dtype: DTypeLike
+    rngs: nnx.Rngs
+    out_scale: float
+
+    def linear(self, in_size: int, out_size: int, bias: bool, scale: float = 1.0) -> Projection:
+        """A linear layer."""
+        return linear(in_size, out_size, bias=bias, dtype=self.dtype, rngs=self.rngs, scale=scale)
+
+    def conv(self, width: int, channels: int, bias: bool) -> tuple[nnx.Param, nnx.Param | None]:
+        """Weight and bias of a depthwise convolution over tokens, as torch draws them."""
+        weight = nnx.Param(
+            self._uniform((width, channels), -(width**-0.5), width**-0.5, self.dtype)
+        )
+        return weight, nnx.Param(jnp.zeros(channels, self.dtype)) if bias else None
+
+    def rates(self, num_heads: int) -> tuple[nnx.Param, nnx.Param]:
+        """Rates of decay `log(-A)` and biases of time steps, `[H]` float32, as Mamba-2's begin."""
+        decay = self._uniform((num_heads,), 1.0, 16.0)
+        # dt starts log-uniform in [1e-3, 1e-1]; its bias is the inverse of softplus.
+        dt = jnp.exp(self._uniform((num_heads,), math.log(1e-3), math.log(1e-1)))
+        return nnx.Param(jnp.log(decay)), nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
+
+    def _uniform(
+        self, shape: tuple[int, ...], low: float, high: float, dtype: DTypeLike = jnp.float32
+    ) -> Array:
+        return jax.random.uniform(self.rngs.params(), shape, dtype, minval=low, maxval=high)
 
 
-def spanning_norm(x: Array, scale: nnx.Param, epsilon: float, shard: Part) -> Array:
-    """The norm of rows over the channels of all shards, in float32; it is another collective."""
-    value = x.astype(jnp.float32)
-    mean_square = shard.total(jnp.mean(jnp.square(value), axis=-1, keepdims=True)) / shard.shards
-    value = value * lax.rsqrt(mean_square + epsilon)
-    return value * lax.broadcast_to_rank(scale[...].astype(jnp.float32), x.ndim)
+class Made(nnx.Module):
+    """The base of modules of layers, whose weights `make` makes.
+
+    The last weights are times `out_scale`; `norm_eps` is of the norms on the residual stream.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        d_model: int,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+        out_scale: float = 1.0,
+        implementation: str | None = None,
+        norm_eps: float = 1e-5,
+    ):
+        self.config = config
+        self.implementation = implementation
+        self.norm_eps = norm_eps
+        self.make(d_model, New(dtype, rngs, out_scale))
+
+    def make(self, d_model: int, new: New) -> None:
+        """Makes the weights."""
+        raise NotImplementedError
 
 
-def conv_weight(width: int, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param:
-    """New weights of a depthwise convolution over tokens, as torch draws them."""
-    bound = width**-0.5
-    shape = width, channels
-    return nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, minval=-bound, maxval=bound))
+class MixerModule(Made):
+    """The base of mixers."""
 
+    shard: Part = WHOLE  # a `Shard` on a mesh
+    in_proj: Projection
+    out_proj: Projection
+    conv_weight: nnx.Param
+    conv_bias: nnx.Param | None = None
 
-def new_rates(num_heads: int, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:
-    """New rates of decay `log(-A)` and biases of time steps, `[H]` float32, as Mamba-2's begin."""
-    decay = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, minval=1.0, maxval=16.0)
-    # dt starts log-uniform in [1e-3, 1e-1]; its bias is the inverse of softplus.
-    low, high = math.log(1e-3), math.log(1e-1)
-    dt = jnp.exp(
-        jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, minval=low, maxval=high)
-    )
-    return nnx.Param(jnp.log(decay)), nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
+    def run(self, op: Callable[..., _Output], *arrays: Any, **options: Any) -> _Output:
+        """The result of an op in the mixer's implementation."""
+        return op(*arrays, implementation=self.implementation, **options)
+
+    def conv(self) -> tuple[Array, Array | None]:
+        """Weight and bias of the convolution."""
+        return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
+
+    def conv_sequence(
+        self, inputs: Float[Array, "B T C"], conv_state: Float[Array, "B J C"]
+    ) -> Float[Array, "B T C"]:
+        """A sequence after the convolution, which has no activation.
+
+        A packed model runs the op of trees: a token has the same outputs, to the bit.
+        """
+        weight, bias = self.conv()
+        if not self.in_proj.kernel.storage.is_packed:
+            return causal_conv1d(inputs, conv_state, weight, bias)
+        index = sequence_gather_index(inputs, len(weight))
+        return self.run(tree_conv1d, inputs, conv_state, weight, bias, index)
+
+    def row_parallel(self, inputs: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+        """The output projection; on a mesh, an all-reduce of the shards' products."""
+        if self.shard.shards == 1:
+            return self.out_proj(inputs)
+        output = self.shard.total(self.out_proj.kernel.product(inputs, wide=True))
+        return self.out_proj.biased(output.astype(inputs.dtype))  # once, not by each shard
+
+    def spanning_norm(self, x: Array, scale: nnx.Param, epsilon: float) -> Array:
+        """The norm of rows over the channels of all shards, in float32: another collective."""
+        value, shard = x.astype(jnp.float32), self.shard
+        mean_square = jnp.mean(jnp.square(value), axis=-1, keepdims=True)
+        value = value * lax.rsqrt(shard.total(mean_square) / shard.shards + epsilon)
+        return value * lax.broadcast_to_rank(scale[...].astype(jnp.float32), x.ndim)
+
+    def norms_of_sequences(self) -> str | None:
+        """The implementation of norms of whole sequences."""
+        return self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
 
 
 def causal_conv1d(
@@ -111,22 +184,6 @@ def causal_conv1d(
     for k in range(width):  # in the order of `tree_conv1d`
         output = output + context[:, k : k + length] * taps[k]
     return output.astype(inputs.dtype)
-
-
-def conv_sequence(
-    mixer: Any, inputs: Float[Array, "B T C"], conv_state: Float[Array, "B J C"]
-) -> Float[Array, "B T C"]:
-    """A sequence after the convolution of a mixer, which has no activation.
-
-    A packed model runs the op of trees: a token has the same outputs, to the bit.
-    """
-    weight, bias = mixer.conv()
-    if not mixer.in_proj.kernel.storage.is_packed:
-        return causal_conv1d(inputs, conv_state, weight, bias)
-    index = sequence_gather_index(inputs, len(weight))
-    return tree_conv1d(
-        *(inputs, conv_state, weight, bias, index), implementation=mixer.implementation
-    )
 
 
 def sequence_gather_index(inputs: Float[Array, "B T M"], width: int) -> Int[Array, "B T K"]:

@@ -14,13 +14,13 @@ from jax.typing import DTypeLike
 from pallas_kernels import conv_gather_index, dispatch, replay_gather_index
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
-from stree_jax.checks import check_names
+from stree_jax.checks import check_names, require
 from stree_jax.mesh.partition import ONE_DEVICE, Partition, Partitioned, Shard
 from stree_jax.messages import shown
 from stree_jax.models.block import Block, ResidualStream
 from stree_jax.models.cache import Cache, Pending, conv_widths, init_cache, init_pending
 from stree_jax.models.config import ModelConfig
-from stree_jax.models.layer import ConvGatherIndex, Path, Replay
+from stree_jax.models.layer import ConvGatherIndex, Nodes, Path, Replay
 from stree_jax.models.layers import output_logits
 from stree_jax.models.matrices import (
     Matrix,
@@ -70,8 +70,7 @@ def check_options(dtype: DTypeLike, implementation: str | None) -> None:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = shown(dtype)
-    if name not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be float32 or bfloat16, got {name}")
+    require(name in ("float32", "bfloat16"), f"dtype must be float32 or bfloat16, got {name}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation of a model must be one of {IMPLEMENTATIONS}, got"
@@ -312,14 +311,11 @@ class HybridLM(Partitioned):
         tree: Tree,
         cache: Cache,
         *,
-        replay: tuple[Pending, Path] | None = None,
-        prefix_pending: Pending | None = None,
         num_logits: int | None = None,
+        **before: Any,
     ) -> tuple[Float32[Array, "B Z V"], Pending, Cache]:
         """`tree`, then `logits` at its last `num_logits` queries; None: at all of them."""
-        hidden, pending, cache = self.tree(
-            tokens, tree, cache, replay=replay, prefix_pending=prefix_pending
-        )
+        hidden, pending, cache = self.tree(tokens, tree, cache, **before)
         first = 0 if num_logits is None else tokens.shape[1] - num_logits
         return self.logits(hidden[:, first:]), pending, cache
 
@@ -367,7 +363,7 @@ class HybridLM(Partitioned):
             stream = self._stream(tokens, self.implementation)
 
             def run(i: int, mixer: Any, u: Array) -> Any:
-                return mixer.tree(u, tree, gather_index, cache[i], prefixes[i], replays[i])
+                return mixer.tree(u, Nodes(tree, gather_index, cache[i], prefixes[i], replays[i]))
 
             states, pendings, caches = self._layers(stream, run, inner)
             self._check_pending(pendings, *tree.parents.shape)
@@ -421,10 +417,9 @@ class HybridLM(Partitioned):
         self._check_here()
         with jax.named_scope("replay"):
             index = self._replay_gather_index(path)
-            layers = zip(self._mixers(), cache, pending, strict=True)
             return tuple(
-                mixer.replay(layer_cache, layer_pending, path, index)
-                for mixer, layer_cache, layer_pending in layers
+                mixer.replay(of_layer, Replay(record, path, index))
+                for mixer, of_layer, record in zip(self._mixers(), cache, pending, strict=True)
             )
 
     @jax.named_scope("replay")

@@ -43,29 +43,17 @@ from pallas_kernels.numerics import activate, scaled
 from pallas_kernels.rms_norm.xla import activated
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import is_number, require, require_integer
-from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part
+from stree_jax.mesh.partition import DATA, Cut
 from stree_jax.messages import shown
-from stree_jax.models.layer import (
-    ConvGatherIndex,
-    LayerConfig,
-    Path,
-    Replay,
-    Sizes,
-    register,
-    share,
-)
+from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, register, share
 from stree_jax.models.layers import (
     CONV_WIDTH_BITS,
+    MixerModule,
+    New,
     causal_conv1d,
     conv_state_after,
-    conv_weight,
-    linear,
-    new_rates,
-    row_parallel,
     sequence_gather_index,
-    spanning_norm,
 )
-from stree_jax.tree import Tree
 
 
 class Mamba2Cache(NamedTuple):
@@ -74,42 +62,48 @@ class Mamba2Cache(NamedTuple):
     ssm: Float32[Array, "B H P S"]
     conv: Float[Array, "B J C"]  # the last J = K - 1 conv inputs, oldest first
 
-    @classmethod
-    def empty(
-        cls, layout: Mamba2Layout, conv_width: int, batch: int, dtype: DTypeLike
-    ) -> "Mamba2Cache":
-        """The cache before the first token: one size for all lengths."""
-        state = (batch, layout.num_heads, layout.head_dim, layout.state_size)
-        conv = jnp.zeros((batch, conv_width - 1, layout.num_channels), dtype)
-        return cls(jnp.zeros(state, jnp.float32), conv)
 
-    @classmethod
-    def specs(cls, axis: str | None) -> Any:
-        """How its arrays lie on a mesh."""
+class RecurrentConfig(LayerConfig):
+    """A layer with a state for each head, and a convolution before it."""
+
+    conv_width: int
+    has_memory: ClassVar[bool] = True
+    native_sizes: ClassVar[tuple[str, ...]] = ("head_dim", "state_size")
+    dtype_of_x: ClassVar[DTypeLike | None] = None  # in pending records; None: that of the others
+
+    @property
+    def layout(self) -> Mamba2Layout:
+        """Columns of z, x, B, C and dt in the input projection, and how the heads share them."""
+        raise NotImplementedError
+
+    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
+        """See `LayerConfig`: one size for all lengths."""
+        layout = self.layout
+        state = (batch, layout.num_heads, layout.head_dim, layout.state_size)
+        conv = jnp.zeros((batch, self.conv_width - 1, layout.num_channels), dtype)
+        return Mamba2Cache(jnp.zeros(state, jnp.float32), conv)
+
+    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
+        def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:
+            return jnp.zeros((batch, num_nodes, *shape), dtype)
+
+        layout = self.layout
+        return Mamba2Pending(
+            x=zeros(layout.num_heads, layout.head_dim, dtype=self.dtype_of_x or dtype),
+            dt=zeros(layout.num_heads, dtype=jnp.float32),
+            B=zeros(layout.num_groups, layout.state_size),
+            conv_input=zeros(layout.num_channels),
+        )
+
+    def cache_specs(self, axis: str | None) -> Any:
         by_head: Any = PartitionSpec(DATA, axis)  # specs instead of arrays
         by_channel: Any = PartitionSpec(DATA, None, axis)
-        return cls(by_head, by_channel)
-
-
-def empty_pending(
-    layout: Mamba2Layout, batch: int, num_nodes: int, dtype: DTypeLike, dtype_of_x: DTypeLike
-) -> Mamba2Pending:
-    """The pending record of a tree that was never run."""
-
-    def zeros(*shape: int, dtype: DTypeLike = dtype) -> Array:
-        return jnp.zeros((batch, num_nodes, *shape), dtype)
-
-    return Mamba2Pending(
-        x=zeros(layout.num_heads, layout.head_dim, dtype=dtype_of_x),
-        dt=zeros(layout.num_heads, dtype=jnp.float32),
-        B=zeros(layout.num_groups, layout.state_size),
-        conv_input=zeros(layout.num_channels),
-    )
+        return Mamba2Cache(by_head, by_channel)
 
 
 @register("mamba2")
 @dataclasses.dataclass(frozen=True)
-class Mamba2Config(LayerConfig):
+class Mamba2Config(RecurrentConfig):
     """A layer with one Mamba-2 mixer.
 
     Attributes:
@@ -156,9 +150,6 @@ class Mamba2Config(LayerConfig):
     output_multiplier: float = 1.0
     section_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     chunk_size: int = 64
-
-    has_memory: ClassVar[bool] = True
-    native_sizes: ClassVar[tuple[str, ...]] = ("head_dim", "state_size")
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "state_size", "num_groups", "chunk_size"):
@@ -223,7 +214,7 @@ class Mamba2Config(LayerConfig):
 
     @property
     def layout(self) -> Mamba2Layout:
-        """Columns of z, x, B, C and dt in the input projection, and how the heads share them."""
+        """See `RecurrentConfig`."""
         return Mamba2Layout(
             num_heads=self.num_heads,
             head_dim=self.head_dim,
@@ -242,17 +233,8 @@ class Mamba2Config(LayerConfig):
         """True if the gated norm spans the heads of all shards."""
         return self.norm != "none" and self.gate_groups == 1
 
-    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "Mamba2Mixer":
+    def build(self, d_model: int, **options: Any) -> "Mamba2Mixer":
         return Mamba2Mixer(self, d_model, **options)
-
-    def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Mamba2Cache:
-        return Mamba2Cache.empty(self.layout, self.conv_width, batch, dtype)
-
-    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
-        return empty_pending(self.layout, batch, num_nodes, dtype, dtype)
-
-    def cache_specs(self, axis: str | None) -> Any:
-        return Mamba2Cache.specs(axis)
 
     def sizes(self, shards: int) -> Sizes:
         equal = {"mamba2.num_heads": self.num_heads, "mamba2.mlp_dim": self.mlp_dim}
@@ -302,7 +284,6 @@ class Mamba2ShardConfig(Mamba2Config):
 def convolved(
     mixer: Any,
     projected: Float[Array, "B T _"],
-    bias: Float[Array, " C"] | None,
     conv_state: Float[Array, "B J C"],
     valid: Bool[Array, "B T"],
 ) -> tuple[Mamba2Pending, Array]:
@@ -310,14 +291,11 @@ def convolved(
 
     A packed model runs the op of trees: a token has the same outputs, to the bit.
     """
-    layout, weight, dt_bias = mixer.config.layout, mixer.conv_weight[...], mixer.dt_bias[...]
+    layout, (weight, bias), dt_bias = mixer.config.layout, mixer.conv(), mixer.dt_bias[...]
     if mixer.in_proj.kernel.storage.is_packed:
-        pending, queries, _ = tree_conv1d_layer(
-            *(projected, weight, bias, dt_bias, conv_state),
-            sequence_gather_index(projected, len(weight)),
-            layout=layout,
-            implementation=mixer.implementation,
-        )
+        index = sequence_gather_index(projected, len(weight))
+        arrays = projected, weight, bias, dt_bias, conv_state, index
+        pending, queries, _ = mixer.run(tree_conv1d_layer, *arrays, layout=layout)
         return pending, queries
     conv_input = jnp.where(valid[..., None], layout.conv_input(projected), 0)
     x, B, queries = layout.heads(
@@ -326,90 +304,56 @@ def convolved(
     return Mamba2Pending(x, layout.time_steps(projected, dt_bias), B, conv_input), queries
 
 
-class Mamba2Mixer(nnx.Module):
+class Mamba2Mixer(MixerModule):
     """One Mamba-2 mixer; `A_log`, `D` and `dt_bias` are float32 whatever the dtype."""
 
-    shard: Part = WHOLE
+    config: Mamba2Config
 
-    def __init__(
-        self,
-        config: Mamba2Config,
-        d_model: int,
-        *,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-        out_scale: float = 1.0,
-        implementation: str | None = None,
-    ):
-        c = self.config = config
-        self.implementation = implementation
+    def make(self, d_model: int, new: New) -> None:
+        c, layout = self.config, self.config.layout
         self.norm_spans_shards = isinstance(c, Mamba2ShardConfig)
-        layout = c.layout
-        self.in_proj = linear(
-            d_model,
-            layout.num_columns,
-            bias=c.in_proj_bias,
-            dtype=dtype,
-            rngs=rngs,
+        self.in_proj = new.linear(d_model, layout.num_columns, c.in_proj_bias)
+        self.out_proj = new.linear(
+            c.mlp_dim + c.inner_size, d_model, c.out_proj_bias, new.out_scale
         )
-        self.out_proj = linear(
-            c.mlp_dim + c.inner_size,
-            d_model,
-            bias=c.out_proj_bias,
-            dtype=dtype,
-            rngs=rngs,
-            scale=out_scale,
-        )
-        self.conv_weight = conv_weight(c.conv_width, layout.num_channels, dtype=dtype, rngs=rngs)
-        self.conv_bias = nnx.Param(jnp.zeros(layout.num_channels, dtype)) if c.conv_bias else None
-        self.A_log, self.dt_bias = new_rates(c.num_heads, rngs)
+        convolution = new.conv(c.conv_width, layout.num_channels, c.conv_bias)
+        self.conv_weight, self.conv_bias = convolution
+        self.A_log, self.dt_bias = new.rates(c.num_heads)
         self.D = nnx.Param(jnp.ones(c.inner_size if c.d_per_channel else c.num_heads, jnp.float32))
-        self.norm_scale = nnx.Param(jnp.ones(c.inner_size, dtype)) if c.norm != "none" else None
+        self.norm_scale = nnx.Param(jnp.ones(c.inner_size, new.dtype)) if c.norm != "none" else None
 
     def __call__(
         self, u: Array, cache: Mamba2Cache, valid: Array, lengths: Lengths
     ) -> tuple[Array | DeferredRMSNorm, Mamba2Cache]:
         projected, layout = self._project(u), self.config.layout
         is_packed = self.in_proj.kernel.storage.is_packed
-        _, bias = self._conv_weights()
-        (x, dt, B, conv_input), C = convolved(self, projected, bias, cache.conv, valid)
+        (x, dt, B, conv_input), C = convolved(self, projected, cache.conv, valid)
         dt = jnp.where(valid[..., None], dt, 0.0)
         gate = self._gate(projected) if is_packed or self.norm_spans_shards else None
         D = jnp.broadcast_to(self.D[...].reshape(layout.num_heads, -1), x.shape[2:])
-        y, state = ssd(
-            *(x, dt, self.A_log[...], B, C, D, cache.ssm),
+        y, state = self.run(
+            *(ssd, x, dt, self.A_log[...], B, C, D, cache.ssm),
             gate=gate,
             A_is_log=True,
             chunk_size=self.config.chunk_size,
-            implementation=self.implementation,
         )
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
-        norm = self.in_proj.kernel.storage.norms_of_sequences(self.implementation)
-        output = self._finish(y, gate, projected, norm)
+        output = self._finish(y, gate, projected, self.norms_of_sequences())
         return output, Mamba2Cache(state, conv_state)
 
     def tree(
-        self,
-        u: Float[Array, "B Q M"],
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: Mamba2Cache,
-        prefix_pending: Mamba2Pending | None = None,
-        replay: Replay | None = None,
+        self, u: Float[Array, "B Q M"], at: Nodes
     ) -> tuple[Float[Array, "B Q M"] | DeferredRMSNorm, Mamba2Pending, Mamba2Cache]:
+        tree, conv_gather_index, cache, prefix_pending, replay = at
         c, layout, width = self.config, self.config.layout, self.config.conv_width
         projected = self._project(u)
         previous = replay and (replay.pending, replay.conv_gather_index[width])
-        pending, C, conv_state = tree_conv1d_layer(
-            projected,
-            *self._conv_weights(),
-            self.dt_bias[...],
-            cache.conv,
+        pending, C, conv_state = self.run(
+            *(tree_conv1d_layer, projected, *self.conv(), self.dt_bias[...], cache.conv),
             conv_gather_index[width],
             layout=layout,
             prefix_pending=prefix_pending,
             previous=previous,
-            implementation=self.implementation,
         )
         D = self.D[...]
         D = D.reshape(c.num_heads, c.head_dim) if c.d_per_channel else D
@@ -418,41 +362,23 @@ class Mamba2Mixer(nnx.Module):
         arguments = (*nodes, cache.ssm, tree.ancestor_mask)
         y: Array | DeferredRMSNorm
         if replay is None:
-            y = tree_scan(*arguments, gate=gate, A_is_log=True, implementation=self.implementation)
+            y = self.run(tree_scan, *arguments, gate=gate, A_is_log=True)
             ssm = cache.ssm
         else:
             old = (replay.pending.x, replay.pending.dt, replay.pending.B, replay.path.mask)
-            y, ssm = replay_tree_scan(
-                *(*old, *arguments), gate=gate, A_is_log=True, implementation=self.implementation
-            )
+            y, ssm = self.run(replay_tree_scan, *old, *arguments, gate=gate, A_is_log=True)
         output = self._finish(y, gate, projected, self.implementation)
         return output, pending, Mamba2Cache(ssm, conv_state)
 
-    def replay(
-        self,
-        cache: Mamba2Cache,
-        pending: Mamba2Pending,
-        path: Path,
-        conv_gather_index: ConvGatherIndex,
-    ) -> Mamba2Cache:
-        ssm = replay(
-            pending.x,
-            pending.dt,
-            self.A_log[...],
-            pending.B,
-            cache.ssm,
-            path.mask,
-            A_is_log=True,
-            implementation=self.implementation,
-        )
-        window = conv_gather_index[self.config.conv_width]
-        return Mamba2Cache(ssm, replay_conv_state(pending.conv_input, cache.conv, window))
+    def replay(self, cache: Mamba2Cache, along: Replay) -> Mamba2Cache:
+        x, dt, B, conv_input = along.pending
+        arrays = x, dt, self.A_log[...], B, cache.ssm, along.path.mask
+        ssm = self.run(replay, *arrays, A_is_log=True)
+        window = along.conv_gather_index[self.config.conv_width]
+        return Mamba2Cache(ssm, replay_conv_state(conv_input, cache.conv, window))
 
     def _project(self, u: Array) -> Array:
         return self.in_proj(scaled(u, self.config.input_multiplier))
-
-    def _conv_weights(self) -> tuple[Array, Array | None]:
-        return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
 
     def _gate(self, projected: Array) -> Gate | None:
         """The gate for the scan, with the norm after it; None if the scan cannot do the norm."""
@@ -477,21 +403,17 @@ class Mamba2Mixer(nnx.Module):
         )
 
     def _finish(
-        self,
-        y: Array | DeferredRMSNorm,
-        gate: Gate | None,
-        projected: Array,
-        implementation: str | None,
+        self, y: Array | DeferredRMSNorm, gate: Gate | None, projected: Array, kernel: str | None
     ) -> Array | DeferredRMSNorm:
         """Gate and norm of the scan's output, if the scan has not done them, and projection."""
         if isinstance(y, DeferredRMSNorm):
             return self._project_deferred(y, projected)
         y = y.reshape(*y.shape[:2], -1)
         if gate is None:
-            y = self._gated_norm(y, projected, implementation)
+            y = self._gated_norm(y, projected, kernel)
         return self._project_out(y, projected)
 
-    def _gated_norm(self, y: Array, projected: Array, implementation: str | None) -> Array:
+    def _gated_norm(self, y: Array, projected: Array, kernel: str | None) -> Array:
         """Gate and norm of the scan's output `[B, T, H * P]`."""
         c = self.config
         gate, gate_start = self.config.layout.gate(projected)
@@ -505,7 +427,7 @@ class Mamba2Mixer(nnx.Module):
             epsilon=c.norm_eps,
             num_groups=1 if self.norm_scale is None else c.gate_groups,
             gate_start=gate_start,
-            implementation=implementation,
+            implementation=kernel,
         )
 
     def _spanning_norm(self, y: Array, gate: Array) -> Array:
@@ -513,7 +435,7 @@ class Mamba2Mixer(nnx.Module):
         assert self.norm_scale is not None
         gate_first = self.config.norm == "gate_then_norm"
         value = y.astype(jnp.float32) * (gate if gate_first else 1.0)
-        value = spanning_norm(value, self.norm_scale, self.config.norm_eps, self.shard)
+        value = self.spanning_norm(value, self.norm_scale, self.config.norm_eps)
         return (value if gate_first else value * gate).astype(y.dtype)
 
     def _project_deferred(self, y: DeferredRMSNorm, projected: Array) -> DeferredRMSNorm:
@@ -531,4 +453,4 @@ class Mamba2Mixer(nnx.Module):
         if c.mlp_dim:
             gate, branch, _ = jnp.split(projected, (c.mlp_dim, 2 * c.mlp_dim), axis=-1)
             y = jnp.concatenate([activate("silu", gate) * branch, y], axis=-1)
-        return scaled(row_parallel(self.out_proj, y, self.shard), c.output_multiplier)
+        return scaled(self.row_parallel(y), c.output_multiplier)

@@ -4,22 +4,13 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from flax import nnx
-from jax.typing import DTypeLike
 
 from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import require_integer
-from stree_jax.mesh.partition import WHOLE, Cut, Part
-from stree_jax.models.layer import (
-    LayerConfig,
-    NoCache,
-    Sizes,
-    register,
-    require_activation,
-    share,
-)
-from stree_jax.models.layers import linear, row_parallel
+from stree_jax.mesh.partition import Cut
+from stree_jax.models.layer import LayerConfig, NoCache, register, require_activation
+from stree_jax.models.layers import MixerModule, New
 
 
 @register("mlp")
@@ -47,21 +38,14 @@ class MlpConfig(LayerConfig):
     output_multiplier: float = 1.0
     norm_after: bool = False
     native_sizes: ClassVar[tuple[str, ...]] = ()
+    equal_sizes: ClassVar[tuple[str, ...]] = ("hidden_size",)
 
     def __post_init__(self) -> None:
         require_integer(self, "hidden_size", 1)
         require_activation(self)
 
-    def build(
-        self, d_model: int, *, norm_eps: float, implementation: str | None, **options: Any
-    ) -> "Mlp":
+    def build(self, d_model: int, **options: Any) -> "Mlp":
         return Mlp(self, d_model, **options)
-
-    def sizes(self, shards: int) -> Sizes:
-        return Sizes({"mlp.hidden_size": self.hidden_size}, {})
-
-    def local(self, shards: int) -> "MlpConfig":
-        return dataclasses.replace(self, hidden_size=share(self.hidden_size, shards))
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         hidden = (self.hidden_size, 1)
@@ -72,10 +56,8 @@ class MlpConfig(LayerConfig):
         }
 
 
-class Pointwise(nnx.Module):
+class Pointwise(MixerModule):
     """A mixer that computes each position alone: no mask, an empty cache, replay is a no-op."""
-
-    shard: Part = WHOLE
 
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """The function of one position."""
@@ -87,34 +69,24 @@ class Pointwise(nnx.Module):
         return self.apply(u), cache
 
     def tree(
-        self, u: Float[Array, "B Q M"], tree: object, index: object, cache: NoCache, *before: object
+        self, u: Float[Array, "B Q M"], at: Any = None
     ) -> tuple[Float[Array, "B Q M"], NoCache, NoCache]:
-        return self.apply(u), NoCache(), cache
+        return self.apply(u), NoCache(), NoCache()
 
-    def replay(
-        self, cache: NoCache, pending: NoCache, path: object, conv_gather_index: object
-    ) -> NoCache:
+    def replay(self, cache: NoCache, along: object) -> NoCache:
         return cache
 
 
 class Mlp(Pointwise):
     """`out_proj(activation(gate) * up)` with `gate, up = in_proj(u)`, or without a gate."""
 
-    def __init__(
-        self,
-        config: MlpConfig,
-        d_model: int,
-        *,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-        out_scale: float = 1.0,
-    ):
-        c = self.config = config
+    config: MlpConfig
+
+    def make(self, d_model: int, new: New) -> None:
+        c = self.config
         width = 2 * c.hidden_size if c.gated else c.hidden_size
-        self.in_proj = linear(d_model, width, bias=c.bias, dtype=dtype, rngs=rngs)
-        self.out_proj = linear(
-            c.hidden_size, d_model, bias=c.bias, dtype=dtype, rngs=rngs, scale=out_scale
-        )
+        self.in_proj = new.linear(d_model, width, c.bias)
+        self.out_proj = new.linear(c.hidden_size, d_model, c.bias, new.out_scale)
 
     def apply(
         self, u: Float[Array, "B T M"], adapter: Array | None = None
@@ -129,4 +101,4 @@ class Mlp(Pointwise):
             hidden = activate(c.activation, scaled(gate, c.gate_multiplier)) * up
         else:
             hidden = activate(c.activation, hidden)
-        return scaled(row_parallel(self.out_proj, hidden, self.shard), c.output_multiplier)
+        return scaled(self.row_parallel(hidden), c.output_multiplier)

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 
 from pallas_kernels import expert_mlps
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Sizes, register, require_activation, share, within
-from stree_jax.models.layers import Projection, linear
+from stree_jax.models.layers import New
 from stree_jax.models.matrices import Matrix
 from stree_jax.models.mlp import Mlp, MlpConfig, Pointwise
 
@@ -100,7 +99,7 @@ class MoeConfig(LayerConfig):
         """Experts whose weights the layer has."""
         return self.num_experts
 
-    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "MixtureOfExperts":
+    def build(self, d_model: int, **options: Any) -> "MixtureOfExperts":
         return MixtureOfExperts(self, d_model, **options)
 
     def by_expert(self, shards: int) -> bool:
@@ -145,48 +144,32 @@ class MoeShardConfig(MoeConfig):
 class MixtureOfExperts(Pointwise):
     """The weighted sum of a token's chosen experts, plus an expert that all tokens use."""
 
-    def __init__(
-        self,
-        config: MoeConfig,
-        d_model: int,
-        *,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-        out_scale: float = 1.0,
-        implementation: str | None = None,
-    ):
-        c = self.config = config
-        self.implementation = implementation
+    config: MoeConfig
+
+    def make(self, d_model: int, new: New) -> None:
+        c, rngs, dtype = self.config, new.rngs, new.dtype
         width = d_model if c.latent_size is None else c.latent_size
 
-        def experts(rows: int, columns: int, scale: float = 1.0) -> Matrix:
-            shape = (c.experts_held, rows, columns)
-            return Matrix(scale * rows**-0.5 * jax.random.normal(rngs.params(), shape, dtype))
+        def drawn(*shape: int, scale: float = 1.0) -> Matrix:
+            normal = jax.random.normal(rngs.params(), shape, dtype)
+            return Matrix(scale * shape[-2] ** -0.5 * normal)
 
-        def scores(columns: int) -> Matrix:
-            drawn = jax.random.normal(rngs.params(), (d_model, columns), dtype)
-            return Matrix(d_model**-0.5 * drawn)
-
-        self.router = scores(c.num_experts)
+        self.router = drawn(d_model, c.num_experts)
         self.correction = (
             nnx.Param(jnp.zeros(c.num_experts, jnp.float32)) if c.router == "sigmoid" else None
         )
-        self.experts_in = experts(width, 2 * c.hidden_size if c.gated else c.hidden_size)
-        self.experts_out = experts(c.hidden_size, width, out_scale)
-
-        def projection(rows: int, columns: int) -> Projection | None:
-            if c.latent_size is None:
-                return None
-            return linear(rows, columns, bias=False, dtype=dtype, rngs=rngs)
-
-        self.latent_in, self.latent_out = projection(d_model, width), projection(width, d_model)
+        self.experts_in = drawn(c.experts_held, width, (1 + c.gated) * c.hidden_size)
+        self.experts_out = drawn(c.experts_held, c.hidden_size, width, scale=new.out_scale)
+        sizes = [] if c.latent_size is None else [(d_model, width), (width, d_model)]
+        latent: Any = [new.linear(*size, False) for size in sizes] or [None, None]
+        self.latent_in, self.latent_out = latent
         shared = MlpConfig(c.shared_size or 1, activation=c.activation, gated=c.gated)
         self.shared = (
-            Mlp(shared, d_model, dtype=dtype, rngs=rngs, out_scale=out_scale)
+            Mlp(shared, d_model, dtype=dtype, rngs=rngs, out_scale=new.out_scale)
             if c.shared_size
             else None
         )
-        self.shared_gate = scores(1) if c.shared_gate else None
+        self.shared_gate = drawn(d_model, 1) if c.shared_gate else None
 
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """The function of one position."""
@@ -196,12 +179,8 @@ class MixtureOfExperts(Pointwise):
         x = u if self.latent_in is None else self.latent_in(u)
         rows, into = self.experts_in.storage.operand(x.reshape(-1, x.shape[-1]))
         rows, out = self.experts_out.storage.operand(rows)
-        y = expert_mlps(
-            *(rows, weights, chosen, into, out),
-            activation=self.config.activation,
-            gated=self.config.gated,
-            implementation=self.implementation,
-        ).reshape(x.shape)
+        how = dict(activation=self.config.activation, gated=self.config.gated)
+        y = self.run(expert_mlps, rows, weights, chosen, into, out, **how).reshape(x.shape)
         y = y if self.latent_out is None else self.latent_out(y)
         if self.shared is not None:
             shared = self.shared.apply(u)

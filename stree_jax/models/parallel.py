@@ -9,15 +9,8 @@ from jax.typing import DTypeLike
 from pallas_kernels import DeferredRMSNorm
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.models.attention import AttentionConfig, AttentionMixer
-from stree_jax.models.layer import (
-    ConvGatherIndex,
-    LayerConfig,
-    Path,
-    Replay,
-    register,
-)
+from stree_jax.models.layer import LayerConfig, Nodes, Replay, register
 from stree_jax.models.mamba2 import Mamba2Config, Mamba2Mixer
-from stree_jax.tree import Tree
 
 
 class Both(NamedTuple):
@@ -69,34 +62,27 @@ class ParallelMixer(nnx.Module):
         z, attention = self.attention(u, cache.attention, valid, lengths)
         return _sum(y, z), Both(mamba2, attention)
 
-    def tree(
-        self,
-        u: Float[Array, "B Q M"],
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: Both,
-        prefix_pending: Both | None = None,
-        replay: Replay | None = None,
-    ) -> tuple[Float[Array, "B Q M"], Both, Both]:
-        prefix = Both(None, None) if prefix_pending is None else prefix_pending
-        replays = Both(None, None)
-        if replay is not None:
-            replays = Both(*(replay._replace(pending=record) for record in replay.pending))
-        common = u, tree, conv_gather_index
-        y, *of_mamba2 = self.mamba2.tree(*common, cache.mamba2, prefix.mamba2, replays.mamba2)
-        z, *of_attention = self.attention.tree(
-            *common, cache.attention, prefix.attention, replays.attention
-        )
+    def tree(self, u: Float[Array, "B Q M"], at: Nodes) -> tuple[Float[Array, "B Q M"], Both, Both]:
+        parts = zip(at.cache, at.prefix_pending or (None, None), _replays(at.replay), strict=True)
+        for_mamba2, for_attention = (Nodes(*at[:2], *part) for part in parts)
+        y, *of_mamba2 = self.mamba2.tree(u, for_mamba2)
+        z, *of_attention = self.attention.tree(u, for_attention)
         pending, cache = map(Both, of_mamba2, of_attention)
         return _sum(y, z), pending, cache
 
-    def replay(
-        self, cache: Both, pending: Both, path: Path, conv_gather_index: ConvGatherIndex
-    ) -> Both:
+    def replay(self, cache: Both, along: Replay) -> Both:
+        of_mamba2, of_attention = _replays(along)
         return Both(
-            self.mamba2.replay(cache.mamba2, pending.mamba2, path, conv_gather_index),
-            self.attention.replay(cache.attention, pending.attention, path, conv_gather_index),
+            self.mamba2.replay(cache.mamba2, of_mamba2),
+            self.attention.replay(cache.attention, of_attention),
         )
+
+
+def _replays(both: Replay | None) -> Both:
+    """Of each of the two."""
+    if both is None:
+        return Both(None, None)
+    return Both(*(both._replace(pending=record) for record in both.pending))
 
 
 def _sum(y: Array | DeferredRMSNorm, z: Array) -> Array:

@@ -4,7 +4,7 @@
 its own config and never uses a preset.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from stree_jax.models.attention import AttentionConfig, RopeScaling
@@ -19,10 +19,20 @@ from stree_jax.models.short_conv import ShortConvConfig
 Preset = dict[str, Any]
 
 
-def _in_pairs(num_layers: int, attention_layers: Collection[int], mlp: str) -> tuple[str, ...]:
-    """A mixer and an MLP, so many times."""
-    mixers = ("attention" if i in attention_layers else "mamba2" for i in range(num_layers))
-    return tuple(kind for mixer in mixers for kind in (mixer, mlp))
+def _hybrid(vocab_size: int, d_model: int, layers: Iterable[str], **options: Any) -> Preset:
+    """A model whose residual stream has the dtype of its weights."""
+    sizes = dict(vocab_size=vocab_size, d_model=d_model, residual_float32=False)
+    return sizes | dict(layers=tuple(layers)) | options
+
+
+def _mixers(num_layers: int, attention_layers: Collection[int], kind: str = "mamba2") -> list[str]:
+    """Attention in some layers, and a mixer of this kind in the others."""
+    return ["attention" if i in attention_layers else kind for i in range(num_layers)]
+
+
+def _in_pairs(mixers: Iterable[str], after: str) -> list[str]:
+    """Each mixer with what comes after it."""
+    return [kind for mixer in mixers for kind in (mixer, after)]
 
 
 def _mamba2(d_model: int, num_layers: int) -> Preset:
@@ -47,14 +57,12 @@ def _mamba_in_llama(
     kv_heads: int = 8,
     attention_layers: Collection[int] = (),
     rope_factor: float = 8.0,
-    tie_embeddings: bool = False,
+    **options: Any,
 ) -> Preset:
     """MambaInLlama's distilled Llamas and STree's draft model: heads and states of 128."""
     heads = inner // 128
-    return dict(
-        vocab_size=128256,
-        d_model=d_model,
-        layers=_in_pairs(num_layers, attention_layers, "mlp"),
+    return _hybrid(
+        *(128256, d_model, _in_pairs(_mixers(num_layers, attention_layers), "mlp")),
         mamba2=Mamba2Config(
             num_heads=heads,
             head_dim=128,
@@ -75,8 +83,7 @@ def _mamba_in_llama(
         if attention_layers
         else None,
         mlp=MlpConfig(mlp),
-        tie_embeddings=tie_embeddings,
-        residual_float32=False,
+        **dict(tie_embeddings=False) | options,
     )
 
 
@@ -85,16 +92,13 @@ def _nemotron_h(
 ) -> Preset:
     """NVIDIA's Nemotron-H and Nemotron-3; `pattern` is `hybrid_override_pattern`."""
     kinds = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
-    return dict(
-        vocab_size=131072,
-        d_model=d_model,
-        layers=tuple(kinds[letter] for letter in pattern),
+    return _hybrid(
+        *(131072, d_model, map(kinds.__getitem__, pattern)),
         mamba2=Mamba2Config(
             num_heads=num_heads, head_dim=64, state_size=128, num_groups=8, chunk_size=128
         ),
         attention=AttentionConfig(num_heads=32, num_kv_heads=num_kv_heads, head_dim=128),
         tie_embeddings=False,
-        residual_float32=False,
         **options,
     )
 
@@ -105,27 +109,21 @@ def _granite_h(
     *,
     head_dim: int,
     attention_layers: Collection[int],
-    residual: float,
     logits_scaling: float,
-    mlp: MlpConfig | None = None,
-    moe: MoeConfig | None = None,
+    **options: Any,
 ) -> Preset:
     """ibm-granite/granite-4.0-h-350m (dense) and -tiny (experts)."""
     attention_dim = d_model // 12
-    return dict(
-        vocab_size=100352,
-        d_model=d_model,
-        layers=_in_pairs(num_layers, attention_layers, "mlp" if moe is None else "moe"),
+    mixers = _mixers(num_layers, attention_layers)
+    return _hybrid(
+        *(100352, d_model, _in_pairs(mixers, "moe" if "moe" in options else "mlp")),
         mamba2=Mamba2Config(num_heads=48, head_dim=head_dim, state_size=128, chunk_size=256),
         attention=AttentionConfig(
             num_heads=12, num_kv_heads=4, head_dim=attention_dim, scale=1 / attention_dim
         ),
-        mlp=mlp,
-        moe=moe,
-        residual_float32=False,
         embedding_multiplier=12.0,
-        residual_multiplier=residual,
         logits_multiplier=1 / logits_scaling,
+        **options,
     )
 
 
@@ -133,17 +131,14 @@ def _zamba2_2_7b() -> Preset:
     """Zyphra/Zamba2-2.7B: its hybrid layers are a shared block before Mamba-2."""
     hybrid = (6, 12, 18, 24, 30, 36, 42, 47, 51)
     layers = (("shared", "mamba2") if layer in hybrid else ("mamba2",) for layer in range(54))
-    return dict(
-        vocab_size=32000,
-        d_model=2560,
-        layers=sum(layers, ()),
+    return _hybrid(
+        *(32000, 2560, sum(layers, ())),
         mamba2=Mamba2Config(num_heads=80, head_dim=64, state_size=64, chunk_size=256),
         attention=AttentionConfig(
             num_heads=32, num_kv_heads=32, head_dim=160, input_multiple=2, scale=80**-0.5
         ),
         mlp=MlpConfig(10240, activation="gelu"),
         shared=SharedConfig(num_blocks=2, adapter_rank=128),
-        residual_float32=False,
     )
 
 
@@ -155,16 +150,12 @@ def _qwen(
     heads: int,
     kv_heads: int,
     vocab_size: int = 248320,
-    mlp: MlpConfig | None = None,
-    moe: MoeConfig | None = None,
-    tie_embeddings: bool = False,
+    **options: Any,
 ) -> Preset:
     """Qwen's Qwen3.5 (also 3.6 and 3.8 of the same sizes) and Qwen3-Next."""
     mixers = ("gated_delta", "gated_delta", "gated_delta", "attention") * (num_layers // 4)
-    return dict(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        layers=tuple(kind for mixer in mixers for kind in (mixer, "mlp" if mlp else "moe")),
+    return _hybrid(
+        *(vocab_size, d_model, _in_pairs(mixers, "moe" if "moe" in options else "mlp")),
         gated_delta=GatedDeltaConfig(
             num_heads=delta_heads, head_dim=128, num_groups=16, state_size=128
         ),
@@ -177,23 +168,14 @@ def _qwen(
             qk_norm_eps=1e-6,
             output_gate=True,
         ),
-        mlp=mlp,
-        moe=moe,
         norm_eps=1e-6,
         norm_float32=True,
-        tie_embeddings=tie_embeddings,
-        residual_float32=False,
+        **dict(tie_embeddings=False) | options,
     )
 
 
 def _qwen_experts(num_experts: int, num_active: int) -> MoeConfig:
-    return MoeConfig(
-        num_experts=num_experts,
-        num_active=num_active,
-        hidden_size=512,
-        shared_size=512,
-        shared_gate=True,
-    )
+    return MoeConfig(num_experts, num_active, 512, shared_size=512, shared_gate=True)
 
 
 def _lfm2(
@@ -201,11 +183,9 @@ def _lfm2(
 ) -> Preset:
     """Liquid AI's LFM2; the first two layers have an MLP, the others experts if there are any."""
     after = ["moe" if "moe" in options and i >= 2 else "mlp" for i in range(num_layers)]
-    mixers = ("attention" if i in attention_layers else "short_conv" for i in range(num_layers))
-    return dict(
-        vocab_size=65536,
-        d_model=d_model,
-        layers=tuple(kind for pair in zip(mixers, after, strict=True) for kind in pair),
+    mixers = _mixers(num_layers, attention_layers, "short_conv")
+    return _hybrid(
+        *(65536, d_model, (kind for pair in zip(mixers, after, strict=True) for kind in pair)),
         short_conv=ShortConvConfig(d_model),
         attention=AttentionConfig(
             num_heads=d_model // 64,
@@ -216,7 +196,6 @@ def _lfm2(
             qk_norm_eps=1e-5,
         ),
         mlp=MlpConfig(mlp),
-        residual_float32=False,
         **options,
     )
 
@@ -267,17 +246,14 @@ PRESETS: dict[str, Preset] = {
         ),
     ),
     "Zamba2-2.7B": _zamba2_2_7b(),
-    "Falcon-H1-0.5B": dict(
-        vocab_size=32784,
-        d_model=1024,
-        layers=("parallel", "mlp") * 36,
+    "Falcon-H1-0.5B": _hybrid(
+        *(32784, 1024, ("parallel", "mlp") * 36),
         mamba2=Mamba2Config(num_heads=24, head_dim=64, state_size=128, norm="none", chunk_size=128),
         attention=AttentionConfig(
             num_heads=8, num_kv_heads=2, head_dim=64, rotary_dim=64, rope_theta=1e11
         ),
         mlp=MlpConfig(2048),
         tie_embeddings=False,
-        residual_float32=False,
     ),
     "Granite-4-H-350M": _granite_h(
         768,
@@ -285,7 +261,7 @@ PRESETS: dict[str, Preset] = {
         mlp=MlpConfig(2048),
         head_dim=32,
         attention_layers=(10, 13, 17, 27),
-        residual=0.246,
+        residual_multiplier=0.246,
         logits_scaling=3.0,
     ),
     "Granite-4-H-Tiny": _granite_h(
@@ -293,18 +269,12 @@ PRESETS: dict[str, Preset] = {
         40,
         head_dim=64,
         attention_layers=(5, 15, 25, 35),
-        residual=0.22,
+        residual_multiplier=0.22,
         logits_scaling=6.0,
         moe=MoeConfig(num_experts=64, num_active=6, hidden_size=512, shared_size=1024),
     ),
     "Qwen3.5-0.8B": _qwen(
-        1024,
-        24,
-        mlp=MlpConfig(3584),
-        delta_heads=16,
-        heads=8,
-        kv_heads=2,
-        tie_embeddings=True,
+        1024, 24, mlp=MlpConfig(3584), delta_heads=16, heads=8, kv_heads=2, tie_embeddings=True
     ),
     "Qwen3.5-9B": _qwen(4096, 32, mlp=MlpConfig(12288), delta_heads=32, heads=16, kv_heads=4),
     "Qwen3.5-27B": _qwen(5120, 64, mlp=MlpConfig(17408), delta_heads=48, heads=24, kv_heads=4),

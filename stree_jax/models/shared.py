@@ -22,17 +22,10 @@ from stree_jax.models.attention import (
     AttentionMixer,
     AttentionPending,
 )
-from stree_jax.models.layer import (
-    ConvGatherIndex,
-    LayerConfig,
-    Path,
-    Replay,
-    register,
-)
-from stree_jax.models.layers import linear
+from stree_jax.models.layer import LayerConfig, Nodes, Replay, register
+from stree_jax.models.layers import Made, New
 from stree_jax.models.mamba2 import Mamba2Config
 from stree_jax.models.mlp import Mlp, MlpConfig
-from stree_jax.tree import Tree
 
 
 @register("shared")
@@ -82,10 +75,8 @@ class SharedConfig(LayerConfig):
             "input_multiple is 2 in a model with 'shared' layers and 1 in others",
         )
 
-    def build(
-        self, d_model: int, *, norm_eps: float, implementation: str | None, **options: Any
-    ) -> "SharedLayer":
-        return SharedLayer(self, d_model, norm_eps=norm_eps, **options)
+    def build(self, d_model: int, **options: Any) -> "SharedLayer":
+        return SharedLayer(self, d_model, **options)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> AttentionCache:
         return self.blocks[0].init_cache(batch, max_length, dtype)
@@ -107,66 +98,44 @@ class SharedConfig(LayerConfig):
         return table | {"mlp_adapter.up.kernel": Cut(1, segments)}
 
 
-class SharedTransformer(nnx.Module):
+class SharedTransformer(Made):
     """The weights that layers share."""
 
-    def __init__(
-        self,
-        config: SharedConfig,
-        d_model: int,
-        *,
-        dtype: DTypeLike,
-        rngs: nnx.Rngs,
-        implementation: str | None = None,
-    ):
-        attention, mlp = config.blocks
-        self.norm_scale = nnx.Param(jnp.ones(attention.input_multiple * d_model, dtype))
+    def make(self, d_model: int, new: New) -> None:
+        attention, mlp = self.config.blocks
+        self.norm_scale = nnx.Param(jnp.ones(attention.input_multiple * d_model, new.dtype))
+        own: dict[str, Any] = dict(dtype=new.dtype, rngs=new.rngs)
         self.attention = AttentionMixer(
-            attention, d_model, dtype=dtype, rngs=rngs, implementation=implementation
+            attention, d_model, implementation=self.implementation, **own
         )
-        self.mlp_norm_scale = nnx.Param(jnp.ones(d_model, dtype))
-        self.mlp = Mlp(mlp, d_model, dtype=dtype, rngs=rngs)
+        self.mlp_norm_scale = nnx.Param(jnp.ones(d_model, new.dtype))
+        self.mlp = Mlp(mlp, d_model, **own)
 
 
 class Adapter(nnx.Module):
     """A product of two narrow matrices."""
 
-    def __init__(self, sizes: tuple[int, int, int], *, dtype: DTypeLike, rngs: nnx.Rngs):
-        in_size, rank, out_size = sizes
-        self.down = linear(in_size, rank, bias=False, dtype=dtype, rngs=rngs)
-        self.up = linear(rank, out_size, bias=False, dtype=dtype, rngs=rngs)
+    def __init__(self, in_size: int, rank: int, out_size: int, new: New):
+        self.down = new.linear(in_size, rank, False)
+        self.up = new.linear(rank, out_size, False)
 
     def __call__(self, u: Array) -> Array:
         """`[B, T, in_size]` to `[B, T, out_size]`."""
         return self.up(self.down(u))
 
 
-class SharedLayer(nnx.Module):
+class SharedLayer(Made):
     """The weights of a layer that uses a shared block: adapters and output projection."""
 
-    def __init__(
-        self,
-        config: SharedConfig,
-        d_model: int,
-        *,
-        norm_eps: float,
-        dtype: DTypeLike,
-        rngs: nnx.Rngs,
-        out_scale: float,
-    ):
-        attention, mlp = config.blocks
-        rank, width = config.adapter_rank, attention.input_multiple * d_model
-        self.norm_eps = norm_eps
+    def make(self, d_model: int, new: New) -> None:
+        attention, mlp = self.config.blocks
+        rank, width = self.config.adapter_rank, attention.input_multiple * d_model
         # Adapters of queries, keys and values; empty if there are none.
-        sizes = attention.projected_sizes if config.attention_adapters else ()
-        self.qkv_adapters = nnx.List(
-            Adapter((width, rank, size), dtype=dtype, rngs=rngs) for size in sizes
-        )
+        sizes = attention.projected_sizes if self.config.attention_adapters else ()
+        self.qkv_adapters = nnx.List(Adapter(width, rank, size, new) for size in sizes)
         hidden = 2 * mlp.hidden_size if mlp.gated else mlp.hidden_size
-        self.mlp_adapter = Adapter((d_model, rank, hidden), dtype=dtype, rngs=rngs)
-        self.out_proj = linear(
-            d_model, d_model, bias=False, dtype=dtype, rngs=rngs, scale=out_scale
-        )
+        self.mlp_adapter = Adapter(d_model, rank, hidden, new)
+        self.out_proj = new.linear(d_model, d_model, False, new.out_scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,29 +153,14 @@ class AdaptedTransformer:
         return self._after(y), cache
 
     def tree(
-        self,
-        u: Float[Array, "B Q I"],
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: AttentionCache,
-        prefix_pending: AttentionPending | None = None,
-        replay: Replay | None = None,
+        self, u: Float[Array, "B Q I"], at: Nodes
     ) -> tuple[Float[Array, "B Q M"], AttentionPending, AttentionCache]:
         x, adapter = self._before(u)
-        attention = self.transformer.attention
-        y, pending, cache = attention.tree(
-            x, tree, conv_gather_index, cache, prefix_pending, replay, adapter
-        )
+        y, pending, cache = self.transformer.attention.tree(x, at, adapter)
         return self._after(y), pending, cache
 
-    def replay(
-        self,
-        cache: AttentionCache,
-        pending: AttentionPending,
-        path: Path,
-        conv_gather_index: ConvGatherIndex,
-    ) -> AttentionCache:
-        return self.transformer.attention.replay(cache, pending, path, conv_gather_index)
+    def replay(self, cache: AttentionCache, along: Replay) -> AttentionCache:
+        return self.transformer.attention.replay(cache, along)
 
     def _before(self, u: Array) -> tuple[Array, Array | None]:
         x = self._norm(u, self.transformer.norm_scale)

@@ -7,36 +7,18 @@ The model is Liquid AI's LFM2 (Amini et al. 2025, arXiv:2511.23404). Its cache i
 """
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import replay_conv_state, tree_conv1d
 from stree_jax.array_types import Array, Float, Lengths
 from stree_jax.checks import require_integer
-from stree_jax.mesh.partition import DATA, WHOLE, Cut, Part
-from stree_jax.models.layer import (
-    ConvGatherIndex,
-    LayerConfig,
-    Path,
-    Replay,
-    Sizes,
-    register,
-    share,
-)
-from stree_jax.models.layers import (
-    CONV_WIDTH_BITS,
-    conv_sequence,
-    conv_state_after,
-    conv_weight,
-    linear,
-    row_parallel,
-)
-from stree_jax.tree import Tree
+from stree_jax.mesh.partition import DATA, Cut
+from stree_jax.models.layer import LayerConfig, Nodes, Replay, register
+from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
 
 
 @register("short_conv")
@@ -56,12 +38,13 @@ class ShortConvConfig(LayerConfig):
 
     has_memory: ClassVar[bool] = True
     native_sizes: ClassVar[tuple[str, ...]] = ("num_channels",)
+    equal_sizes: ClassVar[tuple[str, ...]] = ("num_channels",)
 
     def __post_init__(self) -> None:
         require_integer(self, "num_channels", 1)
         require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
 
-    def build(self, d_model: int, *, norm_eps: float, **options: Any) -> "ShortConvMixer":
+    def build(self, d_model: int, **options: Any) -> "ShortConvMixer":
         return ShortConvMixer(self, d_model, **options)
 
     def init_cache(self, batch: int, max_length: int, dtype: DTypeLike) -> Array:
@@ -72,12 +55,6 @@ class ShortConvConfig(LayerConfig):
 
     def cache_specs(self, axis: str | None) -> Any:
         return PartitionSpec(DATA, None, axis)
-
-    def sizes(self, shards: int) -> Sizes:
-        return Sizes({"short_conv.num_channels": self.num_channels}, {})
-
-    def local(self, shards: int) -> "ShortConvConfig":
-        return dataclasses.replace(self, num_channels=share(self.num_channels, shards))
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         own = (self.num_channels, 1)
@@ -90,69 +67,41 @@ class ShortConvConfig(LayerConfig):
         }
 
 
-class ShortConvMixer(nnx.Module):
+class ShortConvMixer(MixerModule):
     """One gated short convolution."""
 
-    shard: Part = WHOLE
+    config: ShortConvConfig
 
-    def __init__(
-        self,
-        config: ShortConvConfig,
-        d_model: int,
-        *,
-        dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-        out_scale: float = 1.0,
-        implementation: str | None = None,
-    ):
-        c = self.config = config
-        self.implementation = implementation
-        channels, common = c.num_channels, functools.partial(linear, bias=c.bias, dtype=dtype)
-        self.in_proj = common(d_model, 3 * channels, rngs=rngs)
-        self.out_proj = common(channels, d_model, rngs=rngs, scale=out_scale)
-        self.conv_weight = conv_weight(c.conv_width, channels, dtype=dtype, rngs=rngs)
-        self.conv_bias = nnx.Param(jnp.zeros(channels, dtype)) if c.bias else None
+    def make(self, d_model: int, new: New) -> None:
+        c, channels = self.config, self.config.num_channels
+        self.in_proj = new.linear(d_model, 3 * channels, c.bias)
+        self.out_proj = new.linear(channels, d_model, c.bias, new.out_scale)
+        self.conv_weight, self.conv_bias = new.conv(c.conv_width, channels, c.bias)
 
     def __call__(
         self, u: Array, cache: Float[Array, "B J C"], valid: Array, lengths: Lengths
     ) -> tuple[Array, Float[Array, "B J C"]]:
         gate, inputs = self._project(u)
         inputs = jnp.where(valid[..., None], inputs, 0)
-        y = conv_sequence(self, inputs, cache)
+        y = self.conv_sequence(inputs, cache)
         return self._output(gate, y), conv_state_after(cache, inputs, lengths)
 
     def tree(
-        self,
-        u: Float[Array, "B Q M"],
-        tree: Tree,
-        conv_gather_index: ConvGatherIndex,
-        cache: Float[Array, "B J C"],
-        prefix_pending: Array | None = None,
-        replay: Replay | None = None,
+        self, u: Float[Array, "B Q M"], at: Nodes
     ) -> tuple[Float[Array, "B Q M"], Float[Array, "B N C"], Float[Array, "B J C"]]:
+        _, conv_gather_index, cache, prefix_pending, replay = at
         gate, inputs = self._project(u)
         if prefix_pending is not None:
             inputs = jnp.concatenate([prefix_pending, inputs], axis=1)
         if replay is not None:
-            cache = self.replay(cache, *replay)
+            cache = self.replay(cache, replay)
         window = conv_gather_index[self.config.conv_width]
-        own = self.implementation
-        y = tree_conv1d(inputs, cache, *self.conv(), window, implementation=own)
+        y = self.run(tree_conv1d, inputs, cache, *self.conv(), window)
         return self._output(gate, y), inputs, cache
 
-    def replay(
-        self,
-        cache: Float[Array, "B J C"],
-        pending: Float[Array, "B N C"],
-        path: Path,
-        conv_gather_index: ConvGatherIndex,
-    ) -> Float[Array, "B J C"]:
-        window = conv_gather_index[self.config.conv_width]
-        return replay_conv_state(pending, cache, window)
-
-    def conv(self) -> tuple[Array, Array | None]:
-        """Weight and bias of the convolution."""
-        return self.conv_weight[...], None if self.conv_bias is None else self.conv_bias[...]
+    def replay(self, cache: Float[Array, "B J C"], along: Replay) -> Float[Array, "B J C"]:
+        window = along.conv_gather_index[self.config.conv_width]
+        return replay_conv_state(along.pending, cache, window)
 
     def _project(self, u: Array) -> tuple[Array, Array]:
         """The gate of the outputs, and the inputs of the convolution."""
@@ -160,4 +109,4 @@ class ShortConvMixer(nnx.Module):
         return gate, b * x
 
     def _output(self, gate: Array, y: Array) -> Array:
-        return row_parallel(self.out_proj, gate * y, self.shard)
+        return self.row_parallel(gate * y)

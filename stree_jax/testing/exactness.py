@@ -323,6 +323,4 @@ def apply(model: HybridLM, tokens: Any) -> jax.Array:
     return _apply(model, jnp.asarray(tokens, jnp.int32))
 
 
-@jax.jit
-def _apply(model: HybridLM, tokens: jax.Array) -> jax.Array:
-    return model(tokens)
+_apply = jax.jit(HybridLM.__call__)

@@ -30,6 +30,7 @@ _Module = TypeVar("_Module", bound=nnx.Module)
 
 MOST_ARRAYS = 1024  # of a model
 
+_SECTIONS = (1.1, 0.9, 1.2, 0.8, 1.3)
 _FEW: Any = dict(expand=1, head_dim=4, state_size=4, num_groups=4, num_x_heads=2, num_b_groups=2)
 # One config for each group of options of Mamba-2. With tied embeddings a random model repeats
 # itself; that of "plain", which most tests of decoding use, is untied.
@@ -55,7 +56,7 @@ CONFIGS: dict[str, ModelConfig] = {
         norm="none",
         dt_limit=(0.01, 0.5),
         input_multiplier=0.7,
-        section_multipliers=(1.1, 0.9, 1.2, 0.8, 1.3),
+        section_multipliers=_SECTIONS,
     ),
 }
 
@@ -70,11 +71,12 @@ _NORMED = dataclasses.replace(_ATTENTION, rotary_dim=8, qk_norm_eps=1e-5)
 _UNROTATED = dataclasses.replace(_NORMED, rotary_dim=0)
 _SPANNING = dataclasses.replace(_UNROTATED, qk_norm_spans=True, norm_after=True)
 _LARA = dataclasses.replace(_DELTA, norm_eps=1e-5)
+_SCALING = RopeScaling(8.0, 1.0, 4.0, 24)
 _OLMO = dataclasses.replace(_LARA, beta_scale=2.0)
 
 
 def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
-    """A small hybrid with untied embeddings."""
+    """A small hybrid with untied embeddings; what is a table changes a part."""
     shape: dict[str, Any] = dict(
         vocab_size=37,
         d_model=16,
@@ -87,7 +89,9 @@ def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
         tie_embeddings=False,
         residual_float32=False,
     )
-    return ModelConfig(**(shape | parts))
+    for name, part in parts.items():
+        shape[name] = dataclasses.replace(shape[name], **part) if isinstance(part, dict) else part
+    return ModelConfig(**shape)
 
 
 def _of_layers(*layers: Any) -> ModelConfig:
@@ -114,19 +118,13 @@ _NEMOTRON_EXPERTS = MoeConfig(
 HYBRIDS: dict[str, ModelConfig] = {
     "bamba": _hybrid(
         ("mamba2", "mlp", "attention", "mlp"),
-        attention=dataclasses.replace(_ATTENTION, rotary_dim=4, qkv_bias=True, out_bias=True),
+        attention=dict(rotary_dim=4, qkv_bias=True, out_bias=True),
         mlp=MlpConfig(24, bias=True),
     ),
     "mamba_in_llama": _hybrid(
         ("mamba2", "mlp", "attention", "mlp"),
         mamba2=_SMALL,
-        attention=dataclasses.replace(
-            _ATTENTION,
-            head_dim=4,
-            rotary_dim=4,
-            rope_theta=100.0,
-            rope_scaling=RopeScaling(8.0, 1.0, 4.0, 24),
-        ),
+        attention=dict(head_dim=4, rotary_dim=4, rope_theta=100.0, rope_scaling=_SCALING),
     ),
     "mamba2attn": _hybrid(
         ("mamba2", "attention", "mamba2"),
@@ -138,29 +136,19 @@ HYBRIDS: dict[str, ModelConfig] = {
     ),
     "falcon_h1": _hybrid(
         ("parallel", "mlp"),
-        mamba2=dataclasses.replace(
-            _MAMBA2,
-            norm="none",
-            input_multiplier=1.25,
-            output_multiplier=0.8,
-            section_multipliers=(1.1, 0.9, 1.2, 0.8, 1.3),
+        mamba2=dict(
+            norm="none", input_multiplier=1.25, output_multiplier=0.8, section_multipliers=_SECTIONS
         ),
-        attention=dataclasses.replace(
-            _ATTENTION,
-            head_dim=6,
-            rotary_dim=6,
-            input_multiplier=1.1,
-            key_multiplier=0.7,
-            output_multiplier=0.9,
-        ),
+        attention=dict(head_dim=6, rotary_dim=6, input_multiplier=1.1)
+        | dict(key_multiplier=0.7, output_multiplier=0.9),
         mlp=MlpConfig(24, gate_multiplier=0.9, output_multiplier=0.7),
         embedding_multiplier=2.0,
         logits_multiplier=0.5,
     ),
     "granite_moe": _hybrid(
         ("mamba2", "moe", "attention", "moe"),
-        attention=dataclasses.replace(_ATTENTION, scale=0.2),
-        moe=MoeConfig(num_experts=4, num_active=2, hidden_size=12, shared_size=10),
+        attention=dict(scale=0.2),
+        moe=_EXPERTS,
         mlp=None,
         embedding_multiplier=3.0,
         residual_multiplier=0.6,
@@ -173,30 +161,22 @@ HYBRIDS: dict[str, ModelConfig] = {
     ),
     "zamba2": _hybrid(
         ("shared", "mamba2") * 3,
-        attention=dataclasses.replace(
-            _ATTENTION, num_kv_heads=4, input_multiple=2, scale=0.5, rotary_dim=8
-        ),
+        attention=dict(num_kv_heads=4, input_multiple=2, scale=0.5, rotary_dim=8),
         mlp=MlpConfig(24, activation="gelu"),
         shared=SharedConfig(num_blocks=2, adapter_rank=3, attention_adapters=True),
     ),
     # In sizes that native code takes.
     "qwen3_5": _hybrid(
         ("gated_delta", "mlp", "attention", "mlp"),
-        gated_delta=dataclasses.replace(_DELTA, head_dim=16, state_size=16),
-        attention=dataclasses.replace(
-            _ATTENTION, head_dim=16, rotary_dim=4, qk_norm_eps=1e-6, output_gate=True
-        ),
+        gated_delta=dict(head_dim=16, state_size=16),
+        attention=dict(head_dim=16, rotary_dim=4, qk_norm_eps=1e-6, output_gate=True),
         norm_eps=1e-6,
         norm_float32=True,
     ),
     "qwen3_next": _hybrid(
         ("gated_delta", "moe", "attention", "moe"),
-        attention=dataclasses.replace(
-            _ATTENTION, num_kv_heads=1, rotary_dim=2, qk_norm_eps=1e-6, output_gate=True
-        ),
-        moe=MoeConfig(
-            num_experts=4, num_active=2, hidden_size=12, shared_size=10, shared_gate=True
-        ),
+        attention=dict(num_kv_heads=1, rotary_dim=2, qk_norm_eps=1e-6, output_gate=True),
+        moe=dataclasses.replace(_EXPERTS, shared_gate=True),
         norm_eps=1e-6,
         norm_float32=True,
     ),
@@ -227,11 +207,7 @@ CONFIGS |= {f"{name} hybrid": config for name, config in HYBRIDS.items()}
 
 @jax.transfer_guard("allow")
 def tiny_model(
-    name: str = "plain",
-    seed: int = 0,
-    *,
-    dtype: str = "float32",
-    implementation: str | None = None,
+    name: str = "plain", seed: int = 0, *, dtype: str = "float32", implementation: str | None = None
 ) -> HybridLM:
     """The random model of a config in `CONFIGS`; the same object for the same arguments."""
     if name not in CONFIGS:
@@ -284,12 +260,9 @@ def randomised(model: _Module, seed: int) -> _Module:
     return nnx.merge(graphdef, jax.tree.unflatten(structure, new))
 
 
-def random_mtp_head(model: HybridLM, *, latent: int | None = None) -> MtpHead:
-    """A multi-token-prediction head for a model, in Nemotron's layout, with random weights.
-
-    With `latent` its experts have a latent space of this width.
-    """
-    experts = dataclasses.replace(_NEMOTRON_EXPERTS, latent_size=latent)
+def random_mtp_head(model: HybridLM) -> MtpHead:
+    """A multi-token-prediction head for a model, in Nemotron's layout, with random weights."""
+    experts = dataclasses.replace(_NEMOTRON_EXPERTS, latent_size=None)
     config = MtpConfig(model.config.d_model, _ATTENTION, experts, norm_eps=1e-3)
     head = nnx.eval_shape(lambda: MtpHead(config, dtype=model.dtype, rngs=nnx.Rngs(0)))
     return randomised(head, 0)

@@ -10,7 +10,7 @@ import numpy as np
 from stree_jax import TreeTopology
 from stree_jax.decoding.types import DraftTree
 from stree_jax.decoding.verifiers import follow
-from stree_jax.decoding.verifiers.reject import try_children
+from stree_jax.decoding.verifiers.reject import Drafted, try_children
 
 VOCAB = 4
 ROWS = VOCAB**4  # of a program: the drafts that a tree of five nodes may have
@@ -142,9 +142,9 @@ def total_variation(a, b):
 def run_walks(uniforms, tokens, log_q, log_p, *, topology, replace, rule=try_children):
     tree = topology.tree((tokens >= 0).at[:, 0].set(True))
     rows = jnp.arange(topology.num_nodes)
-    return jax.vmap(lambda u, t, tree, q, p: rule(u, t, tree, q, rows, p, replace=replace))(
-        uniforms, jnp.maximum(tokens, 0), tree, log_q, log_p
-    )
+    drafted = Drafted(uniforms, jnp.maximum(tokens, 0), tree, log_q, rows, log_p)
+    axes = Drafted(0, 0, 0, 0, None, 0)
+    return jax.vmap(functools.partial(rule, replace=replace), (axes,))(drafted)
 
 
 def enumerated(

@@ -1,14 +1,8 @@
 """Multi-token-prediction heads: recipes and training; their drafts are in test_heads.py."""
 
-import types
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding import head_model
 from stree_jax.extensions.mtp.training import head_of
 from stree_jax.testing import tiny_model
 from stree_jax.training import Recipe, Training
@@ -44,27 +38,3 @@ def test_without_tables_a_head_is_as_the_targets_layers():
     smaller = {"mlp": {"hidden_size": 8}}
     own, _ = head_of(Recipe(smaller, Training(1), ()), target)
     assert (own.attention, own.feed_forward) == (config.attention, st.MlpConfig(8))
-
-
-@pytest.mark.thorough
-def test_no_gradient_flows_through_recycled_outputs():
-    """Of a head that is one number: its drafts are powers of it, and have the same values."""
-
-    class Power(head_model.HeadModel):
-        def __init__(self, number):
-            self.head = types.SimpleNamespace(
-                init_cache=lambda *sizes: None,
-                tree=lambda embedded, above, *others: (number * above, None),
-            )
-
-        def embedded(self, tokens):
-            return None
-
-    def drafts(number, detached):
-        tokens, hidden = jnp.zeros((1, 5), jnp.int32), jnp.ones((1, 5, 1))
-        outputs = Power(number).outputs_ahead(tokens, hidden, 3, detached=detached)
-        return jnp.stack([output[0, 0, 0] for output in outputs])
-
-    for detached, slopes in ((False, [1, 6, 27]), (True, [1, 3, 9])):
-        np.testing.assert_array_equal(drafts(3.0, detached), [3, 9, 27])
-        np.testing.assert_array_equal(jax.jacobian(drafts)(3.0, detached), slopes)

@@ -151,7 +151,7 @@ def test_timed_nodes_read_as_many_experts_as_different_tokens_do(monkeypatch):
     monkeypatch.setattr(costs, "medians", medians)
     sizes = dict(max_nodes=40, max_depth=2, sizes=(16,), widths=(16,))
     with pytest.raises(Timed) as timed:
-        costs.measure_costs(model, drafter, PROMPTS[0], **sizes)
+        costs.measure_costs(model, drafter, PROMPTS[0], st.Options(), **sizes)
     target, level = timed.value.args
     texts = jnp.asarray(np.random.default_rng(0).permutation(192).reshape(12, 1, 16))
     experts = states_and_experts(lambda: [apply(model, text) for text in texts])[1]

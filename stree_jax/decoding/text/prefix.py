@@ -108,16 +108,14 @@ def _read(
     another one reads all at once, and the target's program does not depend on it.
     """
     inner = inner_layers(drafter)
-    if drafter is not None and inner is not None:
-        return prefill_with_drafter(
-            *(model, drafter, tokens, lengths, state, cache),
-            inner_layers=inner,
-            max_length=max_length,
-        )
-    if drafter is not None:
+    if drafter is not None and inner is None:
         read = drafter.read(state, tokens, None, lengths)
         state = check_like(f"{type(drafter).__name__}.read: state", read, state)
-    return prefill(model, tokens, lengths, max_length, cache), state
+        return prefill(model, tokens, lengths, max_length, cache), state
+    arrays = tokens, lengths, state, cache
+    return prefill_with_drafter(
+        model, drafter, *arrays, inner_layers=inner or (), max_length=max_length
+    )
 
 
 def _state_before(

@@ -71,6 +71,17 @@ def check_drawn(
     )
 
 
+class Drafted(NamedTuple):
+    """One row's drafts, and the numbers that decide their tests."""
+
+    uniforms: Float32[Array, " N"]
+    tokens: Int[Array, " N"]
+    tree: Tree
+    draft_log_probs: Float32[Array, "Z V"]
+    log_prob_row: Int[Array, " N"]
+    target_log_probs: Float32[Array, "N V"]
+
+
 class Walk(NamedTuple):
     """One row's tests, with the probability of passing each."""
 
@@ -107,28 +118,20 @@ def verify_by(
         test_key, next_key = jax.random.split(key)
         uniforms = jax.random.uniform(test_key, (num_nodes,), jnp.float32)
         laws = draft_log_probs, draft.log_prob_row, target_log_probs
-        walk = rule(uniforms, tokens, tree, *laws, replace=draft.drawn.kind == "iid")
+        walk = rule(Drafted(uniforms, tokens, tree, *laws), replace=draft.drawn.kind == "iid")
         token = jax.random.categorical(next_key, jnp.log(walk.probs)).astype(jnp.int32)
         return Verdict(walk.last, tree.depth[walk.last], token)
 
     return jax.vmap(row)(step.keys, draft.tokens, draft.tree, draft.log_probs, log_probs)
 
 
-def try_children(
-    uniforms: Float32[Array, " N"],
-    tokens: Int[Array, " N"],
-    tree: Tree,
-    draft_log_probs: Float32[Array, "Z V"],
-    log_prob_row: Int[Array, " N"],
-    target_log_probs: Float32[Array, "N V"],
-    *,
-    replace: bool,
-) -> Walk:
+def try_children(row: Drafted, *, replace: bool) -> Walk:
     """Tests children in the order drawn, with replacement or without.
 
     One pass over the nodes is enough: children come after their parent, so when the walk moves to a
     node they are still ahead, and the siblings that it leaves behind are no children of that node.
     """
+    uniforms, tokens, tree, draft_log_probs, log_prob_row, target_log_probs = row
 
     def try_node(node, carry):
         at, p, log_q, tested, accept_prob = carry

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from stree_jax.array_types import Array, Float32, Int
+from stree_jax.array_types import Array
 from stree_jax.decoding.types import DraftTree, Drawn, Step, Verdict
 from stree_jax.decoding.verifiers.base import Verifier
-from stree_jax.decoding.verifiers.reject import Walk, check_drawn, verify_by, without
-from stree_jax.tree import Tree, TreeTopology
+from stree_jax.decoding.verifiers.reject import Drafted, Walk, check_drawn, verify_by, without
+from stree_jax.tree import TreeTopology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +48,9 @@ class Traverse(Verifier):
         return verify_by(traverse, self.name, draft, logits, step, topology)
 
 
-def traverse(
-    uniforms: Float32[Array, " N"],
-    tokens: Int[Array, " N"],
-    tree: Tree,
-    draft_log_probs: Float32[Array, "Z V"],
-    log_prob_row: Int[Array, " N"],
-    target_log_probs: Float32[Array, "N V"],
-    *,
-    replace: bool,
-) -> Walk:
-    """Tests the nodes of a tree, each after the nodes below it. Arguments as for `try_children`."""
+def traverse(row: Drafted, *, replace: bool) -> Walk:
+    """Tests the nodes of a tree, each after the nodes below it."""
+    uniforms, tokens, tree, draft_log_probs, log_prob_row, target_log_probs = row
 
     # The residual after a rejected child depends on its token, not on the nodes below it. So one
     # pass from the root down computes the residuals of all nodes, and the tests come afterwards.

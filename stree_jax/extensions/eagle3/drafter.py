@@ -5,7 +5,6 @@ from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding import HeadModel
 from stree_jax.extensions.eagle3.head import Eagle3Head
 from stree_jax.heads import check_head
-from stree_jax.models import embedded_tokens
 
 
 class Eagle3Model(HeadModel):
@@ -32,9 +31,8 @@ class Eagle3Model(HeadModel):
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """Embeddings: the target's, or the head's own."""
-        if self.embedding is None:
-            return self.head.embedding.rows(tokens)
-        return embedded_tokens(tokens, self.embedding, self.config.embedding_multiplier)
+        own = self.head.embedding
+        return super().embedded(tokens) if own is None else own.rows(tokens)
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         return self.head.logits(outputs)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, require
 from stree_jax.decoding import as_tokenizer, token_bytes
 from stree_jax.extensions.grammar.automaton import Automaton
 from stree_jax.extensions.grammar.byte_automaton import ByteAutomaton, automaton_of_graph
@@ -128,6 +128,5 @@ def end_tokens(tokenizer: Any, eos_token: int | Sequence[int] | None = None) -> 
             )
         return tuple(ends)
     tokens = eos_token if isinstance(eos_token, list | tuple) else np.ravel(eos_token).tolist()
-    if not tokens:
-        raise ValueError("eos_token is empty; a grammar needs a token that ends the text")
+    require(bool(tokens), "eos_token is empty; a grammar needs a token that ends the text")
     return tuple(check_int("eos_token", token, 0) for token in tokens)

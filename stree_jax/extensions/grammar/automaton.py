@@ -11,7 +11,7 @@ import numpy as np
 
 from stree_jax import Context, LogitsProcessor
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, require
 from stree_jax.decoding import is_given
 from stree_jax.extensions.grammar.tables import BITS, compressed, firsts, joined
 from stree_jax.messages import shown
@@ -46,8 +46,7 @@ class Automaton(LogitsProcessor):
         given = self.next_state
         if is_given(given) or isinstance(given, np.ndarray | jax.Array | None):
             after = _as_array(given)
-            if after.ndim != 2:
-                raise ValueError(f"next_state must be integers [S, V], got {shown(given)}")
+            require(after.ndim == 2, f"next_state must be integers [S, V], got {shown(given)}")
             after = _checked("next_state", after, -1, len(after) - 1)
             states, tokens = np.nonzero(after >= 0)
             tables = compressed(*after.shape, states, tokens, after[states, tokens])
@@ -95,8 +94,7 @@ class Automaton(LogitsProcessor):
                 raise ValueError(f"automata must be a list of Automaton, got {shown(one)} in it")
         tables = [one.next_state for one in automata]
         sizes = [each.vocab_size for each in tables]
-        if len({*sizes}) > 1:
-            raise ValueError(f"the automata have different vocabularies: {sizes} tokens")
+        require(len({*sizes}) <= 1, f"the automata have different vocabularies: {sizes} tokens")
         starts = [one.start + at for one, at in zip(automata, firsts(tables, "kind"), strict=True)]
         whole, ends = joined(tables), sorted({end for one in automata for end in one.end_tokens})
         return [Automaton(whole, start, tuple(ends)) for start in starts]

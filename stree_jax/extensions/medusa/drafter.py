@@ -11,15 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax import (
-    Drafter,
-    DraftTree,
-    Drawn,
-    HybridLM,
-    Step,
-    TreeTopology,
-    Verdict,
-)
+from stree_jax import Drafter, DraftTree, Drawn, HybridLM, Step, TreeTopology, Verdict
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding.drafters import check_child_sampling, drawn_children, root_token
 from stree_jax.extensions.medusa.head import MedusaHeads

@@ -6,7 +6,6 @@ Medusa-1 (Cai et al., 2024, arXiv:2401.10774), sharing the output head of the mo
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from stree_jax import HybridLM
 from stree_jax.array_types import Array, Float
@@ -24,21 +23,13 @@ class MedusaHeads(nnx.Module):
 
     Head d computes `h + silu(h W_d + b_d)`, and the target's output head turns that into logits.
     Weights are initialized to zero, so each head first predicts what the target predicts next, and
-    `rngs` is not used. Their `dtype` is the target's, unless given.
+    `rngs` is not used. They have the target's dtype.
     """
 
-    def __init__(
-        self,
-        target: HybridLM,
-        *,
-        num_heads: int = 4,
-        rngs: nnx.Rngs,
-        dtype: DTypeLike | None = None,
-    ):
+    def __init__(self, target: HybridLM, *, num_heads: int = 4, rngs: nnx.Rngs):
         check_model(target)
         check_int("num_heads", num_heads, 1, MAX_HEADS)
-        width = target.config.d_model
-        zeros, dtype = nnx.initializers.zeros_init(), target.dtype if dtype is None else dtype
+        width, dtype, zeros = target.config.d_model, target.dtype, nnx.initializers.zeros_init()
         self.kernel = Matrix(zeros(rngs.params(), (num_heads, width, width), dtype))
         self.bias = nnx.Param(zeros(rngs.params(), (num_heads, width), dtype))
 

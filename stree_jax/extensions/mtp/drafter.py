@@ -1,11 +1,11 @@
 """Drafting with a multi-token-prediction head: a draft model, and the drafter of static trees."""
 
 from stree_jax import HybridLM, ModelDrafter
-from stree_jax.array_types import Array, Float, Float32, Int
+from stree_jax.array_types import Array, Float, Float32
 from stree_jax.decoding import HeadModel
 from stree_jax.extensions.mtp.head import MtpHead
 from stree_jax.heads import check_fits
-from stree_jax.models import check_on_one_device, embedded_tokens, output_logits
+from stree_jax.models import check_on_one_device, output_logits
 
 
 class MtpModel(HeadModel):
@@ -35,10 +35,6 @@ class MtpModel(HeadModel):
             embedding=(self.embedding.shape, target.embedding.shape),
             tied=(self.output_head is None, target.head is None),
         )
-
-    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
-        """The target's embeddings."""
-        return embedded_tokens(tokens, self.embedding, self.config.embedding_multiplier)
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """See `HeadModel`: by the target's output head."""

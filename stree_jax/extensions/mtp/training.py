@@ -9,7 +9,7 @@ from flax import nnx
 
 from stree_jax import AttentionConfig, HybridLM, MlpConfig, ModelConfig, MoeConfig
 from stree_jax.array_types import Array, Float, Tokens
-from stree_jax.checks import check_int
+from stree_jax.checks import check_int, require
 from stree_jax.extensions.mtp.drafter import MtpModel
 from stree_jax.extensions.mtp.head import MtpConfig, MtpHead
 from stree_jax.training import HeadPlan, Recipe, ahead_loss
@@ -57,8 +57,7 @@ def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int]:
     """Returns a recipe's head, and its drafts a step."""
     table, config = recipe.model, target.config
     try:
-        if not {*table} <= {*_LAYERS, "steps"}:
-            raise ValueError(f"got {sorted(table)}")
+        require({*table} <= {*_LAYERS, "steps"}, f"got {sorted(table)}")
         steps = check_int("steps", table.get("steps", 4), 1, _MOST_STEPS)
         attention, feed_forward = (
             _layer(table, config, kinds) for kinds in (("attention",), ("mlp", "moe"))
