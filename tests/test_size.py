@@ -9,10 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lines of what git would track, by its patterns. A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 25_507,
-    "pallas_kernels/*.py": 7_429,
-    "convert/*.py": 5_970,
-    "tests/*.py": 25_858,
+    "stree_jax/*.py": 25_080,
+    "pallas_kernels/*.py": 7_395,
+    "convert/*.py": 5_896,
+    "tests/*.py": 25_899,
     "benchmarks/*.py": 4_802,
     "*.cc *.h": 2_872,
     "benchmarks/results": 11_201,
