@@ -43,6 +43,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps until the next trial
 TRIAL = 2  # drafted texts that make a trial: steps of one row, one step of more
 AGED = 5.0  # drafts before a trial that count in it, of each depth and rank
 WINDOW = 64  # tokens that a draft model reads at once when it has missed some
+READING = 5.0  # steps without drafts in the time of such a window
 
 
 def trees_of(topology: str | Sequence[TreeTopology]) -> Sequence[TreeTopology]:
@@ -205,7 +206,8 @@ class AutoDrafter(Drafter):
         ends = ~rests & ~tries & ~pays
         aged = jnp.where(rest == 1, jnp.minimum(1, AGED / jnp.maximum(choosing.tried, 1)), 1)
         steps = -(-TRIAL // jnp.minimum(active.sum(), TRIAL))
-        excess = steps * (costs[best] / costs[0] - 1) / SHARE
+        missed = -(-state.context.length.max() // WINDOW) if self._may_miss(state) else 0
+        excess = (steps * (costs[best] / costs[0] - 1) + READING * missed) / SHARE
         longer = jnp.maximum(2 * pause, excess.astype(jnp.int32))
         pause = jnp.where(ends, jnp.clip(longer, SHORTEST_PAUSE, LONGEST_PAUSE), pause)
         pause = jnp.where(~rests & ~tries & pays, 0, pause)
@@ -218,9 +220,12 @@ class AutoDrafter(Drafter):
         rows |= {"tried": aged * choosing.tried, "accepted": aged * choosing.accepted}
         return state._replace(drafter=state.drafter._replace(choosing=choosing._replace(**rows)))
 
+    def _may_miss(self, state: DecodeState) -> bool:
+        return self.catches_up and bool(jax.tree.leaves(state.drafter.drafter))
+
     def caught_up(self, state: DecodeState) -> DecodeState:
         """The state in which the drafter has read all of a text, if the next step has drafts."""
-        if not (self.catches_up and jax.tree.leaves(state.drafter.drafter)):
+        if not self._may_miss(state):
             return state
         tokens, length = state.context
 
