@@ -260,9 +260,12 @@ def randomised(model: _Module, seed: int) -> _Module:
     return nnx.merge(graphdef, jax.tree.unflatten(structure, new))
 
 
-def random_mtp_head(model: HybridLM) -> MtpHead:
-    """A multi-token-prediction head for a model, in Nemotron's layout, with random weights."""
-    experts = dataclasses.replace(_NEMOTRON_EXPERTS, latent_size=None)
+def random_mtp_head(model: HybridLM, *, latent: int | None = None) -> MtpHead:
+    """A multi-token-prediction head for a model, in Nemotron's layout, with random weights.
+
+    With `latent` its experts have a latent space of this width.
+    """
+    experts = dataclasses.replace(_NEMOTRON_EXPERTS, latent_size=latent)
     config = MtpConfig(model.config.d_model, _ATTENTION, experts, norm_eps=1e-3)
     head = nnx.eval_shape(lambda: MtpHead(config, dtype=model.dtype, rngs=nnx.Rngs(0)))
     return randomised(head, 0)
