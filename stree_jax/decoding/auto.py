@@ -43,7 +43,7 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps until the next trial
 TRIAL = 2  # drafted texts that make a trial: steps of one row, one step of more
 AGED = 5.0  # drafts before a trial that count in it, of each depth and rank
 WINDOW = 64  # tokens that a draft model reads at once when it has missed some
-READING = 5.0  # steps without drafts in the time of such a window
+READING = 3.0  # steps without drafts in the time of such a window: 1 for a row, 3 for 8 on a CPU
 
 
 def trees_of(topology: str | Sequence[TreeTopology]) -> Sequence[TreeTopology]:
