@@ -15,7 +15,7 @@ CEILINGS = {
     "tests/*.py": 25_899,
     "benchmarks/*.py": 4_802,
     "*.cc *.h": 2_872,
-    "benchmarks/results": 11_201,
+    "benchmarks/results": 11_219,
 }
 
 
