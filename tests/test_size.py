@@ -9,10 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lines of what git would track, by its patterns. A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 25_088,
+    "stree_jax/*.py": 25_104,
     "pallas_kernels/*.py": 7_395,
     "convert/*.py": 5_896,
-    "tests/*.py": 25_899,
+    "tests/*.py": 25_905,
     "benchmarks/*.py": 4_802,
     "*.cc *.h": 2_872,
     "benchmarks/results": 11_219,

@@ -16,7 +16,6 @@ from pallas_kernels.matmul import QuantizedMatrix
 from stree_jax.checkpoint.arrays import Tensor, open_arrays
 from stree_jax.checkpoint.directories import recover
 from stree_jax.checkpoint.files import checked_path, has_directory, has_file, read_json
-from stree_jax.checks import require
 from stree_jax.mesh.partition import ONE_DEVICE, Cut, Partition
 from stree_jax.mesh.weights import spread
 from stree_jax.messages import first_line, shown, shown_path
@@ -28,7 +27,7 @@ from stree_jax.names import flatten, unflatten
 FORMAT = "stree-jax"
 VERSION = 2
 QUANTIZED_VERSION = 3  # with matrices in 8 bits
-READABLE = (VERSION, QUANTIZED_VERSION)
+READABLE = (1, 2, 3)  # 1 stores one config for all layers of a kind
 _Module = TypeVar("_Module", bound=nnx.Module)
 _SMALL = 1 << 22  # numbers that numpy checks as fast as a program does
 # A function (name, canonical values, an abstract weight) -> such a weight.
@@ -115,7 +114,8 @@ def _check_weights(path: Path, wanted: dict[str, Any], stored: dict[str, Tensor]
     check_shapes(path, wanted, stored)
     dtypes = {name: array.dtype for name, array in stored.items() if array.scales is None}
     wrong = [f"{name} holds {dtype}" for name, dtype in dtypes.items() if dtype.kind not in "fV"]
-    require(not wrong, f"{path} is damaged: {'; '.join(wrong)[:200]}, not real numbers")
+    if wrong:
+        raise ValueError(f"{path} is damaged: {'; '.join(wrong)[:200]}, not real numbers")
     for name, leaf in flatten(wanted).items():
         scales = stored[name].scales
         if scales is not None and scales.shape != leaf.scales.shape:
@@ -180,7 +180,8 @@ def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     if not has_directory(path):
         raise ValueError(f"no checkpoint at {shown_path(path)}: there is no such directory")
     file = path / "config.json"
-    require(has_file(file), f"{path} is not a native checkpoint: it has no config.json")
+    if not has_file(file):
+        raise ValueError(f"{path} is not a native checkpoint: it has no config.json")
     header = read_json(file)
     if header.get("format") != FORMAT:
         raise ValueError(

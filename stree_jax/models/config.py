@@ -85,9 +85,17 @@ class ModelConfig:
         vocab_size: Any,  # types are checked below, with the names of the fields
         d_model: Any,
         layers: Any,
+        mamba2: Any = None,
+        attention: Any = None,
+        mlp: Any = None,
+        moe: Any = None,
+        shared: Any = None,
+        gated_delta: Any = None,
+        short_conv: Any = None,
         **fields: Any,
     ):
-        parts = {name: fields.pop(name, None) for name in PARTS}
+        parts = dict(mamba2=mamba2, attention=attention, mlp=mlp, moe=moe, shared=shared)
+        parts |= dict(gated_delta=gated_delta, short_conv=short_conv)
         known = {field.name: field.default for field in dataclasses.fields(self)}
         if strange := fields.keys() - known:
             raise TypeError(f"ModelConfig() got an unexpected keyword argument {min(strange)!r}")
@@ -327,12 +335,17 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Any) -> "ModelConfig":
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`; also reads format 1, with a config per kind."""
         require(
             isinstance(values, Mapping), f"a model config is a table of fields, got {values!r:.80}"
         )
         fields = dict(values)
-        fields["layers"] = _named_layers(fields.get("layers"), fields.pop("configs", None))
+        if "configs" in fields:
+            fields["layers"] = _named_layers(fields.get("layers"), fields.pop("configs"))
+        else:
+            for name in PARTS:
+                if fields.get(name) is not None:
+                    fields[name] = build_config(KINDS[name], fields[name])
         return build_config(cls, fields)
 
 
@@ -455,7 +468,9 @@ def build_config(cls: type, values: Any) -> Any:
         value = values.pop(name, only)
         require(value == only, f"{name} must be {only!r}, got {value!r:.80}")
     known = {field.name: field.type for field in dataclasses.fields(cls)}
-    unknown = sorted(map(str, {*values} - {*known}))
+    if cls is ModelConfig:
+        known |= dict.fromkeys(PARTS)
+    unknown = sorted(map(str, set(values) - set(known)))
     require(not unknown, f"{cls.__name__} has no fields {unknown!s:.80}; known: {sorted(known)}")
     values = {name: _decode(name, value, known[name]) for name, value in values.items()}
     values = plain_fields(cls, values)

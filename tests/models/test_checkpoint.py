@@ -68,6 +68,17 @@ def test_weights_are_read_back_before_an_old_one_goes(saved, monkeypatch):
     assert_same_model(st.from_pretrained(saved).in_first(), tiny_model("groups"))
 
 
+def test_a_checkpoint_of_format_1_loads():
+    """Written at commit 45c8e32, with that version's logits; layers were kinds then."""
+    path = Path(__file__).parent / "format_1"
+    model, known = st.from_pretrained(path), json.loads((path / "logits.json").read_text())
+    assert model.config.kinds == ("parallel", "mlp", "mamba2", "attention", "moe")
+    assert model.config.layers[0].mamba2 == model.config.layers[2]
+    assert model.config.layers[2].dt_limit == (0.01, float("inf"))
+    logits = apply(model, np.array([known["tokens"]], np.int32))[0]
+    np.testing.assert_allclose(logits, known["logits"], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["mixed hybrid", "qwen3_5 hybrid", "qwen3_next hybrid"])
 def test_layers_are_saved(name, tmp_path):
     """Also if those of one kind differ in size."""
@@ -150,8 +161,8 @@ BAD_FLAG = tiny_model("groups").config.to_dict() | {"tie_embeddings": -1}
 OTHER = "disagree with its config: .*"
 SUMS = r"checksums\.json is damaged"
 REFUSED = [
-    (header(version=99), "version 99; this stree_jax reads 2"),
-    (header(version=True), "version True; this stree_jax reads 2"),
+    (header(version=99), "version 99; this stree_jax reads 1"),
+    (header(version=True), "version True; this stree_jax reads 1"),  # which is equal to 1
     (header(format="other"), "not a native checkpoint"),
     (holds("config.json", "{"), r"config\.json is damaged"),
     (header(model={"norm_eps": NESTED}), DEEP),

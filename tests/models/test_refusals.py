@@ -32,10 +32,6 @@ def table(values):
     return partial(ModelConfig.from_dict, values)
 
 
-def kinds(layers):
-    return partial(ModelConfig, **SMALL, layers=layers)
-
-
 def zamba2(*layers, **parts):
     return partial(HYBRIDS["zamba2"].with_layers, layers, **parts)
 
@@ -56,6 +52,10 @@ REFUSED = [
     (tiny(head_dim=5), "head_dim = 5 does not divide expand \\* d_model = 32"),
     (tiny(vocab_size=0), "vocab_size must be an integer, at least 1; got 0"),
     (tiny(padded_vocab_size=3), "padded_vocab_size = 3 is below vocab_size = 37"),
+    (
+        table(SMALL | {"layers": ["mamba2"], "mamba2": {"activation": "gelu"}}),
+        "activation must be 'silu', got 'gelu'",
+    ),
     (tiny(norm_groups=5), "norm_groups = 5 does not divide"),
     (tiny(eos_token=37), "eos_token = 37 is outside the vocabulary of 37"),
     (tiny(num_layers=0), "num_layers must be an integer, from 1 to 8192; got 0"),
@@ -69,29 +69,24 @@ REFUSED = [
     (partial(AttentionConfig, 1, 1, 8, conv_width=1 << 24), "conv_width must be below 2\\*\\*10"),
     (partial(AttentionConfig, 1, 1, 8, window=1 << 31), "window must be below 2\\*\\*31"),
     (tiny(num_layers=10**20), "num_layers must be an integer, from 1 to 8192; got 10{20}$"),
-    (kinds(["mlp"] * 9000), "layers has 9000 entries; at most 8192"),
+    (table(SMALL | {"layers": ["mlp"] * 9000}), "layers has 9000 entries; at most 8192"),
     (tiny(mlp={"width": 24}), "MlpConfig has no fields .'width'."),
-    (table(SMALL | {"layers": [], "configs": {}, "colour": 1}), "no fields \\['colour'\\]"),
-    (kinds(["rwkv"]), "unknown layer kinds \\['rwkv'\\]"),
+    (table(SMALL | {"layers": ["mamba2"], "colour": 1}), "no fields \\['colour'\\]"),
+    (table(SMALL | {"layers": ["rwkv"]}), "unknown layer kinds \\['rwkv'\\]"),
     *(
         (lambda kind=kind: register(kind), f"the name of a layer kind is a text .*, got {kind!r}")
         for kind in (5, None, "", " ")
     ),
     (lambda: register("novel")(dict), "the layer kind 'novel' must be a LayerConfig, got <class"),
     (partial(ModelConfig, **SMALL, layers=[LayerConfig()]), "LayerConfig is no registered kind"),
-    (kinds(["mamba2"]), "mamba2 config is missing"),
-    (table({"vocab_size": 5, "layers": [], "configs": {}}), "missing"),
-    (table({"vocab_size": "five", "d_model": 4, "layers": [], "configs": {}}), "vocab_size"),
-    (table(SMALL | {"configs": {"a": {"kind": "mamba2", "num_heads": 2}}}), "layers must be names"),
-    (table(SMALL | {"layers": [], "configs": {"a": {"kind": "mamba2", "num_heads": 2}}}), "head_d"),
-    (
-        table(SMALL | {"configs": {"a": {"kind": "mamba2", "activation": "gelu"}}, "layers": []}),
-        "activation must be 'silu', got 'gelu'",
-    ),
-    (table(SMALL | {"layers": ["mamba2"]}), "configs is a table of layers, got None"),
+    (table(SMALL | {"layers": ["mamba2"]}), "mamba2 config is missing"),
+    (table({"vocab_size": 5}), "missing"),
+    (table({"vocab_size": "five", "d_model": 4, "layers": ["mlp"]}), "vocab_size"),
+    (table(SMALL | {"layers": ["mlp"]}), "the mlp config is missing"),
+    (table(SMALL | {"layers": [], "mamba2": {"num_heads": 2}}), "head_dim"),
     (table(None), "is a table of fields, got None"),
-    (kinds("mamba2"), "layers must be tuple"),
-    (kinds([[]]), "layers must be tuple"),
+    (table(SMALL | {"layers": "mamba2"}), "layers must be tuple"),
+    (table(SMALL | {"layers": [[]]}), "layers must be tuple"),
     (zamba2("mamba2", "shared"), "to a 'mamba2' layer, which must come next"),
     (zamba2("shared", "mamba2", shared=None), "the shared config is missing"),
     (zamba2("mamba2", "attention"), "input_multiple is 2 in a model with 'shared' layers"),
