@@ -288,7 +288,8 @@ class AutoDrafter(Drafter):
 
     def step(self, state: DecodeState, *arguments: Any) -> tuple[DecodeState, DraftTree, Verdict]:
         """One step of a batch, with the tree that is chosen; arguments are those of `step_with`."""
-        state = self.caught_up(self.chosen(state, arguments[2]))
+        *_, limits, _ = arguments
+        state = self.caught_up(self.chosen(state, limits))
         largest = self.default_topology()
         nodes = len(state.done), largest.num_nodes
         room = jnp.zeros(nodes, jnp.int32), largest.tree(jnp.zeros(nodes, bool))

@@ -112,7 +112,7 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
     loads = [1, num_rows] if num_rows > 1 else [1]
     runs = [(rows, number) for rows in loads for number in range(len(auto.choices))]
     found: list[list[float]] = []
-    for _ in range(ROUNDS):
+    for _ in range(1 if one > SECONDS else ROUNDS):
         times = []
         for rows, number in runs:
             (short, _), (long, done) = (seconds(rows, number, steps) for steps in (1, most))
@@ -120,8 +120,6 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
                 return auto.costs
             times += [short, long]
         found.append(times)
-        if one > SECONDS:
-            break
     # Other work only adds time.
     least = np.min(found, axis=0).reshape(len(loads), len(auto.choices), 2)
     return np.maximum(np.diff(least)[..., 0][[0, -1]], 1e-9) / (most - 1)

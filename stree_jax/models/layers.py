@@ -76,9 +76,8 @@ class New:
 
     def conv(self, width: int, channels: int, bias: bool) -> tuple[nnx.Param, nnx.Param | None]:
         """Weight and bias of a depthwise convolution over tokens, as torch draws them."""
-        weight = nnx.Param(
-            self._uniform((width, channels), -(width**-0.5), width**-0.5, self.dtype)
-        )
+        bound = width**-0.5
+        weight = nnx.Param(self._uniform((width, channels), -bound, bound, self.dtype))
         return weight, nnx.Param(jnp.zeros(channels, self.dtype)) if bias else None
 
     def rates(self, num_heads: int) -> tuple[nnx.Param, nnx.Param]:

@@ -311,11 +311,14 @@ class HybridLM(Partitioned):
         tree: Tree,
         cache: Cache,
         *,
+        replay: tuple[Pending, Path] | None = None,
+        prefix_pending: Pending | None = None,
         num_logits: int | None = None,
-        **before: Any,
     ) -> tuple[Float32[Array, "B Z V"], Pending, Cache]:
         """`tree`, then `logits` at its last `num_logits` queries; None: at all of them."""
-        hidden, pending, cache = self.tree(tokens, tree, cache, **before)
+        hidden, pending, cache = self.tree(
+            tokens, tree, cache, replay=replay, prefix_pending=prefix_pending
+        )
         first = 0 if num_logits is None else tokens.shape[1] - num_logits
         return self.logits(hidden[:, first:]), pending, cache
 

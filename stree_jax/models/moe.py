@@ -160,9 +160,8 @@ class MixtureOfExperts(Pointwise):
         )
         self.experts_in = drawn(c.experts_held, width, (1 + c.gated) * c.hidden_size)
         self.experts_out = drawn(c.experts_held, c.hidden_size, width, scale=new.out_scale)
-        sizes = [] if c.latent_size is None else [(d_model, width), (width, d_model)]
-        latent: Any = [new.linear(*size, False) for size in sizes] or [None, None]
-        self.latent_in, self.latent_out = latent
+        self.latent_in = None if c.latent_size is None else new.linear(d_model, width, False)
+        self.latent_out = None if c.latent_size is None else new.linear(width, d_model, False)
         shared = MlpConfig(c.shared_size or 1, activation=c.activation, gated=c.gated)
         self.shared = (
             Mlp(shared, d_model, dtype=dtype, rngs=rngs, out_scale=new.out_scale)
