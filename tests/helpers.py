@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,31 @@ def linked_driver(library, folder, flags=(), compiler=None):
     flags = ("-std=c++17", "-O1", *flags, "-isystem", jax.ffi.include_dir(), source, *library)
     subprocess.run([*compiler, *flags, "-o", driver, "-pthread"], check=True)
     return driver
+
+
+def emulated_tests(library, folder, chosen, compiler=None, runs=()):
+    """Tests ops against `reference.py` with a library: what failed, and the calls of each op.
+
+    `runs` is the command that runs a program, as an emulator.
+    """
+    driver = linked_driver(library, folder, compiler=compiler)
+    tests = [f"tests/kernels/test_{each}.py" for each in ("ops", "matmul", "other_ops")]
+    options = ["-qrf", "-p", "tests.emulated", "-p", "no:cacheprovider", "-k", chosen]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", *options),
+            *("-m", "not thorough and not gpu and not slow", *tests),
+        ],
+        cwd=Path(__file__).parents[1],
+        # The plugin imports packages before an option could check their signatures.
+        env=os.environ
+        | {"STREE_JAX_EMULATED": shlex.join(map(str, [*runs, driver])), "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+    )
+    counts = re.search(r"^\{.*\}$", done.stdout, re.MULTILINE)
+    assert counts, done.stdout + done.stderr
+    return re.findall("^FAILED (.*)$", done.stdout, re.MULTILINE), json.loads(counts[0])
 
 
 def num_mappings():

@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[1]
 # Lines of what git would track, by its patterns. A commit that removes some lowers the number.
 CEILINGS = {
     "stree_jax/*.py": 25_104,
-    "pallas_kernels/*.py": 7_395,
+    "pallas_kernels/*.py": 7_394,
     "convert/*.py": 5_896,
-    "tests/*.py": 25_905,
+    "tests/*.py": 25_926,
     "benchmarks/*.py": 4_802,
-    "*.cc *.h": 2_872,
+    "*.cc *.h": 2_899,
     "benchmarks/results": 11_219,
 }
 

@@ -1,9 +1,7 @@
 """Wheels in the folder `STREE_JAX_WHEELS`, as `make wheels` leaves them; NEON's in an emulator."""
 
-import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.native import build_backend
-from tests.helpers import linked_driver
+from tests.helpers import emulated_tests
 
 WHEELS = Path(os.environ.get("STREE_JAX_WHEELS", "none"))
 SYSTEM = "/usr/lib/libSystem.B.dylib"
@@ -23,6 +21,7 @@ OPS = {
     for source in build_backend.sources()
     for name in re.findall(r"XLA_FFI_Error\* stree_jax_(\w+)\(", source.read_text())
 }
+ZIG = build_backend.compiler(build_backend.TARGETS[ARM])
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
 GLIBC = Path(os.environ.get("QEMU_LD_PREFIX", "/usr/aarch64-linux-gnu"))  # libc6-arm64-cross
 pytestmark = pytest.mark.skipif(not WHEELS.is_dir(), reason="no folder of wheels is named")
@@ -78,32 +77,8 @@ def test_each_has_all_levels_of_its_platform(platform, tmp_path):
         assert int(oldest[1]) <= 28, said
 
 
-def emulate(processor, library, folder, chosen):
-    """Tests ops against `reference.py` with a library: what failed, and the calls of each op."""
-    zig = build_backend.compiler(build_backend.TARGETS[ARM])
-    driver = linked_driver(library, folder, compiler=zig)
-    command = shlex.join(map(str, [EMULATOR, "-L", GLIBC, "-cpu", processor, driver]))
-    tests = [f"tests/kernels/test_{each}.py" for each in ("ops", "matmul", "other_ops")]
-    options = ["-qrf", "-p", "tests.emulated", "-p", "no:cacheprovider", "-k", chosen]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            *options,
-            "-m",
-            "not thorough and not gpu and not slow",
-            *tests,
-        ],
-        cwd=Path(__file__).parents[1],
-        # The plugin imports packages before an option could check their signatures.
-        env=os.environ | {"STREE_JAX_EMULATED": command, "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-    )
-    counts = re.search(r"^\{.*\}$", done.stdout, re.MULTILINE)
-    assert counts, done.stdout + done.stderr
-    return re.findall("^FAILED (.*)$", done.stdout, re.MULTILINE), json.loads(counts[0])
+def emulator(processor):
+    return [EMULATOR, "-L", GLIBC, "-cpu", processor]
 
 
 # The first processor of the architecture, and one of the first with dot products.
@@ -114,7 +89,8 @@ def emulate(processor, library, folder, chosen):
 def test_all_ops_are_right(level, processor, tmp_path):
     file = libraries(ARM, tmp_path)[1][level]
     chosen = "native or in_order or extreme or finite or denormal or probabilities"
-    failed, counts = emulate(processor, [file, f"-Wl,-rpath,{file.parent}"], tmp_path, chosen)
+    library = [file, f"-Wl,-rpath,{file.parent}"]
+    failed, counts = emulated_tests(library, tmp_path, chosen, ZIG, emulator(processor))
     assert not failed
     assert counts.keys() == kernels(file)
 
@@ -127,7 +103,8 @@ def test_a_wrong_op_is_found(tmp_path):
     header.write_text(header.read_text().replace("vmull_high_s16(c, d)", "vmull_high_s16(c, c)"))
     wrong = [*build_backend.FLAGS, package / "matmul/native.cc"]  # comes before the library's
     library = [*wrong, file, f"-Wl,-rpath,{file.parent}"]
-    failed, counts = emulate("cortex-a53", library, tmp_path, "native and matmul")
+    chosen, runs = "native and matmul", emulator("cortex-a53")
+    failed, counts = emulated_tests(library, tmp_path, chosen, ZIG, runs)
     assert counts.keys() == {"matmul"}
     assert failed
     assert all("int8" in each for each in failed), failed

@@ -189,7 +189,7 @@ struct Call {
 
   void run(ffi::ThreadPool& pool, const std::vector<Segment>& segments, int64_t rows) {
     if constexpr (kIsInt8<T>) {
-      rounded = Rounded(rows, groups);
+      rounded = {rows, groups};
       for_each_row(pool, rows, inputs, kRowTask,
                    [&](int64_t row) { rounded.round(x + row * inputs, row, inputs); });
     }

@@ -48,13 +48,6 @@ def matmul(
 def rows(matrix: PackedMatrix, index: Int[Array, "*rows"]) -> Float32[Array, "*rows I"]:
     """See `api.rows`."""
     result = jax.ShapeDtypeStruct((index.size, matrix.shape[0]), jnp.float32)
-    found = native.call(
-        "rows",
-        result,
-        matrix.blocks,
-        matrix.scales,
-        index.astype(jnp.int32).reshape(index.size),
-        first=matrix.first,
-        columns=matrix.columns,
-    )
+    arrays = matrix.blocks, matrix.scales, index.astype(jnp.int32).reshape(index.size)
+    found = native.call("rows", result, *arrays, first=matrix.first, columns=matrix.columns)
     return found.reshape(*index.shape, matrix.shape[0])

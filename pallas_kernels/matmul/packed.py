@@ -48,7 +48,8 @@ class PackedMatrix:
             ValueError: another shape or dtype.
         """
         if isinstance(matrix, QuantizedMatrix):
-            pairs = _in_pairs(_blocks(np.asarray(matrix.values)))
+            grouped = in_groups(_blocks(np.asarray(matrix.values)))
+            pairs = grouped.reshape(*grouped.shape[:-2], GROUP // 2, 2, COLUMNS).swapaxes(-1, -2)
             wide = jnp.asarray(_blocks(np.asarray(matrix.scales)).astype(np.float32))
             return cls(_on_large_pages(pairs, np.int8), wide, *matrix.shape[-2:])
         host = np.asarray(matrix)
@@ -118,12 +119,6 @@ def _blocks(host: np.ndarray) -> np.ndarray:
     padded = np.pad(host, [(0, 0)] * (host.ndim - 1) + [(0, missing)])
     cut = padded.reshape(*host.shape[:-1], count, COLUMNS)
     return np.moveaxis(cut, -2, -3)
-
-
-def _in_pairs(blocks: np.ndarray) -> np.ndarray:
-    """Blocks `[*E, blocks, I, 32]` as pairs of inputs, of groups that are filled with zeros."""
-    grouped = in_groups(blocks)
-    return grouped.reshape(*grouped.shape[:-2], GROUP // 2, 2, COLUMNS).swapaxes(-1, -2)
 
 
 def _on_large_pages(values: np.ndarray, dtype: DTypeLike) -> Array:

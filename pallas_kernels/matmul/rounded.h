@@ -9,7 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
+#include <vector>
 
 #include "tiles.h"
 
@@ -18,16 +18,29 @@ namespace stree {
 constexpr int64_t kGroup = 32;  // inputs with one scale, of a row and of a column
 constexpr int kColumns = 32;    // of a block
 
-// Lanes of two int16, or with NEON's dot products four int8: the weights of as many inputs, and
-// products that are added to a sum.
-#if defined(__ARM_FEATURE_DOTPROD)
+// Lanes of two int16, or with dot products four int8: the weights of as many inputs, and products
+// that are added to a sum. VNNI's weights have no sign: they get 128 more, and the sums less.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 typedef int8_t Value;
 #else
 typedef int16_t Value;
 #endif
 constexpr int kLaneInputs = 4 / sizeof(Value);
+constexpr int32_t kMore = kLaneInputs == 4 && kLanes > 4 ? 128 : 0;
 
-#if defined(__AVX512F__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+STREE_INLINE VecI32 weights_of(const int8_t* from) {  // of two pairs
+  const uint16_t* pairs = (const uint16_t*)from;
+  return (VecI32)((widened(pairs) | widened(pairs + kColumns) << 16) ^ 0x80808080u);
+}
+STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
+#if defined(__AVX512VNNI__)
+  return (VecI32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)b, (__m512i)a);
+#else
+  return (VecI32)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)b, (__m256i)a);
+#endif
+}
+#elif defined(__AVX512F__)
 STREE_INLINE VecI32 weights_of(const int8_t* from) {
   return (VecI32)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
 }
@@ -68,19 +81,20 @@ STREE_INLINE void keep(VecI32& sum) {
 #endif
 }
 
-// Rows `[groups, rows, 32]` and their scales `[groups, rows]`: those of a group are neighbours.
-struct Rounded {
-  int64_t rows = 0, groups = 0;
-  std::unique_ptr<Value[]> values;
-  std::unique_ptr<float[]> scales;
+// A group of a row.
+struct Piece {
+  Value values[kGroup];
+  float scale;
+  int32_t start;  // of its sums
+};
 
-  Rounded() = default;
-  Rounded(int64_t rows, int64_t groups)
-      : rows(rows), groups(groups), values(new Value[rows * groups * kGroup]),
-        scales(new float[rows * groups]) {}
+// Rows `[groups, rows]`: those of a group are neighbours.
+struct Rounded {
+  int64_t rows, groups;
+  std::vector<Piece> pieces = std::vector<Piece>(rows * groups);
 
   // Rounds a row, with zeros after its last input.
-  void round(const float* from, int64_t row, int64_t inputs) const {
+  void round(const float* from, int64_t row, int64_t inputs) {
     const int64_t whole = inputs / kGroup;
     for (int64_t g = 0; g < whole; ++g) round_group(from + g * kGroup, row, g);
     if (whole == groups) return;
@@ -90,7 +104,7 @@ struct Rounded {
   }
 
  private:
-  void round_group(const float* from, int64_t row, int64_t group) const {
+  void round_group(const float* from, int64_t row, int64_t group) {
     constexpr int64_t kVecs = kGroup / kLanes;
     constexpr int32_t kLeast = 27 << 23, kInfinite = 255 << 23;  // 2^-100
     VecI32 most = {};
@@ -103,31 +117,37 @@ struct Rounded {
     for (int i = 1; i < kLanes; ++i) bits = std::max(bits, most[i]);
     float largest;
     std::memcpy(&largest, &bits, sizeof largest);
-    const int64_t at = group * rows + row;
-    Value* to = values.get() + at * kGroup;
+    Piece& piece = pieces[group * rows + row];
     if (bits < kLeast || bits >= kInfinite) {
-      scales[at] = bits < kLeast ? 0.0f : NAN;
-      std::memset(to, 0, kGroup * sizeof *to);
+      piece = {{}, bits < kLeast ? 0.0f : NAN, 0};
       return;
     }
-    const float scale = scales[at] = largest / 127.0f;
+    int32_t sum = 0;
+    piece.scale = largest / 127.0f;
     const Vec magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds, halves to even
     for (int64_t v = 0; v < kVecs; ++v) {
-      const Vec shifted = load(from + v * kLanes) / splat(scale) + magic;
+      const Vec shifted = load(from + v * kLanes) / splat(piece.scale) + magic;
       const VecI32 whole = (VecI32)shifted - (VecI32)magic;
-      for (int i = 0; i < kLanes; ++i) to[v * kLanes + i] = static_cast<Value>(whole[i]);
+      for (int i = 0; i < kLanes; ++i) {
+        piece.values[v * kLanes + i] = static_cast<Value>(whole[i]);
+        sum += whole[i];
+      }
     }
+    piece.start = -kMore * sum;
   }
 };
 
 // Adds the products of R rows with a group of a block [16, 32, 2] to y [R, 32]. Inlined, gcc 12
 // keeps the sums in memory.
 template <int R, int V>
-__attribute__((noinline)) void group(const Value* __restrict x, const float* __restrict row_scales,
-                        const int8_t* __restrict weights, const float* __restrict scales,
-                        float* __restrict y) {
+__attribute__((noinline)) void group(const Piece* __restrict x, const int8_t* __restrict weights,
+                        const float* __restrict scales, float* __restrict y) {
   for (int column = 0; column < kColumns; column += V * kLanes) {
-    VecI32 sums[R][V] = {};
+    VecI32 sums[R][V];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[r][v] = x[r].start - VecI32{};
 #pragma GCC unroll 16
     for (int64_t k = 0; k < kGroup; k += kLaneInputs) {
       VecI32 w[V];
@@ -136,7 +156,7 @@ __attribute__((noinline)) void group(const Value* __restrict x, const float* __r
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         int32_t values;
-        std::memcpy(&values, x + r * kGroup + k, sizeof values);
+        std::memcpy(&values, x[r].values + k, sizeof values);
         const VecI32 input = values - VecI32{};
 #pragma GCC unroll 8
         for (int v = 0; v < V; ++v) {
@@ -150,7 +170,7 @@ __attribute__((noinline)) void group(const Value* __restrict x, const float* __r
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         float* out = y + r * kColumns + column + v * kLanes;
-        const Vec scale = splat(row_scales[r]) * load(scales + column + v * kLanes);
+        const Vec scale = splat(x[r].scale) * load(scales + column + v * kLanes);
         store(out, fused(__builtin_convertvector(sums[r][v], Vec), scale, load(out)));
       }
   }
@@ -166,11 +186,9 @@ inline void product(const Rounded& x, int64_t first, int64_t rows, const int8_t*
       __builtin_prefetch(weights + kAhead + byte);
     for_each_tile(rows, [&](int64_t row, auto height) {
       constexpr int R = decltype(height)::value;
-      const int64_t at = g * x.rows + first + row;
       // One or two rows take all columns at once.
-      group<R, R <= 2 ? kColumns / kLanes : kVectors>(x.values.get() + at * kGroup,
-                                                      x.scales.get() + at, weights, scales,
-                                                      y + row * kColumns);
+      group<R, R <= 2 ? kColumns / kLanes : kVectors>(&x.pieces[g * x.rows + first + row], weights,
+                                                      scales, y + row * kColumns);
     });
     weights += kGroup * kColumns;
     scales += kColumns;

@@ -7,6 +7,7 @@ variable `STREE_JAX_NATIVE` chooses:
     off      XLA runs
     v3       AVX2 (x86-64-v3), on processors that have more too
     v4       AVX-512 (x86-64-v4)
+    v3vnni, v4vnni   the same with products of 8-bit numbers by AVX-VNNI, AVX-512 VNNI
     neon     NEON
     dotprod  NEON with dot products of 8-bit numbers
 

@@ -35,10 +35,14 @@ HERE = Path(__file__).resolve().parent
 LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "v3": ("-march=x86-64-v3",),
+        "v3vnni": ("-march=x86-64-v3", "-mavxvnni"),
         "v4": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+        "v4vnni": ("-march=x86-64-v4", "-mprefer-vector-width=512", "-mavx512vnni"),
     },
     "aarch64": {"neon": (), "dotprod": ("-mcpu=generic+dotprod",)},  # zig takes no such -march
 }
+# Levels that differ from another one in products of 8 bits alone.
+PRODUCTS = {"v3vnni": "v3", "v4vnni": "v4", "dotprod": "neon"}
 # What wheels are for, in their names and for ziglang, which compiles them on any machine.
 TARGETS = {
     "manylinux_2_28_x86_64": "x86_64-linux-gnu.2.28",
@@ -50,6 +54,7 @@ TARGETS = {
 _AVX2 = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _NEEDED = {"v3": _AVX2, "v4": _AVX2 | _AVX512, "dotprod": {"asimddp"}}
+_NEEDED |= {"v3vnni": _AVX2 | {"avx_vnni"}, "v4vnni": _NEEDED["v4"] | {"avx512_vnni"}}
 CPU_INFO = Path("/proc/cpuinfo")
 FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden"),
@@ -145,19 +150,24 @@ def build(
         objects = Path(name).resolve()
         run = functools.partial(_run, command, objects)
 
-        def compiled(job: tuple[str, Path]) -> None:
-            level, source = job
+        def part(level: str, source: Path) -> tuple[str, Path, str]:
+            op = source.parent.name
+            level = level if op == "matmul" else PRODUCTS.get(level, level)
+            return level, source, f"{level}-{op}-{source.stem}.o"
+
+        def compiled(part: tuple[str, Path, str]) -> None:
+            level, source, made = part
             flags = (*FLAGS, *known[level], *extra, defined, "-isystem", str(headers), "-c")
-            run(*flags, str(source), "-o", f"{level}-{source.parent.name}-{source.stem}.o")
+            run(*flags, str(source), "-o", made)
 
         def linked(level: str) -> Path:
             made = library(level, objects)
-            parts = sorted(file.name for file in objects.glob(f"{level}-*.o"))
+            parts = [part(level, source)[2] for source in sources()]
             run(*FLAGS, "-shared", *extra, *parts, "-o", made.name)  # macOS's own name of it too
             return made
 
         chosen = chosen or list(known)
-        list(pool.map(compiled, itertools.product(chosen, sources())))
+        list(pool.map(compiled, {part(*job) for job in itertools.product(chosen, sources())}))
         made = {folder / file.name: file for file in pool.map(linked, chosen)}
         for file, new in made.items():
             os.replace(new, file)

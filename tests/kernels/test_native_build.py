@@ -15,6 +15,7 @@ import pytest
 
 from pallas_kernels import dispatch, native
 from pallas_kernels.native import build_backend
+from tests.helpers import emulated_tests
 
 ROOT = Path(__file__).parents[2]
 V3 = "abm avx2 bmi1 bmi2 f16c fma movbe"
@@ -90,7 +91,8 @@ def test_a_clone_has_what_its_machine_runs(folder, monkeypatch):
     monkeypatch.setenv("CXX", str(compiler))
     build, names = build_backend.build, ["libstree-v3.so", "libstree-v4.so"]
     monkeypatch.setattr(build_backend, "build", lambda **chosen: build(folder, **chosen))
-    for flags, made in ((V4, names), (V3, names[:1]), ("", names), (V3, names[:1])):
+    every = sorted(build_backend.library(level).name for level in build_backend.levels())
+    for flags, made in ((V4, names), (V3, names[:1]), ("", every), (V3, names[:1])):
         processor(monkeypatch, folder, flags)
         assert build_backend.try_build(build_backend.own_levels()) is None
         assert sorted(file.name for file in build_backend.built()) == made
@@ -109,13 +111,15 @@ REFUSED = "STREE_JAX_NATIVE must be one of "
         *(("x86_64", *row) for row in ((V4, "", "v4"), (V4, "v3", "v3"), (V4, "v4", "v4"))),
         *(("x86_64", *row) for row in ((V3, "", "v3"), (V3, "v3", "v3"), (V4, "off", None))),
         ("AMD64", V4, "", "v4"),
+        ("x86_64", f"{V3} avx_vnni", "", "v3vnni"),
+        *(("x86_64", f"{V4} avx512_vnni", *row) for row in (("", "v4vnni"), ("v4", "v4"))),
         *((machine, None, "", "neon") for machine in ("aarch64", "arm64")),  # it needs no flags
         *(("aarch64", *row) for row in ((DOTPROD, "", "dotprod"), (DOTPROD, "neon", "neon"))),
         ("aarch64", "", "dotprod", "STREE_JAX_NATIVE=dotprod: this processor has no asimddp"),
         ("x86_64", "avx2 fma", "", "this processor has no abm, bmi1, bmi2, f16c, movbe"),
         ("x86_64", None, "", "this processor has no abm, avx2, bmi1, bmi2, f16c, fma, movbe"),
         ("riscv64", None, "", "there is no native code for this processor"),
-        ("x86_64", V4, "v5", f"{REFUSED}('off', 'v3', 'v4'), got 'v5'"),
+        ("x86_64", V4, "v5", f"{REFUSED}('off', 'v3', 'v3vnni', 'v4', 'v4vnni'), got 'v5'"),
         ("x86_64", V4, "neon", REFUSED),
         ("x86_64", V3, "v4", "STREE_JAX_NATIVE=v4: this processor has no avx512bw, avx512cd, "),
         ("x86_64", "avx2", "v3", "STREE_JAX_NATIVE=v3: this processor has no abm, bmi1, "),
@@ -270,3 +274,17 @@ def test_an_install_whose_compiler_fails_warns(tmp_path):
         assert names & {"failure.txt", "native.cc"} == ({"failure.txt"} if compiler else set())
         failed = "so XLA runs instead: /bin/false failed: exit status 1"
         assert ("is not built" in said, failed in said) == (bool(compiler),) * 2
+
+
+@pytest.mark.thorough
+@needs_sources
+@pytest.mark.skipif("v3" not in build_backend.own_levels(), reason="the rest would not run here")
+def test_products_of_vnni_are_right(tmp_path):
+    """Its code, with its one instruction written in C."""
+    vnni = ["-D__AVXVNNI__", "-include", Path(__file__).with_name("dpbusd.h")]
+    flags = [*build_backend.FLAGS, *build_backend.levels()["v3"], *vnni]
+    source = build_backend.HERE.with_name("matmul") / "native.cc"  # comes before the library's
+    library = [*flags, source, build_backend.library("v3")]
+    failed, counts = emulated_tests(library, tmp_path, "native and matmul")
+    assert not failed
+    assert counts.keys() == {"matmul"}
