@@ -1,6 +1,6 @@
 """Which way of decoding is the fastest? A table of comparisons, and the lists of ways in them.
 
-    python -m benchmarks.methods auto --rows 1 8
+    python -m benchmarks.methods auto --rows 1 8 [--quantize int8]
     python -m benchmarks.methods batch --rows 1 2 4 8 --temperatures 0
     python -m benchmarks.methods hierarchical --small DIR/small-draft
     python -m benchmarks.methods medusa [--heads DIR] [--mtp DIR] [--dflash DIR]
@@ -33,9 +33,10 @@ DEEP_TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 3, 4, 5, 6, 7, 8])
 PAPER_TREES = {f"tree {name}": st.TreeTopology.paper(name) for name in "ABCDE"}
 TWO_TREES = {"chain of 4": CHAIN_OF_4, "tree A": PAPER_TREES["tree A"]}
 TWO_DEFAULTS = {"chain of 4": CHAIN_OF_4, "tree of 5": st.TreeTopology.default()}
-# What `tune-tree` chose for the embedded pair at temperature 0 and at 1, and a longer chain.
+# What `tune-tree` chose for the embedded pair at temperature 0 and at 1, and other chains.
 TUNED_TREES = {
     **TWO_DEFAULTS,
+    "chain of 2": st.TreeTopology.chain(2),
     "chain of 6": st.TreeTopology.chain(6),
 }
 # How children are sampled and verified above temperature 0.
@@ -149,7 +150,7 @@ COMPARISONS: dict[str, Callable[[Pair, float, argparse.Namespace], Ways]] = {
     each.__name__: each for each in (auto, batch, hierarchical, medusa, precision, temperature)
 }
 OPTIONS = {"comparison": {"choices": [*COMPARISONS]}, **COMPARED, "--rows": (1,)}
-OPTIONS |= dict.fromkeys(("--dflash", "--heads", "--mtp", "--small"))
+OPTIONS |= dict.fromkeys(("--dflash", "--heads", "--mtp", "--quantize", "--small"))
 
 
 def compare(
@@ -170,13 +171,15 @@ def compare(
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """All ways of a comparison, at each temperature and number of rows."""
-    chosen, pair = COMPARISONS[options.comparison], embedded_pair(options.prompts)
+    chosen, how = COMPARISONS[options.comparison], options.quantize
+    pair = embedded_pair(options.prompts, quantize=how, draft_quantize=how)
     found: list[dict[str, Any]] = []
     for temperature, rows in itertools.product(options.temperatures, options.rows):
         ways = [Method(PLAIN), *chosen(pair, temperature, options)]
         found += compare(pair, ways, temperature, options, rows)
         yield Found(
-            pair.settings() | {"question": str(chosen.__doc__).splitlines()[0], "decoding": found},
+            pair.settings()
+            | {"quantize": how, "question": str(chosen.__doc__).splitlines()[0], "decoding": found},
             method_tables(f"{pair.name}, {options.prompts} prompts", found, batch="{rows}"),
             wrong=different(found),
         )

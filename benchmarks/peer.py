@@ -138,7 +138,7 @@ def our_decoders(
     types = {
         "": pair,
         ", bfloat16": embedded_pair(0, dtype="bfloat16"),
-        ", 8 bits": embedded_pair(0, quantize="int8"),
+        ", 8 bits": embedded_pair(0, quantize="int8", draft_quantize="int8"),
     }
     ways: dict[float, dict[str, Decode]] = {temperature: {} for temperature in temperatures}
     for suffix, of in types.items():
@@ -189,9 +189,11 @@ def real_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
     Random weights in the shape of a published model: only time means anything.
     """
     records, count = [], options.calls
-    for size, dtype in itertools.product(SHAPES, ("bfloat16", "float32")):
-        model = random_model(st.ModelConfig.preset(size), dtype)
+    for size, dtype in itertools.product(SHAPES, llama_cpp.PRECISIONS):
+        in_8_bits = dtype == "8 bits"
+        model = random_model(st.ModelConfig.preset(size), "float32" if in_8_bits else dtype)
         theirs = llama_cpp.calls(model, dtype, options.threads, count, [*CALLED])
+        model = model.quantized() if in_8_bits else model
         calls: dict[tuple[str, int], Callable[[], Any]] = {}
         for nodes, tree in CALLED.items():
             calls["here", nodes] = functools.partial(run_steps, model, tree, count)
