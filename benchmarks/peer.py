@@ -30,7 +30,7 @@ from benchmarks.methods import COMPARED, TUNED_TREES, trees
 from benchmarks.models import Pair, embedded_pair, random_model
 from benchmarks.steps import run_steps
 from stree_jax.measuring.clock import speeds, summary
-from stree_jax.measuring.methods import PLAIN, Method
+from stree_jax.measuring.methods import PLAIN, Batch, Method
 from stree_jax.measuring.report import Table
 
 OPTIONS = COMPARED | {"--threads": 2, "--calls": 8}
@@ -132,7 +132,8 @@ def our_decoders(
     """This library by temperature, without drafts and with the embedded draft, in three types."""
 
     def decode(of: Pair, method: Method, temperature: float, prompt: list[int]) -> np.ndarray:
-        out = method.decode(of.target, [prompt], temperature=temperature, max_new_tokens=tokens)
+        own = st.Options(max_new_tokens=tokens, temperature=temperature, key=0)
+        out = method.decode(of.target, Batch([prompt], own))
         return out.tokens[0, : out.lengths[0]]
 
     types = {
