@@ -9,13 +9,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lines of what git would track, by its patterns. A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 25_104,
+    "stree_jax/*.py": 25_117,
     "pallas_kernels/*.py": 7_394,
     "convert/*.py": 5_896,
-    "tests/*.py": 25_926,
-    "benchmarks/*.py": 4_802,
+    "tests/*.py": 25_933,
+    "benchmarks/*.py": 4_808,
     "*.cc *.h": 2_899,
-    "benchmarks/results": 11_219,
+    "benchmarks/results": 11_371,
 }
 
 

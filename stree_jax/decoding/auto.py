@@ -67,6 +67,12 @@ class Choosing(NamedTuple):
     accepted: Float32[Array, "B D R"]
     counts: Int[Array, "B K"]  # steps with each tree
 
+    def of_all(self, *parts: Array | int) -> "Choosing":
+        """With the largest `number`, `pause`, `rest` and `trial` in all rows."""
+        rows = (jnp.full_like(self.number, jnp.max(jnp.asarray(part))) for part in parts)
+        number, pause, rest, trial = rows
+        return self._replace(number=number, pause=pause, rest=rest, trial=trial)
+
 
 class AutoState(NamedTuple):
     """A drafter's state for the largest tree, and that of the choice."""
@@ -187,6 +193,15 @@ class AutoDrafter(Drafter):
 
     def chosen(self, state: DecodeState, limits: Limits | None) -> DecodeState:
         """The state with the number of the next step's tree; `limits`: of a batch that ends."""
+        choosing = state.drafter.choosing
+        choosing = lax.cond(  # most steps of a text without drafts only wait
+            (choosing.rest.max() > 1) & (choosing.forced.max() < 0),
+            lambda: choosing.of_all(0, choosing.pause, choosing.rest - 1, choosing.trial),
+            lambda: self._weighed(state, limits),
+        )
+        return state._replace(drafter=state.drafter._replace(choosing=choosing))
+
+    def _weighed(self, state: DecodeState, limits: Limits | None) -> Choosing:
         choosing, active = state.drafter.choosing, (~state.done | state.done.all())[:, None]
         tokens = self.expected(choosing)
         if limits is None:
@@ -215,10 +230,8 @@ class AutoDrafter(Drafter):
         rest = jnp.where(ends, pause, jnp.maximum(rest - 1, 0))
         number = jnp.where(rests | ends, 0, best)
         number = jnp.where(forced >= 0, forced, number)
-        of_all = {"number": number, "pause": pause, "rest": rest, "trial": trial}
-        rows = {name: jnp.full_like(choosing.number, part) for name, part in of_all.items()}
-        rows |= {"tried": aged * choosing.tried, "accepted": aged * choosing.accepted}
-        return state._replace(drafter=state.drafter._replace(choosing=choosing._replace(**rows)))
+        own = choosing._replace(tried=aged * choosing.tried, accepted=aged * choosing.accepted)
+        return own.of_all(number, pause, rest, trial)
 
     def _may_miss(self, state: DecodeState) -> bool:
         return self.catches_up and bool(jax.tree.leaves(state.drafter.drafter))
