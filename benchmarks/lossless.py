@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -182,8 +181,7 @@ class AnyTree(AutoDrafter):
     def chosen(self, state: Any, limits: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(0), state.step[0])
         number = jax.random.randint(key, state.step.shape[:1], 0, len(self.choices))[0]
-        choosing = state.drafter.choosing
-        choosing = choosing._replace(number=jnp.full_like(choosing.number, number))
+        choosing = state.drafter.choosing.of_all(number=number)
         return state._replace(drafter=state.drafter._replace(choosing=choosing))
 
 

@@ -67,11 +67,9 @@ class Choosing(NamedTuple):
     accepted: Float32[Array, "B D R"]
     counts: Int[Array, "B K"]  # steps with each tree
 
-    def of_all(self, *parts: Array | int) -> "Choosing":
-        """With the largest `number`, `pause`, `rest` and `trial` in all rows."""
-        rows = (jnp.full_like(self.number, jnp.max(jnp.asarray(part))) for part in parts)
-        number, pause, rest, trial = rows
-        return self._replace(number=number, pause=pause, rest=rest, trial=trial)
+    def of_all(self, **parts: Array | int) -> "Choosing":
+        """With these integers in all rows."""
+        return self._replace(**{name: jnp.full_like(self.number, parts[name]) for name in parts})
 
 
 class AutoState(NamedTuple):
@@ -194,9 +192,12 @@ class AutoDrafter(Drafter):
     def chosen(self, state: DecodeState, limits: Limits | None) -> DecodeState:
         """The state with the number of the next step's tree; `limits`: of a batch that ends."""
         choosing = state.drafter.choosing
+        pause, rest, trial = (
+            part.max() for part in (choosing.pause, choosing.rest, choosing.trial)
+        )
         choosing = lax.cond(  # most steps of a text without drafts only wait
-            (choosing.rest.max() > 1) & (choosing.forced.max() < 0),
-            lambda: choosing.of_all(0, choosing.pause, choosing.rest - 1, choosing.trial),
+            (rest > 1) & (choosing.forced.max() < 0),
+            lambda: choosing.of_all(number=0, pause=pause, rest=rest - 1, trial=trial),
             lambda: self._weighed(state, limits),
         )
         return state._replace(drafter=state.drafter._replace(choosing=choosing))
@@ -231,7 +232,7 @@ class AutoDrafter(Drafter):
         number = jnp.where(rests | ends, 0, best)
         number = jnp.where(forced >= 0, forced, number)
         own = choosing._replace(tried=aged * choosing.tried, accepted=aged * choosing.accepted)
-        return own.of_all(number, pause, rest, trial)
+        return own.of_all(number=number, pause=pause, rest=rest, trial=trial)
 
     def _may_miss(self, state: DecodeState) -> bool:
         return self.catches_up and bool(jax.tree.leaves(state.drafter.drafter))

@@ -97,8 +97,7 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
 
     def seconds(rows: int, number: int, steps: int) -> tuple[float, int]:
         own: Any = jax.tree.map(jnp.copy, state)
-        forced = jnp.full_like(own.step, number)
-        choosing = own.drafter.choosing._replace(forced=forced)
+        choosing = own.drafter.choosing.of_all(forced=number)
         done = jnp.arange(num_rows) >= rows
         own = own._replace(drafter=own.drafter._replace(choosing=choosing), done=done)
         jax.block_until_ready(own)
