@@ -125,6 +125,20 @@ def test_a_trial_finds_out_that_drafts_pay_again(model):
     assert (np.asarray(state.drafter.choosing.pause) == 0).all()
 
 
+def test_a_step_that_only_waits_is_one_that_weighs(model):
+    """A row that is new beside a resting one waits too."""
+    request = plan(model, PROMPTS[:2], drafter=st.ModelDrafter(model), topology="auto")
+    state = request.decoder.start(model, request.drafter, request.context, request.keys)
+    parts = {"number": [0, 0], "pause": [64, 0], "rest": [9, 0], "trial": [2, 0]}
+    own = state.drafter.choosing._replace(**{k: jnp.array(v) for k, v in parts.items()})
+    state = state._replace(drafter=state.drafter._replace(choosing=own))
+    waited = request.drafter.chosen(state, None).drafter.choosing
+    found = waited.number, waited.pause, waited.rest, waited.trial
+    assert np.asarray(found).tolist() == [[0, 0], [64, 64], [8, 8], [2, 2]]
+    weighed = request.drafter._weighed(state, None)
+    jax.tree.map(np.testing.assert_array_equal, waited, weighed)
+
+
 @pytest.mark.thorough
 def test_streams_and_texts_that_go_on(model):
     drafter = drafters(model)["model"]
