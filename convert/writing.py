@@ -18,7 +18,7 @@ from stree_jax.models import AttentionConfig, GatedDeltaConfig, LayerConfig, Mam
 from stree_jax.models.config import PARTS, ModelConfig
 from stree_jax.models.draft_head import DraftHead
 from stree_jax.models.lm import HybridLM, check_on_one_device
-from stree_jax.models.matrices import quantized_names, weights_by_name
+from stree_jax.models.matrices import named_weights, quantized_names
 
 _SHARD = 1 << 30  # bytes; one shard is in memory next to the model
 _NO_PLACE = "has no place for this multi-token prediction head"
@@ -46,11 +46,11 @@ def write_as(model: HybridLM, directory: Path, target: str, head: DraftHead | No
         )
     of_head = None if head is None else head.config
     written = written_as(model.config, target, jnp.dtype(model.dtype).name, directory, of_head)
-    weights = weights_by_name(model)
+    weights = dict(named_weights(model))
     rules = [rule for rule in written.description.rules if rule.target in weights]
     if head is not None:
         assert written.description.mtp is not None
-        own = weights_by_name(head)
+        own = dict(named_weights(head))
         weights |= {f"{FOLDER}.{name}": weight for name, weight in own.items()}
         rules += [
             rule._replace(target=f"{FOLDER}.{rule.target}")

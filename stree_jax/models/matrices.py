@@ -325,8 +325,3 @@ def named_weights(module: nnx.Module, *, matrices: bool = True) -> Iterator[tupl
     for name, leaf in sorted(leaves.items()):
         if matrices or not isinstance(leaf, Matrix):
             yield name, leaf[...]
-
-
-def weights_by_name(module: nnx.Module) -> dict[str, Array]:
-    """All weights of `named_weights`."""
-    return dict(named_weights(module))

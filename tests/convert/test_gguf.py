@@ -15,7 +15,7 @@ from benchmarks.llama_cpp import write_gguf
 from stree_jax.convert import convert, find, open_checkpoint
 from stree_jax.convert.gguf_file import open_parts
 from stree_jax.convert.writing import write_as
-from stree_jax.models.matrices import weights_by_name
+from stree_jax.models.matrices import named_weights
 from tests.convert import checkpoints, configs, gguf_files
 from tests.convert.gguf_files import gguf, original, write
 from tests.extensions import mtp_files, qwen_files
@@ -42,7 +42,7 @@ MODELS = {
 def assert_same(model, other):
     """Equal configs, and weights to the rounding of float32."""
     assert model.config == other.config
-    want, have = weights_by_name(model), weights_by_name(other)
+    want, have = dict(named_weights(model)), dict(named_weights(other))
     assert want.keys() == have.keys()
     for name, weight in want.items():
         np.testing.assert_allclose(have[name], weight, rtol=1e-6, atol=3e-7, err_msg=name)
@@ -166,7 +166,7 @@ def test_models_in_fewer_bits(name, tmp_path):
     checkpoint, loaded = open_checkpoint(file), st.from_pretrained(file)
     assert checkpoint.dtype == ("bfloat16" if name == "BF16" else "float32")
     assert checkpoint.quantised == ("6 tensors Q8_0" if name == "Q8_0" else "")
-    plain = np.asarray(weights_by_name(model)["embedding"])
+    plain = np.asarray(dict(named_weights(model))["embedding"])
     stored = gguf.quantize(plain, KINDS[name])
     if name == "Q8_0":
         want = np.array([q8_0(block.tobytes()) for block in stored.reshape(-1, 34)], np.float32)

@@ -15,7 +15,7 @@ from pallas_kernels import PackedMatrix, QuantizedMatrix
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.convert import convert
 from stree_jax.convert.writing import write_as
-from stree_jax.models.matrices import EightBits, Packed, quantized_names, weights_by_name
+from stree_jax.models.matrices import EightBits, Packed, named_weights, quantized_names
 from stree_jax.names import flatten, unflatten
 from stree_jax.testing import perturbed, tiny_model
 from stree_jax.training.trainer import cast
@@ -94,14 +94,14 @@ def stored(tmp_path_factory):
 
 
 def arrays(model):
-    return jax.tree.map(np.asarray, weights_by_name(model))
+    return jax.tree.map(np.asarray, dict(named_weights(model)))
 
 
 @pytest.mark.thorough
 def test_which_weights(stored):
     """All matrices but routers; packed where others are packed. Whatever is kept stays."""
     names = quantized_names(model().quantized())
-    kernels = [name for name in weights_by_name(model()) if name.endswith(".kernel")]
+    kernels = [name for name, _ in named_weights(model()) if name.endswith(".kernel")]
     assert {"embedding", "blocks.3.mixer.experts_in", *kernels} <= names
     assert not any(name.endswith(("router", "scale", "conv_weight")) for name in names)
     loaded = st.from_pretrained(stored / "plain", quantize="int8")
@@ -148,7 +148,7 @@ def test_the_text_is_that_of_widened_weights(stored):
     plain = loaded.in_first()
     assert plain.activation_dtype == loaded.activation_dtype == jnp.float32
     structure, wanted = st.HybridLM.abstract(loaded.config)
-    wide = nnx.merge(structure, unflatten(weights_by_name(loaded), wanted))
+    wide = nnx.merge(structure, unflatten(dict(named_weights(loaded)), wanted))
     want = apply(wide, tokens)
     most = float(jnp.abs(want).max())
     np.testing.assert_allclose(apply(plain, tokens), want, atol=1e-5 * most)
