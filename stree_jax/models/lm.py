@@ -259,8 +259,7 @@ class HybridLM(Partitioned):
         """
         lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
         cache = self.init_cache(tokens.shape[0], 0)
-        stream, _, states = self._sequence(tokens, lengths, cache, inner)
-        return self._with_inner(self._final_normed(stream), states)
+        return self._sequence(tokens, lengths, cache, inner)[0]
 
     def init_cache(self, batch: int, max_length: int) -> Cache:
         """The cache before the first token, with capacity `max_length` in attention layers.
@@ -289,9 +288,9 @@ class HybridLM(Partitioned):
         """
         with jax.named_scope("prefill"):
             cache = self.init_cache(*tokens.shape) if cache is None else cache
-            stream, cache, _ = self._sequence(tokens, lengths, cache)
+            hidden, cache = self._sequence(tokens, lengths, cache)
             rows = jnp.maximum(lengths - 1, 0)[:, None, None]
-            last = jnp.take_along_axis(self._final_normed(stream), rows, axis=1)
+            last = jnp.take_along_axis(hidden, rows, axis=1)
             return self.logits(last)[:, 0], cache
 
     def prefill_hidden(
@@ -302,8 +301,7 @@ class HybridLM(Partitioned):
         `inner` adds states after inner layers, see `tree`. States on the padding are unspecified.
         """
         with jax.named_scope("prefill"):
-            stream, cache, states = self._sequence(tokens, lengths, cache, inner)
-            return self._with_inner(self._final_normed(stream), states), cache
+            return self._sequence(tokens, lengths, cache, inner)
 
     def tree_forward(
         self,
@@ -368,9 +366,9 @@ class HybridLM(Partitioned):
             def run(i: int, mixer: Any, u: Array) -> Any:
                 return mixer.tree(u, Nodes(tree, gather_index, cache[i], prefixes[i], replays[i]))
 
-            states, pendings, caches = self._layers(stream, run, inner)
+            hidden, pendings, caches = self._layers(stream, run, inner)
             self._check_pending(pendings, *tree.parents.shape)
-            return self._with_inner(self._final_normed(stream), states), pendings, caches
+            return hidden, pendings, caches
 
     def logits(self, hidden: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
         """Next-token logits of hidden states after the final norm, as `tree` returns them.
@@ -434,8 +432,8 @@ class HybridLM(Partitioned):
 
     def _sequence(
         self, tokens: Array, lengths: Array, cache: Cache, inner: tuple[int, ...] = ()
-    ) -> tuple[ResidualStream, Cache, list[Array]]:
-        """The stream after a right-padded sequence, its cache, and the streams after `inner`."""
+    ) -> tuple[Array, Cache]:
+        """Hidden states of a right-padded sequence, see `_layers`, and the cache after it."""
         valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
         norms = self.output_head.storage.norms_of_sequences(self.implementation)
         stream = self._stream(tokens, norms, valid)
@@ -443,13 +441,13 @@ class HybridLM(Partitioned):
         def run(i: int, mixer: Any, u: Array) -> Any:
             return mixer(u, cache[i], valid, lengths)
 
-        states, caches = self._layers(stream, run, inner)
-        return stream, caches, states
+        hidden, caches = self._layers(stream, run, inner)
+        return hidden, caches
 
     def _layers(
         self, stream: ResidualStream, run: Callable[[int, Any, Array], Any], inner: tuple[int, ...]
     ) -> tuple[Any, ...]:
-        """Runs the layers over a stream."""
+        """Runs the layers; returns states after the final norm, then those after `inner` layers."""
         states, others = [], []
         for i, (block, mixer) in enumerate(zip(self.blocks, self._mixers(), strict=True)):
             with jax.named_scope(f"layer_{i}"):
@@ -458,7 +456,9 @@ class HybridLM(Partitioned):
                 others.append(other)
             if i + 1 in inner:
                 states.append(stream.hidden())
-        return states, *zip(*others, strict=True)
+        parts = stream.normed(self.final_norm_scale[...]), *states
+        hidden = [part.astype(self.activation_dtype) for part in parts]
+        return jnp.concatenate(hidden, axis=-1) if states else hidden[0], *zip(*others, strict=True)
 
     def _check_pending(self, pending: Pending, batch: int, num_nodes: int) -> None:
         """Refuses records that `init_pending` does not announce: the loop could not carry them."""
@@ -513,14 +513,6 @@ class HybridLM(Partitioned):
             else:
                 mixers.append(block.mixer)
         return mixers
-
-    def _with_inner(self, hidden: Array, states: list[Array]) -> Array:
-        if not states:
-            return hidden
-        return jnp.concatenate([hidden, *(state.astype(hidden.dtype) for state in states)], axis=-1)
-
-    def _final_normed(self, stream: ResidualStream) -> Array:
-        return stream.normed(self.final_norm_scale[...]).astype(self.activation_dtype)
 
 
 def _shapes(arrays: Any) -> Any:
