@@ -76,9 +76,8 @@ def auto(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]
         "draft model": st.ModelDrafter(pair.draft),
         "random draft": st.ModelDrafter(random),
         "prompt lookup": st.NgramDrafter(),
+        "Medusa": st.MedusaDrafter(pair.target, heads),
     }
-    if heads.num_heads >= CHAIN_OF_4.depth:
-        drafters["Medusa"] = st.MedusaDrafter(pair.target, heads)
     for name, drafter in drafters.items():
         yield from trees(drafter, TWO_DEFAULTS | {"auto": "auto"}, f"{name}, ")
 

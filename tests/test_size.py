@@ -9,11 +9,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lines of what git would track, by its patterns. A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 25_104,
+    "stree_jax/*.py": 25_102,
     "pallas_kernels/*.py": 7_394,
     "convert/*.py": 5_896,
-    "tests/*.py": 25_947,
-    "benchmarks/*.py": 4_806,
+    "tests/*.py": 25_985,
+    "benchmarks/*.py": 4_805,
     "*.cc *.h": 2_899,
     "benchmarks/results": 11_371,
 }

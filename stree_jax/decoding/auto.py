@@ -8,11 +8,14 @@ the sum of the rows decides; a batch ends with its last row, so there the row th
 most steps does.
 
 Each tree has a loop of its own, which ends when another tree is chosen: branches inside of one loop
-copied all caches in each step. What depends on the tree's size has that of the largest. Without
-drafts a draft model does not run; when it is asked again it reads what it missed. While no
-tree pays one is tried now and then, after pauses that double and are long if a trial costs much.
+copied all caches in each step. Its pending record has the tree's size, and is replayed when it
+ends; the drafter's state has the size of the largest tree. Without drafts a draft model does not
+run; when it is asked again it reads what it missed. While no tree pays drafts rest, in a loop that
+is that of no drafts, and one is tried now and then, after pauses that double and are long if a
+trial costs much.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,10 +27,11 @@ from jax import lax
 
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding.drafters.base import Drafter, root_only
-from stree_jax.decoding.step import decode_step
+from stree_jax.decoding.step import decode_step, settled
 from stree_jax.decoding.types import DecodeState, DraftTree, Drawn, Limits, Sampling, Step, Verdict
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.messages import shown
+from stree_jax.models.cache import empty_path
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
@@ -46,12 +50,29 @@ WINDOW = 64  # tokens that a draft model reads at once when it has missed some
 READING = 3.0  # steps without drafts in the time of such a window: 1 for a row, 3 for 8 on a CPU
 
 
-def trees_of(topology: str | Sequence[TreeTopology]) -> Sequence[TreeTopology]:
-    """The trees of a topology that is several: "auto", or a list of them; refuses others."""
-    trees = TREES if topology == "auto" else topology
-    if isinstance(trees, str) or not all(isinstance(tree, TreeTopology) for tree in trees):
-        raise ValueError(f"topology must be a TreeTopology, got {shown(topology)}")
-    return trees
+def trees_of(
+    topology: str | Sequence[TreeTopology],
+    drafter: Drafter | None,
+    target: HybridLM,
+    *,
+    temperature_is_zero: bool,
+) -> Sequence[TreeTopology]:
+    """The trees of a topology that is several: a list of them, or "auto"; refuses others.
+
+    "auto" has those of `TREES` that the drafter does not refuse, or else the drafter's own.
+    """
+    if topology != "auto":
+        if isinstance(topology, str) or not all(isinstance(t, TreeTopology) for t in topology):
+            raise ValueError(f"topology must be a TreeTopology, got {shown(topology)}")
+        return topology
+    if drafter is None:  # there is nothing to choose
+        return ()
+    fitting = []
+    for tree in TREES:
+        with contextlib.suppress(ValueError):
+            drafter.check(target, tree, temperature_is_zero=temperature_is_zero)
+            fitting.append(tree)
+    return fitting or [drafter.default_topology()]
 
 
 class Choosing(NamedTuple):
@@ -123,13 +144,8 @@ class AutoDrafter(Drafter):
         return TreeTopology.chain(max(tree.num_nodes for tree in self.choices) - 1)
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> AutoState:
-        zeros = jnp.zeros(batch, jnp.int32)
         widest = max(len(children) for tree in self.choices for children in tree.children)
-        rates = jnp.zeros((batch, topology.depth, widest), jnp.float32)
-        choosing = Choosing(
-            *(zeros, zeros + 0, zeros - 1, zeros + 0, zeros + 0, zeros + 0, rates, rates + 0),
-            counts=jnp.zeros((batch, len(self.choices)), jnp.int32),
-        )
+        choosing = _untaught(batch, topology.depth, widest, len(self.choices))
         return AutoState(self.drafter.init(batch, topology, max_length), choosing)
 
     def read(self, state: AutoState, tokens: Array, hidden: Any, lengths: Array) -> AutoState:
@@ -137,10 +153,11 @@ class AutoDrafter(Drafter):
         behind = state.choosing.behind
         if not self.catches_up:
             return state._replace(drafter=self.drafter.read(state.drafter, tokens, hidden, lengths))
+        if self.rests is True:  # not so while a caller's program is traced
+            behind = behind + jnp.asarray(lengths, jnp.int32)
+            return state._replace(choosing=state.choosing._replace(behind=behind))
         now = jnp.where((behind > 0) | self.rests, 0, lengths)
         choosing = state.choosing._replace(behind=behind + (lengths - now).astype(jnp.int32))
-        if self.rests is True:  # not so while a caller's program is traced
-            return state._replace(choosing=choosing)
         return AutoState(self.drafter.read(state.drafter, tokens, hidden, now), choosing)
 
     def propose(
@@ -170,7 +187,8 @@ class AutoDrafter(Drafter):
             own = _into(own, new)
         number = self.choices.index(topology)
         counts = choosing.counts.at[:, number].add(active.astype(jnp.int32))
-        return AutoState(own, choosing._replace(counts=counts))
+        rest = jnp.maximum(choosing.rest - 1, 0)
+        return AutoState(own, choosing._replace(counts=counts, rest=rest))
 
     def expected(self, choosing: Choosing) -> Float32[Array, "B K"]:
         """Tokens that a step with each tree is expected to emit."""
@@ -191,18 +209,6 @@ class AutoDrafter(Drafter):
 
     def chosen(self, state: DecodeState, limits: Limits | None) -> DecodeState:
         """The state with the number of the next step's tree; `limits`: of a batch that ends."""
-        choosing = state.drafter.choosing
-        pause, rest, trial = (
-            part.max() for part in (choosing.pause, choosing.rest, choosing.trial)
-        )
-        choosing = lax.cond(  # most steps of a text without drafts only wait
-            (rest > 1) & (choosing.forced.max() < 0),
-            lambda: choosing.of_all(number=0, pause=pause, rest=rest - 1, trial=trial),
-            lambda: self._weighed(state, limits),
-        )
-        return state._replace(drafter=state.drafter._replace(choosing=choosing))
-
-    def _weighed(self, state: DecodeState, limits: Limits | None) -> Choosing:
         choosing, active = state.drafter.choosing, (~state.done | state.done.all())[:, None]
         tokens = self.expected(choosing)
         if limits is None:
@@ -220,7 +226,7 @@ class AutoDrafter(Drafter):
         )
         rests, tries = rest > 0, (rest == 0) & (trial > 0)
         ends = ~rests & ~tries & ~pays
-        aged = jnp.where(rest == 1, jnp.minimum(1, AGED / jnp.maximum(choosing.tried, 1)), 1)
+        aged = jnp.where(ends, jnp.minimum(1, AGED / jnp.maximum(choosing.tried, 1)), 1)
         steps = -(-TRIAL // jnp.minimum(active.sum(), TRIAL))
         missed = -(-state.context.length.max() // WINDOW) if self._may_miss(state) else 0
         excess = (steps * (costs[best] / costs[0] - 1) + READING * missed) / SHARE
@@ -228,11 +234,12 @@ class AutoDrafter(Drafter):
         pause = jnp.where(ends, jnp.clip(longer, SHORTEST_PAUSE, LONGEST_PAUSE), pause)
         pause = jnp.where(~rests & ~tries & pays, 0, pause)
         trial = jnp.where(ends, steps, jnp.where(tries, trial - 1, trial))
-        rest = jnp.where(ends, pause, jnp.maximum(rest - 1, 0))
+        rest = jnp.where(ends, pause, rest)
         number = jnp.where(rests | ends, 0, best)
         number = jnp.where(forced >= 0, forced, number)
         own = choosing._replace(tried=aged * choosing.tried, accepted=aged * choosing.accepted)
-        return own.of_all(number=number, pause=pause, rest=rest, trial=trial)
+        own = own.of_all(number=number, pause=pause, rest=rest, trial=trial)
+        return state._replace(drafter=state.drafter._replace(choosing=own))
 
     def _may_miss(self, state: DecodeState) -> bool:
         return self.catches_up and bool(jax.tree.leaves(state.drafter.drafter))
@@ -258,39 +265,49 @@ class AutoDrafter(Drafter):
         with jax.named_scope("draft"):
             return state._replace(drafter=lax.while_loop(wanted, body, state.drafter))
 
-    def step_with(
-        self,
-        tree: TreeTopology,
-        state: DecodeState,
-        verifier: Verifier,
-        model: HybridLM,
-        limits: Limits,
-        sampling: Sampling,
-    ) -> tuple[DecodeState, DraftTree, Verdict]:
-        """`decode_step` with one of the trees; the state has room for the largest."""
-        new, draft, verdict = decode_step(tree, verifier, model, self, state, limits, sampling)
-        pending, path = _into((state.pending, state.path), (new.pending, new.path))
-        return new._replace(pending=pending, path=path), draft, verdict
-
     def run(
         self,
         state: DecodeState,
         unfinished: Callable[[DecodeState], Array],
         ends: Limits | None,
-        *arguments: Any,
+        verifier: Verifier,
+        model: HybridLM,
+        limits: Limits,
+        sampling: Sampling,
     ) -> DecodeState:
-        """Steps while they are `unfinished`; `ends`: limits of a batch that ends with its last row.
+        """Steps while they are `unfinished`; replays the last path.
 
-        Arguments are those of `step_with`.
+        `ends` are limits of a batch that ends with its last row.
         """
 
         def steps_with(number: int, state: DecodeState) -> DecodeState:
-            tree = self.choices[number]
-            return lax.while_loop(
-                lambda state: unfinished(state) & (state.drafter.choosing.number[0] == number),
-                lambda state: self.chosen(self.step_with(tree, state, *arguments)[0], ends),
-                state,
+            """In the loop a pending record has the tree's own size, and is replayed at its end."""
+            tree, batch = self.choices[number], len(state.done)
+
+            def step(own: DecodeState) -> DecodeState:
+                return decode_step(tree, verifier, model, self, own, limits, sampling)[0]
+
+            def rested(own: DecodeState) -> DecodeState:
+                """Steps without drafts until they are tried again; one at least."""
+                return lax.while_loop(
+                    lambda carry: carry[1] & unfinished(carry[0]),
+                    lambda carry: ((new := step(carry[0])), new.drafter.choosing.rest[0] > 0),
+                    (own, jnp.bool_(True)),
+                )[0]
+
+            own = lax.while_loop(
+                lambda own: unfinished(own) & (own.drafter.choosing.number[0] == number),
+                lambda own: self.chosen((step if number else rested)(own), ends),
+                state._replace(
+                    pending=model.init_pending(batch, tree.num_nodes),
+                    path=empty_path(batch, tree.num_nodes),
+                ),
             )
+            # A loop of one turn or none: a branch would copy the caches.
+            own = lax.while_loop(
+                lambda own: (own.path.last >= 0).any(), lambda own: settled(model, own), own
+            )
+            return own._replace(pending=state.pending, path=state.path)
 
         def body(state: DecodeState) -> DecodeState:
             state = self.caught_up(steps_with(0, state))
@@ -300,22 +317,12 @@ class AutoDrafter(Drafter):
 
         return lax.while_loop(unfinished, body, self.chosen(state, ends))
 
-    def step(self, state: DecodeState, *arguments: Any) -> tuple[DecodeState, DraftTree, Verdict]:
-        """One step of a batch, with the tree that is chosen; arguments are those of `step_with`."""
-        *_, limits, _ = arguments
-        state = self.caught_up(self.chosen(state, limits))
-        largest = self.default_topology()
-        nodes = len(state.done), largest.num_nodes
-        room = jnp.zeros(nodes, jnp.int32), largest.tree(jnp.zeros(nodes, bool))
 
-        def one(tree: TreeTopology, state: DecodeState) -> tuple[DecodeState, DraftTree, Verdict]:
-            new, draft, verdict = self.step_with(tree, state, *arguments)
-            tokens, shape = _into(room, (draft.tokens, draft.tree))
-            none = jnp.full(nodes[1], -1, jnp.int32)
-            return new, DraftTree(tokens, shape, None, none, draft.finite), verdict
-
-        steps = [functools.partial(one, tree) for tree in self.choices]
-        return lax.switch(state.drafter.choosing.number[0], steps, state)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one by one they take as long as a step
+def _untaught(batch: int, depth: int, widest: int, num_trees: int) -> Choosing:
+    zeros, rates = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, depth, widest), jnp.float32)
+    counts = jnp.zeros((batch, num_trees), jnp.int32)
+    return Choosing(zeros, zeros, zeros - 1, zeros, zeros, zeros, rates, rates, counts)
 
 
 def _drafts(tree: TreeTopology) -> list[tuple[int, int, int]]:

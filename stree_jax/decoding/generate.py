@@ -59,7 +59,7 @@ def generate(
         drafter: proposes the draft tokens; None: autoregressive decoding.
         topology: the draft tree; None: the drafter's default; several: in each step none or one of
             them, whichever is expected to be the fastest (`stree_jax.decoding.auto`), "auto": of
-            a few small ones.
+            a few small ones that the drafter can fill.
         verifier: a name from `VERIFIERS` ("greedy", "target_only", "multi_step",
             "without_replacement", "traversal") or any `Verifier`; None: the one that fits drafter
             and temperature.
@@ -111,14 +111,7 @@ def generate(
         drafter, sampling = request.drafter, request.sampling
         trees = _experience(request, model)
         state = _started(request, model, n, after, trees)
-        most = None
-        if trees is not None:
-
-            def run(state: DecodeState, limits: Limits, steps: int) -> DecodeState:
-                return decoder.run(model, drafter, state, limits, sampling, steps)
-
-            trees.set_times(state, request.limits, run)
-            most = MAX_STEPS  # the program that was timed
+        most = None if trees is None else MAX_STEPS  # then it is the program that was timed
         state = decoder.run(model, drafter, state, request.limits, sampling, most)
     if trees is not None:
         trees.teach(on_host(state.drafter.choosing))
@@ -176,22 +169,22 @@ def stream(
             " tokens alone; use generate"
         )
     request = request.placed(model.partition)
-    num_rows = len(request.rows)
+    decoder, drafter, num_rows = request.decoder, request.drafter, len(request.rows)
 
     def steps() -> Iterator[list[Piece]]:
         with dispatch.on(model):
             trees = _experience(request, model)
             state = _started(request, model, trees=trees)
-            if trees is not None:  # the loop that would be timed is another program
-                trees.set_times(state, request.limits, None)
+        settings = request.limits, request.sampling
         start, done = on_host((request.context.length, state.done))
         pieces = [Pieces(row.stopping) for row in request.rows]
         while not done.all():
-            had_ended, most = done, request.decoder.topology.depth + 1
+            had_ended, most = done, decoder.topology.depth + 1
             with dispatch.on(model):  # not around `yield`: it must not affect the caller
-                state, _, _ = request.decoder.step(
-                    model, request.drafter, state, request.limits, request.sampling
-                )
+                if trees is None:
+                    state, _, _ = decoder.step(model, drafter, state, *settings)
+                else:
+                    state = decoder.run(model, drafter, state, *settings, 1)
                 new = tokens_from(state.context.tokens, start, most)
             tokens, length = on_host((new, state.context.length))
             done = on_host(state.done)
@@ -244,4 +237,10 @@ def _started(
     if len(state.done) > num_rows:  # those that pad the batch have ended
         added = np.arange(len(state.done)) >= num_rows
         state = state._replace(done=model.partition.put(added))
+    if trees is not None:
+
+        def run(state: DecodeState, limits: Limits, steps: int) -> DecodeState:
+            return decoder.run(model, drafter, state, limits, request.sampling, steps)
+
+        trees.set_times(state, request.limits, run)
     return state

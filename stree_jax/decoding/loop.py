@@ -20,7 +20,7 @@ from stree_jax.decoding.like import check_keys, checked_prompts, checked_setting
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import MAX_TOKENS
 from stree_jax.decoding.rules import rule_specs
-from stree_jax.decoding.step import decode_step
+from stree_jax.decoding.step import decode_step, settled
 from stree_jax.decoding.text.prefix import Prefix, read_text
 from stree_jax.decoding.types import (
     Context,
@@ -37,7 +37,7 @@ from stree_jax.decoding.verifiers import Verifier, verifier_of
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
 from stree_jax.messages import shown
-from stree_jax.models.cache import empty_path, replayed
+from stree_jax.models.cache import empty_path
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.tree import TreeTopology
 
@@ -280,9 +280,8 @@ class SpeculativeDecoder:
             ends = limits if stop_after_ended is None else None
             state = auto.run(state, unfinished, ends, self.verifier, model, limits, sampling)
         else:
-            state = lax.while_loop(unfinished, some_steps, state)
-        cache = model.replay(state.cache, state.pending, state.path)
-        return state._replace(cache=cache, path=replayed(state.path))
+            state = settled(model, lax.while_loop(unfinished, some_steps, state))
+        return state
 
     @_donating
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
@@ -297,9 +296,8 @@ class SpeculativeDecoder:
     ) -> tuple[DecodeState, DraftTree, Verdict]:
         """One iteration of `run`, for streaming and inspection."""
         limits, sampling = checked_settings(limits, sampling, len(state.done))
-        auto: Any = drafter
         if drafter is not None and drafter.choices:
-            return auto.step(state, self.verifier, model, limits, sampling)
+            raise ValueError("a choice of trees is made by run: use run(..., max_steps=1)")
         return decode_step(self.topology, self.verifier, model, drafter, state, limits, sampling)
 
 

@@ -113,7 +113,8 @@ def plan(
     context = in_buffers([each for each in texts for _ in range(n)])
     batch = len(context.length)
     own = options_of_rows(options, batch)
-    check_not_traced(context.length, own[0].key, model.final_norm_scale[...])
+    some_weight = model.final_norm_scale[...]  # in place of all of them, which takes longer
+    check_not_traced(context.length, own[0].key, some_weight)
     made = {id(each): _row_of(each, model) for each in own}
     rows = [made[id(each)] for each in own]  # one object for all that are equal
     most = [row.options.max_new_tokens for row in rows]
@@ -125,16 +126,15 @@ def plan(
     keys = row_keys(given[0] if isinstance(options, Options) else [*map(typed_key, given)], batch)
     _check_drafter(drafter)
     _check_placement(model, drafter)
+    drafter = with_tokens_of(drafter, model)
     if isinstance(topology, str | Sequence):
-        trees = trees_of(topology)
+        trees = trees_of(topology, drafter, model, temperature_is_zero=temperature_is_zero)
         if model.partition is not ONE_DEVICE:
             raise ValueError(
                 f"topology = {shown(topology)} is for one device: on a mesh name a tree"
             )
-        # Without a drafter there is nothing to choose.
         drafter, topology = None if drafter is None else AutoDrafter(drafter, trees), None
     topology = _checked_topology(topology, drafter, vocab_size)
-    drafter = with_tokens_of(drafter, model)
     if drafter is not None:
         drafter.check(model, topology, temperature_is_zero=temperature_is_zero)
     drawn = drawn_by(drafter, topology, temperature_is_zero=temperature_is_zero)
@@ -162,7 +162,7 @@ def plan(
         verifier=chosen,
         max_length=buffer_size(int(longest)),
         # On a GPU a termination check on the host takes long compared with a step.
-        steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(model)) else 2,
+        steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(some_weight)) else 2,
         num_best=own[0].num_best and min(list_size(own[0].num_best), vocab_size),
         record_calls=record_calls,
     )

@@ -26,7 +26,7 @@ from stree_jax.decoding.types import (
     Verdict,
 )
 from stree_jax.decoding.verifiers import Verifier
-from stree_jax.models.cache import Cache, Pending, path_to
+from stree_jax.models.cache import Cache, Pending, path_to, replayed
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
@@ -232,6 +232,12 @@ def _advance(
         calls=calls,
     )
     return new, draft, cut
+
+
+def settled(model: HybridLM, state: DecodeState) -> DecodeState:
+    """The state after the last step's path is replayed."""
+    cache = model.replay(state.cache, state.pending, state.path)
+    return state._replace(cache=cache, path=replayed(state.path))
 
 
 def _records(

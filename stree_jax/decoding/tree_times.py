@@ -48,15 +48,15 @@ class Experience:
         self._name = _name(model, auto, num_rows, sampling)
         auto.rests = bool(_taught.get(self._name, {}).get("rest", 0) > 0)
 
-    def set_times(self, state: DecodeState, limits: Limits, run: Run | None) -> None:
+    def set_times(self, state: DecodeState, limits: Limits, run: Run) -> None:
         """Gives the drafter the times of its trees, which are measured if nobody knows them.
 
-        `run` is the loop from a state that it may overwrite; None: nothing is measured.
+        `run` is the loop from a state that it may overwrite.
         """
         times = _times.get(self._name)
         if times is None:
             times = _stored(self._name, len(self._auto.choices))
-        if times is None and run is not None:
+        if times is None:
             times = _measured(self._auto, state, limits, run)
             if times is not None and times is not self._auto.costs:
                 _store(self._name, times)
@@ -72,7 +72,7 @@ class Experience:
             for field, value in _taught.get(self._name, {}).items()
             if alone or field not in OF_ALL
         }
-        counts = jnp.zeros_like(choosing.counts)
+        counts: Any = np.zeros(choosing.counts.shape, np.int32)
         return state._replace(choosing=choosing._replace(**taught, counts=counts))
 
     def teach(self, choosing: Choosing) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from stree_jax.decoding.auto import trees_of
 from stree_jax.decoding.drafters import Drafter, NgramDrafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.loop import SpeculativeDecoder
@@ -46,17 +45,8 @@ class Method(NamedTuple):
     verifier: str | Verifier | None = None
     target: HybridLM | None = None  # None: that of the comparison
 
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of its tree, root included; of several those of the largest."""
-        if isinstance(self.topology, str | Sequence):
-            return max(tree.num_nodes for tree in trees_of(self.topology))
-        tree = self.topology or (self.drafter and self.drafter.default_topology())
-        return tree.num_nodes if tree else 1
-
-    def is_comparable(self, target: HybridLM, batch: Batch) -> bool:
+    def is_comparable(self, asked: Plan) -> bool:
         """True if its tokens are those of the comparison's target with the same key."""
-        asked = self.planned(target, batch)
         # Above temperature 0, rules that test drafts have their own random numbers.
         is_exact = asked.sampling.temperature_is_zero or asked.decoder.verifier.follows_target
         return is_exact and self.target is None
@@ -115,7 +105,7 @@ def compare(
     `PLAIN` is among the methods, and all batches have one temperature. Fields of a record are
     those of docs/bench.md, without `parts` none but those of whole texts.
     """
-    temperature = batches[0].options.temperature
+    plans = {each.name: each.planned(target, batches[0]) for each in methods}
     ways: dict[Any, Callable[[Batch], Any]] = {}
     for each in methods:
         own = each.target or target
@@ -123,7 +113,7 @@ def compare(
         if not parts:
             continue
         ways["first", each.name] = functools.partial(each.first_token, target)
-        asked = each.planned(target, batches[0])
+        asked = plans[each.name]
         drafts_alone = asked.drafter is not None and not asked.drafter.choices
         if drafts_alone and own.partition == ONE_DEVICE:
             drafts = drafting(own, asked)
@@ -131,19 +121,18 @@ def compare(
     ticks, total = itertools.count(1), len(ways) * len(batches) * (1 + rounds)
 
     def advance() -> None:
-        progress(f"temperature {temperature:g}", next(ticks), total)
+        progress(f"temperature {batches[0].options.temperature:g}", next(ticks), total)
 
-    comparable = {each.name for each in methods if each.is_comparable(target, batches[0])}
     memory: dict[str, int] = {}
     for outputs, seconds in timed_rounds(ways, batches, rounds, advance):
         if parts and not memory:
             memory = {each.name: each.memory(target, batches[0]) for each in methods}
-        rows = _records(methods, temperature, outputs, seconds, comparable)
+        rows = _records(methods, plans, outputs, seconds)
         for category in filter(None, dict.fromkeys(each.category for each in batches)):
             places = [i for i, each in enumerate(batches) if each.category == category]
             part = {name: [made[i] for i in places] for name, made in outputs.items()}
             taken = {name: each[:, places] for name, each in seconds.items()}
-            found = _records(methods, temperature, part, taken, comparable)
+            found = _records(methods, plans, part, taken)
             for row, record in zip(rows, found, strict=True):
                 row.setdefault("by_category", {})[category] = record
                 means = [{name: of[name] for name in _MEAN} for of in row["by_category"].values()]
@@ -159,10 +148,9 @@ def _drafted(target: HybridLM, part: Callable[[int], object], _: Any) -> None:
 
 def _records(
     methods: Sequence[Method],
-    temperature: float,
+    plans: Mapping[str, Plan],
     outputs: Mapping[Any, list[Any]],
     seconds: Mapping[Any, np.ndarray],
-    comparable: Collection[str],
 ) -> list[dict[str, Any]]:
     """A record of each method, from what `timed_rounds` gives for its name and its first token."""
     of_all = {each.name: seconds[each.name] for each in methods}
@@ -188,8 +176,8 @@ def _records(
         identical = all(map(np.array_equal, plain, [out.tokens for out in mine]))
         record = {
             "method": name,
-            "temperature": temperature,
-            "nodes": method.num_nodes,
+            "temperature": plans[name].rows[0].options.temperature,
+            "nodes": plans[name].decoder.topology.num_nodes,
             "seconds_by_prompt": np.median(of_all[name], axis=0).tolist(),
             "tau": emitted[name] / calls,
             "tau_by_prompt": taus,
@@ -203,7 +191,7 @@ def _records(
             "milliseconds_of_call": None if call is None else summary(1e3 * call),
             "milliseconds_to_first_token": until_first,
             "draft_share": share,
-            "identical": identical if name in comparable else None,
+            "identical": identical if method.is_comparable(plans[name]) else None,
         }
         rows.append(record | speed[name])
     return rows

@@ -1,24 +1,28 @@
 """`topology="auto"`: the text of no drafts, whatever trees steps take, and when they take which."""
 
+import dataclasses
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding import tree_times
+from stree_jax.decoding.auto import AGED, AutoDrafter
 from stree_jax.decoding.auto import TREES as DRAFTED
-from stree_jax.decoding.auto import AutoDrafter
 from stree_jax.decoding.plan import plan
-from stree_jax.testing import perturbed, random_mtp_head, tiny_model
+from stree_jax.testing import perturbed, random_model, random_mtp_head, tiny_model
 from tests.methods import PROMPTS
 
 TREES = st.TreeTopology.chain(0), *DRAFTED
 NEW = 24
-OTHERS = "prompt lookup", "head"
-SOME = "model", *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS)
+ONE_TREE = {"two heads": 2, "turns": 3, "cascade": 4}  # and the depth of the chain they fill
+OTHERS = "prompt lookup", "head", *ONE_TREE
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
 SAMPLED = {"temperature": 1.0, "key": jax.random.key(3)}
 
 
@@ -37,8 +41,15 @@ def _times(monkeypatch):
 
 
 def drafters(model):
+    draft, small = perturbed(model, 0.05, 1), perturbed(model, 0.15, 2)
+    heads = st.MedusaHeads(model, num_heads=2, rngs=nnx.Rngs(0))
     return {
-        "model": st.ModelDrafter(perturbed(model, 0.05, 1)),
+        "model": st.ModelDrafter(draft),
+        "two heads": st.MedusaDrafter(model, heads),
+        "turns": st.InterleavedDrafter(draft, small, "sqs"),
+        "cascade": st.CascadeDrafter(
+            draft, st.ModelDrafter(small), inner_topology=st.TreeTopology.chain(1)
+        ),
         "prompt lookup": st.NgramDrafter(),
         "head": st.MtpDrafter(model, random_mtp_head(model)),
     }
@@ -63,18 +74,23 @@ def steps(model, drafter, numbers, **options):
         own = state.drafter
         forced = jnp.full_like(state.step, number)
         own = own._replace(choosing=own.choosing._replace(forced=forced))
-        state, _, _ = request.decoder.step(
-            model, request.drafter, state._replace(drafter=own), request.limits, request.sampling
-        )
+        state = state._replace(drafter=own)
+        settings = request.limits, request.sampling
+        state = request.decoder.run(model, request.drafter, state, *settings, 1)
     return state
 
 
-@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param(SAMPLED, marks=pytest.mark.thorough)], ids=["greedy", "sampled"]
+    ("name", "options"),
+    [
+        ("model", {}),
+        *(thorough(name, {}) for name in OTHERS),
+        *(thorough(name, SAMPLED) for name in ("model", "head", "cascade")),
+    ],
 )
 def test_the_text_is_that_of_no_drafts_with_any_tree_at_any_step(name, options, model):
-    numbers = np.random.default_rng(0).integers(0, len(TREES), 2 * NEW).tolist()
+    trees = 2 if name in ONE_TREE else len(TREES)
+    numbers = np.random.default_rng(0).integers(0, trees, 2 * NEW).tolist()
     want = st.generate(model, PROMPTS, max_new_tokens=NEW, eos_token=(), **options)
     state = steps(model, drafters(model)[name], numbers, **options)
     assert state.done.all()
@@ -82,6 +98,23 @@ def test_the_text_is_that_of_no_drafts_with_any_tree_at_any_step(name, options, 
         new = np.asarray(state.context.tokens[row, len(prompt) : len(prompt) + NEW])
         assert new.tolist() == want.tokens[row].tolist()
     assert (np.asarray(state.drafter.choosing.counts) > 0).all()
+
+
+@pytest.mark.parametrize("name", ONE_TREE)
+def test_it_takes_the_trees_that_a_drafter_can_fill(name, model):
+    """A list is the user's word: what the drafter cannot fill is refused."""
+    asked = {"drafter": drafters(model)[name], "max_new_tokens": NEW}
+    own = st.TreeTopology.chain(ONE_TREE[name])
+    found = plan(model, PROMPTS, topology="auto", **asked)
+    assert found.drafter.choices == (TREES[0], own)
+    assert found.decoder.topology == own
+    with pytest.raises(ValueError, match=r"leave topology out|needs as many Medusa heads"):
+        plan(model, PROMPTS, topology=[own, *DRAFTED], **asked)
+    # Refused with its own reason, not for its trees.
+    other = random_model(dataclasses.replace(model.config, vocab_size=90))
+    asked["drafter"] = drafters(other)[name]
+    with pytest.raises(ValueError, match=r"vocabular|output_head"):
+        plan(model, PROMPTS, topology="auto", **asked)
 
 
 def test_a_draft_model_that_was_off_reads_what_it_missed(model):
@@ -116,7 +149,7 @@ def test_a_trial_finds_out_that_drafts_pay_again(model):
     decoder, drafter = request.decoder, request.drafter
     state = decoder.start(model, drafter, request.context, request.keys)
     choosing = state.drafter.choosing
-    failed = {"tried": choosing.tried + 50, "rest": choosing.rest + 1}
+    failed = {"tried": choosing.tried + AGED, "rest": choosing.rest + 1}
     failed |= {"pause": choosing.pause + 64, "trial": choosing.trial + 2}
     state = state._replace(drafter=state.drafter._replace(choosing=choosing._replace(**failed)))
     state = decoder.run(model, drafter, state, request.limits, request.sampling, 8)
@@ -125,18 +158,22 @@ def test_a_trial_finds_out_that_drafts_pay_again(model):
     assert (np.asarray(state.drafter.choosing.pause) == 0).all()
 
 
-def test_a_step_that_only_waits_is_one_that_weighs(model):
-    """A row that is new beside a resting one waits too."""
+def test_drafts_rest_for_as_many_steps_as_they_should(model):
+    """A row that is new beside a resting one waits too; what failed long ago counts for little."""
     request = plan(model, PROMPTS[:2], drafter=st.ModelDrafter(model), topology="auto")
-    state = request.decoder.start(model, request.drafter, request.context, request.keys)
-    parts = {"number": [0, 0], "pause": [64, 0], "rest": [9, 0], "trial": [2, 0]}
+    decoder, drafter = request.decoder, request.drafter
+    state = decoder.start(model, drafter, request.context, request.keys)
+    parts = {"pause": [64, 0], "rest": [9, 0], "trial": [2, 0]}
     own = state.drafter.choosing._replace(**{k: jnp.array(v) for k, v in parts.items()})
     state = state._replace(drafter=state.drafter._replace(choosing=own))
-    waited = request.drafter.chosen(state, None).drafter.choosing
-    found = waited.number, waited.pause, waited.rest, waited.trial
-    assert np.asarray(found).tolist() == [[0, 0], [64, 64], [8, 8], [2, 2]]
-    weighed = request.drafter._weighed(state, None)
-    jax.tree.map(np.testing.assert_array_equal, waited, weighed)
+    for steps, left in ((3, 6), (2, 4)):
+        state = decoder.run(model, drafter, state, request.limits, request.sampling, steps)
+        own = state.drafter.choosing
+        found = own.counts[:, 0], own.pause, own.rest, own.trial
+        assert np.asarray(found).tolist() == [[9 - left] * 2, [64] * 2, [left] * 2, [2] * 2]
+    failed = own._replace(tried=own.tried + 50, rest=own.rest * 0, trial=own.trial * 0)
+    ended = drafter.chosen(state._replace(drafter=state.drafter._replace(choosing=failed)), None)
+    assert (np.asarray(ended.drafter.choosing.tried) == AGED).all()
 
 
 @pytest.mark.thorough
@@ -156,10 +193,11 @@ def test_streams_and_texts_that_go_on(model):
     assert rows == want.tokens[:, :12].tolist()
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", ["model", thorough("head"), thorough("cascade")])
 def test_a_scheduler_chooses_for_the_rows_that_run(name, model):
     """More requests than rows, and a kept text that goes on."""
     drafter = drafters(model)[name]
+    trees = [TREES[0], st.TreeTopology.chain(ONE_TREE[name])] if name in ONE_TREE else [*TREES]
     new = {"max_new_tokens": 12, "eos_token": ()}
     prompts = [*PROMPTS, PROMPTS[0][::-1], PROMPTS[1][::-1]]
     want = [st.generate(model, [each], **new).tokens[0].tolist() for each in prompts]
@@ -172,7 +210,7 @@ def test_a_scheduler_chooses_for_the_rows_that_run(name, model):
     assert [each.tokens for each in ended] == want
     for each in ended:
         calls = each.stats.calls_by_tree
-        assert [*calls] == [*TREES]
+        assert [*calls] == trees
         assert sum(calls.values()) == each.stats.num_target_calls
     longer = st.generate(model, prompts[:1], max_new_tokens=20, eos_token=()).tokens[0].tolist()
     more = st.Request([], max_new_tokens=8, eos_token=(), after=ended[0].prefix)
