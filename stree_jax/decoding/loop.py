@@ -294,7 +294,7 @@ class SpeculativeDecoder:
         limits: Limits | Any,
         sampling: Sampling | Any,
     ) -> tuple[DecodeState, DraftTree, Verdict]:
-        """One iteration of `run`, for streaming and inspection."""
+        """One iteration of `run`, for streaming and inspection; with one tree, not a choice."""
         limits, sampling = checked_settings(limits, sampling, len(state.done))
         if drafter is not None and drafter.choices:
             raise ValueError("a choice of trees is made by run: use run(..., max_steps=1)")

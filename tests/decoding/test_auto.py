@@ -171,6 +171,8 @@ def test_drafts_rest_for_as_many_steps_as_they_should(model):
         own = state.drafter.choosing
         found = own.counts[:, 0], own.pause, own.rest, own.trial
         assert np.asarray(found).tolist() == [[9 - left] * 2, [64] * 2, [left] * 2, [2] * 2]
+    with pytest.raises(ValueError, match=r"is made by run: use run\(..., max_steps=1\)"):
+        decoder.step(model, drafter, state, request.limits, request.sampling)
     failed = own._replace(tried=own.tried + 50, rest=own.rest * 0, trial=own.trial * 0)
     ended = drafter.chosen(state._replace(drafter=state.drafter._replace(choosing=failed)), None)
     assert (np.asarray(ended.drafter.choosing.tried) == AGED).all()
