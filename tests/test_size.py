@@ -15,7 +15,7 @@ CEILINGS = {
     "tests/*.py": 25_987,
     "benchmarks/*.py": 4_805,
     "*.cc *.h": 2_899,
-    "benchmarks/results": 11_371,
+    "benchmarks/results": 11_373,
 }
 
 
