@@ -19,6 +19,7 @@ from stree_jax.testing import perturbed, random_model, random_mtp_head, tiny_mod
 from tests.methods import PROMPTS
 
 TREES = st.TreeTopology.chain(0), *DRAFTED
+ONE = [st.TreeTopology.chain(4)]  # compiles in half the time of all
 NEW = 24
 ONE_TREE = {"two heads": 2, "turns": 3, "cascade": 4}  # and the depth of the chain they fill
 OTHERS = "prompt lookup", "head", *ONE_TREE
@@ -145,7 +146,8 @@ def test_a_good_draft_gets_the_longest_chain_and_a_bad_one_nothing(noise, often,
 
 def test_a_trial_finds_out_that_drafts_pay_again(model):
     """They failed for long, and would all be accepted now."""
-    request = plan(model, PROMPTS, drafter=st.ModelDrafter(model), topology="auto", eos_token=())
+    asked = {"drafter": st.ModelDrafter(model), "topology": DRAFTED[:1], "eos_token": ()}
+    request = plan(model, PROMPTS, **asked)
     decoder, drafter = request.decoder, request.drafter
     state = decoder.start(model, drafter, request.context, request.keys)
     choosing = state.drafter.choosing
@@ -160,7 +162,7 @@ def test_a_trial_finds_out_that_drafts_pay_again(model):
 
 def test_drafts_rest_for_as_many_steps_as_they_should(model):
     """A row that is new beside a resting one waits too; what failed long ago counts for little."""
-    request = plan(model, PROMPTS[:2], drafter=st.ModelDrafter(model), topology="auto")
+    request = plan(model, PROMPTS[:2], drafter=st.NgramDrafter(), topology=ONE)
     decoder, drafter = request.decoder, request.drafter
     state = decoder.start(model, drafter, request.context, request.keys)
     parts = {"pause": [64, 0], "rest": [9, 0], "trial": [2, 0]}
@@ -226,7 +228,7 @@ def test_a_draft_model_that_rests_reads_a_prompt_when_it_is_tried(model):
     prompt = [(7 * i) % 11 + 1 for i in range(100)]
     options = {"max_new_tokens": 20, "eos_token": ()}
     want = st.generate(model, [prompt], **options)
-    request = plan(model, [prompt], drafter=st.ModelDrafter(model), topology="auto", **options)
+    request = plan(model, [prompt], drafter=st.ModelDrafter(model), topology=ONE, **options)
     decoder, drafter = request.decoder, request.drafter
     drafter.rests = True
     state = decoder.start(model, drafter, request.context, request.keys)
