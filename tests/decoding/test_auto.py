@@ -72,10 +72,8 @@ def steps(model, drafter, numbers, **options):
     for number in numbers:
         if state.done.all():
             break
-        own = state.drafter
-        forced = jnp.full_like(state.step, number)
-        own = own._replace(choosing=own.choosing._replace(forced=forced))
-        state = state._replace(drafter=own)
+        choosing = state.drafter.choosing.of_all(forced=number)
+        state = state._replace(drafter=state.drafter._replace(choosing=choosing))
         settings = request.limits, request.sampling
         state = request.decoder.run(model, request.drafter, state, *settings, 1)
     return state
@@ -86,7 +84,7 @@ def steps(model, drafter, numbers, **options):
     [
         ("model", {}),
         *(thorough(name, {}) for name in OTHERS),
-        *(thorough(name, SAMPLED) for name in ("model", "head", "cascade")),
+        *(thorough(name, SAMPLED) for name in ("model", "prompt lookup", "head", "cascade")),
     ],
 )
 def test_the_text_is_that_of_no_drafts_with_any_tree_at_any_step(name, options, model):
@@ -197,7 +195,7 @@ def test_streams_and_texts_that_go_on(model):
     assert rows == want.tokens[:, :12].tolist()
 
 
-@pytest.mark.parametrize("name", ["model", thorough("head"), thorough("cascade")])
+@pytest.mark.parametrize("name", ["model", *map(thorough, ("prompt lookup", "head", "cascade"))])
 def test_a_scheduler_chooses_for_the_rows_that_run(name, model):
     """More requests than rows, and a kept text that goes on."""
     drafter = drafters(model)[name]
