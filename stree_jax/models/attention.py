@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import (
@@ -39,7 +38,7 @@ from pallas_kernels import (
 from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer
-from stree_jax.mesh.partition import DATA, ROWS, Cut
+from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, register
 from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
 
@@ -238,14 +237,6 @@ class AttentionConfig(LayerConfig):
         return AttentionPending(
             kv=NodeKV(zeros(*shape), zeros(*shape)),
             conv_input=zeros(sum(self.projected_sizes)) if self.conv_width else None,
-        )
-
-    def cache_specs(self, axis: str | None) -> Any:
-        by_row: Any = ROWS  # specs instead of arrays
-        by_head: Any = PartitionSpec(DATA, axis)
-        by_channel: Any = PartitionSpec(DATA, None, axis)
-        return AttentionCache(
-            kv=KVCache(by_head, by_head, by_row), conv=by_channel if self.conv_width else None
         )
 
     def sizes(self, shards: int) -> Sizes:

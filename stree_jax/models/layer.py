@@ -24,7 +24,7 @@ from pallas_kernels import DeferredRMSNorm
 from pallas_kernels.numerics import ACTIVATIONS
 from stree_jax.array_types import Array, Bool, Int, Lengths
 from stree_jax.checks import require
-from stree_jax.mesh.partition import DATA, Cut
+from stree_jax.mesh.partition import DATA, ROWS, Cut
 from stree_jax.messages import shown
 from stree_jax.tree import Tree
 
@@ -132,8 +132,10 @@ class LayerConfig:
         return NoCache()
 
     def cache_specs(self, axis: str | None) -> Any:
-        """How the arrays of `init_cache` lie on a mesh; heads and channels along `axis`."""
-        return NoCache()
+        """How the arrays of `init_cache` lie on a mesh: heads after the rows, or channels last."""
+        arrays = jax.eval_shape(lambda: self.init_cache(1, 1, jnp.float32))
+        cut = {4: PartitionSpec(DATA, axis), 3: PartitionSpec(DATA, None, axis)}
+        return jax.tree.map(lambda array: cut.get(array.ndim, ROWS), arrays)
 
     def pending_specs(self, axis: str | None) -> Any:
         """How the arrays of `init_pending` lie on a mesh: heads or channels after the nodes."""

@@ -23,7 +23,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import (
@@ -43,7 +42,7 @@ from pallas_kernels.numerics import activate, scaled
 from pallas_kernels.rms_norm.xla import activated
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import is_number, require, require_integer
-from stree_jax.mesh.partition import DATA, Cut
+from stree_jax.mesh.partition import Cut
 from stree_jax.messages import shown
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, register, share
 from stree_jax.models.layers import (
@@ -94,11 +93,6 @@ class RecurrentConfig(LayerConfig):
             B=zeros(layout.num_groups, layout.state_size),
             conv_input=zeros(layout.num_channels),
         )
-
-    def cache_specs(self, axis: str | None) -> Any:
-        by_head: Any = PartitionSpec(DATA, axis)  # specs instead of arrays
-        by_channel: Any = PartitionSpec(DATA, None, axis)
-        return Mamba2Cache(by_head, by_channel)
 
 
 @register("mamba2")

@@ -44,9 +44,6 @@ class ParallelConfig(LayerConfig):
     def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Both:
         return Both(*(part.init_pending(batch, num_nodes, dtype) for part in self.parts.values()))
 
-    def cache_specs(self, axis: str | None) -> Any:
-        return Both(*(part.cache_specs(axis) for part in self.parts.values()))
-
 
 class ParallelMixer(nnx.Module):
     """The sum of both mixers' outputs."""

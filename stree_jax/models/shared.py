@@ -84,9 +84,6 @@ class SharedConfig(LayerConfig):
     def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> AttentionPending:
         return self.blocks[0].init_pending(batch, num_nodes, dtype)
 
-    def cache_specs(self, axis: str | None) -> Any:
-        return self.blocks[0].cache_specs(axis)
-
     def cuts(self, shards: int) -> dict[str, Cut]:
         """See `LayerConfig`. Adapters are cut at their outputs."""
         attention, mlp = self.blocks

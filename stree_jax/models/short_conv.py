@@ -10,13 +10,12 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import replay_conv_state, tree_conv1d
 from stree_jax.array_types import Array, Float, Lengths
 from stree_jax.checks import require_integer
-from stree_jax.mesh.partition import DATA, Cut
+from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, register
 from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
 
@@ -52,9 +51,6 @@ class ShortConvConfig(LayerConfig):
 
     def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Array:
         return jnp.zeros((batch, num_nodes, self.num_channels), dtype)
-
-    def cache_specs(self, axis: str | None) -> Any:
-        return PartitionSpec(DATA, None, axis)
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         own = (self.num_channels, 1)
