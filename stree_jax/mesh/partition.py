@@ -32,6 +32,7 @@ from stree_jax.messages import shown
 
 DATA, MODEL = "data", "model"
 ROWS = PartitionSpec(DATA)  # spec of arrays with the batch axis first
+Segments = tuple[tuple[int, int], ...]  # of columns: units and their size, as heads and channels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +163,7 @@ class Cut(NamedTuple):
     """How a weight is sharded."""
 
     axis: int
-    segments: tuple[tuple[int, int], ...]  # units and their size, such as heads and channels
+    segments: Segments
 
     def columns(self, shards: int) -> np.ndarray:
         """The canonical columns of each shard: `[shards, columns]`."""

@@ -39,7 +39,7 @@ from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
-from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, register
+from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, mixer_cuts, register
 from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
 
 
@@ -249,13 +249,8 @@ class AttentionConfig(LayerConfig):
         gate = qkv[:1] if self.output_gate else ()
         columns = (*gate, *qkv, branch, branch)
         norms = {"q_norm_scale": qkv[0], "k_norm_scale": qkv[1]} if self.qk_norm_spans else {}
-        return {name: Cut(0, (heads,)) for name, heads in norms.items()} | {
-            "in_proj.kernel": Cut(1, columns),
-            "in_proj.bias": Cut(0, columns),
-            "out_proj.kernel": Cut(0, (qkv[0], branch)),
-            "conv_weight": Cut(1, qkv),
-            "conv_bias": Cut(0, qkv),
-        }
+        own = {name: Cut(0, (heads,)) for name, heads in norms.items()}
+        return own | mixer_cuts(columns, (qkv[0], branch), qkv)
 
     @property
     def qkv_segments(self) -> tuple[tuple[int, int], ...]:

@@ -35,7 +35,7 @@ from pallas_kernels import (
 from stree_jax.array_types import Array, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
-from stree_jax.models.layer import Nodes, Replay, register
+from stree_jax.models.layer import Nodes, Replay, mixer_cuts, register
 from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
 from stree_jax.models.mamba2 import Mamba2Cache, RecurrentConfig, convolved
 
@@ -100,13 +100,8 @@ class GatedDeltaConfig(RecurrentConfig):
         by_head, v = (self.num_heads, 1), (self.num_heads, self.head_dim)
         k = (self.num_groups, self.state_size)
         heads = Cut(0, (by_head,))
-        return {
-            "in_proj.kernel": Cut(1, (by_head, v, v, k, k, by_head)),
-            "out_proj.kernel": Cut(0, (v,)),
-            "conv_weight": Cut(1, (v, k, k)),
-            "A_log": heads,
-            "dt_bias": heads,
-        }
+        table = mixer_cuts((by_head, v, v, k, k, by_head), (v,), (v, k, k))
+        return table | {"A_log": heads, "dt_bias": heads}
 
 
 class GatedDeltaMixer(MixerModule):

@@ -24,7 +24,7 @@ from pallas_kernels import DeferredRMSNorm
 from pallas_kernels.numerics import ACTIVATIONS
 from stree_jax.array_types import Array, Bool, Int, Lengths
 from stree_jax.checks import require
-from stree_jax.mesh.partition import DATA, ROWS, Cut
+from stree_jax.mesh.partition import DATA, ROWS, Cut, Segments
 from stree_jax.messages import shown
 from stree_jax.tree import Tree
 
@@ -211,6 +211,16 @@ def register(kind: str | Any) -> Callable[[Config], Config]:
 def within(prefix: str, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
     """The cuts of a module's weights, named from outside."""
     return {f"{prefix}.{name}": cut for name, cut in cuts.items()}
+
+
+def mixer_cuts(
+    columns: Segments, rows: Segments, channels: Segments | None = None
+) -> dict[str, Cut]:
+    """The cuts of projections into a mixer and out of it, and of a convolution over channels."""
+    table = {"in_proj.kernel": Cut(1, columns), "in_proj.bias": Cut(0, columns)}
+    if channels is not None:
+        table |= {"conv_weight": Cut(1, channels), "conv_bias": Cut(0, channels)}
+    return table | {"out_proj.kernel": Cut(0, rows)}
 
 
 def share(units: int, shards: int) -> int:

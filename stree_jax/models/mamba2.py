@@ -44,7 +44,7 @@ from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import is_number, require, require_integer
 from stree_jax.mesh.partition import Cut
 from stree_jax.messages import shown
-from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, register, share
+from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, mixer_cuts, register, share
 from stree_jax.models.layers import (
     CONV_WIDTH_BITS,
     MixerModule,
@@ -258,12 +258,7 @@ class Mamba2Config(RecurrentConfig):
         columns = (branch, branch, z, x, B, C, dt)
         channels = (z, C, C) if self.repeat_before_conv else (x, B, C)
         heads = Cut(0, (dt,))
-        return {
-            "in_proj.kernel": Cut(1, columns),
-            "in_proj.bias": Cut(0, columns),
-            "out_proj.kernel": Cut(0, (branch, z)),
-            "conv_weight": Cut(1, channels),
-            "conv_bias": Cut(0, channels),
+        return mixer_cuts(columns, (branch, z), channels) | {
             "A_log": heads,
             "dt_bias": heads,
             "D": Cut(0, (z,)) if self.d_per_channel else heads,

@@ -9,7 +9,7 @@ from pallas_kernels.numerics import activate, scaled
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import require_integer
 from stree_jax.mesh.partition import Cut
-from stree_jax.models.layer import LayerConfig, NoCache, register, require_activation
+from stree_jax.models.layer import LayerConfig, NoCache, mixer_cuts, register, require_activation
 from stree_jax.models.layers import MixerModule, New
 
 
@@ -49,11 +49,7 @@ class MlpConfig(LayerConfig):
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         hidden = (self.hidden_size, 1)
-        return {
-            "in_proj.kernel": Cut(1, (hidden,) * (1 + self.gated)),
-            "in_proj.bias": Cut(0, (hidden,) * (1 + self.gated)),
-            "out_proj.kernel": Cut(0, (hidden,)),
-        }
+        return mixer_cuts((hidden,) * (1 + self.gated), (hidden,))
 
 
 class Pointwise(MixerModule):

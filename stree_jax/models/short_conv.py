@@ -16,7 +16,7 @@ from pallas_kernels import replay_conv_state, tree_conv1d
 from stree_jax.array_types import Array, Float, Lengths
 from stree_jax.checks import require_integer
 from stree_jax.mesh.partition import Cut
-from stree_jax.models.layer import LayerConfig, Nodes, Replay, register
+from stree_jax.models.layer import LayerConfig, Nodes, Replay, mixer_cuts, register
 from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
 
 
@@ -54,13 +54,7 @@ class ShortConvConfig(LayerConfig):
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         own = (self.num_channels, 1)
-        return {
-            "in_proj.kernel": Cut(1, (own, own, own)),
-            "in_proj.bias": Cut(0, (own, own, own)),
-            "out_proj.kernel": Cut(0, (own,)),
-            "conv_weight": Cut(1, (own,)),
-            "conv_bias": Cut(0, (own,)),
-        }
+        return mixer_cuts((own, own, own), (own,), (own,))
 
 
 class ShortConvMixer(MixerModule):
