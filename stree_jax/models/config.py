@@ -80,22 +80,9 @@ class ModelConfig:
     eos_token: int | tuple[int, ...] | None = None
     max_length: int | None = None
 
-    def __init__(
-        self,
-        vocab_size: Any,  # types are checked below, with the names of the fields
-        d_model: Any,
-        layers: Any,
-        mamba2: Any = None,
-        attention: Any = None,
-        mlp: Any = None,
-        moe: Any = None,
-        shared: Any = None,
-        gated_delta: Any = None,
-        short_conv: Any = None,
-        **fields: Any,
-    ):
-        parts = dict(mamba2=mamba2, attention=attention, mlp=mlp, moe=moe, shared=shared)
-        parts |= dict(gated_delta=gated_delta, short_conv=short_conv)
+    # Types are checked below, with the names of the fields.
+    def __init__(self, vocab_size: Any, d_model: Any, layers: Any, **fields: Any):
+        parts = {name: fields.pop(name, None) for name in PARTS}
         known = {field.name: field.default for field in dataclasses.fields(self)}
         if strange := fields.keys() - known:
             raise TypeError(f"ModelConfig() got an unexpected keyword argument {min(strange)!r}")
