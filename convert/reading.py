@@ -239,18 +239,18 @@ def read_head(
     path: Path,
     target: HybridLM,
     ignore: Collection[str],
-    read: Callable[[Fields, Mapping[str, Tensor]], Any],
+    read: Callable[[Fields, HybridLM, bool], Any],
     rules_of: Callable[[Any], list[Rule]],
     left_out: Collection[str] = (),
     others: Callable[[Checkpoint, Any], dict[str, jax.Array]] = lambda *_: {},
 ) -> Any:
     """Reads a head that is a checkpoint of its own, in its target's dtype.
 
-    `read` makes its config and `rules_of` the rules; tensors that begin with one of `left_out` have
-    none, and `others` makes the weights without one.
+    `read` makes its config, told whether it has an embedding, and `rules_of` the rules; tensors
+    that begin with one of `left_out` have none, and `others` makes the weights without one.
     """
     fields, checkpoint = open_head(kind, path, ignore)
-    config = read(fields, checkpoint.tensors)
+    config = read(fields, target, "embed_tokens.weight" in checkpoint.tensors)
     fields.finish()
     fields.refuse_asked()
     width, tokens = zip(*((x.d_model, x.vocab_size) for x in (config, target.config)), strict=True)

@@ -22,11 +22,7 @@ _KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
 
 def load(path: Path, target: HybridLM, ignore: Collection[str]) -> DFlashHead:
     """Reads a head for its target, in the target's dtype."""
-
-    def read(fields: Fields, tensors: Collection[str]) -> DFlashConfig:
-        return read_config(fields, target, "embed_tokens.weight" in tensors)
-
-    return read_head("dflash", path, target, ignore, read, rules_of)
+    return read_head("dflash", path, target, ignore, read_config, rules_of)
 
 
 def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashConfig:

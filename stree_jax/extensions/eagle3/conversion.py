@@ -26,17 +26,13 @@ from stree_jax.extensions.eagle3.head import Eagle3Config, Eagle3Head
 
 def load(path: Path, target: HybridLM, ignore: Collection[str]) -> Eagle3Head:
     """Reads a head for its target, in the target's dtype."""
-
-    def read(fields: Fields, tensors: Collection[str]) -> Eagle3Config:
-        return read_config(fields, len(target.config.layers), "embed_tokens.weight" in tensors)
-
     tables = ("d2t", "t2d")
-    return read_head("eagle3", path, target, ignore, read, rules_of, tables, _tokens)
+    return read_head("eagle3", path, target, ignore, read_config, rules_of, tables, _tokens)
 
 
-def read_config(fields: Fields, num_layers: int, has_embedding: bool) -> Eagle3Config:
+def read_config(fields: Fields, target: HybridLM, has_embedding: bool) -> Eagle3Config:
     """Returns the config of a head from its config.json."""
-    aux = "eagle_aux_hidden_state_layer_ids"
+    aux, num_layers = "eagle_aux_hidden_state_layer_ids", len(target.config.layers)
     fields.null("eagle_config", "draft_vocab_size", aux)
     eagle = fields.table("eagle_config")
     eagle.null(aux)
