@@ -31,7 +31,7 @@ from stree_jax.models.cache import (
 )
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.tree import Tree, first_nodes
+from stree_jax.tree import Tree, first_nodes, put
 
 
 class DraftModel(nnx.Module):
@@ -359,8 +359,4 @@ def recorded(pending: Any, record: Any, nodes: np.ndarray | Int[Array, " Q"]) ->
     """The records of all nodes so far, after a call that appended those of `nodes`."""
     if isinstance(nodes, np.ndarray):
         return record
-
-    def put(slots: Array, read: Array) -> Array:
-        return slots.at[:, nodes].set(read[:, slots.shape[1] :], mode="drop")
-
-    return jax.tree.map(put, pending, record)
+    return jax.tree.map(lambda old, new: put(old, nodes, new[:, old.shape[1] :]), pending, record)
