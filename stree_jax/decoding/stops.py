@@ -40,7 +40,7 @@ class Stopping:
 
     def machine(self, vocab_size: int) -> "Machine":
         """The automaton of all of them."""
-        return _machine(self.tokens, self.texts, self.tokenizer, vocab_size)
+        return _machine(self, vocab_size)
 
     def cut(self, tokens: Sequence[int]) -> tuple[int, str | None]:
         """Length of the text before the stop that its last token completed.
@@ -172,13 +172,11 @@ class Machine:
 
 
 @functools.lru_cache(maxsize=64)
-def _machine(
-    tokens: tuple[tuple[int, ...], ...], texts: tuple[str, ...], tokenizer: Any, vocab_size: int
-) -> Machine:
-    machine = _of_tokens(tokens, vocab_size)
-    if not texts:
+def _machine(stops: Stopping, vocab_size: int) -> Machine:
+    machine = _of_tokens(stops.tokens, vocab_size)
+    if not stops.texts:
         return machine
-    return _both(machine, _of_texts(texts, _bytes_of(tokenizer), vocab_size))
+    return _both(machine, _of_texts(stops.texts, _bytes_of(stops.tokenizer), vocab_size))
 
 
 @functools.lru_cache(maxsize=4)
