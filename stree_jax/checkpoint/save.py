@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,13 @@ def write_checkpoint(
 
         partial = Path(by_first(begin))
         arrays = _canonical_arrays(weights)
-        with _quiet():
+        logger = logging.getLogger("absl")
+        level = logger.level
+        logger.setLevel(logging.CRITICAL)  # Orbax logs errors of its threads, and raises them too
+        try:
             ocp.save(plain_path(partial) / "params", arrays)  # all processes must call it
+        finally:
+            logger.setLevel(level)
 
         def end() -> str:
             write_checksums(partial, flatten(arrays))
@@ -131,15 +136,3 @@ def _canonical_arrays(weights: nnx.Module) -> dict[str, Any]:
         for name, weight in flatten(arrays).items()
     }
     return unflatten(parts, arrays)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences what Orbax logs."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # errors of its threads are raised here as well
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
