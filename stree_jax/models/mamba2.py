@@ -208,7 +208,6 @@ class Mamba2Config(RecurrentConfig):
 
     @property
     def layout(self) -> Mamba2Layout:
-        """See `RecurrentConfig`."""
         return Mamba2Layout(
             num_heads=self.num_heads,
             head_dim=self.head_dim,

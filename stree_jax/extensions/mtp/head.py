@@ -80,7 +80,6 @@ class MtpHead(DraftHead):
         self.feed_forward = self.layer(self.config.feed_forward, *options)
 
     def scale(self) -> nnx.Param:
-        """See `DraftHead`."""
         dtype = jnp.float32 if self.config.norm_float32 else self.dtype
         return nnx.Param(jnp.ones(self.config.d_model, dtype))
 
