@@ -1,8 +1,7 @@
 """Loading native checkpoints, and the checks of weights that other formats share."""
 
-import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,8 +73,10 @@ def load_module(path: Path, like: _Module) -> _Module:
         ValueError: the weights are missing or damaged, or have other shapes.
     """
     stored = open_arrays(path)
-    with _damaged(path):
+    try:
         quantize_named(like, quantized_in(stored))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     structure, state = nnx.split(like)
     wanted = nnx.to_pure_dict(state)
     _check_weights(path, wanted, stored)
@@ -90,8 +91,10 @@ def open_native(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             f"{path} is damaged: config.json says {len(config.layers)} layers, but there are only"
             f" {len(stored)} arrays"
         )
-    with _damaged(path):
+    try:
         wanted = HybridLM.abstract(config, quantized=quantized_in(stored))[1]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     _check_weights(path, wanted, stored)
     return config, stored
 
@@ -99,15 +102,6 @@ def open_native(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 def quantized_in(stored: Mapping[str, Tensor]) -> frozenset[str]:
     """The names of the matrices in 8 bits."""
     return frozenset(name for name, tensor in stored.items() if tensor.scales is not None)
-
-
-@contextlib.contextmanager
-def _damaged(path: Path) -> Iterator[None]:
-    """Says of an error about weights whose they are."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def _check_weights(path: Path, wanted: dict[str, Any], stored: dict[str, Tensor]) -> None:
