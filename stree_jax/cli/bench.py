@@ -7,14 +7,7 @@ from typing import Any
 from rich.console import Console
 
 import stree_jax as st
-from stree_jax.cli.loading import (
-    Chosen,
-    all_chosen,
-    check_drafter,
-    drafter_of,
-    load_all,
-    parse_mesh,
-)
+from stree_jax.cli import loading
 from stree_jax.cli.options import Bench
 from stree_jax.cli.prompts import read_questions
 from stree_jax.cli.trees import kind_of, parse_tree
@@ -35,31 +28,31 @@ def run_bench(command: Bench) -> int:
         check_picture(command.plot)
     name = command.target or "the embedded target"
     target = command.target or str(st.demo_path("target"))
-    drafters, specs = all_chosen(command.target, command), command.tree or [DEFAULT]
+    drafters, specs = loading.all_chosen(command.target, command), command.tree or [DEFAULT]
     embedded = st.demo_path("draft")
     if not (command.target or command.tree) and drafters[0].path == str(embedded):
         specs = [DEFAULT, f"@{embedded.with_name('tree.json')}"]  # of `tune-tree`
     if command.tree and not drafters:
-        drafters = [Chosen("ngram")]
+        drafters = [loading.Chosen("ngram")]
     for each in drafters:
-        check_drafter(each.option, specs, command.mesh)
+        loading.check_drafter(each.option, specs, command.mesh)
     trees = {spec: parse_tree(spec) for spec in specs if spec != DEFAULT}
     prompts = read_questions(target, command.prompts, PROMPTS)
-    model, loaded = load_all(
+    model, loaded = loading.load_all(
         target,
         drafters,
         command.ignore_field,
         adapter=command.adapter,
         dtype=command.dtype,
         quantize=command.quantize,
-        mesh=None if command.mesh is None else parse_mesh(command.mesh),
+        mesh=None if command.mesh is None else loading.parse_mesh(command.mesh),
     )
     ways: dict[str, dict[str, Any]] = {}
     for each, draft in zip(drafters, loaded, strict=True):
         own = {} if command.verifier is None else {"verifier": command.verifier}
         prefix = f"{_NAMES[each.option or '']}, " if len(drafters) > 1 else ""
         for spec in specs:
-            drafter: Any = drafter_of(each, draft, kind_of(spec))
+            drafter: Any = loading.drafter_of(each, draft, kind_of(spec))
             tree = drafter.default_topology() if spec == DEFAULT else trees[spec]
             if tree is not None:  # None: the tuned result is not to draft
                 ways[prefix + name_of(spec, tree)] = {"drafter": drafter, "topology": tree} | own
