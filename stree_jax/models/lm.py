@@ -17,19 +17,13 @@ from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.checks import check_names, require
 from stree_jax.mesh.partition import ONE_DEVICE, Partition, Partitioned, Shard
 from stree_jax.messages import shown
+from stree_jax.models import matrices
 from stree_jax.models.block import Block, ResidualStream
 from stree_jax.models.cache import Cache, Pending, conv_widths, init_cache, init_pending
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import ConvGatherIndex, Nodes, Path, Replay
 from stree_jax.models.layers import output_logits
-from stree_jax.models.matrices import (
-    Matrix,
-    in_first,
-    pack,
-    quantize_named,
-    quantized_names,
-    to_quantize,
-)
+from stree_jax.models.matrices import Matrix
 from stree_jax.models.shared import AdaptedTransformer, SharedLayer, SharedTransformer
 from stree_jax.tree import Tree
 
@@ -192,13 +186,13 @@ class HybridLM(Partitioned):
         model.config = config
         model.blocks = nnx.List(nnx.clone(block_of[layer]) for layer in config.layers)
         if quantized:
-            quantize_named(model, quantized)
+            matrices.quantize_named(model, quantized)
         structure, weights = nnx.split(model)
         return structure, nnx.to_pure_dict(weights)
 
     def on(self, partition: Partition) -> tuple[nnx.GraphDef, dict]:
         options: dict[str, Any] = dict(dtype=self.dtype, implementation=self.implementation)
-        names = quantized_names(self)
+        names = matrices.quantized_names(self)
         return self.abstract(self.config, partition=partition, quantized=names, **options)
 
     @jax.transfer_guard("allow")
@@ -207,7 +201,7 @@ class HybridLM(Partitioned):
 
         A model that `from_pretrained` loads on a CPU has them packed.
         """
-        return in_first(self)
+        return matrices.in_first(self)
 
     @jax.transfer_guard("allow")
     def packed(self) -> "HybridLM":
@@ -221,7 +215,7 @@ class HybridLM(Partitioned):
         """
         check_on_one_device(self, "packed()")
         own = nnx.clone(self)
-        pack(own)
+        matrices.pack(own)
         return own
 
     @jax.transfer_guard("allow")
@@ -240,7 +234,7 @@ class HybridLM(Partitioned):
         """
         check_on_one_device(self, "quantized()")
         own = nnx.clone(self)
-        quantize_named(own, to_quantize(own, keep=check_names("keep", keep)))
+        matrices.quantize_named(own, matrices.to_quantize(own, keep=check_names("keep", keep)))
         return own.packed() if self.output_head.storage.is_packed else own
 
     @property
