@@ -86,8 +86,8 @@ class _Each:
 class _Whole:
     """A step that needs all pieces."""
 
-    def __init__(self, decode: Any):
-        self._decode = decode
+    def __init__(self, decode: Any, is_one_text: bool = False):
+        self._decode, self._is_one_text = decode, is_one_text  # whose parts the pieces are
         self._held: list[str] = []
 
     def push(self, piece: str) -> list[str]:
@@ -96,7 +96,8 @@ class _Whole:
 
     def end(self) -> list[str]:
         held, self._held = self._held, []
-        return [self._decode(held)] if held else []
+        pieces = ["".join(held)] if self._is_one_text else held
+        return [self._decode(pieces)] if held else []
 
 
 class _ByteRuns(_Whole):
@@ -165,14 +166,9 @@ def _stages(tokenizer: Tokenizer) -> list[Any]:
                 before = [""] if step["type"] in ("Metaspace", "WordPiece") else []
                 stages.append(_Each(decoder_of(step).decode, before))
             case _:
-                decode = decoder_of(step).decode
-                stages.append(_Whole(_of_one_text(decode) if is_one_text else decode))
+                stages.append(_Whole(decoder_of(step).decode, is_one_text))
                 is_one_text = True
     return stages
-
-
-def _of_one_text(decode: Any) -> Any:
-    return lambda pieces: decode(["".join(pieces)])
 
 
 def decoder_of(step: dict[str, Any]) -> Any:
