@@ -116,10 +116,7 @@ class DFlashModel(DraftModel):
         return [found[:, :, at].swapaxes(0, 1) for at in range(min(depth, self.max_depth))]
 
     def outputs_at(
-        self,
-        tokens: Int[Array, "B T"],
-        hidden: Float[Array, "B T _"],
-        places: Int[Array, " A"],
+        self, tokens: Int[Array, "B T"], hidden: Float[Array, "B T _"], places: Int[Array, " A"]
     ) -> Float[Array, "B A D _"]:
         """Outputs of the blocks whose roots follow these places, of drafts that are the text."""
         batch, length = tokens.shape
