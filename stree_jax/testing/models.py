@@ -37,8 +37,6 @@ _FEW: Any = dict(expand=1, head_dim=4, state_size=4, num_groups=4, num_x_heads=2
 CONFIGS: dict[str, ModelConfig] = {
     "plain": ModelConfig.tiny(num_layers=1, tie_embeddings=False),
     "groups": ModelConfig.tiny(
-        head_dim=8,
-        d_model=16,
         num_groups=2,
         conv_width=3,
         norm="norm_then_gate",
