@@ -45,8 +45,7 @@ def new_head(config: MtpConfig, target: HybridLM, tokens: Tokens, *, rngs: nnx.R
     noise = _SMALL * jax.random.normal(rngs.params(), kernel[...].shape, kernel.dtype)
     width = config.d_model
     kernel[...] = noise.at[width:].set(jnp.eye(width, dtype=kernel.dtype))
-    ends = [head.attention.out_proj.kernel, *_last_products(head.feed_forward)]
-    for end in ends:
+    for end in (head.attention.out_proj.kernel, *_last_products(head.feed_forward)):
         end[...] = jnp.zeros_like(end[...])
     size = jnp.sqrt(jnp.square(jax.jit(HybridLM.hidden)(target, tokens)).mean())
     head.final_norm_scale[...] *= size.astype(head.final_norm_scale.dtype)
@@ -59,9 +58,8 @@ def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int]:
     try:
         require({*table} <= {*_LAYERS, "steps"}, f"got {sorted(table)}")
         steps = check_int("steps", table.get("steps", 4), 1, _MOST_STEPS)
-        attention, feed_forward = (
-            _layer(table, config, kinds) for kinds in (("attention",), ("mlp", "moe"))
-        )
+        attention = _layer(table, config, ["attention"])
+        feed_forward = _layer(table, config, ["mlp", "moe"])
         own = config.norm_eps, config.norm_float32
         return MtpConfig(config.d_model, attention, feed_forward, *own), steps
     except (TypeError, ValueError) as error:
