@@ -118,9 +118,13 @@ class AutoDrafter(Drafter):
         if costs is None:  # where nothing was measured
             costs = [[1 + 0.06 * (tree.num_nodes - 1) + 0.15 * tree.depth for tree in choices]] * 2
         self.drafter = drafter
-        self.inner_layers = drafter.inner_layers
         self.costs: Any = np.asarray(costs, np.float32)
-        self.rests: Any = False
+        self.rests: Any = np.array(False)  # an array: one program for both
+
+    @property
+    def inner_layers(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        """Those of its drafter."""
+        return self.drafter.inner_layers
 
     @property
     def catches_up(self) -> bool:
@@ -153,7 +157,7 @@ class AutoDrafter(Drafter):
         behind = state.choosing.behind
         if not self.catches_up:
             return state._replace(drafter=self.drafter.read(state.drafter, tokens, hidden, lengths))
-        if self.rests is True:  # not so while a caller's program is traced
+        if not isinstance(self.rests, jax.core.Tracer) and self.rests:
             behind = behind + jnp.asarray(lengths, jnp.int32)
             return state._replace(choosing=state.choosing._replace(behind=behind))
         now = jnp.where((behind > 0) | self.rests, 0, lengths)

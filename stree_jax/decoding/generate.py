@@ -106,22 +106,22 @@ def generate(
         record_calls=record_calls,
         **keywords,
     )
-    request, decoder = request.placed(model.partition), request.decoder
+    request = request.placed(model.partition)
+    trees = _experience(request, model)
+    own = request if trees is None or return_prefix else trees.decoded(request)
     with dispatch.on(model):
-        drafter, sampling = request.drafter, request.sampling
-        trees = _experience(request, model)
-        state = _started(request, model, n, after, trees)
-        most = None if trees is None else MAX_STEPS  # then it is the program that was timed
-        state = decoder.run(model, drafter, state, request.limits, sampling, most)
-    if trees is not None:
-        trees.teach(on_host(state.drafter.choosing))
+        state = _started(own, model, n, after, trees)
+        most = MAX_STEPS if own.choices else None  # then it is the program that was timed
+        state = own.decoder.run(model, own.drafter, state, own.limits, own.sampling, most)
     ended = Ended.of(state, request.limits, len(request.rows))
+    if trees is not None:
+        trees.end(state.drafter, ended.statistics.target_calls)
     cache = state.cache if return_cache else None
     prefix = None
     if return_prefix:
         tokens, length = state.context
         length = jnp.where(state.failed > 0, 0, length).astype(jnp.int32)  # a failed row has none
-        context = Context(tokens[:, : decoder.max_length], length)
+        context = Context(tokens[:, : own.decoder.max_length], length)
         origin = origin_of(model, request.drafter)
         prefix = Prefix(context, state.cache, state.drafter, origin)
     return generation_of(ended, request, cache, prefix)
@@ -168,20 +168,20 @@ def stream(
             f"log_probs = {own.log_probs!r}, top_log_probs = {own.top_log_probs}: stream yields"
             " tokens alone; use generate"
         )
-    request = request.placed(model.partition)
-    decoder, drafter, num_rows = request.decoder, request.drafter, len(request.rows)
+    request, num_rows = request.placed(model.partition), len(request.rows)
 
     def steps() -> Iterator[list[Piece]]:
+        trees = _experience(request, model)
+        asked = request if trees is None else trees.decoded(request)
+        decoder, drafter, settings = asked.decoder, asked.drafter, (asked.limits, asked.sampling)
         with dispatch.on(model):
-            trees = _experience(request, model)
-            state = _started(request, model, trees=trees)
-        settings = request.limits, request.sampling
+            state = _started(asked, model, trees=trees)
         start, done = on_host((request.context.length, state.done))
         pieces = [Pieces(row.stopping) for row in request.rows]
         while not done.all():
             had_ended, most = done, decoder.topology.depth + 1
             with dispatch.on(model):  # not around `yield`: it must not affect the caller
-                if trees is None:
+                if not asked.choices:
                     state, _, _ = decoder.step(model, drafter, state, *settings)
                 else:
                     state = decoder.run(model, drafter, state, *settings, 1)
@@ -199,9 +199,9 @@ def stream(
                     given.append(pieces[i].take(tokens[i, : length[i] - start[i]].tolist()))
             yield given
             start = length
-        if trees is not None:
-            trees.teach(on_host(state.drafter.choosing))
         ended = Ended.of(state, request.limits, num_rows)
+        if trees is not None:
+            trees.end(state.drafter, ended.statistics.target_calls)
         generation_of(ended, request)  # raises if a row failed
 
     return steps()
@@ -209,7 +209,7 @@ def stream(
 
 def _experience(request: Plan, model: HybridLM) -> Experience | None:
     """That of a request's trees, if there is a choice."""
-    if request.drafter is None or not request.drafter.choices:
+    if not request.choices:
         return None
     return Experience(model, request.drafter, len(request.rows), request.sampling)
 
@@ -230,14 +230,14 @@ def _started(
     prefix = decoder.read(model, drafter, context, before)
     if times > 1:
         prefix = repeated(prefix, times)
-    if trees is not None:
+    if trees is not None and drafter is not None:
         prefix = prefix._replace(drafter=trees.begun(prefix.drafter, alone=True))
     callers = (model, drafter, request.context, request.keys, request.sampling, after)
     state = decoder.start_from(model, prefix, request.keys, request.sampling, callers)
     if len(state.done) > num_rows:  # those that pad the batch have ended
         added = np.arange(len(state.done)) >= num_rows
         state = state._replace(done=model.partition.put(added))
-    if trees is not None:
+    if trees is not None and drafter is not None:
 
         def run(state: DecodeState, limits: Limits, steps: int) -> DecodeState:
             return decoder.run(model, drafter, state, limits, request.sampling, steps)

@@ -65,6 +65,16 @@ class Plan(NamedTuple):
     sampling: Sampling
     rows: list[Row]
 
+    @property
+    def choices(self) -> tuple[TreeTopology, ...]:
+        """The trees of a choice, or none."""
+        return () if self.drafter is None else self.drafter.choices
+
+    def without_drafts(self) -> "Plan":
+        """The request with the same texts and no drafter."""
+        decoder = dataclasses.replace(self.decoder, topology=TreeTopology.chain(0))
+        return self._replace(decoder=decoder, drafter=None)
+
     def placed(self, partition: Partition) -> "Plan":
         """The request with its arrays on the mesh, padded to a multiple of its shards.
 

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from stree_jax.decoding.auto import AutoState
-from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.step import DRAFT_FAILED, NO_ROOM, RULED_OUT, TARGET_FAILED
 from stree_jax.decoding.stops import STOPPED, Stopping
@@ -234,7 +233,7 @@ def generation_of(
     generation = Generation(
         padded(ended.context.tokens, [row.tokens for row in rows], PAD),
         np.array([len(row.tokens) for row in rows], np.int32),
-        statistics_of(ended.statistics, request.drafter, ended.by_tree),
+        statistics_of(ended.statistics, request, ended.by_tree),
         cache,
         request.decoder.verifier.lossless,
         [row.finish_reason for row in rows],
@@ -280,11 +279,16 @@ def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:
 
 
 def statistics_of(
-    statistics: Statistics, drafter: Drafter | None, by_tree: np.ndarray | None
+    statistics: Statistics, request: Plan, by_tree: np.ndarray | None
 ) -> DecodeStatistics:
-    """Sums over rows, and the ratios; of calls by tree with "auto"."""
+    """Sums over rows, and the ratios; with "auto" calls by tree, None: all were without drafts."""
     counts = jax.tree.map(np.asarray, statistics)
     calls, tokens = int(counts.target_calls.sum()), int(counts.emitted.sum())
+    accepted_per_depth = np.zeros(request.decoder.topology.depth, np.int32)
+    accepted = counts.accepted_per_depth.sum(axis=0)
+    accepted_per_depth[: len(accepted)] = accepted
+    choices = request.choices
+    by_tree = calls * np.eye(1, len(choices), dtype=int) if by_tree is None else by_tree
     # A row that failed in its first step has no calls.
     calls_per_row = np.maximum(counts.target_calls, 1)
     return DecodeStatistics(
@@ -293,12 +297,10 @@ def statistics_of(
         num_tokens=tokens,
         num_drafted=int(counts.drafted.sum()),
         num_accepted=int(counts.accepted.sum()),
-        accepted_per_depth=counts.accepted_per_depth.sum(axis=0),
+        accepted_per_depth=accepted_per_depth,
         tau_per_row=counts.emitted / calls_per_row,
         target_calls_per_row=counts.target_calls,
-        calls_by_tree=None
-        if drafter is None or by_tree is None
-        else dict(zip(drafter.choices, by_tree.sum(axis=0).tolist(), strict=True)),
+        calls_by_tree=dict(zip(choices, by_tree.sum(axis=0).tolist(), strict=True)) or None,
     )
 
 

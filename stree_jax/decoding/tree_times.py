@@ -22,8 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
+from stree_jax.array_types import Array, Int
 from stree_jax.checkpoint.directories import write_text
 from stree_jax.decoding.auto import AutoDrafter, AutoState, Choosing
+from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.types import DecodeState, Limits
 from stree_jax.mesh.hosts import on_host
 from stree_jax.messages import shown
@@ -46,7 +48,21 @@ class Experience:
     def __init__(self, model: HybridLM, auto: AutoDrafter | Any, num_rows: int, sampling: Any):
         self._auto = auto
         self._name = _name(model, auto, num_rows, sampling)
-        auto.rests = bool(_taught.get(self._name, {}).get("rest", 0) > 0)
+        auto.rests = np.array(_taught.get(self._name, {}).get("rest", 0) > 0)
+
+    def decoded(self, request: Plan) -> Plan:
+        """The request, without drafts if none would be tried before its end: that takes less."""
+        most = max(row.options.max_new_tokens for row in request.rows)
+        rests = _taught.get(self._name, {}).get("rest", 0) >= most
+        return request.without_drafts() if rests else request
+
+    def end(self, state: AutoState | None, calls: Int[Array, " B"]) -> None:
+        """Keeps what texts of such a request taught, which took so many calls."""
+        if state is None:
+            taught = _taught[self._name]
+            taught["rest"] = np.maximum(taught["rest"] - calls.max(), 0)
+        else:
+            self.teach(on_host(state.choosing))
 
     def set_times(self, state: DecodeState, limits: Limits, run: Run) -> None:
         """Gives the drafter the times of its trees, which are measured if nobody knows them.
@@ -82,7 +98,7 @@ class Experience:
         taught = {"tried": kept * tried, "accepted": kept * accepted}
         taught |= {each: getattr(choosing, each).max() for each in OF_ALL}
         _taught[self._name] = taught
-        self._auto.rests = bool(taught["rest"] > 0)
+        self._auto.rests = np.array(taught["rest"] > 0)
 
 
 def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -> np.ndarray | None:

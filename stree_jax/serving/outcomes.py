@@ -108,7 +108,7 @@ def _completion(
     return Completion(
         job.request_id,
         new.tokens.tolist(),
-        statistics_of(counts, job.plan.drafter, by_tree),
+        statistics_of(counts, job.plan, by_tree),
         seconds_queued=job.began - job.submitted,
         seconds_decoded=now - job.began,
         error=error,

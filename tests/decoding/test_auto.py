@@ -228,13 +228,31 @@ def test_a_draft_model_that_rests_reads_a_prompt_when_it_is_tried(model):
     want = st.generate(model, [prompt], **options)
     request = plan(model, [prompt], drafter=st.ModelDrafter(model), topology=ONE, **options)
     decoder, drafter = request.decoder, request.drafter
-    drafter.rests = True
+    structure, drafter.rests = jax.tree.structure(drafter), np.array(True)
+    assert jax.tree.structure(drafter) == structure  # one program for both
     state = decoder.start(model, drafter, request.context, request.keys)
     assert np.asarray(state.drafter.choosing.behind).tolist() == [99]
     state = decoder.run(model, drafter, state, request.limits, request.sampling)
     length = int(state.context.length[0])
     assert state.context.tokens[0, 100:length].tolist() == want.tokens[0].tolist()
     assert int(state.statistics.target_calls[0]) <= 8
+
+
+def test_while_drafts_rest_the_program_is_that_of_no_drafts(model, monkeypatch):
+    monkeypatch.setattr(AutoDrafter, "run", None)
+    options = {"max_new_tokens": 8, "eos_token": ()}
+    auto = {"drafter": st.NgramDrafter(), "topology": "auto"} | options
+    request, want = plan(model, PROMPTS, **auto), st.generate(model, PROMPTS, **options)
+    known = tree_times.Experience(model, request.drafter, len(PROMPTS), request.sampling)
+    tree_times._taught[known._name] = taught = {"rest": np.int32(20)}
+    out = st.generate(model, PROMPTS, **auto)
+    assert out.tokens.tolist() == want.tokens.tolist()
+    assert [*out.stats.calls_by_tree.values()] == [8 * len(PROMPTS), 0, 0, 0]
+    assert out.stats.accepted_per_depth.tolist() == [0] * request.decoder.topology.depth
+    streamed = np.hstack([*st.stream(model, PROMPTS, **auto)])
+    assert streamed.tolist() == want.tokens.tolist()
+    assert taught["rest"] == 4
+    assert known.decoded(request) is request
 
 
 def test_a_choice_goes_by_the_rows_that_run(model):
@@ -317,7 +335,7 @@ def test_times_are_measured_once_and_kept_in_a_file(model, monkeypatch, tmp_path
     times = [[1.0, 2.0, 3.0, 4.0], [2.0, 4.0, 6.0, 8.0]]
     for text, known in ((json.dumps({"seconds": times}), times), ("{", None), ("[1]", None)):
         path.write_text(text)
-        tree_times._times.clear()
+        tree_times._times.clear(), tree_times._taught.clear()
         if known:
             st.generate(model, PROMPTS, **auto)
         else:

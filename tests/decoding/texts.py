@@ -72,7 +72,7 @@ def decoded(model, request):
     tokens, starts = np.asarray(state.context.tokens), np.asarray(request.context.length)
     new = np.stack([row[at : at + NEW_TOKENS] for row, at in zip(tokens, starts, strict=True)])
     new = np.where(np.arange(NEW_TOKENS) < np.asarray(state.emitted)[:, None], new, st.PAD)
-    stats = statistics_of(jax.tree.map(np.asarray, state.statistics), request.drafter, None)
+    stats = statistics_of(jax.tree.map(np.asarray, state.statistics), request, None)
     return st.Generation(new, np.asarray(state.emitted), stats, state.cache)
 
 
