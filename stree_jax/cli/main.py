@@ -13,7 +13,6 @@ import warnings
 from typing import Any, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from stree_jax import __version__
 from stree_jax.cli import options
@@ -44,25 +43,6 @@ def _run(chosen: Any) -> None:
     raise typer.Exit(pkgutil.resolve_name(f"stree_jax.cli.{function}")(chosen) or 0)
 
 
-class _Plain:
-    """The options of a command, whose help gives a flag no type."""
-
-    def get_params(self, ctx: Any) -> Any:
-        params = super().get_params(ctx)  # type: ignore[misc]
-        flags: Any = [each for each in params if isinstance(each, TyperOption) and each.is_flag]
-        for flag in flags:
-            flag.display_type_rich = lambda ctx: None
-        return params
-
-
-class _Command(_Plain, TyperCommand):
-    pass
-
-
-class _Group(_Plain, TyperGroup):
-    pass
-
-
 app = typer.Typer(
     name="stree-jax",
     help=(
@@ -74,7 +54,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     result_callback=_run,
-    cls=_Group,
 )
 
 
@@ -86,8 +65,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _options_of_all(
-    version: bool = typer.Option(
-        False,
+    version: bool = options.flag(
         "--version",
         help="Show the version.",
         callback=_show_version,
@@ -99,7 +77,7 @@ def _options_of_all(
 
 
 for _options, (_name, _) in _COMMANDS.items():
-    app.command(_name, cls=_Command)(_options)
+    app.command(_name)(_options)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ base come before those of a class, and those of its last base come first.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from stree_jax.decoding.prompts import check_num_rows
 from stree_jax.heads import ROOMS
 from stree_jax.messages import shown
 
+flag = functools.partial(Option, False, metavar=" ")  # without the type that help would show
 _DTYPE = Option("float32", help="float32 or bfloat16 weights.")
 _QUANTIZE = Option(None, help="int8: the target's matrices in 8 bits.")
 _ADAPTER = Option(
@@ -52,7 +54,7 @@ def _of_drafts() -> Any:
     ]
     for kind, room in ROOMS.items():
         if room.own:
-            fields.append((kind, bool, Option(False, f"--{kind}", help=room.own)))
+            fields.append((kind, bool, flag(f"--{kind}", help=room.own)))
         if room.option:
             name = f"{kind}_head" if room.own else kind
             fields.append((name, str | None, Option(None, help=room.option)))
@@ -73,7 +75,7 @@ class DraftModels(_of_drafts()):  # type: ignore[misc]
 class Drafts(DraftModels):
     """The drafter."""
 
-    ngram: bool = Option(False, "--ngram", help="Draft by n-gram prompt lookup.")
+    ngram: bool = flag("--ngram", help="Draft by n-gram prompt lookup.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,10 +143,8 @@ class Decoding:
         help="greedy, target_only, or with --lossy typical; by default the one that fits the"
         " temperature. Other rules are in the Python API.",
     )
-    lossy: bool = Option(False, "--lossy", help="Allow a rule that changes the output: typical.")
-    show: bool = Option(
-        False, "--show", help="Mark accepted drafts: green, or in brackets in a file."
-    )
+    lossy: bool = flag("--lossy", help="Allow a rule that changes the output: typical.")
+    show: bool = flag("--show", help="Mark accepted drafts: green, or in brackets in a file.")
     seed: int = Option(0, help="Random seed: the same seed, the same text.")
     dtype: str = _DTYPE
     quantize: str | None = _QUANTIZE
@@ -155,9 +155,7 @@ class Decoding:
         None, help="Maximum length, prompt included; by default the model's."
     )
     mesh: str | None = _MESH
-    distributed: bool = Option(
-        False, "--distributed", help="With --mesh: this is one of several processes."
-    )
+    distributed: bool = flag("--distributed", help="With --mesh: this is one of several processes.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,12 +180,11 @@ class TextOptions:
     bos: bool = Option(
         True,
         "--bos/--no-bos",
+        metavar=" ",
         help="Begin with the token that the tokenizer puts before a text, if it has one.",
     )
     stop: list[str] | None = Option(None, help="Stop before this text; may be repeated.")
-    log_probs: bool = Option(
-        False, "--log-probs", help="Log-probability of each new token, as JSON."
-    )
+    log_probs: bool = flag("--log-probs", help="Log-probability of each new token, as JSON.")
     n: int = Option(1, "--n", help="Number of texts of each prompt.")
     regex: str | None = Option(
         None, help="The new text matches this regular expression as a whole."
@@ -244,7 +241,7 @@ class Inspect:
     """Describe a checkpoint and check that it can be converted."""
 
     path: str = Argument(help="Checkpoint directory or hub name.")
-    tensors: bool = Option(False, "--tensors", help="List all tensors.")
+    tensors: bool = flag("--tensors", help="List all tensors.")
     adapter: str | None = _ADAPTER
     ignore_field: list[str] = _IGNORE_FIELD
 
@@ -305,7 +302,7 @@ class TuneTree(Drafts):
     seed: int = Option(0, help="Random seed.")
     dtype: str = _DTYPE
     quantize: str | None = _QUANTIZE
-    thorough: bool = Option(False, "--thorough", help="Time more sizes and trees, more often.")
+    thorough: bool = flag("--thorough", help="Time more sizes and trees, more often.")
     output: Path | None = Option(None, help="File to write, for `generate --tree @FILE`.")
 
 

@@ -117,14 +117,9 @@ class AutoDrafter(Drafter):
         self.choices = choices = tuple(distinct)
         if costs is None:  # where nothing was measured
             costs = [[1 + 0.06 * (tree.num_nodes - 1) + 0.15 * tree.depth for tree in choices]] * 2
-        self.drafter = drafter
+        self.drafter, self.inner_layers = drafter, drafter.inner_layers
         self.costs: Any = np.asarray(costs, np.float32)
         self.rests: Any = np.array(False)  # an array: one program for both
-
-    @property
-    def inner_layers(self) -> tuple[int, ...] | None:  # type: ignore[override]
-        """Those of its drafter."""
-        return self.drafter.inner_layers
 
     @property
     def catches_up(self) -> bool:

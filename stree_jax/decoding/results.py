@@ -284,10 +284,7 @@ def statistics_of(
     """Sums over rows, and the ratios; with "auto" calls by tree, None: all were without drafts."""
     counts = jax.tree.map(np.asarray, statistics)
     calls, tokens = int(counts.target_calls.sum()), int(counts.emitted.sum())
-    accepted_per_depth = np.zeros(request.decoder.topology.depth, np.int32)
-    accepted = counts.accepted_per_depth.sum(axis=0)
-    accepted_per_depth[: len(accepted)] = accepted
-    choices = request.choices
+    accepted, choices = counts.accepted_per_depth.sum(axis=0), request.choices
     by_tree = calls * np.eye(1, len(choices), dtype=int) if by_tree is None else by_tree
     # A row that failed in its first step has no calls.
     calls_per_row = np.maximum(counts.target_calls, 1)
@@ -297,7 +294,7 @@ def statistics_of(
         num_tokens=tokens,
         num_drafted=int(counts.drafted.sum()),
         num_accepted=int(counts.accepted.sum()),
-        accepted_per_depth=accepted_per_depth,
+        accepted_per_depth=np.pad(accepted, (0, request.decoder.topology.depth - len(accepted))),
         tau_per_row=counts.emitted / calls_per_row,
         target_calls_per_row=counts.target_calls,
         calls_by_tree=dict(zip(choices, by_tree.sum(axis=0).tolist(), strict=True)) or None,

@@ -12,7 +12,7 @@ from pallas_kernels import delta_chunks, native, replay_delta, replay_tree_delta
 from pallas_kernels.tree_delta import reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
-from tests.cases.tree_scan import named, state_error
+from tests.cases.tree_scan import SIZES, named, state_error
 from tests.numpy_parts import sigmoid
 
 HOSTILE = dict(keys="equal", betas="near 1", decays="near 0")
@@ -56,20 +56,13 @@ CASES = base.table(
         ),
         "bf16": dict(bf16=True),
     },
-    batch=2,
-    nodes=13,
-    replayed=6,  # nodes of the tree before
-    queries=None,  # None: all nodes
-    heads=4,
-    head_dim=16,
-    state=16,
+    **SIZES,
     groups=2,
     shape="random",
     keys="random",
     betas="random",
     decays="moderate",
-    padded=0,  # nodes at the end that do not exist
-    fill=np.nan,  # all that they hold
+    fill=np.nan,  # all that nodes hold that do not exist
     strays=False,  # their rows of the mask are nonsense
     holes=False,  # positions of a sequence that are not valid are anywhere
     chunk_size=8,

@@ -12,6 +12,16 @@ from pallas_kernels.tree_scan import reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
 
+SIZES = dict(
+    batch=2,
+    nodes=13,
+    replayed=6,  # nodes of the tree before
+    queries=None,  # None: all nodes
+    heads=4,
+    head_dim=16,
+    state=16,
+    padded=0,  # nodes at the end that do not exist
+)
 CASES = base.table(
     {
         "root only": dict(nodes=1, replayed=1),
@@ -30,17 +40,7 @@ CASES = base.table(
         "bf16": dict(bf16=True),
         "bf16, many nodes": dict(nodes=70, replayed=70, batch=1, heads=2, bf16=True),
     },
-    batch=2,
-    nodes=13,
-    replayed=6,  # nodes of the tree before
-    queries=None,  # None: all nodes
-    heads=4,
-    head_dim=16,
-    state=16,
-    groups=1,
-    width=4,
-    dt_scale=1.0,
-    padded=0,  # nodes at the end that do not exist
+    **dict(SIZES, groups=1, width=4, dt_scale=1.0),
 )
 
 
