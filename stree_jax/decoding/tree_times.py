@@ -31,7 +31,8 @@ from stree_jax.mesh.hosts import on_host
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 
-ROUNDS = 5  # of which the fastest counts
+ROUNDS = 15  # at most
+MOST_SECONDS = 4.0  # after which no round begins
 SECONDS = 0.1  # of the longer of two runs, whose difference counts
 MOST_STEPS = 24  # of it
 KNOWN = 16.0  # drafts of a depth and rank, of texts before, that count
@@ -113,9 +114,8 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
 
     def seconds(rows: int, number: int, steps: int) -> tuple[float, int]:
         own: Any = jax.tree.map(jnp.copy, state)
-        choosing = own.drafter.choosing.of_all(forced=number)
-        done = jnp.arange(num_rows) >= rows
-        own = own._replace(drafter=own.drafter._replace(choosing=choosing), done=done)
+        drafter = own.drafter._replace(choosing=own.drafter.choosing.of_all(forced=number))
+        own = own._replace(drafter=drafter, done=jnp.arange(num_rows) >= rows)
         jax.block_until_ready(own)
         began, first = time.perf_counter(), int(on_host(own.step)[0])
         done_steps = int(on_host(run(own, limits, steps).step)[0]) - first
@@ -126,8 +126,8 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
     most = min(int(np.clip(SECONDS / one, 3, MOST_STEPS)), room)
     loads = [1, num_rows] if num_rows > 1 else [1]
     runs = [(rows, number) for rows in loads for number in range(len(auto.choices))]
-    found: list[list[float]] = []
-    for _ in range(1 if one > SECONDS else ROUNDS):
+    found, began = [], time.perf_counter()
+    while len(found) < ROUNDS and time.perf_counter() - began < MOST_SECONDS:
         times = []
         for rows, number in runs:
             (short, _), (long, done) = (seconds(rows, number, steps) for steps in (1, most))
@@ -135,9 +135,11 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
                 return auto.costs
             times += [short, long]
         found.append(times)
-    # Other work only adds time.
-    least = np.min(found, axis=0).reshape(len(loads), len(auto.choices), 2)
-    return np.maximum(np.diff(least)[..., 0][[0, -1]], 1e-9) / (most - 1)
+    # Other work takes its part of all runs of a round, so their ratios hardly change.
+    taken = np.diff(np.reshape(found, (-1, len(loads), len(auto.choices), 2)))[..., 0]
+    taken = np.maximum(taken[:, [0, -1]] / (most - 1), 1e-9)
+    without = taken[..., :1]
+    return np.median(without, axis=0) * np.median(taken / without, axis=0)
 
 
 def _name(model: HybridLM, auto: AutoDrafter, num_rows: int, sampling: Any) -> str:
