@@ -126,7 +126,8 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
     most = min(int(np.clip(SECONDS / one, 3, MOST_STEPS)), room)
     loads = [1, num_rows] if num_rows > 1 else [1]
     runs = [(rows, number) for rows in loads for number in range(len(auto.choices))]
-    found, began = [], time.perf_counter()
+    found: list[list[float]] = []
+    began = time.perf_counter()
     while len(found) < ROUNDS and time.perf_counter() - began < MOST_SECONDS:
         times = []
         for rows, number in runs:
@@ -138,8 +139,7 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
     # Other work takes its part of all runs of a round, so their ratios hardly change.
     taken = np.diff(np.reshape(found, (-1, len(loads), len(auto.choices), 2)))[..., 0]
     taken = np.maximum(taken[:, [0, -1]] / (most - 1), 1e-9)
-    without = taken[..., :1]
-    return np.median(without, axis=0) * np.median(taken / without, axis=0)
+    return np.median(taken[..., :1], axis=0) * np.median(taken / taken[..., :1], axis=0)
 
 
 def _name(model: HybridLM, auto: AutoDrafter, num_rows: int, sampling: Any) -> str:
