@@ -68,6 +68,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name != "test_on_8_devices.py")  # it takes the longest
     if jax.default_backend() != "gpu":
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -41,7 +41,7 @@ KEPT = 0.98  # of an average, when a draft was accepted or not
 SURE = 4.0  # drafts that count as much as what is expected before any
 FIRST_RATE = 0.6  # expected of the best draft for the next token; deeper ones are like those above
 NEXT_RATE = 0.3  # of the others, relative to how often the best is wrong
-WORSE = 0.98  # the value of the best tree, relative to no drafts, below which drafts rest
+BETTER = 1.05  # the value of the best tree, relative to no drafts, below which drafts rest
 SHARE = 0.02  # of the time until a trial is what the first may cost
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps until the next trial
 TRIAL = 2  # drafted texts that make a trial: steps of one row, one step of more
@@ -219,7 +219,7 @@ class AutoDrafter(Drafter):
         costs = (1 - share) * self.costs[0] + share * self.costs[1]
         values = speed / costs
         best = 1 + jnp.argmax(values[1:]).astype(jnp.int32)
-        pays = values[best] >= WORSE * values[0]
+        pays = values[best] >= BETTER * values[0]
         forced, pause, rest, trial = (
             part.max() for part in (choosing.forced, choosing.pause, choosing.rest, choosing.trial)
         )

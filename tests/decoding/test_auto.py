@@ -249,8 +249,7 @@ def test_while_drafts_rest_the_program_is_that_of_no_drafts(model, monkeypatch):
     assert out.tokens.tolist() == want.tokens.tolist()
     assert [*out.stats.calls_by_tree.values()] == [8 * len(PROMPTS), 0, 0, 0]
     assert out.stats.accepted_per_depth.tolist() == [0] * request.decoder.topology.depth
-    streamed = np.hstack([*st.stream(model, PROMPTS, **auto)])
-    assert streamed.tolist() == want.tokens.tolist()
+    assert np.hstack([*st.stream(model, PROMPTS, **auto)]).tolist() == want.tokens.tolist()
     assert taught["rest"] == 4
     assert known.decoded(request) is request
 
