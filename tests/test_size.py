@@ -15,7 +15,7 @@ CEILINGS = {
     "tests/*.py": 26_000,
     "benchmarks/*.py": 4_805,
     "*.cc *.h": 2_899,
-    "benchmarks/results": 11_373,
+    "benchmarks/results": 11_407,
 }
 
 
