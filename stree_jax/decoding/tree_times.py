@@ -60,8 +60,7 @@ class Experience:
     def end(self, state: AutoState | None, calls: Int[Array, " B"]) -> None:
         """Keeps what texts of such a request taught, which took so many calls."""
         if state is None:
-            taught = _taught[self._name]
-            taught["rest"] = np.maximum(taught["rest"] - calls.max(), 0)
+            _taught[self._name]["rest"] = max(0, _taught[self._name]["rest"] - calls.max())
         else:
             self.teach(on_host(state.choosing))
 
@@ -129,16 +128,17 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
     found: list[list[float]] = []
     began = time.perf_counter()
     while len(found) < ROUNDS and time.perf_counter() - began < MOST_SECONDS:
-        times = []
+        found.append([])
         for rows, number in runs:
             (short, _), (long, done) = (seconds(rows, number, steps) for steps in (1, most))
             if done < most:  # a stop has ended all rows: this process keeps the guess
                 return auto.costs
-            times += [short, long]
-        found.append(times)
+            found[-1] += [short, long]
     # Other work takes its part of all runs of a round, so their ratios hardly change.
-    taken = np.diff(np.reshape(found, (-1, len(loads), len(auto.choices), 2)))[..., 0]
-    taken = np.maximum(taken[:, [0, -1]] / (most - 1), 1e-9)
+    taken = np.diff(np.reshape(found, (-1, len(loads), len(auto.choices), 2)))[:, [0, -1], :, 0]
+    taken = taken[(taken > 0).all(axis=(1, 2))] / (most - 1)
+    if not len(taken):
+        return auto.costs
     return np.median(taken[..., :1], axis=0) * np.median(taken / taken[..., :1], axis=0)
 
 
