@@ -136,10 +136,10 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
             found[-1] += [short, long]
     # Other work takes its part of all runs of a round, so their ratios hardly change.
     taken = np.diff(np.reshape(found, (-1, len(loads), len(auto.choices), 2)))[:, [0, -1], :, 0]
-    taken = taken[(taken > 0).all(axis=(1, 2))] / (most - 1)
-    if not len(taken):
-        return auto.costs
-    return np.median(taken[..., :1], axis=0) * np.median(taken / taken[..., :1], axis=0)
+    taken = np.maximum(taken / (most - 1), 1e-9)
+    parts = taken[..., :1], taken / taken[..., :1]
+    without, ratios = (np.quantile(part, 0.5, axis=0, method="lower") for part in parts)
+    return without * ratios
 
 
 def _name(model: HybridLM, auto: AutoDrafter, num_rows: int, sampling: Any) -> str:
