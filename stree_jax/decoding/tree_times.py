@@ -135,8 +135,8 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
                 return auto.costs
             found[-1] += [short, long]
     # Other work takes its part of all runs of a round, so their ratios hardly change.
-    taken = np.diff(np.reshape(found, (-1, len(loads), len(auto.choices), 2)))[:, [0, -1], :, 0]
-    taken = np.maximum(taken / (most - 1), 1e-9)
+    taken = np.diff(np.reshape(found, (-1, len(loads), len(auto.choices), 2)))[..., 0]
+    taken = np.maximum(taken[:, [0, -1]] / (most - 1), 1e-9)
     parts = taken[..., :1], taken / taken[..., :1]
     without, ratios = (np.quantile(part, 0.5, axis=0, method="lower") for part in parts)
     return without * ratios
