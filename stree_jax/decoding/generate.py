@@ -108,11 +108,11 @@ def generate(
     )
     request = request.placed(model.partition)
     trees = _experience(request, model)
-    own = request if trees is None or return_prefix else trees.decoded(request)
+    used = request if trees is None or return_prefix else trees.decoded(request)
     with dispatch.on(model):
-        state = _started(own, model, n, after, trees)
-        most = MAX_STEPS if own.choices else None  # then it is the program that was timed
-        state = own.decoder.run(model, own.drafter, state, own.limits, own.sampling, most)
+        state = _started(used, model, n, after, trees)
+        most = MAX_STEPS if used.choices else None  # then it is the program that was timed
+        state = used.decoder.run(model, used.drafter, state, used.limits, used.sampling, most)
     ended = Ended.of(state, request.limits, len(request.rows))
     if trees is not None:
         trees.end(state.drafter, ended.statistics.target_calls)
@@ -121,7 +121,7 @@ def generate(
     if return_prefix:
         tokens, length = state.context
         length = jnp.where(state.failed > 0, 0, length).astype(jnp.int32)  # a failed row has none
-        context = Context(tokens[:, : own.decoder.max_length], length)
+        context = Context(tokens[:, : used.decoder.max_length], length)
         origin = origin_of(model, request.drafter)
         prefix = Prefix(context, state.cache, state.drafter, origin)
     return generation_of(ended, request, cache, prefix)
@@ -172,16 +172,16 @@ def stream(
 
     def steps() -> Iterator[list[Piece]]:
         trees = _experience(request, model)
-        asked = request if trees is None else trees.decoded(request)
-        decoder, drafter, settings = asked.decoder, asked.drafter, (asked.limits, asked.sampling)
+        used = request if trees is None else trees.decoded(request)
+        decoder, drafter, settings = used.decoder, used.drafter, (used.limits, used.sampling)
         with dispatch.on(model):
-            state = _started(asked, model, trees=trees)
+            state = _started(used, model, trees=trees)
         start, done = on_host((request.context.length, state.done))
         pieces = [Pieces(row.stopping) for row in request.rows]
         while not done.all():
             had_ended, most = done, decoder.topology.depth + 1
             with dispatch.on(model):  # not around `yield`: it must not affect the caller
-                if not asked.choices:
+                if not used.choices:
                     state, _, _ = decoder.step(model, drafter, state, *settings)
                 else:
                     state = decoder.run(model, drafter, state, *settings, 1)
