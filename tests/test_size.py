@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lines of what git would track, by its patterns. A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 25_000,
+    "stree_jax/*.py": 24_999,
     "pallas_kernels/*.py": 7_394,
     "convert/*.py": 5_896,
     "tests/*.py": 26_000,

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from stree_jax.array_types import Array, Int
 from stree_jax.checkpoint.directories import write_text
 from stree_jax.decoding.auto import AutoDrafter, AutoState, Choosing
 from stree_jax.decoding.plan import Plan
@@ -57,8 +56,8 @@ class Experience:
         rests = _taught.get(self._name, {}).get("rest", 0) >= most
         return request.without_drafts() if rests else request
 
-    def end(self, state: AutoState | None, calls: Int[Array, " B"]) -> None:
-        """Keeps what texts of such a request taught, which took so many calls."""
+    def end(self, state: AutoState | None, calls: Any) -> None:
+        """Keeps what texts of such a request taught, which took so many calls of each row."""
         if state is None:
             _taught[self._name]["rest"] = max(0, _taught[self._name]["rest"] - calls.max())
         else:
