@@ -269,6 +269,109 @@ def first_nodes(tree: Tree, count: int) -> Tree:
     return Tree(parents[:, :count], depth[:, :count], mask[:, :count, :count], valid[:, :count])
 
 
+@dataclasses.dataclass(frozen=True)
+class KnownNodes:
+    """Consecutive nodes whose numbers are known while a program is traced, such as the root.
+
+    Attributes:
+        first: the first of them.
+        count: how many there are.
+    """
+
+    first: int
+    count: int
+
+    @property
+    def index(self) -> np.ndarray:
+        """The nodes, `[Q]`."""
+        return np.arange(self.first, self.first + self.count, dtype=np.int32)
+
+    def shifted(self, number: int) -> "KnownNodes":
+        """The same nodes where a tree has `number` more nodes in front."""
+        return KnownNodes(self.first + number, self.count)
+
+    def with_ancestors(self, tree: Tree) -> Tree:
+        """The tree whose last nodes these are."""
+        return first_nodes(tree, self.first + self.count)
+
+    def recorded(self, pending: Any, record: Any) -> Any:
+        """The records of all nodes so far; `record` is that of `with_ancestors`."""
+        return record
+
+
+class LevelNodes(NamedTuple):
+    """Consecutive nodes of one level, in a loop over levels; those past the tree are padding.
+
+    Attributes:
+        index: the nodes, `[Q]`.
+    """
+
+    index: Int[Array, " Q"]
+
+    def shifted(self, number: int) -> "LevelNodes":
+        """See `KnownNodes`."""
+        return LevelNodes(self.index + number)
+
+    def with_ancestors(self, tree: Tree) -> Tree:
+        """All nodes of a tree, of which only ancestors are valid, and then these nodes."""
+        num_nodes = tree.parents.shape[1]
+        above = (jnp.arange(num_nodes, dtype=jnp.int32) < self.index[0])[None]
+        at = jnp.minimum(self.index, num_nodes - 1)
+        valid: Bool[Array, "B Q"] = tree.valid[:, at] & (self.index < num_nodes)[None]
+        mask = jnp.concatenate([tree.ancestor_mask, tree.ancestor_mask[:, at]], axis=1)
+        itself = jnp.eye(len(self.index), dtype=bool)[None] & valid[:, None, :]
+        itself = jnp.pad(itself, ((0, 0), (num_nodes, 0), (0, 0)))
+        return Tree(
+            parents=jnp.concatenate([tree.parents, tree.parents[:, at]], axis=1),
+            depth=jnp.concatenate([tree.depth, tree.depth[:, at]], axis=1),
+            ancestor_mask=jnp.concatenate([mask & above[None], itself], axis=2),
+            valid=jnp.concatenate([tree.valid & above, valid], axis=1),
+        )
+
+    def recorded(self, pending: Any, record: Any) -> Any:
+        """The records of all nodes so far: those of these nodes are written into `pending`."""
+        return jax.tree.map(
+            lambda old, new: put(old, self.index, new[:, old.shape[1] :]), pending, record
+        )
+
+
+def append_subtree(tree: Tree, node: Int[Array, " B"], lower: Tree) -> Tree:
+    """Appends `lower` as a subtree of `node`, or beside the tree in rows where that is -1."""
+    at, is_below = jnp.maximum(node, 0)[:, None], (node >= 0)[:, None]
+    depth = jnp.take_along_axis(tree.depth, at, axis=1) + 1
+    above = tree.on_path(at[:, 0]) & is_below
+    (batch, num_nodes), num_lower = tree.parents.shape, lower.parents.shape[1]
+    none = jnp.zeros((batch, num_nodes, num_lower), bool)
+    above = jnp.broadcast_to(above[:, None], (batch, num_lower, num_nodes))
+    old = jnp.concatenate([tree.ancestor_mask, none], axis=2)
+    new = jnp.concatenate([above, lower.ancestor_mask], axis=2)
+    parents = jnp.where(lower.parents < 0, node[:, None], num_nodes + lower.parents)
+    return Tree(
+        parents=jnp.concatenate([tree.parents, parents], axis=1),
+        depth=jnp.concatenate([tree.depth, jnp.where(is_below, depth, 0) + lower.depth], axis=1),
+        ancestor_mask=jnp.concatenate([old, new], axis=1),
+        valid=jnp.concatenate([tree.valid, lower.valid], axis=1),
+    )
+
+
+def below_chain(present: Bool[Array, "B C"], tree: Tree) -> Tree:
+    """The tree below a chain of nodes, from whose start nodes may be missing.
+
+    Args:
+        present: which nodes of the chain exist; a tree whose chain is missing has its own root.
+        tree: what hangs below the last node of the chain.
+    """
+    slots = np.arange(present.shape[1], dtype=np.int32)[None]
+    before = jnp.pad(present[:, :-1], ((0, 0), (1, 0)))
+    chain = Tree(
+        parents=jnp.where(before, slots - 1, -1),
+        depth=jnp.maximum(jnp.cumsum(present, axis=1, dtype=jnp.int32) - 1, 0),
+        ancestor_mask=jnp.asarray(slots <= slots.T)[None] & present[:, None, :],
+        valid=present,
+    )
+    return append_subtree(chain, jnp.where(present[:, -1], slots.size - 1, -1), tree)
+
+
 def put(buffer: Array, nodes: np.ndarray | Int[Array, " _"], values: Array) -> Array:
     """Writes the values of nodes into a buffer `[B, N, ...]`; nodes past its end are left out."""
     return buffer.at[:, nodes].set(values, mode="drop")

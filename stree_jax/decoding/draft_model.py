@@ -31,7 +31,7 @@ from stree_jax.models.cache import (
 )
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.tree import Tree, first_nodes, put
+from stree_jax.tree import KnownNodes, LevelNodes, Tree, below_chain
 
 
 class DraftModel(nnx.Module):
@@ -89,7 +89,7 @@ class DraftModel(nnx.Module):
         state: Any,
         tokens: Int[Array, "B Q"],
         tree: Tree,
-        nodes: np.ndarray | Int[Array, " Q"],
+        nodes: KnownNodes | LevelNodes,
     ) -> tuple[Float32[Array, "B Q V"], Any]:
         """Runs the next nodes of a tree.
 
@@ -97,16 +97,15 @@ class DraftModel(nnx.Module):
             state: the state.
             tokens: the tokens of `nodes`.
             tree: the tree that the drafter runs, or a part with these nodes and all before them.
-            nodes: consecutive nodes. A NumPy array is static: the root, which begins a step. A
-                traced array is of a loop: the nodes are of one level, `pending` has room for the
-                whole tree, and nodes that the tree does not have are padding.
+            nodes: which nodes: `KnownNodes(0, 1)`, the root, begins a step. `LevelNodes` come from
+                a loop over levels, where `pending` has room for the whole tree.
 
         Returns:
             Logits of the target's tokens, and the state for the next `run`.
         """
 
     def log_confidence(
-        self, state: Any, tokens: Array, tree: Tree, nodes: Any
+        self, state: Any, tokens: Array, tree: Tree, nodes: KnownNodes | LevelNodes
     ) -> Float32[Array, "B Q"] | float:
         """Log of the chance, beside its logits, that a model's draft after each node is right.
 
@@ -140,7 +139,7 @@ class DraftModel(nnx.Module):
         """
 
 
-class Reader(NamedTuple):
+class WholeModelState(NamedTuple):
     """The state of a `WholeModel`: its cache, and the nodes that it has run after it."""
 
     cache: Cache
@@ -171,11 +170,13 @@ class WholeModel(DraftModel):
         """The model's."""
         return self.model.config
 
-    def init(self, batch: int, num_nodes: int, max_length: int) -> Reader:
+    def init(self, batch: int, num_nodes: int, max_length: int) -> WholeModelState:
         sizes = batch, num_nodes + self.num_catch_up, max_length, self.num_catch_up
         return _no_text(self.config, self.model.activation_dtype, sizes)
 
-    def read(self, state: Reader, tokens: Array, hidden: Any, lengths: Array) -> Reader:
+    def read(
+        self, state: WholeModelState, tokens: Array, hidden: Any, lengths: Array
+    ) -> WholeModelState:
         """See `DraftModel`. A row with catch-up tokens reads these first, and keeps as many."""
         cache, path = state.cache, state.path
         if _may_reach(path.last, 0):
@@ -189,39 +190,40 @@ class WholeModel(DraftModel):
 
     def run(
         self,
-        state: Reader,
+        state: WholeModelState,
         tokens: Int[Array, "B Q"],
         tree: Tree,
-        nodes: np.ndarray | Int[Array, " Q"],
+        nodes: KnownNodes | LevelNodes,
         num_logits: int | None = None,
-    ) -> tuple[Float32[Array, "B Z V"], Reader]:
-        """See `DraftModel`; static nodes after the root are appended to those run before.
+    ) -> tuple[Float32[Array, "B Z V"], WholeModelState]:
+        """See `DraftModel`; known nodes after the root are appended to those run before.
 
         `num_logits`: logits of the last Z queries only; None: of all.
         """
-        own, num_before = below_catch_up(tree, state.has_catch_up), self.num_catch_up
+        with_catch_up = below_chain(state.has_catch_up, tree)
+        queries = nodes.shifted(self.num_catch_up)
         num_logits = tokens.shape[1] if num_logits is None else num_logits
-        begins = isinstance(nodes, np.ndarray) and nodes[0] == 0
+        begins = isinstance(nodes, KnownNodes) and nodes.first == 0
         logits, record, cache = self.model.tree_forward(
             jnp.concatenate([state.catch_up, tokens], axis=1) if begins else tokens,
-            nodes_so_far(own, num_before + nodes),
+            queries.with_ancestors(with_catch_up),
             state.cache,
             replay=(state.pending, state.path) if begins else None,
             prefix_pending=None if begins else state.pending,
             num_logits=num_logits,
         )
-        pending = recorded(state.pending, record, num_before + nodes)
+        pending = queries.recorded(state.pending, record)
         return self.model.without_padding(logits), state._replace(cache=cache, pending=pending)
 
     def commit(
         self,
-        state: Reader,
+        state: WholeModelState,
         tree: Tree,
         place: Int[Array, "B N"],
         draft: DraftTree,
         verdict: Verdict,
         hidden: object = None,
-    ) -> Reader:
+    ) -> WholeModelState:
         """See `DraftModel`: the next step replays the path. A row that ended keeps its slots."""
         ended, last = verdict.last < 0, jnp.maximum(verdict.last, 0)
         on_path = draft.tree.on_path(last)
@@ -232,9 +234,9 @@ class WholeModel(DraftModel):
         # The root, which is always run, where there is no such node.
         nodes = draft.tree.at_depth(on_path, depth)
         unread = jnp.take_along_axis(place, nodes, axis=1) < 0
-        own = below_catch_up(tree, state.has_catch_up)
+        with_catch_up = below_chain(state.has_catch_up, tree)
         return state._replace(
-            path=path_to(own, jnp.where(ended, -1, self.num_catch_up + read)),
+            path=path_to(with_catch_up, jnp.where(ended, -1, self.num_catch_up + read)),
             catch_up=jnp.where(
                 ended[:, None], state.catch_up, jnp.take_along_axis(draft.tokens, nodes, axis=1)
             ),
@@ -256,12 +258,14 @@ def draft_model(model: Any) -> Any:
 
 # One program: a call for each of these arrays takes longer than a short text.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _no_text(config: ModelConfig, dtype: DTypeLike, sizes: tuple[int, int, int, int]) -> Reader:
+def _no_text(
+    config: ModelConfig, dtype: DTypeLike, sizes: tuple[int, int, int, int]
+) -> WholeModelState:
     batch, num_nodes, max_length, num_catch_up = sizes
     slots = jnp.zeros((batch, num_catch_up), jnp.int32)
     pending = init_pending(config, batch, num_nodes, dtype)
     cache = init_cache(config, batch, max_length, dtype)
-    return Reader(cache, pending, empty_path(batch, num_nodes), slots, slots.astype(bool))
+    return WholeModelState(cache, pending, empty_path(batch, num_nodes), slots, slots.astype(bool))
 
 
 def _may_reach(values: Int[Array, " B"], least: int) -> bool:
@@ -299,64 +303,3 @@ def _replay_specs(model: HybridLM) -> Any:
 @on_mesh(_replay_specs, modules=1)
 def _replayed(model: HybridLM, cache: Cache, pending: Pending, path: Path) -> Cache:
     return model.replay(cache, pending, path)
-
-
-def below_catch_up(tree: Tree, has_catch_up: Bool[Array, "B C"]) -> Tree:
-    """The tree below a chain of catch-up tokens, of which some at the start may be missing."""
-    slots = np.arange(has_catch_up.shape[1], dtype=np.int32)[None]
-    before = jnp.pad(has_catch_up[:, :-1], ((0, 0), (1, 0)))
-    chain = Tree(
-        parents=jnp.where(before, slots - 1, -1),
-        depth=jnp.maximum(jnp.cumsum(has_catch_up, axis=1, dtype=jnp.int32) - 1, 0),
-        ancestor_mask=jnp.asarray(slots <= slots.T)[None] & has_catch_up[:, None, :],
-        valid=has_catch_up,
-    )
-    return append_subtree(chain, jnp.where(has_catch_up[:, -1], slots.size - 1, -1), tree)
-
-
-def append_subtree(tree: Tree, node: Int[Array, " B"], lower: Tree) -> Tree:
-    """Appends `lower` as a subtree of `node`, or beside the tree in rows where that is -1."""
-    at, is_below = jnp.maximum(node, 0)[:, None], (node >= 0)[:, None]
-    depth = jnp.take_along_axis(tree.depth, at, axis=1) + 1
-    above = tree.on_path(at[:, 0]) & is_below
-    (batch, num_nodes), num_lower = tree.parents.shape, lower.parents.shape[1]
-    none = jnp.zeros((batch, num_nodes, num_lower), bool)
-    above = jnp.broadcast_to(above[:, None], (batch, num_lower, num_nodes))
-    old = jnp.concatenate([tree.ancestor_mask, none], axis=2)
-    new = jnp.concatenate([above, lower.ancestor_mask], axis=2)
-    parents = jnp.where(lower.parents < 0, node[:, None], num_nodes + lower.parents)
-    return Tree(
-        parents=jnp.concatenate([tree.parents, parents], axis=1),
-        depth=jnp.concatenate([tree.depth, jnp.where(is_below, depth, 0) + lower.depth], axis=1),
-        ancestor_mask=jnp.concatenate([old, new], axis=1),
-        valid=jnp.concatenate([tree.valid, lower.valid], axis=1),
-    )
-
-
-def nodes_so_far(tree: Tree, nodes: np.ndarray | Int[Array, " Q"]) -> Tree:
-    """The tree that the last `nodes` are the queries of, see `DraftModel.run`.
-
-    Of traced nodes, which are of one level, their ancestors in N fixed slots, then the nodes.
-    """
-    if isinstance(nodes, np.ndarray):
-        return first_nodes(tree, int(nodes[-1]) + 1)
-    num_nodes = tree.parents.shape[1]
-    above = (jnp.arange(num_nodes, dtype=jnp.int32) < nodes[0])[None]
-    at = jnp.minimum(nodes, num_nodes - 1)
-    valid: Bool[Array, "B Q"] = tree.valid[:, at] & (nodes < num_nodes)[None]
-    mask = jnp.concatenate([tree.ancestor_mask, tree.ancestor_mask[:, at]], axis=1) & above[None]
-    itself = jnp.eye(len(nodes), dtype=bool)[None] & valid[:, None, :]
-    itself = jnp.pad(itself, ((0, 0), (num_nodes, 0), (0, 0)))
-    return Tree(
-        parents=jnp.concatenate([tree.parents, tree.parents[:, at]], axis=1),
-        depth=jnp.concatenate([tree.depth, tree.depth[:, at]], axis=1),
-        ancestor_mask=jnp.concatenate([mask, itself], axis=2),
-        valid=jnp.concatenate([tree.valid & above, valid], axis=1),
-    )
-
-
-def recorded(pending: Any, record: Any, nodes: np.ndarray | Int[Array, " Q"]) -> Any:
-    """The records of all nodes so far, after a call that appended those of `nodes`."""
-    if isinstance(nodes, np.ndarray):
-        return record
-    return jax.tree.map(lambda old, new: put(old, nodes, new[:, old.shape[1] :]), pending, record)

@@ -13,11 +13,11 @@ import numpy as np
 
 from pallas_kernels import KVCache, NodeKV, replay_kv
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding.draft_model import DraftModel, nodes_so_far, recorded
+from stree_jax.decoding.draft_model import DraftModel
 from stree_jax.decoding.types import DraftTree, Verdict
 from stree_jax.models.cache import path_to
 from stree_jax.models.lm import embedded_tokens
-from stree_jax.tree import Tree
+from stree_jax.tree import KnownNodes, LevelNodes, Tree
 
 
 class HeadPending(NamedTuple):
@@ -27,7 +27,7 @@ class HeadPending(NamedTuple):
     hidden: Float[Array, "B N M"]  # outputs of the head, inputs of the nodes' children
 
 
-class HeadReader(NamedTuple):
+class HeadState(NamedTuple):
     """The state of a head.
 
     After a text of n tokens the cache has n - 2 entries, of tokens 1 to n - 2 and the target's
@@ -62,51 +62,51 @@ class HeadModel(DraftModel):
         """The head's input from the target's states: all of them, unless overridden."""
         return hidden
 
-    def init(self, batch: int, num_nodes: int, max_length: int) -> HeadReader:
+    def init(self, batch: int, num_nodes: int, max_length: int) -> HeadState:
         hidden = jnp.zeros((batch, self.config.d_model), self.head.activation_dtype)
-        return HeadReader(self.head.init_cache(batch, max_length), hidden, jnp.zeros(batch, bool))
+        return HeadState(self.head.init_cache(batch, max_length), hidden, jnp.zeros(batch, bool))
 
-    def read(self, state: HeadReader, tokens: Array, hidden: Any, lengths: Array) -> HeadReader:
+    def read(self, state: HeadState, tokens: Array, hidden: Any, lengths: Array) -> HeadState:
         hidden = self.states(hidden)
         above = jnp.concatenate([state.hidden[:, None], hidden[:, :-1]], axis=1)
         read = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
         return self._after(state, tokens, above, read, hidden, lengths - 1)
 
-    def ready(self, state: HeadReader) -> Bool[Array, " B"]:
+    def ready(self, state: HeadState) -> Bool[Array, " B"]:
         return state.known
 
     def run(
         self,
-        state: HeadReader,
+        state: HeadState,
         tokens: Int[Array, "B Q"],
         tree: Tree,
-        nodes: np.ndarray | Int[Array, " Q"],
-    ) -> tuple[Float32[Array, "B Q V"], HeadReader]:
-        own, pending = nodes_so_far(tree, nodes), state.pending
+        nodes: KnownNodes | LevelNodes,
+    ) -> tuple[Float32[Array, "B Q V"], HeadState]:
+        queries, pending = nodes.with_ancestors(tree), state.pending
         embedded = self.embedded(tokens)
-        if isinstance(nodes, np.ndarray):
-            output, kv = self.head.tree(embedded, state.hidden[:, None], own, state.kv)
+        if isinstance(nodes, KnownNodes):
+            output, kv = self.head.tree(embedded, state.hidden[:, None], queries, state.kv)
             return self.logits(output), state._replace(pending=HeadPending(kv, output))
         assert pending is not None  # there is a root above
-        parents = tree.parents[:, jnp.minimum(nodes, tree.parents.shape[1] - 1), None]
+        parents = tree.parents[:, jnp.minimum(nodes.index, tree.parents.shape[1] - 1), None]
         above = jnp.take_along_axis(pending.hidden, parents, axis=1)
-        output, kv = self.head.tree(embedded, above, own, state.kv, pending.kv)
+        output, kv = self.head.tree(embedded, above, queries, state.kv, pending.kv)
         record = HeadPending(kv, jnp.concatenate([pending.hidden, output], axis=1))
-        return self.logits(output), state._replace(pending=recorded(pending, record, nodes))
+        return self.logits(output), state._replace(pending=nodes.recorded(pending, record))
 
-    def rest(self, state: HeadReader) -> HeadReader:
+    def rest(self, state: HeadState) -> HeadState:
         """See `DraftModel`: drafts of a step leave nothing behind."""
         return state._replace(pending=None)
 
     def commit(
         self,
-        state: HeadReader,
+        state: HeadState,
         tree: object,
         place: object,
         draft: DraftTree,
         verdict: Verdict,
         hidden: Float[Array, "B N _"],
-    ) -> HeadReader:
+    ) -> HeadState:
         """See `DraftModel`: appends the entries of the path, with the target's states."""
         hidden = self.states(hidden)
         above = jnp.take_along_axis(hidden, jnp.maximum(draft.tree.parents, 0)[..., None], axis=1)
@@ -148,8 +148,8 @@ class HeadModel(DraftModel):
             # For its positions: entries are consecutive. The parents do not matter.
             depths = np.arange(level + 1)[:, None] + np.arange(length)
             depths = depths.ravel().astype(np.int32)
-            own = depths, depths, mask, np.ones(len(depths), bool)
-            tree = Tree(*(jnp.broadcast_to(leaf, (batch, *leaf.shape)) for leaf in own))
+            row = depths, depths, mask, np.ones(len(depths), bool)
+            tree = Tree(*(jnp.broadcast_to(leaf, (batch, *leaf.shape)) for leaf in row))
             embedded = self.embedded(tokens[:, places])
             above, prefix = self.head.tree(embedded, above, tree, cache, prefix)
             outputs.append(above)
@@ -157,13 +157,13 @@ class HeadModel(DraftModel):
 
     def _after(
         self,
-        state: HeadReader,
+        state: HeadState,
         tokens: Int[Array, "B N"],
         above: Float[Array, "B N M"],
         read: Bool[Array, "B N"],
         hidden: Float[Array, "B N M"],
         last: Int[Array, " B"],
-    ) -> HeadReader:
+    ) -> HeadState:
         """The state after the tokens that were read."""
         first = np.arange(tokens.shape[1])[None] == 0
         kept = read & (state.known[:, None] | ~first)
@@ -171,7 +171,7 @@ class HeadModel(DraftModel):
         entries = self.head.entries(self.embedded(tokens), above, positions)
         runs, at = last >= 0, jnp.maximum(last, 0)[:, None, None]
         new = jnp.take_along_axis(hidden, at, axis=1)[:, 0].astype(state.hidden.dtype)
-        return HeadReader(
+        return HeadState(
             kv=replay_kv(state.kv, entries, kept),
             hidden=jnp.where(runs[:, None], new, state.hidden),
             known=state.known | runs,

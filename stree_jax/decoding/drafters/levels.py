@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array
-from stree_jax.tree import TreeTopology
+from stree_jax.tree import KnownNodes, LevelNodes, TreeTopology
 
 
 class Level(NamedTuple):
@@ -22,7 +22,9 @@ class Level(NamedTuple):
 
     depth: Any
     nodes: Any  # nodes of the level with children
-    read: Any  # their indices among all nodes with children, which the model runs
+    # The same among all nodes with children, which the model runs: `KnownNodes` or `LevelNodes`
+    # while it grows.
+    read: Any
     children: Any  # the nodes of the next level
     source: Any = ()  # their parents, as positions in `nodes`; a search finds out
     rank: Any = ()  # their ranks among their siblings
@@ -52,9 +54,8 @@ def grow_levels(
 ) -> tuple[Any, list[Any]]:
     """Calls `grow` for each level, top down, and stacks the results of the loop."""
     root, below = levels[0], levels[1:]
-    grown, result = grow(
-        start, Level(root.depth, *(np.array(part, np.int32) for part in root[1:])), widths[0]
-    )
+    arrays = Level(root.depth, *(np.array(part, np.int32) for part in root[1:]))
+    grown, result = grow(start, arrays._replace(read=KnownNodes(0, 1)), widths[0])
     results = [jax.tree.map(lambda leaf: leaf[None], result)]
     if not below:
         return grown, results
@@ -75,6 +76,7 @@ def grow_levels(
     outside = {"read": num_read, "children": start.tokens.shape[1]}
     parts = zip(Level._fields, zip(*below, strict=True), strict=True)
     padded = Level(*(jnp.asarray(_padded(part, outside.get(name))) for name, part in parts))
+    padded = padded._replace(read=LevelNodes(padded.read))
     start_below = grown._replace(reader=jax.tree.map(room, reader.pending))
     grown, result = lax.scan(body, start_below, padded)
     return grown._replace(reader=reader._replace(pending=grown.reader)), [*results, result]

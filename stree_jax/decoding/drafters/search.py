@@ -130,7 +130,7 @@ class BeamDrafter(RunsModel):
             tree = found.tree
             nodes = found.tokens[:, at.nodes], first_nodes(tree, num_read), at.read
             logits, reader = model.run(found.reader, *nodes)
-            beams = jnp.where(at.read < num_read, found.score[:, at.nodes], -jnp.inf)
+            beams = jnp.where(at.read.index < num_read, found.score[:, at.nodes], -jnp.inf)
             # The children of a node share the chance that the draft is right there.
             beams += model.log_confidence(reader, *nodes)
             masked = step.processors.masked(logits, take(found.states, at.nodes))

@@ -10,7 +10,7 @@ from jax import lax
 from pallas_kernels import KVCache, replay_kv
 from stree_jax import DraftTree, HybridLM, ModelDrafter, Tree, Verdict
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding import DraftModel
+from stree_jax.decoding import DraftModel, KnownNodes, LevelNodes
 from stree_jax.extensions.dflash.head import DFlashHead
 from stree_jax.heads import check_head
 from stree_jax.models import embedded_tokens, output_logits
@@ -69,10 +69,10 @@ class DFlashModel(DraftModel):
         state: DFlashState,
         tokens: Int[Array, "B Q"],
         tree: Tree,
-        nodes: np.ndarray | Int[Array, " Q"],
+        nodes: KnownNodes | LevelNodes,
     ) -> tuple[Float32[Array, "B Q V"], DFlashState]:
         """See `DraftModel`: one pass for the root, then rows of its table."""
-        if isinstance(nodes, np.ndarray):
+        if isinstance(nodes, KnownNodes):
             outputs = self.block(tokens, state.caches)
             state = state._replace(outputs=outputs, table=self.logits(outputs))
         logits = _at_depth(state.table, tree, nodes)
@@ -81,7 +81,7 @@ class DFlashModel(DraftModel):
         return logits, state
 
     def log_confidence(
-        self, state: DFlashState, tokens: Array, tree: Tree, nodes: Any
+        self, state: DFlashState, tokens: Array, tree: Tree, nodes: KnownNodes | LevelNodes
     ) -> Float32[Array, "B Q"] | float:
         """See `DraftModel`: what the confidence head says, if there is one."""
         if self.head.config.confidence_head == "none":
@@ -154,9 +154,9 @@ class DFlashModel(DraftModel):
         return DFlashState(tuple(kept))
 
 
-def _at_depth(table: Any, tree: Tree, nodes: Any) -> Array:
+def _at_depth(table: Any, tree: Tree, nodes: KnownNodes | LevelNodes) -> Array:
     """The row of each node in a table of a step's depths."""
-    depths = tree.depth[:, jnp.minimum(nodes, tree.depth.shape[1] - 1), None]
+    depths = tree.depth[:, jnp.minimum(nodes.index, tree.depth.shape[1] - 1), None]
     return jnp.take_along_axis(table, depths, axis=1)
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from stree_jax import (
     VERIFIERS,
@@ -28,7 +27,14 @@ from stree_jax import (
 )
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int
-from stree_jax.decoding import Reader, WholeModel, all_finite, append_subtree, position_noise
+from stree_jax.decoding import (
+    KnownNodes,
+    Reader,
+    WholeModel,
+    all_finite,
+    append_subtree,
+    position_noise,
+)
 from stree_jax.decoding.drafters import check_child_sampling, drawn_by
 from stree_jax.decoding.verifiers import default_verifier
 from stree_jax.messages import shown
@@ -211,7 +217,7 @@ class CascadeDrafter(Drafter):
 
             tree = draft.tree if tree is None else append_subtree(tree, at, draft.tree)
             with jax.named_scope("verify"):  # by the medium model
-                own_nodes = np.arange(first, first + num_nodes)
+                own_nodes = KnownNodes(first, num_nodes)
                 logits, reader = self._reads.run(reader, draft.tokens, tree, own_nodes)
                 finite &= (all_finite(logits) | ~draft.tree.valid).all(axis=-1)
                 states = rules.of_tree(draft.tokens, draft.tree, inner)

@@ -14,7 +14,7 @@ import numpy as np
 
 from stree_jax import Drafter, DraftTree, HybridLM, Step, TreeTopology, Verdict
 from stree_jax.array_types import Array, Float
-from stree_jax.decoding import Reader, WholeModel
+from stree_jax.decoding import KnownNodes, WholeModel, WholeModelState
 from stree_jax.decoding.drafters import check_child_sampling, drawn_children, root_token
 from stree_jax.messages import shown
 from stree_jax.models import check_model, same_tokenizer
@@ -82,23 +82,25 @@ class InterleavedDrafter(Drafter):
         """Returns a chain with a draft for each letter."""
         return TreeTopology.chain(len(self.pattern))
 
-    def init(self, batch: int, topology: TreeTopology, max_length: int) -> dict[str, Reader]:
+    def init(
+        self, batch: int, topology: TreeTopology, max_length: int
+    ) -> dict[str, WholeModelState]:
         return {
             self._key(letter): model.init(batch, self._num_read(letter), max_length)
             for letter, model in self._models().items()
         }
 
     def read(
-        self, state: dict[str, Reader], tokens: Array, hidden: Any, lengths: Array
-    ) -> dict[str, Reader]:
+        self, state: dict[str, WholeModelState], tokens: Array, hidden: Any, lengths: Array
+    ) -> dict[str, WholeModelState]:
         return {
             (key := self._key(letter)): model.read(state[key], tokens, None, lengths)
             for letter, model in self._models().items()
         }
 
     def propose(
-        self, state: dict[str, Reader], step: Step, topology: TreeTopology
-    ) -> tuple[DraftTree, dict[str, Reader]]:
+        self, state: dict[str, WholeModelState], step: Step, topology: TreeTopology
+    ) -> tuple[DraftTree, dict[str, WholeModelState]]:
         is_zero = step.sampling.temperature_is_zero
         how = self.child_sampling(topology, temperature_is_zero=is_zero)
         models = self._models()
@@ -112,7 +114,7 @@ class InterleavedDrafter(Drafter):
                 state[self._key(letter)],
                 tokens[:, read[letter] :],
                 TreeTopology.chain(depth).tree(valid),
-                np.arange(read[letter], depth + 1),
+                KnownNodes(read[letter], depth + 1 - read[letter]),
                 num_logits=1,
             )
             read[letter] = depth + 1
@@ -138,15 +140,15 @@ class InterleavedDrafter(Drafter):
 
     def commit(
         self,
-        state: dict[str, Reader],
+        state: dict[str, WholeModelState],
         draft: DraftTree,
         verdict: Verdict,
         hidden: Float[Array, "B N M"],
         topology: TreeTopology,
-    ) -> dict[str, Reader]:
+    ) -> dict[str, WholeModelState]:
         nodes = np.arange(topology.num_nodes, dtype=np.int32)
 
-        def committed(letter: str, model: WholeModel) -> Reader:
+        def committed(letter: str, model: WholeModel) -> WholeModelState:
             num_read = self._num_read(letter)
             place = jnp.broadcast_to(np.where(nodes < num_read, nodes, -1), draft.tokens.shape)
             chain = TreeTopology.chain(num_read - 1).tree(draft.tree.valid[:, :num_read])
