@@ -43,8 +43,7 @@ class PairTable(st.Drafter):
             return (table, length), jnp.maximum(drafts, 0), jnp.cumprod(drafts >= 0) > 0
 
         state, tokens, valid = jax.vmap(row)(*state, *step.context)
-        no_rows, finite = jnp.full(topology.num_nodes, -1, jnp.int32), jnp.ones(len(tokens), bool)
-        return st.DraftTree(tokens, topology.tree(valid), None, no_rows, finite), state
+        return st.DraftTree.of(tokens, topology.tree(valid)), state
 
     def commit(self, state, draft, verdict, hidden, topology):
         return state  # the next `propose` learns the accepted tokens

@@ -282,7 +282,7 @@ class KnownNodes:
     count: int
 
     @property
-    def index(self) -> np.ndarray:
+    def nodes(self) -> np.ndarray:
         """The nodes, `[Q]`."""
         return np.arange(self.first, self.first + self.count, dtype=np.int32)
 
@@ -303,23 +303,23 @@ class LevelNodes(NamedTuple):
     """Consecutive nodes of one level, in a loop over levels; those past the tree are padding.
 
     Attributes:
-        index: the nodes, `[Q]`.
+        nodes: the nodes, `[Q]`.
     """
 
-    index: Int[Array, " Q"]
+    nodes: Int[Array, " Q"]
 
     def shifted(self, number: int) -> "LevelNodes":
         """See `KnownNodes`."""
-        return LevelNodes(self.index + number)
+        return LevelNodes(self.nodes + number)
 
     def with_ancestors(self, tree: Tree) -> Tree:
         """All nodes of a tree, of which only ancestors are valid, and then these nodes."""
         num_nodes = tree.parents.shape[1]
-        above = (jnp.arange(num_nodes, dtype=jnp.int32) < self.index[0])[None]
-        at = jnp.minimum(self.index, num_nodes - 1)
-        valid: Bool[Array, "B Q"] = tree.valid[:, at] & (self.index < num_nodes)[None]
+        above = (jnp.arange(num_nodes, dtype=jnp.int32) < self.nodes[0])[None]
+        at = jnp.minimum(self.nodes, num_nodes - 1)
+        valid: Bool[Array, "B Q"] = tree.valid[:, at] & (self.nodes < num_nodes)[None]
         mask = jnp.concatenate([tree.ancestor_mask, tree.ancestor_mask[:, at]], axis=1)
-        itself = jnp.eye(len(self.index), dtype=bool)[None] & valid[:, None, :]
+        itself = jnp.eye(len(self.nodes), dtype=bool)[None] & valid[:, None, :]
         itself = jnp.pad(itself, ((0, 0), (num_nodes, 0), (0, 0)))
         return Tree(
             parents=jnp.concatenate([tree.parents, tree.parents[:, at]], axis=1),
@@ -331,7 +331,7 @@ class LevelNodes(NamedTuple):
     def recorded(self, pending: Any, record: Any) -> Any:
         """The records of all nodes so far: those of these nodes are written into `pending`."""
         return jax.tree.map(
-            lambda old, new: put(old, self.index, new[:, old.shape[1] :]), pending, record
+            lambda old, new: put(old, self.nodes, new[:, old.shape[1] :]), pending, record
         )
 
 

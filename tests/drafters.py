@@ -13,8 +13,7 @@ from stree_jax.tuning import RankTrace
 def drafted(tokens, topology):
     """A draft of these tokens `[B, N]` in all nodes, without log-probabilities."""
     tree = topology.tree(jnp.ones(tokens.shape, bool))
-    none = jnp.full(topology.num_nodes, -1, jnp.int32)
-    return st.DraftTree(tokens.astype(jnp.int32), tree, None, none, jnp.ones(len(tokens), bool))
+    return st.DraftTree.of(tokens.astype(jnp.int32), tree)
 
 
 class Echo(st.Drafter):

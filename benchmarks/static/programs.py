@@ -99,8 +99,7 @@ class GivenDrafts(st.NgramDrafter):
         drafts = step.context.tokens[:, : topology.num_nodes - 1]
         tokens = jnp.concatenate([root.tokens, drafts], axis=1)
         tree = topology.tree(jnp.ones(tokens.shape, bool))
-        none = jnp.full(topology.num_nodes, -1, jnp.int32)
-        return st.DraftTree(tokens, tree, None, none, root.finite), None
+        return st.DraftTree.of(tokens, tree), None
 
 
 def abstract_model(

@@ -10,7 +10,9 @@ from stree_jax.decoding.text import slots
 from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
 from stree_jax.tree import KnownNodes, LevelNodes, append_subtree
 
-Reader, HeadReader = WholeModelState, HeadState  # the names that they had before
+# The names that they had before.
+Reader = WholeModelState
+HeadReader = HeadState
 
 __all__ = [
     "DraftModel",

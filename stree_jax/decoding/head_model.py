@@ -88,7 +88,7 @@ class HeadModel(DraftModel):
             output, kv = self.head.tree(embedded, state.hidden[:, None], queries, state.kv)
             return self.logits(output), state._replace(pending=HeadPending(kv, output))
         assert pending is not None  # there is a root above
-        parents = tree.parents[:, jnp.minimum(nodes.index, tree.parents.shape[1] - 1), None]
+        parents = tree.parents[:, jnp.minimum(nodes.nodes, tree.parents.shape[1] - 1), None]
         above = jnp.take_along_axis(pending.hidden, parents, axis=1)
         output, kv = self.head.tree(embedded, above, queries, state.kv, pending.kv)
         record = HeadPending(kv, jnp.concatenate([pending.hidden, output], axis=1))

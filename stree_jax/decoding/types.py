@@ -64,6 +64,19 @@ class DraftTree(NamedTuple):
     finite: Bool[Array, " B"]
     drawn: Drawn = Drawn()
 
+    @classmethod
+    def of(
+        cls,
+        tokens: Int[Array, "B N"],
+        tree: Tree,
+        finite: Bool[Array, " B"] | None = None,
+        drawn: Drawn = Drawn(),
+    ) -> "DraftTree":
+        """A tree whose drafts are no samples of a distribution; `finite` None: all rows are."""
+        none = jnp.full(tokens.shape[1], -1, jnp.int32)
+        finite = jnp.ones(len(tokens), bool) if finite is None else finite
+        return cls(tokens, tree, None, none, finite, drawn)
+
 
 class Verdict(NamedTuple):
     """A verifier's decision: a root-to-node path and the token after it.

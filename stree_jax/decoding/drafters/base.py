@@ -199,4 +199,4 @@ def root_only(context: Context) -> DraftTree:
     """The tree of autoregressive decoding: the root, and no draft."""
     root = root_token(context)
     tree = TreeTopology.chain(0).tree(jnp.ones_like(root, bool))
-    return DraftTree(root, tree, None, jnp.full(1, -1, jnp.int32), jnp.ones(root.shape[0], bool))
+    return DraftTree.of(root, tree)

@@ -48,9 +48,7 @@ class NgramDrafter(Drafter):
     def propose(self, state: None, step: Step, topology: TreeTopology) -> tuple[DraftTree, None]:
         grow = functools.partial(self._grow, topology=topology)
         tokens, valid = jax.vmap(grow)(step.context.tokens, step.context.length)
-        none = jnp.full(topology.num_nodes, -1, jnp.int32)
-        finite = jnp.ones(tokens.shape[0], bool)
-        return DraftTree(tokens, topology.tree(valid), None, none, finite), None
+        return DraftTree.of(tokens, topology.tree(valid)), None
 
     def commit(
         self, state: None, draft: DraftTree, verdict: Verdict, hidden: Array, topology: TreeTopology

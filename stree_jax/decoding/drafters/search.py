@@ -115,8 +115,7 @@ class BeamDrafter(RunsModel):
         drawn = drawn_by(self, topology, temperature_is_zero=is_zero)
         found, candidates = self.search(reader, step, topology)
         tokens, tree, place = self.kept(found, candidates, topology)
-        none = jnp.full(topology.num_nodes, -1, jnp.int32)
-        draft = DraftTree(tokens, tree, None, none, found.finite, drawn)
+        draft = DraftTree.of(tokens, tree, found.finite, drawn)
         return draft, found.reader, first_nodes(found.tree, self.num_read(topology)), place
 
     def search(
@@ -130,7 +129,7 @@ class BeamDrafter(RunsModel):
             tree = found.tree
             nodes = found.tokens[:, at.nodes], first_nodes(tree, num_read), at.read
             logits, reader = model.run(found.reader, *nodes)
-            beams = jnp.where(at.read.index < num_read, found.score[:, at.nodes], -jnp.inf)
+            beams = jnp.where(at.read.nodes < num_read, found.score[:, at.nodes], -jnp.inf)
             # The children of a node share the chance that the draft is right there.
             beams += model.log_confidence(reader, *nodes)
             masked = step.processors.masked(logits, take(found.states, at.nodes))

@@ -156,7 +156,7 @@ class DFlashModel(DraftModel):
 
 def _at_depth(table: Any, tree: Tree, nodes: KnownNodes | LevelNodes) -> Array:
     """The row of each node in a table of a step's depths."""
-    depths = tree.depth[:, jnp.minimum(nodes.index, tree.depth.shape[1] - 1), None]
+    depths = tree.depth[:, jnp.minimum(nodes.nodes, tree.depth.shape[1] - 1), None]
     return jnp.take_along_axis(table, depths, axis=1)
 
 
