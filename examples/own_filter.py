@@ -20,7 +20,7 @@ from stree_jax.testing import assert_lossless
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Eta:
+class Eta(st.Rule):
     """Eta sampling.
 
     Attributes:
@@ -31,8 +31,8 @@ class Eta:
     epsilon: float
     banned: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
-    def __call__(self, logits: Array, /) -> Array:
-        """See `stree_jax.Filter`."""
+    def apply(self, logits: Array, state: None, /) -> Array:
+        """See `stree_jax.Rule`."""
         if self.banned:
             is_banned = jnp.zeros(logits.shape[-1], bool).at[jnp.array(self.banned)].set(True)
             logits = jnp.where(is_banned & (logits < 0), -jnp.inf, logits)  # the best one is 0

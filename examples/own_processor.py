@@ -17,7 +17,7 @@ from stree_jax.testing import assert_lossless
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class NoRepeats(st.LogitsProcessor):
+class NoRepeats(st.Rule):
     """Rules out tokens that would complete a run of `size` tokens of the output again."""
 
     size: int = dataclasses.field(metadata={"static": True})
@@ -31,7 +31,7 @@ class NoRepeats(st.LogitsProcessor):
         """Moves the output up, and appends a token: `[B, Q, room]`."""
         return jnp.concatenate([state[..., 1:], tokens[..., None]], axis=-1)
 
-    def __call__(self, logits: Array, state: Array, /) -> Array:
+    def apply(self, logits: Array, state: Array, /) -> Array:
         """Compares the last `size - 1` tokens with all that came before."""
         starts, before = self.room - self.size + 1, self.size - 1
         runs = jnp.stack([state[..., i : i + starts] for i in range(before)], axis=-1)

@@ -33,6 +33,7 @@ from stree_jax.decoding.results import (
     NonFiniteLogitsError,
     Piece,
 )
+from stree_jax.decoding.rules import Rule, stateless
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
 from stree_jax.decoding.score import score, text_log_probs
 from stree_jax.decoding.text.prefix import Prefix
@@ -142,6 +143,7 @@ __all__ = [
     "RepetitionPenalty",
     "Request",
     "RopeScaling",
+    "Rule",
     "Sampling",
     "Scheduler",
     "SharedConfig",
@@ -173,6 +175,7 @@ __all__ = [
     "save_pretrained",
     "score",
     "shard",
+    "stateless",
     "stream",
     "text_log_probs",
     "token_log_probs",

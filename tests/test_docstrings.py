@@ -9,7 +9,7 @@ from stree_jax.extensions.reasoning.search import Task
 from stree_jax.models.layer import Mixer
 
 # What classes are written to without inheriting from it.
-PROMISES = (stree_jax.Filter, stree_jax.LogitsProcessor, Task, Mixer)
+PROMISES = (stree_jax.Filter, stree_jax.Rule, Task, Mixer)
 
 
 def public_classes():

@@ -1,6 +1,6 @@
 """Filters: which tokens may be sampled. Draft and target go through the same ones.
 
-A filter is a logits processor without a state that comes after temperature.
+A filter is a rule without a state that comes after temperature.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -11,30 +11,20 @@ from jax import lax
 from pallas_kernels import largest_threshold
 from stree_jax.array_types import Array, Float32
 from stree_jax.checks import check_int, is_number, require
-from stree_jax.decoding.rules import is_given, per_row, rule
+from stree_jax.decoding.rules import Rule, is_given, per_row, rule
 from stree_jax.messages import shown
 
 
 @runtime_checkable
 class Filter(Protocol):
-    """Rules tokens out before sampling; `generate(filters=...)` takes a tuple of them.
-
-    A filter is a frozen dataclass, registered with `jax.tree_util.register_dataclass`. Its fields
-    are numbers, or static (`dataclasses.field(metadata={"static": True})`). In the decode loop
-    every number is an array with an entry per row, `[B]`: `per_row` aligns it with logits.
-    """
+    """A filter as a function of logits: `generate(filters=...)` makes a `Rule` of it."""
 
     def __call__(self, logits: Float32[Array, "B *rows V"], /) -> Float32[Array, "B *rows V"]:
-        """The logits, with `-inf` for tokens that are left out.
-
-        Args:
-            logits: logits after temperature and the filters before this one; the best one is 0,
-                and must be kept.
-        """
+        """See `Rule.apply`."""
 
 
 @rule
-class TopK:
+class TopK(Rule):
     """Keeps the k best tokens, and those that tie with the last of them.
 
     Attributes:
@@ -47,13 +37,13 @@ class TopK:
         if is_given(self.k):
             check_int("top_k", self.k, 0)
 
-    def __call__(self, logits, /):
+    def apply(self, logits, state, /):
         k = per_row(self.k, logits)
         return lax.cond((k > 0).any(), lambda: _best_k(logits, k), lambda: logits)
 
 
 @rule
-class TopP:
+class TopP(Rule):
     """Keeps the smallest set of tokens with probability p, and those that tie with its last one.
 
     Probabilities are those after the filters before this one.
@@ -68,7 +58,7 @@ class TopP:
         if is_given(self.p):
             check_top_p(self.p)
 
-    def __call__(self, logits, /):
+    def apply(self, logits, state, /):
         p = per_row(self.p, logits)
         # The set is the tokens above a threshold, whose weight falls as the threshold rises. The
         # best token's weight is 1.
@@ -82,7 +72,7 @@ class TopP:
 
 
 @rule
-class MinP:
+class MinP(Rule):
     """Keeps tokens at least p times as probable as the best one (Nguyen et al., 2024).
 
     Attributes:
@@ -95,7 +85,7 @@ class MinP:
         if is_given(self.p):
             check_min_p(self.p)
 
-    def __call__(self, logits, /):
+    def apply(self, logits, state, /):
         return jnp.where(jnp.exp(logits) >= per_row(self.p, logits), logits, -jnp.inf)
 
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from stree_jax.checks import check_int, is_above_zero, is_number
 from stree_jax.decoding.filters import Filter, check_min_p, check_top_p
-from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import typed_key
-from stree_jax.decoding.rules import check_rules
+from stree_jax.decoding.rules import checked_rules
 from stree_jax.decoding.stops import listed_stops
 from stree_jax.messages import shown
 
@@ -54,8 +53,9 @@ class Options:
             `filters`. Applied to target and draft.
         min_p: then sample from the tokens that are at least `min_p` times as probable as the best:
             the filter `MinP(min_p)`.
-        filters: more filters, `Filter`, in their order. Applied to target and draft.
-        processors: logits processors, `LogitsProcessor`, in their order, before temperature and
+        filters: more filters, in their order: a `Rule` without a state, or a function of logits.
+            Applied to target and draft.
+        processors: logits processors, each a `Rule`, in their order, before temperature and
             filters. Applied to the target, and by drafters with a model to their drafts.
         eos_token: a row ends after this token, or after any of these. None: the tokens in the
             model's config, and the `end_tokens` of the processors; (): none.
@@ -112,8 +112,9 @@ class Options:
             raise ValueError(f"temperature must be a number from 0 on, got {shown(heat)}")
         if heat > 0 and not is_above_zero(heat):
             raise ValueError(f"temperature = {shown(heat)} is 0 in float32; use 0")
-        check_rules(self.filters, Filter, "filters", "st.TopK(8)")
-        check_rules(self.processors, LogitsProcessor, "processors", "st.RepetitionPenalty(1.2)")
+        for name, example in (("filters", "st.TopK(8)"), ("processors", "st.BannedTokens([7])")):
+            rules = checked_rules(getattr(self, name), name, example)
+            object.__setattr__(self, name, rules)
         if self.eos_token is not None:
             listed_eos_tokens(self.eos_token, None)
         if self.max_length is not None:

@@ -15,7 +15,7 @@ from stree_jax.array_types import Array
 from stree_jax.checks import check_int
 from stree_jax.decoding.auto import AutoDrafter, trees_of
 from stree_jax.decoding.drafters.base import Drafter, draft_models, drawn_by, with_tokens_of
-from stree_jax.decoding.filters import Filter, MinP, TopK, TopP
+from stree_jax.decoding.filters import MinP, TopK, TopP
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Options, check_not_traced, listed_eos_tokens, options_of_rows
 from stree_jax.decoding.prompts import (
@@ -28,7 +28,7 @@ from stree_jax.decoding.prompts import (
     row_keys,
     typed_key,
 )
-from stree_jax.decoding.rules import join_numbers, joined, kind, map_rows, of_rows
+from stree_jax.decoding.rules import Rule, join_numbers, joined, kind, map_rows, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
 from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.decoding.text.prefix import joined as joined_texts
@@ -319,7 +319,7 @@ def placed_sampling(
     return placed
 
 
-def filters_of(rows: Sequence[Options], *, may_differ: bool = False) -> tuple[Filter, ...]:
+def filters_of(rows: Sequence[Options], *, may_differ: bool = False) -> tuple[Rule, ...]:
     """The filters of a batch: top-k and top-p if a row has either, min-p, then the rows' own."""
     found: list[Any] = []
     if any(row.top_k > 0 or row.top_p < 1 for row in rows):

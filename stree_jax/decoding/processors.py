@@ -17,62 +17,19 @@ from jax import lax
 
 from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.decoding.prompts import Context
-from stree_jax.decoding.rules import classes_of, per_row
+from stree_jax.decoding.rules import Rule, classes_of, per_row
 from stree_jax.tree import Tree, TreeTopology, put, take
 
 
-class LogitsProcessor(abc.ABC):
-    """Changes the logits of the next token: the base of all that `generate(processors=...)` takes.
+class LogitsProcessor(Rule):
+    """A `Rule` whose `__call__` does what `apply` does."""
 
-    A processor is a frozen dataclass, registered with `jax.tree_util.register_dataclass`. Its
-    fields are numbers, arrays, or static (`dataclasses.field(metadata={"static": True})`). In the
-    decode loop every number has an entry for each row, `[B]`, and every array an axis of rows in
-    front; an array in a field with `metadata={"shared": True}`, such as a table, is one for all
-    rows, and stays as it is.
-
-    A state is a pytree of arrays with the batch axis first, or None. Methods other than `check` are
-    traced.
-
-    Attributes:
-        end_tokens: tokens that end a row, beside those of the model; static.
-    """
-
-    end_tokens: tuple[int, ...] = ()
-
-    def check(self, vocab_size: int) -> None:
-        """Refuses a vocabulary that it does not fit.
-
-        Raises:
-            ValueError: ids or tables of another size.
-        """
-        return None
-
-    def init(self, context: Context, vocab_size: int) -> Any:
-        """The state of each row after its text so far; without one None.
-
-        Args:
-            context: the prompts. All of a prompt is read, its last token included.
-            vocab_size: number of tokens, V.
-        """
-        return None
-
-    def advance(self, state: Any, tokens: Int[Array, "B Q"]) -> Any:
-        """The states after one more token each; without a state None.
-
-        Args:
-            state: states of Q nodes of each row: arrays `[B, Q, ...]`.
-            tokens: a token for each. That of a node that does not exist may be any number.
-        """
-        return None
+    def apply(self, logits: Float[Array, "B Q V"], state: Any, /) -> Float[Array, "B Q V"]:
+        return self(logits, state)
 
     @abc.abstractmethod
-    def __call__(self, logits: Float[Array, "B Q V"], state: Any, /) -> Float[Array, "B Q V"]:
-        """The logits after the rule; `-inf` rules a token out.
-
-        Args:
-            logits: logits of the target or of a draft model, before temperature and filters.
-            state: the states at these nodes, as for `advance`.
-        """
+    def __call__(self, logits: Float[Array, "B Q V"], state: Any = None, /) -> Any:
+        """See `Rule.apply`."""
 
 
 class Processing(NamedTuple):
@@ -101,7 +58,7 @@ class Processing(NamedTuple):
     def __call__(self, logits: Float[Array, "B Q V"], states: Any) -> Float[Array, "B Q V"]:
         """The logits after all processors, in their order, at nodes with these states."""
         for processor, state in zip(self.processors, states, strict=True):
-            logits = processor(logits, state)
+            logits = processor.apply(logits, state)
         return logits
 
     def advance(self, states: Any, tokens: Int[Array, "B Q"]) -> tuple[Any, ...]:

@@ -1,6 +1,11 @@
-"""Rules of a batch: filters and logits processors, each one object with the numbers of all rows."""
+"""Rules about the next token, and those of a batch: one object has the numbers of all rows.
 
+Filters are rules without a state, after temperature; logits processors come before it.
+"""
+
+import abc
 import dataclasses
+import inspect
 import itertools
 import numbers
 import typing
@@ -12,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from stree_jax.array_types import Array, Bool
+from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.decoding.prompts import Context
 from stree_jax.mesh.partition import ROWS
 from stree_jax.messages import shown
@@ -28,11 +33,102 @@ def rule(cls: type[_Rule]) -> type[_Rule]:
     return typing.no_type_check(jax.tree_util.register_dataclass(own))
 
 
-@rule
-class ForRows:
-    """A filter or processor of some rows."""
+class Rule(abc.ABC):
+    """Changes the logits of the next token: the base of filters and logits processors.
 
-    rule: Any
+    A rule is a frozen dataclass, registered with `jax.tree_util.register_dataclass`. Its fields are
+    numbers, arrays, or static (`dataclasses.field(metadata={"static": True})`). In the decode loop
+    every number has an entry for each row, `[B]`, and every array an axis of rows in front:
+    `per_row` aligns them with logits. An array in a field with `metadata={"shared": True}`, such as
+    a table, is one for all rows, and stays as it is.
+
+    `generate(processors=...)` applies rules before temperature. They may depend on the text so far,
+    by a state: a pytree of arrays with the batch axis first. `generate(filters=...)` applies rules
+    without a state after temperature, to the target and to drafts. Methods other than `check` are
+    traced.
+
+    Attributes:
+        end_tokens: tokens that end a row, beside those of the model; static.
+    """
+
+    end_tokens: tuple[int, ...] = ()
+
+    def check(self, vocab_size: int) -> None:
+        """Refuses a vocabulary that it does not fit.
+
+        Raises:
+            ValueError: ids or tables of another size.
+        """
+        return None
+
+    def init(self, context: Context, vocab_size: int) -> Any:
+        """The state of each row after its text so far; without a state None.
+
+        Args:
+            context: the prompts. All of a prompt is read, its last token included.
+            vocab_size: number of tokens, V.
+        """
+        return None
+
+    def advance(self, state: Any, tokens: Int[Array, "B Q"]) -> Any:
+        """The states after one more token each; without a state None.
+
+        Args:
+            state: states of Q nodes of each row: arrays `[B, Q, ...]`.
+            tokens: a token for each. The token of a node that does not exist may be any number.
+        """
+        return None
+
+    @abc.abstractmethod
+    def apply(self, logits: Float[Array, "B *rows V"], state: Any, /) -> Float[Array, "B *rows V"]:
+        """The logits after the rule, with `-inf` for tokens that it rules out.
+
+        Args:
+            logits: of a processor, logits `[B, Q, V]` of the target or a draft model; of a filter,
+                logits after temperature and the filters before it, whose best one is 0 and must
+                be kept.
+            state: the states at these nodes, as for `advance`; None without a state.
+        """
+
+    def __call__(self, logits: Float[Array, "B *rows V"], state: Any = None, /) -> Any:
+        """As `apply`."""
+        return self.apply(logits, state)
+
+    @property
+    def has_state(self) -> bool:
+        """True if it depends on the text."""
+        return type(self).init is not Rule.init
+
+
+@rule
+class Stateless(Rule):
+    """A rule of a function, see `stateless`."""
+
+    function: Any
+
+    def __repr__(self) -> str:
+        return repr(self.function)
+
+    def apply(self, logits, state, /):
+        return self.function(logits)
+
+
+def stateless(function: Callable[[Array], Array]) -> Rule:
+    """Returns a rule that changes logits by a function of logits alone.
+
+    Args:
+        function: logits `[B, ..., V]` to logits. A callable object with fields is a frozen
+            dataclass, as a `Rule` is. A plain function is static: each compiles its own program.
+    """
+    is_plain = inspect.isroutine(function)
+    return Stateless(jax.tree_util.Partial(function) if is_plain else function)
+
+
+@rule
+class ForRows(Rule):
+    """A rule of some rows."""
+
+    rule: Rule
     used: Bool[Array, " B"]  # the rows that it is for
 
     def init(self, context: Context, vocab_size: int) -> Any:
@@ -41,9 +137,8 @@ class ForRows:
     def advance(self, state: Any, tokens: Array) -> Any:
         return self.rule.advance(state, tokens)
 
-    def __call__(self, logits: Array, *state: Any) -> Array:
-        """See `LogitsProcessor` and `Filter`."""
-        return jnp.where(per_row(self.used, logits), self.rule(logits, *state), logits)
+    def apply(self, logits: Array, state: Any, /) -> Array:
+        return jnp.where(per_row(self.used, logits), self.rule(logits, state), logits)
 
 
 def per_row(values: Any, logits: Array) -> Array:
@@ -55,8 +150,8 @@ def per_row(values: Any, logits: Array) -> Array:
 def is_given(value: object) -> bool:
     """True if a user gave a field this value, so that it can be checked.
 
-    jax makes rules again with arrays, specs, placeholders and None in their fields. (`check_rules`
-    refuses None.)
+    jax makes rules again with arrays, specs, placeholders and None in their fields.
+    (`checked_rules` refuses None.)
     """
     kind = type(value)
     return issubclass(kind, numbers.Number | np.generic) or (
@@ -64,24 +159,33 @@ def is_given(value: object) -> bool:
     )
 
 
-def check_rules(rules: object, protocol: type, name: str, example: str) -> None:
-    """Refuses invalid filters or processors of a text, the option of this name."""
+def checked_rules(rules: object, name: str, example: str) -> tuple[Rule, ...]:
+    """The `filters`, or `processors`, that a user gave for a text; refuses invalid ones."""
     if not isinstance(rules, list | tuple):
         raise ValueError(f"{name} must be a list such as [{example}], got {shown(rules)}")
+    is_filter, checked = name == "filters", []
     for one in rules:
-        if isinstance(one, type) or not isinstance(one, protocol):
+        may_be_rule = not isinstance(one, type) and callable(one)
+        if not may_be_rule or not (is_filter or isinstance(one, Rule)):
             raise ValueError(
-                f"{name} must be {example.split('(')[0]}(...) or other objects that are a"
-                f" st.{protocol.__name__}, got {shown(one)}"
+                f"{name} must be {example.split('(')[0]}(...) or other objects that are a st.Rule"
+                f"{', or functions of logits' if is_filter else ''}, got {shown(one)}"
             )
-        leaves = jax.tree.leaves(one, is_leaf=lambda leaf: leaf is None)
+        checked.append(one if isinstance(one, Rule) else stateless(one))
+        if is_filter and checked[-1].has_state:
+            raise ValueError(
+                f"the filter {shown(one)} has a state: give it to processors, which are applied"
+                " before temperature"
+            )
+        leaves = jax.tree.leaves(checked[-1], is_leaf=lambda leaf: leaf is None)
         numeric = all(isinstance(leaf, numbers.Real | np.ndarray | jax.Array) for leaf in leaves)
-        if not numeric or len(_is_shared(one)) != len(leaves):
+        if not numeric or len(_is_shared(checked[-1])) != len(leaves):
             raise ValueError(
                 f"{name.removesuffix('s')} {shown(one)} must be a pytree of numbers and arrays;"
                 " make its class a frozen dataclass, and register it with"
                 " jax.tree_util.register_dataclass"
             )
+    return tuple(checked)
 
 
 def of_rows(rows: Sequence[Sequence[Any]], *, may_differ: bool) -> tuple[Any, ...]:

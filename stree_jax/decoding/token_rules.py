@@ -16,15 +16,14 @@ import numpy as np
 
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int, is_above_zero, is_number, require
-from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.prompts import list_size
-from stree_jax.decoding.rules import is_given, per_row, rule
+from stree_jax.decoding.rules import Rule, is_given, per_row, rule
 from stree_jax.messages import shown
 
 _NO_TOKEN = np.iinfo(np.int32).max  # pads lists of ids; beyond any vocabulary
 
 
-class _Stateless(LogitsProcessor):
+class _Stateless(Rule):
     """A processor that does not depend on the text."""
 
     def __repr__(self) -> str:
@@ -72,7 +71,7 @@ class LogitBias(_Stateless):
     def check(self, vocab_size):
         _check_ids("LogitBias", self.biases[0], vocab_size)
 
-    def __call__(self, logits, state, /):
+    def apply(self, logits, state, /):
         ids, values = self.biases
         added = jnp.zeros((len(ids), logits.shape[-1]), logits.dtype)
         added = added.at[jnp.arange(len(ids), dtype=jnp.int32)[:, None], ids].add(
@@ -109,7 +108,7 @@ class BannedTokens(_Listed):
         ids: the token ids, padded.
     """
 
-    def __call__(self, logits, state, /):
+    def apply(self, logits, state, /):
         return jnp.where(_members(self.ids, logits), -jnp.inf, logits)
 
 
@@ -121,12 +120,12 @@ class AllowedTokens(_Listed):
         ids: the token ids, padded.
     """
 
-    def __call__(self, logits, state, /):
+    def apply(self, logits, state, /):
         return jnp.where(_members(self.ids, logits), logits, -jnp.inf)
 
 
 @rule
-class MinNewTokens(LogitsProcessor):
+class MinNewTokens(Rule):
     """Rules end tokens out until a row has some new tokens: the option `min_new_tokens`."""
 
     least: Any  # how many come first, `[B]`
@@ -138,7 +137,7 @@ class MinNewTokens(LogitsProcessor):
     def advance(self, state, tokens):
         return state + 1
 
-    def __call__(self, logits, state, /):
+    def apply(self, logits, state, /):
         ends = jnp.where(self.ends < 0, _NO_TOKEN, self.ends)
         too_early = (state < per_row(self.least, state))[..., None]
         return jnp.where(too_early & _members(ends, logits), -jnp.inf, logits)
@@ -168,7 +167,7 @@ def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
 
 @typing.no_type_check
 @dataclasses.dataclass(frozen=True)
-class _Penalty(LogitsProcessor):
+class _Penalty(Rule):
     """A penalty for the tokens of the text: which it has, or how often."""
 
     penalty: float
@@ -208,7 +207,7 @@ class RepetitionPenalty(_Penalty):
         none = jnp.zeros((batch, vocab_size), bool)
         return none.at[jnp.arange(batch, dtype=jnp.int32)[:, None], token].set(True, mode="drop")
 
-    def __call__(self, logits, state, /):
+    def apply(self, logits, state, /):
         penalty = per_row(self.penalty, logits)
         penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
         return jnp.where(state, penalised, logits)
@@ -222,7 +221,7 @@ class PresencePenalty(_Penalty):
         penalty: 0 changes nothing; above 0 repetitions are less probable.
     """
 
-    def __call__(self, logits, state, /):
+    def apply(self, logits, state, /):
         return jnp.where(state, logits - per_row(self.penalty, logits), logits)
 
 
@@ -236,5 +235,5 @@ class FrequencyPenalty(_Penalty):
 
     _state_dtype = jnp.int32
 
-    def __call__(self, logits, state, /):
+    def apply(self, logits, state, /):
         return logits - per_row(self.penalty, logits) * state.astype(logits.dtype)

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from stree_jax.array_types import Array, Bool, Float32, Int, Key
-from stree_jax.decoding.filters import Filter
-from stree_jax.decoding.processors import LogitsProcessor, Processing
+from stree_jax.decoding.processors import Processing
 from stree_jax.decoding.prompts import Context
-from stree_jax.decoding.rules import classes_of
+from stree_jax.decoding.rules import Rule, classes_of
 from stree_jax.mesh.partition import ROWS
 from stree_jax.models.cache import Cache, Path, Pending, cache_specs, pending_specs
 from stree_jax.models.lm import HybridLM
@@ -112,8 +111,8 @@ class Sampling:
     """
 
     temperature: Float32[Array, " B"]
-    filters: tuple[Filter, ...] = ()
-    processors: tuple[LogitsProcessor, ...] = ()
+    filters: tuple[Rule, ...] = ()
+    processors: tuple[Rule, ...] = ()
     temperature_is_zero: bool = dataclasses.field(default=False, metadata={"static": True})
     record_sampled: Bool[Array, " B"] | None = None
 

@@ -16,9 +16,9 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, plan
-from stree_jax.decoding.processors import LogitsProcessor, Processing, first_states
+from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.decoding.results import PAD, Generation
-from stree_jax.decoding.rules import map_rows
+from stree_jax.decoding.rules import Rule, map_rows
 from stree_jax.decoding.sampling import filtered_logits, position_noise, token_log_probs
 from stree_jax.decoding.types import Context
 from stree_jax.decoding.verifiers import Verifier
@@ -202,7 +202,7 @@ def first_difference(
 
 @jax.jit
 def processed_after(
-    processors: tuple[LogitsProcessor, ...], prompts: Any, new_tokens: Any, logits: jax.Array
+    processors: tuple[Rule, ...], prompts: Any, new_tokens: Any, logits: jax.Array
 ) -> jax.Array:
     """Logits `[rows, T, V]` after some new tokens, one more at each place, through processors."""
     rows, length = prompts.shape

@@ -42,6 +42,28 @@ def test_options_are_keywords():
             function(tiny_model(), PROMPTS, heat=1.0)
 
 
+def close(logits):
+    return jnp.where(logits >= -0.5, logits, -jnp.inf)
+
+
+def closer(logits):
+    return jnp.where(logits >= -0.1, logits, -jnp.inf)
+
+
+def test_a_filter_is_a_rule_or_a_function():
+    """`AtLeast` is neither: a callable dataclass, as filters were written before."""
+    texts = [
+        st.generate(tiny_model(), PROMPTS, max_new_tokens=9, temperature=1.0, key=KEY, filters=keep)
+        for keep in ([close], [st.stateless(close)], [AtLeast(0.5)], [closer])
+    ]
+    for same in texts[1:3]:
+        np.testing.assert_array_equal(same.tokens, texts[0].tokens)
+    assert (texts[3].tokens != texts[0].tokens).any()
+    options = [st.Options(temperature=1.0, key=KEY, filters=[keep]) for keep in (close, closer)]
+    with pytest.raises(ValueError, match="other rows have .*, and one program decodes all"):
+        plan(tiny_model(), PROMPTS[:2], options)
+
+
 ROWS = [
     dict(temperature=0.0, max_new_tokens=7, key=1),
     dict(temperature=0.7, top_k=5, key=2, filters=(AtLeast(0.5),)),

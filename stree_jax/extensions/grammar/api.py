@@ -27,7 +27,7 @@ _END_TOKENS = {
 def regex(
     pattern: str, tokenizer: Any, *, eos_token: int | Sequence[int] | None = None
 ) -> Automaton:
-    r"""Returns a `LogitsProcessor` by which new tokens match a regular expression.
+    r"""Returns a `Rule` by which new tokens match a regular expression.
 
     They match it as a whole. The syntax is that of ECMA-262 with the flag `u`, without look-around,
     references, word boundaries, `\p` and anchors inside. End tokens are allowed where the pattern
@@ -58,7 +58,7 @@ def json_schema(
     *,
     eos_token: int | Sequence[int] | None = None,
 ) -> Automaton:
-    """Returns a `LogitsProcessor` by which new tokens are JSON that a schema validates.
+    """Returns a `Rule` by which new tokens are JSON that a schema validates.
 
     Schemas are of a part of draft 2020-12; keywords outside it, such as `not` or `uniqueItems`, are
     refused. All texts are valid, but not all valid texts are possible: properties come in the

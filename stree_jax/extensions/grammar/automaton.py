@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stree_jax import Context, LogitsProcessor
+from stree_jax import Context, Rule
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int, require
 from stree_jax.decoding import is_given
@@ -22,8 +22,8 @@ _MOST = 2**24  # states, or tokens
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Automaton(LogitsProcessor):
-    """A `LogitsProcessor` that allows the texts of a deterministic automaton over tokens.
+class Automaton(Rule):
+    """A `Rule` that allows the texts of a deterministic automaton over tokens.
 
     It reads new tokens only; the prompt may be anything. An end token is a token as others are: let
     the states where a text may end allow it. A state that allows nothing ends its row with an
@@ -125,7 +125,7 @@ class Automaton(LogitsProcessor):
     def advance(self, state: Int[Array, "B Q"], tokens: Int[Array, "B Q"]) -> Int[Array, "B Q"]:
         return self.next_state.after(state, tokens)
 
-    def __call__(
+    def apply(
         self, logits: Float[Array, "B Q V"], state: Int[Array, "B Q"], /
     ) -> Float[Array, "B Q V"]:
         return jnp.where(self.next_state.mask(state, logits.shape[-1]), logits, -jnp.inf)
