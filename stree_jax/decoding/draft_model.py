@@ -41,8 +41,8 @@ class DraftModel(nnx.Module):
     has what `run` keeps of the nodes: axis 1 of its arrays are the nodes. No verb changes the state
     that it gets.
 
-    In a step: `run` for the root and then for each level, then `rest`; `commit` when the target has
-    verified.
+    In a step: `run` for the root and then for each level, then `finish_step`; `commit` when the
+    target has verified.
 
     Attributes:
         config: vocabulary and width are the target's.
@@ -114,7 +114,7 @@ class DraftModel(nnx.Module):
         """
         return 0.0
 
-    def rest(self, state: Any) -> Any:
+    def finish_step(self, state: Any) -> Any:
         """The state after the last `run` of a step, without what no later step needs."""
         return state
 

@@ -94,7 +94,7 @@ class HeadModel(DraftModel):
         record = HeadPending(kv, jnp.concatenate([pending.hidden, output], axis=1))
         return self.logits(output), state._replace(pending=nodes.recorded(pending, record))
 
-    def rest(self, state: HeadState) -> HeadState:
+    def finish_step(self, state: HeadState) -> HeadState:
         """See `DraftModel`: drafts of a step leave nothing behind."""
         return state._replace(pending=None)
 

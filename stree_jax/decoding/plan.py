@@ -28,7 +28,7 @@ from stree_jax.decoding.prompts import (
     row_keys,
     typed_key,
 )
-from stree_jax.decoding.rules import Rule, join_numbers, joined, kind, map_rows, of_rows
+from stree_jax.decoding.rules import Rule, join_numbers, kind, map_rows, of_batch, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
 from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.decoding.text.prefix import joined as joined_texts
@@ -323,10 +323,10 @@ def filters_of(rows: Sequence[Options], *, may_differ: bool = False) -> tuple[Ru
     """The filters of a batch: top-k and top-p if a row has either, min-p, then the rows' own."""
     found: list[Any] = []
     if any(row.top_k > 0 or row.top_p < 1 for row in rows):
-        found += [joined([TopK(row.top_k) for row in rows])]
-        found += [joined([TopP(row.top_p) for row in rows])]
+        found += [of_batch([TopK(row.top_k) for row in rows])]
+        found += [of_batch([TopP(row.top_p) for row in rows])]
     if any(row.min_p > 0 for row in rows):
-        found += [joined([MinP(row.min_p) for row in rows])]
+        found += [of_batch([MinP(row.min_p) for row in rows])]
     return (*found, *of_rows([row.filters for row in rows], may_differ=may_differ))
 
 

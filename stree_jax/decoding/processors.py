@@ -63,7 +63,7 @@ class Processing(NamedTuple):
 
     def advance(self, states: Any, tokens: Int[Array, "B Q"]) -> tuple[Any, ...]:
         """The states of nodes `[B, Q, ...]` after a token each."""
-        found = []
+        new_states = []
         for processor, state in zip(self.processors, states, strict=True):
             after = processor.advance(state, tokens)
             before, now = (
@@ -74,8 +74,8 @@ class Processing(NamedTuple):
                     f"{type(processor).__name__}.advance must return states as it gets them,"
                     f" {before}, and returned {now}"
                 )
-            found.append(after)
-        return tuple(found)
+            new_states.append(after)
+        return tuple(new_states)
 
     def applied(
         self, logits: Float[Array, "B Q V"], states: Any

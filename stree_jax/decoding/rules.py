@@ -29,8 +29,8 @@ _Rule = typing.TypeVar("_Rule")
 def rule(cls: type[_Rule]) -> type[_Rule]:
     """Makes a frozen dataclass and pytree of a class; a `__repr__` of its own stays."""
     # Types are not checked: jax makes objects with leaves that are specs, placeholders or None.
-    own = dataclasses.dataclass(frozen=True, repr=cls.__repr__ is object.__repr__)(cls)
-    return typing.no_type_check(jax.tree_util.register_dataclass(own))
+    frozen = dataclasses.dataclass(frozen=True, repr=cls.__repr__ is object.__repr__)(cls)
+    return typing.no_type_check(jax.tree_util.register_dataclass(frozen))
 
 
 class Rule(abc.ABC):
@@ -190,8 +190,9 @@ def checked_rules(rules: object, name: str, example: str) -> tuple[Rule, ...]:
 
 def of_rows(rows: Sequence[Sequence[Any]], *, may_differ: bool) -> tuple[Any, ...]:
     """The rules of rows of one `kind`; `may_differ`: some may have none where others have rules."""
-    own = next((rules for rules in rows if rules), ())
-    of_all = [joined(each) for each in zip(*(rules or own for rules in rows), strict=True)]
+    example = next((rules for rules in rows if rules), ())
+    places = zip(*(rules or example for rules in rows), strict=True)
+    of_all = [of_batch(rules) for rules in places]
     if not may_differ:
         return tuple(of_all)
     used = jnp.asarray([bool(rules) for rules in rows])
@@ -214,16 +215,16 @@ def classes_of(tree: Any) -> tuple[type, ...]:
     of such pairs it ran the other's program. Every program that gets such classes gets this too.
     """
 
-    def found(structure: Any) -> Iterator[type]:
+    def classes(structure: Any) -> Iterator[type]:
         if (node := structure.node_data()) is not None:
             yield node[0]
         for child in structure.children():
-            yield from found(child)
+            yield from classes(child)
 
-    return tuple(found(jax.tree.structure(tree, is_leaf=lambda leaf: leaf is None)))
+    return tuple(classes(jax.tree.structure(tree, is_leaf=lambda leaf: leaf is None)))
 
 
-def joined(rows: Sequence[Any]) -> Any:
+def of_batch(rows: Sequence[Any]) -> Any:
     """One rule of all rows, which are of one `kind`: numbers get an axis of rows in front."""
     structure = jax.tree.structure(rows[0])
     parts = zip(*map(jax.tree.leaves, rows), strict=True)
@@ -272,6 +273,6 @@ def _is_shared(node: Any, shared: bool = False) -> list[bool]:
     flags = []
     for field in dataclasses.fields(node):
         if not field.metadata.get("static", False):
-            own = shared or field.metadata.get("shared", False)
-            flags += _is_shared(getattr(node, field.name), own)
+            is_shared = shared or field.metadata.get("shared", False)
+            flags += _is_shared(getattr(node, field.name), is_shared)
     return flags

@@ -84,10 +84,10 @@ def stopping_of(stop: Any, tokenizer: Any, vocab_size: int) -> Stopping:
     Special tokens are no text: a string that is one is a stop of that token too.
     """
     stops = listed_stops(stop)
-    texts = tuple(each for each in stops if isinstance(each, str))
-    tokens = tuple(each for each in stops if not isinstance(each, str))
-    for each in tokens:
-        for token in each:
+    texts = tuple(stop for stop in stops if isinstance(stop, str))
+    tokens = tuple(stop for stop in stops if not isinstance(stop, str))
+    for sequence in tokens:
+        for token in sequence:
             check_int("a token of stop", token, 0, vocab_size - 1)
     if tokenizer is not None:
         tokenizer = as_tokenizer(tokenizer)
@@ -99,11 +99,12 @@ def stopping_of(stop: Any, tokenizer: Any, vocab_size: int) -> Stopping:
             )
         _bytes_of(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
-        special = {each.content: token for token, each in added.items() if each.special}
+        special = {entry.content: token for token, entry in added.items() if entry.special}
         for text in texts:
-            if found := next((name for name in special if name in text and name != text), None):
+            inside = next((name for name in special if name in text and name != text), None)
+            if inside is not None:
                 raise ValueError(
-                    f"stop = {shown(text)} can never appear: {shown(found)} is a special token and"
+                    f"stop = {shown(text)} can never appear: {shown(inside)} is a special token and"
                     " no text; give it as a stop of its own, or the stop as a list of token ids"
                 )
             if special.get(text, vocab_size) < vocab_size:
@@ -121,16 +122,16 @@ def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:
     stops = _listed(stop)
     if not isinstance(stops, Sequence):
         raise ValueError(f"{wanted}, got {shown(stop)}")
-    found: list[str | tuple[int, ...]] = []
-    for each in map(_listed, stops):
-        if not isinstance(each, Sequence) or isinstance(each, bytes):
+    checked: list[str | tuple[int, ...]] = []
+    for entry in map(_listed, stops):
+        if not isinstance(entry, Sequence) or isinstance(entry, bytes):
             raise ValueError(f"{wanted}, got {shown(stop)}")
-        require(len(each) > 0, f"stop has an empty entry: {shown(stop)}; leave it out")
-        if isinstance(each, str):
-            found.append(each)
+        require(len(entry) > 0, f"stop has an empty entry: {shown(stop)}; leave it out")
+        if isinstance(entry, str):
+            checked.append(entry)
         else:
-            found.append(tuple(check_int("a token of stop", token, 0) for token in each))
-    return found
+            checked.append(tuple(check_int("a token of stop", token, 0) for token in entry))
+    return checked
 
 
 def _listed(value: Any) -> Any:
@@ -147,8 +148,8 @@ def stops_of(
     states, classes = map(max, of_all)
     tables = np.zeros((len(different), states, classes), np.int32)
     for table, machine in zip(tables, different, strict=True):
-        own, kinds = machine.next_state.shape
-        table[:own, :kinds] = machine.next_state
+        num_states, num_classes = machine.next_state.shape
+        table[:num_states, :num_classes] = machine.next_state
     rows = [different.index(machine) for machine in machines]
     return Stops(
         class_of=jnp.asarray(np.stack([machine.class_of for machine in machines])),
@@ -208,16 +209,16 @@ def _of_texts(stops: tuple[str, ...], pieces: list[bytes], vocab_size: int) -> M
     for row, token in zip(letters, order, strict=True):
         row[: sizes[token]] = np.frombuffer(pieces[token], np.uint8)
     state = np.tile(np.arange(num_states, dtype=np.int32)[:, None], vocab_size)
-    found = np.zeros(state.shape, bool)
+    has_ended = np.zeros(state.shape, bool)
     for i in range(int(sizes.max())):
         count = int((sizes > i).sum())
         state[:, :count] = follow[state[:, :count], letters[:count, i]]
-        found[:, :count] |= ends[state[:, :count]]
+        has_ended[:, :count] |= ends[state[:, :count]]
     code = np.empty_like(state)
-    code[:, order] = np.where(found, -1 - state, state)
-    kinds: dict[bytes, int] = {}  # equal columns of the table are one class
+    code[:, order] = np.where(has_ended, -1 - state, state)
+    classes: dict[bytes, int] = {}  # equal columns of the table are one class
     columns = np.ascontiguousarray(code.T)
-    class_of = np.array([kinds.setdefault(column.tobytes(), len(kinds)) for column in columns])
+    class_of = np.array([classes.setdefault(column.tobytes(), len(classes)) for column in columns])
     _, examples = np.unique(class_of, return_index=True)
     return Machine(class_of.astype(np.int32), code[:, examples])
 

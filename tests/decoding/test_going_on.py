@@ -94,7 +94,7 @@ def test_texts_go_on(family, name, draft_reads):
     assert name is None or got.stats.num_accepted > 0
     if name == "branching":
         assert draft_reads
-        assert first.prefix.drafter.reader.has_catch_up.any()
+        assert first.prefix.drafter.model_state.has_catch_up.any()
         # Nothing was consumed: it continues from there without drafts, and with those of others.
         other = st.ModelDrafter(perturbed(model, 0.1, seed=5))
         for drafter in (None, other, st.NgramDrafter()):

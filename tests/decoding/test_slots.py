@@ -68,7 +68,7 @@ def test_rows_begin_and_end_while_others_continue():
         pool.run(max_steps=1)
         assert not pool.state.done.any()
         # Nothing that the drafter has to replay reaches the next tenant.
-        assert (pool.state.drafter.reader.path.last >= 0).all()
+        assert (pool.state.drafter.model_state.path.last >= 0).all()
         pool.insert([1], pool.read(PROMPTS[2]), KEYS[5:6])
     pool.run()
     for row, prompt, key in ((3, 0, 0), (0, 0, 1), (2, 1, 3), (1, 2, 5)):

@@ -36,7 +36,7 @@ MARKS |= dict.fromkeys(OTHERS, pytest.mark.thorough)
 
 def kept(state):
     """What a drafter keeps of the text."""
-    return getattr(state, "reader", state)
+    return getattr(state, "model_state", state)
 
 
 def assert_caches(exact, caches, row, states):
@@ -200,7 +200,7 @@ def test_the_next_chain_depends_on_the_text_alone(kind):
         tree = dataclasses.replace(decoder, topology=st.TreeTopology.budget(4, 3))
         own = taken.drafter
         if other is not drafter:
-            own = other.init(1, tree.topology, tree.max_length)._replace(reader=kept(own))
+            own = other.init(1, tree.topology, tree.max_length)._replace(model_state=kept(own))
         switched = tree.read(target, other, taken.context, taken._replace(drafter=own))
         assert_same_state(kept(switched.drafter), kept(taken.drafter), length)
 

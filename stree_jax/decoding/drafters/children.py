@@ -76,7 +76,7 @@ def draw(how: str, scores: Array, width: int, keys: Array) -> tuple[Array, Array
     # A NaN must come first, and how `top_k` orders it depends on the device.
     scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
     if width == 1:  # a third of the time of `top_k` on a CPU
-        drawn, best = (found[..., None] for found in best_of(scores))
+        drawn, best = (part[..., None] for part in best_of(scores))
     else:
         best, drawn = best_tokens(scores, width)
     return drawn, jnp.isfinite(best)

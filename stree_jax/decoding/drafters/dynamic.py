@@ -13,7 +13,7 @@ from stree_jax.array_types import Array, Int
 from stree_jax.checks import check_int, is_above_zero
 from stree_jax.decoding.draft_model import DraftModel
 from stree_jax.decoding.drafters.children import shared_scores
-from stree_jax.decoding.drafters.search import BeamDrafter, Continuations, Found
+from stree_jax.decoding.drafters.search import BeamDrafter, Continuations, SearchTree
 from stree_jax.decoding.types import Step
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
@@ -91,7 +91,7 @@ class DynamicDrafter(BeamDrafter):
         return widths
 
     def kept(
-        self, found: Found, candidates: list[Continuations], topology: TreeTopology
+        self, search_tree: SearchTree, candidates: list[Continuations], topology: TreeTopology
     ) -> tuple[Int[Array, "B N"], Tree, Int[Array, "B N"]]:
         """See `BeamDrafter`: the N best nodes.
 
@@ -103,12 +103,12 @@ class DynamicDrafter(BeamDrafter):
         the children 3 and 4 of 1, and 5 and 6 of 2. Say 0 1 2 3 5 are the best: the tree's nodes 0
         to 4, with parents -1 0 0 1 2. The model ran 0 1 2, so places are 0 1 2 -1 -1.
         """
-        batch, widths = found.tokens.shape[0], self.widths(topology)
+        batch, widths = search_tree.tokens.shape[0], self.widths(topology)
 
         def row(parts: Array) -> Array:
             return jnp.moveaxis(parts, 1, 0).reshape(batch, -1)
 
-        score, tokens = [jnp.zeros((batch, 1), jnp.float32)], [found.tokens[:, :1]]
+        score, tokens = [jnp.zeros((batch, 1), jnp.float32)], [search_tree.tokens[:, :1]]
         depths, parents = [np.zeros(1, int)], [np.zeros(1, int)]  # the root's parent is itself
         read = [jnp.zeros((batch, 1), jnp.int32)]  # index in the row of each node that was run
         depth, first, first_in_row = 0, 0, 1
@@ -142,7 +142,7 @@ class DynamicDrafter(BeamDrafter):
         node = (chosen[:, :, None] < places[:, None, :]).sum(axis=1, dtype=jnp.int32)
 
         own_parent = jnp.asarray(np.concatenate(parents), jnp.int32)[chosen]
-        above = jnp.take_along_axis(found.tree.ancestor_mask, own_parent[..., None], axis=1)
+        above = jnp.take_along_axis(search_tree.tree.ancestor_mask, own_parent[..., None], axis=1)
         above = jnp.take_along_axis(above, jnp.maximum(place, 0)[:, None, :], axis=2)
         mask = above & (place >= 0)[:, None, :] | jnp.eye(topology.num_nodes, dtype=bool)[None]
         is_root = jnp.arange(topology.num_nodes, dtype=jnp.int32)[None] == 0

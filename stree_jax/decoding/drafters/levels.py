@@ -55,19 +55,19 @@ def grow_levels(
     """Calls `grow` for each level, top down, and stacks the results of the loop."""
     root, below = levels[0], levels[1:]
     arrays = Level(root.depth, *(np.array(part, np.int32) for part in root[1:]))
-    grown, result = grow(start, arrays._replace(read=KnownNodes(0, 1)), widths[0])
+    tree, result = grow(start, arrays._replace(read=KnownNodes(0, 1)), widths[0])
     results = [jax.tree.map(lambda leaf: leaf[None], result)]
     if not below:
-        return grown, results
+        return tree, results
 
     # The draft model's cache does not change below the root's level, so the loop does not carry it.
-    reader = grown.reader
+    model_state = tree.model_state
     width, num_read = max(widths[1:]), sum(len(level.nodes) for level in levels)
 
     def body(carry: Any, level: Level) -> tuple[Any, Any]:
-        carry = carry._replace(reader=reader._replace(pending=carry.reader))
-        grown, result = grow(carry, level, width)
-        return grown._replace(reader=grown.reader.pending), result
+        carry = carry._replace(model_state=model_state._replace(pending=carry.model_state))
+        tree, result = grow(carry, level, width)
+        return tree._replace(model_state=tree.model_state.pending), result
 
     def room(leaf: Array) -> Array:
         """With room for the nodes below the root, the only one that was run."""
@@ -77,9 +77,10 @@ def grow_levels(
     parts = zip(Level._fields, zip(*below, strict=True), strict=True)
     padded = Level(*(jnp.asarray(_padded(part, outside.get(name))) for name, part in parts))
     padded = padded._replace(read=LevelNodes(padded.read))
-    start_below = grown._replace(reader=jax.tree.map(room, reader.pending))
-    grown, result = lax.scan(body, start_below, padded)
-    return grown._replace(reader=reader._replace(pending=grown.reader)), [*results, result]
+    start_below = tree._replace(model_state=jax.tree.map(room, model_state.pending))
+    tree, result = lax.scan(body, start_below, padded)
+    tree = tree._replace(model_state=model_state._replace(pending=tree.model_state))
+    return tree, [*results, result]
 
 
 def _padded(rows: Sequence[Any], fill: int | None) -> np.ndarray:

@@ -20,7 +20,7 @@ from stree_jax.tree import Tree, TreeTopology, put, take
 class ModelDraftState(NamedTuple):
     """A draft model's state between steps."""
 
-    reader: Any  # the state of the `DraftModel`
+    model_state: Any  # the state of the `DraftModel`
     read: Tree | None = None  # that it has run, if it chose the shape itself
     place: Int[Array, "B N"] | None = None  # in it of each draft node; -1: the model did not run it
 
@@ -36,8 +36,8 @@ class RunsModel(Drafter):
     @property
     def model(self) -> Any:
         """The model that it was made with."""
-        own = self.draft_model
-        return own.model if isinstance(own, WholeModel) else own
+        model = self.draft_model
+        return model.model if isinstance(model, WholeModel) else model
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         self.draft_model.check_target(target)
@@ -58,10 +58,12 @@ class RunsModel(Drafter):
     def read(
         self, state: ModelDraftState, tokens: Array, hidden: Any, lengths: Array
     ) -> ModelDraftState:
-        return state._replace(reader=self.draft_model.read(state.reader, tokens, hidden, lengths))
+        return state._replace(
+            model_state=self.draft_model.read(state.model_state, tokens, hidden, lengths)
+        )
 
     @abc.abstractmethod
-    def grown(self, reader: Any, step: Step, topology: TreeTopology) -> tuple[Any, ...]:
+    def draft_tree(self, model_state: Any, step: Step, topology: TreeTopology) -> tuple[Any, ...]:
         """The draft trees, the draft model's state, and more fields of `ModelDraftState`."""
 
     @abc.abstractmethod
@@ -74,14 +76,14 @@ class RunsModel(Drafter):
         self, state: ModelDraftState, step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, ModelDraftState]:
         """See `Drafter`. A row that is not ready has its root alone."""
-        draft, reader, *own = self.grown(state.reader, step, topology)
-        ready = self.draft_model.ready(state.reader)
+        draft, model_state, *place = self.draft_tree(state.model_state, step, topology)
+        ready = self.draft_model.ready(state.model_state)
         if ready is not None:
             tree, is_root = draft.tree, np.arange(topology.num_nodes)[None] == 0
             valid = tree.valid & (ready[:, None] | is_root)
             mask = tree.ancestor_mask & valid[:, None, :]
             draft = draft._replace(tree=tree._replace(valid=valid, ancestor_mask=mask))
-        return draft, ModelDraftState(self.draft_model.rest(reader), *own)
+        return draft, ModelDraftState(self.draft_model.finish_step(model_state), *place)
 
     def commit(
         self,
@@ -92,8 +94,10 @@ class RunsModel(Drafter):
         topology: TreeTopology,
     ) -> ModelDraftState:
         tree, place = self.own_tree(state, draft, topology)
-        reader = self.draft_model.commit(state.reader, tree, place, draft, verdict, hidden)
-        return state._replace(reader=reader)
+        model_state = self.draft_model.commit(
+            state.model_state, tree, place, draft, verdict, hidden
+        )
+        return state._replace(model_state=model_state)
 
 
 class ModelDrafter(RunsModel):
@@ -123,16 +127,18 @@ class ModelDrafter(RunsModel):
     def num_read(self, topology: TreeTopology) -> int:
         return len(_inner_nodes(topology))
 
-    def grown(self, reader: Any, step: Step, topology: TreeTopology) -> tuple[DraftTree, Any]:
+    def draft_tree(
+        self, model_state: Any, step: Step, topology: TreeTopology
+    ) -> tuple[DraftTree, Any]:
         is_zero = step.sampling.temperature_is_zero
         drawn = self.child_sampling(topology, temperature_is_zero=is_zero)
         inner = _inner_nodes(topology)
         root, num_nodes = root_token(step.context), topology.num_nodes
 
-        def grow(so_far: _Grown, at: Level, width: int) -> tuple[_Grown, Array | None]:
+        def grow(so_far: PartialTree, at: Level, width: int) -> tuple[PartialTree, Array | None]:
             """A level's children, and the distributions that they were drawn from."""
-            logits, reader = self.draft_model.run(
-                so_far.reader,
+            logits, model_state = self.draft_model.run(
+                so_far.model_state,
                 so_far.tokens[:, at.nodes],
                 _inner_tree(topology, so_far.valid[:, inner]),
                 at.read,
@@ -146,24 +152,24 @@ class ModelDrafter(RunsModel):
             valid = exists[:, at.source, at.rank] & so_far.valid[:, parents]
             tokens = below[:, at.source, at.rank]
             return (
-                _Grown(
+                PartialTree(
                     put(so_far.tokens, at.children, tokens),
                     put(so_far.valid, at.children, valid),
                     step.processors.grown(so_far.states, at.children, parents, tokens),
-                    reader,
+                    model_state,
                     so_far.finite & exists[..., 0].all(axis=-1),
                 ),
                 log_probs,
             )
 
-        levels, rest = levels_of(topology), ((0, 0), (0, num_nodes - 1))
+        levels, below_root = levels_of(topology), ((0, 0), (0, num_nodes - 1))
         tree, log_probs = grow_levels(
             grow,
-            _Grown(
-                jnp.pad(root, rest),
-                jnp.pad(jnp.ones_like(root, bool), rest),
+            PartialTree(
+                jnp.pad(root, below_root),
+                jnp.pad(jnp.ones_like(root, bool), below_root),
                 step.processors.room(num_nodes),
-                reader,
+                model_state,
                 jnp.ones(len(root), bool),
             ),
             levels,
@@ -185,7 +191,7 @@ class ModelDrafter(RunsModel):
             finite=tree.finite,
             drawn=drawn,
         )
-        return draft, tree.reader
+        return draft, tree.model_state
 
     def own_tree(
         self, state: ModelDraftState, draft: DraftTree, topology: TreeTopology
@@ -197,13 +203,13 @@ class ModelDrafter(RunsModel):
         return tree, jnp.broadcast_to(place, draft.tokens.shape)
 
 
-class _Grown(NamedTuple):
+class PartialTree(NamedTuple):
     """A draft tree while it grows; nodes below those grown so far are not valid."""
 
     tokens: Int[Array, "B N"]
     valid: Bool[Array, "B N"]
     states: Any  # of the logits processors
-    reader: Any
+    model_state: Any
     finite: Bool[Array, " B"]
 
 

@@ -78,15 +78,15 @@ class NgramDrafter(Drafter):
                 (match >= self.min_match) & (places < length), match * row.shape[0] + places, -1
             )
             best: list[Array] = []  # by rank among siblings
-            found: list[Array] = []
+            matched: list[Array] = []
             for rank in range(max(level.rank) + 1):
                 if rank:  # exclude the tokens of earlier siblings
                     score = jnp.where(texts == best[-1][:, None], -1, score)
                 highest = score.max(axis=1)
                 best.append(row[jnp.maximum(highest, 0) % row.shape[0]])
-                found.append((highest >= 0) & valid)
+                matched.append((highest >= 0) & valid)
             ranks, source = np.array(level.rank), np.array(level.source)
-            tokens, valid = jnp.stack(best)[ranks, source], jnp.stack(found)[ranks, source]
+            tokens, valid = jnp.stack(best)[ranks, source], jnp.stack(matched)[ranks, source]
             all_tokens.append(tokens)
             all_valid.append(valid)
             tails = jnp.concatenate([tokens[:, None], tails[source, :-1]], axis=1)

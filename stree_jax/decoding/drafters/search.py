@@ -29,14 +29,14 @@ class Continuations(NamedTuple):
     kept: Int[Array, "B kept"]  # indices of the next beams among all candidates, best first
 
 
-class Found(NamedTuple):
+class SearchTree(NamedTuple):
     """The root and the beams of all levels; nodes of levels to come are not valid."""
 
     tokens: Int[Array, "B nodes"]
     tree: Tree
     score: Float32[Array, "B nodes"]  # log of the chance of the path to each node
     states: Any  # of the logits processors
-    reader: Any
+    model_state: Any
     finite: Bool[Array, " B"]
 
 
@@ -95,12 +95,16 @@ class BeamDrafter(RunsModel):
         return logits
 
     def kept(
-        self, found: Found, candidates: list[Continuations], topology: TreeTopology
+        self, search_tree: SearchTree, candidates: list[Continuations], topology: TreeTopology
     ) -> tuple[Int[Array, "B N"], Tree, Int[Array, "B N"]]:
         """Tokens and tree of the nodes to draft, and the `place` of each, see `ModelDraftState`."""
         nodes = np.arange(topology.num_nodes, dtype=np.int32)
         place = np.where(nodes < self.num_read(topology), nodes, -1)
-        return found.tokens, found.tree, jnp.broadcast_to(place, found.tokens.shape)
+        return (
+            search_tree.tokens,
+            search_tree.tree,
+            jnp.broadcast_to(place, search_tree.tokens.shape),
+        )
 
     def init(self, batch: int, topology: TreeTopology, max_length: int) -> ModelDraftState:
         """See `Drafter`: with an empty tree."""
@@ -109,30 +113,37 @@ class BeamDrafter(RunsModel):
         read = TreeTopology.chain(num_read - 1).tree(jnp.zeros((batch, num_read), bool))
         return state._replace(read=read, place=jnp.zeros((batch, topology.num_nodes), jnp.int32))
 
-    def grown(self, reader: Any, step: Step, topology: TreeTopology) -> tuple[Any, ...]:
+    def draft_tree(self, model_state: Any, step: Step, topology: TreeTopology) -> tuple[Any, ...]:
         """See `RunsModel`: with the tree that was run, and places in it."""
         is_zero = step.sampling.temperature_is_zero
         drawn = drawn_by(self, topology, temperature_is_zero=is_zero)
-        found, candidates = self.search(reader, step, topology)
-        tokens, tree, place = self.kept(found, candidates, topology)
-        draft = DraftTree.of(tokens, tree, found.finite, drawn)
-        return draft, found.reader, first_nodes(found.tree, self.num_read(topology)), place
+        search_tree, candidates = self.search(model_state, step, topology)
+        tokens, tree, place = self.kept(search_tree, candidates, topology)
+        draft = DraftTree.of(tokens, tree, search_tree.finite, drawn)
+        return (
+            draft,
+            search_tree.model_state,
+            first_nodes(search_tree.tree, self.num_read(topology)),
+            place,
+        )
 
     def search(
-        self, reader: Any, step: Step, topology: TreeTopology
-    ) -> tuple[Found, list[Continuations]]:
+        self, model_state: Any, step: Step, topology: TreeTopology
+    ) -> tuple[SearchTree, list[Continuations]]:
         """All nodes, and the candidates of each step, with an axis of levels before the others."""
         model, widths = self.draft_model, self.widths(topology)
         start, num_nodes, num_read = root_only(step.context), sum(widths), sum(widths[:-1])
 
-        def grow(found: Found, at: Level, width: int) -> tuple[Found, Continuations]:
-            tree = found.tree
-            nodes = found.tokens[:, at.nodes], first_nodes(tree, num_read), at.read
-            logits, reader = model.run(found.reader, *nodes)
-            beams = jnp.where(at.read.nodes < num_read, found.score[:, at.nodes], -jnp.inf)
+        def grow(
+            search_tree: SearchTree, at: Level, width: int
+        ) -> tuple[SearchTree, Continuations]:
+            tree = search_tree.tree
+            nodes = search_tree.tokens[:, at.nodes], first_nodes(tree, num_read), at.read
+            logits, model_state = model.run(search_tree.model_state, *nodes)
+            beams = jnp.where(at.read.nodes < num_read, search_tree.score[:, at.nodes], -jnp.inf)
             # The children of a node share the chance that the draft is right there.
-            beams += model.log_confidence(reader, *nodes)
-            masked = step.processors.masked(logits, take(found.states, at.nodes))
+            beams += model.log_confidence(model_state, *nodes)
+            masked = step.processors.masked(logits, take(search_tree.states, at.nodes))
             scores = self.weighed(masked, step, at.depth)
             score, beam, tokens, level = best_continuations(beams, scores, width)
             valid, parents = jnp.isfinite(score), at.nodes[0] + beam
@@ -140,15 +151,15 @@ class BeamDrafter(RunsModel):
             itself = jnp.arange(num_nodes, dtype=jnp.int32)[None] == at.children[:, None]
             depth = jnp.take_along_axis(tree.depth, parents, axis=1) + 1
             added = Tree(parents, depth, above | (itself[None] & valid[..., None]), valid)
-            found = Found(
-                put(found.tokens, at.children, tokens),
+            search_tree = SearchTree(
+                put(search_tree.tokens, at.children, tokens),
                 Tree(*(put(old, at.children, new) for old, new in zip(tree, added, strict=True))),
-                put(found.score, at.children, score),
-                step.processors.grown(found.states, at.children, parents, tokens),
-                reader,
-                found.finite & all_finite(logits).all(axis=-1),
+                put(search_tree.score, at.children, score),
+                step.processors.grown(search_tree.states, at.children, parents, tokens),
+                model_state,
+                search_tree.finite & all_finite(logits).all(axis=-1),
             )
-            return found, level
+            return search_tree, level
 
         firsts = itertools.accumulate(widths, initial=0)
         nodes = [list(range(first, after)) for first, after in itertools.pairwise(firsts)]
@@ -156,12 +167,12 @@ class BeamDrafter(RunsModel):
         def room(leaf: Array) -> Array:
             return jnp.pad(leaf, [(0, 0)] + [(0, num_nodes - 1)] * (leaf.ndim - 1))
 
-        begun = Found(
+        begun = SearchTree(
             room(start.tokens),
             jax.tree.map(room, start.tree),
             room(jnp.zeros(start.tokens.shape, jnp.float32)),
             step.processors.room(num_nodes),
-            reader,
+            model_state,
             start.finite,
         )
         pairs = enumerate(itertools.pairwise(nodes))

@@ -39,29 +39,29 @@ def default_verifier(drawn: Drawn, topology: TreeTopology, *, temperature_is_zer
     return "multi_step" if drawn.kind == "iid" else "without_replacement"
 
 
-def verifier_of(given: str | Verifier | Any) -> Verifier:
+def verifier_of(verifier: str | Verifier | Any) -> Verifier:
     """The rule of this name, or a rule that a program can depend on."""
-    if isinstance(given, str):
+    if isinstance(verifier, str):
         known = VERIFIERS | LOSSY_VERIFIERS
-        if given not in known:
+        if verifier not in known:
             raise ValueError(
-                f"unknown verifier {shown(given)}; known: {sorted(VERIFIERS)}, and lossy:"
+                f"unknown verifier {shown(verifier)}; known: {sorted(VERIFIERS)}, and lossy:"
                 f" {sorted(LOSSY_VERIFIERS)}"
             )
-        return known[given]
-    if not isinstance(given, Verifier):
+        return known[verifier]
+    if not isinstance(verifier, Verifier):
         raise ValueError(
             f"verifier must be one of {sorted(VERIFIERS)}, or of a class derived from"
-            f" stree_jax.Verifier, got {shown(given)}"
+            f" stree_jax.Verifier, got {shown(verifier)}"
         )
     try:
-        hash((given, given.name))
+        hash((verifier, verifier.name))
     except (TypeError, AttributeError) as error:
         raise ValueError(
-            f"verifier {type(given).__name__}: {error}; messages need its name, and compiled"
+            f"verifier {type(verifier).__name__}: {error}; messages need its name, and compiled"
             " programs depend on it: make its class a frozen dataclass with a field `name`"
         ) from None
-    return given
+    return verifier
 
 
 __all__ = [

@@ -168,5 +168,6 @@ def try_children(row: Drafted, *, replace: bool) -> Walk:
 
 def without(log_probs: Array, token: Array) -> Array:
     """The distribution given that it is not `token`; all `-inf` if nothing else was possible."""
-    rest = log_probs.at[token].set(-jnp.inf)
-    return jnp.where(jnp.isfinite(rest.max()), jax.nn.log_softmax(rest), -jnp.inf)
+    remaining = log_probs.at[token].set(-jnp.inf)
+    some_left = jnp.isfinite(remaining.max())
+    return jnp.where(some_left, jax.nn.log_softmax(remaining), -jnp.inf)

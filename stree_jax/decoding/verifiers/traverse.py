@@ -34,10 +34,10 @@ class Traverse(Verifier):
 
     def check(self, drawn: Drawn, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
         if drawn.by_depth and drawn.is_sampled and not (temperature_is_zero or topology.width == 1):
-            other = "multi_step" if drawn.kind == "iid" else drawn.kind
+            rule = "multi_step" if drawn.kind == "iid" else drawn.kind
             raise ValueError(
                 f"verifier {self.name!r} is not exact where nodes of a depth share their draws, as"
-                f" with {drawn}; use {other!r}, or a chain"
+                f" with {drawn}; use {rule!r}, or a chain"
             )
         kinds = "iid", "without_replacement"
         check_drawn(self.name, kinds, drawn, topology, temperature_is_zero)
@@ -58,15 +58,15 @@ def traverse(row: Drafted, *, replace: bool) -> Walk:
         accept_prob, probs, log_q = carry
         parent, token, valid = tree.parents[node], tokens[node], tree.valid[node]
         a, p, q = accept_prob[parent], probs[parent], log_q[parent]
-        own = jnp.exp(jnp.minimum(jnp.log(a) + jnp.log(p[token]) - q[token], 0.0))
-        rest = jnp.maximum(a * p - jnp.exp(q), 0.0)
-        mass = rest.sum()
+        accepted = jnp.exp(jnp.minimum(jnp.log(a) + jnp.log(p[token]) - q[token], 0.0))
+        remaining = jnp.maximum(a * p - jnp.exp(q), 0.0)
+        mass = remaining.sum()
         # If a is 1 and nothing is left, p equals q, and only rounding can have rejected the child.
         total = mass + (1 - a)
         left = jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), a)
-        residual = jnp.where(mass > 0, rest / jnp.where(mass > 0, mass, 1.0), p)
+        residual = jnp.where(mass > 0, remaining / jnp.where(mass > 0, mass, 1.0), p)
         accept_prob = accept_prob.at[parent].set(jnp.where(valid, left, a))
-        accept_prob = accept_prob.at[node].set(jnp.where(valid, own, 0))
+        accept_prob = accept_prob.at[node].set(jnp.where(valid, accepted, 0))
         probs = probs.at[parent].set(jnp.where(valid, residual, p))
         if not replace:
             log_q = log_q.at[parent].set(jnp.where(valid, without(q, token), q))

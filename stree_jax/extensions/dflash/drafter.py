@@ -89,7 +89,7 @@ class DFlashModel(DraftModel):
         outputs = self.with_rows(_at_depth(state.outputs, tree, nodes), tokens)
         return jax.nn.log_sigmoid(self.head.confidence(outputs))
 
-    def rest(self, state: DFlashState) -> DFlashState:
+    def finish_step(self, state: DFlashState) -> DFlashState:
         """See `DraftModel`: drafts of a step leave nothing behind."""
         return DFlashState(state.caches)
 
