@@ -13,8 +13,15 @@ from stree_jax.training import HeadPlan, Recipe, ahead_loss, divergence
 
 _BLOCKS = 16  # of a text, in a step of training
 _FIELDS = (
-    *("layers", "inner_layers", "block_size", "mask_token", "shifted", "markov_rank"),
-    *("confidence_head", "attention", "mlp"),
+    "layers",
+    "inner_layers",
+    "block_size",
+    "mask_token",
+    "shifted",
+    "markov_rank",
+    "confidence_head",
+    "attention",
+    "mlp",
 )
 
 

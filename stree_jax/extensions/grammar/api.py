@@ -19,8 +19,18 @@ from stree_jax.messages import shown
 
 # Names of special tokens that end texts.
 _END_TOKENS = {
-    *("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|eos|>"),
-    *("</s>", "<eos>", "[EOS]", "<end_of_turn>", "<|endofturn|>", "<|end_of_role|>"),
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|eos|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<end_of_turn>",
+    "<|endofturn|>",
+    "<|end_of_role|>",
 }
 
 
