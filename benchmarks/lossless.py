@@ -1,4 +1,4 @@
-"""Is text with drafts that of autoregressive decoding? 16 families, fifteen ways of decoding.
+"""Is text with drafts that of autoregressive decoding? 16 families, fourteen ways of decoding.
 
 At temperature 0, and at temperature 1 with shared noise; in float32, bfloat16 and 8 bits, as models
 are loaded on this device. Besides drafters and trees there are logits processors with a state,
@@ -108,7 +108,7 @@ ON_A_DEVICE = ("Medusa heads", "multi-token prediction", "auto, at random", "sch
 METHODS = (
     *TREES,
     *("chain of 12", "3 beams of 4", "dynamic tree of 16", "prompt lookup"),
-    *("two drafts in turns", "cascade"),
+    "two drafts in turns",
     *("penalty and grammar", "scheduler", *ON_A_DEVICE),
 )
 TYPES = ("float32", "bfloat16", "int8")
@@ -186,17 +186,16 @@ class AnyTree(AutoDrafter):
 
 
 def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
-    """Fifteen ways to decode."""
+    """Fourteen ways to decode."""
     turns = st.InterleavedDrafter(draft, perturbed(draft, NOISE, 1), "qqss")
-    drafter, lookup = st.ModelDrafter(draft), st.NgramDrafter()
+    drafter = st.ModelDrafter(draft)
     branching = st.TreeTopology.from_branching((3, 2, 1))
     methods = [
         *trees(drafter, TREES | {"chain of 12": st.TreeTopology.chain(12)}),
         Method("3 beams of 4", st.BeamDrafter(draft)),
         Method("dynamic tree of 16", st.DynamicDrafter(draft)),
-        Method("prompt lookup", lookup, branching),
+        Method("prompt lookup", st.NgramDrafter(), branching),
         Method("two drafts in turns", turns),
-        Method("cascade", st.CascadeDrafter(draft, lookup)),
     ]
     rules = st.RepetitionPenalty(1.3), random_grammar(model.config.vocab_size)
     return [

@@ -90,19 +90,17 @@ def batch(pair: Pair, at: float, options: argparse.Namespace) -> Ways:
 def hierarchical(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
     """Do three models decode faster than two?
 
-    Chen, "An Exploration of Hierarchical Speculative Decoding": the target, the draft q and a
-    small model s, or prompt lookup in its place; in turns with either first, and as cascades.
+    Chen, "An Exploration of Hierarchical Speculative Decoding": the target, and the draft q and a
+    small model s in turns with either first. Each drafter alone, and prompt lookup, for comparison.
     """
-    q, lookup = pair.draft, st.NgramDrafter()
+    q = pair.draft
     yield Method("q alone, chain of 4", st.ModelDrafter(q), CHAIN_OF_4)
-    yield Method("prompt lookup alone", lookup, CHAIN_OF_4)
-    yield Method("cascade of q and prompt lookup", st.CascadeDrafter(q, lookup, rounds=2))
+    yield Method("prompt lookup alone", st.NgramDrafter(), CHAIN_OF_4)
     if options.small is not None:
         s = st.from_pretrained(options.small)
         yield Method("s alone, chain of 4", st.ModelDrafter(s), CHAIN_OF_4)
         for name, order in {"the paper's order": "ssqssq", "the better first": "qqssss"}.items():
             yield Method(f"{order} ({name})", st.InterleavedDrafter(q, s, order))
-        yield Method("cascade of q and s", st.CascadeDrafter(q, st.ModelDrafter(s), rounds=2))
 
 
 def medusa(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:

@@ -86,7 +86,7 @@ _LATER = {
     **{name: f"stree_jax.{name}" for name in ("convert", "testing", "training")},
     "reasoning": "stree_jax.extensions.reasoning",
     **dict.fromkeys(("Automaton", "json_schema", "regex"), "stree_jax.extensions.grammar"),
-    **dict.fromkeys(("CascadeDrafter", "InterleavedDrafter"), "stree_jax.extensions.hierarchical"),
+    "InterleavedDrafter": "stree_jax.extensions.hierarchical",
     **{name: room.module for room in ROOMS.values() for name in room.names},
 }
 

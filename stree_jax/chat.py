@@ -69,17 +69,21 @@ def load_chat_template(directory: Path, *, tools: bool = False) -> ChatTemplate:
     return ChatTemplate(source, special_tokens(folder))
 
 
-def _in_config(file: Path, given: Any) -> dict[str, str]:
+def _in_config(file: Path, templates: Any) -> dict[str, str]:
     """Returns the templates of a tokenizer's config, by name."""
-    parts = {"default": given} if isinstance(given, str) else {} if given is None else given
-    if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
-        pairs = [(part.get("name"), part.get("template")) for part in parts]
-    else:
-        pairs = [*parts.items()] if isinstance(parts, dict) else [(None, None)]
+    pairs: list[tuple[Any, Any]] = [(None, None)]  # of what is damaged
+    if templates is None:
+        pairs = []
+    elif isinstance(templates, str):
+        pairs = [("default", templates)]
+    elif isinstance(templates, dict):
+        pairs = [*templates.items()]
+    elif isinstance(templates, list) and all(isinstance(part, dict) for part in templates):
+        pairs = [(part.get("name"), part.get("template")) for part in templates]
     if not all(isinstance(name, str) and isinstance(text, str) for name, text in pairs):
         raise ValueError(
             f"{shown_path(file)} is damaged: chat_template must be a text, or a list of"
-            f' {{"name": ..., "template": ...}}, got {shown(given)}'
+            f' {{"name": ..., "template": ...}}, got {shown(templates)}'
         )
     return dict(pairs)
 
@@ -102,15 +106,15 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
     way_out = 'messages are such as [{"role": "user", "content": "Hello"}]'
     if not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"{way_out}, got {shown(messages)}")
-    found = []
+    checked = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"{way_out}, got {shown(message)} among them")
         kept = {name: value for name, value in message.items() if value is not None}
         for reasoning in [kept[name] for name in _REASONING if name in kept][:1]:
             kept = {"thinking": reasoning} | kept | {"reasoning_content": reasoning}
-        found.append(kept)
-    return found
+        checked.append(kept)
+    return checked
 
 
 def _plain(value: Any) -> Any:
@@ -189,14 +193,14 @@ def _sandbox() -> Any:
         how = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
         return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
-    found = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    found.filters["tojson"] = to_json
-    found.globals |= {
+    environment.filters["tojson"] = to_json
+    environment.globals |= {
         "dict": Dict(),
         "namespace": Namespace,
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
-    return found
+    return environment

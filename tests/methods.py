@@ -45,16 +45,8 @@ def dynamic(**options):
     return functools.partial(st.DynamicDrafter, **options)
 
 
-def small(target):
-    return st.ModelDrafter(perturbed(target, 0.15, seed=1))
-
-
 def by_turns(target):
     return st.InterleavedDrafter(perturbed(target, 0.05), perturbed(target, 0.15, 1), "sqqsss")
-
-
-def cascade(inner, **options):
-    return lambda target: st.CascadeDrafter(perturbed(target, 0.05), inner(target), **options)
 
 
 def heads(**options):
@@ -101,11 +93,6 @@ METHODS = {
     "mtp head, wide": of_target(mtp(), Topology.from_branching((7,))),
     "mtp head, paper A": of_target(mtp(), Topology.paper("A")),
     "turns": of_target(by_turns),
-    "cascade of lookup": of_target(cascade(lambda _: st.NgramDrafter(), rounds=3)),
-    "cascade": of_target(cascade(small, rounds=2)),
-    "cascade of trees": of_target(
-        cascade(small, rounds=2, inner_topology=Topology.from_parents([-1, 0, 0, 1]))
-    ),
 }
 
 

@@ -5,10 +5,22 @@ import warnings
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.testing import assert_lossless, tiny_model
+from stree_jax.decoding.verifiers.reject import try_children
+from stree_jax.decoding.verifiers.traverse import traverse
+from stree_jax.testing import (
+    assert_lossless,
+    assert_same_distribution,
+    perturbed,
+    random_model,
+    random_mtp_head,
+    tiny_model,
+)
+from tests.decoding import enumeration as en
+from tests.helpers import some
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the tests run without a checkout")
@@ -56,3 +68,109 @@ def test_the_table_drafts_what_followed_the_same_pair():
     assert draft.tree.valid.tolist() == [[True] * 5, [True] + [False] * 4]
     with pytest.raises(ValueError, match="drafts chains, this tree is 3 nodes wide"):
         st.generate(tiny_model(), PROMPTS, drafter=drafter, topology=st.TreeTopology.paper("A"))
+
+
+def cascade_outcomes(medium, small, num_drafts, rounds, rule):
+    """All chains of a cascade and their probabilities; -1 where a chain has ended."""
+    inner = st.TreeTopology.chain(num_drafts)
+    chains = {(): 1.0}
+    for _ in range(rounds):
+        longer = {}
+        for prefix, chance in chains.items():
+            # Both models after this prefix; the tables know two tokens.
+            models = en.Models.of(*(shifted(table, prefix) for table in (medium, small)))
+            tokens, weights = en.draft_outcomes(models, inner, "iid")
+            for weight, walk in en.walks(models, inner, tokens, weights, replace=True, rule=rule):
+                for row, w, last, probs in zip(tokens, weight, walk.last, walk.probs, strict=True):
+                    path = (*prefix, *en.prefix_of(inner, row, last))
+                    for token in range(en.VOCAB) if w else ():
+                        chain = (*path, token)
+                        longer[chain] = longer.get(chain, 0) + chance * w * float(probs[token])
+        chains = longer
+    most = rounds * (num_drafts + 1)
+    rows = [[-1, *chain, *[-1] * (most - len(chain))] for chain in chains]
+    return np.array(rows), np.array([*chains.values()])
+
+
+def shifted(table, prefix):
+    """The table of a model that has read a prefix."""
+    if not prefix:
+        return table
+    after = table.copy()
+    if len(prefix) >= 2:
+        after[:] = table[tuple(prefix[:2])]
+    else:
+        after[en.VOCAB, en.VOCAB] = table[prefix[0], en.VOCAB]
+        after[: en.VOCAB] = table[prefix[0], : en.VOCAB, None]
+    return after
+
+
+@pytest.mark.parametrize("rule", some([try_children, traverse], try_children))
+@pytest.mark.parametrize("num_drafts_and_rounds", some([(1, 1), (2, 1), (1, 2)], (1, 1)))
+def test_a_cascade_is_exact_although_its_length_is_random(num_drafts_and_rounds, rule):
+    num_drafts, rounds = num_drafts_and_rounds
+    target, medium, small = en.three_tables(num_drafts + 5)
+    chains, weights = cascade_outcomes(medium, small, num_drafts, rounds, rule)
+    np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-5)
+    assert len({tuple(chain >= 0) for chain in chains}) > 1  # ragged
+    models = en.Models.of(target, medium)
+    topology = st.TreeTopology.chain(chains.shape[1] - 1)
+    for outer in (try_children, traverse):
+        joint, _ = en.enumerated(
+            models, topology, chains, weights, replace=True, rule=outer, length=3
+        )
+        assert en.total_variation(joint, en.target_joint(models, 3)) < en.EXACT
+    # A chain that is cut by its own last token's probability is no such chain.
+    last = en.Models.at(medium, [])[chains[:, 1]]
+    cut = np.where((last < 0.3)[:, None], -1, chains)
+    wrong, _ = en.enumerated(models, topology, cut, weights, replace=True, length=3)
+    assert en.total_variation(wrong, en.target_joint(models, 3)) > 0.01
+
+
+@pytest.mark.thorough
+def test_a_cascade_drafts_what_its_medium_model_does():
+    """If the inner drafter is always right; else it drafts the beginning of that."""
+    cascade, target = load("cascade").CascadeDrafter, tiny_model()
+    medium, small = perturbed(target, 0.05), perturbed(target, 0.15, seed=1)
+    drafters = (
+        (st.ModelDrafter(medium), st.TreeTopology.chain(6)),
+        (cascade(medium, st.ModelDrafter(medium)), None),
+    )
+    outs = [assert_lossless(target, drafter, topology=tree) for drafter, tree in drafters]
+    for want, got in zip(*outs, strict=True):
+        accepted = got.stats.accepted_per_depth
+        np.testing.assert_array_equal(accepted, want.stats.accepted_per_depth)
+        assert (np.asarray(accepted) > 0).all()
+    tree = st.TreeTopology.from_parents([-1, 0, 0, 1])
+    for out in assert_lossless(
+        target, cascade(medium, st.ModelDrafter(small), inner_topology=tree)
+    ):
+        assert out.stats.num_accepted > 0
+
+
+@pytest.mark.slow
+def test_samples_of_a_cascade_have_the_targets_distribution():
+    config = st.ModelConfig.tiny(vocab_size=3, num_layers=1)
+    target, *models = (random_model(config, seed) for seed in range(3))
+    medium, inner = models[0], st.ModelDrafter(models[1], child_sampling="iid")
+    drafter = load("cascade").CascadeDrafter(medium, inner, child_sampling="iid")
+    out = assert_same_distribution(target, drafter, temperature=6.0, num_tokens=3)
+    assert out.stats.num_accepted > 0
+
+
+def test_what_a_cascade_refuses():
+    model, cascade = tiny_model(), load("cascade").CascadeDrafter
+    head = st.MtpDrafter(model, random_mtp_head(model))
+    refused = {
+        "MtpDrafter, which drafts from its target's hidden states": lambda: cascade(model, head),
+        "'iid' needs temperature > 0": lambda: generate(child_sampling="iid"),
+        "2 rounds fill a chain of 6 drafts": lambda: generate(topology=st.TreeTopology.chain(2)),
+    }
+
+    def generate(topology=None, **options):
+        drafter = cascade(model, st.NgramDrafter(), **options)
+        return st.generate(model, PROMPTS, drafter=drafter, topology=topology)
+
+    for message, call in refused.items():
+        with pytest.raises(ValueError, match=message):
+            call()

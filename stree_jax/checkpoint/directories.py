@@ -57,7 +57,7 @@ def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
 def recover(path: Path) -> None:
     """Moves a directory back that a killed process was about to replace."""
     path = path.absolute()
-    if not os.path.lexists(path) and any(os.path.lexists(each / "old") for each in _works(path)):
+    if not os.path.lexists(path) and any(os.path.lexists(work / "old") for work in _works(path)):
         with contextlib.suppress(OSError), _only_writer(path):
             pass  # a live writer has finished, or what a dead one left is cleaned up
 

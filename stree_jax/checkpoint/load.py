@@ -223,8 +223,8 @@ def is_finite(name: str, weight: Any) -> bool:
     if isinstance(weight, QuantizedMatrix):  # its largest values
         weight = weight.scales.astype(jnp.float32) * 127
     decays = name.endswith("A_log")
-    devices: Any = weight.sharding.device_set
-    is_on_host = weight.is_fully_addressable and all(each.platform == "cpu" for each in devices)
+    platforms = {device.platform for device in weight.sharding.device_set}
+    is_on_host = weight.is_fully_addressable and platforms == {"cpu"}
     if is_on_host and weight.size <= _SMALL:  # a program for each shape takes longer
         return bool(_all_finite(np, np.asarray(weight), decays))
     return bool(_program(jnp, weight, decays))

@@ -124,9 +124,9 @@ def _canonical_arrays(weights: nnx.Module) -> dict[str, Any]:
 
     arrays = nnx.to_pure_dict(nnx.state(in_first(weights)))
     if isinstance(weights, HybridLM) and weights.partition != ONE_DEVICE:
-        whole = canonical_weights(weights)
-        read = {name: jax.tree.map(kept, each()) for name, each in whole.items()}
-        arrays = unflatten(read, arrays)
+        readers = canonical_weights(weights)
+        values = {name: jax.tree.map(kept, read()) for name, read in readers.items()}
+        arrays = unflatten(values, arrays)
     elif jax.process_count() > 1:  # Orbax refuses arrays of one process's devices
         arrays = jax.tree.map(lambda array: kept(np.asarray(array)), arrays)
     parts = {

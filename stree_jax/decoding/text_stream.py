@@ -40,7 +40,7 @@ class TextStream:
     def __init__(self, tokenizer: Any):
         self._tokenizer = as_tokenizer(tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special = {token for token, each in added.items() if each.special}
+        self._special = {token for token, entry in added.items() if entry.special}
         self._stages = _stages(self._tokenizer)
 
     def push(self, tokens: Sequence[int] | Any) -> str:
@@ -49,8 +49,8 @@ class TextStream:
         Raises:
             ValueError: not token ids; `PAD` is none.
         """
-        found = [self._piece(check_int("a token", token, 0, _MOST)) for token in tokens]
-        pieces = [piece for piece in found if piece is not None]
+        decoded = [self._piece(check_int("a token", token, 0, _MOST)) for token in tokens]
+        pieces = [piece for piece in decoded if piece is not None]
         for stage in self._stages:
             pieces = [out for piece in pieces for out in stage.push(piece)]
         return "".join(pieces)

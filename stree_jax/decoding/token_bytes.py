@@ -12,13 +12,13 @@ from stree_jax.messages import shown
 
 def as_tokenizer(tokenizer: Any) -> Tokenizer:
     """The tokenizer, or that inside a fast tokenizer of transformers."""
-    found = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if not isinstance(found, Tokenizer):
+    inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(inner, Tokenizer):
         raise ValueError(
             "tokenizer must be that of st.load_tokenizer(path), or a fast one of transformers, got"
             f" {shown(tokenizer)}"
         )
-    return found
+    return inner
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes | None]:
@@ -31,11 +31,11 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes | None]:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     added = tokenizer.get_added_tokens_decoder()
     of_piece = _decoding(tokenizer)
-    found: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+    bytes_of: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
     for piece, token in vocabulary.items():
         if not (token in added and added[token].special):
-            found[token] = of_piece(piece)
-    return found
+            bytes_of[token] = of_piece(piece)
+    return bytes_of
 
 
 # What steps of decoders replace in a piece. `Strip` is of the ends of a text.
@@ -83,7 +83,7 @@ def decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
     if decoder["type"] == "Sequence":
-        return [step for each in decoder["decoders"] for step in _steps(each)]
+        return [step for part in decoder["decoders"] for step in _steps(part)]
     return [decoder]
 
 

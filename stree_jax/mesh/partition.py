@@ -81,11 +81,11 @@ class Partition:
 
     def row_places(self, rows: Sequence[int], num_rows: int) -> np.ndarray:
         """For each shard of the batch: where these rows are in it; past its end if they are not."""
-        own = num_rows // self.rows
-        first = own * np.arange(self.rows)[:, None]
+        num_local = num_rows // self.rows
+        first = num_local * np.arange(self.rows)[:, None]
         places = np.asarray(rows) - first
-        is_own = (places >= 0) & (places < own)
-        return np.where(is_own, places, own).astype(np.int32).reshape(-1)
+        is_local = (places >= 0) & (places < num_local)
+        return np.where(is_local, places, num_local).astype(np.int32).reshape(-1)
 
 
 ONE_DEVICE = Partition()
@@ -133,18 +133,18 @@ class Shard(Part):
         return lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
     def rows_of(self, table: Any, index: Array) -> Array:
-        own, is_own = self._among_own(index, table.shape[0])
-        return lax.psum(jnp.where(is_own[..., None], table[own], 0), MODEL)
+        local, is_local = self._among_local(index, table.shape[0])
+        return lax.psum(jnp.where(is_local[..., None], table[local], 0), MODEL)
 
     def own_choices(self, weights: Array, chosen: Array, held: int) -> tuple[Array, Array]:
-        own, is_own = self._among_own(chosen, held)
-        return jnp.where(is_own, weights, 0), own
+        local, is_local = self._among_local(chosen, held)
+        return jnp.where(is_local, weights, 0), local
 
-    def _among_own(self, index: Array, count: int) -> tuple[Array, Array]:
+    def _among_local(self, index: Array, count: int) -> tuple[Array, Array]:
         """Indices among this shard's `count` units, 0 if it lacks one; and whether it has each."""
-        own = index - lax.axis_index(MODEL) * count
-        is_own = (own >= 0) & (own < count)
-        return jnp.where(is_own, own, 0), is_own
+        local = index - lax.axis_index(MODEL) * count
+        is_local = (local >= 0) & (local < count)
+        return jnp.where(is_local, local, 0), is_local
 
     def broadcast_from_first(self, tree: Any) -> Any:
         """See `Part`: two GPUs may round differently, but must branch in the same way."""
@@ -172,8 +172,8 @@ class Cut(NamedTuple):
             start = 0
             row: list[np.ndarray] = []
             for units, size in self.segments:
-                own = _units_of(shard, units, shards)
-                row.append(np.arange(start + own.start * size, start + own.stop * size))
+                held = _units_of(shard, units, shards)
+                row.append(np.arange(start + held.start * size, start + held.stop * size))
                 start += units * size
             rows.append(np.concatenate(row))
         return np.stack(rows)

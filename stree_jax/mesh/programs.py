@@ -28,19 +28,20 @@ def on_mesh(specs: Callable[[Any], tuple[tuple[Any, ...], Any]], *, modules: int
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*arguments: Any, **settings: Any) -> Any:
-            at = next(i for i, each in enumerate(arguments) if isinstance(each, Partitioned))
+            at = next(i for i, part in enumerate(arguments) if isinstance(part, Partitioned))
             model, arrays = arguments[at], arguments[at + modules :]
             if model.partition.mesh is None:
                 return function(*arguments, **settings)
-            wanted, out = specs(model)
-            given = zip(arrays, wanted, strict=False)
-            specs_of = [(a, w(a) if callable(w) and a is not None else w) for a, w in given]
-            into = tuple(None if array is None else spec for array, spec in specs_of)
+            in_specs, out_specs = specs(model)
+            in_specs = tuple(
+                None if array is None else spec(array) if callable(spec) else spec
+                for array, spec in zip(arrays, in_specs, strict=False)
+            )
             if len(jax.tree.leaves(arrays)[0]) % model.partition.rows:
-                into, out = in_every_shard((into, out))
-            own = functools.partial(function, *arguments[:at], **settings)
+                in_specs, out_specs = in_every_shard((in_specs, out_specs))
+            bound = functools.partial(function, *arguments[:at], **settings)
             models = arguments[at : at + modules]
-            return over_mesh(model.partition, own, models, arrays, into, out)
+            return over_mesh(model.partition, bound, models, arrays, in_specs, out_specs)
 
         return run
 

@@ -49,12 +49,12 @@ def _row(arrays: Any, row: int | Array) -> Any:
 @functools.partial(jax.jit, static_argnames=("partition", "specs"))
 def _row_of_shards(leaves: list[Array], row: int | Array, partition: Partition, specs: Any) -> Any:
     def sent(leaves: list[Array], row: Array) -> list[Array]:
-        own = len(leaves[0])
-        place = row - lax.axis_index(DATA) * own
-        is_own = (place >= 0) & (place < own)
-        rows = (_row(leaf, jnp.where(is_own, place, 0)) for leaf in leaves)
+        num_local = len(leaves[0])
+        place = row - lax.axis_index(DATA) * num_local
+        is_local = (place >= 0) & (place < num_local)
+        rows = (_row(leaf, jnp.where(is_local, place, 0)) for leaf in leaves)
         # Of the shard that has it; a sum of flags is of integers.
-        return [lax.psum(jnp.where(is_own, it, 0), DATA).astype(it.dtype) for it in rows]
+        return [lax.psum(jnp.where(is_local, it, 0), DATA).astype(it.dtype) for it in rows]
 
     into = ([*specs], PartitionSpec())
     return over_mesh(partition, sent, (), (leaves, row), into, in_every_shard([*specs]))

@@ -81,8 +81,8 @@ def _spread(values: np.ndarray, cut: Cut | None, partition: Partition, dtype: An
     shape[cut.axis] = columns.size
 
     def part(index: Any) -> np.ndarray:
-        own = columns[(index[cut.axis].start or 0) // places]
-        return np.take(values, own, axis=cut.axis).astype(dtype)
+        held = columns[(index[cut.axis].start or 0) // places]
+        return np.take(values, held, axis=cut.axis).astype(dtype)
 
     sharding = NamedSharding(partition.mesh, spec_of(cut))
     return jax.make_array_from_callback(tuple(shape), sharding, part)

@@ -62,8 +62,12 @@ class ResidualStream:
         if block.norm_after:
             assert block.norm_scale is not None
             assert not isinstance(output, DeferredRMSNorm)
-            scale, epsilon, own = block.norm_scale[...], self._config.norm_eps, self._implementation
-            normed = rms_norm(output, scale, epsilon=epsilon, implementation=own)
+            normed = rms_norm(
+                output,
+                block.norm_scale[...],
+                epsilon=self._config.norm_eps,
+                implementation=self._implementation,
+            )
             output = normed.astype(output.dtype)
         self._output, self._extra = output, None
 

@@ -86,8 +86,8 @@ class ModelConfig:
         known = {field.name: field.default for field in dataclasses.fields(self)}
         if strange := fields.keys() - known:
             raise TypeError(f"ModelConfig() got an unexpected keyword argument {min(strange)!r}")
-        given = dict(vocab_size=vocab_size, d_model=d_model, layers=layers)
-        for name, value in (known | fields | given).items():
+        required = dict(vocab_size=vocab_size, d_model=d_model, layers=layers)
+        for name, value in (known | fields | required).items():
             object.__setattr__(self, name, value)
         require_integer(self, "vocab_size", 1)
         require_integer(self, "d_model", 1)
@@ -147,9 +147,11 @@ class ModelConfig:
 
     def _only(self, name: str) -> Any:
         parts = [({layer.kind: layer} | layer.parts).get(name) for layer in self.distinct_layers]
-        found = {part for part in parts if part is not None}
-        require(len(found) <= 1, f"layers differ in their {name} configs: read them from `layers`")
-        return next(iter(found), None)
+        configs = {part for part in parts if part is not None}
+        require(
+            len(configs) <= 1, f"layers differ in their {name} configs: read them from `layers`"
+        )
+        return next(iter(configs), None)
 
     def with_layers(self, layers: Sequence[LayerConfig | str], **parts: Any) -> "ModelConfig":
         """The model with other layers: configs, or kinds, with its own configs or `parts`.
@@ -159,9 +161,9 @@ class ModelConfig:
         """
         kinds = {layer for layer in layers if isinstance(layer, str) and layer in KINDS}
         names = {name for kind in kinds for name in (kind, *_parts_of(KINDS[kind]))}
-        own = {name: self._only(name) for name in names & {*PARTS} - {*parts}} | parts
-        made: Any = [_made(each, own) if each in kinds else each for each in layers]
-        return dataclasses.replace(self, layers=tuple(made))
+        configs = {name: self._only(name) for name in names & {*PARTS} - {*parts}} | parts
+        new: Any = [_with_parts(layer, configs) if layer in kinds else layer for layer in layers]
+        return dataclasses.replace(self, layers=tuple(new))
 
     def local(self, shards: int) -> "ModelConfig":
         """The config of one of the equal shards of a model; ValueError: they cannot be equal."""
@@ -172,10 +174,10 @@ class ModelConfig:
             raise ValueError(f"{obstacle}; model = ... can be {ways}")
         if shards == 1:
             return self
-        own = {layer: layer.local(shards) for layer in self.distinct_layers}
+        local_of = {layer: layer.local(shards) for layer in self.distinct_layers}
         return dataclasses.replace(
             self,
-            layers=tuple(own[layer] for layer in self.layers),
+            layers=tuple(local_of[layer] for layer in self.layers),
             vocab_size=share(self.num_embeddings, shards),
             padded_vocab_size=None,
             eos_token=None,
@@ -184,11 +186,11 @@ class ModelConfig:
     def _obstacle(self, shards: int) -> str | None:
         """Says why the model cannot be split into this many shards; else None."""
         of_layers = [layer.sizes(shards) for layer in self.distinct_layers]
-        equal = [*(each.equal for each in of_layers), {"padded_vocab_size": self.num_embeddings}]
+        equal = [*(sizes.equal for sizes in of_layers), {"padded_vocab_size": self.num_embeddings}]
         for name, size in (item for table in equal for item in table.items()):
             if size % shards:
                 return f"{name} = {size} does not fit model = {shards}: it is no multiple"
-        for name, size in (item for each in of_layers for item in each.shared.items()):
+        for name, size in (item for sizes in of_layers for item in sizes.shared.items()):
             if size % shards and shards % size:
                 return f"{name} = {size} does not fit model = {shards}: neither divides the other"
         return None
@@ -307,7 +309,7 @@ class ModelConfig:
         """
         names: dict[LayerConfig, str] = {}
         for layer in self.distinct_layers:
-            same = sum(other.kind == layer.kind for other in names)
+            same = sum(named.kind == layer.kind for named in names)
             names[layer] = f"{layer.kind}.{same + 1}" if same else layer.kind
         values = {
             field.name: getattr(self, field.name)
@@ -361,18 +363,18 @@ def _layers(layers: Any, parts: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         )
     unknown = sorted({layer for layer in layers if isinstance(layer, str)} - set(KINDS))
     require(not unknown, f"unknown layer kinds {unknown!s:.80}; known: {list(KINDS)}")
-    made = {layer: _made(layer, parts) for layer in dict.fromkeys(layers)}
-    return tuple(made[layer] for layer in layers)
+    config_of = {layer: _with_parts(layer, parts) for layer in dict.fromkeys(layers)}
+    return tuple(config_of[layer] for layer in layers)
 
 
-def _made(layer: LayerConfig | str, given: Mapping[str, Any]) -> LayerConfig:
-    """A layer, or that of a kind, with given configs; ValueError: one is missing."""
+def _with_parts(layer: LayerConfig | str, configs: Mapping[str, Any]) -> LayerConfig:
+    """A layer, or that of a kind, with these configs; ValueError: one is missing."""
     cls = KINDS[layer] if isinstance(layer, str) else type(layer)
-    whole = [each for each in (given.get(cls.kind), layer) if isinstance(each, LayerConfig)]
+    whole = [config for config in (configs.get(cls.kind), layer) if isinstance(config, LayerConfig)]
     parts = {}
     for name in _parts_of(cls):
-        found = [given.get(name), *(getattr(each, name) for each in whole)]
-        parts[name] = next((part for part in found if part is not None), None)
+        candidates = [configs.get(name), *(getattr(config, name) for config in whole)]
+        parts[name] = next((part for part in candidates if part is not None), None)
     if not whole and len(parts) < len(dataclasses.fields(cls)):
         parts[cls.kind] = None
     for name, part in parts.items():
@@ -398,13 +400,13 @@ def _named_layers(names: Any, configs: Any) -> tuple[LayerConfig, ...]:
     )
     missing = sorted(set(names) - set(configs))
     require(not missing, f"layers has {missing!s:.80}, which configs lacks")
-    made = {}
+    config_of = {}
     for name, values in configs.items():
         require(
             isinstance(values, Mapping), f"configs[{name!r:.40}] is a table, got {values!r:.80}"
         )
-        made[name] = _of_kind("layer kinds", values)
-    return tuple(made[name] for name in names)
+        config_of[name] = _of_kind("layer kinds", values)
+    return tuple(config_of[name] for name in names)
 
 
 def _of_kind(what: str, values: Mapping[str, Any]) -> LayerConfig:

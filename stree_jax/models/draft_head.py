@@ -71,8 +71,14 @@ class TargetHead(nnx.Module):
         self, config: LayerConfig, rngs: nnx.Rngs, implementation: str | None, scale: float = 1.0
     ) -> Any:
         """A layer with the head's width, epsilon and dtype; `scale` is that of its last weights."""
-        own = dict(norm_eps=self.config.norm_eps, dtype=self.dtype, out_scale=scale)
-        return config.build(self.config.d_model, rngs=rngs, implementation=implementation, **own)
+        return config.build(
+            self.config.d_model,
+            norm_eps=self.config.norm_eps,
+            dtype=self.dtype,
+            rngs=rngs,
+            implementation=implementation,
+            out_scale=scale,
+        )
 
     def scale(self) -> nnx.Param:
         """The weight of a norm."""
@@ -85,8 +91,8 @@ class TargetHead(nnx.Module):
 
     def norm(self, x: Array, scale: nnx.Param) -> Array:
         """RMS norm."""
-        own = self.implementation
-        return rms_norm(x, scale[...], epsilon=self.config.norm_eps, implementation=own)
+        epsilon, implementation = self.config.norm_eps, self.implementation
+        return rms_norm(x, scale[...], epsilon=epsilon, implementation=implementation)
 
 
 class DraftHead(TargetHead):

@@ -138,7 +138,11 @@ class GatedDeltaMixer(MixerModule):
         # The convolution's op wants the corrections of the nodes before in the dtype of v.
         prefix = prefix_pending and prefix_pending._replace(x=prefix_pending.x.astype(u.dtype))
         nodes, q, conv_state = self.run(
-            *(tree_conv1d_layer, projected, *self.conv(), self.dt_bias[...], cache.conv),
+            tree_conv1d_layer,
+            projected,
+            *self.conv(),
+            self.dt_bias[...],
+            cache.conv,
             conv_gather_index[width],
             layout=c.layout,
             prefix_pending=prefix,

@@ -151,17 +151,20 @@ class LayerConfig:
     @property
     def conv_widths(self) -> tuple[int, ...]:
         """Widths of its convolutions over tokens, whose windows the model computes once."""
-        own = (width,) if (width := getattr(self, "conv_width", 0)) else ()
-        return own + tuple(width for layer in self.parts.values() for width in layer.conv_widths)
+        width = getattr(self, "conv_width", 0)
+        of_parts = tuple(width for layer in self.parts.values() for width in layer.conv_widths)
+        return ((width,) if width else ()) + of_parts
 
     def sizes(self, shards: int) -> Sizes:
         """The sizes that must fit this number of shards."""
-        tables = self.equal_sizes, self.shared_sizes
-        own = ({f"{self.kind}.{name}": getattr(self, name) for name in names} for names in tables)
-        whole = Sizes(*own)
+
+        def by_name(fields: tuple[str, ...]) -> dict[str, int]:
+            return {f"{self.kind}.{name}": getattr(self, name) for name in fields}
+
+        sizes = Sizes(by_name(self.equal_sizes), by_name(self.shared_sizes))
         for layer in self.parts.values():
-            whole = Sizes(*map(operator.or_, whole, layer.sizes(shards)))
-        return whole
+            sizes = Sizes(*map(operator.or_, sizes, layer.sizes(shards)))
+        return sizes
 
     def local(self, shards: int) -> "LayerConfig":
         """The config of one of `shards` equal shards, which `sizes` fits."""

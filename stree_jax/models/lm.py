@@ -32,9 +32,9 @@ IMPLEMENTATIONS = (None, *dispatch.IMPLEMENTATIONS)
 _MOST_PADDED = 64  # vocabularies of one tokenizer may differ by one part in as many
 
 
-def same_tokenizer(vocab_size: int, other: int) -> bool:
+def same_tokenizer(vocab_size: int, other_size: int) -> bool:
     """True if numbers of tokens may be those of one tokenizer, padded to different sizes."""
-    fewer, more = sorted((vocab_size, other))
+    fewer, more = sorted((vocab_size, other_size))
     unit = more & -more  # the largest power of two that divides it
     return more - fewer < unit or (more - fewer) * _MOST_PADDED <= more
 
@@ -169,8 +169,8 @@ class HybridLM(Partitioned):
             config.distinct_layers, key=lambda layer: (layer.kind == "mamba2", layer.is_shared)
         )
         local = config.local(partition.shards)
-        own = dict(zip(config.layers, local.layers, strict=True))
-        short = dataclasses.replace(local, layers=tuple(own[layer] for layer in few))
+        local_of = dict(zip(config.layers, local.layers, strict=True))
+        short = dataclasses.replace(local, layers=tuple(local_of[layer] for layer in few))
         model = nnx.eval_shape(
             lambda: cls(short, dtype=dtype, rngs=nnx.Rngs(0), implementation=implementation)
         )
@@ -214,9 +214,9 @@ class HybridLM(Partitioned):
             ValueError: it is on a mesh.
         """
         check_on_one_device(self, "packed()")
-        own = nnx.clone(self)
-        matrices.pack(own)
-        return own
+        model = nnx.clone(self)
+        matrices.pack(model)
+        return model
 
     @jax.transfer_guard("allow")
     def quantized(self, *, keep: Collection[str] = ()) -> "HybridLM":
@@ -233,9 +233,9 @@ class HybridLM(Partitioned):
             ValueError: it is on a mesh, or there is no such matrix.
         """
         check_on_one_device(self, "quantized()")
-        own = nnx.clone(self)
-        matrices.quantize_named(own, matrices.to_quantize(own, keep=check_names("keep", keep)))
-        return own.packed() if self.output_head.storage.is_packed else own
+        model = nnx.clone(self)
+        matrices.quantize_named(model, matrices.to_quantize(model, keep=check_names("keep", keep)))
+        return model.packed() if self.output_head.storage.is_packed else model
 
     @property
     def activation_dtype(self) -> Any:
@@ -396,11 +396,11 @@ class HybridLM(Partitioned):
 
     def without_padding(self, logits: Float[Array, "B T _"]) -> Float[Array, "B T V"]:
         """The logits of tokens; minus infinity for those that it does not have."""
-        own = logits[..., : min(self.vocab_size, self.config.vocab_size)]
-        missing = self.vocab_size - own.shape[-1]
+        known = logits[..., : min(self.vocab_size, self.config.vocab_size)]
+        missing = self.vocab_size - known.shape[-1]
         if not missing:
-            return own
-        return jnp.pad(own, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
+            return known
+        return jnp.pad(known, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
 
     @property
     def output_head(self) -> Matrix:
@@ -441,18 +441,23 @@ class HybridLM(Partitioned):
     def _layers(
         self, stream: ResidualStream, run: Callable[[int, Any, Array], Any], inner: tuple[int, ...]
     ) -> tuple[Any, ...]:
-        """Runs the layers; returns states after the final norm, then those after `inner` layers."""
-        states, others = [], []
+        """Runs the layers.
+
+        Returns states after the final norm with those after `inner` layers, then for each further
+        result of `run` those of all layers.
+        """
+        states, records = [], []
         for i, (block, mixer) in enumerate(zip(self.blocks, self._mixers(), strict=True)):
             with jax.named_scope(f"layer_{i}"):
-                output, *other = run(i, mixer, stream.read(block))
+                output, *record = run(i, mixer, stream.read(block))
                 stream.write(block, output)
-                others.append(other)
+                records.append(record)
             if i + 1 in inner:
                 states.append(stream.hidden())
         parts = stream.normed(self.final_norm_scale[...]), *states
         hidden = [part.astype(self.activation_dtype) for part in parts]
-        return jnp.concatenate(hidden, axis=-1) if states else hidden[0], *zip(*others, strict=True)
+        hidden_states = jnp.concatenate(hidden, axis=-1) if states else hidden[0]
+        return hidden_states, *zip(*records, strict=True)
 
     def _check_pending(self, pending: Pending, batch: int, num_nodes: int) -> None:
         """Refuses records that `init_pending` does not announce: the loop could not carry them."""
@@ -477,9 +482,9 @@ class HybridLM(Partitioned):
         if valid is not None:
             rows = self.output_head.storage.cleared(rows, valid[..., None])
         embedded = scaled(rows, self.config.embedding_multiplier)
-        own = self.activation_dtype
-        dtype = jnp.float32 if self.config.residual_float32 else own
-        return ResidualStream(embedded.astype(dtype), self.config, own, implementation)
+        dtype = self.activation_dtype
+        stream = embedded.astype(jnp.float32 if self.config.residual_float32 else dtype)
+        return ResidualStream(stream, self.config, dtype, implementation)
 
     def _own_config(self) -> ModelConfig:
         """The local config on a shard, else the model's config."""

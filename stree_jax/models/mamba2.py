@@ -173,7 +173,7 @@ class Mamba2Config(RecurrentConfig):
                 isinstance(values, tuple)
                 and len(values) == count
                 and all(
-                    is_number(each) or (name, each) == ("dt_limit", math.inf) for each in values
+                    is_number(value) or (name, value) == ("dt_limit", math.inf) for value in values
                 ),
                 f"{name} must be {count} numbers, got {shown(values)}",
             )
@@ -237,7 +237,7 @@ class Mamba2Config(RecurrentConfig):
         return Sizes(equal, shared | {"mamba2.num_b_groups": self.b_groups})
 
     def local(self, shards: int) -> "Mamba2Config":
-        own = dataclasses.replace(
+        config = dataclasses.replace(
             self,
             num_heads=share(self.num_heads, shards),
             num_groups=share(self.num_groups, shards),
@@ -246,7 +246,7 @@ class Mamba2Config(RecurrentConfig):
             mlp_dim=share(self.mlp_dim, shards),
             norm_groups=1 if self.norm == "none" else share(self.gate_groups, shards),
         )
-        return Mamba2ShardConfig(**vars(own)) if self.norm_spans_shards else own
+        return Mamba2ShardConfig(**vars(config)) if self.norm_spans_shards else config
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         # As `Mamba2Layout` orders them.
@@ -320,7 +320,14 @@ class Mamba2Mixer(MixerModule):
         gate = self._gate(projected) if is_packed or self.norm_spans_shards else None
         D = jnp.broadcast_to(self.D[...].reshape(layout.num_heads, -1), x.shape[2:])
         y, state = self.run(
-            *(ssd, x, dt, self.A_log[...], B, C, D, cache.ssm),
+            ssd,
+            x,
+            dt,
+            self.A_log[...],
+            B,
+            C,
+            D,
+            cache.ssm,
             gate=gate,
             A_is_log=True,
             chunk_size=self.config.chunk_size,
@@ -337,7 +344,11 @@ class Mamba2Mixer(MixerModule):
         projected = self._project(u)
         previous = replay and (replay.pending, replay.conv_gather_index[width])
         pending, C, conv_state = self.run(
-            *(tree_conv1d_layer, projected, *self.conv(), self.dt_bias[...], cache.conv),
+            tree_conv1d_layer,
+            projected,
+            *self.conv(),
+            self.dt_bias[...],
+            cache.conv,
             conv_gather_index[width],
             layout=layout,
             prefix_pending=prefix_pending,
@@ -431,8 +442,8 @@ class Mamba2Mixer(MixerModule):
         if self.shard.shards == 1:
             return dataclasses.replace(y, value=self._project_out(y.value, projected))
         # One all-reduce sums the products and the squares.
-        own = dataclasses.replace(y, value=self.out_proj.kernel.product(y.value, wide=True))
-        y = y.unpacked(self.shard.total(own.packed()), self.shard.shards)
+        product = dataclasses.replace(y, value=self.out_proj.kernel.product(y.value, wide=True))
+        y = y.unpacked(self.shard.total(product.packed()), self.shard.shards)
         return dataclasses.replace(y, value=scaled(y.value, self.config.output_multiplier))
 
     def _project_out(self, y: Array, projected: Array) -> Array:

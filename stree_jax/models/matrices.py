@@ -123,7 +123,7 @@ class Storage:
 
     def cut(self, start: int) -> "Storage":
         """Its columns from `start` on."""
-        columns = jax.tree.map(lambda each: each[..., start:], self.values)
+        columns = jax.tree.map(lambda array: array[..., start:], self.values)
         return dataclasses.replace(self, values=columns)
 
     def norms_of_sequences(self, implementation: str | None) -> str | None:
@@ -147,9 +147,9 @@ class Storage:
 
     def quantized(self) -> QuantizedMatrix:
         """The matrix in 8 bits, on the default device; of an abstract one abstract."""
-        own = QuantizedMatrix.of(self.values, self.axis)
+        matrix = QuantizedMatrix.of(self.values, self.axis)
         is_abstract = isinstance(self.values, jax.ShapeDtypeStruct)
-        return own if is_abstract else jax.tree.map(jnp.asarray, own)
+        return matrix if is_abstract else jax.tree.map(jnp.asarray, matrix)
 
 
 class EightBits(Storage):
@@ -274,15 +274,15 @@ def to_quantize(
     if quantize is None:
         return frozenset()
     routes = "router", "shared_gate"
-    found = [name for name in _matrices(module) if name.rpartition(".")[2] not in routes]
+    names = [name for name in _matrices(module) if name.rpartition(".")[2] not in routes]
     for pattern in keep:
-        if not fnmatch.filter(found, pattern):
+        if not fnmatch.filter(names, pattern):
             raise ValueError(
-                f"keep = {shown(pattern)} is none of the matrices, such as {found[0]} and"
-                f' {found[-1]}; "*.in_proj.kernel" is all of that name'
+                f"keep = {shown(pattern)} is none of the matrices, such as {names[0]} and"
+                f' {names[-1]}; "*.in_proj.kernel" is all of that name'
             )
-    kept = {name for pattern in keep for name in fnmatch.filter(found, pattern)}
-    return frozenset(found) - kept
+    kept = {name for pattern in keep for name in fnmatch.filter(names, pattern)}
+    return frozenset(names) - kept
 
 
 def quantize_named(module: nnx.Module, names: Collection[str]) -> None:
@@ -291,15 +291,15 @@ def quantize_named(module: nnx.Module, names: Collection[str]) -> None:
     if strange := sorted(set(names) - matrices.keys()):
         raise ValueError(f"{strange[0]:.80} is no matrix, and cannot have 8 bits")
     for name in names:
-        part, own, matrix = matrices[name]
+        part, attribute, matrix = matrices[name]
         unpacked = matrix.replace(matrix.storage.unpacked())
-        setattr(part, own, matrix.replace(unpacked.storage.quantized()))
+        setattr(part, attribute, matrix.replace(unpacked.storage.quantized()))
 
 
 def quantized_names(module: nnx.Module) -> frozenset[str]:
     """The names of the matrices that have 8 bits."""
     matrices = _matrices(module).items()
-    return frozenset(name for name, (*_, each) in matrices if each.storage.is_quantized)
+    return frozenset(name for name, (*_, matrix) in matrices if matrix.storage.is_quantized)
 
 
 def loaded_for(target: Any, head: _Module, quantize: str | None = None) -> _Module:

@@ -62,7 +62,9 @@ def _mamba_in_llama(
     """MambaInLlama's distilled Llamas and STree's draft model: heads and states of 128."""
     heads = inner // 128
     return _hybrid(
-        *(128256, d_model, _in_pairs(_mixers(num_layers, attention_layers), "mlp")),
+        vocab_size=128256,
+        d_model=d_model,
+        layers=_in_pairs(_mixers(num_layers, attention_layers), "mlp"),
         mamba2=Mamba2Config(
             num_heads=heads,
             head_dim=128,
@@ -93,7 +95,9 @@ def _nemotron_h(
     """NVIDIA's Nemotron-H and Nemotron-3; `pattern` is `hybrid_override_pattern`."""
     kinds = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
     return _hybrid(
-        *(131072, d_model, map(kinds.__getitem__, pattern)),
+        vocab_size=131072,
+        d_model=d_model,
+        layers=map(kinds.__getitem__, pattern),
         mamba2=Mamba2Config(
             num_heads=num_heads, head_dim=64, state_size=128, num_groups=8, chunk_size=128
         ),
@@ -116,7 +120,9 @@ def _granite_h(
     attention_dim = d_model // 12
     mixers = _mixers(num_layers, attention_layers)
     return _hybrid(
-        *(100352, d_model, _in_pairs(mixers, "moe" if "moe" in options else "mlp")),
+        vocab_size=100352,
+        d_model=d_model,
+        layers=_in_pairs(mixers, "moe" if "moe" in options else "mlp"),
         mamba2=Mamba2Config(num_heads=48, head_dim=head_dim, state_size=128, chunk_size=256),
         attention=AttentionConfig(
             num_heads=12, num_kv_heads=4, head_dim=attention_dim, scale=1 / attention_dim
@@ -132,7 +138,9 @@ def _zamba2_2_7b() -> Preset:
     hybrid = (6, 12, 18, 24, 30, 36, 42, 47, 51)
     layers = (("shared", "mamba2") if layer in hybrid else ("mamba2",) for layer in range(54))
     return _hybrid(
-        *(32000, 2560, sum(layers, ())),
+        vocab_size=32000,
+        d_model=2560,
+        layers=sum(layers, ()),
         mamba2=Mamba2Config(num_heads=80, head_dim=64, state_size=64, chunk_size=256),
         attention=AttentionConfig(
             num_heads=32, num_kv_heads=32, head_dim=160, input_multiple=2, scale=80**-0.5
@@ -155,7 +163,9 @@ def _qwen(
     """Qwen's Qwen3.5 (also 3.6 and 3.8 of the same sizes) and Qwen3-Next."""
     mixers = ("gated_delta", "gated_delta", "gated_delta", "attention") * (num_layers // 4)
     return _hybrid(
-        *(vocab_size, d_model, _in_pairs(mixers, "moe" if "moe" in options else "mlp")),
+        vocab_size=vocab_size,
+        d_model=d_model,
+        layers=_in_pairs(mixers, "moe" if "moe" in options else "mlp"),
         gated_delta=GatedDeltaConfig(
             num_heads=delta_heads, head_dim=128, num_groups=16, state_size=128
         ),
@@ -185,7 +195,9 @@ def _lfm2(
     after = ["moe" if "moe" in options and i >= 2 else "mlp" for i in range(num_layers)]
     mixers = _mixers(num_layers, attention_layers, "short_conv")
     return _hybrid(
-        *(65536, d_model, (kind for pair in zip(mixers, after, strict=True) for kind in pair)),
+        vocab_size=65536,
+        d_model=d_model,
+        layers=(kind for pair in zip(mixers, after, strict=True) for kind in pair),
         short_conv=ShortConvConfig(d_model),
         attention=AttentionConfig(
             num_heads=d_model // 64,
@@ -247,7 +259,9 @@ PRESETS: dict[str, Preset] = {
     ),
     "Zamba2-2.7B": _zamba2_2_7b(),
     "Falcon-H1-0.5B": _hybrid(
-        *(32784, 1024, ("parallel", "mlp") * 36),
+        vocab_size=32784,
+        d_model=1024,
+        layers=("parallel", "mlp") * 36,
         mamba2=Mamba2Config(num_heads=24, head_dim=64, state_size=128, norm="none", chunk_size=128),
         attention=AttentionConfig(
             num_heads=8, num_kv_heads=2, head_dim=64, rotary_dim=64, rope_theta=1e11

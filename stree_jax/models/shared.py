@@ -101,12 +101,12 @@ class SharedTransformer(Made):
     def make(self, d_model: int, new: New) -> None:
         attention, mlp = self.config.blocks
         self.norm_scale = nnx.Param(jnp.ones(attention.input_multiple * d_model, new.dtype))
-        own: dict[str, Any] = dict(dtype=new.dtype, rngs=new.rngs)
+        options: dict[str, Any] = dict(dtype=new.dtype, rngs=new.rngs)
         self.attention = AttentionMixer(
-            attention, d_model, implementation=self.implementation, **own
+            attention, d_model, implementation=self.implementation, **options
         )
         self.mlp_norm_scale = nnx.Param(jnp.ones(d_model, new.dtype))
-        self.mlp = Mlp(mlp, d_model, **own)
+        self.mlp = Mlp(mlp, d_model, **options)
 
 
 class Adapter(nnx.Module):
@@ -170,5 +170,6 @@ class AdaptedTransformer:
         return self.layer.out_proj(self.transformer.mlp.apply(y, self.layer.mlp_adapter(y)))
 
     def _norm(self, x: Array, scale: nnx.Param) -> Array:
-        own = self.transformer.attention.implementation
-        return rms_norm(x, scale[...], epsilon=self.layer.norm_eps, implementation=own)
+        implementation = self.transformer.attention.implementation
+        epsilon = self.layer.norm_eps
+        return rms_norm(x, scale[...], epsilon=epsilon, implementation=implementation)

@@ -53,8 +53,8 @@ class ShortConvConfig(LayerConfig):
         return jnp.zeros((batch, num_nodes, self.num_channels), dtype)
 
     def cuts(self, shards: int) -> dict[str, Cut]:
-        own = (self.num_channels, 1)
-        return mixer_cuts((own, own, own), (own,), (own,))
+        channels = (self.num_channels, 1)
+        return mixer_cuts((channels, channels, channels), (channels,), (channels,))
 
 
 class ShortConvMixer(MixerModule):

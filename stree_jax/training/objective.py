@@ -57,7 +57,8 @@ def ahead_loss(
     labels = jax.lax.stop_gradient(jax.nn.log_softmax(last))
     total, weights = jnp.float32(0.0), 0.0
     for ahead, logits in enumerate(drafts(hidden), 1):
-        each = loss(logits, labels[:, ahead:] if places is None else labels[:, places + ahead])
+        wanted = labels[:, ahead:] if places is None else labels[:, places + ahead]
         weight = _NEXT_DRAFT ** (ahead - 1)
-        total, weights = total + weight * each.mean(), weights + weight
+        total += weight * loss(logits, wanted).mean()
+        weights += weight
     return total / weights

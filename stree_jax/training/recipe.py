@@ -143,12 +143,12 @@ class Recipe:
         texts = values.get("text")
         if not isinstance(texts, list) or not texts:
             raise ValueError(f"{path} has no text: add a [[text]] table with a path")
-        made = {
+        tables = {
             "model": _table(values.get("model", {}), f"{path}, [model]"),
-            "training": _made(Training, values.get("training", {}), f"{path}, [training]"),
+            "training": _build(Training, values.get("training", {}), f"{path}, [training]"),
             "text": tuple(_text(text, path, i) for i, text in enumerate(texts, 1)),
         }
-        recipe = _made(cls, values | made, str(path))
+        recipe = _build(cls, values | tables, str(path))
         start = None if recipe.start is None else str(path.parent / recipe.start)
         return dataclasses.replace(recipe, source=str(path), start=start)
 
@@ -168,7 +168,7 @@ def _table(values: Any, where: str) -> Mapping[str, Any]:
     return values
 
 
-def _made(cls: Any, values: Any, where: str) -> Any:
+def _build(cls: Any, values: Any, where: str) -> Any:
     """Makes the dataclass of a table; errors say where it is."""
     fields = [field for field in dataclasses.fields(cls) if field.compare]
     known = sorted(field.name for field in fields)
@@ -187,7 +187,7 @@ def _made(cls: Any, values: Any, where: str) -> Any:
 def _text(values: Any, recipe: Path, number: int) -> Text:
     """Makes a text of a `[[text]]` table, whose file must exist."""
     where = f"{recipe}, [[text]] {number}"
-    text = _made(Text, values, where)
+    text = _build(Text, values, where)
     path = recipe.parent / text.path
     absent = f"{where}: path = {shown(str(path))}, which does not exist"
     require(os.path.isfile(path), absent)

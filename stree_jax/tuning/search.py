@@ -39,8 +39,8 @@ def acceptance(trace: RankTrace, max_depth: int) -> Float[np.ndarray, "D ranks"]
             reached = np.ones(count, bool)
             for above in range(depth):
                 reached &= _column(ranks, above, trace.num_ranks)[:count] < trace.num_ranks
-            own = _column(ranks, depth, trace.num_ranks)[:count]
-            taken += np.bincount(own[reached], minlength=trace.num_ranks + 1)
+            column = _column(ranks, depth, trace.num_ranks)[:count]
+            taken += np.bincount(column[reached], minlength=trace.num_ranks + 1)
         table[depth] = taken[:-1] / max(taken.sum(), 1)
     return table
 

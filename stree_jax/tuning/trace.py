@@ -94,15 +94,23 @@ def head_trace(
     tables = []
     texts = zip(whole_texts(request, tokens), starts, tokens, strict=True)
     for row, (text, start, new) in enumerate(texts):
-        own = operator.itemgetter(slice(row, row + 1))
-        key, sampling = jax.tree.map(own, (request.keys, request.sampling))
-        given = jnp.asarray(text[None]), jnp.asarray(start), key, sampling
-        inner = inner_layers(drafter)
-        found = np.array(_head_ranks(target, model, *given, most=most, inner=inner))[: len(new)]
-        ends = np.arange(len(new))[:, None] + np.arange(found.shape[1]) >= len(new)
+        of_row = operator.itemgetter(slice(row, row + 1))
+        key, sampling = jax.tree.map(of_row, (request.keys, request.sampling))
+        ranks = _head_ranks(
+            target,
+            model,
+            jnp.asarray(text[None]),
+            jnp.asarray(start),
+            key,
+            sampling,
+            most=most,
+            inner=inner_layers(drafter),
+        )
+        table = np.array(ranks)[: len(new)]
+        ends = np.arange(len(new))[:, None] + np.arange(table.shape[1]) >= len(new)
         # The first step after a prompt of one token has no drafts.
-        found[ends | (np.arange(len(new)) + start < 2)[:, None]] = num_ranks
-        tables.append(np.minimum(found, num_ranks))
+        table[ends | (np.arange(len(new)) + start < 2)[:, None]] = num_ranks
+        tables.append(np.minimum(table, num_ranks))
     return RankTrace(tables, num_ranks)
 
 
@@ -132,11 +140,11 @@ def _head_ranks(
             scores = filtered_logits(scores[None], sampling)[0]
             scores += noise[jnp.minimum(emitted + ahead, most - 1)]
         token = text[0, jnp.minimum(start + emitted + ahead, text.shape[1] - 1)][:, None]
-        own = jnp.take_along_axis(scores, token, axis=1)
+        score = jnp.take_along_axis(scores, token, axis=1)
         earlier = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None] < token
-        return ((scores > own) | ((scores == own) & earlier)).sum(axis=1, dtype=jnp.int32)
+        return ((scores > score) | ((scores == score) & earlier)).sum(axis=1, dtype=jnp.int32)
 
-    return jnp.stack([of_depth(*each) for each in enumerate(outputs)], axis=1)
+    return jnp.stack([of_depth(ahead, output) for ahead, output in enumerate(outputs)], axis=1)
 
 
 @functools.partial(jax.jit, static_argnames="inner")

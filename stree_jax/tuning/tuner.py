@@ -146,7 +146,8 @@ def tune(
     half = len(prompts) // 2
     keys = (None, None) if key is None else jax.random.split(typed_key(key))
     first, second = (
-        Options(max_new_tokens=max_new_tokens, temperature=temperature, key=each) for each in keys
+        Options(max_new_tokens=max_new_tokens, temperature=temperature, key=half_key)
+        for half_key in keys
     )
 
     drafter = with_tokens_of(drafter, target)
@@ -175,8 +176,8 @@ def tune(
         # 8 expanded nodes score 72 drafts in two levels.
         size = TreeTopology.budget(min(tree.num_nodes, 64), tree.depth)
         finalists += [
-            Candidate(f"dynamic {size.num_nodes}, sharpness {each:g}", size, 0.0, 0.0, each)
-            for each in SHARPNESS
+            Candidate(f"dynamic {size.num_nodes}, sharpness {value:g}", size, 0.0, 0.0, value)
+            for value in SHARPNESS
         ]
     *_, records = compare(
         target,
@@ -269,7 +270,7 @@ def _finalists(candidates: list[Candidate], most: int) -> list[Candidate]:
     chosen: dict[int, Candidate] = {}
     for row in trees:  # neighbours in size differ by less than the measurement error
         size = 1 if row.topology is None else row.topology.num_nodes
-        if len(chosen) < most and all(abs(size - other) > 0.2 * other for other in chosen):
+        if len(chosen) < most and all(abs(size - known) > 0.2 * known for known in chosen):
             chosen[size] = row
     chain = next(row for row in trees if row.name.startswith("chain"))
     none = next(row for row in candidates if row.topology is None)

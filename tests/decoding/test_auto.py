@@ -21,7 +21,7 @@ from tests.methods import PROMPTS
 TREES = st.TreeTopology.chain(0), *DRAFTED
 ONE = [st.TreeTopology.chain(4)]  # compiles in half the time of all
 NEW = 24
-ONE_TREE = {"two heads": 2, "turns": 3, "cascade": 4}  # and the depth of the chain they fill
+ONE_TREE = {"two heads": 2, "turns": 3}  # and the depth of the chain they fill
 OTHERS = "prompt lookup", "head", *ONE_TREE
 thorough = partial(pytest.param, marks=pytest.mark.thorough)
 SAMPLED = {"temperature": 1.0, "key": jax.random.key(3)}
@@ -48,9 +48,6 @@ def drafters(model):
         "model": st.ModelDrafter(draft),
         "two heads": st.MedusaDrafter(model, heads),
         "turns": st.InterleavedDrafter(draft, small, "sqs"),
-        "cascade": st.CascadeDrafter(
-            draft, st.ModelDrafter(small), inner_topology=st.TreeTopology.chain(1)
-        ),
         "prompt lookup": st.NgramDrafter(),
         "head": st.MtpDrafter(model, random_mtp_head(model)),
     }
@@ -84,7 +81,7 @@ def steps(model, drafter, numbers, **options):
     [
         ("model", {}),
         *(thorough(name, {}) for name in OTHERS),
-        *(thorough(name, SAMPLED) for name in ("model", "prompt lookup", "head", "cascade")),
+        *(thorough(name, SAMPLED) for name in ("model", "prompt lookup", "head")),
     ],
 )
 def test_the_text_is_that_of_no_drafts_with_any_tree_at_any_step(name, options, model):
@@ -195,7 +192,7 @@ def test_streams_and_texts_that_go_on(model):
     assert rows == want.tokens[:, :12].tolist()
 
 
-@pytest.mark.parametrize("name", ["model", *map(thorough, ("prompt lookup", "head", "cascade"))])
+@pytest.mark.parametrize("name", ["model", *map(thorough, ("prompt lookup", "head"))])
 def test_a_scheduler_chooses_for_the_rows_that_run(name, model):
     """More requests than rows, and a kept text that goes on."""
     drafter = drafters(model)[name]

@@ -21,7 +21,6 @@ THREE = st.ModelConfig.tiny(vocab_size=3, num_layers=1)
 iid = functools.partial(st.ModelDrafter, child_sampling="iid")
 unlike = functools.partial(st.ModelDrafter, child_sampling="without_replacement")
 turns = functools.partial(st.InterleavedDrafter, pattern="sqs", child_sampling="iid")
-cascade = functools.partial(st.CascadeDrafter, child_sampling="iid")
 FILTERED = dict(temperature=0.8, top_k=5)
 RULES = [random_walk(3, size=6), st.RepetitionPenalty(1.5), st.LogitBias({2: 0.5})]
 # The first step of heads has no drafts, and three models need a few steps.
@@ -60,9 +59,6 @@ SLOW = SPECIAL | {
         for kind in ("iid", "without_replacement")
     },
     "turns": (turns, LONGER),
-    "cascade of samples": (lambda medium, small: cascade(medium, iid(small), rounds=2), LONGER),
-    "cascade with noise": (lambda m, small: cascade(m, st.ModelDrafter(small), rounds=1), LONGER),
-    "cascade of lookup": (lambda medium, _: cascade(medium, st.NgramDrafter()), LONGER),
 }
 
 

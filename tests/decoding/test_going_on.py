@@ -65,8 +65,8 @@ def draft_reads(monkeypatch):
     [
         ("plain", "heads"),
         ("plain", "branching"),
-        *(slow("mamba2attn hybrid", name) for name in ("branching", "beam", "dynamic", "cascade")),
-        *(slow("mamba2attn hybrid", name) for name in ("cascade of lookup", "turns", "mtp head")),
+        *(slow("mamba2attn hybrid", name) for name in ("branching", "beam", "dynamic")),
+        *(slow("mamba2attn hybrid", name) for name in ("turns", "mtp head")),
         slow("mixed hybrid", None),
         *(slow(family, "branching") for family in ("qwen3_5 hybrid", "qwen3_next hybrid")),
     ],
@@ -106,18 +106,15 @@ def test_texts_go_on(family, name, draft_reads):
 
 
 def other_settings(draft, other):
-    """Drafters of the same weights with states of other structures, slots or trees."""
-    lookup, model = st.NgramDrafter(), st.ModelDrafter(other)
+    """Drafters of the same weights with states of other slots or trees."""
     return {
         "trees": [dict(drafter=st.ModelDrafter(draft), topology=t) for t in (TREE, CHAIN)],
-        "rounds": [dict(drafter=st.CascadeDrafter(draft, lookup, rounds=n)) for n in (2, 3)],
-        "inner": [dict(drafter=st.CascadeDrafter(draft, each)) for each in (model, lookup)],
         "turns": [dict(drafter=st.InterleavedDrafter(draft, other, x)) for x in ("ssq", "qss")],
     }
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["trees", "rounds", slow("inner"), slow("turns")])
+@pytest.mark.parametrize("kind", ["trees", slow("turns")])
 def test_a_drafter_with_other_settings_goes_on(kind):
     """It accepts the drafts that it does in whole texts: what its state lacks it reads again."""
     model = tiny_model()

@@ -58,7 +58,7 @@ OF_HEADS = tuple(f"mtp head, {tree}" for tree in ("chain", "ragged", "wide", "pa
 MIXED = ("chain of 1", "paper A", "dynamic", "lookup tree")
 ELSEWHERE = ("best of heads", "mtp head", *OF_HEADS, "told", *MIXED)
 RARE = (
-    *("paper B", "paper C", "paper D", "paper E", "best tokens", "cascade of trees"),
+    *("paper B", "paper C", "paper D", "paper E", "best tokens"),
     *("mtp head, deep", "mtp head, beam", "mtp head, dynamic"),
     # Like "branching", "budget of 2" and "a padded vocabulary", whose draft has another shape, too.
     *("complete", "budget of 3", "another shape"),
@@ -66,7 +66,6 @@ RARE = (
 # One method of each kind of drafter.
 OF_EACH_DRAFTER = (
     *("chain of 6", "deep", "beam", "dynamic", "lookup tree", "heads", "mtp head", "turns"),
-    *("cascade", "cascade of lookup"),
 )
 TABLE = [
     *(("plain", method, "zero") for method in METHODS if method not in ELSEWHERE + RARE),
@@ -89,7 +88,6 @@ SLOW = [
     *((f"{family} hybrid", "ragged", "mixed") for family in HYBRIDS),
     *(("plain", method, "zero") for method in RARE),
     *(("plain", method, "mixed") for method in (*RARE, "chain of 6", "deep")),
-    *(("plain", method, "mixed") for method in ("cascade", "cascade of lookup")),
     ("mamba2attn hybrid", "one wide level", "zero"),
     ("mamba2attn hybrid", "dynamic", "mixed"),
     ("falcon_h1 hybrid", "best of heads", "mixed"),
@@ -105,7 +103,7 @@ SLOW = [
     ("nemotron_h hybrid, int8", "ragged", "ruled"),
     # All trees but "ragged" have a shape that the loop has to find out.
     *(("plain", method, "ruled") for method in ("deep", "beam", "dynamic", "lookup tree", "heads")),
-    *(("plain", method, "ruled") for method in ("mtp head, ragged", "turns", "cascade")),
+    *(("plain", method, "ruled") for method in ("mtp head, ragged", "turns")),
     *((f"{family} hybrid", "ragged", "ruled") for family in ("mamba2attn", "falcon_h1")),
     *((f"{family} hybrid", "ragged", "ruled") for family in ("qwen3_5", "qwen3_next")),
     ("nemotron_h hybrid", "dynamic", "ruled"),
@@ -113,8 +111,8 @@ SLOW = [
 # Cells that `.ci/run` has time for, where the table runs as released; other cells stand for them.
 RELEASED = [
     *((family, "told", "mixed") for family in ("repeated_first", "branch", "mamba_in_llama")),
-    *(("plain", method, "zero") for method in ("cascade", "cascade of lookup", "turns")),
     *(("plain", method, "zero") for method in ("another family", "deep dynamic", "deep beam")),
+    ("plain", "turns", "zero"),
     ("plain", "a padded vocabulary", "zero"),
     *(("plain", method, "mixed") for method in ("dynamic", "beam", "turns")),
     *(("falcon_h1 hybrid", method, "mixed") for method in ("heads", "mtp head")),
@@ -185,8 +183,8 @@ def test_text_and_cache_are_those_of_autoregressive_decoding(family, name, tempe
         assert name != "told" or out.stats.accepted_per_depth.all()
         assert (out.stats.num_accepted > 0) == (name != "root alone")
         most = (request.decoder.topology.num_nodes - 1) * out.stats.num_target_calls
-        # Lookup finds nothing, a cascade ends early, and heads have to see a hidden state first.
-        fewer = any(kind in name for kind in ("lookup", "cascade", "head"))
+        # Lookup finds nothing, and heads have to see a hidden state first.
+        fewer = any(kind in name for kind in ("lookup", "head"))
         if fewer:
             assert out.stats.num_drafted < most
         elif temperature == "zero":
@@ -294,7 +292,6 @@ def test_no_drafts_after_a_step_that_accepted_several():
     ("family", "name"),
     [
         ("plain", "chain of 6"),
-        pytest.param("plain", "cascade", marks=pytest.mark.slow),
         pytest.param("mamba2attn hybrid", "dynamic", marks=pytest.mark.slow),
     ],
 )

@@ -13,7 +13,7 @@ from tests.helpers import rows
 from tests.methods import METHODS
 
 FEWER, MORE = (40, 37), (37, 40)
-SLOW = ("dynamic", "cascade of lookup", "turns")
+SLOW = ("dynamic", "turns")
 
 
 def pair(size, draft_size):

@@ -126,10 +126,6 @@ REQUESTS = [
     (dict(drafter=SMALL), "different vocabularies: 11 and 37 tokens"),
     (dict(drafter=drafter_of(st.BeamDrafter, model_of(36))), "vocabularies: 36 and 37"),
     (dict(drafter=drafter_of(Answering, limit=8)), "for targets of a width up to 8"),
-    (
-        dict(drafter=lambda: st.CascadeDrafter(tiny_model(), Answering(tiny_model(), limit=8))),
-        "for targets of a width up to 8",  # the medium model
-    ),
     (dict(drafter=drafter_of(Answering), topology=st.TreeTopology.chain(5)), "is for small trees"),
     (dict(drafter=drafter_of(Answering), **SAMPLED), "this drafter is for .* at temperature 0"),
     (dict(verifier="medusa"), "unknown verifier 'medusa'; known: .*'multi_step'"),
@@ -481,7 +477,6 @@ for half, message in [
 for make, message in [
     (lambda: st.generate("path", [[1]]), "must be a HybridLM, got str; load one with"),
     (lambda: st.ModelDrafter("path"), "must be a HybridLM, got str; load one with"),
-    (lambda: st.CascadeDrafter(model, 5), "inner must be a drafter such as Ngram.*; got 5"),
     (lambda: st.ModelConfig.tiny(dt_limit=(0.0,)), "dt_limit must be"),
     (lambda: Training(steps=6.5), "steps must be an integer, from 1 to 2147483647; got 6.5"),
     (lambda: st.TreeTopology.paper(["A"]), "the paper's trees are"),

@@ -135,7 +135,6 @@ def dflash(model, folder):
 DRAFTERS = {
     "beams": lambda model, _: st.BeamDrafter(perturbed(model, 0.05)),
     "dynamic": lambda model, _: st.DynamicDrafter(perturbed(model, 0.05)),
-    "cascade": lambda model, _: st.CascadeDrafter(perturbed(model, 0.05), st.NgramDrafter()),
     "medusa": lambda model, _: st.MedusaDrafter(model, heads_of(model)),
     "mtp": lambda model, _: st.MtpDrafter(model, mtp_head_of(model)),
     "eagle3": eagle3,

@@ -318,7 +318,6 @@ def refused():
         yield wide, partial(make, nnx.merge(*wider), head)
         yield "child_sampling must be 'auto' or", partial(make, target, head, child_sampling="best")
         yield f"must be a HybridLM.*{type(head).__name__}", partial(st.ModelDrafter, head)
-        yield "its target's hidden states; a cascade", partial(st.CascadeDrafter, target, drafter)
 
 
 def test_what_is_refused():

@@ -138,7 +138,7 @@ def test_texts_go_on_from_what_was_read(name):
         pytest.param("heads", "mamba2attn hybrid", marks=pytest.mark.slow),
         *(
             pytest.param(kind, name, marks=pytest.mark.slow)
-            for kind in ("mtp head", "cascade of lookup", "dynamic")
+            for kind in ("mtp head", "turns", "dynamic")
             for name in ("plain", "mamba2attn hybrid")
         ),
     ],

@@ -226,7 +226,7 @@ RUNS = {
     **{
         f"{kind} of {name}": Run(name, drafter=kind)
         for name in FAMILIES
-        for kind in ("ngram", "beam", "dynamic", "deep", "turns", "cascade")
+        for kind in ("ngram", "beam", "dynamic", "deep", "turns")
     },
     **{
         f"{kind} of {name}, sampled": Run(name, drafter=kind, options=options)
@@ -236,7 +236,6 @@ RUNS = {
             "tree": sampled(3, 0.8, top_k=9),
             "beam": sampled(4, top_p=0.9),
             "turns": sampled(5),
-            "cascade of models": sampled(6),
         }.items()
     },
     **{

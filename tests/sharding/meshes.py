@@ -47,8 +47,6 @@ DRAFTERS = {
     "dynamic": (st.DynamicDrafter, st.TreeTopology.budget(8, 3)),
     "deep": (st.ModelDrafter, st.TreeTopology.chain(10)),
     "turns": (lambda draft: st.InterleavedDrafter(draft, draft, "sqq"), None),
-    "cascade": (lambda draft: st.CascadeDrafter(draft, st.NgramDrafter()), None),
-    "cascade of models": (lambda draft: st.CascadeDrafter(draft, st.ModelDrafter(draft)), None),
     "without replacement": (
         functools.partial(st.ModelDrafter, child_sampling="without_replacement"),
         TREE,

@@ -36,8 +36,13 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
         return table if table.has(name) else fields
 
     width, vocab_size = fields.integer("hidden_size"), fields.integer("vocab_size")
-    only = {"draft_vocab_size": vocab_size, "final_logit_softcapping": 0}
-    for name, value in (only | {"input_embedding_scale": 1, "output_multiplier": 1}).items():
+    only = {
+        "draft_vocab_size": vocab_size,
+        "final_logit_softcapping": 0,
+        "input_embedding_scale": 1,
+        "output_multiplier": 1,
+    }
+    for name, value in only.items():
         table.same(name, value)
         fields.same(name, value)
     rank = fields.integer("markov_rank", 0, least=0)
@@ -67,11 +72,12 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
 
 def _inner_layers(fields: Fields, table: Fields, target: HybridLM) -> tuple[int, ...]:
     """Returns numbers of the target's layers here, of which a layer of files may be several."""
-    own, ids = len(target.config.layers), table.take("target_layer_ids")
+    num_layers = len(target.config.layers)
+    ids = table.take("target_layer_ids")
     layers = fields.integer("num_target_layers")
     fields.check(
-        own % layers == 0,
-        f"num_target_layers = {layers} does not fit the target's {own} mixers and MLPs",
+        num_layers % layers == 0,
+        f"num_target_layers = {layers} does not fit the target's {num_layers} mixers and MLPs",
     )
     # The last one's state in transformers is the one after the final norm.
     fields.check(
@@ -81,7 +87,7 @@ def _inner_layers(fields: Fields, table: Fields, target: HybridLM) -> tuple[int,
         and ids == sorted({*ids}),
         f"target_layer_ids must be ascending layers from 0 to {layers - 2}, got {ids!r:.80}",
     )
-    return tuple((layer + 1) * own // layers for layer in ids)
+    return tuple((layer + 1) * num_layers // layers for layer in ids)
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -96,10 +102,10 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     if fields.has("is_causal"):
         causal = fields.flag("is_causal", False)
         fields.check(
-            all(each == causal for each in sliding),
+            all(is_sliding == causal for is_sliding in sliding),
             f"is_causal = {causal} is not supported: layers with a window are causal, others not",
         )
-    return tuple(window if each else None for each in sliding)
+    return tuple(window if is_sliding else None for is_sliding in sliding)
 
 
 def rules_of(config: DFlashConfig) -> list[Rule]:

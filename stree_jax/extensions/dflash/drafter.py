@@ -112,8 +112,8 @@ class DFlashModel(DraftModel):
     ) -> list[Float[Array, "B T _"]]:
         """See `HeadModel`: of a block at each token, as `logits` takes them."""
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[:, None]
-        found = lax.map(lambda place: self.outputs_at(tokens, hidden, place)[:, 0], places)
-        return [found[:, :, at].swapaxes(0, 1) for at in range(min(depth, self.max_depth))]
+        outputs = lax.map(lambda place: self.outputs_at(tokens, hidden, place)[:, 0], places)
+        return [outputs[:, :, at].swapaxes(0, 1) for at in range(min(depth, self.max_depth))]
 
     def outputs_at(
         self, tokens: Int[Array, "B T"], hidden: Float[Array, "B T _"], places: Int[Array, " A"]
@@ -127,8 +127,8 @@ class DFlashModel(DraftModel):
 
         lengths = jnp.tile(places + 1, batch)
         caches = tuple(
-            KVCache(of_blocks(each.keys), of_blocks(each.values), lengths)
-            for each in self.head.entries(hidden[..., self.config.d_model :], steps)
+            KVCache(of_blocks(entries.keys), of_blocks(entries.values), lengths)
+            for entries in self.head.entries(hidden[..., self.config.d_model :], steps)
         )
         ahead = places[:, None] + 1 + np.arange(self.max_depth, dtype=np.int32)
         known = tokens[:, jnp.minimum(ahead, length - 1)]  # before each draft

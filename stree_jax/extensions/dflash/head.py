@@ -82,8 +82,11 @@ class DFlashConfig:
             f"a block of {self.block_size} with {len(self.windows)} layers has no drafts",
         )
         kinds = ("none", "hidden", "markov") if self.markov_rank else ("none", "hidden")
-        own = f"confidence_head {self.confidence_head!r:.80} with markov_rank {self.markov_rank}"
-        require(self.confidence_head in kinds, f"{own} must be one of {kinds}")
+        require(
+            self.confidence_head in kinds,
+            f"confidence_head {self.confidence_head!r:.80} with markov_rank {self.markov_rank} must"
+            f" be one of {kinds}",
+        )
         attention = self.attention
         require(
             attention.input_multiple == 1
@@ -124,12 +127,12 @@ class DFlashHead(TargetHead):
     confidence_head: Any
 
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
-        c, own = self.config, dict[str, Any](dtype=self.dtype, rngs=rngs)
-        self.fc = linear(len(c.inner_layers) * c.d_model, c.d_model, bias=False, **own)
-        own["implementation"] = implementation
+        c, options = self.config, dict[str, Any](dtype=self.dtype, rngs=rngs)
+        self.fc = linear(len(c.inner_layers) * c.d_model, c.d_model, bias=False, **options)
+        options["implementation"] = implementation
         parts = (dataclasses.replace(c.attention, window=window) for window in c.windows)
         self.layers = nnx.List(
-            DFlashLayer(dataclasses.replace(c, attention=part), **own) for part in parts
+            DFlashLayer(dataclasses.replace(c, attention=part), **options) for part in parts
         )
         sizes = {"embedding": c.d_model, "output_head": c.d_model} if c.own_tokens else {}
         if c.markov_rank:
@@ -169,8 +172,8 @@ class DFlashHead(TargetHead):
                 before = layer.entries(x, x, cache.length[:, None] + steps)
                 mask = np.concatenate([~itself, itself], axis=1)
             depth = np.resize(steps, mask.shape[1])
-            own = depth, depth, mask, np.ones(mask.shape[1], bool)
-            tree = Tree(*(jnp.broadcast_to(leaf, (batch, *leaf.shape)) for leaf in own))
+            row = depth, depth, mask, np.ones(mask.shape[1], bool)
+            tree = Tree(*(jnp.broadcast_to(leaf, (batch, *leaf.shape)) for leaf in row))
             x, _ = layer.tree(x, x, tree, cache, before)
         return self.norm(x, self.final_norm_scale)
 

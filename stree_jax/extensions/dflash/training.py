@@ -13,8 +13,15 @@ from stree_jax.training import HeadPlan, Recipe, ahead_loss, divergence
 
 _BLOCKS = 16  # of a text, in a step of training
 _FIELDS = (
-    *("layers", "inner_layers", "block_size", "mask_token", "shifted", "markov_rank"),
-    *("confidence_head", "attention", "mlp"),
+    "layers",
+    "inner_layers",
+    "block_size",
+    "mask_token",
+    "shifted",
+    "markov_rank",
+    "confidence_head",
+    "attention",
+    "mlp",
 )
 
 
@@ -47,8 +54,9 @@ def dflash_loss(head: DFlashHead, target: HybridLM, tokens: Tokens) -> Float[Arr
         if head.config.confidence_head == "none":
             return loss
         shared = jnp.minimum(jax.nn.softmax(logits), jnp.exp(labels)).sum(axis=-1)
-        sure, shared = head.confidence(outputs), jax.lax.stop_gradient(shared)
-        return loss + optax.losses.sigmoid_binary_cross_entropy(sure, shared)
+        shared = jax.lax.stop_gradient(shared)
+        confidence = head.confidence(outputs)
+        return loss + optax.losses.sigmoid_binary_cross_entropy(confidence, shared)
 
     return ahead_loss(target, tokens, outputs, model.inner_layers, places, loss)
 
@@ -59,11 +67,13 @@ def head_of(recipe: Recipe, target: HybridLM) -> DFlashConfig:
     try:
         if not {"inner_layers", "attention", "mlp"} <= {*table} <= {*_FIELDS}:
             raise ValueError(f"got {sorted(table)}")
-        own = {"mask_token": config.vocab_size - 1, "vocab_size": config.vocab_size} | table
-        own["windows"] = (None,) * own.pop("layers")
-        own["inner_layers"] = tuple(own["inner_layers"])
-        own["attention"], own["mlp"] = AttentionConfig(**own["attention"]), MlpConfig(**own["mlp"])
-        head, length = DFlashConfig(config.d_model, **own), recipe.training.sequence_length
+        fields = {"mask_token": config.vocab_size - 1, "vocab_size": config.vocab_size} | table
+        fields["windows"] = (None,) * fields.pop("layers")
+        fields["inner_layers"] = tuple(fields["inner_layers"])
+        fields["attention"] = AttentionConfig(**fields["attention"])
+        fields["mlp"] = MlpConfig(**fields["mlp"])
+        head = DFlashConfig(config.d_model, **fields)
+        length = recipe.training.sequence_length
         if length <= head.num_drafts:
             raise ValueError(f"a block has {head.num_drafts} drafts, and a row {length} tokens")
         return head

@@ -32,7 +32,8 @@ def load(path: Path, target: HybridLM, ignore: Collection[str]) -> Eagle3Head:
 
 def read_config(fields: Fields, target: HybridLM, has_embedding: bool) -> Eagle3Config:
     """Returns the config of a head from its config.json."""
-    aux, num_layers = "eagle_aux_hidden_state_layer_ids", len(target.config.layers)
+    aux = "eagle_aux_hidden_state_layer_ids"
+    num_layers = len(target.config.layers)
     fields.null("eagle_config", "draft_vocab_size", aux)
     eagle = fields.table("eagle_config")
     eagle.null(aux)
@@ -90,25 +91,25 @@ def rules_of(config: Eagle3Config) -> list[Rule]:
 def _tokens(checkpoint: Checkpoint, config: Eagle3Config) -> dict[str, jax.Array]:
     """Returns the target's token for each token of the head."""
     path, tensors = checkpoint.path, checkpoint.tensors
-    own = np.arange(config.draft_vocab_size)
+    target_tokens = np.arange(config.draft_vocab_size)
     if "d2t" in tensors:
         offsets = read_tensor(checkpoint, "d2t")
-        if offsets.shape != own.shape or offsets.dtype.kind != "i":
+        if offsets.shape != target_tokens.shape or offsets.dtype.kind != "i":
             raise ValueError(
-                f"{path}: d2t must have an integer for each of the {len(own)} tokens of the head,"
-                f" got {offsets.dtype} {offsets.shape!s:.80}"
+                f"{path}: d2t must have an integer for each of the {config.draft_vocab_size} tokens"
+                f" of the head, got {offsets.dtype} {offsets.shape!s:.80}"
             )
-        own = own + offsets
+        target_tokens = target_tokens + offsets
     elif config.draft_vocab_size != config.vocab_size:
         raise ValueError(
             f"{path}: d2t is missing, and the head has {config.draft_vocab_size} of the target's"
             f" {config.vocab_size} tokens"
         )
-    inside = (own >= 0) & (own < config.vocab_size)
-    if not inside.all() or len({*own.tolist()}) < len(own):
+    inside = (target_tokens >= 0) & (target_tokens < config.vocab_size)
+    if not inside.all() or len({*target_tokens.tolist()}) < len(target_tokens):
         raise ValueError(f"{path}: d2t maps tokens of the head twice, or outside the vocabulary")
     if "t2d" in tensors:
         drafted = np.asarray(read_tensor(checkpoint, "t2d"))
-        if not np.array_equal(drafted, np.isin(np.arange(config.vocab_size), own)):
+        if not np.array_equal(drafted, np.isin(np.arange(config.vocab_size), target_tokens)):
             raise ValueError(f"{path}: t2d and d2t contradict each other")
-    return {"tokens": jnp.asarray(own, jnp.float32)}
+    return {"tokens": jnp.asarray(target_tokens, jnp.float32)}

@@ -31,8 +31,8 @@ class Eagle3Model(HeadModel):
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """Embeddings: the target's, or the head's own."""
-        own = self.head.embedding
-        return super().embedded(tokens) if own is None else own.rows(tokens)
+        embedding = self.head.embedding
+        return super().embedded(tokens) if embedding is None else embedding.rows(tokens)
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         return self.head.logits(outputs)

@@ -96,7 +96,8 @@ class Eagle3Head(DraftHead):
 
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """Returns logits over the target's tokens; minus infinity for absent ones."""
-        own = self.output_head.product(self.norm(outputs, self.final_norm_scale), wide=True)
-        shape = (*own.shape[:2], self.config.vocab_size)
+        normed = self.norm(outputs, self.final_norm_scale)
+        head_logits = self.output_head.product(normed, wide=True)
+        shape = (*head_logits.shape[:2], self.config.vocab_size)
         places = self.tokens[...].astype(jnp.int32)
-        return jnp.full(shape, -jnp.inf, jnp.float32).at[..., places].set(own)
+        return jnp.full(shape, -jnp.inf, jnp.float32).at[..., places].set(head_logits)

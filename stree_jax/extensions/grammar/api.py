@@ -19,8 +19,18 @@ from stree_jax.messages import shown
 
 # Names of special tokens that end texts.
 _END_TOKENS = {
-    *("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|eos|>"),
-    *("</s>", "<eos>", "[EOS]", "<end_of_turn>", "<|endofturn|>", "<|end_of_role|>"),
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|eos|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<end_of_turn>",
+    "<|endofturn|>",
+    "<|end_of_role|>",
 }
 
 
@@ -86,12 +96,12 @@ def automaton_of_pattern(pattern: str) -> ByteAutomaton:
     """Makes the automaton over bytes of the texts of a pattern."""
     graph = Graph()
     try:
-        found = automaton_of_graph(graph, graph.expression(0, parse(pattern)))
+        automaton = automaton_of_graph(graph, graph.expression(0, parse(pattern)))
     except RecursionError:
         raise ValueError(f"pattern {shown(pattern)} is nested too deep") from None
-    if found is None:
+    if automaton is None:
         raise ValueError(f"no text matches the pattern {shown(pattern)}")
-    return found
+    return automaton
 
 
 def _over_tokens(
@@ -120,7 +130,7 @@ def end_tokens(tokenizer: Any, eos_token: int | Sequence[int] | None = None) -> 
         eos_token = getattr(tokenizer, "eos_token_id", None)
     if eos_token is None:
         added = as_tokenizer(tokenizer).get_added_tokens_decoder()
-        ends = [token for token, each in added.items() if each.content in _END_TOKENS]
+        ends = [token for token, entry in added.items() if entry.content in _END_TOKENS]
         if not ends:
             raise ValueError(
                 "no special token of this tokenizer has the name of an end token; pass"

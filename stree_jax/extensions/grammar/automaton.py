@@ -13,7 +13,7 @@ from stree_jax import Context, Rule
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_int, require
 from stree_jax.decoding import is_given
-from stree_jax.extensions.grammar.tables import BITS, compressed, firsts, joined
+from stree_jax.extensions.grammar.tables import BITS, compressed, concatenated, firsts
 from stree_jax.messages import shown
 
 _MOST = 2**24  # states, or tokens
@@ -43,10 +43,11 @@ class Automaton(Rule):
     end_tokens: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def __post_init__(self):
-        given = self.next_state
-        if is_given(given) or isinstance(given, np.ndarray | jax.Array | None):
-            after = _as_array(given)
-            require(after.ndim == 2, f"next_state must be integers [S, V], got {shown(given)}")
+        transitions = self.next_state
+        if is_given(transitions) or isinstance(transitions, np.ndarray | jax.Array | None):
+            after = _as_array(transitions)
+            is_table = after.ndim == 2
+            require(is_table, f"next_state must be integers [S, V], got {shown(transitions)}")
             after = _checked("next_state", after, -1, len(after) - 1)
             states, tokens = np.nonzero(after >= 0)
             tables = compressed(*after.shape, states, tokens, after[states, tokens])
@@ -73,13 +74,13 @@ class Automaton(Rule):
             _checked("tokens", tokens, 0, vocab_size - 1),
             _checked("next_states", next_states, 0, num_states - 1),
         ]
-        if len({each.shape for each in edges}) > 1 or edges[0].ndim != 1:
+        if len({array.shape for array in edges}) > 1 or edges[0].ndim != 1:
             raise ValueError(
                 "states, tokens and next_states must be arrays of one length, got shapes"
-                f" {[each.shape for each in edges]}"
+                f" {[array.shape for array in edges]}"
             )
         order = np.lexsort(edges[1::-1])
-        states, tokens, next_states = (each[order] for each in edges)
+        states, tokens, next_states = (array[order] for array in edges)
         twice = np.flatnonzero((np.diff(states) == 0) & (np.diff(tokens) == 0))
         if twice.size:
             at = twice[0]
@@ -89,15 +90,21 @@ class Automaton(Rule):
     @staticmethod
     def joined(automata: "Sequence[Automaton]") -> "list[Automaton]":
         """Returns them in one table, for requests that share a scheduler."""
-        for one in automata if isinstance(automata, list | tuple) else [automata]:
-            if not isinstance(one, Automaton):
-                raise ValueError(f"automata must be a list of Automaton, got {shown(one)} in it")
-        tables = [one.next_state for one in automata]
-        sizes = [each.vocab_size for each in tables]
+        for automaton in automata if isinstance(automata, list | tuple) else [automata]:
+            if not isinstance(automaton, Automaton):
+                raise ValueError(
+                    f"automata must be a list of Automaton, got {shown(automaton)} in it"
+                )
+        tables = [automaton.next_state for automaton in automata]
+        sizes = [table.vocab_size for table in tables]
         require(len({*sizes}) <= 1, f"the automata have different vocabularies: {sizes} tokens")
-        starts = [one.start + at for one, at in zip(automata, firsts(tables, "kind"), strict=True)]
-        whole, ends = joined(tables), sorted({end for one in automata for end in one.end_tokens})
-        return [Automaton(whole, start, tuple(ends)) for start in starts]
+        table = concatenated(tables)
+        end_tokens = tuple(sorted({end for automaton in automata for end in automaton.end_tokens}))
+        offsets = firsts(tables, "kind")
+        return [
+            Automaton(table, offset + automaton.start, end_tokens)
+            for automaton, offset in zip(automata, offsets, strict=True)
+        ]
 
     def check(self, vocab_size: int) -> None:
         """Refuses a model that has no token which a state allows.

@@ -50,16 +50,20 @@ def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
                 moves[node].setdefault(kind, []).append(target)
 
     def closure(nodes: tuple[int, ...]) -> frozenset[int]:
-        """Returns the nodes joined to some, but those only passed."""
-        found, waiting = {*nodes}, [*nodes]
+        """Returns the nodes that skips lead to, but those only passed."""
+        closed = {*nodes}
+        waiting = [*nodes]
         while waiting:
-            new = [n for n in graph.skips[waiting.pop()] if n in useful and n not in found]
-            found.update(new)
+            new = [n for n in graph.skips[waiting.pop()] if n in useful and n not in closed]
+            closed.update(new)
             waiting += new
-        return frozenset(n for n in found if moves[n] or n == end)
+        return frozenset(n for n in closed if moves[n] or n == end)
 
-    states, first_nodes, work = [closure((0,))], [[-1]], 0
-    numbers, reached = {states[0]: 0}, dict[tuple[int, ...], int]()
+    states = [closure((0,))]
+    first_nodes = [[-1]]
+    work = 0
+    numbers = {states[0]: 0}
+    reached: dict[tuple[int, ...], int] = {}  # numbers of states by the targets that lead to them
     edges: list[tuple[int, int, int]] = []
     for number, nodes in enumerate(states):  # it grows meanwhile
         after: dict[int, list[int]] = {}
@@ -67,8 +71,10 @@ def automaton_of_graph(graph: Graph, end: int) -> ByteAutomaton | None:
             for kind, targets in moves[node].items():
                 after.setdefault(kind, []).extend(targets)
         for kind, targets in after.items():
-            if (key := tuple(targets)) not in reached:
-                reached[key] = numbers.setdefault(state := closure(key), len(states))
+            key = tuple(targets)
+            if key not in reached:
+                state = closure(key)
+                reached[key] = numbers.setdefault(state, len(states))
                 if reached[key] == len(states):
                     states.append(state)
                     first_nodes.append(sorted(key))

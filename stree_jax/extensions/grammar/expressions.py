@@ -60,32 +60,34 @@ def any_text(least: int = 0, most: int | None = None) -> Expression:
 
 def literal(text: str) -> Expression:
     """Returns the expression of a text."""
-    return Series(tuple(Characters(of_characters(each)) for each in text))
+    return Series(tuple(Characters(of_characters(character)) for character in text))
 
 
 def of_characters(characters: Iterable[str]) -> Ranges:
     """Returns the ranges of given characters."""
-    return ranges_of((ord(each), ord(each)) for each in characters)
+    return ranges_of((ord(character), ord(character)) for character in characters)
 
 
 def ranges_of(pairs: Iterable[tuple[int, int]]) -> Ranges:
     """Joins ranges in any order, which may overlap, without surrogates."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for low, high in sorted(pairs):
         for start, end in ((low, min(high, 0xD7FF)), (max(low, 0xE000), high)):
             if start > end:
                 continue
-            if found and start <= found[-1][1] + 1:
-                found[-1] = found[-1][0], max(end, found[-1][1])
+            if ranges and start <= ranges[-1][1] + 1:
+                ranges[-1] = ranges[-1][0], max(end, ranges[-1][1])
             else:
-                found.append((start, end))
-    return tuple(found)
+                ranges.append((start, end))
+    return tuple(ranges)
 
 
 def inverted(ranges: Ranges) -> Ranges:
     """Returns all other characters."""
-    ends = [-1, *(high for _, high in ranges)], [*(low for low, _ in ranges), LAST + 1]
-    return ranges_of((low + 1, high - 1) for low, high in zip(*ends, strict=True) if low + 1 < high)
+    before = [-1, *(high for _, high in ranges)]
+    after = [*(low for low, _ in ranges), LAST + 1]
+    gaps = zip(before, after, strict=True)
+    return ranges_of((low + 1, high - 1) for low, high in gaps if low + 1 < high)
 
 
 _HEX = "[0-9a-fA-F]"
@@ -105,10 +107,10 @@ def parse(pattern: str, *, is_whole: bool = True) -> Expression:
     """Reads a pattern, which matches whole texts or is found in them."""
     parser = _Parser(pattern)
     around = Series() if is_whole else any_text()
-    found = parser.choice(lambda: parser.alternative(around))
+    expression = parser.choice(lambda: parser.alternative(around))
     if parser.at < len(pattern):
         parser.refuse("unbalanced parenthesis" if parser.take(")") else _ANCHOR)
-    return found
+    return expression
 
 
 class _Parser:
@@ -169,17 +171,17 @@ class _Parser:
             self.take("?")  # which of the texts that match comes first makes no difference
 
     def counts(self) -> tuple[int, int | None]:
-        found = re.compile(r"([0-9]*)(,?)([0-9]*)\}").match(self.text, self.at)
-        if not found or not found[1]:
+        match = re.compile(r"([0-9]*)(,?)([0-9]*)\}").match(self.text, self.at)
+        if not match or not match[1]:
             self.refuse(_NO_REPEAT)
-        least, comma, most = found.groups()
+        least, comma, most = match.groups()
         for digits in (least, most):
             if len(digits.lstrip("0")) > 9 or int(digits or 0) > MOST_REPEATS:
                 raise ValueError(
                     f"pattern {shown(self.text)} repeats a part {shown(digits)[1:-1]} times; at"
                     f" most {MOST_REPEATS} are possible"
                 )
-        self.at = found.end()
+        self.at = match.end()
         if not comma:
             return int(least), int(least)
         if most and int(most) < int(least):
@@ -212,28 +214,28 @@ class _Parser:
                 self.at = name.end()
             elif not self.take(":"):
                 self.refuse("a group that begins with (? and is no (?:...) or (?<name>...)")
-        found = self.choice(self.series)
+        inside = self.choice(self.series)
         if self.take("$"):
             self.refuse(_ANCHOR)
         if not self.take(")"):
             self.at = opened
             self.refuse("missing ), unterminated subpattern")
-        return found
+        return inside
 
     def set(self) -> Ranges:
         """Reads what is between brackets."""
         is_inverted = bool(self.take("^"))
-        found: list[tuple[int, int]] = []
+        members: list[tuple[int, int]] = []
         while not self.take("]"):
             low = self.member()
             if self.text[self.at : self.at + 2] != "-]" and self.take("-"):
                 high = self.member()
-                are_single = all(len(each) == 1 and len({*each[0]}) == 1 for each in (low, high))
+                are_single = all(len(ends) == 1 and len({*ends[0]}) == 1 for ends in (low, high))
                 if not are_single or low > high:
                     self.refuse("bad range of characters")
                 low = ((low[0][0], high[0][0]),)
-            found += low
-        return inverted(ranges_of(found)) if is_inverted else ranges_of(found)
+            members += low
+        return inverted(ranges_of(members)) if is_inverted else ranges_of(members)
 
     def member(self) -> Ranges:
         character = self.one("unterminated character set")
@@ -264,12 +266,12 @@ class _Parser:
     def code_point(self, letter: str) -> Ranges:
         r"""Reads the number of a character after \x or \u."""
         pattern = rf"({_HEX}{{2}})" if letter == "x" else rf"({_HEX}{{4}})|\{{({_HEX}{{1,8}})\}}"
-        found = re.compile(pattern).match(self.text, self.at)
-        if not found:
+        match = re.compile(pattern).match(self.text, self.at)
+        if not match:
             self.refuse(f"\\{letter} without the number of a character")
-        digits = found[found.lastindex or 1]
+        digits = match[match.lastindex or 1]
         value = int(digits, 16)
         if value > LAST or 0xD800 <= value < 0xE000:
             self.refuse(f"\\{letter}{digits} is no character")
-        self.at = found.end()
+        self.at = match.end()
         return ((value, value),)

@@ -36,18 +36,18 @@ class Graph:
 
     def __init__(self) -> None:
         self.moves: list[list[tuple[ByteRange, int]]] = [[]]  # by node, the first is the start
-        self.skips: list[list[int]] = [[]]  # by node those that it is joined to
+        self.skips: list[list[int]] = [[]]  # by node those that a skip leads to
         self._tails: dict[tuple[int, tuple[ByteRange, ...]], int] = {}  # last bytes of characters
 
-    def node(self, *joined: int) -> int:
-        """Makes a node, to which others lead."""
+    def node(self, *sources: int) -> int:
+        """Makes a node, to which skips lead from others."""
         new = len(self.moves)
         if new >= MOST_NODES:
             raise TooLarge(f"it needs more than {MOST_NODES} parts, counted with repeats")
         self.moves.append([])
         self.skips.append([])
-        for each in joined:
-            self.skips[each].append(new)
+        for source in sources:
+            self.skips[source].append(new)
         return new
 
     def text(self, start: int, text: str) -> int:
@@ -83,8 +83,9 @@ class Graph:
         """Adds what all of some expressions match: nodes for pairs of nodes."""
         if len(parts) == 1:
             return self.expression(start, parts[0], quoted=quoted)
-        one, other = Graph(), Graph()
-        ends = one.expression(0, parts[0], quoted=quoted), other.all_of(0, parts[1:], quoted=quoted)
+        first, second = Graph(), Graph()
+        end_of_first = first.expression(0, parts[0], quoted=quoted)
+        end_of_second = second.all_of(0, parts[1:], quoted=quoted)
         nodes, waiting = {(0, 0): start}, [(0, 0)]
 
         def node(pair: tuple[int, int]) -> int:
@@ -95,14 +96,14 @@ class Graph:
 
         for a, b in waiting:  # it grows meanwhile
             here = nodes[a, b]
-            self.skips[here] += [node((after, b)) for after in one.skips[a]]
-            self.skips[here] += [node((a, after)) for after in other.skips[b]]
-            for (low, high), to_a in one.moves[a]:
-                for (least, most), to_b in other.moves[b]:
+            self.skips[here] += [node((after, b)) for after in first.skips[a]]
+            self.skips[here] += [node((a, after)) for after in second.skips[b]]
+            for (low, high), to_a in first.moves[a]:
+                for (least, most), to_b in second.moves[b]:
                     byte = max(low, least), min(high, most)
                     if byte[0] <= byte[1]:
                         self.moves[here].append((byte, node((to_a, to_b))))
-        return node(ends)
+        return node((end_of_first, end_of_second))
 
     def other_than(self, start: int, names: Collection[str]) -> int:
         """Adds texts in a JSON string that are none of some names."""
@@ -112,12 +113,12 @@ class Graph:
         ends = [self.expression(free, any_text(), quoted=True)]
 
         def beside(node: int, names: Collection[str]) -> None:
-            rest: dict[str, list[str]] = defaultdict(list)
+            by_first: dict[str, list[str]] = defaultdict(list)
             for name in names:
                 if name:
-                    rest[name[0]].append(name[1:])
-            self._characters(node, inverted(of_characters(rest)), free, quoted=True)
-            for first, names_after in rest.items():
+                    by_first[name[0]].append(name[1:])
+            self._characters(node, inverted(of_characters(by_first)), free, quoted=True)
+            for first, names_after in by_first.items():
                 after = self.node()
                 self._characters(node, of_characters(first), after, quoted=True)
                 beside(after, names_after)
@@ -153,13 +154,13 @@ def leading_to(ends: Iterable[int], ways: Iterable[tuple[int, Iterable[int]]]) -
     for node, targets in ways:
         for target in targets:
             before[target].append(node)
-    found = {*ends}
-    waiting = [*found]
+    reached = {*ends}
+    waiting = [*reached]
     while waiting:
-        new = [node for node in before[waiting.pop()] if node not in found]
-        found.update(new)
+        new = [node for node in before[waiting.pop()] if node not in reached]
+        reached.update(new)
         waiting += new
-    return found
+    return reached
 
 
 def have_a_text(parts: tuple[Expression, ...]) -> bool:
@@ -171,18 +172,18 @@ def have_a_text(parts: tuple[Expression, ...]) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _sequences(ranges: Ranges, quoted: bool) -> list[tuple[ByteRange, ...]]:
     """Returns the bytes of characters, as sequences of ranges."""
-    found: list[tuple[ByteRange, ...]] = []
+    sequences: list[tuple[ByteRange, ...]] = []
     for low, high in ranges:
         for start, limit in ((0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
             if low <= limit and high >= start:
-                found += _of_one_length(max(low, start), min(high, limit))
+                sequences += _of_one_length(max(low, start), min(high, limit))
         if quoted:  # in a JSON string, each in one way; few control characters are there
             escapes = (_ESCAPES[code] for code in _ESCAPES if low <= code <= high)
-            found += (tuple((byte, byte) for byte in escape) for escape in escapes)
+            sequences += (tuple((byte, byte) for byte in escape) for escape in escapes)
         for start, limit in ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7F)) if quoted else ((0, 0x7F),):
             if low <= limit and high >= start:
-                found.append(((max(low, start), min(high, limit)),))
-    return found
+                sequences.append(((max(low, start), min(high, limit)),))
+    return sequences
 
 
 _ESCAPES = {code: json.dumps(chr(code))[1:-1].encode() for code in b'\b\f\n\r\t"\\'}

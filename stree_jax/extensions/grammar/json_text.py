@@ -24,16 +24,16 @@ def automaton_of_schema(schema: Any) -> tuple[ByteAutomaton, str]:
     writer = _Writer()
     try:
         end = writer.value(0, (read_schema(schema),), _FREE_LEVELS)
-        found = automaton_of_graph(writer.graph, end)
+        automaton = automaton_of_graph(writer.graph, end)
     except TooLarge as error:
         raise ValueError(too_large(writer.largest(), error)) from None
     except RecursionError:
         raise ValueError("the schema is nested too deep") from None
-    if found is None:
+    if automaton is None:
         raise ValueError(
             "the schema contradicts itself, or refers to itself without an end, so no text is valid"
         )
-    return found, writer.largest()
+    return automaton, writer.largest()
 
 
 def too_large(part: str, error: TooLarge) -> str:
@@ -61,7 +61,8 @@ class _Writer:
         """Adds the values for which schemas hold, with free `levels` inside."""
         before = len(self.graph.moves)
         try:
-            ends = [end for each in shapes_of(together) for end in self.shape(start, each, levels)]
+            shapes = shapes_of(together)
+            ends = [end for shape in shapes for end in self.shape(start, shape, levels)]
             return self.graph.node(*ends)
         finally:
             if together:
@@ -71,19 +72,19 @@ class _Writer:
 
     def shape(self, start: int, shape: Shape, levels: int) -> list[int]:
         """Adds the values of each type of a shape."""
-        words = ["null"] * shape.null + [json.dumps(each) for each in sorted(shape.booleans)]
-        found = [self.graph.text(start, word) for word in words]
+        words = ["null"] * shape.null + [json.dumps(value) for value in sorted(shape.booleans)]
+        ends = [self.graph.text(start, word) for word in words]
         if shape.number is not None:
-            found.append(self.graph.all_of(start, shape.number or (numbers.ANY,)))
+            ends.append(self.graph.all_of(start, shape.number or (numbers.ANY,)))
         if shape.string is not None:
             inside = self.graph.text(start, '"')
             inside = self.graph.all_of(inside, shape.string or (any_text(),), quoted=True)
-            found.append(self.graph.text(inside, '"'))
+            ends.append(self.graph.text(inside, '"'))
         if shape.array is not None and (levels or shape.array != Arrays()):
-            found.append(self.array(start, shape.array, levels - (shape.array == Arrays())))
+            ends.append(self.array(start, shape.array, levels - (shape.array == Arrays())))
         if shape.object is not None and (levels or shape.object != Objects()):
-            found.append(self.object(start, shape.object, levels - (shape.object == Objects())))
-        return found
+            ends.append(self.object(start, shape.object, levels - (shape.object == Objects())))
+        return ends
 
     def sign(self, start: int, text: str) -> int:
         """Adds a sign between parts, with or without spaces around it."""
@@ -95,8 +96,10 @@ class _Writer:
 
     def array(self, start: int, arrays: Arrays, levels: int) -> int:
         """Adds arrays: each item apart, until all others are alike."""
-        node, number, closes = self.space(self.graph.text(start, "[")), 0, list[int]()
-        last = max([arrays.least - 1, 0, *(len(rule.own) for rule in arrays.rules)])
+        node = self.space(self.graph.text(start, "["))
+        number = 0
+        closes: list[int] = []
+        last = max([arrays.least - 1, 0, *(len(rule.by_key) for rule in arrays.rules)])
         while True:
             if number >= arrays.least:
                 closes.append(node)
@@ -114,11 +117,12 @@ class _Writer:
     def object(self, start: int, objects: Objects, levels: int) -> int:
         """Adds objects: named properties, which may be left out, then others."""
         # Nodes after which no comma comes, and those after which one does.
-        opened, written = [self.space(self.graph.text(start, "{"))], list[int]()
-        named = [(str(name), each) for rule in objects.rules for name, each in rule.own.items()]
-        names = [*dict.fromkeys([*(name for name, _ in named), *objects.required])]
+        opened: list[int] = [self.space(self.graph.text(start, "{"))]
+        written: list[int] = []
+        named = [item for rule in objects.rules for item in rule.by_key.items()]
+        names = [*dict.fromkeys([*(str(name) for name, _ in named), *objects.required])]
         for name in names:
-            before = self.graph.node(*opened, *[self.sign(each, ",") for each in written])
+            before = self.graph.node(*opened, *[self.sign(node, ",") for node in written])
             key = self.graph.text(before, json.dumps(name, ensure_ascii=False))
             after = self.value(self.sign(key, ":"), schemas_of(objects.rules, name), levels)
             if name in objects.required:
@@ -127,9 +131,9 @@ class _Writer:
                 written = [self.graph.node(*written, after)]
         # Where schemas say what some properties are, and not what others are, none are wanted.
         others = schemas_of(objects.rules, None)
-        is_open = bool(others) or all(each.schema is False for _, each in named)
-        if is_open and all(each.schema is not False for each in others):
-            before = self.graph.node(*opened, *[self.sign(each, ",") for each in written])
+        is_open = bool(others) or all(part.schema is False for _, part in named)
+        if is_open and all(part.schema is not False for part in others):
+            before = self.graph.node(*opened, *[self.sign(node, ",") for node in written])
             key = self.graph.other_than(self.graph.text(before, '"'), names)
             after = self.value(self.sign(self.graph.text(key, '"'), ":"), others, levels)
             self.graph.skips[self.sign(after, ",")].append(before)

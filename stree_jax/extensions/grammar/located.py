@@ -28,26 +28,27 @@ class Located(NamedTuple):
     def parts(self, name: str) -> "list[Located]":
         """Returns the schemas in the list of a keyword."""
         schemas = self.value(name, [], "a list of schemas")
-        return [self.part(each, f"[{i}]") for i, each in enumerate(schemas)]
+        return [self.part(schema, f"[{i}]") for i, schema in enumerate(schemas)]
 
     def referred(self) -> "Located":
         """Returns what the reference refers to, such as #/$defs/name."""
-        name, found = self.value("$ref", "", "a text"), self.root
+        name = self.value("$ref", "", "a text")
+        schema = self.root
         try:
             start, *steps = urllib.parse.unquote(name).split("/")
             if start != "#":
                 raise LookupError(name)
-            for step in (each.replace("~1", "/").replace("~0", "~") for each in steps):
-                if isinstance(found, list):
-                    found = {str(i): each for i, each in enumerate(found)}
-                found = found[step]
-                self.part(found).check_address()
+            for step in steps:
+                if isinstance(schema, list):
+                    schema = {str(i): part for i, part in enumerate(schema)}
+                schema = schema[step.replace("~1", "/").replace("~0", "~")]
+                self.part(schema).check_address()
         except (LookupError, TypeError):
             raise ValueError(
                 f"{self.where} refers to {shown(name)}, which is not there; paths in the schema are"
                 " read, such as #/$defs/name"
             ) from None
-        return self._replace(schema=found, inside=(*self.inside, id(found)))
+        return self._replace(schema=schema, inside=(*self.inside, id(schema)))
 
     def check_address(self) -> None:
         """Refuses a part with an address, which its references are relative to."""
@@ -68,7 +69,7 @@ class Located(NamedTuple):
 
     def counts(self, what: str) -> tuple[int, int | None]:
         """Returns a least and a most number; None: without limit."""
-        found: list[int | None] = []
+        bounds: list[int | None] = []
         for name in (f"min{what}", f"max{what}"):
             value = self.schema.get(name)
             if isinstance(value, float) and value.is_integer():
@@ -78,8 +79,8 @@ class Located(NamedTuple):
                     f"{name} of {self.where} must be an integer from 0 to {MOST_REPEATS}, got"
                     f" {shown(value)}; {_WAY_OUT}"
                 )
-            found.append(value)
-        least, most = found[0] or 0, found[1]
+            bounds.append(value)
+        least, most = bounds[0] or 0, bounds[1]
         if most is not None and least > most:
             raise ValueError(f"{self.where} has min{what} {least} and max{what} {most}")
         return least, most
@@ -92,20 +93,20 @@ class Located(NamedTuple):
         except ValueError as error:
             raise ValueError(f"{self.where} has the {error}") from None
 
-    def rest(self, name: str, name_of_rest: str, where: str) -> "Located | None":
+    def schema_of_others(self, name: str, unevaluated: str, where: str) -> "Located | None":
         """Returns the schema of what no other keyword is about."""
         schema = self.schema
-        if name not in schema and schema.get(name_of_rest, True) is not True:
+        if name not in schema and schema.get(unevaluated, True) is not True:
             if {"$ref", "allOf", "anyOf", "oneOf"} & schema.keys():  # they may be about others
-                self.refuse(name_of_rest)
-            name = name_of_rest
+                self.refuse(unevaluated)
+            name = unevaluated
         return self.part(schema[name], where) if name in schema else None
 
     def check_text(self, text: Any) -> None:
         """Refuses what is no text, or has characters that are not written."""
         if not isinstance(text, str) or any(
-            "\ud800" <= each <= "\udfff" or (each < " " and each not in "\b\f\n\r\t")
-            for each in text
+            "\ud800" <= letter <= "\udfff" or (letter < " " and letter not in "\b\f\n\r\t")
+            for letter in text
         ):
             raise ValueError(
                 f"{self.where} has {shown(text)}, which is no text, or has half of a surrogate pair"

@@ -72,18 +72,18 @@ def _shapes(at: Located) -> list[Shape]:
 
 def _united(parts: Iterable[list[Shape]], at: Located) -> list[Shape]:
     """Returns all shapes of some lists that have a value."""
-    found = [shape for shapes in parts for shape in shapes if shape != NOTHING]
-    if len(found) > _MOST_SHAPES:
+    united = [shape for shapes in parts for shape in shapes if shape != NOTHING]
+    if len(united) > _MOST_SHAPES:
         raise ValueError(f"{at.where} has more than {_MOST_SHAPES} alternatives")
-    return found
+    return united
 
 
 def _all_of(parts: Iterable[list[Shape]], at: Located) -> list[Shape]:
     """Returns the values that are in each of some lists."""
-    found = [EVERYTHING]
+    shapes = [EVERYTHING]
     for part in parts:
-        found = _united(([both(a, b)] for a in found for b in part), at)
-    return found
+        shapes = _united(([both(a, b)] for a in shapes for b in part), at)
+    return shapes
 
 
 def _logic(at: Located) -> Iterator[list[Shape]]:
@@ -107,7 +107,7 @@ def _logic(at: Located) -> Iterator[list[Shape]]:
 
 def _may_exist(shape: Shape, depth: int = 4) -> bool:
     """True if a shape may have a value, as far as easily seen."""
-    texts = (each for each in (shape.number, shape.string) if each is not None)
+    texts = (parts for parts in (shape.number, shape.string) if parts is not None)
     if depth == 0 or shape.null or shape.booleans or any(map(have_a_text, texts)):
         return True
     kinds: list[list[list[Shape]]] = []  # of what has to be inside, by type
@@ -117,15 +117,16 @@ def _may_exist(shape: Shape, depth: int = 4) -> bool:
         first = range(min(shape.array.least, 8))
         kinds.append([shapes_of(schemas_of(shape.array.rules, i)) for i in first])
     return any(
-        all(any(_may_exist(each, depth - 1) for each in part) for part in parts) for parts in kinds
+        all(any(_may_exist(inner, depth - 1) for inner in shapes) for shapes in parts)
+        for parts in kinds
     )
 
 
 def _of_types(at: Located) -> Iterator[list[Shape]]:
     if "type" not in at.schema:
         return
-    given = at.schema["type"]
-    names = given if isinstance(given, list) else [given]
+    types = at.schema["type"]
+    names = types if isinstance(types, list) else [types]
     for name in names:
         if not isinstance(name, str) or name not in _TYPES:
             raise ValueError(f"{at.where} has the unknown type {shown(name)}")
@@ -139,14 +140,14 @@ def _of_values(at: Located) -> Iterator[list[Shape]]:
             continue
         values = at.value(name, [], "a list") if name == "enum" else [at.schema[name]]
         plain = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-        if any(isinstance(each, float) and not math.isfinite(each) for each in plain):
+        if any(isinstance(number, float) and not math.isfinite(number) for number in plain):
             raise ValueError(f"{name!r} of {at.where} has a number that is none in JSON")
-        texts = [each for each in values if isinstance(each, str)]
+        texts = [value for value in values if isinstance(value, str)]
         for text in texts:
             at.check_text(text)
         flat = Shape(
             None in values,
-            frozenset(each for each in values if isinstance(each, bool)),
+            frozenset(value for value in values if isinstance(value, bool)),
             (numbers.equal_to(plain),) if plain else None,
             (Choice(tuple(map(literal, texts))),) if texts else None,
         )
@@ -158,10 +159,10 @@ def _as_schema(value: Any) -> dict[str, Any]:
     """Returns the schema of one array or object."""
     if isinstance(value, list):
         sizes = {"minItems": len(value), "maxItems": len(value)}
-        return {"type": "array", "prefixItems": [{"const": each} for each in value]} | sizes
+        return {"type": "array", "prefixItems": [{"const": item} for item in value]} | sizes
     return {
         "type": "object",
-        "properties": {name: {"const": each} for name, each in value.items()},
+        "properties": {name: {"const": item} for name, item in value.items()},
         "required": [*value],
         "additionalProperties": False,
     }
@@ -196,7 +197,8 @@ def _of_strings(at: Located) -> Iterator[list[Shape]]:
 def _of_arrays(at: Located) -> Iterator[list[Shape]]:
     if isinstance(at.schema.get("items"), list):
         raise ValueError(f"'items' of {at.where} is a list; draft 2020-12 has 'prefixItems' for it")
-    first, others = at.parts("prefixItems"), at.rest("items", "unevaluatedItems", "[]")
+    first = at.parts("prefixItems")
+    others = at.schema_of_others("items", "unevaluatedItems", "[]")
     rules = (Rule(dict(enumerate(first)), others),) if first or others is not None else ()
     yield [EVERYTHING._replace(array=Arrays(rules, *at.counts("Items")))]
 
@@ -206,8 +208,8 @@ def _of_objects(at: Located) -> Iterator[list[Shape]]:
     required = at.value("required", [], "a list of names")
     for name in (*properties, *required):
         at.check_text(name)
-    named = {name: at.part(each, f".{name}") for name, each in properties.items()}
-    others = at.rest("additionalProperties", "unevaluatedProperties", ".*")
+    named = {name: at.part(schema, f".{name}") for name, schema in properties.items()}
+    others = at.schema_of_others("additionalProperties", "unevaluatedProperties", ".*")
     rules = (Rule(named, others),) if named or others is not None else ()
     yield [EVERYTHING._replace(object=Objects(rules, tuple(required)))]
 

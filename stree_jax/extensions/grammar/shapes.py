@@ -15,7 +15,7 @@ Texts: TypeAlias = tuple[Expression, ...]
 class Rule(NamedTuple):
     """Schemas of items by index, or properties by name, and of others."""
 
-    own: Mapping[Any, Located]
+    by_key: Mapping[Any, Located]
     others: Located | None = None
 
 
@@ -36,8 +36,8 @@ class Objects(NamedTuple):
 
 def schemas_of(rules: tuple[Rule, ...], key: int | str | None) -> Together:
     """Returns the schemas of an item or a property; None: of others."""
-    found = (rule.own.get(key, rule.others) for rule in rules)
-    return tuple(schema for schema in found if schema is not None)
+    schemas = (rule.by_key.get(key, rule.others) for rule in rules)
+    return tuple(schema for schema in schemas if schema is not None)
 
 
 class Shape(NamedTuple):
@@ -57,20 +57,25 @@ EVERYTHING = Shape(True, frozenset([False, True]), (), (), Arrays(), Objects())
 
 def both(a: Shape, b: Shape) -> Shape:
     """Returns the values of two shapes."""
-    others = (
-        None if one is None or other is None else _met(one, other)
-        for one, other in zip(a[2:], b[2:], strict=True)
+    return Shape(
+        null=a.null and b.null,
+        booleans=a.booleans & b.booleans,
+        number=_met(a.number, b.number),
+        string=_met(a.string, b.string),
+        array=_met(a.array, b.array),
+        object=_met(a.object, b.object),
     )
-    return Shape(a.null and b.null, a.booleans & b.booleans, *others)
 
 
 def _met(a: Any, b: Any) -> Any:
     """Returns the values of one type in both; None: no value."""
+    if a is None or b is None:
+        return None
     if isinstance(a, Objects):
         return Objects(a.rules + b.rules, (*dict.fromkeys(a.required + b.required),))
     if not isinstance(a, Arrays):
         return (*dict.fromkeys(a + b),)
     least = max(a.least, b.least)
-    most = min((each for each in (a.most, b.most) if each is not None), default=None)
+    most = min((most for most in (a.most, b.most) if most is not None), default=None)
     is_empty = most is not None and most < least
     return None if is_empty else Arrays(a.rules + b.rules, least, most)

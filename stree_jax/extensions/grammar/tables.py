@@ -118,14 +118,14 @@ class Compressor:
             return
         pairs = np.empty((len(tokens), 2), np.int32)
         pairs[:, 0], pairs[:, 1] = after - state, after
-        found = (each for each in self._open if self._moves[each].adds(tokens, pairs))
-        number = next(found, len(self._moves))
+        fitting = (move for move in self._open if self._moves[move].adds(tokens, pairs))
+        number = next(fitting, len(self._moves))
         if number == len(self._moves):
             self._moves.append(_Move(self._vocab_size))
             self._moves[number].adds(tokens, pairs)
-        self._open = [number, *(each for each in self._open if each != number)]
-        for each in self._open[_MOST_OPEN:]:
-            self._moves[each] = self._moves[each].coded()
+        self._open = [number, *(move for move in self._open if move != number)]
+        for move in self._open[_MOST_OPEN:]:
+            self._moves[move] = self._moves[move].coded()
         self._open = self._open[:_MOST_OPEN]
         key = hashlib.blake2b(tokens.astype(np.int32).tobytes()).digest(), number
         if key not in self._kinds:
@@ -137,7 +137,7 @@ class Compressor:
 
     def tables(self) -> "Tables":
         """Returns the tables, on the device."""
-        coded = (each.coded() if isinstance(each, _Move) else each for each in self._moves)
+        coded = (move.coded() if isinstance(move, _Move) else move for move in self._moves)
         steps, tokens, steps_of = zip(*coded, strict=True)
         return _on_device(
             self._vocab_size,
@@ -156,7 +156,7 @@ def compressed(num_states: int, vocab_size: int, *edges: np.ndarray) -> Tables:
     tables = Compressor(num_states, vocab_size)
     bounds = np.searchsorted(edges[0], np.arange(num_states + 1))
     for state, (low, high) in enumerate(itertools.pairwise(bounds)):
-        tables.add(state, *(each[low:high] for each in edges[1:]))
+        tables.add(state, *(array[low:high] for array in edges[1:]))
     return tables.tables()
 
 
@@ -177,26 +177,29 @@ def _on_device(vocab_size: int, **arrays: np.ndarray) -> Tables:
 
 def firsts(tables: Sequence[Tables], name: str) -> list[int]:
     """Returns where the entries of each table begin in all of them."""
-    lengths = [len(getattr(each, name)) for each in tables]
+    lengths = [len(getattr(table, name)) for table in tables]
     return [0, *itertools.accumulate(lengths[:-1])]
 
 
-def joined(tables: Sequence[Tables]) -> Tables:
+def concatenated(tables: Sequence[Tables]) -> Tables:
     """Returns the tables of all states of some tables."""
-    each = [jax.tree.map(np.asarray, one) for one in tables]
-    each = [dataclasses.replace(one, first=one.first[: len(one.step)]) for one in each]
+    on_host = [jax.tree.map(np.asarray, table) for table in tables]
+    on_host = [dataclasses.replace(one, first=one.first[: len(one.step)]) for one in on_host]
 
     def all_of(name: str, counted: str = "", *, are_codes: bool = False) -> np.ndarray:
         """Returns the entries of all, moved where they count others."""
-        parts = [getattr(one, name) for one in each]
-        both = zip(parts, firsts(each, counted) if counted else [0] * len(each), strict=True)
-        if are_codes:  # those of states themselves move with the states
-            return np.concatenate([part + np.where(part >= ABSOLUTE, at, 0) for part, at in both])
-        return np.concatenate([part + np.array(at, part.dtype) for part, at in both])
+        offsets = firsts(on_host, counted) if counted else [0] * len(on_host)
+        moved = []
+        for table, offset in zip(on_host, offsets, strict=True):
+            entries = getattr(table, name)
+            # Of codes only those of states themselves move with the states.
+            by = np.where(entries >= ABSOLUTE, offset, 0) if are_codes else offset
+            moved.append(entries + np.asarray(by, entries.dtype))
+        return np.concatenate(moved)
 
     token = all_of("token")
     return _on_device(
-        each[0].vocab_size,
+        on_host[0].vocab_size,
         kind=all_of("kind", "allowed"),
         allowed=all_of("allowed"),
         move=all_of("move", "step"),

@@ -76,7 +76,7 @@ class TokenTree:
             for at_first in range(first, last, count):
                 states = order[at_first : min(at_first + count, last)]
                 nodes, at = np.zeros(1, np.int64), states[None]
-                found, after = [], []
+                tokens_below, after = [], []
                 while nodes.size:
                     children, parent = _expanded(self.first_child[nodes], self.num_children[nodes])
                     kinds = class_of[self.byte[children]]
@@ -87,9 +87,9 @@ class TokenTree:
                         raise TooLarge(f"it takes too much work with {self.vocab_size} tokens")
                     at, nodes = at[kept], children[kept]
                     places, column = _expanded(self.first_token[nodes], self.num_tokens[nodes])
-                    found.append(self.tokens[places])
+                    tokens_below.append(self.tokens[places])
                     after.append(at[column])
-                tokens, reached = np.concatenate(found), np.concatenate(after).T.copy()
+                tokens, reached = np.concatenate(tokens_below), np.concatenate(after).T.copy()
                 for state, row in zip(states.tolist(), reached, strict=True):
                     some = np.flatnonzero(row != dead)
                     yield state, tokens[some], row[some]

@@ -93,16 +93,14 @@ class InterleavedDrafter(Drafter):
     def read(
         self, state: dict[str, WholeModelState], tokens: Array, hidden: Any, lengths: Array
     ) -> dict[str, WholeModelState]:
-        return {
-            (key := self._key(letter)): model.read(state[key], tokens, None, lengths)
-            for letter, model in self._models().items()
-        }
+        models = {self._key(letter): model for letter, model in self._models().items()}
+        return {key: model.read(state[key], tokens, None, lengths) for key, model in models.items()}
 
     def propose(
         self, state: dict[str, WholeModelState], step: Step, topology: TreeTopology
     ) -> tuple[DraftTree, dict[str, WholeModelState]]:
         is_zero = step.sampling.temperature_is_zero
-        how = self.child_sampling(topology, temperature_is_zero=is_zero)
+        drawing = self.child_sampling(topology, temperature_is_zero=is_zero)
         models = self._models()
         tokens = root_token(step.context)
         valid = jnp.ones_like(tokens, bool)
@@ -121,7 +119,7 @@ class InterleavedDrafter(Drafter):
             state = state | {self._key(letter): reader}
             logits = step.processors.masked(logits, rules)
             keys = jax.vmap(jax.random.fold_in, (0, None))(step.keys, depth)
-            drawn, exists, law = drawn_children(how.kind, logits, 1, step, depth, keys)
+            drawn, exists, law = drawn_children(drawing.kind, logits, 1, step, depth, keys)
             log_probs.append(law)
             rules = step.processors.advance(rules, drawn[:, :, 0])
             tokens = jnp.concatenate([tokens, drawn[:, :, 0]], axis=1)
@@ -131,10 +129,10 @@ class InterleavedDrafter(Drafter):
         draft = DraftTree(
             tokens=tokens,
             tree=topology.tree(valid),
-            log_probs=jnp.concatenate(log_probs, axis=1) if how.is_sampled else None,
-            log_prob_row=jnp.where((rows < topology.depth) & how.is_sampled, rows, -1),
+            log_probs=jnp.concatenate(log_probs, axis=1) if drawing.is_sampled else None,
+            log_prob_row=jnp.where((rows < topology.depth) & drawing.is_sampled, rows, -1),
             finite=valid[:, -1],
-            drawn=how,
+            drawn=drawing,
         )
         return draft, state
 
@@ -154,13 +152,18 @@ class InterleavedDrafter(Drafter):
             chain = TreeTopology.chain(num_read - 1).tree(draft.tree.valid[:, :num_read])
             return model.commit(state[self._key(letter)], chain, place, draft, verdict)
 
-        return {self._key(x): committed(x, model) for x, model in self._models().items()}
+        return {
+            self._key(letter): committed(letter, model) for letter, model in self._models().items()
+        }
 
     def _models(self) -> dict[str, WholeModel]:
         """Returns models with slots for tokens that they have not run."""
         models = {"q": self.medium, "s": self.small}
         length = 1 + len(self.pattern)
-        return {x: WholeModel(model, length - self._num_read(x)) for x, model in models.items()}
+        return {
+            letter: WholeModel(model, length - self._num_read(letter))
+            for letter, model in models.items()
+        }
 
     def _key(self, letter: str) -> str:
         """Returns a model's name by its number and its slots."""

@@ -98,9 +98,9 @@ class MedusaDrafter(Drafter):
         level = np.array(topology.depths[1:]) - 1
         root = root_token(step.context)
         tokens = jnp.concatenate([root, drawn[:, level, rank]], axis=1)
-        found = exists[:, level, rank] & state.known[:, None]
-        found = jnp.concatenate([jnp.ones_like(root, bool), found], axis=1)
-        valid = ~jnp.any(topology.ancestor_mask[None] & ~found[:, None], axis=-1)
+        drafted = exists[:, level, rank] & state.known[:, None]
+        drafted = jnp.concatenate([jnp.ones_like(root, bool), drafted], axis=1)
+        valid = ~jnp.any(topology.ancestor_mask[None] & ~drafted[:, None], axis=-1)
         is_inner = np.array([bool(children) for children in topology.children])
         row = np.where(is_inner & (log_probs is not None), topology.depths, -1)
         draft = DraftTree(
@@ -142,6 +142,7 @@ def _after(
     state: MedusaState, hidden: Float[Array, "B _ M"], last: Int[Array, " B"]
 ) -> MedusaState:
     """Returns the state at `last`; rows where it is -1 keep theirs."""
-    runs, at = last >= 0, jnp.maximum(last, 0)[:, None, None]
-    new = jnp.take_along_axis(hidden, at, axis=1)[:, 0]
-    return MedusaState(jnp.where(runs[:, None], new, state.hidden), state.known | runs)
+    is_active = last >= 0
+    node = jnp.maximum(last, 0)[:, None, None]
+    new = jnp.take_along_axis(hidden, node, axis=1)[:, 0]
+    return MedusaState(jnp.where(is_active[:, None], new, state.hidden), state.known | is_active)

@@ -51,10 +51,13 @@ def of_checkpoint(checkpoint: Checkpoint, target: HybridLM) -> MtpHead:
         raise ValueError(
             f"the multi-token prediction head in {path} cannot be read: {head.problem}"
         )
-    both = checkpoint.description.config, target.config
-    width, tokens = zip(*((each.d_model, each.num_embeddings) for each in both), strict=True)
-    what, way_out = f"the model of the head in {path}", "load the target from the same checkpoint"
-    check_fits(what, way_out, width=width, tokens=tokens)
+    model, config = checkpoint.description.config, target.config
+    check_fits(
+        f"the model of the head in {path}",
+        "load the target from the same checkpoint",
+        width=(model.d_model, config.d_model),
+        tokens=(model.num_embeddings, config.num_embeddings),
+    )
     like = abstract_head("mtp", head.config, target)
     return load_head_weights(checkpoint._replace(rules=head.rules), like)
 
@@ -75,9 +78,9 @@ def read(
     """Describes the head of a checkpoint, of whose config `attention` and `experts` read parts."""
     fields.ignore("of the multi-token prediction head, see load_mtp", *_KEYS, *_OF_PUZZLE)
     fields.ignore("used in training only", *TRAINING)
-    own = {name: tensor for name, tensor in tensors.items() if is_of_head(name)}
+    head_tensors = {name: tensor for name, tensor in tensors.items() if is_of_head(name)}
 
-    def found() -> tuple[MtpConfig, list[Rule]]:
+    def config_and_rules() -> tuple[MtpConfig, list[Rule]]:
         listed: list[Any] = [["attention", "moe"], ["full_attention", "moe"]]
         for name, known in zip(_KEYS[1:], (listed, ["*E"]), strict=True):
             value = fields.values.get(name)
@@ -94,42 +97,44 @@ def read(
         fields.check(shared == 1, f"n_shared_experts = {shared!r:.80} in a head, not 1")
         config = MtpConfig(d_model, attention(), experts(), norm_eps)
         # Of several prefixes one whose rules then do not fit.
-        prefix = next((x for x in PREFIXES if any(name.startswith(x) for name in own)), PREFIXES[0])
-        return config, rules_of(config, prefix, merged=f"{prefix}{_MERGED}" in own)
+        prefix = next(
+            (x for x in PREFIXES if any(name.startswith(x) for name in head_tensors)), PREFIXES[0]
+        )
+        return config, rules_of(config, prefix, merged=f"{prefix}{_MERGED}" in head_tensors)
 
     number = fields.values.get(_KEYS[0]) or 0
-    return described(fields, tensors, own, _KEYS[0], number, found)
+    return described(fields, tensors, head_tensors, _KEYS[0], number, config_and_rules)
 
 
 def described(
     fields: Fields,
     tensors: Mapping[str, Any],
-    own: Mapping[str, Any],
+    head_tensors: Mapping[str, Any],
     key: str,
     number: Any,
-    found: Callable[[], tuple[MtpConfig, list[Rule]]],
+    config_and_rules: Callable[[], tuple[MtpConfig, list[Rule]]],
 ) -> HeadDescription | None:
-    """Describes as many heads as a config's key says, with what is `found`; None: there is none.
+    """Describes as many heads as a config's key says, by `config_and_rules`; None: there is none.
 
     What is wrong with a head does not keep the target from being read. Without tensors those of
     the config are not checked.
     """
-    if number == 0 and not own:
+    if number == 0 and not head_tensors:
         return None
     try:
         fields.check(
             number == 1,
-            f"{key} = {number!r:.80} with {len(own)} tensors of a multi-token prediction head;"
-            " only checkpoints with one head are supported",
+            f"{key} = {number!r:.80} with {len(head_tensors)} tensors of a multi-token prediction"
+            " head; only checkpoints with one head are supported",
         )
         fields.check(
-            bool(own) or not tensors,
+            bool(head_tensors) or not tensors,
             f"{key} = 1, but the files have no tensors mtp.*: this copy has no multi-token"
             " prediction head (transformers drops it when it saves); take the original",
         )
-        config, rules = found()
+        config, rules = config_and_rules()
         if tensors:
-            rules = head_rules(rules, own, abstract_head("mtp", config))
+            rules = head_rules(rules, head_tensors, abstract_head("mtp", config))
     except ValueError as error:
         return HeadDescription(None, [], str(error))
     return HeadDescription(config, rules)

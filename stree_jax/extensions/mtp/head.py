@@ -24,8 +24,15 @@ from stree_jax.models import DraftHead, linear
 
 # Fields of `AttentionConfig` that heads have.
 _OPTIONS = (
-    *("num_heads", "num_kv_heads", "head_dim", "scale"),
-    *("rotary_dim", "rope_theta", "rope_scaling", "qk_norm_eps", "output_gate"),
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "scale",
+    "rotary_dim",
+    "rope_theta",
+    "rope_scaling",
+    "qk_norm_eps",
+    "output_gate",
 )
 
 

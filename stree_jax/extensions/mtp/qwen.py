@@ -26,22 +26,21 @@ def read(
 ) -> HeadDescription | None:
     """Describes the head of a checkpoint, whose layers are like the target's last ones."""
     fields.ignore("of the multi-token prediction head, see load_mtp", _NUMBER, _DEDICATED)
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    head_tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
 
-    def found() -> tuple[MtpConfig, list[Rule]]:
+    def config_and_rules() -> tuple[MtpConfig, list[Rule]]:
         fields.check(
             fields.values.get(_DEDICATED) in (None, False),
             f"{_DEDICATED} = true: heads with an embedding of their own are not supported",
         )
-        attention = config.attention
+        attention, last = config.attention, config.layers[-1]
         fields.check(attention is not None, "no attention layer says how the head's is made")
         assert attention is not None
-        eps = config.norm_eps
-        head = MtpConfig(config.d_model, attention, config.layers[-1], eps, norm_float32=True)
-        return head, _rules_of(head, merged=_MERGED in own if own else merged)
+        head = MtpConfig(config.d_model, attention, last, config.norm_eps, norm_float32=True)
+        return head, _rules_of(head, merged=_MERGED in head_tensors if head_tensors else merged)
 
-    number = fields.values.get(_NUMBER, int(bool(own)))  # Qwen3-Next does not say it
-    return described(fields, tensors, own, _NUMBER, number, found)
+    number = fields.values.get(_NUMBER, int(bool(head_tensors)))  # Qwen3-Next does not say it
+    return described(fields, tensors, head_tensors, _NUMBER, number, config_and_rules)
 
 
 def _rules_of(config: MtpConfig, *, merged: bool) -> list[Rule]:

@@ -60,8 +60,8 @@ def head_of(recipe: Recipe, target: HybridLM) -> tuple[MtpConfig, int]:
         steps = check_int("steps", table.get("steps", 4), 1, _MOST_STEPS)
         attention = _layer(table, config, ["attention"])
         feed_forward = _layer(table, config, ["mlp", "moe"])
-        own = config.norm_eps, config.norm_float32
-        return MtpConfig(config.d_model, attention, feed_forward, *own), steps
+        norms = config.norm_eps, config.norm_float32
+        return MtpConfig(config.d_model, attention, feed_forward, *norms), steps
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{recipe.source}, [model] has steps, [model.attention], and [model.mlp] or"
@@ -74,11 +74,11 @@ def _layer(table: Mapping[str, Any], config: ModelConfig, kinds: Sequence[str]) 
     named = [kind for kind in kinds if kind in table]
     if len(named) == 1:
         return _LAYERS[named[0]](**table[named[0]])
-    like = [layer for layer in config.layers if layer.kind in kinds]
-    if named or not like:
+    target_layers = [layer for layer in config.layers if layer.kind in kinds]
+    if named or not target_layers:
         what = " or ".join(f"[model.{kind}]" for kind in kinds)
         raise ValueError(f"got {sorted(table)}, and the target needs one table {what}")
-    return like[-1]
+    return target_layers[-1]
 
 
 def _last_products(feed_forward: Any) -> list[Any]:

@@ -198,7 +198,7 @@ class _Search:
         self.level = 0
         self.growing: list[_Texts] = []
         self.states: list[State] = []  # above each thought of the level
-        self.grown: dict[int, Thought] = {}
+        self.complete: dict[int, Thought] = {}  # of the level, by index
 
     def next_level(self, above: Sequence[tuple[int | None, State]] = ((None, ()),)) -> list[_Ask]:
         """The first requests of a level, below these thoughts and their states."""
@@ -206,7 +206,8 @@ class _Search:
         times = 1 if self.level == self.task.depth else self.task.thoughts
         places = [place for place in above for _ in range(times)]
         self.growing = [self._texts(i, *place) for i, place in enumerate(places)]
-        self.states, self.grown = [state for _, state in places], {}
+        self.states = [state for _, state in places]
+        self.complete = {}
         return [next(texts) for texts in self.growing]
 
     def _texts(self, index: int, parent: int | None, state: State) -> _Texts:
@@ -247,10 +248,10 @@ class _Search:
         try:
             return [self.growing[ask.thought].send((text, completion))], []
         except StopIteration as done:
-            self.grown[ask.thought] = done.value
-        if len(self.grown) < len(self.growing):
+            self.complete[ask.thought] = done.value
+        if len(self.complete) < len(self.growing):
             return [], []
-        level = [self.grown[i] for i in range(len(self.grown))]
+        level = [self.complete[i] for i in range(len(self.complete))]
         ranked = sorted(range(len(level)), key=lambda i: (-(level[i].value or 0.0), i))
         kept = sorted(ranked[: self.task.keep])
         level = [dataclasses.replace(thought, kept=thought.index in kept) for thought in level]
@@ -258,7 +259,8 @@ class _Search:
             return [], level
         if self.level + 1 == self.task.depth:
             kept = ranked[:1]
-        return self.next_level([(i, (*self.states[i], level[i].parts)) for i in kept]), level
+        above = [(i, (*self.states[i], level[i].parts)) for i in kept]
+        return self.next_level(above), level
 
 
 def _check(scheduler: Scheduler, task: Task, temperature: float) -> None:
@@ -293,7 +295,7 @@ def _run(
 ) -> Iterator[Thought]:
     pairs = enumerate(zip(problems, keys, strict=True))
     waiting = collections.deque(_Search(task, number, *pair) for number, pair in pairs)
-    asked: dict[int, tuple[_Search, _Ask]] = {}
+    in_flight: dict[int, tuple[_Search, _Ask]] = {}
 
     def submit(search: _Search, asks: list[_Ask]) -> None:
         times = collections.Counter(ask.stage.prompt for ask in asks)
@@ -318,7 +320,7 @@ def _run(
                 raise ValueError(
                     f"problem {search.number}, level {search.level}, {ask.role}: {error}"
                 ) from error
-            asked[number] = search, ask
+            in_flight[number] = search, ask
 
     def begin() -> None:
         search = waiting.popleft()
@@ -327,12 +329,12 @@ def _run(
     for _ in range(min(at_once, len(waiting))):
         begin()
     for completion in scheduler.completions():
-        if completion.request_id not in asked:
+        if completion.request_id not in in_flight:
             raise ValueError(
                 f"request {completion.request_id} was submitted by others during the search; make a"
                 " scheduler for the search"
             )
-        search, ask = asked.pop(completion.request_id)
+        search, ask = in_flight.pop(completion.request_id)
         if completion.error is not None:
             raise FloatingPointError(
                 f"problem {search.number}, level {search.level}, {ask.role}: {completion.error}"
