@@ -94,8 +94,8 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = importlib.import_module(_LATER[name])
-    value = found if _LATER[name].endswith(f".{name}") else getattr(found, name)
+    module = importlib.import_module(_LATER[name])
+    value = module if _LATER[name].endswith(f".{name}") else getattr(module, name)
     globals()[name] = value  # the next access bypasses this function
     return value
 

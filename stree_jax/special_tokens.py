@@ -20,16 +20,16 @@ def special_tokens(folder: Path) -> dict[str, str]:
     # As transformers: where the config has all tokens, its word is the last one.
     config = older | config if "added_tokens_decoder" in config else config | older
     more = config.get("extra_special_tokens")
-    found = {}
-    for name, given in [*config.items(), *(more.items() if isinstance(more, dict) else ())]:
-        token = given.get("content") if isinstance(given, dict) else given
+    special = {}
+    for name, value in [*config.items(), *(more.items() if isinstance(more, dict) else ())]:
+        token = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(token, str):
-            found[name] = token
-        elif name in _NAMES and given is not None:
+            special[name] = token
+        elif name in _NAMES and value is not None:
             raise ValueError(
-                f"{shown_path(file)} is damaged: {name} must be a text, got {shown(given)}"
+                f"{shown_path(file)} is damaged: {name} must be a text, got {shown(value)}"
             )
-    return found
+    return special
 
 
 def end_tokens(config: ModelConfig, folder: Path | None, tokenizer: Tokenizer | None) -> list[int]:
@@ -40,8 +40,10 @@ def end_tokens(config: ModelConfig, folder: Path | None, tokenizer: Tokenizer | 
     ends = [] if config.eos_token is None else np.ravel(config.eos_token).tolist()
     if folder is not None:
         file = folder / "generation_config.json"
-        given = optional_json(file).get("eos_token_id")
-        for token in given if isinstance(given, list) else [] if given is None else [given]:
+        listed = optional_json(file).get("eos_token_id")
+        if not isinstance(listed, list):
+            listed = [] if listed is None else [listed]
+        for token in listed:
             ends.append(check_int(f"{file}: eos_token_id", token, -(2**31), 2**31 - 1))
         name = None if tokenizer is None else special_tokens(folder).get("eos_token")
         if tokenizer is not None and name is not None:

@@ -62,14 +62,14 @@ class PrefixCache:
         """Length of the longest common prefix of a text and any entry."""
         at = bisect.bisect(self._sorted, tuple(tokens))
         neighbours = self._sorted[max(at - 1, 0) : at + 1]
-        return max((num_shared(tokens, each) for each in neighbours), default=0)
+        return max((num_shared(tokens, entry) for entry in neighbours), default=0)
 
     def has(self, tokens: Sequence[int]) -> bool:
         """True if exactly these tokens have an entry, which counts as used."""
         key = tuple(tokens)
-        if found := key in self._entries:
+        if is_known := key in self._entries:
             self._entries.move_to_end(key)
-        return found
+        return is_known
 
     def keep(self, tokens: Sequence[int], prefix: Prefix) -> None:
         """Adds an entry unless it exceeds the budget; evicts others for it."""
@@ -121,7 +121,7 @@ def _arrays(prefix: Prefix) -> dict[int, Any]:
     return {id(leaf): leaf for leaf in jax.tree.leaves(prefix)}
 
 
-def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
     """How many first tokens two texts share."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
