@@ -38,7 +38,7 @@ MOST_STEPS = 24  # of it
 KNOWN = 16.0  # drafts of a depth and rank, of texts before, that count
 OF_ALL = "pause", "rest", "trial"  # what rows have in common
 _times: dict[str, np.ndarray] = {}
-_taught: dict[tuple[str, str, str], dict[str, Any]] = {}
+_taught: dict[tuple[str, ...], dict[str, Any]] = {}
 _names: Any = weakref.WeakKeyDictionary()  # of models, drafters, numbers of rows and settings
 Run = Callable[[DecodeState, Limits, int], DecodeState]
 
@@ -49,19 +49,20 @@ class Experience:
     def __init__(self, model: HybridLM, auto: AutoDrafter | Any, num_rows: int, sampling: Any):
         self._auto = auto
         self._name = _name(model, auto, num_rows, sampling)
-        self._weights = self._name, identity(model), identity(auto.drafter)
-        auto.rests = np.array(_taught.get(self._weights, {}).get("rest", 0) > 0)
+        weights = identity(model), identity(auto.drafter)
+        self._taught = _taught.setdefault((self._name, *weights), {})
+        auto.rests = np.array(self._taught.get("rest", 0) > 0)
 
     def decoded(self, request: Plan) -> Plan:
         """The request, without drafts if none would be tried before its end: that takes less."""
         most = max(row.options.max_new_tokens for row in request.rows)
-        rests = _taught.get(self._weights, {}).get("rest", 0) >= most
+        rests = self._taught.get("rest", 0) >= most
         return request.without_drafts() if rests else request
 
     def end(self, state: AutoState | None, calls: Any) -> None:
         """Keeps what texts of such a request taught, which took so many calls of each row."""
         if state is None:
-            _taught[self._weights]["rest"] = max(0, _taught[self._weights]["rest"] - calls.max())
+            self._taught["rest"] = max(0, self._taught["rest"] - calls.max())
         else:
             self.teach(on_host(state.choosing))
 
@@ -86,7 +87,7 @@ class Experience:
         choosing = state.choosing
         taught: dict[str, Any] = {
             field: np.broadcast_to(value, getattr(choosing, field).shape)
-            for field, value in _taught.get(self._weights, {}).items()
+            for field, value in self._taught.items()
             if alone or field not in OF_ALL
         }
         counts: Any = np.zeros(choosing.counts.shape, np.int32)
@@ -96,10 +97,9 @@ class Experience:
         """Keeps for the next texts what those that have ended taught, arrays on the host."""
         tried, accepted = choosing.tried.mean(axis=0), choosing.accepted.mean(axis=0)
         kept = np.minimum(1, KNOWN / np.maximum(tried, 1e-9))
-        taught = {"tried": kept * tried, "accepted": kept * accepted}
-        taught |= {each: getattr(choosing, each).max() for each in OF_ALL}
-        _taught[self._weights] = taught
-        self._auto.rests = np.array(taught["rest"] > 0)
+        self._taught.update(tried=kept * tried, accepted=kept * accepted)
+        self._taught.update({each: getattr(choosing, each).max() for each in OF_ALL})
+        self._auto.rests = np.array(self._taught["rest"] > 0)
 
 
 def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -> np.ndarray | None:

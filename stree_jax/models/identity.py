@@ -66,35 +66,27 @@ def _sums(array: jax.Array) -> np.ndarray:
     array = array if array.ndim else array[None]
     if array.dtype.itemsize == 8:
         array = array.view(jnp.uint32)
-    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    strides = np.cumprod([1, *array.shape[:0:-1]], dtype=np.uint32)[::-1]
+    axes = [stride * np.arange(size) for stride, size in zip(strides, array.shape, strict=True)]
     total = np.zeros(2, np.uint32)
-    for shard in shards:
-        total += _sums_of_shard(shard.data, _places(array.shape, shard.index))
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            places = [np.uint32(axis[part]) for axis, part in zip(axes, shard.index, strict=True)]
+            total += _sums_of_shard(shard.data, places)
     return total if array.is_fully_addressable else total_of_processes(total)
 
 
-def _places(shape: Sequence[int], index: Sequence[slice]) -> list[np.ndarray]:
-    """For each axis of a shard, what its places add to those in the whole array in a row."""
-    strides = np.cumprod([1, *shape[:0:-1]], dtype=np.uint32)[::-1]
-    return [
-        np.arange(size, dtype=np.uint32)[part] * stride
-        for size, part, stride in zip(shape, index, strides, strict=True)
-    ]
-
-
 def _sums_of_shard(numbers: jax.Array, places: list[np.ndarray]) -> np.ndarray:
+    """Of numbers whose places in the whole array, in a row, are sums of `places` of their axes."""
     if numbers.size > _SMALL:
         return np.stack(_reduced(numbers, places))
-    return np.stack([lane.sum(dtype=np.uint32) for lane in _mixed(np.asarray(numbers), places)])
+    return np.stack(_mixed(np.asarray(numbers), places)).reshape(2, -1).sum(1, np.uint32)
 
 
 @jax.jit
 def _reduced(numbers: Array, places: list[Array]) -> Any:
-    def added(one: Any, other: Any) -> Any:
-        return one[0] + other[0], one[1] + other[1]
-
-    zero = np.uint32(0)
-    return lax.reduce(_mixed(numbers, places), (zero, zero), added, range(numbers.ndim))
+    zeros, add = (np.uint32(0), np.uint32(0)), functools.partial(jax.tree.map, lax.add)
+    return lax.reduce(_mixed(numbers, places), zeros, add, range(numbers.ndim))
 
 
 def _mixed(numbers: Any, places: Sequence[Any]) -> tuple[Any, Any]:

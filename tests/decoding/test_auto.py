@@ -181,14 +181,13 @@ def test_drafts_rest_for_as_many_steps_as_they_should(model):
 def test_a_good_draft_learns_nothing_from_a_bad_one(model):
     """Of the same shapes, and in its place; it begins as in a process of its own."""
     options = {"topology": ONE, "max_new_tokens": 24, "eos_token": ()}
-    alone = st.generate(model, PROMPTS, drafter=st.ModelDrafter(model), **options)
+    want = st.generate(model, PROMPTS, drafter=st.ModelDrafter(model), **options).stats
     tree_times._taught.clear()
     drafter = st.ModelDrafter(perturbed(model, 30.0, 1))
-    bad = st.generate(model, PROMPTS, drafter=drafter, **options)
-    assert bad.stats.num_target_calls > 2 * alone.stats.num_target_calls
+    st.generate(model, PROMPTS, drafter=drafter, **options)
     nnx.update(drafter.model, nnx.state(model))
-    good = st.generate(model, PROMPTS, drafter=drafter, **options)
-    assert good.stats.calls_by_tree == alone.stats.calls_by_tree
+    good = st.generate(model, PROMPTS, drafter=drafter, **options).stats
+    assert good.calls_by_tree == want.calls_by_tree
 
 
 @pytest.mark.thorough
@@ -257,13 +256,13 @@ def test_while_drafts_rest_the_program_is_that_of_no_drafts(model, monkeypatch):
     auto = {"drafter": st.NgramDrafter(), "topology": "auto"} | options
     request, want = plan(model, PROMPTS, **auto), st.generate(model, PROMPTS, **options)
     known = tree_times.Experience(model, request.drafter, len(PROMPTS), request.sampling)
-    tree_times._taught[known._weights] = taught = {"rest": np.int32(20)}
+    known._taught["rest"] = np.int32(20)
     out = st.generate(model, PROMPTS, **auto)
     assert out.tokens.tolist() == want.tokens.tolist()
     assert [*out.stats.calls_by_tree.values()] == [8 * len(PROMPTS), 0, 0, 0]
     assert out.stats.accepted_per_depth.tolist() == [0] * request.decoder.topology.depth
     assert np.hstack([*st.stream(model, PROMPTS, **auto)]).tolist() == want.tokens.tolist()
-    assert taught["rest"] == 4
+    assert known._taught["rest"] == 4
     assert known.decoded(request) is request
 
 
