@@ -71,8 +71,8 @@ def _sums(array: jax.Array) -> np.ndarray:
     total = np.zeros(2, np.uint32)
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
-            places = [np.uint32(axis[part]) for axis, part in zip(axes, shard.index, strict=True)]
-            total += _sums_of_shard(shard.data, places)
+            parts = (axis[part] for axis, part in zip(axes, shard.index, strict=True))
+            total += _sums_of_shard(shard.data, [part.astype(np.uint32) for part in parts])
     return total if array.is_fully_addressable else total_of_processes(total)
 
 

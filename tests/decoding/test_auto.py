@@ -191,6 +191,22 @@ def test_a_good_draft_learns_nothing_from_a_bad_one(model):
 
 
 @pytest.mark.thorough
+def test_a_scheduler_forgets_what_a_replaced_draft_taught(model):
+    def calls(scheduler):
+        scheduler.submit(st.Request(PROMPTS[0], max_new_tokens=24, eos_token=()))
+        return next(scheduler.completions()).stats.calls_by_tree
+
+    options = {"rows": 1, "max_length": 64, "topology": ONE}
+    want = calls(st.Scheduler(model, drafter=st.ModelDrafter(model), **options))
+    tree_times._taught.clear()
+    drafter = st.ModelDrafter(perturbed(model, 30.0, 1))
+    scheduler = st.Scheduler(model, drafter=drafter, **options)
+    assert calls(scheduler) != want
+    nnx.update(drafter.model, nnx.state(model))
+    assert calls(scheduler) == want
+
+
+@pytest.mark.thorough
 def test_streams_and_texts_that_go_on(model):
     drafter = drafters(model)["model"]
     options = {"max_new_tokens": 12, "eos_token": ()}
