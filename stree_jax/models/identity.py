@@ -30,8 +30,8 @@ _known: dict[int, tuple[Any, ...]] = {}
 def identity(module: Any) -> str:
     """Returns 64 hexadecimal digits that tell the weights of a module, or of any tree of arrays.
 
-    An array is read once while it lives, so a second call costs less than a millisecond. Where
-    arrays lie on devices of several processes, all of them call this.
+    An array is read once while it lives: a second call reads no array. Where arrays lie on devices
+    of several processes, all of them call this.
     """
     leaves, structure = jax.tree.flatten(module)
     return identity_of(zip(_names(structure), leaves, strict=True))
