@@ -5,12 +5,11 @@ files (`conversion.py`) and its training (`training.py`). What the library needs
 its `KIND`, and before the room is imported its line of `ROOMS`. A new kind is these two.
 
 A native checkpoint of a head is for one target, and for the same in 8 bits. Its config.json has the
-`kind`, the head's config and fingerprints of the target's weights; the other files are those of
+`kind`, the head's config and identities of the target's weights; the other files are those of
 `stree_jax.checkpoint`.
 """
 
 import dataclasses
-import hashlib
 import importlib
 import os
 from collections.abc import Callable, Mapping
@@ -19,13 +18,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from stree_jax.checkpoint import load_header, write_checkpoint
 from stree_jax.checkpoint.load import load_module
 from stree_jax.checks import require
 from stree_jax.messages import shown
+from stree_jax.models.identity import identity_of
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import named_weights, quantized_names
 
@@ -94,23 +93,14 @@ ROOMS = {
     ),
 }
 FOLDER = "mtp"  # the kind that `convert` carries, in a folder of this name in a target's checkpoint
-_SAMPLE = 1024  # numbers of each weight in the sketch
+# What config.json says of the target: which weights it has, and which beside its matrices.
+IDENTITY, IDENTITY_BUT_MATRICES = "target_identity", "target_identity_but_matrices"
 
 
-def sketch(model: HybridLM, *, matrices: bool = True) -> str:
-    """Digests some numbers of every weight, or of all but the matrices, as bfloat16."""
-    total = hashlib.sha256()
-    for name, leaf in named_weights(model, matrices=matrices):
-        total.update(f"{name} {leaf.shape}".encode())
-        total.update(np.asarray(_first(leaf)).tobytes())
-    return total.hexdigest()
-
-
-@jax.jit
-def _first(leaf: jax.Array) -> jax.Array:
-    """The first numbers of a weight, without a copy of it."""
-    row = leaf[(0,) * (leaf.ndim - 1)] if leaf.ndim else leaf[None]
-    return row[:_SAMPLE].astype(jnp.bfloat16)
+def _identity(target: HybridLM, *, matrices: bool = True) -> str:
+    """That of the weights, or of all but the matrices; the same in any storage and dtype."""
+    weights = named_weights(target, matrices=matrices)
+    return identity_of((name, values.astype(jnp.bfloat16)) for name, values in weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +115,6 @@ class HeadKind:
         drafts: makes of a target and its head a draft model (a `HeadModel`), or a drafter.
         missing: what is said of a native checkpoint that has none.
         misfit: what is said of a native checkpoint that is for another target.
-        fingerprint: of the target's weights.
         is_published: whether there are heads in other programs' files: `conversion.load` reads one.
     """
 
@@ -136,7 +125,6 @@ class HeadKind:
     drafts: type[Any]
     missing: str
     misfit: str
-    fingerprint: Callable[[HybridLM], str] = sketch
     is_published: bool = True
 
 
@@ -195,7 +183,7 @@ def save_head(
     model_card: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves a head of any kind in its dtype, with a fingerprint of its target.
+    """Saves a head of any kind in its dtype, with the identity of its target's weights.
 
     `model_card` is Markdown to store as README.md; other arguments are those of `save_pretrained`.
 
@@ -211,8 +199,8 @@ def save_head(
     header = {
         "kind": kind,
         **known.written(head),
-        "target": known.fingerprint(target),
-        "target_but_matrices": sketch(target, matrices=False),
+        IDENTITY: _identity(target),
+        IDENTITY_BUT_MATRICES: _identity(target, matrices=False),
     }
     write_checkpoint(path, header, head, model_card, overwrite)
 
@@ -222,10 +210,14 @@ def load_native_head(kind: str, path: str | os.PathLike[str], target: HybridLM) 
     """Loads a native checkpoint of a head, in its target's dtype."""
     known = head_kind(kind)
     path, config, header = open_head(kind, path)
-    is_original = quantized_names(target) and header.get("target_but_matrices") == sketch(
-        target, matrices=False
-    )
-    if not is_original and header.get("target") != known.fingerprint(target):
+    if header.get(IDENTITY) is None:
+        raise ValueError(
+            f"{path} was saved by an older version, which knew targets in another way; convert or"
+            " train the head again"
+        )
+    matrices = not quantized_names(target)  # the others are the same in 8 bits
+    known_by = IDENTITY if matrices else IDENTITY_BUT_MATRICES
+    if header.get(known_by) != _identity(target, matrices=matrices):
         raise ValueError(f"the {known.misfit.format(path=path)}")
     return load_module(path, abstract_head(kind, config, target))
 

@@ -1,7 +1,7 @@
 """Times of a step with each tree that `topology="auto"` chooses from, measured once.
 
 They are kept for a machine, a target, a drafter and a number of rows, in memory and beside jax's
-compilation cache. What texts taught about acceptance is kept in memory.
+compilation cache. What texts taught about acceptance is kept in memory, for these weights alone.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.types import DecodeState, Limits
 from stree_jax.mesh.hosts import on_host
 from stree_jax.messages import shown
+from stree_jax.models.identity import identity
 from stree_jax.models.lm import HybridLM
 
 ROUNDS = 15  # at most
@@ -37,7 +38,7 @@ MOST_STEPS = 24  # of it
 KNOWN = 16.0  # drafts of a depth and rank, of texts before, that count
 OF_ALL = "pause", "rest", "trial"  # what rows have in common
 _times: dict[str, np.ndarray] = {}
-_taught: dict[str, dict[str, Any]] = {}
+_taught: dict[tuple[str, ...], dict[str, Any]] = {}
 _names: Any = weakref.WeakKeyDictionary()  # of models, drafters, numbers of rows and settings
 Run = Callable[[DecodeState, Limits, int], DecodeState]
 
@@ -48,18 +49,20 @@ class Experience:
     def __init__(self, model: HybridLM, auto: AutoDrafter | Any, num_rows: int, sampling: Any):
         self._auto = auto
         self._name = _name(model, auto, num_rows, sampling)
-        auto.rests = np.array(_taught.get(self._name, {}).get("rest", 0) > 0)
+        weights = identity(model), identity(auto.drafter)
+        self._taught = _taught.setdefault((self._name, *weights), {})
+        auto.rests = np.array(self._taught.get("rest", 0) > 0)
 
     def decoded(self, request: Plan) -> Plan:
         """The request, without drafts if none would be tried before its end: that takes less."""
         most = max(row.options.max_new_tokens for row in request.rows)
-        rests = _taught.get(self._name, {}).get("rest", 0) >= most
+        rests = self._taught.get("rest", 0) >= most
         return request.without_drafts() if rests else request
 
     def end(self, state: AutoState | None, calls: Any) -> None:
         """Keeps what texts of such a request taught, which took so many calls of each row."""
         if state is None:
-            _taught[self._name]["rest"] = max(0, _taught[self._name]["rest"] - calls.max())
+            self._taught["rest"] = max(0, self._taught["rest"] - calls.max())
         else:
             self.teach(on_host(state.choosing))
 
@@ -84,7 +87,7 @@ class Experience:
         choosing = state.choosing
         taught: dict[str, Any] = {
             field: np.broadcast_to(value, getattr(choosing, field).shape)
-            for field, value in _taught.get(self._name, {}).items()
+            for field, value in self._taught.items()
             if alone or field not in OF_ALL
         }
         counts: Any = np.zeros(choosing.counts.shape, np.int32)
@@ -94,10 +97,9 @@ class Experience:
         """Keeps for the next texts what those that have ended taught, arrays on the host."""
         tried, accepted = choosing.tried.mean(axis=0), choosing.accepted.mean(axis=0)
         kept = np.minimum(1, KNOWN / np.maximum(tried, 1e-9))
-        taught = {"tried": kept * tried, "accepted": kept * accepted}
-        taught |= {each: getattr(choosing, each).max() for each in OF_ALL}
-        _taught[self._name] = taught
-        self._auto.rests = np.array(taught["rest"] > 0)
+        self._taught.update(tried=kept * tried, accepted=kept * accepted)
+        self._taught.update({each: getattr(choosing, each).max() for each in OF_ALL})
+        self._auto.rests = np.array(self._taught["rest"] > 0)
 
 
 def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -> np.ndarray | None:
@@ -142,7 +144,7 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
 
 
 def _name(model: HybridLM, auto: AutoDrafter, num_rows: int, sampling: Any) -> str:
-    """A fingerprint of what the times depend on; made once, it takes longer than a step."""
+    """A digest of what the times depend on; made once, it takes longer than a step."""
     names = _names.setdefault(model, weakref.WeakKeyDictionary()).setdefault(auto.drafter, {})
     key = auto.choices, num_rows, jax.tree.structure(sampling)
     if key not in names:

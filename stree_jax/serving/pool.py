@@ -15,12 +15,10 @@ from stree_jax.decoding.plan import Plan, Row, limits_of, placed_sampling, sampl
 from stree_jax.decoding.results import Ended
 from stree_jax.decoding.text.prefix import (
     Prefix,
-    are_weights_of,
     cache_shapes,
     check_origin,
     fits,
     origin_of,
-    weights_of,
 )
 from stree_jax.decoding.tree_times import Experience
 from stree_jax.decoding.types import DecodeState, Limits
@@ -49,7 +47,7 @@ class Pool:
         self._state: Any = None
         self._started: set[int] = set()  # rows that have started since the last run
         self._tables: dict[int, Any] = {}  # of processors, on the mesh
-        self._weights = weights_of(model, drafter)
+        self._origin = origin_of(model, drafter)
         self._trees: Experience | None = None  # of the last run, with a choice of trees
 
     @property
@@ -79,16 +77,20 @@ class Pool:
 
     @property
     def has_new_weights(self) -> bool:
-        """True if model or drafter got other arrays since the rows began, or `renew`."""
-        return not are_weights_of(self._weights, self._model, self._drafter)
+        """True if model or drafter got other weights since the rows began, or `renew`."""
+        return self._origin != origin_of(self._model, self._drafter)
 
     def renew(self) -> None:
-        """Takes the weights that model and drafter have now; no row has a text."""
-        self._weights = weights_of(self._model, self._drafter)
+        """Takes the weights that model and drafter have now; no row has a text.
+
+        What texts before taught about drafts, which free rows keep too, was of the old weights.
+        """
+        self._state = self._trees = None
+        self._origin = origin_of(self._model, self._drafter)
 
     def signed(self, prefix: Prefix) -> Prefix:
         """The prefix with the names of model and drafter, see `check`."""
-        return prefix._replace(origin=origin_of(self._model, self._drafter))
+        return prefix._replace(origin=self._origin)
 
     def start(self, row: int, plan: Plan, prefix: Prefix) -> None:
         """Starts a free row with a plan's settings and its text's prefix."""

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from stree_jax.array_types import Array, Float, Tokens
-from stree_jax.heads import ROOMS, open_head, part_of, save_head, sketch
+from stree_jax.heads import ROOMS, open_head, part_of, save_head
 from stree_jax.messages import shown
+from stree_jax.models.identity import identity
 from stree_jax.models.lm import HybridLM
 from stree_jax.training.recipe import Recipe
 from stree_jax.training.run import card, open_target, run_directory, run_text
@@ -44,7 +45,7 @@ def train_heads(kind: str, recipe: Recipe, target_path: Path, output: Path) -> I
         raise ValueError(f"{recipe.source}: start is for `train` and `distill`; leave it out")
     tokenizer, target = open_target(target_path, output)
     plan = part_of(kind, "training").plan(recipe, target)
-    fingerprint = recipe.fingerprint() | {"target": sketch(target), "kind": kind}
+    fingerprint = recipe.fingerprint() | {"target": identity(target), "kind": kind}
     run = run_directory(output, fingerprint, functools.partial(open_head, kind))
     batch, held_out = run_text(recipe, tokenizer, target)
     heads = plan.new(jnp.asarray(held_out[0]))

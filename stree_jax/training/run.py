@@ -17,8 +17,8 @@ from stree_jax.checkpoint.directories import write_text
 from stree_jax.checkpoint.load import load_config
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.prompts import typed_key
-from stree_jax.heads import sketch
 from stree_jax.models.config import ModelConfig
+from stree_jax.models.identity import identity
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.matrices import in_first
 from stree_jax.pretrained import from_pretrained, load_tokenizer
@@ -57,7 +57,7 @@ def train(recipe: Recipe, output: Path) -> Iterator[Progress]:
         model = _new_model(recipe, tokenizer.get_vocab_size(), eos_token)
     else:
         tokenizer, model = open_target(Path(recipe.start), output)
-        run = run_directory(output, recipe.fingerprint() | {"start": sketch(model)})
+        run = run_directory(output, recipe.fingerprint() | {"start": identity(model)})
 
     yield from _run(recipe, output, run, model, tokenizer, next_token_loss)
 
@@ -69,7 +69,7 @@ def distill(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progres
     for example after its target was trained further.
     """
     tokenizer, target = open_target(target_path, output)
-    fingerprint = recipe.fingerprint() | {"target": sketch(target)}
+    fingerprint = recipe.fingerprint() | {"target": identity(target)}
     if recipe.start is None:
         run = run_directory(output, fingerprint)
         model = _new_model(recipe, target.config.vocab_size, target.config.eos_token)
@@ -80,7 +80,7 @@ def distill(recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progres
                 f"{recipe.start} and {target_path} have different tokenizers; start from a draft of"
                 " this target, or leave start out"
             )
-        run = run_directory(output, fingerprint | {"start": sketch(model)})
+        run = run_directory(output, fingerprint | {"start": identity(model)})
 
     def loss(model: HybridLM, tokens: jax.Array, target: HybridLM) -> jax.Array:
         tokens = tokens[:, :-1]

@@ -175,6 +175,34 @@ def test_drafts_rest_for_as_many_steps_as_they_should(model):
     assert (np.asarray(ended.drafter.choosing.tried) == AGED).all()
 
 
+def test_a_good_draft_learns_nothing_from_a_bad_one(model):
+    """Of the same shapes, and in its place; it begins as in a process of its own."""
+    options = {"topology": ONE, "max_new_tokens": 24, "eos_token": ()}
+    want = st.generate(model, PROMPTS, drafter=st.ModelDrafter(model), **options).stats
+    tree_times._taught.clear()
+    drafter = st.ModelDrafter(perturbed(model, 30.0, 1))
+    st.generate(model, PROMPTS, drafter=drafter, **options)
+    nnx.update(drafter.model, nnx.state(model))
+    good = st.generate(model, PROMPTS, drafter=drafter, **options).stats
+    assert good.calls_by_tree == want.calls_by_tree
+
+
+@pytest.mark.thorough
+def test_a_scheduler_forgets_what_a_replaced_draft_taught(model):
+    def calls(scheduler):
+        scheduler.submit(st.Request(PROMPTS[0], max_new_tokens=24, eos_token=()))
+        return next(scheduler.completions()).stats.calls_by_tree
+
+    options = {"rows": 1, "max_length": 64, "topology": ONE}
+    want = calls(st.Scheduler(model, drafter=st.ModelDrafter(model), **options))
+    tree_times._taught.clear()
+    drafter = st.ModelDrafter(perturbed(model, 30.0, 1))
+    scheduler = st.Scheduler(model, drafter=drafter, **options)
+    assert calls(scheduler) != want
+    nnx.update(drafter.model, nnx.state(model))
+    assert calls(scheduler) == want
+
+
 @pytest.mark.thorough
 def test_streams_and_texts_that_go_on(model):
     drafter = drafters(model)["model"]
@@ -241,13 +269,13 @@ def test_while_drafts_rest_the_program_is_that_of_no_drafts(model, monkeypatch):
     auto = {"drafter": st.NgramDrafter(), "topology": "auto"} | options
     request, want = plan(model, PROMPTS, **auto), st.generate(model, PROMPTS, **options)
     known = tree_times.Experience(model, request.drafter, len(PROMPTS), request.sampling)
-    tree_times._taught[known._name] = taught = {"rest": np.int32(20)}
+    known._taught["rest"] = np.int32(20)
     out = st.generate(model, PROMPTS, **auto)
     assert out.tokens.tolist() == want.tokens.tolist()
     assert [*out.stats.calls_by_tree.values()] == [8 * len(PROMPTS), 0, 0, 0]
     assert out.stats.accepted_per_depth.tolist() == [0] * request.decoder.topology.depth
     assert np.hstack([*st.stream(model, PROMPTS, **auto)]).tolist() == want.tokens.tolist()
-    assert taught["rest"] == 4
+    assert known._taught["rest"] == 4
     assert known.decoded(request) is request
 
 

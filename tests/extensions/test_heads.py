@@ -23,7 +23,7 @@ from stree_jax.testing import PROMPTS, assert_lossless, random_model, tiny_model
 from stree_jax.tuning.search import replay_tau
 from stree_jax.tuning.trace import head_trace
 from tests.extensions.heads import HEADS, KINDS, parts, states_of
-from tests.helpers import assert_same_model
+from tests.helpers import assert_same_model, with_weight
 from tests.numpy_parts import log_softmax
 
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3])
@@ -248,7 +248,11 @@ def test_a_saved_head_is_for_one_target(kind, load, other, missing, tmp_path):
     assert_same_model(st.load_head(kind, path, target), head)
     rounded = load(path, tiny_model(NAMES[kind], dtype="bfloat16"))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(rounded))} >= {"bfloat16"}
-    for other_target in (random_model(target.config, seed=1), tiny_model("bamba hybrid")):
+    for other_target in (
+        with_weight(target, "embedding", lambda rows: rows.at[-2:].set(rows[:-3:-1])),
+        random_model(target.config, seed=1),
+        tiny_model("bamba hybrid"),
+    ):
         with pytest.raises(ValueError, match=other):
             load(path, other_target)
     with pytest.raises(ValueError, match=f"of kind '{kind}' and no model; load_head"):
@@ -263,7 +267,8 @@ def test_a_saved_head_is_for_one_target(kind, load, other, missing, tmp_path):
         with pytest.raises(ValueError, match=missing):
             load(wrong, target)
     header = json.loads((path / "config.json").read_text())
-    for change, message in DAMAGED[kind]:
+    older = {"target_identity": None}, "saved by an older version"
+    for change, message in (*DAMAGED[kind], older):
         (path / "config.json").write_text(json.dumps(header | change))
         with pytest.raises(ValueError, match=message):
             load(path, target)

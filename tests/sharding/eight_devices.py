@@ -22,6 +22,7 @@ from stree_jax.mesh import partition as partition_module
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import over_mesh
 from stree_jax.models.cache import cache_specs, path_to
+from stree_jax.models.identity import identity
 from stree_jax.testing import HYBRIDS, perturbed, random_model
 from stree_jax.training.objective import next_token_loss
 from stree_jax.training.recipe import Training
@@ -79,6 +80,13 @@ def test_a_device_is_that_of_the_arrays_or_the_default_one():
         assert dispatch.device_of(both) == second
     with dispatch.on(on_second):
         assert dispatch.default_device() == first  # of the same kind
+
+
+def test_an_array_is_the_same_on_any_devices():
+    numbers = jnp.arange(8 * 12.0).reshape(8, 12)
+    for spec in ((), ("data",), ("model", "data"), (None, "model"), (("data", "model"),)):
+        array = jax.device_put(numbers, NamedSharding(mesh_of(2, 4), PartitionSpec(*spec)))
+        assert identity(array) == identity(numbers)
 
 
 # Logits.

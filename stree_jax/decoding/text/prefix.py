@@ -7,9 +7,7 @@ fits, or padded with zeros.
 
 import dataclasses
 import functools
-import hashlib
 import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,11 +22,12 @@ from stree_jax.decoding.like import check_like
 from stree_jax.decoding.prompts import Context
 from stree_jax.decoding.text.prefill import prefill, prefill_with_drafter, rest_of
 from stree_jax.mesh.hosts import on_host
-from stree_jax.mesh.partition import MODEL, ROWS
+from stree_jax.mesh.partition import MODEL, ROWS, Partition
 from stree_jax.mesh.rows import placed_like
 from stree_jax.messages import shown
 from stree_jax.models.cache import Cache, cache_specs, init_cache
 from stree_jax.models.config import ModelConfig
+from stree_jax.models.identity import identity
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
@@ -36,10 +35,10 @@ from stree_jax.tree import TreeTopology
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Fingerprints of what a prefix was read with."""
+    """What a prefix was read with: see `origin_of`."""
 
-    model: str
-    drafter: str
+    model: tuple[ModelConfig, Partition, str]
+    drafter: tuple[str, str]
 
 
 class Prefix(NamedTuple):
@@ -264,11 +263,11 @@ def repeated(rows: Any, times: int) -> Any:
 
 
 def origin_of(model: HybridLM, drafter: Any) -> Origin:
-    """Fingerprints of the shapes and the numbers of all weights; each array is read once.
-
-    On a mesh the numbers are those of the shards of this process.
-    """
-    return Origin(_fingerprint(model), _fingerprint(drafter))
+    """The identities of all weights; with config and mesh, which caches depend on too."""
+    return Origin(
+        (model.config, model.partition, identity(model)),
+        (type(drafter).__name__, identity(drafter)),
+    )
 
 
 def check_origin(
@@ -289,52 +288,3 @@ def check_origin(
                 f"after was read with another {name}, or its weights have changed; read the text"
                 " again with this one"
             )
-
-
-def weights_of(*parts: Any) -> list[weakref.ref]:
-    """The arrays of models and drafters, for `are_weights_of`; keeps none of them alive."""
-    return [weakref.ref(leaf) for leaf in jax.tree.leaves(parts) if isinstance(leaf, jax.Array)]
-
-
-def are_weights_of(weights: Sequence[weakref.ref], *parts: Any) -> bool:
-    """True if models and drafters still have the same arrays, as objects."""
-    leaves = [leaf for leaf in jax.tree.leaves(parts) if isinstance(leaf, jax.Array)]
-    return len(leaves) == len(weights) and all(
-        leaf is each() for leaf, each in zip(leaves, weights, strict=True)
-    )
-
-
-def _fingerprint(part: Any) -> str:
-    leaves = jax.tree.leaves(part)
-    kinds = [(np.shape(leaf), str(jnp.result_type(leaf))) for leaf in leaves]
-    arrays = [jnp.asarray(leaf) for leaf in leaves]
-    new = {id(leaf): leaf for leaf in arrays if id(leaf) not in _sums}
-    for key, leaf in new.items():
-        _sums[key] = _sum(leaf)
-        weakref.finalize(leaf, _sums.pop, key).atexit = False
-    sums = [_sums[id(leaf)] for leaf in arrays]
-    return hashlib.sha256(f"{type(part).__name__} {kinds} {sums}".encode()).hexdigest()
-
-
-# Of arrays that live, by their id.
-_sums: dict[int, list[int]] = {}
-
-
-def _sum(leaf: jax.Array) -> list[int]:
-    """The bits of all numbers of each shard of this process, joined by exclusive or."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    shards = [shard.data for shard in leaf.addressable_shards]
-    if all(device.platform == "cpu" for device in leaf.devices()):
-        flat = [np.ravel(np.asarray(shard)).view(np.uint8) for shard in shards]
-        words = [each.view(np.uint8 if each.size % 8 else np.uint64) for each in flat]
-        return [int(np.bitwise_xor.reduce(each)) for each in words]
-    return [int(_mixed(shard)) for shard in shards]
-
-
-@jax.jit
-def _mixed(numbers: Array) -> Array:
-    if numbers.dtype == jnp.bool_:
-        numbers = numbers.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(numbers, f"uint{8 * numbers.dtype.itemsize}")
-    return jax.lax.reduce(bits, bits.dtype.type(0), jax.lax.bitwise_xor, range(bits.ndim))

@@ -3,11 +3,8 @@
 `training` is imported when it is used.
 """
 
-import hashlib
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from stree_jax import HybridLM, load_head
@@ -16,18 +13,8 @@ from stree_jax.checks import check_int
 from stree_jax.extensions.medusa.drafter import MedusaDrafter
 from stree_jax.extensions.medusa.head import MAX_HEADS, MedusaHeads
 from stree_jax.heads import HeadKind
-from stree_jax.models import named_weights
 
 __all__ = ["KIND", "MedusaDrafter", "MedusaHeads", "load_medusa", "save_medusa"]
-
-
-def digest(model: HybridLM) -> str:
-    """Digests the weights as bfloat16, the same in any dtype."""
-    total = hashlib.sha256()
-    for name, leaf in named_weights(model):
-        total.update(name.encode())
-        total.update(np.asarray(leaf.astype(jnp.bfloat16)).tobytes())
-    return total.hexdigest()
 
 
 KIND = HeadKind(
@@ -39,7 +26,6 @@ KIND = HeadKind(
     missing="has no Medusa heads; it is a model, for from_pretrained",
     misfit="Medusa heads in {path} were trained with another target; load that one, or train heads"
     " for this one: stree-jax medusa RECIPE TARGET OUTPUT",
-    fingerprint=digest,
     is_published=False,
 )
 
