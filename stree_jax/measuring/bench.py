@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from pallas_kernels import dispatch
+from stree_jax.checkpoint.directories import new_file
 from stree_jax.checks import check_int, require
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import checked_prompts
@@ -116,7 +117,8 @@ class BenchReport:
         figure = Figure(figsize=(7, 1 + 0.5 * len(self.rows)), layout="constrained")
         draw_speeds(figure.subplots(), self.rows)
         figure.legend(loc="outside lower left", ncols=4)
-        figure.savefig(file)
+        with new_file(file) as new:
+            figure.savefig(new, format=file.suffix[1:])
 
 
 def check_picture(path: str | os.PathLike[str]) -> Path:
