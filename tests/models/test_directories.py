@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import stree_jax as st
 from stree_jax.checkpoint.directories import (
     named_errors,
     new_directory,
@@ -19,6 +20,7 @@ from stree_jax.checkpoint.directories import (
     recover,
     write_text,
 )
+from stree_jax.testing import tiny_model
 from tests.helpers import python
 
 # What changes the file system, except for the writing of the files themselves.
@@ -74,6 +76,19 @@ def test_an_error_that_names_no_file_gets_the_destinations_name(new, tmp_path):
     with full, new(tmp_path / "there"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_tokenizer_on_a_full_disk(tmp_path, monkeypatch):
+    """Of the tokenizers package the error would be a bare Exception."""
+
+    def full(path, *_, **__):
+        if path.name == "tokenizer.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    with pytest.raises(OSError, match="No space left on device: '.*there'"):
+        st.save_pretrained(tiny_model(), tmp_path / "there", tokenizer=tokenizer)
 
 
 @pytest.mark.thorough
