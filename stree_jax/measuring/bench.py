@@ -18,8 +18,8 @@ from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.measuring.advice import advice
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
-from stree_jax.measuring.methods import LOOKUP, PLAIN, Batch, Method, compare, different
-from stree_jax.measuring.questions import Question, turn_by_turn
+from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, compare, different
+from stree_jax.measuring.questions import PLAIN_TURNS, Question, check_questions, turn_by_turn
 from stree_jax.measuring.report import acceptance_tables, check_file, draw_speeds, method_tables
 from stree_jax.messages import needs, shown
 from stree_jax.models.lm import HybridLM, check_model
@@ -84,6 +84,7 @@ class BenchReport:
         cores = f"{where['processor']}, {where['cores']} cores"
         versions = f"jax {where['jax']}, Python {where['python']}"
         return [
+            *[PLAIN_TURNS] * self.head.get("plain_turns", False),
             f"runs as {self.head['runs']}",
             f"{where['device']}, {cores}; {versions}; load {where['load_average']:g}",
             f"{self.head['target']}: {own['parameters'] / 1e6:,.1f} M parameters, {own['dtype']},"
@@ -207,8 +208,9 @@ def bench(
     for texts in (each.texts for each in asked if each.turns):
         common.setdefault("eos_token", texts.end_tokens(target.config) or None)
     at_each = [Options(temperature=heat, **common) for heat in temperatures]
+    first = [each.prompt for each in asked]
     for method, given in itertools.product(methods, at_each):  # refuses before it compiles
-        method.planned(target, Batch([each.prompt for each in asked], given))
+        check_questions(method, target, asked, first, given)
     _, whole = HybridLM.abstract(target.config)
     head = {
         "target": name or "target",
@@ -222,6 +224,7 @@ def bench(
         "prompts": sum(max(1, len(each.turns)) for each in asked),
         "rows": rows,
         "max_new_tokens": max_new_tokens,
+        "plain_turns": any(each.is_plain for each in asked),
     }
     report = BenchReport(head, [])
     for given in at_each:
