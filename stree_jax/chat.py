@@ -50,29 +50,13 @@ class ChatTemplate:
             ) from None
 
 
+class NoChatTemplateError(ValueError):
+    """A checkpoint has no chat template."""
+
+
 def load_chat_template(directory: Path, *, tools: bool = False) -> ChatTemplate:
     """Returns the chat template of a checkpoint, from files or its config."""
     folder = folder_of(directory)
-    templates, files = _templates(folder)
-    name = "tool_use" if tools and "tool_use" in (files or templates) else "default"
-    if name not in templates | files:
-        names = sorted(templates | files)
-        known = f" named {shown(name)}; there are {shown(names)}" if names else ""
-        raise ValueError(
-            f"{shown_path(folder)} has no chat template{known}; pass a text instead (the command"
-            " takes --chat-template FILE)"
-        )
-    source = read_text(files[name]) if name in files else templates[name]
-    return ChatTemplate(source, special_tokens(folder))
-
-
-def has_chat_template(directory: Path) -> bool:
-    """True if a checkpoint has one, or several by name."""
-    return any(_templates(folder_of(directory)))
-
-
-def _templates(folder: Path) -> tuple[dict[str, str], dict[str, Path]]:
-    """Returns the templates in a folder's config, and the files of others, by name."""
     config = folder / "tokenizer_config.json"
     templates = _in_config(config, optional_json(config).get("chat_template"))
     files = {
@@ -80,7 +64,16 @@ def _templates(folder: Path) -> tuple[dict[str, str], dict[str, Path]]:
         for pattern in CHAT_TEMPLATES
         for file in sorted(folder.glob(pattern))
     }
-    return templates, files
+    name = "tool_use" if tools and "tool_use" in (files or templates) else "default"
+    if name not in templates | files:
+        names = sorted(templates | files)
+        known = f" named {shown(name)}; there are {shown(names)}" if names else ""
+        raise (ValueError if names else NoChatTemplateError)(
+            f"{shown_path(folder)} has no chat template{known}; pass a text instead (the command"
+            " takes --chat-template FILE)"
+        )
+    source = read_text(files[name]) if name in files else templates[name]
+    return ChatTemplate(source, special_tokens(folder))
 
 
 def _in_config(file: Path, given: Any) -> dict[str, str]:

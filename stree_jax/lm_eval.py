@@ -111,10 +111,6 @@ class StreeJax(TemplateLM):
         special = add_special_tokens is not False
         return self._texts.tokens(string, special=special) if string else []
 
-    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        with _named(context):
-            return super()._encode_pair(context, continuation)
-
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         asked = [request for request in requests if request.args[1]]
         found = iter(super().loglikelihood(asked, disable_tqdm=disable_tqdm))
@@ -127,8 +123,7 @@ class StreeJax(TemplateLM):
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         asked = []
         for args in (request.args for request in requests):
-            with _named(args[0]):
-                tokens, first = self.tok_encode(args[0]), self.prefix_token_id
+            tokens, first = self.tok_encode(args[0]), self.prefix_token_id
             windows = get_rolling_token_windows(tokens, first, self.max_length, 1)
             asked.append((args, [*map(make_disjoint_window, windows)]))
         return self._scored("loglikelihood_rolling", asked, lambda total, _: total, disable_tqdm)

@@ -12,13 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
-from stree_jax.chat import (
-    ChatTemplate,
-    checked_variables,
-    has_chat_template,
-    load_chat_template,
-)
-from stree_jax.checkpoint.files import folder_of, has_file, read_text
+from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template
+from stree_jax.checkpoint.files import folder_of, read_text
 from stree_jax.checks import check_int, require
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
@@ -59,12 +54,8 @@ class Texts:
 
         `chat_template` is a file with one, in the place of the directory's own.
         """
-        source, template = Path(path), None
-        if chat_template is not None:
-            require(
-                has_file(chat_template), f"chat template {chat_template}: there is no such file"
-            )
-            template = read_text(chat_template)
+        source = Path(path)
+        template = None if chat_template is None else read_text(chat_template)
         folder = source.parent if source.suffix == ".json" else folder_of(source)
         file = source if source.suffix == ".json" else folder / "tokenizer.json"
         return cls(_tokenizer(os.path.realpath(source), _stamps([file])), folder, template)
@@ -142,11 +133,6 @@ class Texts:
                 " checkpoint"
             )
         return load_chat_template(self._folder, tools=tools is not None)
-
-    def has_template(self) -> bool:
-        """True if conversations can be written."""
-        own = self._template or getattr(self._given, "chat_template", None)
-        return bool(own) or (self._folder is not None and has_chat_template(self._folder))
 
     def _written(self, messages: Messages | Any, chat: Mapping[str, Any] | None) -> str:
         """A conversation as text."""

@@ -29,7 +29,6 @@ _LONGEST_NAME = 255 - len("..partial-") - _RANDOM  # bytes
 def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary directory: renamed to `path` if the block succeeds, else deleted."""
     path = path.absolute()
-    _check_name(path)
     recover(path)
     if os.path.lexists(path) and not overwrite:
         raise ValueError(f"{path} exists; choose another name or pass overwrite=True")
@@ -51,7 +50,6 @@ def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
 def new_file(path: Path) -> Iterator[Path]:
     """The path of a file to write: renamed to `path` if the block succeeds, else deleted."""
     path = path.absolute()
-    _check_name(path)
     with named_errors(path), _only_writer(path) as work:
         yield work / "new"
         os.replace(work / "new", path)
@@ -83,14 +81,11 @@ def recover(path: Path) -> None:
             pass  # a live writer has finished, or what a dead one left is cleaned up
 
 
-def _check_name(path: Path) -> None:
-    if len(os.fsencode(path.name)) > _LONGEST_NAME:
-        raise ValueError(f"the name of {shown_path(path)} is too long; choose a shorter one")
-
-
 @contextlib.contextmanager
 def _only_writer(path: Path) -> Iterator[Path]:
     """A new work directory, with the lock of a destination; cleans up before and after."""
+    if len(os.fsencode(path.name)) > _LONGEST_NAME:
+        raise ValueError(f"the name of {shown_path(path)} is too long; choose a shorter one")
     file = path.with_name(f"{_prefix(path)}lock")
     lock = filelock.FileLock(file)
     with contextlib.suppress(OSError, NotImplementedError):  # as some network file systems answer

@@ -222,9 +222,9 @@ class Generate(TextOptions, Decoding, Drafts, Prompts):
     @classmethod
     def of(cls, checkpoint: str, **options: Any) -> "Generate":
         """What a program asks for: other options have the defaults of the command line."""
-        defaults: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(cls)}
-        values = {name: default.default for name, default in defaults.items()}
-        return cls(**values | options | {"checkpoint": checkpoint})
+        fields: Any = dataclasses.fields(cls)
+        defaults = {each.name: each.default.default for each in fields}
+        return cls(**defaults | options | {"checkpoint": checkpoint})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

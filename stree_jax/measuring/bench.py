@@ -18,8 +18,8 @@ from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.measuring.advice import advice
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
-from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, compare, different
-from stree_jax.measuring.questions import PLAIN_TURNS, Question, check_questions, turn_by_turn
+from stree_jax.measuring.methods import LOOKUP, PLAIN, Batch, Method, compare, different
+from stree_jax.measuring.questions import PLAIN_TURNS, Question, naming, turn_by_turn
 from stree_jax.measuring.report import acceptance_tables, check_file, draw_speeds, method_tables
 from stree_jax.messages import needs, shown
 from stree_jax.models.lm import HybridLM, check_model
@@ -208,9 +208,9 @@ def bench(
     for texts in (each.texts for each in asked if each.turns):
         common.setdefault("eos_token", texts.end_tokens(target.config) or None)
     at_each = [Options(temperature=heat, **common) for heat in temperatures]
-    first = [each.prompt for each in asked]
-    for method, given in itertools.product(methods, at_each):  # refuses before it compiles
-        check_questions(method, target, asked, first, given)
+    with naming([each.name or f"prompts[{i}]" for i, each in enumerate(asked)]):
+        for method, given in itertools.product(methods, at_each):  # refuses before it compiles
+            method.planned(target, Batch([each.prompt for each in asked], given))
     _, whole = HybridLM.abstract(target.config)
     head = {
         "target": name or "target",

@@ -1,8 +1,11 @@
 """Questions of a data set: prompts by category, and turns with answers in between."""
 
+import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from stree_jax.chat import NoChatTemplateError
 from stree_jax.decoding.options import Options
 from stree_jax.measuring.clock import Progress, silent
 from stree_jax.measuring.methods import PLAIN, Batch, Method
@@ -40,8 +43,12 @@ class Question(NamedTuple):
         messages = asked if isinstance(asked, list) else [None]
         if any(not isinstance(each, dict) or each.get("role") != "user" for each in messages):
             return cls(texts.tokens(asked, name=name), category)
-        are_texts = all(isinstance(each.get("content"), str) for each in asked)
-        found = cls((), category, asked, texts, are_texts and not texts.has_template())
+        is_plain = False
+        try:
+            texts.template()
+        except NoChatTemplateError:
+            is_plain = all(isinstance(each.get("content"), str) for each in asked)
+        found = cls((), category, asked, texts, is_plain)
         found = found._replace(prompt=texts.tokens(found.as_asked(asked[:1]), name=name))
         found.after(["."] * (len(asked) - 1))  # refuses what the template does not take
         return found
@@ -60,25 +67,14 @@ class Question(NamedTuple):
         return self.texts.tokens(self.as_asked([*sum(pairs, ()), self.turns[len(said)]]))
 
 
-def check_questions(
-    method: Method,
-    target: HybridLM,
-    questions: Sequence[Question],
-    prompts: Sequence[Sequence[int]],
-    options: Options,
-) -> None:
-    """Refuses what `generate` does, and says of which question."""
-    method.planned(target, Batch([[0]], options))  # what no question is the reason of
+@contextlib.contextmanager
+def naming(names: Sequence[str]) -> Iterator[None]:
+    """Errors of `generate` have the names of questions in the place of those of rows."""
     try:
-        method.planned(target, Batch(prompts, options))
-    except ValueError:
-        for question, prompt in zip(questions, prompts, strict=True):
-            try:
-                method.planned(target, Batch([prompt], options))
-            except ValueError as error:
-                if question.name:
-                    raise ValueError(f"{question.name}: {error}") from None
-        raise
+        yield
+    except ValueError as error:
+        message = re.sub(r"prompts\[(\d+)\]", lambda row: names[int(row[1])], str(error))
+        raise ValueError(message) from None
 
 
 def turn_by_turn(
@@ -95,9 +91,8 @@ def turn_by_turn(
         while own:
             turn += 1
             prompts = {i: questions[i].after(answers[i]) for i in own}
-            names = {i: questions[i].name or f"prompt {i + 1}" for i in own}
-            named = [questions[i]._replace(name=f"{names[i]}, turn {turn}") for i in own]
-            check_questions(Method(PLAIN), target, named, [*prompts.values()], options)
+            with naming([f"{questions[i].name or i}, turn {turn}," for i in own]):
+                Method(PLAIN).planned(target, Batch([*prompts.values()], options))
             later = [i for i in own if len(questions[i].turns) > turn]
             for start in range(0, len(own), rows):
                 places = [own[(start + i) % len(own)] for i in range(rows)]

@@ -223,8 +223,7 @@ LONG = Question([1] * 9, name="line 7")
         (({}, None), {}, "needs prompts: give lists of token ids"),
         (({}, [[1]]), {"temperatures": [-0.5]}, "temperature must be a number from 0 on, got -0.5"),
         (({}, [[1]]), {"rounds": 0}, "rounds must be an integer"),
-        (({}, [Question([1]), LONG]), {"max_length": 100}, "line 7: prompts.0. has 9 tokens and"),
-        (({}, [Question([1]), LONG]), {"max_new_tokens": 0}, "^max_new_tokens must be"),
+        (({}, [Question([1]), LONG]), {"max_length": 100}, "line 7 has 9 tokens and"),
     ],
 )
 def test_bad_arguments(arguments, options, message):
@@ -320,7 +319,7 @@ def test_each_turn_follows_the_targets_own_answers(asked):
 def test_a_turn_that_is_too_long_is_named(asked):
     target, file = asked({"turns": ["x"]}, {"turns": ["x", "x " * 200]})
     model, questions = st.from_pretrained(target), read_questions(target, file, ())
-    with pytest.raises(ValueError, match="asked.jsonl, line 2, turn 2: prompts.0. has"):
+    with pytest.raises(ValueError, match="asked.jsonl, line 2, turn 2, has 2"):
         [*turn_by_turn(model, questions, 2, Options(max_new_tokens=1, max_length=60))]
 
 

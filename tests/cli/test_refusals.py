@@ -68,7 +68,7 @@ LINES = {  # one that begins with an option is of `generate TARGET`
     "generate x --prompts y --show": "--show is not for --prompts: its texts are written as",
     "-p x --chat-template y": "--chat-template is not for --prompt: it is a text, not messages",
     "bench {target} --chat-template y": "--chat-template goes with --prompts",
-    "--prompts one.jsonl --chat-template y": "chat template y: there is no such file",
+    "--prompts one.jsonl --chat-template y": "y: there is no such file",
     "tree chain:0": "chain:0 says not to draft",
     "tree @null.json": "null.json says not to draft",
 }
