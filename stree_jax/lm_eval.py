@@ -22,7 +22,8 @@ from stree_jax.decoding.prompts import MAX_TOKENS, typed_key
 from stree_jax.decoding.score import scored
 from stree_jax.messages import shown
 
-_TEXT, _ALL = ({field.name for field in dataclasses.fields(k)} for k in (TextOptions, Generate))
+_ALL = {field.name for field in dataclasses.fields(Generate)}
+_TEXT = {field.name for field in dataclasses.fields(TextOptions)}
 _OTHER = {"checkpoint", "prompt", "prompts", "output", "rows", "show", "lossy", "distributed"}
 _HERE = "\0here\0 "  # no template has it; the space is gone where contents are trimmed
 

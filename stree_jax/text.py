@@ -55,7 +55,7 @@ class Texts:
         `chat_template` is a file with one, in the place of the directory's own.
         """
         source = Path(path)
-        template = None if chat_template is None else read_text(chat_template)
+        template = None if chat_template is None else read_text(Path(chat_template))
         folder = source.parent if source.suffix == ".json" else folder_of(source)
         file = source if source.suffix == ".json" else folder / "tokenizer.json"
         return cls(_tokenizer(os.path.realpath(source), _stamps([file])), folder, template)

@@ -91,7 +91,7 @@ def turn_by_turn(
         while own:
             turn += 1
             prompts = {i: questions[i].after(answers[i]) for i in own}
-            with naming([f"{questions[i].name or i}, turn {turn}," for i in own]):
+            with naming([f"{questions[i].name or f'prompts[{i}]'}, turn {turn}," for i in own]):
                 Method(PLAIN).planned(target, Batch([*prompts.values()], options))
             later = [i for i in own if len(questions[i].turns) > turn]
             for start in range(0, len(own), rows):

@@ -50,6 +50,15 @@ def test_bad_lines_are_named_and_stop_nothing(chat_target, continued):
         assert message in texts[number]["error"]
 
 
+def test_a_chat_template_from_a_file(chat_target, tiny_pair, continued):
+    template, lines = chat_target / "chat_template.jinja", [{"messages": MESSAGES}]
+    options = [*OPTIONS, "--chat-template", template]
+    want = continued(chat_target, lines, *OPTIONS)
+    assert continued(tiny_pair / "target", lines, *options) == want
+    _, errors = continued(tiny_pair / "target", lines, *OPTIONS)
+    assert "pass a text instead (the command takes --chat-template FILE)" in errors[1]
+
+
 def test_texts_of_lines(chat_target, continued):
     """A byte-order mark is no error; a text is that of the line's key, whatever else is there."""
     lines = [
