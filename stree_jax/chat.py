@@ -50,6 +50,10 @@ class ChatTemplate:
             ) from None
 
 
+class NoChatTemplateError(ValueError):
+    """A checkpoint has no chat template."""
+
+
 def load_chat_template(directory: Path, *, tools: bool = False) -> ChatTemplate:
     """Returns the chat template of a checkpoint, from files or its config."""
     folder = folder_of(directory)
@@ -64,7 +68,10 @@ def load_chat_template(directory: Path, *, tools: bool = False) -> ChatTemplate:
     if name not in templates | files:
         names = sorted(templates | files)
         known = f" named {shown(name)}; there are {shown(names)}" if names else ""
-        raise ValueError(f"{shown_path(folder)} has no chat template{known}; pass a text instead")
+        raise (ValueError if names else NoChatTemplateError)(
+            f"{shown_path(folder)} has no chat template{known}; pass a text instead (the command"
+            " takes --chat-template FILE)"
+        )
     source = read_text(files[name]) if name in files else templates[name]
     return ChatTemplate(source, special_tokens(folder))
 

@@ -1,8 +1,9 @@
 """A model of lm-evaluation-harness: `python -m stree_jax.lm_eval --model stree-jax --tasks ...`."""
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,15 +22,24 @@ from stree_jax.decoding.prompts import MAX_TOKENS, typed_key
 from stree_jax.decoding.score import scored
 from stree_jax.messages import shown
 
-_DEFAULTS = {field.name: field.default.default for field in dataclasses.fields(Generate)}  # type: ignore[union-attr]
+_ALL = {field.name for field in dataclasses.fields(Generate)}
 _TEXT = {field.name for field in dataclasses.fields(TextOptions)}
 _OTHER = {"checkpoint", "prompt", "prompts", "output", "rows", "show", "lossy", "distributed"}
-_HERE = "\0here\0"  # no template has it
+_HERE = "\0here\0 "  # no template has it; the space is gone where contents are trimmed
 
 
 def _check_names(of: str, given: dict[str, Any], known: set[str]) -> None:
     if unknown := given.keys() - known:
         raise ValueError(f"{of} has {sorted(unknown)} (commas need JSON), of {sorted(known)}")
+
+
+@contextlib.contextmanager
+def _named(context: str) -> Iterator[None]:
+    """Gives an error the name of a request: the end of its context, as many begin alike."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the request that ends in {context[-60:]!r}: {error}") from None
 
 
 @register_model("stree-jax")
@@ -60,8 +70,8 @@ class StreeJax(TemplateLM):
         **options: Any,
     ):
         super().__init__()
-        _check_names("model_args", options, _DEFAULTS.keys() - _TEXT - _OTHER)
-        command = Generate(**_DEFAULTS | options | {"checkpoint": str(pretrained)})
+        _check_names("model_args", options, _ALL - _TEXT - _OTHER)
+        command = Generate.of(str(pretrained), **options)
         self.batch_size = check_int("batch_size", 8 if batch_size == "auto" else int(batch_size), 1)
         self._command, self._loaded = command, load(command)
         self._model, self._texts = self._loaded.model, self._loaded.texts
@@ -93,9 +103,10 @@ class StreeJax(TemplateLM):
         *before, last = chat_history  # which goes on
         history = [*before, last | {"content": last["content"] + _HERE}]
         text = template.render(history, **self._variables | {"add_generation_prompt": False})
-        if _HERE not in text:
+        before_it, mark, after_it = text.rpartition(_HERE.strip())
+        if not mark or last["content"].strip() not in before_it:
             raise ValueError("the chat template does not write the last message, which goes on")
-        return text[: text.rindex(_HERE)]
+        return before_it if after_it.startswith(" ") else before_it.rstrip()
 
     def tok_encode(self, string: str, add_special_tokens: Any = None, **_: Any) -> list[int]:
         special = add_special_tokens is not False
@@ -122,8 +133,9 @@ class StreeJax(TemplateLM):
         """Answers requests, each with pairs of a context and what continues it."""
         pairs = [(number, *pair) for number, (_, own) in enumerate(asked) for pair in own]
         lengths = [len(after) for *_, after in pairs]
-        for length in lengths:
-            check_int("tokens of a continuation", length, 1, self.max_length)
+        for (number, *_), length in zip(pairs, lengths, strict=True):
+            with _named(asked[number][0][0]):
+                check_int("tokens of a continuation", length, 1, self.max_length)
         texts = [self._cut([*before, *after], self.max_length + 1) for _, before, after in pairs]
         rows = scored(self._model, texts, self.batch_size) if texts else iter(())
         left = [len(own) for _, own in asked]
@@ -140,13 +152,17 @@ class StreeJax(TemplateLM):
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         every = enumerate(request.args for request in requests)
-        lines = [Line(number, {}, [self._request(number, *args)]) for number, args in every]
+        lines = []
+        for number, args in every:
+            with _named(args[0]):
+                lines.append(Line(number, {}, [self._request(number, *args)]))
         lines.sort(key=lambda line: len(line.requests[0].prompt), reverse=True)
         found = [""] * len(lines)
         texts = decoded(self._loaded, self._command, lines, self.batch_size)
         for line, new, error in tqdm(texts, "decoding", len(lines), disable=disable_tqdm):
             number, args = line.number, requests[line.number].args
-            require(not error, f"{shown(args)}: {error}")
+            with _named(args[0]):
+                require(not error, error)
             text, tokens, reason = new[0].text or "", new[0].tokens, new[0].finish_reason
             found[number] = self._texts.without_end(text, tokens, reason)
             self.cache_hook.add_partial("generate_until", args, found[number])
@@ -155,7 +171,8 @@ class StreeJax(TemplateLM):
     def _request(self, number: int, context: str, given: dict[str, Any]) -> st.Request:
         own: dict[str, Any] = {**normalize_gen_kwargs(given, self.max_gen_toks)}
         del own["do_sample"]  # which the temperature says too
-        stops = [stop for stop in own.pop("until") if stop]
+        stops = [stop for stop in own.pop("until") if stop is not None]
+        require("" not in stops, "until has an empty text, which ends nothing; leave it out")
         most = check_int("max_gen_toks", own.pop("max_gen_toks"), 1, self.max_length - 1)
         _check_names("gen_kwargs", own, _TEXT - {"max_new_tokens", "stop", "n", "bos", "log_probs"})
         asked = wanted(self._command.settings(), own | {"max_new_tokens": most, "stop": stops})

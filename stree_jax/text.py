@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template
-from stree_jax.checkpoint.files import folder_of
+from stree_jax.checkpoint.files import folder_of, read_text
 from stree_jax.checks import check_int, require
 from stree_jax.decoding.drafters import Drafter, ModelDrafter
 from stree_jax.decoding.generate import generate
@@ -35,23 +35,30 @@ Messages = Sequence[Mapping[str, Any]]
 class Texts:
     """A checkpoint's way from prompts to tokens, and from tokens to text.
 
-    `tokenizer` may be a fast one of transformers; `folder` has its chat template.
+    `tokenizer` may be a fast one of transformers; `folder` has its chat template, unless
+    `chat_template` is the source of another.
     """
 
-    def __init__(self, tokenizer: Any, folder: Path | None = None):
-        self._given, self._folder = tokenizer, folder
+    def __init__(
+        self, tokenizer: Any, folder: Path | None = None, chat_template: str | None = None
+    ):
+        self._given, self._folder, self._template = tokenizer, folder, chat_template
         self._name = "the tokenizer" + (f" of {shown_path(folder)}" if folder else "")
         self._tokenizer = as_tokenizer(tokenizer)
         if self._tokenizer.truncation or self._tokenizer.padding:
             self._tokenizer = _of_whole_texts(self._tokenizer)
 
     @classmethod
-    def at(cls, path: Location) -> "Texts":
-        """Loads those of a directory or a tokenizer.json, which are kept."""
+    def at(cls, path: Location, chat_template: Path | None = None) -> "Texts":
+        """Loads those of a directory or a tokenizer.json, which are kept.
+
+        `chat_template` is a file with one, in the place of the directory's own.
+        """
         source = Path(path)
+        template = None if chat_template is None else read_text(Path(chat_template))
         folder = source.parent if source.suffix == ".json" else folder_of(source)
         file = source if source.suffix == ".json" else folder / "tokenizer.json"
-        return cls(_tokenizer(os.path.realpath(source), _stamps([file])), folder)
+        return cls(_tokenizer(os.path.realpath(source), _stamps([file])), folder, template)
 
     def tokenizer(self, prompt: str | Messages | Any) -> Tokenizer:
         """The tokenizer that decodes what follows a prompt.
@@ -115,6 +122,8 @@ class Texts:
 
     def template(self, *, tools: Any = None) -> ChatTemplate:
         """Returns the chat template, for conversations with or without tools."""
+        if self._template is not None:
+            return ChatTemplate(self._template, special_tokens(self._folder or Path()))
         if hasattr(self._given, "get_chat_template"):  # of transformers
             source = self._given.get_chat_template(tools=tools)
             return ChatTemplate(source, self._given.special_tokens_map)

@@ -160,8 +160,8 @@ def state_after(drafter, context, topology, max_length):
     return drafter.read(state, context.tokens, None, context.length - 1)
 
 
-def python(*arguments, timeout=900, **environment):
-    """The output of another Python process, which succeeds; pytest there is none of this one's."""
+def python(*arguments, timeout=900, code=0, **environment):
+    """The output of another Python process, whose exit code is known; not pytest's variables."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     result = subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -170,7 +170,7 @@ def python(*arguments, timeout=900, **environment):
         env=mine | environment,
         timeout=timeout,
     )
-    assert result.returncode == 0, result.stdout[-20_000:] + result.stderr
+    assert result.returncode == code, result.stdout[-20_000:] + result.stderr
     return result.stdout
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -83,7 +84,7 @@ def test_stops_and_limits(pair, caplog):
     token = max(plain._texts.tokenizer("").encode(free).tokens, key=len)
     inside = free[free.rindex(token[1:]) :][: len(token) - 1]
     assert len(inside) > 1
-    requests = [until(TEXTS[0]), until(TEXTS[0], inside, ""), until(TEXTS[0], "no such", free[9:])]
+    requests = [until(TEXTS[0]), until(TEXTS[0], inside), until(TEXTS[0], "no such", free[9:])]
     requests += [until("", max_gen_toks=3), until(TEXTS[0], temperature=1.0, do_sample=True)]
     requests += [requests[-1], until(TEXTS[1], "a", temperature=0.7, top_k=5, do_sample=True)]
     texts = drafts.generate_until(requests)
@@ -96,11 +97,12 @@ def test_stops_and_limits(pair, caplog):
     assert f"a context of {len(tokens)} tokens was cut to the last 6" in caplog.text
     how = dict(max_new_tokens=24, tokenizer=plain._texts.tokenizer(""))
     assert [got] == st.generate(plain._model, [tokens[-6:]], **how).texts
-    with pytest.raises(ValueError, match="max_gen_toks must be .*29"):
+    with pytest.raises(ValueError, match="request that ends in 'Ann': max_gen_toks must be .*29"):
         short.generate_until([until("Ann", max_gen_toks=30)])
     assert short.loglikelihood([asked("Ann ", ""), asked("", ""), PAIRS[0]])[:2] == [(0, True)] * 2
     for given in ([(("a", "b"), [1], [])], [(("a", "b"), [1], [2] * 31)]):
-        with pytest.raises(ValueError, match="tokens of a continuation .* from 1 to 30; got [03]"):
+        message = "request that ends in 'a': tokens of a continuation .* from 1 to 30; got [03]"
+        with pytest.raises(ValueError, match=message):
             short._loglikelihood_tokens(given)
 
 
@@ -109,12 +111,21 @@ def test_chats_and_what_is_refused(pair, tiny_pair):
     history = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because "}]
     assert ours.chat_template(True) == TEMPLATE
     assert ours.apply_chat_template(history[:1]) == "<user>Why?\n<assistant>In verse:"
-    goes_on = ours.apply_chat_template(history, add_generation_prompt=False)
-    assert goes_on == "<user>Why?\n<assistant>Because "
+    for source in (TEMPLATE.replace(" | trim", ""), TEMPLATE.replace("}\n", "} </s>"), TEMPLATE):
+        (Path(pair["pretrained"]) / "chat_template.jinja").write_text(source)
+        for content in ("Because ", "Because", " \n"):
+            history[1]["content"] = content
+            goes_on = ours.apply_chat_template(history, add_generation_prompt=False)
+            (theirs,), _ = transformers().utils.chat_template_utils.render_jinja_template(
+                [history], chat_template=source, continue_final_message=True
+            )
+            assert goes_on == theirs
     with pytest.raises(ValueError, match="'tools'"):
         ours.chat_template("tools")
     with pytest.raises(ValueError, match=r"gen_kwargs has \['num_beams'\] .*, of \['eos"):
         ours.generate_until([until("Ann", num_beams=4)])
+    with pytest.raises(ValueError, match="request that ends in 'Ann': until has an empty text"):
+        ours.generate_until([until("Ann", "")])
     with pytest.raises(ValueError, match=r"model_args has \['2', 'rows'\] .*, of \['ada"):
         StreeJax(**pair, rows=8, **{"2": ""})
     with pytest.raises(ValueError, match="batch_size must be"):

@@ -131,7 +131,7 @@ def _check(file: Path) -> None:
 def chosen_level() -> str:
     """Returns the chosen instructions, or the best of this processor's that were built."""
     lacking = {name: build_backend.lacks(name) for name in build_backend.levels()}
-    chosen = os.environ.get("STREE_JAX_NATIVE")
+    chosen = os.environ.get("STREE_JAX_NATIVE", "").lower()
     if chosen == "off":
         raise OSError("STREE_JAX_NATIVE=off")
     if chosen:

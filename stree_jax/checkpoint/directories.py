@@ -1,9 +1,9 @@
 """Directories and files that appear whole or not at all, whenever their writer is killed.
 
-A writer of a directory fills `.NAME.partial-*/new` beside it and renames it at the end. An old one
-is moved to `.NAME.partial-*/old` first; if the writer is killed before the new one is in place,
-`recover` moves it back. One process at a time writes to a destination, with a lock that the system
-releases when the process ends: whoever holds it may remove what is there of others.
+A writer fills `.NAME.partial-*/new` beside its destination and renames it at the end. An old
+directory is moved to `.NAME.partial-*/old` first; if the writer is killed before the new one is in
+place, `recover` moves it back. One writer at a time works on a destination, with a lock that the
+system releases when its process ends: whoever holds it may remove what is there of others.
 """
 
 import atexit
@@ -29,29 +29,48 @@ _LONGEST_NAME = 255 - len("..partial-") - _RANDOM  # bytes
 def new_directory(path: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary directory: renamed to `path` if the block succeeds, else deleted."""
     path = path.absolute()
-    if len(os.fsencode(path.name)) > _LONGEST_NAME:
-        raise ValueError(f"the name of {shown_path(path)} is too long; choose a shorter one")
     recover(path)
     if os.path.lexists(path) and not overwrite:
         raise ValueError(f"{path} exists; choose another name or pass overwrite=True")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _only_writer(path):
-        work = Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
-        new, old = work / "new", work / "old"
+    with named_errors(path), _only_writer(path) as work:
+        new = work / "new"
         new.mkdir()
-        try:
-            yield new
-        except OSError as error:  # of a full disk, it names no file
-            if error.errno is not None:  # else a name would replace its message
-                error.filename = error.filename or str(path)
-            raise
+        yield new
         if not os.path.lexists(path):
             os.rename(new, path)
         elif not overwrite:
             raise ValueError(f"{path} appeared in the meantime; choose another name")
         else:
-            os.rename(path, old)
+            os.rename(path, work / "old")
             os.rename(new, path)  # if this fails, `_clean` moves the old one back
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """The path of a file to write: renamed to `path` if the block succeeds, else deleted."""
+    path = path.absolute()
+    with named_errors(path), _only_writer(path) as work:
+        yield work / "new"
+        os.replace(work / "new", path)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Writes a file that appears whole or not at all; returns its path."""
+    with new_file(path) as new:
+        new.write_text(text, encoding="utf-8")
+    return path
+
+
+@contextlib.contextmanager
+def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Gives an error of the system that names no file, such as that of a full disk, this name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:  # else a name would replace its message
+            error.filename = error.filename or os.fspath(path)
+        raise
 
 
 def recover(path: Path) -> None:
@@ -63,15 +82,17 @@ def recover(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _only_writer(path: Path) -> Iterator[None]:
-    """Holds the lock of a destination, and cleans up before and after."""
+def _only_writer(path: Path) -> Iterator[Path]:
+    """A new work directory, with the lock of a destination; cleans up before and after."""
+    if len(os.fsencode(path.name)) > _LONGEST_NAME:
+        raise ValueError(f"the name of {shown_path(path)} is too long; choose a shorter one")
     file = path.with_name(f"{_prefix(path)}lock")
     lock = filelock.FileLock(file)
     with contextlib.suppress(OSError, NotImplementedError):  # as some network file systems answer
         lock.acquire()
     try:
         _clean(path)
-        yield
+        yield Path(tempfile.mkdtemp(prefix=_prefix(path), dir=path.parent))
     finally:
         _clean(path)
         if lock.is_locked:
@@ -115,13 +136,3 @@ def plain_path(path: Path) -> Path:
     link = folder / "link"
     link.symlink_to(path, target_is_directory=True)
     return link
-
-
-def write_text(path: Path, text: str) -> Path:
-    """Writes a file that appears whole or not at all; returns its path."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        return partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)  # there only if it could not be written or renamed

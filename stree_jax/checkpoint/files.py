@@ -114,7 +114,7 @@ def optional_json(path: Path) -> dict:
 
 def read_text(path: Path) -> str:
     """Reads a text; ValueError: there is none, or one that is too large to be real."""
-    has_file(path)  # says what lies there instead
+    require(has_file(path), f"{shown_path(path)}: there is no such file")
     try:
         if (size := path.stat().st_size) > _MAX_TEXT:
             raise ValueError(f"{size} bytes are too many for a config or an index")

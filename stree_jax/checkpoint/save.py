@@ -57,7 +57,8 @@ def save_pretrained(
 
     def more_files(partial: Path) -> None:
         if tokenizer is not None:
-            tokenizer.save(str(partial / "tokenizer.json"))
+            text = tokenizer.to_str(pretty=True)
+            (partial / "tokenizer.json").write_text(text, encoding="utf-8")
 
     header = {"model": model.config.to_dict()}
     write_checkpoint(path, header, model, model_card, overwrite, more_files)

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -13,17 +13,19 @@ import jax
 from rich.console import Console
 
 import stree_jax as st
+from stree_jax.checkpoint.directories import named_errors
 from stree_jax.checks import check_int
 from stree_jax.cli.loading import Loaded
 from stree_jax.cli.options import Generate, wanted
-from stree_jax.cli.prompts import prompt_of, read_lines
+from stree_jax.cli.prompts import SOURCE, prompt_of, read_lines, source_of
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.prompts import MAX_TOKENS, typed_key
 from stree_jax.measuring.report import progress_bar
 from stree_jax.messages import shown
 
 Record = dict[str, Any]
-_SOURCE = "number", "prompt", "messages"  # of a line: what its output has too
+_BEGINS = b'{"line": '  # each record
+_WAY_OUT = "name another file, or delete it"
 
 
 class Line(NamedTuple):
@@ -43,39 +45,41 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
     """
     rows = 8 if command.rows is None else command.rows
     check_int("--rows", rows, 1)
-    lines = _lines(loaded, command, settings)
+    path: Any = command.prompts
+    numbered = read_lines(path)
+    lines = prepared(loaded, command, settings, numbered)
     count = collections.Counter[str]()
-    with _opened(command.output, {line.number: line.source for line in lines}) as (file, last):
-        waiting = [line for line in lines if line.number > last]
+    with opened(command.output, numbered) as (file, there):
+        waiting = [line for line in lines if line.number not in there]
         with progress_bar(console) as show:
-            for done, (line, texts, error) in enumerate(decoded(loaded, command, waiting, rows), 1):
+            for done, record in enumerate(records(loaded, command, waiting, rows), 1):
                 show("decoding", done, len(waiting))
-                if error:
-                    message = f"{command.prompts}, line {line.number}: {' '.join(error.split())}"
+                write_record(file, record)
+                if "error" in record:
+                    message = f"{path}, line {record['line']}: {' '.join(record['error'].split())}"
                     console.print(message, markup=False, soft_wrap=True)
                     count["bad"] += 1
                     continue
-                records = [_record(loaded, text) for text in texts]
-                own = records[0] if len(records) == 1 else {"texts": records}
-                record = {"line": line.number} | line.source | own
-                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-                file.flush()
+                texts = record.get("texts", [record])
                 count["texts"] += 1
-                count["tokens"] += sum(text.stats.num_tokens for text in texts)
-                count["calls"] += sum(text.stats.num_target_calls for text in texts)
-    summary = f"{command.output or command.prompts}: {count['texts']} texts"
+                count["tokens"] += sum(text["num_tokens"] for text in texts)
+                count["calls"] += sum(text["num_target_calls"] for text in texts)
+    summary = f"{command.output or path}: {count['texts']} texts"
     summary += f" of {count['tokens']} tokens"
     summary += f", tau {count['tokens'] / count['calls']:.2f}" if count["calls"] else ""
-    summary += f", after line {last}, which was there before" if last else ""
+    summary += f", {len(there)} lines were there before" if there else ""
     summary += f", {count['bad']} lines could not be used" if count["bad"] else ""
     console.print(summary, markup=False, soft_wrap=True)
     return count["bad"]
 
 
-def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[Line]:
-    """Returns the lines of the file; requests share the tables of their grammars."""
-    path: Any = command.prompts
-    lines = read_lines(path)
+def prepared(
+    loaded: Loaded,
+    command: Generate,
+    settings: dict[str, Any],
+    numbered: Iterable[tuple[int, bytes]],
+) -> list[Line]:
+    """Returns lines as requests, which share the tables of their grammars."""
     options = loaded.options(wanted(settings)) | {"key": command.seed}
     plan(  # refuses what is wrong for all lines
         loaded.model,
@@ -86,7 +90,7 @@ def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[
         tokenizer=loaded.texts.tokenizer(""),
         **options,
     )
-    found = [_parsed(loaded, number, line, command.seed, settings) for number, line in lines]
+    found = [_parsed(loaded, number, line, command.seed, settings) for number, line in numbered]
     grammars = {id(g): g for line in found for each in line.requests for g in each.processors}
     if not grammars:
         return found
@@ -99,10 +103,9 @@ def _lines(loaded: Loaded, command: Generate, settings: dict[str, Any]) -> list[
 
 
 def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, settings: dict[str, Any]) -> Line:
-    source: Record = {}
+    source = source_of(line)
     try:
         prompt, content = prompt_of(line)
-        source = {name: content[name] for name in _SOURCE if name in content}
         asked = wanted(settings, content)
         own_seed = check_int("seed", content.get("seed", seed), 0, 2**32 - 1)
         chat = content.get("chat")
@@ -124,34 +127,56 @@ def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, settings: dict[
 
 
 @contextlib.contextmanager
-def _opened(output: Path | None, sources: Mapping[int, Record]) -> Iterator[tuple[IO[bytes], int]]:
-    """Yields the file to append to, and the number of the last line that is whole in it."""
+def opened(
+    output: Path | None, numbered: Iterable[tuple[int, bytes]]
+) -> Iterator[tuple[IO[bytes], set[int]]]:
+    """Yields the file to append to, and the numbers of the lines that it has already.
+
+    Raises:
+        ValueError: it is no output of these prompts.
+    """
     if output is None:
-        yield sys.stdout.buffer, 0
+        yield sys.stdout.buffer, set()
         return
-    with output.open("a+b") as file:
+    with named_errors(output), output.open("a+b") as file:
         file.seek(0)
-        whole, newline, rest = file.read().rpartition(b"\n")
-        number, begins = 0, b'{"line": '
+        whole, newline, partial = file.read().rpartition(b"\n")
         try:
-            record = json.loads(whole[whole.rfind(b"\n") + 1 :]) if newline else {"line": 0}
-            number = record["line"]
-            is_ours = type(number) is int and begins.startswith(rest[: len(begins)])
+            there = [json.loads(line) for line in whole.splitlines()]
+            numbers = [record["line"] for record in there]
+            is_ours = all(type(number) is int for number in numbers)
         except (ValueError, TypeError, KeyError, RecursionError):
             is_ours = False
-        if not is_ours:
-            raise ValueError(
-                f"--output {output} is no output of this command; name another file, or delete it"
-            )
-        source = sources.get(number)
-        if newline and (not source or any(record.get(k) != v for k, v in source.items())):
-            raise ValueError(
-                f"--output {output} ends with another prompt than line {number} of the prompts;"
-                " name another file, or delete it"
-            )
-        if rest:  # of a run that was interrupted
+        if not (is_ours and _BEGINS.startswith(partial[: len(_BEGINS)])):
+            raise ValueError(f"--output {output} is no output of this command; {_WAY_OUT}")
+        lines = dict(numbered)
+        for number, record in zip(numbers, there, strict=True):
+            source = {name: record[name] for name in SOURCE if name in record}
+            if number not in lines or source_of(lines[number]) != source:
+                raise ValueError(
+                    f"--output {output} has another prompt than line {number} of the prompts;"
+                    f" {_WAY_OUT}, or that line of it"
+                )
+        if partial:  # of a run that was interrupted
             file.truncate(len(whole + newline))
-        yield file, number
+        yield file, {*numbers}
+
+
+def write_record(file: IO[bytes], record: Record) -> None:
+    """Writes a line of output, at once."""
+    text = json.dumps(record, ensure_ascii=False)
+    file.write(text.encode(errors="backslashreplace") + b"\n")  # a lone surrogate as in JSON
+    file.flush()
+
+
+def records(
+    loaded: Loaded, command: Generate, lines: Sequence[Line], rows: int
+) -> Iterator[Record]:
+    """Yields the record of each line, in their order: its texts, or its "error"."""
+    for line, completions, error in decoded(loaded, command, lines, rows):
+        texts = [_record(loaded, each) for each in completions]
+        own = texts[0] if len(texts) == 1 else {"texts": texts}
+        yield {"line": line.number} | line.source | ({"error": error} if error else own)
 
 
 def decoded(

@@ -37,7 +37,7 @@ def run_bench(command: Bench) -> int:
     for each in drafters:
         loading.check_drafter(each.option, specs, command.mesh)
     trees = {spec: parse_tree(spec) for spec in specs if spec != DEFAULT}
-    prompts = read_questions(target, command.prompts, PROMPTS)
+    prompts = read_questions(target, command.prompts, PROMPTS, command.chat_template)
     model, loaded = loading.load_all(
         target,
         drafters,

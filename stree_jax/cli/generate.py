@@ -17,7 +17,11 @@ from stree_jax.cli.options import Generate, sampling, wanted
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 
-_OF_PROMPTS = {"output": "its text is written to the terminal", "rows": "it is one text, or --n"}
+_OF_PROMPTS = {
+    "output": "its text is written to the terminal",
+    "rows": "it is one text, or --n",
+    "chat_template": "it is a text, not messages",
+}
 _OF_PROMPT = {
     "lossy": "its texts are always the target's",
     "show": "its texts are written as JSON lines",
@@ -32,7 +36,7 @@ def run_generate(command: Generate) -> int:
     kind, others = ("prompts", _OF_PROMPT) if command.prompts else ("prompt", _OF_PROMPTS)
     for name, why in others.items():
         if getattr(command, name) not in (None, False):
-            raise ValueError(f"--{name} is not for --{kind}: {why}")
+            raise ValueError(f"--{name.replace('_', '-')} is not for --{kind}: {why}")
     if command.show and command.log_probs:
         raise ValueError("--show marks the tokens of texts, --log-probs lists them; give one")
     try:

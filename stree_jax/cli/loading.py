@@ -207,7 +207,7 @@ def load(command: Generate) -> Loaded:
             f"--sharpness is for dynamic trees: give --tree budget:16,5 and one of {models()}"
         )
     check_drafter(drafter.option, [] if tree is None else [tree], mesh)
-    texts = Texts.at(command.tokenizer or find(command.checkpoint))
+    texts = Texts.at(command.tokenizer or find(command.checkpoint), command.chat_template)
     if command.distributed:
         join_processes()
     model, of_model = load_models(

@@ -4,6 +4,8 @@ User errors, which all functions here raise as ValueError, are one line on stder
 Each command imports its own module.
 """
 
+import contextlib
+import errno
 import io
 import os
 import pkgutil
@@ -14,6 +16,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from pallas_kernels import native
 from stree_jax import __version__
 from stree_jax.cli import options
 from stree_jax.messages import first_line, shown_path
@@ -39,6 +42,8 @@ def _run(chosen: Any) -> None:
     ctrl_c = signal.getsignal(signal.SIGINT)
     if isinstance(chosen, _WITHOUT_PARTIAL_FILES) and ctrl_c is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # raises, as usual in Python
+    with contextlib.suppress(OSError):  # there is none, or it is switched off
+        native.chosen_level()  # refuses a wrong STREE_JAX_NATIVE
     _, function = _COMMANDS[type(chosen)]
     raise typer.Exit(pkgutil.resolve_name(f"stree_jax.cli.{function}")(chosen) or 0)
 
@@ -93,8 +98,12 @@ def main() -> None:
         os._exit(130)  # without the interpreter's teardown, which crashes amid a compilation
     except (ValueError, FloatingPointError, OSError) as error:
         message = str(error)
-        if isinstance(error, OSError) and error.filename is not None:  # which may be very long
-            message = f"{shown_path(str(error.filename))}: {error.strerror}"
+        if isinstance(error, OSError):
+            file = error.filename2 or error.filename  # of a copy the second is the new one
+            if file is None and error.errno == errno.ENOSPC:  # what writes a file names it
+                file = "the standard output"
+            if file is not None:  # which may be very long
+                message = f"{shown_path(str(file))}: {error.strerror}"
         _refuse(" ".join(message.split()))
     except BaseException as error:
         # Usage errors are ClickExceptions, recognized by their method because new versions of typer

@@ -29,6 +29,9 @@ _PROMPTS = Option(
     None,
     help='File with one prompt per line; .jsonl: objects with a "prompt", "messages" or "turns".',
 )
+_CHAT_TEMPLATE = Option(
+    None, help="With --prompts: file with the chat template of messages; by default the model's."
+)
 _TOKENS = "--max-new-tokens", "--tokens"  # the second is an older name
 _IGNORE_FIELD = Option(
     [], help="Unknown field of a checkpoint's config to ignore; may be repeated."
@@ -92,6 +95,7 @@ class Bench(DraftModels):
     )
     temperature: list[float] = Option([0.0], help="0 is greedy decoding; may be repeated.")
     prompts: Path | None = _PROMPTS
+    chat_template: Path | None = _CHAT_TEMPLATE
     max_new_tokens: int = Option(96, *_TOKENS, help="New tokens of each text, at most.")
     rows: int = Option(1, help="Number of texts decoded at the same time.")
     rounds: int = Option(3, help="Timed runs of each text.")
@@ -151,6 +155,7 @@ class Decoding:
     tokenizer: Path | None = Option(
         None, help="Directory or tokenizer.json; by default the checkpoint's."
     )
+    chat_template: Path | None = _CHAT_TEMPLATE
     max_length: int | None = Option(
         None, help="Maximum length, prompt included; by default the model's."
     )
@@ -213,6 +218,13 @@ class TextOptions:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generate(TextOptions, Decoding, Drafts, Prompts):
     """Continue a prompt, printing tokens as they are accepted, or all prompts of a file."""
+
+    @classmethod
+    def of(cls, checkpoint: str, **options: Any) -> "Generate":
+        """What a program asks for: other options have the defaults of the command line."""
+        fields: Any = dataclasses.fields(cls)
+        defaults = {each.name: each.default.default for each in fields}
+        return cls(**defaults | options | {"checkpoint": checkpoint})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,6 +308,7 @@ class TuneTree(Drafts):
     adapter: str | None = _ADAPTER
     temperature: float = Option(0.0, help="0 is greedy decoding.")
     prompts: Path | None = _PROMPTS
+    chat_template: Path | None = _CHAT_TEMPLATE
     max_nodes: int = Option(64, help="Most nodes of a tree, root included.")
     max_depth: int = Option(8, help="Most drafts on a path.")
     max_new_tokens: int = Option(128, *_TOKENS, help="New tokens of each prompt.")

@@ -1,5 +1,6 @@
 """Files of prompts: a text or a conversation in each line."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from stree_jax.measuring import Question
 from stree_jax.messages import shown
 from stree_jax.text import Texts
 
+SOURCE = "number", "prompt", "messages"  # of a line: what its output has too
 _BOM = b"\xef\xbb\xbf"  # some editors begin a file with it
 
 
@@ -40,6 +42,14 @@ def prompt_of(line: bytes, *more: str) -> tuple[Any, dict[str, Any]]:
     return _messages(content["turns"]) if given == ["turns"] else content[given[0]], content
 
 
+def source_of(line: bytes) -> dict[str, Any]:
+    """What the output of a line has of it: nothing of a bad one."""
+    with contextlib.suppress(ValueError):
+        content = prompt_of(line)[1]
+        return {name: content[name] for name in SOURCE if name in content}
+    return {}
+
+
 def _messages(turns: Any) -> list[dict[str, str]]:
     """Texts of a user as messages."""
     texts = turns if isinstance(turns, list) and turns else [""]
@@ -50,9 +60,12 @@ def _messages(turns: Any) -> list[dict[str, str]]:
     return [{"role": "user", "content": text} for text in texts]
 
 
-def read_questions(target: str, path: Path | None, built_in: Sequence[str]) -> list[Question]:
+def read_questions(
+    target: str, path: Path | None, built_in: Sequence[str], chat_template: Path | None = None
+) -> list[Question]:
     """The questions of a file: objects in a .jsonl file, otherwise a text in each line."""
-    texts = Texts.at(find(target))
+    require(path is not None or chat_template is None, "--chat-template goes with --prompts")
+    texts = Texts.at(find(target), chat_template)
     if path is None:
         return [Question.of(texts, each) for each in built_in]
     found: list[Question] = []
@@ -60,7 +73,8 @@ def read_questions(target: str, path: Path | None, built_in: Sequence[str]) -> l
         try:
             lines = path.suffix != ".jsonl"
             asked: Any = (line.decode().rstrip("\r"), {}) if lines else prompt_of(line, "turns")
-            found.append(Question.of(texts, asked[0], asked[1].get("category")))
+            question = Question.of(texts, asked[0], asked[1].get("category"))
+            found.append(question._replace(name=f"--prompts {path}, line {number}"))
             if (found[0].category is None) != (found[-1].category is None):
                 raise ValueError('some lines have a "category": give one to each line or to none')
         except ValueError as error:

@@ -9,6 +9,7 @@ from stree_jax.cli.options import TuneTree
 from stree_jax.cli.prompts import read_questions
 from stree_jax.heads import ROOMS
 from stree_jax.measuring.bench import PROMPTS
+from stree_jax.measuring.questions import PLAIN_TURNS
 from stree_jax.measuring.report import check_file, progress_bar, write_json
 
 # In addition to those of `bench`. Half of the prompts measure acceptance, the other half speed.
@@ -32,7 +33,10 @@ def run_tune_tree(command: TuneTree) -> None:
         )
     if command.output is not None:
         check_file(command.output)
-    asked = read_questions(target, command.prompts, [*PROMPTS, *MORE_PROMPTS])
+    built_in = [*PROMPTS, *MORE_PROMPTS]
+    asked = read_questions(target, command.prompts, built_in, command.chat_template)
+    if any(each.is_plain for each in asked):
+        console.print(PLAIN_TURNS)
     models = load_models(
         target, drafter, adapter=command.adapter, dtype=command.dtype, quantize=command.quantize
     )

@@ -125,6 +125,7 @@ def plan(
     own = options_of_rows(options, batch)
     some_weight = model.final_norm_scale[...]  # in place of all of them, which takes longer
     check_not_traced(context.length, own[0].key, some_weight)
+    dispatch.explain(dispatch.device_of(some_weight))  # refuses a wrong STREE_JAX_NATIVE
     made = {id(each): _row_of(each, model) for each in own}
     rows = [made[id(each)] for each in own]  # one object for all that are equal
     most = [row.options.max_new_tokens for row in rows]

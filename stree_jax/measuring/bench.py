@@ -12,13 +12,14 @@ import jax
 from flax import nnx
 
 from pallas_kernels import dispatch
+from stree_jax.checkpoint.directories import new_file
 from stree_jax.checks import check_int, require
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.measuring.advice import advice
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Batch, Method, compare, different
-from stree_jax.measuring.questions import Question, turn_by_turn
+from stree_jax.measuring.questions import PLAIN_TURNS, Question, naming, turn_by_turn
 from stree_jax.measuring.report import acceptance_tables, check_file, draw_speeds, method_tables
 from stree_jax.messages import needs, shown
 from stree_jax.models.lm import HybridLM, check_model
@@ -83,6 +84,7 @@ class BenchReport:
         cores = f"{where['processor']}, {where['cores']} cores"
         versions = f"jax {where['jax']}, Python {where['python']}"
         return [
+            *[PLAIN_TURNS] * self.head.get("plain_turns", False),
             f"runs as {self.head['runs']}",
             f"{where['device']}, {cores}; {versions}; load {where['load_average']:g}",
             f"{self.head['target']}: {own['parameters'] / 1e6:,.1f} M parameters, {own['dtype']},"
@@ -116,7 +118,8 @@ class BenchReport:
         figure = Figure(figsize=(7, 1 + 0.5 * len(self.rows)), layout="constrained")
         draw_speeds(figure.subplots(), self.rows)
         figure.legend(loc="outside lower left", ncols=4)
-        figure.savefig(file)
+        with new_file(file) as new:
+            figure.savefig(new, format=file.suffix[1:])
 
 
 def check_picture(path: str | os.PathLike[str]) -> Path:
@@ -205,8 +208,9 @@ def bench(
     for texts in (each.texts for each in asked if each.turns):
         common.setdefault("eos_token", texts.end_tokens(target.config) or None)
     at_each = [Options(temperature=heat, **common) for heat in temperatures]
-    for method, given in itertools.product(methods, at_each):  # refuses before it compiles
-        method.planned(target, Batch([each.prompt for each in asked], given))
+    with naming([each.name or f"prompts[{i}]" for i, each in enumerate(asked)]):
+        for method, given in itertools.product(methods, at_each):  # refuses before it compiles
+            method.planned(target, Batch([each.prompt for each in asked], given))
     _, whole = HybridLM.abstract(target.config)
     head = {
         "target": name or "target",
@@ -220,6 +224,7 @@ def bench(
         "prompts": sum(max(1, len(each.turns)) for each in asked),
         "rows": rows,
         "max_new_tokens": max_new_tokens,
+        "plain_turns": any(each.is_plain for each in asked),
     }
     report = BenchReport(head, [])
     for given in at_each:

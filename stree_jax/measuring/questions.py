@@ -1,14 +1,19 @@
 """Questions of a data set: prompts by category, and turns with answers in between."""
 
+import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from stree_jax.chat import NoChatTemplateError
 from stree_jax.decoding.options import Options
 from stree_jax.measuring.clock import Progress, silent
 from stree_jax.measuring.methods import PLAIN, Batch, Method
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 from stree_jax.text import Texts
+
+PLAIN_TURNS = "turns are joined as plain text: the target has no chat template"
 
 
 class Question(NamedTuple):
@@ -19,12 +24,16 @@ class Question(NamedTuple):
         category: what it is a case of, for a row of its own in tables.
         turns: messages of the user; of another prompt none.
         texts: the `Texts` that writes them as tokens.
+        is_plain: there is no chat template: turns and answers are joined as plain text.
+        name: what errors call it, such as a line of a file.
     """
 
     prompt: Sequence[int]
     category: str | None = None
     turns: Sequence[Mapping[str, Any]] = ()
     texts: Any = None
+    is_plain: bool = False
+    name: str = ""
 
     @classmethod
     def of(cls, texts: Texts, asked: Any, category: Any = None, name: str = "the prompt") -> Any:
@@ -34,9 +43,20 @@ class Question(NamedTuple):
         messages = asked if isinstance(asked, list) else [None]
         if any(not isinstance(each, dict) or each.get("role") != "user" for each in messages):
             return cls(texts.tokens(asked, name=name), category)
-        found = cls(texts.tokens(asked[:1], name=name), category, asked, texts)
+        is_plain = False
+        try:
+            texts.template()
+        except NoChatTemplateError:
+            is_plain = all(isinstance(each.get("content"), str) for each in asked)
+        found = cls((), category, asked, texts, is_plain)
+        found = found._replace(prompt=texts.tokens(found.as_asked(asked[:1]), name=name))
         found.after(["."] * (len(asked) - 1))  # refuses what the template does not take
         return found
+
+    def as_asked(self, messages: Sequence[Mapping[str, Any]]) -> Any:
+        """Messages as `Texts` takes them: without a chat template one text."""
+        contents = (message["content"] for message in messages)
+        return "\n\n".join(contents) if self.is_plain else messages
 
     def after(self, answers: Sequence[str]) -> Sequence[int]:
         """The prompt of the turn after these answers."""
@@ -44,7 +64,17 @@ class Question(NamedTuple):
             return self.prompt
         said = [{"role": "assistant", "content": answer} for answer in answers]
         pairs = zip(self.turns, said, strict=False)
-        return self.texts.tokens([*sum(pairs, ()), self.turns[len(said)]])
+        return self.texts.tokens(self.as_asked([*sum(pairs, ()), self.turns[len(said)]]))
+
+
+@contextlib.contextmanager
+def naming(names: Sequence[str]) -> Iterator[None]:
+    """Errors of `generate` have the names of questions in the place of those of rows."""
+    try:
+        yield
+    except ValueError as error:
+        message = re.sub(r"prompts\[(\d+)\]", lambda row: names[int(row[1])], str(error))
+        raise ValueError(message) from None
 
 
 def turn_by_turn(
@@ -61,6 +91,8 @@ def turn_by_turn(
         while own:
             turn += 1
             prompts = {i: questions[i].after(answers[i]) for i in own}
+            with naming([f"{questions[i].name or f'prompts[{i}]'}, turn {turn}," for i in own]):
+                Method(PLAIN).planned(target, Batch([*prompts.values()], options))
             later = [i for i in own if len(questions[i].turns) > turn]
             for start in range(0, len(own), rows):
                 places = [own[(start + i) % len(own)] for i in range(rows)]
@@ -72,7 +104,8 @@ def turn_by_turn(
                 for row, i in enumerate(places):
                     texts, new = questions[i].texts, out.tokens[row, : out.lengths[row]].tolist()
                     if i in later:
-                        said = texts.tokenizer(questions[i].turns).decode(new)
+                        prompt = questions[i].as_asked(questions[i].turns)
+                        said = texts.tokenizer(prompt).decode(new)
                         said = texts.without_end(said, new, out.finish_reasons[row])
                         answers[i][turn - 1 :] = [said]
                 progress(f"answers to turn {turn}", min(start + rows, len(own)), len(own))

@@ -131,6 +131,7 @@ def check_file(path: str | os.PathLike[str]) -> Path:
     file = Path(path)
     require(file.parent.is_dir(), f"{file}: the folder {file.parent} does not exist")
     require(not file.is_dir(), f"{file} is a folder; name a file")
+    require(file.is_file() or not file.exists(), f"{file} is no regular file; name one")
     return file
 
 

@@ -1,11 +1,14 @@
 """`stree-jax generate --prompts`: texts of lines, bad lines, and runs that go on."""
 
+import errno
 import json
+import os
 
 import jax
 import pytest
 
 import stree_jax as st
+from stree_jax.cli import batch
 
 pytestmark = pytest.mark.thorough
 
@@ -21,6 +24,7 @@ def out(tmp_path):
 BAD = [
     (b'{"prompt": ', "not JSON"),
     (b'{"prompt": "caf\xe9"}', "not UTF-8: 'utf-8' codec can't decode byte 0xe9"),
+    (b'{"prompt": "\\ud800"}', "cannot encode the prompt"),
     ({"prompt": ""}, "the prompt is empty"),
     ({"text": "x"}, 'not an object with a "prompt"'),
     ({"messages": MESSAGES, "prompt": "x"}, "it has a prompt and messages"),
@@ -39,9 +43,20 @@ def test_bad_lines_are_named_and_stop_nothing(chat_target, continued):
     """Also two lines with the same grammar."""
     lines = [{"prompt": "Once"}, *(line for line, _ in BAD), BAD[-1][0], {"prompt": "The"}]
     texts, errors = continued(chat_target, lines, *OPTIONS)
-    assert sorted(texts) == [1, len(lines)]
-    for error, (_, message) in zip(errors.values(), [*BAD, BAD[-1]], strict=True):
+    assert [*texts] == [*range(1, len(lines) + 1)]
+    assert [number for number, record in texts.items() if "text" in record] == [1, len(lines)]
+    for (number, error), (_, message) in zip(errors.items(), [*BAD, BAD[-1]], strict=True):
         assert message in error
+        assert message in texts[number]["error"]
+
+
+def test_a_chat_template_from_a_file(chat_target, tiny_pair, continued):
+    template, lines = chat_target / "chat_template.jinja", [{"messages": MESSAGES}]
+    options = [*OPTIONS, "--chat-template", template]
+    want = continued(chat_target, lines, *OPTIONS)
+    assert continued(tiny_pair / "target", lines, *options) == want
+    _, errors = continued(tiny_pair / "target", lines, *OPTIONS)
+    assert "pass a text instead (the command takes --chat-template FILE)" in errors[1]
 
 
 def test_texts_of_lines(chat_target, continued):
@@ -92,8 +107,8 @@ def run(chat_target, tmp_path, out):
     return ["generate", chat_target, "--prompts", tmp_path / "in.jsonl", *OPTIONS, *sampled]
 
 
-def test_a_run_goes_on_after_the_last_whole_line(run, output, out):
-    """It decodes the lines behind that, and the same; lines have the order of the prompts."""
+def test_a_run_goes_on_with_the_lines_that_are_not_there(run, output, out):
+    """Behind the last whole line, or after a line was taken out; and the same."""
     assert "3 texts of 15 tokens" in output(*run)
     whole = out.read_text()
     assert [json.loads(line)["line"] for line in whole.splitlines()] == [1, 2, 3]
@@ -101,13 +116,16 @@ def test_a_run_goes_on_after_the_last_whole_line(run, output, out):
     for cut, summary in {
         0: "3 texts of 15 tokens",
         5: "3 texts of 15 tokens",
-        second: "2 texts of 10 tokens, tau 1.00, after line 1, which was there before",
-        second + 30: "2 texts of 10 tokens, tau 1.00, after line 1, which was there before",
-        len(whole): "0 texts of 0 tokens, after line 3, which was there before",
+        second: "2 texts of 10 tokens, tau 1.00, 1 lines were there before",
+        second + 30: "2 texts of 10 tokens, tau 1.00, 1 lines were there before",
+        len(whole): "0 texts of 0 tokens, 3 lines were there before",
     }.items():
         out.write_text(whole[:cut])
         assert summary in output(*run)
         assert out.read_text() == whole
+    out.write_text(whole[second:])
+    assert "1 texts of 5 tokens, tau 1.00, 2 lines were there before" in output(*run)
+    assert out.read_text() == whole[second:] + whole[:second]
 
 
 NO_OUTPUT = "is no output of this command; name another file, or delete it"
@@ -116,7 +134,11 @@ NO_OUTPUT = "is no output of this command; name another file, or delete it"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"line": 3, "prompt": "another"}\n', "ends with another prompt than line 3"),
+        (
+            '{"line": 1, "prompt": "x"}\n{"line": 3, "prompt": "She"}\n',
+            "another prompt than line 1",
+        ),
+        ('{"line": 4, "error": "x"}\n', "another prompt than line 4"),
         ('{"prompt": "Once"}\n', NO_OUTPUT),
         ("my notes", NO_OUTPUT),
     ],
@@ -131,3 +153,11 @@ def test_an_output_of_something_else_is_refused(content, message, run, refused, 
 def test_an_output_in_no_folder(run, refused, tmp_path):
     file = tmp_path / "nowhere" / "out.jsonl"
     assert f"{file}: No such file or directory" in refused(*run, "--output", file)
+
+
+def test_a_full_disk_is_named(run, refused, out, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(batch, "write_record", full)
+    assert f"error: {out}: No space left on device" in refused(*run)

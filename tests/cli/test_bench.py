@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -211,6 +212,9 @@ def test_ctrl_c_keeps_the_rounds_before_it(clock, tmp_path):
     assert [*tmp_path.iterdir()] == [file]
 
 
+LONG = Question([1] * 9, name="line 7")
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
@@ -219,6 +223,7 @@ def test_ctrl_c_keeps_the_rounds_before_it(clock, tmp_path):
         (({}, None), {}, "needs prompts: give lists of token ids"),
         (({}, [[1]]), {"temperatures": [-0.5]}, "temperature must be a number from 0 on, got -0.5"),
         (({}, [[1]]), {"rounds": 0}, "rounds must be an integer"),
+        (({}, [Question([1]), LONG]), {"max_length": 100}, "line 7 has 9 tokens and"),
     ],
 )
 def test_bad_arguments(arguments, options, message):
@@ -309,6 +314,29 @@ def test_each_turn_follows_the_targets_own_answers(asked):
     expected = [("writing", [first, write]), ("writing", [shorter, shorter]), ("math", [add, the])]
     expected += [("math", [text, add]), ("math", [a, a]), ("math", [time, time])]
     assert [(each.category, [*each.prompts]) for each in found] == expected
+
+
+def test_a_turn_that_is_too_long_is_named(asked):
+    target, file = asked({"turns": ["x"]}, {"turns": ["x", "x " * 200]})
+    model, questions = st.from_pretrained(target), read_questions(target, file, ())
+    with pytest.raises(ValueError, match="asked.jsonl, line 2, turn 2, has 2"):
+        [*turn_by_turn(model, questions, 2, Options(max_new_tokens=1, max_length=60))]
+
+
+def test_turns_without_a_chat_template(asked, tiny_pair, output, clock, tmp_path):
+    """They are joined, which the report's first line says; a template may be given."""
+    with_template, file = asked(*ASKED)
+    target = tiny_pair / "target"
+    questions = read_questions(target, file, ())
+    tokens = Texts.at(target).tokens
+    assert [each.prompt for each in questions[:2]] == [*map(tokens, ["Once upon", "Add 1 and 2."])]
+    assert questions[0].after([" a time"]) == tokens("Once upon\n\n a time\n\nShorter.")
+    command = ["bench", target, "--prompts", file, "--rounds", 1]
+    assert "\nturns are joined as plain text: the target has no chat" in output(*command)
+    template = f"{with_template}/chat_template.jinja"
+    assert "plain text" not in output(*command, "--chat-template", template)
+    given = read_questions(target, file, (), Path(template))
+    assert [each[:3] for each in given] == [e[:3] for e in read_questions(with_template, file, ())]
 
 
 def test_a_row_for_each_category_and_way(clock):

@@ -1,5 +1,6 @@
 """The `stree-jax` command, most of it in this process: another takes seconds to import jax."""
 
+import errno
 import json
 import os
 import re
@@ -108,6 +109,29 @@ def test_a_tokenizer_that_cannot_encode_is_one_line(
     *_, line = error.splitlines()
     assert line.startswith("stree-jax: error: ")
     assert f"{tmp_path}{message}" in line
+
+
+@pytest.mark.parametrize(
+    ("writer", "files", "line", "named"),
+    [
+        ("shutil.copyfile", ("old", None, "copy"), "convert {target} {out}", "copy"),
+        ("rich.console.Console.print", (), "tree chain:1", "the standard output"),
+    ],
+)
+def test_a_full_disk_is_named(
+    writer, files, line, named, tiny_pair, refused, tmp_path, monkeypatch
+):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *files)
+
+    monkeypatch.setattr(writer, full)
+    arguments = line.format(target=tiny_pair / "target", out=tmp_path / "out").split()
+    assert f"error: {named}: No space left on device" in refused(*arguments)
+
+
+def test_wrong_native_code_is_refused_first(refused, monkeypatch):
+    monkeypatch.setenv("STREE_JAX_NATIVE", "v9")
+    assert "STREE_JAX_NATIVE must be one of ('off', " in refused("generate", "nowhere", "-p", "x")
 
 
 @pytest.mark.parametrize("module", ["numpy._core._exceptions", "jaxlib._jax", "typer"])

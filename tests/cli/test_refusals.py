@@ -66,6 +66,9 @@ LINES = {  # one that begins with an option is of `generate TARGET`
     "-p x --quantize int4": "quantize must be \"int8\" or None, got 'int4'",
     "convert {target} new --keep head": "goes with quantize: without it all weights stay",
     "generate x --prompts y --show": "--show is not for --prompts: its texts are written as",
+    "-p x --chat-template y": "--chat-template is not for --prompt: it is a text, not messages",
+    "bench {target} --chat-template y": "--chat-template goes with --prompts",
+    "--prompts one.jsonl --chat-template y": "y: there is no such file",
     "tree chain:0": "chain:0 says not to draft",
     "tree @null.json": "null.json says not to draft",
 }

@@ -13,8 +13,10 @@ from pathlib import Path
 import jax
 import pytest
 
+import stree_jax as st
 from pallas_kernels import dispatch, native
 from pallas_kernels.native import build_backend
+from stree_jax.testing import tiny_model
 from tests.helpers import emulated_tests
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +112,7 @@ REFUSED = "STREE_JAX_NATIVE must be one of "
     [
         *(("x86_64", *row) for row in ((V4, "", "v4"), (V4, "v3", "v3"), (V4, "v4", "v4"))),
         *(("x86_64", *row) for row in ((V3, "", "v3"), (V3, "v3", "v3"), (V4, "off", None))),
+        *(("x86_64", V4, *row) for row in (("OFF", None), ("V3", "v3"))),
         ("AMD64", V4, "", "v4"),
         ("x86_64", f"{V3} avx_vnni", "", "v3vnni"),
         *(("x86_64", f"{V4} avx512_vnni", *row) for row in (("", "v4vnni"), ("v4", "v4"))),
@@ -137,6 +140,15 @@ def test_which_instructions_run(machine, flags, wanted, found, folder, monkeypat
             obstacle()
     else:
         assert native.chosen_level() == found
+
+
+def test_a_wrong_choice_is_refused_at_the_call(folder, monkeypatch):
+    """Not at the first step, after a text's beginning was shown."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        model = tiny_model()
+        processor(monkeypatch, folder, V4, "v9")
+        with pytest.raises(ValueError, match=REFUSED):
+            st.stream(model, [[1]])
 
 
 def test_damaged_libraries_are_refused(folder):

@@ -7,11 +7,20 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from stree_jax.checkpoint.directories import new_directory, recover, write_text
+import stree_jax as st
+from stree_jax.checkpoint.directories import (
+    named_errors,
+    new_directory,
+    new_file,
+    recover,
+    write_text,
+)
+from stree_jax.testing import tiny_model
 from tests.helpers import python
 
 # What changes the file system, except for the writing of the files themselves.
@@ -23,8 +32,8 @@ def write(path, text):
         (new / "file").write_text(text)
 
 
-def killed_writer(path, step):
-    """Replaces the directory in a process that dies before its n-th change; False if it lives."""
+def killed_writer(write, path, step):
+    """Writes anew in a process that dies before its n-th change; False if it lives."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # forks of a process with threads, which this one lacks
         child = os.fork()
@@ -43,38 +52,56 @@ def killed_writer(path, step):
     return os.waitpid(child, 0)[1] != 0
 
 
-def every_kill(folder):
+def every_kill(folder, write, file):
     """Kills at all steps; returns the number of kills."""
     for step in range(1, 100):
         path = folder / f"{step}" / "model"
+        path.parent.mkdir()
         write(path, "old")
-        if not killed_writer(path, step):
+        if not killed_writer(write, path, step):
             break
         for use in (recover, lambda path: write(path, "newest")):
             use(path)
-            text = (path / "file").read_text()
+            text = (path / file).read_text()
             assert text in (("old", "new") if use is recover else ("newest",)), (step, text)
         assert [entry.name for entry in path.parent.iterdir()] == ["model"], step
-    assert (path / "file").read_text() == "new"
+    assert (path / file).read_text() == "new"
     return step - 1
 
 
-def test_an_error_that_names_no_file_gets_the_directorys_name(tmp_path):
+@pytest.mark.parametrize("new", [new_directory, new_file, named_errors])
+def test_an_error_that_names_no_file_gets_the_destinations_name(new, tmp_path):
     """That of a full disk, for example."""
     full = pytest.raises(OSError, match="No space left on device: '.*there'")
-    with full, new_directory(tmp_path / "there"):
+    with full, new(tmp_path / "there"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_tokenizer_on_a_full_disk(tmp_path, monkeypatch):
+    """Of the tokenizers package the error would be a bare Exception."""
+
+    def full(path, *_, **__):
+        if path.name == "tokenizer.json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    tokenizer = st.load_tokenizer(st.demo_path("target"))
+    with pytest.raises(OSError, match="No space left on device: '.*there'"):
+        st.save_pretrained(tiny_model(), tmp_path / "there", tokenizer=tokenizer)
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_writer_may_be_killed_at_any_step(tmp_path):
+@pytest.mark.parametrize(("writer", "file", "least"), [("write", "file", 8), ("write_text", "", 4)])
+def test_a_writer_may_be_killed_at_any_step(writer, file, least, tmp_path):
     """In its own process, where no other thread runs that a fork would lose."""
     code = (
-        "import sys, pathlib; from tests.models.test_directories import every_kill;"
-        "print(every_kill(pathlib.Path(sys.argv[1])))"
+        "import sys, pathlib; from tests.models import test_directories as tests;"
+        "print(tests.every_kill(pathlib.Path(sys.argv[1]), getattr(tests, sys.argv[2]),"
+        " sys.argv[3]))"
     )
-    assert int(python("-c", code, tmp_path)) >= 8
+    assert int(python("-c", code, tmp_path, writer, file)) >= least
 
 
 def leftovers(folder):
@@ -148,6 +175,22 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_text(file, "x" * 100_000 + "\ud800")
     assert file.read_text() == "old"
+
+
+def test_several_writers_of_a_file(tmp_path):
+    """No write fails and no read sees a part."""
+    path, lengths = tmp_path / "file", set()
+
+    def write_and_read(letter):
+        for _ in range(10):
+            write_text(path, letter * 300_000)
+            text = path.read_text()
+            lengths.add(text.count(text[0]))
+
+    with ThreadPoolExecutor() as pool:
+        assert not any(pool.map(write_and_read, "abcd"))
+    assert lengths == {300_000}
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_a_link_and_a_file_are_replaced(tmp_path):
