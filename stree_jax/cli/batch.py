@@ -49,7 +49,7 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
         waiting = [line for line in lines if line.number > last]
         with progress_bar(console) as show:
             for done, (line, texts, error) in enumerate(decoded(loaded, command, waiting, rows), 1):
-                show("decoding", done, len(waiting))
+                show("decoding prompts", done, len(waiting))
                 if error:
                     message = f"{command.prompts}, line {line.number}: {' '.join(error.split())}"
                     console.print(message, markup=False, soft_wrap=True)

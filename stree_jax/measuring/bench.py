@@ -13,7 +13,7 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from stree_jax.checks import check_int, require
-from stree_jax.decoding.options import Options
+from stree_jax.decoding.options import Options, check_keywords
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.measuring.advice import advice
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
@@ -75,7 +75,7 @@ class BenchReport:
         for heat in dict.fromkeys(row["temperature"] for row in self.rows):
             said = advice([row for row in self.rows if row["temperature"] == heat])
             found.append(f"Temperature {heat:g}: {said[0].lower()}{said[1:]}")
-        return found if rounds >= 3 else [*found, "Of fewer than 3 rounds: no spread is known."]
+        return found if rounds >= 3 else [*found, "Fewer than 3 rounds: differences may be noise."]
 
     def described(self) -> list[str]:
         """Lines: what runs, where, and with which weights."""
@@ -147,7 +147,7 @@ def bench(
 ) -> BenchReport:
     """Decodes prompts in several ways, interleaved, and compares speed, acceptance and texts.
 
-    Autoregressive decoding and prompt lookup (a chain of 4) are always among the ways.
+    No drafts and prompt lookup (a chain of 4) are always among the ways.
 
         print(st.bench(target, {"draft": {"drafter": st.ModelDrafter(draft)}}, prompts))
 
@@ -174,6 +174,7 @@ def bench(
             compiled.
     """
     require("temperature" not in options, "bench has no temperature, but temperatures=[0.0, 1.0]")
+    check_keywords("bench", options, Options().keys())
     check_int("rows", rows, 1)
     check_int("rounds", rounds, 1)
     for way, own in ways.items():

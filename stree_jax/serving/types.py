@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stree_jax.decoding.options import Options
+from stree_jax.decoding.options import Options, explained
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.results import DecodeStatistics, Piece
 from stree_jax.decoding.text.prefix import Prefix
 
 
+@explained
 @dataclasses.dataclass(frozen=True)
 class Request(Options):
     """A text to continue, and its own `Options`, which are keywords.

@@ -183,7 +183,7 @@ def tune(
         [row.method(drafter) for row in finalists],
         [Batch([prompt], second) for prompt in prompts[half:]],
         rounds,
-        lambda _, done, total: progress("decoding", done, total),
+        lambda _, done, total: progress("runs of the best trees", done, total),
         parts=False,
     )
     timed = [

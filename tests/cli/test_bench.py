@@ -75,6 +75,7 @@ def clock(monkeypatch):
             num_target_calls=calls * len(prompts),
             target_calls_per_row=[calls] * len(prompts),
             accepted_per_depth=len(prompts) * np.array(depths),
+            reached_per_depth=len(prompts) * np.array([calls, *depths])[: len(depths)],
             calls_by_tree=None,
         )
         ends = {"lengths": [12] * len(prompts), "finish_reasons": ["length"] * len(prompts)}
@@ -116,11 +117,11 @@ def test_a_call_and_the_share_of_its_draft(clock):
     assert (chain["tau"], chain["nodes"], found.busy, found.different) == (2, 3, "", [])
     row = next(line for line in str(found).splitlines() if "│ chain " in line)
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
-    expected = ["chain", "3", "1", "1.00x", "2.00", "2000.00", "25%", "1000.0", "5", "yes"]
+    expected = ["chain", "1", "1.00x", "2.00", "yes", "-", "3", "2000.00", "25%", "1000.0", "5"]
     assert cells == expected
     said = "do not draft: prompt lookup, chain of 4 is 1.00 times as fast as without, within the"
     assert str(found).splitlines()[-2] == f"Temperature 0: {said} spread."
-    assert str(found).splitlines()[-1] == "Of fewer than 3 rounds: no spread is known."
+    assert str(found).splitlines()[-1] == "Fewer than 3 rounds: differences may be noise."
     found.rows[2]["tokens_per_second_by_round"] = [1.0, 3.0]
     assert found.busy.startswith("This machine is busy: equal rounds took 3.0 times as long")
 
@@ -169,7 +170,12 @@ def record(name, speed, nodes=1, depth=0, tau=2.0, *, spread=1.0, identical=True
     ("speeds", "said"),
     [
         (dict(tree=20, chain=15), "Draft with tree: 2.00 times as fast as without (tau 2.00)."),
-        (dict(tree=20, chain=19.5), "Draft with chain: 1.95 times as fast"),
+        (
+            dict(tree=20, chain=19.5),
+            "Draft with chain: 1.95 times as fast as without (tau 2.00). tree is no faster beyond"
+            " the spread.",
+        ),
+        (dict(tree=9.8), "Do not draft: tree is 0.98 times as fast as without, within the spread."),
         (
             dict(tree=10.5, chain=10.2),
             "Do not draft: tree is 1.05 times as fast as without, within",
@@ -214,11 +220,12 @@ def test_ctrl_c_keeps_the_rounds_before_it(clock, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (({PLAIN: {}}, [[1]]), {}, "'autoregressive', which is always there"),
+        (({PLAIN: {}}, [[1]]), {}, "'no drafts', which is always there"),
         (({"a": {"tree": CHAIN}}, [[1]]), {}, "give keywords of generate: drafter, topology"),
         (({}, None), {}, "needs prompts: give lists of token ids"),
         (({}, [[1]]), {"temperatures": [-0.5]}, "temperature must be a number from 0 on, got -0.5"),
         (({}, [[1]]), {"rounds": 0}, "rounds must be an integer"),
+        (({"a": {"topology": "auto"}}, [[1]]), {}, "topology = 'auto' needs a drafter: pass"),
     ],
 )
 def test_bad_arguments(arguments, options, message):
