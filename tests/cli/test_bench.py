@@ -126,6 +126,25 @@ def test_a_call_and_the_share_of_its_draft(clock):
     assert found.busy.startswith("This machine is busy: equal rounds took 3.0 times as long")
 
 
+def test_a_terminal_of_80_columns(clock):
+    """What matters comes first; no name is cut, and what has no room is named."""
+    found = st.bench(tiny_model(), ways("wrong chain"), [[1]], max_new_tokens=12, rounds=3)
+    file = io.StringIO()
+    for table in found.tables():
+        Console(file=file, width=80).print(table)
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    heads = [[cell.strip() for cell in line.split("┃")[1:-1]] for line in lines if "┃" in line]
+    assert heads[0][:5] == ["method", "tokens/s", "speed-up", "tau", "identical"]
+    for name in (PLAIN, LOOKUP.name, "wrong chain"):
+        assert sum(f"│ {name} " in line for line in lines) == 2
+    text = " ".join(file.getvalue().split())
+    assert "speed-up is the median of the rounds' own ratios" in text
+    assert "no room for " in text
+    assert "ms to first token, MB" in text
+    assert "1 to 1" in str(found)  # quartiles, where there is room
+
+
 def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):
     """Rows at a time, the last batch filled up; temperatures; tokens; a text that differs."""
     prompts = tmp_path / "prompts.txt"

@@ -38,6 +38,8 @@ def test_statistics_add_up():
     assert stats.num_drafted == stats.num_target_calls * (TREE.num_nodes - 1)
     assert stats.accepted_per_depth.sum() == stats.num_accepted
     assert stats.accepted_per_depth[0] >= stats.accepted_per_depth[1]
+    reached = [stats.num_target_calls, *stats.accepted_per_depth[:-1]]
+    assert stats.reached_per_depth.tolist() == reached
     # A call emits its accepted drafts and one more token, unless the limit cuts that one.
     missing = stats.num_accepted + stats.num_target_calls - stats.num_tokens
     assert 0 <= missing <= len(PROMPTS)
