@@ -97,6 +97,10 @@ class Generation:
     drafted: np.ndarray | None = None
     pieces: list[list[str]] | None = None
 
+    def __repr__(self) -> str:  # a notebook shows a cell's last value
+        size, tau = f"tokens {self.tokens.shape}", f"tau {self.stats.tau:.2f}"
+        return f"<Generation: {size}, lengths {self.lengths.tolist()}, {tau}>"
+
     def show(self, console: Any = None) -> None:
         """Prints the new tokens, call by call: accepted drafts are green.
 

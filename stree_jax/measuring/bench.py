@@ -42,7 +42,7 @@ class BenchReport:
     """The result of `bench`; `str` gives its head and a table for each temperature.
 
     Attributes:
-        head: what was measured where: the target and its weights, what runs ("native", "xla" or
+        head: what was measured where: the target and its weights, what runs (CPU code, "xla" or
             "pallas"), machine, versions, sizes.
         rows: a record for each way and temperature. Numbers with a spread are median and quartiles
             over the rounds.
@@ -99,6 +99,8 @@ class BenchReport:
     def __str__(self) -> str:
         lines = [*self.described(), *map(str, self.tables()), self.busy, *self.advice]
         return "\n".join(filter(None, lines))
+
+    __repr__ = __str__
 
     def content(self) -> dict[str, Any]:
         """All that was measured, as JSON can hold it."""

@@ -28,7 +28,7 @@ class Request(Options):
 
     prompt: Sequence[int]
     _: dataclasses.KW_ONLY
-    after: Prefix | None = None
+    after: Prefix | None = dataclasses.field(default=None, repr=False)
     keep: bool = False
 
 
@@ -57,7 +57,7 @@ class Completion:
     seconds_queued: float
     seconds_decoded: float
     error: str | None = None
-    prefix: Prefix | None = None
+    prefix: Prefix | None = dataclasses.field(default=None, repr=False)
     finish_reason: str = ""
     log_probs: list[float] | None = None
     top_log_probs: list[list[float]] | None = None

@@ -95,6 +95,8 @@ class TuningReport:
         others = f"... and {len(self.rows) - len(timed)} trees that were not timed"
         return "\n".join([str(Table("", timed, columns)).rstrip(), others, self.advice])
 
+    __repr__ = __str__
+
 
 @jax.transfer_guard("allow")
 def tune(

@@ -142,7 +142,7 @@ def test_a_terminal_of_80_columns(clock):
     assert "speed-up is the median of the rounds' own ratios" in text
     assert "no room for " in text
     assert "ms to first token, MB" in text
-    assert "1 to 1" in str(found)  # quartiles, where there is room
+    assert "1 to 1" in repr(found)  # quartiles, where there is room
 
 
 def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):

@@ -137,6 +137,7 @@ def test_which_instructions_run(machine, flags, wanted, found, folder, monkeypat
             obstacle()
     else:
         assert native.chosen_level() == found
+        assert found in native.NAMES
 
 
 def test_damaged_libraries_are_refused(folder):
