@@ -283,12 +283,9 @@ class AutoDrafter(Drafter):
 
             def step(own: DecodeState) -> DecodeState:
                 new = decode_step(tree, verifier, model, self, own, limits, sampling)[0]
-                before, after, choosing = own.statistics, new.statistics, new.drafter.choosing
-                accepted = (after.accepted - before.accepted)[:, None]
-                calls = (after.target_calls - before.target_calls)[:, None]
-                at = jnp.arange(choosing.counts.shape[2], dtype=jnp.int32) == accepted
-                counts = choosing.counts.at[:, number].add(calls * at)
-                choosing = choosing._replace(counts=counts)
+                taken = jax.tree.map(jnp.subtract, new.statistics, own.statistics)
+                choosing, at = new.drafter.choosing, (jnp.arange(batch), number, taken.accepted)
+                choosing = choosing._replace(counts=choosing.counts.at[at].add(taken.target_calls))
                 return new._replace(drafter=new.drafter._replace(choosing=choosing))
 
             def rested(own: DecodeState) -> DecodeState:

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -29,15 +29,15 @@ _WAYS = {
 _OF_ALL = ("max_length", "log_probs", "top_log_probs", "tokenizer")
 
 
-def check_keywords(function: str, keywords: Iterable[str], names: Iterable[str]) -> None:
+def check_keywords(function: str, keywords: Iterable[str], names: Collection[str]) -> None:
     """Refuses a keyword that a function has not, as Python does; names the nearest that it has."""
-    names = [*names]
     for strange in keywords:
-        if strange in names:
-            continue
-        near = difflib.get_close_matches(strange, names, 1)
-        way = _WAYS.get(strange) or (f"{near[0]}=" if near else f"one of help({function})")
-        raise TypeError(f"{function}() got an unexpected keyword argument {strange!r}; use {way}")
+        if strange not in names:
+            near = *difflib.get_close_matches(strange, names, 1), f"one of help({function})"
+            way = _WAYS.get(strange, near[0])
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {strange!r}; use {way}"
+            )
 
 
 def explained(kind: _Made) -> _Made:

@@ -291,18 +291,18 @@ def statistics_of(
     """Sums over rows, and the ratios; with "auto" calls by tree, None: all were without drafts."""
     counts = jax.tree.map(np.asarray, statistics)
     calls, tokens = int(counts.target_calls.sum()), int(counts.emitted.sum())
-    accepted, choices = counts.accepted_per_depth.sum(axis=0), request.choices
-    depth = request.decoder.topology.depth
-    accepted = np.pad(accepted, (0, depth - len(accepted)))
-    reached, calls_by_tree = np.append(calls, accepted[:-1])[:depth], None
-    if choices:
-        of_trees = np.zeros((len(choices), depth + 1), int)
-        of_trees[0, 0] = calls
-        if by_tree is not None:
-            of_trees = by_tree.sum(axis=0)
-        calls_by_tree = dict(zip(choices, of_trees.sum(axis=1).tolist(), strict=True))
-        deep = [[tree.depth > level for tree in choices] for level in range(depth)]
-        reached = np.array([of_trees[which, level:].sum() for level, which in enumerate(deep)])
+    accepted, topology = counts.accepted_per_depth.sum(axis=0), request.decoder.topology
+    accepted = np.pad(accepted, (0, topology.depth - len(accepted)))
+    trees = request.choices or (topology,)
+    of_trees = np.zeros((len(trees), topology.depth + 1), int)  # calls by accepted drafts
+    of_trees[0] = -np.diff([calls, *accepted, 0])
+    if by_tree is not None:
+        of_trees = by_tree.sum(axis=0)
+    calls_by_tree = dict(zip(request.choices, of_trees.sum(axis=1).tolist(), strict=False))
+    reached = [
+        of_trees[[tree.depth > level for tree in trees], level:].sum()
+        for level in range(topology.depth)
+    ]
     # A row that failed in its first step has no calls.
     calls_per_row = np.maximum(counts.target_calls, 1)
     return DecodeStatistics(
@@ -312,10 +312,10 @@ def statistics_of(
         num_drafted=int(counts.drafted.sum()),
         num_accepted=int(counts.accepted.sum()),
         accepted_per_depth=accepted,
-        reached_per_depth=reached,
+        reached_per_depth=np.array(reached, int),
         tau_per_row=counts.emitted / calls_per_row,
         target_calls_per_row=counts.target_calls,
-        calls_by_tree=calls_by_tree,
+        calls_by_tree=calls_by_tree or None,
     )
 
 

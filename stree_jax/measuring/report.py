@@ -50,8 +50,7 @@ class Table(NamedTuple):
         }
         for name, cells in columns.items():
             is_word = not any(cell[:1].isdigit() for cell in cells)
-            side, is_one = "left" if is_word else "right", not any(" " in cell for cell in cells)
-            table.add_column(name, justify=side, no_wrap=is_one, overflow="fold")
+            table.add_column(name, justify="left" if is_word else "right", overflow="fold")
         for row in zip(*columns.values(), strict=True):
             table.add_row(*row)
         return table

@@ -14,7 +14,7 @@ import numpy as np
 from pallas_kernels import dispatch, native
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.generate import generate
-from stree_jax.decoding.options import Options, check_keywords
+from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.processors import LogitsProcessor, Processing, first_states
 from stree_jax.decoding.results import PAD, Generation
@@ -70,7 +70,6 @@ def assert_lossless(
         ValueError: the arguments promise no equality, or not to the bit, or `generate` refuses
             them.
     """
-    check_keywords("assert_lossless", options, Options().keys())
     obstacle = bits_obstacle(model)
     if to_the_bit and obstacle:
         raise ValueError(f"this model's texts are not equal to the bit: {obstacle}")
@@ -261,7 +260,6 @@ def assert_same_distribution(
         AssertionError: the distribution differs.
         ValueError: too many texts for the rows, or `generate` refuses the arguments.
     """
-    check_keywords("assert_same_distribution", options, Options().keys())
     size = model.config.vocab_size
     error = error_probability / num_tokens  # of each length
     bound = largest_distance(size**num_tokens, rows, error)

@@ -130,8 +130,7 @@ def test_a_terminal_of_80_columns(clock):
     """What matters comes first; no name is cut, and what has no room is named."""
     found = st.bench(tiny_model(), ways("wrong chain"), [[1]], max_new_tokens=12, rounds=3)
     file = io.StringIO()
-    for table in found.tables():
-        Console(file=file, width=80).print(table)
+    Console(file=file, width=80).print(*found.tables())
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     heads = [[cell.strip() for cell in line.split("┃")[1:-1]] for line in lines if "┃" in line]

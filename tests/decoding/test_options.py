@@ -43,7 +43,7 @@ def test_options_are_keywords():
 @pytest.mark.parametrize(
     ("strange", "way"),
     [
-        ("temprature", "temperature="),
+        ("temprature", "temperature"),
         ("json_schema", r"processors=\[st.json_schema\(...\)\]"),
         ("seed", "key=0"),
         ("xyzzy", "one of help"),
@@ -57,7 +57,6 @@ def test_a_strange_option_is_explained(strange, way):
         "stream": partial(st.stream, model, PROMPTS),
         "complete": partial(st.complete, model, "text"),
         "bench": partial(st.bench, model, {}, PROMPTS),
-        "assert_lossless": partial(st.testing.assert_lossless, model, None),
         "Request": partial(st.Request, [1]),
         "Options": st.Options,
     }
