@@ -67,7 +67,7 @@ def trees_of(
     if topology != "auto":
         if not all(isinstance(tree, TreeTopology) for tree in topology):
             raise ValueError(NO_TOPOLOGY + shown(topology))
-        return [*topology]  # type: ignore[list-item]
+        return [*topology]
     fitting = []
     for tree in TREES:
         with contextlib.suppress(ValueError):
@@ -87,7 +87,7 @@ class Choosing(NamedTuple):
     trial: Int[Array, " B"]  # steps of the trial that are left
     tried: Float32[Array, "B D R"]  # drafts of a depth and rank below an accepted node, decaying
     accepted: Float32[Array, "B D R"]
-    counts: Int[Array, "B K D+1"]  # steps with each tree, by the number of accepted drafts
+    counts: Int[Array, "B K accepted"]  # steps with each tree, by their accepted drafts, 0 to D
 
     def of_all(self, **parts: Array | int) -> "Choosing":
         """With these integers in all rows."""

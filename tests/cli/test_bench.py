@@ -43,7 +43,7 @@ def test_the_table_of_a_pair(tiny_pair, output, tmp_path):
     assert list(rows) == [PLAIN, LOOKUP.name, *names]
     assert [row["nodes"] for row in rows.values()] == [1, 5, 2, 2]
     assert all(row["identical"] for row in rows.values())
-    for name in (*rows, f"{target}: ", "temperature 1", "identical"):
+    for name in (*rows, f"{target}: ", "runs at temperature 1", "identical"):
         assert name in text
     model = st.from_pretrained(target)
     drafter = st.ModelDrafter(st.load_draft(tiny_pair / "draft", model))
