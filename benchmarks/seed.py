@@ -4,14 +4,14 @@
 search with a generator and an evaluator on GSM8K, Creative Writing and Blocksworld, at temperature
 1. Ways, all with the same keys:
 
-- autoregressive, speculative (a chain) and MCSD (a tree of the paper's sizes, whose drafts are
+- no drafts, speculative (a chain) and MCSD (a tree of the paper's sizes, whose drafts are
   sampled without replacement and tested): one branch after another;
 - batch: the branches of a level are rows; with refill: rows work on any of the problems.
 
 SEED's own queue (all branches of a level draft at once, the target verifies one after another)
 needs a second device.
 
-Speed is tokens a second relative to the autoregressive way, rounds interleaved. MCSD's rule tests
+Speed is tokens a second relative to no drafts, rounds interleaved. MCSD's rule tests
 drafts, so its texts are others of the same distribution; all other ways must give the same
 thoughts.
 
@@ -81,7 +81,7 @@ class Way(NamedTuple):
     at_once: int  # problems that are searched at the same time
     drafter: st.Drafter | None = None
     topology: st.TreeTopology | None = None
-    same: bool = True  # its thoughts must be those of the autoregressive way
+    same: bool = True  # its thoughts must be those without drafts
 
 
 def tasks(names: Sequence[str], count: int) -> dict[str, tuple[Any, list[Any]]]:
@@ -103,7 +103,7 @@ def tasks(names: Sequence[str], count: int) -> dict[str, tuple[Any, list[Any]]]:
 
 
 def ways_of(draft: st.HybridLM, name: str, chain: int, rows: int, thoughts: int) -> dict[str, Way]:
-    """All ways: autoregressive, speculative with a chain, then others; `rows` of the largest."""
+    """All ways: no drafts, speculative with a chain, then others; `rows` of the largest."""
     drafter, topology = st.ModelDrafter(draft), st.TreeTopology.chain(chain)
     sampled = st.ModelDrafter(draft, child_sampling="without_replacement")
     return {

@@ -1,7 +1,7 @@
 """Which implementation of an op runs, and why not another.
 
 Ask for an implementation and get it or an error. Ask for none and get the fastest that runs on the
-device. `explain` says why.
+device. `explain` says which.
 
     "xla"               closed form in jax.numpy, on any device
     "native"            C++, on CPUs
@@ -127,7 +127,7 @@ def choose(
 
 
 def explain(device: Any = None) -> str:
-    """One line: what runs on a device (None: the default device), and why."""
+    """One line: what runs on a device (None: the default device); why, if it is XLA's code."""
     device = default_device() if device is None else device
     obstacle = triton.UNAVAILABLE or device_obstacle(device)
     if not obstacle:
@@ -138,10 +138,7 @@ def explain(device: Any = None) -> str:
         return f"xla: {obstacle}"
     if missing := native.obstacle():
         return f"xla: {obstacle}; {missing}"
-    return (
-        f"native ({native.level()}), and xla for ops without a native version: {obstacle}; logits"
-        " of packed models are equal to the bit in trees, batches and chunks"
-    )
+    return f"CPU code for {native.NAMES[native.library()[0]]}; texts exact"
 
 
 def device_obstacle(device: Any = None) -> str | None:

@@ -147,7 +147,7 @@ def complete(
     *,
     tokenizer: Any = None,
     drafter: Location | Drafter | None = None,
-    topology: TreeTopology | None = None,
+    topology: TreeTopology | str | Sequence[TreeTopology] | None = None,
     verifier: str | Verifier | None = None,
     chat: Mapping[str, Any] | None = None,
     eos_token: int | str | Sequence[int | str] | Any = None,

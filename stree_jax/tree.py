@@ -3,7 +3,9 @@
 import collections
 import dataclasses
 import functools
+import json
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -261,6 +263,57 @@ class TreeTopology:
                 yield from lines(child, below + here[0], below + here[1])
 
         return "\n".join(lines(0, "", ""))
+
+
+def parsed(spec: str) -> Any:
+    """The tree of words such as "chain:4"; several, one for each step, are "auto" or a list.
+
+    Raises:
+        ValueError: other words, or a file that `stree-jax tune-tree` did not write.
+    """
+    if spec == "auto":
+        return spec
+    kind, is_file, path = spec.partition("@")
+    if is_file and kind in ("", "auto"):
+        return _read(Path(path), "trees" if kind else "parents")
+    kind, _, values = spec.partition(":")
+    if kind == "paper":
+        return TreeTopology.paper(values)
+    try:
+        numbers = [int(number) for number in values.split(",")]
+    except ValueError:
+        numbers = []
+    match kind, numbers:
+        case "chain", [num_drafts]:
+            return TreeTopology.chain(num_drafts)
+        case "complete", [branching, depth]:
+            return TreeTopology.complete(branching, depth)
+        case "beam", [num_beams, num_steps]:
+            return TreeTopology.beam(num_beams, num_steps)
+        case "budget", [num_nodes, depth]:
+            return TreeTopology.budget(num_nodes, depth)
+        case "branching", [_, *_]:
+            return TreeTopology.from_branching(numbers)
+        case "parents", [_, *_]:
+            return TreeTopology.from_parents(numbers)
+    raise ValueError(
+        f"{shown(spec)} is not a tree:"
+        " use auto, chain:4, complete:2,3, branching:3,2,1, beam:3,4, budget:32,6, paper:A,"
+        " parents:-1,0,0, or @FILE or auto@FILE that tune-tree wrote"
+    )
+
+
+def _read(path: Path, field: str) -> Any:
+    """The tree or the trees in a file of `stree-jax tune-tree`."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))[field]
+        if field == "trees":
+            return [TreeTopology.from_parents(parents) for parents in content]
+        return TreeTopology.from_parents([-1] if content is None else content)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is not a tree of tune-tree: {str(error)[:120]}") from None
 
 
 def first_nodes(tree: Tree, count: int) -> Tree:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import stree_jax as st
+from stree_jax.convert import FAMILIES
 from tests.decoding.texts import steps
 from tests.helpers import fences
 
@@ -27,6 +28,20 @@ def test_the_code_blocks(capsys):
         printed.append(capsys.readouterr().out)
     assert re.match(r"\d\.\d\d tokens per target call\n.", printed[0])
     assert blocks(README, "text") == printed[:1]
+
+
+def test_whom_transformers_refuses_to_draft_for():
+    """As its sources mark models; the README has a name for each of ours that it does not."""
+    folder = Path(pytest.importorskip("transformers").__file__).parent / "models"
+    sources = {name: folder / name / f"modeling_{name}.py" for name in FAMILIES}
+    drafts = {
+        name
+        for name, file in sources.items()
+        if file.is_file() and "_is_stateful = True" not in file.read_text()
+    }
+    assert drafts == {"lfm2", "lfm2_moe"}
+    assert "refuses to draft for models with Mamba-2 or gated delta layers" in README.read_text()
+    assert "for all but LFM2 of those" in " ".join(README.read_text().split())
 
 
 @pytest.mark.thorough
@@ -77,10 +92,7 @@ def test_the_table_is_the_measured_one():
         (row["method"], row["temperature"]): f"{row['tokens_per_second']['median']:,.0f}"
         for row in results["methods"]
     }
-    names = {
-        "here, no drafts": "autoregressive",
-        "llama.cpp, its own drafts": "llama.cpp, chain of 4",
-    }
+    names = {"llama.cpp, its own drafts": "llama.cpp, chain of 4"}
     rows = re.findall(r"^\| (\w.+?) \|(.*\d.*)\|$", README.read_text(), re.MULTILINE)
     assert len(rows) == 6
     for name, cells in rows:

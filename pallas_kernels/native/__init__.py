@@ -28,6 +28,14 @@ import numpy as np
 
 from pallas_kernels.native import build_backend
 
+NAMES = {
+    "v3": "AVX2",
+    "v4": "AVX-512",
+    "v3vnni": "AVX2 and AVX-VNNI",
+    "v4vnni": "AVX-512 VNNI",
+    "neon": "NEON",
+    "dotprod": "NEON with dot products",
+}
 LANES = 16  # the widest vector's; functions without tails need multiples of it
 
 _INSTALL = "`pip install .` builds it, in a checkout `pip install -e .`"

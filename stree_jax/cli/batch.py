@@ -53,7 +53,7 @@ def run_batch(console: Console, loaded: Loaded, command: Generate, settings: dic
         waiting = [line for line in lines if line.number not in there]
         with progress_bar(console) as show:
             for done, record in enumerate(records(loaded, command, waiting, rows), 1):
-                show("decoding", done, len(waiting))
+                show("decoding prompts", done, len(waiting))
                 write_record(file, record)
                 if "error" in record:
                     message = f"{path}, line {record['line']}: {' '.join(record['error'].split())}"

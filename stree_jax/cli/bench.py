@@ -110,7 +110,7 @@ def measure(
     for line in report.described():
         console.print(line, style="dim", markup=False, soft_wrap=True)
     for table in report.tables():
-        console.print(table.grid())
+        console.print(table)
     if report.busy:
         console.print(report.busy, style="yellow", soft_wrap=True)
     for method in report.different:

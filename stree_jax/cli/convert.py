@@ -38,7 +38,7 @@ def run_convert(command: Convert) -> None:
             quantize=command.quantize,
             keep=command.keep,
             adapter=adapter,
-            progress=functools.partial(show, "reading weights"),
+            progress=functools.partial(show, "reading bytes of weights"),
         )
     console.print(_table(path, command.ignore_field, adapter))
     if left_out is not None:

@@ -45,6 +45,8 @@ def chosen(target: str | None, drafts: Drafts) -> Chosen:
 
 def all_chosen(target: str | None, drafts: DraftModels, ngram: bool = False) -> list[Chosen]:
     """The draft models and heads of the options; the embedded target has the embedded draft."""
+    if drafts.draft == "ngram" and not Path("ngram").exists():
+        raise ValueError("--draft is for a draft model: prompt lookup is --ngram, without a value")
     given = {"draft": drafts.draft}
     for kind in filter(lambda kind: ROOMS[kind].option, ROOMS):
         given[kind] = getattr(drafts, kind)

@@ -40,7 +40,7 @@ _IGNORE_FIELD = Option(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Decode with the embedded models: autoregressively, with a chain, with a tree."""
+    """Decode with the embedded models: without drafts, with a chain, with a tree."""
 
     max_new_tokens: int = Option(64, help="Maximum number of new tokens per prompt.")
     target: str | None = Option(

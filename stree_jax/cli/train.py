@@ -22,5 +22,5 @@ def run_training(command: Train | Distill) -> None:
         show("reading text", 0, recipe.training.steps)
         for each in steps:
             note = f", loss {each.loss:.3f}, {each.tokens_per_second:,.0f} tokens/s"
-            show("training", each.step, recipe.training.steps, note)
+            show("training steps", each.step, recipe.training.steps, note)
     console.print(f"wrote {command.output}")

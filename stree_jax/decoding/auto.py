@@ -48,11 +48,14 @@ TRIAL = 2  # drafted texts that make a trial: steps of one row, one step of more
 AGED = 5.0  # drafts before a trial that count in it, of each depth and rank
 WINDOW = 64  # tokens that a draft model reads at once when it has missed some
 READING = 3.0  # steps without drafts in the time of such a window: 1 for a row, 3 for 8 on a CPU
+NO_TOPOLOGY = (
+    'topology must be a TreeTopology, a list of them, "auto" or words such as "chain:4", got '
+)
 
 
 def trees_of(
     topology: str | Sequence[TreeTopology],
-    drafter: Drafter | None,
+    drafter: Drafter,
     target: HybridLM,
     *,
     temperature_is_zero: bool,
@@ -62,11 +65,9 @@ def trees_of(
     "auto" has those of `TREES` that the drafter does not refuse, or else the drafter's own.
     """
     if topology != "auto":
-        if isinstance(topology, str) or not all(isinstance(t, TreeTopology) for t in topology):
-            raise ValueError(f"topology must be a TreeTopology, got {shown(topology)}")
-        return topology
-    if drafter is None:  # there is nothing to choose
-        return ()
+        if not all(isinstance(tree, TreeTopology) for tree in topology):
+            raise ValueError(NO_TOPOLOGY + shown(topology))
+        return [*topology]
     fitting = []
     for tree in TREES:
         with contextlib.suppress(ValueError):
@@ -86,7 +87,7 @@ class Choosing(NamedTuple):
     trial: Int[Array, " B"]  # steps of the trial that are left
     tried: Float32[Array, "B D R"]  # drafts of a depth and rank below an accepted node, decaying
     accepted: Float32[Array, "B D R"]
-    counts: Int[Array, "B K"]  # steps with each tree
+    counts: Int[Array, "B K accepted"]  # steps with each tree, by their accepted drafts, 0 to D
 
     def of_all(self, **parts: Array | int) -> "Choosing":
         """With these integers in all rows."""
@@ -177,17 +178,14 @@ class AutoDrafter(Drafter):
         topology: TreeTopology,
     ) -> AutoState:
         """See `Drafter`; counts what was accepted."""
-        own, active = state.drafter, verdict.last >= 0
+        own = state.drafter
         choosing = _counted(state.choosing, topology, draft, verdict.last)
         if topology.num_nodes == 1 and self.catches_up:  # it reads the token when it is asked again
-            choosing = choosing._replace(behind=choosing.behind + active.astype(jnp.int32))
+            choosing = choosing._replace(behind=choosing.behind + (verdict.last >= 0))
         else:
             new = self.drafter.commit(own, draft, verdict, hidden, topology)
             own = _into(own, new)
-        number = self.choices.index(topology)
-        counts = choosing.counts.at[:, number].add(active.astype(jnp.int32))
-        rest = jnp.maximum(choosing.rest - 1, 0)
-        return AutoState(own, choosing._replace(counts=counts, rest=rest))
+        return AutoState(own, choosing._replace(rest=jnp.maximum(choosing.rest - 1, 0)))
 
     def expected(self, choosing: Choosing) -> Float32[Array, "B K"]:
         """Tokens that a step with each tree is expected to emit."""
@@ -284,7 +282,11 @@ class AutoDrafter(Drafter):
             tree, batch = self.choices[number], len(state.done)
 
             def step(own: DecodeState) -> DecodeState:
-                return decode_step(tree, verifier, model, self, own, limits, sampling)[0]
+                new = decode_step(tree, verifier, model, self, own, limits, sampling)[0]
+                taken = jax.tree.map(jnp.subtract, new.statistics, own.statistics)
+                choosing, at = new.drafter.choosing, (jnp.arange(batch), number, taken.accepted)
+                choosing = choosing._replace(counts=choosing.counts.at[at].add(taken.target_calls))
+                return new._replace(drafter=new.drafter._replace(choosing=choosing))
 
             def rested(own: DecodeState) -> DecodeState:
                 """Steps without drafts until they are tried again; one at least."""
@@ -320,7 +322,7 @@ class AutoDrafter(Drafter):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one by one they take as long as a step
 def _untaught(batch: int, depth: int, widest: int, num_trees: int) -> Choosing:
     zeros, rates = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, depth, widest), jnp.float32)
-    counts = jnp.zeros((batch, num_trees), jnp.int32)
+    counts = jnp.zeros((batch, num_trees, depth + 1), jnp.int32)
     return Choosing(zeros, zeros, zeros - 1, zeros, zeros, zeros, rates, rates, counts)
 
 

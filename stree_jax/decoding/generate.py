@@ -59,7 +59,8 @@ def generate(
         drafter: proposes the draft tokens; None: autoregressive decoding.
         topology: the draft tree; None: the drafter's default; several: in each step none or one of
             them, whichever is expected to be the fastest (`stree_jax.decoding.auto`), "auto": of
-            a few small ones that the drafter can fill.
+            a few small ones that the drafter can fill; other words as in `stree-jax generate
+            --tree`: "chain:4", "branching:3,2,1", "@tree.json".
         verifier: a name from `VERIFIERS` ("greedy", "target_only", "multi_step",
             "without_replacement", "traversal") or any `Verifier`; None: the one that fits drafter
             and temperature.

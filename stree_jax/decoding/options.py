@@ -1,8 +1,10 @@
 """`Options`: how texts are continued, with one value or one for each row."""
 
 import dataclasses
+import difflib
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,8 +18,42 @@ from stree_jax.decoding.stops import listed_stops
 from stree_jax.messages import shown
 
 _Made = TypeVar("_Made", bound=Callable)
+# What the command and other libraries call by another name.
+_WAYS = {
+    "json_schema": "processors=[st.json_schema(...)]",
+    "regex": "processors=[st.regex(...)]",
+    "seed": "key=0",
+}
 # What is one for all rows of a batch.
 _OF_ALL = ("max_length", "log_probs", "top_log_probs", "tokenizer")
+
+
+def check_keywords(function: str, keywords: Iterable[str], names: Collection[str]) -> None:
+    """Refuses a keyword that a function has not, as Python does; names the nearest that it has."""
+    for strange in keywords:
+        if strange not in names:
+            near = *difflib.get_close_matches(strange, names, 1), f"one of help({function})"
+            way = _WAYS.get(strange, near[0])
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {strange!r}; use {way}"
+            )
+
+
+def explained(kind: _Made) -> _Made:
+    """Decorates a function, or a class that is made of keywords: it refuses others by name."""
+    made: Any = kind
+    called = made.__init__ if inspect.isclass(made) else made
+    names = inspect.signature(made).parameters
+
+    @functools.wraps(called)
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        check_keywords(made.__name__, keywords, names)
+        return called(*arguments, **keywords)
+
+    if called is made:
+        return checked  # type: ignore[return-value]
+    made.__init__ = checked
+    return made
 
 
 def spelled_out(function: _Made) -> _Made:
@@ -31,9 +67,10 @@ def spelled_out(function: _Made) -> _Made:
         if f.name not in signature.parameters
     ]
     made.__signature__ = signature.replace(parameters=[*own, *options])
-    return made
+    return explained(made)
 
 
+@explained
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """How a text is continued: `generate(model, prompts, **options)`, `Request(prompt, **options)`.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
-from stree_jax.decoding.auto import AutoDrafter, trees_of
+from stree_jax.decoding.auto import NO_TOPOLOGY, AutoDrafter, trees_of
 from stree_jax.decoding.drafters.base import Drafter, draft_models, drawn_by, with_tokens_of
 from stree_jax.decoding.filters import MinP, TopK, TopP
 from stree_jax.decoding.loop import SpeculativeDecoder
@@ -38,7 +38,7 @@ from stree_jax.decoding.verifiers import Verifier, default_verifier, verifier_of
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.tree import TreeTopology
+from stree_jax.tree import TreeTopology, parsed
 
 
 class Row(NamedTuple):
@@ -138,13 +138,17 @@ def plan(
     _check_drafter(drafter)
     _check_placement(model, drafter)
     drafter = with_tokens_of(drafter, model)
+    if isinstance(topology, str):
+        topology = parsed(topology)
     if isinstance(topology, str | Sequence):
+        if drafter is None:
+            raise ValueError(_needs_drafter(f"topology = {shown(topology)}"))
         trees = trees_of(topology, drafter, model, temperature_is_zero=temperature_is_zero)
         if model.partition is not ONE_DEVICE:
             raise ValueError(
                 f"topology = {shown(topology)} is for one device: on a mesh name a tree"
             )
-        drafter, topology = None if drafter is None else AutoDrafter(drafter, trees), None
+        drafter, topology = AutoDrafter(drafter, trees), None
     topology = _checked_topology(topology, drafter, vocab_size)
     if drafter is not None:
         drafter.check(model, topology, temperature_is_zero=temperature_is_zero)
@@ -245,11 +249,9 @@ def _checked_topology(
     if topology is None:
         topology = TreeTopology.chain(0) if drafter is None else drafter.default_topology()
     if not isinstance(topology, TreeTopology):
-        raise ValueError(f"topology must be a TreeTopology, got {shown(topology)}")
+        raise ValueError(NO_TOPOLOGY + shown(topology))
     if drafter is None and topology.num_nodes > 1:
-        raise ValueError(
-            f"a tree of {topology.num_nodes} nodes needs a drafter: pass drafter=ModelDrafter(...)"
-        )
+        raise ValueError(_needs_drafter(f"a tree of {topology.num_nodes} nodes"))
     if topology.is_budget and drafter is not None and not drafter.chooses_shape:
         raise ValueError(
             f"TreeTopology.budget({topology.num_nodes}, {topology.depth}) is a size, for drafters"
@@ -260,6 +262,10 @@ def _checked_topology(
     if branching > vocab_size:
         raise ValueError(f"nodes with {branching} children, but only {vocab_size} tokens exist")
     return topology.level_order()
+
+
+def _needs_drafter(trees: str) -> str:
+    return f"{trees} needs a drafter: pass drafter=ModelDrafter(...)"
 
 
 def limits_of(rows: Sequence[Row], vocab_size: int, stop_sizes: tuple[int, int] | None) -> Limits:

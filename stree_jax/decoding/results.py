@@ -33,6 +33,8 @@ class DecodeStatistics:
         num_drafted: tokens proposed.
         num_accepted: drafts that were emitted.
         accepted_per_depth: `[D]`, steps in which at least 1, 2, ... D drafts were accepted.
+        reached_per_depth: `[D]`, steps in which a draft of depth 1, 2, ... D could be accepted: the
+            tree was as deep, and the drafts above were accepted.
         tau_per_row, target_calls_per_row: `[B]`, the same per row.
         calls_by_tree: with `topology="auto"`, calls with each tree, the first without drafts.
     """
@@ -43,6 +45,7 @@ class DecodeStatistics:
     num_drafted: int
     num_accepted: int
     accepted_per_depth: np.ndarray
+    reached_per_depth: np.ndarray
     tau_per_row: np.ndarray
     target_calls_per_row: np.ndarray
     calls_by_tree: dict[TreeTopology, int] | None = None
@@ -93,6 +96,10 @@ class Generation:
     calls: np.ndarray | None = None
     drafted: np.ndarray | None = None
     pieces: list[list[str]] | None = None
+
+    def __repr__(self) -> str:  # a notebook shows a cell's last value
+        size, tau = f"tokens {self.tokens.shape}", f"tau {self.stats.tau:.2f}"
+        return f"<Generation: {size}, lengths {self.lengths.tolist()}, {tau}>"
 
     def show(self, console: Any = None) -> None:
         """Prints the new tokens, call by call: accepted drafts are green.
@@ -158,7 +165,7 @@ class Ended(NamedTuple):
     log_probs: TokenLogProbs | None
     calls: np.ndarray | None
     eos_tokens: np.ndarray
-    by_tree: np.ndarray | None  # calls with each tree of `topology="auto"`
+    by_tree: np.ndarray | None  # `Choosing.counts` of `topology="auto"`
 
     @classmethod
     def of(cls, state: DecodeState, limits: Limits, num_rows: int | None = None) -> "Ended":
@@ -284,8 +291,18 @@ def statistics_of(
     """Sums over rows, and the ratios; with "auto" calls by tree, None: all were without drafts."""
     counts = jax.tree.map(np.asarray, statistics)
     calls, tokens = int(counts.target_calls.sum()), int(counts.emitted.sum())
-    accepted, choices = counts.accepted_per_depth.sum(axis=0), request.choices
-    by_tree = calls * np.eye(1, len(choices), dtype=int) if by_tree is None else by_tree
+    accepted, topology = counts.accepted_per_depth.sum(axis=0), request.decoder.topology
+    accepted = np.pad(accepted, (0, topology.depth - len(accepted)))
+    trees = request.choices or (topology,)
+    of_trees = np.zeros((len(trees), topology.depth + 1), int)  # calls by accepted drafts
+    of_trees[0] = -np.diff([calls, *accepted, 0])
+    if by_tree is not None:
+        of_trees = by_tree.sum(axis=0)
+    calls_by_tree = dict(zip(request.choices, of_trees.sum(axis=1).tolist(), strict=False))
+    reached = [
+        of_trees[[tree.depth > level for tree in trees], level:].sum()
+        for level in range(topology.depth)
+    ]
     # A row that failed in its first step has no calls.
     calls_per_row = np.maximum(counts.target_calls, 1)
     return DecodeStatistics(
@@ -294,10 +311,11 @@ def statistics_of(
         num_tokens=tokens,
         num_drafted=int(counts.drafted.sum()),
         num_accepted=int(counts.accepted.sum()),
-        accepted_per_depth=np.pad(accepted, (0, request.decoder.topology.depth - len(accepted))),
+        accepted_per_depth=accepted,
+        reached_per_depth=np.array(reached, int),
         tau_per_row=counts.emitted / calls_per_row,
         target_calls_per_row=counts.target_calls,
-        calls_by_tree=dict(zip(choices, by_tree.sum(axis=0).tolist(), strict=True)) or None,
+        calls_by_tree=calls_by_tree or None,
     )
 
 

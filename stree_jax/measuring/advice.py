@@ -28,14 +28,17 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> str:
     """What to draft with and why, in a sentence."""
     best, ranked = choice(rows), _ranked(rows)
     if best["nodes"] > 1:
-        return f"Draft with {best['method']}: {_gain(best)} without (tau {best['tau']:.2f})."
+        said = f"Draft with {best['method']}: {_gain(best)} without (tau {best['tau']:.2f})."
+        if best is ranked[0]:
+            return said
+        return f"{said} {ranked[0]['method']} is no faster beyond the spread."
     tree = next((row for row in ranked if row["nodes"] > 1), None)
     if tree is None:
         return "Do not draft: no way with drafts gives the text."
-    speed, own = (row["tokens_per_second"]["median"] for row in (best, tree))
-    if own >= speed:
+    if not is_beaten(tree, best):
         return f"Do not draft: {tree['method']} is {_gain(tree)} without, within the spread."
-    needed, tau = tree["tau"] * speed / own, tree["tau"]
+    speed, slower = (row["tokens_per_second"]["median"] for row in (best, tree))
+    needed, tau = tree["tau"] * speed / slower, tree["tau"]
     return f"Do not draft: {tree['method']} needs tau {needed:.1f} here, and reaches {tau:.1f}."
 
 

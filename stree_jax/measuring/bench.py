@@ -14,7 +14,7 @@ from flax import nnx
 from pallas_kernels import dispatch
 from stree_jax.checkpoint.directories import new_file
 from stree_jax.checks import check_int, require
-from stree_jax.decoding.options import Options
+from stree_jax.decoding.options import Options, check_keywords
 from stree_jax.decoding.prompts import checked_prompts
 from stree_jax.measuring.advice import advice
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
@@ -43,7 +43,7 @@ class BenchReport:
     """The result of `bench`; `str` gives its head and a table for each temperature.
 
     Attributes:
-        head: what was measured where: the target and its weights, what runs ("native", "xla" or
+        head: what was measured where: the target and its weights, what runs (CPU code, "xla" or
             "pallas"), machine, versions, sizes.
         rows: a record for each way and temperature. Numbers with a spread are median and quartiles
             over the rounds.
@@ -76,7 +76,7 @@ class BenchReport:
         for heat in dict.fromkeys(row["temperature"] for row in self.rows):
             said = advice([row for row in self.rows if row["temperature"] == heat])
             found.append(f"Temperature {heat:g}: {said[0].lower()}{said[1:]}")
-        return found if rounds >= 3 else [*found, "Of fewer than 3 rounds: no spread is known."]
+        return found if rounds >= 3 else [*found, "Fewer than 3 rounds: differences may be noise."]
 
     def described(self) -> list[str]:
         """Lines: what runs, where, and with which weights."""
@@ -101,6 +101,8 @@ class BenchReport:
     def __str__(self) -> str:
         lines = [*self.described(), *map(str, self.tables()), self.busy, *self.advice]
         return "\n".join(filter(None, lines))
+
+    __repr__ = __str__
 
     def content(self) -> dict[str, Any]:
         """All that was measured, as JSON can hold it."""
@@ -150,7 +152,7 @@ def bench(
 ) -> BenchReport:
     """Decodes prompts in several ways, interleaved, and compares speed, acceptance and texts.
 
-    Autoregressive decoding and prompt lookup (a chain of 4) are always among the ways.
+    No drafts and prompt lookup (a chain of 4) are always among the ways.
 
         print(st.bench(target, {"draft": {"drafter": st.ModelDrafter(draft)}}, prompts))
 
@@ -177,6 +179,7 @@ def bench(
             compiled.
     """
     require("temperature" not in options, "bench has no temperature, but temperatures=[0.0, 1.0]")
+    check_keywords("bench", options, Options().keys())
     check_int("rows", rows, 1)
     check_int("rounds", rounds, 1)
     for way, own in ways.items():

@@ -23,7 +23,7 @@ from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
-PLAIN = "autoregressive"
+PLAIN = "no drafts"
 _NUM_DRAFTED = 16  # trees in a timed call
 _MEAN = "tau", "accepted_per_call", "tokens_per_second", "speed_up"  # of categories
 
@@ -121,7 +121,7 @@ def compare(
     ticks, total = itertools.count(1), len(ways) * len(batches) * (1 + rounds)
 
     def advance() -> None:
-        progress(f"temperature {batches[0].options.temperature:g}", next(ticks), total)
+        progress(f"runs at temperature {batches[0].options.temperature:g}", next(ticks), total)
 
     memory: dict[str, int] = {}
     for outputs, seconds in timed_rounds(ways, batches, rounds, advance):
@@ -163,6 +163,7 @@ def _records(
         calls = sum(out.stats.num_target_calls for out in mine)
         taus = [out.stats.num_tokens / out.stats.num_target_calls for out in mine]
         accepted = sum(out.stats.accepted_per_depth for out in mine).tolist()
+        reached = sum(out.stats.reached_per_depth for out in mine).tolist()
         first, draft = (seconds.get((part, name)) for part in ("first", "draft"))
         call = share = until_first = None
         if first is not None:
@@ -184,8 +185,8 @@ def _records(
             "accepted_per_call": sum(accepted) / calls,
             "accepted_per_depth": [round(count / calls, 4) for count in accepted],
             "accepted_of_reached": [
-                round(count / before, 4) if before else None
-                for before, count in itertools.pairwise([calls, *accepted])
+                round(count / could, 4) if could else None
+                for could, count in zip(reached, accepted, strict=True)
             ],
             "calls_by_tree": _by_tree(mine),
             "milliseconds_of_call": None if call is None else summary(1e3 * call),

@@ -19,24 +19,38 @@ _PAUSE = 20  # seconds between lines of progress
 
 
 class Table(NamedTuple):
-    """A table to print: a row for each record, and a format of a record for each column."""
+    """A table to print: a row for each record, and a format of a record for each column.
+
+    A narrow terminal gets the first columns alone, `least` of them or more; None: always all.
+    """
 
     title: str
     records: Sequence[Mapping[str, Any]]
     columns: Mapping[str, str]
+    least: int | None = None
+    note: str = ""  # below it
 
-    def grid(self) -> Any:
-        """The table for rich; columns of numbers are right-aligned."""
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        for most in range(len(self.columns), (self.least or len(self.columns)) - 1, -1):
+            grid = self._grid(most)
+            if grid.__rich_measure__(console, options).maximum <= options.max_width:
+                break
+        yield grid
+
+    def _grid(self, most: int) -> Any:
+        """The table of the first columns for rich; those of numbers are right-aligned."""
         from rich.table import Table as Grid  # here: `import stree_jax` needs none of it
 
-        table = Grid(title=self.title)
+        without = [*self.columns][most:]
+        note = f"no room for {', '.join(without)}" if without else ""
+        table = Grid(title=self.title, caption="; ".join(filter(None, [self.note, note])) or None)
         columns = {
             name: [form.format_map(record) for record in self.records]
-            for name, form in self.columns.items()
+            for name, form in [*self.columns.items()][:most]
         }
         for name, cells in columns.items():
             is_word = not any(cell[:1].isdigit() for cell in cells)
-            table.add_column(name, justify="left" if is_word else "right")
+            table.add_column(name, justify="left" if is_word else "right", overflow="fold")
         for row in zip(*columns.values(), strict=True):
             table.add_row(*row)
         return table
@@ -45,7 +59,7 @@ class Table(NamedTuple):
         from rich.console import Console
 
         file = io.StringIO()
-        Console(file=file, width=200).print(self.grid())
+        Console(file=file, width=200).print(self)
         return file.getvalue()
 
 
@@ -56,11 +70,11 @@ def method_tables(title: str, rows: Sequence[Mapping[str, Any]], **columns: str)
         Table(
             f"{title}, temperature {temperature:g}",
             [row for row in shown if row["temperature"] == temperature],
-            {"method": "{method}", **columns, "nodes": "{nodes}"}
-            | {"tokens/s": "{tokens_per_second[median]:,.0f}{spread}"}
-            | {"speed-up": SPEED["speed-up"], "tau": "{tau:.2f}", "ms a call": "{call}"}
-            | {"drafting": "{share}", "ms to first token": "{first}", "MB": "{megabytes}"}
-            | {"identical": "{same}"},
+            {"method": "{method}", **columns, **SPEED, "tau": "{tau:.2f}", "identical": "{same}"}
+            | {"quartiles": "{spread}", "nodes": "{nodes}", "ms a call": "{call}"}
+            | {"drafting": "{share}", "ms to first token": "{first}", "MB": "{megabytes}"},
+            5 + len(columns),
+            "speed-up is the median of the rounds' own ratios, not the ratio of two medians",
         )
         for temperature in dict.fromkeys(row["temperature"] for row in rows)
     ]
@@ -86,7 +100,8 @@ def acceptance_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
             row["depths"] = " ".join(rates)
             calls = row["calls_by_tree"] or {}
             row["trees"] = ", ".join(f"{name} {count:,}" for name, count in calls.items())
-        tables.append(Table(f"Accepted drafts, temperature {temperature:g}", shown, columns))
+        title, least = f"Accepted drafts, temperature {temperature:g}", 5 if names else 4
+        tables.append(Table(title, shown, columns, least))
     return tables
 
 
@@ -95,7 +110,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     call, share, speed = row["milliseconds_of_call"], row["draft_share"], row["tokens_per_second"]
     rounds = len(row["tokens_per_second_by_round"])
     return {
-        "spread": f" ({speed['low']:,.0f} to {speed['high']:,.0f})" if rounds >= 3 else "",
+        "spread": f"{speed['low']:,.0f} to {speed['high']:,.0f}" if rounds >= 3 else "-",
         "call": "-" if call is None else f"{call['median']:.2f}",
         "share": "-" if share is None else f"{share['median']:.0%}",
         "first": f"{row['milliseconds_to_first_token']['median']:.1f}",
@@ -155,13 +170,11 @@ def draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.hlines(places, low, high, color=_GREY)
         for place, row in zip(places, own, strict=True):
             said = f"{row['speed_up']['median']:.2f}x, tau {row['tau']:.2f}"
-            if row["method"] == "autoregressive":
+            if row["nodes"] == 1:
                 said = f"{row['tokens_per_second']['median']:.0f} tokens/s"
             axes.text(right, place, said, va="center", size=9)
     axes.set_yticks([i + (0.72 - pitch) / 2 for i in range(len(names))], names)
-    axes.set(
-        title="Tokens per second, autoregressive = 1", xticks=(0, 0.5, 1), xlim=(0, right * 1.4)
-    )
+    axes.set(title="Tokens per second, no drafts = 1", xticks=(0, 0.5, 1), xlim=(0, right * 1.4))
     axes.set_ylim(len(names) - 0.3, -0.12 - pitch / 2)
     axes.grid(visible=False)
     axes.axvline(1, color=_GREY, linewidth=1, linestyle="--", marker="")

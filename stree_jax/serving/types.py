@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stree_jax.decoding.options import Options
+from stree_jax.decoding.options import Options, explained
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.results import DecodeStatistics, Piece
 from stree_jax.decoding.text.prefix import Prefix
 
 
+@explained
 @dataclasses.dataclass(frozen=True)
 class Request(Options):
     """A text to continue, and its own `Options`, which are keywords.
@@ -27,7 +28,7 @@ class Request(Options):
 
     prompt: Sequence[int]
     _: dataclasses.KW_ONLY
-    after: Prefix | None = None
+    after: Prefix | None = dataclasses.field(default=None, repr=False)
     keep: bool = False
 
 
@@ -56,7 +57,7 @@ class Completion:
     seconds_queued: float
     seconds_decoded: float
     error: str | None = None
-    prefix: Prefix | None = None
+    prefix: Prefix | None = dataclasses.field(default=None, repr=False)
     finish_reason: str = ""
     log_probs: list[float] | None = None
     top_log_probs: list[list[float]] | None = None

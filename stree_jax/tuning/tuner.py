@@ -95,6 +95,8 @@ class TuningReport:
         others = f"... and {len(self.rows) - len(timed)} trees that were not timed"
         return "\n".join([str(Table("", timed, columns)).rstrip(), others, self.advice])
 
+    __repr__ = __str__
+
 
 @jax.transfer_guard("allow")
 def tune(
@@ -184,7 +186,7 @@ def tune(
         [row.method(drafter) for row in finalists],
         [Batch([prompt], second) for prompt in prompts[half:]],
         rounds,
-        lambda _, done, total: progress("decoding", done, total),
+        lambda _, done, total: progress("runs of the best trees", done, total),
         parts=False,
     )
     timed = [

@@ -44,7 +44,7 @@ def test_the_table_of_a_pair(tiny_pair, output, tmp_path):
     assert list(rows) == [PLAIN, LOOKUP.name, *names]
     assert [row["nodes"] for row in rows.values()] == [1, 5, 2, 2]
     assert all(row["identical"] for row in rows.values())
-    for name in (*rows, f"{target}: ", "temperature 1", "identical"):
+    for name in (*rows, f"{target}: ", "runs at temperature 1", "identical"):
         assert name in text
     model = st.from_pretrained(target)
     drafter = st.ModelDrafter(st.load_draft(tiny_pair / "draft", model))
@@ -76,6 +76,7 @@ def clock(monkeypatch):
             num_target_calls=calls * len(prompts),
             target_calls_per_row=[calls] * len(prompts),
             accepted_per_depth=len(prompts) * np.array(depths),
+            reached_per_depth=len(prompts) * np.array([calls, *depths])[: len(depths)],
             calls_by_tree=None,
         )
         ends = {"lengths": [12] * len(prompts), "finish_reasons": ["length"] * len(prompts)}
@@ -117,13 +118,31 @@ def test_a_call_and_the_share_of_its_draft(clock):
     assert (chain["tau"], chain["nodes"], found.busy, found.different) == (2, 3, "", [])
     row = next(line for line in str(found).splitlines() if "│ chain " in line)
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
-    expected = ["chain", "3", "1", "1.00x", "2.00", "2000.00", "25%", "1000.0", "5", "yes"]
+    expected = ["chain", "1", "1.00x", "2.00", "yes", "-", "3", "2000.00", "25%", "1000.0", "5"]
     assert cells == expected
     said = "do not draft: prompt lookup, chain of 4 is 1.00 times as fast as without, within the"
     assert str(found).splitlines()[-2] == f"Temperature 0: {said} spread."
-    assert str(found).splitlines()[-1] == "Of fewer than 3 rounds: no spread is known."
+    assert str(found).splitlines()[-1] == "Fewer than 3 rounds: differences may be noise."
     found.rows[2]["tokens_per_second_by_round"] = [1.0, 3.0]
     assert found.busy.startswith("This machine is busy: equal rounds took 3.0 times as long")
+
+
+def test_a_terminal_of_80_columns(clock):
+    """What matters comes first; no name is cut, and what has no room is named."""
+    found = st.bench(tiny_model(), ways("wrong chain"), [[1]], max_new_tokens=12, rounds=3)
+    file = io.StringIO()
+    Console(file=file, width=80).print(*found.tables())
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    heads = [[cell.strip() for cell in line.split("┃")[1:-1]] for line in lines if "┃" in line]
+    assert heads[0][:5] == ["method", "tokens/s", "speed-up", "tau", "identical"]
+    for name in (PLAIN, LOOKUP.name, "wrong chain"):
+        assert sum(f"│ {name} " in line for line in lines) == 2
+    text = " ".join(file.getvalue().split())
+    assert "speed-up is the median of the rounds' own ratios" in text
+    assert "no room for " in text
+    assert "ms to first token, MB" in text
+    assert "1 to 1" in repr(found)  # quartiles, where there is room
 
 
 def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):
@@ -170,7 +189,12 @@ def record(name, speed, nodes=1, depth=0, tau=2.0, *, spread=1.0, identical=True
     ("speeds", "said"),
     [
         (dict(tree=20, chain=15), "Draft with tree: 2.00 times as fast as without (tau 2.00)."),
-        (dict(tree=20, chain=19.5), "Draft with chain: 1.95 times as fast"),
+        (
+            dict(tree=20, chain=19.5),
+            "Draft with chain: 1.95 times as fast as without (tau 2.00). tree is no faster beyond"
+            " the spread.",
+        ),
+        (dict(tree=9.8), "Do not draft: tree is 0.98 times as fast as without, within the spread."),
         (
             dict(tree=10.5, chain=10.2),
             "Do not draft: tree is 1.05 times as fast as without, within",
@@ -218,12 +242,13 @@ LONG = Question([1] * 9, name="line 7")
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (({PLAIN: {}}, [[1]]), {}, "'autoregressive', which is always there"),
+        (({PLAIN: {}}, [[1]]), {}, "'no drafts', which is always there"),
         (({"a": {"tree": CHAIN}}, [[1]]), {}, "give keywords of generate: drafter, topology"),
         (({}, None), {}, "needs prompts: give lists of token ids"),
         (({}, [[1]]), {"temperatures": [-0.5]}, "temperature must be a number from 0 on, got -0.5"),
         (({}, [[1]]), {"rounds": 0}, "rounds must be an integer"),
         (({}, [Question([1]), LONG]), {"max_length": 100}, "line 7 has 9 tokens and"),
+        (({"a": {"topology": "auto"}}, [[1]]), {}, "topology = 'auto' needs a drafter: pass"),
     ],
 )
 def test_bad_arguments(arguments, options, message):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ from stree_jax.cli import options
 from stree_jax.cli.main import _COMMANDS
 from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import MAX_BYTES
+from stree_jax.decoding.plan import plan
 from stree_jax.heads import ROOMS, Room
 from tests.extensions import eagle3_files
 
@@ -40,6 +42,18 @@ COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]
 )
 def test_tree_specifications(spec, tree):
     assert parse_tree(spec) == tree
+
+
+def test_python_has_the_same_words(tmp_path):
+    file = tmp_path / "tree.json"
+    file.write_text('{"parents": null, "trees": [[-1, 0], [-1, 0, 1]]}')
+    asked = partial(plan, st.testing.tiny_model(), [[1]], drafter=st.NgramDrafter())
+    assert asked(topology="branching:2,1").decoder.topology.parents == (-1, 0, 0, 1, 2)
+    assert asked(topology=f"@{file}").drafter is None  # not to draft
+    assert [tree.name for tree in asked(topology=f"auto@{file}").choices[1:]] == [
+        "chain of 1",
+        "chain of 2",
+    ]
 
 
 def test_the_installed_command(tmp_path):
@@ -216,15 +230,15 @@ def test_sampling_depends_on_the_seed_alone(tiny_pair, output):
 
 
 def check_demo(text):
-    names = ["autoregressive", "prompt lookup, chain of 4", "chain of 4", "tree of 5"]
+    names = ["no drafts", "prompt lookup, chain of 4", "chain of 4", "tree of 5"]
     cells = [line.split("│") for line in text.splitlines() if line[:1] == "│"]
     cells = [row for row in cells if len(row) > 7]  # not those of what was accepted
     rows = {name.strip(): [cell.strip() for cell in row] for _, name, *row in cells}
     assert list(rows) == names
-    assert all(row[-2] == "yes" for row in rows.values())
+    assert all(row[3] == "yes" for row in rows.values())
     assert "next token" in text
     assert f"runs as {dispatch.explain()}\n" in text
-    taus = [float(rows[name][3]) for name in (names[0], *names[2:])]
+    taus = [float(rows[name][2]) for name in (names[0], *names[2:])]
     assert taus[0] == 1 < min(taus[1:])
 
 

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.thorough
 def test_without_arguments_the_embedded_pair_is_tuned(tiny_pair, output, quick_tuning, monkeypatch):
     monkeypatch.setattr(st, "demo_path", tiny_pair.joinpath)
     text = output("tune-tree", *quick_tuning)
-    rows = re.findall(r"(?m)^│ (autoregressive|chain|tree|dynamic)\b", text)
-    assert {"autoregressive", "chain", "dynamic"} <= {*rows}
+    rows = re.findall(r"(?m)^│ (no drafts|chain|tree|dynamic)\b", text)
+    assert {"no drafts", "chain", "dynamic"} <= {*rows}
 
 
 def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path):
@@ -30,12 +30,12 @@ def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path
     options = ["--prompts", prompts, "--output", tree, "--thorough"]
     text = output("tune-tree", *models, *options, *quick_tuning)
     phases = [line.partition(" s  ")[2] for line in text.splitlines() if " s  " in line]
-    assert phases == ["the target writes", "decoding"]  # not a terminal
+    assert phases == ["the target writes", "runs of the best trees"]  # not a terminal
     result = json.loads(tree.read_text())
     assert result["advice"] in text
     assert result["sharpness"] in SHARPNESS
     names = set(result["decoded"])
-    assert "autoregressive" in names
+    assert "no drafts" in names
     assert any(name.startswith("dynamic ") for name in names)
     assert result["temperature"] == 0
     spec = ",".join(map(str, result["parents"] or []))

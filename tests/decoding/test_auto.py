@@ -15,6 +15,7 @@ from stree_jax.decoding import tree_times
 from stree_jax.decoding.auto import AGED, AutoDrafter
 from stree_jax.decoding.auto import TREES as DRAFTED
 from stree_jax.decoding.plan import plan
+from stree_jax.decoding.results import statistics_of
 from stree_jax.testing import perturbed, random_model, random_mtp_head, tiny_model
 from tests.methods import PROMPTS
 
@@ -93,7 +94,7 @@ def test_the_text_is_that_of_no_drafts_with_any_tree_at_any_step(name, options, 
     for row, prompt in enumerate(PROMPTS):
         new = np.asarray(state.context.tokens[row, len(prompt) : len(prompt) + NEW])
         assert new.tolist() == want.tokens[row].tolist()
-    assert (np.asarray(state.drafter.choosing.counts) > 0).all()
+    assert (np.asarray(state.drafter.choosing.counts).sum(axis=2) > 0).all()
 
 
 @pytest.mark.parametrize("name", ONE_TREE)
@@ -118,8 +119,14 @@ def test_a_draft_model_that_was_off_reads_what_it_missed(model):
     state = steps(model, st.ModelDrafter(model), [0] * 18 + [3])
     assert np.asarray(state.drafter.choosing.behind).tolist() == [0] * len(PROMPTS)
     assert np.asarray(state.emitted).tolist() == [18 + 5] * len(PROMPTS)
-    state = steps(model, st.ModelDrafter(model), [3] + [0] * 3)
+    state = steps(model, st.ModelDrafter(model), [3, 1] + [0] * 3)
     assert np.asarray(state.drafter.choosing.behind).tolist() == [3] * len(PROMPTS)
+    # A depth counts in the calls whose tree had it, where no draft above was wrong.
+    request = plan(model, PROMPTS, drafter=st.NgramDrafter(), topology="auto")
+    stats = statistics_of(state.statistics, request, np.asarray(state.drafter.choosing.counts))
+    calls = np.array([2, 2, 1, 1]) * len(PROMPTS)
+    assert stats.accepted_per_depth.tolist() == stats.reached_per_depth.tolist() == [*calls]
+    assert [*stats.calls_by_tree.values()] == [3 * len(PROMPTS), len(PROMPTS), 0, len(PROMPTS)]
 
 
 @pytest.mark.thorough
@@ -150,7 +157,7 @@ def test_a_trial_finds_out_that_drafts_pay_again(model):
     failed |= {"pause": choosing.pause + 64, "trial": choosing.trial + 2}
     state = state._replace(drafter=state.drafter._replace(choosing=choosing._replace(**failed)))
     state = decoder.run(model, drafter, state, request.limits, request.sampling, 8)
-    counts = np.asarray(state.drafter.choosing.counts)
+    counts = np.asarray(state.drafter.choosing.counts).sum(axis=2)
     assert counts[:, 0].tolist() == [1] * len(PROMPTS)
     assert (np.asarray(state.drafter.choosing.pause) == 0).all()
 
@@ -166,7 +173,7 @@ def test_drafts_rest_for_as_many_steps_as_they_should(model):
     for steps, left in ((3, 6), (2, 4)):
         state = decoder.run(model, drafter, state, request.limits, request.sampling, steps)
         own = state.drafter.choosing
-        found = own.counts[:, 0], own.pause, own.rest, own.trial
+        found = own.counts[:, 0].sum(axis=1), own.pause, own.rest, own.trial
         assert np.asarray(found).tolist() == [[9 - left] * 2, [64] * 2, [left] * 2, [2] * 2]
     with pytest.raises(ValueError, match=r"is made by run: use run\(..., max_steps=1\)"):
         decoder.step(model, drafter, state, request.limits, request.sampling)
@@ -273,7 +280,8 @@ def test_while_drafts_rest_the_program_is_that_of_no_drafts(model, monkeypatch):
     out = st.generate(model, PROMPTS, **auto)
     assert out.tokens.tolist() == want.tokens.tolist()
     assert [*out.stats.calls_by_tree.values()] == [8 * len(PROMPTS), 0, 0, 0]
-    assert out.stats.accepted_per_depth.tolist() == [0] * request.decoder.topology.depth
+    none = [0] * request.decoder.topology.depth
+    assert out.stats.accepted_per_depth.tolist() == out.stats.reached_per_depth.tolist() == none
     assert np.hstack([*st.stream(model, PROMPTS, **auto)]).tolist() == want.tokens.tolist()
     assert known._taught["rest"] == 4
     assert known.decoded(request) is request
@@ -334,14 +342,15 @@ def test_what_it_refuses(model):
         with pytest.raises(ValueError, match=message):
             st.generate(model, PROMPTS, **{"drafter": drafter, "topology": "auto"} | options)
 
-    refused("topology must be a TreeTopology, got 'best'", topology="best")
+    refused("'best' is not a tree: use auto, chain:4", topology="best")
+    refused(r'a list of them, "auto" or words such as "chain:4", got \[5\]', topology=[5])
+    for trees in ("auto", [TREES[1]]):
+        refused(r"topology = .* needs a drafter: pass drafter=", drafter=None, topology=trees)
     tested = {"drafter": st.ModelDrafter(model, child_sampling="iid"), "verifier": "multi_step"}
     refused("with verifier 'multi_step', whose texts depend on the tree", **tested, **SAMPLED)
     refused("DynamicDrafter chooses the shape", drafter=st.DynamicDrafter(model))
-    with pytest.raises(ValueError, match="topology must be a TreeTopology, got 'best'"):
+    with pytest.raises(ValueError, match="'best' is not a tree"):
         st.Scheduler(model, rows=2, max_length=32, drafter=drafter, topology="best")
-    plain = st.generate(model, PROMPTS, topology="auto", max_new_tokens=4)  # nothing to choose
-    assert plain.stats.tau == 1
 
 
 def test_times_are_measured_once_and_kept_in_a_file(model, monkeypatch, tmp_path):

@@ -38,6 +38,11 @@ def test_statistics_add_up():
     assert stats.num_drafted == stats.num_target_calls * (TREE.num_nodes - 1)
     assert stats.accepted_per_depth.sum() == stats.num_accepted
     assert stats.accepted_per_depth[0] >= stats.accepted_per_depth[1]
+    reached = [stats.num_target_calls, *stats.accepted_per_depth[:-1]]
+    assert stats.reached_per_depth.tolist() == reached
+    lengths = out.lengths.tolist()
+    said = f"<Generation: tokens (3, 17), lengths {lengths}, tau {stats.tau:.2f}>"
+    assert repr(dataclasses.replace(out, cache="all of it")) == said
     # A call emits its accepted drafts and one more token, unless the limit cuts that one.
     missing = stats.num_accepted + stats.num_target_calls - stats.num_tokens
     assert 0 <= missing <= len(PROMPTS)

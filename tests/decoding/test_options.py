@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +38,32 @@ def test_options_are_keywords():
     np.testing.assert_array_equal(st.generate(tiny_model(), PROMPTS, **filters).tokens, want)
     pieces = [*st.stream(tiny_model(), PROMPTS, **options)]
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), want)
-    for function in (st.generate, st.stream, plan):
-        with pytest.raises(TypeError, match="got an unexpected keyword argument 'heat'"):
-            function(tiny_model(), PROMPTS, heat=1.0)
+
+
+@pytest.mark.parametrize(
+    ("strange", "way"),
+    [
+        ("temprature", "temperature"),
+        ("json_schema", r"processors=\[st.json_schema\(...\)\]"),
+        ("seed", "key=0"),
+        ("xyzzy", "one of help"),
+    ],
+)
+def test_a_strange_option_is_explained(strange, way):
+    """By the function that was called, and the nearest that it has."""
+    model = tiny_model()
+    functions = {
+        "generate": partial(st.generate, model, PROMPTS),
+        "stream": partial(st.stream, model, PROMPTS),
+        "complete": partial(st.complete, model, "text"),
+        "bench": partial(st.bench, model, {}, PROMPTS),
+        "Request": partial(st.Request, [1]),
+        "Options": st.Options,
+    }
+    for name, function in functions.items():
+        words = f"^{name}\\(\\) got an unexpected keyword argument '{strange}'; use {way}"
+        with pytest.raises(TypeError, match=words):
+            function(**{strange: 1})
 
 
 def close(logits):

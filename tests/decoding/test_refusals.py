@@ -448,7 +448,7 @@ for change, message in [
     (dict(eos_token=[[2, [3]]]), r"eos_token must be an integer, .* got \[\[2, \[3\]\]\]"),
     (dict(temperature=1.0, key=10**30), "key must be a random key such as .*, got 10{30}$"),
     (dict(verifier="z" * 999), r"unknown verifier 'z{76}\.\.\.; known"),
-    (dict(topology="z" * 999), r"topology must be a TreeTopology, got 'z{76}\.\.\.$"),
+    (dict(topology="z" * 999), r"^'z{76}\.\.\. is not a tree"),
     (dict(prompts=["text"]), r"prompts\[0\] is not a list of token ids: .*; st.complete takes"),
     (dict(prompts="text"), r"st.complete takes texts and messages, tokenizer.encode\(text\).ids"),
     (dict(prompts=[1, 2, 3]), r"prompts is a list of lists, one a row, such as \[\[1, 2, 3\]\]$"),

@@ -140,6 +140,7 @@ def test_which_instructions_run(machine, flags, wanted, found, folder, monkeypat
             obstacle()
     else:
         assert native.chosen_level() == found
+        assert found in native.NAMES
 
 
 def test_a_wrong_choice_is_refused_at_the_call(folder, monkeypatch):

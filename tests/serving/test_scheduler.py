@@ -200,6 +200,7 @@ def test_requests_may_come_while_others_are_served():
         (dict(rows=0), "rows must be an integer, at least 1"),
         (dict(max_length=1), "max_length must be an integer, from 2 to"),
         (dict(topology=TREE), "needs a drafter"),
+        (dict(topology="auto"), "topology = 'auto' needs a drafter"),
         (dict(verifier="typical"), "'typical' is lossy, and a Scheduler"),
         (dict(prefill_tokens=0), "prefill_tokens must be an integer, at least 1"),
         (dict(prefix_every=0), "prefix_every must be an integer, at least 1"),
