@@ -57,6 +57,7 @@ from stree_jax.decoding.types import (
     Verdict,
 )
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
+from stree_jax.decoding.way import Way
 from stree_jax.heads import ROOMS, save_head
 from stree_jax.measuring import BenchReport, bench
 from stree_jax.mesh.partition import make_mesh
@@ -158,6 +159,7 @@ __all__ = [
     "TuningReport",
     "Verdict",
     "Verifier",
+    "Way",
     "bench",
     "complete",
     "demo_path",

@@ -18,9 +18,9 @@ from stree_jax.decoding.text.prefix import Prefix, check_origin, for_rows, origi
 from stree_jax.decoding.tree_times import Experience
 from stree_jax.decoding.types import Context, DecodeState, Limits
 from stree_jax.decoding.verifiers import Verifier
+from stree_jax.decoding.way import Topology
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM, check_on_one_device
-from stree_jax.tree import TreeTopology
 
 
 @spelled_out
@@ -30,7 +30,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     drafter: Drafter | None = None,
-    topology: TreeTopology | str | Sequence[TreeTopology] | None = None,
+    topology: Topology | None = None,
     verifier: str | Verifier | None = None,
     n: int = 1,
     after: Prefix | None = None,
@@ -135,7 +135,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     *,
     drafter: Drafter | None = None,
-    topology: TreeTopology | str | Sequence[TreeTopology] | None = None,
+    topology: Topology | None = None,
     verifier: str | Verifier | None = None,
     lossy: bool = False,
     options: Options | Sequence[Options] | Any | None = None,

@@ -18,6 +18,7 @@ from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
 from stree_jax.decoding.text.prefix import Prefix, joined
 from stree_jax.decoding.text.slots import check_rows
 from stree_jax.decoding.verifiers import Verifier, verifier_of
+from stree_jax.decoding.way import Topology
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.serving import outcomes
@@ -25,7 +26,6 @@ from stree_jax.serving.pool import Pool
 from stree_jax.serving.prefix_cache import PrefixCacheStats
 from stree_jax.serving.prompt_reader import PromptReader, Reading
 from stree_jax.serving.types import Completion, Event, Job, Request
-from stree_jax.tree import TreeTopology
 
 _STEPS_WHILE_READING = 8  # rows that wait for their prompts are idle
 
@@ -77,7 +77,7 @@ class Scheduler:
         rows: int,
         max_length: int,
         drafter: Drafter | None = None,
-        topology: TreeTopology | str | Sequence[TreeTopology] | Any | None = None,
+        topology: Topology | Any | None = None,
         verifier: str | Verifier | None = None,
         quantum: int = 32,
         prefill_tokens: int | None = 512,
