@@ -29,7 +29,7 @@ class Filter(Protocol):
 
         Args:
             logits: logits after temperature and the filters before this one; the best one is 0,
-                and must be kept.
+                and must be kept. A row that has no token left fails.
         """
 
 
