@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionLayout, dispatch, expert_mlps, log_softmax, tree_conv1d
+from pallas_kernels import AttentionLayout, dispatch, expert_mlps, log_softmax
 from pallas_kernels.numerics import few_best, scaled
 from stree_jax.models.layers import causal_conv1d
 from tests.cases import moe
@@ -81,19 +81,12 @@ def test_heads_are_kept_out_of_the_projection_on_a_tpu(monkeypatch):
     np.testing.assert_array_equal(jax.grad(total())(projected), wanted)
 
 
-def convolved(x, y):
-    index = np.arange(5)[:, None] + np.arange(4)
-    arrays = x[:, :5], x[:, :3], x[0, :4], y[0, 0], np.broadcast_to(index, (2, 5, 4))
-    return tree_conv1d(*arrays, implementation="xla")
-
-
 PRODUCTS = {
     "a factor": lambda x, y: scaled(x, 0.37) + y,
-    "a convolution of nodes": convolved,
-    "a convolution": lambda x, y: causal_conv1d(x, x[:, :3], y[0, :4], y[0, 0]),
-    "a rotation": lambda x, y: AttentionLayout(
-        *(2, 1, 16, 1.0), frequencies=tuple(0.7**n for n in range(8)), key_multiplier=0.37
-    ).split(x, jnp.arange(14, dtype=jnp.int32).reshape(2, 7)),
+    "a convolution": lambda x, y: causal_conv1d(x, x[:, :3], y[0, :4], None),
+    "a rotation": lambda x, y: AttentionLayout(2, 1, 16, 1.0, (1.0, 0.7, 0.3)).split(
+        x, jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
+    ),
 }
 
 
