@@ -11,7 +11,7 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.processors import Processing, first_states
-from stree_jax.decoding.rules import joined, per_row
+from stree_jax.decoding.rules import joined
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
@@ -153,20 +153,18 @@ def test_rows_whose_tokens_are_all_ruled_out_end_alone():
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Above:
-    """A filter that rules all tokens out from 0 on, as no filter should."""
+class Unchecked(st.MinP):
+    """Above 1 it rules all tokens out, as no filter should."""
 
-    least: float
-
-    def __call__(self, logits, /):
-        return jnp.where(logits > per_row(self.least, logits), logits, -jnp.inf)
+    def __post_init__(self):
+        pass
 
 
 def test_rows_whose_filters_leave_nothing_end_alone():
-    filters = [(Above(least),) for least in (-9.0, 0.0)]
-    own = rows(filters=filters, temperature=[1.0] * 2, max_new_tokens=[3] * 2, key=[0] * 2)
+    same = dict(temperature=1.0, max_new_tokens=3, key=0)
+    options = [st.Options(filters=[Unchecked(p)], **same) for p in (0.5, 2)]
     with pytest.raises(st.NonFiniteLogitsError, match="filters, leave no token in row 1") as got:
-        st.generate(tiny_model(), PROMPTS[:2], options=own)
+        st.generate(tiny_model(), PROMPTS[:2], options=options)
     assert got.value.generation.lengths.tolist() == [3, 0]
 
 
