@@ -106,6 +106,11 @@ def some(values, *quick):
     return [pytest.param(each, marks=() if each in quick else thorough) for each in values]
 
 
+def as_users(function):
+    """The function as users compile it: tests compile with less effort, see tests/conftest.py."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 3})
+
+
 def word_tokenizer(words, unknown):
     """A tokenizer whose tokens are these words, written as bytes of byte-level BPE."""
     vocabulary = {word: i for i, word in enumerate(words)}

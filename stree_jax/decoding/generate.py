@@ -87,8 +87,9 @@ def generate(
     Raises:
         ValueError: a bad argument, or a drafter and a verifier that are not exact together. Raised
             before anything is compiled.
-        NonFiniteLogitsError: logits of a row were not finite, or its processors left no token. Only
-            that row ended early; the error names it and holds the output of all rows.
+        NonFiniteLogitsError: logits of a row were not finite, or its processors or filters left no
+            token. Only that row ended early; the error names it and holds the output of all
+            rows.
     """
     if after is not None or return_prefix:
         check_on_one_device(model, "return_prefix" if after is None else "after")

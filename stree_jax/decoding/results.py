@@ -65,7 +65,7 @@ class Generation:
             For a model on a mesh it stays there, including the rows that pad the batch.
         lossless: False if a lossy verifier chose the tokens: they are not the target's.
         finish_reasons: why each row ended: "end_token"; "stop"; "length", at `max_new_tokens`;
-            "failed", its logits were not finite, or processors left no token.
+            "failed", its logits were not finite, or processors or filters left no token.
         log_probs: `[B, max_new_tokens]` float32, of each new token, then NaN; see
             `Options.log_probs`. None unless asked for, like the next two.
         top_log_probs: `[B, max_new_tokens, best]` float32, of the best tokens at each place, in
@@ -139,7 +139,7 @@ class Generation:
 
 
 class NonFiniteLogitsError(FloatingPointError):
-    """Logits of some rows were not finite, or processors left no token.
+    """Logits of some rows were not finite, or processors or filters left no token.
 
     The other rows were decoded to their end.
 
@@ -278,8 +278,8 @@ def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:
     """Describes why a row failed; arrays as in `DecodeState`."""
     why = {
         TARGET_FAILED: "the target model's logits are not finite",
-        DRAFT_FAILED: "the draft model's logits are not finite",
-        RULED_OUT: "the logits processors leave no token",
+        DRAFT_FAILED: "the draft model's logits are not finite, or filters leave no token of it",
+        RULED_OUT: "the logits processors, or filters, leave no token",
         NO_ROOM: "the buffer has no place for the next token",
     }[int(failed[row])]
     return f"{why} in row {row}, after {emitted[row]} new tokens; the row ended there"

@@ -151,6 +151,23 @@ def test_rows_whose_tokens_are_all_ruled_out_end_alone():
     np.testing.assert_array_equal(got.value.generation.tokens, want.value.generation.tokens)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unchecked(st.MinP):
+    """Above 1 it rules all tokens out, as no filter should."""
+
+    def __post_init__(self):
+        pass
+
+
+def test_rows_whose_filters_leave_nothing_end_alone():
+    same = dict(temperature=1.0, max_new_tokens=3, key=0)
+    options = [st.Options(filters=[Unchecked(p)], **same) for p in (0.5, 2)]
+    with pytest.raises(st.NonFiniteLogitsError, match="filters, leave no token in row 1") as got:
+        st.generate(tiny_model(), PROMPTS[:2], options=options)
+    assert got.value.generation.lengths.tolist() == [3, 0]
+
+
 @pytest.mark.thorough
 def test_end_tokens_of_any_processor_end_its_rows():
     @jax.tree_util.register_dataclass
