@@ -7,12 +7,14 @@ import re
 import pytest
 
 import stree_jax as st
-from stree_jax.convert import convert, open_checkpoint
+from stree_jax.convert import Fields, convert, open_checkpoint
 from stree_jax.convert.families import describe
+from stree_jax.extensions.dflash.conversion import read_config as dflash_config
+from stree_jax.extensions.eagle3.conversion import read_config as eagle3_config
 from stree_jax.testing import tiny_model
 from tests.convert import configs
 from tests.convert.checkpoints import CONFIG, WEIGHTS, write_safetensors
-from tests.extensions import eagle3_files
+from tests.extensions import dflash_files, eagle3_files
 from tests.helpers import assert_same_model
 
 FAMILIES = {
@@ -152,6 +154,90 @@ def test_null_is_what_a_family_says_or_refused(name, tmp_path):
     for field, message in ((each, refused[each]) for each in refused if each not in tables):
         null = f"{field.rpartition('.')[2]} is null, which says nothing here"
         assert null in message or "is of no known family" in message
+
+
+# Heads with configs of their own, and the families that FAMILIES leaves out.
+NAMED_TWICE = FAMILIES | {
+    "qwen3_5": configs.QWEN3_5_27B["text_config"],
+    **{
+        name: configs.TRANSFORMERS[name] | {"model_type": name, "rope_parameters": {"rope_theta": 5}}
+        for name in ("olmo_hybrid", "lara_mini")
+    },
+    "eagle3": eagle3_files.CONFIG
+    | {"vocab_size": 37, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}},
+    "dflash": dflash_files.files()[0],
+}
+
+
+def set_both(values, pair, one, two):
+    """A config with these values of two fields, each perhaps in a table."""
+    if "." in "".join(pair) and values.get("rope_scaling") is not None:  # it has another name
+        values = changed(values, "rope_scaling", ...) | {"rope_parameters": values["rope_scaling"]}
+    for name in pair:
+        if "." in name:
+            values = {name.partition(".")[0]: {}} | values
+    return changed(changed(values, pair[0], one), pair[1], two)
+
+
+@pytest.mark.parametrize("name", NAMED_TWICE)
+def test_two_names_of_one_thing_agree_or_are_refused(name, tmp_path, monkeypatch):
+    """All aliases that a reader has, by its own word."""
+    values, path = json.loads(json.dumps(NAMED_TWICE[name])), tmp_path / "config.json"
+    pairs, alias = set(), Fields.alias
+    if name == "mamba_in_llama":
+        mamba = json.dumps(configs.MAMBA_IN_LLAMA_8B[1])
+        (tmp_path / "mamba_config.json").write_text(mamba)
+
+    def noted(self, *table, **names):
+        (holder,) = table or (self,)
+        pairs.update((self._prefix + new, holder._prefix + old) for new, old in names.items())
+        alias(self, *table, **names)
+
+    def read(values):
+        if name not in ("eagle3", "dflash"):
+            return describe(path, values, {}).config
+        fields, target = Fields(path, values), tiny_model("nemotron_h hybrid")
+        config = {"eagle3": eagle3_config, "dflash": dflash_config}[name](fields, target, False)
+        fields.finish()
+        return config
+
+    monkeypatch.setattr(Fields, "alias", noted)
+    plain = read(values)
+    if name == "omni":  # the reader names it where both are there
+        pairs.add(("text_config", "llm_config"))
+    assert pairs or name in ("mamba_ssm", "mamba2", "codestral")
+    for pair in sorted(pairs):
+        both = {"rope_theta": 5}, {"rope_theta": 5, "more": 1}
+        with pytest.raises(ValueError, match="are two names of one thing") as refusal:
+            read(set_both(values, pair, *both))
+        for word in map(str, (*pair, *both)):
+            assert word in str(refusal.value), pair
+        for known in pair:
+            outer, _, inner = known.rpartition(".")
+            table = values.get(outer) or {} if outer else values
+            if table.get(inner) is not None:
+                assert read(set_both(values, pair, *[table[inner]] * 2)) == plain, pair
+
+
+# The field that transformers takes, and another that says the same.
+PREFERRED = [
+    ("lfm2", {"block_ff_dim": 512}, {"intermediate_size": 1024}),
+    ("lfm2", {"tie_embedding": False}, {"tie_word_embeddings": True}),
+    ("lfm2_moe", {"tie_embedding": False}, {"tie_word_embeddings": True}),
+    ("lfm2", {"layer_types": ["conv"] * 30}, {"full_attn_idxs": [1]}),
+    ("nemotron_h", {"layers_block_type": ["mamba"]}, {"hybrid_override_pattern": "M-" * 26}),
+    ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, {"full_attention_interval": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "taken", "left"), PREFERRED)
+def test_of_two_fields_transformers_one_is_taken(name, taken, left, tmp_path):
+    values = changed(FAMILIES[name], *left, ...)
+    one, two, both = (
+        describe(tmp_path / "config.json", changed(values, *taken, ...) | said, {}).config
+        for said in (taken, left, taken | left)
+    )
+    assert both == one != two
 
 
 UNSLOTH = {"unsloth_fixed": True, "unsloth_version": "2025.1"}
