@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array
-from stree_jax.checks import check_int
+from stree_jax.checks import check_ids, check_int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.like import check_keys, checked_prompts, checked_settings
 from stree_jax.decoding.processors import first_states
@@ -147,10 +147,12 @@ class SpeculativeDecoder:
                 buffers of any size; its drafter's state is one of `drafter`, or None.
 
         Raises:
-            ValueError: the prompts are no `Context`, or a buffer with more places than `capacity`.
+            ValueError: the prompts are no `Context`, a buffer with more places than `capacity`, or
+                ids outside the vocabulary; those of traced arrays are not checked.
         """
         check_model(model)
         prompts = self._checked(prompts)
+        check_ids("prompts", prompts.tokens, model.config.vocab_size, prompts.length)
         return read_text(model, drafter, prompts, self.topology, self.max_length, before)
 
     @jax.transfer_guard("allow")

@@ -160,7 +160,8 @@ def test_null_is_what_a_family_says_or_refused(name, tmp_path):
 NAMED_TWICE = FAMILIES | {
     "qwen3_5": configs.QWEN3_5_27B["text_config"],
     **{
-        name: configs.TRANSFORMERS[name] | {"model_type": name, "rope_parameters": {"rope_theta": 5}}
+        name: configs.TRANSFORMERS[name]
+        | {"model_type": name, "rope_parameters": {"rope_theta": 5}}
         for name in ("olmo_hybrid", "lara_mini")
     },
     "eagle3": eagle3_files.CONFIG

@@ -10,7 +10,7 @@ import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
-from stree_jax.testing import tiny_model
+from stree_jax.testing import apply, tiny_model
 from tests.drafters import AcceptNothing, Answering, Echo, Holding, Nameless, Unhashable
 from tests.helpers import python, rows
 from tests.methods import CHAIN, KEY, PROMPTS, SAMPLED, TREE
@@ -328,6 +328,60 @@ def test_calls_are_refused(call, message):
     with pytest.raises(ValueError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+def on_rows(call):
+    """A method of the functional form, with a text of three places and a fourth after it."""
+
+    def started(model, text):
+        buffer = jnp.pad(jnp.asarray(text), ((0, 0), (0, 1)), constant_values=10**6)
+        return call(decoder_of(), model, None, st.Context(buffer, jnp.array([3])))
+
+    return started
+
+
+def on_scheduler(call):
+    return lambda model, text: call(st.Scheduler(model, rows=1, max_length=16), [*text[0]])
+
+
+THREE = jnp.array([3])
+TWO_DRAFTS = st.TreeTopology.chain(2)
+# All functions of the public API that take token ids, and call no other one of them.
+TAKES_IDS = {
+    "generate": st.generate,
+    "stream": lambda model, text: next(st.stream(model, text)),
+    "score": st.score,
+    "text_log_probs": st.text_log_probs,
+    "tune": lambda model, text: st.tune(model, st.NgramDrafter(), text),
+    "bench": lambda model, text: st.bench(model, prompts=[*text]),
+    "Scheduler.read": on_scheduler(st.Scheduler.read),
+    "Scheduler.submit": on_scheduler(lambda scheduler, text: scheduler.submit(st.Request(text))),
+    "Decoder.read": on_rows(SpeculativeDecoder.read),
+    "Decoder.start": on_rows(lambda *inputs: SpeculativeDecoder.start(*inputs, KEY[None])),
+    "HybridLM": lambda model, text: model(jnp.asarray(text)),
+    "hidden": lambda model, text: model.hidden(jnp.asarray(text)),
+    "prefill": lambda model, text: model.prefill(jnp.asarray(text), THREE),
+    "prefill_hidden": lambda model, text: model.prefill_hidden(
+        jnp.asarray(text), THREE, model.init_cache(1, 3)
+    ),
+    "tree": lambda model, text: model.tree(
+        jnp.asarray(text), TWO_DRAFTS.tree(jnp.ones((1, 3), bool)), model.init_cache(1, 3)
+    ),
+    "apply": apply,
+    "ahead_loss": lambda model, text: st.training.ahead_loss(model, jnp.asarray(text), None),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_IDS)
+def test_what_is_no_token_id_is_refused(name):
+    model = tiny_model()
+    for wrong in (37, 10**6, -100):
+        text = np.array([[5, wrong, 2]], np.int32)
+        with pytest.raises(ValueError, match=f"token id {wrong}, outside the vocabulary of 37"):
+            TAKES_IDS[name](model, text)
+    for values in (np.array([[5.0, 1, 2]], np.float32), np.array([[True, True, True]])):
+        with pytest.raises(ValueError, match=f"{values.dtype}"):
+            TAKES_IDS[name](model, values)
 
 
 def test_prefixes_of_others_are_refused():

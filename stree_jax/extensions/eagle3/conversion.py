@@ -47,9 +47,7 @@ def read_config(fields: Fields, target: HybridLM, has_embedding: bool) -> Eagle3
         "eagle_aux_hidden_state_layer_ids must be ascending numbers of the target's"
         f" {num_layers} layers, got {layers!r:.80}",
     )
-    fields.check(
-        not fields.flag("norm_before_fc", False), "norm_before_fc = true is not supported"
-    )
+    fields.check(not fields.flag("norm_before_fc", False), "norm_before_fc = true is not supported")
     before = fields.flag("norm_before_residual", False)
     eagle.flag("use_aux_hidden_state", True)
     width = fields.integer("hidden_size")
