@@ -57,7 +57,8 @@ def _step_specs(model: HybridLM) -> Any:
 
 def check_not_donated(state: DecodeState) -> None:
     """Refuses a state that was given to `run`, `step` or `insert` before."""
-    if not isinstance(state.done, jax.core.Tracer) and state.done.is_deleted():
+    is_known = isinstance(state.done, jax.Array) and not isinstance(state.done, jax.core.Tracer)
+    if is_known and state.done.is_deleted():  # NumPy's arrays are never donated
         raise ValueError("the state was donated: use the state that run returned")
 
 
@@ -308,8 +309,11 @@ def owned(state: DecodeState, callers: Any) -> DecodeState:
 
     If any of these arrays is committed to a device, so will be a step's result, and an uncommitted
     first state would make the second step compile again: so it is committed to the cache's device.
-    Only shared buffers are copied.
+    Only shared buffers are copied, and NumPy's arrays, such as those of a prefix that was saved.
     """
+    state = jax.tree.map(
+        lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.array(leaf), state
+    )
     first = jax.tree.leaves(state.cache)[0]
     if isinstance(first, jax.core.Tracer):  # inside a larger program
         return state

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import stree_jax as st
-from stree_jax.decoding import WholeModel
+from stree_jax.decoding import WholeModel, slots
 from stree_jax.decoding.plan import plan
 from stree_jax.testing import assert_same_text, perturbed, tiny_model
 from tests.drafters import Plain
-from tests.helpers import rows
+from tests.helpers import assert_same_model, rows
 from tests.methods import KEY, PROMPTS, SAMPLED, drafts
 
 MORE = [[4, 8, 15], [16], []]
@@ -170,3 +171,36 @@ def test_one_row_serves_many_prompts():
     two = st.generate(model, MORE[:2], after=rows, max_new_tokens=9)
     want = st.generate(model, texts[:2], max_new_tokens=9)
     np.testing.assert_array_equal(two.tokens, want.tokens)
+
+
+def numpys(tree):
+    """The arrays as they are after pickling, but for random keys, which NumPy has not."""
+
+    def one(leaf):
+        return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
+
+    return jax.tree.map(one, tree)
+
+
+def test_prefixes_states_and_weights_may_be_numpys():
+    model = tiny_model()
+    prefix = st.generate(model, PROMPTS, max_new_tokens=3, return_prefix=True).prefix
+    saved, options = numpys(prefix), dict(max_new_tokens=3, eos_token=())
+    for more in (MORE, [[]] * 3):
+        want, got = (st.generate(model, more, after=each, **options) for each in (prefix, saved))
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+    jax.tree.map(np.testing.assert_array_equal, saved, numpys(prefix))  # nothing donates it
+    structure, weights = nnx.split(model)
+    own = nnx.merge(structure, numpys(weights))
+    assert_same_model(perturbed(own, 0.1), perturbed(model, 0.1))
+    decoder = st.SpeculativeDecoder(st.TreeTopology.chain(0), "greedy", max_length=64)
+    keys = jax.random.split(KEY, 3)
+    limits = st.Limits(np.full(3, 4, np.int32), np.full((3, 1), -1, np.int32))
+    sampling = st.Sampling(np.zeros(3, np.float32), temperature_is_zero=True)
+    texts = []
+    for target, form in ((model, lambda tree: tree), (own, numpys)):
+        state = form(decoder.start(target, None, form(prefix.context), keys))
+        assert len(slots.take(state, 0).context.length) == 1
+        state = form(slots.end(state, [1]))
+        texts.append(decoder.run(target, None, state, limits, sampling).context.tokens)
+    np.testing.assert_array_equal(*texts)

@@ -13,7 +13,7 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.score import scored
-from stree_jax.testing import perturbed, random_model, tiny_model
+from stree_jax.testing import bits_obstacle, perturbed, random_model, tiny_model
 from tests import oracle
 from tests.decoding.texts import broken_at
 from tests.methods import KEY, PROMPTS, TREE, drafts
@@ -84,6 +84,32 @@ def test_log_probs_are_the_models_own(name, temperature):
         assert np.isnan(out.log_probs[row, count:]).all()
         assert np.isnan(out.top_log_probs[row, count:]).all()
         assert (out.top_tokens[row, count:] == st.PAD).all()
+
+
+@pytest.mark.parametrize("greedy", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_sampled_log_probs_are_after_filters_at_temperature_0_too(greedy):
+    """There temperature counts as 1; the other rows have another one, or the same."""
+    target, kept = tiny_model().packed(), 4
+    heats = (0.0, 0.0 if greedy else 0.7, 0.0)
+    settings = dict(max_new_tokens=NEW_TOKENS, log_probs="sampled", eos_token=())
+    filters = dict(top_k=kept + 1, filters=[st.TopK(kept)])
+    each = [st.Options(temperature=heat, key=3, **filters, **settings) for heat in heats]
+    plain, drafted = (
+        st.generate(target, PROMPTS, options=each, **ways) for ways in ({}, drafts(target))
+    )
+    assert drafted.stats.num_accepted > 0
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    if bits_obstacle(target) is None:
+        np.testing.assert_array_equal(drafted.log_probs, plain.log_probs)
+    for prompt, heat, tokens, log_probs in zip(
+        PROMPTS, heats, plain.tokens, drafted.log_probs, strict=True
+    ):
+        want = filtered(at_new_tokens(prompt, tokens.tolist()), heat or 1.0, kept)
+        want = want[np.arange(NEW_TOKENS), tokens]
+        np.testing.assert_allclose(log_probs, want, atol=1e-4)
+    if greedy:  # no filter changes the text
+        own = st.generate(target, PROMPTS, max_new_tokens=NEW_TOKENS, eos_token=())
+        np.testing.assert_array_equal(own.tokens, plain.tokens)
 
 
 def test_without_the_option_nothing_is_recorded():
