@@ -208,8 +208,10 @@ def sampling_of(rows: Sequence[Row], *, may_differ: bool) -> Sampling:
     if any(first) or (may_differ and processors):  # so that the others keep their places
         processors = MinNewTokens(join_numbers(*first), _end_tokens(rows)), *processors
     sampled = np.array([own.log_probs == "sampled" for own in options])
-    # A row at temperature 0 takes the best token, which no filter leaves out.
-    filtered = [Options() if row.is_greedy else row.options for row in rows]
+    # A row at temperature 0 takes the best token, which no filter leaves out: they change only the
+    # record of its probability.
+    skips = [row.is_greedy and not record for row, record in zip(rows, sampled, strict=True)]
+    filtered = [Options() if skip else own for own, skip in zip(options, skips, strict=True)]
     return Sampling(
         jnp.asarray(np.array([own.temperature for own in options], np.float32)),
         filters_of(filtered, may_differ=may_differ),

@@ -107,6 +107,11 @@ OF_TRANSFORMERS = [
         "partial_rotary_factor is not 0.5",
     ),
     ("bamba", {"rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn'"),
+    (
+        "bamba",
+        {"attn_layer_indices": [1], "layer_types": ["mamba"] * 32},
+        r"layer_types and attn_layer_indices = \(1,\) are two names of one thing",
+    ),
     ("bamba", {"mamba_n_heads": 3}, "mamba_n_heads = 3 does not divide 8192"),
     ("falcon_h1", {"mlp_multipliers": [1]}, "mlp_multipliers must be 2 numbers"),
     ("falcon_h1", {"hidden_act": "relu"}, "hidden_act is 'relu', not one of"),
@@ -174,6 +179,7 @@ MAMBA_IN_LLAMA = [
     ({}, {"n_layer": 9}, r"n_layer is not config\.json's num_hidden_layers"),
     ({}, {"attn_layers": [9]}, "attn_layers must be a list of layers below"),
     ({}, {"novel": 1}, r"unknown fields \['novel'\]"),
+    ({}, {"hidden_act": "gelu"}, r"mamba_config\.json: hidden_act is 'gelu', not one of"),
     ({"rope_scaling": {"rope_type": "yarn"}}, {}, "rope_type is 'yarn'"),
 ]
 
