@@ -310,8 +310,9 @@ def _fingerprint(part: Any) -> str:
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     new = {id(leaf): leaf for leaf in arrays if id(leaf) not in _sums}
     for key, leaf in new.items():
+        # First: an interrupt must not leave the sum of an array that is gone.
+        weakref.finalize(leaf, _sums.pop, key, None).atexit = False
         _sums[key] = _sum(leaf)
-        weakref.finalize(leaf, _sums.pop, key).atexit = False
     sums = [_sums[id(leaf)] for leaf in arrays]
     return hashlib.sha256(f"{type(part).__name__} {kinds} {sums}".encode()).hexdigest()
 
