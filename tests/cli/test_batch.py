@@ -6,6 +6,9 @@ import jax
 import pytest
 
 import stree_jax as st
+from stree_jax.cli import generate
+from stree_jax.cli.batch import run_batch
+from tests.helpers import CtrlC
 
 pytestmark = pytest.mark.thorough
 
@@ -108,6 +111,20 @@ def test_a_run_goes_on_after_the_last_whole_line(run, output, out):
         out.write_text(whole[:cut])
         assert summary in output(*run)
         assert out.read_text() == whole
+
+
+# Ctrl-C at a `with` comes before the file is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_run_goes_on_after_ctrl_c_at_every_line(run, output, out, monkeypatch):
+    output(*run)
+    whole, calls = out.read_text(), []
+    monkeypatch.setattr(generate, "run_batch", lambda *arguments: calls.append(arguments))
+    output(*run)
+    out.unlink()
+    ctrl_c = CtrlC("cli/batch")
+    ctrl_c.again(lambda: run_batch(*calls[0]))
+    assert len(ctrl_c.left) > 90
+    assert out.read_text() == whole
 
 
 NO_OUTPUT = "is no output of this command; name another file, or delete it"
