@@ -64,12 +64,12 @@ def check_not_donated(state: DecodeState) -> None:
 
 def _donating(program: Any) -> Any:
     """Decorates a compiled method that donates its state."""
+    allowed = jax.transfer_guard("allow")(program)  # of `max_steps`
 
     @functools.wraps(program)
     def call(decoder: Any, model: Any, drafter: Any, state: Any, *more: Any, **named: Any) -> Any:
         check_not_donated(state)
-        with jax.transfer_guard("allow"):  # of `max_steps`
-            return program(decoder, model, drafter, state, *more, **named)
+        return allowed(decoder, model, drafter, state, *more, **named)
 
     compiled: Any = call
     compiled.lower, compiled.trace = program.lower, program.trace

@@ -25,7 +25,7 @@ _WORTH = 16  # shared tokens from which on a prefix is kept, and a text waits fo
 
 @dataclasses.dataclass(eq=False)
 class Reading:
-    """A text that is being read."""
+    """A text that is being read; `length` and `prefix` change in one statement."""
 
     tokens: list[int]
     prefix: Prefix | None = None  # the state after its first `length` tokens; None at first
@@ -49,10 +49,6 @@ class Reading:
         """Returns the end of the next chunk, of at most `most` tokens."""
         stops = [length for length in self.keep_at if length > self.length]
         return min(*stops, self.length + most, len(self.tokens))
-
-    def drop(self) -> None:
-        """Releases all arrays; texts that wait for this one continue."""
-        self.length, self.prefix, self.others = len(self.tokens), None, []
 
 
 class PromptReader:
@@ -110,7 +106,12 @@ class PromptReader:
             self._cache.clear()
 
     def advance(self, readings: Sequence[Reading], budget: int | None) -> None:
-        """Reads at most `budget` tokens of texts, or all, in their order."""
+        """Reads at most `budget` tokens of texts, or all, in their order.
+
+        None waits for a text that is not among them: it was read to its end, or cancelled.
+        """
+        for reading in readings:
+            reading.others = [pair for pair in reading.others if pair[0] in readings]
         left = budget
         while left is None or left >= (1 if left == budget else _SMALLEST):
             waiting = [reading for reading in readings if not (reading.is_done or reading.waits)]
@@ -144,8 +145,8 @@ class PromptReader:
 
     def _set(self, reading: Reading, length: int, prefix: Prefix) -> None:
         """Continues from a prefix, copied into buffers of the pool's size."""
-        reading.length = length
-        reading.prefix = self._copied(self._decoder, reading.tokens[:length], prefix)
+        copied = self._copied(self._decoder, reading.tokens[:length], prefix)
+        reading.length, reading.prefix = length, copied
 
     def _copied(self, decoder: SpeculativeDecoder, tokens: Sequence[int], prefix: Prefix) -> Prefix:
         """The prefix of these tokens, in buffers of the decoder's size."""
@@ -177,9 +178,11 @@ class PromptReader:
                 old = context._replace(length=read)
                 beginnings = Prefix(old, cache, drafts)
                 rows = self._decoder.read(self._model, self._drafter, context, beginnings)
+            num_read = sum(ends) - sum(before)
+            self._counts["tokens_prefilled"] += num_read
             for i, each in enumerate(group):
-                each.length = ends[i]
-                each.prefix = rows if len(group) == 1 else row_of(rows, i)
+                prefix = rows if len(group) == 1 else row_of(rows, i)
+                each.length, each.prefix = ends[i], prefix
         for each in group:
             if each.length in each.keep_at:
                 assert each.prefix is not None
@@ -187,9 +190,7 @@ class PromptReader:
         if self._cache is not None:
             for each in waiting:
                 self._look_up(each)
-        read = sum(ends) - sum(before)
-        self._counts["tokens_prefilled"] += read
-        return read
+        return num_read
 
     def _context(self, texts: Sequence[Sequence[int]], width: int | None = None) -> Context:
         return self._model.partition.put_rows(in_buffers(texts, width))
