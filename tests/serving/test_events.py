@@ -10,7 +10,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding import slots
-from stree_jax.decoding.text import prefix
+from stree_jax.models import identity
 from stree_jax.testing import perturbed, tiny_model
 from tests.decoding.texts import broken_at
 from tests.helpers import CtrlC, word_tokenizer
@@ -140,11 +140,11 @@ def test_ctrl_c_amid_a_call_that_donates_comes_when_its_state_is_kept(donates, m
 
 def test_no_sum_of_weights_outlives_them():
     """Not after Ctrl-C: another array may get the place in memory that names a sum."""
-    before = {*prefix._sums}
-    ctrl_c = CtrlC("decoding/text/prefix")
-    ctrl_c.again(lambda: prefix.origin_of(perturbed(tiny_model(), 0.1), None))
+    before = {*identity._known}
+    ctrl_c = CtrlC("models/identity")
+    ctrl_c.again(lambda: identity.identity(perturbed(tiny_model(), 0.1)))
     gc.collect()
-    assert {*prefix._sums} <= before
+    assert {*identity._known} <= before
 
 
 @pytest.mark.thorough
