@@ -54,8 +54,8 @@ class Outcomes(NamedTuple):
 
 
 def _last_event(completion: Completion, pieces: Pieces | None = None) -> Event:
-    rest = (pieces or Pieces(Stopping())).rest(completion.tokens, completion.text)
-    return Event(completion.request_id, rest, completion.finish_reason)
+    last = (pieces or Pieces(Stopping())).rest(completion.tokens, completion.text)
+    return Event(completion.request_id, last, completion.finish_reason)
 
 
 def of_row(
@@ -67,8 +67,8 @@ def of_row(
         new = new._replace(finish_reason=CANCELLED)
     error = failure(ended.failed, ended.emitted, row) if ended.failed[row] else None
     # Copies: what `ended` shows is the memory of the state, which the next run reuses.
-    own = ended.statistics, ended.by_tree
-    counts, by_tree = jax.tree.map(lambda count: count[row : row + 1].copy(), own)
+    of_rows = ended.statistics, ended.by_tree
+    counts, by_tree = jax.tree.map(lambda count: count[row : row + 1].copy(), of_rows)
     return _completion(job, new, counts, now, error, prefix, by_tree)
 
 

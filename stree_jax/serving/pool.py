@@ -47,7 +47,7 @@ class Pool:
     ):
         self._model, self._drafter, self._plans = model, drafter, plans
         self._max_length = max_length
-        (self._size,) = {found.decoder.max_length for found in plans.values() if found}
+        (self._size,) = {plan.decoder.max_length for plan in plans.values() if plan}
         self._num_rows = rows
         self._num_best: int | None = None  # what the rows record, see `SpeculativeDecoder`
         self._stop_sizes: tuple[int, int] | None = None  # of their automata; None: no row has stops
@@ -68,9 +68,9 @@ class Pool:
 
     def program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
         """The decoder, with the records of the rows, and the drafter."""
-        found = self._plans[greedy]
-        assert found is not None  # the scheduler refuses such requests
-        return dataclasses.replace(found.decoder, num_best=self._num_best), found.drafter
+        plan = self._plans[greedy]
+        assert plan is not None  # the scheduler refuses such requests
+        return dataclasses.replace(plan.decoder, num_best=self._num_best), plan.drafter
 
     def check(self, after: Prefix) -> None:
         """Refuses a prefix of another model, drafter or pool."""

@@ -18,13 +18,13 @@ from stree_jax.decoding.plan import Plan, Row, check_together, plan
 from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
 from stree_jax.decoding.text.prefix import Prefix, joined
 from stree_jax.decoding.verifiers import Verifier, verifier_of
-from stree_jax.decoding.way import Topology
+from stree_jax.decoding.way import Topology, Way
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.serving import outcomes
 from stree_jax.serving.pool import Pool
+from stree_jax.serving.prefill import Prefill, Prefiller
 from stree_jax.serving.prefix_cache import PrefixCacheStats
-from stree_jax.serving.prompt_reader import PromptReader, Reading
 from stree_jax.serving.types import Completion, Event, Job, Request
 
 _STEPS_WHILE_READING = 8  # rows that wait for their prompts are idle
@@ -100,9 +100,8 @@ class Scheduler:
                 f"verifier {shown(verifier)} is lossy, and a Scheduler gives the target's own"
                 " texts; leave verifier out, or use generate(..., lossy=True)"
             )
-        self._model, self._drafter, self._verifier = model, drafter, verifier
+        self._model, self._way = model, Way(drafter, topology, verifier)
         self._num_rows, self._max_length, self._quantum = rows, max_length, quantum
-        self._topology = topology
         self._no_key = typed_key([0])  # at temperature 0 nothing is drawn
         # At temperature 0 and above it; None where the verifier refuses.
         plans = {greedy: self._planned(greedy) for greedy in (True, False)}
@@ -111,8 +110,12 @@ class Scheduler:
         self._sampled = plans[False]
         self._pool = Pool(model, drafter, plans, max_length=max_length, rows=rows)
         decoder, drafts = self._pool.program(bool(plans[True]))
-        self._reader = PromptReader(
-            *(decoder, model, drafts), cache_bytes=prefix_cache_bytes, keep_every=prefix_every
+        self._prefiller = Prefiller(
+            decoder,
+            model,
+            drafts,
+            cache_bytes=prefix_cache_bytes,
+            keep_every=prefix_every,
         )
         self._prefill_tokens = prefill_tokens
         # What changes together is replaced by one statement, after all calls that make it: Python
@@ -135,7 +138,7 @@ class Scheduler:
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """Counts and sizes of the prefix cache."""
-        return self._reader.stats
+        return self._prefiller.stats
 
     @property
     def num_waiting(self) -> int:
@@ -166,7 +169,8 @@ class Scheduler:
         self._check_weights()
         checked = self._plan_of(request)
         job = Job(self._num_submitted, request, checked, time.perf_counter())
-        rows = [each.plan.rows[0] for each in (job, *self._queue, *self._tenants.values())]
+        jobs = (job, *self._queue, *self._tenants.values())
+        rows = [one.plan.rows[0] for one in jobs]
         rule = (self._sampled or checked).decoder.verifier
         where, apart = "requests that wait or run", "use another scheduler for these requests"
         check_together(rows, rule, where, apart)
@@ -243,7 +247,7 @@ class Scheduler:
                 return
         for row, tenant in self._tenants.items():
             if tenant.request_id == request_id:
-                if tenant.reading is not None:
+                if tenant.prefill is not None:
                     self._end(row, outcomes.of_waiting(tenant, now), self._pool.state)
                 else:
                     self._empty([row], cancelled=True)
@@ -281,9 +285,9 @@ class Scheduler:
             raise ValueError(
                 f"the text has {len(text)} tokens, and max_length is {self._max_length}"
             )
-        reading = self._reader.begin(text, after)
-        self._reader.advance([reading], None)
-        return self._pool.signed(self._reader.prefix(reading))
+        prefill = self._prefiller.begin(text, after)
+        self._prefiller.advance([prefill], None)
+        return self._pool.signed(self._prefiller.prefix(prefill))
 
     def _check_weights(self) -> None:
         """Forgets what other weights have read."""
@@ -296,7 +300,7 @@ class Scheduler:
                 f" {shown(old)} have texts that the old ones read: cancel them, or put the old"
                 " weights back until they have ended"
             )
-        self._reader.forget()
+        self._prefiller.forget()
         self._pool.renew()
 
     def _plan_of(self, request: Request) -> Plan:
@@ -304,7 +308,7 @@ class Scheduler:
             self._pool.check(request.after)
         longest = request.max_length
         key = self._no_key if request.temperature == 0 else request.key
-        own = dataclasses.replace(
+        options = dataclasses.replace(
             request,
             max_length=self._max_length if longest is None else min(longest, self._max_length),
             key=None if key is None else jnp.atleast_1d(typed_key(key)),
@@ -312,11 +316,9 @@ class Scheduler:
         return plan(
             self._model,
             [request.prompt],
-            own,
+            options,
             after=request.after,
-            drafter=self._drafter,
-            topology=self._topology,
-            verifier=self._verifier,
+            **self._way,
         )
 
     def _planned(self, greedy: bool) -> Plan | None:
@@ -336,26 +338,26 @@ class Scheduler:
             job = self._queue[0]
             job.began = time.perf_counter()
             tokens, length = (np.asarray(part)[0] for part in job.plan.context)
-            job.reading = self._reader.begin(
-                tokens[:length].tolist(), job.request.after, self._readings()
+            job.prefill = self._prefiller.begin(
+                tokens[:length].tolist(), job.request.after, self._prefills()
             )
             self._tenants, self._queue = {**self._tenants, row: job}, self._queue[1:]
 
-    def _readings(self) -> list[Reading]:
-        return [job.reading for job in self._tenants.values() if job.reading is not None]
+    def _prefills(self) -> list[Prefill]:
+        return [job.prefill for job in self._tenants.values() if job.prefill is not None]
 
     def _decoding(self) -> dict[int, Row]:
         """The settings of rows whose prompts are read."""
         jobs = self._tenants.items()
-        return {row: job.plan.rows[0] for row, job in jobs if job.reading is None}
+        return {row: job.plan.rows[0] for row, job in jobs if job.prefill is None}
 
     def _read(self) -> None:
         """Reads chunks of prompts, and starts the rows whose prompts are done."""
-        self._reader.advance(self._readings(), self._prefill_tokens)
+        self._prefiller.advance(self._prefills(), self._prefill_tokens)
         for row, job in self._tenants.items():
-            if job.reading is not None and job.reading.is_done:
-                self._pool.start(row, job.plan, self._reader.prefix(job.reading))
-                job.reading = None
+            if job.prefill is not None and job.prefill.is_done:
+                self._pool.start(row, job.plan, self._prefiller.prefix(job.prefill))
+                job.prefill = None
 
     @jax.transfer_guard("allow")
     def _advance(self) -> bool:
@@ -384,7 +386,7 @@ class Scheduler:
             prefix = self._pool.take(row) if keeps else None
             if prefix is not None:
                 tokens = ended.context.tokens[row][: int(ended.context.length[row])]
-                self._reader.keep(tokens.tolist(), prefix)
+                self._prefiller.keep(tokens.tolist(), prefix)
             completion = outcomes.of_row(job, ended, row, prefix, now, cancelled=cancelled)
             state = self._pool.state
             self._end(row, completion, slots.end(state, [row]) if cancelled else state)

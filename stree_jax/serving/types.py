@@ -8,7 +8,7 @@ from stree_jax.decoding.options import Options, explained
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.results import DecodeStatistics, Piece
 from stree_jax.decoding.text.prefix import Prefix
-from stree_jax.serving.prompt_reader import Reading
+from stree_jax.serving.prefill import Prefill
 
 
 @explained
@@ -98,4 +98,4 @@ class Job:
     plan: Plan
     submitted: float
     began: float = 0.0
-    reading: Reading | None = None  # of its text, from when it has a row until it decodes
+    prefill: Prefill | None = None  # of its text, from when it has a row until it decodes
