@@ -61,8 +61,8 @@ class Outcomes:
 
 
 def _last_event(completion: Completion, pieces: Pieces | None = None) -> Event:
-    rest = (pieces or Pieces(Stopping())).rest(completion.tokens, completion.text)
-    return Event(completion.request_id, rest, completion.finish_reason)
+    last = (pieces or Pieces(Stopping())).last(completion.tokens, completion.text)
+    return Event(completion.request_id, last, completion.finish_reason)
 
 
 def of_row(
