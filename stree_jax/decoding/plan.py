@@ -28,8 +28,7 @@ from stree_jax.decoding.prompts import (
 )
 from stree_jax.decoding.rules import Rule, join_numbers, kind, map_rows, of_batch, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
-from stree_jax.decoding.text.prefix import Prefix
-from stree_jax.decoding.text.prefix import joined as joined_texts
+from stree_jax.decoding.text.prefix import Prefix, continued_texts
 from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import Verifier
@@ -118,22 +117,23 @@ def plan(
     check_num_rows("n", n)
     texts = checked_prompts(prompts, vocab_size, may_be_empty=after is not None)
     if after is not None:
-        texts = joined_texts(after, texts)
-    context = in_buffers([each for each in texts for _ in range(n)])
+        texts = continued_texts(after, texts)
+    context = in_buffers([text for text in texts for _ in range(n)])
     batch = len(context.length)
-    own = options_of_rows(options, batch)
+    row_options = options_of_rows(options, batch)
+    first = row_options[0]
     some_weight = model.final_norm_scale[...]  # in place of all of them, which takes longer
-    check_not_traced(context.length, own[0].key, some_weight)
+    check_not_traced(context.length, first.key, some_weight)
     dispatch.explain(dispatch.device_of(some_weight))  # refuses a wrong STREE_JAX_NATIVE
-    made = {id(each): _row_of(each, model) for each in own}
-    rows = [made[id(each)] for each in own]  # one object for all that are equal
+    by_id = {id(settings): _row_of(settings, model) for settings in row_options}
+    rows = [by_id[id(settings)] for settings in row_options]  # one object for all that are equal
     most = [row.options.max_new_tokens for row in rows]
-    check_length(context, most, own[0].max_length, model.config.max_length)
+    check_length(context, most, first.max_length, model.config.max_length)
     temperature_is_zero = all(row.is_greedy for row in rows)
-    if any(each.key is None and each.temperature > 0 for each in own):
+    if any(row.options.key is None and not row.is_greedy for row in rows):
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
-    given = [0 if each.key is None else each.key for each in own]
-    keys = row_keys(given[0] if isinstance(options, Options) else [*map(typed_key, given)], batch)
+    seeds = [0 if settings.key is None else settings.key for settings in row_options]
+    keys = row_keys(seeds[0] if isinstance(options, Options) else [*map(typed_key, seeds)], batch)
     fitted = Way(drafter, topology, verifier, lossy).fitted(
         model, temperature_is_zero=temperature_is_zero
     )
@@ -148,7 +148,7 @@ def plan(
         max_length=buffer_size(int(longest)),
         # On a GPU a termination check on the host takes long compared with a step.
         steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(some_weight)) else 2,
-        num_best=own[0].num_best and min(list_size(own[0].num_best), vocab_size),
+        num_best=first.num_best and min(list_size(first.num_best), vocab_size),
         record_calls=record_calls,
     )
     is_drafted = fitted.topology.num_nodes > 1  # a root alone is autoregressive decoding
@@ -163,11 +163,11 @@ def plan(
     )
 
 
-def _row_of(own: Options, model: HybridLM) -> Row:
+def _row_of(options: Options, model: HybridLM) -> Row:
     vocab_size, ends = model.config.vocab_size, model.config.eos_token
-    check_int("top_log_probs", own.top_log_probs, 0, vocab_size)
-    eos_token, of_rules = own.eos_token, []
-    for processor in own.processors:
+    check_int("top_log_probs", options.top_log_probs, 0, vocab_size)
+    eos_token, of_rules = options.eos_token, []
+    for processor in options.processors:
         processor.check(vocab_size)
         of_rules += [end for end in processor.end_tokens if end < vocab_size]
     if eos_token is None:
@@ -178,7 +178,7 @@ def _row_of(own: Options, model: HybridLM) -> Row:
             f"eos_token = {shown(end_tokens)} does not end the texts of a logits processor,"
             f" which end with {shown(of_rules)}; leave it out, or make the processor with it"
         )
-    return Row(own, end_tokens, stopping_of(own.stop, own.tokenizer, vocab_size))
+    return Row(options, end_tokens, stopping_of(options.stop, options.tokenizer, vocab_size))
 
 
 def limits_of(rows: Sequence[Row], vocab_size: int, stop_sizes: tuple[int, int] | None) -> Limits:
@@ -203,17 +203,17 @@ def _end_tokens(rows: Sequence[Row]) -> Any:
 def sampling_of(rows: Sequence[Row], *, may_differ: bool) -> Sampling:
     """The sampling settings of a batch; `may_differ`: some may have rules and others none."""
     options = [row.options for row in rows]
-    processors = of_rows([own.processors for own in options], may_differ=may_differ)
-    first = [own.min_new_tokens for own in options]
-    if any(first) or (may_differ and processors):  # so that the others keep their places
-        processors = MinNewTokens(join_numbers(*first), _end_tokens(rows)), *processors
-    sampled = np.array([own.log_probs == "sampled" for own in options])
+    processors = of_rows([row.processors for row in options], may_differ=may_differ)
+    least = [row.min_new_tokens for row in options]
+    if any(least) or (may_differ and processors):  # so that the others keep their places
+        processors = MinNewTokens(join_numbers(*least), _end_tokens(rows)), *processors
+    sampled = np.array([row.log_probs == "sampled" for row in options])
     # A row at temperature 0 takes the best token, which no filter leaves out: they change only the
     # record of its probability.
     skips = [row.is_greedy and not record for row, record in zip(rows, sampled, strict=True)]
-    filtered = [Options() if skip else own for own, skip in zip(options, skips, strict=True)]
+    filtered = [Options() if skip else row for row, skip in zip(options, skips, strict=True)]
     return Sampling(
-        jnp.asarray(np.array([own.temperature for own in options], np.float32)),
+        jnp.asarray(np.array([row.temperature for row in options], np.float32)),
         filters_of(filtered, may_differ=may_differ),
         processors,
         temperature_is_zero=all(row.is_greedy for row in rows),
@@ -243,13 +243,13 @@ def placed_sampling(
 
 def filters_of(rows: Sequence[Options], *, may_differ: bool = False) -> tuple[Rule, ...]:
     """The filters of a batch: top-k and top-p if a row has either, min-p, then the rows' own."""
-    found: list[Any] = []
+    filters: list[Any] = []
     if any(row.top_k > 0 or row.top_p < 1 for row in rows):
-        found += [of_batch([TopK(row.top_k) for row in rows])]
-        found += [of_batch([TopP(row.top_p) for row in rows])]
+        filters += [of_batch([TopK(row.top_k) for row in rows])]
+        filters += [of_batch([TopP(row.top_p) for row in rows])]
     if any(row.min_p > 0 for row in rows):
-        found += [of_batch([MinP(row.min_p) for row in rows])]
-    return (*found, *of_rows([row.filters for row in rows], may_differ=may_differ))
+        filters += [of_batch([MinP(row.min_p) for row in rows])]
+    return (*filters, *of_rows([row.filters for row in rows], may_differ=may_differ))
 
 
 def check_together(rows: Sequence[Row], rule: Verifier, where: str, apart: str) -> None:
@@ -259,11 +259,11 @@ def check_together(rows: Sequence[Row], rule: Verifier, where: str, apart: str) 
         "filters": "classes and static fields",
     }
     for name, shared in same.items():
-        own, *others = [rules for row in rows if (rules := getattr(row.options, name))] or [()]
-        for theirs in others:
-            if kind(own) != kind(theirs):
+        first, *others = [rules for row in rows if (rules := getattr(row.options, name))] or [()]
+        for rules in others:
+            if kind(first) != kind(rules):
                 raise ValueError(
-                    f"{name} = {shown(own)}: {where} have {shown(theirs)}, and one program decodes"
+                    f"{name} = {shown(first)}: {where} have {shown(rules)}, and one program decodes"
                     f" all; give {name} of the same {shared} in one order, or none, or {apart}"
                 )
     if all(row.is_greedy == rows[0].is_greedy for row in rows):

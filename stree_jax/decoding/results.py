@@ -172,8 +172,8 @@ class Ended(NamedTuple):
     def of(cls, state: DecodeState, limits: Limits, num_rows: int | None = None) -> "Ended":
         """Returns that of the first rows. All processes of a mesh call this."""
         taken = (getattr(state, name) for name in cls._fields[:-2])
-        own = state.drafter
-        by_tree = own.choosing.counts if isinstance(own, AutoState) else None
+        drafter = state.drafter
+        by_tree = drafter.choosing.counts if isinstance(drafter, AutoState) else None
         return cls(*on_host((*taken, limits.eos_tokens, by_tree), num_rows))
 
     def new(self, row: int, stopping: Stopping) -> "NewTokens":
@@ -342,9 +342,9 @@ class Pieces:
         self._most_tokens = max([1, *map(len, stopping.tokens)])
         self._most_bytes = max([1, *(len(stop.encode()) for stop in stopping.texts)])
         self._tokens: list[int] = []
-        self._held_bytes = 0  # of the tokens that are not given
+        self._held_bytes = 0  # of the tokens that no piece has
         self._stream = None if stopping.tokenizer is None else TextStream(stopping.tokenizer)
-        self._num_given = self._num_characters = 0
+        self._num_released = self._num_characters = 0
 
     def __copy__(self) -> "Pieces":
         pieces = object.__new__(Pieces)
@@ -362,18 +362,18 @@ class Pieces:
         size = self._stopping.size
         self._tokens += new
         self._held_bytes += sum(map(size, new))
-        first, until = self._num_given, len(self._tokens) + 1 - self._most_tokens
+        first, until = self._num_released, len(self._tokens) + 1 - self._most_tokens
         for token in self._tokens[first : max(first, until)]:
             if self._held_bytes - size(token) < self._most_bytes - 1:
                 break
             self._held_bytes -= size(token)
-            self._num_given += 1
-        given = self._tokens[first : self._num_given]
-        text = None if self._stream is None else self._stream.push(given)
+            self._num_released += 1
+        released = self._tokens[first : self._num_released]
+        text = None if self._stream is None else self._stream.push(released)
         self._num_characters += len(text or "")
-        return Piece(given, text)
+        return Piece(released, text)
 
-    def rest(self, tokens: Sequence[int], text: str | None) -> Piece:
+    def last(self, tokens: Sequence[int], text: str | None) -> Piece:
         """The last piece, of all tokens of the row up to its stop, and their text."""
-        rest = None if text is None else text[self._num_characters :]
-        return Piece(tokens[self._num_given :], rest)
+        text = text and text[self._num_characters :]
+        return Piece(tokens[self._num_released :], text)

@@ -45,8 +45,8 @@ def score(
     Raises:
         ValueError: not token ids, or a text whose last token comes after the model's context.
     """
-    found = {row: log_probs for row, log_probs, _ in scored(model, texts, rows)}
-    return [found[row] for row in range(len(found))]
+    by_row = {row: log_probs for row, log_probs, _ in scored(model, texts, rows)}
+    return [by_row[row] for row in range(len(by_row))]
 
 
 def scored(
@@ -101,10 +101,10 @@ def text_log_probs(model: HybridLM, tokens: Tokens | Any) -> Float32[Array, "B _
     check_model(model)
     is_array = isinstance(tokens, jax.Array | np.ndarray)
     if not (is_array and tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer)):
-        given = f"{tokens.dtype}{[*tokens.shape]}" if is_array else shown(tokens)
+        kind = f"{tokens.dtype}{[*tokens.shape]}" if is_array else shown(tokens)
         raise ValueError(
             f"tokens must be an array of token ids [B, T], such as jnp.array([[1, 2, 3]]), got"
-            f" {given}; st.score takes lists of any lengths"
+            f" {kind}; st.score takes lists of any lengths"
         )
     check_ids("tokens", tokens, model.config.vocab_size)
     batch, length = tokens.shape
@@ -133,8 +133,8 @@ def _scores(
     # The last chunk may reach beyond the texts.
     shape = len(tokens), tokens.shape[1] + PREFILL_CHUNK
     scores = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool)
-    found = in_chunks(read, tokens, lengths - 1, (0, cache, scores))[2]
-    return jax.tree.map(lambda values: values[:, : tokens.shape[1]], found)
+    scores = in_chunks(read, tokens, lengths - 1, (0, cache, scores))[2]
+    return jax.tree.map(lambda values: values[:, : tokens.shape[1]], scores)
 
 
 def _chosen(
@@ -156,5 +156,5 @@ def _chosen(
     def cut(values: Array) -> Array:
         return jnp.moveaxis(values.reshape(batch, -1, size, *values.shape[2:]), 1, 0)
 
-    found = lax.map(some, (cut(hidden), cut(tokens)))
-    return jax.tree.map(lambda values: jnp.moveaxis(values, 0, 1).reshape(batch, length), found)
+    pieces = lax.map(some, (cut(hidden), cut(tokens)))
+    return jax.tree.map(lambda values: jnp.moveaxis(values, 0, 1).reshape(batch, length), pieces)

@@ -11,7 +11,6 @@ from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.decoding import stops
 from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.drafters.base import inner_layers
-from stree_jax.decoding.like import check_like, checked_proposal, some
 from stree_jax.decoding.processors import Processing
 from stree_jax.decoding.sampling import (
     all_finite,
@@ -20,6 +19,7 @@ from stree_jax.decoding.sampling import (
     position_noise,
     token_log_probs,
 )
+from stree_jax.decoding.traced_checks import check_like, checked_proposal, some
 from stree_jax.decoding.types import (
     Context,
     DecodeState,

@@ -54,7 +54,7 @@ class Outcomes(NamedTuple):
 
 
 def _last_event(completion: Completion, pieces: Pieces | None = None) -> Event:
-    last = (pieces or Pieces(Stopping())).rest(completion.tokens, completion.text)
+    last = (pieces or Pieces(Stopping())).last(completion.tokens, completion.text)
     return Event(completion.request_id, last, completion.finish_reason)
 
 

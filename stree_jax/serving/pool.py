@@ -23,7 +23,7 @@ from stree_jax.decoding.text.prefix import (
     fits,
     origin_of,
 )
-from stree_jax.decoding.tree_times import Experience
+from stree_jax.decoding.tree_times import DraftHistory
 from stree_jax.decoding.types import DecodeState, Limits
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM
@@ -55,7 +55,7 @@ class Pool:
         self._started: set[int] = set()  # rows that have started since the last run
         self._tables: dict[int, Any] = {}  # of processors, on the mesh
         self._origin = origin_of(model, drafter)
-        self._trees: Experience | None = None  # of the last run, with a choice of trees
+        self._trees: DraftHistory | None = None  # of the last run, with a choice of trees
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +132,7 @@ class Pool:
         with dispatch.on(self._model):
             self._fit(decoder, drafter)
             if drafter is not None and drafter.choices:
-                self._trees = Experience(self._model, drafter, self._num_rows, sampling)
+                self._trees = DraftHistory(self._model, drafter, self._num_rows, sampling)
                 self._trees.set_times(self.state, limits, run)
             with _uninterrupted():
                 self.state = run(self.state, limits, max_steps)

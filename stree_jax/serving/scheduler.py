@@ -16,7 +16,7 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import MAX_STEPS
 from stree_jax.decoding.plan import Plan, Row, check_together, plan
 from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
-from stree_jax.decoding.text.prefix import Prefix, joined
+from stree_jax.decoding.text.prefix import Prefix, continued_texts
 from stree_jax.decoding.verifiers import Verifier, verifier_of
 from stree_jax.decoding.way import Topology, Way
 from stree_jax.messages import shown
@@ -279,7 +279,7 @@ class Scheduler:
         self._check_weights()
         if after is not None:
             self._pool.check(after)
-            texts = joined(after, texts)
+            texts = continued_texts(after, texts)
         text = texts[0].tolist()
         if len(text) > self._max_length:
             raise ValueError(

@@ -39,7 +39,7 @@ from tests.decoding.texts import (
     planned,
     steps,
 )
-from tests.drafters import Told
+from tests.drafters import KnownText
 from tests.helpers import forget_many_programs
 from tests.methods import DEEP, KEY, METHODS, RAGGED, Topology, drafts, of_target
 
@@ -48,7 +48,7 @@ def told(target):
     """The texts of `ROWS` that this target gives."""
     family = next(name for name, config in CONFIGS.items() if config is target.config)
     texts = autoregressive(family).tokens
-    return Told([row.prompt for row in ROWS], texts, target.config.vocab_size)
+    return KnownText([row.prompt for row in ROWS], texts, target.config.vocab_size)
 
 
 METHODS = METHODS | {"told": of_target(told, RAGGED)}

@@ -11,7 +11,7 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.processors import Processing, first_states
-from stree_jax.decoding.rules import joined
+from stree_jax.decoding.rules import of_batch
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
@@ -81,7 +81,7 @@ class Ruled(en.Models):
              for row in tokens]
         )  # fmt: skip
         batch = len(tokens)
-        grammar = joined([grammar] * batch)
+        grammar = of_batch([grammar] * batch)
         context = st.Context(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32))
         rule = Processing((grammar,), first_states((grammar,), context, en.VOCAB))
         tree = topology.tree(jnp.asarray(tokens >= 0).at[:, 0].set(True))
