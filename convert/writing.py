@@ -15,7 +15,7 @@ from stree_jax.convert.fields import Fields
 from stree_jax.heads import FOLDER
 from stree_jax.messages import first_line
 from stree_jax.models import AttentionConfig, GatedDeltaConfig, LayerConfig, Mamba2Config
-from stree_jax.models.config import PARTS, ModelConfig
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.draft_head import DraftHead
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import named_weights, quantized_names
@@ -203,7 +203,8 @@ def _canonical(config: ModelConfig, *, padded: bool) -> dict[str, Any]:
 
 def _own_fields(layer: LayerConfig) -> dict[str, Any]:
     """The fields of a layer, equal for equivalent ones."""
-    values = {key: own for key, own in dataclasses.asdict(layer).items() if key not in PARTS}
+    fields = dataclasses.asdict(layer)
+    values = {name: value for name, value in fields.items() if name not in layer.parts}
     match layer:
         case Mamba2Config():
             values |= {"num_x_heads": layer.x_heads, "num_b_groups": layer.b_groups}
