@@ -206,11 +206,11 @@ def open_checkpoint(
         description = Description("stree-jax (native)", config, rules, [], [])
         return NativeCheckpoint(path, "params", description, arrays, rules)
     file, values, weights, (tensors, notes, quantised), assumed = _open(path)
-    merged, fields_left = None, dict.fromkeys(ignore, False)
+    merged, to_ignore = None, dict.fromkeys(ignore, False)
     if changes is not None:
-        merged = adapted(tensors, changes, fields_left)
+        merged = adapted(tensors, changes, to_ignore)
         tensors, notes = merged.tensors, [*notes, *merged.notes]
-    description = describe(file, values, tensors, quirks, fields_left)
+    description = describe(file, values, tensors, quirks, to_ignore)
     description = description._replace(notes=[*description.notes, *notes])
     num_layers = len(description.config.layers)
     if num_layers > len(tensors):  # each layer has at least one tensor
