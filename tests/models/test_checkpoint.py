@@ -10,6 +10,9 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.checkpoint import load
+from stree_jax.checkpoint.files import read_json
+from stree_jax.convert import convert, open_checkpoint
 from stree_jax.testing import tiny_model
 from tests.helpers import apply, assert_same_model
 
@@ -33,6 +36,19 @@ def test_round_trip(saved):
     tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
     np.testing.assert_array_equal(apply(loaded, tokens), apply(model, tokens))
     assert (saved / "README.md").read_text() == "# A card\n"
+
+
+def test_a_native_checkpoint_is_opened_once(saved, tmp_path, monkeypatch):
+    """As one of another program: config.json is read once, and each weight is reported."""
+    checkpoint = open_checkpoint(saved)
+    assert (checkpoint.config, checkpoint.dtype) == (tiny_model("groups").config, "float32")
+    assert checkpoint.head is None
+    names, steps = [], []
+    monkeypatch.setattr(load, "read_json", lambda path: names.append(path.name) or read_json(path))
+    convert(saved, tmp_path / "out", progress=lambda *step: steps.append(step))
+    assert names == ["config.json"]
+    assert len(steps) == len(checkpoint.rules)
+    assert steps[-1][0] == steps[-1][1]
 
 
 def test_a_path_with_dots(tmp_path, monkeypatch):
