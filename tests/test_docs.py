@@ -24,7 +24,7 @@ def name_of(page):
     return str(page.relative_to(ROOT))
 
 
-# docs/sharding.md needs 4 devices: tests/sharding/eight_devices.py runs it.
+# docs/sharding.md needs 4 devices: tests/sharding/decoding_on_8_devices.py runs it.
 HERE = [page for page in PAGES if python_blocks(page) and page.stem != "sharding"]
 
 
