@@ -72,6 +72,8 @@ def run_tune_tree(command: TuneTree) -> None:
             "draft": drafter.path or "n-gram",
             "device": str(jax.devices()[0].device_kind),
             "jax": jax.__version__,
-            "decoded": {row.name: row.record for row in report.rows if row.record is not None},
+            "decoded": {
+                row.name: row.record.to_dict() for row in report.rows if row.record is not None
+            },
         }
         write_json(command.output, content)
