@@ -249,7 +249,7 @@ Call tree_attention(Draw& s) {
            s.f({b, g, places, size}), s.f({b, g, places, size}), s.whole(-2, places + 3, {b}),
            s.flags({b, q, n})},
           {out({b, q, h, size})},
-          {{"scale", 0.3f}, {"window", s.of({0, 1, 5, 64, 100})}}};
+          {{"scale", s.of({0, 1}) ? 0.3f : 0.02f}, {"window", s.of({0, 1, 5, 64, 100})}}};
 }
 
 Call tree_conv1d_layer(Draw& s) {
