@@ -216,7 +216,9 @@ Call largest_threshold(Draw& s) {
     for (int64_t i = 0; i < rows * size; ++i)
       if (s.of({0, 1})) values->of<float>()[i] = chosen;
   }
-  return {{values, s.positive({s.of({0, rows}), size}), s.f({rows})}, {out({rows})}};
+  return {{values, s.positive({s.of({0, rows}), size}), s.f({rows})},
+          {out({rows})},
+          {{"is_share", s.of({0, 1})}}};
 }
 
 Call tree_scans(Draw& s, bool replays) {
