@@ -67,7 +67,7 @@ class RecurrentConfig(LayerConfig):
 
     conv_width: int
     has_memory: ClassVar[bool] = True
-    native_sizes: ClassVar[tuple[str, ...]] = ("head_dim", "state_size")
+    equal_to_the_bit: ClassVar[bool] = True
     dtype_of_x: ClassVar[DTypeLike | None] = None  # in pending records; None: that of the others
 
     @property

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 from pallas_kernels import expert_mlps
-from pallas_kernels.numerics import rounded
+from pallas_kernels.numerics import rounded, sum_in_order
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
@@ -58,7 +58,7 @@ class MoeConfig(LayerConfig):
     activation: str = "silu"
     gated: bool = True
     norm_eps: float = 1e-20
-    native_sizes: ClassVar[tuple[str, ...]] = ()
+    equal_to_the_bit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_active", "hidden_size"):
@@ -198,12 +198,13 @@ class MixtureOfExperts(Pointwise):
         scores = self.router.product(tokens.astype(jnp.float32), wide=True)
         if self.correction is None:
             best, chosen = lax.top_k(scores, c.num_active)
-            return jax.nn.softmax(best, axis=-1), chosen
+            weights = jnp.exp(best - lax.stop_gradient(best[:, :1]))  # the first is the largest
+            return weights / sum_in_order(weights), chosen
         scores = jax.nn.sigmoid(scores)
         preference = scores + self.correction[...].astype(jnp.float32)[None]
         if c.num_router_groups > 1:
             grouped = preference.reshape(len(tokens), c.num_router_groups, -1)
-            group_scores = lax.top_k(grouped, 2)[0].sum(axis=-1)
+            group_scores = sum_in_order(lax.top_k(grouped, 2)[0])[..., 0]
             _, groups = lax.top_k(group_scores, c.num_active_groups)
             own = jnp.arange(c.num_router_groups, dtype=jnp.int32)[None, None]
             allowed = (groups[..., None] == own).any(axis=1)
@@ -211,5 +212,5 @@ class MixtureOfExperts(Pointwise):
         _, chosen = lax.top_k(preference, c.num_active)
         weights = jnp.take_along_axis(scores, chosen, axis=1)
         if c.normalise:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + c.norm_eps)
+            weights = weights / (sum_in_order(weights) + c.norm_eps)
         return weights * c.scale, chosen
