@@ -274,7 +274,7 @@ def _trains(kind: str, what: str) -> type[Distill]:
 
 
 # The command that trains heads of each kind, by its options.
-HEADS = {
+TRAINING_COMMANDS = {
     _trains(kind, room.training[1]): room.training[0]
     for kind, room in HEADS.items()
     if room.training
