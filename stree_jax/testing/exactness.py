@@ -26,6 +26,7 @@ from stree_jax.decoding.verifiers import Verifier
 from stree_jax.decoding.way import Topology, Way
 from stree_jax.models.cache import empty_path
 from stree_jax.models.lm import HybridLM
+from stree_jax.tree import TreeTopology
 
 # Ragged: a prompt of one token, and one whose repetitions prompt lookup finds.
 PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
