@@ -64,7 +64,9 @@ class LogitBias(_Stateless):
         if isinstance(biases, tuple) and len(biases) == 2 and not any(map(is_given, biases)):
             return  # made again, by jax
         if is_given(biases) or isinstance(biases, np.ndarray | jax.Array | None):
-            raise ValueError(f"LogitBias takes a dict such as {{7: -2.0}}, got {shown(biases)}")
+            raise ValueError(
+                f"LogitBias takes a dict such as {{7: -2.0}}, got {shown(self.biases)}"
+            )
 
     def check(self, vocab_size):
         _check_ids("LogitBias", self.biases[0], vocab_size)

@@ -249,8 +249,8 @@ class AttentionConfig(LayerConfig):
         gate = qkv[:1] if self.output_gate else ()
         columns = (*gate, *qkv, branch, branch)
         norms = {"q_norm_scale": qkv[0], "k_norm_scale": qkv[1]} if self.qk_norm_spans else {}
-        own = {name: Cut(0, (heads,)) for name, heads in norms.items()}
-        return own | mixer_cuts(columns, (qkv[0], branch), qkv)
+        norm_cuts = {name: Cut(0, (heads,)) for name, heads in norms.items()}
+        return norm_cuts | mixer_cuts(columns, (qkv[0], branch), qkv)
 
     @property
     def qkv_segments(self) -> tuple[tuple[int, int], ...]:

@@ -206,14 +206,14 @@ def processed_after(
     rows, length = prompts.shape
     context = Context(jnp.asarray(prompts, jnp.int32), jnp.full(rows, length, jnp.int32))
     rule = Processing(processors, first_states(processors, context, logits.shape[-1]))
-    states, found = rule.room(1), []
+    states, processed = rule.room(1), []
     for at in range(new_tokens.shape[1] + 1):
         place = at - new_tokens.shape[1] + logits.shape[1] - 1
         if place >= 0:
-            found.append(rule(logits[:, place : place + 1], states))
+            processed.append(rule(logits[:, place : place + 1], states))
         if at < new_tokens.shape[1]:
             states = rule.advance(states, jnp.asarray(new_tokens[:, at : at + 1], jnp.int32))
-    return jnp.concatenate(found, axis=1)
+    return jnp.concatenate(processed, axis=1)
 
 
 @jax.transfer_guard("allow")
