@@ -36,10 +36,10 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     # Exact in distribution, with tokens of its own: drafts are tested by their probabilities.
     iid = st.ModelDrafter(pair.draft, child_sampling="iid")
     tested = Method("chain of 4, traversal", iid, CHAIN_OF_4, "traversal")
-    rows = []
+    records = []
     for temperature in options.temperatures:
         these = [*ways, tested] if temperature else ways
-        rows += methods.compare(pair, these, temperature, options)
+        records += methods.compare(pair, these, temperature, options)
         forget_programs()
     name = options.name or "embedded"
     larger = random_model(st.ModelConfig.preset("mamba2-130m"), "float32")
@@ -48,14 +48,15 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         steps.time_of_calls(f"{name} draft", pair.draft, 100),
         steps.time_of_calls("mamba2-130m shape", larger, 5),
     ]
-    drafting = [row for row in rows if row["nodes"] > 1]
-    best = max(drafting, key=lambda row: (-row["temperature"], row["speed_up"]["median"]))
+    drafting = [record for record in records if record.nodes > 1]
+    best = max(drafting, key=lambda record: (-record.temperature, record.speed_up["median"]))
     of_calls = Table("Milliseconds of a call", calls, steps.COLUMNS)
     yield Found(
-        pair.settings() | {"decoding": rows, "target_calls": calls},
-        [*method_tables(pair.name, rows), of_calls],
-        wrong=different(rows),
-        line={"best": best["method"], "speed_up": best["speed_up"]["median"], "tau": best["tau"]},
+        pair.settings()
+        | {"decoding": [record.to_dict() for record in records], "target_calls": calls},
+        [*method_tables(pair.name, records), of_calls],
+        wrong=different(records),
+        line={"best": best.method, "speed_up": best.speed_up["median"], "tau": best.tau},
     )
 
 

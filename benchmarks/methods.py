@@ -25,6 +25,7 @@ from benchmarks.common import Found, main
 from benchmarks.models import Pair, embedded_pair
 from stree_jax.measuring import methods as measuring
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, different
+from stree_jax.measuring.record import Record
 from stree_jax.measuring.report import method_tables, progress_bar
 
 CHAIN_OF_4 = st.TreeTopology.chain(4)
@@ -152,33 +153,34 @@ OPTIONS |= dict.fromkeys(("--dflash", "--heads", "--mtp", "--quantize", "--small
 
 def compare(
     pair: Pair, methods: Sequence[Method], temperature: float, options: Any, rows: int = 1
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """The comparison of `stree_jax.measuring` with an experiment's settings.
 
     Several rows of a request run to their limit, past any end, so that the batch stays full.
     """
     ends = () if rows > 1 else None
-    own = st.Options(max_new_tokens=options.tokens, temperature=temperature, eos_token=ends, key=0)
+    how = st.Options(max_new_tokens=options.tokens, temperature=temperature, eos_token=ends, key=0)
     starts = range(0, len(pair.prompts) - rows + 1, rows)
-    batches = [measuring.Batch(pair.prompts[start : start + rows], own) for start in starts]
+    batches = [measuring.Batch(pair.prompts[start : start + rows], how) for start in starts]
     with progress_bar() as show:
-        *_, found = measuring.compare(pair.target, methods, batches, options.rounds, show)
-    return [{"rows": rows} | row for row in found]
+        *_, records = measuring.compare(pair.target, methods, batches, options.rounds, show)
+    return records
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """All ways of a comparison, at each temperature and number of rows."""
     chosen, how = COMPARISONS[options.comparison], options.quantize
     pair = embedded_pair(options.prompts, quantize=how, draft_quantize=how)
-    found: list[dict[str, Any]] = []
+    records: list[Record] = []
     for temperature, rows in itertools.product(options.temperatures, options.rows):
         ways = [Method(PLAIN), *chosen(pair, temperature, options)]
-        found += compare(pair, ways, temperature, options, rows)
+        records += compare(pair, ways, temperature, options, rows)
         yield Found(
             pair.settings()
-            | {"quantize": how, "question": str(chosen.__doc__).splitlines()[0], "decoding": found},
-            method_tables(f"{pair.name}, {options.prompts} prompts", found, batch="{rows}"),
-            wrong=different(found),
+            | {"quantize": how, "question": str(chosen.__doc__).splitlines()[0]}
+            | {"decoding": [record.to_dict() for record in records]},
+            method_tables(f"{pair.name}, {options.prompts} prompts", records, batch="{rows}"),
+            wrong=different(records),
         )
 
 

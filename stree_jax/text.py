@@ -99,8 +99,10 @@ class Texts:
             ends = end_tokens(config, self._folder, self._tokenizer)
             extra = getattr(self._source, "eos_token_id", None)  # of transformers
             return ends if extra is None or extra in ends else [*ends, extra]
-        ids, is_list = [], isinstance(eos_token, list | tuple)
-        for token in eos_token if is_list else np.ravel(eos_token).tolist():
+        if not isinstance(eos_token, list | tuple):
+            eos_token = np.ravel(eos_token).tolist()
+        ids = []
+        for token in eos_token:
             token_id = self._tokenizer.token_to_id(token) if isinstance(token, str) else token
             if token_id is None:
                 raise ValueError(

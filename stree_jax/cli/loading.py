@@ -18,7 +18,7 @@ from stree_jax.cli.trees import kind_of, parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find, has_field
 from stree_jax.decoding import DraftModel
-from stree_jax.heads import ROOMS, head_kind
+from stree_jax.heads import HEADS, head_kind
 from stree_jax.messages import first_line, shown
 from stree_jax.text import Texts
 
@@ -48,9 +48,9 @@ def all_chosen(target: str | None, drafts: DraftModels, ngram: bool = False) -> 
     if drafts.draft == "ngram" and not Path("ngram").exists():
         raise ValueError("--draft is for a draft model: prompt lookup is --ngram, without a value")
     given = {"draft": drafts.draft}
-    for kind in filter(lambda kind: ROOMS[kind].option, ROOMS):
+    for kind in filter(lambda kind: HEADS[kind].option, HEADS):
         given[kind] = getattr(drafts, kind)
-        if ROOMS[kind].own:  # a flag: the head is in the target's checkpoint
+        if HEADS[kind].own:  # a flag: the head is in the target's checkpoint
             other = getattr(drafts, f"{kind}_head")
             own = target or str(st.demo_path("target"))
             given[kind] = own if given[kind] and other is None else other
@@ -67,14 +67,14 @@ def all_chosen(target: str | None, drafts: DraftModels, ngram: bool = False) -> 
 
 def is_model(option: str | None) -> bool:
     """True if an option's drafter can choose the shape of its trees."""
-    if option in ROOMS:
+    if option in HEADS:
         return issubclass(head_kind(option).drafts, DraftModel)
     return option == "draft"
 
 
 def models() -> str:
     """The options of such drafters."""
-    return ", ".join(f"--{option}" for option in ("draft", *ROOMS) if is_model(option))
+    return ", ".join(f"--{option}" for option in ("draft", *HEADS) if is_model(option))
 
 
 def check_drafter(option: str | None, trees: Sequence[str], mesh: str | None) -> None:
@@ -85,7 +85,7 @@ def check_drafter(option: str | None, trees: Sequence[str], mesh: str | None) ->
                 f"--tree {spec}: only a draft model chooses the shape of its tree; use one of"
                 f" {models()}, or another tree such as branching:3,2,1"
             )
-    if mesh is not None and option in ROOMS:
+    if mesh is not None and option in HEADS:
         raise ValueError(
             f"--mesh {mesh:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
             " or --ngram"

@@ -7,7 +7,7 @@ import stree_jax as st
 from stree_jax.cli.loading import chosen, load_models
 from stree_jax.cli.options import TuneTree
 from stree_jax.cli.prompts import read_questions
-from stree_jax.heads import ROOMS
+from stree_jax.heads import HEADS
 from stree_jax.measuring.bench import PROMPTS
 from stree_jax.measuring.questions import PLAIN_TURNS
 from stree_jax.measuring.report import check_file, progress_bar, write_json
@@ -28,7 +28,7 @@ def run_tune_tree(command: TuneTree) -> None:
     drafter = chosen(command.target, command)
     if drafter.option is None:
         raise ValueError(
-            f"give one of --ngram, --draft, {', '.join(f'--{kind}' for kind in ROOMS)}: a tree is"
+            f"give one of --ngram, --draft, {', '.join(f'--{kind}' for kind in HEADS)}: a tree is"
             " tuned for one drafter"
         )
     if command.output is not None:
@@ -72,6 +72,8 @@ def run_tune_tree(command: TuneTree) -> None:
             "draft": drafter.path or "n-gram",
             "device": str(jax.devices()[0].device_kind),
             "jax": jax.__version__,
-            "decoded": {row.name: row.record for row in report.rows if row.record is not None},
+            "decoded": {
+                row.name: row.record.to_dict() for row in report.rows if row.record is not None
+            },
         }
         write_json(command.output, content)

@@ -1,5 +1,6 @@
 """The results of rows, on the host: tokens, counts, log-probabilities, and pieces of streams."""
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
@@ -344,6 +345,12 @@ class Pieces:
         self._held_bytes = 0  # of the tokens that no piece has
         self._stream = None if stopping.tokenizer is None else TextStream(stopping.tokenizer)
         self._num_released = self._num_characters = 0
+
+    def __copy__(self) -> "Pieces":
+        pieces = object.__new__(Pieces)
+        vars(pieces).update(vars(self))
+        pieces._tokens, pieces._stream = [*self._tokens], copy.copy(self._stream)
+        return pieces
 
     @property
     def num_tokens(self) -> int:

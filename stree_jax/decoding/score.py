@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels import dispatch, log_softmax
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Lengths, Tokens
-from stree_jax.checks import check_int
+from stree_jax.checks import check_ids, check_int
 from stree_jax.decoding.prompts import buffer_size, checked_prompts, in_buffers
 from stree_jax.decoding.text.prefill import PREFILL_CHUNK, in_chunks
 from stree_jax.decoding.types import Context
@@ -88,13 +88,15 @@ def text_log_probs(model: HybridLM, tokens: Tokens | Any) -> Float32[Array, "B _
 
     Args:
         model: the model.
-        tokens: whole texts.
+        tokens: whole texts, ids of the vocabulary on the padding too. Those of a traced array are
+            not checked: with one outside the vocabulary (such as -100, a label that losses leave
+            out) a row's numbers are unspecified from there on.
 
     Returns:
         `[B, T - 1]`, and `[B, 0]` of texts without tokens.
 
     Raises:
-        ValueError: not an array of token ids `[B, T]`.
+        ValueError: not an array of token ids `[B, T]`, or an id outside the vocabulary.
     """
     check_model(model)
     is_array = isinstance(tokens, jax.Array | np.ndarray)
@@ -104,6 +106,7 @@ def text_log_probs(model: HybridLM, tokens: Tokens | Any) -> Float32[Array, "B _
             f"tokens must be an array of token ids [B, T], such as jnp.array([[1, 2, 3]]), got"
             f" {kind}; st.score takes lists of any lengths"
         )
+    check_ids("tokens", tokens, model.config.vocab_size)
     batch, length = tokens.shape
     if batch == 0 or length < 2:
         return jnp.zeros((batch, max(0, length - 1)), jnp.float32)

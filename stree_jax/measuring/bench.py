@@ -21,6 +21,7 @@ from stree_jax.measuring.advice import advice
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Batch, Method, compare, different
 from stree_jax.measuring.questions import PLAIN_TURNS, Question, naming, turn_by_turn
+from stree_jax.measuring.record import Record
 from stree_jax.measuring.report import acceptance_tables, check_file, draw_speeds, method_tables
 from stree_jax.messages import needs, shown
 from stree_jax.models.lm import HybridLM, check_model
@@ -46,12 +47,11 @@ class BenchReport:
     Attributes:
         head: what was measured where: the target and its weights, what runs (CPU code, "xla" or
             "pallas"), machine, versions, sizes.
-        rows: a record for each way and temperature. Numbers with a spread are median and quartiles
-            over the rounds.
+        rows: a `stree_jax.measuring.Record` for each way and temperature.
     """
 
     head: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Record]
 
     @property
     def different(self) -> list[str]:
@@ -61,8 +61,8 @@ class BenchReport:
     @property
     def busy(self) -> str:
         """A warning if rounds took so different times that speeds mean little; else empty."""
-        rates = [row["tokens_per_second_by_round"] for row in self.rows]
-        spread = max((max(speeds) / min(speeds) for speeds in rates), default=1.0)
+        rounds = [row.tokens_per_second_by_round for row in self.rows]
+        spread = max((max(speeds) / min(speeds) for speeds in rounds), default=1.0)
         if spread < _MAX_SPREAD:
             return ""
         return (
@@ -73,11 +73,11 @@ class BenchReport:
     @property
     def advice(self) -> list[str]:
         """What to draft with, a sentence for each temperature."""
-        sentences, rounds = [], len(self.rows[0]["tokens_per_second_by_round"])
-        for heat in dict.fromkeys(row["temperature"] for row in self.rows):
-            sentence = advice([row for row in self.rows if row["temperature"] == heat])
+        sentences = []
+        for heat in dict.fromkeys(row.temperature for row in self.rows):
+            sentence = advice([row for row in self.rows if row.temperature == heat])
             sentences.append(f"Temperature {heat:g}: {sentence[0].lower()}{sentence[1:]}")
-        if rounds < 3:
+        if len(self.rows[0].tokens_per_second_by_round) < 3:
             sentences.append("Fewer than 3 rounds: differences may be noise.")
         return sentences
 
@@ -109,7 +109,7 @@ class BenchReport:
 
     def content(self) -> dict[str, Any]:
         """All that was measured, as JSON can hold it."""
-        return {**self.head, "decoding": [*self.rows]}
+        return {**self.head, "decoding": [row.to_dict() for row in self.rows]}
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the speeds into a .png or .svg file; needs matplotlib, the extra `bench`.
@@ -121,7 +121,7 @@ class BenchReport:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 1 + 0.5 * len(self.rows)), layout="constrained")
-        draw_speeds(figure.subplots(), self.rows)
+        draw_speeds(figure.subplots(), self.content()["decoding"])
         figure.legend(loc="outside lower left", ncols=4)
         with new_file(file) as new:
             figure.savefig(new, format=file.suffix[1:])
@@ -175,7 +175,7 @@ def bench(
         **options: other options of `generate` for all texts, such as `top_p`, `eos_token`, `key`.
 
     Returns:
-        A record for each way and temperature. Their fields are described in `docs/bench.md`.
+        A record for each way and temperature, and what was measured where.
 
     Raises:
         ValueError: a bad argument, or a way that `generate` refuses; raised before anything is

@@ -7,7 +7,7 @@ import platform
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import jax
 import numpy as np
@@ -19,6 +19,14 @@ Output = TypeVar("Output")
 Progress = Callable[[str, int, int], None]  # the task, its finished parts, the number of parts
 
 _ORDER = random.Random(0)
+
+
+class Quartiles(TypedDict):
+    """Median and quartiles of what was measured in several rounds."""
+
+    median: float
+    low: float
+    high: float
 
 
 def silent(phase: str, done: int, total: int) -> None:
@@ -50,10 +58,10 @@ def timed_rounds(
         yield outputs, {name: taken[: number + 1] for name, taken in seconds.items()}
 
 
-def summary(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+def summary(values: Sequence[float] | np.ndarray) -> Quartiles:
     """Median and quartiles."""
-    low, median, high = np.percentile(values, [25, 50, 75])
-    return {"median": float(median), "low": float(low), "high": float(high)}
+    low, median, high = np.percentile(values, [25, 50, 75]).tolist()
+    return {"median": median, "low": low, "high": high}
 
 
 def speeds(
@@ -78,10 +86,12 @@ def num_bytes(arrays: Any) -> int:
 
 def memory_of(compiled: Any) -> dict[str, int]:
     """Bytes of a program's arguments, temporary memory, and results that alias no argument."""
-    found = compiled.memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    sizes = found.argument_size_in_bytes, found.temp_size_in_bytes, results
-    return dict(zip(("arguments", "temporary", "results"), sizes, strict=True))
+    sizes = compiled.memory_analysis()
+    return {
+        "arguments": sizes.argument_size_in_bytes,
+        "temporary": sizes.temp_size_in_bytes,
+        "results": sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+    }
 
 
 def machine() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Methods of decoding, and the comparison of several."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,10 +16,11 @@ from stree_jax.decoding.generate import generate
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, plan
-from stree_jax.decoding.results import Generation
+from stree_jax.decoding.results import DecodeStatistics, Generation
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.measuring.clock import Progress, memory_of, silent, speeds, summary, timed_rounds
 from stree_jax.measuring.costs import drafting
+from stree_jax.measuring.record import Record
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
@@ -45,16 +47,17 @@ class Method(NamedTuple):
     verifier: str | Verifier | None = None
     target: HybridLM | None = None  # None: that of the comparison
 
-    def is_comparable(self, asked: Plan) -> bool:
+    def is_comparable(self, request: Plan) -> bool:
         """True if its tokens are those of the comparison's target with the same key."""
         # Above temperature 0, rules that test drafts have their own random numbers.
-        is_exact = asked.sampling.temperature_is_zero or asked.decoder.verifier.follows_target
+        is_exact = request.sampling.temperature_is_zero or request.decoder.verifier.follows_target
         return is_exact and self.target is None
 
     def using(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function with keywords of `generate`, which then decodes in this way."""
-        own = functools.partial(function, drafter=self.drafter, topology=self.topology)
-        return functools.partial(own, verifier=self.verifier)
+        return functools.partial(
+            function, drafter=self.drafter, topology=self.topology, verifier=self.verifier
+        )
 
     def decode(self, target: HybridLM, batch: Batch) -> Generation:
         """The texts of a batch."""
@@ -79,12 +82,11 @@ class Method(NamedTuple):
 
     def _first_step(self, target: HybridLM, batch: Batch) -> tuple[Any, ...]:
         """The decoder and the arguments of its loop: a row ends with its first new token."""
-        asked = self.planned(target, batch)
-        decoder, drafter, limits = asked.decoder, asked.drafter, asked.limits
+        decoder, drafter, context, keys, limits, sampling, _ = self.planned(target, batch)
         with dispatch.on(target):
-            state = decoder.start(target, drafter, asked.context, asked.keys, asked.sampling)
+            state = decoder.start(target, drafter, context, keys, sampling)
         limits = limits._replace(max_new_tokens=jnp.minimum(limits.max_new_tokens, 1))
-        return decoder, target, drafter, state, limits, asked.sampling
+        return decoder, target, drafter, state, limits, sampling
 
 
 # Drafts that are copied from the text so far.
@@ -99,51 +101,61 @@ def compare(
     progress: Progress = silent,
     *,
     parts: bool = True,
-) -> Iterator[list[dict[str, Any]]]:
+) -> Iterator[list[Record]]:
     """Decodes batches with every method in turns; yields records after each round.
 
-    `PLAIN` is among the methods, and all batches have one temperature. Fields of a record are
-    those of docs/bench.md, without `parts` none but those of whole texts.
+    `PLAIN` is among the methods, and all batches have one temperature. Without `parts` only whole
+    texts are timed.
     """
-    plans = {each.name: each.planned(target, batches[0]) for each in methods}
-    ways: dict[Any, Callable[[Batch], Any]] = {}
-    for each in methods:
-        own = each.target or target
-        ways[each.name] = functools.partial(each.decode, target)
+    plans = {method.name: method.planned(target, batches[0]) for method in methods}
+    calls: dict[Any, Callable[[Batch], Any]] = {}
+    for method in methods:
+        calls[method.name] = functools.partial(method.decode, target)
         if not parts:
             continue
-        ways["first", each.name] = functools.partial(each.first_token, target)
-        asked = plans[each.name]
-        drafts_alone = asked.drafter is not None and not asked.drafter.choices
-        if drafts_alone and own.partition == ONE_DEVICE:
-            drafts = drafting(own, asked)
-            ways["draft", each.name] = functools.partial(_drafted, own, drafts)
-    ticks, total = itertools.count(1), len(ways) * len(batches) * (1 + rounds)
+        calls["first", method.name] = functools.partial(method.first_token, target)
+        model, request = method.target or target, plans[method.name]
+        drafts_alone = request.drafter is not None and not request.drafter.choices
+        if drafts_alone and model.partition == ONE_DEVICE:
+            draft = drafting(model, request)
+            calls["draft", method.name] = functools.partial(_drafted, model, draft)
+    ticks, total = itertools.count(1), len(calls) * len(batches) * (1 + rounds)
 
     def advance() -> None:
         progress(f"runs at temperature {batches[0].options.temperature:g}", next(ticks), total)
 
+    categories = [*filter(None, dict.fromkeys(batch.category for batch in batches))]
     memory: dict[str, int] = {}
-    for outputs, seconds in timed_rounds(ways, batches, rounds, advance):
+    for outputs, seconds in timed_rounds(calls, batches, rounds, advance):
         if parts and not memory:
-            memory = {each.name: each.memory(target, batches[0]) for each in methods}
-        rows = _records(methods, plans, outputs, seconds)
-        for category in filter(None, dict.fromkeys(each.category for each in batches)):
-            places = [i for i, each in enumerate(batches) if each.category == category]
-            part = {name: [made[i] for i in places] for name, made in outputs.items()}
-            taken = {name: each[:, places] for name, each in seconds.items()}
-            found = _records(methods, plans, part, taken)
-            for row, record in zip(rows, found, strict=True):
-                row.setdefault("by_category", {})[category] = record
-                means = [{name: of[name] for name in _MEAN} for of in row["by_category"].values()]
-                row["mean_of_categories"] = jax.tree.map(lambda *of: float(np.mean(of)), *means)
-        yield [row | {"memory_bytes": memory.get(row["method"])} for row in rows]
+            memory = {method.name: method.memory(target, batches[0]) for method in methods}
+        records = _records(methods, plans, outputs, seconds, memory)
+        by_category: dict[str, list[Record]] = {}
+        for category in categories:
+            columns = [i for i, batch in enumerate(batches) if batch.category == category]
+            some_outputs = {name: [texts[i] for i in columns] for name, texts in outputs.items()}
+            some_seconds = {name: taken[:, columns] for name, taken in seconds.items()}
+            by_category[category] = _records(methods, plans, some_outputs, some_seconds, memory)
+        if categories:
+            of_methods = zip(*by_category.values(), strict=True)
+            records = [
+                _with_categories(record, dict(zip(categories, of_method, strict=True)))
+                for record, of_method in zip(records, of_methods, strict=True)
+            ]
+        yield records
 
 
-def _drafted(target: HybridLM, part: Callable[[int], object], _: Any) -> None:
+def _with_categories(record: Record, by_category: dict[str, Record]) -> Record:
+    """The record with those of its categories, and their mean."""
+    numbers = [{name: part[name] for name in _MEAN} for part in by_category.values()]
+    mean = jax.tree.map(lambda *values: float(np.mean(values)), *numbers)
+    return dataclasses.replace(record, by_category=by_category, mean_of_categories=mean)
+
+
+def _drafted(target: HybridLM, draft: Callable[[int], object], _: Batch) -> None:
     """Drafts some trees, whatever the request."""
     with dispatch.on(target):
-        jax.block_until_ready(part(_NUM_DRAFTED))
+        jax.block_until_ready(draft(_NUM_DRAFTED))
 
 
 def _records(
@@ -151,63 +163,79 @@ def _records(
     plans: Mapping[str, Plan],
     outputs: Mapping[Any, list[Any]],
     seconds: Mapping[Any, np.ndarray],
-) -> list[dict[str, Any]]:
-    """A record of each method, from what `timed_rounds` gives for its name and its first token."""
-    of_all = {each.name: seconds[each.name] for each in methods}
-    emitted = {name: sum(out.stats.num_tokens for out in outputs[name]) for name in of_all}
-    speed = speeds(emitted, of_all, PLAIN)
-    plain = [out.tokens for out in outputs[PLAIN]]
-    rows = []
+    memory: Mapping[str, int],
+) -> list[Record]:
+    """A record of each method, from what `timed_rounds` gives for its name and its parts."""
+    of_texts = {method.name: seconds[method.name] for method in methods}
+    num_tokens = {name: sum(out.stats.num_tokens for out in outputs[name]) for name in of_texts}
+    speed = speeds(num_tokens, of_texts, PLAIN)
+    records = []
     for method in methods:
-        name, mine = method.name, outputs[method.name]
-        calls = sum(out.stats.num_target_calls for out in mine)
-        taus = [out.stats.num_tokens / out.stats.num_target_calls for out in mine]
-        accepted = sum(out.stats.accepted_per_depth for out in mine).tolist()
-        reached = sum(out.stats.reached_per_depth for out in mine).tolist()
+        name, request = method.name, plans[method.name]
+        batch_stats = [out.stats for out in outputs[name]]
+        num_calls = sum(stats.num_target_calls for stats in batch_stats)
+        accepted = sum(stats.accepted_per_depth for stats in batch_stats).tolist()
+        reached = sum(stats.reached_per_depth for stats in batch_stats).tolist()
         first, draft = (seconds.get((part, name)) for part in ("first", "draft"))
-        call = share = until_first = None
-        if first is not None:
-            until_first = summary(1e3 * first.mean(axis=1))
-            later = sum(int(max(out.stats.target_calls_per_row)) - 1 for out in mine)
-            # A difference of two times: where it is not above 0, it is noise.
-            rest = (of_all[name] - first).sum(axis=1)
-            call = rest / later if later and min(rest) > 0 else None
-        if draft is not None and call is not None:
-            share = summary(draft.mean(axis=1) / _NUM_DRAFTED / call)
-        identical = all(map(np.array_equal, plain, [out.tokens for out in mine]))
-        record = {
-            "method": name,
-            "temperature": plans[name].rows[0].options.temperature,
-            "nodes": plans[name].decoder.topology.num_nodes,
-            "seconds_by_prompt": np.median(of_all[name], axis=0).tolist(),
-            "tau": emitted[name] / calls,
-            "tau_by_prompt": taus,
-            "accepted_per_call": sum(accepted) / calls,
-            "accepted_per_depth": [round(count / calls, 4) for count in accepted],
-            "accepted_of_reached": [
+        call = None if first is None else _seconds_of_call(of_texts[name] - first, batch_stats)
+        is_identical = all(
+            np.array_equal(plain.tokens, out.tokens)
+            for plain, out in zip(outputs[PLAIN], outputs[name], strict=True)
+        )
+        record = Record(
+            method=name,
+            temperature=request.rows[0].options.temperature,
+            rows=len(request.rows),
+            nodes=request.decoder.topology.num_nodes,
+            tau=num_tokens[name] / num_calls,
+            tau_by_prompt=[stats.num_tokens / stats.num_target_calls for stats in batch_stats],
+            accepted_per_call=sum(accepted) / num_calls,
+            accepted_per_depth=[round(count / num_calls, 4) for count in accepted],
+            accepted_of_reached=[
                 round(count / could, 4) if could else None
                 for could, count in zip(reached, accepted, strict=True)
             ],
-            "calls_by_tree": _by_tree(mine),
-            "milliseconds_of_call": None if call is None else summary(1e3 * call),
-            "milliseconds_to_first_token": until_first,
-            "draft_share": share,
-            "identical": identical if method.is_comparable(plans[name]) else None,
-        }
-        rows.append(record | speed[name])
-    return rows
+            calls_by_tree=_by_tree(batch_stats),
+            identical=is_identical if method.is_comparable(request) else None,
+            seconds_by_prompt=np.median(of_texts[name], axis=0).tolist(),
+            milliseconds_of_call=None if call is None else summary(1e3 * call),
+            milliseconds_to_first_token=None
+            if first is None
+            else summary(1e3 * first.mean(axis=1)),
+            draft_share=None
+            if draft is None or call is None
+            else summary(draft.mean(axis=1) / _NUM_DRAFTED / call),
+            memory_bytes=memory.get(name),
+            **speed[name],
+        )
+        records.append(record)
+    return records
 
 
-def _by_tree(made: Sequence[Any]) -> dict[str, int] | None:
-    """Calls with each of several trees, by its name; those of one name together."""
+def _seconds_of_call(after_first: np.ndarray, batch_stats: Sequence[DecodeStatistics]) -> Any:
+    """Seconds of a call after the first of a text, `[rounds]`; None if they are noise.
+
+    `after_first` are the seconds of texts less those to their first tokens, `[rounds, items]`: a
+    difference of two times, which noise can make negative.
+    """
+    num_calls = sum(int(max(stats.target_calls_per_row)) - 1 for stats in batch_stats)
+    seconds = after_first.sum(axis=1)
+    return seconds / num_calls if num_calls and min(seconds) > 0 else None
+
+
+def _by_tree(batch_stats: Sequence[DecodeStatistics]) -> dict[str, int] | None:
+    """Calls with each of several trees, by its name; trees of one name are counted together."""
     counts: dict[str, int] = {}
-    for out in made:
-        for tree, calls in (out.stats.calls_by_tree or {}).items():
+    for stats in batch_stats:
+        for tree, calls in (stats.calls_by_tree or {}).items():
             counts[tree.name] = counts.get(tree.name, 0) + calls
     return counts or None
 
 
-def different(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def different(records: Iterable[Record]) -> list[str]:
     """Methods whose tokens should be those of autoregressive decoding, and are not."""
-    wrong = [row for row in rows if row["identical"] is False]
-    return [f"{row['method']}, temperature {row['temperature']:g}" for row in wrong]
+    return [
+        f"{record.method}, temperature {record.temperature:g}"
+        for record in records
+        if record.identical is False
+    ]

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from stree_jax.checkpoint.directories import write_text
 from stree_jax.checks import require
+from stree_jax.measuring.clock import Quartiles
+from stree_jax.measuring.record import Record
 
 # Columns of tables.
 SPEED = {"tokens/s": "{tokens_per_second[median]:,.0f}", "speed-up": "{speed_up[median]:.2f}x"}
@@ -63,60 +65,81 @@ class Table(NamedTuple):
         return file.getvalue()
 
 
-def method_tables(title: str, rows: Sequence[Mapping[str, Any]], **columns: str) -> list[Table]:
+def method_tables(title: str, records: Sequence[Record], **columns: str) -> list[Table]:
     """A table of methods for each temperature; `columns` are formats of additional ones."""
-    shown = [dict(row) | _cells(row) for row in rows]
     return [
         Table(
             f"{title}, temperature {temperature:g}",
-            [row for row in shown if row["temperature"] == temperature],
+            [vars(row) | _cells(row) for row in records if row.temperature == temperature],
             {"method": "{method}", **columns, **SPEED, "tau": "{tau:.2f}", "identical": "{same}"}
             | {"quartiles": "{spread}", "nodes": "{nodes}", "ms a call": "{call}"}
             | {"drafting": "{share}", "ms to first token": "{first}", "MB": "{megabytes}"},
             5 + len(columns),
             "speed-up is the median of the rounds' own ratios, not the ratio of two medians",
         )
-        for temperature in dict.fromkeys(row["temperature"] for row in rows)
+        for temperature in dict.fromkeys(record.temperature for record in records)
     ]
 
 
-def acceptance_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+def acceptance_tables(records: Sequence[Record]) -> list[Table]:
     """What was accepted at each temperature: a row for each category and way, and the mean."""
-    names = [*rows[0].get("by_category", ())]
-    columns = {"category": "{category}"} if names else {}
-    columns |= {"method": "{method}", **(SPEED if names else {}), "tau": "{tau:.2f}"}
+    has_categories = bool(records[0].by_category)
+    columns = {"category": "{category}"} if has_categories else {}
+    columns |= {"method": "{method}", **(SPEED if has_categories else {}), "tau": "{tau:.2f}"}
     columns |= {"accepted a call": "{accepted_per_call:.2f}", "by depth": "{depths}"}
-    if any(row["calls_by_tree"] for row in rows):
+    if any(record.calls_by_tree for record in records):
         columns["calls with"] = "{trees}"
-    tables = []
-    for temperature in dict.fromkeys(row["temperature"] for row in rows):
-        ways = [row for row in rows if row["temperature"] == temperature]
-        shown = [row["by_category"][name] | {"category": name} for name in names for row in ways]
-        mean = {"category": "mean of categories", "accepted_of_reached": ()}
-        shown += [{**row, **row["mean_of_categories"], **mean} for row in ways if names]
-        shown += [{**row, "category": "all"} for row in ways]
-        for row in shown:
-            rates = ("-" if rate is None else f"{rate:.0%}" for rate in row["accepted_of_reached"])
-            row["depths"] = " ".join(rates)
-            calls = row["calls_by_tree"] or {}
-            row["trees"] = ", ".join(f"{name} {count:,}" for name, count in calls.items())
-        title, least = f"Accepted drafts, temperature {temperature:g}", 5 if names else 4
-        tables.append(Table(title, shown, columns, least))
-    return tables
+    least = 5 if has_categories else 4
+    return [
+        Table(
+            f"Accepted drafts, temperature {temperature:g}",
+            _acceptance([row for row in records if row.temperature == temperature]),
+            columns,
+            least,
+        )
+        for temperature in dict.fromkeys(record.temperature for record in records)
+    ]
 
 
-def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    """Cells of a record of `compare`; "-" is what was not measured."""
-    call, share, speed = row["milliseconds_of_call"], row["draft_share"], row["tokens_per_second"]
-    rounds = len(row["tokens_per_second_by_round"])
+def _acceptance(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Rows of a table: for each category, for the mean of categories, and for all texts."""
+    rows = [
+        _accepted(record.by_category[category]) | {"category": category}
+        for category in records[0].by_category
+        for record in records
+    ]
+    rows += [
+        {**_accepted(record), **record.mean_of_categories, "depths": ""}
+        | {"category": "mean of categories"}
+        for record in records
+        if record.mean_of_categories
+    ]
+    return rows + [_accepted(record) | {"category": "all"} for record in records]
+
+
+def _accepted(record: Record) -> dict[str, Any]:
+    """A record, its acceptance by depth and its trees as text."""
+    rates = ("-" if rate is None else f"{rate:.0%}" for rate in record.accepted_of_reached)
+    calls = (f"{name} {count:,}" for name, count in (record.calls_by_tree or {}).items())
+    return vars(record) | {"depths": " ".join(rates), "trees": ", ".join(calls)}
+
+
+def _cells(record: Record) -> dict[str, str]:
+    """Cells of a record."""
+    speed, rounds = record.tokens_per_second, len(record.tokens_per_second_by_round)
     return {
         "spread": f"{speed['low']:,.0f} to {speed['high']:,.0f}" if rounds >= 3 else "-",
-        "call": "-" if call is None else f"{call['median']:.2f}",
-        "share": "-" if share is None else f"{share['median']:.0%}",
-        "first": f"{row['milliseconds_to_first_token']['median']:.1f}",
-        "megabytes": f"{row['memory_bytes'] / 1e6:,.0f}",
-        "same": {True: "yes", False: "NO", None: "-"}[row["identical"]],
+        "call": _median(record.milliseconds_of_call, ".2f"),
+        "share": _median(record.draft_share, ".0%"),
+        "first": _median(record.milliseconds_to_first_token, ".1f"),
+        "megabytes": "-" if record.memory_bytes is None else f"{record.memory_bytes / 1e6:,.0f}",
+        "same": {True: "yes", False: "NO", None: "-"}[record.identical],
     }
+
+
+def _median(quartiles: Quartiles | None, form: str) -> str:
+    """A cell; "-" is what was not measured."""
+    return "-" if quartiles is None else format(quartiles["median"], form)
 
 
 @contextlib.contextmanager
@@ -156,23 +179,26 @@ def write_json(path: Path, content: Mapping[str, Any]) -> Path:
 
 
 def draw_speeds(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Bars of the speed of each method at each temperature, with quartiles; tau beside them."""
+    """Bars of the speed of each method at each temperature, with quartiles; tau beside them.
+
+    The rows are records as JSON has them: pictures are drawn from files too.
+    """
     # Some methods are for one temperature only.
     names = [*dict.fromkeys(row["method"] for row in rows)]
     temperatures = [*dict.fromkeys(row["temperature"] for row in rows)]
     right, pitch = max(row["speed_up"]["high"] for row in rows) + 0.04, 0.72 / len(temperatures)
     for number, temperature in enumerate(temperatures):
-        own = [row for row in rows if row["temperature"] == temperature]
-        places = [names.index(row["method"]) + pitch * number for row in own]
-        low, median, high = zip(*(sorted(row["speed_up"].values()) for row in own), strict=True)
+        bars = [row for row in rows if row["temperature"] == temperature]
+        places = [names.index(row["method"]) + pitch * number for row in bars]
+        low, median, high = zip(*(sorted(row["speed_up"].values()) for row in bars), strict=True)
         label = f"temperature {temperature:g}"
         axes.barh(places, median, height=pitch - 0.04, color=f"C{number}", label=label)
         axes.hlines(places, low, high, color=_GREY)
-        for place, row in zip(places, own, strict=True):
-            said = f"{row['speed_up']['median']:.2f}x, tau {row['tau']:.2f}"
+        for place, row in zip(places, bars, strict=True):
+            text = f"{row['speed_up']['median']:.2f}x, tau {row['tau']:.2f}"
             if row["nodes"] == 1:
-                said = f"{row['tokens_per_second']['median']:.0f} tokens/s"
-            axes.text(right, place, said, va="center", size=9)
+                text = f"{row['tokens_per_second']['median']:.0f} tokens/s"
+            axes.text(right, place, text, va="center", size=9)
     axes.set_yticks([i + (0.72 - pitch) / 2 for i in range(len(names))], names)
     axes.set(title="Tokens per second, no drafts = 1", xticks=(0, 0.5, 1), xlim=(0, right * 1.4))
     axes.set_ylim(len(names) - 0.3, -0.12 - pitch / 2)

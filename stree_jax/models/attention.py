@@ -337,7 +337,7 @@ class AttentionMixer(MixerModule):
             if replay is not None:
                 conv_state = self._replay_conv(conv_state, replay)
             qkv = self.run(tree_conv1d, conv_input, conv_state, *self.conv(), window)
-        depth, mask = (each[:, -u.shape[1] :] for each in (tree.depth, tree.ancestor_mask))
+        depth, mask = (array[:, -u.shape[1] :] for array in (tree.depth, tree.ancestor_mask))
         prefix = None if prefix_pending is None else prefix_pending.kv
         previous = None if replay is None else (replay.pending.kv, replay.path.mask)
         if c.window is None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch, native
+from stree_jax.checks import check_ids
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import Options
@@ -318,7 +319,9 @@ def largest_distance(texts: int, rows: int, error: float) -> float:
 @jax.transfer_guard("allow")
 def apply(model: HybridLM, tokens: Any) -> jax.Array:
     """Logits of whole sequences, compiled once for each structure of a model and each shape."""
-    return _apply(model, jnp.asarray(tokens, jnp.int32))
+    tokens = jnp.asarray(tokens)
+    check_ids("tokens", tokens, model.config.vocab_size)
+    return _apply(model, tokens.astype(jnp.int32))
 
 
 _apply = jax.jit(HybridLM.__call__)

@@ -1,7 +1,7 @@
 """`tune`: the fastest draft tree for a pair of models on this device, if any pays."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from stree_jax.measuring.advice import advice, choice, is_beaten, spread
 from stree_jax.measuring.clock import Progress, silent
 from stree_jax.measuring.costs import SIZES, WIDTHS, Costs, measure_costs
 from stree_jax.measuring.methods import PLAIN, Batch, Method, compare
+from stree_jax.measuring.record import Record
 from stree_jax.measuring.report import SPEED, Table
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.tree import TreeTopology
@@ -51,7 +52,7 @@ class Candidate:
     tau: float
     predicted: float
     sharpness: float | None = None
-    record: Mapping[str, Any] | Any = None
+    record: Record | None = None
 
     def method(self, drafter: Drafter) -> Method:
         """The way to decode with this tree."""
@@ -97,7 +98,7 @@ class TuningReport:
 
     def __str__(self) -> str:
         records = [row.record for row in self.rows if row.record is not None]
-        timed = [{**record, "spread": spread(record)} for record in records]
+        timed = [vars(record) | {"spread": spread(record)} for record in records]
         columns = {"tree": "{method}", "nodes": "{nodes}", "tau": "{tau:.2f}"}
         columns |= SPEED | {"+-": "{spread:,.0f}"}
         others = f"... and {len(self.rows) - len(timed)} trees that were not timed"
@@ -198,10 +199,10 @@ def tune(
         parts=False,
     )
     timed = [
-        dataclasses.replace(row, tau=record["tau"], record=record)
+        dataclasses.replace(row, tau=record.tau, record=record)
         for row, record in zip(finalists, records, strict=True)
     ]
-    timed.sort(key=lambda row: -row.record["tokens_per_second"]["median"])
+    timed.sort(key=lambda row: -row.record.tokens_per_second["median"])
     static = [row for row in timed if row.sharpness is None]
     dynamic = next((row for row in timed if row.sharpness is not None), None)
     best = choice([row.record for row in static])
@@ -216,14 +217,14 @@ def tune(
     )
 
 
-def _better(best: Mapping[str, Any], row: Candidate | None) -> str:
+def _better(best: Record, row: Candidate | None) -> str:
     """A sentence about a dynamic tree that beats the best static choice."""
     if row is None or row.topology is None or not is_beaten(best, row.record):
         return ""
     return (
         f" Dynamic trees are faster: DynamicDrafter(draft, sharpness={row.sharpness:g}) with"
         f" TreeTopology.budget({row.topology.num_nodes}, {row.topology.depth}),"
-        f" {row.record['speed_up']['median']:.2f} times as fast as without (tau {row.tau:.2f})."
+        f" {row.record.speed_up['median']:.2f} times as fast as without (tau {row.tau:.2f})."
     )
 
 
