@@ -81,7 +81,8 @@ def assert_lossless(
         )
     size = model.config.vocab_size
     prompts = [[t % size for t in row] for row in PROMPTS] if prompts is None else prompts
-    way, generations = Way(drafter, topology, verifier), []
+    way = Way(drafter, topology, verifier)
+    generations = []
     defaults = {"max_new_tokens": 24, "key": 0, "log_probs": to_the_bit}
     for temperature in temperatures:
         row_options = Options(**{**defaults, "temperature": temperature, **options})
@@ -129,7 +130,8 @@ def assert_same_text(
     for (path, mine), reference in leaves:
         mine, reference = np.asarray(mine), np.asarray(reference)
         np.testing.assert_allclose(
-            *(mine, reference),
+            mine,
+            reference,
             # Of the largest value, autoregressive decoding and a prefill of its text differ by up
             # to 1.1e-5 (the last convolution state of six layers), trees by up to 1.6e-5.
             rtol=0 if to_the_bit else 1e-4,
@@ -149,7 +151,8 @@ def bits_obstacle(model: HybridLM) -> str | None:
         return missing
     if not model.output_head.storage.is_packed:
         return "its matrices are not packed; model.packed() are"
-    sizes, parts = {"d_model": model.config.d_model}, [*model.config.distinct_layers]
+    sizes = {"d_model": model.config.d_model}
+    parts = [*model.config.distinct_layers]
     for part in parts:
         if part.native_sizes is None:
             return f"layers of kind {part.kind!r} do not promise it"
