@@ -151,8 +151,7 @@ def bits_obstacle(model: HybridLM) -> str | None:
         return missing
     if not model.output_head.storage.is_packed:
         return "its matrices are not packed; model.packed() are"
-    sizes = {"d_model": model.config.d_model}
-    parts = [*model.config.distinct_layers]
+    sizes, parts = {"d_model": model.config.d_model}, [*model.config.distinct_layers]
     for part in parts:
         if part.native_sizes is None:
             return f"layers of kind {part.kind!r} do not promise it"
