@@ -292,7 +292,8 @@ def statistics_of(
     """Sums over rows, and the ratios; with "auto" calls by tree, None: all were without drafts."""
     counts = jax.tree.map(np.asarray, statistics)
     calls, tokens = int(counts.target_calls.sum()), int(counts.emitted.sum())
-    accepted, topology = counts.accepted_per_depth.sum(axis=0), request.decoder.topology
+    topology = request.decoder.topology
+    accepted = counts.accepted_per_depth.sum(axis=0)
     accepted = np.pad(accepted, (0, topology.depth - len(accepted)))
     trees = request.choices or (topology,)
     of_trees = np.zeros((len(trees), topology.depth + 1), int)  # calls by accepted drafts

@@ -118,10 +118,10 @@ class MoeConfig(LayerConfig):
         return Sizes(equal, {})
 
     def local(self, shards: int) -> "MoeConfig":
-        own = dataclasses.replace(self, shared_size=share(self.shared_size, shards))
+        config = dataclasses.replace(self, shared_size=share(self.shared_size, shards))
         if self.by_expert(shards):
-            return MoeShardConfig(**vars(own), experts_held=share(self.num_experts, shards))
-        return dataclasses.replace(own, hidden_size=share(self.hidden_size, shards))
+            return MoeShardConfig(**vars(config), experts_held=share(self.num_experts, shards))
+        return dataclasses.replace(config, hidden_size=share(self.hidden_size, shards))
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         hidden, experts = (self.hidden_size, 1), Cut(0, ((self.num_experts, 1),))
@@ -206,8 +206,8 @@ class MixtureOfExperts(Pointwise):
             grouped = preference.reshape(len(tokens), c.num_router_groups, -1)
             group_scores = sum_in_order(lax.top_k(grouped, 2)[0])[..., 0]
             _, groups = lax.top_k(group_scores, c.num_active_groups)
-            own = jnp.arange(c.num_router_groups, dtype=jnp.int32)[None, None]
-            allowed = (groups[..., None] == own).any(axis=1)
+            numbers = jnp.arange(c.num_router_groups, dtype=jnp.int32)[None, None]
+            allowed = (groups[..., None] == numbers).any(axis=1)
             preference = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(scores.shape)
         _, chosen = lax.top_k(preference, c.num_active)
         weights = jnp.take_along_axis(scores, chosen, axis=1)

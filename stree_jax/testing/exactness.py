@@ -89,7 +89,8 @@ def assert_lossless(
         )
     size = model.config.vocab_size
     prompts = [[t % size for t in row] for row in PROMPTS] if prompts is None else prompts
-    way, generations = Way(drafter, topology, verifier), []
+    way = Way(drafter, topology, verifier)
+    generations = []
     defaults = {"max_new_tokens": 24, "key": 0, "log_probs": to_the_bit}
     for temperature in temperatures:
         row_options = Options(**{**defaults, "temperature": temperature, **options})
@@ -137,7 +138,8 @@ def assert_same_text(
     for (path, mine), reference in leaves:
         mine, reference = np.asarray(mine), np.asarray(reference)
         np.testing.assert_allclose(
-            *(mine, reference),
+            mine,
+            reference,
             # Of the largest value, autoregressive decoding and a prefill of its text differ by up
             # to 1.1e-5 (the last convolution state of six layers), trees by up to 1.6e-5.
             rtol=0 if to_the_bit else 1e-4,
@@ -242,14 +244,14 @@ def processed_after(
     rows, length = prompts.shape
     context = Context(jnp.asarray(prompts, jnp.int32), jnp.full(rows, length, jnp.int32))
     rule = Processing(processors, first_states(processors, context, logits.shape[-1]))
-    states, found = rule.room(1), []
+    states, processed = rule.room(1), []
     for at in range(new_tokens.shape[1] + 1):
         place = at - new_tokens.shape[1] + logits.shape[1] - 1
         if place >= 0:
-            found.append(rule(logits[:, place : place + 1], states))
+            processed.append(rule(logits[:, place : place + 1], states))
         if at < new_tokens.shape[1]:
             states = rule.advance(states, jnp.asarray(new_tokens[:, at : at + 1], jnp.int32))
-    return jnp.concatenate(found, axis=1)
+    return jnp.concatenate(processed, axis=1)
 
 
 @jax.transfer_guard("allow")
