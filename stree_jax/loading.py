@@ -1,11 +1,13 @@
-"""What a command decodes with: the models, the drafter and the texts that its options name."""
+"""What to decode with, by words: models, the drafter, trees, a mesh, grammars.
+
+A word is an option of `stree-jax generate`, and an argument of a model of lm-evaluation-harness.
+"""
 
 import dataclasses
-import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,18 +15,26 @@ import jax
 from jax.sharding import Mesh
 
 import stree_jax as st
-from stree_jax.cli.options import DraftModels, Drafts, Generate, sampling
-from stree_jax.cli.trees import kind_of, parse_tree
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find, has_field
 from stree_jax.decoding import DraftModel
+from stree_jax.decoding.options import Options
 from stree_jax.heads import ROOMS, head_kind
 from stree_jax.messages import first_line, shown
 from stree_jax.text import Texts
+from stree_jax.tree import TreeTopology, parsed
+
+# What `load` takes.
+WORDS = {
+    *("adapter", "chat_template", "distributed", "draft", "draft_quantize", "dtype"),
+    *("ignore_field", "mesh", "ngram", "quantize", "sharpness", "tokenizer", "tree"),
+    *(kind for kind, room in ROOMS.items() if room.option),
+    *(f"{kind}_head" for kind, room in ROOMS.items() if room.own),
+}
 
 
 class Chosen(NamedTuple):
-    """The drafter that a command is asked for."""
+    """A drafter, before it is loaded."""
 
     option: str | None = None  # "draft", "ngram" or a kind of head
     path: str | None = None
@@ -32,37 +42,41 @@ class Chosen(NamedTuple):
     quantize: str | None = None
 
 
-def chosen(target: str | None, drafts: Drafts) -> Chosen:
-    """The drafter of the options, for a target; None: the embedded one."""
-    found = all_chosen(target, drafts, drafts.ngram)
-    if drafts.ngram:
-        found.append(Chosen("ngram", ignore=drafts.ignore_field))
-    if len(found) > 1:
-        each = " and ".join(f"--{each.option}" for each in found)
-        raise ValueError(f"{each} each select a drafter; choose one")
-    return found[0] if found else Chosen(ignore=drafts.ignore_field)
+def chosen(target: str | None, words: Mapping[str, Any]) -> Chosen:
+    """The drafter of the words, for a target; None: the embedded one."""
+    drafters, ignore = all_chosen(target, words), words.get("ignore_field", ())
+    if words.get("ngram"):
+        drafters.append(Chosen("ngram", ignore=ignore))
+    if len(drafters) > 1:
+        options = " and ".join(f"--{drafter.option}" for drafter in drafters)
+        raise ValueError(f"{options} each select a drafter; choose one")
+    return drafters[0] if drafters else Chosen(ignore=ignore)
 
 
-def all_chosen(target: str | None, drafts: DraftModels, ngram: bool = False) -> list[Chosen]:
-    """The draft models and heads of the options; the embedded target has the embedded draft."""
-    if drafts.draft == "ngram" and not Path("ngram").exists():
+def all_chosen(target: str | None, words: Mapping[str, Any]) -> list[Chosen]:
+    """The draft models and heads of the words; the embedded target has the embedded draft."""
+    paths = {"draft": words.get("draft")}
+    if paths["draft"] == "ngram" and not Path("ngram").exists():
         raise ValueError("--draft is for a draft model: prompt lookup is --ngram, without a value")
-    given = {"draft": drafts.draft}
     for kind in filter(lambda kind: ROOMS[kind].option, ROOMS):
-        given[kind] = getattr(drafts, kind)
+        paths[kind] = words.get(kind)
         if ROOMS[kind].own:  # a flag: the head is in the target's checkpoint
-            other = getattr(drafts, f"{kind}_head")
-            own = target or str(st.demo_path("target"))
-            given[kind] = own if given[kind] and other is None else other
-    if target is None and not ngram and not any(given.values()):
-        given["draft"] = str(st.demo_path("draft"))
-    settings = drafts.ignore_field, drafts.draft_quantize
-    found = [Chosen(name, path, *settings) for name, path in given.items() if path is not None]
-    if not found and drafts.draft_quantize is not None:
+            separate = words.get(f"{kind}_head")
+            has_head = paths[kind] and separate is None
+            paths[kind] = (target or str(st.demo_path("target"))) if has_head else separate
+    if target is None and not words.get("ngram") and not any(paths.values()):
+        paths["draft"] = str(st.demo_path("draft"))
+    quantize = words.get("draft_quantize")
+    drafters = [
+        Chosen(option, path, words.get("ignore_field", ()), quantize)
+        for option, path in paths.items()
+        if path is not None
+    ]
+    if not drafters and quantize is not None:
         raise ValueError(
             "--draft-quantize is for a draft model or heads: give one, as --draft does"
         )
-    return found
+    return drafters
 
 
 def is_model(option: str | None) -> bool:
@@ -117,21 +131,22 @@ def load_all(
 ) -> tuple[st.HybridLM, list[Any]]:
     """Loads a target, and what `drafter_of` makes each drafter of."""
     changes = None if adapter is None else find(adapter, adapter=True)
-    paths = (each.path for each in drafters)
-    of_target, own, *of_drafters = _ignored_fields(ignore, target, changes, *paths)
+    paths = (drafter.path for drafter in drafters)
+    of_target, of_adapter, *of_drafters = _ignored_fields(ignore, target, changes, *paths)
     enable_compilation_cache()
     model = st.from_pretrained(
         target,
         dtype=dtype,
         quantize=quantize,
-        ignore=[*of_target, *own],
+        ignore=[*of_target, *of_adapter],
         adapter=changes,
         mesh=mesh,
     )
-    return model, list(map(_loaded, itertools.repeat(model), drafters, of_drafters))
+    pairs = zip(drafters, of_drafters, strict=True)
+    return model, [_load_drafts(model, drafter, fields) for drafter, fields in pairs]
 
 
-def _loaded(model: st.HybridLM, drafter: Chosen, ignore: Sequence[str]) -> Any:
+def _load_drafts(model: st.HybridLM, drafter: Chosen, ignore: Sequence[str]) -> Any:
     """A draft model, or a drafter that has none."""
     path: Any = drafter.path
     if drafter.option is None:
@@ -145,33 +160,34 @@ def _loaded(model: st.HybridLM, drafter: Chosen, ignore: Sequence[str]) -> Any:
 
 
 def drafter_of(
-    drafter: Chosen, loaded: Any, kind: str = "", sharpness: float | None = None
+    drafter: Chosen, drafts: Any, kind: str = "", sharpness: float | None = None
 ) -> st.Drafter | None:
     """The drafter of what was loaded for it, for a kind of tree."""
     if not is_model(drafter.option):
-        return loaded
-    grown: Any = {"beam": st.BeamDrafter, "budget": st.DynamicDrafter}.get(kind, st.ModelDrafter)
-    return grown(loaded) if sharpness is None else grown(loaded, sharpness=sharpness)
+        return drafts
+    classes = {"beam": st.BeamDrafter, "budget": st.DynamicDrafter}
+    drafter_class: Any = classes.get(kind, st.ModelDrafter)
+    return drafter_class(drafts, **({} if sharpness is None else {"sharpness": sharpness}))
 
 
 def _ignored_fields(names: Sequence[str], *checkpoints: str | Path | None) -> list[list[str]]:
     """Which of the fields of --ignore-field each of the checkpoints has."""
-    found = [
-        [name for name in names if each is not None and has_field(find(each), name)]
-        for each in checkpoints
+    fields = [
+        [name for name in names if path is not None and has_field(find(path), name)]
+        for path in checkpoints
     ]
     for name in names:
-        if not any(name in each for each in found):
+        if not any(name in ignored for ignored in fields):
             raise ValueError(
                 f"--ignore-field {shown(name)}: no checkpoint of another program here has this"
                 " field; leave the option out"
             )
-    return found
+    return fields
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What `generate` decodes with; grammars are made once."""
+    """What texts are decoded with; grammars are made once."""
 
     model: st.HybridLM
     drafter: st.Drafter | None
@@ -179,12 +195,15 @@ class Loaded:
     texts: Texts
     _grammars: dict[str, st.Automaton] = dataclasses.field(default_factory=dict)
 
-    def options(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of `Options` for the settings of a text, its grammar among them."""
-        ends = self.texts.end_tokens(self.model.config, asked["eos_token"])
-        kinds = [kind for kind in ("regex", "json_schema") if asked[kind] is not None]
-        grammars = [self._grammar(kind, asked[kind], ends) for kind in kinds]
-        return sampling(asked) | {"eos_token": ends or None, "processors": grammars}
+        ends = self.texts.end_tokens(self.model.config, settings.get("eos_token"))
+        grammars = [
+            self._grammar(kind, settings[kind], ends)
+            for kind in ("regex", "json_schema")
+            if settings.get(kind) is not None
+        ]
+        return sampling(settings) | {"eos_token": ends or None, "processors": grammars}
 
     def _grammar(self, name: str, argument: Any, ends: list[int]) -> st.Automaton:
         key = json.dumps([name, argument, ends])
@@ -194,35 +213,64 @@ class Loaded:
         return self._grammars[key]
 
 
-def load(command: Generate) -> Loaded:
-    """Loads models and tokenizer for `generate`."""
-    tree, mesh, sharpness = command.tree, command.mesh, command.sharpness
-    drafter = chosen(command.checkpoint, command)
+def sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are keywords of `Options`, but for the end tokens, which may be texts."""
+    names = {field.name for field in dataclasses.fields(Options)} - {"eos_token"}
+    return {name: value for name, value in settings.items() if name in names}
+
+
+def load(
+    checkpoint: str,
+    *,
+    tree: str | None = None,
+    sharpness: float | None = None,
+    adapter: str | None = None,
+    dtype: str = "float32",
+    quantize: str | None = None,
+    tokenizer: str | Path | None = None,
+    chat_template: Path | None = None,
+    mesh: str | None = None,
+    distributed: bool = False,
+    **drafts: Any,
+) -> Loaded:
+    """Loads models and tokenizer. `drafts` are words that choose a drafter, as draft="FOLDER"."""
+    drafter = chosen(checkpoint, drafts)
     topology = None if tree is None else parse_tree(tree)
     if tree is not None and topology is None:  # the tuned result: do not draft
         drafter = Chosen(ignore=drafter.ignore)
     kind = "" if tree is None else kind_of(tree)
-    if mesh is None and command.distributed:
+    if mesh is None and distributed:
         raise ValueError("--distributed goes with --mesh, such as --mesh data=2,model=4")
     if sharpness is not None and not (kind == "budget" and is_model(drafter.option)):
         raise ValueError(
             f"--sharpness is for dynamic trees: give --tree budget:16,5 and one of {models()}"
         )
     check_drafter(drafter.option, [] if tree is None else [tree], mesh)
-    texts = Texts.at(command.tokenizer or find(command.checkpoint), command.chat_template)
-    if command.distributed:
+    texts = Texts.at(tokenizer or find(checkpoint), chat_template)
+    if distributed:
         join_processes()
     model, of_model = load_models(
-        command.checkpoint,
+        checkpoint,
         drafter,
-        adapter=command.adapter,
-        dtype=command.dtype,
-        quantize=command.quantize,
+        adapter=adapter,
+        dtype=dtype,
+        quantize=quantize,
         mesh=None if mesh is None else parse_mesh(mesh),
         kind=kind,
         sharpness=sharpness,
     )
     return Loaded(model, of_model, topology, texts)
+
+
+def kind_of(spec: str) -> str:
+    """The word that begins the specification of a tree, such as "budget"."""
+    return spec.partition(":")[0]
+
+
+def parse_tree(spec: str) -> Any:
+    """As `stree_jax.tree.parsed`; None, not to draft, if the tree has its root alone."""
+    topology = parsed(spec)
+    return None if isinstance(topology, TreeTopology) and topology.num_nodes == 1 else topology
 
 
 def parse_mesh(spec: str) -> Mesh:
