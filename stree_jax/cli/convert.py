@@ -26,7 +26,7 @@ from stree_jax.models.lm import HybridLM
 def run_convert(command: Convert) -> None:
     """Converts a checkpoint with a progress bar, then prints what was converted and ignored."""
     console, path = Console(highlight=False), find(command.source)  # may download
-    adapter = _found(command.adapter)
+    adapter = _adapter_of(command.adapter)
     with progress_bar(console) as show:
         left_out = convert(
             path,
@@ -51,15 +51,16 @@ def run_convert(command: Convert) -> None:
 def run_inspect(command: Inspect, console: Console | None = None) -> None:
     """Prints a summary of a checkpoint and, if asked, the weight that each tensor becomes."""
     console = console or Console(highlight=False)
-    of = find(command.path), command.ignore_field, _found(command.adapter)
-    console.print(_table(*of))
-    for line in _tensors(*of) if command.tensors else ():
-        console.print(line, markup=False, soft_wrap=True)
+    path, ignore, adapter = find(command.path), command.ignore_field, _adapter_of(command.adapter)
+    console.print(_table(path, ignore, adapter))
+    if command.tensors:
+        for line in _tensors(path, ignore, adapter):
+            console.print(line, markup=False, soft_wrap=True)
     console.print("names, shapes and files fit: can be loaded and converted")
     console.print(f"runs as {dispatch.explain()}", markup=False, soft_wrap=True)
 
 
-def _found(adapter: str | None) -> Path | None:
+def _adapter_of(adapter: str | None) -> Path | None:
     return None if adapter is None else find(adapter, adapter=True)
 
 
@@ -81,7 +82,7 @@ def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[
     if not is_foreign(path, ignore=ignore, adapter=adapter):
         config, stored = open_native(path)
         dtype, count = matrix_dtype(stored.values()), len(quantized_in(stored))
-        in_8_bits = f", {count} matrices in 8 bits" * bool(count)
+        in_8_bits = f", {count} matrices in 8 bits" if count else ""
         yield "family", "stree-jax (native)"
         has_sums = has_file(path / CHECKSUMS)
         yield "checksums", "yes" if has_sums else "no, it is from an older version"
@@ -97,15 +98,16 @@ def _facts(path: Path, ignore: Sequence[str], adapter: Path | None) -> Iterator[
             yield "quantised", f"{checkpoint.quantised}, whose values are computed in float32"
         if checkpoint.adapter is not None:
             yield "adapter", checkpoint.adapter
-        found = checkpoint.description.mtp
-        head = None if found is None else found.config or found.problem
+        mtp = checkpoint.description.mtp
+        head = None if mtp is None else mtp.config or mtp.problem
     yield "parameters", f"{_size(HybridLM.abstract(config)[1]):,}"
     kinds = sorted(set(config.kinds))
     yield "layers", ", ".join(f"{config.kinds.count(kind)} {kind}" for kind in kinds)
     yield "width", f"{config.d_model:,}"
-    layers = [layer for each in config.distinct_layers for layer in (each, *each.parts.values())]
-    for layer in dict.fromkeys(layers):
-        yield layer.kind, _layer_fact(layer)
+    layers = config.distinct_layers
+    parts = (part for layer in layers for part in (layer, *layer.parts.values()))
+    for part in dict.fromkeys(parts):
+        yield part.kind, _layer_fact(part)
     is_padded = config.num_embeddings != config.vocab_size
     padded = f", padded to {config.num_embeddings:,}" if is_padded else ""
     yield "vocabulary", f"{config.vocab_size:,}{padded}"

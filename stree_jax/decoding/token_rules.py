@@ -60,13 +60,11 @@ class LogitBias(_Stateless):
             values[: len(self.biases)] = [*self.biases.values()]
             object.__setattr__(self, "biases", (ids, values))
             return
-        given = self.biases
-        if isinstance(given, tuple) and len(given) == 2 and not any(map(is_given, given)):
+        biases = self.biases
+        if isinstance(biases, tuple) and len(biases) == 2 and not any(map(is_given, biases)):
             return  # made again, by jax
-        if is_given(given) or isinstance(given, np.ndarray | jax.Array | None):
-            raise ValueError(
-                f"LogitBias takes a dict such as {{7: -2.0}}, got {shown(self.biases)}"
-            )
+        if is_given(biases) or isinstance(biases, np.ndarray | jax.Array | None):
+            raise ValueError(f"LogitBias takes a dict such as {{7: -2.0}}, got {shown(biases)}")
 
     def check(self, vocab_size):
         _check_ids("LogitBias", self.biases[0], vocab_size)
