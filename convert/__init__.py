@@ -8,16 +8,18 @@
     files, torch_file, quantised    lazily opened weights
     gguf_file, gguf               llama.cpp's files, and what its converter did to a checkpoint
     adapter        LoRA adapters, merged into them
+    finding        a checkpoint here or on the hub
     reading, writing, api         to a `HybridLM` and back; `convert`
 
-A new family is a module with a reader (and a writer), and one entry of `FAMILIES`. The rooms of
+A new family is a module with a reader (and a writer), and one entry of `FAMILIES`. The kinds of
 heads in `stree_jax.extensions` read theirs with these parts.
 """
 
-from stree_jax.convert.api import convert, find, formats
+from stree_jax.convert.api import convert, formats
 from stree_jax.convert.description import Description, HeadDescription, Source
 from stree_jax.convert.families import FAMILIES, QUIRKS, Family, has_field
 from stree_jax.convert.fields import TRANSFORMERS, Fields
+from stree_jax.convert.finding import find
 from stree_jax.convert.hybrid_parts import llama_parts
 from stree_jax.convert.qwen import layer_rules as qwen_layer_rules
 from stree_jax.convert.reading import (

@@ -71,30 +71,30 @@ class _Change(NamedTuple):
 
 
 def adapted(
-    tensors: Mapping[str, Tensor], path: Path, asked: dict[str, bool] | None = None
+    tensors: Mapping[str, Tensor], path: Path, ignore: dict[str, bool] | None = None
 ) -> Adapted:
     """Merges a LoRA adapter: a matrix W becomes W + alpha / r B A.
 
     The format: https://huggingface.co/docs/peft/developer_guides/checkpoint. Its names may be those
     of the text model or of a wrapper around it. Full weights (`modules_to_save`) replace the
-    checkpoint's. `asked` are names of unknown fields to ignore, see `Fields`. Reads no weights;
+    checkpoint's. `ignore` are names of unknown fields, see `Fields`. Reads no weights;
     ValueError: it is no LoRA adapter, computes something else, or does not fit.
     """
     if not has_file(path / ADAPTER):
         raise ValueError(f"{path} is not an adapter (PEFT): it has no {ADAPTER}")
-    fields = Fields(path / ADAPTER, read_json(path / ADAPTER), asked=asked)
+    fields = Fields(path / ADAPTER, read_json(path / ADAPTER), asked=ignore)
     base, settings = fields.values.get("base_model_name_or_path"), _settings(fields)
     notes = fields.finish()
-    file, own = open_tensors(path, _WEIGHTS)
+    file, adapter = open_tensors(path, _WEIGHTS)
     try:
-        changes = _changes(own, tensors, settings)
+        changes = _changes(adapter, tensors, settings)
     except ValueError as error:
         raise ValueError(f"{path / file}: {error}") from None
     merged = {
-        name: Tensor(each.base.shape, each.base.dtype, functools.partial(_merge, each, file))
-        for name, each in changes.items()
+        name: Tensor(change.base.shape, change.base.dtype, functools.partial(_merge, change, file))
+        for name, change in changes.items()
     }
-    ranks = sorted({each.rank for each in changes.values() if each.rank})
+    ranks = sorted({change.rank for change in changes.values() if change.rank})
     of_rank = f" of rank {' to '.join(map(str, {ranks[0]: 0, ranks[-1]: 0}))}" if ranks else ""
     return Adapted(
         {**tensors, **merged},
@@ -147,19 +147,19 @@ def _by_module(
 
     def value(module: str) -> Any:
         last = f"^.{module}"[-_MAX_PATTERN - 2 :]  # as far as a pattern reaches
-        found = [last[at:] for at in range(len(last)) if last[at:] in ends]
-        return ends[min(found, key=order.__getitem__)] if found else default
+        matches = [last[at:] for at in range(len(last)) if last[at:] in ends]
+        return ends[min(matches, key=order.__getitem__)] if matches else default
 
     return value
 
 
 def _changes(
-    own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], settings: _Settings
+    adapter: Mapping[str, Tensor], tensors: Mapping[str, Tensor], settings: _Settings
 ) -> dict[str, _Change]:
     """The changes of an adapter's tensors by the names of a checkpoint's."""
     names = {_OUTER.sub("", name): name for name in tensors} | {name: name for name in tensors}
-    found: dict[str, _Change] = {}
-    for key, tensor in own.items():
+    changes: dict[str, _Change] = {}
+    for key, tensor in adapter.items():
         place = key.removeprefix("base_model.model.")
         lora = _LORA.fullmatch(place)
         name = f"{lora[1]}.weight" if lora else _WRAPPED.sub("", place)
@@ -168,7 +168,7 @@ def _changes(
             raise ValueError(
                 f"{key!r:.120} changes {name!r:.120}, which is not in the checkpoint of the model"
             )
-        change = found.setdefault(target, _Change(tensors[target], {}))
+        change = changes.setdefault(target, _Change(tensors[target], {}))
         part = f"{lora[2] or ''}{lora[3]}" if lora else ""
         require(part not in change.parts, f"{key!r:.120} changes {target!r:.120} again")
         require(tensor.dtype.kind in "fV", f"{key!r:.120} holds {tensor.dtype}, no real numbers")
@@ -176,13 +176,13 @@ def _changes(
         if lora:
             rank, alpha = settings.rank(lora[1]), settings.alpha(lora[1])
             scale = alpha / (rank**0.5 if settings.by_root else rank)
-            found[target] = change._replace(rank=rank, scale=scale)
-    for target, change in found.items():
+            changes[target] = change._replace(rank=rank, scale=scale)
+    for target, change in changes.items():
         try:
             _check_shapes(change)
         except ValueError as error:
             raise ValueError(f"{target!r:.120} {error}") from None
-    return found
+    return changes
 
 
 def _check_shapes(change: _Change) -> None:
@@ -210,12 +210,12 @@ def _check_shapes(change: _Change) -> None:
 
 def _merge(change: _Change, file: str) -> np.ndarray:
     """The changed tensor, in float32."""
-    own = {part: tensor.read().astype(np.float32) for part, tensor in change.parts.items()}
-    for values in own.values():
+    arrays = {part: tensor.read().astype(np.float32) for part, tensor in change.parts.items()}
+    for values in arrays.values():
         require(bool(np.isfinite(values).all()), f"{file} holds NaN or infinity for it")
-    weight = own.pop("") if "" in own else change.base.read().astype(np.float32)
-    if not own:
+    weight = arrays.pop("") if "" in arrays else change.base.read().astype(np.float32)
+    if not arrays:
         return weight
-    a, b = (own[part] for part in sorted(own))
+    a, b = (arrays[part] for part in sorted(arrays))
     delta = np.float32(change.scale) * (b @ a)
-    return weight + (delta if "A" in own else delta.T)
+    return weight + (delta if "A" in arrays else delta.T)

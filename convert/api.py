@@ -1,7 +1,6 @@
 """`convert`: from any known checkpoint to a native one or to another program's format."""
 
 import os
-import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -9,34 +8,15 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from stree_jax.checkpoint import is_native, write_checkpoint
-from stree_jax.checkpoint.arrays import CHECKSUMS
-from stree_jax.checkpoint.directories import new_directory, recover
-from stree_jax.checkpoint.files import (
-    CHAT_TEMPLATES,
-    checked_path,
-    folder_of,
-    has_directory,
-    has_file,
-)
-from stree_jax.checkpoint.load import load_native
-from stree_jax.convert.adapter import ADAPTER
-from stree_jax.convert.families import config_files, layout
-from stree_jax.convert.files import HEAD, shards
-from stree_jax.convert.reading import ProgressCallback, is_foreign, load_model, open_checkpoint
+from stree_jax.checkpoint import write_checkpoint
+from stree_jax.checkpoint.directories import new_directory
+from stree_jax.checkpoint.files import checked_path, folder_of
+from stree_jax.checkpoint.load import quantized_in
+from stree_jax.convert.finding import side_files
+from stree_jax.convert.reading import Checkpoint, ProgressCallback, load_model, open_checkpoint
 from stree_jax.convert.writing import writable, write_as, written_as
-from stree_jax.heads import FOLDER, load_native_head, open_head, part_of, save_head
-from stree_jax.messages import first_line, needs, shown_path
-from stree_jax.models.config import ModelConfig
-from stree_jax.models.matrices import check_quantize, quantized_names
-
-# Files that are copied unchanged, as patterns.
-_COPIED = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "tokenizer.model.v3"),
-    "generation_config.json",
-    *CHAT_TEMPLATES,
-)
+from stree_jax.heads import FOLDER, save_head
+from stree_jax.models.matrices import check_quantize
 
 
 def formats() -> tuple[str, ...]:
@@ -89,43 +69,24 @@ def convert(
     check_quantize(quantize, keep)
     if quantize is not None and to != "native":
         raise ValueError(f"quantize = {quantize!r} is for native checkpoints, not for to = {to!r}")
-    in_8_bits: dict[str, Any] = dict(quantize=quantize, keep=keep)
     target = checked_path(destination, "destination", "the directory to create")
-    path = find(source)
     if target.exists():
         raise ValueError(f"{target} exists; choose another name")
-    changes = None if adapter is None else find(adapter, adapter=True)
+    checkpoint = open_checkpoint(source, quirks, ignore, adapter)
+    path, config = checkpoint.path, checkpoint.config
     files = side_files(path)
-    if not is_foreign(path, quirks, ignore, changes):
-        model = load_native(path, dtype=dtype, **in_8_bits)
-        if to != "native" and quantized_names(model):
+    if to != "native":  # refuse before reading weights
+        if quantized_in(checkpoint.tensors):
             raise ValueError(
                 f"{path} has matrices in 8 bits, which are stored natively only; convert the"
                 " original"
             )
-        inside = path / FOLDER
-        found = open_head(FOLDER, inside)[1] if inside.is_dir() else None
-        left_out = _left_out(found, model.config, to, model.dtype.name, target)
-        has_place = found is not None and left_out is None
-        try:
-            head = load_native_head(FOLDER, inside, model) if has_place else None
-        except ValueError as error:
-            if quantize is None:
-                raise
-            head, left_out = None, str(error)  # of before heads knew their target in 8 bits
-    else:
-        checkpoint = open_checkpoint(path, quirks, ignore, changes)
-        described, name = checkpoint.description, checkpoint.dtype.name
-        if to != "native":  # refuse before reading weights
-            written_as(described.config, to, name, target)
-        found = None if described.mtp is None else described.mtp.config
-        left_out = None if described.mtp is None else described.mtp.problem
-        left_out = left_out or _left_out(found, described.config, to, name, target)
-        dtype = checkpoint.dtype if dtype is None else dtype
-        model = load_model(checkpoint, dtype=dtype, progress=progress, **in_8_bits)
-        head = None
-        if found is not None and left_out is None:
-            head = part_of(FOLDER, "conversion").of_checkpoint(checkpoint, model)
+        written_as(config, to, checkpoint.dtype.name, target)
+    described, left_out = checkpoint.head, None
+    if described is not None:
+        left_out = described.problem or _no_place(described.config, checkpoint, to, target)
+    model = load_model(checkpoint, dtype=dtype, progress=progress, quantize=quantize, keep=keep)
+    head = checkpoint.load_head(model) if described is not None and left_out is None else None
 
     def beside(partial: Path) -> None:
         for file in files:
@@ -144,86 +105,12 @@ def convert(
     return left_out
 
 
-def _left_out(head: Any, config: ModelConfig, to: str, dtype: str, target: Path) -> str | None:
+def _no_place(head: Any, checkpoint: Checkpoint, to: str, target: Path) -> str | None:
     """Says why a format has no place for a head; None: it has."""
-    if head is None or to == "native":
+    if to == "native":
         return None
     try:
-        written_as(config, to, dtype, target, head)
+        written_as(checkpoint.config, to, checkpoint.dtype.name, target, head)
     except ValueError as error:
         return str(error)
     return None
-
-
-def side_files(directory: Path) -> list[Path]:
-    """Files of a checkpoint that are copied unchanged, such as its tokenizer.
-
-    Only regular files inside the directory: a link to somewhere else could bring any file of this
-    machine into a checkpoint that is then published. In the hub's cache all files are links to its
-    folder of blobs.
-    """
-    directory = folder_of(directory)
-    inside = [directory.resolve()]
-    if directory.resolve().parent.name == "snapshots":
-        inside.append(directory.resolve().parents[1] / "blobs")
-    return [
-        file
-        for pattern in _COPIED
-        for file in sorted(directory.glob(pattern))
-        if any(file.resolve().is_relative_to(folder) for folder in inside)
-        if file.is_file() and has_file(file)
-    ]
-
-
-def find(name: str | os.PathLike[str] | Any, *, adapter: bool = False) -> Path:
-    """The directory or GGUF file of a checkpoint, or the directory of an adapter.
-
-    It is downloaded from the hub if it is not here.
-
-    Raises:
-        ValueError: no path, or there is no such directory and no such model on the hub.
-    """
-    what = "adapter" if adapter else "path"
-    path = checked_path(name, what, "a directory or the name of a model on the hub")
-    try:
-        recover(path)
-        if has_directory(path):
-            return path
-        if folder_of(path) != path:
-            return path
-        if path.exists():
-            raise ValueError(
-                f"{path} is a file; a checkpoint is a directory, such as {path.absolute().parent}"
-            )
-    except OSError as error:  # for example, a name that is too long
-        raise ValueError(f"no checkpoint at {shown_path(path)}: {error.strerror}") from None
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name), re.ASCII):
-        raise ValueError(f"no checkpoint at {shown_path(path)}: there is no such directory")
-    if adapter:
-        return _download(str(name), [ADAPTER, "adapter_model*"])
-    # The small files first: they decide which large ones are needed.
-    path = _download(str(name), [*_COPIED, *config_files(), CHECKSUMS, "*.index.json"])
-    if is_native(path):
-        return _download(str(name), ["params/**", f"{FOLDER}/**"])
-    for weights in layout(path).weights:
-        wanted = shards(path, weights)
-        _download(str(name), wanted)
-        if any(match.name != HEAD for each in wanted for match in path.glob(each)):
-            break
-    return path
-
-
-def _download(name: str, patterns: list[str]) -> Path:
-    """Downloads files of a model into the hub's cache and returns their directory."""
-    try:
-        import huggingface_hub
-    except ImportError:
-        hub = needs("a name on the hub", "huggingface-hub", "hub")
-        raise ValueError(f"there is no directory {name}; {hub}") from None
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # offline, unknown, gated: the library raises many types
-        raise ValueError(
-            f"there is no directory {name}, and it cannot be downloaded from the hub:"
-            f" {first_line(error)}"
-        ) from error

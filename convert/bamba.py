@@ -13,7 +13,7 @@ from stree_jax.models.config import ModelConfig
 def read_bamba(source: Source) -> Description:
     """`BambaConfig`. transformers applies RoPE to the first half of each head."""
     fields = source.fields
-    fields.null("attn_layer_indices")
+    fields.null("attn_layer_indices", "layer_types", "layers_block_type")
     mamba2, d_model = hybrid.read_mixer(fields)
     attention = hybrid.read_attention(fields, d_model)
     theta, scaling, table = fields.rope()
@@ -28,8 +28,14 @@ def read_bamba(source: Source) -> Description:
     )  # present in the first conversions of Bamba
     num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
     with_attention = fields.indices("attn_layer_indices", num_layers)
-    kinds = ["attention" if i in with_attention else "mamba2" for i in range(num_layers)]
-    fields.ignore("redundant with attn_layer_indices", "layers_block_type", "layer_types")
+    kinds = tuple("attention" if i in with_attention else "mamba2" for i in range(num_layers))
+    fields.alias(layer_types="layers_block_type")
+    if fields.has("layer_types"):
+        fields.check(
+            fields.layer_kinds("layer_types", hybrid.KINDS, num_layers) == kinds,
+            f"layer_types and attn_layer_indices = {with_attention!s:.80} are two names of one"
+            " thing: leave the wrong one out",
+        )
     fields.ignore("used in training only", "z_loss_coefficient")
     config = ModelConfig(
         layers=hybrid.with_mlps(kinds),

@@ -67,10 +67,10 @@ def of_head(names: Iterable[str]) -> list[Ignored]:
 def required(config: ModelConfig, kind: str) -> Any:
     """The first config of a kind of layer that the family always has; else a ValueError."""
     parts = (part for layer in config.layers for part in (layer, *layer.parts.values()))
-    found = next((part for part in parts if part.kind == kind), None)
-    if found is None:
+    first = next((part for part in parts if part.kind == kind), None)
+    if first is None:
         raise ValueError(f"it has no layer {kind!r}, only {sorted(set(config.kinds))}")
-    return found
+    return first
 
 
 def limits(mixer: Mamba2Config) -> list[Any]:

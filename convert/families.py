@@ -242,6 +242,8 @@ def _read_wrapped(source: Source, name: str) -> Description:
         raise ValueError(
             f"{path}: model_type = {name!r} needs a table {' or '.join(wrapper.tables)}"
         )
+    for table in tables[1:]:
+        source.fields.alias(**{tables[0]: table})
     inside, others = {}, []
     for tensor in source.tensors:
         found = [begin for begin in wrapper.names if tensor.startswith(begin)]

@@ -84,14 +84,25 @@ class Fields:
             " field out",
         )
 
-    def alias(self, **names: str) -> None:
-        """Reads `new` from `old` where only that is present: `alias(new="old")`."""
+    def alias(self, table: "Fields | None" = None, /, **names: str) -> None:
+        """Reads `new` from `old` where only that is present: `alias(new="old")`.
+
+        `old` is a field of the table, or of this one. Where both are present, they must agree:
+        programs differ in which one they take.
+        """
+        table = self if table is None else table
         for name, old in names.items():
-            if old in self._nulls and name not in self.values:
+            if old in table._nulls and name not in self.values:
                 self._nulls = self._nulls | {name}
-            if old in self.values:
-                self._left.discard(old)
-                self.values.setdefault(name, self.values[old])
+            if old in table.values:
+                table._left.discard(old)
+                again = table.values[old]
+                value = self.values.setdefault(name, again)
+                self.check(
+                    value == again,
+                    f"{self._prefix}{name} = {value!r:.200} and {table._prefix}{old} ="
+                    f" {again!r:.200} are two names of one thing: leave the wrong one out",
+                )
 
     def integer(
         self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = 1 << 24
@@ -161,11 +172,11 @@ class Fields:
         self, theta: float = 10000.0, *, plain: bool = False
     ) -> tuple[float, RopeScaling | None, "Fields"]:
         """The base and, unless `plain`, the scaling of RoPE; and the rest of its table."""
-        theta = self.number("rope_theta", theta)
         self.null("rope_parameters", "rope_scaling")
         self.alias(rope_parameters="rope_scaling")
         table = self.table("rope_parameters")
-        theta = table.number("rope_theta", theta)
+        self.alias(table, rope_theta="rope_theta")
+        theta = self.number("rope_theta", theta)
         table.alias(rope_type="type")
         kind = table.choice("rope_type", "default", {"default": "default", "llama3": "llama3"})
         self.check(theta > 0, f"rope_theta must be above 0, got {theta}")

@@ -106,8 +106,8 @@ def _read_bytes(path: Path, start: int, dtype: np.dtype, shape: tuple[int, ...])
 def shards(directory: Path, name: str) -> list[str]:
     """The files of these weights: those of their index, or patterns if there is none."""
     index = directory / f"{name}.index.json"
-    found = {*_weight_map(index).values()} if has_file(index) else {name.replace(".", "*.", 1)}
-    return sorted({*found, HEAD})
+    files = {*_weight_map(index).values()} if has_file(index) else {name.replace(".", "*.", 1)}
+    return sorted({*files, HEAD})
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:

@@ -91,10 +91,10 @@ class _Facts:
         """Heads of keys. Layers without attention have 0 in a list."""
         name = f"{self.architecture}.attention.head_count_kv"
         value = self._metadata.get(name)
-        found = {each for each in value if each} if isinstance(value, list) else {value}
-        if len(found) != 1:
+        counts = {count for count in value if count} if isinstance(value, list) else {value}
+        if len(counts) != 1:
             raise ValueError(f"{self.file}: {name} = {value!s:.80} differs among layers")
-        return check_int(f"{self.file}: {name}", found.pop(), 1)
+        return check_int(f"{self.file}: {name}", counts.pop(), 1)
 
 
 class _Change(NamedTuple):
@@ -127,9 +127,9 @@ def _halves_apart(heads: int, turned: int | None) -> _Change:
 
     def apply(x: np.ndarray) -> np.ndarray:
         rows = x.reshape(heads, -1, *x.shape[1:])
-        first, rest = np.split(rows, [rows.shape[1] if turned is None else turned], axis=1)
+        first, kept = np.split(rows, [rows.shape[1] if turned is None else turned], axis=1)
         pairs = first.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(first.shape)
-        return np.concatenate([pairs, rest], axis=1).reshape(x.shape)
+        return np.concatenate([pairs, kept], axis=1).reshape(x.shape)
 
     return _Change(apply)
 
@@ -142,8 +142,8 @@ def _by_group(groups: int, heads: int, first: int = 0, *, columns: bool = False)
 
     def apply(x: np.ndarray) -> np.ndarray:
         x = x.T if columns else x
-        own = x[first:].reshape(heads // groups, groups, -1, *x.shape[1:]).swapaxes(0, 1)
-        x = np.concatenate([x[:first], own.reshape(-1, *x.shape[1:])])
+        by_group = x[first:].reshape(heads // groups, groups, -1, *x.shape[1:]).swapaxes(0, 1)
+        x = np.concatenate([x[:first], by_group.reshape(-1, *x.shape[1:])])
         return x.T if columns else x
 
     return _Change(apply)
@@ -184,27 +184,29 @@ def _check_sizes(layout: _Layout, facts: _Facts, path: Path, values: Values) -> 
 
 def _renamed(layout: _Layout, facts: _Facts) -> dict[str, Tensor]:
     """The tensors by transformers' names."""
-    wanted = [("", own, name) for own, name in layout.outside.items()]
+    wanted = [("", gguf_name, name) for gguf_name, name in layout.outside.items()]
     for i in range(facts.num_layers + facts.num_heads):
         is_head = i >= facts.num_layers
         begin = "mtp.layers.0" if is_head else layout.layer.format(i)
-        inside = {own: f"{begin}.{name}" for own, name in layout.inside.items()}
+        inside = {gguf_name: f"{begin}.{name}" for gguf_name, name in layout.inside.items()}
         inside |= layout.head if is_head else {}
-        wanted += [(f"blk.{i}.", own, name) for own, name in inside.items()]
+        wanted += [(f"blk.{i}.", gguf_name, name) for gguf_name, name in inside.items()]
     left = {*facts.tensors} - {"rope_freqs.weight"}  # whose numbers config.json has
-    found = {}
-    for begin, own, name in wanted:
-        sources = [begin + part for part in own.split("+")]
+    tensors: dict[str, Tensor] = {}
+    for begin, gguf_name, name in wanted:
+        sources = [begin + part for part in gguf_name.split("+")]
         if left.issuperset(sources):
-            if name in found:
-                raise ValueError(f"{facts.file} has {name} twice, also as {shown(begin + own)}")
+            if name in tensors:
+                raise ValueError(
+                    f"{facts.file} has {name} twice, also as {shown(begin + gguf_name)}"
+                )
             left -= {*sources}
-            changes = (*layout.changes.get(own, ()), *_CHANGES.get(own, ()))
+            changes = (*layout.changes.get(gguf_name, ()), *_CHANGES.get(gguf_name, ()))
             parts = [facts.tensors[source] for source in sources]
-            found[name] = _changed(f"{facts.file}: {name}", parts, changes)
+            tensors[name] = _changed(f"{facts.file}: {name}", parts, changes)
     if left:
         raise ValueError(f"{facts.file} has unknown tensors: {sorted(left)[:3]!s:.200}")
-    return found
+    return tensors
 
 
 def _changed(name: str, parts: list[Tensor], changes: tuple[_Change, ...]) -> Tensor:
@@ -235,7 +237,7 @@ def _table(names: str, within: str = "") -> dict[str, str]:
     """A table "there here" of names, of matrices and biases; "a+b" become one."""
     begin = f"{within}." if within else ""
     return {
-        "+".join(f"{own}.{part}" for own in there.split("+")): f"{begin}{here}.{part}"
+        "+".join(f"{name}.{part}" for name in there.split("+")): f"{begin}{here}.{part}"
         for there, here in (line.split() for line in names.split(","))
         for part in ("weight", "bias")
     }
@@ -245,7 +247,9 @@ def _mixer(within: str) -> dict[str, str]:
     """Names of the state space mixers."""
     names = "ssm_in in_proj, ssm_conv1d conv1d, ssm_norm norm, ssm_out out_proj"
     scalars = {"ssm_dt.bias": "dt_bias", "ssm_a": "A_log", "ssm_d": "D"}
-    return _table(names, within) | {own: f"{within}.{name}" for own, name in scalars.items()}
+    return _table(names, within) | {
+        gguf_name: f"{within}.{name}" for gguf_name, name in scalars.items()
+    }
 
 
 def _attention(within: str) -> dict[str, str]:
@@ -309,7 +313,11 @@ def _falcon_h1(facts: _Facts, values: Values) -> _Layout:
     )
     # Biases are multiplied there too, which those of transformers are not: refused as unknown.
     kept = ("ssm_conv1d.bias", "ssm_dt.bias")
-    inside = {own: name for own, name in inside.items() if own[-5:] != ".bias" or own in kept}
+    inside = {
+        gguf_name: name
+        for gguf_name, name in inside.items()
+        if gguf_name[-5:] != ".bias" or gguf_name in kept
+    }
     outside = _outside("model.embed_tokens", "model.final_layernorm")
     sizes = {
         "mamba_d_ssm": facts.size("ssm.inner_size"),
@@ -374,7 +382,7 @@ def _nemotron(facts: _Facts, values: Values) -> _Layout:
     first = "nextn.enorm enorm, nextn.hnorm hnorm, nextn.eh_proj eh_proj"
     last = "post_attention_norm norm, nextn.shared_head_norm final_layernorm"
     head = _table(first, "mtp.layers.0") | _table(last, "mtp.layers.1")
-    head |= {own: f"mtp.layers.1.{name}" for own, name in after.items()}
+    head |= {gguf_name: f"mtp.layers.1.{name}" for gguf_name, name in after.items()}
     outside = _outside("backbone.embeddings", "backbone.norm_f")
     return _Layout("backbone.layers.{}", outside, inside, head=head, **_unpaired(facts))
 

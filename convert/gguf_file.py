@@ -38,13 +38,13 @@ def gguf_file(path: Path) -> Path | None:
     """The GGUF file that a path is, or the only one of a directory without other weights."""
     if path.suffix == ".gguf":
         return path if has_file(path) else None
-    if any(any(path.glob(each)) for each in ("*.safetensors*", "pytorch_model*")):
+    if any(any(path.glob(pattern)) for pattern in ("*.safetensors*", "pytorch_model*")):
         return None
-    found = sorted(path.glob("*.gguf"))
-    if len({_name(file) for file in found}) > 1:
-        names = ", ".join(shown(file.name) for file in found[:4])
+    files = sorted(path.glob("*.gguf"))
+    if len({_name(file) for file in files}) > 1:
+        names = ", ".join(shown(file.name) for file in files[:4])
         raise ValueError(f"{path} has several GGUF files, {names}: give the path of one")
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def _name(file: Path) -> str:
@@ -69,10 +69,10 @@ def open_parts(file: Path) -> tuple[dict[str, Any], dict[str, Tensor], str]:
     for part in parts:
         if not has_file(part):
             raise ValueError(f"{part} does not exist: get all {len(parts)} parts of the file")
-        more, own = _open_part(part, kinds)
-        if again := sorted(tensors.keys() & own.keys()):
+        more, of_part = _open_part(part, kinds)
+        if again := sorted(tensors.keys() & of_part.keys()):
             raise ValueError(f"{part} has the tensor {shown(again[0])} of an earlier part again")
-        metadata, tensors = more | metadata, tensors | own
+        metadata, tensors = more | metadata, tensors | of_part
     require(bool(tensors), f"{file} has no tensors")
     blocks = {kind: count for kind, count in kinds.most_common() if kind not in _PLAIN}
     return metadata, tensors, ", ".join(f"{count} tensors {kind}" for kind, count in blocks.items())

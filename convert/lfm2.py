@@ -34,8 +34,8 @@ def read_lfm2(source: Source) -> Description:
         fields.ignore("layer_types says it", "full_attn_idxs")
     else:
         fields.take("full_attn_idxs")  # one of them must be there
-        own = fields.indices("full_attn_idxs", num_layers)
-        kinds = tuple("attention" if i in own else "short_conv" for i in range(num_layers))
+        indices = fields.indices("full_attn_idxs", num_layers)
+        kinds = tuple("attention" if i in indices else "short_conv" for i in range(num_layers))
     size = fields.integer("intermediate_size", 12288)
     size = fields.integer("block_ff_dim", size)  # which transformers prefers
     multiplier = fields.positive("block_ffn_dim_multiplier", 1.0)

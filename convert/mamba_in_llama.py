@@ -52,11 +52,10 @@ def read_mamba_in_llama(source: Source) -> Description:
     )
     with_attention = mamba.indices("attn_layers", num_layers)
     epsilon = fields.positive("rms_norm_eps", 1e-6)
-    mamba.check(
-        mamba.positive("rms_norm_eps", epsilon) == epsilon, "rms_norm_eps is not config.json's"
-    )
+    mamba.same("rms_norm_eps", epsilon)
     activation = fields.choice("hidden_act", "silu", hybrid.SILU)
-    mamba.ignore("redundant with config.json", "hidden_act", "vocab_size", "tie_embeddings")
+    mamba.choice("hidden_act", activation, hybrid.SILU)
+    mamba.ignore("redundant with config.json", "vocab_size", "tie_embeddings")
     hidden = mamba.integer("intermediate_size", fields.integer("intermediate_size"))
     attention = None
     if with_attention:

@@ -125,12 +125,12 @@ class Plain(NamedTuple):
 def read_scheme(path: Path, values: Mapping[str, Any], tables: Collection[str] = ()) -> Scheme:
     """Reads what a config, its tables and `MODELOPT` say; refuses unknown schemes."""
     config, inside = without_scheme(values, tables)
-    found = [(f"{path} says {name}", said) for name, said in inside.items()]
+    schemes = [(f"{path} says {name}", said) for name, said in inside.items()]
     if has_file(beside := path.with_name(MODELOPT)):
         said = read_json(beside).get("quantization")
-        found.append((f"{beside} says quantization", _table(said) | {"quant_method": "modelopt"}))
+        schemes.append((f"{beside} says quantization", _table(said) | {"quant_method": "modelopt"}))
     known = []
-    for where, said in found:
+    for where, said in schemes:
         try:
             known += [(where, groups) for groups in _groups(said)]
         except ValueError as error:
@@ -144,13 +144,13 @@ def without_scheme(
     """A config without what it says about quantisation; and that, by field."""
     config = {name: dict(x) if _is_table(x) else x for name, x in values.items()}
     inside = [(f"{name}.", config[name]) for name in tables if _is_table(config.get(name))]
-    found = {
+    schemes = {
         f"{prefix}{name}": said
         for prefix, table in [("", config), *inside]
         for name in _FIELDS
         if (said := table.pop(name, None)) is not None
     }
-    return config, found
+    return config, schemes
 
 
 def _is_table(value: Any) -> bool:
@@ -187,10 +187,10 @@ def _of_modelopt(table: Mapping[str, Any]) -> list[_Group]:
         modules = _table(table.get("quantized_layers"))
     groups: dict[tuple, set[str]] = {}
     for module, layer in modules.items():
-        own = _table(layer)
-        if own.get("quant_algo") is not None:  # null: only the cache has few bits
-            form, blocks = _known(own["quant_algo"], _MODELOPT)
-            blocks = blocks or _sizes(own)
+        said = _table(layer)
+        if said.get("quant_algo") is not None:  # null: only the cache has few bits
+            form, blocks = _known(said["quant_algo"], _MODELOPT)
+            blocks = blocks or _sizes(said)
             groups.setdefault((form, tuple(blocks)), set()).add(module)
     return [_Group(form, blocks or None, modules=names) for (form, blocks), names in groups.items()]
 
@@ -200,19 +200,19 @@ def _of_config(table: Mapping[str, Any]) -> list[_Group]:
     groups = _table(table.get("config_groups"))
     if len(groups) > _MAX_GROUPS:
         raise ValueError(f"{len(groups)} groups of weights are too many to be real")
-    found = []
+    known_groups = []
     for group in map(_table, groups.values()):
         weights = _table(group.get("weights"))
-        names = [each.get("format") for each in (group, table)]
+        names = [part.get("format") for part in (group, table)]
         forms = [_known(name, _COMPRESSED) for name in names if name is not None]
         form = next(filter(None, forms), None)
         kind = weights.get("num_bits"), weights.get("type")
         if kind != (None, None):
-            own = next((own for known, own in _KINDS if known == kind), None)
-            if own is None or form not in (None, own):
+            stored = next((name for known, name in _KINDS if known == kind), None)
+            if stored is None or form not in (None, stored):
                 words = f"num_bits = {shown(kind[0])} and type = {shown(kind[1])}"
                 raise ValueError(f"{words} are not read" + (f" in {form}" if form else ""))
-            form = own
+            form = stored
         if (order := weights.get("actorder")) not in _ORDERS:
             raise ValueError(f"actorder = {shown(order)} is not read: it moves columns")
         symmetric = weights.get("symmetric")
@@ -224,9 +224,9 @@ def _of_config(table: Mapping[str, Any]) -> list[_Group]:
         of_strategy |= {None: {_WHOLE, _ROW, *sizes} if sizes else None}
         blocks = _known(weights.get("strategy"), of_strategy, "strategy")
         targets = group["targets"] if isinstance(group.get("targets"), list) else []
-        modules = {each for each in targets if isinstance(each, str)}
-        found.append(_Group(form, blocks, symmetric, modules=modules))
-    return found
+        modules = {target for target in targets if isinstance(target, str)}
+        known_groups.append(_Group(form, blocks, symmetric, modules=modules))
+    return known_groups
 
 
 def _known(name: Any, known: Mapping[Any, Any], what: str = "scheme") -> Any:
@@ -258,7 +258,7 @@ def dequantised(path: Path, scheme: Scheme, tensors: Mapping[str, Tensor]) -> Pl
     ValueError: a tensor is missing, or is not as it must be, or as the files of the checkpoint say.
     """
     plain, count = dict(tensors), Counter[str]()
-    for base, ends in _found(tensors).items():
+    for base, ends in _ends_of(tensors).items():
         if not any(groups for _, groups in scheme.said):
             raise ValueError(
                 f"{path}: {base!r:.80} is quantised, and no file says how: get the config.json that"
@@ -288,17 +288,17 @@ def dequantised(path: Path, scheme: Scheme, tensors: Mapping[str, Tensor]) -> Pl
     return Plain(plain, notes, ", ".join(words))
 
 
-def _found(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+def _ends_of(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """The quantised weights, and the ends of the names of their tensors."""
-    found: dict[str, list[str]] = {}
+    ends_of: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         end = next((end for end in _ENDS if name.endswith(end)), "")
         base = name.removesuffix(end)
         if end and (base in tensors or base.endswith("weight")):
-            found.setdefault(base, []).append(end)
+            ends_of.setdefault(base, []).append(end)
         elif tensor.dtype in _FLOAT8 or (tensor.dtype in _CODES and base.endswith("weight")):
-            found.setdefault(name, [])  # even if it has no scale
-    return {base: ["", *ends] if base in tensors else ends for base, ends in found.items()}
+            ends_of.setdefault(name, [])  # even if it has no scale
+    return {base: ["", *ends] if base in tensors else ends for base, ends in ends_of.items()}
 
 
 def _form(base: str, parts: Mapping[str, Tensor]) -> _Form:
@@ -330,13 +330,16 @@ def _blocks(base: str, form: _Form, parts: Mapping[str, Tensor], scheme: Scheme)
     blocks = {(1, _GROUP)} if form.name == "NVFP4" else None
     dtype = parts[next(iter(form.types))].dtype
     for where, groups in scheme.said:
-        own = [each for each in groups if base.removesuffix(".weight") in each.modules] or groups
-        problems = [each.problem(form.name, dtype, "_zero_point" in parts) for each in own]
-        fitting = [each for each, problem in zip(own, problems, strict=True) if problem is None]
-        if own and not fitting:
+        module = base.removesuffix(".weight")
+        nearest = [group for group in groups if module in group.modules] or groups
+        problems = [group.problem(form.name, dtype, "_zero_point" in parts) for group in nearest]
+        fitting = [
+            group for group, problem in zip(nearest, problems, strict=True) if problem is None
+        ]
+        if nearest and not fitting:
             raise ValueError(f"{base!r:.120} {problems[0]}, in what {where}")
-        if fitting and all(each.blocks is not None for each in fitting):
-            said = {block for each in fitting for block in each.blocks or ()}
+        if fitting and all(group.blocks is not None for group in fitting):
+            said = {block for group in fitting for block in group.blocks or ()}
             blocks = said if blocks is None else blocks & said
     return {_WHOLE, _ROW} if blocks is None else blocks
 

@@ -252,8 +252,8 @@ def _attention(fields: Fields, norm_eps: float, *, kv_heads: int) -> AttentionCo
     bias = fields.flag("attention_bias", False)
     head_dim = fields.integer("head_dim", 256)
     theta, scaling, table = fields.rope()
+    fields.alias(table, partial_rotary_factor="partial_rotary_factor")
     share = fields.number("partial_rotary_factor", 0.25)
-    share = table.number("partial_rotary_factor", share)
     table.ignore("positions of text alone", "mrope_section", "mrope_interleaved")
     table.finish()
     return AttentionConfig(

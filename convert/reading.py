@@ -1,7 +1,8 @@
-"""Reading another program's checkpoint into a model or a head, one weight at a time."""
+"""Opening a checkpoint, and reading it into a model or a head, one weight at a time."""
 
+import os
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,22 +12,40 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from stree_jax.checkpoint import is_native
-from stree_jax.checkpoint.arrays import Tensor
-from stree_jax.checkpoint.files import read_json
-from stree_jax.checkpoint.load import Place, is_finite, matrix_dtype, placer
+from stree_jax.checkpoint.arrays import CHECKSUMS, Tensor
+from stree_jax.checkpoint.files import has_file, read_json
+from stree_jax.checkpoint.load import (
+    Place,
+    matrix_dtype,
+    native_header,
+    open_native,
+    placer,
+    quantized_in,
+    read_values,
+)
 from stree_jax.checks import check_names, require
 from stree_jax.convert.adapter import Adapted, adapted
+from stree_jax.convert.description import Description, HeadDescription
 from stree_jax.convert.families import describe, layout, text_tables, wrapped
 from stree_jax.convert.fields import Fields
 from stree_jax.convert.files import open_tensors
+from stree_jax.convert.finding import find
 from stree_jax.convert.gguf import open_gguf
 from stree_jax.convert.gguf_file import gguf_file
 from stree_jax.convert.quantised import Plain, dequantised, read_scheme, without_scheme
 from stree_jax.convert.rules import Rule, check_coverage
-from stree_jax.heads import ROOMS, abstract_head, check_fits
+from stree_jax.heads import (
+    FOLDER,
+    HEADS,
+    abstract_head,
+    check_fits,
+    load_native_head,
+    open_head,
+    part_of,
+)
 from stree_jax.mesh.partition import ONE_DEVICE, Partition
 from stree_jax.messages import first_line
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.matrices import to_quantize
 from stree_jax.names import flatten, unflatten
@@ -42,7 +61,7 @@ class Checkpoint(NamedTuple):
     """A checkpoint whose tensors match its config. Weights have not been read."""
 
     path: Path
-    file: str  # name of the weights or of their index
+    file: str  # name of the weights, of their index or of their folder
     description: Any  # a `Description`; of a head alone None
     tensors: dict[str, Tensor]
     rules: list[Rule]
@@ -73,6 +92,55 @@ class Checkpoint(NamedTuple):
             tensors += [f"{name}: {reason}" for name in few]
         return tensors + self.description.notes
 
+    @property
+    def config(self) -> ModelConfig:
+        """The model's config."""
+        return self.description.config
+
+    @property
+    def head(self) -> HeadDescription | None:
+        """The multi-token prediction head beside the model; None: there is none."""
+        return self.description.mtp
+
+    def load_head(self, target: HybridLM) -> Any:
+        """Reads this head for its model, in the model's dtype.
+
+        Raises:
+            ValueError: it cannot be read, or it is for another model.
+        """
+        return part_of(FOLDER, "conversion").of_checkpoint(self, target)
+
+    def values(self, rule: Rule, wanted: Any) -> Any:
+        """The values of an abstract weight by its rule."""
+        return rule.transform.apply(*(read_tensor(self, name) for name in rule.sources))
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """What a user may want to know about its files, by name."""
+        yield "weights", self.file
+        if self.quantised:
+            yield "quantised", f"{self.quantised}, whose values are computed in float32"
+        if self.adapter is not None:
+            yield "adapter", self.adapter
+
+
+class NativeCheckpoint(Checkpoint):
+    """A checkpoint of this library: tensors have the names of weights, and a head has a folder."""
+
+    @property
+    def head(self) -> HeadDescription | None:
+        folder = self.path / FOLDER
+        return HeadDescription(open_head(FOLDER, folder)[1], []) if folder.is_dir() else None
+
+    def load_head(self, target: HybridLM) -> Any:
+        return load_native_head(FOLDER, self.path / FOLDER, target)
+
+    def values(self, rule: Rule, wanted: Any) -> Any:
+        return read_values(self.path, rule.target, self.tensors[rule.target], wanted)
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        has_sums = has_file(self.path / CHECKSUMS)
+        yield "checksums", "yes" if has_sums else "no, it is from an older version"
+
 
 def is_foreign(
     path: Path,
@@ -85,13 +153,20 @@ def is_foreign(
     Raises:
         ValueError: it is native, which these options are not for.
     """
-    given = {
+    return _native_header(path, quirks, ignore, adapter) is None
+
+
+def _native_header(
+    path: Path, quirks: Collection[str], ignore: Collection[str] | Any, adapter: Path | None
+) -> dict[str, Any] | None:
+    names_of = {
         "quirks": check_names("quirks", quirks),
         "ignored fields": check_names("ignore", ignore),
     }
-    if not is_native(path):
-        return True
-    for what, names in given.items():
+    header = native_header(path)
+    if header is None:
+        return None
+    for what, names in names_of.items():
         if names:
             raise ValueError(f"{path} is native; {what} are for checkpoints of other programs")
     if adapter is not None:
@@ -99,49 +174,59 @@ def is_foreign(
             f"{path} is native, and {adapter} has the names of other programs: merge it while"
             " converting their checkpoint, stree-jax convert SRC DST --adapter ADAPTER"
         )
-    return False
+    return header
 
 
 def open_checkpoint(
-    path: Path,
+    path: str | os.PathLike[str],
     quirks: Collection[str] = (),
     ignore: Collection[str] | Any = (),
-    adapter: Path | None = None,
+    adapter: str | os.PathLike[str] | Any = None,
 ) -> Checkpoint:
-    """Recognises a checkpoint and checks all names and shapes. Reads no weights.
+    """Finds and recognises a checkpoint, and checks all names and shapes. Reads no weights.
 
     Args:
-        path: directory of the checkpoint, or a GGUF file.
+        path: a directory in any format that `from_pretrained` reads, a GGUF file, or the name of a
+            model on the hub.
         quirks: names from `families.QUIRKS` to reproduce.
         ignore: names of unknown config fields to ignore.
-        adapter: directory of a LoRA adapter to merge into the tensors, see `adapter.adapted`.
+        adapter: directory or name of a LoRA adapter to merge into the tensors, see
+            `adapter.adapted`.
 
     Raises:
-        ValueError: the checkpoint or the adapter is damaged or unsupported, its tensors do not
-            match its config or the adapter, or no such field is left over.
+        ValueError: the checkpoint or the adapter is missing, damaged or unsupported, its tensors do
+            not match its config or the adapter, or no such field is left over.
     """
-    config, values, file, (tensors, notes, quantised), assumed = _open(path)
-    merged, asked = None, dict.fromkeys(check_names("ignore", ignore), False)
-    if adapter is not None:
-        merged = adapted(tensors, adapter, asked)
+    path = find(path)
+    changes = None if adapter is None else find(adapter, adapter=True)
+    header = _native_header(path, quirks, ignore, changes)
+    if header is not None:
+        config, arrays = open_native(path, header)
+        rules = [Rule(name, name) for name in arrays]
+        description = Description("stree-jax (native)", config, rules, [], [])
+        return NativeCheckpoint(path, "params", description, arrays, rules)
+    file, values, weights, (tensors, notes, quantised), assumed = _open(path)
+    merged, to_ignore = None, dict.fromkeys(ignore, False)
+    if changes is not None:
+        merged = adapted(tensors, changes, to_ignore)
         tensors, notes = merged.tensors, [*notes, *merged.notes]
-    description = describe(config, values, tensors, quirks, asked)
+    description = describe(file, values, tensors, quirks, to_ignore)
     description = description._replace(notes=[*description.notes, *notes])
     num_layers = len(description.config.layers)
     if num_layers > len(tensors):  # each layer has at least one tensor
         raise ValueError(
-            f"{config} says {num_layers} layers, but {file} has {len(tensors)} tensors"
+            f"{file} says {num_layers} layers, but {weights} has {len(tensors)} tensors"
         )
-    _, weights = HybridLM.abstract(description.config)
-    shapes = {name: tuple(leaf.shape) for name, leaf in flatten(weights).items()}
+    _, abstract = HybridLM.abstract(description.config)
+    shapes = {name: tuple(leaf.shape) for name, leaf in flatten(abstract).items()}
     try:
         rules = check_coverage(description.rules, description.ignored, tensors, shapes)
     except ValueError as error:
         raise ValueError(f"{path} ({description.family}): {error}") from None
     if merged is not None:
-        _check_changes(merged, adapter, description, rules)
+        _check_changes(merged, changes, description, rules)
     about = None if merged is None else merged.about
-    return Checkpoint(path, file, description, tensors, rules, quantised, about, assumed)
+    return Checkpoint(path, weights, description, tensors, rules, quantised, about, assumed)
 
 
 def _check_changes(
@@ -175,7 +260,7 @@ def _open(path: Path) -> tuple[Path, dict[str, Any], str, Plain, list[str]]:
 def load_model(
     checkpoint: Checkpoint,
     *,
-    dtype: DTypeLike,
+    dtype: DTypeLike | None,
     implementation: str | None = None,
     progress: ProgressCallback = lambda done, total: None,
     partition: Partition = ONE_DEVICE,
@@ -186,7 +271,7 @@ def load_model(
 
     Args:
         checkpoint: a checkpoint from `open_checkpoint`.
-        dtype: dtype of the weights, float32 or bfloat16.
+        dtype: dtype of the weights, float32 or bfloat16; None: `checkpoint.dtype`.
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
         progress: callback after each weight.
         partition: partition of the model.
@@ -197,16 +282,25 @@ def load_model(
         ValueError: a weight is not finite, a tied head differs from the embedding, or the model
             does not fit the partition.
     """
-    for each in checkpoint.assumed:
-        warnings.warn(f"{checkpoint.path}: {each}", stacklevel=3)
-    config = checkpoint.description.config
-    names: Collection[str] = ()
+    for line in checkpoint.assumed:
+        warnings.warn(f"{checkpoint.path}: {line}", stacklevel=3)
+    config, names = checkpoint.config, quantized_in(checkpoint.tensors)
     if quantize is not None:  # tracing takes time
-        names = to_quantize(nnx.merge(*HybridLM.abstract(config)), quantize, keep)
+        model = nnx.merge(*HybridLM.abstract(config))
+        wanted_names = to_quantize(model, quantize, keep)
+        if late := sorted(names & (to_quantize(model, quantize) - wanted_names)):
+            raise ValueError(
+                f"{checkpoint.path} has {late[0]} in 8 bits already; keep it where they are made"
+            )
+        names |= wanted_names
     structure, wanted = HybridLM.abstract(
-        config, dtype=dtype, implementation=implementation, partition=partition, quantized=names
+        config,
+        dtype=checkpoint.dtype if dtype is None else dtype,
+        implementation=implementation,
+        partition=partition,
+        quantized=names,
     )
-    place = placer(config.cuts(partition.shards), partition)
+    place = placer(checkpoint.path, config.cuts(partition.shards), partition)
     targets = flatten(wanted)
     total = sum(_num_bytes(checkpoint.tensors[name]) for name in checkpoint.sources)
     loaded: dict[str, jax.Array] = {}
@@ -221,14 +315,20 @@ def load_model(
     return nnx.merge(structure, unflatten(loaded, wanted))
 
 
-def open_head(kind: str, path: Path, ignore: Collection[str] | Any) -> tuple[Fields, Checkpoint]:
+def _open_published_head(
+    kind: str, path: Path, ignore: Collection[str] | Any
+) -> tuple[Fields, Checkpoint]:
     """The config and the tensors of a head that is a checkpoint of its own, still without rules."""
     config, values, file, plain, _ = _open(path)
-    known, room = values.get("architectures"), ROOMS[kind]
-    if not isinstance(known, list) or not known or not all(map(room.is_named, known)):
+    architectures, head = values.get("architectures"), HEADS[kind]
+    if (
+        not isinstance(architectures, list)
+        or not architectures
+        or not all(map(head.is_named, architectures))
+    ):
         raise ValueError(
-            f"{path} is no {room.title} head: its architectures are {known!r:.80}; a head of a"
-            " target's own checkpoint is for load_mtp"
+            f"{path} is no {head.title} head: its architectures are {architectures!r:.80}; a head"
+            " of a target's own checkpoint is for load_mtp"
         )
     fields = Fields(config, values, asked=dict.fromkeys(check_names("ignore", ignore), False))
     return fields, Checkpoint(path, file, None, plain.tensors, [], plain.quantised)
@@ -249,20 +349,24 @@ def read_head(
     `read` makes its config, told whether it has an embedding, and `rules_of` the rules; tensors
     that begin with one of `left_out` have none, and `others` makes the weights without one.
     """
-    fields, checkpoint = open_head(kind, path, ignore)
+    fields, checkpoint = _open_published_head(kind, path, ignore)
     config = read(fields, target, "embed_tokens.weight" in checkpoint.tensors)
     fields.finish()
     fields.refuse_asked()
     width, tokens = zip(*((x.d_model, x.vocab_size) for x in (config, target.config)), strict=True)
     what, way_out = f"the head in {path}", "load the target that it was trained for"
     check_fits(what, way_out, width=width, tokens=tokens)
-    like, made = abstract_head(kind, config, target), others(checkpoint, config)
-    own = {name: t for name, t in checkpoint.tensors.items() if not name.startswith((*left_out,))}
+    abstract, computed = abstract_head(kind, config, target), others(checkpoint, config)
+    tensors = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if not name.startswith((*left_out,))
+    }
     try:
-        rules = head_rules(rules_of(config), own, like, [*made])
+        rules = head_rules(rules_of(config), tensors, abstract, [*computed])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return load_head_weights(checkpoint._replace(rules=rules), like, **made)
+    return load_head_weights(checkpoint._replace(rules=rules), abstract, **computed)
 
 
 def head_rules(
@@ -285,7 +389,7 @@ def load_head_weights(checkpoint: Checkpoint, head: nnx.Module, **others: jax.Ar
     """
     structure, state = nnx.split(head)
     wanted = nnx.to_pure_dict(state)
-    targets, place = flatten(wanted), placer({})
+    targets, place = flatten(wanted), placer(checkpoint.path, {})
     loaded = {
         rule.target: _convert(checkpoint, rule, targets[rule.target], place)
         for rule in checkpoint.rules
@@ -295,17 +399,8 @@ def load_head_weights(checkpoint: Checkpoint, head: nnx.Module, **others: jax.Ar
 
 @np.errstate(all="ignore")  # what is not finite is refused by name
 def _convert(checkpoint: Checkpoint, rule: Rule, wanted: Any, place: Place) -> Any:
-    weight = place(rule.target, _values(checkpoint, rule), wanted)
-    if not is_finite(rule.target, weight):
-        raise ValueError(
-            f"{checkpoint.path}: {' or '.join(rule.sources)} holds NaN, infinity or a number too"
-            f" large for {wanted.dtype.name}"
-        )
-    return weight
-
-
-def _values(checkpoint: Checkpoint, rule: Rule) -> np.ndarray:
-    return rule.transform.apply(*(read_tensor(checkpoint, name) for name in rule.sources))
+    values = checkpoint.values(rule, wanted)
+    return place(rule.target, values, wanted, " or ".join(rule.sources))
 
 
 @np.errstate(all="ignore")
@@ -317,7 +412,7 @@ def _check_tied(checkpoint: Checkpoint, name: str, embedding: Any) -> None:
             stored = np.asarray(embedding)
         else:  # in 8 bits; or all processes must get the same answer
             (rule,) = (rule for rule in checkpoint.rules if rule.target == "embedding")
-            stored = _values(checkpoint, rule).astype(embedding.dtype)
+            stored = checkpoint.values(rule, embedding).astype(embedding.dtype)
         rows = range(0, len(head), 1024)  # in blocks, to save memory
         same = all(
             np.array_equal(head[i : i + 1024].astype(stored.dtype), stored[i : i + 1024])

@@ -149,9 +149,9 @@ class Rule(NamedTuple):
 
     def within(self, source: str, target: str) -> "Rule":
         """The rule with prefixes on both sides; an empty one is none."""
-        before, own = (f"{prefix}." if prefix else "" for prefix in (source, target))
+        before, inside = (f"{prefix}." if prefix else "" for prefix in (source, target))
         names = tuple(before + name for name in self.sources)
-        return Rule(names, own + self.target, self.transform)
+        return Rule(names, inside + self.target, self.transform)
 
 
 def renamed(rules: Sequence[Rule], name: Callable[[str], str]) -> list[Rule]:

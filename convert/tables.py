@@ -165,13 +165,13 @@ def mamba_ssm(config: ModelConfig, *, embedding: str, prefix: str = "") -> list[
             rules += within(table, f"{source}.mixer", f"{target}.mixer")
         else:
             rules += within(MIXER, f"{source}.mixer", f"{target}.mixer")
-    own = f"{prefix}backbone"
-    return [*rules, *outside(f"{own}.norm_f", f"{own}.{embedding}", prefix=prefix)]
+    backbone = f"{prefix}backbone"
+    return [*rules, *outside(f"{backbone}.norm_f", f"{backbone}.{embedding}", prefix=prefix)]
 
 
 def in_pairs(
     config: ModelConfig,
-    own: Callable[[LayerConfig], Iterable[Rule]],
+    rules_of: Callable[[LayerConfig], Iterable[Rule]],
     *,
     mlp_norm: str,
     final_norm: str,
@@ -181,7 +181,7 @@ def in_pairs(
 ) -> list[Rule]:
     """Models with Llama's names, whose source layers are a mixer and an MLP.
 
-    `own` gives a layer's rules by names within the source layer and the mixer; `after` are the
+    `rules_of` gives a layer's rules by names within the source layer and the mixer; `after` are the
     names of norms after a mixer and an MLP.
     """
     rules: list[Rule] = []
@@ -189,7 +189,7 @@ def in_pairs(
         source, target = f"model.layers.{block // 2}", f"blocks.{block}"
         name = (after if layer.norm_after else (mixer_norm, mlp_norm))[block % 2]
         rules.append(Rule(f"{source}.{name}.weight", f"{target}.norm_scale", norm))
-        rules += within(own(layer), source, f"{target}.mixer")
+        rules += within(rules_of(layer), source, f"{target}.mixer")
     return [*rules, *outside(f"model.{final_norm}", "model.embed_tokens", norm)]
 
 
@@ -198,7 +198,7 @@ def llama_like(
 ) -> list[Rule]:
     """`in_pairs` with Mamba-2, attention, or both in parallel, and this MLP behind."""
 
-    def own(layer: LayerConfig) -> Iterable[Rule]:
+    def rules_of(layer: LayerConfig) -> Iterable[Rule]:
         if layer.kind in ("mlp", "moe"):
             return mlp
         mamba = within(MIXER, "mamba")
@@ -210,7 +210,7 @@ def llama_like(
             return attention
         return within(mamba, "", "mamba2") + within(attention, "", "attention")
 
-    return in_pairs(config, own, mlp_norm=mlp_norm, final_norm=final_norm)
+    return in_pairs(config, rules_of, mlp_norm=mlp_norm, final_norm=final_norm)
 
 
 def nemotron_h(

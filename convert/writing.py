@@ -15,7 +15,7 @@ from stree_jax.convert.fields import Fields
 from stree_jax.heads import FOLDER
 from stree_jax.messages import first_line
 from stree_jax.models import AttentionConfig, GatedDeltaConfig, LayerConfig, Mamba2Config
-from stree_jax.models.config import PARTS, ModelConfig
+from stree_jax.models.config import ModelConfig
 from stree_jax.models.draft_head import DraftHead
 from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import named_weights, quantized_names
@@ -50,12 +50,12 @@ def write_as(model: HybridLM, directory: Path, target: str, head: DraftHead | No
     rules = [rule for rule in written.description.rules if rule.target in weights]
     if head is not None:
         assert written.description.mtp is not None
-        own = dict(named_weights(head))
-        weights |= {f"{FOLDER}.{name}": weight for name, weight in own.items()}
+        head_weights = dict(named_weights(head))
+        weights |= {f"{FOLDER}.{name}": weight for name, weight in head_weights.items()}
         rules += [
             rule._replace(target=f"{FOLDER}.{rule.target}")
             for rule in written.description.mtp.rules
-            if rule.target in own
+            if rule.target in head_weights
         ]
     assert {rule.target for rule in rules} == set(weights)
     shards: list[list] = [[]]
@@ -145,7 +145,7 @@ def _written(config: ModelConfig, name: str, dtype: str, directory: Path, head: 
     except ValueError as error:
         raise ValueError(f"{title} cannot hold this model: {error}") from None
     differences = _differences(
-        *(_canonical(each, padded=family.padded_vocab) for each in (config, back.config))
+        *(_canonical(model, padded=family.padded_vocab) for model in (config, back.config))
     )
     if differences:
         raise ValueError(f"{title} has no place for {'; '.join(differences)}")
@@ -176,7 +176,7 @@ def _of_head(config: Any) -> dict[str, Any]:
     for name, value in vars(config).items():
         if isinstance(value, LayerConfig):
             values[f"{name}.kind"] = value.kind
-            values |= {f"{name}.{key}": own for key, own in vars(value).items()}
+            values |= {f"{name}.{field}": content for field, content in vars(value).items()}
         else:
             values[name] = value
     return values
@@ -190,10 +190,10 @@ def _canonical(config: ModelConfig, *, padded: bool) -> dict[str, Any]:
     names: dict[LayerConfig, str] = {}
     for layer in config.distinct_layers:
         for part in (layer, *layer.parts.values()):
-            same = sum(other.kind == part.kind for other in names if other != part)
+            same = sum(named.kind == part.kind for named in names if named != part)
             if part not in names:
                 names[part] = f"{part.kind}.{same + 1}" if same else part.kind
-                values |= {f"{names[part]}.{key}": own for key, own in _own_fields(part).items()}
+                values |= {f"{names[part]}.{key}": value for key, value in _fields_of(part).items()}
     values["layers"] = tuple(names[layer] for layer in config.layers)
     values["padded_vocab_size"] = config.num_embeddings
     if not padded:
@@ -201,9 +201,10 @@ def _canonical(config: ModelConfig, *, padded: bool) -> dict[str, Any]:
     return values
 
 
-def _own_fields(layer: LayerConfig) -> dict[str, Any]:
+def _fields_of(layer: LayerConfig) -> dict[str, Any]:
     """The fields of a layer, equal for equivalent ones."""
-    values = {key: own for key, own in dataclasses.asdict(layer).items() if key not in PARTS}
+    fields = dataclasses.asdict(layer)
+    values = {name: value for name, value in fields.items() if name not in layer.parts}
     match layer:
         case Mamba2Config():
             values |= {"num_x_heads": layer.x_heads, "num_b_groups": layer.b_groups}

@@ -21,7 +21,7 @@ from flax import nnx
 from sphinx.util.inspect import stringify_signature
 
 import stree_jax
-from stree_jax.heads import ROOMS
+from stree_jax.heads import HEADS
 
 project = "stree-jax"
 author = ""
@@ -149,7 +149,7 @@ def _skip(app: Any, kind: str, name: str, thing: Any, skip: bool, options: Any) 
 
 def _heads(app: Any, page: str, source: list[str]) -> None:
     """The names of all kinds of heads stand where a page has `.. heads`."""
-    names = sorted(name for room in ROOMS.values() for name in room.names)
+    names = sorted(name for room in HEADS.values() for name in room.names)
     kinds = ("autoclass" if name[0].isupper() else "autofunction" for name in names)
     entries = (f".. {kind}:: {name}" for kind, name in zip(kinds, names, strict=True))
     source[0] = source[0].replace(".. heads\n", "\n".join(entries) + "\n")

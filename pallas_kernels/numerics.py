@@ -73,11 +73,21 @@ def argsort(values: jax.Array) -> jax.Array:
     return lax.sort((values, places), num_keys=1)[1]
 
 
+def rounded(x: jax.Array) -> jax.Array:
+    """A float32 product as its nearest number, whatever comes after it.
+
+    A compiler turns a product and a sum after it into a multiply-add, in one program and not in
+    another, and its result has other last bits. On a CPU it looks through an optimisation barrier
+    and `lax.reduce_precision`, but not through a choice.
+    """
+    return jnp.where(jnp.isnan(x), jnp.nan, x)
+
+
 def scaled(x: jax.Array, multiplier: float) -> jax.Array:
     """`multiplier * x` in the dtype of `x`; only the product is rounded to it."""
     if multiplier == 1.0:
         return x
-    return (x.astype(jnp.float32) * multiplier).astype(x.dtype)
+    return rounded(x.astype(jnp.float32) * multiplier).astype(x.dtype)
 
 
 ACTIVATIONS = ("silu", "gelu", "relu2")

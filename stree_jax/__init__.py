@@ -57,7 +57,8 @@ from stree_jax.decoding.types import (
     Verdict,
 )
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
-from stree_jax.heads import ROOMS, save_head
+from stree_jax.decoding.way import Way
+from stree_jax.heads import HEADS, save_head
 from stree_jax.measuring import BenchReport, bench
 from stree_jax.mesh.partition import make_mesh
 from stree_jax.mesh.weights import shard
@@ -87,7 +88,7 @@ _LATER = {
     "reasoning": "stree_jax.extensions.reasoning",
     **dict.fromkeys(("Automaton", "json_schema", "regex"), "stree_jax.extensions.grammar"),
     "InterleavedDrafter": "stree_jax.extensions.hierarchical",
-    **{name: room.module for room in ROOMS.values() for name in room.names},
+    **{name: room.module for room in HEADS.values() for name in room.names},
 }
 
 
@@ -158,6 +159,7 @@ __all__ = [
     "TuningReport",
     "Verdict",
     "Verifier",
+    "Way",
     "bench",
     "complete",
     "demo_path",

@@ -6,11 +6,13 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from stree_jax.messages import shown
 
-__all__ = ["check_int", "check_names", "require", "require_integer"]  # what an extension may use
+# What an extension may use.
+__all__ = ["check_ids", "check_int", "check_names", "require", "require_integer"]
 
 _PLAIN = {bool, int, float, str, type(None)}
 _LARGEST = float(np.finfo(np.float32).max)
@@ -52,6 +54,31 @@ def check_names(name: str, value: object) -> set[str]:
     ):
         return {*value}
     raise ValueError(f"{name} must be a list of names, got {shown(value)}")
+
+
+@jax.transfer_guard("allow")
+def check_ids(name: str, ids: Any, vocab_size: int, lengths: Any = None) -> None:
+    """Refuses an array of other things than token ids; of padded rows `lengths` says how many are.
+
+    The numbers of traced arrays, and of those that other processes hold, are not known: they pass.
+    """
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"{name} has {ids.dtype} values; token ids are integers")
+    for values in (ids, lengths):
+        if isinstance(values, jax.core.Tracer):
+            return
+        if isinstance(values, jax.Array) and not (
+            values.is_fully_addressable or values.is_fully_replicated
+        ):
+            return
+    ids = np.asarray(ids)
+    if lengths is not None:
+        ids = ids[np.arange(ids.shape[1]) < np.asarray(lengths)[:, None]]
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"{name} has token id {outside[0]}, outside the vocabulary of {vocab_size}"
+        )
 
 
 def require(condition: bool, message: str) -> None:

@@ -2,7 +2,7 @@
 
 A kind of head is a room: a package of `extensions` with its weights, its drafter, its published
 files (`conversion.py`) and its training (`training.py`). What the library needs to know of it is
-its `KIND`, and before the room is imported its line of `ROOMS`. A new kind is these two.
+its `KIND`, and before the room is imported its line of `HEADS`. A new kind is these two.
 
 A native checkpoint of a head is for one target, and for the same in 8 bits. Its config.json has the
 `kind`, the head's config and identities of the target's weights; the other files are those of
@@ -29,7 +29,16 @@ from stree_jax.models.lm import HybridLM, check_on_one_device
 from stree_jax.models.matrices import named_weights, quantized_names
 
 # What an extension may use.
-__all__ = ["ROOMS", "HeadKind", "Room", "abstract_head", "check_fits", "check_head", "save_head"]
+__all__ = [
+    "HEADS",
+    "ROOMS",
+    "HeadKind",
+    "Room",
+    "abstract_head",
+    "check_fits",
+    "check_head",
+    "save_head",
+]
 
 
 class Room(NamedTuple):
@@ -60,7 +69,7 @@ class Room(NamedTuple):
 
 
 # The room of each kind, by the `kind` of config.json.
-ROOMS = {
+HEADS = {
     "medusa": Room(
         "stree_jax.extensions.medusa",
         names=("MedusaDrafter", "MedusaHeads", "load_medusa", "save_medusa"),
@@ -92,6 +101,7 @@ ROOMS = {
         architectures=("DFlashDraftModel", "DSparkModel"),
     ),
 }
+ROOMS = HEADS  # the older name of the same table
 FOLDER = "mtp"  # the kind that `convert` carries, in a folder of this name in a target's checkpoint
 # What config.json says of the target: which weights it has, and which beside its matrices.
 IDENTITY, IDENTITY_BUT_MATRICES = "target_identity", "target_identity_but_matrices"
@@ -130,18 +140,18 @@ class HeadKind:
 
 def head_kind(kind: str) -> HeadKind:
     """Returns a kind of head by its name."""
-    require(kind in ROOMS, f"the kinds of heads are {', '.join(ROOMS)}, got {shown(kind)}")
-    return importlib.import_module(ROOMS[kind].module).KIND
+    require(kind in HEADS, f"the kinds of heads are {', '.join(HEADS)}, got {shown(kind)}")
+    return importlib.import_module(HEADS[kind].module).KIND
 
 
 def part_of(kind: str, part: str) -> Any:
     """A module of a kind's room, "conversion" or "training"."""
-    return importlib.import_module(f"{ROOMS[kind].module}.{part}")
+    return importlib.import_module(f"{HEADS[kind].module}.{part}")
 
 
 def refuse_head(path: Path, config: Mapping[str, Any]) -> None:
     """Refuses another program's config.json of a head, where a model is wanted."""
-    for kind, room in ROOMS.items():
+    for kind, room in HEADS.items():
         if room.is_named(config.get("architectures")):
             raise ValueError(
                 f"{path} is no model but a head of {room.title}; load it with load_head({kind!r},"
@@ -151,25 +161,25 @@ def refuse_head(path: Path, config: Mapping[str, Any]) -> None:
 
 def check_fits(head: str, way_out: str, **sizes: tuple[Any, Any]) -> None:
     """Refuses a head whose sizes, by name, are not those that its target has."""
-    if any(own != targets for own, targets in sizes.values()):
-        own, targets = (
+    if any(of_head != of_target for of_head, of_target in sizes.values()):
+        of_head, of_target = (
             " and ".join(f"{name} {pair[i]}" for name, pair in sizes.items()) for i in (0, 1)
         )
-        raise ValueError(f"{head} has {own}, and the target {targets}; {way_out}")
+        raise ValueError(f"{head} has {of_head}, and the target {of_target}; {way_out}")
 
 
 def check_head(what: str, head: Any, target: HybridLM) -> None:
     """Refuses a target that a head on states of inner layers is not for."""
     check_on_one_device(target, what)
-    own, config = head.config, target.config
+    head_config, config = head.config, target.config
     check_fits(
         "the head",
         "load it, and make the drafter, with the target that generate gets",
-        width=(own.d_model, config.d_model),
-        tokens=(own.vocab_size, config.vocab_size),
+        width=(head_config.d_model, config.d_model),
+        tokens=(head_config.vocab_size, config.vocab_size),
         dtype=(head.dtype, target.dtype),
     )
-    last, layers = own.inner_layers[-1], len(config.layers)
+    last, layers = head_config.inner_layers[-1], len(config.layers)
     if last > layers:
         raise ValueError(f"{what} needs the state after {last} layers, and the target has {layers}")
 
@@ -191,9 +201,9 @@ def save_head(
         ValueError: `path` is not a path, or exists and `overwrite` is False; `head` is not a head,
             or the target is on a mesh.
     """
-    kind = next((kind for kind in ROOMS if isinstance(head, head_kind(kind).head)), None)
+    kind = next((kind for kind in HEADS if isinstance(head, head_kind(kind).head)), None)
     if kind is None:
-        raise ValueError(f"head must be one of the kinds {', '.join(ROOMS)}, got {shown(head)}")
+        raise ValueError(f"head must be one of the kinds {', '.join(HEADS)}, got {shown(head)}")
     check_on_one_device(target, f"save_{kind}")
     known = head_kind(kind)
     header = {

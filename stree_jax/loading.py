@@ -19,7 +19,7 @@ from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find, has_field
 from stree_jax.decoding import DraftModel
 from stree_jax.decoding.options import Options
-from stree_jax.heads import ROOMS, head_kind
+from stree_jax.heads import HEADS, head_kind
 from stree_jax.messages import first_line, shown
 from stree_jax.text import Texts
 from stree_jax.tree import TreeTopology, parsed
@@ -28,8 +28,8 @@ from stree_jax.tree import TreeTopology, parsed
 WORDS = {
     *("adapter", "chat_template", "distributed", "draft", "draft_quantize", "dtype"),
     *("ignore_field", "mesh", "ngram", "quantize", "sharpness", "tokenizer", "tree"),
-    *(kind for kind, room in ROOMS.items() if room.option),
-    *(f"{kind}_head" for kind, room in ROOMS.items() if room.own),
+    *(kind for kind, room in HEADS.items() if room.option),
+    *(f"{kind}_head" for kind, room in HEADS.items() if room.own),
 }
 
 
@@ -58,9 +58,9 @@ def all_chosen(target: str | None, words: Mapping[str, Any]) -> list[Chosen]:
     paths = {"draft": words.get("draft")}
     if paths["draft"] == "ngram" and not Path("ngram").exists():
         raise ValueError("--draft is for a draft model: prompt lookup is --ngram, without a value")
-    for kind in filter(lambda kind: ROOMS[kind].option, ROOMS):
+    for kind in filter(lambda kind: HEADS[kind].option, HEADS):
         paths[kind] = words.get(kind)
-        if ROOMS[kind].own:  # a flag: the head is in the target's checkpoint
+        if HEADS[kind].own:  # a flag: the head is in the target's checkpoint
             separate = words.get(f"{kind}_head")
             has_head = paths[kind] and separate is None
             paths[kind] = (target or str(st.demo_path("target"))) if has_head else separate
@@ -81,14 +81,14 @@ def all_chosen(target: str | None, words: Mapping[str, Any]) -> list[Chosen]:
 
 def is_model(option: str | None) -> bool:
     """True if an option's drafter can choose the shape of its trees."""
-    if option in ROOMS:
+    if option in HEADS:
         return issubclass(head_kind(option).drafts, DraftModel)
     return option == "draft"
 
 
 def models() -> str:
     """The options of such drafters."""
-    return ", ".join(f"--{option}" for option in ("draft", *ROOMS) if is_model(option))
+    return ", ".join(f"--{option}" for option in ("draft", *HEADS) if is_model(option))
 
 
 def check_drafter(option: str | None, trees: Sequence[str], mesh: str | None) -> None:
@@ -99,7 +99,7 @@ def check_drafter(option: str | None, trees: Sequence[str], mesh: str | None) ->
                 f"--tree {spec}: only a draft model chooses the shape of its tree; use one of"
                 f" {models()}, or another tree such as branching:3,2,1"
             )
-    if mesh is not None and option in ROOMS:
+    if mesh is not None and option in HEADS:
         raise ValueError(
             f"--mesh {mesh:.80}: heads draft on one device; leave --mesh out, or draft with --draft"
             " or --ngram"

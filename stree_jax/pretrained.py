@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 
 from pallas_kernels import dispatch
 from stree_jax.checkpoint.files import checked_path, folder_of, has_file
-from stree_jax.checkpoint.load import load_native
 from stree_jax.heads import head_kind, load_native_head, part_of
 from stree_jax.mesh.partition import ONE_DEVICE, partition_of
 from stree_jax.messages import first_line, shown, shown_path
@@ -78,18 +77,16 @@ def from_pretrained(
     partition = partition_of(mesh, replicate)
     import stree_jax.convert as convert  # not imported by `import stree_jax`, to keep that light
 
-    directory = convert.find(path)
-    changes = None if adapter is None else convert.find(adapter, adapter=True)
-    options: dict[str, Any] = dict(
-        implementation=implementation, partition=partition, quantize=quantize, keep=keep
+    checkpoint = convert.open_checkpoint(path, quirks, ignore, adapter)
+    model = convert.load_model(
+        checkpoint,
+        dtype=dtype,
+        implementation=implementation,
+        partition=partition,
+        quantize=quantize,
+        keep=keep,
     )
-    if convert.is_foreign(directory, quirks, ignore, changes):
-        checkpoint = convert.open_checkpoint(directory, quirks, ignore, changes)
-        dtype = checkpoint.dtype if dtype is None else dtype
-        model = convert.load_model(checkpoint, dtype=dtype, **options)
-    else:
-        model = load_native(directory, dtype=dtype, **options)
-    ends = _end_tokens(model, folder_of(directory))
+    ends = _end_tokens(model, folder_of(checkpoint.path))
     model.config = dataclasses.replace(model.config, eos_token=ends)
     if partition == ONE_DEVICE and dispatch.device_of(model).platform == "cpu":
         pack(model)
@@ -128,7 +125,7 @@ def load_head(
     """Loads a head on a model's hidden states, in the model's dtype.
 
     Args:
-        kind: one of `stree_jax.heads.ROOMS`: "medusa", "mtp", "eagle3" or "dflash".
+        kind: one of `stree_jax.heads.HEADS`: "medusa", "mtp", "eagle3" or "dflash".
         path: the head's directory, or that of a target which has its head in a folder named as the
             kind. What `save_head` or a command of training wrote; of kinds that others publish also
             their files, and names on the hub.

@@ -21,12 +21,12 @@ from stree_jax.decoding.options import Options, spelled_out
 from stree_jax.decoding.text_stream import decoder_of
 from stree_jax.decoding.token_bytes import as_tokenizer
 from stree_jax.decoding.verifiers import Verifier
+from stree_jax.decoding.way import Topology
 from stree_jax.messages import shown, shown_path
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.pretrained import draft_dtype, from_pretrained, load_tokenizer, tokenizer_errors
 from stree_jax.special_tokens import end_tokens, special_tokens
-from stree_jax.tree import TreeTopology
 
 Location = str | os.PathLike[str]
 Messages = Sequence[Mapping[str, Any]]
@@ -147,7 +147,7 @@ def complete(
     *,
     tokenizer: Any = None,
     drafter: Location | Drafter | None = None,
-    topology: TreeTopology | str | Sequence[TreeTopology] | None = None,
+    topology: Topology | None = None,
     verifier: str | Verifier | None = None,
     chat: Mapping[str, Any] | None = None,
     eos_token: int | str | Sequence[int | str] | Any = None,

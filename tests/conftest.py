@@ -3,6 +3,7 @@ import gc
 import importlib.metadata
 import itertools
 import os
+import signal
 
 # Nearly all the time of the tests is XLA's compilation, so it optimises less here; the older of two
 # code generators, which jax 0.10 still has, takes less than half the time. Programs are not split
@@ -53,6 +54,14 @@ def tiny_pair(tmp_path_factory):
     from tests.helpers import saved_pair
 
     return saved_pair(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture
+def _ctrl_c_raises():
+    """As in a program; a test's process may ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -61,7 +61,7 @@ class Sharing(Echo):
         return state
 
 
-class Told(Echo):
+class KnownText(Echo):
     """Drafts that know the text: in each step one path of the tree is right, in turn to every node.
 
     So all accepted lengths and all branches occur, and no draft model has to be compiled.

@@ -39,6 +39,15 @@ def state_space(x, dt, A_log, B, C, D):
     return ssd(x[None], dt[None], -np.exp(A_log), B[None], C[None], D, state)[0][0]
 
 
+def mamba2_scan(w, xbc, dt, limits, inner, heads, groups):
+    """The convolution and the scan `[T, inner]` of a Mamba-2 mixer, by its tensors' names."""
+    dt = np.clip(np.log1p(np.exp(dt + w["dt_bias"])), *limits)
+    xbc = silu(causal_conv(xbc, w["conv1d.weight"], w.get("conv1d.bias", 0.0)))
+    x, B, C = np.split(xbc, [inner, (inner + xbc.shape[1]) // 2], axis=1)
+    x, B, C = (v.reshape(len(v), n, -1) for v, n in ((x, heads), (B, groups), (C, groups)))
+    return state_space(x, dt, w["A_log"], B, C, w["D"].reshape(heads, -1)).reshape(-1, inner)
+
+
 def delta_rule(q, k, v, g, beta):
     """Of `q`, `k` `[T, G, S]` before the norm, `v` `[T, H, P]`, others `[T, H]`."""
     state, valid = np.zeros((1, *v.shape[1:], q.shape[2])), np.ones((1, len(v)), bool)

@@ -118,16 +118,16 @@ def _moe(c, w, token):
             weights = weights / (weights.sum() + c.norm_eps)
         weights = weights * c.scale
     x = token if c.latent_size is None else _linear(w["latent_in"], token)
-    y = 0.0
+    y, mlp = 0.0, MlpConfig(1, activation=c.activation, gated=c.gated)
     for expert, weight in zip(chosen, weights, strict=True):
         one = {
             "in_proj": {"kernel": w["experts_in"][expert]},
             "out_proj": {"kernel": w["experts_out"][expert]},
         }
-        y = y + weight * _mlp(MlpConfig(1, activation=c.activation, gated=c.gated), one, x)
+        y = y + weight * _mlp(mlp, one, x)
     y = y if c.latent_size is None else _linear(w["latent_out"], y)
     if c.shared_size:
-        shared = _mlp(MlpConfig(1, activation=c.activation, gated=c.gated), w["shared"], token)
+        shared = _mlp(mlp, w["shared"], token)
         y = y + (sigmoid(token @ w["shared_gate"]) if c.shared_gate else 1.0) * shared
     return y
 
@@ -160,10 +160,14 @@ def _attention(c, w, u, extra=0.0):
         for part in np.split(qkv, [inner, inner + keys_size], axis=1)
     )
     if c.qk_norm_eps is not None:
-        own = (length, -1) if c.qk_norm_spans else q.shape
-        q = rms_norm(q.reshape(own), w["q_norm_scale"], c.qk_norm_eps).reshape(q.shape)
-        own = (length, -1) if c.qk_norm_spans else k.shape
-        k = rms_norm(k.reshape(own), w["k_norm_scale"], c.qk_norm_eps).reshape(k.shape)
+        q, k = (
+            rms_norm(
+                x.reshape(length, -1) if c.qk_norm_spans else x,
+                w[f"{name}_norm_scale"],
+                c.qk_norm_eps,
+            ).reshape(x.shape)
+            for name, x in (("q", q), ("k", k))
+        )
     if c.rotary_dim:
         rope = rope_frequencies(c.rotary_dim, c.rope_theta)
         if (s := c.rope_scaling) is not None:
@@ -180,9 +184,7 @@ def _attention(c, w, u, extra=0.0):
 
 def _mixer(c, p, u):
     length = len(u)
-    projected = (u * c.input_multiplier) @ p["in_proj"]["kernel"]
-    if c.in_proj_bias:
-        projected = projected + p["in_proj"]["bias"]
+    projected = _linear(p["in_proj"], u * c.input_multiplier)
     x_heads = c.num_x_heads or c.num_heads
     b_groups = c.num_b_groups or c.num_groups
     inner = c.num_heads * c.head_dim
@@ -207,7 +209,7 @@ def _mixer(c, p, u):
         x, B = repeat(x, c.head_dim, c.num_heads), repeat(B, c.state_size, c.num_groups)
     widths = [x.shape[1], B.shape[1]]
     inputs = np.concatenate([x, B, C], axis=1)
-    conv = causal_conv(inputs, p["conv_weight"].T[:, None], p["conv_bias"] if c.conv_bias else 0.0)
+    conv = causal_conv(inputs, p["conv_weight"].T[:, None], p.get("conv_bias", 0.0))
     x, B, C = np.split(silu(conv), np.cumsum(widths), axis=1)
     x, B = repeat(x, c.head_dim, c.num_heads), repeat(B, c.state_size, c.num_groups)
     x = x.reshape(length, c.num_heads, c.head_dim)

@@ -11,7 +11,7 @@ import pallas_kernels
 import stree_jax as st
 from stree_jax.cli.main import app
 from stree_jax.convert import FAMILIES
-from stree_jax.heads import ROOMS
+from stree_jax.heads import HEADS
 from tests.helpers import DOCS, fences, python_blocks
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +24,7 @@ def name_of(page):
     return str(page.relative_to(ROOT))
 
 
-# docs/sharding.md needs 4 devices: tests/sharding/eight_devices.py runs it.
+# docs/sharding.md needs 4 devices: tests/sharding/decoding_on_8_devices.py runs it.
 HERE = [page for page in PAGES if python_blocks(page) and page.stem != "sharding"]
 
 
@@ -107,7 +107,7 @@ def test_the_reference_is_complete():
     named = r"(?m)^\.\. (?:autofunction|autoclass|autoexception|py:data):: (\w+)$"
     listed = re.findall(named, page := (DOCS / "api/stree_jax.md").read_text())
     assert "\n.. heads\n" in page  # conf.py puts their names there
-    listed += [name for room in ROOMS.values() for name in room.names]
+    listed += [name for room in HEADS.values() for name in room.names]
     assert sorted([*listed, "convert", "reasoning", "testing", "training"]) == sorted(st.__all__)
     listed = re.findall(named, (DOCS / "api/reasoning.md").read_text())
     assert sorted(listed) == sorted(st.reasoning.__all__)

@@ -110,21 +110,18 @@ def shifted(table, prefix):
 def test_a_cascade_is_exact_although_its_length_is_random(num_drafts_and_rounds, rule):
     num_drafts, rounds = num_drafts_and_rounds
     target, medium, small = en.three_tables(num_drafts + 5)
-    chains, weights = cascade_outcomes(medium, small, num_drafts, rounds, rule)
+    chains, weights = drafts = cascade_outcomes(medium, small, num_drafts, rounds, rule)
     np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-5)
     assert len({tuple(chain >= 0) for chain in chains}) > 1  # ragged
     models = en.Models.of(target, medium)
     topology = st.TreeTopology.chain(chains.shape[1] - 1)
     for outer in (try_children, traverse):
-        joint, _ = en.enumerated(
-            models, topology, chains, weights, replace=True, rule=outer, length=3
-        )
-        assert en.total_variation(joint, en.target_joint(models, 3)) < en.EXACT
+        options = dict(replace=True, rule=outer, length=3)
+        assert en.distance(models, topology, drafts, **options) < en.EXACT
     # A chain that is cut by its own last token's probability is no such chain.
     last = en.Models.at(medium, [])[chains[:, 1]]
     cut = np.where((last < 0.3)[:, None], -1, chains)
-    wrong, _ = en.enumerated(models, topology, cut, weights, replace=True, length=3)
-    assert en.total_variation(wrong, en.target_joint(models, 3)) > 0.01
+    assert en.distance(models, topology, (cut, weights), replace=True, length=3) > 0.01
 
 
 @pytest.mark.thorough

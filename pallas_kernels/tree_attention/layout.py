@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.numerics import scaled
+from pallas_kernels.numerics import rounded, scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class AttentionLayout:
         keys = scaled(keys, self.key_multiplier)
         if self.frequencies:
             frequencies = jnp.array([[self.frequencies]], jnp.float32)
-            angles = positions[..., None].astype(jnp.float32) * frequencies
+            angles = rounded(positions[..., None].astype(jnp.float32) * frequencies)
             query, keys = _rotated(query, angles), _rotated(keys, angles)
         return query, keys, values
 
@@ -61,5 +61,6 @@ def _rotated(x: Float[Array, "B T W E"], angles: Float[Array, "B T R"]) -> jax.A
     half = angles.shape[-1]
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin, rest]
+    turned = rounded(first * cos) - rounded(second * sin)
+    rotated = [turned, rounded(second * cos) + rounded(first * sin), rest]
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.numerics import rounded
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 
 
@@ -21,7 +22,8 @@ def tree_conv1d(
     for tap in range(weight.shape[0]):
         index = conv_gather_index[:, :, tap, None]
         rows = jnp.take_along_axis(context, index, axis=1, mode="clip")
-        output = output + rows.astype(jnp.float32) * weight[tap].astype(jnp.float32)[None, None]
+        taps = weight[tap].astype(jnp.float32)[None, None]
+        output = output + rounded(rows.astype(jnp.float32) * taps)
     if activation == "silu":
         output = jax.nn.silu(output)
     return output.astype(inputs.dtype)

@@ -1,7 +1,7 @@
 """Loading native checkpoints, and the checks of weights that other formats share."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 
 from pallas_kernels.matmul import QuantizedMatrix
 from stree_jax.checkpoint.arrays import Tensor, open_arrays
@@ -20,7 +19,7 @@ from stree_jax.mesh.weights import spread
 from stree_jax.messages import first_line, shown, shown_path
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.lm import HybridLM
-from stree_jax.models.matrices import quantize_named, to_quantize
+from stree_jax.models.matrices import quantize_named
 from stree_jax.names import flatten, unflatten
 
 FORMAT = "stree-jax"
@@ -28,42 +27,36 @@ VERSION = 2
 QUANTIZED_VERSION = 3  # with matrices in 8 bits
 READABLE = (1, 2, 3)  # 1 stores one config for all layers of a kind
 _Module = TypeVar("_Module", bound=nnx.Module)
+_NOT_NATIVE = f"is not a native checkpoint: config.json does not say format = {FORMAT!r}"
 _SMALL = 1 << 22  # numbers that numpy checks as fast as a program does
-# A function (name, canonical values, an abstract weight) -> such a weight.
-Place = Callable[[str, Any, Any], Any]
+# A function (name, canonical values, an abstract weight, sources for messages) -> such a weight.
+Place = Callable[[str, Any, Any, str], Any]
+
+
+def native_header(path: Path) -> dict[str, Any] | None:
+    """The content of a native checkpoint's config.json; None: a directory has no such file.
+
+    Raises:
+        ValueError: it has an unknown `format` or version.
+    """
+    file = path / "config.json"
+    header = read_json(file) if has_file(file) else {}
+    if "format" not in header:
+        return None
+    if header["format"] != FORMAT:
+        raise ValueError(f"{path} {_NOT_NATIVE}")
+    version = header.get("version")
+    if type(version) is not int or version not in READABLE:
+        raise ValueError(
+            f"{path} has checkpoint version {version!r:.80};"
+            f" this stree_jax reads {' and '.join(map(str, READABLE))}"
+        )
+    return header
 
 
 def is_native(path: Path) -> bool:
     """True if a directory is a native checkpoint: its config.json has a `format`."""
-    file = path / "config.json"
-    return has_file(file) and "format" in read_json(file)
-
-
-def load_native(
-    path: Path,
-    *,
-    dtype: DTypeLike | None,
-    implementation: str | None = None,
-    partition: Partition = ONE_DEVICE,
-    quantize: str | None = None,
-    keep: Collection[str] = (),
-) -> HybridLM:
-    """Loads a native checkpoint directory; options and errors as in `from_pretrained`."""
-    config, stored = open_native(path)
-    if dtype is None:
-        dtype = matrix_dtype(stored.values())
-    in_8_bits = quantized_in(stored)
-    if quantize is not None:  # tracing takes time
-        model = nnx.merge(*HybridLM.abstract(config))
-        names = to_quantize(model, quantize, keep)
-        if late := sorted(in_8_bits & (to_quantize(model, quantize) - names)):
-            raise ValueError(f"{path} has {late[0]} in 8 bits already; keep it where they are made")
-        in_8_bits |= names
-    structure, wanted = HybridLM.abstract(
-        config, dtype=dtype, implementation=implementation, partition=partition, quantized=in_8_bits
-    )
-    place = placer(config.cuts(partition.shards), partition)
-    return nnx.merge(structure, _read_weights(path, wanted, stored, place))
+    return native_header(path) is not None
 
 
 def load_module(path: Path, like: _Module) -> _Module:
@@ -80,12 +73,17 @@ def load_module(path: Path, like: _Module) -> _Module:
     structure, state = nnx.split(like)
     wanted = nnx.to_pure_dict(state)
     _check_weights(path, wanted, stored)
-    return nnx.merge(structure, _read_weights(path, wanted, stored, placer({})))
+    place, leaves = placer(path, {}), flatten(wanted)
+    loaded = {
+        name: place(name, read_values(path, name, stored[name], leaf), leaf, name)
+        for name, leaf in leaves.items()
+    }
+    return nnx.merge(structure, unflatten(loaded, wanted))
 
 
-def open_native(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The config and the arrays by name, which fit; reads no weights."""
-    config, stored = load_config(path), open_arrays(path)
+def open_native(path: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The config and the arrays by name of a header's model, which fit; reads no weights."""
+    config, stored = _config_of(path, header), open_arrays(path)
     if len(config.layers) > len(stored):  # each layer has at least one array
         raise ValueError(
             f"{path} is damaged: config.json says {len(config.layers)} layers, but there are only"
@@ -118,44 +116,43 @@ def _check_weights(path: Path, wanted: dict[str, Any], stored: dict[str, Tensor]
             )
 
 
-@np.errstate(all="ignore")  # what is not finite is refused by name
-def _read_weights(
-    path: Path, wanted: dict[str, Any], stored: dict[str, Tensor], place: Place
-) -> dict[str, Any]:
-    """The stored arrays in the structure and dtypes of `wanted`, one at a time."""
-    loaded = {}
-    for name, leaf in flatten(wanted).items():
-        tensor = stored[name]
-        try:
-            values: Any = tensor.read()
-            if tensor.scales is not None:
-                values = QuantizedMatrix(values, tensor.scales.read(), leaf.axis)
-        except Exception as error:
-            raise ValueError(
-                f"{path} is damaged: cannot read {name} ({first_line(error)})"
-            ) from error
-        loaded[name] = place(name, values, leaf)
-        if not is_finite(name, loaded[name]):
-            raise ValueError(
-                f"{path}: {name} holds NaN, infinity or a number too large for {leaf.dtype.name}"
-            )
-    return unflatten(loaded, wanted)
+def read_values(path: Path, name: str, tensor: Tensor, wanted: Any) -> Any:
+    """A stored array, or the matrix in 8 bits; ValueError: it cannot be read."""
+    try:
+        if tensor.scales is None:
+            return tensor.read()
+        return QuantizedMatrix(tensor.read(), tensor.scales.read(), wanted.axis)
+    except Exception as error:
+        raise ValueError(f"{path} is damaged: cannot read {name} ({first_line(error)})") from error
 
 
-def placer(cuts: Mapping[str, Cut], partition: Partition = ONE_DEVICE) -> Place:
-    """A function that puts a weight on its devices, in 8 bits if that is wanted."""
+def placer(path: Path, cuts: Mapping[str, Cut], partition: Partition = ONE_DEVICE) -> Place:
+    """A function that puts a weight on its devices, in 8 bits if that is wanted.
 
-    def place(name: str, values: Any, wanted: Any) -> Any:
+    It raises a ValueError for a weight that is not finite.
+    """
+
+    @np.errstate(all="ignore")  # what is not finite is refused by name
+    def place(name: str, values: Any, wanted: Any, sources: str) -> Any:
         if isinstance(wanted, QuantizedMatrix) and not isinstance(values, QuantizedMatrix):
             values = QuantizedMatrix.of(values, wanted.axis)
-        return spread(name, values, cuts, partition, wanted.dtype)
+        weight = spread(name, values, cuts, partition, wanted.dtype)
+        if not is_finite(name, weight):
+            raise ValueError(
+                f"{path}: {sources} holds NaN, infinity or a number too large for"
+                f" {wanted.dtype.name}"
+            )
+        return weight
 
     return place
 
 
 def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     """The config of a native checkpoint; ValueError: there is none that can be read."""
-    path, header = load_header(path)
+    return _config_of(*load_header(path))
+
+
+def _config_of(path: Path, header: Mapping[str, Any]) -> ModelConfig:
     if (kind := header.get("kind")) is not None:
         raise ValueError(
             f"{path} holds a checkpoint of kind {shown(kind)} and no model; load_head(kind, path,"
@@ -173,20 +170,11 @@ def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     recover(path)
     if not has_directory(path):
         raise ValueError(f"no checkpoint at {shown_path(path)}: there is no such directory")
-    file = path / "config.json"
-    if not has_file(file):
+    if not has_file(path / "config.json"):
         raise ValueError(f"{path} is not a native checkpoint: it has no config.json")
-    header = read_json(file)
-    if header.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} is not a native checkpoint: config.json does not say format = {FORMAT!r}"
-        )
-    version = header.get("version")
-    if type(version) is not int or version not in READABLE:
-        raise ValueError(
-            f"{path} has checkpoint version {version!r:.80};"
-            f" this stree_jax reads {' and '.join(map(str, READABLE))}"
-        )
+    header = native_header(path)
+    if header is None:
+        raise ValueError(f"{path} {_NOT_NATIVE}")
     return path, header
 
 

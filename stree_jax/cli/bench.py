@@ -10,13 +10,13 @@ import stree_jax as st
 from stree_jax import loading
 from stree_jax.cli.options import Bench
 from stree_jax.cli.prompts import read_questions
-from stree_jax.heads import ROOMS
+from stree_jax.heads import HEADS
 from stree_jax.measuring.bench import PROMPTS, check_picture
 from stree_jax.measuring.report import check_file, progress_bar, write_json
 
 DEFAULT = ""  # the tree of the drafter's choice, where `--tree` has those of the user's
 _NAMES = {"draft": "draft model", "ngram": "prompt lookup"}
-_NAMES |= {kind: room.title for kind, room in ROOMS.items()}
+_NAMES |= {kind: room.title for kind, room in HEADS.items()}
 
 
 def run_bench(command: Bench) -> int:

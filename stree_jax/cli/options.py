@@ -15,7 +15,7 @@ from typer import Argument, Option
 
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.prompts import check_num_rows
-from stree_jax.heads import ROOMS
+from stree_jax.heads import HEADS
 from stree_jax.messages import shown
 
 flag = functools.partial(Option, False, metavar=" ")  # without the type that help would show
@@ -55,7 +55,7 @@ def _of_drafts() -> Any:
     fields: list[Any] = [
         ("draft", str | None, Option(None, help="Draft model: checkpoint directory or hub name."))
     ]
-    for kind, room in ROOMS.items():
+    for kind, room in HEADS.items():
         if room.own:
             fields.append((kind, bool, flag(f"--{kind}", help=room.own)))
         if room.option:
@@ -286,9 +286,9 @@ def _trains(kind: str, what: str) -> type[Distill]:
 
 
 # The command that trains heads of each kind, by its options.
-HEADS = {
+TRAINED_HEADS = {
     _trains(kind, room.training[1]): room.training[0]
-    for kind, room in ROOMS.items()
+    for kind, room in HEADS.items()
     if room.training
 }
 

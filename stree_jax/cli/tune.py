@@ -6,7 +6,7 @@ from rich.console import Console
 import stree_jax as st
 from stree_jax.cli.options import TuneTree
 from stree_jax.cli.prompts import read_questions
-from stree_jax.heads import ROOMS
+from stree_jax.heads import HEADS
 from stree_jax.loading import chosen, load_models
 from stree_jax.measuring.bench import PROMPTS
 from stree_jax.measuring.questions import PLAIN_TURNS
@@ -28,7 +28,7 @@ def run_tune_tree(command: TuneTree) -> None:
     drafter = chosen(command.target, vars(command))
     if drafter.option is None:
         raise ValueError(
-            f"give one of --ngram, --draft, {', '.join(f'--{kind}' for kind in ROOMS)}: a tree is"
+            f"give one of --ngram, --draft, {', '.join(f'--{kind}' for kind in HEADS)}: a tree is"
             " tuned for one drafter"
         )
     if command.output is not None:

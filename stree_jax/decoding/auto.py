@@ -7,12 +7,11 @@ of rows, with one of them running and with all. Where another text takes the pla
 the sum of the rows decides; a batch ends with its last row, so there the row that would need the
 most steps does.
 
-Each tree has a loop of its own, which ends when another tree is chosen: branches inside of one loop
+Each tree has its own loop, which ends when another tree is chosen: branches inside of one loop
 copied all caches in each step. Its pending record has the tree's size, and is replayed when it
 ends; the drafter's state has the size of the largest tree. Without drafts a draft model does not
-run; when it is asked again it reads what it missed. While no tree pays drafts rest, in a loop that
-is that of no drafts, and one is tried now and then, after pauses that double and are long if a
-trial costs much.
+run; before its next drafts it reads what it missed. While no tree pays, drafting pauses: the loop
+without drafts runs. Then one tree is tried. Pauses double, and are long if a trial costs much.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ KEPT = 0.98  # of an average, when a draft was accepted or not
 SURE = 4.0  # drafts that count as much as what is expected before any
 FIRST_RATE = 0.6  # expected of the best draft for the next token; deeper ones are like those above
 NEXT_RATE = 0.3  # of the others, relative to how often the best is wrong
-BETTER = 1.05  # the value of the best tree, relative to no drafts, below which drafts rest
+BETTER = 1.05  # the value of the best tree, relative to no drafts, below which drafting pauses
 SHARE = 0.02  # of the time until a trial is what the first may cost
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 1024  # steps until the next trial
 TRIAL = 2  # drafted texts that make a trial: steps of one row, one step of more
@@ -83,7 +82,7 @@ class Choosing(NamedTuple):
     behind: Int[Array, " B"]  # tokens before the root that the draft model has not read
     forced: Int[Array, " B"]  # a number of a tree; -1: it is chosen
     pause: Int[Array, " B"]  # steps of the last pause
-    rest: Int[Array, " B"]  # steps until the next trial
+    pause_left: Int[Array, " B"]  # its steps that are left until the next trial
     trial: Int[Array, " B"]  # steps of the trial that are left
     tried: Float32[Array, "B D R"]  # drafts of a depth and rank below an accepted node, decaying
     accepted: Float32[Array, "B D R"]
@@ -105,7 +104,7 @@ class AutoDrafter(Drafter):
     """A drafter with one of `trees`, or none, for each step, see this module.
 
     `costs` are times of a step with each tree, with one row and with all of them, of which only the
-    ratios matter. While it `rests`, a draft model need not read a text.
+        ratios matter. While drafting `is_paused`, a draft model need not read a text.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class AutoDrafter(Drafter):
             costs = [[1 + 0.06 * (tree.num_nodes - 1) + 0.15 * tree.depth for tree in choices]] * 2
         self.drafter, self.inner_layers = drafter, drafter.inner_layers
         self.costs: Any = np.asarray(costs, np.float32)
-        self.rests: Any = np.array(False)  # an array: one program for both
+        self.is_paused: Any = np.array(False)  # an array: one program for both
 
     @property
     def catches_up(self) -> bool:
@@ -153,10 +152,10 @@ class AutoDrafter(Drafter):
         behind = state.choosing.behind
         if not self.catches_up:
             return state._replace(drafter=self.drafter.read(state.drafter, tokens, hidden, lengths))
-        if not isinstance(self.rests, jax.core.Tracer) and self.rests:
+        if not isinstance(self.is_paused, jax.core.Tracer) and self.is_paused:
             behind = behind + jnp.asarray(lengths, jnp.int32)
             return state._replace(choosing=state.choosing._replace(behind=behind))
-        now = jnp.where((behind > 0) | self.rests, 0, lengths)
+        now = jnp.where((behind > 0) | self.is_paused, 0, lengths)
         choosing = state.choosing._replace(behind=behind + (lengths - now).astype(jnp.int32))
         return AutoState(self.drafter.read(state.drafter, tokens, hidden, now), choosing)
 
@@ -178,14 +177,15 @@ class AutoDrafter(Drafter):
         topology: TreeTopology,
     ) -> AutoState:
         """See `Drafter`; counts what was accepted."""
-        own = state.drafter
+        drafter_state = state.drafter
         choosing = _counted(state.choosing, topology, draft, verdict.last)
-        if topology.num_nodes == 1 and self.catches_up:  # it reads the token when it is asked again
+        if topology.num_nodes == 1 and self.catches_up:  # it reads the token before it drafts
             choosing = choosing._replace(behind=choosing.behind + (verdict.last >= 0))
         else:
-            new = self.drafter.commit(own, draft, verdict, hidden, topology)
-            own = _into(own, new)
-        return AutoState(own, choosing._replace(rest=jnp.maximum(choosing.rest - 1, 0)))
+            new = self.drafter.commit(drafter_state, draft, verdict, hidden, topology)
+            drafter_state = _into(drafter_state, new)
+        pause_left = jnp.maximum(choosing.pause_left - 1, 0)
+        return AutoState(drafter_state, choosing._replace(pause_left=pause_left))
 
     def expected(self, choosing: Choosing) -> Float32[Array, "B K"]:
         """Tokens that a step with each tree is expected to emit."""
@@ -218,25 +218,26 @@ class AutoDrafter(Drafter):
         values = speed / costs
         best = 1 + jnp.argmax(values[1:]).astype(jnp.int32)
         pays = values[best] >= BETTER * values[0]
-        forced, pause, rest, trial = (
-            part.max() for part in (choosing.forced, choosing.pause, choosing.rest, choosing.trial)
-        )
-        rests, tries = rest > 0, (rest == 0) & (trial > 0)
-        ends = ~rests & ~tries & ~pays
-        aged = jnp.where(ends, jnp.minimum(1, AGED / jnp.maximum(choosing.tried, 1)), 1)
+        forced, pause = choosing.forced.max(), choosing.pause.max()
+        pause_left, trial = choosing.pause_left.max(), choosing.trial.max()
+        is_paused = pause_left > 0
+        is_trial = ~is_paused & (trial > 0)
+        is_regular = ~is_paused & ~is_trial
+        begins_pause = is_regular & ~pays
+        aged = jnp.where(begins_pause, jnp.minimum(1, AGED / jnp.maximum(choosing.tried, 1)), 1)
         steps = -(-TRIAL // jnp.minimum(active.sum(), TRIAL))
         missed = -(-state.context.length.max() // WINDOW) if self._may_miss(state) else 0
         excess = (steps * (costs[best] / costs[0] - 1) + READING * missed) / SHARE
         longer = jnp.maximum(2 * pause, excess.astype(jnp.int32))
-        pause = jnp.where(ends, jnp.clip(longer, SHORTEST_PAUSE, LONGEST_PAUSE), pause)
-        pause = jnp.where(~rests & ~tries & pays, 0, pause)
-        trial = jnp.where(ends, steps, jnp.where(tries, trial - 1, trial))
-        rest = jnp.where(ends, pause, rest)
-        number = jnp.where(rests | ends, 0, best)
+        pause = jnp.where(begins_pause, jnp.clip(longer, SHORTEST_PAUSE, LONGEST_PAUSE), pause)
+        pause = jnp.where(is_regular & pays, 0, pause)
+        trial = jnp.where(begins_pause, steps, jnp.where(is_trial, trial - 1, trial))
+        pause_left = jnp.where(begins_pause, pause, pause_left)
+        number = jnp.where(is_paused | begins_pause, 0, best)
         number = jnp.where(forced >= 0, forced, number)
-        own = choosing._replace(tried=aged * choosing.tried, accepted=aged * choosing.accepted)
-        own = own.of_all(number=number, pause=pause, rest=rest, trial=trial)
-        return state._replace(drafter=state.drafter._replace(choosing=own))
+        choosing = choosing._replace(tried=aged * choosing.tried, accepted=aged * choosing.accepted)
+        choosing = choosing.of_all(number=number, pause=pause, pause_left=pause_left, trial=trial)
+        return state._replace(drafter=state.drafter._replace(choosing=choosing))
 
     def _may_miss(self, state: DecodeState) -> bool:
         return self.catches_up and bool(jax.tree.leaves(state.drafter.drafter))
@@ -247,20 +248,20 @@ class AutoDrafter(Drafter):
             return state
         tokens, length = state.context
 
-        def wanted(own: AutoState) -> Array:
-            return (own.choosing.number[0] > 0) & (own.choosing.behind > 0).any()
+        def is_behind(auto: AutoState) -> Array:
+            return (auto.choosing.number[0] > 0) & (auto.choosing.behind > 0).any()
 
-        def body(own: AutoState) -> AutoState:
-            behind = own.choosing.behind
+        def read_window(auto: AutoState) -> AutoState:
+            behind = auto.choosing.behind
             first, lengths = length - 1 - behind, jnp.minimum(behind, WINDOW)
             places = first[:, None] + jnp.arange(WINDOW, dtype=jnp.int32)
             places = jnp.clip(places, 0, tokens.shape[1] - 1)
             missed = jnp.take_along_axis(tokens, places, axis=1)
-            read = self.drafter.read(own.drafter, missed, None, lengths)
-            return AutoState(read, own.choosing._replace(behind=behind - lengths))
+            read = self.drafter.read(auto.drafter, missed, None, lengths)
+            return AutoState(read, auto.choosing._replace(behind=behind - lengths))
 
         with jax.named_scope("draft"):
-            return state._replace(drafter=lax.while_loop(wanted, body, state.drafter))
+            return state._replace(drafter=lax.while_loop(is_behind, read_window, state.drafter))
 
     def run(
         self,
@@ -277,38 +278,40 @@ class AutoDrafter(Drafter):
         `ends` are limits of a batch that ends with its last row.
         """
 
-        def steps_with(number: int, state: DecodeState) -> DecodeState:
-            """In the loop a pending record has the tree's own size, and is replayed at its end."""
-            tree, batch = self.choices[number], len(state.done)
+        def steps_with(number: int, before: DecodeState) -> DecodeState:
+            """In the loop a pending record has the tree's size, and is replayed at its end."""
+            tree, batch = self.choices[number], len(before.done)
 
-            def step(own: DecodeState) -> DecodeState:
-                new = decode_step(tree, verifier, model, self, own, limits, sampling)[0]
-                taken = jax.tree.map(jnp.subtract, new.statistics, own.statistics)
+            def step(state: DecodeState) -> DecodeState:
+                new = decode_step(tree, verifier, model, self, state, limits, sampling)[0]
+                taken = jax.tree.map(jnp.subtract, new.statistics, state.statistics)
                 choosing, at = new.drafter.choosing, (jnp.arange(batch), number, taken.accepted)
                 choosing = choosing._replace(counts=choosing.counts.at[at].add(taken.target_calls))
                 return new._replace(drafter=new.drafter._replace(choosing=choosing))
 
-            def rested(own: DecodeState) -> DecodeState:
-                """Steps without drafts until they are tried again; one at least."""
+            def paused(state: DecodeState) -> DecodeState:
+                """Steps without drafts until the next trial; one at least."""
                 return lax.while_loop(
                     lambda carry: carry[1] & unfinished(carry[0]),
-                    lambda carry: ((new := step(carry[0])), new.drafter.choosing.rest[0] > 0),
-                    (own, jnp.bool_(True)),
+                    lambda carry: ((new := step(carry[0])), new.drafter.choosing.pause_left[0] > 0),
+                    (state, jnp.bool_(True)),
                 )[0]
 
-            own = lax.while_loop(
-                lambda own: unfinished(own) & (own.drafter.choosing.number[0] == number),
-                lambda own: self.chosen((step if number else rested)(own), ends),
-                state._replace(
+            state = lax.while_loop(
+                lambda state: unfinished(state) & (state.drafter.choosing.number[0] == number),
+                lambda state: self.chosen((step if number else paused)(state), ends),
+                before._replace(
                     pending=model.init_pending(batch, tree.num_nodes),
                     path=empty_path(batch, tree.num_nodes),
                 ),
             )
             # A loop of one turn or none: a branch would copy the caches.
-            own = lax.while_loop(
-                lambda own: (own.path.last >= 0).any(), lambda own: settled(model, own), own
+            state = lax.while_loop(
+                lambda state: (state.path.last >= 0).any(),
+                lambda state: settled(model, state),
+                state,
             )
-            return own._replace(pending=state.pending, path=state.path)
+            return state._replace(pending=before.pending, path=before.path)
 
         def body(state: DecodeState) -> DecodeState:
             state = self.caught_up(steps_with(0, state))

@@ -15,12 +15,12 @@ from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
 from stree_jax.decoding.text.prefill import tokens_from
 from stree_jax.decoding.text.prefix import Prefix, check_origin, for_rows, origin_of, repeated
-from stree_jax.decoding.tree_times import Experience
+from stree_jax.decoding.tree_times import DraftHistory
 from stree_jax.decoding.types import Context, DecodeState, Limits
 from stree_jax.decoding.verifiers import Verifier
+from stree_jax.decoding.way import Topology
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM, check_on_one_device
-from stree_jax.tree import TreeTopology
 
 
 @spelled_out
@@ -30,7 +30,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     drafter: Drafter | None = None,
-    topology: TreeTopology | str | Sequence[TreeTopology] | None = None,
+    topology: Topology | None = None,
     verifier: str | Verifier | None = None,
     n: int = 1,
     after: Prefix | None = None,
@@ -87,8 +87,9 @@ def generate(
     Raises:
         ValueError: a bad argument, or a drafter and a verifier that are not exact together. Raised
             before anything is compiled.
-        NonFiniteLogitsError: logits of a row were not finite, or its processors left no token. Only
-            that row ended early; the error names it and holds the output of all rows.
+        NonFiniteLogitsError: logits of a row were not finite, or its processors or filters left no
+            token. Only that row ended early; the error names it and holds the output of all
+            rows.
     """
     if after is not None or return_prefix:
         check_on_one_device(model, "return_prefix" if after is None else "after")
@@ -108,15 +109,15 @@ def generate(
         **keywords,
     )
     request = request.placed(model.partition)
-    trees = _experience(request, model)
-    used = request if trees is None or return_prefix else trees.decoded(request)
+    history = _draft_history(request, model)
+    used = request if history is None or return_prefix else history.decoded(request)
     with dispatch.on(model):
-        state = _started(used, model, n, after, trees)
+        state = _started(used, model, n, after, history)
         most = MAX_STEPS if used.choices else None  # then it is the program that was timed
         state = used.decoder.run(model, used.drafter, state, used.limits, used.sampling, most)
     ended = Ended.of(state, request.limits, len(request.rows))
-    if trees is not None:
-        trees.end(state.drafter, ended.statistics.target_calls)
+    if history is not None:
+        history.end(state.drafter, ended.statistics.target_calls)
     cache = state.cache if return_cache else None
     prefix = None
     if return_prefix:
@@ -135,7 +136,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     *,
     drafter: Drafter | None = None,
-    topology: TreeTopology | str | Sequence[TreeTopology] | None = None,
+    topology: Topology | None = None,
     verifier: str | Verifier | None = None,
     lossy: bool = False,
     options: Options | Sequence[Options] | Any | None = None,
@@ -163,20 +164,20 @@ def stream(
         lossy=lossy,
         **keywords,
     )
-    own = request.rows[0].options
-    if own.num_best is not None:
+    first = request.rows[0].options
+    if first.num_best is not None:
         raise ValueError(
-            f"log_probs = {own.log_probs!r}, top_log_probs = {own.top_log_probs}: stream yields"
+            f"log_probs = {first.log_probs!r}, top_log_probs = {first.top_log_probs}: stream yields"
             " tokens alone; use generate"
         )
     request, num_rows = request.placed(model.partition), len(request.rows)
 
     def steps() -> Iterator[list[Piece]]:
-        trees = _experience(request, model)
-        used = request if trees is None else trees.decoded(request)
+        history = _draft_history(request, model)
+        used = request if history is None else history.decoded(request)
         decoder, drafter, settings = used.decoder, used.drafter, (used.limits, used.sampling)
         with dispatch.on(model):
-            state = _started(used, model, trees=trees)
+            state = _started(used, model, history=history)
         start, done = on_host((request.context.length, state.done))
         pieces = [Pieces(row.stopping) for row in request.rows]
         while not done.all():
@@ -191,28 +192,28 @@ def stream(
             done = on_host(state.done)
             end = done & ~had_ended
             ended = Ended.of(state, request.limits, num_rows) if end.any() else None
-            given = []
+            new_pieces = []
             for i in range(num_rows):
                 if end[i] and ended is not None:
-                    last = ended.new(i, request.rows[i].stopping)
-                    given.append(pieces[i].rest(last.tokens.tolist(), last.text))
+                    text = ended.new(i, request.rows[i].stopping)
+                    new_pieces.append(pieces[i].last(text.tokens.tolist(), text.text))
                 else:
-                    given.append(pieces[i].take(tokens[i, : length[i] - start[i]].tolist()))
-            yield given
+                    new_pieces.append(pieces[i].take(tokens[i, : length[i] - start[i]].tolist()))
+            yield new_pieces
             start = length
         ended = Ended.of(state, request.limits, num_rows)
-        if trees is not None:
-            trees.end(state.drafter, ended.statistics.target_calls)
+        if history is not None:
+            history.end(state.drafter, ended.statistics.target_calls)
         generation_of(ended, request)  # raises if a row failed
 
     return steps()
 
 
-def _experience(request: Plan, model: HybridLM) -> Experience | None:
-    """That of a request's trees, if there is a choice."""
+def _draft_history(request: Plan, model: HybridLM) -> DraftHistory | None:
+    """What is known of a request's trees, if there is a choice."""
     if not request.choices:
         return None
-    return Experience(model, request.drafter, len(request.rows), request.sampling)
+    return DraftHistory(model, request.drafter, len(request.rows), request.sampling)
 
 
 def _started(
@@ -220,7 +221,7 @@ def _started(
     model: HybridLM,
     n: int = 1,
     after: Prefix | None = None,
-    trees: Experience | None = None,
+    history: DraftHistory | None = None,
 ) -> DecodeState:
     """Every prompt is read once, and its row repeated; where a mesh cuts the rows, each is read."""
     decoder, drafter, num_rows = request.decoder, request.drafter, len(request.rows)
@@ -231,17 +232,17 @@ def _started(
     prefix = decoder.read(model, drafter, context, before)
     if times > 1:
         prefix = repeated(prefix, times)
-    if trees is not None and drafter is not None:
-        prefix = prefix._replace(drafter=trees.begun(prefix.drafter, alone=True))
+    if history is not None and drafter is not None:
+        prefix = prefix._replace(drafter=history.begun(prefix.drafter, alone=True))
     callers = (model, drafter, request.context, request.keys, request.sampling, after)
     state = decoder.start_from(model, prefix, request.keys, request.sampling, callers)
     if len(state.done) > num_rows:  # those that pad the batch have ended
         added = np.arange(len(state.done)) >= num_rows
         state = state._replace(done=model.partition.put(added))
-    if trees is not None and drafter is not None:
+    if history is not None and drafter is not None:
 
         def run(state: DecodeState, limits: Limits, steps: int) -> DecodeState:
             return decoder.run(model, drafter, state, limits, request.sampling, steps)
 
-        trees.set_times(state, request.limits, run)
+        history.set_times(state, request.limits, run)
     return state

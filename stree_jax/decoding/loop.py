@@ -14,14 +14,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array
-from stree_jax.checks import check_int
+from stree_jax.checks import check_ids, check_int
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.like import check_keys, checked_prompts, checked_settings
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import MAX_TOKENS
 from stree_jax.decoding.rules import rule_specs
 from stree_jax.decoding.step import decode_step, settled
 from stree_jax.decoding.text.prefix import Prefix, read_text
+from stree_jax.decoding.traced_checks import check_keys, checked_prompts, checked_settings
 from stree_jax.decoding.types import (
     Context,
     DecodeState,
@@ -57,18 +57,19 @@ def _step_specs(model: HybridLM) -> Any:
 
 def check_not_donated(state: DecodeState) -> None:
     """Refuses a state that was given to `run`, `step` or `insert` before."""
-    if not isinstance(state.done, jax.core.Tracer) and state.done.is_deleted():
+    is_known = isinstance(state.done, jax.Array) and not isinstance(state.done, jax.core.Tracer)
+    if is_known and state.done.is_deleted():  # NumPy's arrays are never donated
         raise ValueError("the state was donated: use the state that run returned")
 
 
 def _donating(program: Any) -> Any:
     """Decorates a compiled method that donates its state."""
+    allowed = jax.transfer_guard("allow")(program)  # of `max_steps`
 
     @functools.wraps(program)
     def call(decoder: Any, model: Any, drafter: Any, state: Any, *more: Any, **named: Any) -> Any:
         check_not_donated(state)
-        with jax.transfer_guard("allow"):  # of `max_steps`
-            return program(decoder, model, drafter, state, *more, **named)
+        return allowed(decoder, model, drafter, state, *more, **named)
 
     compiled: Any = call
     compiled.lower, compiled.trace = program.lower, program.trace
@@ -147,10 +148,12 @@ class SpeculativeDecoder:
                 buffers of any size; its drafter's state is one of `drafter`, or None.
 
         Raises:
-            ValueError: the prompts are no `Context`, or a buffer with more places than `capacity`.
+            ValueError: the prompts are no `Context`, a buffer with more places than `capacity`, or
+                ids outside the vocabulary; those of traced arrays are not checked.
         """
         check_model(model)
         prompts = self._checked(prompts)
+        check_ids("prompts", prompts.tokens, model.config.vocab_size, prompts.length)
         return read_text(model, drafter, prompts, self.topology, self.max_length, before)
 
     @jax.transfer_guard("allow")
@@ -306,17 +309,20 @@ def owned(state: DecodeState, callers: Any) -> DecodeState:
 
     If any of these arrays is committed to a device, so will be a step's result, and an uncommitted
     first state would make the second step compile again: so it is committed to the cache's device.
-    Only shared buffers are copied.
+    Only shared buffers are copied, and NumPy's arrays, such as those of a prefix that was saved.
     """
+    state = jax.tree.map(
+        lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.array(leaf), state
+    )
     first = jax.tree.leaves(state.cache)[0]
     if isinstance(first, jax.core.Tracer):  # inside a larger program
         return state
     where = first.sharding
     if isinstance(where, jax.sharding.NamedSharding):
         where = jax.sharding.NamedSharding(where.mesh, jax.sharding.PartitionSpec())
-    given = jax.tree.leaves(callers)
-    commits = any(map(_is_committed, [*given, *jax.tree.leaves(state)]))
-    seen = {id(leaf) for leaf in given}
+    leaves = jax.tree.leaves(callers)
+    commits = any(map(_is_committed, [*leaves, *jax.tree.leaves(state)]))
+    seen = {id(leaf) for leaf in leaves}
 
     def owned(leaf: Any) -> Any:
         if id(leaf) in seen:

@@ -17,7 +17,7 @@ from stree_jax.decoding.rules import checked_rules
 from stree_jax.decoding.stops import listed_stops
 from stree_jax.messages import shown
 
-_Made = TypeVar("_Made", bound=Callable)
+_Function = TypeVar("_Function", bound=Callable)
 # What the command and other libraries call by another name.
 _WAYS = {
     "json_schema": "processors=[st.json_schema(...)]",
@@ -39,35 +39,35 @@ def check_keywords(function: str, keywords: Iterable[str], names: Collection[str
             )
 
 
-def explained(kind: _Made) -> _Made:
+def explained(function: _Function) -> _Function:
     """Decorates a function, or a class that is made of keywords: it refuses others by name."""
-    made: Any = kind
-    called = made.__init__ if inspect.isclass(made) else made
-    names = inspect.signature(made).parameters
+    decorated: Any = function
+    called = decorated.__init__ if inspect.isclass(decorated) else decorated
+    names = inspect.signature(decorated).parameters
 
     @functools.wraps(called)
     def checked(*arguments: Any, **keywords: Any) -> Any:
-        check_keywords(made.__name__, keywords, names)
+        check_keywords(decorated.__name__, keywords, names)
         return called(*arguments, **keywords)
 
-    if called is made:
+    if called is decorated:
         return checked  # type: ignore[return-value]
-    made.__init__ = checked
-    return made
+    decorated.__init__ = checked
+    return decorated
 
 
-def spelled_out(function: _Made) -> _Made:
+def spelled_out(function: _Function) -> _Function:
     """Decorates a function whose last keywords are options: its signature names each of them."""
-    made: Any = function
+    decorated: Any = function
     signature = inspect.signature(function)
-    *own, rest = signature.parameters.values()
+    *parameters, last = signature.parameters.values()
     options = [
-        rest.replace(name=f.name, kind=rest.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        last.replace(name=f.name, kind=last.KEYWORD_ONLY, default=f.default, annotation=f.type)
         for f in dataclasses.fields(Options)
         if f.name not in signature.parameters
     ]
-    made.__signature__ = signature.replace(parameters=[*own, *options])
-    return explained(made)
+    decorated.__signature__ = signature.replace(parameters=[*parameters, *options])
+    return explained(decorated)
 
 
 @explained
@@ -198,11 +198,13 @@ def options_of_rows(options: Options | Sequence[Options] | Any, batch: int) -> l
             f"options has {len(rows)} entries for {batch} rows; give one, or one for each row"
         )
     for name in _OF_ALL:
-        own, *others = (getattr(row, name) for row in rows)
-        if other := [each for each in others if each is not own and each != own]:
-            raise ValueError(
-                f"{name} is one for all rows, and options have {shown(own)} and {shown(other[0])}"
-            )
+        first, *others = (getattr(row, name) for row in rows)
+        for value in others:
+            if value is not first and value != first:
+                raise ValueError(
+                    f"{name} is one for all rows, and options have {shown(first)} and"
+                    f" {shown(value)}"
+                )
     return [*rows]
 
 

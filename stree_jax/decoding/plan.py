@@ -1,7 +1,6 @@
 """Checks the arguments of `generate` and makes a `Plan` of them. Nothing is compiled here."""
 
 import dataclasses
-import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +12,7 @@ from jax.sharding import PartitionSpec
 from pallas_kernels import dispatch
 from stree_jax.array_types import Array
 from stree_jax.checks import check_int
-from stree_jax.decoding.auto import NO_TOPOLOGY, AutoDrafter, trees_of
-from stree_jax.decoding.drafters.base import Drafter, draft_models, drawn_by, with_tokens_of
+from stree_jax.decoding.drafters.base import Drafter
 from stree_jax.decoding.filters import MinP, TopK, TopP
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Options, check_not_traced, listed_eos_tokens, options_of_rows
@@ -30,15 +28,15 @@ from stree_jax.decoding.prompts import (
 )
 from stree_jax.decoding.rules import Rule, join_numbers, kind, map_rows, of_batch, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
-from stree_jax.decoding.text.prefix import Prefix
-from stree_jax.decoding.text.prefix import joined as joined_texts
+from stree_jax.decoding.text.prefix import Prefix, continued_texts
 from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.decoding.types import Context, Limits, Sampling
-from stree_jax.decoding.verifiers import Verifier, default_verifier, verifier_of
-from stree_jax.mesh.partition import ONE_DEVICE, Partition
+from stree_jax.decoding.verifiers import Verifier
+from stree_jax.decoding.way import Topology, Way
+from stree_jax.mesh.partition import Partition
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.tree import TreeTopology, parsed
+from stree_jax.tree import TreeTopology
 
 
 class Row(NamedTuple):
@@ -98,7 +96,7 @@ def plan(
     options: Options | Sequence[Options] | Any | None = None,
     *,
     drafter: Drafter | None = None,
-    topology: TreeTopology | str | Sequence[TreeTopology] | None = None,
+    topology: Topology | None = None,
     verifier: str | Verifier | None = None,
     n: int = 1,
     after: Prefix | None = None,
@@ -119,71 +117,44 @@ def plan(
     check_num_rows("n", n)
     texts = checked_prompts(prompts, vocab_size, may_be_empty=after is not None)
     if after is not None:
-        texts = joined_texts(after, texts)
-    context = in_buffers([each for each in texts for _ in range(n)])
+        texts = continued_texts(after, texts)
+    context = in_buffers([text for text in texts for _ in range(n)])
     batch = len(context.length)
-    own = options_of_rows(options, batch)
+    row_options = options_of_rows(options, batch)
+    first = row_options[0]
     some_weight = model.final_norm_scale[...]  # in place of all of them, which takes longer
-    check_not_traced(context.length, own[0].key, some_weight)
+    check_not_traced(context.length, first.key, some_weight)
     dispatch.explain(dispatch.device_of(some_weight))  # refuses a wrong STREE_JAX_NATIVE
-    made = {id(each): _row_of(each, model) for each in own}
-    rows = [made[id(each)] for each in own]  # one object for all that are equal
+    by_id = {id(settings): _row_of(settings, model) for settings in row_options}
+    rows = [by_id[id(settings)] for settings in row_options]  # one object for all that are equal
     most = [row.options.max_new_tokens for row in rows]
-    check_length(context, most, own[0].max_length, model.config.max_length)
+    check_length(context, most, first.max_length, model.config.max_length)
     temperature_is_zero = all(row.is_greedy for row in rows)
-    if any(each.key is None and each.temperature > 0 for each in own):
+    if any(row.options.key is None and not row.is_greedy for row in rows):
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
-    given = [0 if each.key is None else each.key for each in own]
-    keys = row_keys(given[0] if isinstance(options, Options) else [*map(typed_key, given)], batch)
-    _check_drafter(drafter)
-    _check_placement(model, drafter)
-    drafter = with_tokens_of(drafter, model)
-    if isinstance(topology, str):
-        topology = parsed(topology)
-    if isinstance(topology, str | Sequence):
-        if drafter is None:
-            raise ValueError(_needs_drafter(f"topology = {shown(topology)}"))
-        trees = trees_of(topology, drafter, model, temperature_is_zero=temperature_is_zero)
-        if model.partition is not ONE_DEVICE:
-            raise ValueError(
-                f"topology = {shown(topology)} is for one device: on a mesh name a tree"
-            )
-        drafter, topology = AutoDrafter(drafter, trees), None
-    topology = _checked_topology(topology, drafter, vocab_size)
-    if drafter is not None:
-        drafter.check(model, topology, temperature_is_zero=temperature_is_zero)
-    drawn = drawn_by(drafter, topology, temperature_is_zero=temperature_is_zero)
-    if verifier is None:
-        verifier = default_verifier(drawn, topology, temperature_is_zero=temperature_is_zero)
-    chosen = verifier_of(verifier)
-    chosen.check(drawn, topology, temperature_is_zero=temperature_is_zero)
-    if drafter is not None and drafter.choices and not chosen.follows_target:
-        raise ValueError(
-            f'topology = "auto" with verifier {chosen.name!r}, whose texts depend on the tree: use'
-            " 'target_only', or name a tree"
-        )
-    if not (lossy or chosen.lossless):
-        raise ValueError(
-            f"verifier {chosen.name!r} is lossy: its output does not have the target's"
-            " distribution; pass lossy=True if you want that, or leave verifier out"
-        )
+    seeds = [0 if settings.key is None else settings.key for settings in row_options]
+    keys = row_keys(seeds[0] if isinstance(options, Options) else [*map(typed_key, seeds)], batch)
+    fitted = Way(drafter, topology, verifier, lossy).fitted(
+        model, temperature_is_zero=temperature_is_zero
+    )
     may_differ = len({*map(id, rows)}) > 1
     if may_differ:
-        check_together(rows, chosen, "other rows", "decode these apart")
+        check_together(rows, fitted.verifier, "other rows", "decode these apart")
     longest = max(np.asarray(context.length) + np.array(most))
     has_stops = any(row.stopping for row in rows)
     decoder = SpeculativeDecoder(
-        topology=topology,
-        verifier=chosen,
+        topology=fitted.topology,
+        verifier=fitted.verifier,
         max_length=buffer_size(int(longest)),
         # On a GPU a termination check on the host takes long compared with a step.
         steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(some_weight)) else 2,
-        num_best=own[0].num_best and min(list_size(own[0].num_best), vocab_size),
+        num_best=first.num_best and min(list_size(first.num_best), vocab_size),
         record_calls=record_calls,
     )
+    is_drafted = fitted.topology.num_nodes > 1  # a root alone is autoregressive decoding
     return Plan(
         decoder,
-        drafter if topology.num_nodes > 1 else None,  # a root alone is autoregressive decoding
+        fitted.drafter if is_drafted else None,
         context,
         keys,
         limits_of(rows, vocab_size, (1, 1) if has_stops else None),
@@ -192,11 +163,11 @@ def plan(
     )
 
 
-def _row_of(own: Options, model: HybridLM) -> Row:
+def _row_of(options: Options, model: HybridLM) -> Row:
     vocab_size, ends = model.config.vocab_size, model.config.eos_token
-    check_int("top_log_probs", own.top_log_probs, 0, vocab_size)
-    eos_token, of_rules = own.eos_token, []
-    for processor in own.processors:
+    check_int("top_log_probs", options.top_log_probs, 0, vocab_size)
+    eos_token, of_rules = options.eos_token, []
+    for processor in options.processors:
         processor.check(vocab_size)
         of_rules += [end for end in processor.end_tokens if end < vocab_size]
     if eos_token is None:
@@ -207,65 +178,7 @@ def _row_of(own: Options, model: HybridLM) -> Row:
             f"eos_token = {shown(end_tokens)} does not end the texts of a logits processor,"
             f" which end with {shown(of_rules)}; leave it out, or make the processor with it"
         )
-    return Row(own, end_tokens, stopping_of(own.stop, own.tokenizer, vocab_size))
-
-
-def _check_drafter(drafter: Drafter | None) -> None:
-    if drafter is None:
-        return
-    if not isinstance(drafter, Drafter):
-        raise ValueError(
-            "drafter must be a ModelDrafter(...), an NgramDrafter(...) or of another class derived"
-            f" from stree_jax.Drafter, got {shown(drafter)}"
-        )
-    for leaf in jax.tree.leaves(drafter):
-        if not isinstance(leaf, jax.Array | np.ndarray | numbers.Number):
-            raise ValueError(f"drafter must be a pytree of arrays, and has a leaf {shown(leaf)}")
-
-
-def _check_placement(model: HybridLM, drafter: Drafter | None) -> None:
-    """Refuses a drafter whose models do not lie on the target's devices."""
-    own = model.partition
-    for draft in draft_models(drafter):
-        if draft.partition == dataclasses.replace(own, shards=1):
-            continue
-        if own == ONE_DEVICE:
-            raise ValueError(
-                "the draft model is on a mesh and the target is not; st.shard(target, mesh) puts it"
-                " there"
-            )
-        is_there = draft.partition.mesh == own.mesh
-        where = "cut into parts" if is_there else "not on the target's mesh"
-        raise ValueError(
-            f"the draft model is {where}; on a mesh every device has all of it: load it with"
-            " from_pretrained(..., mesh=mesh, replicate=True), or use"
-            " st.shard(draft, mesh, replicate=True)"
-        )
-
-
-def _checked_topology(
-    topology: TreeTopology | None, drafter: Drafter | None, vocab_size: int
-) -> TreeTopology:
-    if topology is None:
-        topology = TreeTopology.chain(0) if drafter is None else drafter.default_topology()
-    if not isinstance(topology, TreeTopology):
-        raise ValueError(NO_TOPOLOGY + shown(topology))
-    if drafter is None and topology.num_nodes > 1:
-        raise ValueError(_needs_drafter(f"a tree of {topology.num_nodes} nodes"))
-    if topology.is_budget and drafter is not None and not drafter.chooses_shape:
-        raise ValueError(
-            f"TreeTopology.budget({topology.num_nodes}, {topology.depth}) is a size, for drafters"
-            f" that choose the shape, such as DynamicDrafter; {type(drafter).__name__} takes a"
-            " shape, such as TreeTopology.from_branching((3, 2, 1))"
-        )
-    branching = max(map(len, topology.children))
-    if branching > vocab_size:
-        raise ValueError(f"nodes with {branching} children, but only {vocab_size} tokens exist")
-    return topology.level_order()
-
-
-def _needs_drafter(trees: str) -> str:
-    return f"{trees} needs a drafter: pass drafter=ModelDrafter(...)"
+    return Row(options, end_tokens, stopping_of(options.stop, options.tokenizer, vocab_size))
 
 
 def limits_of(rows: Sequence[Row], vocab_size: int, stop_sizes: tuple[int, int] | None) -> Limits:
@@ -290,15 +203,17 @@ def _end_tokens(rows: Sequence[Row]) -> Any:
 def sampling_of(rows: Sequence[Row], *, may_differ: bool) -> Sampling:
     """The sampling settings of a batch; `may_differ`: some may have rules and others none."""
     options = [row.options for row in rows]
-    processors = of_rows([own.processors for own in options], may_differ=may_differ)
-    first = [own.min_new_tokens for own in options]
-    if any(first) or (may_differ and processors):  # so that the others keep their places
-        processors = MinNewTokens(join_numbers(*first), _end_tokens(rows)), *processors
-    sampled = np.array([own.log_probs == "sampled" for own in options])
-    # A row at temperature 0 takes the best token, which no filter leaves out.
-    filtered = [Options() if row.is_greedy else row.options for row in rows]
+    processors = of_rows([row.processors for row in options], may_differ=may_differ)
+    least = [row.min_new_tokens for row in options]
+    if any(least) or (may_differ and processors):  # so that the others keep their places
+        processors = MinNewTokens(join_numbers(*least), _end_tokens(rows)), *processors
+    sampled = np.array([row.log_probs == "sampled" for row in options])
+    # A row at temperature 0 takes the best token, which no filter leaves out: they change only the
+    # record of its probability.
+    skips = [row.is_greedy and not record for row, record in zip(rows, sampled, strict=True)]
+    filtered = [Options() if skip else row for row, skip in zip(options, skips, strict=True)]
     return Sampling(
-        jnp.asarray(np.array([own.temperature for own in options], np.float32)),
+        jnp.asarray(np.array([row.temperature for row in options], np.float32)),
         filters_of(filtered, may_differ=may_differ),
         processors,
         temperature_is_zero=all(row.is_greedy for row in rows),
@@ -328,13 +243,13 @@ def placed_sampling(
 
 def filters_of(rows: Sequence[Options], *, may_differ: bool = False) -> tuple[Rule, ...]:
     """The filters of a batch: top-k and top-p if a row has either, min-p, then the rows' own."""
-    found: list[Any] = []
+    filters: list[Any] = []
     if any(row.top_k > 0 or row.top_p < 1 for row in rows):
-        found += [of_batch([TopK(row.top_k) for row in rows])]
-        found += [of_batch([TopP(row.top_p) for row in rows])]
+        filters += [of_batch([TopK(row.top_k) for row in rows])]
+        filters += [of_batch([TopP(row.top_p) for row in rows])]
     if any(row.min_p > 0 for row in rows):
-        found += [of_batch([MinP(row.min_p) for row in rows])]
-    return (*found, *of_rows([row.filters for row in rows], may_differ=may_differ))
+        filters += [of_batch([MinP(row.min_p) for row in rows])]
+    return (*filters, *of_rows([row.filters for row in rows], may_differ=may_differ))
 
 
 def check_together(rows: Sequence[Row], rule: Verifier, where: str, apart: str) -> None:
@@ -344,11 +259,11 @@ def check_together(rows: Sequence[Row], rule: Verifier, where: str, apart: str) 
         "filters": "classes and static fields",
     }
     for name, shared in same.items():
-        own, *others = [rules for row in rows if (rules := getattr(row.options, name))] or [()]
-        for theirs in others:
-            if kind(own) != kind(theirs):
+        first, *others = [rules for row in rows if (rules := getattr(row.options, name))] or [()]
+        for rules in others:
+            if kind(first) != kind(rules):
                 raise ValueError(
-                    f"{name} = {shown(own)}: {where} have {shown(theirs)}, and one program decodes"
+                    f"{name} = {shown(first)}: {where} have {shown(rules)}, and one program decodes"
                     f" all; give {name} of the same {shared} in one order, or none, or {apart}"
                 )
     if all(row.is_greedy == rows[0].is_greedy for row in rows):

@@ -87,7 +87,8 @@ class Processing(NamedTuple):
         """
         if not self.processors:
             return logits, None
-        # XLA would compute the rules again in each of the passes below.
+        # Else XLA may compute the rules again in each of the passes below. (XLA drops the barrier
+        # on a CPU before it fuses: only time depends on it, no bits.)
         processed = lax.optimization_barrier(self(logits, states))
         # As in `best_token`: XLA's maximum ignores NaN on a CPU.
         best = jnp.where(jnp.isnan(processed), jnp.inf, processed).max(axis=-1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.array_types import Array, Int
-from stree_jax.checks import check_int, require
+from stree_jax.checks import check_ids, check_int, require
 from stree_jax.messages import shown
 
 # Buffer sizes are rounded up to a few values, so that nearby requests share compiled programs.
@@ -82,13 +82,7 @@ def checked_prompts(
             row = row.astype(np.int32)
         elif row.size == 0:
             raise ValueError(f"{name}[{i}] is empty; it needs at least one token")
-        if not np.issubdtype(row.dtype, np.integer):
-            raise ValueError(f"{name}[{i}] has {row.dtype} values; token ids are integers")
-        outside = row[(row < 0) | (row >= vocab_size)]
-        if outside.size:
-            raise ValueError(
-                f"{name}[{i}] has token id {outside[0]}, outside the vocabulary of {vocab_size}"
-            )
+        check_ids(f"{name}[{i}]", row, vocab_size)
         rows.append(row)
     return rows
 

@@ -1,5 +1,6 @@
 """The results of rows, on the host: tokens, counts, log-probabilities, and pieces of streams."""
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
@@ -65,7 +66,7 @@ class Generation:
             For a model on a mesh it stays there, including the rows that pad the batch.
         lossless: False if a lossy verifier chose the tokens: they are not the target's.
         finish_reasons: why each row ended: "end_token"; "stop"; "length", at `max_new_tokens`;
-            "failed", its logits were not finite, or processors left no token.
+            "failed", its logits were not finite, or processors or filters left no token.
         log_probs: `[B, max_new_tokens]` float32, of each new token, then NaN; see
             `Options.log_probs`. None unless asked for, like the next two.
         top_log_probs: `[B, max_new_tokens, best]` float32, of the best tokens at each place, in
@@ -139,7 +140,7 @@ class Generation:
 
 
 class NonFiniteLogitsError(FloatingPointError):
-    """Logits of some rows were not finite, or processors left no token.
+    """Logits of some rows were not finite, or processors or filters left no token.
 
     The other rows were decoded to their end.
 
@@ -171,8 +172,8 @@ class Ended(NamedTuple):
     def of(cls, state: DecodeState, limits: Limits, num_rows: int | None = None) -> "Ended":
         """Returns that of the first rows. All processes of a mesh call this."""
         taken = (getattr(state, name) for name in cls._fields[:-2])
-        own = state.drafter
-        by_tree = own.choosing.counts if isinstance(own, AutoState) else None
+        drafter = state.drafter
+        by_tree = drafter.choosing.counts if isinstance(drafter, AutoState) else None
         return cls(*on_host((*taken, limits.eos_tokens, by_tree), num_rows))
 
     def new(self, row: int, stopping: Stopping) -> "NewTokens":
@@ -278,8 +279,8 @@ def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:
     """Describes why a row failed; arrays as in `DecodeState`."""
     why = {
         TARGET_FAILED: "the target model's logits are not finite",
-        DRAFT_FAILED: "the draft model's logits are not finite",
-        RULED_OUT: "the logits processors leave no token",
+        DRAFT_FAILED: "the draft model's logits are not finite, or filters leave no token of it",
+        RULED_OUT: "the logits processors, or filters, leave no token",
         NO_ROOM: "the buffer has no place for the next token",
     }[int(failed[row])]
     return f"{why} in row {row}, after {emitted[row]} new tokens; the row ended there"
@@ -341,9 +342,15 @@ class Pieces:
         self._most_tokens = max([1, *map(len, stopping.tokens)])
         self._most_bytes = max([1, *(len(stop.encode()) for stop in stopping.texts)])
         self._tokens: list[int] = []
-        self._held_bytes = 0  # of the tokens that are not given
+        self._held_bytes = 0  # of the tokens that no piece has
         self._stream = None if stopping.tokenizer is None else TextStream(stopping.tokenizer)
-        self._num_given = self._num_characters = 0
+        self._num_released = self._num_characters = 0
+
+    def __copy__(self) -> "Pieces":
+        pieces = object.__new__(Pieces)
+        vars(pieces).update(vars(self))
+        pieces._tokens, pieces._stream = [*self._tokens], copy.copy(self._stream)
+        return pieces
 
     @property
     def num_tokens(self) -> int:
@@ -355,18 +362,18 @@ class Pieces:
         size = self._stopping.size
         self._tokens += new
         self._held_bytes += sum(map(size, new))
-        first, until = self._num_given, len(self._tokens) + 1 - self._most_tokens
+        first, until = self._num_released, len(self._tokens) + 1 - self._most_tokens
         for token in self._tokens[first : max(first, until)]:
             if self._held_bytes - size(token) < self._most_bytes - 1:
                 break
             self._held_bytes -= size(token)
-            self._num_given += 1
-        given = self._tokens[first : self._num_given]
-        text = None if self._stream is None else self._stream.push(given)
+            self._num_released += 1
+        released = self._tokens[first : self._num_released]
+        text = None if self._stream is None else self._stream.push(released)
         self._num_characters += len(text or "")
-        return Piece(given, text)
+        return Piece(released, text)
 
-    def rest(self, tokens: Sequence[int], text: str | None) -> Piece:
+    def last(self, tokens: Sequence[int], text: str | None) -> Piece:
         """The last piece, of all tokens of the row up to its stop, and their text."""
-        rest = None if text is None else text[self._num_characters :]
-        return Piece(tokens[self._num_given :], rest)
+        text = text and text[self._num_characters :]
+        return Piece(tokens[self._num_released :], text)

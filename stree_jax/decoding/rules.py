@@ -86,7 +86,7 @@ class Rule(abc.ABC):
         Args:
             logits: of a processor, logits `[B, Q, V]` of the target or a draft model; of a filter,
                 logits after temperature and the filters before it, whose best one is 0 and must
-                be kept.
+                be kept. A row that has no token left fails.
             state: the states at these nodes, as for `advance`; None without a state.
         """
 

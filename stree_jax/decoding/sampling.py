@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dispatch, log_softmax
-from pallas_kernels.numerics import best_of, few_best
+from pallas_kernels.numerics import best_of, few_best, rounded
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Key
 from stree_jax.decoding.rules import per_row
 from stree_jax.decoding.types import Sampling
@@ -78,8 +78,9 @@ def filtered_logits(
 
     `-inf` is for tokens left out. Temperature 0 counts as 1, which keeps the order.
     """
-    # The best logit is 0 before the division, so no temperature overflows.
-    scaled = logits - best_token(logits)[1][..., None]
+    # The best logit is 0 before the division, so no temperature overflows. A processor's logits may
+    # be products, and a multiply-add would make it another number.
+    scaled = rounded(logits) - best_token(logits)[1][..., None]
     temperature = per_row(sampling.temperature, logits)
     scaled = scaled / jnp.where(temperature > 0, temperature, 1.0)
     for keep in sampling.filters:

@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels import dispatch, log_softmax
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Lengths, Tokens
-from stree_jax.checks import check_int
+from stree_jax.checks import check_ids, check_int
 from stree_jax.decoding.prompts import buffer_size, checked_prompts, in_buffers
 from stree_jax.decoding.text.prefill import PREFILL_CHUNK, in_chunks
 from stree_jax.decoding.types import Context
@@ -45,8 +45,8 @@ def score(
     Raises:
         ValueError: not token ids, or a text whose last token comes after the model's context.
     """
-    found = {row: log_probs for row, log_probs, _ in scored(model, texts, rows)}
-    return [found[row] for row in range(len(found))]
+    by_row = {row: log_probs for row, log_probs, _ in scored(model, texts, rows)}
+    return [by_row[row] for row in range(len(by_row))]
 
 
 def scored(
@@ -88,22 +88,25 @@ def text_log_probs(model: HybridLM, tokens: Tokens | Any) -> Float32[Array, "B _
 
     Args:
         model: the model.
-        tokens: whole texts.
+        tokens: whole texts, ids of the vocabulary on the padding too. Those of a traced array are
+            not checked: with one outside the vocabulary (such as -100, a label that losses leave
+            out) a row's numbers are unspecified from there on.
 
     Returns:
         `[B, T - 1]`, and `[B, 0]` of texts without tokens.
 
     Raises:
-        ValueError: not an array of token ids `[B, T]`.
+        ValueError: not an array of token ids `[B, T]`, or an id outside the vocabulary.
     """
     check_model(model)
     is_array = isinstance(tokens, jax.Array | np.ndarray)
     if not (is_array and tokens.ndim == 2 and jnp.issubdtype(tokens.dtype, jnp.integer)):
-        given = f"{tokens.dtype}{[*tokens.shape]}" if is_array else shown(tokens)
+        kind = f"{tokens.dtype}{[*tokens.shape]}" if is_array else shown(tokens)
         raise ValueError(
             f"tokens must be an array of token ids [B, T], such as jnp.array([[1, 2, 3]]), got"
-            f" {given}; st.score takes lists of any lengths"
+            f" {kind}; st.score takes lists of any lengths"
         )
+    check_ids("tokens", tokens, model.config.vocab_size)
     batch, length = tokens.shape
     if batch == 0 or length < 2:
         return jnp.zeros((batch, max(0, length - 1)), jnp.float32)
@@ -130,8 +133,8 @@ def _scores(
     # The last chunk may reach beyond the texts.
     shape = len(tokens), tokens.shape[1] + PREFILL_CHUNK
     scores = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, bool)
-    found = in_chunks(read, tokens, lengths - 1, (0, cache, scores))[2]
-    return jax.tree.map(lambda values: values[:, : tokens.shape[1]], found)
+    scores = in_chunks(read, tokens, lengths - 1, (0, cache, scores))[2]
+    return jax.tree.map(lambda values: values[:, : tokens.shape[1]], scores)
 
 
 def _chosen(
@@ -153,5 +156,5 @@ def _chosen(
     def cut(values: Array) -> Array:
         return jnp.moveaxis(values.reshape(batch, -1, size, *values.shape[2:]), 1, 0)
 
-    found = lax.map(some, (cut(hidden), cut(tokens)))
-    return jax.tree.map(lambda values: jnp.moveaxis(values, 0, 1).reshape(batch, length), found)
+    pieces = lax.map(some, (cut(hidden), cut(tokens)))
+    return jax.tree.map(lambda values: jnp.moveaxis(values, 0, 1).reshape(batch, length), pieces)

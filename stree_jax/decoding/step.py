@@ -11,9 +11,15 @@ from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.decoding import stops
 from stree_jax.decoding.drafters import Drafter, root_only
 from stree_jax.decoding.drafters.base import inner_layers
-from stree_jax.decoding.like import check_like, checked_proposal, some
 from stree_jax.decoding.processors import Processing
-from stree_jax.decoding.sampling import all_finite, best_tokens, position_noise, token_log_probs
+from stree_jax.decoding.sampling import (
+    all_finite,
+    best_tokens,
+    filtered_logits,
+    position_noise,
+    token_log_probs,
+)
+from stree_jax.decoding.traced_checks import check_like, checked_proposal, some
 from stree_jax.decoding.types import (
     Context,
     DecodeState,
@@ -30,8 +36,8 @@ from stree_jax.models.cache import Cache, Pending, path_to, replayed
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
-# Codes of `DecodeState.failed`: logits were not finite, processors left no token, or the row's next
-# token has no place in its buffer.
+# Codes of `DecodeState.failed`: logits were not finite, processors or filters left no token, or the
+# row's next token has no place in its buffer.
 TARGET_FAILED, DRAFT_FAILED, RULED_OUT, NO_ROOM = 1, 2, 3, 4
 
 
@@ -45,7 +51,7 @@ class Verified(NamedTuple):
     pending: Pending
     logits: Float[Array, "B N V"]
     processed: Float[Array, "B N V"]  # from which the verifier drew
-    allows_some: Bool[Array, "B N"] | None  # where processors leave a token
+    allows_some: Bool[Array, "B N"] | None  # where processors and filters leave a token
     processors: Any  # their states at all nodes
     verdict: Verdict
     on_path: Bool[Array, "B N"]
@@ -122,6 +128,11 @@ def _draft_and_verify(
         logits = model.logits(hidden[..., : model.config.d_model])[..., :vocab_size]
         states = processing.of_tree(draft.tokens, draft.tree, topology)
         processed, allows_some = processing.applied(logits, states)
+        if sampling.filters and not sampling.temperature_is_zero:
+            keeps_some = all_finite(filtered_logits(processed, sampling))
+            allows_some = keeps_some if allows_some is None else keeps_some & allows_some
+        if allows_some is not None:
+            allows_some |= ~all_finite(logits)  # such a row fails by that name
         verdict = verifier.verify(draft, processed, step._replace(keys=keys[:, 1]), topology)
         of_rows = some(jnp.int32, len(state.done))
         verdict = check_like(

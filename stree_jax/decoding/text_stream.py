@@ -1,6 +1,7 @@
 """Tokens to text, piece by piece."""
 
 import codecs
+import copy
 import json
 import re
 from collections.abc import Sequence
@@ -42,6 +43,11 @@ class TextStream:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token for token, entry in added.items() if entry.special}
         self._stages = _stages(self._tokenizer)
+
+    def __copy__(self) -> "TextStream":
+        stream = object.__new__(TextStream)
+        vars(stream).update(vars(self), _stages=copy.deepcopy(self._stages))
+        return stream
 
     def push(self, tokens: Sequence[int] | Any) -> str:
         """The text that these tokens settle.

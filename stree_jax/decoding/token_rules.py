@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.checks import check_int, is_above_zero, is_number, require
+from stree_jax.checks import check_ids, check_int, is_above_zero, is_number, require
 from stree_jax.decoding.prompts import list_size
 from stree_jax.decoding.rules import Rule, is_given, per_row, rule
 from stree_jax.messages import shown
@@ -67,7 +67,7 @@ class LogitBias(_Stateless):
             raise ValueError(f"LogitBias takes a dict such as {{7: -2.0}}, got {shown(biases)}")
 
     def check(self, vocab_size):
-        _check_ids("LogitBias", self.biases[0], vocab_size)
+        check_ids("LogitBias", _without_padding(self.biases[0]), vocab_size)
 
     def apply(self, logits, state, /):
         ids, values = self.biases
@@ -95,7 +95,7 @@ class _Listed(_Stateless):
             raise ValueError(f"{name} takes a list of token ids, got {shown(ids)}")
 
     def check(self, vocab_size):
-        _check_ids(type(self).__name__, self.ids, vocab_size)
+        check_ids(type(self).__name__, _without_padding(self.ids), vocab_size)
 
 
 @rule
@@ -154,13 +154,9 @@ def _padded(name: str, ids: list[Any]) -> np.ndarray:
     return np.array([*ids, *[_NO_TOKEN] * (list_size(len(ids)) - len(ids))], np.int32)
 
 
-def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+def _without_padding(ids: Any) -> np.ndarray:
     ids = np.asarray(ids)
-    outside = ids[((ids >= vocab_size) & (ids != _NO_TOKEN)) | (ids < 0)]
-    if outside.size:
-        raise ValueError(
-            f"{name} has token id {outside[0]}, outside the vocabulary of {vocab_size}"
-        )
+    return ids[ids != _NO_TOKEN]
 
 
 @typing.no_type_check

@@ -36,33 +36,33 @@ MOST_SECONDS = 4.0  # after which no round begins
 SECONDS = 0.1  # of the longer of two runs, whose difference counts
 MOST_STEPS = 24  # of it
 KNOWN = 16.0  # drafts of a depth and rank, of texts before, that count
-OF_ALL = "pause", "rest", "trial"  # what rows have in common
+OF_ALL = "pause", "pause_left", "trial"  # what rows have in common
 _times: dict[str, np.ndarray] = {}
 _taught: dict[tuple[str, ...], dict[str, Any]] = {}
 _names: Any = weakref.WeakKeyDictionary()  # of models, drafters, numbers of rows and settings
 Run = Callable[[DecodeState, Limits, int], DecodeState]
 
 
-class Experience:
-    """What is known of the trees of `auto`, whose `rests` and `costs` it sets, for these rows."""
+class DraftHistory:
+    """What earlier texts of such rows taught; sets `is_paused` and `costs` of `auto`."""
 
     def __init__(self, model: HybridLM, auto: AutoDrafter | Any, num_rows: int, sampling: Any):
         self._auto = auto
         self._name = _name(model, auto, num_rows, sampling)
         weights = identity(model), identity(auto.drafter)
         self._taught = _taught.setdefault((self._name, *weights), {})
-        auto.rests = np.array(self._taught.get("rest", 0) > 0)
+        auto.is_paused = np.array(self._taught.get("pause_left", 0) > 0)
 
     def decoded(self, request: Plan) -> Plan:
         """The request, without drafts if none would be tried before its end: that takes less."""
         most = max(row.options.max_new_tokens for row in request.rows)
-        rests = self._taught.get("rest", 0) >= most
-        return request.without_drafts() if rests else request
+        is_paused = self._taught.get("pause_left", 0) >= most
+        return request.without_drafts() if is_paused else request
 
     def end(self, state: AutoState | None, calls: Any) -> None:
         """Keeps what texts of such a request taught, which took so many calls of each row."""
         if state is None:
-            self._taught["rest"] = max(0, self._taught["rest"] - calls.max())
+            self._taught["pause_left"] = max(0, self._taught["pause_left"] - calls.max())
         else:
             self.teach(on_host(state.choosing))
 
@@ -98,8 +98,8 @@ class Experience:
         tried, accepted = choosing.tried.mean(axis=0), choosing.accepted.mean(axis=0)
         kept = np.minimum(1, KNOWN / np.maximum(tried, 1e-9))
         self._taught.update(tried=kept * tried, accepted=kept * accepted)
-        self._taught.update({each: getattr(choosing, each).max() for each in OF_ALL})
-        self._auto.rests = np.array(self._taught["rest"] > 0)
+        self._taught.update({field: getattr(choosing, field).max() for field in OF_ALL})
+        self._auto.is_paused = np.array(self._taught["pause_left"] > 0)
 
 
 def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -> np.ndarray | None:
@@ -113,12 +113,12 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
     limits = limits._replace(max_new_tokens=never[0], eos_tokens=never[1])
 
     def seconds(rows: int, number: int, steps: int) -> tuple[float, int]:
-        own: Any = jax.tree.map(jnp.copy, state)
-        drafter = own.drafter._replace(choosing=own.drafter.choosing.of_all(forced=number))
-        own = own._replace(drafter=drafter, done=jnp.arange(num_rows) >= rows)
-        jax.block_until_ready(own)
-        began, first = time.perf_counter(), int(on_host(own.step)[0])
-        done_steps = int(on_host(run(own, limits, steps).step)[0]) - first
+        start: Any = jax.tree.map(jnp.copy, state)
+        drafter = start.drafter._replace(choosing=start.drafter.choosing.of_all(forced=number))
+        start = start._replace(drafter=drafter, done=jnp.arange(num_rows) >= rows)
+        jax.block_until_ready(start)
+        began, first = time.perf_counter(), int(on_host(start.step)[0])
+        done_steps = int(on_host(run(start, limits, steps).step)[0]) - first
         return time.perf_counter() - began, done_steps
 
     for _ in range(2):  # the first compiles
@@ -126,17 +126,17 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
     most = min(int(np.clip(SECONDS / one, 3, MOST_STEPS)), room)
     loads = [1, num_rows] if num_rows > 1 else [1]
     runs = [(rows, number) for rows in loads for number in range(len(auto.choices))]
-    found: list[list[float]] = []
+    rounds: list[list[float]] = []
     began = time.perf_counter()
-    while len(found) < ROUNDS and time.perf_counter() - began < MOST_SECONDS:
-        found.append([])
+    while len(rounds) < ROUNDS and time.perf_counter() - began < MOST_SECONDS:
+        rounds.append([])
         for rows, number in runs:
             (short, _), (long, done) = (seconds(rows, number, steps) for steps in (1, most))
             if done < most:  # a stop has ended all rows: this process keeps the guess
                 return auto.costs
-            found[-1] += [short, long]
+            rounds[-1] += [short, long]
     # Other work takes its part of all runs of a round, so their ratios hardly change.
-    taken = np.diff(np.reshape(found, (-1, len(loads), len(auto.choices), 2)))[..., 0]
+    taken = np.diff(np.reshape(rounds, (-1, len(loads), len(auto.choices), 2)))[..., 0]
     taken = np.maximum(taken[:, [0, -1]] / (most - 1), 1e-9)
     parts = taken[..., :1], taken / taken[..., :1]
     without, ratios = (np.quantile(part, 0.5, axis=0, method="lower") for part in parts)
@@ -160,8 +160,8 @@ def _name(model: HybridLM, auto: AutoDrafter, num_rows: int, sampling: Any) -> s
 def processor() -> str:
     """The processor's name."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
-            return found[1]
+        if match := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            return match[1]
     return platform.processor()
 
 

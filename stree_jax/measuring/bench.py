@@ -16,6 +16,7 @@ from stree_jax.checkpoint.directories import new_file
 from stree_jax.checks import check_int, require
 from stree_jax.decoding.options import Options, check_keywords
 from stree_jax.decoding.prompts import checked_prompts
+from stree_jax.decoding.way import Way
 from stree_jax.measuring.advice import advice
 from stree_jax.measuring.clock import Progress, machine, num_bytes, silent
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Batch, Method, compare, different
@@ -140,7 +141,7 @@ def check_picture(path: str | os.PathLike[str]) -> Path:
 @jax.transfer_guard("allow")
 def bench(
     target: HybridLM | str | os.PathLike[str] | Any,
-    ways: Mapping[str, Mapping[str, Any]] | Any = types.MappingProxyType({}),
+    ways: Mapping[str, Way | Mapping[str, Any]] | Any = types.MappingProxyType({}),
     prompts: Sequence[Any] | None = None,
     *,
     temperatures: Sequence[float] | Any = (0.0,),
@@ -156,11 +157,11 @@ def bench(
 
     No drafts and prompt lookup (a chain of 4) are always among the ways.
 
-        print(st.bench(target, {"draft": {"drafter": st.ModelDrafter(draft)}}, prompts))
+        print(st.bench(target, {"draft": st.Way(st.ModelDrafter(draft))}, prompts))
 
     Args:
         target: a model, or the directory or hub name of a checkpoint.
-        ways: by name, keywords of `generate`: `drafter`, `topology`, `verifier`.
+        ways: by name, an `st.Way`, or a dict of its fields.
         prompts: lists of token ids, or each a `stree_jax.measuring.Question`; of a checkpoint they
             may be texts, and four are built in.
         temperatures: each gives a table. Above 0 all ways draw with the same key.
@@ -184,15 +185,15 @@ def bench(
     check_keywords("bench", options, Options().keys())
     check_int("rows", rows, 1)
     check_int("rounds", rounds, 1)
-    for way, own in ways.items():
-        if way in (PLAIN, LOOKUP.name):
-            raise ValueError(f"ways has {way!r}, which is always there; give it another name")
-        if not {*own} <= {"drafter", "topology", "verifier"}:
+    for label, way in ways.items():
+        if label in (PLAIN, LOOKUP.name):
+            raise ValueError(f"ways has {label!r}, which is always there; give it another name")
+        if not {*way.keys()} <= {"drafter", "topology", "verifier"}:
             raise ValueError(
-                f"the way {shown(way)} is {shown(own)}; give keywords of generate: drafter,"
-                " topology, verifier"
+                f"the way {shown(label)} is {shown(way)}; give keywords of generate: drafter,"
+                " topology, verifier, as a dict or an st.Way"
             )
-    methods = [Method(PLAIN), LOOKUP, *(Method(way, **own) for way, own in ways.items())]
+    methods = [Method(PLAIN), LOOKUP, *(Method(label, **way) for label, way in ways.items())]
     temperatures = dict.fromkeys(temperatures)
     if isinstance(target, str | os.PathLike):
         from stree_jax.convert import find  # not imported by `import stree_jax`

@@ -249,8 +249,8 @@ class AttentionConfig(LayerConfig):
         gate = qkv[:1] if self.output_gate else ()
         columns = (*gate, *qkv, branch, branch)
         norms = {"q_norm_scale": qkv[0], "k_norm_scale": qkv[1]} if self.qk_norm_spans else {}
-        own = {name: Cut(0, (heads,)) for name, heads in norms.items()}
-        return own | mixer_cuts(columns, (qkv[0], branch), qkv)
+        norm_cuts = {name: Cut(0, (heads,)) for name, heads in norms.items()}
+        return norm_cuts | mixer_cuts(columns, (qkv[0], branch), qkv)
 
     @property
     def qkv_segments(self) -> tuple[tuple[int, int], ...]:
@@ -337,7 +337,7 @@ class AttentionMixer(MixerModule):
             if replay is not None:
                 conv_state = self._replay_conv(conv_state, replay)
             qkv = self.run(tree_conv1d, conv_input, conv_state, *self.conv(), window)
-        depth, mask = (each[:, -u.shape[1] :] for each in (tree.depth, tree.ancestor_mask))
+        depth, mask = (array[:, -u.shape[1] :] for array in (tree.depth, tree.ancestor_mask))
         prefix = None if prefix_pending is None else prefix_pending.kv
         previous = None if replay is None else (replay.pending.kv, replay.path.mask)
         if c.window is None:

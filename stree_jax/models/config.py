@@ -21,8 +21,6 @@ from stree_jax.models.mlp import MlpConfig
 from stree_jax.models.parallel import ParallelConfig as ParallelConfig  # registers its kind
 from stree_jax.models.presets import PRESETS
 
-# Arguments of `ModelConfig`: the configs of layers that are given by their kind.
-PARTS = ("mamba2", "gated_delta", "short_conv", "attention", "mlp", "moe", "shared")
 _MAX_LAYERS = 8192  # a damaged or hostile file may claim any number
 _MAX_WIDTH = 2**31 - 1
 _MOST_SHARDS = 256  # suggested by error messages
@@ -58,9 +56,9 @@ class ModelConfig:
             otherwise. None means no limit.
 
     Args:
-        mamba2, attention, mlp, moe, shared, gated_delta, short_conv: the configs of layers that are
-            given by their kind. With "parallel" layers both Mamba-2's and attention's; with
-            "shared" ones attention's and the MLP's too.
+        mamba2, attention, mlp, moe, shared, gated_delta, short_conv, or another registered kind:
+            the configs of layers that are given by their kind. With "parallel" layers both
+            Mamba-2's and attention's; with "shared" ones attention's and the MLP's too.
 
     Raises:
         ValueError: a bad value, an unknown kind, or a kind without its configs.
@@ -82,8 +80,8 @@ class ModelConfig:
 
     # Types are checked below, with the names of the fields.
     def __init__(self, vocab_size: Any, d_model: Any, layers: Any, **fields: Any):
-        parts = {name: fields.pop(name, None) for name in PARTS}
         known = {field.name: field.default for field in dataclasses.fields(self)}
+        parts = {kind: fields.pop(kind, None) for kind in KINDS if kind not in known}
         if strange := fields.keys() - known:
             raise TypeError(f"ModelConfig() got an unexpected keyword argument {min(strange)!r}")
         required = dict(vocab_size=vocab_size, d_model=d_model, layers=layers)
@@ -143,7 +141,13 @@ class ModelConfig:
         """The configs that occur, in the order of their first layers."""
         return tuple(dict.fromkeys(self.layers))
 
-    mamba2, gated_delta, short_conv, attention, mlp, moe, shared = map(_of_all, PARTS)
+    mamba2 = _of_all("mamba2")
+    gated_delta = _of_all("gated_delta")
+    short_conv = _of_all("short_conv")
+    attention = _of_all("attention")
+    mlp = _of_all("mlp")
+    moe = _of_all("moe")
+    shared = _of_all("shared")
 
     def _only(self, name: str) -> Any:
         parts = [({layer.kind: layer} | layer.parts).get(name) for layer in self.distinct_layers]
@@ -160,8 +164,8 @@ class ModelConfig:
             ValueError: the model has no config for a kind, or several.
         """
         kinds = {layer for layer in layers if isinstance(layer, str) and layer in KINDS}
-        names = {name for kind in kinds for name in (kind, *_parts_of(KINDS[kind]))}
-        configs = {name: self._only(name) for name in names & {*PARTS} - {*parts}} | parts
+        names = {name for kind in kinds for name in (kind, *KINDS[kind].joined_kinds())}
+        configs = {name: self._only(name) for name in names - {*parts}} | parts
         new: Any = [_with_parts(layer, configs) if layer in kinds else layer for layer in layers]
         return dataclasses.replace(self, layers=tuple(new))
 
@@ -332,9 +336,9 @@ class ModelConfig:
         if "configs" in fields:
             fields["layers"] = _named_layers(fields.get("layers"), fields.pop("configs"))
         else:
-            for name in PARTS:
-                if fields.get(name) is not None:
-                    fields[name] = build_config(KINDS[name], fields[name])
+            for kind, config in KINDS.items():
+                if fields.get(kind) is not None:
+                    fields[kind] = build_config(config, fields[kind])
         return build_config(cls, fields)
 
 
@@ -358,7 +362,7 @@ def _layers(layers: Any, parts: Mapping[str, Any]) -> tuple[LayerConfig, ...]:
         )
     for name, part in parts.items():
         require(
-            part is None or (name in KINDS and isinstance(part, KINDS[name])),
+            part is None or isinstance(part, KINDS[name]),
             f"{name} must be the config of such a layer, got {part!r:.80}",
         )
     unknown = sorted({layer for layer in layers if isinstance(layer, str)} - set(KINDS))
@@ -372,7 +376,7 @@ def _with_parts(layer: LayerConfig | str, configs: Mapping[str, Any]) -> LayerCo
     cls = KINDS[layer] if isinstance(layer, str) else type(layer)
     whole = [config for config in (configs.get(cls.kind), layer) if isinstance(config, LayerConfig)]
     parts = {}
-    for name in _parts_of(cls):
+    for name in cls.joined_kinds():
         candidates = [configs.get(name), *(getattr(config, name) for config in whole)]
         parts[name] = next((part for part in candidates if part is not None), None)
     if not whole and len(parts) < len(dataclasses.fields(cls)):
@@ -384,11 +388,6 @@ def _with_parts(layer: LayerConfig | str, configs: Mapping[str, Any]) -> LayerCo
             " `ModelConfig.with_layers` takes it from another model's layers",
         )
     return dataclasses.replace(whole[0], **parts) if whole else cls(**parts)
-
-
-def _parts_of(cls: type[LayerConfig]) -> list[str]:
-    """The kinds of layers that a kind joins."""
-    return [field.name for field in dataclasses.fields(cls) if field.name in PARTS]
 
 
 def _named_layers(names: Any, configs: Any) -> tuple[LayerConfig, ...]:
@@ -458,7 +457,7 @@ def build_config(cls: type, values: Any) -> Any:
         require(value == only, f"{name} must be {only!r}, got {value!r:.80}")
     known = {field.name: field.type for field in dataclasses.fields(cls)}
     if cls is ModelConfig:
-        known |= dict.fromkeys(PARTS)
+        known = dict.fromkeys(KINDS) | known
     unknown = sorted(map(str, set(values) - set(known)))
     require(not unknown, f"{cls.__name__} has no fields {unknown!s:.80}; known: {sorted(known)}")
     values = {name: _decode(name, value, known[name]) for name, value in values.items()}

@@ -12,6 +12,7 @@ section 3).
 
 import dataclasses
 import operator
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -141,6 +142,15 @@ class LayerConfig:
         """How the arrays of `init_pending` lie on a mesh: heads or channels after the nodes."""
         arrays = jax.eval_shape(lambda: self.init_pending(1, 1, jnp.float32))
         return jax.tree.map(lambda _: PartitionSpec(DATA, None, axis), arrays)
+
+    @classmethod
+    def joined_kinds(cls) -> list[str]:
+        """The kinds of the layers that it joins: its fields with the name and config of a kind."""
+        return [
+            field.name
+            for field in dataclasses.fields(cls)
+            if KINDS.get(field.name) in (field.type, *typing.get_args(field.type))
+        ]
 
     @property
     def parts(self) -> "dict[str, LayerConfig]":

@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import tree_conv1d
+from pallas_kernels.numerics import rounded
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths
 from stree_jax.mesh.partition import WHOLE, Part
 from stree_jax.models.matrices import Matrix
@@ -57,9 +58,7 @@ def output_logits(
         logits = output_head.product(hidden, wide=True)
         if multiplier == 1.0:
             return logits
-        # Else XLA may fuse the product with a difference after it, in one program and not in
-        # another, and log-probabilities would differ by the last bit.
-        return lax.optimization_barrier(logits * multiplier)
+        return rounded(logits * multiplier)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +180,7 @@ def causal_conv1d(
     taps = weight.astype(jnp.float32)[:, None, None]
     output = jnp.float32(0) if bias is None else bias.astype(jnp.float32)[None, None]
     for k in range(width):  # in the order of `tree_conv1d`
-        output = output + context[:, k : k + length] * taps[k]
+        output = output + rounded(context[:, k : k + length] * taps[k])
     return output.astype(inputs.dtype)
 
 

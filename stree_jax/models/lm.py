@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import conv_gather_index, dispatch, replay_gather_index
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
-from stree_jax.checks import check_names, require
+from stree_jax.checks import check_ids, check_names, require
 from stree_jax.mesh.partition import ONE_DEVICE, Partition, Partitioned, Shard
 from stree_jax.messages import shown
 from stree_jax.models import matrices
@@ -84,6 +84,9 @@ class HybridLM(Partitioned):
 
     No method changes the module: caches and pending records go in and come out. Pass the model to a
     jitted function as an argument; closing over it would bake its weights into the program.
+
+    Methods refuse token ids outside the vocabulary. Inside of a program ids are not known: there
+    one outside makes the rest of its row unspecified.
 
     Args:
         config: layers and sizes of the model.
@@ -476,6 +479,7 @@ class HybridLM(Partitioned):
     ) -> ResidualStream:
         """The stream of the embedded tokens."""
         self._check_here()
+        check_ids("tokens", tokens, self.vocab_size)
         if self.vocab_size > self.config.vocab_size:
             tokens = jnp.minimum(tokens, self.config.vocab_size - 1)
         rows = self.embedding.rows(tokens, self.shard)

@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 
 from pallas_kernels import expert_mlps
+from pallas_kernels.numerics import rounded
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
@@ -185,7 +186,7 @@ class MixtureOfExperts(Pointwise):
             shared = self.shared.apply(u)
             if self.shared_gate is not None:
                 scores = self.shared_gate.product(u, wide=True)
-                shared = shared * jax.nn.sigmoid(scores).astype(shared.dtype)
+                shared = rounded(shared * jax.nn.sigmoid(scores).astype(shared.dtype))
             y = y + shared
         return self.shard.total(y)
 

@@ -1,8 +1,8 @@
 """The results of a scheduler's requests: completions, and events until they end."""
 
 import collections
-from collections.abc import Iterator
-from typing import Any
+import copy
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,53 +16,46 @@ from stree_jax.serving.types import Completion, Event, Job
 CANCELLED = "cancelled"
 
 
-class Outcomes:
-    """The completions and events that a scheduler has not given yet."""
+class Outcomes(NamedTuple):
+    """What a scheduler has not given yet.
 
-    def __init__(self) -> None:
-        self._completions: dict[int, Completion] = {}  # in the order in which they ended
-        self._events: collections.deque[Event] | None = None  # None: nobody has asked for them
-        self._pieces: dict[int, Pieces] = {}  # of requests that run and have events
+    Who gives takes out. All other changes make a new one, so that an interrupt leaves the old one.
+    """
 
-    def follow(self) -> None:
-        """Keeps events from now on."""
-        if self._events is None:
-            self._events = collections.deque(map(_last_event, self._completions.values()))
+    completions: dict[int, Completion]  # by request, in the order in which they ended
+    events: collections.deque[Event] | None  # None: nobody has asked for them
+    pieces: dict[int, Pieces]  # of requests that run and have events
 
-    def grown(self, job: Job, tokens: np.ndarray) -> None:
-        """Takes the tokens so far of a request that runs."""
-        if self._events is None:
-            return
-        pieces = self._pieces.setdefault(job.request_id, Pieces(job.plan.rows[0].stopping))
+    def followed(self) -> "Outcomes":
+        """Those that keep events from now on."""
+        if self.events is not None:
+            return self
+        return self._replace(events=collections.deque(map(_last_event, self.completions.values())))
+
+    def grown(self, job: Job, tokens: np.ndarray) -> "Outcomes":
+        """Those after the tokens so far of a request that runs."""
+        if self.events is None:
+            return self
+        pieces = copy.copy(self.pieces.get(job.request_id) or Pieces(job.plan.rows[0].stopping))
         piece = pieces.take(tokens[pieces.num_tokens :].tolist())
-        if piece:
-            self._events.append(Event(job.request_id, piece, None))
+        new = [Event(job.request_id, piece, None)] if piece else []
+        return self._replace(
+            events=self.events + collections.deque(new),
+            pieces=self.pieces | {job.request_id: pieces},
+        )
 
-    def ended(self, job: Job, completion: Completion) -> None:
-        """Takes the completion of a request."""
-        self._completions[job.request_id] = completion
-        if self._events is not None:
-            pieces = self._pieces.pop(job.request_id, Pieces(job.plan.rows[0].stopping))
-            self._events.append(_last_event(completion, pieces))
-
-    def pop(self, request_id: int) -> Completion | None:
-        """Returns a completion, which is not given again, or None."""
-        return self._completions.pop(request_id, None)
-
-    def completions(self) -> Iterator[Completion]:
-        """Yields completions, in the order in which they ended."""
-        while self._completions:
-            yield self._completions.pop(next(iter(self._completions)))
-
-    def events(self) -> Iterator[Event]:
-        """Yields events: new tokens of requests, and their ends."""
-        while self._events:
-            yield self._events.popleft()
+    def ended(self, job: Job, completion: Completion) -> "Outcomes":
+        """Those after the end of a request."""
+        request_id, pieces, events = job.request_id, self.pieces.copy(), self.events
+        last = pieces.pop(request_id, None) or Pieces(job.plan.rows[0].stopping)
+        if events is not None:
+            events = events + collections.deque([_last_event(completion, last)])
+        return Outcomes(self.completions | {request_id: completion}, events, pieces)
 
 
 def _last_event(completion: Completion, pieces: Pieces | None = None) -> Event:
-    rest = (pieces or Pieces(Stopping())).rest(completion.tokens, completion.text)
-    return Event(completion.request_id, rest, completion.finish_reason)
+    last = (pieces or Pieces(Stopping())).last(completion.tokens, completion.text)
+    return Event(completion.request_id, last, completion.finish_reason)
 
 
 def of_row(
@@ -74,8 +67,8 @@ def of_row(
         new = new._replace(finish_reason=CANCELLED)
     error = failure(ended.failed, ended.emitted, row) if ended.failed[row] else None
     # Copies: what `ended` shows is the memory of the state, which the next run reuses.
-    own = ended.statistics, ended.by_tree
-    counts, by_tree = jax.tree.map(lambda count: count[row : row + 1].copy(), own)
+    of_rows = ended.statistics, ended.by_tree
+    counts, by_tree = jax.tree.map(lambda count: count[row : row + 1].copy(), of_rows)
     return _completion(job, new, counts, now, error, prefix, by_tree)
 
 

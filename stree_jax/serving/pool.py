@@ -1,7 +1,10 @@
 """The rows of a scheduler on the device: texts enter and leave them between runs."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,14 +23,18 @@ from stree_jax.decoding.text.prefix import (
     fits,
     origin_of,
 )
-from stree_jax.decoding.tree_times import Experience
+from stree_jax.decoding.tree_times import DraftHistory
 from stree_jax.decoding.types import DecodeState, Limits
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM
 
 
 class Pool:
-    """The rows of one decode loop, with the settings of their texts."""
+    """The rows of one decode loop.
+
+    Attributes:
+        state: the loop's state, which calls donate; None at first.
+    """
 
     def __init__(
         self,
@@ -40,20 +47,20 @@ class Pool:
     ):
         self._model, self._drafter, self._plans = model, drafter, plans
         self._max_length = max_length
-        (self._size,) = {found.decoder.max_length for found in plans.values() if found}
-        self._rows: list[Row | None] = [None] * rows  # None: the row is free
+        (self._size,) = {plan.decoder.max_length for plan in plans.values() if plan}
+        self._num_rows = rows
         self._num_best: int | None = None  # what the rows record, see `SpeculativeDecoder`
         self._stop_sizes: tuple[int, int] | None = None  # of their automata; None: no row has stops
-        self._state: Any = None
+        self.state: Any = None
         self._started: set[int] = set()  # rows that have started since the last run
         self._tables: dict[int, Any] = {}  # of processors, on the mesh
         self._origin = origin_of(model, drafter)
-        self._trees: Experience | None = None  # of the last run, with a choice of trees
+        self._trees: DraftHistory | None = None  # of the last run, with a choice of trees
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rows' caches and pending records; 0 at first."""
-        state = self._state
+        state = self.state
         if state is None:
             return 0
         held = state.cache, state.pending, state.drafter
@@ -61,9 +68,9 @@ class Pool:
 
     def program(self, greedy: bool) -> tuple[SpeculativeDecoder, Drafter | None]:
         """The decoder, with the records of the rows, and the drafter."""
-        found = self._plans[greedy]
-        assert found is not None  # the scheduler refuses such requests
-        return dataclasses.replace(found.decoder, num_best=self._num_best), found.drafter
+        plan = self._plans[greedy]
+        assert plan is not None  # the scheduler refuses such requests
+        return dataclasses.replace(plan.decoder, num_best=self._num_best), plan.drafter
 
     def check(self, after: Prefix) -> None:
         """Refuses a prefix of another model, drafter or pool."""
@@ -85,7 +92,7 @@ class Pool:
 
         What texts before taught about drafts, which free rows keep too, was of the old weights.
         """
-        self._state = self._trees = None
+        self.state = self._trees = None
         self._origin = origin_of(self._model, self._drafter)
 
     def signed(self, prefix: Prefix) -> Prefix:
@@ -93,82 +100,76 @@ class Pool:
         return prefix._replace(origin=self._origin)
 
     def start(self, row: int, plan: Plan, prefix: Prefix) -> None:
-        """Starts a free row with a plan's settings and its text's prefix."""
+        """Starts a free row with a plan's settings and its text's prefix; again, if interrupted."""
         self._extend(plan)
-        settings = plan.rows[0]
-        decoder, drafter = self.program(settings.is_greedy)
+        decoder, drafter = self.program(plan.rows[0].is_greedy)
         if self._trees is not None:
             prefix = prefix._replace(drafter=self._trees.begun(prefix.drafter, alone=False))
         with dispatch.on(self._model):
             self._fit(decoder, drafter)
-            self._state = slots.insert(decoder, self._model, self._state, [row], prefix, plan.keys)
+            new = [row], prefix, plan.keys
+            with _uninterrupted():
+                self.state = slots.insert(decoder, self._model, self.state, *new)
         self._started.add(row)
-        self._rows[row] = settings
 
-    def run(self, max_steps: int, stop_after_ended: int) -> list[int]:
-        """Runs some steps; returns rows that ended and are not free."""
-        greedy = all(row.is_greedy for row in self._settings())
-        decoder, drafter = self.program(greedy)
-        sampling = sampling_of(self._settings(), may_differ=True)
+    def run(self, rows: Mapping[int, Row], max_steps: int, stop_after_ended: int) -> list[int]:
+        """Runs some steps of these rows, which have texts; returns those that have ended."""
+        settings = self._settings(rows)
+        decoder, drafter = self.program(all(row.is_greedy for row in settings))
+        sampling = sampling_of(settings, may_differ=True)
         partition = self._model.partition
         sampling = placed_sampling(sampling, partition, self._tables)
         if partition.rows > 1:  # a shard that stopped would wait for the others
-            stop_after_ended = len(self._rows)
-        self._state = slots.with_processors(self._model, self._state, sampling, self._started)
+            stop_after_ended = self._num_rows
+        self.state = slots.with_processors(self._model, self.state, sampling, self._started)
         self._started.clear()
 
         def run(state: DecodeState, limits: Limits, steps: int) -> DecodeState:
-            settings = self._model, drafter, state, limits, sampling
-            return decoder.run(*settings, steps, stop_after_ended)
+            arguments = self._model, drafter, state, limits, sampling
+            return decoder.run(*arguments, steps, stop_after_ended)
 
-        limits = self._limits()
+        limits = self._limits(rows)
         with dispatch.on(self._model):
             self._fit(decoder, drafter)
             if drafter is not None and drafter.choices:
-                self._trees = Experience(self._model, drafter, len(self._rows), sampling)
-                self._trees.set_times(self._state, limits, run)
-            self._state = run(self._state, limits, max_steps)
-        done = on_host(self._state.done)
-        running = [row for row, text in enumerate(self._rows) if text is not None]
+                self._trees = DraftHistory(self._model, drafter, self._num_rows, sampling)
+                self._trees.set_times(self.state, limits, run)
+            with _uninterrupted():
+                self.state = run(self.state, limits, max_steps)
+        done, running = on_host(self.state.done), sorted(rows)
         if self._trees is not None:
-            choosing = on_host(self._state.drafter.choosing)
+            choosing = on_host(self.state.drafter.choosing)
             self._trees.teach(jax.tree.map(lambda part: part[running], choosing))
         return [row for row in running if done[row]]
 
-    def ended(self) -> Ended:
-        """The results of all rows so far."""
-        return Ended.of(self._state, self._limits())
+    def ended(self, rows: Mapping[int, Row]) -> Ended:
+        """The results of these rows so far."""
+        return Ended.of(self.state, self._limits(rows))
 
     def take(self, row: int) -> Prefix:
         """The prefix of the text in a row, which did not fail."""
         with dispatch.on(self._model):
-            return self.signed(slots.take(self._state, row))
-
-    def release(self, row: int, *, has_ended: bool) -> None:
-        """Frees a row."""
-        self._rows[row] = None
-        if not has_ended:
-            self._state = slots.end(self._state, [row])
+            return self.signed(slots.take(self.state, row))
 
     def new_tokens(self) -> list[np.ndarray]:
         """The new tokens so far of each row."""
-        (tokens, ends), emitted = on_host((self._state.context, self._state.emitted))
+        (tokens, ends), emitted = on_host((self.state.context, self.state.emitted))
         parts = zip(tokens, ends, emitted, strict=True)
         return [text[end - count : end] for text, end, count in parts]
 
-    def _settings(self) -> list[Row]:
-        return [row or Row() for row in self._rows]
+    def _settings(self, rows: Mapping[int, Row]) -> list[Row]:
+        return [rows.get(row, Row()) for row in range(self._num_rows)]
 
-    def _limits(self) -> Limits:
+    def _limits(self, rows: Mapping[int, Row]) -> Limits:
         vocab_size = self._model.config.vocab_size
-        limits = limits_of(self._settings(), vocab_size, self._stop_sizes)
+        limits = limits_of(self._settings(rows), vocab_size, self._stop_sizes)
         return self._model.partition.put_rows(limits)
 
     def _fit(self, decoder: SpeculativeDecoder, drafter: Drafter | None) -> None:
         """Gives the rows the records of a decoder."""
-        if self._state is None:
-            self._state = slots.empty(decoder, self._model, drafter, len(self._rows))
-        self._state = slots.with_records(decoder, self._state)
+        if self.state is None:
+            self.state = slots.empty(decoder, self._model, drafter, self._num_rows)
+        self.state = slots.with_records(decoder, self.state)
 
     def _extend(self, plan: Plan) -> None:
         """Gives all rows what a text needs, in few sizes."""
@@ -180,3 +181,20 @@ class Pool:
             before = self._stop_sizes or (1, 1)
             states, classes = map(max, before, stopping.machine(vocab_size).sizes)
             self._stop_sizes = states, classes
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Keeps Ctrl-C until the block has ended: a call that donates a state must store its result."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield  # no handler of Python runs here
+        return
+    came: list[Any] = []
+    try:
+        signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])

@@ -2,6 +2,7 @@
 
 import bisect
 import collections
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -73,7 +74,13 @@ class PrefixCache:
 
     def keep(self, tokens: Sequence[int], prefix: Prefix) -> None:
         """Adds an entry unless it exceeds the budget; evicts others for it."""
-        key = tuple(tokens)
+        changed = copy.copy(self)
+        changed._entries, changed._uses = self._entries.copy(), self._uses.copy()
+        changed._sorted = [*self._sorted]
+        changed._keep(tuple(tokens), prefix)
+        vars(self).update(vars(changed))  # all at once, or nothing if an interrupt came before
+
+    def _keep(self, key: tuple[int, ...], prefix: Prefix) -> None:
         if key in self._entries:
             self._remove(key)
         arrays = _arrays(prefix)
@@ -91,8 +98,9 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Removes all entries."""
-        for key in [*self._entries]:
-            self._remove(key)
+        empty = PrefixCache(self._budget)
+        empty._evictions = self._evictions
+        vars(self).update(vars(empty))
 
     def _longest(self, tokens: Sequence[int]) -> tuple[int, ...] | None:
         """The longest key that a text begins with.

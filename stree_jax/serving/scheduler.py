@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,21 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from stree_jax.checks import check_int
+from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import MAX_STEPS
-from stree_jax.decoding.plan import Plan, check_together, plan
+from stree_jax.decoding.plan import Plan, Row, check_together, plan
 from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
-from stree_jax.decoding.text.prefix import Prefix, joined
-from stree_jax.decoding.text.slots import check_rows
+from stree_jax.decoding.text.prefix import Prefix, continued_texts
 from stree_jax.decoding.verifiers import Verifier, verifier_of
+from stree_jax.decoding.way import Topology, Way
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.serving import outcomes
 from stree_jax.serving.pool import Pool
+from stree_jax.serving.prefill import Prefill, Prefiller
 from stree_jax.serving.prefix_cache import PrefixCacheStats
-from stree_jax.serving.prompt_reader import PromptReader, Reading
 from stree_jax.serving.types import Completion, Event, Job, Request
-from stree_jax.tree import TreeTopology
 
 _STEPS_WHILE_READING = 8  # rows that wait for their prompts are idle
 
@@ -45,6 +45,8 @@ class Scheduler:
     Prompts of requests that have a row are read in chunks, between runs of decode steps. Requests
     at temperature 0 and above it share the rows if the verifier follows the target, as it does by
     default.
+
+    Ctrl-C loses nothing but what is being handed over: the next call goes on, with the same texts.
 
     On a mesh of several processes all of them call the same methods with the same contents, which
     is not checked, and iterate in step; all get all completions and events.
@@ -77,7 +79,7 @@ class Scheduler:
         rows: int,
         max_length: int,
         drafter: Drafter | None = None,
-        topology: TreeTopology | str | Sequence[TreeTopology] | Any | None = None,
+        topology: Topology | Any | None = None,
         verifier: str | Verifier | None = None,
         quantum: int = 32,
         prefill_tokens: int | None = 512,
@@ -85,7 +87,7 @@ class Scheduler:
         prefix_every: int | None = 512,
     ):
         check_model(model)
-        check_rows(model, rows)
+        slots.check_rows(model, rows)
         check_int("max_length", max_length, 2, MAX_TOKENS)
         check_int("quantum", quantum, 1, MAX_STEPS)
         check_int("prefix_cache_bytes", prefix_cache_bytes, 0)
@@ -98,9 +100,8 @@ class Scheduler:
                 f"verifier {shown(verifier)} is lossy, and a Scheduler gives the target's own"
                 " texts; leave verifier out, or use generate(..., lossy=True)"
             )
-        self._model, self._drafter, self._verifier = model, drafter, verifier
+        self._model, self._way = model, Way(drafter, topology, verifier)
         self._num_rows, self._max_length, self._quantum = rows, max_length, quantum
-        self._topology = topology
         self._no_key = typed_key([0])  # at temperature 0 nothing is drawn
         # At temperature 0 and above it; None where the verifier refuses.
         plans = {greedy: self._planned(greedy) for greedy in (True, False)}
@@ -109,14 +110,19 @@ class Scheduler:
         self._sampled = plans[False]
         self._pool = Pool(model, drafter, plans, max_length=max_length, rows=rows)
         decoder, drafts = self._pool.program(bool(plans[True]))
-        self._reader = PromptReader(
-            *(decoder, model, drafts), cache_bytes=prefix_cache_bytes, keep_every=prefix_every
+        self._prefiller = Prefiller(
+            decoder,
+            model,
+            drafts,
+            cache_bytes=prefix_cache_bytes,
+            keep_every=prefix_every,
         )
         self._prefill_tokens = prefill_tokens
-        self._readings: dict[int, Reading] = {}  # by row, in the order in which they began
-        self._queue: collections.deque[Job] = collections.deque()
-        self._tenants: dict[int, Job] = {}  # by row
-        self._outcomes = outcomes.Outcomes()
+        # What changes together is replaced by one statement, after all calls that make it: Python
+        # handles signals at calls and jumps, so that an interrupt comes before or after it.
+        self._queue: tuple[Job, ...] = ()
+        self._tenants: Mapping[int, Job] = {}  # by row, in the order in which they began
+        self._outcomes = outcomes.Outcomes({}, None, {})
         self._num_submitted = 0
 
     @property
@@ -132,7 +138,7 @@ class Scheduler:
     @property
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """Counts and sizes of the prefix cache."""
-        return self._reader.stats
+        return self._prefiller.stats
 
     @property
     def num_waiting(self) -> int:
@@ -163,12 +169,12 @@ class Scheduler:
         self._check_weights()
         checked = self._plan_of(request)
         job = Job(self._num_submitted, request, checked, time.perf_counter())
-        rows = [each.plan.rows[0] for each in (job, *self._queue, *self._tenants.values())]
+        jobs = (job, *self._queue, *self._tenants.values())
+        rows = [one.plan.rows[0] for one in jobs]
         rule = (self._sampled or checked).decoder.verifier
         where, apart = "requests that wait or run", "use another scheduler for these requests"
         check_together(rows, rule, where, apart)
-        self._queue.append(job)
-        self._num_submitted += 1
+        self._queue, self._num_submitted = (*self._queue, job), job.request_id + 1
         return job.request_id
 
     def completions(self) -> Iterator[Completion]:
@@ -178,7 +184,9 @@ class Scheduler:
         resumes, and so does `events`.
         """
         while True:
-            yield from self._outcomes.completions()
+            while waiting := self._outcomes.completions:
+                # `map` takes and gives at once; between `pop` and `yield` an interrupt may come.
+                yield from map(waiting.pop, [next(iter(waiting))])
             if not self._advance():
                 return
 
@@ -192,18 +200,19 @@ class Scheduler:
         is kept too. Both iterators may be stopped, resumed and used in turns: each event and each
         completion is given once.
         """
-        self._outcomes.follow()
+        self._outcomes = self._outcomes.followed()
         return self._events()
 
     def _events(self) -> Iterator[Event]:
         while True:
-            yield from self._outcomes.events()
+            while waiting := self._outcomes.events:
+                yield from map(collections.deque.popleft, [waiting])
             if not self._advance():
                 return
-            decoding = sorted(self._tenants.keys() - self._readings.keys())
+            decoding = sorted(self._decoding())
             tokens = self._pool.new_tokens() if decoding else []
             for row in decoding:
-                self._outcomes.grown(self._tenants[row], tokens[row])
+                self._outcomes = self._outcomes.grown(self._tenants[row], tokens[row])
 
     @jax.transfer_guard("allow")
     def pop(self, request_id: int) -> Completion:
@@ -212,13 +221,12 @@ class Scheduler:
         Raises:
             ValueError: the request has not ended, or its completion was given before.
         """
-        completion = self._outcomes.pop(self._checked_id(request_id))
-        if completion is None:
+        if self._checked_id(request_id) not in self._outcomes.completions:
             raise ValueError(
                 f"request {request_id} has not ended, or its completion was given before; events()"
                 " says when it ends"
             )
-        return completion
+        return self._outcomes.completions.pop(request_id)
 
     @jax.transfer_guard("allow")
     def cancel(self, request_id: int) -> None:
@@ -230,17 +238,17 @@ class Scheduler:
             ValueError: no such request, or one that has ended, also if that was not given yet.
         """
         request_id = self._checked_id(request_id)
+        now = time.perf_counter()
         for place, job in enumerate(self._queue):
             if job.request_id == request_id:
-                del self._queue[place]
-                self._outcomes.ended(job, outcomes.of_waiting(job, time.perf_counter()))
+                ended = self._outcomes.ended(job, outcomes.of_waiting(job, now))
+                queue = self._queue[:place] + self._queue[place + 1 :]
+                self._queue, self._outcomes = queue, ended
                 return
         for row, tenant in self._tenants.items():
             if tenant.request_id == request_id:
-                if row in self._readings:
-                    self._readings.pop(row).drop()
-                    del self._tenants[row]
-                    self._outcomes.ended(tenant, outcomes.of_waiting(tenant, time.perf_counter()))
+                if tenant.prefill is not None:
+                    self._end(row, outcomes.of_waiting(tenant, now), self._pool.state)
                 else:
                     self._empty([row], cancelled=True)
                 return
@@ -271,15 +279,15 @@ class Scheduler:
         self._check_weights()
         if after is not None:
             self._pool.check(after)
-            texts = joined(after, texts)
+            texts = continued_texts(after, texts)
         text = texts[0].tolist()
         if len(text) > self._max_length:
             raise ValueError(
                 f"the text has {len(text)} tokens, and max_length is {self._max_length}"
             )
-        reading = self._reader.begin(text, after)
-        self._reader.advance([reading], None)
-        return self._pool.signed(self._reader.prefix(reading))
+        prefill = self._prefiller.begin(text, after)
+        self._prefiller.advance([prefill], None)
+        return self._pool.signed(self._prefiller.prefix(prefill))
 
     def _check_weights(self) -> None:
         """Forgets what other weights have read."""
@@ -292,7 +300,7 @@ class Scheduler:
                 f" {shown(old)} have texts that the old ones read: cancel them, or put the old"
                 " weights back until they have ended"
             )
-        self._reader.forget()
+        self._prefiller.forget()
         self._pool.renew()
 
     def _plan_of(self, request: Request) -> Plan:
@@ -300,7 +308,7 @@ class Scheduler:
             self._pool.check(request.after)
         longest = request.max_length
         key = self._no_key if request.temperature == 0 else request.key
-        own = dataclasses.replace(
+        options = dataclasses.replace(
             request,
             max_length=self._max_length if longest is None else min(longest, self._max_length),
             key=None if key is None else jnp.atleast_1d(typed_key(key)),
@@ -308,11 +316,9 @@ class Scheduler:
         return plan(
             self._model,
             [request.prompt],
-            own,
+            options,
             after=request.after,
-            drafter=self._drafter,
-            topology=self._topology,
-            verifier=self._verifier,
+            **self._way,
         )
 
     def _planned(self, greedy: bool) -> Plan | None:
@@ -332,19 +338,26 @@ class Scheduler:
             job = self._queue[0]
             job.began = time.perf_counter()
             tokens, length = (np.asarray(part)[0] for part in job.plan.context)
-            self._readings[row] = self._reader.begin(
-                tokens[:length].tolist(), job.request.after, [*self._readings.values()]
+            job.prefill = self._prefiller.begin(
+                tokens[:length].tolist(), job.request.after, self._prefills()
             )
-            self._tenants[row] = self._queue.popleft()  # now: an error does not lose the request
+            self._tenants, self._queue = {**self._tenants, row: job}, self._queue[1:]
+
+    def _prefills(self) -> list[Prefill]:
+        return [job.prefill for job in self._tenants.values() if job.prefill is not None]
+
+    def _decoding(self) -> dict[int, Row]:
+        """The settings of rows whose prompts are read."""
+        jobs = self._tenants.items()
+        return {row: job.plan.rows[0] for row, job in jobs if job.prefill is None}
 
     def _read(self) -> None:
         """Reads chunks of prompts, and starts the rows whose prompts are done."""
-        self._reader.advance([*self._readings.values()], self._prefill_tokens)
-        done = [row for row, reading in self._readings.items() if reading.is_done]
-        for row in done:
-            prefix = self._reader.prefix(self._readings[row])
-            self._pool.start(row, self._tenants[row].plan, prefix)
-            self._readings.pop(row).drop()
+        self._prefiller.advance(self._prefills(), self._prefill_tokens)
+        for row, job in self._tenants.items():
+            if job.prefill is not None and job.prefill.is_done:
+                self._pool.start(row, job.plan, self._prefiller.prefix(job.prefill))
+                job.prefill = None
 
     @jax.transfer_guard("allow")
     def _advance(self) -> bool:
@@ -354,26 +367,32 @@ class Scheduler:
         if not self._tenants:
             return False
         self._read()
-        num_decoding = len(self._tenants) - len(self._readings)
-        if num_decoding:
+        if rows := self._decoding():
             # Until a row has ended that a waiting request can take, or for one quantum.
-            ended = 1 if self._queue else num_decoding
-            steps = min(self._quantum, _STEPS_WHILE_READING) if self._readings else self._quantum
-            if rows := self._pool.run(steps, ended):
-                self._empty(rows)
+            ended = 1 if self._queue else len(rows)
+            reads = len(rows) < len(self._tenants)
+            steps = min(self._quantum, _STEPS_WHILE_READING) if reads else self._quantum
+            if done := self._pool.run(rows, steps, ended):
+                self._empty(done)
         return True
 
     def _empty(self, rows: Sequence[int], *, cancelled: bool = False) -> None:
         """Takes the requests of these rows out."""
-        ended = self._pool.ended()
+        ended = self._pool.ended(self._decoding())
         now = time.perf_counter()
         for row in rows:
-            job = self._tenants.pop(row)
+            job = self._tenants[row]
             keeps = job.request.keep and not ended.failed[row] and not self._pool.has_new_weights
             prefix = self._pool.take(row) if keeps else None
             if prefix is not None:
                 tokens = ended.context.tokens[row][: int(ended.context.length[row])]
-                self._reader.keep(tokens.tolist(), prefix)
-            self._pool.release(row, has_ended=not cancelled)
+                self._prefiller.keep(tokens.tolist(), prefix)
             completion = outcomes.of_row(job, ended, row, prefix, now, cancelled=cancelled)
-            self._outcomes.ended(job, completion)
+            state = self._pool.state
+            self._end(row, completion, slots.end(state, [row]) if cancelled else state)
+
+    def _end(self, row: int, completion: Completion, state: Any) -> None:
+        """Frees a row, with the state of the loop after that."""
+        tenants = {place: job for place, job in self._tenants.items() if place != row}
+        ended = self._outcomes.ended(self._tenants[row], completion)
+        self._tenants, self._outcomes, self._pool.state = tenants, ended, state

@@ -8,6 +8,7 @@ from stree_jax.decoding.options import Options, explained
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.results import DecodeStatistics, Piece
 from stree_jax.decoding.text.prefix import Prefix
+from stree_jax.serving.prefill import Prefill
 
 
 @explained
@@ -88,7 +89,7 @@ class Event(NamedTuple):
         return self.tokens.text
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Job:
     """A submitted request."""
 
@@ -97,3 +98,4 @@ class Job:
     plan: Plan
     submitted: float
     began: float = 0.0
+    prefill: Prefill | None = None  # of its text, from when it has a row until it decodes

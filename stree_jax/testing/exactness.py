@@ -1,7 +1,6 @@
 """Exactness as one call: `assert_lossless` for tokens, `assert_same_distribution` for samples."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch, native
+from stree_jax.checks import check_ids
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import Options
@@ -22,8 +22,8 @@ from stree_jax.decoding.rules import Rule, map_rows
 from stree_jax.decoding.sampling import filtered_logits, position_noise, token_log_probs
 from stree_jax.decoding.types import Context
 from stree_jax.decoding.verifiers import Verifier
+from stree_jax.decoding.way import Topology, Way
 from stree_jax.models.lm import HybridLM
-from stree_jax.tree import TreeTopology
 
 # Ragged: a prompt of one token, and one whose repetitions prompt lookup finds.
 PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
@@ -34,7 +34,7 @@ def assert_lossless(
     model: HybridLM,
     drafter: Drafter,
     *,
-    topology: TreeTopology | None = None,
+    topology: Topology | None = None,
     verifier: str | Verifier | None = None,
     temperatures: Sequence[float] = (0.0, 1.0),
     prompts: Sequence[Sequence[int]] | None = None,
@@ -50,7 +50,7 @@ def assert_lossless(
     Args:
         model: the target, in float32, or packed for a CPU: others do not promise the same tokens.
         drafter: the drafter under test, or the one whose drafts the verifier under test gets.
-        topology: the draft tree; None: the drafter's default.
+        topology: the draft tree, or several, see `generate`; None: the drafter's default.
         verifier: see `generate`. Rules that keep the target's distribution but not its tokens are
             refused above temperature 0.
         temperatures: temperatures to decode at.
@@ -81,23 +81,22 @@ def assert_lossless(
         )
     size = model.config.vocab_size
     prompts = [[t % size for t in row] for row in PROMPTS] if prompts is None else prompts
-    found = []
-    drafted = functools.partial(generate, drafter=drafter, topology=topology, verifier=verifier)
-    recorded = {"log_probs": to_the_bit} | options
+    way, generations = Way(drafter, topology, verifier), []
+    defaults = {"max_new_tokens": 24, "key": 0, "log_probs": to_the_bit}
     for temperature in temperatures:
-        own = Options(**{"max_new_tokens": 24, "key": 0, "temperature": temperature} | recorded)
-        request = plan(model, prompts, own, drafter=drafter, topology=topology, verifier=verifier)
+        row_options = Options(**{**defaults, "temperature": temperature, **options})
+        request = plan(model, prompts, row_options, **way)
         if not request.decoder.verifier.follows_target:
             raise ValueError(
                 f"verifier {request.decoder.verifier.name!r} keeps the target's distribution, not"
                 f" its tokens, at temperature {temperature}; test it with assert_same_distribution,"
                 " pass verifier='target_only', or give a rule of your own follows_target = True"
             )
-        want = generate(model, prompts, options=own, return_cache=True)
-        got = drafted(model, prompts, options=own, return_cache=True)
+        want = generate(model, prompts, options=row_options, return_cache=True)
+        got = generate(model, prompts, options=row_options, return_cache=True, **way)
         assert_same_text(model, request, got, want, to_the_bit=to_the_bit)
-        found.append(got)
-    return found
+        generations.append(got)
+    return generations
 
 
 def assert_same_text(
@@ -223,7 +222,7 @@ def assert_same_distribution(
     model: HybridLM,
     drafter: Drafter | None,
     *,
-    topology: TreeTopology | None = None,
+    topology: Topology | None = None,
     verifier: str | Verifier | None = None,
     prompt: Sequence[int] = (1, 0, 2, 1, 0),
     num_tokens: int = 2,
@@ -269,12 +268,12 @@ def assert_same_distribution(
             " their distributions apart; use a model with fewer tokens, such as"
             " random_model(ModelConfig.tiny(vocab_size=6)), or more rows"
         )
-    given = {"temperature": 1.0, "key": 0} | options
-    own = Options(max_new_tokens=num_tokens, eos_token=(), **given)
-    drafted = functools.partial(generate, drafter=drafter, topology=topology, verifier=verifier)
-    out = drafted(model, [[*prompt]] * rows, options=own)
+    options = {"temperature": 1.0, "key": 0} | options
+    row_options = Options(max_new_tokens=num_tokens, eos_token=(), **options)
+    way = Way(drafter, topology, verifier)
+    out = generate(model, [[*prompt]] * rows, options=row_options, **way)
     prefixes = np.array([*itertools.product(range(size), repeat=num_tokens - 1)], np.int32)
-    sampling = plan(model, [[*prompt]] * len(prefixes), own).sampling
+    sampling = plan(model, [[*prompt]] * len(prefixes), row_options).sampling
     prompts = np.tile(prompt, (len(prefixes), 1))
     logits = apply(model, np.hstack([prompts, prefixes]))
     logits = logits[:, len(prompt) - 1 :, :size]  # after the prompt, and after each new token
@@ -320,7 +319,9 @@ def largest_distance(texts: int, rows: int, error: float) -> float:
 @jax.transfer_guard("allow")
 def apply(model: HybridLM, tokens: Any) -> jax.Array:
     """Logits of whole sequences, compiled once for each structure of a model and each shape."""
-    return _apply(model, jnp.asarray(tokens, jnp.int32))
+    tokens = jnp.asarray(tokens)
+    check_ids("tokens", tokens, model.config.vocab_size)
+    return _apply(model, tokens.astype(jnp.int32))
 
 
 _apply = jax.jit(HybridLM.__call__)

@@ -300,6 +300,6 @@ def perturbed(model: HybridLM, amount: float, seed: int = 0) -> HybridLM:
             new.append(leaf)
             continue
         factor = (1 + amount * _drawn("normal", key, i, leaf.shape)).astype(leaf.dtype)
-        place = leaf.sharding if leaf.committed else None
+        place = leaf.sharding if getattr(leaf, "committed", False) else None
         new.append(jax.device_put(np.asarray(leaf) * factor, place))
     return nnx.merge(graphdef, jax.tree.unflatten(structure, new))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from stree_jax.array_types import Array, Float, Tokens
-from stree_jax.heads import ROOMS, open_head, part_of, save_head
+from stree_jax.heads import HEADS, open_head, part_of, save_head
 from stree_jax.messages import shown
 from stree_jax.models.identity import identity
 from stree_jax.models.lm import HybridLM
@@ -38,7 +38,7 @@ def train_heads(kind: str, recipe: Recipe, target_path: Path, output: Path) -> I
     `training.plan` makes a `HeadPlan` of a recipe and a target. Other arguments, yields and errors
     are those of `distill`.
     """
-    known = [name for name, room in ROOMS.items() if room.training]
+    known = [name for name, room in HEADS.items() if room.training]
     if kind not in known:
         raise ValueError(f"heads that can be trained are {', '.join(known)}, got {shown(kind)}")
     if recipe.start is not None:

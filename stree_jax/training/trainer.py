@@ -46,8 +46,9 @@ def fit(
 ) -> Iterator[Progress]:
     """Trains a float32 `model` in place, from the latest checkpoint if there is one.
 
-    Its weights are donated to the first step, and there again when the iterator is exhausted. Of a
-    step `batch` gives the tokens `[batch_size, sequence_length + 1]`, the same in a resumed run.
+    Its weights change when the iterator is exhausted; an interrupted one leaves them as they were,
+    and the next call goes on from the latest checkpoint. Of a step `batch` gives the tokens
+    `[batch_size, sequence_length + 1]`, the same in a resumed run.
     Several devices of this process share the rows of a batch, as many of them as divide it.
     """
     from orbax.checkpoint import v1 as ocp
@@ -78,7 +79,9 @@ def fit(
     )
     if extra is not None:
         extra = multiplying(extra, training.products)
-    state, extra = jax.device_put((state, extra), NamedSharding(mesh, whole))
+    everywhere = NamedSharding(mesh, whole)
+    extra = jax.device_put(extra, everywhere)
+    state = jax.device_put(state, everywhere, may_alias=False)  # a step donates it
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state, tokens, extra):

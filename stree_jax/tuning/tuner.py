@@ -14,6 +14,7 @@ from stree_jax.decoding.generate import generate
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prompts import checked_prompts, typed_key
+from stree_jax.decoding.way import Way
 from stree_jax.measuring.advice import advice, choice, is_beaten, spread
 from stree_jax.measuring.clock import Progress, silent
 from stree_jax.measuring.costs import SIZES, WIDTHS, Costs, measure_costs
@@ -73,6 +74,7 @@ class TuningReport:
         advice: recommendation with its reason.
         costs: costs of the parts of a step.
         sharpness: that of the fastest dynamic tree; None if the drafter is not a `ModelDrafter`.
+        drafter: the drafter that it was tuned for.
     """
 
     best: TreeTopology | None
@@ -80,6 +82,12 @@ class TuningReport:
     advice: str
     costs: Costs
     sharpness: float | None = None
+    drafter: Drafter | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def way(self) -> Way:
+        """The fastest static choice: `generate(target, prompts, **report.way)`."""
+        return Way() if self.best is None else Way(self.drafter, self.best)
 
     @property
     def trees(self) -> tuple[TreeTopology, ...]:
@@ -206,6 +214,7 @@ def tune(
         advice=advice(static_records) + _better(best, dynamic),
         costs=costs,
         sharpness=None if dynamic is None else dynamic.sharpness,
+        drafter=drafter,
     )
 
 

@@ -46,12 +46,8 @@ CASES = base.table(
         "repeated before it": dict(
             layout=dataclasses.replace(REPEATED, repeat_before_conv=True), nodes=20
         ),
-        "repeated, bf16": dict(layout=REPEATED, nodes=20, replayed=20, bf16=True),
         "repeated, prefix": dict(layout=REPEATED, nodes=20, prefix=3),
         "heads normed alone": dict(nodes=20, per_head=True),
-        "bf16, heads normed alone": dict(
-            layout=dataclasses.replace(PLAIN, head_dim=64), nodes=20, per_head=True, bf16=True
-        ),
         "parts of heads normed alone": dict(layout=WIDE, nodes=3, per_head=True),
         "all knobs": dict(layout=dataclasses.replace(PLAIN, **KNOBS), width=2),
     },
@@ -252,5 +248,5 @@ def lacks(case, implementation):
 MAMBA2_LAYER = Op(
     *(CASES, errors, budgets, base.WITH_NATIVE),
     lacks=lacks,
-    slow=("gate, no norm", "prefix of the root", "repeated, bf16", "bf16, heads normed alone"),
+    slow=("gate, no norm", "prefix of the root"),
 )

@@ -28,7 +28,6 @@ CASES = base.table(
         "all experts": dict(tokens=5, experts=3, active=3, width=16),
         "bf16": dict(tokens=30, bf16=True),
         "large blocks of rows": dict(tokens=50, experts=3, rows=64, bf16=True),
-        "bf16, not gated": dict(tokens=30, activation="relu2", gated=False, bf16=True),
     },
     tokens=9,
     width=32,
@@ -102,6 +101,6 @@ def budgets(case):
 
 EXPERT_MLPS = Op(
     *(CASES, errors, budgets, (*base.WITH_NATIVE, "products")),
-    slow=("all experts", "bf16, not gated"),
+    slow=("all experts",),
     lacks=base.native_lacks_bf16,
 )

@@ -16,7 +16,6 @@ CASES = base.table(
         "chunks and a rest": {},
         "one position": dict(length=1),
         "chunks of one": dict(length=5, chunk=1),
-        "one chunk": dict(chunk=64),
         "many blocks": dict(batch=1, length=85, groups=1, chunk=16),
         "blocks of channels": dict(batch=1, length=18, heads=2, head_dim=64, state=128, groups=1),
         "padded positions": dict(length=24, padded=9),
@@ -89,6 +88,6 @@ def budgets(case):
 
 SSD = Op(
     *(CASES, errors, budgets, base.WITH_NATIVE),
-    slow=("one chunk", "bf16, wide states"),
+    slow=("bf16, wide states",),
     lacks=base.native_lacks_bf16,
 )

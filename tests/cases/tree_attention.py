@@ -24,9 +24,7 @@ CASES = base.table(
         "blocks of rows and of nodes": dict(heads=8, groups=1, nodes=21, lengths=(17,), splits=2),
         "newest level": dict(nodes=20, queries=3, splits=2),
         "a piece of a prompt": dict(nodes=37, lengths=(40, 0), causal=True),
-        "the end of a chain": dict(nodes=38, queries=37, causal=True),
         "heads of several parts": dict(head_dim=48, splits=2),
-        "heads of several parts, not split": dict(head_dim=48, nodes=21, queries=4),
         "heads of two equal parts": dict(head_dim=256, nodes=2, scale=1 / 16),
         "wide heads in bf16": dict(head_dim=160, heads=2, splits=2, scale=0.08, bf16=True),
         "sharp": dict(scale=20.0, splits=2),
@@ -125,5 +123,5 @@ def lacks(case, implementation):
 TREE_ATTENTION = Op(
     *(CASES, errors, budgets, (*base.WITH_NATIVE, "xla in blocks of 7")),
     lacks=lacks,
-    slow=("more splits than blocks", "the end of a chain", "heads of several parts, not split"),
+    slow=("more splits than blocks",),
 )

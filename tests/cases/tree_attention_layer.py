@@ -37,9 +37,6 @@ CASES = base.table(
         ),
         "rotated in part, columns behind": dict(layout=PARTLY, splits=2, extra_columns=32),
         "heads and pairs of several parts": dict(layout=ODD, nodes=20, prefix=3),
-        "heads of several parts, shared": dict(
-            layout=dataclasses.replace(ODD, frequencies=()), splits=2
-        ),
         "wide heads": dict(layout=WIDE, nodes=3, bf16=True),
         "one rotated pair": dict(
             layout=dataclasses.replace(PLAIN, frequencies=turning(1)), nodes=2
@@ -48,7 +45,6 @@ CASES = base.table(
         "columns behind that are no heads": dict(layout=PARTLY, nodes=3, extra_columns=7),
         "full to the last place, and over": dict(capacity=24, lengths=(21, 3, 23, 30)),
         "bf16": dict(nodes=20, splits=2, bf16=True),
-        "bf16, not rotated": dict(layout=FIXED, prefix=4, bf16=True),
     },
     layout=PLAIN,
     nodes=13,
@@ -136,5 +132,5 @@ def budgets(case):
 TREE_ATTENTION_LAYER = Op(
     *(CASES, errors, budgets, base.WITH_NATIVE),
     lacks=base.native_lacks_bf16,
-    slow=("prefix of the root", "heads of several parts, shared", "bf16, not rotated"),
+    slow=("prefix of the root",),
 )

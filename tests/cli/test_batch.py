@@ -8,7 +8,8 @@ import jax
 import pytest
 
 import stree_jax as st
-from stree_jax.cli import batch
+from stree_jax.cli import batch, generate
+from tests.helpers import CtrlC
 
 pytestmark = pytest.mark.thorough
 
@@ -126,6 +127,20 @@ def test_a_run_goes_on_with_the_lines_that_are_not_there(run, output, out):
     out.write_text(whole[second:])
     assert "1 texts of 5 tokens, tau 1.00, 2 lines were there before" in output(*run)
     assert out.read_text() == whole[second:] + whole[:second]
+
+
+# Ctrl-C at a `with` comes before the file is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_run_goes_on_after_ctrl_c_at_every_line(run, output, out, monkeypatch):
+    output(*run)
+    whole, calls = out.read_text(), []
+    monkeypatch.setattr(generate, "run_batch", lambda *arguments: calls.append(arguments))
+    output(*run)
+    out.unlink()
+    ctrl_c = CtrlC("cli/batch")
+    ctrl_c.again(lambda: batch.run_batch(*calls[0]))
+    assert len(ctrl_c.left) > 90
+    assert out.read_text() == whole
 
 
 NO_OUTPUT = "is no output of this command; name another file, or delete it"

@@ -21,7 +21,7 @@ from stree_jax.cli import options
 from stree_jax.cli.main import _COMMANDS
 from stree_jax.compilation_cache import MAX_BYTES
 from stree_jax.decoding.plan import plan
-from stree_jax.heads import ROOMS, Room
+from stree_jax.heads import HEADS, Room
 from stree_jax.loading import parse_tree
 from tests.extensions import eagle3_files
 
@@ -318,7 +318,7 @@ def test_a_model_in_8_bits(tmp_path, output):
 
 def test_a_new_kind_of_head_has_its_options(monkeypatch):
     """Its line of the table is enough."""
-    monkeypatch.setitem(ROOMS, "own", Room("own", option="A head.", own="The target's."))
+    monkeypatch.setitem(HEADS, "own", Room("own", option="A head.", own="The target's."))
     made = options._of_drafts()()
     assert made.own.help == "The target's."
     assert made.own_head.help == "A head."

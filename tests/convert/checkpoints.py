@@ -82,11 +82,12 @@ def random_model(config, dtype="float32"):
 
 
 def write_safetensors(path, config, weights, name="model.safetensors"):
-    """Writes a checkpoint directory with these tensors."""
+    """Writes a checkpoint directory with these tensors; None is no tensor."""
     from safetensors.numpy import save_file
 
     path.mkdir(exist_ok=True)
-    save_file({key: np.ascontiguousarray(value) for key, value in weights.items()}, path / name)
+    there = {key: np.ascontiguousarray(x) for key, x in weights.items() if x is not None}
+    save_file(there, path / name)
     config_name = "params.json" if "dim" in config else "config.json"
     (path / config_name).write_text(json.dumps(config))
     return path
@@ -179,8 +180,7 @@ def refused(path, message):
 
 def rewritten(checkpoint, **changes):
     """The checkpoint with other tensors; None removes one."""
-    weights = {name: value for name, value in (WEIGHTS | changes).items() if value is not None}
-    return write_safetensors(checkpoint, CONFIG, weights)
+    return write_safetensors(checkpoint, CONFIG, WEIGHTS | changes)
 
 
 def sharded(checkpoint):

@@ -5,11 +5,11 @@ import numpy as np
 from tests.numpy_parts import (
     attend,
     causal_conv,
+    mamba2_scan,
     rms_norm,
     rope_frequencies,
     rotate,
     silu,
-    state_space,
     within,
 )
 
@@ -114,16 +114,11 @@ def logits(config, weights, tokens):
 
 def _mixer(config, w, u):
     ssm, inner, d_ssm, heads, bc = _sizes(config)
-    length, branch, groups = len(u), inner - d_ssm, ssm["ngroups"]
+    branch, groups = inner - d_ssm, ssm["ngroups"]
     zxbcdt = u @ w["in_proj.weight"].T + w.get("in_proj.bias", 0.0)
     ends = np.cumsum([branch, branch, d_ssm, d_ssm + 2 * bc])
     z0, x0, z, xbc, dt = np.split(zxbcdt, ends, axis=1)
-    dt = np.clip(np.log1p(np.exp(dt + w["dt_bias"])), *ssm["dt_limit"])
-    xbc = silu(causal_conv(xbc, w["conv1d.weight"], w.get("conv1d.bias", 0.0)))
-    x, B, C = np.split(xbc, [d_ssm, d_ssm + bc], axis=1)
-    x = x.reshape(length, heads, -1)
-    B, C = (v.reshape(length, groups, -1) for v in (B, C))
-    y = state_space(x, dt, w["A_log"], B, C, w["D"].reshape(heads, -1)).reshape(length, d_ssm)
+    y = mamba2_scan(w, xbc, dt, ssm["dt_limit"], d_ssm, heads, groups)
     if not ssm["rmsnorm"]:
         y = y * silu(z)
     elif ssm["norm_before_gate"]:

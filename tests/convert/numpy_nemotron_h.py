@@ -5,12 +5,11 @@ import numpy as np
 from tests.numpy_parts import (
     attend,
     attention_shapes,
-    causal_conv,
+    mamba2_scan,
     mamba2_shapes,
     rms_norm,
     sigmoid,
     silu,
-    state_space,
     within,
 )
 
@@ -89,15 +88,10 @@ def logits(config, weights, tokens, prefix="model"):
 
 def _mamba(c, w, u):
     heads, size, groups = c["mamba_num_heads"], c["mamba_head_dim"], c["n_groups"]
-    inner, bc, length = heads * size, groups * c["ssm_state_size"], len(u)
+    inner, bc = heads * size, groups * c["ssm_state_size"]
     z, xbc, dt = np.split(u @ w["in_proj.weight"].T, [inner, 2 * inner + 2 * bc], axis=1)
-    low, high = c.get("time_step_limit", (0.0, np.inf))
-    dt = np.clip(np.log1p(np.exp(dt + w["dt_bias"])), low, high)
-    xbc = silu(causal_conv(xbc, w["conv1d.weight"], w["conv1d.bias"]))
-    x, B, C = np.split(xbc, [inner, inner + bc], axis=1)
-    B, C = (v.reshape(length, groups, -1) for v in (B, C))
-    x = x.reshape(length, heads, size)
-    y = state_space(x, dt, w["A_log"], B, C, w["D"].reshape(heads, 1)).reshape(length, inner)
+    limits = c.get("time_step_limit", (0.0, np.inf))
+    y = mamba2_scan(w, xbc, dt, limits, inner, heads, groups)
     y = rms_norm(y * silu(z), w["norm.weight"], c["layer_norm_epsilon"], groups)
     return y @ w["out_proj.weight"].T
 

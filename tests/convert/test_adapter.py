@@ -1,5 +1,6 @@
 """LoRA adapters in PEFT's format, merged while a checkpoint is read."""
 
+import functools
 import json
 
 import jax
@@ -111,8 +112,8 @@ def test_a_model_is_that_of_the_merged_weights(tmp_path):
     merged = {name: value.astype(np.float32) for name, value in merged.items()}
     by_hand = st.from_pretrained(write_safetensors(tmp_path / "by hand", values, merged))
     model = st.from_pretrained(path, adapter=str(adapter))
-    for one, other in zip(*(jax.tree.leaves(nnx.state(m)) for m in (model, by_hand)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-6)
+    jax.tree.map(close, nnx.state(model), nnx.state(by_hand))
     convert(path, tmp_path / "native", adapter=adapter)
     assert_same_model(st.from_pretrained(tmp_path / "native"), model)
     st.load_mtp(tmp_path / "native", model)  # the head belongs to the changed model
@@ -170,9 +171,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "own", "message"), REFUSED, ids=[m for *_, m in REFUSED])
 def test_what_is_refused(changes, own, message, checkpoint, tmp_path):
-    tensors = pairs(WEIGHTS, IN) | own
-    tensors = {name: value for name, value in tensors.items() if value is not None}
-    adapter = written(tmp_path / "adapter", tensors, **changes)
+    adapter = written(tmp_path / "adapter", pairs(WEIGHTS, IN) | own, **changes)
     refused(checkpoint, adapter, message)
 
 
@@ -200,8 +199,7 @@ def test_what_has_no_adapter(checkpoint, tmp_path):
 
 def test_a_tied_embedding_would_change_the_head(tmp_path):
     config = CONFIG | {"tie_embeddings": True}
-    weights = {name: value for name, value in WEIGHTS.items() if name != "lm_head.weight"}
-    path = write_safetensors(tmp_path / "tied", config, weights)
+    path = write_safetensors(tmp_path / "tied", config, WEIGHTS | {"lm_head.weight": None})
     whole = {f"{EMBEDDING}.weight": WEIGHTS[f"{EMBEDDING}.weight"] + 1}
     adapter = written(tmp_path / "adapter", whole)
     refused(path, adapter, "changes the embedding, and with it the head that is tied to it: save")

@@ -7,12 +7,14 @@ import re
 import pytest
 
 import stree_jax as st
-from stree_jax.convert import convert, open_checkpoint
+from stree_jax.convert import Fields, convert, open_checkpoint
 from stree_jax.convert.families import describe
+from stree_jax.extensions.dflash.conversion import read_config as dflash_config
+from stree_jax.extensions.eagle3.conversion import read_config as eagle3_config
 from stree_jax.testing import tiny_model
 from tests.convert import configs
 from tests.convert.checkpoints import CONFIG, WEIGHTS, write_safetensors
-from tests.extensions import eagle3_files
+from tests.extensions import dflash_files, eagle3_files
 from tests.helpers import assert_same_model
 
 FAMILIES = {
@@ -119,14 +121,17 @@ def changed(values, name, value):
     return values | {outer: table} if outer else table
 
 
+def path_of(name, folder):
+    """The path of a config, with what lies beside it."""
+    if name == "mamba_in_llama":
+        (folder / "mamba_config.json").write_text(json.dumps(configs.MAMBA_IN_LLAMA_8B[1]))
+    return folder / "config.json"
+
+
 @pytest.mark.parametrize("name", [each for each in FAMILIES if each not in ("puzzle", "omni")])
 def test_null_is_what_a_family_says_or_refused(name, tmp_path):
     """Each field of each family."""
-    path, values = tmp_path / "config.json", FAMILIES[name]
-    if name == "mamba_in_llama":
-        mamba = json.dumps(configs.MAMBA_IN_LLAMA_8B[1])
-        (tmp_path / "mamba_config.json").write_text(mamba)
-    values = json.loads(json.dumps(values))
+    path, values = path_of(name, tmp_path), json.loads(json.dumps(FAMILIES[name]))
 
     def read(values):
         return describe(path, values, {}).config
@@ -152,6 +157,80 @@ def test_null_is_what_a_family_says_or_refused(name, tmp_path):
     for field, message in ((each, refused[each]) for each in refused if each not in tables):
         null = f"{field.rpartition('.')[2]} is null, which says nothing here"
         assert null in message or "is of no known family" in message
+
+
+OF_HEADS = {
+    "eagle3": (
+        eagle3_config,
+        eagle3_files.CONFIG
+        | {"vocab_size": 37, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
+    ),
+    "dflash": (dflash_config, dflash_files.files()[0]),
+}
+NAMED_TWICE = FAMILIES | {name: values for name, (_, values) in OF_HEADS.items()}
+NAMED_TWICE |= {"qwen3_5": configs.QWEN3_5_27B["text_config"]}
+for family in ("olmo_hybrid", "lara_mini"):
+    of_family = {"model_type": family, "rope_parameters": {"rope_theta": 5}}
+    NAMED_TWICE[family] = configs.TRANSFORMERS[family] | of_family
+
+
+@pytest.mark.parametrize("name", NAMED_TWICE)
+def test_two_names_of_one_thing_agree_or_are_refused(name, tmp_path, monkeypatch):
+    """All aliases that a reader has, by its own word."""
+    values, path = json.loads(json.dumps(NAMED_TWICE[name])), path_of(name, tmp_path)
+    pairs, alias = set(), Fields.alias
+    if name == "mamba_in_llama":
+        values["rope_parameters"] = values.pop("rope_scaling")
+
+    def noted(self, *table, **names):
+        (holder,) = table or (self,)
+        pairs.update((self._prefix + new, holder._prefix + old) for new, old in names.items())
+        alias(self, *table, **names)
+
+    def read(*said):
+        config = values
+        for field, value in said:
+            outer = field.rpartition(".")[0]
+            config = changed({outer: {}} | config if outer else config, field, value)
+        if name not in OF_HEADS:
+            return describe(path, config, {}).config
+        return OF_HEADS[name][0](Fields(path, config), tiny_model("nemotron_h hybrid"), False)
+
+    monkeypatch.setattr(Fields, "alias", noted)
+    plain = read()
+    if name == "omni":  # the reader names it where both are there
+        pairs.add(("text_config", "llm_config"))
+    assert pairs or name in ("mamba_ssm", "mamba2", "codestral")
+    for pair in sorted(pairs):
+        both = {"rope_theta": 5}, {"rope_theta": 5, "more": 1}
+        with pytest.raises(ValueError, match="are two names of one thing") as refusal:
+            read(*zip(pair, both, strict=True))
+        assert all(str(word) in str(refusal.value) for word in (*pair, *both)), pair
+        for field in pair:
+            outer, _, inner = field.rpartition(".")
+            known = (values.get(outer) or {} if outer else values).get(inner)
+            if known is not None:
+                assert read(*((each, known) for each in pair)) == plain, pair
+
+
+# The field that transformers takes, and another that says the same.
+PREFERRED = [
+    ("lfm2", {"block_ff_dim": 512}, {"intermediate_size": 1024}),
+    ("lfm2", {"tie_embedding": False}, {"tie_word_embeddings": True}),
+    ("lfm2", {"layer_types": ["conv"] * 30}, {"full_attn_idxs": [1]}),
+    ("nemotron_h", {"layers_block_type": ["mamba"]}, {"hybrid_override_pattern": "M-" * 26}),
+    ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, {"full_attention_interval": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "taken", "left"), PREFERRED)
+def test_of_two_fields_transformers_one_is_taken(name, taken, left, tmp_path):
+    values = changed(FAMILIES[name], *left, ...)
+    one, two, both = (
+        describe(tmp_path / "config.json", changed(values, *taken, ...) | said, {}).config
+        for said in (taken, left, taken | left)
+    )
+    assert both == one != two
 
 
 UNSLOTH = {"unsloth_fixed": True, "unsloth_version": "2025.1"}

@@ -96,10 +96,6 @@ REFUSED = [
         r"unknown fields .*block_configs\[0\]\.q_indexer_top_k",
     ),
     (
-        dict(block_configs=[MOE | {"num_experts_per_tok": 5}]),
-        "num_active = 5 is more than the 4 experts",
-    ),
-    (
         dict(block_configs=[{"block_type": "attention", "sliding_window": 0}]),
         r"block_configs\[0\]\.sliding_window must be an integer, from 1",
     ),

@@ -108,13 +108,9 @@ BAD = "'x.weight{}' holds NaN, infinity or a negative number".format
 DAMAGED = [
     ("blocks", "", None, NO("", "FP8")),
     ("blocks", "_scale_inv", None, NO("_scale", "FP8")),
-    ("NVFP4", "_scale", None, NO("_scale", "NVFP4")),
     ("NVFP4", "_scale_2", None, NO("_scale_2", "NVFP4")),
-    ("int8", "_scale", None, NO("_scale", "int8")),
     ("blocks", "", np.float32, HOLDS("", "float32", "FP8", "float8_e4m3fn or float8_e5m2")),
-    ("rows", "_scale", lambda x: x.view(np.int16), HOLDS("_scale", "int16", "FP8", "float32 or")),
     ("NVFP4", "_scale", np.float32, HOLDS("_scale", "float32", "NVFP4", "float8_e4m3fn")),
-    ("rows", "_zero_point", np.int8(0), "'x.weight_zero_point' is not of a weight in FP8"),
     ("NVFP4", "_scale_inv", np.ones(1), "'x.weight_scale_inv' is not of a weight in NVFP4"),
     ("NVFP4, packed", "", np.ones((5, 40)), "'x.weight' is not of a weight in NVFP4"),
     ("blocks", "_scale_inv", np.transpose, SHAPE("_scale_inv", (3, 2), (16, 18), "(2, 3)")),
@@ -124,7 +120,6 @@ DAMAGED = [
     ("weights", "", FLAT, "'x.weight' has shape (20,), and is no matrix"),
     ("blocks", "_scale_inv", NAN, BAD("_scale_inv")),
     ("NVFP4", "_scale", NEGATIVE, BAD("_scale")),
-    ("NVFP4", "_scale_2", ZERO, "'x.weight_scale_2' is 0"),
     ("NVFP4, packed", "_global_scale", ZERO, "'x.weight_global_scale' is 0"),
 ]
 
@@ -220,7 +215,6 @@ HELD = [
     ),
     (FLOATS, nvfp4(True), "is in NVFP4, not in FP8"),
     (MODELOPT, fp8("row"), "has shape (6, 1); those of a weight (6, 32) are (1, 1)"),
-    (MODELOPT | {"quant_algo": "NVFP4"}, fp8("row"), "is in FP8, not in NVFP4"),
     (
         MODELOPT | {"quant_algo": "MIXED_PRECISION"} | BY_NAME,
         nvfp4(False),

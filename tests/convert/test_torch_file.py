@@ -78,7 +78,6 @@ def test_pickles_that_ask_for_anything_else(tmp_path, module, name):
         (b"\x80\x02}" + b")" + b"\x85" * 3_000 + b"K\x01s.", ""),
         # Nested pairs of one shared tuple: 2^100 leaves to print or hash.
         (b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"K\x01s.", ""),
-        (b"\x80\x02}" + b")q\x00" + b"h\x00\x86q\x00" * 100 + b"Q.", ""),
         (b"\x80\x02}" + b"K\x01r\xff\xff\xff\x7f" + b".", ""),  # a memo of 2^31 entries
     ],
 )

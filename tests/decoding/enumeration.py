@@ -171,6 +171,13 @@ def enumerated(
     return joint, accepted
 
 
+def distance(models, topology, drafts, *, replace, rule=try_children, length=2):
+    """How far the first tokens are from the target's distribution, with drafts of some weights."""
+    options = dict(replace=replace, rule=rule, length=length)
+    joint, _ = enumerated(models, topology, *drafts, **options)
+    return total_variation(joint, target_joint(models, length))
+
+
 def walks(models, topology, tokens, weights, *, replace, rule=try_children, log_p=None):
     """Of each pattern of tests: its probability for drafts, and its end."""
     p, q = tables(models, topology, tokens)

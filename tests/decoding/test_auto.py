@@ -153,7 +153,7 @@ def test_a_trial_finds_out_that_drafts_pay_again(model):
     decoder, drafter = request.decoder, request.drafter
     state = decoder.start(model, drafter, request.context, request.keys)
     choosing = state.drafter.choosing
-    failed = {"tried": choosing.tried + AGED, "rest": choosing.rest + 1}
+    failed = {"tried": choosing.tried + AGED, "pause_left": choosing.pause_left + 1}
     failed |= {"pause": choosing.pause + 64, "trial": choosing.trial + 2}
     state = state._replace(drafter=state.drafter._replace(choosing=choosing._replace(**failed)))
     state = decoder.run(model, drafter, state, request.limits, request.sampling, 8)
@@ -162,22 +162,24 @@ def test_a_trial_finds_out_that_drafts_pay_again(model):
     assert (np.asarray(state.drafter.choosing.pause) == 0).all()
 
 
-def test_drafts_rest_for_as_many_steps_as_they_should(model):
-    """A row that is new beside a resting one waits too; what failed long ago counts for little."""
+def test_drafting_pauses_for_as_many_steps_as_it_should(model):
+    """A row that is new beside a paused one waits too; what failed long ago counts for little."""
     request = plan(model, PROMPTS[:2], drafter=st.NgramDrafter(), topology=ONE)
     decoder, drafter = request.decoder, request.drafter
     state = decoder.start(model, drafter, request.context, request.keys)
-    parts = {"pause": [64, 0], "rest": [9, 0], "trial": [2, 0]}
-    own = state.drafter.choosing._replace(**{k: jnp.array(v) for k, v in parts.items()})
-    state = state._replace(drafter=state.drafter._replace(choosing=own))
+    parts = {"pause": [64, 0], "pause_left": [9, 0], "trial": [2, 0]}
+    choosing = state.drafter.choosing._replace(**{k: jnp.array(v) for k, v in parts.items()})
+    state = state._replace(drafter=state.drafter._replace(choosing=choosing))
     for steps, left in ((3, 6), (2, 4)):
         state = decoder.run(model, drafter, state, request.limits, request.sampling, steps)
-        own = state.drafter.choosing
-        found = own.counts[:, 0].sum(axis=1), own.pause, own.rest, own.trial
-        assert np.asarray(found).tolist() == [[9 - left] * 2, [64] * 2, [left] * 2, [2] * 2]
+        choosing = state.drafter.choosing
+        plain_calls = choosing.counts[:, 0].sum(axis=1)
+        counted = plain_calls, choosing.pause, choosing.pause_left, choosing.trial
+        assert np.asarray(counted).tolist() == [[9 - left] * 2, [64] * 2, [left] * 2, [2] * 2]
     with pytest.raises(ValueError, match=r"is made by run: use run\(..., max_steps=1\)"):
         decoder.step(model, drafter, state, request.limits, request.sampling)
-    failed = own._replace(tried=own.tried + 50, rest=own.rest * 0, trial=own.trial * 0)
+    none = jnp.zeros_like(choosing.trial)
+    failed = choosing._replace(tried=choosing.tried + 50, pause_left=none, trial=none)
     ended = drafter.chosen(state._replace(drafter=state.drafter._replace(choosing=failed)), None)
     assert (np.asarray(ended.drafter.choosing.tried) == AGED).all()
 
@@ -253,14 +255,14 @@ def test_a_scheduler_chooses_for_the_rows_that_run(name, model):
     assert ended[0].tokens + last.tokens == longer
 
 
-def test_a_draft_model_that_rests_reads_a_prompt_when_it_is_tried(model):
+def test_a_draft_model_that_pauses_reads_a_prompt_when_it_is_tried(model):
     """Its prompt is longer than a window; as good as its target, it has all drafts accepted."""
     prompt = [(7 * i) % 11 + 1 for i in range(100)]
     options = {"max_new_tokens": 20, "eos_token": ()}
     want = st.generate(model, [prompt], **options)
     request = plan(model, [prompt], drafter=st.ModelDrafter(model), topology=ONE, **options)
     decoder, drafter = request.decoder, request.drafter
-    structure, drafter.rests = jax.tree.structure(drafter), np.array(True)
+    structure, drafter.is_paused = jax.tree.structure(drafter), np.array(True)
     assert jax.tree.structure(drafter) == structure  # one program for both
     state = decoder.start(model, drafter, request.context, request.keys)
     assert np.asarray(state.drafter.choosing.behind).tolist() == [99]
@@ -270,21 +272,21 @@ def test_a_draft_model_that_rests_reads_a_prompt_when_it_is_tried(model):
     assert int(state.statistics.target_calls[0]) <= 8
 
 
-def test_while_drafts_rest_the_program_is_that_of_no_drafts(model, monkeypatch):
+def test_while_drafting_pauses_the_program_is_that_of_no_drafts(model, monkeypatch):
     monkeypatch.setattr(AutoDrafter, "run", None)
     options = {"max_new_tokens": 8, "eos_token": ()}
     auto = {"drafter": st.NgramDrafter(), "topology": "auto"} | options
     request, want = plan(model, PROMPTS, **auto), st.generate(model, PROMPTS, **options)
-    known = tree_times.Experience(model, request.drafter, len(PROMPTS), request.sampling)
-    known._taught["rest"] = np.int32(20)
+    history = tree_times.DraftHistory(model, request.drafter, len(PROMPTS), request.sampling)
+    history._taught["pause_left"] = np.int32(20)
     out = st.generate(model, PROMPTS, **auto)
     assert out.tokens.tolist() == want.tokens.tolist()
     assert [*out.stats.calls_by_tree.values()] == [8 * len(PROMPTS), 0, 0, 0]
     none = [0] * request.decoder.topology.depth
     assert out.stats.accepted_per_depth.tolist() == out.stats.reached_per_depth.tolist() == none
     assert np.hstack([*st.stream(model, PROMPTS, **auto)]).tolist() == want.tokens.tolist()
-    assert known._taught["rest"] == 4
-    assert known.decoded(request) is request
+    assert history._taught["pause_left"] == 4
+    assert history.decoded(request) is request
 
 
 def test_a_choice_goes_by_the_rows_that_run(model):

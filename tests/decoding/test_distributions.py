@@ -41,14 +41,11 @@ EXACT = {
         dict(verifier="traversal", topology=TREE, rows=2048, processors=RULES, min_p=0.05),
     ),
 }
-TRAVERSAL = FILTERED | dict(verifier="traversal")
-SPECIAL = {  # cases of those
-    "autoregressive": (lambda *_: None, {}),
-    "chain": (of_draft, FILTERED | dict(topology=st.TreeTopology.chain(2))),
-    "traversal": (of_draft, TRAVERSAL | dict(topology=TREE)),
-    "deep traversal": (of_draft, TRAVERSAL | dict(topology=st.TreeTopology.chain(9))),
-}
-SLOW = SPECIAL | {
+SLOW = {
+    "deep traversal": (
+        of_draft,
+        FILTERED | dict(verifier="traversal", topology=st.TreeTopology.chain(9)),
+    ),
     **{
         f"heads, {kind}": (
             lambda target, _, kind=kind: st.MedusaDrafter(
@@ -67,7 +64,7 @@ SLOW = SPECIAL | {
 )
 def test_samples_have_the_targets_distribution(name):
     make, options = (EXACT | SLOW)[name]
-    config = SIX if name in EXACT | SPECIAL else THREE
+    config = THREE if name.startswith(("heads", "turns")) else SIX
     target, medium, small = (random_model(config, seed) for seed in range(3))
     drafter = make(target if name.startswith("heads") else medium, small)
     out = assert_same_distribution(target, drafter, **options)

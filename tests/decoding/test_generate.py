@@ -250,14 +250,6 @@ def test_two_threads_with_one_model_give_the_right_tokens():
             np.testing.assert_array_equal(tokens, want)
 
 
-@pytest.fixture
-def _ctrl_c_raises():
-    """As in a program; a test's process may ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.thorough
 @pytest.mark.usefixtures("_ctrl_c_raises")
 @pytest.mark.parametrize("when", ["before a step", "after a step", "between pieces"])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding import WholeModel
+from stree_jax.decoding import WholeModel, slots
 from stree_jax.decoding.plan import plan
 from stree_jax.testing import assert_same_text, perturbed, tiny_model
 from tests.drafters import Plain
-from tests.helpers import rows
+from tests.helpers import assert_same_model, rows
 from tests.methods import KEY, PROMPTS, SAMPLED, drafts
 
 MORE = [[4, 8, 15], [16], []]
@@ -167,3 +167,33 @@ def test_one_row_serves_many_prompts():
     two = st.generate(model, MORE[:2], after=rows, max_new_tokens=9)
     want = st.generate(model, texts[:2], max_new_tokens=9)
     np.testing.assert_array_equal(two.tokens, want.tokens)
+
+
+def numpys(tree):
+    """The arrays as they are after pickling, but for random keys, which NumPy has not."""
+
+    def one(leaf):
+        return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
+
+    return jax.tree.map(one, tree)
+
+
+def test_prefixes_states_and_weights_may_be_numpys():
+    model = tiny_model()
+    prefix = st.generate(model, PROMPTS, max_new_tokens=3, return_prefix=True).prefix
+    saved = numpys(prefix)
+    for more in (MORE, [[]] * 3):
+        want, got = (
+            st.generate(model, more, after=each, max_new_tokens=3) for each in (prefix, saved)
+        )
+        np.testing.assert_array_equal(got.tokens, want.tokens)
+    jax.tree.map(np.testing.assert_array_equal, saved, numpys(prefix))  # nothing donates it
+    assert_same_model(perturbed(numpys(model), 0.1), perturbed(model, 0.1))
+    decoder = st.SpeculativeDecoder(st.TreeTopology.chain(0), "greedy", max_length=64)
+    limits = st.Limits(jnp.full(3, 4), jnp.full((3, 1), -1))
+    sampling, texts = st.Sampling(jnp.zeros(3), temperature_is_zero=True), []
+    for form in (lambda tree: tree, numpys):
+        state = decoder.start_from(model, form(prefix), jax.random.split(KEY, 3))
+        state = form(slots.end(form(state), [1]))
+        texts.append(decoder.run(model, None, state, limits, sampling).context.tokens)
+    np.testing.assert_array_equal(*texts)

@@ -13,7 +13,7 @@ from flax import nnx
 
 import stree_jax as st
 from stree_jax.decoding.score import scored
-from stree_jax.testing import perturbed, random_model, tiny_model
+from stree_jax.testing import bits_obstacle, perturbed, random_model, tiny_model
 from tests import oracle
 from tests.decoding.texts import broken_at
 from tests.methods import KEY, PROMPTS, TREE, drafts
@@ -84,6 +84,26 @@ def test_log_probs_are_the_models_own(name, temperature):
         assert np.isnan(out.log_probs[row, count:]).all()
         assert np.isnan(out.top_log_probs[row, count:]).all()
         assert (out.top_tokens[row, count:] == st.PAD).all()
+
+
+@pytest.mark.parametrize("greedy", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_sampled_log_probs_are_after_filters_at_temperature_0_too(greedy):
+    """There temperature counts as 1; another row has another one, or the same."""
+    target, heats = tiny_model().packed(), (0.0, 0.0 if greedy else 0.7, 0.0)
+    settings = dict(top_k=5, filters=[st.TopK(4)], key=3, eos_token=())
+    settings |= dict(max_new_tokens=NEW_TOKENS, log_probs="sampled")
+    options = [st.Options(temperature=heat, **settings) for heat in heats]
+    plain, drafted = (
+        st.generate(target, PROMPTS, options=options, **ways) for ways in ({}, drafts(target))
+    )
+    assert drafted.stats.num_accepted > 0
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    if bits_obstacle(target) is None:
+        np.testing.assert_array_equal(drafted.log_probs, plain.log_probs)
+    for row, (prompt, tokens) in enumerate(zip(PROMPTS, plain.tokens.tolist(), strict=True)):
+        want = filtered(at_new_tokens(prompt, tokens), heats[row] or 1.0, 4)
+        want = want[np.arange(NEW_TOKENS), tokens]
+        np.testing.assert_allclose(drafted.log_probs[row], want, atol=1e-4)
 
 
 def test_without_the_option_nothing_is_recorded():

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import dispatch
 from stree_jax.testing import assert_same_text
 from tests.decoding.texts import ROWS, autoregressive, decoded, model_of, planned
-from tests.drafters import Told
+from tests.drafters import KnownText
 from tests.methods import RAGGED
 
 NODES = RAGGED.num_nodes
@@ -111,7 +111,7 @@ CASES = [
 )
 def test_a_wrong_op_is_found(family, op, mutation, mutated):
     target, want = model_of(family), autoregressive(family)
-    drafter = Told([row.prompt for row in ROWS], want.tokens, target.config.vocab_size)
+    drafter = KnownText([row.prompt for row in ROWS], want.tokens, target.config.vocab_size)
     changed = mutated(op, mutation)
     request = planned(target, ROWS, drafter=drafter, topology=RAGGED)
     got = decoded(target, request)

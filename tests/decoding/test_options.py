@@ -88,6 +88,16 @@ def test_a_filter_is_a_rule_or_a_function():
         plan(tiny_model(), PROMPTS[:2], options)
 
 
+def test_a_way_is_keywords():
+    assert {**st.Way()} == {}
+    assert {**st.Way(verifier="typical", lossy=True)} == dict(verifier="typical", lossy=True)
+    model, options = tiny_model(), dict(max_new_tokens=6)
+    way = st.Way(st.NgramDrafter(), "chain:2")
+    out = st.generate(model, PROMPTS, **way, **options)
+    np.testing.assert_array_equal(out.tokens, st.generate(model, PROMPTS, **options).tokens)
+    assert st.bench(model, {"a way": way}, PROMPTS, rounds=1, **options).rows[-1]["nodes"] == 3
+
+
 ROWS = [
     dict(temperature=0.0, max_new_tokens=7, key=1),
     dict(temperature=0.7, top_k=5, key=2, filters=(AtLeast(0.5),)),

@@ -11,7 +11,7 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.processors import Processing, first_states
-from stree_jax.decoding.rules import joined
+from stree_jax.decoding.rules import of_batch
 from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
@@ -81,7 +81,7 @@ class Ruled(en.Models):
              for row in tokens]
         )  # fmt: skip
         batch = len(tokens)
-        grammar = joined([grammar] * batch)
+        grammar = of_batch([grammar] * batch)
         context = st.Context(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32))
         rule = Processing((grammar,), first_states((grammar,), context, en.VOCAB))
         tree = topology.tree(jnp.asarray(tokens >= 0).at[:, 0].set(True))
@@ -149,6 +149,23 @@ def test_rows_whose_tokens_are_all_ruled_out_end_alone():
     with pytest.raises(st.NonFiniteLogitsError) as want:
         st.generate(tiny_model(), PROMPTS, options=rules)
     np.testing.assert_array_equal(got.value.generation.tokens, want.value.generation.tokens)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unchecked(st.MinP):
+    """Above 1 it rules all tokens out, as no filter should."""
+
+    def __post_init__(self):
+        pass
+
+
+def test_rows_whose_filters_leave_nothing_end_alone():
+    same = dict(temperature=1.0, max_new_tokens=3, key=0)
+    options = [st.Options(filters=[Unchecked(p)], **same) for p in (0.5, 2)]
+    with pytest.raises(st.NonFiniteLogitsError, match="filters, leave no token in row 1") as got:
+        st.generate(tiny_model(), PROMPTS[:2], options=options)
+    assert got.value.generation.lengths.tolist() == [3, 0]
 
 
 @pytest.mark.thorough

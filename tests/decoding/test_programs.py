@@ -76,7 +76,6 @@ def counting(num_states):
     ("few", "more"),
     [
         (dict(top_log_probs=1), dict(top_log_probs=8)),
-        (dict(eos_token=1), dict(eos_token=[*range(8)])),
         (dict(stop=[[1]]), dict(stop=[[1, 2], [3, 4, 5], [6]])),
         (dict(processors=[st.BannedTokens([1])]), dict(processors=[st.BannedTokens(range(8))])),
         (dict(processors=[counting(3)]), dict(processors=[counting(100)])),

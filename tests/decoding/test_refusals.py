@@ -10,7 +10,7 @@ import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
-from stree_jax.testing import tiny_model
+from stree_jax.testing import apply, tiny_model
 from tests.drafters import AcceptNothing, Answering, Echo, Holding, Nameless, Unhashable
 from tests.helpers import python, rows
 from tests.methods import CHAIN, KEY, PROMPTS, SAMPLED, TREE
@@ -77,7 +77,6 @@ REQUESTS = [
     (dict(prompts=[]), "prompts is empty"),
     (dict(prompts=[[1], []]), r"prompts\[1\] is empty"),
     (dict(prompts=[[1], [2, 37]]), r"prompts\[1\] has token id 37, outside .* of 37"),
-    (dict(prompts=[[-1]]), "token id -1, outside the vocabulary"),
     (dict(eos_token=37), "eos_token must be an integer, from 0 to 36; got 37"),
     (dict(stop=[[37]]), "a token of stop must be an integer, from 0 to 36; got 37"),
     (dict(stop="a"), "stop = 'a' is a text, and needs the tokenizer: pass tokenizer="),
@@ -283,7 +282,6 @@ CALLS = [
     (lambda: st.text_log_probs(tiny_model(), [[1, 2]]), r"ids \[B, T\], .* got \[\[1, 2\]\];"),
     (lambda: st.text_log_probs(tiny_model(), jnp.ones((1, 3))), r"got float32\[1, 3\];"),
     (scored([[1], []]), r"texts\[1\] is empty"),
-    (scored([[99]]), r"texts\[0\] has token id 99, outside the vocabulary"),
     (scored(np.array(3)), r"texts must be a list .* got array\(3\)"),
     (
         lambda: decoder_of(topology=st.TreeTopology.from_parents([-1, 0, 1, 0])),
@@ -325,6 +323,53 @@ def test_calls_are_refused(call, message):
     with pytest.raises(ValueError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+def on_rows(call):
+    """A method of the functional form; what lies behind a text is no id of it."""
+
+    def started(model, text):
+        buffer = jnp.pad(text, ((0, 0), (0, 1)), constant_values=10**6)
+        return call(decoder_of(), model, None, st.Context(buffer, jnp.array([4])))
+
+    return started
+
+
+def scheduler_of(model):
+    return st.Scheduler(model, rows=1, max_length=16)
+
+
+# All public functions that take token ids, and give them to no other one.
+TAKE_IDS = [
+    st.generate,
+    lambda model, text: next(st.stream(model, text)),
+    st.score,
+    st.text_log_probs,
+    lambda model, text: st.tune(model, st.NgramDrafter(), text),
+    lambda model, text: st.bench(model, prompts=[*text]),
+    lambda model, text: scheduler_of(model).read([*text[0]]),
+    lambda model, text: scheduler_of(model).submit(st.Request([*text[0]])),
+    on_rows(SpeculativeDecoder.read),
+    on_rows(lambda *inputs: SpeculativeDecoder.start(*inputs, KEY[None])),
+    st.HybridLM.__call__,
+    st.HybridLM.hidden,
+    lambda model, text: model.prefill(text, TWO),
+    lambda model, text: model.prefill_hidden(text, TWO, model.init_cache(1, 4)),
+    lambda model, text: model.tree(text, CHAIN.tree(text > 0), model.init_cache(1, 4)),
+    apply,
+    lambda model, text: st.training.ahead_loss(model, text, None),
+]
+
+
+@pytest.mark.parametrize("call", TAKE_IDS)
+def test_what_is_no_token_id_is_refused(call):
+    for wrong in (37, 10**6, -100):
+        with pytest.raises(ValueError, match=f"token id {wrong}, outside the vocabulary of 37"):
+            call(tiny_model(), jnp.array([[5, wrong, 2, 4]]))
+    for wrong in (1.0, True):
+        text = jnp.full((1, 4), wrong)
+        with pytest.raises(ValueError, match=f"{text.dtype}"):
+            call(tiny_model(), text)
 
 
 def test_prefixes_of_others_are_refused():

@@ -9,6 +9,9 @@ import stree_jax as st
 from pallas_kernels import dispatch
 from stree_jax.decoding.sampling import all_finite, best_tokens, filtered_logits, token_log_probs
 from stree_jax.decoding.types import Sampling
+from stree_jax.models.layers import output_logits
+from stree_jax.models.matrices import Matrix
+from tests.helpers import as_users
 
 
 def sampling_of(temperature, top_k, top_p):
@@ -99,6 +102,18 @@ def test_selection_keeps_what_sorting_keeps(rows):
         )
         assert (least <= got[row]).all(), rows[row]
         assert (got[row] <= most).all(), rows[row]
+
+
+def test_the_best_logit_is_0_after_a_product():
+    """By a model's factor, and by a processor. XLA computes it again for the difference."""
+    rows = np.random.default_rng(0).normal(size=(64, 1, 32)).astype(np.float32)
+
+    def best(rows):
+        logits = output_logits(rows, Matrix(jnp.eye(32)), 0.37)
+        filtered = filtered_logits(rows * 0.37, Sampling(jnp.ones(64), (st.MinP(jnp.ones(64)),)))
+        return (logits - logits.max(-1, keepdims=True)).max(-1), filtered.max(-1)
+
+    np.testing.assert_array_equal(as_users(best)(rows), 0)
 
 
 def test_nothing_is_sorted():

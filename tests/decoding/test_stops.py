@@ -146,7 +146,7 @@ def test_the_automaton_finds_what_a_search_finds():
                 assert tokens[: len(shown)] == shown
                 assert len(shown) <= kept
                 assert text.startswith(shown.text)
-            last = pieces.rest(tokens[:kept], text)
+            last = pieces.last(tokens[:kept], text)
             assert [*shown, *last] == tokens[:kept]
             assert shown.text + last.text == text
     assert 20 < num_found < 60

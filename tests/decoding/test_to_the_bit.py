@@ -105,6 +105,15 @@ def test_logits(family):
     check(model_of(family))
 
 
+@pytest.mark.parametrize("family", some(CONFIGS, "mixed hybrid"))
+def test_log_probs_op_by_op(family):
+    """They are those in a program; tests compile with less effort, unless "as released"."""
+    model, text = model_of(family), np.random.default_rng(1).integers(24, size=(1, 310))
+    got = st.text_log_probs(model, text)
+    np.testing.assert_array_equal(got, jax.jit(st.text_log_probs)(model, text))
+    np.testing.assert_array_equal(got, st.score(model, text))
+
+
 @pytest.mark.parametrize("kind", some(["bfloat16", "int8"], "bfloat16"))
 def test_types(kind):
     check(model_of("falcon_h1 hybrid", kind))

@@ -32,13 +32,11 @@ TREES = {
 @pytest.mark.parametrize("name", some(TREES, "deep", "chain of 3"))
 def test_testing_is_exact(name, children, kind):
     topology, models = TREES[name], en.Models(seed=len(name), kind=kind)
-    tokens, weights = en.draft_outcomes(models, topology, children)
-    np.testing.assert_allclose(weights.sum(), 1.0)
-    want = en.target_joint(models, 3)
+    drafts = en.draft_outcomes(models, topology, children)
+    np.testing.assert_allclose(drafts[1].sum(), 1.0)
     for rule in (try_children, traverse):
         options = dict(replace=children == "iid", rule=rule, length=3)
-        joint, _ = en.enumerated(models, topology, tokens, weights, **options)
-        assert en.total_variation(joint, want) < en.EXACT
+        assert en.distance(models, topology, drafts, **options) < en.EXACT
 
 
 @pytest.mark.parametrize("children", KINDS)
@@ -46,9 +44,8 @@ def test_equal_models_accept_everything(children):
     """The residual is all zero; nothing may be rejected."""
     topology = TREES["2, 1"]
     models = en.Models(seed=3, equal=True)
-    tokens, weights = en.draft_outcomes(models, topology, children)
-    joint = en.enumerated(models, topology, tokens, weights, replace=children == "iid")[0]
-    assert en.total_variation(joint, en.target_joint(models)) < en.EXACT
+    tokens, _ = drafts = en.draft_outcomes(models, topology, children)
+    assert en.distance(models, topology, drafts, replace=children == "iid") < en.EXACT
     log_p = np.log(en.tables(models, topology, tokens)[0]).astype(np.float32)
     uniforms = np.full(tokens.shape, 1 - 2**-24, np.float32)  # the strictest test
     walk = en.run_walks(
@@ -60,7 +57,6 @@ def test_equal_models_accept_everything(children):
 
 def test_a_residual_of_zero_falls_back_to_the_target():
     """A rejection although p equals q, which only rounding can cause."""
-    topology = PAIR
     p = np.full((1, 3, en.VOCAB), 0.25, np.float32)
     q = p.copy()
     q[0, 0, 0] = np.nextafter(np.float32(0.25), np.float32(1))  # p / q just below 1
@@ -69,7 +65,7 @@ def test_a_residual_of_zero_falls_back_to_the_target():
         jnp.array([[0, 0, 1]]),
         np.log(q),
         np.log(p),
-        topology=topology,
+        topology=PAIR,
         replace=True,
     )
     np.testing.assert_allclose(np.asarray(walk.probs).sum(), 1.0, rtol=1e-6)
@@ -78,22 +74,18 @@ def test_a_residual_of_zero_falls_back_to_the_target():
 @pytest.mark.parametrize("rule", [try_children, traverse])
 def test_the_enumeration_can_fail(rule):
     """Sorting the drawn children by the draft's probability is the classic mistake."""
-    topology = PAIR
     models = en.Models(seed=5)
-    tokens, weights = en.draft_outcomes(models, topology, "without_replacement")
+    tokens, weights = en.draft_outcomes(models, PAIR, "without_replacement")
     q = en.Models.at(models.draft, [])
     tokens[:, 1:] = np.array([sorted(row, key=lambda t: -q[t]) for row in tokens[:, 1:]])
-    joint = en.enumerated(models, topology, tokens, weights, replace=False, rule=rule)[0]
-    assert en.total_variation(joint, en.target_joint(models)) > 0.01
+    assert en.distance(models, PAIR, (tokens, weights), replace=False, rule=rule) > 0.01
 
 
 def test_top_k_children_are_not_for_testing():
-    topology = PAIR
     models = en.Models(seed=5)
     best = np.argsort(-en.Models.at(models.draft, []))[:2]
-    tokens = np.array([[0, *best]], np.int32)
-    joint = en.enumerated(models, topology, tokens, np.ones(1), replace=True)[0]
-    assert en.total_variation(joint, en.target_joint(models)) > 0.01
+    drafts = np.array([[0, *best]], np.int32), np.ones(1)
+    assert en.distance(models, PAIR, drafts, replace=True) > 0.01
 
 
 @pytest.mark.parametrize("children", KINDS)
@@ -104,15 +96,12 @@ def test_traversal_never_accepts_less_than_testing_from_the_root(name, children)
     topology, more = TREES[name], []
     for seed in range(6):
         models = en.Models(seed)
-        tokens, weights = en.draft_outcomes(models, topology, children)
-        accepted = [
-            en.enumerated(models, topology, tokens, weights, replace=children == "iid", rule=rule)[
-                1
-            ]
+        drafts = en.draft_outcomes(models, topology, children)
+        tested, traversed = (
+            en.enumerated(models, topology, *drafts, replace=children == "iid", rule=rule)[1]
             for rule in (try_children, traverse)
-        ]
-        np.testing.assert_allclose(accepted[1:], accepted[1], rtol=1e-5)
-        more.append(accepted[1] - accepted[0])
+        )
+        more.append(traversed - tested)
     assert min(more) > -1e-6
     assert max(more) > 1e-3
 

@@ -3,26 +3,19 @@
 import numpy as np
 
 from tests.convert import checkpoints
+from tests.extensions.eagle3_files import SIZES, VOCAB, WIDTH, layer_shapes
 
-WIDTH, VOCAB, RANK = 16, 37, 6
-CONFIG = dict(
+RANK = 6
+CONFIG = SIZES | dict(
     architectures=["DFlashDraftModel"],
     model_type="qwen3",
-    hidden_size=WIDTH,
-    intermediate_size=24,
     num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-3,
-    rope_theta=50.0,
     rope_scaling=None,
     num_target_layers=4,
     block_size=9,
     dflash_config={"mask_token_id": 36, "target_layer_ids": [0, 2]},
     layer_types=["full_attention"] * 2,
     sliding_window=None,
-    hidden_act="silu",
 )
 # One with all that DSpark has, whose first layer has a window.
 DSPARK = dict(
@@ -47,19 +40,7 @@ def files(dspark=False, vocab=VOCAB, **changes):
     config = {name: value for name, value in config.items() if value != "absent"}
     number = len((config.get("dflash_config") or config).get("target_layer_ids", [1]))
     shapes = {"fc": (WIDTH, number * WIDTH), "hidden_norm": (WIDTH,), "norm": (WIDTH,)}
-    layer = {
-        "input_layernorm": (WIDTH,),
-        "self_attn.q_proj": (32, WIDTH),
-        "self_attn.k_proj": (16, WIDTH),
-        "self_attn.v_proj": (16, WIDTH),
-        "self_attn.o_proj": (WIDTH, 32),
-        "self_attn.q_norm": (8,),
-        "self_attn.k_norm": (8,),
-        "post_attention_layernorm": (WIDTH,),
-        "mlp.gate_proj": (24, WIDTH),
-        "mlp.up_proj": (24, WIDTH),
-        "mlp.down_proj": (WIDTH, 24),
-    }
+    layer = layer_shapes() | dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (8,))
     for at in range(2):
         shapes |= {f"layers.{at}.{name}": shape for name, shape in layer.items()}
     if dspark:
@@ -80,6 +61,4 @@ def files(dspark=False, vocab=VOCAB, **changes):
 def saved(path, dspark=False, own=(), **options):
     """Writes a head, with some tensors changed."""
     config, tensors = files(dspark, **options)
-    tensors |= dict(own)
-    kept = {name: value for name, value in tensors.items() if value is not None}
-    return checkpoints.write_safetensors(path, config, kept)
+    return checkpoints.write_safetensors(path, config, tensors | dict(own))

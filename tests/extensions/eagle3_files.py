@@ -8,21 +8,39 @@ from tests.convert import checkpoints
 
 WIDTH, VOCAB, OWN = 16, 37, 20
 LAYERS = (1, 2, 4)
-CONFIG = dict(
-    architectures=["LlamaForCausalLMEagle3"],
-    model_type="llama",
+# Of a layer, as DFlash heads have several.
+SIZES = dict(
     hidden_size=WIDTH,
     intermediate_size=24,
-    num_hidden_layers=1,
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
     rms_norm_eps=1e-3,
     rope_theta=50.0,
-    draft_vocab_size=OWN,
     hidden_act="silu",
+)
+CONFIG = SIZES | dict(
+    architectures=["LlamaForCausalLMEagle3"],
+    model_type="llama",
+    num_hidden_layers=1,
+    draft_vocab_size=OWN,
     tie_word_embeddings=False,
 )
+
+
+def layer_shapes(inputs=WIDTH):
+    """The matrices and norms of a layer whose attention has so many inputs."""
+    return {
+        "input_layernorm": (WIDTH,),
+        "self_attn.q_proj": (32, inputs),
+        "self_attn.k_proj": (16, inputs),
+        "self_attn.v_proj": (16, inputs),
+        "self_attn.o_proj": (WIDTH, 32),
+        "post_attention_layernorm": (WIDTH,),
+        "mlp.gate_proj": (24, WIDTH),
+        "mlp.up_proj": (24, WIDTH),
+        "mlp.down_proj": (WIDTH, 24),
+    }
 
 
 @functools.cache
@@ -31,16 +49,8 @@ def tensors(vocab=VOCAB, num_inner=3):
     rng = np.random.default_rng(0)
     shapes = {
         "fc": (WIDTH, num_inner * WIDTH),
-        "midlayer.input_layernorm": (WIDTH,),
         "midlayer.hidden_norm": (WIDTH,),
-        "midlayer.self_attn.q_proj": (32, 2 * WIDTH),
-        "midlayer.self_attn.k_proj": (16, 2 * WIDTH),
-        "midlayer.self_attn.v_proj": (16, 2 * WIDTH),
-        "midlayer.self_attn.o_proj": (WIDTH, 32),
-        "midlayer.post_attention_layernorm": (WIDTH,),
-        "midlayer.mlp.gate_proj": (24, WIDTH),
-        "midlayer.mlp.up_proj": (24, WIDTH),
-        "midlayer.mlp.down_proj": (WIDTH, 24),
+        **{f"midlayer.{name}": shape for name, shape in layer_shapes(2 * WIDTH).items()},
         "norm": (WIDTH,),
         "lm_head": (OWN, WIDTH),
     }
@@ -57,7 +67,6 @@ def tensors(vocab=VOCAB, num_inner=3):
 def saved(path, changes=(), own=(), vocab=VOCAB, layers=LAYERS):
     """Writes a head for a target of this vocabulary, with some fields and tensors changed."""
     weights = tensors(vocab, len(layers)) | dict(own)
-    weights = {name: value for name, value in weights.items() if value is not None}
     eagle = {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True}
     config = CONFIG | {"vocab_size": vocab, "eagle_config": eagle}
     return checkpoints.write_safetensors(path, config | dict(changes), weights)

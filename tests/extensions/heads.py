@@ -37,6 +37,12 @@ def of_target(target):
     }
 
 
+def from_files(saved, load, target, **options):
+    """A head as it is loaded from its files."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load(saved(Path(folder), **options), target)
+
+
 def medusa(name):
     target = tiny_model(name)
     head = heads_of(target)
@@ -46,8 +52,7 @@ def medusa(name):
 
 def mtp(name, **options):
     target, (values, _, own) = tiny_model(name), mtp_files.files(**options)
-    with tempfile.TemporaryDirectory() as folder:
-        head = st.load_mtp(mtp_files.saved(Path(folder), **options), target)
+    head = from_files(mtp_files.saved, st.load_mtp, target, **options)
     exact = numpy_heads.Mtp(values, own | of_target(target))
     return Parts("mtp", target, head, st.MtpDrafter, exact)
 
@@ -71,8 +76,7 @@ def eagle3(own=False):
         changes = dict(norm_before_residual=True)
         weights["embedding"] = np.random.default_rng(1).normal(size=(37, 16)).astype(np.float32)
         tensors = {"embed_tokens.weight": weights["embedding"]}
-    with tempfile.TemporaryDirectory() as folder:
-        head = st.load_eagle3(eagle3_files.saved(Path(folder), changes, tensors), target)
+    head = from_files(eagle3_files.saved, st.load_eagle3, target, changes=changes, own=tensors)
     exact = numpy_heads.Eagle3(eagle3_files.CONFIG | changes, weights)
     return Parts("eagle3", target, head, st.Eagle3Drafter, exact)
 
@@ -80,8 +84,7 @@ def eagle3(own=False):
 def dflash(dspark=False):
     target = tiny_model("nemotron_h hybrid")
     config, weights = dflash_files.files(dspark)
-    with tempfile.TemporaryDirectory() as folder:
-        head = st.load_dflash(dflash_files.saved(Path(folder), dspark), target)
+    head = from_files(dflash_files.saved, st.load_dflash, target, dspark=dspark)
     exact = numpy_heads.DFlash(config, weights | of_target(target))
     return Parts("dflash", target, head, st.DFlashDrafter, exact)
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.convert.numpy_nemotron_h import moe
-from tests.numpy_parts import attend, rms_norm, rope_frequencies, rotate, sigmoid, silu
+from tests.numpy_parts import attend, rms_norm, rope_frequencies, rotate, sigmoid, silu, within
 
 
 class Head:
@@ -15,7 +15,7 @@ class Head:
         self.eps = config.get("layer_norm_epsilon", config.get("rms_norm_eps"))
 
     def norm(self, x, name):
-        return rms_norm(x[None], self.w[f"{name}.weight"], self.eps)[0]
+        return rms_norm(x, self.w[f"{name}.weight"], self.eps)
 
     def state(self, target):
         """The head's input from a state of the target."""
@@ -32,6 +32,14 @@ class Head:
     def gate(self, entry):
         """What scales the attention's outputs."""
         return 1.0
+
+    def mlp(self, u, part):
+        """Of one row or several."""
+        gate, up, down = (self.w[f"{part}.{name}_proj.weight"].T for name in ("gate", "up", "down"))
+        return (silu(u @ gate) * (u @ up)) @ down
+
+    def output(self, above):
+        return self.w["lm_head"] @ above
 
     def entries(self, text, states):
         """The attention's inputs for all tokens of a text but the first."""
@@ -65,13 +73,9 @@ class Mtp(Head):
         return self.norm(x, "mtp.layers.0.norm"), x
 
     def after(self, x):
-        start = "mtp.layers.1.mixer."
-        experts = {name[len(start) :]: self.w[name] for name in self.w if name.startswith(start)}
+        experts = within("mtp.layers.1.mixer.", self.w)
         x = x + moe(self.config, experts, self.norm(x, "mtp.layers.1.norm")[None])[0]
         return self.norm(x, "mtp.layers.1.final_layernorm")
-
-    def output(self, above):
-        return self.w["lm_head"] @ above
 
 
 class Qwen(Head):
@@ -80,7 +84,7 @@ class Qwen(Head):
     attention = "mtp.layers.0.self_attn"
 
     def norm(self, x, name):
-        return rms_norm(x[None], 1 + self.w[f"{name}.weight"], self.eps)[0]
+        return rms_norm(x, 1 + self.w[f"{name}.weight"], self.eps)
 
     def by_head(self, entries):
         """The rows of q_proj: of each head its query, then its gate."""
@@ -110,16 +114,12 @@ class Qwen(Head):
         x = self.w["mtp.fc.weight"] @ np.concatenate([e, h])
         return self.norm(x, "mtp.layers.0.input_layernorm"), x
 
-    def mlp(self, u, part):
-        gate, up, down = (self.w[f"{part}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        return down @ (silu(gate @ u) * (up @ u))
-
     def after(self, x):
         part = "mtp.layers.0.mlp"
         u = self.norm(x, "mtp.layers.0.post_attention_layernorm")
         if "num_experts" not in self.config:
             return self.norm(x + self.mlp(u, part), "mtp.norm")
-        w = {name[len(part) + 1 :]: self.w[name] for name in self.w if name.startswith(part)}
+        w = within(f"{part}.", self.w)
         scores = w["gate.weight"] @ u
         chosen = np.argsort(-scores)[: self.config["num_experts_per_tok"]]
         shares = np.exp(scores[chosen] - scores.max())
@@ -128,9 +128,6 @@ class Qwen(Head):
             x = x + share * (w["experts.down_proj"][expert] @ (silu(gate) * up))
         opened = sigmoid(w["shared_expert_gate.weight"] @ u)
         return self.norm(x + opened * self.mlp(u, f"{part}.shared_expert"), "mtp.norm")
-
-    def output(self, above):
-        return self.w["lm_head"] @ above
 
 
 class Eagle3(Head):
@@ -153,9 +150,7 @@ class Eagle3(Head):
         return np.concatenate([e, normed]), normed if before else state
 
     def after(self, x):
-        u = self.norm(x, "midlayer.post_attention_layernorm")
-        gate, up = (self.w[f"midlayer.mlp.{name}_proj.weight"] @ u for name in ("gate", "up"))
-        return x + self.w["midlayer.mlp.down_proj.weight"] @ (silu(gate) * up)
+        return x + self.mlp(self.norm(x, "midlayer.post_attention_layernorm"), "midlayer.mlp")
 
     def output(self, above):
         own = self.w["lm_head.weight"] @ self.norm(above, "norm")
@@ -217,7 +212,7 @@ class DFlash(Head):
         x = self.w["embedding"][[text[-1]] + [self.own["mask_token_id"]] * (size - 1)]
         for layer, kind in enumerate(config["layer_types"]):
             keys, values = self.cached(layer, states[:before])
-            u = np.array([self.norm(row, f"layers.{layer}.input_layernorm") for row in x])
+            u = self.norm(x, f"layers.{layer}.input_layernorm")
             query = self.qkv_of("q", u, before)
             keys = np.concatenate([keys, self.qkv_of("k", u, before)])
             values = np.concatenate([values, self.qkv_of("v", u, before)])
@@ -233,13 +228,9 @@ class DFlash(Head):
                     weights = np.exp(scores - scores.max())
                     y[place, head] = weights / weights.sum() @ values[seen, group]
             x = x + y.reshape(size, -1) @ self.w[f"{self.attention}.o_proj.weight"].T
-            part = f"layers.{layer}.mlp"
-            gate, up, down = (
-                self.w[f"{part}.{each}_proj.weight"] for each in ("gate", "up", "down")
-            )
-            u = np.array([self.norm(row, f"layers.{layer}.post_attention_layernorm") for row in x])
-            x = x + (silu(u @ gate.T) * (u @ up.T)) @ down.T
-        return np.array([self.norm(row, "norm") for row in x])[not self.dspark :]
+            u = self.norm(x, f"layers.{layer}.post_attention_layernorm")
+            x = x + self.mlp(u, f"layers.{layer}.mlp")
+        return self.norm(x, "norm")[not self.dspark :]
 
     def confidence(self, text, states, path):
         """The chance of a draft after a text, and after each token of a path of drafts."""

@@ -53,8 +53,7 @@ def test_tables(num_states, vocab_size):
     sizes = dict(num_states=num_states, vocab_size=vocab_size)
     states, tokens = np.random.default_rng(1).permutation(np.argwhere(next_state >= 0)).T
     same = st.Automaton.from_edges(states, tokens, next_state[states, tokens], **sizes)
-    for one, other in zip(jax.tree.leaves(automaton), jax.tree.leaves(same), strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, (automaton, same)))
 
 
 def test_similar_states_are_stored_once():

@@ -1,13 +1,14 @@
-"""EAGLE-3 heads: states of inner layers, trees whose shape they choose, and files."""
+"""EAGLE-3 heads: states of inner layers, and files; beside test_heads.py."""
 
 import numpy as np
 import pytest
 
 import stree_jax as st
 from pallas_kernels import rms_norm
-from stree_jax.testing import assert_lossless, tiny_model
+from stree_jax.testing import tiny_model
+from tests.extensions import dflash_files
 from tests.extensions.eagle3_files import OWN, WIDTH, saved
-from tests.extensions.heads import hidden_of, parts
+from tests.extensions.heads import hidden_of
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +30,10 @@ def test_the_inner_states_are_the_stream_after_so_many_layers(target):
 
 D2T = np.zeros(OWN, np.int64)
 REFUSED = [
-    (dict(architectures=["LlamaForCausalLM"]), {}, "no EAGLE-3 head: its architectures are"),
     (dict(norm_before_fc=True), {}, "norm_before_fc = true is not supported"),
-    (dict(attention_bias=True), {}, "biases in a head are not supported"),
     (dict(target_hidden_size=32), {}, "target_hidden_size = 32, elsewhere 16"),
     (dict(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 9]}), {}, "the target's 4 layers"),
     (dict(vocab_size=40), {}, "d2t|t2d|has width 16 and tokens 40"),
-    ({}, {"fc.weight": None}, "fc.weight .* is missing"),
     ({}, {"d2t": None}, "d2t is missing, and the head has 20 of the target's 37 tokens"),
     ({}, {"d2t": D2T - 1}, "d2t maps tokens of the head twice, or outside the vocabulary"),
     ({}, {"d2t": D2T}, "t2d and d2t contradict each other"),
@@ -50,15 +48,11 @@ def test_files_that_are_refused(changes, own, message, target, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_a_head_is_no_model(target, tmp_path):
-    path = saved(tmp_path / "head")
+@pytest.mark.parametrize(
+    ("save", "kind"), [(saved, r"EAGLE-3.*\(.eagle3"), (dflash_files.saved, r"DFlash.*\(.dflash")]
+)
+def test_a_head_is_no_model(save, kind, target, tmp_path):
+    path = save(tmp_path / "head")
     for load in (st.from_pretrained, lambda path: st.load_mtp(path, target)):
-        with pytest.raises(ValueError, match=r"a head of EAGLE-3; load it with load_head\(.eagle3"):
+        with pytest.raises(ValueError, match=f"a head of {kind}"):
             load(path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [st.BeamDrafter, st.DynamicDrafter])
-def test_trees_whose_shape_the_head_chooses(kind, target):
-    drafter = kind(parts("eagle3").drafter().model)
-    assert_lossless(target, drafter, topology=st.TreeTopology.budget(5, 2), max_new_tokens=8)

@@ -225,8 +225,7 @@ def test_a_schema_may_be_a_text_and_a_class(tokenizer):
         for schema in (SCHEMAS["object"], json.dumps(SCHEMAS["object"]), Model)
     )
     for leaves in others:
-        for leaf, same in zip(leaves, want, strict=True):
-            np.testing.assert_array_equal(leaf, same)
+        jax.tree.map(np.testing.assert_array_equal, leaves, want)
 
 
 def test_which_tokens_end(tokenizer):

@@ -106,13 +106,23 @@ def test_drafts_come_from_the_head_in_float64(name, topology):
                 np.testing.assert_allclose(got[there], want[there], atol=5e-4)
 
 
-@pytest.mark.thorough
-def test_text_and_cache_of_eagle3_are_those_of_autoregressive_decoding():
-    """With shared noise; the other kinds are in tests/decoding/test_lossless.py."""
-    options = dict(topology=st.TreeTopology.from_branching((3, 2)), temperatures=(1.0,))
-    target, drafter = parts("eagle3").target, parts("eagle3").drafter()
-    (out,) = assert_lossless(target, drafter, max_new_tokens=16, **options)
-    assert out.stats.num_accepted > 0
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("dflash", None), ("dflash, dspark", None), ("dflash, dspark", st.BeamDrafter)),
+        pytest.param("eagle3", None, marks=pytest.mark.thorough),
+        pytest.param("dflash, dspark", st.DynamicDrafter, marks=pytest.mark.slow),
+        pytest.param("eagle3", st.BeamDrafter, marks=pytest.mark.slow),
+        pytest.param("eagle3", st.DynamicDrafter, marks=pytest.mark.slow),
+    ],
+)
+def test_text_and_cache_are_those_of_autoregressive_decoding(name, kind):
+    """In static trees and in those that heads choose; others: tests/decoding/test_lossless.py."""
+    target, drafter, topology = parts(name).target, parts(name).drafter(), TREE
+    if kind:
+        drafter, topology = kind(drafter.model), st.TreeTopology.budget(5, 2)
+    for out in assert_lossless(target, drafter, topology=topology, max_new_tokens=16):
+        assert out.stats.num_accepted > 0
 
 
 # The text alone.

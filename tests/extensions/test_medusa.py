@@ -6,7 +6,6 @@ import pytest
 
 import stree_jax as st
 from stree_jax.decoding.plan import plan
-from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
 from stree_jax.testing import PROMPTS, tiny_model
 from tests.decoding import enumeration as en
@@ -17,7 +16,7 @@ KINDS = ("iid", "without_replacement")
 
 def shared_outcomes(models, topology, children):
     """Drafts whose nodes of one depth and rank are one draw, and their probabilities."""
-    tokens, weights = en.draft_outcomes(models, topology, children)
+    tokens, _ = en.draft_outcomes(models, topology, children)
     rank = [0] * topology.num_nodes
     for below in topology.children:
         for at, child in enumerate(below):
@@ -56,17 +55,13 @@ class ByDepth(en.Models):
 @pytest.mark.parametrize("children", some(KINDS, "iid"))
 def test_walks_are_exact_with_draws_that_a_depth_shares(children):
     topology, models = st.TreeTopology.from_branching((2, 2)), ByDepth(3)
-    tokens, weights = shared_outcomes(models, topology, children)
-    np.testing.assert_allclose(weights.sum(), 1.0)
-    fine, wrong = (
-        en.enumerated(models, topology, tokens, weights, replace=children == "iid", rule=rule)[0]
-        for rule in (try_children, traverse)
-    )
-    assert en.total_variation(fine, en.target_joint(models)) < en.EXACT
-    assert en.total_variation(wrong, en.target_joint(models)) > 0.001
+    drafts = shared_outcomes(models, topology, children)
+    np.testing.assert_allclose(drafts[1].sum(), 1.0)
+    options = dict(replace=children == "iid")
+    assert en.distance(models, topology, drafts, **options) < en.EXACT
+    assert en.distance(models, topology, drafts, rule=traverse, **options) > 0.001
     models.draft[:] = models.laws[0]  # one head's distribution for all depths
-    wrong, _ = en.enumerated(models, topology, tokens, weights, replace=children == "iid")
-    assert en.total_variation(wrong, en.target_joint(models)) > 0.01
+    assert en.distance(models, topology, drafts, **options) > 0.01
 
 
 def test_what_is_refused():

@@ -5,11 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import AttentionLayout, dispatch, expert_mlps, log_softmax
-from pallas_kernels.numerics import few_best
+from pallas_kernels.numerics import few_best, scaled
+from stree_jax.models.layers import causal_conv1d
 from tests.cases import moe
 from tests.cases.base import NEEDS_NATIVE
+from tests.helpers import as_users
 
 
 @NEEDS_NATIVE
@@ -76,3 +79,20 @@ def test_heads_are_kept_out_of_the_projection_on_a_tpu(monkeypatch):
     monkeypatch.setattr(dispatch, "on_tpu", lambda: True)
     assert "optimization_barrier" in str(jax.make_jaxpr(total())(projected))
     np.testing.assert_array_equal(jax.grad(total())(projected), wanted)
+
+
+PRODUCTS = {
+    "a factor": lambda x, y: scaled(x, 0.37) + y,
+    "a convolution": lambda x, y: causal_conv1d(x, x[:, :3], y[0, :4], None),
+    "a rotation": lambda x, y: AttentionLayout(2, 1, 16, 1.0, (1.0, 0.7, 0.3)).split(
+        x, jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_rounded_before_a_sum(name):
+    """In a program it would be a multiply-add, here or there; op by op it is none."""
+    x, y = np.random.default_rng(0).normal(size=(2, 2, 7, 64)).astype(np.float32)
+    want = PRODUCTS[name](x, y)
+    jax.tree.map(np.testing.assert_array_equal, as_users(PRODUCTS[name])(x, y), want)

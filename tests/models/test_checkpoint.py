@@ -10,6 +10,9 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
+from stree_jax.checkpoint import load
+from stree_jax.checkpoint.files import read_json
+from stree_jax.convert import convert, open_checkpoint
 from stree_jax.testing import tiny_model
 from tests.helpers import apply, assert_same_model
 
@@ -17,7 +20,7 @@ from tests.helpers import apply, assert_same_model
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     path = tmp_path_factory.mktemp("original") / "model"
-    st.save_pretrained(tiny_model("groups"), path, model_card="# A card\n")
+    st.save_pretrained(tiny_model("groups"), path)
     return path
 
 
@@ -26,13 +29,25 @@ def saved(original, tmp_path):
     return shutil.copytree(original, tmp_path / "model")
 
 
-def test_round_trip(saved):
-    model = tiny_model("groups")
-    loaded = st.from_pretrained(saved).in_first()
-    assert_same_model(loaded, model)
-    tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
-    np.testing.assert_array_equal(apply(loaded, tokens), apply(model, tokens))
-    assert (saved / "README.md").read_text() == "# A card\n"
+@pytest.mark.parametrize("name", ["groups", "mixed hybrid", "qwen3_5 hybrid", "qwen3_next hybrid"])
+def test_round_trip(name, tmp_path):
+    """Also if layers of one kind differ in size."""
+    st.save_pretrained(tiny_model(name), tmp_path / "model", model_card="# A card\n")
+    assert_same_model(st.from_pretrained(tmp_path / "model").in_first(), tiny_model(name))
+    assert (tmp_path / "model" / "README.md").read_text() == "# A card\n"
+
+
+def test_a_native_checkpoint_is_opened_once(saved, tmp_path, monkeypatch):
+    """As one of another program: config.json is read once, and each weight is reported."""
+    checkpoint = open_checkpoint(saved)
+    assert (checkpoint.config, checkpoint.dtype) == (tiny_model("groups").config, "float32")
+    assert checkpoint.head is None
+    names, steps = [], []
+    monkeypatch.setattr(load, "read_json", lambda path: names.append(path.name) or read_json(path))
+    convert(saved, tmp_path / "out", progress=lambda *step: steps.append(step))
+    assert names == ["config.json"]
+    assert len(steps) == len(checkpoint.rules)
+    assert steps[-1][0] == steps[-1][1]
 
 
 def test_a_path_with_dots(tmp_path, monkeypatch):
@@ -77,14 +92,6 @@ def test_a_checkpoint_of_format_1_loads():
     assert model.config.layers[2].dt_limit == (0.01, float("inf"))
     logits = apply(model, np.array([known["tokens"]], np.int32))[0]
     np.testing.assert_allclose(logits, known["logits"], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["mixed hybrid", "qwen3_5 hybrid", "qwen3_next hybrid"])
-def test_layers_are_saved(name, tmp_path):
-    """Also if those of one kind differ in size."""
-    model = tiny_model(name)
-    st.save_pretrained(model, tmp_path / "model")
-    assert_same_model(st.from_pretrained(tmp_path / "model").in_first(), model)
 
 
 def test_the_type_is_chosen_when_loading(saved):
@@ -155,11 +162,40 @@ def holds(name, content):
     return lambda saved: (saved / name).write_text(content)
 
 
+def resaved(name, value):
+    """A damage: one number changed, with the checksums of before."""
+
+    def damage(saved):
+        from orbax.checkpoint import v1 as ocp
+
+        weights = nnx.to_pure_dict(nnx.state(tiny_model("groups")))
+        where = weights
+        *parents, last = name.split(".")
+        for key in parents:
+            where = where[int(key) if key.isdigit() else key]
+        where[last] = where[last].at[..., 1].set(value)
+        shutil.rmtree(saved / "params")
+        ocp.save(saved / "params", weights)
+
+    return damage
+
+
+def older(name, value):
+    """The same in an older checkpoint, which has no checksums."""
+
+    def damage(saved):
+        resaved(name, value)(saved)
+        (saved / "checksums.json").unlink()
+
+    return damage
+
+
 NESTED = json.loads("[" * 600 + "1" + "]" * 600)
 DEEP = r"config\.json is damaged: it is nested more than 32"
 BAD_FLAG = tiny_model("groups").config.to_dict() | {"tie_embeddings": -1}
 OTHER = "disagree with its config: .*"
 SUMS = r"checksums\.json is damaged"
+TOO_LARGE = "holds NaN, infinity or a number too large"
 REFUSED = [
     (header(version=99), "version 99; this stree_jax reads 1"),
     (header(version=True), "version True; this stree_jax reads 1"),  # which is equal to 1
@@ -180,13 +216,15 @@ REFUSED = [
     (like_groups(tie_embeddings=True), rf"{OTHER}head \(40, 16\) is not expected"),
     (tiny(d_model=32), r"and \d+ more"),
     (holds("checksums.json", "{"), SUMS),
-    (holds("checksums.json", "{}"), SUMS),
     (holds("checksums.json", "[]"), SUMS),
     (crcs(lambda _: 1), SUMS),
     (crcs(lambda _: {}), SUMS),
     (crcs(lambda _: {"x": 1}), SUMS),
     (crcs(lambda sums: dict.fromkeys(sums, "silu")), SUMS),
     (crcs(lambda sums: dict([*sums.items()][1:])), SUMS),
+    (resaved("blocks.1.mixer.D", 0.5), r"cannot read blocks\.1\.mixer\.D \(it has another check"),
+    (older("embedding", np.nan), f"embedding {TOO_LARGE}"),
+    (older("blocks.0.mixer.A_log", 100.0), rf"blocks\.0\.mixer\.A_log {TOO_LARGE}"),
 ]
 
 
@@ -210,44 +248,8 @@ def test_truncated_weights(saved, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def resaved(saved, name, value):
-    """The checkpoint with one number changed, and checksums of before."""
-    from orbax.checkpoint import v1 as ocp
-
-    weights = nnx.to_pure_dict(nnx.state(tiny_model("groups")))
-    where = weights
-    *parents, last = name.split(".")
-    for key in parents:
-        where = where[int(key) if key.isdigit() else key]
-    where[last] = where[last].at[..., 1].set(value)
-    shutil.rmtree(saved / "params")
-    ocp.save(saved / "params", weights)
-
-
-def test_a_changed_number_is_found(saved):
-    resaved(saved, "blocks.1.mixer.D", 0.5)
-    with pytest.raises(ValueError, match=r"cannot read blocks\.1\.mixer\.D \(it has another check"):
-        st.from_pretrained(saved)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("embedding", np.nan), ("blocks.0.mixer.A_log", 100.0)]
-)
-def test_weights_that_are_not_finite(saved, name, value):
-    """In an older checkpoint, which has no checksums."""
-    resaved(saved, name, value)
-    (saved / "checksums.json").unlink()
-    with pytest.raises(ValueError, match=f"{name} holds NaN, infinity or a number too large"):
-        st.from_pretrained(saved)
-
-
 def test_numbers_too_large_for_the_chosen_type(saved):
-    resaved(saved, "final_norm_scale", 3.4e38)
-    (saved / "checksums.json").unlink()
+    older("final_norm_scale", 3.4e38)(saved)
     assert np.isfinite(st.from_pretrained(saved).final_norm_scale[...]).all()
     with pytest.raises(ValueError, match="final_norm_scale holds .* too large for bfloat16"):
         st.from_pretrained(saved, dtype="bfloat16")
-
-
-def test_demo_paths():
-    assert st.demo_path("draft").name == "draft"

@@ -22,6 +22,14 @@ def test_round_trip_through_json(name):
     assert ModelConfig.from_dict(json.loads(text)) == config
 
 
+def test_a_layer_of_any_kind_is_given_by_the_name_of_its_kind():
+    """Also one that joins others, from its own config or from theirs."""
+    layer = CONFIGS["falcon_h1 hybrid"].layers[0]
+    config = ModelConfig(37, 16, (layer,) * 2)
+    assert ModelConfig(37, 16, ("parallel",) * 2, parallel=layer) == config
+    assert ModelConfig(37, 16, ("parallel",) * 2, **layer.parts) == config
+
+
 @pytest.mark.thorough
 def test_a_config_is_copied_and_pickled():
     config = CONFIGS["mixed hybrid"]

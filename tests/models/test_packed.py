@@ -9,6 +9,7 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.convert.writing import write_as
+from stree_jax.measuring.clock import num_bytes
 from stree_jax.models.identity import identity
 from stree_jax.models.matrices import Matrix, Packed, Storage, in_first
 from stree_jax.testing import tiny_model
@@ -112,8 +113,7 @@ def test_no_float32_copy_of_the_weights():
     """XLA converted all of them before the loop, so the program read and held float32."""
     config = st.ModelConfig.mamba2_lm(512, 256, 4)
     model = st.HybridLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
-
+    size = num_bytes(model)
     # A quarter of the weights are states of the scan.
     assert temporary_bytes(model.packed()) < size / 3 < size < temporary_bytes(model)
 

@@ -15,6 +15,7 @@ from pallas_kernels import PackedMatrix, QuantizedMatrix
 from stree_jax.checkpoint import save_pretrained
 from stree_jax.convert import convert
 from stree_jax.convert.writing import write_as
+from stree_jax.measuring.clock import num_bytes
 from stree_jax.models.matrices import EightBits, Packed, named_weights, quantized_names
 from stree_jax.names import flatten, unflatten
 from stree_jax.testing import perturbed, tiny_model
@@ -168,17 +169,11 @@ def test_a_head_is_for_its_target_in_8_bits_too(tmp_path):
     loaded = st.load_medusa(path, small, quantize="int8")
     assert quantized_names(loaded) == {"kernel"}
     assert not quantized_names(st.load_medusa(path, small))
-    for each in (loaded, heads):
-        drafter = st.MedusaDrafter(small, each)
-        out = st.generate(small, [[1, 2]], drafter=drafter, max_new_tokens=8, eos_token=())
-        np.testing.assert_array_equal(
-            out.tokens, st.generate(small, [[1, 2]], max_new_tokens=8, eos_token=()).tokens
-        )
     st.save_medusa(loaded, small, tmp_path / "small heads")
     again = st.load_medusa(tmp_path / "small heads", small)
     jax.tree.map(np.testing.assert_array_equal, arrays(again), arrays(loaded))
-    other = perturbed(target, 0.1)
-    for wrong in (other, other.quantized()):
+    changed = perturbed(target, 0.1)
+    for wrong in (changed, changed.quantized()):
         with pytest.raises(ValueError, match="trained with another target"):
             st.load_medusa(path, wrong)
 
@@ -186,13 +181,9 @@ def test_a_head_is_for_its_target_in_8_bits_too(tmp_path):
 @NEEDS_NATIVE
 def test_bytes():
     """About a byte a weight; what multiplies holds no copy of all of them, as XLA alone does."""
-    config = st.ModelConfig.mamba2_lm(512, 256, 4)
-    whole = st.HybridLM(config, rngs=nnx.Rngs(0))
+    whole = st.HybridLM(st.ModelConfig.mamba2_lm(512, 256, 4), rngs=nnx.Rngs(0))
     small = whole.quantized().packed()
-    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(each)) for each in (whole, small)]
-    assert sizes[1] < 0.3 * sizes[0]
-
-    assert temporary_bytes(small) < sizes[1]
+    assert temporary_bytes(small) < num_bytes(small) < 0.3 * num_bytes(whole)
 
 
 def damage(change):
@@ -229,7 +220,7 @@ def scales(value):
     )
 
 
-def other_scales(weights):
+def more_scales(weights):
     weights["embedding.scales"] = np.repeat(weights["embedding.scales"], 2, axis=1)
 
 
@@ -265,7 +256,7 @@ REFUSED = [
     (damage(scales(3e38)), "embedding holds NaN, infinity"),
     (damage(lambda w: w.pop("embedding.scales")), "embedding .* is missing"),
     (damage(lambda w: w.pop("embedding.values")), "embedding has scales, but no 8-bit values"),
-    (damage(other_scales), r"embedding has scales \(\d+, 2\), not \(\d+, 1\)"),
+    (damage(more_scales), r"embedding has scales \(\d+, 2\), not \(\d+, 1\)"),
     (damage(a_norm), "final_norm_scale is no matrix, and cannot have 8 bits"),
     (lambda path: cast(opened("int8")(path), "float32"), "matrices in 8 bits cannot be trained"),
 ]

@@ -87,6 +87,39 @@ def drafting(model):
     return dict(drafter=st.ModelDrafter(perturbed(model, 0.1)), topology=TREE)
 
 
+class Interrupted:
+    """A scheduler: each of its calls is interrupted at every line, and made again."""
+
+    def __init__(self, scheduler, ctrl_c):
+        self.scheduler, self.again = scheduler, ctrl_c.again
+
+    def __getattr__(self, name):
+        value = getattr(self.scheduler, name)
+        return (lambda *values: self.again(lambda: value(*values))) if callable(value) else value
+
+    def submit(self, request):
+        before = self.num_waiting
+        self.again(lambda: self.num_waiting > before or self.scheduler.submit(request))
+
+    def cancel(self, number):
+        before = self.num_waiting + self.num_running
+        try:
+            self.again(lambda: self.scheduler.cancel(number))
+        except ValueError:  # it had ended, or the call before has cancelled it
+            if self.num_waiting + self.num_running == before:
+                raise
+
+    def events(self):
+        return self.taken(self.scheduler.events)
+
+    def completions(self):
+        return self.taken(self.scheduler.completions)
+
+    def taken(self, iterate):
+        while item := self.again(lambda: next(iterate(), None)):
+            yield item
+
+
 def orders_of(count, seeds=(0, 1)):
     return [np.random.default_rng(seed).permutation(count).tolist() for seed in seeds]
 

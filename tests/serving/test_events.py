@@ -2,16 +2,21 @@
 
 import dataclasses
 import functools
+import gc
+import signal
 
 import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.testing import tiny_model
+from stree_jax.decoding import slots
+from stree_jax.models import identity
+from stree_jax.testing import perturbed, tiny_model
 from tests.decoding.texts import broken_at
-from tests.helpers import word_tokenizer
+from tests.helpers import CtrlC, word_tokenizer
 from tests.serving.requests import (
     WAYS,
+    Interrupted,
     alone,
     disturbed,
     drafting,
@@ -51,10 +56,9 @@ def cases():
     return requests, texts, cut
 
 
-def pool(quantum, model=None):
-    return st.Scheduler(
-        model or tiny_model(), rows=3, max_length=60, quantum=quantum, **drafting(tiny_model())
-    )
+def pool(quantum, model=None, **options):
+    model, sizes = model or tiny_model(), dict(rows=3, max_length=60, quantum=quantum)
+    return st.Scheduler(model, **sizes, **drafting(tiny_model()), **options)
 
 
 def joined(events):
@@ -70,27 +74,77 @@ def joined(events):
     return tokens, reasons
 
 
+def check_disturbed(scheduler, order, rng):
+    requests, texts, cut = cases()
+    events, done, cancelled = disturbed(scheduler, [requests[i] for i in order], rng)
+    tokens, reasons = joined(events)
+    assert sorted(reasons) == [*range(len(order))]
+    assert cancelled
+    for place, completion in done.items():
+        i = order[place]
+        assert completion.tokens == tokens[place]
+        own = [event.text for event in events if event.request_id == place]
+        assert completion.text == "".join(own)
+        assert completion.finish_reason == reasons[place]
+        assert completion.text == pairs().decode(completion.tokens) or i % 3 == 2
+        if place in cancelled:
+            assert completion.tokens == texts[i][: len(completion.tokens)]
+        else:
+            assert completion.tokens == cut[i]
+
+
 @pytest.mark.parametrize("quantum", [pytest.param(1, marks=pytest.mark.thorough), 32])
 def test_events_are_the_pieces_of_completions(quantum):
     """Cancelled at random, in any order, with both iterators stopped and resumed at random."""
-    requests, texts, cut = cases()
-    for order in orders_of(len(requests), seeds=(quantum, quantum + 1)):
-        rng = np.random.default_rng(quantum)
-        events, done, cancelled = disturbed(pool(quantum), [requests[i] for i in order], rng)
-        tokens, reasons = joined(events)
-        assert sorted(reasons) == [*range(len(order))]
-        assert cancelled
-        for place, completion in done.items():
-            i = order[place]
-            assert completion.tokens == tokens[place]
-            own = [event.text for event in events if event.request_id == place]
-            assert completion.text == "".join(own)
-            assert completion.finish_reason == reasons[place]
-            assert completion.text == pairs().decode(completion.tokens) or i % 3 == 2
-            if place in cancelled:
-                assert completion.tokens == texts[i][: len(completion.tokens)]
-            else:
-                assert completion.tokens == cut[i]
+    for order in orders_of(12, seeds=(quantum, quantum + 1)):
+        check_disturbed(pool(quantum), order, np.random.default_rng(quantum))
+
+
+SERVING = r"(serving/\w+|decoding/(loop|results|text_stream|text/slots|text/prefix))"
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(i, marks=pytest.mark.thorough) for i in (1, 2))]
+)
+def test_a_scheduler_goes_on_after_ctrl_c_at_every_line(seed):
+    """At the first visit of each line, or at later ones."""
+    caching = dict(prefix_cache_bytes=20_000, prefix_every=8, prefill_tokens=8)
+    rng, (order, _) = np.random.default_rng(seed), orders_of(12)
+    ctrl_c = CtrlC(SERVING, lambda: rng.geometric(0.1) if seed else 1)
+    scheduler = Interrupted(pool(3, **caching), ctrl_c)
+    scheduler.read(cases()[0][0].prompt)
+    check_disturbed(scheduler, order, rng)
+    assert len(ctrl_c.left) > 400
+
+
+@pytest.mark.usefixtures("_ctrl_c_raises")
+@pytest.mark.parametrize("donates", [(st.SpeculativeDecoder, "run"), (slots, "inserted")])
+def test_ctrl_c_amid_a_call_that_donates_comes_when_its_state_is_kept(donates, monkeypatch):
+    """A real signal, before the call's result is assigned."""
+    (request, *_), _, (want, *_) = cases()
+    call, scheduler = getattr(*donates), pool(3)
+
+    def interrupted(*arguments):
+        result = call(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(*donates, interrupted)
+    scheduler.submit(request)
+    with pytest.raises(KeyboardInterrupt):
+        next(scheduler.completions())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.undo()
+    assert next(scheduler.completions()).tokens == want
+
+
+def test_no_sum_of_weights_outlives_them():
+    """Not after Ctrl-C: another array may get the place in memory that names a sum."""
+    before = {*identity._known}
+    ctrl_c = CtrlC("models/identity")
+    ctrl_c.again(lambda: identity.identity(perturbed(tiny_model(), 0.1)))
+    gc.collect()
+    assert {*identity._known} <= before
 
 
 @pytest.mark.thorough

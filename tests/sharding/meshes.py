@@ -73,10 +73,10 @@ def decode(model, prompts=PROMPTS, **options):
 def assert_same(got, want):
     """Two generations, or two completions, are the same text."""
     for name in ("tokens", "lengths", "finish_reasons", "finish_reason"):
-        mine, other = (getattr(each, name, None) for each in (got, want))
-        np.testing.assert_array_equal(mine, other, name)
+        mine, wanted = (getattr(each, name, None) for each in (got, want))
+        np.testing.assert_array_equal(mine, wanted, name)
     for name in ("log_probs", "top_log_probs"):
-        mine, other = (getattr(each, name) for each in (got, want))
-        assert (mine is None) == (other is None)
+        mine, wanted = (getattr(each, name) for each in (got, want))
+        assert (mine is None) == (wanted is None)
         if mine is not None:
-            np.testing.assert_allclose(mine, other, atol=1e-4, err_msg=name)
+            np.testing.assert_allclose(mine, wanted, atol=1e-4, err_msg=name)

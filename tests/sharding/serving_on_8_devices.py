@@ -62,8 +62,8 @@ def test_requests_share_the_rows_of_a_mesh():
     done = {completion.request_id: completion for completion in (*done, *scheduler.completions())}
     assert done[cancelled].finish_reason == "cancelled"
     texts = [4, 9], [*requests[3].prompt, *want[3], 8, 1]
-    own = st.generate(model_of(FAST), texts, key=[7, 7], **text)
-    assert [done[i].tokens for i in after] == own.tokens.tolist()
+    want = st.generate(model_of(FAST), texts, key=[7, 7], **text).tokens
+    assert [done[i].tokens for i in after] == want.tolist()
     count = len(COMPILED)
     served(scheduler, requests[:5])
     assert len(COMPILED) == count
@@ -98,9 +98,9 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match=r"rows = 3: the mesh has data = 8, .*; use 8"):
         scheduler_of(FAST, (8, 1), rows=3)
     scheduler = scheduler_of(FAST, (2, 4))
-    other = st.Scheduler(model_of(FAST), rows=4, max_length=80)
+    prefix = st.Scheduler(model_of(FAST), rows=4, max_length=80).read([1, 2])
     with pytest.raises(ValueError, match="another model"):
-        scheduler.submit(st.Request([1], after=other.read([1, 2])))
+        scheduler.submit(st.Request([1], after=prefix))
 
 
 class Served(NamedTuple):
@@ -193,8 +193,8 @@ def test_options_of_requests():
     free = st.generate(model_of(name), [[5, 9]], max_new_tokens=12).tokens[0].tolist()
     ruled = dict(processors=[grammar, st.RepetitionPenalty(1.4)], min_new_tokens=3)
     requests = [
-        st.Request(prompt, max_new_tokens=12, eos_token=[0, 1], key=i, **own)
-        for i, (prompt, own) in enumerate(
+        st.Request(prompt, max_new_tokens=12, eos_token=[0, 1], key=i, **options)
+        for i, (prompt, options) in enumerate(
             (
                 ([5, 9], dict(stop=[free[4:6]])),
                 ([3], ruled),

@@ -136,12 +136,12 @@ def test_a_local_config_has_a_share_of_everything(heads, groups, x_heads, b_grou
     assert_heads_have_their_groups(shards, local, b_groups, local.b_groups)
 
 
-def assert_heads_have_their_groups(shards, local, count, own):
+def assert_heads_have_their_groups(shards, local, count, held_count):
     """Which group a head uses is the same on its shard as in the whole model."""
     held = Cut(0, ((count, 1),)).columns(shards)
     for shard, head in itertools.product(range(shards), range(local.num_heads)):
         whole = (shard * local.num_heads + head) * count // (shards * local.num_heads)
-        assert held[shard][head * own // local.num_heads] == whole
+        assert held[shard][head * held_count // local.num_heads] == whole
 
 
 @given(heads=UNITS, groups=UNITS, shards=SHARDS)
@@ -174,7 +174,6 @@ def test_narrow_experts_are_shared_out_whole():
     [
         ("mamba2", 3, r"mamba2.num_heads = 8 does not fit model = 3.*can be 1, 2, 4 or 8"),
         ("groups", 8, r"norm groups of mamba2 = 4 does not fit model = 8.*can be 1, 2 or 4"),
-        ("bamba", 16, r"mamba2.num_heads = 8 does not fit"),
         ("zamba2", 16, r"attention.num_heads = 8 does not fit model = 16"),
         ("qwen3_next", 3, r"gated_delta.num_heads = 8 does not fit model = 3"),
         ("words", 2, "padded_vocab_size = 37 does not fit model = 2"),
@@ -195,9 +194,9 @@ def test_meshes_that_cannot_be():
     model = stree_jax.HybridLM(CONFIGS["tied"], rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="mesh must come from make_mesh"):
         partition_of("data=2", False)
-    other = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Auto,))
+    foreign = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Auto,))
     with pytest.raises(ValueError, match=r"has the axes \('x',\)"):
-        stree_jax.shard(model, other)
+        stree_jax.shard(model, foreign)
     explicit = jax.make_mesh((1, 1), ("data", "model"), (jax.sharding.AxisType.Explicit,) * 2)
     with pytest.raises(ValueError, match="make them all Auto"):
         stree_jax.shard(model, explicit)

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import re
 import tomllib
 
@@ -19,7 +20,7 @@ from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import continued, distill, train
 from stree_jax.training.trainer import bfloat16_product, fit, multiplying, schedule
-from tests.helpers import apply
+from tests.helpers import CtrlC, apply, assert_same_model
 from tests.numpy_parts import log_softmax
 from tests.training.conftest import RECIPE
 
@@ -141,6 +142,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert list(fit(new_model(), loss, batch, TRAINING, run)) == []
 
 
+@pytest.mark.thorough
+def test_a_model_can_be_trained_after_ctrl_c_at_every_line(tmp_path):
+    """Its weights are there, and the next call goes on from the latest checkpoint."""
+    whole, model = new_model(), new_model()
+    list(fit(whole, loss, batch, TRAINING, tmp_path / "whole"))
+    CtrlC("training/trainer").again(lambda: [*fit(model, loss, batch, TRAINING, tmp_path / "run")])
+    close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+    jax.tree.map(close, nnx.state(model), nnx.state(whole))
+
+
 def test_the_gradient_of_a_bfloat16_product():
     """Both gradients are products of rounded factors, in float32."""
     rng = np.random.default_rng(0)
@@ -250,11 +261,7 @@ def test_training_goes_on_from_a_checkpoint(trained, text, tmp_path):
     file = text.with_name("on.toml")
     file.write_text(f'start = "{start.name}"\n{table}')
     list(train(Recipe.load(file), tmp_path / "on"))
-    for have, want in zip(
-        *(jax.tree.leaves(st.from_pretrained(path)) for path in (tmp_path / "on", start)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(have, want)
+    assert_same_model(*map(st.from_pretrained, (tmp_path / "on", start)))
     assert st.load_tokenizer(tmp_path / "on").to_str() == st.load_tokenizer(start).to_str()
     list(distill(Recipe.load(file), start, tmp_path / "draft"))  # its own draft
     card = (tmp_path / "draft" / "README.md").read_text()

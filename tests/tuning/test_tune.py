@@ -70,6 +70,7 @@ def test_the_report(report):
     assert all(row.name.startswith("dynamic ") for row in dynamic)
     assert report.sharpness == dynamic[0].sharpness  # the fastest
     assert report.best in {row.topology for row in decoded if row.sharpness is None}
+    assert {**report.way} == dict(drafter=report.drafter, topology=report.best)
     # It prints a table and advice.
     text, timed = str(report), [row.name for row in decoded]
     assert report.advice in text.splitlines()[-1]
@@ -92,6 +93,7 @@ def test_slow_drafts_give_no_draft(monkeypatch):
     options = dict(max_nodes=3, max_depth=1, max_new_tokens=6, thorough=False)
     report = tune(tiny_model(), drafter(), PROMPTS[:2], **options)
     assert report.best is None
+    assert report.way == st.Way()
     assert report.advice.endswith(" needs tau 18.0 here, and reaches 2.0.")
     assert report.rows[0].name == PLAIN
 

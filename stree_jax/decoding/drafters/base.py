@@ -9,7 +9,7 @@ from flax import nnx
 
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.decoding.drafters.children import chosen_child_sampling
-from stree_jax.decoding.like import check_like
+from stree_jax.decoding.traced_checks import check_like
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Step, Verdict
 from stree_jax.mesh.rows import placed_like
 from stree_jax.models.lm import HybridLM

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
-from stree_jax.decoding.like import check_like
 from stree_jax.decoding.prompts import Context, buffer_size
+from stree_jax.decoding.traced_checks import check_like
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
@@ -74,7 +74,7 @@ def prefill_with_drafter(
     return in_chunks(read, tokens, lengths, (cache, state))
 
 
-def rest_of(
+def unread_tokens(
     context: Context, num_read: Int[Array, " B"] | np.ndarray
 ) -> tuple[Tokens, Lengths] | None:
     """Returns the tokens of texts after the first `num_read`, without the last; None: none."""

@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
 from stree_jax.decoding.drafters.base import Drafter, first_state, inner_layers
-from stree_jax.decoding.like import check_like
 from stree_jax.decoding.prompts import Context
-from stree_jax.decoding.text.prefill import prefill, prefill_with_drafter, rest_of
+from stree_jax.decoding.text.prefill import prefill, prefill_with_drafter, unread_tokens
+from stree_jax.decoding.traced_checks import check_like
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import MODEL, ROWS, Partition
 from stree_jax.mesh.rows import placed_like
@@ -86,9 +86,9 @@ def read_text(
     if not is_alike(before.cache, wanted):
         raise ValueError("the prefix was read by another model: its caches have other shapes")
     cache = with_capacity(before.cache, wanted)
-    rest = rest_of(context, before.context.length - 1)
-    if rest is not None:
-        cache, state = _read(model, drafter, *rest, max_length, state, cache)
+    unread = unread_tokens(context, before.context.length - 1)
+    if unread is not None:
+        cache, state = _read(model, drafter, *unread, max_length, state, cache)
     return Prefix(context, cache, state)
 
 
@@ -137,7 +137,7 @@ def _state_before(
     state = first_state(drafter, lengths, topology, max_length)
     if before is None or inner_layers(drafter) is not None:
         return state
-    beginning = rest_of(before.context, jnp.zeros_like(lengths))
+    beginning = unread_tokens(before.context, jnp.zeros_like(lengths))
     if beginning is not None:
         state = drafter.read(state, beginning[0], None, beginning[1])
     return state
@@ -154,7 +154,7 @@ def _settled(model: HybridLM, drafter: Drafter, state: Any, lengths: Int[Array, 
     return check_like(f"{type(drafter).__name__}.read: state", read, state)
 
 
-def joined(after: Prefix, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
+def continued_texts(after: Prefix, prompts: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The texts of a prefix, each followed by its prompt."""
     tokens, lengths = on_host(after.context)
     if len(lengths) not in (1, len(prompts)):
@@ -204,31 +204,31 @@ def _cache_shapes(config: ModelConfig, dtype: Any, shards: int, rows: int, size:
     return jax.tree.map(of_all, cache_specs(config, MODEL), of_shard)
 
 
-def same_rows(one: Any, other: Any) -> bool:
+def same_rows(left: Any, right: Any) -> bool:
     """True if the arrays of two states differ in the number of rows only."""
 
     def shapes(arrays: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(arrays)
         return [(leaf.shape[1:], leaf.dtype) for leaf in leaves], structure
 
-    return shapes(one) == shapes(other)
+    return shapes(left) == shapes(right)
 
 
 def is_alike(arrays: Any, wanted: Any) -> bool:
     """True if arrays differ from the wanted ones in the sizes of axes only."""
-    have: Any = jax.tree.structure(arrays)
-    return have == jax.tree.structure(wanted) and all(
-        leaf.dtype == other.dtype and leaf.ndim == other.ndim
-        for leaf, other in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
+    structure: Any = jax.tree.structure(arrays)
+    return structure == jax.tree.structure(wanted) and all(
+        leaf.dtype == example.dtype and leaf.ndim == example.ndim
+        for leaf, example in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
     )
 
 
 def fits(arrays: Any, wanted: Any) -> bool:
     """True if arrays are like the wanted ones, and no axis is larger."""
     return is_alike(arrays, wanted) and all(
-        own <= most
-        for leaf, other in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
-        for own, most in zip(leaf.shape, other.shape, strict=True)
+        size <= most
+        for leaf, example in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
+        for size, most in zip(leaf.shape, example.shape, strict=True)
     )
 
 
@@ -243,7 +243,7 @@ def with_capacity(arrays: Any, wanted: Any) -> Any:
 def _with_capacity(arrays: Any, shapes: tuple[tuple[int, ...], ...]) -> Any:
     def one(leaf: Array, shape: tuple[int, ...]) -> Array:
         leaf = leaf[(slice(None), *map(slice, shape))]
-        room = [(0, most - own) for own, most in zip(leaf.shape[1:], shape, strict=True)]
+        room = [(0, most - size) for size, most in zip(leaf.shape[1:], shape, strict=True)]
         return jnp.pad(leaf, [(0, 0), *room])
 
     leaves, structure = jax.tree.flatten(arrays)
@@ -281,9 +281,9 @@ def check_origin(
         )
     if after.origin is None:
         return
-    own = origin_of(model, drafter)
+    expected = origin_of(model, drafter)
     for name in ("model",) if any_drafter else ("model", "drafter"):
-        if getattr(after.origin, name) != getattr(own, name):
+        if getattr(after.origin, name) != getattr(expected, name):
             raise ValueError(
                 f"after was read with another {name}, or its weights have changed; read the text"
                 " again with this one"

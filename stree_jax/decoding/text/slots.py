@@ -168,7 +168,7 @@ def end(state: DecodeState, rows: Sequence[int]) -> DecodeState:
     """The pool with these rows ended where they are, for other requests."""
     _check_between_runs(state)
     _check_exist(state, rows)
-    done = state.done.at[np.asarray(rows, np.int32)].set(True)
+    done = jnp.asarray(state.done).at[np.asarray(rows, np.int32)].set(True)
     return state._replace(done=placed_like(state.done, done))
 
 

@@ -32,9 +32,8 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
     known = ["Qwen3DSparkModel" if shifted else "DFlashDraftModel"]
     fields.check(names == known, f"architectures = {names!s:.80} are not supported, but {known}")
 
-    def place(name: str) -> Fields:
-        return table if table.has(name) else fields
-
+    for name in ("mask_token_id", "block_size", "target_layer_ids"):
+        fields.alias(table, **{name: name})
     width, vocab_size = fields.integer("hidden_size"), fields.integer("vocab_size")
     only = {
         "draft_vocab_size": vocab_size,
@@ -53,9 +52,9 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
     config = DFlashConfig(
         d_model=width,
         vocab_size=vocab_size,
-        mask_token=place("mask_token_id").integer("mask_token_id", least=0, most=vocab_size - 1),
-        block_size=place("block_size").integer("block_size", least=2, most=256),
-        inner_layers=_inner_layers(fields, place("target_layer_ids"), target),
+        mask_token=fields.integer("mask_token_id", least=0, most=vocab_size - 1),
+        block_size=fields.integer("block_size", least=2, most=256),
+        inner_layers=_inner_layers(fields, target),
         attention=dataclasses.replace(attention, qk_norm_eps=norm_eps),
         mlp=mlp,
         windows=_windows(fields, fields.integer("num_hidden_layers", most=256)),
@@ -70,10 +69,9 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
     return config
 
 
-def _inner_layers(fields: Fields, table: Fields, target: HybridLM) -> tuple[int, ...]:
+def _inner_layers(fields: Fields, target: HybridLM) -> tuple[int, ...]:
     """Returns numbers of the target's layers here, of which a layer of files may be several."""
-    num_layers = len(target.config.layers)
-    ids = table.take("target_layer_ids")
+    num_layers, ids = len(target.config.layers), fields.take("target_layer_ids")
     layers = fields.integer("num_target_layers")
     fields.check(
         num_layers % layers == 0,

@@ -37,7 +37,9 @@ def read_config(fields: Fields, target: HybridLM, has_embedding: bool) -> Eagle3
     fields.null("eagle_config", "draft_vocab_size", aux)
     eagle = fields.table("eagle_config")
     eagle.null(aux)
-    layers = eagle.take(aux, fields.take(aux, [2, num_layers // 2, num_layers - 3]))
+    for name in (aux, "norm_before_fc", "norm_before_residual"):
+        fields.alias(eagle, **{name: name})
+    layers = fields.take(aux, [2, num_layers // 2, num_layers - 3])
     fields.check(
         isinstance(layers, list)
         and len(layers) > 0
@@ -46,11 +48,8 @@ def read_config(fields: Fields, target: HybridLM, has_embedding: bool) -> Eagle3
         "eagle_aux_hidden_state_layer_ids must be ascending numbers of the target's"
         f" {num_layers} layers, got {layers!r:.80}",
     )
-    fields.check(
-        not eagle.flag("norm_before_fc", fields.flag("norm_before_fc", False)),
-        "norm_before_fc = true is not supported",
-    )
-    before = eagle.flag("norm_before_residual", fields.flag("norm_before_residual", False))
+    fields.check(not fields.flag("norm_before_fc", False), "norm_before_fc = true is not supported")
+    before = fields.flag("norm_before_residual", False)
     eagle.flag("use_aux_hidden_state", True)
     width = fields.integer("hidden_size")
     fields.same("target_hidden_size", width)

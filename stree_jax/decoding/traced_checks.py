@@ -39,9 +39,9 @@ def check_like(what: str, value: Any, example: Any) -> Any:
     The example has arrays, or what `some` gives. `what` is the value's name in messages.
     """
     wanted = jax.tree_util.tree_leaves_with_path(example)
-    structure: Any = jax.tree.structure(example)
-    leaves, own = jax.tree.flatten(value)
-    if own != structure:
+    example_structure: Any = jax.tree.structure(example)
+    leaves, structure = jax.tree.flatten(value)
+    if structure != example_structure:
         raise ValueError(f"{what} must be {_named(example)}, got {_named(value)}")
     new = []
     for (path, want), leaf in zip(wanted, leaves, strict=True):
@@ -50,12 +50,13 @@ def check_like(what: str, value: Any, example: Any) -> Any:
             raise ValueError(f"{where} must be an array, got {shown(leaf)}")
         have, dtype, sizes = jnp.result_type(leaf), jnp.result_type(want), np.shape(want)
         fits = len(jnp.shape(leaf)) == len(sizes) and all(
-            size in (None, own) for own, size in zip(jnp.shape(leaf), sizes, strict=True)
+            wanted_size in (None, size)
+            for size, wanted_size in zip(jnp.shape(leaf), sizes, strict=True)
         )
         if not fits or dtype not in (have, _NARROW.get(have)):
             raise ValueError(f"{where} must be {kind_of(want)}, got {kind_of(leaf)}")
         new.append(leaf if dtype == have else leaf.astype(dtype))
-    return jax.tree.unflatten(own, new)
+    return jax.tree.unflatten(structure, new)
 
 
 def checked_prompts(prompts: Any) -> Context:

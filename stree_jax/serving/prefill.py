@@ -24,15 +24,15 @@ _WORTH = 16  # shared tokens from which on a prefix is kept, and a text waits fo
 
 
 @dataclasses.dataclass(eq=False)
-class Reading:
-    """A text that is being read."""
+class Prefill:
+    """A text that is being read; `length` and `prefix` change in one statement."""
 
     tokens: list[int]
     prefix: Prefix | None = None  # the state after its first `length` tokens; None at first
     length: int = 0
     keep_at: set[int] = dataclasses.field(default_factory=set)  # lengths
-    # Those that began before, and how many first tokens each shares.
-    others: list[tuple["Reading", int]] = dataclasses.field(default_factory=list)
+    # Texts that began before, and how many first tokens they share with this one.
+    earlier: list[tuple["Prefill", int]] = dataclasses.field(default_factory=list)
     is_hit: bool = False  # the cache had an entry
 
     @property
@@ -43,19 +43,15 @@ class Reading:
     @property
     def waits(self) -> bool:
         """True while another request prefills the common prefix."""
-        return any(other.length < shared > self.length + _WORTH for other, shared in self.others)
+        return any(text.length < shared > self.length + _WORTH for text, shared in self.earlier)
 
     def end(self, most: int) -> int:
         """Returns the end of the next chunk, of at most `most` tokens."""
         stops = [length for length in self.keep_at if length > self.length]
         return min(*stops, self.length + most, len(self.tokens))
 
-    def drop(self) -> None:
-        """Releases all arrays; texts that wait for this one continue."""
-        self.length, self.prefix, self.others = len(self.tokens), None, []
 
-
-class PromptReader:
+class Prefiller:
     """Reads texts for the rows of a pool, and keeps their prefixes."""
 
     def __init__(
@@ -81,49 +77,54 @@ class PromptReader:
         return PrefixCacheStats(**self._counts, **entries)
 
     def begin(
-        self, tokens: list[int], after: Prefix | None, before: Sequence[Reading] = ()
-    ) -> Reading:
-        """Returns a text to read after a prefix, as others before it."""
-        reading = Reading(tokens)
+        self, tokens: list[int], after: Prefix | None, earlier: Sequence[Prefill] = ()
+    ) -> Prefill:
+        """Returns a text to read after a prefix; it may wait for what `earlier` texts share."""
+        prefill = Prefill(tokens)
         if after is not None:
-            self._set(reading, int(on_host(after.context.length)[0]), after)
+            self._set(prefill, int(on_host(after.context.length)[0]), after)
         if self._cache is None:
-            return reading
+            return prefill
         self._counts["lookups"] += 1
-        self._look_up(reading)
+        self._look_up(prefill)
         if every := self._keep_every:
-            reading.keep_at |= {*range(every, len(tokens), every)}
-        for other in before:
-            shared = num_shared(tokens, other.tokens)
-            if max(other.length, reading.length + _WORTH) < shared:
-                other.keep_at.add(shared)
-                reading.others.append((other, shared))
+            prefill.keep_at |= {*range(every, len(tokens), every)}
+        for text in earlier:
+            shared = num_shared(tokens, text.tokens)
+            if max(text.length, prefill.length + _WORTH) < shared:
+                text.keep_at.add(shared)
+                prefill.earlier.append((text, shared))
         shared = self._cache.shared(tokens)
-        if reading.length + _WORTH < shared:
-            reading.keep_at.add(shared)
-        reading.keep_at.add(len(tokens))
-        return reading
+        if prefill.length + _WORTH < shared:
+            prefill.keep_at.add(shared)
+        prefill.keep_at.add(len(tokens))
+        return prefill
 
     def forget(self) -> None:
         """Drops all that is kept."""
         if self._cache is not None:
             self._cache.clear()
 
-    def advance(self, readings: Sequence[Reading], budget: int | None) -> None:
-        """Reads at most `budget` tokens of texts, or all, in their order."""
+    def advance(self, prefills: Sequence[Prefill], budget: int | None) -> None:
+        """Reads at most `budget` tokens of texts, or all, in their order.
+
+        None waits for a text that is not among them: it was read to its end, or cancelled.
+        """
+        for prefill in prefills:
+            prefill.earlier = [pair for pair in prefill.earlier if pair[0] in prefills]
         left = budget
         while left is None or left >= (1 if left == budget else _SMALLEST):
-            waiting = [reading for reading in readings if not (reading.is_done or reading.waits)]
+            waiting = [prefill for prefill in prefills if not (prefill.is_done or prefill.waits)]
             if not waiting:
                 return
             reads = self._read(waiting, left)
             left = None if left is None else left - reads
 
-    def prefix(self, reading: Reading) -> Prefix:
+    def prefix(self, prefill: Prefill) -> Prefix:
         """The prefix of a text that is done, for the pool."""
-        assert reading.prefix is not None
-        context = self._context([reading.tokens], self._decoder.capacity)
-        return reading.prefix._replace(context=context)
+        assert prefill.prefix is not None
+        context = self._context([prefill.tokens], self._decoder.capacity)
+        return prefill.prefix._replace(context=context)
 
     def keep(self, tokens: Sequence[int], prefix: Prefix) -> None:
         """Keeps the prefix of a text, for texts that begin with it."""
@@ -131,65 +132,64 @@ class PromptReader:
             small = dataclasses.replace(self._decoder, max_length=buffer_size(len(tokens)))
             self._cache.keep(tokens, self._copied(small, tokens, prefix))
 
-    def _look_up(self, reading: Reading) -> None:
+    def _look_up(self, prefill: Prefill) -> None:
         """Continues from a longer entry, if there is one."""
         assert self._cache is not None
-        found = self._cache.find(reading.tokens, longer_than=reading.length)
-        if found is not None:
-            length, entry = found
-            self._counts["tokens_reused"] += length - reading.length
-            self._counts["hits"] += not reading.is_hit
-            reading.is_hit = True
-            self._set(reading, length, entry)
+        match = self._cache.find(prefill.tokens, longer_than=prefill.length)
+        if match is not None:
+            length, entry = match
+            self._counts["tokens_reused"] += length - prefill.length
+            self._counts["hits"] += not prefill.is_hit
+            prefill.is_hit = True
+            self._set(prefill, length, entry)
 
-    def _set(self, reading: Reading, length: int, prefix: Prefix) -> None:
+    def _set(self, prefill: Prefill, length: int, prefix: Prefix) -> None:
         """Continues from a prefix, copied into buffers of the pool's size."""
-        reading.length = length
-        reading.prefix = self._copied(self._decoder, reading.tokens[:length], prefix)
+        copied = self._copied(self._decoder, prefill.tokens[:length], prefix)
+        prefill.length, prefill.prefix = length, copied
 
     def _copied(self, decoder: SpeculativeDecoder, tokens: Sequence[int], prefix: Prefix) -> Prefix:
         """The prefix of these tokens, in buffers of the decoder's size."""
         context = self._context([tokens])
-        own = prefix._replace(context=context, origin=None)
+        before = prefix._replace(context=context, origin=None)
         with dispatch.on(self._model):
-            return decoder.read(self._model, self._drafter, context, own)
+            return decoder.read(self._model, self._drafter, context, before)
 
-    def _read(self, waiting: Sequence[Reading], left: int | None) -> int:
+    def _read(self, waiting: Sequence[Prefill], left: int | None) -> int:
         """Reads a chunk of texts; returns the number of tokens."""
         first = waiting[0]
-        alike = [each for each in waiting if (each.prefix is None) == (first.prefix is None)]
+        alike = [text for text in waiting if (text.prefix is None) == (first.prefix is None)]
         share = PREFILL_CHUNK if left is None else min(left // self._together, PREFILL_CHUNK)
         if len(alike) >= self._together and share >= _SMALLEST:
             group, most = alike[: self._together], share
         else:
             group, most = [first], len(first.tokens) if left is None else _whole_buffer(left)
-        ends = [each.end(most) for each in group]
-        before = [each.length for each in group]
-        texts = [each.tokens[:end] for each, end in zip(group, ends, strict=True)]
-        context = self._context(texts)
+        ends = [text.end(most) for text in group]
+        before = [text.length for text in group]
+        chunks = [text.tokens[:end] for text, end in zip(group, ends, strict=True)]
+        context = self._context(chunks)
         with dispatch.on(self._model):
             if first.prefix is None:
                 rows = self._decoder.read(self._model, self._drafter, context)
             else:
-                parts = [each.prefix and (each.prefix.cache, each.prefix.drafter) for each in group]
+                parts = [text.prefix and (text.prefix.cache, text.prefix.drafter) for text in group]
                 cache, drafts = stacked(parts)
-                read = self._model.partition.put_rows(jnp.asarray(before, jnp.int32))
-                old = context._replace(length=read)
-                beginnings = Prefix(old, cache, drafts)
+                lengths = self._model.partition.put_rows(jnp.asarray(before, jnp.int32))
+                beginnings = Prefix(context._replace(length=lengths), cache, drafts)
                 rows = self._decoder.read(self._model, self._drafter, context, beginnings)
-            for i, each in enumerate(group):
-                each.length = ends[i]
-                each.prefix = rows if len(group) == 1 else row_of(rows, i)
-        for each in group:
-            if each.length in each.keep_at:
-                assert each.prefix is not None
-                self.keep(each.tokens[: each.length], each.prefix)
+            num_read = sum(ends) - sum(before)
+            self._counts["tokens_prefilled"] += num_read
+            for i, text in enumerate(group):
+                prefix = rows if len(group) == 1 else row_of(rows, i)
+                text.length, text.prefix = ends[i], prefix
+        for text in group:
+            if text.length in text.keep_at:
+                assert text.prefix is not None
+                self.keep(text.tokens[: text.length], text.prefix)
         if self._cache is not None:
-            for each in waiting:
-                self._look_up(each)
-        read = sum(ends) - sum(before)
-        self._counts["tokens_prefilled"] += read
-        return read
+            for text in waiting:
+                self._look_up(text)
+        return num_read
 
     def _context(self, texts: Sequence[Sequence[int]], width: int | None = None) -> Context:
         return self._model.partition.put_rows(in_buffers(texts, width))
