@@ -54,7 +54,6 @@ class StreeJax(TemplateLM):
         chat_template_args: variables of the chat template.
         max_length: most tokens of a text, context included; None: the model's.
         seed: the key of sampled texts.
-        verifier: as in `Scheduler`.
         **words: what is loaded, as by `stree-jax generate`, such as draft, tree or quantize.
     """
 
@@ -71,17 +70,16 @@ class StreeJax(TemplateLM):
         chat_template_args: dict[str, Any] | None = None,
         max_length: int | None = None,
         seed: int = 0,
-        verifier: str | None = None,
         **words: Any,
     ):
         super().__init__()
-        _check_names("model_args", words, WORDS - {"distributed"})
+        _check_names("model_args", words, WORDS - {"distributed", "lossy"})
         self.batch_size = check_int("batch_size", 8 if batch_size == "auto" else int(batch_size), 1)
         self._loaded = load(str(pretrained), **words)
         self._model, self._texts = self._loaded.model, self._loaded.texts
         self.max_length = max_length or self._model.config.max_length or MAX_TOKENS
-        self._key, self._verifier = typed_key(seed), verifier
         self.max_gen_toks, self._variables = max_gen_toks, chat_template_args or {}
+        self._key = typed_key(seed)
         self.tokenizer_name = str(words.get("tokenizer") or pretrained).replace("/", "__")
 
     @property
@@ -182,9 +180,7 @@ class StreeJax(TemplateLM):
             self._model,
             rows=-(-min(self.batch_size, len(waiting)) // shards) * shards,
             max_length=max(len(r.prompt) + r.max_new_tokens for _, r in waiting),
-            drafter=self._loaded.drafter,
-            topology=self._loaded.topology,
-            verifier=self._verifier,
+            **self._loaded.way,
         )
         numbers = {}
         for number, request in waiting:

@@ -18,7 +18,7 @@ import stree_jax as st
 from stree_jax.compilation_cache import enable_compilation_cache
 from stree_jax.convert import find, has_field
 from stree_jax.decoding import DraftModel
-from stree_jax.decoding.options import Options
+from stree_jax.decoding.options import Options, check_keywords
 from stree_jax.heads import HEADS, head_kind
 from stree_jax.messages import first_line, shown
 from stree_jax.text import Texts
@@ -27,7 +27,8 @@ from stree_jax.tree import TreeTopology, parsed
 # What `load` takes.
 WORDS = {
     *("adapter", "chat_template", "distributed", "draft", "draft_quantize", "dtype"),
-    *("ignore_field", "mesh", "ngram", "quantize", "sharpness", "tokenizer", "tree"),
+    *("ignore_field", "lossy", "mesh", "ngram", "quantize", "sharpness", "tokenizer", "tree"),
+    "verifier",
     *(kind for kind, room in HEADS.items() if room.option),
     *(f"{kind}_head" for kind, room in HEADS.items() if room.own),
 }
@@ -190,8 +191,7 @@ class Loaded:
     """What texts are decoded with; grammars are made once."""
 
     model: st.HybridLM
-    drafter: st.Drafter | None
-    topology: st.TreeTopology | None
+    way: st.Way
     texts: Texts
     _grammars: dict[str, st.Automaton] = dataclasses.field(default_factory=dict)
 
@@ -231,9 +231,12 @@ def load(
     chat_template: Path | None = None,
     mesh: str | None = None,
     distributed: bool = False,
+    verifier: str | None = None,
+    lossy: bool = False,
     **drafts: Any,
 ) -> Loaded:
     """Loads models and tokenizer. `drafts` are words that choose a drafter, as draft="FOLDER"."""
+    check_keywords("load", drafts, WORDS)
     drafter = chosen(checkpoint, drafts)
     topology = None if tree is None else parse_tree(tree)
     if tree is not None and topology is None:  # the tuned result: do not draft
@@ -249,7 +252,7 @@ def load(
     texts = Texts.at(tokenizer or find(checkpoint), chat_template)
     if distributed:
         join_processes()
-    model, of_model = load_models(
+    model, loaded = load_models(
         checkpoint,
         drafter,
         adapter=adapter,
@@ -259,7 +262,7 @@ def load(
         kind=kind,
         sharpness=sharpness,
     )
-    return Loaded(model, of_model, topology, texts)
+    return Loaded(model, st.Way(loaded, topology, verifier, lossy), texts)
 
 
 def kind_of(spec: str) -> str:

@@ -46,16 +46,14 @@ def run_bench(command: Bench) -> int:
         quantize=command.quantize,
         mesh=None if command.mesh is None else loading.parse_mesh(command.mesh),
     )
-    verifier = {} if command.verifier is None else {"verifier": command.verifier}
-    ways: dict[str, dict[str, Any]] = {}
+    ways: dict[str, st.Way] = {}
     for chosen, drafts in zip(drafters, all_drafts, strict=True):
         prefix = f"{_NAMES[chosen.option or '']}, " if len(drafters) > 1 else ""
         for spec in specs:
             loaded: Any = loading.drafter_of(chosen, drafts, loading.kind_of(spec))
             tree = loaded.default_topology() if spec == DEFAULT else trees[spec]
             if tree is not None:  # None: the tuned result is not to draft
-                name_of_way = prefix + name_of(spec, tree)
-                ways[name_of_way] = {"drafter": loaded, "topology": tree} | verifier
+                ways[prefix + name_of(spec, tree)] = st.Way(loaded, tree, command.verifier)
     report = measure(
         console_of_tables(),
         model,
@@ -97,7 +95,7 @@ def console_of_tables() -> Console:
 def measure(
     console: Console,
     model: st.HybridLM,
-    ways: Mapping[str, Mapping[str, Any]],
+    ways: Mapping[str, Any],
     prompts: Sequence[Any],
     file: Path | None = None,
     **options: Any,

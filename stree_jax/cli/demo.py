@@ -34,7 +34,7 @@ def run_demo(command: Demo) -> int:
     report = measure(
         console,
         target,
-        {name: {"drafter": drafter, "topology": tree} for name, tree in trees.items()},
+        {name: st.Way(drafter, tree) for name, tree in trees.items()},
         prompts,
         name=command.target or "the embedded target",
         max_new_tokens=command.max_new_tokens,

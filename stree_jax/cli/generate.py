@@ -68,10 +68,7 @@ def _continue(
     tokens = texts.tokens(prompt, special=settings["bos"], name="--prompt")
     options: dict[str, Any] = {
         **loaded.options(settings),
-        "drafter": loaded.drafter,
-        "topology": loaded.topology,
-        "verifier": command.verifier,
-        "lossy": command.lossy,
+        **loaded.way,
         "tokenizer": texts.tokenizer(prompt),
         "key": command.seed,
         "max_length": command.max_length,
