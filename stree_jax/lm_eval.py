@@ -126,12 +126,13 @@ class StreeJax(TemplateLM):
         return self._scored("loglikelihood", pieces, lambda *answer: answer, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        windows_of = []
+        windowed = []
         for args in (request.args for request in requests):
             tokens, first = self.tok_encode(args[0]), self.prefix_token_id
             windows = get_rolling_token_windows(tokens, first, self.max_length, 1)
-            windows_of.append((args, [*map(make_disjoint_window, windows)]))
-        return self._scored("loglikelihood_rolling", windows_of, lambda s, _: s, disable_tqdm)
+            windowed.append((args, [*map(make_disjoint_window, windows)]))
+        kind = "loglikelihood_rolling"
+        return self._scored(kind, windowed, lambda total, _: total, disable_tqdm)
 
     def _scored(self, kind: str, requests: Sequence[Any], answer: Any, disable_tqdm: bool) -> Any:
         """Answers requests: the arguments of each, and its pairs of a context and what follows.

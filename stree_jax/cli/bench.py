@@ -75,11 +75,8 @@ def name_of(spec: str, tree: Any) -> str:
     """What a table calls a tree."""
     if spec.startswith("auto"):
         return spec.partition("@")[0]
-    is_dynamic, is_chain = (
-        loading.kind_of(spec) in ("beam", "budget"),
-        tree.name.startswith("chain"),
-    )
-    if not is_dynamic and (is_chain or spec == DEFAULT):
+    is_dynamic = loading.kind_of(spec) in ("beam", "budget")
+    if not is_dynamic and (spec == DEFAULT or tree.name.startswith("chain")):
         return tree.name
     return f"tuned {tree.name}" if spec.startswith("@") else spec
 
