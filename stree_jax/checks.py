@@ -50,7 +50,7 @@ def check_names(name: str, value: object) -> set[str]:
         ValueError: something else; the message says which argument.
     """
     if isinstance(value, list | tuple | set | frozenset) and all(
-        isinstance(each, str) for each in value
+        isinstance(item, str) for item in value
     ):
         return {*value}
     raise ValueError(f"{name} must be a list of names, got {shown(value)}")

@@ -39,7 +39,7 @@ def test_importing_loads_nothing_it_should_not():
 LAYERS = str.split("""
     checkout messages array_types checks names mesh tree models checkpoint special_tokens
     compilation_cache heads convert pretrained decoding chat text testing serving measuring tuning
-    training extensions cli lm_eval
+    training extensions loading lm_eval cli
 """)
 
 

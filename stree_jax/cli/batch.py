@@ -84,44 +84,42 @@ def prepared(
     plan(  # refuses what is wrong for all lines
         loaded.model,
         [[0]],
-        drafter=loaded.drafter,
-        topology=loaded.topology,
-        verifier=command.verifier,
+        **loaded.way,
         tokenizer=loaded.texts.tokenizer(""),
         **options,
     )
-    found = [_parsed(loaded, number, line, command.seed, settings) for number, line in numbered]
-    grammars = {id(g): g for line in found for each in line.requests for g in each.processors}
+    lines = [_parsed(loaded, number, line, command.seed, settings) for number, line in numbered]
+    grammars = {id(g): g for line in lines for r in line.requests for g in r.processors}
     if not grammars:
-        return found
-    joined = dict(zip(grammars, st.Automaton.joined([*grammars.values()]), strict=True))
+        return lines
+    shared = dict(zip(grammars, st.Automaton.joined([*grammars.values()]), strict=True))
 
     def sharing(request: st.Request) -> st.Request:
-        return dataclasses.replace(request, processors=[joined[id(g)] for g in request.processors])
+        return dataclasses.replace(request, processors=[shared[id(g)] for g in request.processors])
 
-    return [line._replace(requests=[*map(sharing, line.requests)]) for line in found]
+    return [line._replace(requests=[*map(sharing, line.requests)]) for line in lines]
 
 
 def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, settings: dict[str, Any]) -> Line:
     source = source_of(line)
     try:
         prompt, content = prompt_of(line)
-        asked = wanted(settings, content)
-        own_seed = check_int("seed", content.get("seed", seed), 0, 2**32 - 1)
+        text_settings = wanted(settings, content)
+        seed = check_int("seed", content.get("seed", seed), 0, 2**32 - 1)
         chat = content.get("chat")
         if chat is not None and not isinstance(chat, dict):
             raise ValueError(f"chat must be an object, the template's variables, got {shown(chat)}")
         place = check_int("number", content.get("number", number), 0, 2**32 - 1)
-        key: Any = jax.random.fold_in(typed_key(own_seed), place)
+        key: Any = jax.random.fold_in(typed_key(seed), place)
         first = st.Request(
-            loaded.texts.tokens(prompt, special=asked["bos"], chat=chat, name="the prompt"),
+            loaded.texts.tokens(prompt, special=text_settings["bos"], chat=chat, name="the prompt"),
             key=key,
             tokenizer=loaded.texts.tokenizer(prompt),
-            **loaded.options(asked),
+            **loaded.options(text_settings),
         )
-        keys = [jax.random.fold_in(key, i) for i in range(1, asked["n"])]
-        others = [dataclasses.replace(first, key=each) for each in keys]
-        return Line(number, source, [first, *others])
+        keys = [jax.random.fold_in(key, i) for i in range(1, text_settings["n"])]
+        more = [dataclasses.replace(first, key=text_key) for text_key in keys]
+        return Line(number, source, [first, *more])
     except ValueError as error:
         return Line(number, source, error=str(error))
 
@@ -174,9 +172,9 @@ def records(
 ) -> Iterator[Record]:
     """Yields the record of each line, in their order: its texts, or its "error"."""
     for line, completions, error in decoded(loaded, command, lines, rows):
-        texts = [_record(loaded, each) for each in completions]
-        own = texts[0] if len(texts) == 1 else {"texts": texts}
-        yield {"line": line.number} | line.source | ({"error": error} if error else own)
+        texts = [_record(loaded, completion) for completion in completions]
+        result = texts[0] if len(texts) == 1 else {"texts": texts}
+        yield {"line": line.number} | line.source | ({"error": error} if error else result)
 
 
 def decoded(
@@ -192,12 +190,10 @@ def decoded(
         loaded.model,
         rows=rows,
         max_length=max([2, *(length for length in lengths if length <= min(limit, MAX_TOKENS))]),
-        drafter=loaded.drafter,
-        topology=loaded.topology,
-        verifier=command.verifier,
+        **loaded.way,
     )
     waiting = iter(lines)
-    asked: collections.deque[tuple[Line, list[int], str]] = collections.deque()
+    submitted: collections.deque[tuple[Line, list[int], str]] = collections.deque()
     ended: dict[int, st.Completion] = {}
 
     def submit() -> None:
@@ -208,11 +204,11 @@ def decoded(
                 ids = [scheduler.submit(request) for request in line.requests]
             except ValueError as refusal:  # of the first: the others are as long
                 error = str(refusal)
-            asked.append((line, ids, error))
+            submitted.append((line, ids, error))
 
     submit()
-    while asked:
-        line, ids, error = asked.popleft()
+    while submitted:
+        line, ids, error = submitted.popleft()
         for request_id in ids:
             while request_id not in ended:
                 completion = next(scheduler.completions())

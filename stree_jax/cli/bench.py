@@ -7,10 +7,9 @@ from typing import Any
 from rich.console import Console
 
 import stree_jax as st
-from stree_jax.cli import loading
+from stree_jax import loading
 from stree_jax.cli.options import Bench
 from stree_jax.cli.prompts import read_questions
-from stree_jax.cli.trees import kind_of, parse_tree
 from stree_jax.heads import HEADS
 from stree_jax.measuring.bench import PROMPTS, check_picture
 from stree_jax.measuring.report import check_file, progress_bar, write_json
@@ -28,17 +27,17 @@ def run_bench(command: Bench) -> int:
         check_picture(command.plot)
     name = command.target or "the embedded target"
     target = command.target or str(st.demo_path("target"))
-    drafters, specs = loading.all_chosen(command.target, command), command.tree or [DEFAULT]
+    drafters, specs = loading.all_chosen(command.target, vars(command)), command.tree or [DEFAULT]
     embedded = st.demo_path("draft")
     if not (command.target or command.tree) and drafters[0].path == str(embedded):
         specs = [DEFAULT, f"@{embedded.with_name('tree.json')}"]  # of `tune-tree`
     if command.tree and not drafters:
         drafters = [loading.Chosen("ngram")]
-    for each in drafters:
-        loading.check_drafter(each.option, specs, command.mesh)
-    trees = {spec: parse_tree(spec) for spec in specs if spec != DEFAULT}
+    for drafter in drafters:
+        loading.check_drafter(drafter.option, specs, command.mesh)
+    trees = {spec: loading.parse_tree(spec) for spec in specs if spec != DEFAULT}
     prompts = read_questions(target, command.prompts, PROMPTS, command.chat_template)
-    model, loaded = loading.load_all(
+    model, all_drafts = loading.load_all(
         target,
         drafters,
         command.ignore_field,
@@ -47,15 +46,14 @@ def run_bench(command: Bench) -> int:
         quantize=command.quantize,
         mesh=None if command.mesh is None else loading.parse_mesh(command.mesh),
     )
-    ways: dict[str, dict[str, Any]] = {}
-    for each, draft in zip(drafters, loaded, strict=True):
-        own = {} if command.verifier is None else {"verifier": command.verifier}
-        prefix = f"{_NAMES[each.option or '']}, " if len(drafters) > 1 else ""
+    ways: dict[str, st.Way] = {}
+    for chosen, drafts in zip(drafters, all_drafts, strict=True):
+        prefix = f"{_NAMES[chosen.option or '']}, " if len(drafters) > 1 else ""
         for spec in specs:
-            drafter: Any = loading.drafter_of(each, draft, kind_of(spec))
-            tree = drafter.default_topology() if spec == DEFAULT else trees[spec]
+            loaded: Any = loading.drafter_of(chosen, drafts, loading.kind_of(spec))
+            tree = loaded.default_topology() if spec == DEFAULT else trees[spec]
             if tree is not None:  # None: the tuned result is not to draft
-                ways[prefix + name_of(spec, tree)] = {"drafter": drafter, "topology": tree} | own
+                ways[prefix + name_of(spec, tree)] = st.Way(loaded, tree, command.verifier)
     report = measure(
         console_of_tables(),
         model,
@@ -77,8 +75,8 @@ def name_of(spec: str, tree: Any) -> str:
     """What a table calls a tree."""
     if spec.startswith("auto"):
         return spec.partition("@")[0]
-    is_dynamic, is_chain = kind_of(spec) in ("beam", "budget"), tree.name.startswith("chain")
-    if not is_dynamic and (is_chain or spec == DEFAULT):
+    is_dynamic = loading.kind_of(spec) in ("beam", "budget")
+    if not is_dynamic and (spec == DEFAULT or tree.name.startswith("chain")):
         return tree.name
     return f"tuned {tree.name}" if spec.startswith("@") else spec
 
@@ -94,7 +92,7 @@ def console_of_tables() -> Console:
 def measure(
     console: Console,
     model: st.HybridLM,
-    ways: Mapping[str, Mapping[str, Any]],
+    ways: Mapping[str, Any],
     prompts: Sequence[Any],
     file: Path | None = None,
     **options: Any,

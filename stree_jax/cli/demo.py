@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 
 import stree_jax as st
 from stree_jax.cli.bench import console_of_tables, measure
-from stree_jax.cli.loading import Chosen, load_models
 from stree_jax.cli.options import Demo
 from stree_jax.convert import find
 from stree_jax.decoding.plan import plan
+from stree_jax.loading import Chosen, load_models
 from stree_jax.measuring.bench import PROMPTS
 
 _TREE = st.TreeTopology.default()
@@ -34,7 +34,7 @@ def run_demo(command: Demo) -> int:
     report = measure(
         console,
         target,
-        {name: {"drafter": drafter, "topology": tree} for name, tree in trees.items()},
+        {name: st.Way(drafter, tree) for name, tree in trees.items()},
         prompts,
         name=command.target or "the embedded target",
         max_new_tokens=command.max_new_tokens,

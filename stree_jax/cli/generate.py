@@ -13,9 +13,10 @@ from rich.style import Style
 import stree_jax as st
 from stree_jax.cli.batch import run_batch
 from stree_jax.cli.loading import Loaded, load
-from stree_jax.cli.options import Generate, sampling, wanted
+from stree_jax.cli.options import Generate, wanted
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
+from stree_jax.loading import sampling
 
 _OF_PROMPTS = {
     "output": "its text is written to the terminal",
@@ -33,8 +34,8 @@ def run_generate(command: Generate) -> int:
     """Continues prompts; returns 1 if some of them could not be."""
     if (command.prompt is None) == (command.prompts is None):
         raise ValueError("give either --prompt TEXT or --prompts FILE.jsonl")
-    kind, others = ("prompts", _OF_PROMPT) if command.prompts else ("prompt", _OF_PROMPTS)
-    for name, why in others.items():
+    kind, refused = ("prompts", _OF_PROMPT) if command.prompts else ("prompt", _OF_PROMPTS)
+    for name, why in refused.items():
         if getattr(command, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} is not for --{kind}: {why}")
     if command.show and command.log_probs:
@@ -46,29 +47,28 @@ def run_generate(command: Generate) -> int:
             "--prompt is not UTF-8; convert it, or check the terminal's locale"
         ) from None
     settings = command.settings()
-    asked = wanted(settings)
+    text_settings = wanted(settings)
     # Refuses before models are loaded.
-    Options(**sampling(asked), max_length=command.max_length, key=command.seed)
+    Options(**sampling(text_settings), max_length=command.max_length, key=command.seed)
     loaded = load(command)
     is_first = jax.process_index() == 0
     file = None if is_first else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if command.prompts is None:
-        _continue(Console(highlight=False, file=file), loaded, command, asked)
+        _continue(Console(highlight=False, file=file), loaded, command, text_settings)
         return 0
     console = Console(highlight=False, file=file, stderr=command.output is None)
     return 1 if run_batch(console, loaded, command, settings) else 0
 
 
-def _continue(console: Console, loaded: Loaded, command: Generate, asked: dict[str, Any]) -> None:
+def _continue(
+    console: Console, loaded: Loaded, command: Generate, settings: dict[str, Any]
+) -> None:
     """Prints a text as its tokens are accepted; several, or log-probabilities, when complete."""
     texts, prompt = loaded.texts, command.prompt or ""
-    tokens = texts.tokens(prompt, special=asked["bos"], name="--prompt")
+    tokens = texts.tokens(prompt, special=settings["bos"], name="--prompt")
     options: dict[str, Any] = {
-        **loaded.options(asked),
-        "drafter": loaded.drafter,
-        "topology": loaded.topology,
-        "verifier": command.verifier,
-        "lossy": command.lossy,
+        **loaded.options(settings),
+        **loaded.way,
         "tokenizer": texts.tokenizer(prompt),
         "key": command.seed,
         "max_length": command.max_length,
@@ -80,8 +80,8 @@ def _continue(console: Console, loaded: Loaded, command: Generate, asked: dict[s
         console.file.flush()
 
     head = Style(dim=True).render(prompt) if console.is_terminal else prompt
-    if command.show or asked["log_probs"] or asked["n"] > 1:
-        options |= {"n": asked["n"], "record_calls": command.show}
+    if command.show or settings["log_probs"] or settings["n"] > 1:
+        options |= {"n": settings["n"], "record_calls": command.show}
         out = st.generate(loaded.model, [tokens], **options)
         if command.show:
             write(f"{head}\n")

@@ -39,15 +39,15 @@ _COMMANDS: dict[type, tuple[str, str]] = {
 _WITHOUT_PARTIAL_FILES = options.Convert | options.Train | options.Distill
 
 
-def _run(chosen: Any) -> None:
-    """Runs the command whose options were chosen; what its function returns is the exit code."""
+def _run(command: Any) -> None:
+    """Runs a command with its options; what its function returns is the exit code."""
     ctrl_c = signal.getsignal(signal.SIGINT)
-    if isinstance(chosen, _WITHOUT_PARTIAL_FILES) and ctrl_c is not signal.SIG_IGN:
+    if isinstance(command, _WITHOUT_PARTIAL_FILES) and ctrl_c is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # raises, as usual in Python
     with contextlib.suppress(OSError):  # there is none, or it is switched off
         native.chosen_level()  # refuses a wrong STREE_JAX_NATIVE
-    _, function = _COMMANDS[type(chosen)]
-    raise typer.Exit(pkgutil.resolve_name(f"stree_jax.cli.{function}")(chosen) or 0)
+    _, function = _COMMANDS[type(command)]
+    raise typer.Exit(pkgutil.resolve_name(f"stree_jax.cli.{function}")(command) or 0)
 
 
 app = typer.Typer(

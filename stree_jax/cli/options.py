@@ -203,7 +203,7 @@ class TextOptions:
         names = [field.name for field in dataclasses.fields(TextOptions)]
         values = {name: getattr(self, name) for name in names}
         if self.eos_token is not None:  # on the command line a number is an id
-            ends = [int(each) if each.isdecimal() else each for each in self.eos_token]
+            ends = [int(end) if end.isdecimal() else end for end in self.eos_token]
             values["eos_token"] = ends or None
         if self.json_schema is not None:
             try:
@@ -223,7 +223,7 @@ class Generate(TextOptions, Decoding, Drafts, Prompts):
     def of(cls, checkpoint: str, **options: Any) -> "Generate":
         """What a program asks for: other options have the defaults of the command line."""
         fields: Any = dataclasses.fields(cls)
-        defaults = {each.name: each.default.default for each in fields}
+        defaults = {field.name: field.default.default for field in fields}
         return cls(**defaults | options | {"checkpoint": checkpoint})
 
 
@@ -281,8 +281,8 @@ class Distill:
 
 
 def _trains(kind: str, what: str) -> type[Distill]:
-    own = {"__doc__": f"Train {what} for a target. Rerun to resume.", "kind": kind}
-    return type(f"Train{kind}", (Distill,), own)
+    attributes = {"__doc__": f"Train {what} for a target. Rerun to resume.", "kind": kind}
+    return type(f"Train{kind}", (Distill,), attributes)
 
 
 # The command that trains heads of each kind, by its options.
@@ -319,21 +319,15 @@ class TuneTree(Drafts):
     output: Path | None = Option(None, help="File to write, for `generate --tree @FILE`.")
 
 
-def wanted(settings: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The settings of a prompt's texts; what is a line's `own` replaces the command's."""
-    own = {name: value for name, value in (own or {}).items() if name in settings}
-    if {"regex", "json_schema"} & own.keys():  # a line's grammar replaces that of the command
-        own = {"regex": None, "json_schema": None} | own
-    asked = {**settings, **own}
-    if asked["regex"] is not None and asked["json_schema"] is not None:
+def wanted(settings: Mapping[str, Any], line: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The settings of a prompt's texts; the values of a line of a file replace the command's."""
+    of_line = {name: value for name, value in (line or {}).items() if name in settings}
+    if {"regex", "json_schema"} & of_line.keys():  # its grammar replaces that of the command
+        of_line = {"regex": None, "json_schema": None} | of_line
+    merged = {**settings, **of_line}
+    if merged["regex"] is not None and merged["json_schema"] is not None:
         raise ValueError("a text has one grammar: give a regular expression or a JSON schema")
-    check_num_rows("n", asked["n"])
-    if not isinstance(asked["bos"], bool):
-        raise ValueError(f"bos must be true or false, got {shown(asked['bos'])}")
-    return asked | {"stop": asked["stop"] or ()}
-
-
-def sampling(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are keywords of `Options`, but for the end tokens, which may be texts."""
-    names = {field.name for field in dataclasses.fields(Options)} - {"eos_token"}
-    return {name: value for name, value in asked.items() if name in names}
+    check_num_rows("n", merged["n"])
+    if not isinstance(merged["bos"], bool):
+        raise ValueError(f"bos must be true or false, got {shown(merged['bos'])}")
+    return merged | {"stop": merged["stop"] or ()}

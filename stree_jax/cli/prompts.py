@@ -34,12 +34,13 @@ def prompt_of(line: bytes, *more: str) -> tuple[Any, dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     names = "prompt", "messages", *more
-    given = [name for name in names if name in content] if isinstance(content, dict) else []
-    if not given or not isinstance(content.get("prompt", ""), str):
-        others = " or ".join(f'"{name}"' for name in names[1:])
-        raise ValueError(f'not an object with a "prompt" that is a text, or with {others}')
-    require(len(given) == 1, f"it has a {' and '.join(given)}; give one of them")
-    return _messages(content["turns"]) if given == ["turns"] else content[given[0]], content
+    present = [name for name in names if name in content] if isinstance(content, dict) else []
+    if not present or not isinstance(content.get("prompt", ""), str):
+        alternatives = " or ".join(f'"{name}"' for name in names[1:])
+        raise ValueError(f'not an object with a "prompt" that is a text, or with {alternatives}')
+    require(len(present) == 1, f"it has a {' and '.join(present)}; give one of them")
+    prompt = content[present[0]]
+    return _messages(prompt) if present == ["turns"] else prompt, content
 
 
 def source_of(line: bytes) -> dict[str, Any]:
@@ -67,17 +68,19 @@ def read_questions(
     require(path is not None or chat_template is None, "--chat-template goes with --prompts")
     texts = Texts.at(find(target), chat_template)
     if path is None:
-        return [Question.of(texts, each) for each in built_in]
-    found: list[Question] = []
+        return [Question.of(texts, prompt) for prompt in built_in]
+    questions: list[Question] = []
     for number, line in read_lines(path):
         try:
-            lines = path.suffix != ".jsonl"
-            asked: Any = (line.decode().rstrip("\r"), {}) if lines else prompt_of(line, "turns")
-            question = Question.of(texts, asked[0], asked[1].get("category"))
-            found.append(question._replace(name=f"--prompts {path}, line {number}"))
-            if (found[0].category is None) != (found[-1].category is None):
+            content: dict[str, Any] = {}
+            prompt: Any = line.decode().rstrip("\r")
+            if path.suffix == ".jsonl":
+                prompt, content = prompt_of(line, "turns")
+            question = Question.of(texts, prompt, content.get("category"))
+            questions.append(question._replace(name=f"--prompts {path}, line {number}"))
+            if (questions[0].category is None) != (question.category is None):
                 raise ValueError('some lines have a "category": give one to each line or to none')
         except ValueError as error:
             raise ValueError(f"--prompts {path}, line {number}: {error}") from None
-    require(bool(found), f"--prompts {path} has no prompts")
-    return found
+    require(bool(questions), f"--prompts {path} has no prompts")
+    return questions

@@ -20,7 +20,7 @@ def run_training(command: Train | Distill) -> None:
         steps = distill(recipe, command.target, command.output)
     with progress_bar(console) as show:
         show("reading text", 0, recipe.training.steps)
-        for each in steps:
-            note = f", loss {each.loss:.3f}, {each.tokens_per_second:,.0f} tokens/s"
-            show("training steps", each.step, recipe.training.steps, note)
+        for trained in steps:
+            note = f", loss {trained.loss:.3f}, {trained.tokens_per_second:,.0f} tokens/s"
+            show("training steps", trained.step, recipe.training.steps, note)
     console.print(f"wrote {command.output}")

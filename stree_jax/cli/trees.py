@@ -1,11 +1,9 @@
 """Draft trees on the command line, and the command that draws one."""
 
-from typing import Any
-
 from rich.console import Console
 
 from stree_jax.cli.options import Tree
-from stree_jax.tree import TreeTopology, parsed
+from stree_jax.loading import parse_tree
 
 
 def run_tree(command: Tree) -> None:
@@ -25,14 +23,3 @@ def run_tree(command: Tree) -> None:
             "This shape only holds the place: the draft model chooses another in every step.",
             style="dim",
         )
-
-
-def kind_of(spec: str) -> str:
-    """The word that begins the specification of a tree, such as "budget"."""
-    return spec.partition(":")[0]
-
-
-def parse_tree(spec: str) -> Any:
-    """As `stree_jax.tree.parsed`; None, not to draft, if the tree has its root alone."""
-    topology = parsed(spec)
-    return None if isinstance(topology, TreeTopology) and topology.num_nodes == 1 else topology

@@ -4,10 +4,10 @@ import jax
 from rich.console import Console
 
 import stree_jax as st
-from stree_jax.cli.loading import chosen, load_models
 from stree_jax.cli.options import TuneTree
 from stree_jax.cli.prompts import read_questions
 from stree_jax.heads import HEADS
+from stree_jax.loading import chosen, load_models
 from stree_jax.measuring.bench import PROMPTS
 from stree_jax.measuring.questions import PLAIN_TURNS
 from stree_jax.measuring.report import check_file, progress_bar, write_json
@@ -25,7 +25,7 @@ MORE_PROMPTS = (
 def run_tune_tree(command: TuneTree) -> None:
     """Tunes, prints the report, and writes a file for `generate --tree @FILE` or `auto@FILE`."""
     console, target = Console(highlight=False), command.target or str(st.demo_path("target"))
-    drafter = chosen(command.target, command)
+    drafter = chosen(command.target, vars(command))
     if drafter.option is None:
         raise ValueError(
             f"give one of --ngram, --draft, {', '.join(f'--{kind}' for kind in HEADS)}: a tree is"
@@ -34,8 +34,8 @@ def run_tune_tree(command: TuneTree) -> None:
     if command.output is not None:
         check_file(command.output)
     built_in = [*PROMPTS, *MORE_PROMPTS]
-    asked = read_questions(target, command.prompts, built_in, command.chat_template)
-    if any(each.is_plain for each in asked):
+    questions = read_questions(target, command.prompts, built_in, command.chat_template)
+    if any(question.is_plain for question in questions):
         console.print(PLAIN_TURNS)
     models = load_models(
         target, drafter, adapter=command.adapter, dtype=command.dtype, quantize=command.quantize
@@ -43,7 +43,7 @@ def run_tune_tree(command: TuneTree) -> None:
     with progress_bar(console) as show:
         report = st.tune(
             *models,
-            [each.prompt for each in asked],
+            [question.prompt for question in questions],
             temperature=command.temperature,
             key=None if command.temperature == 0 else command.seed,
             max_nodes=command.max_nodes,

@@ -136,20 +136,17 @@ def compare(
             some_outputs = {name: [texts[i] for i in columns] for name, texts in outputs.items()}
             some_seconds = {name: taken[:, columns] for name, taken in seconds.items()}
             by_category[category] = _records(methods, plans, some_outputs, some_seconds, memory)
-        if categories:
-            of_methods = zip(*by_category.values(), strict=True)
-            records = [
-                _with_categories(record, dict(zip(categories, of_method, strict=True)))
-                for record, of_method in zip(records, of_methods, strict=True)
-            ]
+        for i, record in enumerate(records if by_category else ()):
+            of_method = {category: some[i] for category, some in by_category.items()}
+            mean = _mean([*of_method.values()])
+            records[i] = dataclasses.replace(record, by_category=of_method, mean_of_categories=mean)
         yield records
 
 
-def _with_categories(record: Record, by_category: dict[str, Record]) -> Record:
-    """The record with those of its categories, and their mean."""
-    numbers = [{name: part[name] for name in _MEAN} for part in by_category.values()]
-    mean = jax.tree.map(lambda *values: float(np.mean(values)), *numbers)
-    return dataclasses.replace(record, by_category=by_category, mean_of_categories=mean)
+def _mean(records: Sequence[Record]) -> dict[str, Any]:
+    """The means of some numbers over categories."""
+    numbers = [{name: record[name] for name in _MEAN} for record in records]
+    return jax.tree.map(lambda *values: float(np.mean(values)), *numbers)
 
 
 def _drafted(target: HybridLM, draft: Callable[[int], object], _: Batch) -> None:

@@ -37,21 +37,22 @@ class Question(NamedTuple):
 
     @classmethod
     def of(cls, texts: Texts, asked: Any, category: Any = None, name: str = "the prompt") -> Any:
-        """That of a text or of messages, which are turns if all of them are a user's."""
+        """Makes one of a text or of messages, which are turns if all of them are a user's."""
         if category is not None and not (isinstance(category, str) and category.strip()):
             raise ValueError(f"category must be a text, got {shown(category)}")
-        messages = asked if isinstance(asked, list) else [None]
-        if any(not isinstance(each, dict) or each.get("role") != "user" for each in messages):
+        turns: list[Any] = asked if isinstance(asked, list) else [None]
+        if any(not isinstance(turn, dict) or turn.get("role") != "user" for turn in turns):
             return cls(texts.tokens(asked, name=name), category)
         is_plain = False
         try:
             texts.template()
         except NoChatTemplateError:
-            is_plain = all(isinstance(each.get("content"), str) for each in asked)
-        found = cls((), category, asked, texts, is_plain)
-        found = found._replace(prompt=texts.tokens(found.as_asked(asked[:1]), name=name))
-        found.after(["."] * (len(asked) - 1))  # refuses what the template does not take
-        return found
+            is_plain = all(isinstance(turn.get("content"), str) for turn in turns)
+        question = cls((), category, turns, texts, is_plain)
+        first = texts.tokens(question.as_asked(turns[:1]), name=name)
+        question = question._replace(prompt=first)
+        question.after(["."] * (len(turns) - 1))  # refuses what the template does not take
+        return question
 
     def as_asked(self, messages: Sequence[Mapping[str, Any]]) -> Any:
         """Messages as `Texts` takes them: without a chat template one text."""
@@ -62,9 +63,9 @@ class Question(NamedTuple):
         """The prompt of the turn after these answers."""
         if not answers:
             return self.prompt
-        said = [{"role": "assistant", "content": answer} for answer in answers]
-        pairs = zip(self.turns, said, strict=False)
-        return self.texts.tokens(self.as_asked([*sum(pairs, ()), self.turns[len(said)]]))
+        replies = [{"role": "assistant", "content": answer} for answer in answers]
+        pairs = zip(self.turns, replies, strict=False)
+        return self.texts.tokens(self.as_asked([*sum(pairs, ()), self.turns[len(answers)]]))
 
 
 @contextlib.contextmanager
@@ -86,16 +87,18 @@ def turn_by_turn(
 ) -> Iterator[Batch]:
     """Yields batches of one category and turn; the answers between turns are the target's own."""
     answers: list[list[str]] = [[] for _ in questions]
-    for category in dict.fromkeys(each.category for each in questions):
-        own, turn = [i for i, each in enumerate(questions) if each.category == category], 0
-        while own:
+    for category in dict.fromkeys(question.category for question in questions):
+        waiting = [i for i, question in enumerate(questions) if question.category == category]
+        turn = 0
+        while waiting:
             turn += 1
-            prompts = {i: questions[i].after(answers[i]) for i in own}
-            with naming([f"{questions[i].name or f'prompts[{i}]'}, turn {turn}," for i in own]):
+            prompts = {i: questions[i].after(answers[i]) for i in waiting}
+            with naming([f"{questions[i].name or f'prompts[{i}]'}, turn {turn}," for i in waiting]):
                 Method(PLAIN).planned(target, Batch([*prompts.values()], options))
-            later = [i for i in own if len(questions[i].turns) > turn]
-            for start in range(0, len(own), rows):
-                places = [own[(start + i) % len(own)] for i in range(rows)]
+            later = [i for i in waiting if len(questions[i].turns) > turn]
+            num_waiting = len(waiting)
+            for start in range(0, num_waiting, rows):
+                places = [waiting[(start + i) % num_waiting] for i in range(rows)]
                 batch = Batch([prompts[i] for i in places], options, category)
                 yield batch
                 if {*places}.isdisjoint(later):
@@ -105,8 +108,8 @@ def turn_by_turn(
                     texts, new = questions[i].texts, out.tokens[row, : out.lengths[row]].tolist()
                     if i in later:
                         prompt = questions[i].as_asked(questions[i].turns)
-                        said = texts.tokenizer(prompt).decode(new)
-                        said = texts.without_end(said, new, out.finish_reasons[row])
-                        answers[i][turn - 1 :] = [said]
-                progress(f"answers to turn {turn}", min(start + rows, len(own)), len(own))
-            own = later
+                        text = texts.tokenizer(prompt).decode(new)
+                        answer = texts.without_end(text, new, out.finish_reasons[row])
+                        answers[i][turn - 1 :] = [answer]
+                progress(f"answers to turn {turn}", min(start + rows, num_waiting), num_waiting)
+            waiting = later

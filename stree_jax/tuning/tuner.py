@@ -198,19 +198,20 @@ def tune(
         lambda _, done, total: progress("runs of the best trees", done, total),
         parts=False,
     )
+    pairs = zip(finalists, records, strict=True)
     timed = [
         dataclasses.replace(row, tau=record.tau, record=record)
-        for row, record in zip(finalists, records, strict=True)
+        for row, record in sorted(pairs, key=lambda pair: -pair[1].tokens_per_second["median"])
     ]
-    timed.sort(key=lambda row: -row.record.tokens_per_second["median"])
     static = [row for row in timed if row.sharpness is None]
     dynamic = next((row for row in timed if row.sharpness is not None), None)
-    best = choice([row.record for row in static])
+    static_records = [row.record for row in static if row.record is not None]
+    best = choice(static_records)
     names = {row.name for row in timed}
     return TuningReport(
         best=next(row.topology for row in static if row.record is best),
         rows=(*timed, *(row for row in candidates if row.name not in names)),
-        advice=advice([row.record for row in static]) + _better(best, dynamic),
+        advice=advice(static_records) + _better(best, dynamic),
         costs=costs,
         sharpness=None if dynamic is None else dynamic.sharpness,
         drafter=drafter,
@@ -219,7 +220,9 @@ def tune(
 
 def _better(best: Record, row: Candidate | None) -> str:
     """A sentence about a dynamic tree that beats the best static choice."""
-    if row is None or row.topology is None or not is_beaten(best, row.record):
+    if row is None or row.topology is None or row.record is None:
+        return ""
+    if not is_beaten(best, row.record):
         return ""
     return (
         f" Dynamic trees are faster: DynamicDrafter(draft, sharpness={row.sharpness:g}) with"

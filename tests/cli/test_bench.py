@@ -116,7 +116,10 @@ def test_a_call_and_the_share_of_its_draft(clock):
     assert chain["draft_share"]["median"] == pytest.approx(0.25)
     assert chain["tokens_per_second_by_round"] == pytest.approx([24 / 22] * 2)
     assert chain["milliseconds_to_first_token"]["median"] == 1000
-    assert (chain["tau"], chain["nodes"], found.busy, found.different) == (2, 3, "", [])
+    assert (chain.tau, chain.nodes, found.busy, found.different) == (2, 3, "", [])
+    for row, written in zip(found.rows, found.content()["decoding"], strict=True):
+        assert {*written} == {*vars(row)} - {"by_category", "mean_of_categories"}
+        assert all(row[name] == value for name, value in written.items())
     row = next(line for line in str(found).splitlines() if "│ chain " in line)
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
     expected = ["chain", "1", "1.00x", "2.00", "yes", "-", "3", "2000.00", "25%", "1000.0", "5"]
@@ -374,6 +377,9 @@ def test_a_row_for_each_category_and_way(clock):
     parts = chain["by_category"] | {"mean": chain["mean_of_categories"], "all": chain}
     assert [*parts] == ["math", "writing", "mean", "all"]
     assert [part["tau"] for part in parts.values()] == [3, 2, 2.5, 48 / 22]
+    written = found.content()["decoding"][-1]
+    assert written["mean_of_categories"]["tau"] == 2.5
+    assert written["by_category"]["math"]["tau"] == 3
     assert [part["accepted_per_call"] for part in parts.values()] == [7 / 4, 1, 11 / 8, 25 / 22]
     assert chain["by_category"]["math"]["accepted_of_reached"] == [1, 0.75]
     assert chain["accepted_of_reached"] == [1, round(3 / 22, 4)]

@@ -19,10 +19,10 @@ from pallas_kernels import dispatch
 from stree_jax import testing
 from stree_jax.cli import options
 from stree_jax.cli.main import _COMMANDS
-from stree_jax.cli.trees import parse_tree
 from stree_jax.compilation_cache import MAX_BYTES
 from stree_jax.decoding.plan import plan
 from stree_jax.heads import HEADS, Room
+from stree_jax.loading import parse_tree
 from tests.extensions import eagle3_files
 
 COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]

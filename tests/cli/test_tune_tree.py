@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.cli.trees import parse_tree
 from stree_jax.extensions.mtp.training import new_head
+from stree_jax.loading import parse_tree
 from stree_jax.testing import random_model
 from stree_jax.tuning.tuner import SHARPNESS
 
