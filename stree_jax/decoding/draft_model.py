@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding.text.prefill import prefill
+from stree_jax.decoding.prefix.prefill import prefill
 from stree_jax.decoding.types import DraftTree, Verdict
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS

@@ -12,9 +12,9 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import MAX_STEPS
 from stree_jax.decoding.options import Options, spelled_out
 from stree_jax.decoding.plan import Plan, plan
+from stree_jax.decoding.prefix.prefill import tokens_from
+from stree_jax.decoding.prefix.prefix import Prefix, check_origin, for_rows, origin_of, repeated
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
-from stree_jax.decoding.text.prefill import tokens_from
-from stree_jax.decoding.text.prefix import Prefix, check_origin, for_rows, origin_of, repeated
 from stree_jax.decoding.tree_times import DraftHistory
 from stree_jax.decoding.types import Context, DecodeState, Limits
 from stree_jax.decoding.verifiers import Verifier

@@ -11,9 +11,9 @@ import numpy as np
 
 from stree_jax.decoding.auto import AutoState
 from stree_jax.decoding.plan import Plan
+from stree_jax.decoding.prefix.prefix import Prefix
 from stree_jax.decoding.step import DRAFT_FAILED, NO_ROOM, RULED_OUT, TARGET_FAILED
 from stree_jax.decoding.stops import STOPPED, Stopping
-from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.decoding.text_stream import TextStream
 from stree_jax.decoding.types import Context, DecodeState, Limits, Statistics, TokenLogProbs
 from stree_jax.mesh.hosts import on_host

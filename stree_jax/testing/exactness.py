@@ -156,7 +156,7 @@ def bits_obstacle(model: HybridLM) -> str | None:
     """
     if dispatch.device_of(model).platform != "cpu":
         return "native code does not run it"
-    if not model.output_head.storage.is_packed:
+    if not model.output_head.storage.sums_in_one_order:
         return "its matrices are not packed; model.packed() are"
     parts = [*model.config.distinct_layers]
     for part in parts:
@@ -176,9 +176,9 @@ def xla_sums(program: Jaxpr, scope: str = "") -> Iterator[str]:
     for equation in program.eqns:
         stack = str(equation.source_info.name_stack)
         inside = "/".join(filter(None, (scope, stack)))
-        if equation.primitive.name in _SUMS and any(
-            jnp.issubdtype(result.aval.dtype, jnp.inexact) for result in equation.outvars
-        ):
+        results: list[Any] = [variable.aval for variable in equation.outvars]
+        is_sum = equation.primitive.name in _SUMS
+        if is_sum and any(jnp.issubdtype(result.dtype, jnp.inexact) for result in results):
             yield inside
         for inner in jaxprs_in_params(equation.params):
             yield from xla_sums(inner, inside)

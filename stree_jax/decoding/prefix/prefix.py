@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
 from stree_jax.decoding.drafters.base import Drafter, first_state, inner_layers
+from stree_jax.decoding.prefix.prefill import prefill, prefill_with_drafter, unread_tokens
 from stree_jax.decoding.prompts import Context
-from stree_jax.decoding.text.prefill import prefill, prefill_with_drafter, unread_tokens
 from stree_jax.decoding.traced_checks import check_like
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import MODEL, ROWS, Partition
