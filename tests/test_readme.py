@@ -95,8 +95,9 @@ def test_the_table_is_the_measured_one():
         }
         for name in ("peer-cpu.json", "peer-avx2-cpu.json")
     )
-    for method in ("no drafts", "tree of 5"):
-        assert f"{avx2[f'{method}, 8 bits', 0.0]} tokens a second" in README.read_text()
+    for method in ("no drafts", "tree of 5", "llama.cpp"):
+        speeds = [avx2[f"{method}, 8 bits", temperature] for temperature in (0.0, 1.0)]
+        assert " / ".join(speeds) in README.read_text()
     names = {"llama.cpp, its own drafts": "llama.cpp, chain of 4"}
     rows = re.findall(r"^\| (\w.+?) \|(.*\d.*)\|$", README.read_text(), re.MULTILINE)
     assert len(rows) == 6
