@@ -15,6 +15,7 @@ SAID := echo "pip downloads packages, then compiles the C++: 20 seconds on 2 cor
 # What an install is made of. It compiles the C++, so it is made again after a change of that.
 PACKAGE := pyproject.toml setup.py pallas_kernels/native/build_backend.py \
 	$(wildcard pallas_kernels/*/*.cc pallas_kernels/*/*.h)
+CPP := $(wildcard pallas_kernels/*/*.cc pallas_kernels/*/*.h tests/kernels/*.cc tests/kernels/*.h)
 
 QUICK := -m 'not thorough and not gpu and not slow and not docs'
 THOROUGH := -m 'thorough and not gpu and not slow and not docs'
@@ -93,10 +94,12 @@ docs: $(BIN)/.docs
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
 
 types: install
 	$(BIN)/mypy

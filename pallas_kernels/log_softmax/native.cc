@@ -17,7 +17,7 @@ constexpr int64_t kPart = 1024;  // numbers of a sum
 ffi::Error LogSoftmax(ffi::ThreadPool pool, F32 logits, Result log_probs) {
   const auto shape = logits.dimensions();
   if (shape.size() != 2 || !is(log_probs->dimensions(), {shape[0], shape[1]}))
-    return ffi::Error::InvalidArgument("stree_jax log_softmax: shapes do not fit");
+    return refused("log_softmax");
   const int64_t rows = shape[0], size = shape[1];
   for_each_row(pool, rows, size, kRowTask, [&](int64_t row) {
     const float* in = logits.typed_data() + row * size;

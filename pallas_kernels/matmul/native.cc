@@ -141,8 +141,9 @@ constexpr bool kIsInt8 = std::is_same_v<T, int8_t>;
 // The call's arrays after all checks.
 template <typename T>
 struct Call {
-  const float* x;       // [rows, inputs]
-  const T* weights;     // [matrices, blocks, inputs, 32], or int8 [matrices, blocks, groups, 16, 32, 2]
+  const float* x;  // [rows, inputs]
+  const T*
+      weights;  // [matrices, blocks, inputs, 32], or int8 [matrices, blocks, groups, 16, 32, 2]
   const float* scales;  // of int8: [matrices, blocks, groups, 32]
   float* y;             // [rows, columns]
   int64_t inputs, blocks, groups, first_block, columns;
@@ -270,10 +271,6 @@ void matmul(ffi::ThreadPool& pool, Call<T>& call, const int32_t* which, int64_t 
     call.run(pool, {{0, 0, rows}}, rows);
 }
 
-ffi::Error refused(const std::string& why) {
-  return ffi::Error::InvalidArgument("stree_jax matmul: " + why);
-}
-
 // Runs the function with the weights in their own type; false: matrices have no such type.
 template <typename Run>
 bool with_weights(ffi::AnyBuffer blocks, const Run& run) {
@@ -321,12 +318,11 @@ ffi::Error Rows(ffi::AnyBuffer blocks, F32 scales, S32 index, Result rows, int64
   const auto bs = blocks.dimensions(), is_ = index.dimensions(), rs = rows->dimensions();
   if (is_.size() != 1 || rs.size() != 2 || rs[0] != is_[0] || !fit(blocks, scales, 1, rs[1]) ||
       first < 0 || columns < 1 || first > bs[0] * kColumns - columns)
-    return refused("shapes do not fit");
+    return refused("matmul", "shapes do not fit");
   const int64_t inputs = rs[1], groups = (inputs + kGroup - 1) / kGroup;
   const bool is_known = with_weights(blocks, [&](auto* weights) {
     for (int64_t r = 0; r < is_[0]; ++r) {
-      const int64_t at =
-          first + std::clamp<int64_t>(index.typed_data()[r], 0, columns - 1);
+      const int64_t at = first + std::clamp<int64_t>(index.typed_data()[r], 0, columns - 1);
       const int64_t block = at / kColumns, column = at % kColumns;
       float* to = rows->typed_data() + r * inputs;
       if constexpr (kIsInt8<std::decay_t<decltype(*weights)>>) {
@@ -340,7 +336,8 @@ ffi::Error Rows(ffi::AnyBuffer blocks, F32 scales, S32 index, Result rows, int64
       }
     }
   });
-  return is_known ? ffi::Error::Success() : refused("matrices are float32, bfloat16 or int8");
+  return is_known ? ffi::Error::Success()
+                  : refused("matmul", "matrices are float32, bfloat16 or int8");
 }
 
 // x [rows, inputs] times the blocks of matrices from `first_block` on, with the matrix of each row
@@ -350,18 +347,19 @@ ffi::Error Matmul(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer blocks, F32 scales
   const auto xs = x.dimensions(), bs = blocks.dimensions(), ws = which.dimensions(),
              ys = y->dimensions();
   if (xs.size() != 2 || ys.size() != 2 || ys[0] != xs[0] || !fit(blocks, scales, 2, xs[1]))
-    return refused("shapes do not fit");
+    return refused("matmul", "shapes do not fit");
   const int64_t rows = xs[0], inputs = xs[1], groups = (inputs + kGroup - 1) / kGroup;
   const int64_t used = (ys[1] + kColumns - 1) / kColumns;
-  if (first_block < 0 || first_block > bs[1] - used) return refused("there are fewer columns");
+  if (first_block < 0 || first_block > bs[1] - used)
+    return refused("matmul", "there are fewer columns");
   const bool is_chosen = bs[0] != 1;
   if (ws.size() != 1 || (ws[0] != 0 || is_chosen) * rows != ws[0])
-    return refused("every row needs the index of its matrix");
+    return refused("matmul", "every row needs the index of its matrix");
   const int32_t* chosen = ws[0] ? which.typed_data() : nullptr;
   for (int64_t r = 0; r < ws[0]; ++r)
     if (chosen[r] < 0 || chosen[r] >= bs[0])
-      return refused("there is no matrix " + std::to_string(chosen[r]) + " of " +
-                     std::to_string(bs[0]));
+      return refused("matmul", "there is no matrix " + std::to_string(chosen[r]) + " of " +
+                                   std::to_string(bs[0]));
   if (y->element_count() == 0) return ffi::Error::Success();
   if (inputs == 0) {
     std::memset(y->untyped_data(), 0, y->size_bytes());
@@ -369,11 +367,13 @@ ffi::Error Matmul(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer blocks, F32 scales
   }
   const bool is_known = with_weights(blocks, [&](auto* weights) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(weights)>>;
-    Call<T> call{x.typed_data(), weights, scales.typed_data(), y->typed_data(), inputs, bs[1],
-                 groups,         first_block, ys[1]};
+    Call<T> call{x.typed_data(),  weights,     scales.typed_data(),
+                 y->typed_data(), inputs,      bs[1],
+                 groups,          first_block, ys[1]};
     matmul(pool, call, chosen, rows, bs[0]);
   });
-  return is_known ? ffi::Error::Success() : refused("matrices are float32, bfloat16 or int8");
+  return is_known ? ffi::Error::Success()
+                  : refused("matmul", "matrices are float32, bfloat16 or int8");
 }
 
 }  // namespace

@@ -67,12 +67,13 @@ STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
 STREE_INLINE VecI32 weights_of(const int8_t* from) { return (VecI32)vmovl_s8(vld1_s8(from)); }
 STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
   const int16x8_t c = (int16x8_t)a, d = (int16x8_t)b;
-  return sum + (VecI32)vpaddq_s32(vmull_s16(vget_low_s16(c), vget_low_s16(d)), vmull_high_s16(c, d));
+  return sum +
+         (VecI32)vpaddq_s32(vmull_s16(vget_low_s16(c), vget_low_s16(d)), vmull_high_s16(c, d));
 }
 #endif
 
-// Keeps a sum in its register and the order of loads. gcc 12 would load and multiply all inputs of a
-// tile before it adds them, in memory, and take twice the time.
+// Keeps a sum in its register and the order of loads. gcc 12 would load and multiply all inputs of
+// a tile before it adds them, in memory, and take twice the time.
 STREE_INLINE void keep(VecI32& sum) {
 #if defined(__x86_64__)
   asm volatile("" : "+v"(sum) : : "memory");
@@ -141,7 +142,7 @@ struct Rounded {
 // keeps the sums in memory.
 template <int R, int V>
 __attribute__((noinline)) void group(const Piece* __restrict x, const int8_t* __restrict weights,
-                        const float* __restrict scales, float* __restrict y) {
+                                     const float* __restrict scales, float* __restrict y) {
   for (int column = 0; column < kColumns; column += V * kLanes) {
     VecI32 sums[R][V];
 #pragma GCC unroll 16
@@ -152,7 +153,8 @@ __attribute__((noinline)) void group(const Piece* __restrict x, const int8_t* __
     for (int64_t k = 0; k < kGroup; k += kLaneInputs) {
       VecI32 w[V];
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) w[v] = weights_of(weights + k * kColumns + (column + v * kLanes) * 2);
+      for (int v = 0; v < V; ++v)
+        w[v] = weights_of(weights + k * kColumns + (column + v * kLanes) * 2);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         int32_t values;

@@ -8,7 +8,8 @@
 
 namespace stree {
 
-// Vectors of columns and most rows: AVX-512 has 32 registers of 16 lanes, AVX2 16 of 8, NEON 32 of 4.
+// Vectors of columns and most rows: AVX-512 has 32 registers of 16 lanes, AVX2 16 of 8, NEON 32
+// of 4.
 #if defined(__AVX512F__)
 constexpr int kVectors = 2, kRows = 13;
 #elif defined(__AVX2__)
@@ -25,13 +26,14 @@ STREE_INLINE void for_each_tile(int64_t rows, const Run& run) {
     height = (rows - row + tiles_left - 1) / tiles_left;
     --tiles_left;
     switch (height) {
-#define STREE_CASE(R)                                                          \
-  case R:                                                                      \
-    if constexpr (R <= kRows) run(row, std::integral_constant<int, R>());      \
+#define STREE_CASE(R)                                                     \
+  case R:                                                                 \
+    if constexpr (R <= kRows) run(row, std::integral_constant<int, R>()); \
     break;
-      STREE_CASE(1) STREE_CASE(2) STREE_CASE(3) STREE_CASE(4) STREE_CASE(5) STREE_CASE(6)
-      STREE_CASE(7) STREE_CASE(8) STREE_CASE(9) STREE_CASE(10) STREE_CASE(11) STREE_CASE(12)
-      STREE_CASE(13)
+      STREE_CASE(1)
+      STREE_CASE(2)
+      STREE_CASE(3) STREE_CASE(4) STREE_CASE(5) STREE_CASE(6) STREE_CASE(7) STREE_CASE(8)
+          STREE_CASE(9) STREE_CASE(10) STREE_CASE(11) STREE_CASE(12) STREE_CASE(13)
 #undef STREE_CASE
     }
   }

@@ -16,7 +16,7 @@ ffi::Error WeightedSum(ffi::ThreadPool pool, F32 by_choice, F32 weights, Result 
   const auto xs = by_choice.dimensions();
   if (xs.size() != 3 || !is(weights.dimensions(), {xs[0], xs[1]}) ||
       !is(sums->dimensions(), {xs[0], xs[2]}))
-    return ffi::Error::InvalidArgument("stree_jax weighted_sum: shapes do not fit");
+    return refused("weighted_sum");
   const int64_t choices = xs[1], size = xs[2];
   for_each_row(pool, xs[0], choices * size, kRowTask, [&](int64_t t) {
     float* __restrict out = sums->typed_data() + t * size;

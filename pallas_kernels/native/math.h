@@ -65,7 +65,8 @@ STREE_INLINE Vec log(Vec x) {
 
 STREE_INLINE float log1(float x) { return log(splat(x))[0]; }
 
-// log(1 + exp(x)). What is lost of a small y in 1 + y comes back by a factor (Goldberg 1991, theorem 4).
+// log(1 + exp(x)). What is lost of a small y in 1 + y comes back by a factor (Goldberg 1991,
+// theorem 4).
 STREE_INLINE Vec softplus(Vec x) {
   const Vec one = splat(1.0f), y = exp(select(x > Vec{}, -x, x)), u = one + y;
   const Vec logarithm = select(u == one, y, log(u) * (y / (u - one)));

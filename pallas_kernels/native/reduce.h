@@ -1,7 +1,7 @@
 // Sums over numbers of a row, with the same bits on every machine.
 //
-// Number i of a row is summed in lane i % 16, whatever the number of lanes in the machine's vectors.
-// Then lanes that are 8 apart are added, then 4, 2 and 1. Sizes are multiples of 16.
+// Number i of a row is summed in lane i % 16, whatever the number of lanes in the machine's
+// vectors. Then lanes that are 8 apart are added, then 4, 2 and 1. Sizes are multiples of 16.
 #pragma once
 
 #include "vectors.h"

@@ -41,7 +41,8 @@ inline Walk walk(const bool* mask, int64_t nodes, int64_t first) {
   };
   std::vector<Open> open;
   const auto add = [&](int64_t above, int from) {
-    for (int64_t i = child[above]; i >= 0; i = sibling[i]) open.push_back({i, from, i == child[above]});
+    for (int64_t i = child[above]; i >= 0; i = sibling[i])
+      open.push_back({i, from, i == child[above]});
   };
   Walk found;
   add(nodes, 0);

@@ -17,10 +17,6 @@ Vec factor(const Wide& squares, int64_t size, float epsilon) {
   return splat(1 / std::sqrt(sum(squares) / size + epsilon));
 }
 
-ffi::Error refused(const char* op) {
-  return ffi::Error::InvalidArgument(std::string("stree_jax ") + op + ": shapes do not fit");
-}
-
 ffi::Error RMSNorm(ffi::ThreadPool pool, F32 x, F32 weight, Result normed, float epsilon) {
   const auto xs = x.dimensions();
   if (xs.size() != 2) return refused("rms_norm");
@@ -31,7 +27,8 @@ ffi::Error RMSNorm(ffi::ThreadPool pool, F32 x, F32 weight, Result normed, float
     const float* in = x.typed_data() + row * size;
     float* out = normed->typed_data() + row * size;
     Wide squares = {};
-    sum_up(squares, size, [&](int64_t i, Vec sums) { return fused(load(in + i), load(in + i), sums); });
+    sum_up(squares, size,
+           [&](int64_t i, Vec sums) { return fused(load(in + i), load(in + i), sums); });
     const Vec by = factor(squares, size, epsilon);
     for (int64_t i = 0; i < size; i += kLanes)
       store(out + i, load(in + i) * by * load(weight.typed_data() + i));

@@ -1,4 +1,5 @@
-// The search for a threshold, on a CPU: bit by bit, a pass over a row in the nearest cache for each.
+// The search for a threshold, on a CPU: bit by bit, a pass over a row in the nearest cache for
+// each.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -44,7 +45,7 @@ ffi::Error LargestThreshold(ffi::ThreadPool pool, F32 values, F32 summands, F32 
   const auto vs = values.dimensions(), ss = summands.dimensions();
   if (vs.size() != 2 || ss.size() != 2 || ss[1] != vs[1] || (ss[0] != vs[0] && ss[0] != 0) ||
       !is(least.dimensions(), {vs[0]}) || !is(thresholds->dimensions(), {vs[0]}))
-    return ffi::Error::InvalidArgument("stree_jax largest_threshold: shapes do not fit");
+    return refused("largest_threshold");
   const int64_t rows = vs[0], size = vs[1], step = kSums * kWidth;
   const int64_t whole = (size + step - 1) / step * step;
   const bool counts = ss[0] == 0;

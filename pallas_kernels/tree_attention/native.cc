@@ -1,8 +1,8 @@
 // Attention of tree nodes to a cache and to their ancestors, on a CPU.
 //
 // Softmax is online, over blocks of keys: first the cache up to its length, then the nodes that a
-// query sees, which continue the cache's last block. So the position of a key decides its block, and
-// a query's output depends, to the bit, on nothing but the tokens that it sees.
+// query sees, which continue the cache's last block. So the position of a key decides its block,
+// and a query's output depends, to the bit, on nothing but the tokens that it sees.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -83,20 +83,24 @@ ffi::Error TreeAttention(ffi::ThreadPool pool, F32 query, F32 node_keys, F32 nod
                          ffi::ResultBuffer<ffi::F32> output, float scale, int64_t window) {
   const auto qs = query.dimensions(), ns = node_keys.dimensions(), ks = keys.dimensions();
   if (qs.size() != 4 || ns.size() != 4 || ks.size() != 4)
-    return ffi::Error::InvalidArgument("stree_jax tree_attention: arrays of four axes");
+    return refused("tree_attention", "arrays of four axes");
   const int64_t batch = qs[0], queries = qs[1], heads = qs[2], size = qs[3];
   const int64_t nodes = ns[1], groups = ns[2], capacity = ks[2];
   const bool fits = window >= 0 && groups > 0 && heads % groups == 0 && size % kWidth == 0 &&
-                    is(ns, {batch, nodes, groups, size}) && is(node_values.dimensions(), {batch, nodes, groups, size}) &&
-                    is(ks, {batch, groups, capacity, size}) && is(values.dimensions(), {batch, groups, capacity, size}) &&
+                    is(ns, {batch, nodes, groups, size}) &&
+                    is(node_values.dimensions(), {batch, nodes, groups, size}) &&
+                    is(ks, {batch, groups, capacity, size}) &&
+                    is(values.dimensions(), {batch, groups, capacity, size}) &&
                     is(length.dimensions(), {batch}) &&
-                    is(mask.dimensions(), {batch, queries, nodes}) && is(output->dimensions(), {batch, queries, heads, size});
-  if (!fits) return ffi::Error::InvalidArgument("stree_jax tree_attention: shapes do not fit");
+                    is(mask.dimensions(), {batch, queries, nodes}) &&
+                    is(output->dimensions(), {batch, queries, heads, size});
+  if (!fits) return refused("tree_attention");
   const int64_t per_group = heads / groups, rows = queries * per_group;
   const int64_t tasks = (rows + kRows - 1) / kRows;
   std::vector<int64_t> depths(window ? batch * queries : 0);  // nodes above each query
   for (size_t i = 0; i < depths.size(); ++i)
-    depths[i] = std::count(mask.typed_data() + i * nodes, mask.typed_data() + (i + 1) * nodes, true) - 1;
+    depths[i] =
+        std::count(mask.typed_data() + i * nodes, mask.typed_data() + (i + 1) * nodes, true) - 1;
 
   const auto run = [&](int64_t task) {
     const int64_t b = task / tasks / groups, u = task / tasks % groups;
@@ -104,7 +108,8 @@ ffi::Error TreeAttention(ffi::ThreadPool pool, F32 query, F32 node_keys, F32 nod
     std::vector<Row> own(end - begin);
     for (int64_t r = begin; r < end; ++r) {
       // Rows are heads of a query, then the next query.
-      const int64_t place = ((b * queries + r / per_group) * heads + u * per_group + r % per_group) * size;
+      const int64_t place =
+          ((b * queries + r / per_group) * heads + u * per_group + r % per_group) * size;
       Row& row = own[r - begin];
       row.query = query.typed_data() + place;
       row.output = output->typed_data() + place;
@@ -126,7 +131,8 @@ ffi::Error TreeAttention(ffi::ThreadPool pool, F32 query, F32 node_keys, F32 nod
       Block block;
       add(block, std::max(first, oldest), first + kKeys);
       for (int64_t r = begin; r < end; ++r) {
-        const int64_t lowest = used + (window ? depths[b * queries + r / per_group] - window + 1 : 0);
+        const int64_t lowest =
+            used + (window ? depths[b * queries + r / per_group] - window + 1 : 0);
         if (!window || lowest <= first) {
           own[r - begin].add(block, size, scale);
         } else if (lowest < first + kKeys) {
@@ -159,7 +165,8 @@ ffi::Error TreeAttention(ffi::ThreadPool pool, F32 query, F32 node_keys, F32 nod
     }
   };
   int64_t keys_seen = nodes;
-  for (int64_t b = 0; b < batch; ++b) keys_seen = std::max<int64_t>(keys_seen, length.typed_data()[b]);
+  for (int64_t b = 0; b < batch; ++b)
+    keys_seen = std::max<int64_t>(keys_seen, length.typed_data()[b]);
   if (batch * queries * heads * size * keys_seen <= kAlone)
     for (int64_t task = 0; task < batch * groups * tasks; ++task) run(task);
   else
@@ -175,9 +182,13 @@ extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_tree_attention(XLA_FFI_CallFram
 XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_tree_attention, stree::TreeAttention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
-                                  .Arg<stree::F32>().Arg<stree::F32>()
-                                  .Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
                                   .Ret<stree::F32>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window"));

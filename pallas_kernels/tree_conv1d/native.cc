@@ -1,5 +1,5 @@
-// The convolution over a tree, alone and with all that is between a Mamba-2 layer's input projection
-// and its scan, on a CPU.
+// The convolution over a tree, alone and with all that is between a Mamba-2 layer's input
+// projection and its scan, on a CPU.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -17,9 +17,7 @@ constexpr int64_t kAlone = 16384;  // numbers that do not pay for a second threa
 constexpr int64_t kMostTaps = 16;
 
 // No numbers may have no address, which memcpy refuses.
-float* copied(float* to, const float* from, int64_t count) {
-  return std::copy_n(from, count, to);
-}
+float* copied(float* to, const float* from, int64_t count) { return std::copy_n(from, count, to); }
 
 // The convolution of one node.
 struct Window {
@@ -113,31 +111,31 @@ ffi::Error TreeConv1dLayer(ffi::ThreadPool pool, F32 projected, F32 weight, F32 
              bs = B->dimensions(), os = old_input.dimensions();
   if (ps.size() != 3 || ws.size() != 2 || xs.size() != 4 || bs.size() != 4 || os.size() != 3 ||
       multipliers.size() != 4)
-    return ffi::Error::InvalidArgument("stree_jax tree_conv1d_layer: shapes do not fit");
+    return refused("tree_conv1d_layer");
   const int64_t batch = ps[0], queries = ps[1], nodes = xs[1], prefix = nodes - queries;
   const int64_t heads = xs[2], size = xs[3], groups = bs[2], states = bs[3];
   const int64_t taps = ws[0], channels = heads * size + 2 * groups * states, before = os[1];
   const bool has_replay = replay_index.element_count() != 0 || before != 0;
-  const bool fits =
-      prefix >= 0 && taps >= 1 && taps <= kMostTaps && first_column >= 0 &&
-      first_column + channels + heads <= ps[2] && (heads * size) % kLanes == 0 &&
-      (groups * states) % kLanes == 0 && is(ws, {taps, channels}) &&
-      (bias.element_count() == 0 || is(bias.dimensions(), {channels})) &&
-      is(dt_bias.dimensions(), {heads}) &&
-      is(old_state.dimensions(), {batch, taps - 1, channels}) &&
-      is(index.dimensions(), {batch, queries, taps}) &&
-      is(prefix_x.dimensions(), {batch, prefix, heads, size}) &&
-      is(prefix_dt.dimensions(), {batch, prefix, heads}) &&
-      is(prefix_B.dimensions(), {batch, prefix, groups, states}) &&
-      is(prefix_input.dimensions(), {batch, prefix, channels}) &&
-      is(os, {batch, before, channels}) &&
-      (!has_replay || is(replay_index.dimensions(), {batch, taps - 1})) &&
-      is(xs, {batch, nodes, heads, size}) && is(dt->dimensions(), {batch, nodes, heads}) &&
-      is(bs, {batch, nodes, groups, states}) &&
-      is(conv_input->dimensions(), {batch, nodes, channels}) &&
-      is(C->dimensions(), {batch, queries, groups, states}) &&
-      is(conv_state->dimensions(), {batch, taps - 1, channels});
-  if (!fits) return ffi::Error::InvalidArgument("stree_jax tree_conv1d_layer: shapes do not fit");
+  const bool fits = prefix >= 0 && taps >= 1 && taps <= kMostTaps && first_column >= 0 &&
+                    first_column + channels + heads <= ps[2] && (heads * size) % kLanes == 0 &&
+                    (groups * states) % kLanes == 0 && is(ws, {taps, channels}) &&
+                    (bias.element_count() == 0 || is(bias.dimensions(), {channels})) &&
+                    is(dt_bias.dimensions(), {heads}) &&
+                    is(old_state.dimensions(), {batch, taps - 1, channels}) &&
+                    is(index.dimensions(), {batch, queries, taps}) &&
+                    is(prefix_x.dimensions(), {batch, prefix, heads, size}) &&
+                    is(prefix_dt.dimensions(), {batch, prefix, heads}) &&
+                    is(prefix_B.dimensions(), {batch, prefix, groups, states}) &&
+                    is(prefix_input.dimensions(), {batch, prefix, channels}) &&
+                    is(os, {batch, before, channels}) &&
+                    (!has_replay || is(replay_index.dimensions(), {batch, taps - 1})) &&
+                    is(xs, {batch, nodes, heads, size}) &&
+                    is(dt->dimensions(), {batch, nodes, heads}) &&
+                    is(bs, {batch, nodes, groups, states}) &&
+                    is(conv_input->dimensions(), {batch, nodes, channels}) &&
+                    is(C->dimensions(), {batch, queries, groups, states}) &&
+                    is(conv_state->dimensions(), {batch, taps - 1, channels});
+  if (!fits) return refused("tree_conv1d_layer");
 
   // The conv state along the previous tree's path; the new one is in the old one's place.
   const int64_t state_rows = taps - 1;
@@ -180,17 +178,19 @@ ffi::Error TreeConv1dLayer(ffi::ThreadPool pool, F32 projected, F32 weight, F32 
 ffi::Error TreeConv1d(ffi::ThreadPool pool, F32 inputs, F32 state, F32 weight, F32 bias, S32 index,
                       Result outputs, int64_t has_silu) {
   const auto xs = inputs.dimensions(), ws = weight.dimensions(), ys = outputs->dimensions();
-  if (xs.size() != 3 || ws.size() != 2 || ys.size() != 3)
-    return ffi::Error::InvalidArgument("stree_jax tree_conv1d: shapes do not fit");
+  if (xs.size() != 3 || ws.size() != 2 || ys.size() != 3) return refused("tree_conv1d");
   const int64_t batch = xs[0], nodes = xs[1], queries = ys[1], taps = ws[0], channels = ws[1];
   const bool fits = taps >= 1 && taps <= kMostTaps && channels % kLanes == 0 && queries <= nodes &&
                     is(xs, {batch, nodes, channels}) && is(ys, {batch, queries, channels}) &&
                     is(state.dimensions(), {batch, taps - 1, channels}) &&
                     (bias.element_count() == 0 || is(bias.dimensions(), {channels})) &&
                     is(index.dimensions(), {batch, queries, taps});
-  if (!fits) return ffi::Error::InvalidArgument("stree_jax tree_conv1d: shapes do not fit");
+  if (!fits) return refused("tree_conv1d");
   for_nodes(pool, batch * queries, channels, [&](int64_t task) {
-    Window window{{}, taps, channels, weight.typed_data(),
+    Window window{{},
+                  taps,
+                  channels,
+                  weight.typed_data(),
                   bias.element_count() ? bias.typed_data() : nullptr};
     const int64_t b = task / queries;
     window.find(index.typed_data() + task * taps, state.typed_data() + b * (taps - 1) * channels,
@@ -207,28 +207,41 @@ ffi::Error TreeConv1d(ffi::ThreadPool pool, F32 inputs, F32 state, F32 weight, F
 
 extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_tree_conv1d_layer(XLA_FFI_CallFrame* frame);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    stree_jax_tree_conv1d_layer, stree::TreeConv1dLayer,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::ThreadPool>()
-        .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
-        .Arg<stree::F32>().Arg<stree::S32>()
-        .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
-        .Arg<stree::F32>().Arg<stree::S32>()
-        .Ret<stree::F32>().Ret<stree::F32>().Ret<stree::F32>().Ret<stree::F32>()
-        .Ret<stree::F32>().Ret<stree::F32>()
-        .Attr<int64_t>("first_column")
-        .Attr<ffi::Span<const float>>("multipliers")
-        .Attr<float>("dt_low")
-        .Attr<float>("dt_high"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_tree_conv1d_layer, stree::TreeConv1dLayer,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::S32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::S32>()
+                                  .Ret<stree::F32>()
+                                  .Ret<stree::F32>()
+                                  .Ret<stree::F32>()
+                                  .Ret<stree::F32>()
+                                  .Ret<stree::F32>()
+                                  .Ret<stree::F32>()
+                                  .Attr<int64_t>("first_column")
+                                  .Attr<ffi::Span<const float>>("multipliers")
+                                  .Attr<float>("dt_low")
+                                  .Attr<float>("dt_high"));
 
 extern "C" STREE_EXPORT XLA_FFI_Error* stree_jax_tree_conv1d(XLA_FFI_CallFrame* frame);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    stree_jax_tree_conv1d, stree::TreeConv1d,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::ThreadPool>()
-        .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
-        .Arg<stree::S32>()
-        .Ret<stree::F32>()
-        .Attr<int64_t>("has_silu"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_tree_conv1d, stree::TreeConv1d,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::S32>()
+                                  .Ret<stree::F32>()
+                                  .Attr<int64_t>("has_silu"));

@@ -93,7 +93,8 @@ void head(const Delta& delta, const Keys& of, int64_t b, int64_t h) {
   // The state, kLanes channels at a time.
   std::vector<float> stack(slots * kLanes * states);
   const float* from = delta.state + (b * delta.heads + h) * channels * states;
-  float* to = delta.new_state ? delta.new_state + (b * delta.heads + h) * channels * states : nullptr;
+  float* to =
+      delta.new_state ? delta.new_state + (b * delta.heads + h) * channels * states : nullptr;
   for (int64_t p = 0; p < channels; p += kLanes) {
     const float* rows = from + p * states;
     if (to) {
@@ -127,7 +128,9 @@ void head(const Delta& delta, const Keys& of, int64_t b, int64_t h) {
 }
 
 void Delta::group(int64_t b, int64_t group) const {
-  const auto node = [&](int64_t count, int64_t j) { return ((b * count + j) * groups + group) * states; };
+  const auto node = [&](int64_t count, int64_t j) {
+    return ((b * count + j) * groups + group) * states;
+  };
   Keys of;
   const std::vector<int>& walked = paths[b];
   of.walked.resize(walked.size() * states);
@@ -155,18 +158,18 @@ ffi::Error run(ffi::ThreadPool& pool, F32 prev_k, F32 prev_u, F32 prev_g, Flags 
   const auto qs = q.dimensions(), ks = k.dimensions(), vs = v.dimensions(),
              ps = prev_k.dimensions();
   if (qs.size() != 4 || ks.size() != 4 || vs.size() != 4 || ps.size() != 4)
-    return ffi::Error::InvalidArgument("stree_jax tree_delta: arrays of four axes");
+    return refused("tree_delta", "arrays of four axes");
   const int64_t b = ks[0], o = ps[1], n = ks[1], c = qs[1], h = vs[2], p = vs[3], e = ks[2],
                 s = ks[3];
-  const bool fits =
-      e > 0 && h % e == 0 && p % kLanes == 0 && s % kWidth == 0 && c <= n &&
-      is(ps, {b, o, e, s}) && is(prev_u.dimensions(), {b, o, h, p}) &&
-      is(prev_g.dimensions(), {b, o, h}) && is(path.dimensions(), {b, o}) &&
-      is(qs, {b, c, e, s}) && is(vs, {b, c, h, p}) && is(g.dimensions(), {b, n, h}) &&
-      is(beta.dimensions(), {b, c, h}) && is(state.dimensions(), {b, h, p, s}) &&
-      is(mask.dimensions(), {b, n, n}) && is(prefix_u.dimensions(), {b, n - c, h, p}) &&
-      is(y->dimensions(), {b, c, h, p}) && is(u->dimensions(), {b, c, h, p});
-  if (!fits) return ffi::Error::InvalidArgument("stree_jax tree_delta: shapes do not fit");
+  const bool fits = e > 0 && h % e == 0 && p % kLanes == 0 && s % kWidth == 0 && c <= n &&
+                    is(ps, {b, o, e, s}) && is(prev_u.dimensions(), {b, o, h, p}) &&
+                    is(prev_g.dimensions(), {b, o, h}) && is(path.dimensions(), {b, o}) &&
+                    is(qs, {b, c, e, s}) && is(vs, {b, c, h, p}) && is(g.dimensions(), {b, n, h}) &&
+                    is(beta.dimensions(), {b, c, h}) && is(state.dimensions(), {b, h, p, s}) &&
+                    is(mask.dimensions(), {b, n, n}) &&
+                    is(prefix_u.dimensions(), {b, n - c, h, p}) &&
+                    is(y->dimensions(), {b, c, h, p}) && is(u->dimensions(), {b, c, h, p});
+  if (!fits) return refused("tree_delta");
   Delta delta{};
   delta.batch = b, delta.before = o, delta.nodes = n, delta.queries = c, delta.heads = h;
   delta.channels = p, delta.groups = e, delta.states = s;
@@ -191,7 +194,7 @@ ffi::Error ReplayTreeDelta(ffi::ThreadPool pool, F32 prev_k, F32 prev_u, F32 pre
                            F32 prefix_u, Result y, Result u, Result new_state) {
   if (!std::equal(state.dimensions().begin(), state.dimensions().end(),
                   new_state->dimensions().begin(), new_state->dimensions().end()))
-    return ffi::Error::InvalidArgument("stree_jax tree_delta: the new state has another shape");
+    return refused("tree_delta", "the new state has another shape");
   return run(pool, prev_k, prev_u, prev_g, path, q, k, v, g, beta, state, mask, prefix_u, y, u,
              new_state->typed_data());
 }
@@ -199,16 +202,14 @@ ffi::Error ReplayTreeDelta(ffi::ThreadPool pool, F32 prev_k, F32 prev_u, F32 pre
 ffi::Error DeltaChunks(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 g, F32 beta, F32 state,
                        Flags valid, Result y, Result new_state) {
   const auto ks = k.dimensions(), vs = v.dimensions();
-  if (ks.size() != 4 || vs.size() != 4)
-    return ffi::Error::InvalidArgument("stree_jax delta_chunks: arrays of four axes");
+  if (ks.size() != 4 || vs.size() != 4) return refused("delta_chunks", "arrays of four axes");
   const int64_t b = ks[0], t = ks[1], e = ks[2], s = ks[3], h = vs[2], p = vs[3];
   const bool fits = e > 0 && h % e == 0 && p % kLanes == 0 && s % kWidth == 0 &&
                     is(q.dimensions(), {b, t, e, s}) && is(vs, {b, t, h, p}) &&
                     is(g.dimensions(), {b, t, h}) && is(beta.dimensions(), {b, t, h}) &&
                     is(state.dimensions(), {b, h, p, s}) && is(valid.dimensions(), {b, t}) &&
-                    is(y->dimensions(), {b, t, h, p}) &&
-                    is(new_state->dimensions(), {b, h, p, s});
-  if (!fits) return ffi::Error::InvalidArgument("stree_jax delta_chunks: shapes do not fit");
+                    is(y->dimensions(), {b, t, h, p}) && is(new_state->dimensions(), {b, h, p, s});
+  if (!fits) return refused("delta_chunks");
   Delta delta{};
   delta.batch = b, delta.nodes = delta.queries = t, delta.heads = h, delta.channels = p;
   delta.groups = e, delta.states = s;
@@ -222,10 +223,20 @@ ffi::Error DeltaChunks(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 g, F32 bet
 auto arguments() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
-      .Arg<F32>().Arg<F32>().Arg<F32>().Arg<Flags>()
-      .Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>()
-      .Arg<Flags>().Arg<F32>()
-      .Ret<F32>().Ret<F32>();
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<Flags>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<Flags>()
+      .Arg<F32>()
+      .Ret<F32>()
+      .Ret<F32>();
 }
 
 }  // namespace
@@ -241,6 +252,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_replay_tree_delta, stree::ReplayTreeDelt
 XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_delta_chunks, stree::DeltaChunks,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
-                                  .Arg<stree::F32>().Arg<stree::F32>().Arg<stree::F32>()
-                                  .Arg<stree::Flags>().Ret<stree::F32>().Ret<stree::F32>());
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::F32>()
+                                  .Arg<stree::Flags>()
+                                  .Ret<stree::F32>()
+                                  .Ret<stree::F32>());

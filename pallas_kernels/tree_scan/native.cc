@@ -154,19 +154,19 @@ void Scan::finish(int64_t b, int64_t h, const std::vector<float>& decays) const 
   }
 }
 
-ffi::Error run(ffi::ThreadPool& pool, F32 prev_x, F32 prev_dt, F32 prev_B, Flags path, F32 x, F32 dt,
-               F32 A, F32 B, F32 C, F32 D, F32 state, Flags mask, F32 projected, F32 norm_weight,
-               Result y, Result mean_squares, float* new_state, int64_t a_is_log, int64_t gate,
-               int64_t start, float multiplier, float epsilon) {
+ffi::Error run(ffi::ThreadPool& pool, F32 prev_x, F32 prev_dt, F32 prev_B, Flags path, F32 x,
+               F32 dt, F32 A, F32 B, F32 C, F32 D, F32 state, Flags mask, F32 projected,
+               F32 norm_weight, Result y, Result mean_squares, float* new_state, int64_t a_is_log,
+               int64_t gate, int64_t start, float multiplier, float epsilon) {
   const auto xs = x.dimensions(), cs = C.dimensions(), ps = prev_x.dimensions(),
              gs = projected.dimensions();
   if (xs.size() != 4 || cs.size() != 4 || ps.size() != 4)
-    return ffi::Error::InvalidArgument("stree_jax tree_scan: arrays of four axes");
+    return refused("tree_scan", "arrays of four axes");
   Scan scan{};
   scan.batch = xs[0], scan.nodes = xs[1], scan.heads = xs[2], scan.channels = xs[3];
   scan.before = ps[1], scan.queries = cs[1], scan.groups = cs[2], scan.states = cs[3];
-  const int64_t b = scan.batch, o = scan.before, n = scan.nodes, q = scan.queries,
-                h = scan.heads, p = scan.channels, g = scan.groups, s = scan.states;
+  const int64_t b = scan.batch, o = scan.before, n = scan.nodes, q = scan.queries, h = scan.heads,
+                p = scan.channels, g = scan.groups, s = scan.states;
   const bool is_sequence = is(mask.dimensions(), {0});
   const bool fits =
       h % std::max<int64_t>(g, 1) == 0 && g > 0 && p % kWidth == 0 && s % kWidth == 0 && q <= n &&
@@ -178,11 +178,11 @@ ffi::Error run(ffi::ThreadPool& pool, F32 prev_x, F32 prev_dt, F32 prev_B, Flags
       is(state.dimensions(), {b, h, p, s}) &&
       (is(mask.dimensions(), {b, n, n}) || (is_sequence && new_state && q == n)) &&
       is(y->dimensions(), {b, q, h, p}) && gate >= kNone && gate <= kNormPerHead &&
-      (gate == kNone || (gs.size() == 3 && gs[0] == b && gs[1] == q && start >= 0 &&
-                         start + h * p <= gs[2])) &&
+      (gate == kNone ||
+       (gs.size() == 3 && gs[0] == b && gs[1] == q && start >= 0 && start + h * p <= gs[2])) &&
       (gate <= kGate || is(norm_weight.dimensions(), {h * p})) &&
       (gate != kDeferredNorm || is(mean_squares->dimensions(), {b, q, h}));
-  if (!fits) return ffi::Error::InvalidArgument("stree_jax tree_scan: shapes do not fit");
+  if (!fits) return refused("tree_scan");
   scan.columns = gate == kNone ? 0 : gs[2], scan.start = start;
   scan.a_is_log = a_is_log, scan.d_per_channel = D.dimensions().size() == 2;
   scan.gate = static_cast<GateKind>(gate), scan.multiplier = multiplier, scan.epsilon = epsilon;
@@ -221,7 +221,7 @@ ffi::Error ReplayTreeScan(ffi::ThreadPool pool, F32 prev_x, F32 prev_dt, F32 pre
                           float multiplier, float epsilon) {
   if (!std::equal(state.dimensions().begin(), state.dimensions().end(),
                   new_state->dimensions().begin(), new_state->dimensions().end()))
-    return ffi::Error::InvalidArgument("stree_jax tree_scan: the new state has another shape");
+    return refused("tree_scan", "the new state has another shape");
   return run(pool, prev_x, prev_dt, prev_B, path, x, dt, A, B, C, D, state, mask, projected,
              norm_weight, y, mean_squares, new_state->typed_data(), a_is_log, gate, start,
              multiplier, epsilon);
@@ -230,10 +230,22 @@ ffi::Error ReplayTreeScan(ffi::ThreadPool pool, F32 prev_x, F32 prev_dt, F32 pre
 auto arguments() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
-      .Arg<F32>().Arg<F32>().Arg<F32>().Arg<Flags>()
-      .Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>().Arg<F32>()
-      .Arg<Flags>().Arg<F32>().Arg<F32>()
-      .Ret<F32>().Ret<F32>();
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<Flags>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Arg<Flags>()
+      .Arg<F32>()
+      .Arg<F32>()
+      .Ret<F32>()
+      .Ret<F32>();
 }
 
 template <typename Binding>

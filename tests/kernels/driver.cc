@@ -4,9 +4,9 @@
 //
 // is linked with the library, and prints a digest of what each function wrote. Without arguments it
 // runs the calls of tests/emulated.py, from its input. Each array is an allocation of its own,
-// without room behind it, so that a sanitizer sees a number too far. Results begin as NaN, so that a number that is not written is seen too. Every fourth
-// call has an array of a wrong shape. The tasks of a call run on threads of their own; one thread
-// must give the same bits.
+// without room behind it, so that a sanitizer sees a number too far. Results begin as NaN, so that
+// a number that is not written is seen too. Every fourth call has an array of a wrong shape. The
+// tasks of a call run on threads of their own; one thread must give the same bits.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -194,7 +194,9 @@ Call gated_rms_norm(Draw& s) {
   return {{s.f({rows, size}), s.f({rows, start + size + s.of({0, 3})}),
            s.of({0, 1}) ? s.f({size}) : none()},
           {out({rows, size})},
-          {{"epsilon", 1e-5f}, {"groups", groups}, {"gate_start", start},
+          {{"epsilon", 1e-5f},
+           {"groups", groups},
+           {"gate_start", start},
            {"gate_first", s.of({0, 1})}}};
 }
 
@@ -229,14 +231,19 @@ Call tree_scans(Draw& s, bool replays) {
   const int64_t gate = p ? s.of({0, 1, 2, 3}) : s.of({0, 1});  // a mean of no numbers is none
   const Pointer state = s.f({b, h, p, states});
   const bool is_sequence = replays && q == n && s.of({0, 1});
-  Call call{{s.f({b, before, h, p}), s.positive({b, before, h}), s.f({b, before, g, states}),
-             s.flags({b, before}), s.f({b, n, h, p}), s.positive({b, n, h}), s.negative({h}),
-             s.f({b, n, g, states}), s.f({b, q, g, states}), s.f(s.of({0, 1}) ? Shape{h} : Shape{h, p}),
-             state, is_sequence ? s.flags({0}) : s.tree(b, n), gate ? s.f({b, q, start + channels + s.of({0, 3})}) : none(),
-             gate > 1 ? s.f({channels}) : none()},
-            {out({b, q, h, p}), gate == 2 ? out({b, q, h}) : none()},
-            {{"a_is_log", s.of({0, 1})}, {"gate", gate}, {"start", start}, {"multiplier", 1.1f},
-             {"epsilon", 1e-5f}}};
+  Call call{
+      {s.f({b, before, h, p}), s.positive({b, before, h}), s.f({b, before, g, states}),
+       s.flags({b, before}), s.f({b, n, h, p}), s.positive({b, n, h}), s.negative({h}),
+       s.f({b, n, g, states}), s.f({b, q, g, states}), s.f(s.of({0, 1}) ? Shape{h} : Shape{h, p}),
+       state, is_sequence ? s.flags({0}) : s.tree(b, n),
+       gate ? s.f({b, q, start + channels + s.of({0, 3})}) : none(),
+       gate > 1 ? s.f({channels}) : none()},
+      {out({b, q, h, p}), gate == 2 ? out({b, q, h}) : none()},
+      {{"a_is_log", s.of({0, 1})},
+       {"gate", gate},
+       {"start", start},
+       {"multiplier", 1.1f},
+       {"epsilon", 1e-5f}}};
   if (replays) call.results.push_back(s.after(state));
   return call;
 }
@@ -247,11 +254,11 @@ Call tree_attention(Draw& s) {
   const int64_t b = s.of({0, 1, 3}), q = s.of({0, 1, 5, 40}), g = s.of({1, 2});
   const int64_t size = 16 * s.of({0, 1, 2, 4}), h = g * s.of({0, 1, 3});
   const int64_t n = s.of({0, 1, 7, 64, 65}), places = s.of({0, 1, 63, 64, 200});
-  return {{s.f({b, q, h, size}), s.f({b, n, g, size}), s.f({b, n, g, size}),
-           s.f({b, g, places, size}), s.f({b, g, places, size}), s.whole(-2, places + 3, {b}),
-           s.flags({b, q, n})},
-          {out({b, q, h, size})},
-          {{"scale", s.of({0, 1}) ? 0.3f : 0.02f}, {"window", s.of({0, 1, 5, 64, 100})}}};
+  return {
+      {s.f({b, q, h, size}), s.f({b, n, g, size}), s.f({b, n, g, size}), s.f({b, g, places, size}),
+       s.f({b, g, places, size}), s.whole(-2, places + 3, {b}), s.flags({b, q, n})},
+      {out({b, q, h, size})},
+      {{"scale", s.of({0, 1}) ? 0.3f : 0.02f}, {"window", s.of({0, 1, 5, 64, 100})}}};
 }
 
 Call tree_conv1d_layer(Draw& s) {
@@ -263,14 +270,15 @@ Call tree_conv1d_layer(Draw& s) {
   const bool replays = before || s.of({0, 1});
   return {{s.f({b, q, first + channels + h + s.of({0, 2})}), s.f({taps, channels}),
            s.of({0, 1}) ? s.f({channels}) : none(), s.f({h}), state,
-           s.whole(-3, taps + nodes + 2, {b, q, taps}), s.f({b, prefix, h, p}),
-           s.f({b, prefix, h}), s.f({b, prefix, g, n}), s.f({b, prefix, channels}),
-           s.f({b, before, channels}),
+           s.whole(-3, taps + nodes + 2, {b, q, taps}), s.f({b, prefix, h, p}), s.f({b, prefix, h}),
+           s.f({b, prefix, g, n}), s.f({b, prefix, channels}), s.f({b, before, channels}),
            s.whole(-2, taps + before + 1, replays ? Shape{b, taps - 1} : Shape{0})},
           {out({b, nodes, h, p}), out({b, nodes, h}), out({b, nodes, g, n}),
            out({b, nodes, channels}), out({b, q, g, n}), s.after(state)},
-          {{"first_column", first}, {"multipliers", std::vector<float>{1, 0.5, 2, 1.5}},
-           {"dt_low", 0.0f}, {"dt_high", 9.0f}}};
+          {{"first_column", first},
+           {"multipliers", std::vector<float>{1, 0.5, 2, 1.5}},
+           {"dt_low", 0.0f},
+           {"dt_high", 9.0f}}};
 }
 
 Call tree_conv1d(Draw& s) {
@@ -288,11 +296,11 @@ Call tree_deltas(Draw& s, bool replays) {
   const int64_t p = 16 * s.of({0, 1, 2, 4}), before = replays ? s.of({0, 1, 6}) : 0;
   const int64_t q = replays ? n : s.of({0, n / 2, n});
   const Pointer state = s.f({b, h, p, states});
-  Call call{{s.f({b, before, g, states}), s.f({b, before, h, p}), s.negative({b, before, h}),
-             s.flags({b, before}), s.f({b, q, g, states}), s.f({b, n, g, states}),
-             s.f({b, q, h, p}), s.negative({b, n, h}), s.positive({b, q, h}), state, s.tree(b, n),
-             s.f({b, n - q, h, p})},
-            {out({b, q, h, p}), out({b, q, h, p})}};
+  Call call{
+      {s.f({b, before, g, states}), s.f({b, before, h, p}), s.negative({b, before, h}),
+       s.flags({b, before}), s.f({b, q, g, states}), s.f({b, n, g, states}), s.f({b, q, h, p}),
+       s.negative({b, n, h}), s.positive({b, q, h}), state, s.tree(b, n), s.f({b, n - q, h, p})},
+      {out({b, q, h, p}), out({b, q, h, p})}};
   if (replays) call.results.push_back(s.after(state));
   return call;
 }
@@ -308,11 +316,11 @@ Call delta_chunks(Draw& s) {
           {out({b, t, h, p}), s.after(state)}};
 }
 
-#define STREE_FUNCTIONS(each)                                                            \
-  each(matmul) each(rows) each(rms_norm) each(add_rms_norm) each(gated_rms_norm)            \
-  each(weighted_sum) each(log_softmax) each(tree_scan) each(replay_tree_scan)               \
-  each(tree_delta) each(replay_tree_delta) each(delta_chunks) each(tree_attention)          \
-  each(tree_conv1d) each(tree_conv1d_layer) each(largest_threshold)
+#define STREE_FUNCTIONS(each)                                                                      \
+  each(matmul) each(rows) each(rms_norm) each(add_rms_norm) each(gated_rms_norm)                   \
+      each(weighted_sum) each(log_softmax) each(tree_scan) each(replay_tree_scan) each(tree_delta) \
+          each(replay_tree_delta) each(delta_chunks) each(tree_attention) each(tree_conv1d)        \
+              each(tree_conv1d_layer) each(largest_threshold)
 
 }  // namespace
 
@@ -332,12 +340,13 @@ const Function kFunctions[] = {STREE_FUNCTIONS(STREE_FUNCTION)};
 // One array has another number of elements along an axis, or another rank.
 void damage(Draw& s, Call& call) {
   const size_t at = s.below(call.given.size() + call.results.size());
-  Pointer& array =
-      at < call.given.size() ? call.given[at] : call.results[at - call.given.size()];
+  Pointer& array = at < call.given.size() ? call.given[at] : call.results[at - call.given.size()];
   Shape shape = array->shape;
   if (s.below(10) == 0) {
-    if (s.of({0, 1})) shape.pop_back();
-    else shape.push_back(1);
+    if (s.of({0, 1}))
+      shape.pop_back();
+    else
+      shape.push_back(1);
   } else {
     int64_t& size = shape[s.below(shape.size())];
     size = std::max<int64_t>(0, size + s.of({-16, -1, 1, 16, -size}));
@@ -418,7 +427,11 @@ std::string run(XLA_FFI_Handler* function, Call& call, int64_t threads) {
                 given.places.data()};
   frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, int64_t(of_results.size()), of_results.data(),
                 results.places.data()};
-  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, int64_t(count), kinds.data(), places.data(),
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE,
+                 nullptr,
+                 int64_t(count),
+                 kinds.data(),
+                 places.data(),
                  values.data()};
   std::unique_ptr<std::string> why(reinterpret_cast<std::string*>(function(&frame)));
   return why ? *why : "";
@@ -452,8 +465,7 @@ void serve() {
   Call call;
   for (int64_t i = 0; i < counts[0] + counts[1]; ++i) {
     const Shape head = read<int64_t>(3);  // its type, the array that it is, its rank
-    const auto array =
-        std::make_shared<Array>(XLA_FFI_DataType(head[0]), read<int64_t>(head[2]));
+    const auto array = std::make_shared<Array>(XLA_FFI_DataType(head[0]), read<int64_t>(head[2]));
     const auto bytes = read<char>(i < counts[0] ? array->bytes() : 0);
     std::copy(bytes.begin(), bytes.end(), array->of<char>());
     (i < counts[0] ? call.given : call.results)
@@ -463,9 +475,12 @@ void serve() {
     Setting& setting = call.settings[name()];
     const Shape kind = read<int64_t>(2);
     const auto numbers = read<float>(kind[1]);
-    if (kind[0] == 0) setting = int64_t(numbers[0]);
-    else if (kind[0] == 1) setting = numbers[0];
-    else setting = numbers;
+    if (kind[0] == 0)
+      setting = int64_t(numbers[0]);
+    else if (kind[0] == 1)
+      setting = numbers[0];
+    else
+      setting = numbers;
   }
   const std::string why = run(function->handler, call, 2);
   join();
