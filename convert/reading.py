@@ -197,15 +197,15 @@ def open_checkpoint(
         ValueError: the checkpoint or the adapter is missing, damaged or unsupported, its tensors do
             not match its config or the adapter, or no such field is left over.
     """
-    path = find(path)
+    location = find(path)
     changes = None if adapter is None else find(adapter, adapter=True)
-    header = _native_header(path, quirks, ignore, changes)
+    header = _native_header(location, quirks, ignore, changes)
     if header is not None:
-        config, arrays = open_native(path, header)
+        config, arrays = open_native(location, header)
         rules = [Rule(name, name) for name in arrays]
         description = Description("stree-jax (native)", config, rules, [], [])
-        return NativeCheckpoint(path, "params", description, arrays, rules)
-    file, values, weights, (tensors, notes, quantised), assumed = _open(path)
+        return NativeCheckpoint(location, "params", description, arrays, rules)
+    file, values, weights, (tensors, notes, quantised), assumed = _open(location)
     merged, to_ignore = None, dict.fromkeys(ignore, False)
     if changes is not None:
         merged = adapted(tensors, changes, to_ignore)
@@ -222,11 +222,11 @@ def open_checkpoint(
     try:
         rules = check_coverage(description.rules, description.ignored, tensors, shapes)
     except ValueError as error:
-        raise ValueError(f"{path} ({description.family}): {error}") from None
+        raise ValueError(f"{location} ({description.family}): {error}") from None
     if merged is not None:
         _check_changes(merged, changes, description, rules)
     about = None if merged is None else merged.about
-    return Checkpoint(path, weights, description, tensors, rules, quantised, about, assumed)
+    return Checkpoint(location, weights, description, tensors, rules, quantised, about, assumed)
 
 
 def _check_changes(

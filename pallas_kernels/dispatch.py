@@ -28,6 +28,7 @@ the model get their own programs. The library's entry points use it:
 """
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
@@ -39,6 +40,9 @@ from pallas_kernels import native, triton
 
 IMPLEMENTATIONS = ("xla", "native", "pallas", "pallas_interpret")
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_RECORD: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
+    "record", default=None
+)
 
 
 def run(
@@ -123,7 +127,23 @@ def choose(
     obstacle = _machine_obstacle(version, others) or (unsupported or {}).get(version)
     if requested and obstacle:
         raise ValueError(f"{op} cannot run as {requested!r}: {obstacle}; use 'xla'")
-    return "xla" if obstacle or version not in {*versions, *others} else chosen
+    taken = "xla" if obstacle or version not in {*versions, *others} else chosen
+    record = _RECORD.get()
+    if record is not None and (obstacle or op not in record):
+        record[op] = f"{taken}, since {obstacle}" if obstacle else taken
+    return taken
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[dict[str, str]]:
+    """Yields what each op that is traced inside runs as, and what kept it from the fastest way."""
+    before = _RECORD.set({})
+    try:
+        record = _RECORD.get()
+        assert record is not None
+        yield record
+    finally:
+        _RECORD.reset(before)
 
 
 def explain(device: Any = None) -> str:

@@ -1,6 +1,8 @@
 """Shared float32 numerics."""
 
 import dataclasses
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +67,14 @@ def few_best(
         values = jnp.where(index == best[..., None], -jnp.inf, values)
     largest, best = (jnp.stack(each, axis=-1) for each in zip(*found, strict=True))
     return largest, best
+
+
+def sum_in_order(values: Float[Array, "*rows few"]) -> Float[Array, "*rows 1"]:
+    """The sum of a few values of each row, from the first to the last.
+
+    XLA chooses the order of its own sums by the number of rows.
+    """
+    return functools.reduce(operator.add, jnp.unstack(values, axis=-1))[..., None]
 
 
 def argsort(values: jax.Array) -> jax.Array:

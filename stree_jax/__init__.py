@@ -25,6 +25,7 @@ from stree_jax.decoding.filters import Filter, MinP, TopK, TopP
 from stree_jax.decoding.generate import generate, stream
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Options
+from stree_jax.decoding.prefix.prefix import Prefix
 from stree_jax.decoding.processors import LogitsProcessor
 from stree_jax.decoding.results import (
     PAD,
@@ -36,7 +37,6 @@ from stree_jax.decoding.results import (
 from stree_jax.decoding.rules import Rule, stateless
 from stree_jax.decoding.sampling import sample_tokens, token_log_probs
 from stree_jax.decoding.score import score, text_log_probs
-from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.decoding.text_stream import TextStream
 from stree_jax.decoding.token_rules import (
     AllowedTokens,

@@ -42,7 +42,7 @@ class Texts:
     def __init__(
         self, tokenizer: Any, folder: Path | None = None, chat_template: str | None = None
     ):
-        self._given, self._folder, self._template = tokenizer, folder, chat_template
+        self._source, self._folder, self._template = tokenizer, folder, chat_template
         self._name = "the tokenizer" + (f" of {shown_path(folder)}" if folder else "")
         self._tokenizer = as_tokenizer(tokenizer)
         if self._tokenizer.truncation or self._tokenizer.padding:
@@ -84,8 +84,8 @@ class Texts:
         text = prompt if isinstance(prompt, str) else self._written(prompt, chat)
         require(bool(text), f"{name} is empty; give at least one character")
         with tokenizer_errors(f"{self._name} cannot encode {name}"):
-            found = self._tokenizer.encode(text, add_special_tokens=is_text and special)
-        tokens, added = found.ids, found.special_tokens_mask
+            encoding = self._tokenizer.encode(text, add_special_tokens=is_text and special)
+        tokens, added = encoding.ids, encoding.special_tokens_mask
         while added and added[-1]:
             del tokens[-1], added[-1]
         if added[:2] == [1, 0] and tokens[0] == tokens[1]:  # the text has its first token already
@@ -93,21 +93,23 @@ class Texts:
         require(bool(tokens), f"{self._name} gives no tokens for {name}")
         return tokens
 
-    def end_tokens(self, config: ModelConfig, given: Any = None) -> list[int]:
-        """Returns the tokens that end a text, or those `given`."""
-        if given is None:
+    def end_tokens(self, config: ModelConfig, eos_token: Any = None) -> list[int]:
+        """Returns the tokens that end a text: ids or texts in `eos_token`, unless it is None."""
+        if eos_token is None:
             ends = end_tokens(config, self._folder, self._tokenizer)
-            own = getattr(self._given, "eos_token_id", None)  # of transformers
-            return ends if own is None or own in ends else [*ends, own]
-        found = []
-        for token in given if isinstance(given, list | tuple) else np.ravel(given).tolist():
-            own = self._tokenizer.token_to_id(token) if isinstance(token, str) else token
-            if own is None:
+            extra = getattr(self._source, "eos_token_id", None)  # of transformers
+            return ends if extra is None or extra in ends else [*ends, extra]
+        if not isinstance(eos_token, list | tuple):
+            eos_token = np.ravel(eos_token).tolist()
+        ids = []
+        for token in eos_token:
+            token_id = self._tokenizer.token_to_id(token) if isinstance(token, str) else token
+            if token_id is None:
                 raise ValueError(
                     f"eos_token = {shown(token)} is no token of {self._name}; give its id"
                 )
-            found.append(check_int("eos_token", own, 0, config.vocab_size - 1))
-        return found
+            ids.append(check_int("eos_token", token_id, 0, config.vocab_size - 1))
+        return ids
 
     def without_end(self, text: str, tokens: Sequence[int], finish_reason: str) -> str:
         """Returns a text without the token that ended it."""
@@ -124,9 +126,9 @@ class Texts:
         """Returns the chat template, for conversations with or without tools."""
         if self._template is not None:
             return ChatTemplate(self._template, special_tokens(self._folder or Path()))
-        if hasattr(self._given, "get_chat_template"):  # of transformers
-            source = self._given.get_chat_template(tools=tools)
-            return ChatTemplate(source, self._given.special_tokens_map)
+        if hasattr(self._source, "get_chat_template"):  # of transformers
+            template = self._source.get_chat_template(tools=tools)
+            return ChatTemplate(template, self._source.special_tokens_map)
         if self._folder is None:
             raise ValueError(
                 "a tokenizer alone has no chat template: pass tokenizer=..., the directory of its"
@@ -228,7 +230,7 @@ _READ = ("*.json", "*.safetensors", "*.bin", "*.gguf", "params/**/*")
 def _stamps(files: Iterable[Path]) -> tuple[tuple[str, int, int, int], ...]:
     """Returns names, times, sizes and inodes: a file that replaces another one has other ones."""
     stats = [(str(file), file.stat()) for file in sorted(files) if file.is_file()]
-    return tuple((name, each.st_mtime_ns, each.st_size, each.st_ino) for name, each in stats)
+    return tuple((name, stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in stats)
 
 
 def _model_at(path: Location, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> HybridLM:
@@ -273,7 +275,7 @@ def _continuing(tokenizer: Tokenizer) -> Tokenizer:
 def _keeping_spaces(step: dict[str, Any]) -> dict[str, Any]:
     match step["type"]:
         case "Sequence":
-            return step | {"decoders": [_keeping_spaces(each) for each in step["decoders"]]}
+            return step | {"decoders": [_keeping_spaces(part) for part in step["decoders"]]}
         case "Strip":
             return step | {"start": 0}
         case "Metaspace":

@@ -60,7 +60,6 @@ def mtp(make=st.ModelDrafter, **options):
 METHODS = {
     "chain of 1": static(Topology.chain(1)),
     "chain of 6": static(Topology.chain(6)),  # longer than the convolution
-    "complete": static(Topology.complete(2, 3)),
     "branching": static(TREE),
     "one wide level": static(Topology.from_branching((7,))),
     "ragged": static(RAGGED),
@@ -71,14 +70,12 @@ METHODS = {
     "beam": Method(st.BeamDrafter, Topology.beam(3, 3)),
     "dynamic": Method(dynamic(expand=4), Topology.budget(9, 4)),
     "budget of 2": of_target(st.DynamicDrafter, Topology.budget(2, 1)),
-    "budget of 3": of_target(st.DynamicDrafter, Topology.budget(3, 2)),
     "root alone": of_target(st.ModelDrafter, Topology.chain(0)),
     "best tokens": Method(
         functools.partial(st.ModelDrafter, child_sampling="top_k"), TREE, drafts=("alike",)
     ),
-    # Draft models of another family, of another shape, and with 40 rows for the same 37 tokens.
+    # Draft models of another family, and of another shape with 40 rows for the same 37 tokens.
     "another family": of_target(lambda _: st.ModelDrafter(tiny_model("nemotron_h hybrid")), TREE),
-    "another shape": of_target(lambda _: st.ModelDrafter(tiny_model("branch")), TREE),
     "a padded vocabulary": of_target(lambda _: st.ModelDrafter(tiny_model("groups")), TREE),
     "lookup": of_target(lambda _: st.NgramDrafter(), Topology.chain(6)),
     "lookup tree": of_target(lambda _: st.NgramDrafter(), Topology.from_branching((2, 2, 1))),

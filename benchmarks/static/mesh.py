@@ -35,7 +35,7 @@ from benchmarks.static.collectives import collectives, problems
 from benchmarks.static.layers import shortened
 from benchmarks.static.programs import STEPS, abstract_requests
 from stree_jax.decoding.loop import SpeculativeDecoder
-from stree_jax.decoding.text.prefill import prefill
+from stree_jax.decoding.prefix.prefill import prefill
 from stree_jax.decoding.types import Context, state_specs
 from stree_jax.mesh.partition import ROWS, Partition
 from stree_jax.mesh.programs import weight_specs

@@ -60,7 +60,7 @@ STREE_INLINE void tile(const float* __restrict x, int64_t x_stride, const Matrix
       for (int r = 0; r < R; ++r) {
         const Vec input = splat(x[r * x_stride + k]);
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sums[b][r][v] += input * w[v];
+        for (int v = 0; v < kVectors; ++v) sums[b][r][v] = fused(input, w[v], sums[b][r][v]);
       }
     }
   }

@@ -18,17 +18,17 @@ STREE_INLINE Vec exp(Vec x) {
   const Vec clipped = select(x < low, low, select(x > high, high, x));
   // exp(x) = 2^n exp(r), with n the nearest integer to x / log 2. Adding 1.5 * 2^23 rounds.
   const Vec magic = splat(12582912.0f);
-  const Vec shifted = clipped * splat(1.44269504f) + magic;
+  const Vec shifted = fused(clipped, splat(1.44269504f), magic);
   const Vec n = shifted - magic;
-  Vec r = clipped - n * splat(0.693145752f);
-  r = r - n * splat(1.42860677e-6f);
+  Vec r = fused(n, splat(-0.693145752f), clipped);
+  r = fused(n, splat(-1.42860677e-6f), r);
   Vec p = splat(1.98756915e-4f);
-  p = p * r + splat(1.39819995e-3f);
-  p = p * r + splat(8.33345187e-3f);
-  p = p * r + splat(4.16657959e-2f);
-  p = p * r + splat(1.66666655e-1f);
-  p = p * r + splat(5.00000000e-1f);
-  p = p * r * r + r + splat(1.0f);
+  p = fused(p, r, splat(1.39819995e-3f));
+  p = fused(p, r, splat(8.33345187e-3f));
+  p = fused(p, r, splat(4.16657959e-2f));
+  p = fused(p, r, splat(1.66666655e-1f));
+  p = fused(p, r, splat(5.00000000e-1f));
+  p = fused(p * r, r, r) + splat(1.0f);
   // 2^n by its exponent, in two factors: n may be 128.
   const VecI32 whole = (VecI32)shifted - (VecI32)magic;
   const VecI32 half = whole >> 1;

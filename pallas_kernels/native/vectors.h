@@ -1,8 +1,8 @@
 // Vectors of float32 and how weights become them, with the compilers' vector extensions.
 //
-// One source serves AVX-512, AVX2 and NEON; the number of lanes is the machine's. Multiply-adds are
-// fused on all three, so sums with a lane for each output, as of `matmul`, are equal to the bit; sums
-// over lanes are those of reduce.h.
+// One source serves AVX-512, AVX2 and NEON; the number of lanes is the machine's. `fused` is one
+// instruction on all three, so sums with a lane for each output, as of `matmul`, are equal to the
+// bit; sums over lanes are those of reduce.h.
 #pragma once
 
 #include <cstdint>
@@ -57,8 +57,8 @@ STREE_INLINE Vec load(const uint16_t* from) { return (Vec)(widened(from) << 16);
 STREE_INLINE void store(float* to, Vec values) { *(unaligned::F32*)to = values; }
 STREE_INLINE Vec splat(float value) { return value - Vec{}; }
 
-// a * b + c, rounded once. For what must be equal to the bit in several places: of a sum of two
-// products compilers choose which one they fuse.
+// a * b + c, rounded once. Compilers are told to fuse nothing by themselves: each would fuse other
+// products, and one source would have other bits with other instructions.
 STREE_INLINE Vec fused(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

@@ -11,6 +11,7 @@ def largest_threshold(
     summands: Float32[Array, "*rows V"] | None,
     least: Float32[Array, "*#rows 1"],
     *,
+    is_share: bool = False,
     implementation: str | None = None,
 ) -> Float32[Array, "*rows 1"]:
     """The largest threshold from which on the summands of a row sum up to `least`.
@@ -22,6 +23,8 @@ def largest_threshold(
         values: what is compared with the threshold; what is negative or NaN is below all.
         summands: what is added for each value; not negative. None: ones, so values are counted.
         least: the sum that is needed. If it is not positive the threshold is NaN.
+        is_share: `least` is the share that is needed of a row's whole sum, which is summed in the
+            same order.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
@@ -33,4 +36,5 @@ def largest_threshold(
         (values, summands, least),
         requested=implementation,
         xla_derivatives=True,
+        is_share=is_share,
     )

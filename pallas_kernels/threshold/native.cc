@@ -40,7 +40,7 @@ float sum_from(float threshold, const float* values, const float* summands, int6
 
 // Summands [rows, V], or [0, V]: ones.
 ffi::Error LargestThreshold(ffi::ThreadPool pool, F32 values, F32 summands, F32 least,
-                            Result thresholds) {
+                            Result thresholds, int64_t is_share) {
   const auto vs = values.dimensions(), ss = summands.dimensions();
   if (vs.size() != 2 || ss.size() != 2 || ss[1] != vs[1] || (ss[0] != vs[0] && ss[0] != 0) ||
       !is(least.dimensions(), {vs[0]}) || !is(thresholds->dimensions(), {vs[0]}))
@@ -54,9 +54,11 @@ ffi::Error LargestThreshold(ffi::ThreadPool pool, F32 values, F32 summands, F32 
     std::copy_n(values.typed_data() + row * size, size, own.data());
     if (!counts) std::copy_n(summands.typed_data() + row * size, size, added.data());
     const auto sum = counts ? sum_from<true> : sum_from<false>;
-    const auto passes = [&](int32_t tried) {
-      return sum(with_bits(tried), own.data(), added.data(), whole) >= least.typed_data()[row];
+    const auto from = [&](int32_t tried) {
+      return sum(with_bits(tried), own.data(), added.data(), whole);
     };
+    const float needed = least.typed_data()[row] * (is_share ? from(0) : 1);
+    const auto passes = [&](int32_t tried) { return from(tried) >= needed; };
     int32_t bits = 0;
     const bool is_there = passes(1);  // else no threshold will do, and there is nothing to search
     for (int shift = 30; is_there && shift >= 0; --shift)
@@ -77,4 +79,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_largest_threshold, stree::LargestThresho
                                   .Arg<stree::F32>()
                                   .Arg<stree::F32>()
                                   .Arg<stree::F32>()
-                                  .Ret<stree::F32>());
+                                  .Ret<stree::F32>()
+                                  .Attr<int64_t>("is_share"));

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def largest_threshold(values: jax.Array, summands: jax.Array | None, least: jax.Array) -> jax.Array:
+def largest_threshold(
+    values: jax.Array, summands: jax.Array | None, least: jax.Array, *, is_share: bool
+) -> jax.Array:
     """See `api.largest_threshold`."""
 
     def sums(thresholds: jax.Array) -> jax.Array:
@@ -13,6 +15,9 @@ def largest_threshold(values: jax.Array, summands: jax.Array | None, least: jax.
         if summands is None:
             return chosen.sum(axis=-1, dtype=jnp.int32).astype(least.dtype)
         return jnp.where(chosen, summands[..., None, :], 0).sum(axis=-1)
+
+    if is_share:
+        least = least * sums(jnp.zeros((*values.shape[:-1], 1), jnp.float32))
 
     def search(num_bits: int) -> jax.Array:
         """Searches `num_bits` bits per pass."""

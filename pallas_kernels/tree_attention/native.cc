@@ -61,13 +61,14 @@ void Row::add(const Block& block, int64_t size, float scale) {
     store(weights + first, weight);
     return sums + weight;
   });
-  total = total * kept + sum(sums);
+  total = std::fma(total, kept, sum(sums));
   maximum = largest;
   for (int64_t e = 0; e < size; e += kLanes) {
     // A block is summed by itself: one sum over thousands of keys would be five times less exact.
     Vec value = {};
-    for (int i = 0; i < block.count; ++i) value += splat(weights[i]) * load(block.values[i] + e);
-    store(output + e, load(output + e) * splat(kept) + value);
+    for (int i = 0; i < block.count; ++i)
+      value = fused(splat(weights[i]), load(block.values[i] + e), value);
+    store(output + e, fused(load(output + e), splat(kept), value));
   }
 }
 

@@ -37,7 +37,7 @@ struct Window {
   STREE_INLINE Vec at(int64_t channel) const {
     Vec value = bias ? load(bias + channel) : Vec{};
     for (int64_t k = 0; k < taps; ++k)
-      value += load(rows[k] + channel) * load(weight + k * channels + channel);
+      value = fused(load(rows[k] + channel), load(weight + k * channels + channel), value);
     return value;
   }
 };

@@ -34,7 +34,7 @@ Place = Callable[[str, Any, Any, str], Any]
 
 
 def native_header(path: Path) -> dict[str, Any] | None:
-    """The content of a native checkpoint's config.json; None: a directory has no such file.
+    """The content of a native checkpoint's config.json; None: a directory is none.
 
     Raises:
         ValueError: it has an unknown `format` or version.

@@ -30,7 +30,9 @@ _COMMANDS: dict[type, tuple[str, str]] = {
     options.Inspect: ("inspect", "convert:run_inspect"),
     options.Train: ("train", "train:run_training"),
     options.Distill: ("distill", "train:run_training"),
-    **{trained: (name, "train:run_training") for trained, name in options.TRAINED_HEADS.items()},
+    **{
+        trained: (name, "train:run_training") for trained, name in options.TRAINING_COMMANDS.items()
+    },
     options.Tree: ("tree", "trees:run_tree"),
     options.TuneTree: ("tune-tree", "tune:run_tune_tree"),
 }

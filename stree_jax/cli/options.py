@@ -286,7 +286,7 @@ def _trains(kind: str, what: str) -> type[Distill]:
 
 
 # The command that trains heads of each kind, by its options.
-TRAINED_HEADS = {
+TRAINING_COMMANDS = {
     _trains(kind, room.training[1]): room.training[0]
     for kind, room in HEADS.items()
     if room.training

@@ -3,10 +3,10 @@
 from stree_jax.decoding.draft_model import DraftModel, WholeModel, WholeModelState
 from stree_jax.decoding.head_model import HeadModel, HeadState
 from stree_jax.decoding.plan import Plan
+from stree_jax.decoding.prefix import slots
 from stree_jax.decoding.prompts import buffer_size, list_size
 from stree_jax.decoding.rules import is_given
 from stree_jax.decoding.sampling import all_finite, filtered_logits, position_noise
-from stree_jax.decoding.text import slots
 from stree_jax.decoding.token_bytes import as_tokenizer, token_bytes
 from stree_jax.tree import KnownNodes, LevelNodes, append_subtree
 

@@ -206,7 +206,8 @@ class AutoDrafter(Drafter):
 
     def chosen(self, state: DecodeState, limits: Limits | None) -> DecodeState:
         """The state with the number of the next step's tree; `limits`: of a batch that ends."""
-        choosing, active = state.drafter.choosing, (~state.done | state.done.all())[:, None]
+        choosing = state.drafter.choosing
+        active = (~state.done | state.done.all())[:, None]
         tokens = self.expected(choosing)
         if limits is None:
             speed = jnp.where(active, tokens, 0).sum(axis=0)
@@ -280,12 +281,14 @@ class AutoDrafter(Drafter):
 
         def steps_with(number: int, before: DecodeState) -> DecodeState:
             """In the loop a pending record has the tree's size, and is replayed at its end."""
-            tree, batch = self.choices[number], len(before.done)
+            tree = self.choices[number]
+            batch = len(before.done)
 
             def step(state: DecodeState) -> DecodeState:
                 new = decode_step(tree, verifier, model, self, state, limits, sampling)[0]
                 taken = jax.tree.map(jnp.subtract, new.statistics, state.statistics)
-                choosing, at = new.drafter.choosing, (jnp.arange(batch), number, taken.accepted)
+                choosing = new.drafter.choosing
+                at = jnp.arange(batch), number, taken.accepted
                 choosing = choosing._replace(counts=choosing.counts.at[at].add(taken.target_calls))
                 return new._replace(drafter=new.drafter._replace(choosing=choosing))
 
@@ -324,7 +327,8 @@ class AutoDrafter(Drafter):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one by one they take as long as a step
 def _untaught(batch: int, depth: int, widest: int, num_trees: int) -> Choosing:
-    zeros, rates = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, depth, widest), jnp.float32)
+    zeros = jnp.zeros(batch, jnp.int32)
+    rates = jnp.zeros((batch, depth, widest), jnp.float32)
     counts = jnp.zeros((batch, num_trees, depth + 1), jnp.int32)
     return Choosing(zeros, zeros, zeros - 1, zeros, zeros, zeros, rates, rates, counts)
 

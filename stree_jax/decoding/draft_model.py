@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
-from stree_jax.decoding.text.prefill import prefill
+from stree_jax.decoding.prefix.prefill import prefill
 from stree_jax.decoding.types import DraftTree, Verdict
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS
@@ -283,7 +283,8 @@ def _after_text(
     cache: Cache,
 ) -> tuple[Cache, Int[Array, "B C"]]:
     """The cache after the first `lengths` tokens of both, and the last ones of both."""
-    both, num_slots = jnp.concatenate([catch_up, tokens], axis=1), catch_up.shape[1]
+    both = jnp.concatenate([catch_up, tokens], axis=1)
+    num_slots = catch_up.shape[1]
     first = num_slots - has_catch_up.sum(axis=1, dtype=jnp.int32)
 
     def part(starts: Array, size: int) -> Array:

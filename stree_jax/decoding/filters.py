@@ -63,10 +63,9 @@ class TopP(Rule):
         # The set is the tokens above a threshold, whose weight falls as the threshold rises. The
         # best token's weight is 1.
         weights = jnp.where(jnp.isfinite(logits), jnp.exp(logits), 0.0)
-        total = weights.sum(axis=-1, keepdims=True)
         # Rows that keep all tokens have nothing to search for.
-        least = jnp.where(p >= 1, jnp.inf, p * total)
-        threshold = largest_threshold(weights, weights, least)
+        least = jnp.where(p >= 1, jnp.inf, p)
+        threshold = largest_threshold(weights, weights, least, is_share=True)
         kept = (p >= 1) | (weights >= jnp.fmin(threshold, 1.0))
         return jnp.where(kept, logits, -jnp.inf)
 

@@ -12,9 +12,9 @@ from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import MAX_STEPS
 from stree_jax.decoding.options import Options, spelled_out
 from stree_jax.decoding.plan import Plan, plan
+from stree_jax.decoding.prefix.prefill import tokens_from
+from stree_jax.decoding.prefix.prefix import Prefix, check_origin, for_rows, origin_of, repeated
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
-from stree_jax.decoding.text.prefill import tokens_from
-from stree_jax.decoding.text.prefix import Prefix, check_origin, for_rows, origin_of, repeated
 from stree_jax.decoding.tree_times import DraftHistory
 from stree_jax.decoding.types import Context, DecodeState, Limits
 from stree_jax.decoding.verifiers import Verifier
@@ -170,18 +170,21 @@ def stream(
             f"log_probs = {first.log_probs!r}, top_log_probs = {first.top_log_probs}: stream yields"
             " tokens alone; use generate"
         )
-    request, num_rows = request.placed(model.partition), len(request.rows)
+    num_rows = len(request.rows)
+    request = request.placed(model.partition)
 
     def steps() -> Iterator[list[Piece]]:
         history = _draft_history(request, model)
         used = request if history is None else history.decoded(request)
-        decoder, drafter, settings = used.decoder, used.drafter, (used.limits, used.sampling)
+        decoder, drafter = used.decoder, used.drafter
+        settings = used.limits, used.sampling
         with dispatch.on(model):
             state = _started(used, model, history=history)
         start, done = on_host((request.context.length, state.done))
         pieces = [Pieces(row.stopping) for row in request.rows]
         while not done.all():
-            had_ended, most = done, decoder.topology.depth + 1
+            had_ended = done
+            most = decoder.topology.depth + 1
             with dispatch.on(model):  # not around `yield`: it must not affect the caller
                 if not used.choices:
                     state, _, _ = decoder.step(model, drafter, state, *settings)
@@ -225,7 +228,8 @@ def _started(
 ) -> DecodeState:
     """Every prompt is read once, and its row repeated; where a mesh cuts the rows, each is read."""
     decoder, drafter, num_rows = request.decoder, request.drafter, len(request.rows)
-    context, times = request.context, n if model.partition.rows == 1 else 1
+    context = request.context
+    times = n if model.partition.rows == 1 else 1
     if times > 1:
         context = Context(*(part[::times] for part in context))
     before = after and for_rows(after, num_rows // times, model, drafter)

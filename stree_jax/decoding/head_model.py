@@ -140,7 +140,8 @@ class HeadModel(DraftModel):
         batch, length = tokens.shape
         cache = self.head.init_cache(batch, 0)
         outputs: list[Array] = []
-        above, prefix = self.states(hidden), None
+        above = self.states(hidden)
+        prefix = None
         for level in range(depth):
             places = jnp.minimum(jnp.arange(length, dtype=jnp.int32) + 1 + level, length - 1)
             itself = np.eye(length, dtype=bool)
@@ -169,10 +170,11 @@ class HeadModel(DraftModel):
         kept = read & (state.known[:, None] | ~first)
         positions = state.kv.length[:, None] + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
         entries = self.head.entries(self.embedded(tokens), above, positions)
-        runs, at = last >= 0, jnp.maximum(last, 0)[:, None, None]
-        new = jnp.take_along_axis(hidden, at, axis=1)[:, 0].astype(state.hidden.dtype)
+        has_read = last >= 0
+        place = jnp.maximum(last, 0)[:, None, None]
+        new = jnp.take_along_axis(hidden, place, axis=1)[:, 0].astype(state.hidden.dtype)
         return HeadState(
             kv=replay_kv(state.kv, entries, kept),
-            hidden=jnp.where(runs[:, None], new, state.hidden),
-            known=state.known | runs,
+            hidden=jnp.where(has_read[:, None], new, state.hidden),
+            known=state.known | has_read,
         )

@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec
 from stree_jax.array_types import Array
 from stree_jax.checks import check_ids, check_int
 from stree_jax.decoding.drafters import Drafter
+from stree_jax.decoding.prefix.prefix import Prefix, read_text
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import MAX_TOKENS
 from stree_jax.decoding.rules import rule_specs
 from stree_jax.decoding.step import decode_step, settled
-from stree_jax.decoding.text.prefix import Prefix, read_text
 from stree_jax.decoding.traced_checks import check_keys, checked_prompts, checked_settings
 from stree_jax.decoding.types import (
     Context,

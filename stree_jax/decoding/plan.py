@@ -16,6 +16,7 @@ from stree_jax.decoding.drafters.base import Drafter
 from stree_jax.decoding.filters import MinP, TopK, TopP
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.options import Options, check_not_traced, listed_eos_tokens, options_of_rows
+from stree_jax.decoding.prefix.prefix import Prefix, continued_texts
 from stree_jax.decoding.prompts import (
     buffer_size,
     check_length,
@@ -28,7 +29,6 @@ from stree_jax.decoding.prompts import (
 )
 from stree_jax.decoding.rules import Rule, join_numbers, kind, map_rows, of_batch, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
-from stree_jax.decoding.text.prefix import Prefix, continued_texts
 from stree_jax.decoding.token_rules import MinNewTokens
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import Verifier

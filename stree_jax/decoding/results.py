@@ -11,9 +11,9 @@ import numpy as np
 
 from stree_jax.decoding.auto import AutoState
 from stree_jax.decoding.plan import Plan
+from stree_jax.decoding.prefix.prefix import Prefix
 from stree_jax.decoding.step import DRAFT_FAILED, NO_ROOM, RULED_OUT, TARGET_FAILED
 from stree_jax.decoding.stops import STOPPED, Stopping
-from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.decoding.text_stream import TextStream
 from stree_jax.decoding.types import Context, DecodeState, Limits, Statistics, TokenLogProbs
 from stree_jax.mesh.hosts import on_host
@@ -292,7 +292,8 @@ def statistics_of(
     """Sums over rows, and the ratios; with "auto" calls by tree, None: all were without drafts."""
     counts = jax.tree.map(np.asarray, statistics)
     calls, tokens = int(counts.target_calls.sum()), int(counts.emitted.sum())
-    accepted, topology = counts.accepted_per_depth.sum(axis=0), request.decoder.topology
+    topology = request.decoder.topology
+    accepted = counts.accepted_per_depth.sum(axis=0)
     accepted = np.pad(accepted, (0, topology.depth - len(accepted)))
     trees = request.choices or (topology,)
     of_trees = np.zeros((len(trees), topology.depth + 1), int)  # calls by accepted drafts

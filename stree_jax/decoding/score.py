@@ -12,8 +12,8 @@ from jax import lax
 from pallas_kernels import dispatch, log_softmax
 from stree_jax.array_types import Array, Bool, Float, Float32, Int, Lengths, Tokens
 from stree_jax.checks import check_ids, check_int
+from stree_jax.decoding.prefix.prefill import PREFILL_CHUNK, in_chunks
 from stree_jax.decoding.prompts import buffer_size, checked_prompts, in_buffers
-from stree_jax.decoding.text.prefill import PREFILL_CHUNK, in_chunks
 from stree_jax.decoding.types import Context
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS

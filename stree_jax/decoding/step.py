@@ -107,7 +107,8 @@ def _draft_and_verify(
         noise = jnp.where((sampling.temperature > 0)[:, None, None], noise, 0.0)
     step = Step(state.context, keys[:, 0], noise, sampling, processing)
 
-    draft, drafter_state = root_only(state.context), None
+    draft = root_only(state.context)
+    drafter_state = None
     if drafter is not None:
         with jax.named_scope("draft"):
             returned = drafter.propose(state.drafter, step, topology)
@@ -144,8 +145,18 @@ def _draft_and_verify(
     on_path = draft.tree.on_path(verdict.last)
     nodes = draft.tree.at_depth(on_path, jnp.arange(topology.depth + 2, dtype=jnp.int32)[None])
     return Verified(
-        *(draft, drafter_state, hidden, cache, pending, logits, processed, allows_some),
-        *(states, verdict, on_path, nodes),
+        draft=draft,
+        drafter=drafter_state,
+        hidden=hidden,
+        cache=cache,
+        pending=pending,
+        logits=logits,
+        processed=processed,
+        allows_some=allows_some,
+        processors=states,
+        verdict=verdict,
+        on_path=on_path,
+        nodes=nodes,
     )
 
 
@@ -172,7 +183,8 @@ def _emit(
 
     count, is_ruled_out = processing.cut(count, draft.tree.depth, on_path, verified.allows_some)
     room = state.context.tokens.shape[1] - depth - 1 - state.context.length
-    wanted, count = count, jnp.minimum(count, jnp.maximum(room, 0))
+    wanted = count
+    count = jnp.minimum(count, jnp.maximum(room, 0))
     used = on_path & (draft.tree.depth < count[:, None])
     target_failed = (used & ~all_finite(verified.logits)).any(axis=-1)
     failed = jnp.where(target_failed, TARGET_FAILED, jnp.where(draft.finite, 0, DRAFT_FAILED))

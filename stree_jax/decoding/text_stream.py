@@ -73,7 +73,7 @@ class TextStream:
         return None if token in self._special else self._tokenizer.id_to_token(token)
 
 
-class _Each:
+class _PerPiece:
     """A step that changes each piece alone, the first one otherwise than the others."""
 
     def __init__(self, decode: Any, before: list[str]):
@@ -154,7 +154,7 @@ class _Strip:
 def _stages(tokenizer: Tokenizer) -> list[Any]:
     """The steps of a tokenizer's decoder; each gives pieces to the next one."""
     if tokenizer.decoder is None:
-        return [_Each(" ".join, [""])]  # a space between pieces
+        return [_PerPiece(" ".join, [""])]  # a space between pieces
     stages: list[Any] = []
     is_one_text = False  # pieces are parts of one, as the steps of the package see it
     for step in decoder_steps(tokenizer):
@@ -170,7 +170,7 @@ def _stages(tokenizer: Tokenizer) -> list[Any]:
                 stages.append(_ByteRuns(decoder_of(step).decode))
             case "Replace" | "Metaspace" | "WordPiece" | "Strip" if not is_one_text:
                 before = [""] if step["type"] in ("Metaspace", "WordPiece") else []
-                stages.append(_Each(decoder_of(step).decode, before))
+                stages.append(_PerPiece(decoder_of(step).decode, before))
             case _:
                 stages.append(_Whole(decoder_of(step).decode, is_one_text))
                 is_one_text = True

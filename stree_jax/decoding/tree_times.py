@@ -117,8 +117,9 @@ def _measured(auto: AutoDrafter, state: DecodeState, limits: Limits, run: Run) -
         drafter = start.drafter._replace(choosing=start.drafter.choosing.of_all(forced=number))
         start = start._replace(drafter=drafter, done=jnp.arange(num_rows) >= rows)
         jax.block_until_ready(start)
-        began, first = time.perf_counter(), int(on_host(start.step)[0])
-        done_steps = int(on_host(run(start, limits, steps).step)[0]) - first
+        began = time.perf_counter()
+        first_step = int(on_host(start.step)[0])
+        done_steps = int(on_host(run(start, limits, steps).step)[0]) - first_step
         return time.perf_counter() - began, done_steps
 
     for _ in range(2):  # the first compiles

@@ -83,15 +83,15 @@ class BenchReport:
 
     def described(self) -> list[str]:
         """Lines: what runs, where, and with which weights."""
-        own, where = self.head["weights"], self.head["machine"]
-        cores = f"{where['processor']}, {where['cores']} cores"
-        versions = f"jax {where['jax']}, Python {where['python']}"
+        weights, host = self.head["weights"], self.head["machine"]
+        cores = f"{host['processor']}, {host['cores']} cores"
+        versions = f"jax {host['jax']}, Python {host['python']}"
         return [
             *[PLAIN_TURNS] * self.head.get("plain_turns", False),
             f"runs as {self.head['runs']}",
-            f"{where['device']}, {cores}; {versions}; load {where['load_average']:g}",
-            f"{self.head['target']}: {own['parameters'] / 1e6:,.1f} M parameters, {own['dtype']},"
-            f" {own['bytes'] / 1e6:,.1f} MB",
+            f"{host['device']}, {cores}; {versions}; load {host['load_average']:g}",
+            f"{self.head['target']}: {weights['parameters'] / 1e6:,.1f} M parameters,"
+            f" {weights['dtype']}, {weights['bytes'] / 1e6:,.1f} MB",
         ]
 
     def tables(self) -> list[Any]:
@@ -202,21 +202,22 @@ def bench(
         texts = Texts.at(folder)
         target = from_pretrained(folder)
         prompts = [
-            Question.of(texts, each, name=f"prompt {number}") if isinstance(each, str) else each
-            for number, each in enumerate(PROMPTS if prompts is None else prompts, 1)
+            Question.of(texts, prompt, name=f"prompt {i}") if isinstance(prompt, str) else prompt
+            for i, prompt in enumerate(PROMPTS if prompts is None else prompts, 1)
         ]
     check_model(target)
     if prompts is None:
         raise ValueError("bench of a loaded model needs prompts: give lists of token ids")
-    asked = [each if isinstance(each, Question) else Question(each) for each in prompts]
-    checked_prompts([each.prompt for each in asked], target.config.vocab_size)
+    questions = [prompt if isinstance(prompt, Question) else Question(prompt) for prompt in prompts]
+    token_ids = [question.prompt for question in questions]
+    checked_prompts(token_ids, target.config.vocab_size)
     common = {"key": 0, "max_new_tokens": max_new_tokens} | options
-    for texts in (each.texts for each in asked if each.turns):
+    for texts in (question.texts for question in questions if question.turns):
         common.setdefault("eos_token", texts.end_tokens(target.config) or None)
-    at_each = [Options(temperature=heat, **common) for heat in temperatures]
-    with naming([each.name or f"prompts[{i}]" for i, each in enumerate(asked)]):
-        for method, given in itertools.product(methods, at_each):  # refuses before it compiles
-            method.planned(target, Batch([each.prompt for each in asked], given))
+    settings = [Options(temperature=heat, **common) for heat in temperatures]
+    with naming([question.name or f"prompts[{i}]" for i, question in enumerate(questions)]):
+        for method, at_heat in itertools.product(methods, settings):  # refuses before it compiles
+            method.planned(target, Batch(token_ids, at_heat))
     _, whole = HybridLM.abstract(target.config)
     head = {
         "target": name or "target",
@@ -227,15 +228,16 @@ def bench(
             "dtype": target.dtype.name,
             "bytes": num_bytes(nnx.state(target)),
         },
-        "prompts": sum(max(1, len(each.turns)) for each in asked),
+        "prompts": sum(max(1, len(question.turns)) for question in questions),
         "rows": rows,
         "max_new_tokens": max_new_tokens,
-        "plain_turns": any(each.is_plain for each in asked),
+        "plain_turns": any(question.is_plain for question in questions),
     }
     report = BenchReport(head, [])
-    for given in at_each:
-        batches, before = [*turn_by_turn(target, asked, rows, given, progress)], report.rows
-        for found in compare(target, methods, batches, rounds, progress):
-            report = BenchReport(head, [*before, *found])
+    for at_heat in settings:
+        batches = [*turn_by_turn(target, questions, rows, at_heat, progress)]
+        before = report.rows
+        for records in compare(target, methods, batches, rounds, progress):
+            report = BenchReport(head, [*before, *records])
             each_round(report)
     return report

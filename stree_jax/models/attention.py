@@ -130,7 +130,7 @@ class AttentionConfig(LayerConfig):
     norm_after: bool = False
 
     has_memory: ClassVar[bool] = True
-    native_sizes: ClassVar[tuple[str, ...]] = ("head_dim",)
+    equal_to_the_bit: ClassVar[bool] = True
     equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads", "mlp_dim")
     shared_sizes: ClassVar[tuple[str, ...]] = ("num_kv_heads",)
 

@@ -108,9 +108,9 @@ class LayerConfig:
     kind: ClassVar[str]
     has_memory: ClassVar[bool] = False
     is_shared: ClassVar[bool] = False  # its output goes to the next layer's input, see `shared.py`
-    # Its sizes that must be multiples of 16, as `d_model`, for outputs of packed models to be equal
-    # to the bit in trees, batches and chunks; None: they are not.
-    native_sizes: ClassVar[tuple[str, ...] | None] = None
+    # Whether outputs of packed models are equal to the bit in trees, batches and chunks, where XLA
+    # chooses the order of no sum.
+    equal_to_the_bit: ClassVar[bool] = False
     # On a mesh: fields that its shards split equally, and numbers of units of which neighbours may
     # hold the same one.
     equal_sizes: ClassVar[tuple[str, ...]] = ()

@@ -141,10 +141,10 @@ class MixerModule(Made):
     ) -> Float[Array, "B T C"]:
         """A sequence after the convolution, which has no activation.
 
-        A packed model runs the op of trees: a token has the same outputs, to the bit.
+        If sums have one order, the op of trees runs: a token has the same outputs, to the bit.
         """
         weight, bias = self.conv()
-        if not self.in_proj.kernel.storage.is_packed:
+        if not self.in_proj.kernel.storage.sums_in_one_order:
             return causal_conv1d(inputs, conv_state, weight, bias)
         index = sequence_gather_index(inputs, len(weight))
         return self.run(tree_conv1d, inputs, conv_state, weight, bias, index)

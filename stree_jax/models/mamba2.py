@@ -67,7 +67,7 @@ class RecurrentConfig(LayerConfig):
 
     conv_width: int
     has_memory: ClassVar[bool] = True
-    native_sizes: ClassVar[tuple[str, ...]] = ("head_dim", "state_size")
+    equal_to_the_bit: ClassVar[bool] = True
     dtype_of_x: ClassVar[DTypeLike | None] = None  # in pending records; None: that of the others
 
     @property
@@ -277,10 +277,10 @@ def convolved(
 ) -> tuple[Mamba2Pending, Array]:
     """A sequence's record and queries after the convolution of a mixer.
 
-    A packed model runs the op of trees: a token has the same outputs, to the bit.
+    If sums have one order, the op of trees runs: a token has the same outputs, to the bit.
     """
     layout, (weight, bias), dt_bias = mixer.config.layout, mixer.conv(), mixer.dt_bias[...]
-    if mixer.in_proj.kernel.storage.is_packed:
+    if mixer.in_proj.kernel.storage.sums_in_one_order:
         index = sequence_gather_index(projected, len(weight))
         arrays = projected, weight, bias, dt_bias, conv_state, index
         pending, queries, _ = mixer.run(tree_conv1d_layer, *arrays, layout=layout)
@@ -314,10 +314,10 @@ class Mamba2Mixer(MixerModule):
         self, u: Array, cache: Mamba2Cache, valid: Array, lengths: Lengths
     ) -> tuple[Array | DeferredRMSNorm, Mamba2Cache]:
         projected, layout = self._project(u), self.config.layout
-        is_packed = self.in_proj.kernel.storage.is_packed
+        in_one_order = self.in_proj.kernel.storage.sums_in_one_order
         (x, dt, B, conv_input), C = convolved(self, projected, cache.conv, valid)
         dt = jnp.where(valid[..., None], dt, 0.0)
-        gate = self._gate(projected) if is_packed or self.norm_spans_shards else None
+        gate = self._gate(projected) if in_one_order or self.norm_spans_shards else None
         D = jnp.broadcast_to(self.D[...].reshape(layout.num_heads, -1), x.shape[2:])
         y, state = self.run(
             ssd,

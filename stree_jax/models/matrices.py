@@ -71,6 +71,8 @@ class Storage:
     axis: int  # of inputs
 
     is_packed: ClassVar[bool] = False
+    # Products add up a row in one order, whatever the other rows: layers then run ops that do too.
+    sums_in_one_order: ClassVar[bool] = False
 
     @property
     def is_quantized(self) -> bool:
@@ -131,11 +133,11 @@ class Storage:
 
         XLA's of 512 rows is one launch on a GPU too, and by its cost model moves no more bytes.
         """
-        return implementation if self.is_packed else "xla"
+        return "xla"
 
     def cleared(self, x: Array, valid: Array) -> Array:
-        """Rows with zeros on padding if it is packed, whose products skip them."""
-        return jnp.where(valid, x, 0) if self.is_packed else x
+        """Rows as its products take them: with zeros on padding, where that is skipped."""
+        return x
 
     def unpacked(self) -> Any:
         """What is stored elsewhere than on a CPU."""
@@ -171,7 +173,13 @@ class Packed(Storage):
     That of a table is its transpose, so tokens are columns.
     """
 
-    is_packed = True
+    is_packed = sums_in_one_order = True
+
+    def norms_of_sequences(self, implementation: str | None) -> str | None:
+        return implementation
+
+    def cleared(self, x: Array, valid: Array) -> Array:
+        return jnp.where(valid, x, 0)
 
     @property
     def dtype(self) -> Any:

@@ -37,7 +37,7 @@ class MlpConfig(LayerConfig):
     gate_multiplier: float = 1.0
     output_multiplier: float = 1.0
     norm_after: bool = False
-    native_sizes: ClassVar[tuple[str, ...]] = ()
+    equal_to_the_bit: ClassVar[bool] = True
     equal_sizes: ClassVar[tuple[str, ...]] = ("hidden_size",)
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 from pallas_kernels import expert_mlps
-from pallas_kernels.numerics import rounded
+from pallas_kernels.numerics import rounded, sum_in_order
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
@@ -58,7 +58,7 @@ class MoeConfig(LayerConfig):
     activation: str = "silu"
     gated: bool = True
     norm_eps: float = 1e-20
-    native_sizes: ClassVar[tuple[str, ...]] = ()
+    equal_to_the_bit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_active", "hidden_size"):
@@ -118,10 +118,10 @@ class MoeConfig(LayerConfig):
         return Sizes(equal, {})
 
     def local(self, shards: int) -> "MoeConfig":
-        own = dataclasses.replace(self, shared_size=share(self.shared_size, shards))
+        config = dataclasses.replace(self, shared_size=share(self.shared_size, shards))
         if self.by_expert(shards):
-            return MoeShardConfig(**vars(own), experts_held=share(self.num_experts, shards))
-        return dataclasses.replace(own, hidden_size=share(self.hidden_size, shards))
+            return MoeShardConfig(**vars(config), experts_held=share(self.num_experts, shards))
+        return dataclasses.replace(config, hidden_size=share(self.hidden_size, shards))
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         hidden, experts = (self.hidden_size, 1), Cut(0, ((self.num_experts, 1),))
@@ -198,18 +198,19 @@ class MixtureOfExperts(Pointwise):
         scores = self.router.product(tokens.astype(jnp.float32), wide=True)
         if self.correction is None:
             best, chosen = lax.top_k(scores, c.num_active)
-            return jax.nn.softmax(best, axis=-1), chosen
+            weights = jnp.exp(best - lax.stop_gradient(best[:, :1]))  # the first is the largest
+            return weights / sum_in_order(weights), chosen
         scores = jax.nn.sigmoid(scores)
         preference = scores + self.correction[...].astype(jnp.float32)[None]
         if c.num_router_groups > 1:
             grouped = preference.reshape(len(tokens), c.num_router_groups, -1)
-            group_scores = lax.top_k(grouped, 2)[0].sum(axis=-1)
+            group_scores = sum_in_order(lax.top_k(grouped, 2)[0])[..., 0]
             _, groups = lax.top_k(group_scores, c.num_active_groups)
-            own = jnp.arange(c.num_router_groups, dtype=jnp.int32)[None, None]
-            allowed = (groups[..., None] == own).any(axis=1)
+            numbers = jnp.arange(c.num_router_groups, dtype=jnp.int32)[None, None]
+            allowed = (groups[..., None] == numbers).any(axis=1)
             preference = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(scores.shape)
         _, chosen = lax.top_k(preference, c.num_active)
         weights = jnp.take_along_axis(scores, chosen, axis=1)
         if c.normalise:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + c.norm_eps)
+            weights = weights / (sum_in_order(weights) + c.norm_eps)
         return weights * c.scale, chosen

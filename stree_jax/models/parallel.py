@@ -29,7 +29,7 @@ class ParallelConfig(LayerConfig):
     attention: AttentionConfig
 
     has_memory: ClassVar[bool] = True
-    native_sizes: ClassVar[tuple[str, ...]] = ()
+    equal_to_the_bit: ClassVar[bool] = True
 
     def check_next(self, below: LayerConfig | None) -> None:
         self.attention.check_next(below)

@@ -51,7 +51,7 @@ class SharedConfig(LayerConfig):
     mlp: MlpConfig | None = None
 
     has_memory: ClassVar[bool] = True
-    native_sizes: ClassVar[tuple[str, ...]] = ()
+    equal_to_the_bit: ClassVar[bool] = True
     is_shared: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ class ShortConvConfig(LayerConfig):
     bias: bool = False
 
     has_memory: ClassVar[bool] = True
-    native_sizes: ClassVar[tuple[str, ...]] = ("num_channels",)
+    equal_to_the_bit: ClassVar[bool] = True
     equal_sizes: ClassVar[tuple[str, ...]] = ("num_channels",)
 
     def __post_init__(self) -> None:

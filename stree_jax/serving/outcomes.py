@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from stree_jax.decoding.prefix.prefix import Prefix
 from stree_jax.decoding.results import Ended, NewTokens, Pieces, failure, statistics_of
 from stree_jax.decoding.stops import Stopping
-from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.decoding.types import Statistics, TokenLogProbs
 from stree_jax.serving.types import Completion, Event, Job
 

@@ -15,14 +15,14 @@ from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.plan import Plan, Row, limits_of, placed_sampling, sampling_of
-from stree_jax.decoding.results import Ended
-from stree_jax.decoding.text.prefix import (
+from stree_jax.decoding.prefix.prefix import (
     Prefix,
     cache_shapes,
     check_origin,
     fits,
     origin_of,
 )
+from stree_jax.decoding.results import Ended
 from stree_jax.decoding.tree_times import DraftHistory
 from stree_jax.decoding.types import DecodeState, Limits
 from stree_jax.mesh.hosts import on_host

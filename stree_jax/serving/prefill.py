@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder
+from stree_jax.decoding.prefix.prefill import PREFILL_CHUNK
+from stree_jax.decoding.prefix.prefix import Prefix, stacked
 from stree_jax.decoding.prompts import buffer_size, in_buffers
-from stree_jax.decoding.text.prefill import PREFILL_CHUNK
-from stree_jax.decoding.text.prefix import Prefix, stacked
 from stree_jax.decoding.types import Context
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.rows import row_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from stree_jax.decoding.text.prefix import Prefix
+from stree_jax.decoding.prefix.prefix import Prefix
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import MAX_STEPS
 from stree_jax.decoding.plan import Plan, Row, check_together, plan
+from stree_jax.decoding.prefix.prefix import Prefix, continued_texts
 from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
-from stree_jax.decoding.text.prefix import Prefix, continued_texts
 from stree_jax.decoding.verifiers import Verifier, verifier_of
 from stree_jax.decoding.way import Topology, Way
 from stree_jax.messages import shown

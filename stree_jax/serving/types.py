@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from stree_jax.decoding.options import Options, explained
 from stree_jax.decoding.plan import Plan
+from stree_jax.decoding.prefix.prefix import Prefix
 from stree_jax.decoding.results import DecodeStatistics, Piece
-from stree_jax.decoding.text.prefix import Prefix
 from stree_jax.serving.prefill import Prefill
 
 

@@ -3,14 +3,15 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from pallas_kernels import dispatch, native
+from pallas_kernels import dispatch, log_softmax
 from stree_jax.checks import check_ids
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.generate import generate
@@ -23,10 +24,17 @@ from stree_jax.decoding.sampling import filtered_logits, position_noise, token_l
 from stree_jax.decoding.types import Context
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.decoding.way import Topology, Way
+from stree_jax.models.cache import empty_path
 from stree_jax.models.lm import HybridLM
+from stree_jax.tree import TreeTopology
 
 # Ragged: a prompt of one token, and one whose repetitions prompt lookup finds.
 PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+
+# Operations of jax that take several numbers to one, in an order that is not written.
+_SUMS = {"conv_general_dilated", "dot_general", "ragged_dot_general", "reduce", "reduce_window"}
+_SUMS |= {"cumlogsumexp", "cumprod", "cumsum", "reduce_prod", "reduce_sum", "reduce_window_sum"}
+_SUMS |= {"scatter-add", "scatter-mul"}
 
 
 @jax.transfer_guard("allow")
@@ -81,7 +89,8 @@ def assert_lossless(
         )
     size = model.config.vocab_size
     prompts = [[t % size for t in row] for row in PROMPTS] if prompts is None else prompts
-    way, generations = Way(drafter, topology, verifier), []
+    way = Way(drafter, topology, verifier)
+    generations = []
     defaults = {"max_new_tokens": 24, "key": 0, "log_probs": to_the_bit}
     for temperature in temperatures:
         row_options = Options(**{**defaults, "temperature": temperature, **options})
@@ -129,7 +138,8 @@ def assert_same_text(
     for (path, mine), reference in leaves:
         mine, reference = np.asarray(mine), np.asarray(reference)
         np.testing.assert_allclose(
-            *(mine, reference),
+            mine,
+            reference,
             # Of the largest value, autoregressive decoding and a prefill of its text differ by up
             # to 1.1e-5 (the last convolution state of six layers), trees by up to 1.6e-5.
             rtol=0 if to_the_bit else 1e-4,
@@ -141,21 +151,48 @@ def assert_same_text(
 def bits_obstacle(model: HybridLM) -> str | None:
     """Why a token's log-probabilities are not the same to the bit in every tree, batch and chunk.
 
-    None: they are. This holds on a CPU with native code, for packed models whose sizes it takes.
+    None: they are. This holds on a CPU for packed models whose sums are all in native code, or in
+    an order that is written. It traces the model on a sequence and on a tree.
     """
-    if dispatch.device_of(model).platform != "cpu" or model.implementation not in (None, "native"):
+    if dispatch.device_of(model).platform != "cpu":
         return "native code does not run it"
-    if missing := native.obstacle():
-        return missing
-    if not model.output_head.storage.is_packed:
+    if not model.output_head.storage.sums_in_one_order:
         return "its matrices are not packed; model.packed() are"
-    sizes, parts = {"d_model": model.config.d_model}, [*model.config.distinct_layers]
+    parts = [*model.config.distinct_layers]
     for part in parts:
-        if part.native_sizes is None:
+        if not part.equal_to_the_bit:
             return f"layers of kind {part.kind!r} do not promise it"
-        sizes |= {f"{part.kind}.{name}": getattr(part, name) for name in part.native_sizes}
         parts += part.parts.values()
-    return native.unsupported(**sizes)
+    with dispatch.on(model), dispatch.recorded() as ran:
+        program = jax.make_jaxpr(_log_probs)(model)
+    for scope in xla_sums(program.jaxpr):
+        how = ran.get(scope.rpartition("/")[2])
+        return f"XLA chooses the order of sums in {scope}" + (f" ({how})" if how else "")
+    return None
+
+
+def xla_sums(program: Jaxpr, scope: str = "") -> Iterator[str]:
+    """Yields the scope of each sum of floats in a program whose order is left to XLA."""
+    for equation in program.eqns:
+        stack = str(equation.source_info.name_stack)
+        inside = "/".join(filter(None, (scope, stack)))
+        results: list[Any] = [variable.aval for variable in equation.outvars]
+        is_sum = equation.primitive.name in _SUMS
+        if is_sum and any(jnp.issubdtype(result.dtype, jnp.inexact) for result in results):
+            yield inside
+        for inner in jaxprs_in_params(equation.params):
+            yield from xla_sums(inner, inside)
+
+
+def _log_probs(model: HybridLM) -> Any:
+    """What a model computes of a sequence, and of a tree after a replay."""
+    tokens, lengths = jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32)
+    hidden, cache = model.prefill_hidden(tokens, lengths, model.init_cache(1, 4))
+    tree, path = TreeTopology.chain(1).tree(jnp.ones((1, 2), bool)), empty_path(1, 2)
+    replay = model.init_pending(1, 2), path
+    logits, pending, cache = model.tree_forward(tokens, tree, cache, replay=replay)
+    after = model.replay(cache, pending, path)
+    return log_softmax(model.logits(hidden)), log_softmax(logits), after
 
 
 class Difference(NamedTuple):
@@ -207,14 +244,14 @@ def processed_after(
     rows, length = prompts.shape
     context = Context(jnp.asarray(prompts, jnp.int32), jnp.full(rows, length, jnp.int32))
     rule = Processing(processors, first_states(processors, context, logits.shape[-1]))
-    states, found = rule.room(1), []
+    states, processed = rule.room(1), []
     for at in range(new_tokens.shape[1] + 1):
         place = at - new_tokens.shape[1] + logits.shape[1] - 1
         if place >= 0:
-            found.append(rule(logits[:, place : place + 1], states))
+            processed.append(rule(logits[:, place : place + 1], states))
         if at < new_tokens.shape[1]:
             states = rule.advance(states, jnp.asarray(new_tokens[:, at : at + 1], jnp.int32))
-    return jnp.concatenate(found, axis=1)
+    return jnp.concatenate(processed, axis=1)
 
 
 @jax.transfer_guard("allow")

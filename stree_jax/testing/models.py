@@ -210,7 +210,7 @@ def tiny_model(
     """The random model of a config in `CONFIGS`; the same object for the same arguments."""
     if name not in CONFIGS:
         raise ValueError(f"no tiny model {shown(name)}; known: {sorted(CONFIGS)}")
-    model = _made_once(CONFIGS[name], seed, dtype=dtype, implementation=implementation)
+    model = _cached_model(CONFIGS[name], seed, dtype=dtype, implementation=implementation)
     assert model.config is CONFIGS[name], "a test changed the shared model; clone it first"
     return model
 
@@ -224,7 +224,7 @@ def random_model(
     return randomised(nnx.merge(structure, weights), seed)
 
 
-_made_once = functools.cache(random_model)
+_cached_model = functools.cache(random_model)
 
 
 @jax.transfer_guard("allow")
@@ -281,9 +281,9 @@ def _drawn(kind: str, key: Array, i: int, shape: tuple[int, ...]) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _draw(kind: str, key: Array, i: int | Array, size: int) -> Array:
-    own = jax.random.split(key, MOST_ARRAYS)[i]
+    array_key = jax.random.split(key, MOST_ARRAYS)[i]
     draw = {"normal": jax.random.normal, "uniform": jax.random.uniform}[kind]
-    return draw(own, (size,), jnp.float32)
+    return draw(array_key, (size,), jnp.float32)
 
 
 @jax.transfer_guard("allow")

@@ -37,7 +37,6 @@ CASES = base.table(
         "bf16": dict(bf16=True),
         "bf16, wide states": dict(layout=dataclasses.replace(PLAIN, state_size=256), bf16=True),
         "bf16, gate, no norm": dict(normed=False, bf16=True),
-        "prefix of the root": dict(nodes=5, prefix=1),
         "prefix, blocks of nodes": dict(nodes=40, replayed=18, prefix=21, bf16=True),
         "blocks of channels": dict(layout=WIDE, nodes=3),
         "repeated after the convolution": dict(
@@ -248,5 +247,5 @@ def lacks(case, implementation):
 MAMBA2_LAYER = Op(
     *(CASES, errors, budgets, base.WITH_NATIVE),
     lacks=lacks,
-    slow=("gate, no norm", "prefix of the root"),
+    slow=("gate, no norm",),
 )

@@ -23,6 +23,8 @@ CASES = base.table(
         "all are needed": dict(share=1.0),
         "all are needed, counts": dict(share=1.0, counts=True),
         "no threshold will do": dict(share=1.5),
+        "a share": dict(is_share=True),
+        "a share of counts": dict(is_share=True, counts=True),
         "small": dict(scale=1e-37),
         "infinite": dict(special=np.inf, share=0.05),
         "infinite, counts": dict(special=np.inf, counts=True, share=0.01),
@@ -34,6 +36,7 @@ CASES = base.table(
     kinds=0,  # different values; 0: all differ
     counts=False,
     share=0.3,  # of the sum of all
+    is_share=False,
     scale=1.0,
     special=None,  # what some values are
 )
@@ -54,8 +57,10 @@ def errors(case, implementation):
         summands = np.ones_like(summands)
     all_of_them = np.where(values > 0, summands, 0).sum(axis=-1, keepdims=True)
     least = np.ceil(16 * case.share * all_of_them) / 16
-    run = jax.jit(functools.partial(largest_threshold, implementation=implementation))
-    got = run(values, None if case.counts else summands, base.on_device(least))
+    options = dict(is_share=case.is_share, implementation=implementation)
+    run = jax.jit(functools.partial(largest_threshold, **options))
+    needed = np.full_like(least, case.share) if case.is_share else least
+    got = run(values, None if case.counts else summands, base.on_device(needed))
     rows = (array.reshape(-1, array.shape[-1]) for array in (values, summands))
     truth = reference.largest_threshold(*rows, least.reshape(-1))
     np.testing.assert_array_equal(got, truth.reshape(*case.rows, 1))

@@ -29,7 +29,6 @@ CASES = base.table(
     {
         "root only": dict(nodes=1, replayed=1),
         "tree, and a row with an empty path": {},
-        "prefix of the root": dict(nodes=5, prefix=1),
         "prefix, blocks of nodes": dict(nodes=40, replayed=38, prefix=21, capacity=90),
         "shared among programs": dict(splits=3),
         "shared, more nodes than a block": dict(
@@ -132,5 +131,4 @@ def budgets(case):
 TREE_ATTENTION_LAYER = Op(
     *(CASES, errors, budgets, base.WITH_NATIVE),
     lacks=base.native_lacks_bf16,
-    slow=("prefix of the root",),
 )

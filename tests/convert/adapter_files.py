@@ -20,13 +20,13 @@ TUNED = {
 }
 
 
-def pairs(weights, *modules, rank=3, prefix="base_model.model.", own=lambda name: name):
+def pairs(weights, *modules, rank=3, prefix="base_model.model.", renamed=lambda name: name):
     """Random pairs of matrices for modules of these weights, by PEFT's names."""
     rng, found = np.random.default_rng(7), {}
     for module in modules:
         rows, columns = weights[f"{module}.weight"].shape
         for half, shape in (("A", (rank, columns)), ("B", (rows, rank))):
-            name = f"{prefix}{own(module)}.lora_{half}.weight"
+            name = f"{prefix}{renamed(module)}.lora_{half}.weight"
             found[name] = rng.normal(size=shape).astype(np.float32)
     return found
 

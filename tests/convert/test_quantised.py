@@ -132,11 +132,10 @@ def test_damaged_weights(form, end, damage, message, tmp_path):
     lost = parts.pop(end, None)
     if damage is not None:
         parts[end] = np.asarray(damage(lost) if callable(damage) else damage)
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        plain_of(tmp_path, said, {f"x.weight{end}": x for end, x in parts.items()}).tensors[
-            "x.weight"
-        ].read()
-    assert "\n" not in str(error.value)
+    tensors = {f"x.weight{end}": x for end, x in parts.items()}
+    checkpoints.refusal(
+        re.escape(message), lambda: plain_of(tmp_path, said, tensors).tensors["x.weight"].read()
+    )
 
 
 MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
@@ -230,9 +229,9 @@ HELD = [
 def test_a_weight_is_as_its_config_says(said, make, message, tmp_path):
     """Not one of other values, because a tensor was lost, or the config is another model's."""
     parts, _ = make(np.random.default_rng(0), (6, 32))
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        plain_of(tmp_path, said, {f"x.weight{end}": part for end, part in parts.items()})
-    assert str(tmp_path) in str(error.value)
+    tensors = {f"x.weight{end}": part for end, part in parts.items()}
+    told = checkpoints.refusal(re.escape(message), plain_of, tmp_path, said, tensors)
+    assert str(tmp_path) in told
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -15,16 +15,10 @@ from tests.helpers import some
 from tests.methods import CHAIN, PROMPTS, TREE
 
 # Their layers are those of others.
-OF_OTHERS = ("bamba", "mamba_in_llama", "granite_moe", "qwen3_5", "mixed")
+OF_OTHERS = {"bamba", "mamba_in_llama", "granite_moe", "qwen3_5", "mixed"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(n, marks=pytest.mark.slow) for n in OF_OTHERS),
-        *some([n for n in HYBRIDS if n not in OF_OTHERS], "nemotron_h"),
-    ],
-)
+@pytest.mark.parametrize("name", some(sorted({*HYBRIDS} - OF_OTHERS), "nemotron_h"))
 def test_gradients_are_finite_and_reach_all_weights(name):
     model = tiny_model(f"{name} hybrid")
     structure, weights = nnx.split(model)

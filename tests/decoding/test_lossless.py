@@ -60,8 +60,6 @@ ELSEWHERE = ("best of heads", "mtp head", *OF_HEADS, "told", *MIXED)
 RARE = (
     *("paper B", "paper C", "paper D", "paper E", "best tokens"),
     *("mtp head, deep", "mtp head, beam", "mtp head, dynamic"),
-    # Like "branching", "budget of 2" and "a padded vocabulary", whose draft has another shape, too.
-    *("complete", "budget of 3", "another shape"),
 )
 # One method of each kind of drafter.
 OF_EACH_DRAFTER = (
@@ -81,15 +79,13 @@ TABLE = [
     ("plain", "ragged", "ruled"),
     ("qwen3_5 hybrid, int8", "ragged", "mixed"),
 ]
-# More of the same, run by `make test-slow`. Of "mamba2attn hybrid | dynamic | mixed", the cell of
-# temperature 0 proves the family with the method, and that of "plain" the ways of sampling.
+# More of the same, run by `make test-slow`.
 SLOW = [
     *((family, "ragged", "mixed") for family in PURE),
     *((f"{family} hybrid", "ragged", "mixed") for family in HYBRIDS),
     *(("plain", method, "zero") for method in RARE),
     *(("plain", method, "mixed") for method in (*RARE, "chain of 6", "deep")),
     ("mamba2attn hybrid", "one wide level", "zero"),
-    ("mamba2attn hybrid", "dynamic", "mixed"),
     ("falcon_h1 hybrid", "best of heads", "mixed"),
     ("falcon_h1 hybrid", "another family", "zero"),
     ("falcon_h1 hybrid", "dynamic", "mixed"),

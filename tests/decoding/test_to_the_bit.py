@@ -16,14 +16,17 @@ from pallas_kernels import native
 from pallas_kernels.native import build_backend
 from stree_jax.models.cache import empty_path
 from stree_jax.models.layer import Path
-from stree_jax.testing import CONFIGS, assert_lossless, perturbed, random_model
-from tests.decoding.texts import in_native_sizes
+from stree_jax.models.moe import MoeConfig
+from stree_jax.testing import CONFIGS, assert_lossless, bits_obstacle, perturbed, random_model
+from stree_jax.testing.exactness import xla_sums
+from tests.decoding.texts import Row, in_native_sizes, planned, started
 from tests.extensions import dflash_files, eagle3_files
 from tests.helpers import heads_of, mtp_head_of, some
 
 pytestmark = pytest.mark.skipif(native.obstacle() is not None, reason="native code does not run")
 
 LENGTH = 77  # more than a block of 64 keys
+LONG = 600  # more than a chunk of a prompt; with 8 experts XLA's sums had another order
 TREES = {
     "chain": st.TreeTopology.chain(4),
     "tree": st.TreeTopology.from_branching((3, 2, 1)),
@@ -51,7 +54,7 @@ def run(model, tokens, tree, cache, pending, path):
 
 def in_chunks(model, text, size):
     """Logits of a text, the first of three rows that are read in chunks."""
-    cache, found = model.init_cache(3, LENGTH), []
+    cache, found = model.init_cache(3, len(text)), []
     for start in range(0, len(text), size):
         some = text[start : start + size]
         tokens = np.zeros((3, size), np.int32)
@@ -117,6 +120,68 @@ def test_log_probs_op_by_op(family):
 @pytest.mark.parametrize("kind", some(["bfloat16", "int8"], "bfloat16"))
 def test_types(kind):
     check(model_of("falcon_h1 hybrid", kind))
+
+
+def with_many_experts(family, **sizes):
+    """A model in which each token has 8 experts of 24, if it has experts."""
+    config, many = in_native_sizes(CONFIGS[family]), dict(num_experts=24, num_active=8)
+    layers = tuple(
+        dataclasses.replace(layer, **many) if isinstance(layer, MoeConfig) else layer
+        for layer in config.layers
+    )
+    return random_model(dataclasses.replace(config, layers=layers, **sizes)).packed()
+
+
+ROUTED = ["granite_moe hybrid", "nemotron_h hybrid", "lfm2_moe hybrid", "qwen3_next hybrid"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", [*ROUTED, "mamba_in_llama hybrid", "falcon_h1 hybrid"])
+def test_long_prompts(family):
+    """Chunks of 512 and of 64 tokens, and eight texts at once, in a wide model."""
+    model = with_many_experts(family, d_model=1024, vocab_size=3001)
+    text = np.random.default_rng(1).integers(model.config.vocab_size, size=(8, LONG))
+    want = in_chunks(model, text[0], 512)
+    assert np.isfinite(want).all()
+    np.testing.assert_array_equal(in_chunks(model, text[0], 64), want)
+    alone, together = st.score(model, text[:1].tolist()), st.score(model, text.tolist())
+    np.testing.assert_array_equal(together[0], alone[0])
+
+
+@pytest.mark.parametrize("family", ROUTED[:2])
+def test_routers(family):
+    """Of a layer, and of 600 tokens and of 64."""
+    model = with_many_experts(family)
+    (*_, layer) = (each.mixer for each in model.blocks if each.kind == "moe")
+    tokens = np.random.default_rng(0).normal(size=(LONG, model.config.d_model)).astype(np.float32)
+    route = jax.jit(lambda layer, tokens: layer._route(tokens)[0])
+    parts = [route(layer, tokens[at : at + 64]) for at in range(0, LONG, 64)]
+    np.testing.assert_array_equal(np.concatenate(parts), route(layer, tokens))
+
+
+def test_obstacles_are_those_of_what_runs():
+    """Groups of a gated norm have 24 channels, which native code does not take."""
+    groups = dict(norm_groups=2, num_heads=3)
+    config = in_native_sizes(CONFIGS["plain"])
+    mamba2 = dataclasses.replace(config.mamba2, **groups)
+    model = random_model(dataclasses.replace(config, mamba2=mamba2)).packed()
+    assert "gated_rms_norm (xla, since channels = 24 is not a" in bits_obstacle(model)
+
+
+@pytest.mark.parametrize("family", some(CONFIGS, "nemotron_h hybrid"))
+def test_no_order_of_sums_is_left_to_xla(family):
+    """In a step with drafts and filters, and in what scores texts."""
+    model = model_of(family)
+    assert bits_obstacle(model) is None
+    rows = [Row((1, 2, 3), 0, 1.0, 8, 0.9), Row((1,), 0, 0.7, 0, 0.9)]
+    drafts = dict(drafter=st.ModelDrafter(perturbed(model, 0.05)))
+    request = planned(model, rows, [dict(min_p=0.01, log_probs=True)] * 2, **drafts)
+    state = started(model, request)
+    arguments = request.drafter, state, request.limits, request.sampling
+    step = jax.make_jaxpr(lambda *arguments: request.decoder.step(*arguments))(model, *arguments)
+    assert not [*xla_sums(step.jaxpr)]
+    texts = jax.make_jaxpr(st.text_log_probs)(model, jnp.zeros((2, 40), jnp.int32))
+    assert not [*xla_sums(texts.jaxpr)]
 
 
 def test_log_probs_of_a_text_are_those_of_its_generation():

@@ -26,7 +26,6 @@ def parents_of_trees(draw, max_nodes=12):
         (TreeTopology.beam(2, 3), (-1, 0, 0, 1, 2, 3, 4)),
         (TreeTopology.beam(2, 0), (-1,)),
         (TreeTopology.budget(1, 0), (-1,)),
-        (TreeTopology.budget(2, 1), (-1, 0)),
         (TreeTopology.budget(4, 3), (-1, 0, 1, 2)),
         (TreeTopology.budget(4, 1), (-1, 0, 0, 0)),
         (TreeTopology.budget(7, 3), (-1, 0, 0, 0, 0, 1, 5)),

@@ -58,7 +58,7 @@ def files(dspark=False, vocab=VOCAB, **changes):
     return config, tensors
 
 
-def saved(path, dspark=False, own=(), **options):
+def saved(path, dspark=False, replaced=(), **options):
     """Writes a head, with some tensors changed."""
     config, tensors = files(dspark, **options)
-    return checkpoints.write_safetensors(path, config, tensors | dict(own))
+    return checkpoints.write_safetensors(path, config, tensors | dict(replaced))

@@ -64,9 +64,9 @@ def tensors(vocab=VOCAB, num_inner=3):
     return made | {"d2t": chosen - np.arange(OWN), "t2d": drafted}
 
 
-def saved(path, changes=(), own=(), vocab=VOCAB, layers=LAYERS):
+def saved(path, changes=(), replaced=(), vocab=VOCAB, layers=LAYERS):
     """Writes a head for a target of this vocabulary, with some fields and tensors changed."""
-    weights = tensors(vocab, len(layers)) | dict(own)
+    weights = tensors(vocab, len(layers)) | dict(replaced)
     eagle = {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True}
     config = CONFIG | {"vocab_size": vocab, "eagle_config": eagle}
     return checkpoints.write_safetensors(path, config | dict(changes), weights)

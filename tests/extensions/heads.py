@@ -51,32 +51,32 @@ def medusa(name):
 
 
 def mtp(name, **options):
-    target, (values, _, own) = tiny_model(name), mtp_files.files(**options)
+    target, (values, _, weights) = tiny_model(name), mtp_files.files(**options)
     head = from_files(mtp_files.saved, st.load_mtp, target, **options)
-    exact = numpy_heads.Mtp(values, own | of_target(target))
+    exact = numpy_heads.Mtp(values, weights | of_target(target))
     return Parts("mtp", target, head, st.MtpDrafter, exact)
 
 
 def qwen(name=None, **options):
     """Qwen's head, for the target of its own checkpoint or another one."""
-    values, _, own = qwen_files.files(**options)
+    values, _, weights = qwen_files.files(**options)
     with tempfile.TemporaryDirectory() as folder:
         path = qwen_files.saved(Path(folder), **options)
         target = tiny_model(name) if name else st.from_pretrained(path)
         head = st.load_mtp(path, target)
     return Parts(
-        "mtp", target, head, st.MtpDrafter, numpy_heads.Qwen(values, own | of_target(target))
+        "mtp", target, head, st.MtpDrafter, numpy_heads.Qwen(values, weights | of_target(target))
     )
 
 
-def eagle3(own=False):
+def eagle3(embeds=False):
     target, changes, tensors = tiny_model("nemotron_h hybrid"), {}, {}
     weights = eagle3_files.tensors() | of_target(target)
-    if own:  # its own embedding
+    if embeds:  # by its own embedding
         changes = dict(norm_before_residual=True)
         weights["embedding"] = np.random.default_rng(1).normal(size=(37, 16)).astype(np.float32)
         tensors = {"embed_tokens.weight": weights["embedding"]}
-    head = from_files(eagle3_files.saved, st.load_eagle3, target, changes=changes, own=tensors)
+    head = from_files(eagle3_files.saved, st.load_eagle3, target, changes=changes, replaced=tensors)
     exact = numpy_heads.Eagle3(eagle3_files.CONFIG | changes, weights)
     return Parts("eagle3", target, head, st.Eagle3Drafter, exact)
 
@@ -99,7 +99,7 @@ HEADS = {
     "mtp, qwen": qwen,
     "mtp, qwen, experts": lambda: qwen("plain", experts=True),
     "eagle3": eagle3,
-    "eagle3, its own embedding": lambda: eagle3(own=True),
+    "eagle3, its own embedding": lambda: eagle3(embeds=True),
     "dflash": dflash,
     "dflash, dspark": lambda: dflash(dspark=True),
 }
@@ -122,6 +122,6 @@ def states_of(model, text, inner=()):
     padded = np.pad(np.asarray(text, np.int32), (0, 96 - len(text)))[None]
     states = np.asarray(hidden_of(model, padded, tuple(inner)))[0, : len(text)]
     last, width = states[:, : model.config.d_model], model.config.d_model
-    own = model.config.logits_multiplier * last @ np.asarray(model.output_head[...]).T
-    np.testing.assert_allclose(own, np.asarray(apply(model, padded))[0, : len(text)], atol=1e-4)
+    logits = model.config.logits_multiplier * last @ np.asarray(model.output_head[...]).T
+    np.testing.assert_allclose(logits, np.asarray(apply(model, padded))[0, : len(text)], atol=1e-4)
     return states[:, width:] if inner else last

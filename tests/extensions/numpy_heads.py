@@ -153,9 +153,9 @@ class Eagle3(Head):
         return x + self.mlp(self.norm(x, "midlayer.post_attention_layernorm"), "midlayer.mlp")
 
     def output(self, above):
-        own = self.w["lm_head.weight"] @ self.norm(above, "norm")
+        logits = self.w["lm_head.weight"] @ self.norm(above, "norm")
         full = np.full(len(self.w["t2d"]), -np.inf)
-        full[np.arange(len(own)) + self.w["d2t"].astype(int)] = own
+        full[np.arange(len(logits)) + self.w["d2t"].astype(int)] = logits
         return full
 
 
@@ -180,7 +180,7 @@ class DFlash(Head):
 
     def __init__(self, config, weights):
         super().__init__(config, weights)
-        self.own = config.get("dflash_config") or config
+        self.fields = config.get("dflash_config") or config
         self.dspark = config["architectures"] == ["Qwen3DSparkModel"]
         names = {"embed_tokens.weight": "embedding", "lm_head.weight": "lm_head"}
         self.w |= {new: self.w[name] for name, new in names.items() if name in self.w}
@@ -209,7 +209,7 @@ class DFlash(Head):
         """Those of the block at the text's last token, at the places with drafts."""
         config, before = self.config, len(text) - 1
         size = config["block_size"]
-        x = self.w["embedding"][[text[-1]] + [self.own["mask_token_id"]] * (size - 1)]
+        x = self.w["embedding"][[text[-1]] + [self.fields["mask_token_id"]] * (size - 1)]
         for layer, kind in enumerate(config["layer_types"]):
             keys, values = self.cached(layer, states[:before])
             u = self.norm(x, f"layers.{layer}.input_layernorm")
@@ -236,8 +236,8 @@ class DFlash(Head):
         """The chance of a draft after a text, and after each token of a path of drafts."""
         rows = self.outputs(text, states)[: len(path) + 1]
         if self.config["confidence_head_with_markov"]:
-            own = self.w["markov_head.markov_w1.weight"][[text[-1], *path]]
-            rows = np.concatenate([rows, own], axis=1)
+            words = self.w["markov_head.markov_w1.weight"][[text[-1], *path]]
+            rows = np.concatenate([rows, words], axis=1)
         weight, bias = (self.w[f"confidence_head.proj.{name}"] for name in ("weight", "bias"))
         return sigmoid(rows @ weight[0] + bias)
 

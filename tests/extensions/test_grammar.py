@@ -1,5 +1,6 @@
 """Regular expressions and JSON schemas: texts that a grammar allows are valid."""
 
+import functools
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from stree_jax.extensions.grammar import byte_automaton, graph
 from stree_jax.extensions.grammar.api import automaton_of_pattern
 from stree_jax.extensions.grammar.json_text import automaton_of_schema
 from stree_jax.measuring.clock import num_bytes
+from tests.convert.checkpoints import refusal
 from tests.extensions.schemas import POOL, schemas, texts_of
 
 
@@ -362,6 +364,4 @@ def test_tables_of_everyday_schemas_are_small(schema, tokenizer):
 
 
 def refused(message, make, *arguments, **options):
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        make(*arguments, **options)
-    assert "\n" not in str(error.value)
+    refusal(re.escape(message), functools.partial(make, *arguments, **options))

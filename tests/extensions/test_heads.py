@@ -17,7 +17,7 @@ import stree_jax as st
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.decoding import slots
 from stree_jax.decoding.plan import plan
-from stree_jax.decoding.text.prefill import PREFILL_CHUNK
+from stree_jax.decoding.prefix.prefill import PREFILL_CHUNK
 from stree_jax.decoding.types import Context, Sampling, Step
 from stree_jax.testing import PROMPTS, assert_lossless, random_model, tiny_model
 from stree_jax.tuning.search import replay_tau

@@ -15,7 +15,6 @@ HEADS = {"attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8}}
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({}, r"\[model\] has steps, \[model.attention\], .*: got \[\]"),
         (HEADS | {"mlp": {"hidden_size": 8}, "moe": {}}, "got"),
         (HEADS | {"mlp": {"hidden_size": 8}, "steps": 0}, "steps must be an integer, from 1 to 16"),
         (HEADS | {"mlp": {"width": 8}}, "hidden_size|width"),

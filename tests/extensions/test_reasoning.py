@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 import stree_jax as st
-from stree_jax.decoding.text.prefix import Prefix
+from stree_jax.decoding.prefix.prefix import Prefix
 from stree_jax.decoding.types import Context
 from stree_jax.extensions import reasoning
 from stree_jax.extensions.reasoning import Stage

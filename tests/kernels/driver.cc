@@ -216,7 +216,9 @@ Call largest_threshold(Draw& s) {
     for (int64_t i = 0; i < rows * size; ++i)
       if (s.of({0, 1})) values->of<float>()[i] = chosen;
   }
-  return {{values, s.positive({s.of({0, rows}), size}), s.f({rows})}, {out({rows})}};
+  return {{values, s.positive({s.of({0, rows}), size}), s.f({rows})},
+          {out({rows})},
+          {{"is_share", s.of({0, 1})}}};
 }
 
 Call tree_scans(Draw& s, bool replays) {
@@ -249,7 +251,7 @@ Call tree_attention(Draw& s) {
            s.f({b, g, places, size}), s.f({b, g, places, size}), s.whole(-2, places + 3, {b}),
            s.flags({b, q, n})},
           {out({b, q, h, size})},
-          {{"scale", 0.3f}, {"window", s.of({0, 1, 5, 64, 100})}}};
+          {{"scale", s.of({0, 1}) ? 0.3f : 0.02f}, {"window", s.of({0, 1, 5, 64, 100})}}};
 }
 
 Call tree_conv1d_layer(Draw& s) {

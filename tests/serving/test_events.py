@@ -100,7 +100,7 @@ def test_events_are_the_pieces_of_completions(quantum):
         check_disturbed(pool(quantum), order, np.random.default_rng(quantum))
 
 
-SERVING = r"(serving/\w+|decoding/(loop|results|text_stream|text/slots|text/prefix))"
+SERVING = r"(serving/\w+|decoding/(loop|results|text_stream|prefix/slots|prefix/prefix))"
 
 
 @pytest.mark.parametrize(

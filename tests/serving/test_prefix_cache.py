@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from stree_jax.decoding.text.prefix import Prefix
+from stree_jax.decoding.prefix.prefix import Prefix
 from stree_jax.decoding.types import Context
 from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats
 

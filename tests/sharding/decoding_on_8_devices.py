@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import stree_jax as st
-from stree_jax.decoding.text.prefill import PREFILL_CHUNK
+from stree_jax.decoding.prefix.prefill import PREFILL_CHUNK
 from stree_jax.models.cache import cache_specs
 from stree_jax.testing import perturbed, random_model
 from tests.decoding.rules import random_walk

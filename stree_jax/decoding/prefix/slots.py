@@ -31,10 +31,10 @@ from stree_jax.array_types import Array, Bool, Int, Key
 from stree_jax.checks import check_int
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import SpeculativeDecoder, check_not_donated, owned
+from stree_jax.decoding.prefix.prefix import Prefix, prefix_specs, same_rows, with_capacity
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import buffer_size, check_num_rows, typed_key
 from stree_jax.decoding.rules import per_row
-from stree_jax.decoding.text.prefix import Prefix, prefix_specs, same_rows, with_capacity
 from stree_jax.decoding.types import Context, DecodeState, Sampling, TokenLogProbs, state_specs
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import ROWS

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
 from stree_jax.decoding.drafters.base import Drafter, first_state, inner_layers
+from stree_jax.decoding.prefix.prefill import prefill, prefill_with_drafter, unread_tokens
 from stree_jax.decoding.prompts import Context
-from stree_jax.decoding.text.prefill import prefill, prefill_with_drafter, unread_tokens
 from stree_jax.decoding.traced_checks import check_like
 from stree_jax.mesh.hosts import on_host
 from stree_jax.mesh.partition import MODEL, ROWS, Partition
@@ -80,8 +80,8 @@ def read_text(
     if drafter is not None:
         state = _state_before(model, drafter, lengths, topology, max_length, before)
     if before is None:
-        piece = context.tokens, lengths - 1
-        return Prefix(context, *_read(model, drafter, *piece, max_length, state, None))
+        read = _read(model, drafter, context.tokens, lengths - 1, max_length, state, None)
+        return Prefix(context, *read)
     wanted = cache_shapes(model, len(lengths), max_length)
     if not is_alike(before.cache, wanted):
         raise ValueError("the prefix was read by another model: its caches have other shapes")
@@ -111,9 +111,15 @@ def _read(
         read = drafter.read(state, tokens, None, lengths)
         state = check_like(f"{type(drafter).__name__}.read: state", read, state)
         return prefill(model, tokens, lengths, max_length, cache), state
-    arrays = tokens, lengths, state, cache
     return prefill_with_drafter(
-        model, drafter, *arrays, inner_layers=inner or (), max_length=max_length
+        model,
+        drafter,
+        tokens,
+        lengths,
+        state,
+        cache,
+        inner_layers=inner or (),
+        max_length=max_length,
     )
 
 

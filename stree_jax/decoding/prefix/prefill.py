@@ -40,7 +40,7 @@ def prefill(
     chunks is traced, so chunks beyond the longest row cost nothing.
     """
     return prefill_with_drafter(
-        *(model, None, tokens, lengths, None, cache), inner_layers=(), max_length=max_length
+        model, None, tokens, lengths, None, cache, inner_layers=(), max_length=max_length
     )[0]
 
 
