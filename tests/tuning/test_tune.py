@@ -70,7 +70,8 @@ def test_the_report(report):
     assert all(row.name.startswith("dynamic ") for row in dynamic)
     assert report.sharpness == dynamic[0].sharpness  # the fastest
     assert report.best in {row.topology for row in decoded if row.sharpness is None}
-    assert {**report.way} == dict(drafter=report.drafter, topology=report.best)
+    is_none = report.best is None  # a matter of luck on a busy machine
+    assert report.way == (st.Way() if is_none else st.Way(report.drafter, report.best))
     # It prints a table and advice.
     text, timed = str(report), [row.name for row in decoded]
     assert report.advice in text.splitlines()[-1]
