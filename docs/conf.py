@@ -78,15 +78,25 @@ nitpick_ignore_regex = [
     ("py:obj", "(?s).*"),
     ("py:class", r"(?!stree_jax|pallas_kernels).*"),
     ("py:class", r"stree_jax\.(array_types|mesh|models)\..*"),
+    ("py:class", r"stree_jax\.tree\.(KnownNodes|LevelNodes)"),
     ("py:class", r"stree_jax\.decoding\.(types|loop|options|plan|draft_model|text\.prefix)\..*"),
     ("py:class", r"stree_jax\.(convert\.(fields|rules)|checkpoint|testing\.models)\..*"),
 ]
 
 
+def _without_signature(function: Any) -> inspect.Signature:
+    """Takes the signature from a function and from the functions that it wraps."""
+    signature = inspect.signature(function)
+    while function is not None:
+        vars(function).pop("__signature__", None)
+        function = getattr(function, "__wrapped__", None)
+    return signature
+
+
 # Sphinx looks for defaults in the source, where these have `**keywords`.
 _SPELLED_OUT = {
-    each: vars(each).pop("__signature__")
-    for each in (stree_jax.generate, stree_jax.stream, stree_jax.complete)
+    function: _without_signature(function)
+    for function in (stree_jax.generate, stree_jax.stream, stree_jax.complete)
 }
 
 
