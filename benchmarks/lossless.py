@@ -253,7 +253,7 @@ def compared(
     """
     tokens, calls, emitted, found = 0, 0, 0, []
     to_the_bit = bits_obstacle(model) is None
-    options = way.method.using(dict)(**{"processors": way.processors} if way.processors else {})
+    options = {**way.method.way} | ({"processors": way.processors} if way.processors else {})
     pieces = zip(requests, plain, way.decode(model, requests, options), strict=True)
     for number, (given, (want, of_want), (got, of_got, of_target)) in enumerate(pieces):
         calls, emitted = calls + of_target, emitted + int((got != st.PAD).sum())

@@ -34,10 +34,10 @@ class DecodeStatistics:
         num_drafted: tokens proposed.
         num_accepted: drafts that were emitted.
         accepted_per_depth: `[D]`, steps in which at least 1, 2, ... D drafts were accepted.
-        reached_per_depth: `[D]`, steps in which a draft of depth 1, 2, ... D could be accepted: the
-            tree was as deep, and the drafts above were accepted.
         tau_per_row, target_calls_per_row: `[B]`, the same per row.
         calls_by_tree: with `topology="auto"`, calls with each tree, the first without drafts.
+        reached_per_depth: `[D]`, steps in which a draft of depth 1, 2, ... D could be accepted: the
+            tree was as deep, and the drafts above were accepted.
     """
 
     tau: float
@@ -46,10 +46,10 @@ class DecodeStatistics:
     num_drafted: int
     num_accepted: int
     accepted_per_depth: np.ndarray
-    reached_per_depth: np.ndarray
     tau_per_row: np.ndarray
     target_calls_per_row: np.ndarray
     calls_by_tree: dict[TreeTopology, int] | None = None
+    reached_per_depth: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, int))
 
 
 @dataclasses.dataclass(frozen=True)

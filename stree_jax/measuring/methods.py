@@ -18,12 +18,12 @@ from stree_jax.decoding.options import Options
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.results import DecodeStatistics, Generation
 from stree_jax.decoding.verifiers import Verifier
+from stree_jax.decoding.way import Topology, Way
 from stree_jax.measuring.clock import Progress, memory_of, silent, speeds, summary, timed_rounds
 from stree_jax.measuring.costs import drafting
 from stree_jax.measuring.record import Record
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.models.lm import HybridLM
-from stree_jax.tree import TreeTopology
 
 PLAIN = "no drafts"
 _NUM_DRAFTED = 16  # trees in a timed call
@@ -43,7 +43,7 @@ class Method(NamedTuple):
 
     name: str
     drafter: Drafter | None = None
-    topology: TreeTopology | str | Sequence[TreeTopology] | None = None
+    topology: Topology | None = None
     verifier: str | Verifier | None = None
     target: HybridLM | None = None  # None: that of the comparison
 
@@ -53,20 +53,20 @@ class Method(NamedTuple):
         is_exact = request.sampling.temperature_is_zero or request.decoder.verifier.follows_target
         return is_exact and self.target is None
 
-    def using(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function with keywords of `generate`, which then decodes in this way."""
-        return functools.partial(
-            function, drafter=self.drafter, topology=self.topology, verifier=self.verifier
-        )
+    @property
+    def way(self) -> Way:
+        """Its drafter, tree and verifier."""
+        return Way(self.drafter, self.topology, self.verifier)
 
     def decode(self, target: HybridLM, batch: Batch) -> Generation:
         """The texts of a batch."""
-        return self.using(generate)(self.target or target, batch.prompts, options=batch.options)
+        target = self.target or target
+        return generate(target, batch.prompts, options=batch.options, **self.way)
 
     def planned(self, target: HybridLM, batch: Batch) -> Plan:
         """The checked request of `decode`; compiles nothing."""
         target = self.target or target
-        return self.using(plan)(target, *batch[:2]).placed(target.partition)
+        return plan(target, batch.prompts, batch.options, **self.way).placed(target.partition)
 
     def first_token(self, target: HybridLM, batch: Batch) -> None:
         """Reads the prompts and makes one step of the same program; blocks."""
