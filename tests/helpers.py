@@ -1,5 +1,6 @@
 """Shared by several tests, beyond `stree_jax.testing`."""
 
+import errno
 import gc
 import json
 import os
@@ -23,6 +24,11 @@ from stree_jax.testing import random_mtp_head as mtp_head_of  # noqa: F401
 
 DOCS = Path(__file__).parents[1] / "docs"  # there in a checkout only
 _NOT_RUN = r"<!-- not run: (.+?) -->\n"
+
+
+def disk_is_full(*_, files=(), **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *files)
+
 
 # An entry for each program that XLA has compiled in this process.
 COMPILED: list[str] = []

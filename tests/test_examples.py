@@ -94,14 +94,9 @@ def cascade_outcomes(medium, small, num_drafts, rounds, rule):
 
 def shifted(table, prefix):
     """The table of a model that has read a prefix."""
-    if not prefix:
-        return table
-    after = table.copy()
-    if len(prefix) >= 2:
-        after[:] = table[tuple(prefix[:2])]
-    else:
-        after[en.VOCAB, en.VOCAB] = table[prefix[0], en.VOCAB]
-        after[: en.VOCAB] = table[prefix[0], : en.VOCAB, None]
+    after = np.empty_like(table)
+    for new in np.ndindex(table.shape[:2]):
+        after[new] = en.Models.at(table, [*prefix, *new])
     return after
 
 

@@ -1,15 +1,13 @@
 """`stree-jax generate --prompts`: texts of lines, bad lines, and runs that go on."""
 
-import errno
 import json
-import os
 
 import jax
 import pytest
 
 import stree_jax as st
 from stree_jax.cli import batch, generate
-from tests.helpers import CtrlC
+from tests.helpers import CtrlC, disk_is_full
 
 pytestmark = pytest.mark.thorough
 
@@ -171,8 +169,5 @@ def test_an_output_in_no_folder(run, refused, tmp_path):
 
 
 def test_a_full_disk_is_named(run, refused, out, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(batch, "write_record", full)
+    monkeypatch.setattr(batch, "write_record", disk_is_full)
     assert f"error: {out}: No space left on device" in refused(*run)

@@ -106,6 +106,12 @@ def ways(name="chain"):
     return {name: {"drafter": drafter, "topology": CHAIN}}
 
 
+def cells(text, name):
+    """Of the rows of tables in which a name is."""
+    lines = (line for line in text.splitlines() if name in line)
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+
+
 def test_a_call_and_the_share_of_its_draft(clock):
     """A call is what the calls after the first take; of it, 0.5 s go to drafts."""
     found = st.bench(tiny_model(), ways(), [[1, 2], [3]], max_new_tokens=12, rounds=2)
@@ -120,10 +126,8 @@ def test_a_call_and_the_share_of_its_draft(clock):
     for row, written in zip(found.rows, found.content()["decoding"], strict=True):
         assert {*written} == {*vars(row)} - {"by_category", "mean_of_categories"}
         assert all(row[name] == value for name, value in written.items())
-    row = next(line for line in str(found).splitlines() if "│ chain " in line)
-    cells = [cell.strip() for cell in row.split("│")[1:-1]]
     expected = ["chain", "1", "1.00x", "2.00", "yes", "-", "3", "2000.00", "25%", "1000.0", "5"]
-    assert cells == expected
+    assert cells(str(found), "│ chain ")[0] == expected
     said = "do not draft: prompt lookup, chain of 4 is 1.00 times as fast as without, within the"
     assert str(found).splitlines()[-2] == f"Temperature 0: {said} spread."
     assert str(found).splitlines()[-1] == "Fewer than 3 rounds: differences may be noise."
@@ -139,7 +143,7 @@ def test_a_terminal_of_80_columns(clock):
     Console(file=file, width=80).print(*found.tables())
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    heads = [[cell.strip() for cell in line.split("┃")[1:-1]] for line in lines if "┃" in line]
+    heads = cells(file.getvalue().replace("┃", "│"), " method ")
     assert heads[0][:5] == ["method", "tokens/s", "speed-up", "tau", "identical"]
     for name in (PLAIN, LOOKUP.name, "wrong chain"):
         assert sum(f"│ {name} " in line for line in lines) == 2
@@ -384,10 +388,7 @@ def test_a_row_for_each_category_and_way(clock):
     assert chain["by_category"]["math"]["accepted_of_reached"] == [1, 0.75]
     assert chain["accepted_of_reached"] == [1, round(3 / 22, 4)]
     assert chain["by_category"]["math"]["seconds_by_prompt"] == [11]
-    lines = str(found).splitlines()
-    rows = [
-        [cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│ chain " in line
-    ]
+    rows = cells(str(found), "│ chain ")
     assert rows[1] == ["math", "chain", "1", "1.00x", "3.00", "1.75", "100% 75%"]
     assert rows[3] == ["mean of categories", "chain", "1", "1.00x", "2.50", "1.38", ""]
     assert rows[4] == ["all", "chain", "1", "1.00x", "2.18", "1.14", "100% 14%"]

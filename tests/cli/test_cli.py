@@ -1,6 +1,5 @@
 """The `stree-jax` command, most of it in this process: another takes seconds to import jax."""
 
-import errno
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from stree_jax.decoding.plan import plan
 from stree_jax.heads import HEADS, Room
 from stree_jax.loading import parse_tree
 from tests.extensions import eagle3_files
+from tests.helpers import disk_is_full
 
 COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]
 
@@ -135,10 +135,7 @@ def test_a_tokenizer_that_cannot_encode_is_one_line(
 def test_a_full_disk_is_named(
     writer, files, line, named, tiny_pair, refused, tmp_path, monkeypatch
 ):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *files)
-
-    monkeypatch.setattr(writer, full)
+    monkeypatch.setattr(writer, partial(disk_is_full, files=files))
     arguments = line.format(target=tiny_pair / "target", out=tmp_path / "out").split()
     assert f"error: {named}: No space left on device" in refused(*arguments)
 

@@ -14,6 +14,12 @@ PROMPTS = [[5, 9, 2], [3]]
 TREE = st.TreeTopology.from_branching((2, 1))
 
 
+def shown(generation, **options):
+    console = Console(file=io.StringIO(), **options)
+    generation.show(console)
+    return console.file.getvalue()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_record_is_what_the_loop_did(temperature):
@@ -30,9 +36,7 @@ def test_the_record_is_what_the_loop_did(temperature):
         want = [number for number, count in enumerate(by_call, 1) for _ in range(count)]
         assert out.calls[row].tolist() == want + [0] * (9 - size)
         assert want[-1] == out.stats.target_calls_per_row[row]
-        file = io.StringIO()
-        out.show(Console(file=file))
-        assert f"\n{size} tokens from {want[-1]} calls of the target" in file.getvalue()
+        assert f"\n{size} tokens from {want[-1]} calls of the target" in shown(out)
         ends = np.flatnonzero(np.diff(want, append=0))
         own = np.flatnonzero(~out.drafted[row, :size])
         assert {*own} <= {*ends}  # the target's own token is the last of a call
@@ -45,7 +49,7 @@ def test_the_record_is_what_the_loop_did(temperature):
 def test_a_generation_is_shown_call_by_call():
     """A call of a draft and an own token, then one that the limit cut at a draft."""
     ones = np.ones(1, int)
-    stats = st.DecodeStatistics(1.5, 2, 3, 4, 2, ones, 1.5 * ones, 2 * ones)
+    stats = st.DecodeStatistics(1.5, 2, 3, 4, 2, ones, ones, 1.5 * ones, 2 * ones)
     out = st.Generation(
         tokens=np.array([[7, 8, 9, st.PAD]]),
         lengths=np.array([3]),
@@ -55,12 +59,8 @@ def test_a_generation_is_shown_call_by_call():
         pieces=[[" a<", "b", "\nc"]],
     )
     count = "3 tokens from 2 calls of the target, 2 of them accepted drafts"
-    file = io.StringIO()
-    out.show(Console(file=file, width=20))
-    assert file.getvalue() == f"[ a<]b[\nc]\n{count}\n"
-    file = io.StringIO()
-    out.show(Console(file=file, force_terminal=True, color_system="standard", width=20))
-    assert "\x1b[32m a<\x1b[0m\x1b[1mb\x1b[0m\n\x1b[32mc\x1b[0m\n" in file.getvalue()
+    assert shown(out, width=20) == f"[ a<]b[\nc]\n{count}\n"
+    colours = shown(out, force_terminal=True, color_system="standard", width=20)
+    assert "\x1b[32m a<\x1b[0m\x1b[1mb\x1b[0m\n\x1b[32mc\x1b[0m\n" in colours
     ids = st.Generation(out.tokens, out.lengths, stats, calls=out.calls, drafted=out.drafted)
-    ids.show(Console(file=file))
-    assert file.getvalue().endswith(f"[ 7] 8[ 9]\n{count}\n")
+    assert shown(ids).endswith(f"[ 7] 8[ 9]\n{count}\n")

@@ -139,16 +139,17 @@ def test_each_row_has_its_own():
 
 
 def test_keys_of_all_kinds_are_the_same():
-    values = dict(temperature=[0.5, 1.0, 2.0], top_k=[3, 0, 4])
-    want = st.generate(tiny_model(), PROMPTS, options=rows(key=[1, 2, 3], **values)).tokens
     keys = jax.vmap(jax.random.key)(np.array([1, 2, 3]))
-    for own in ([*keys], [*np.array([1, 2, 3])], [*jax.random.key_data(keys)]):
-        got = st.generate(tiny_model(), PROMPTS, options=rows(key=own, **values)).tokens
-        np.testing.assert_array_equal(got, want)
-    for key in (keys, [*keys], [1, 2, 3], np.array([1, 2, 3]), jax.random.key_data(keys)):
-        got = st.generate(tiny_model(), PROMPTS, temperature=1.0, top_k=4, key=key).tokens
-        one = rows(key=[1, 2, 3], temperature=[1.0] * 3, top_k=[4] * 3)
-        np.testing.assert_array_equal(got, st.generate(tiny_model(), PROMPTS, options=one).tokens)
+    first, *texts = (
+        st.generate(tiny_model(), PROMPTS, **options).tokens
+        for key in ([1, 2, 3], np.array([1, 2, 3]), keys, [*keys], jax.random.key_data(keys))
+        for options in (
+            dict(temperature=1.0, top_k=4, key=key),
+            dict(options=rows(key=[*key], temperature=[1.0] * 3, top_k=[4] * 3)),
+        )
+    )
+    for same in texts:
+        np.testing.assert_array_equal(same, first)
     seed, *others = (
         plan(tiny_model(), PROMPTS, temperature=1.0, key=key).keys
         for key in (7, jax.random.key(7), jax.random.PRNGKey(7))

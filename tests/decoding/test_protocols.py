@@ -26,12 +26,7 @@ def assert_same(got, want):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "children"),
-    [
-        ("greedy", None),
-        pytest.param("target_only", None, marks=pytest.mark.slow),
-        pytest.param("target_only", "shared", marks=pytest.mark.slow),
-        ("without_replacement", "without_replacement"),
-    ],
+    [("greedy", None), ("without_replacement", "without_replacement")],
 )
 def test_a_wrapped_verifier_is_the_verifier(name, children, monkeypatch):
     """As an object, and by a name of its own; without drafts, too."""

@@ -339,10 +339,8 @@ def scheduler_of(model):
     return st.Scheduler(model, rows=1, max_length=16)
 
 
-# All public functions that take token ids, and give them to no other one.
+# The public functions that take token ids; `generate` and `stream` are in REQUESTS.
 TAKE_IDS = [
-    st.generate,
-    lambda model, text: next(st.stream(model, text)),
     st.score,
     st.text_log_probs,
     lambda model, text: st.tune(model, st.NgramDrafter(), text),

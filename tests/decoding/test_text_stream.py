@@ -7,7 +7,6 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 
 import stree_jax as st
-from benchmarks.prompts import SHARED
 from stree_jax.decoding.token_bytes import token_bytes
 
 WORDS = ["▁Hello", "▁wor", "lo", "▁", "##b", "b</w>", "a", " ", "  ", "|", "<pad>", "do not", "'s"]
@@ -99,35 +98,6 @@ def test_pieces_are_the_text(name, count):
     assert len(texts) > count // 2
     # What is shown comes as early as it can, where no step needs all of the text.
     assert held < count * (0.5 if name in ("byte level", "metaspace", "wordpiece", "none") else 5)
-
-
-RANGES = (0x80, 0x250, 0x3000, 0xD7FF, 0x110000)  # up to which characters are drawn
-
-
-def any_text(rng):
-    """Characters of any kind, with spaces, words and special tokens among them."""
-    characters = rng.integers(0, rng.choice(RANGES), rng.integers(1, 30)).tolist()
-    text = "".join(chr(each) for each in characters if not 0xD800 <= each < 0xE000)
-    return text + str(rng.choice(("", " ", "\n\n", " the end", "<|endoftext|>", "  a", "é")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["demo", "gpt2", "20B_tokenizer"])
-def test_many_texts_of_real_tokenizers(name):
-    """Encoded, and of random tokens; the bytes of tokens say the same."""
-    file = SHARED / "tokenizers" / f"{name}.json"
-    file = st.demo_path("target") if name == "demo" else file
-    if not file.exists():
-        pytest.skip(f"{file} is not here")
-    tokenizer, rng = st.load_tokenizer(file), np.random.default_rng(3)
-    bytes_of = token_bytes(tokenizer)
-    for i in range(7500):
-        tokens = rng.integers(0, tokenizer.get_vocab_size(), rng.integers(1, 30)).tolist()
-        tokens = tokens if i % 3 == 0 else tokenizer.encode(any_text(rng)).ids
-        text = tokenizer.decode(tokens)
-        assert "".join(piece for piece, _ in pieces_of(tokenizer, tokens, rng)) == text, tokens
-        joined = b"".join(bytes_of[token] or b"" for token in tokens)
-        assert joined.decode(errors="replace") == text, tokens
 
 
 def test_a_tokenizer_of_transformers_and_arrays():

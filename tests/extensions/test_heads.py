@@ -132,22 +132,17 @@ ZERO = Sampling(jnp.zeros(1), temperature_is_zero=True)
 
 def assert_same_state(got, want, length):
     """Of rows of one text; entries past the length are unspecified."""
-    if hasattr(got, "caches"):
-        for mine, other in zip(got.caches, want.caches, strict=True):
-            np.testing.assert_array_equal(mine.length, length - 1)
-            np.testing.assert_array_equal(other.length, length - 1)
-            for part, same in zip(mine[:2], other[:2], strict=True):
-                size = min(length - 1, part.shape[2], same.shape[2])
-                np.testing.assert_allclose(part[:, :, :size], same[:, :, :size], atol=2e-5)
-        return
-    np.testing.assert_array_equal(got.known, want.known)
-    np.testing.assert_allclose(got.hidden, want.hidden, atol=1e-4)
-    if not hasattr(got, "kv"):
-        return
-    np.testing.assert_array_equal(got.kv.length, want.kv.length)
-    for mine, other in zip(got.kv[:2], want.kv[:2], strict=True):
-        mine, other = mine[:, :, : length - 2], other[:, :, : length - 2]
-        np.testing.assert_allclose(mine, other, atol=2e-5)
+    is_dflash = hasattr(got, "caches")
+    if not is_dflash:
+        np.testing.assert_array_equal(got.known, want.known)
+        np.testing.assert_allclose(got.hidden, want.hidden, atol=1e-4)
+    entries = length - 2 + is_dflash
+    both = (x.caches if is_dflash else [x.kv] if hasattr(x, "kv") else () for x in (got, want))
+    for caches in zip(*both, strict=True):
+        assert [cache.length.tolist() for cache in caches] == [[entries]] * 2
+        for pair in zip(*(cache[:2] for cache in caches), strict=True):
+            size = min(entries, *(part.shape[2] for part in pair))
+            np.testing.assert_allclose(*(part[:, :, :size] for part in pair), atol=2e-5)
 
 
 @pytest.mark.thorough

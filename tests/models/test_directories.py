@@ -1,6 +1,5 @@
 """Writers of directories that are killed at every step."""
 
-import errno
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from stree_jax.checkpoint.directories import (
     write_text,
 )
 from stree_jax.testing import tiny_model
-from tests.helpers import python
+from tests.helpers import disk_is_full, python
 
 # What changes the file system, except for the writing of the files themselves.
 EVENTS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
@@ -74,7 +73,7 @@ def test_an_error_that_names_no_file_gets_the_destinations_name(new, tmp_path):
     """That of a full disk, for example."""
     full = pytest.raises(OSError, match="No space left on device: '.*there'")
     with full, new(tmp_path / "there"):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        disk_is_full()
     assert not [*tmp_path.iterdir()]
 
 
@@ -83,7 +82,7 @@ def test_a_tokenizer_on_a_full_disk(tmp_path, monkeypatch):
 
     def full(path, *_, **__):
         if path.name == "tokenizer.json":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            disk_is_full()
 
     monkeypatch.setattr(Path, "write_text", full)
     tokenizer = st.load_tokenizer(st.demo_path("target"))

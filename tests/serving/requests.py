@@ -124,7 +124,7 @@ def orders_of(count, seeds=(0, 1)):
     return [np.random.default_rng(seed).permutation(count).tolist() for seed in seeds]
 
 
-def disturbed(scheduler, requests, rng, *, cancels=0.1):
+def disturbed(scheduler, requests, rng):
     """Serves requests, some of which are cancelled, with iterators stopped and resumed at random.
 
     Returns all events, the completions by the place of their request, and which were cancelled.
@@ -136,9 +136,7 @@ def disturbed(scheduler, requests, rng, *, cancels=0.1):
         ended = {*done} | {event.request_id for event in events if event.finish_reason}
         way = rng.integers(4)
         if way == 0:
-            done |= {
-                each.request_id: each for each in [next(scheduler.completions(), None)] if each
-            }
+            done |= {each.request_id: each for each in itertools.islice(scheduler.completions(), 1)}
         else:
             events += itertools.islice(listening, 1)
         if way == 1:
@@ -147,7 +145,7 @@ def disturbed(scheduler, requests, rng, *, cancels=0.1):
         last = events[-1].request_id if events and events[-1].finish_reason else None
         if last is not None and last not in ended and rng.random() < 0.3:
             done[last] = scheduler.pop(last)
-        if rng.random() < cancels and (alive := {*range(len(requests))} - ended):
+        if rng.random() < 0.1 and (alive := {*range(len(requests))} - ended):
             chosen = int(rng.choice([*alive]))
             with contextlib.suppress(ValueError):  # it has ended, and nobody was told yet
                 scheduler.cancel(chosen)

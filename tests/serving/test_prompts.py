@@ -13,7 +13,6 @@ from tests.methods import drafts
 from tests.serving.requests import (
     WAYS,
     alone,
-    disturbed,
     drafting,
     in_families,
     mixed,
@@ -182,24 +181,6 @@ def test_a_prefix_of_a_larger_pool_is_refused():
     other = st.Scheduler(tiny_model(name), rows=1, max_length=60, **drafting(tiny_model(name)))
     with pytest.raises(ValueError, match="after has larger buffers than this pool, of max_length"):
         other.submit(longer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", [0, 150_000, 10**8])
-@pytest.mark.parametrize("quantum", [1, 7, 32])
-@pytest.mark.parametrize("name", ["mamba2attn hybrid", "bamba hybrid", "qwen3_5 hybrid"])
-def test_shuffled_orders_and_cancels(name, quantum, cache):
-    """With cancels at random, and the iterator closed and made again."""
-    requests, texts = cases(name)
-    rng = np.random.default_rng(quantum)
-    for order, chunk in zip(orders_of(18), (11, 64), strict=True):
-        scheduler = pool(name, quantum, prefill_tokens=chunk, prefix_cache_bytes=cache)
-        _, done, cancelled = disturbed(scheduler, [requests[i] for i in order], rng, cancels=0.05)
-        assert scheduler.prefix_cache_stats.nbytes <= cache
-        for place, completion in done.items():
-            text = texts[order[place]]
-            assert completion.tokens == text[: len(completion.tokens)]
-            assert completion.tokens == text or place in cancelled
 
 
 def test_what_a_pool_takes():

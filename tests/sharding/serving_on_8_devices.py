@@ -17,7 +17,6 @@ from tests.helpers import COMPILED
 from tests.serving.requests import (
     WAYS,
     alone,
-    disturbed,
     in_families,
     mixed,
     orders_of,
@@ -160,18 +159,6 @@ def test_requests_are_what_they_are_alone_on_one_device(case):
             done = served(scheduler, [requests[i] for i in order])
             assert texts_of(done) == [want[i] for i in order]
         assert shows(scheduler, options.get("prefix_cache_bytes", 0))
-
-
-@slow
-@pytest.mark.parametrize("mesh", MESHES)
-def test_cancels_at_random(mesh):
-    """Texts are beginnings of what they would be."""
-    requests, scheduler = mixed(ragged(24), WAYS[:2]), scheduler_of("bamba", mesh, rows=8)
-    _, done, cancelled = disturbed(scheduler, requests, np.random.default_rng(4), cancels=0.3)
-    assert len(cancelled) > 3
-    for i, text in enumerate(alone(model_of("bamba"), requests)):
-        assert done[i].tokens == text[: len(done[i].tokens)]
-        assert done[i].tokens == text or i in cancelled
 
 
 @slow
