@@ -62,7 +62,10 @@ def _messages(turns: Any) -> list[dict[str, str]]:
 
 
 def read_questions(
-    target: str, path: Path | None, built_in: Sequence[str], chat_template: Path | None = None
+    target: str | Path,
+    path: Path | None,
+    built_in: Sequence[str],
+    chat_template: Path | None = None,
 ) -> list[Question]:
     """The questions of a file: objects in a .jsonl file, otherwise a text in each line."""
     require(path is not None or chat_template is None, "--chat-template goes with --prompts")

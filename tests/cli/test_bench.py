@@ -20,6 +20,7 @@ from stree_jax.measuring import Question, methods, report
 from stree_jax.measuring.advice import advice
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Method
 from stree_jax.measuring.questions import turn_by_turn
+from stree_jax.measuring.record import Record
 from stree_jax.measuring.report import write_json
 from stree_jax.testing import perturbed, tiny_model
 from stree_jax.text import Texts
@@ -72,13 +73,17 @@ def clock(monkeypatch):
         calls = 12 if method.name == PLAIN else 4 if category == "math" else 6
         tokens = np.full((len(prompts), 12), 7 if "wrong" not in method.name else 8)
         depths = {12: [], 6: [6, 0], 4: [4, 3]}[calls]  # 4 calls end with a draft
-        stats = types.SimpleNamespace(
+        per_row = np.full(len(prompts), calls)
+        stats = st.DecodeStatistics(
+            tau=12 / calls,
+            num_target_calls=per_row.sum().item(),
             num_tokens=12 * len(prompts),
-            num_target_calls=calls * len(prompts),
-            target_calls_per_row=[calls] * len(prompts),
+            num_drafted=0,
+            num_accepted=0,
             accepted_per_depth=len(prompts) * np.array(depths),
+            tau_per_row=12 / per_row,
+            target_calls_per_row=per_row,
             reached_per_depth=len(prompts) * np.array([calls, *depths])[: len(depths)],
-            calls_by_tree=None,
         )
         ends = {"lengths": [12] * len(prompts), "finish_reasons": ["length"] * len(prompts)}
         return types.SimpleNamespace(tokens=tokens, stats=stats, **ends)
@@ -182,15 +187,25 @@ def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):
 
 def record(name, speed, nodes=1, depth=0, tau=2.0, *, spread=1.0, identical=True):
     """Of a way whose speed without drafts would be 10."""
+    speed, tau = float(speed), float(tau)
     rates = {"median": speed, "low": speed - spread, "high": speed + spread}
-    return types.SimpleNamespace(
+    speed_up = {key: rate / 10 for key, rate in rates.items()}
+    lists = {key: [] for key in ("tau_by_prompt", "seconds_by_prompt", "accepted_of_reached")}
+    unmeasured = ["milliseconds_of_call", "milliseconds_to_first_token", "draft_share"]
+    return Record(
         method=name,
+        temperature=0.0,
+        rows=1,
         nodes=nodes,
-        accepted_per_depth=[0] * depth,
         tau=tau,
-        tokens_per_second=rates,
-        speed_up={"median": speed / 10},
+        accepted_per_call=tau - 1,
+        accepted_per_depth=[0.0] * depth,
         identical=identical,
+        tokens_per_second=rates,
+        tokens_per_second_by_round=[speed],
+        speed_up=speed_up,
+        **lists,
+        **dict.fromkeys([*unmeasured, "memory_bytes", "calls_by_tree"]),
     )
 
 

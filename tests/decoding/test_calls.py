@@ -49,7 +49,7 @@ def test_the_record_is_what_the_loop_did(temperature):
 def test_a_generation_is_shown_call_by_call():
     """A call of a draft and an own token, then one that the limit cut at a draft."""
     ones = np.ones(1, int)
-    stats = st.DecodeStatistics(1.5, 2, 3, 4, 2, ones, ones, 1.5 * ones, 2 * ones)
+    stats = st.DecodeStatistics(1.5, 2, 3, 4, 2, ones, 1.5 * ones, 2 * ones)
     out = st.Generation(
         tokens=np.array([[7, 8, 9, st.PAD]]),
         lengths=np.array([3]),

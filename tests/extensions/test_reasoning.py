@@ -44,7 +44,7 @@ class Letters:
         return answer == problem
 
 
-NO_COUNTS = st.DecodeStatistics(1.0, 1, 1, 0, 0, *[np.zeros(0)] * 2, *[np.ones(1)] * 2)
+NO_COUNTS = st.DecodeStatistics(1.0, 1, 1, 0, 0, np.zeros(0), np.ones(1), np.ones(1))
 
 
 def letters():
