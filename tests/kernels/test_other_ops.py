@@ -93,6 +93,6 @@ PRODUCTS = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_is_rounded_before_a_sum(name):
     """In a program it would be a multiply-add, here or there; op by op it is none."""
-    x, y = np.random.default_rng(0).normal(size=(2, 2, 7, 64)).astype(np.float32)
+    x, y = jnp.array(np.random.default_rng(0).normal(size=(2, 2, 7, 64)), jnp.float32)
     want = PRODUCTS[name](x, y)
     jax.tree.map(np.testing.assert_array_equal, as_users(PRODUCTS[name])(x, y), want)
