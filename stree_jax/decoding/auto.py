@@ -53,7 +53,7 @@ NO_TOPOLOGY = (
 
 
 def trees_of(
-    topology: str | Sequence[TreeTopology],
+    topology: str | Sequence[Any],
     drafter: Drafter,
     target: HybridLM,
     *,

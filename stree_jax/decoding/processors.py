@@ -58,7 +58,7 @@ class Processing(NamedTuple):
     def __call__(self, logits: Float[Array, "B Q V"], states: Any) -> Float[Array, "B Q V"]:
         """The logits after all processors, in their order, at nodes with these states."""
         for processor, state in zip(self.processors, states, strict=True):
-            logits = processor.apply(logits, state)
+            logits = processor(logits, state)
         return logits
 
     def advance(self, states: Any, tokens: Int[Array, "B Q"]) -> tuple[Any, ...]:

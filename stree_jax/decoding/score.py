@@ -107,6 +107,7 @@ def text_log_probs(model: HybridLM, tokens: Tokens | Any) -> Float32[Array, "B _
             f" {kind}; st.score takes lists of any lengths"
         )
     check_ids("tokens", tokens, model.config.vocab_size)
+    tokens = jnp.asarray(tokens)
     batch, length = tokens.shape
     if batch == 0 or length < 2:
         return jnp.zeros((batch, max(0, length - 1)), jnp.float32)

@@ -16,8 +16,8 @@ from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology, parsed
 
-# A tree, words for one such as "chain:4", "auto", or trees to choose from.
-Topology = TreeTopology | str | Sequence[TreeTopology]
+# A tree, words for one such as "chain:4", "auto", or trees to choose from; `Way.fitted` checks it.
+Topology = TreeTopology | str | Sequence[TreeTopology] | Any
 
 
 class FittedWay(NamedTuple):

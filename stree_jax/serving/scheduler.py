@@ -79,7 +79,7 @@ class Scheduler:
         rows: int,
         max_length: int,
         drafter: Drafter | None = None,
-        topology: Topology | Any | None = None,
+        topology: Topology | None = None,
         verifier: str | Verifier | None = None,
         quantum: int = 32,
         prefill_tokens: int | None = 512,

@@ -42,7 +42,7 @@ def test_statistics_add_up():
     assert stats.reached_per_depth.tolist() == reached
     lengths = out.lengths.tolist()
     said = f"<Generation: tokens (3, 17), lengths {lengths}, tau {stats.tau:.2f}>"
-    assert repr(dataclasses.replace(out, cache="all of it")) == said
+    assert repr(dataclasses.replace(out, cache=("all of it",))) == said
     # A call emits its accepted drafts and one more token, unless the limit cuts that one.
     missing = stats.num_accepted + stats.num_target_calls - stats.num_tokens
     assert 0 <= missing <= len(PROMPTS)
