@@ -78,7 +78,7 @@ nitpick_ignore_regex = [
     ("py:obj", "(?s).*"),
     ("py:class", r"(?!stree_jax|pallas_kernels).*"),
     ("py:class", r"stree_jax\.(array_types|mesh|models)\..*"),
-    ("py:class", r"stree_jax\.tree\.(KnownNodes|LevelNodes)"),
+    ("py:class", r"stree_jax\.(tree\.(KnownNodes|LevelNodes)|measuring\.clock\.Quartiles)"),
     ("py:class", r"stree_jax\.decoding\.(types|loop|options|plan|draft_model|prefix\.prefix)\..*"),
     ("py:class", r"stree_jax\.(convert\.(fields|rules)|checkpoint|testing\.models)\..*"),
 ]
