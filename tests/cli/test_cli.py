@@ -265,14 +265,14 @@ def test_train(tmp_path, output, monkeypatch):
         "[[text]]\npath = 'text.txt'\n"
     )
     shown = output("train", "recipe.toml", "model")
-    assert " s  training, loss " in shown  # not a terminal
+    assert " s  training steps, loss " in shown  # not a terminal
     assert (tmp_path / "model" / "README.md").read_text().startswith("Held-out loss: ")
 
     recipe = (tmp_path / "recipe.toml").read_text()
     start = recipe.index("[training]")
     table = recipe[start:].replace("steps = 2", "steps = 2\ngenerated = 1.0")
     (tmp_path / "heads.toml").write_text("[model]\nnum_heads = 2\n" + table)
-    assert " s  training, loss " in output("medusa", "heads.toml", "model", "heads")
+    assert " s  training steps, loss " in output("medusa", "heads.toml", "model", "heads")
     heads = st.load_medusa(tmp_path / "heads", st.from_pretrained(tmp_path / "model"))
     assert heads.num_heads == 2
     assert np.any(heads.kernel[...])  # which begin as zeros
@@ -281,13 +281,13 @@ def test_train(tmp_path, output, monkeypatch):
         "moe = {num_experts = 4, num_active = 2, hidden_size = 8, router = 'sigmoid'}\n"
         + recipe[start:]
     )
-    assert " s  training, loss " in output("train-mtp", "head.toml", "model", "head")
+    assert " s  training steps, loss " in output("train-mtp", "head.toml", "model", "head")
     (tmp_path / "block.toml").write_text(
         "[model]\ninner_layers = [1]\nblock_size = 3\nmarkov_rank = 2\n"
         "confidence_head = 'markov'\nmlp = {hidden_size = 8}\n"
         "attention = {num_heads = 2, num_kv_heads = 1, head_dim = 8}\n" + recipe[start:]
     )
-    assert " s  training, loss " in output("train-dflash", "block.toml", "model", "block")
+    assert " s  training steps, loss " in output("train-dflash", "block.toml", "model", "block")
     common = ["generate", "model", "-p", "cat dog", "--max-new-tokens", 5]
     plain = output(*common)
     for heads in (["--medusa", "heads"], ["--mtp-head", "head"], ["--dflash", "block"]):
