@@ -110,6 +110,7 @@ class Interrupted:
                 raise
 
     def events(self):
+        self.again(self.scheduler.events)  # they are kept from the first call on
         return self.taken(self.scheduler.events)
 
     def completions(self):

@@ -109,11 +109,11 @@ SERVING = r"(serving/\w+|decoding/(loop|results|text_stream|prefix/slots|prefix/
 def test_a_scheduler_goes_on_after_ctrl_c_at_every_line(seed):
     """At the first visit of each line, or at later ones."""
     caching = dict(prefix_cache_bytes=20_000, prefix_every=8, prefill_tokens=8)
-    rng, (order, _) = np.random.default_rng(seed), orders_of(12)
-    ctrl_c = CtrlC(SERVING, lambda: rng.geometric(0.1) if seed else 1)
+    visits, (order, _) = np.random.default_rng(seed), orders_of(12)
+    ctrl_c = CtrlC(SERVING, lambda: visits.geometric(0.1) if seed else 1)
     scheduler = Interrupted(pool(3, **caching), ctrl_c)
     scheduler.read(cases()[0][0].prompt)
-    check_disturbed(scheduler, order, rng)
+    check_disturbed(scheduler, order, np.random.default_rng(0))
     assert len(ctrl_c.left) > 400
 
 
