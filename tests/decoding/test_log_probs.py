@@ -218,7 +218,7 @@ def test_in_chunks_of_places_and_of_the_vocabulary(monkeypatch):
     model, rng = tiny_model("mamba2attn hybrid"), np.random.default_rng(0)
     texts = [rng.integers(37, size=n).tolist() for n in (70, 33, 17, 2)]
     for module, name, value in (
-        ("text.prefill", "PREFILL_CHUNK", 16),
+        ("prefix.prefill", "PREFILL_CHUNK", 16),
         ("score", "PREFILL_CHUNK", 16),
         ("score", "_MOST_LOGITS", 4 * 4 * 37),
     ):
