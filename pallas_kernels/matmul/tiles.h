@@ -30,10 +30,11 @@ STREE_INLINE void for_each_tile(int64_t rows, const Run& run) {
   case R:                                                                 \
     if constexpr (R <= kRows) run(row, std::integral_constant<int, R>()); \
     break;
-      STREE_CASE(1)
-      STREE_CASE(2)
-      STREE_CASE(3) STREE_CASE(4) STREE_CASE(5) STREE_CASE(6) STREE_CASE(7) STREE_CASE(8)
-          STREE_CASE(9) STREE_CASE(10) STREE_CASE(11) STREE_CASE(12) STREE_CASE(13)
+      // clang-format off
+      STREE_CASE(1) STREE_CASE(2) STREE_CASE(3) STREE_CASE(4) STREE_CASE(5) STREE_CASE(6)
+      STREE_CASE(7) STREE_CASE(8) STREE_CASE(9) STREE_CASE(10) STREE_CASE(11) STREE_CASE(12)
+      STREE_CASE(13)
+      // clang-format on
 #undef STREE_CASE
     }
   }
