@@ -43,6 +43,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 _RECORD: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
     "record", default=None
 )
+_TO_THE_BIT: contextvars.ContextVar[bool] = contextvars.ContextVar("to_the_bit", default=False)
 
 
 def run(
@@ -144,6 +145,26 @@ def recorded() -> Iterator[dict[str, str]]:
         yield record
     finally:
         _RECORD.reset(before)
+
+
+@contextlib.contextmanager
+def to_the_bit(wanted: bool) -> Iterator[None]:
+    """Makes ops that are traced inside add up in one order, also where another one is faster.
+
+    The result of a trace depends on it, and jax does not know that. So only a program enters it
+    that is compiled for one answer, such as a decoder's. An op gives its own jitted function
+    `wants_bits()` as a static argument.
+    """
+    before = _TO_THE_BIT.set(wanted)
+    try:
+        yield
+    finally:
+        _TO_THE_BIT.reset(before)
+
+
+def wants_bits() -> bool:
+    """True inside of `to_the_bit(True)`."""
+    return _TO_THE_BIT.get()
 
 
 def explain(device: Any = None) -> str:

@@ -32,6 +32,9 @@ Ref: TypeAlias = Any
 # A dot's operands have at least this many rows and columns.
 SMALLEST_BLOCK = 16
 
+# Names of kernels that add up a row in one order, whatever the tree and the other rows are.
+IN_ONE_ORDER: set[str] = set()
+
 
 def call(
     kernel: Callable[..., None],
@@ -40,14 +43,19 @@ def call(
     num_warps: int,
     num_stages: int = 1,
     interpret: bool,
+    in_one_order: bool = False,
     **spec: Any,
 ) -> Callable[..., Any]:
     """`pl.pallas_call` with the Triton parameters, without which jax 0.10 picks Mosaic.
+
+    A kernel with a name is `in_one_order` in all its calls, or in none: see `IN_ONE_ORDER`.
 
     Ops wrap the function that calls this in `jax.jit` with its options static: a model of many
     layers then traces and lowers each kernel once. XLA inlines the calls, so the compiled program
     is the same.
     """
+    if in_one_order:
+        IN_ONE_ORDER.add(name)
     program = pl.pallas_call(
         kernel,
         name=name,

@@ -1,0 +1,86 @@
+"""The order in which a recurrence visits the nodes of a tree, from child to child.
+
+A kernel that runs a recurrence has the state of the node that it visited last in registers. It goes
+down to a child of this node, or turns back to a node above, whose state it has kept in a slot.
+Siblings with smaller subtrees come first, and the last child needs no slot any more. So a tree of N
+nodes takes at most `slots(N)` slots, whatever its shape.
+
+XLA computes the order once for all layers: they have the same mask.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+_POP, _PUSH, _NODE = 20, 24, 0xFFFF  # where a visit has its slots, and the bits of its node
+
+
+def slots(num_nodes: int) -> int:
+    """The most states that are kept at once in a tree, or in several with this many nodes."""
+    return (num_nodes // 2 + 1).bit_length() - 1
+
+
+def visit(code: Array) -> tuple[Array, Array, Array]:
+    """Of a visit: the node, the slot with its parent's state, and the slot for its own state.
+
+    Slots count from 1. A parent's slot of 0 means that the parent was visited last, or that there
+    is none; an own slot of 0 that nothing has to be kept.
+    """
+    return code & _NODE, (code >> _POP) & 15, (code >> _PUSH) & 15
+
+
+def visits(mask: Bool[Array, "B N N"], num_queries: int) -> Int32[Array, "B visits"]:
+    """The number of nodes to visit, their codes for `visit`, and one more code.
+
+    Args:
+        mask: ancestors-or-self of each node, parents before children. `mask[b, i, i]` says whether
+            node i exists. Rows of nodes that do not exist are arbitrary.
+        num_queries: the last nodes, whose outputs are wanted; others are visited if a query is
+            below them.
+
+    Returns:
+        `[B, N + 2]`. Nodes that are not visited come after the others, and have no slots. The last
+        number is node 0, so that a kernel may load one node ahead.
+    """
+    batch, num_nodes, _ = mask.shape
+    node = jnp.arange(num_nodes, dtype=jnp.int32)
+    exists = jnp.diagonal(mask, axis1=1, axis2=2)
+    is_query = exists & (node >= num_nodes - num_queries)
+    visited = exists & (mask & is_query[:, :, None]).any(axis=1)
+    above = mask & visited[:, :, None]  # [B, node, ancestor or the node itself]
+    size = above.sum(axis=1, dtype=jnp.int32)  # of the subtree
+    parent = jnp.where(above & (node < node[:, None]), node, -1).max(axis=2)  # -1: none
+    # Which siblings come before each node: [B, node, sibling].
+    siblings = (parent[:, :, None] == parent[:, None]) & visited[:, :, None] & visited[:, None]
+    is_smaller = size[:, None] < size[:, :, None]
+    is_tie = (size[:, None] == size[:, :, None]) & (node < node[:, None])
+    before = siblings & (is_smaller | is_tie)
+    after = siblings & ~before & (node != node[:, None])
+    is_first, is_last = ~before.any(axis=2), ~after.any(axis=2)
+    before_node = 1 + jnp.where(before, size[:, None], 0).sum(axis=2, dtype=jnp.int32)
+    place = jnp.where(above, before_node[:, None], 0).sum(axis=2, dtype=jnp.int32) - 1
+    # A slot is in use below the children of its node that are not the last.
+    used = (above & ~is_last[:, None]).sum(axis=2, dtype=jnp.int32)
+    pop = jnp.where(is_first, 0, used + is_last)
+    has_children = (parent[:, None] == node[:, None]) & visited[:, None]  # [B, node, child]
+    push = jnp.where(has_children.sum(axis=2) > 1, used + 1, 0)
+    code = jnp.where(visited, node | pop << _POP | push << _PUSH, node)
+    count = visited.sum(axis=1, dtype=jnp.int32)
+    left_out = count[:, None] + jnp.cumsum(~visited, axis=1, dtype=jnp.int32) - 1
+    place = jnp.where(visited, place, left_out)
+    at_place = jnp.where(place[:, None] == node[:, None], code[:, None], 0).sum(
+        axis=2, dtype=jnp.int32
+    )
+    return _table(count, at_place)
+
+
+def steps(path: Bool[Array, "B O"]) -> Int32[Array, "B steps"]:
+    """The number of nodes of a path, the nodes in order, and zeros: `[B, O + 2]`."""
+    node = jnp.arange(path.shape[1], dtype=jnp.int32)
+    place = jnp.cumsum(path, axis=1, dtype=jnp.int32) - 1
+    is_there = (place[:, None] == node[:, None]) & path[:, None]  # [B, place, node]
+    nodes = jnp.where(is_there, node, 0).sum(axis=2, dtype=jnp.int32)
+    return _table(path.sum(axis=1, dtype=jnp.int32), nodes)
+
+
+def _table(count: Array, codes: Array) -> Array:
+    return jnp.concatenate([count[:, None], codes, jnp.zeros_like(count)[:, None]], axis=1)
