@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels.numerics import rounded
+
 UNAVAILABLE: str | None = None
 try:
     from jax.experimental.pallas import triton as plt
@@ -144,6 +146,30 @@ def masked_load(ref: Ref, index: tuple[Any, ...], mask: jax.Array, *, interpret:
         return jnp.where(mask, value, jnp.zeros_like(value))
     view = ref.at[index]
     return plt.load(view, mask=jnp.broadcast_to(mask, view.shape), other=0.0)
+
+
+def multiply_add(
+    left: jax.Array, right: jax.Array, addend: jax.Array | None, *, interpret: bool
+) -> jax.Array:
+    """`left * right + addend` of float32, rounded once; without an addend the rounded product.
+
+    A compiler that fuses, or does not, has no say here. The interpreter rounds the product too, in
+    all kernels alike.
+    """
+    if interpret:
+        product = rounded(left * right)
+        return product if addend is None else product + addend
+    operands = (left, right) if addend is None else (left, right, addend)
+    shape = jnp.broadcast_shapes(*(operand.shape for operand in operands))
+    places = ", ".join(f"${number}" for number in range(len(operands) + 1))
+    (result,) = plt.elementwise_inline_asm(
+        f"{'mul' if addend is None else 'fma'}.rn.f32 {places};",
+        args=[jnp.broadcast_to(operand, shape) for operand in operands],
+        constraints="=f" + ",f" * len(operands),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
+    )
+    return result
 
 
 def barrier(interpret: bool) -> None:
