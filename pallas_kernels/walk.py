@@ -41,7 +41,7 @@ def visits(mask: Bool[Array, "B N N"], num_queries: int) -> Int32[Array, "B visi
         `[B, N + 2]`. Nodes that are not visited come after the others, and have no slots. The last
         number is node 0, so that a kernel may load one node ahead.
     """
-    batch, num_nodes, _ = mask.shape
+    num_nodes = mask.shape[1]
     node = jnp.arange(num_nodes, dtype=jnp.int32)
     exists = jnp.diagonal(mask, axis1=1, axis2=2)
     is_query = exists & (node >= num_nodes - num_queries)
