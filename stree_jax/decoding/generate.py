@@ -37,6 +37,7 @@ def generate(
     return_cache: bool = False,
     return_prefix: bool = False,
     lossy: bool = False,
+    to_the_bit: bool = False,
     record_calls: bool = False,
     options: Options | Sequence[Options] | Any | None = None,
     **keywords: Any,
@@ -73,6 +74,9 @@ def generate(
         return_prefix: return a prefix to continue from; it holds the caches.
         lossy: allow a lossy verifier, such as "typical". Then the guarantees above do not hold, and
             the result says `lossless = False`.
+        to_the_bit: ask for log-probabilities with drafts that equal those without to the bit;
+            refused where they would not. A GPU then runs large trees by slower algorithms. False
+            asks for speed: small trees have equal bits even so (docs/exactness.md).
         record_calls: record which call of the target emitted each token, and whether it was a
             draft: `Generation.calls`, and what `Generation.show` shows.
         options: how the texts are continued, or how each row is, instead of keywords.
@@ -105,6 +109,7 @@ def generate(
         n=n,
         after=after,
         lossy=lossy,
+        to_the_bit=to_the_bit,
         record_calls=record_calls,
         **keywords,
     )
@@ -139,6 +144,7 @@ def stream(
     topology: Topology | None = None,
     verifier: str | Verifier | None = None,
     lossy: bool = False,
+    to_the_bit: bool = False,
     options: Options | Sequence[Options] | Any | None = None,
     **keywords: Any,
 ) -> Iterator[list[Piece]]:
@@ -162,6 +168,7 @@ def stream(
         topology=topology,
         verifier=verifier,
         lossy=lossy,
+        to_the_bit=to_the_bit,
         **keywords,
     )
     first = request.rows[0].options

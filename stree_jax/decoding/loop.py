@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from pallas_kernels import dispatch
 from stree_jax.array_types import Array
 from stree_jax.checks import check_ids, check_int
 from stree_jax.decoding.drafters import Drafter
@@ -91,6 +92,7 @@ class SpeculativeDecoder:
         num_best: record the log-probability of each new token, and those of this many best ones;
             None: record nothing.
         record_calls: record which call emitted each new token, and whether it was a draft.
+        to_the_bit: run the target by algorithms that give a token the same bits in every tree.
 
     Raises:
         ValueError: a bad size, no rule, or nodes in another order.
@@ -102,6 +104,7 @@ class SpeculativeDecoder:
     steps_per_sync: int = 1
     num_best: int | None = None
     record_calls: bool = False
+    to_the_bit: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.topology, TreeTopology):
@@ -279,12 +282,11 @@ class SpeculativeDecoder:
             )
 
         auto: Any = drafter
-        if drafter is not None and drafter.choices:  # then it is an `AutoDrafter`
-            ends = limits if stop_after_ended is None else None
-            state = auto.run(state, unfinished, ends, self.verifier, model, limits, sampling)
-        else:
-            state = settled(model, lax.while_loop(unfinished, some_steps, state))
-        return state
+        with dispatch.to_the_bit(self.to_the_bit):
+            if drafter is not None and drafter.choices:  # then it is an `AutoDrafter`
+                ends = limits if stop_after_ended is None else None
+                return auto.run(state, unfinished, ends, self.verifier, model, limits, sampling)
+            return settled(model, lax.while_loop(unfinished, some_steps, state))
 
     @_donating
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
@@ -301,7 +303,9 @@ class SpeculativeDecoder:
         limits, sampling = checked_settings(limits, sampling, len(state.done))
         if drafter is not None and drafter.choices:
             raise ValueError("a choice of trees is made by run: use run(..., max_steps=1)")
-        return decode_step(self.topology, self.verifier, model, drafter, state, limits, sampling)
+        static = self.topology, self.verifier
+        with dispatch.to_the_bit(self.to_the_bit):
+            return decode_step(*static, model, drafter, state, limits, sampling)
 
 
 def owned(state: DecodeState, callers: Any) -> DecodeState:

@@ -101,6 +101,7 @@ def plan(
     n: int = 1,
     after: Prefix | None = None,
     lossy: bool = False,
+    to_the_bit: bool = False,
     record_calls: bool = False,
     **keywords: Any,
 ) -> Plan:
@@ -134,7 +135,7 @@ def plan(
         raise ValueError("temperature > 0 needs a random key: pass key=jax.random.key(0)")
     seeds = [0 if settings.key is None else settings.key for settings in row_options]
     keys = row_keys(seeds[0] if isinstance(options, Options) else [*map(typed_key, seeds)], batch)
-    fitted = Way(drafter, topology, verifier, lossy).fitted(
+    fitted = Way(drafter, topology, verifier, lossy, to_the_bit).fitted(
         model, temperature_is_zero=temperature_is_zero
     )
     may_differ = len({*map(id, rows)}) > 1
@@ -150,6 +151,7 @@ def plan(
         steps_per_sync=1 if dispatch.device_obstacle(dispatch.device_of(some_weight)) else 2,
         num_best=first.num_best and min(list_size(first.num_best), vocab_size),
         record_calls=record_calls,
+        to_the_bit=to_the_bit,
     )
     is_drafted = fitted.topology.num_nodes > 1  # a root alone is autoregressive decoding
     return Plan(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import log_softmax
+from pallas_kernels import dispatch, log_softmax
 from stree_jax.array_types import Array, Bool, Float, Int
 from stree_jax.decoding import stops
 from stree_jax.decoding.drafters import Drafter, root_only
@@ -110,7 +110,7 @@ def _draft_and_verify(
     draft = root_only(state.context)
     drafter_state = None
     if drafter is not None:
-        with jax.named_scope("draft"):
+        with jax.named_scope("draft"), dispatch.to_the_bit(False):  # drafts change no text
             returned = drafter.propose(state.drafter, step, topology)
             draft, drafter_state = checked_proposal(
                 drafter, returned, state.drafter, len(state.done), topology, vocab_size

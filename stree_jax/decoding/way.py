@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from pallas_kernels import dispatch
 from stree_jax.decoding.auto import NO_TOPOLOGY, AutoDrafter, trees_of
 from stree_jax.decoding.drafters.base import Drafter, draft_models, drawn_by, with_tokens_of
 from stree_jax.decoding.verifiers import Verifier, default_verifier, verifier_of
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.messages import shown
+from stree_jax.models.bits import bits_obstacle
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology, parsed
 
@@ -35,13 +37,14 @@ class Way:
     `bench` compares ways, and the report of `tune` has the fastest as its `way`.
 
     Attributes:
-        drafter, topology, verifier, lossy: see `generate`.
+        drafter, topology, verifier, lossy, to_the_bit: see `generate`.
     """
 
     drafter: Drafter | None = None
     topology: Topology | None = None
     verifier: str | Verifier | None = None
     lossy: bool = False
+    to_the_bit: bool = False
 
     def keys(self) -> list[str]:
         """The names of the fields that are not left out: `**way` passes them as keywords."""
@@ -55,8 +58,8 @@ class Way:
         """The drafter, tree and verifier with which a target is decoded.
 
         Raises:
-            ValueError: they do not fit each other or the target, or the verifier is lossy and that
-                is not allowed.
+            ValueError: they do not fit each other or the target, the verifier is lossy and that is
+                not allowed, or the texts are not equal to the bit and that was asked for.
         """
         _check_drafter(self.drafter)
         _check_placement(model, self.drafter)
@@ -92,6 +95,11 @@ class Way:
                 f"verifier {verifier.name!r} is lossy: its output does not have the target's"
                 " distribution; pass lossy=True if you want that, or leave verifier out"
             )
+        if self.to_the_bit:
+            with dispatch.to_the_bit(True):
+                obstacle = bits_obstacle(model, topology.num_nodes)
+            if obstacle:
+                raise ValueError(f"to_the_bit = True is refused: {obstacle}; leave it out")
         return FittedWay(drafter, topology, verifier)
 
 

@@ -57,7 +57,7 @@ class Scheduler:
             "data".
         max_length: most tokens of a request, prompt and output. Attention caches have room for it
             in every row.
-        drafter, topology, verifier: see `generate`; the same for all requests.
+        drafter, topology, verifier, to_the_bit: see `generate`; the same for all requests.
         quantum: decode steps per scheduling interval; at most 8 while prompts are read.
         prefill_tokens: tokens of prompts that are read between two runs of decode steps, while rows
             decode; None: whole prompts.
@@ -68,7 +68,8 @@ class Scheduler:
 
     Raises:
         ValueError: a bad argument, a drafter and a verifier that are not exact together, a lossy
-            verifier, or a number of rows that the shards of a mesh cannot share equally.
+            verifier, texts that are not equal to the bit and should be, or a number of rows that
+            the shards of a mesh cannot share equally.
     """
 
     @jax.transfer_guard("allow")
@@ -81,6 +82,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         topology: Topology | None = None,
         verifier: str | Verifier | None = None,
+        to_the_bit: bool = False,
         quantum: int = 32,
         prefill_tokens: int | None = 512,
         prefix_cache_bytes: int = 0,
@@ -100,7 +102,7 @@ class Scheduler:
                 f"verifier {shown(verifier)} is lossy, and a Scheduler gives the target's own"
                 " texts; leave verifier out, or use generate(..., lossy=True)"
             )
-        self._model, self._way = model, Way(drafter, topology, verifier)
+        self._model, self._way = model, Way(drafter, topology, verifier, to_the_bit=to_the_bit)
         self._num_rows, self._max_length, self._quantum = rows, max_length, quantum
         self._no_key = typed_key([0])  # at temperature 0 nothing is drawn
         # At temperature 0 and above it; None where the verifier refuses.

@@ -3,15 +3,13 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from pallas_kernels import dispatch, log_softmax
 from stree_jax.checks import check_ids
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.generate import generate
@@ -24,17 +22,11 @@ from stree_jax.decoding.sampling import filtered_logits, position_noise, token_l
 from stree_jax.decoding.types import Context
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.decoding.way import Topology, Way
-from stree_jax.models.cache import empty_path
+from stree_jax.models.bits import bits_obstacle
 from stree_jax.models.lm import HybridLM
-from stree_jax.tree import TreeTopology
 
 # Ragged: a prompt of one token, and one whose repetitions prompt lookup finds.
 PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
-
-# Operations of jax that take several numbers to one, in an order that is not written.
-_SUMS = {"conv_general_dilated", "dot_general", "ragged_dot_general", "reduce", "reduce_window"}
-_SUMS |= {"cumlogsumexp", "cumprod", "cumsum", "reduce_prod", "reduce_sum", "reduce_window_sum"}
-_SUMS |= {"scatter-add", "scatter-mul"}
 
 
 @jax.transfer_guard("allow")
@@ -52,19 +44,21 @@ def assert_lossless(
     """Asserts that drafts change nothing but the number of steps.
 
     Tokens, lengths and the returned cache of every row must be those of autoregressive decoding
-    with the same key: of a model that is packed for a CPU, where native code runs, to the bit, and
+    with the same key. Where `bits_obstacle` finds nothing they must be equal to the bit, and
     log-probabilities too.
 
     Args:
-        model: the target, in float32, or packed for a CPU: others do not promise the same tokens.
+        model: the target: in float32, packed for a CPU, or one whose texts are equal to the bit.
+            Others do not promise the same tokens.
         drafter: the drafter under test, or the one whose drafts the verifier under test gets.
         topology: the draft tree, or several, see `generate`; None: the drafter's default.
         verifier: see `generate`. Rules that keep the target's distribution but not its tokens are
             refused above temperature 0.
         temperatures: temperatures to decode at.
         prompts: token ids of each row; None: three ragged prompts.
-        to_the_bit: True: all numbers must be equal; False: caches may differ by 3e-5 of their
-            largest value; None: True where `bits_obstacle(model)` finds nothing.
+        to_the_bit: True: all numbers must be equal, of `generate(to_the_bit=True)`; False: caches
+            may differ by 3e-5 of their largest value; None: all numbers, where `bits_obstacle`
+            finds nothing for the tree and the rows.
         **options: other options of `generate`. Without them there are 24 new tokens, enough for
             several steps, some without acceptance, and the key is that of seed 0.
 
@@ -78,18 +72,19 @@ def assert_lossless(
         ValueError: the arguments promise no equality, or not to the bit, or `generate` refuses
             them.
     """
-    obstacle = bits_obstacle(model)
-    if to_the_bit and obstacle:
-        raise ValueError(f"this model's texts are not equal to the bit: {obstacle}")
-    to_the_bit = obstacle is None if to_the_bit is None else to_the_bit
-    if model.activation_dtype != jnp.float32:
-        raise ValueError(
-            f"model has dtype {model.dtype}, and only float32 reproduces autoregressive decoding"
-            " token for token; build it with dtype='float32', or pack it for a CPU: model.packed()"
-        )
     size = model.config.vocab_size
     prompts = [[t % size for t in row] for row in PROMPTS] if prompts is None else prompts
-    way = Way(drafter, topology, verifier)
+    way = Way(drafter, topology, verifier, to_the_bit=bool(to_the_bit))
+    is_cold = all(heat == 0 for heat in temperatures)
+    tree = way.fitted(model, temperature_is_zero=is_cold).topology
+    obstacle = None if to_the_bit else bits_obstacle(model, tree.num_nodes, len(prompts))
+    to_the_bit = obstacle is None if to_the_bit is None else to_the_bit
+    if model.activation_dtype != jnp.float32 and obstacle:
+        raise ValueError(
+            f"model has dtype {model.dtype}, and only float32 reproduces autoregressive decoding"
+            " token for token; build it with dtype='float32', or pack it for a CPU: model.packed()."
+            f" Its texts are not equal to the bit: {obstacle}"
+        )
     generations = []
     defaults = {"max_new_tokens": 24, "key": 0, "log_probs": to_the_bit}
     for temperature in temperatures:
@@ -101,7 +96,8 @@ def assert_lossless(
                 f" its tokens, at temperature {temperature}; test it with assert_same_distribution,"
                 " pass verifier='target_only', or give a rule of your own follows_target = True"
             )
-        want = generate(model, prompts, options=row_options, return_cache=True)
+        plain = Way(to_the_bit=way.to_the_bit)
+        want = generate(model, prompts, options=row_options, return_cache=True, **plain)
         got = generate(model, prompts, options=row_options, return_cache=True, **way)
         assert_same_text(model, request, got, want, to_the_bit=to_the_bit)
         generations.append(got)
@@ -146,53 +142,6 @@ def assert_same_text(
             atol=0 if to_the_bit else 3e-5 * max(1.0, np.abs(reference).max()),
             err_msg=f"same tokens, but another cache{jax.tree_util.keystr(path)}: a wrong replay?",
         )
-
-
-def bits_obstacle(model: HybridLM) -> str | None:
-    """Why a token's log-probabilities are not the same to the bit in every tree, batch and chunk.
-
-    None: they are. This holds on a CPU for packed models whose sums are all in native code, or in
-    an order that is written. It traces the model on a sequence and on a tree.
-    """
-    if dispatch.device_of(model).platform != "cpu":
-        return "native code does not run it"
-    if not model.output_head.storage.sums_in_one_order:
-        return "its matrices are not packed; model.packed() are"
-    parts = [*model.config.distinct_layers]
-    for part in parts:
-        if not part.equal_to_the_bit:
-            return f"layers of kind {part.kind!r} do not promise it"
-        parts += part.parts.values()
-    with dispatch.on(model), dispatch.recorded() as ran:
-        program = jax.make_jaxpr(_log_probs)(model)
-    for scope in xla_sums(program.jaxpr):
-        how = ran.get(scope.rpartition("/")[2])
-        return f"XLA chooses the order of sums in {scope}" + (f" ({how})" if how else "")
-    return None
-
-
-def xla_sums(program: Jaxpr, scope: str = "") -> Iterator[str]:
-    """Yields the scope of each sum of floats in a program whose order is left to XLA."""
-    for equation in program.eqns:
-        stack = str(equation.source_info.name_stack)
-        inside = "/".join(filter(None, (scope, stack)))
-        results: list[Any] = [variable.aval for variable in equation.outvars]
-        is_sum = equation.primitive.name in _SUMS
-        if is_sum and any(jnp.issubdtype(result.dtype, jnp.inexact) for result in results):
-            yield inside
-        for inner in jaxprs_in_params(equation.params):
-            yield from xla_sums(inner, inside)
-
-
-def _log_probs(model: HybridLM) -> Any:
-    """What a model computes of a sequence, and of a tree after a replay."""
-    tokens, lengths = jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32)
-    hidden, cache = model.prefill_hidden(tokens, lengths, model.init_cache(1, 4))
-    tree, path = TreeTopology.chain(1).tree(jnp.ones((1, 2), bool)), empty_path(1, 2)
-    replay = model.init_pending(1, 2), path
-    logits, pending, cache = model.tree_forward(tokens, tree, cache, replay=replay)
-    after = model.replay(cache, pending, path)
-    return log_softmax(model.logits(hidden)), log_softmax(logits), after
 
 
 class Difference(NamedTuple):
