@@ -133,6 +133,7 @@ REQUESTS = [
     (dict(verifier="multi_step", drafter=MODEL), "needs temperature > 0; use 'greedy'"),
     (dict(verifier="greedy", **SAMPLED), "use 'target_only'"),
     (dict(verifier="typical", drafter=MODEL, **SAMPLED), "'typical' is lossy: .*lossy=True"),
+    (dict(to_the_bit=True), "to_the_bit = True is refused: its matrices are not packed"),
     (dict(verifier=TYPICAL, drafter=MODEL, **SAMPLED), "'typical' is lossy: .*lossy=True"),
     (dict(verifier="typical", drafter=MODEL, lossy=True), "needs temperature > 0; use 'greedy'"),
     (dict(verifier="multi_step", drafter=MODEL, **SAMPLED), "not exact for child_sampling ="),
