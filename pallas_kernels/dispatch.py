@@ -172,7 +172,10 @@ def explain(device: Any = None) -> str:
     device = default_device() if device is None else device
     obstacle = triton.UNAVAILABLE or device_obstacle(device)
     if not obstacle:
-        return "pallas, and xla for shapes that the kernels refuse"
+        return (
+            "pallas, and xla for shapes that the kernels refuse; in bfloat16 and 8 bits texts are"
+            " exact with small trees, and with all if to_the_bit=True"
+        )
     if device.platform == "tpu":
         return f"xla, compiled for TPUs at every change and never run on one: {obstacle}"
     if device.platform != "cpu":
