@@ -32,10 +32,6 @@ from pallas_kernels import walk
 from pallas_kernels.tree_delta.xla import EPSILON
 from pallas_kernels.triton import Ref
 
-# The most nodes for which it is faster than the closed form. On an H200 (design trial, heads of
-# Qwen3.5-0.8B, 1 to 8 rows) 5 nodes took 0.66 to 0.75 of the closed form's time, and 16 nodes 1.2
-# to 1.8 times.
-MOST_NODES = 8
 CHANNELS = 16  # of the head, per program
 # Numbers of the S axis that are added up across threads at once. The bits of a sum depend on it.
 _BLOCK = 32

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels import delta_chunks, native, replay_delta, replay_tree_delta, tree_delta
-from pallas_kernels.tree_delta import recurrence, reference
+from pallas_kernels.tree_delta import pallas_triton, reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
 from tests.cases.tree_scan import SIZES, named, state_error
@@ -274,7 +274,7 @@ def lacks(case, implementation):
     odd = case.head_dim % native.LANES or case.state % native.LANES
     other = case.bf16 if implementation == "native" else case.state > 64
     # Few nodes are a recurrence anyway.
-    other |= implementation in base.TO_THE_BIT and case.nodes <= recurrence.MOST_NODES
+    other |= implementation in base.TO_THE_BIT and case.nodes <= pallas_triton.MOST_NODES
     return implementation != "xla" and bool(odd or other)
 
 
