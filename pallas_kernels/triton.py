@@ -159,11 +159,27 @@ def multiply_add(
     if interpret:
         product = rounded(left * right)
         return product if addend is None else product + addend
-    operands = (left, right) if addend is None else (left, right, addend)
+    if addend is None:
+        return _elementwise("mul.rn.f32 $0, $1, $2;", left, right)
+    return _elementwise("fma.rn.f32 $0, $1, $2, $3;", left, right, addend)
+
+
+def laid_out_as(like: jax.Array, value: jax.Array, *, interpret: bool) -> jax.Array:
+    """A float32 `value`, broadcast to the shape of `like`, with its numbers in the same threads.
+
+    So sums of its products along an axis are added in the order of those of `like`. In a layout of
+    its own, Triton would load it twice.
+    """
+    if interpret:
+        return jnp.broadcast_to(value, like.shape)
+    return _elementwise("mov.b32 $0, $1;", value, like)
+
+
+def _elementwise(code: str, *operands: jax.Array) -> jax.Array:
+    """An instruction of PTX for all numbers of broadcast float32 operands."""
     shape = jnp.broadcast_shapes(*(operand.shape for operand in operands))
-    places = ", ".join(f"${number}" for number in range(len(operands) + 1))
     (result,) = plt.elementwise_inline_asm(
-        f"{'mul' if addend is None else 'fma'}.rn.f32 {places};",
+        code,
         args=[jnp.broadcast_to(operand, shape) for operand in operands],
         constraints="=f" + ",f" * len(operands),
         pack=1,

@@ -1,16 +1,22 @@
 """`tree_delta`, `replay_delta` and `replay_tree_delta` as one Pallas-Triton kernel.
 
-Passes: a program handles one row, one value head and one block of its channels. It reads its part
-of the state once and keeps it in registers. `replay_delta` adds the path of the previous tree,
-block by block of nodes, and writes the state once (input and output are one buffer). `tree_delta`
-takes the nodes block by block, parents first: it reads the u of the blocks before from memory,
-where it wrote them, and solves the block's own system by substitution, a level at a time.
-`replay_tree_delta` does both. Blocks of channels of one head compute products of keys again.
+There are two, `recurrence` and the closed form. The recurrence runs for up to `MOST_NODES` nodes,
+and for any number where `dispatch.wants_bits()`. Here is the closed form. Replay is always the
+recurrence's, so a state has the same bits whatever tree comes next.
+
+Passes: a program handles one row, one value head and one block of its channels. It goes along the
+path of the previous tree, if there is one, and writes the state once (input and output are one
+buffer). It reads its part of the state once and keeps it in registers. It takes the nodes block by
+block, parents first: it reads the u of the blocks before from memory, where it wrote them, and
+solves the block's own system by substitution, a level at a time. Blocks of channels of one head
+compute products of keys again.
 
 Numerics: float32; products as `triton.dot` says, exact. q and k stay as they are in products, and
-rows and columns of the products are divided by their lengths. Decays along a path are summed
-directly. The decay from node to node is a difference of sums whose larger part is exact, see
-`_Decays`. Masked before exp.
+rows and columns of the products are divided by their lengths. The decay from node to node is a
+difference of sums whose larger part is exact, see `_Decays`. Masked before exp. Where all keys of a
+path are equal and beta is near 1, u is the small difference of neighbours' values, and what the
+products have lost is in all u below: its error grows to some 4e-7 in a chain of 64 nodes, that of
+the recurrence to 2e-7.
 
 Refuses head and state sizes that are not powers of two of at least 16, and larger states than
 `MOST_STATE`. Any numbers of nodes.
@@ -26,11 +32,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels import dispatch, walk
 from pallas_kernels import triton as tb
+from pallas_kernels.tree_delta import recurrence
 from pallas_kernels.tree_delta.xla import EPSILON
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks
 from pallas_kernels.triton import Ref
 
+# The most nodes for which the recurrence is faster. On an H200 (design trial, heads of
+# Qwen3.5-0.8B, 1 to 8 rows) 5 nodes took 0.66 to 0.75 of the closed form's time, and 16 nodes 1.2
+# to 1.8 times.
+MOST_NODES = 8
 # Float32 inputs with states of 128 spill registers on sm_90 with 16 or 32 channels per program, and
 # with 4 or 8 warps. Larger states of other inputs were not tried.
 MOST_STATE = {"float32": 64, "bfloat16": 128}
@@ -50,7 +62,9 @@ def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
 def tree_delta(*arrays: Any, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """See `api.tree_delta`, whose arrays these are."""
     q, k, v, g, beta, state, mask, prefix_u = arrays
-    results = _run("tree_delta", state, None, (q, k, v, g, beta, mask), prefix_u, interpret)
+    tree = (q, k, v, g, beta, mask)
+    way = ("tree_delta", _is_recurrent(mask), interpret)
+    results = _run(*way, state, tree=tree, prefix_u=prefix_u)
     u = results["u"]
     return results["y"], u if prefix_u is None else jnp.concatenate([prefix_u, u], axis=1)
 
@@ -58,7 +72,7 @@ def tree_delta(*arrays: Any, interpret: bool) -> tuple[jax.Array, jax.Array]:
 def replay_delta(*arrays: jax.Array, interpret: bool) -> jax.Array:
     """See `api.replay_delta`, whose arrays these are."""
     k, u, g, state, path = arrays
-    return _run("replay_delta", state, (k, u, g, path), None, None, interpret)["state"]
+    return _run("replay_delta", True, interpret, state, previous=(k, u, g, path))["state"]
 
 
 def replay_tree_delta(
@@ -66,38 +80,45 @@ def replay_tree_delta(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.replay_tree_delta`, whose arrays these are."""
     previous, (*nodes, state, mask) = arrays[:4], arrays[4:]
-    results = _run("replay_tree_delta", state, previous, (*nodes, mask), None, interpret)
+    way = ("replay_tree_delta", _is_recurrent(mask), interpret)
+    results = _run(*way, state, previous=previous, tree=(*nodes, mask))
     return results["y"], results["u"], results["state"]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5))
+def _is_recurrent(mask: jax.Array) -> bool:
+    return mask.shape[-1] <= MOST_NODES or dispatch.wants_bits()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
     name: str,
-    state: jax.Array,
-    previous: tuple[jax.Array, ...] | None,
-    tree: tuple[jax.Array, ...] | None,
-    prefix_u: jax.Array | None,
+    recurrent: bool,
     interpret: bool,
+    state: jax.Array,
+    *,
+    previous: tuple[jax.Array, ...] | None = None,
+    tree: tuple[jax.Array, ...] | None = None,
+    prefix_u: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """The kernel with a previous tree, a new one, or both; returns what these give by name.
+    """A kernel with a previous tree, a new one, or both; returns what these give by name.
 
     `previous` is k, u, g and path; `tree` is q, k, v, g, beta and mask.
     """
     batch, num_heads, head_dim, state_size = state.shape
     some_k = previous[0] if previous else tree[1]  # type: ignore[index]
-    channels = min(_CHANNELS, head_dim)
+    channels = min(recurrence.CHANNELS if recurrent else _CHANNELS, head_dim)
     part = HeadBlocks(channels, state_size, num_heads // some_k.shape[2])
 
     inputs = {"state": (state, part.state)}
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
     if previous is not None:
         k, u, g, path = previous
-        length = k.shape[1]
+        length, steps = k.shape[1], walk.steps(path)
         inputs |= {
             "prev k": (k, part.of_group(length)),
             "prev u": (u, part.of_channels(length)),
             "prev g": (g, part.of_head(length)),
-            "path": (path, part.of_row(path)),
+            "steps": (steps, part.of_row(steps)),
         }
         outputs["state"] = inputs["state"]
     if tree is not None:
@@ -109,21 +130,23 @@ def _run(
             "v": (v, part.of_channels(num_queries)),
             "g": (g, part.of_head(num_nodes)),
             "beta": (beta, part.of_head(num_queries)),
-            "mask": (mask, part.of_row(mask)),
         }
+        order = walk.visits(mask, num_queries) if recurrent else mask
+        inputs["visits" if recurrent else "mask"] = (order, part.of_row(order))
         new_u = jax.ShapeDtypeStruct(v.shape, jnp.float32)
         outputs |= {"y": inputs["v"], "u": (new_u, part.of_channels(num_queries))}
     if prefix_u is not None and prefix_u.size:
         inputs["prefix u"] = (prefix_u, part.of_channels(prefix_u.shape[1]))
     return tb.call_by_name(
-        functools.partial(_kernel, interpret=interpret),
+        functools.partial(recurrence.kernel if recurrent else _kernel, interpret=interpret),
         inputs,
         outputs,
         in_place={"state": "state"} if previous is not None else {},
-        name=name,
-        num_warps=_NUM_WARPS,
+        name=f"{name}_recurrence" if recurrent else name,
+        num_warps=recurrence.NUM_WARPS if recurrent else _NUM_WARPS,
         num_stages=1,
         interpret=interpret,
+        in_one_order=recurrent,
         grid=(batch, num_heads, head_dim // channels),
     )
 
@@ -136,38 +159,11 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
     [N - Q, p].
     outputs: state [p, S] after the path; y and u [Q, p].
     """
-    state = inputs["state"][...]
-    if "path" in inputs:
-        state = _after_path(
-            state, *(inputs[name] for name in ("prev k", "prev u", "prev g", "path"))
-        )
-        outputs["state"][...] = state
-    if "q" in inputs:
-        _scan_tree(inputs, outputs, state, interpret)
-
-
-def _after_path(
-    state: jax.Array,  # [p, S]
-    k_ref: Ref,  # [N, S]
-    u_ref: Ref,  # [N, p]
-    g_ref: Ref,  # [N]
-    path_ref: Ref,  # [N]
-) -> jax.Array:
-    """The state `[p, S]` after the nodes of a path."""
-    num_nodes = u_ref.shape[0]
-    index = lax.broadcasted_iota(jnp.int32, (_NODES, _NODES), 0)
-    other = lax.broadcasted_iota(jnp.int32, (_NODES, _NODES), 1)
-
-    def after_block(i: jax.Array, state: jax.Array) -> jax.Array:
-        node, exists = tb.rows(i * _NODES, _NODES, num_nodes)
-        on_path = path_ref[node] & exists
-        g = jnp.where(on_path, g_ref[node], 0.0)
-        later = jnp.sum(jnp.where(other > index, g[None, :], 0.0), axis=1)
-        k, scale = _rows(k_ref, node, on_path)
-        u = _kept(u_ref, node, on_path) * (jnp.exp(later) * scale)[:, None]
-        return jnp.exp(jnp.sum(g)) * state + tb.dot(u, k, trans_a=True, exact=True)
-
-    return lax.fori_loop(0, pl.cdiv(num_nodes, _NODES), after_block, state)
+    if "steps" in inputs:
+        recurrence.Rule(interpret).replay(inputs, outputs)
+        tb.barrier(interpret)  # the state is read in another layout
+    state = (outputs if "steps" in inputs else inputs)["state"][...]
+    _scan_tree(inputs, outputs, state, interpret)
 
 
 class _Decays(NamedTuple):

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import native
+from pallas_kernels import dispatch, native
 
 # The kernel itself runs on a GPU (`make test-gpu`), its interpreter everywhere.
 IMPLEMENTATIONS = ("xla", "pallas_interpret", "pallas")
 WITH_NATIVE = (*IMPLEMENTATIONS, "native")
 NEEDS_NATIVE = pytest.mark.skipif(native.obstacle() is not None, reason=str(native.obstacle()))
+# A kernel as it runs where equal bits are wanted, for ops that have two.
+TO_THE_BIT = ("pallas_interpret, to the bit", "pallas, to the bit")
 # Marks of implementations that do not run everywhere.
-MARKS = {"pallas": pytest.mark.gpu, "native": NEEDS_NATIVE}
+MARKS = {"pallas": pytest.mark.gpu, TO_THE_BIT[1]: pytest.mark.gpu, "native": NEEDS_NATIVE}
 # Relative errors against float64. float32: sums of some hundred terms. bfloat16: rounding the
 # output. A state is float32, and the kernels split its products into two bfloat16 halves.
 OUTPUT = {False: 1e-6, True: 3e-3}
@@ -87,8 +89,9 @@ class Op(NamedTuple):
     def is_slow(self, name, implementation):
         """Whether `make test-slow` runs it; a GPU runs all cases."""
         rarely = self.interpreted is not None and name not in self.interpreted
-        rarely &= implementation == "pallas_interpret"
-        return implementation != "pallas" and (rarely or name in self.slow)
+        rarely &= implementation.startswith("pallas_interpret")
+        on_gpu = MARKS.get(implementation) == pytest.mark.gpu
+        return not on_gpu and (rarely or name in self.slow)
 
     def check(self, case, implementation):
         """Asserts that the outputs of a case are within their budgets."""
@@ -98,6 +101,18 @@ class Op(NamedTuple):
             assert found[name] < most, name
             if of_xla is not None:
                 assert found[name] <= of_xla * self.errors(case, "xla")[name] + floor, name
+
+
+def jitted(op, implementation):
+    """An op in an implementation, perhaps one of `TO_THE_BIT`."""
+    name, _, to_the_bit = implementation.partition(", ")
+
+    @jax.jit
+    def run(*arrays, **options):
+        with dispatch.to_the_bit(bool(to_the_bit)):
+            return op(*arrays, implementation=name, **options)
+
+    return run
 
 
 def drawn(case, seed=0):
