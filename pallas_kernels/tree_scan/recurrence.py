@@ -32,8 +32,9 @@ def _advanced(
 ) -> State:
     """The state after one more node, `exp(dt A) state + (dt x) outer B`."""
     multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
-    decay = jnp.exp(multiply_add(dt, A, None))[None, None]
-    written = multiply_add(x.astype(jnp.float32), dt[None], None)[:, None]
+    dt, A = dt[None], A[None]  # instructions of our own are for blocks
+    decay = jnp.exp(multiply_add(dt, A, None))[:, None]
+    written = multiply_add(x.astype(jnp.float32), dt, None)[:, None]
     columns = [column.astype(jnp.float32)[None, :] for column in B]
     return tuple(
         multiply_add(value, decay, multiply_add(written, column, None))
@@ -81,7 +82,7 @@ def scan_tree(
     parts: Sequence[pl.Slice],
     interpret: bool,
 ) -> None:
-    """Calls `write` with each query, its x, gate and output `[p]`, no skip, of a node that is visited.
+    """Calls `write` with each query that is visited, its x, gate and output `[p]`, no skip.
 
     `replayed` gives the state before the root: the first node's inputs are loaded before it runs.
     `leave_out` is called with the queries that are not visited.
