@@ -60,31 +60,45 @@ class BlockSizes:
     num_stages: int
 
 
-# By type of the inputs. The first are the fastest on an H200 (`benchmarks/results`); for over 32
-# nodes and states of 128 they spill on sm_80 to sm_89. The others were not timed; states of 256
-# spill on sm_90 for few nodes. Full float32 products need many registers.
+# By type of the inputs. The first are the fastest on an H200 (`benchmarks/results`). On sm_80 to
+# sm_89 a `tree_scan` of over 32 nodes spills with them; the second spill nowhere. All but the first
+# were compiled, not timed. Full float32 products need many registers.
+BEFORE_HOPPER = "bfloat16, before sm_90"
 LARGE_HEAD = "bfloat16, large heads"
 _USUAL_HEAD = 64 * 128  # elements of its state
 DEFAULTS = {
     "bfloat16": BlockSizes(
         queries=64, keys=64, state=32 * 128, part=128, num_warps=4, num_stages=1
     ),
+    BEFORE_HOPPER: BlockSizes(
+        queries=64, keys=32, state=32 * 128, part=128, num_warps=4, num_stages=1
+    ),
     LARGE_HEAD: BlockSizes(
         queries=32, keys=32, state=128 * 128, part=128, num_warps=8, num_stages=1
     ),
     "float32": BlockSizes(queries=16, keys=16, state=32 * 128, part=64, num_warps=8, num_stages=1),
 }
-# Of the recurrence, which takes one node at a time: 16 channels of every head. The fastest of nine
-# on an H200. The number of warps and `part` decide how S is added up, so they have one value.
-RECURRENCE = BlockSizes(queries=1, keys=1, state=0, part=32, num_warps=4, num_stages=1)
 # On an H200 the closed form is even for 5 nodes of one row, and twice as fast for 16.
 MOST_NODES = 8
 
 
 def case(dtype: DTypeLike, numbers: int) -> str:
-    """The case of `DEFAULTS` for inputs of this type and heads with this many state elements."""
+    """The case of `DEFAULTS` on this device, by type and state elements of a head."""
     name = tb.dtype_case(dtype)
-    return LARGE_HEAD if name == "bfloat16" and numbers > _USUAL_HEAD else name
+    if name == "bfloat16" and numbers > _USUAL_HEAD:
+        return LARGE_HEAD
+    is_old = name == "bfloat16" and (dispatch.generation() or 9) < 9
+    return BEFORE_HOPPER if is_old else name
+
+
+def recurrent(state_size: int) -> BlockSizes:
+    """Blocks of the recurrence, which takes one node and 16 channels at a time.
+
+    The fastest of nine on an H200. Warps and `part` decide how S is added up, so they depend on
+    nothing else. States of 256 are for 8 warps, or 64 nodes spill on sm_80 to sm_90.
+    """
+    warps = 4 if state_size <= 128 else 8
+    return BlockSizes(queries=1, keys=1, state=0, part=32, num_warps=warps, num_stages=1)
 
 
 # Float32 inputs with larger states spill registers on an H100 with all block sizes that were tried.
@@ -107,7 +121,7 @@ def tree_scan(*arguments: Any, **options: Any) -> jax.Array | DeferredRMSNorm:
 def replay(*arguments: jax.Array, **options: Any) -> jax.Array:
     """See `api.replay`."""
     x, dt, A, B, state, path = arguments
-    return _run("replay", A, state, (x, dt, B, path), recurrent=True, **options)[1]
+    return _run("replay", A, state, (x, dt, B, path), is_recurrence=True, **options)[1]
 
 
 def replay_tree_scan(
@@ -121,10 +135,10 @@ def replay_tree_scan(
 
 def _way(x: jax.Array) -> dict[str, bool]:
     """Whether the nodes of a new tree are scanned by the recurrence: an option of `_run`."""
-    return {"recurrent": x.shape[1] <= MOST_NODES or dispatch.wants_bits()}
+    return {"is_recurrence": x.shape[1] <= MOST_NODES or dispatch.wants_bits()}
 
 
-@functools.partial(jax.jit, static_argnames=("name", "recurrent", "A_is_log", "interpret"))
+@functools.partial(jax.jit, static_argnames=("name", "is_recurrence", "A_is_log", "interpret"))
 def _run(
     name: str,
     A: jax.Array,
@@ -133,7 +147,7 @@ def _run(
     tree: Sequence[jax.Array] | None = None,
     gate: Gate | None = None,
     *,
-    recurrent: bool,
+    is_recurrence: bool,
     A_is_log: bool = False,
     interpret: bool = False,
 ) -> tuple[Any, jax.Array]:
@@ -143,10 +157,11 @@ def _run(
     """
     some_x, _, some_B, *_ = previous or tree or ()
     batch, num_heads, head_dim, state_size = state.shape
-    blocks = DEFAULTS[case(some_x.dtype, head_dim * state_size)]
-    if recurrent:
-        blocks = RECURRENCE
+    if is_recurrence:
+        blocks = recurrent(state_size)
         name += "_recurrence" if tree is not None else ""
+    else:
+        blocks = DEFAULTS[case(some_x.dtype, head_dim * state_size)]
     channels = channels_of(blocks.state, head_dim, state_size)
     num_blocks = head_dim // channels
     part = HeadBlocks(channels, state_size, num_heads // some_B.shape[2])
@@ -173,7 +188,7 @@ def _run(
             "C": (C, part.of_group(num_queries)),
             "D": (D, part.one_of_heads if D.ndim == 1 else part.skip),
         }
-        if not recurrent:
+        if not is_recurrence:
             inputs["mask"] = (mask, part.of_row(mask))
         elif num_nodes > 1:
             visits = walk.visits(mask, num_queries)
@@ -201,7 +216,7 @@ def _run(
         functools.partial(
             _kernel,
             blocks=blocks,
-            recurrent=recurrent,
+            is_recurrence=is_recurrence,
             num_blocks=num_blocks,
             A_is_log=A_is_log,
             gate=static_gate,
@@ -214,7 +229,7 @@ def _run(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         interpret=interpret,
-        in_one_order=recurrent,
+        in_one_order=is_recurrence,
         grid=(batch, num_heads, num_blocks),
     )
     state = results.get("state", state)
@@ -232,7 +247,7 @@ def _kernel(
     outputs: dict[str, Ref],
     *,
     blocks: BlockSizes,
-    recurrent: bool,
+    is_recurrence: bool,
     num_blocks: int,
     A_is_log: bool,
     gate: tuple[int, float, int, float] | None,
@@ -271,7 +286,7 @@ def _kernel(
     tree = (inputs["x"], inputs["dt"], A, inputs["B"], inputs["C"])
     gate_at = functools.partial(_gate_at, inputs, block, gate=gate)
     write = functools.partial(_write, inputs, outputs, gate=gate, interpret=interpret)
-    if recurrent:
+    if is_recurrence:
         recurrence.scan_tree(
             *(*tree, inputs.get("visits")),
             *(replayed, gate_at, write, functools.partial(_leave_out, outputs)),

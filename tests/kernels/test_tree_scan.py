@@ -28,8 +28,7 @@ class Nodes:
     def __init__(self, case, gate, implementation, *, to_the_bit=True):
         self.arrays, self.gate = scans.on_device(case, scans.inputs(case)), gate
         self.path = np.flatnonzero(self.arrays.path[0])
-        columns = case.heads * case.head_dim
-        self.projected = jax.random.normal(jax.random.key(0), (1, case.nodes, columns))
+        self.projected = jax.random.normal(jax.random.key(0), (1, case.nodes, 256))
         self.options, self.to_the_bit = dict(implementation=implementation), to_the_bit
 
     def scan(self, nodes, *, before=(), state=None, queries=None):
