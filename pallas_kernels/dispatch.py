@@ -190,11 +190,17 @@ def device_obstacle(device: Any = None) -> str | None:
     device = default_device() if device is None else device
     if device.platform != "gpu":
         return f"the device is a {device.platform.upper()}, the kernels need an NVIDIA GPU"
-    capability = str(getattr(device, "compute_capability", "unknown"))
-    major = capability.partition(".")[0]
-    if not major.isdigit() or int(major) < 8:  # AMD's are words
+    if (generation(device) or 0) < 8:
+        capability = getattr(device, "compute_capability", "unknown")
         return f"the device's compute capability is {capability}, the kernels need 8.0 or later"
     return None
+
+
+def generation(device: Any = None) -> int | None:
+    """A GPU's major compute capability (None: the default device's), or None if it has none."""
+    device = default_device() if device is None else device
+    major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    return int(major) if major.isdigit() else None  # AMD's are words
 
 
 def on_tpu() -> bool:

@@ -100,8 +100,9 @@ device_description_str: "{gpu.kind}"
 
 def lowered(device: str, jitted: Any, *arguments: Any) -> Any:
     """A jitted function of abstract arguments, traced and lowered for a described device."""
+    chosen_for = jax.default_device(_devices(device, 1)[0])  # by `dispatch`, and block sizes
     if device in TPUS:
-        with jax.default_device(_devices(device, 1)[0]):  # what `dispatch` chooses for
+        with chosen_for:
             return jitted.trace(*arguments).lower()
     mesh = contextlib.nullcontext()
     if jax.__version_info__ >= (0, 11):  # Pallas must know the GPU; jax 0.10 does not need it
@@ -109,7 +110,7 @@ def lowered(device: str, jitted: Any, *arguments: Any) -> Any:
         described = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
         empty = jax.sharding.AbstractMesh((), (), abstract_device=described)
         mesh = jax.sharding.use_abstract_mesh(empty)
-    with mesh:
+    with mesh, chosen_for:
         return jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
 
 

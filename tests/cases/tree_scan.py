@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import replay, replay_tree_scan, tree_scan
+from pallas_kernels import dispatch, replay, replay_tree_scan, tree_scan
 from pallas_kernels.tree_scan import reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
@@ -39,8 +39,12 @@ CASES = base.table(
         "tiny time steps": dict(dt_scale=1e-4),
         "bf16": dict(bf16=True),
         "bf16, many nodes": dict(nodes=70, replayed=70, batch=1, heads=2, bf16=True),
+        "to the bit": dict(padded=5, replayed=17, queries=8, to_the_bit=True),
+        "bf16, many nodes to the bit": dict(
+            nodes=70, batch=1, heads=2, state=64, bf16=True, to_the_bit=True
+        ),
     },
-    **dict(SIZES, groups=1, width=4, dt_scale=1.0),
+    **dict(SIZES, groups=1, width=4, dt_scale=1.0, to_the_bit=False),
 )
 
 
@@ -127,7 +131,8 @@ def arguments(op, case):
 def scan_errors(case, implementation):
     values = inputs(case)
     run = jax.jit(functools.partial(tree_scan, implementation=implementation))
-    y = run(*arguments(tree_scan, case))
+    with dispatch.to_the_bit(case.to_the_bit):
+        y = run(*arguments(tree_scan, case))
     truth, _ = reference.tree_scan(*named(values, REFERENCE))
     return {"y": output_error(case, y, truth)}
 
@@ -145,7 +150,8 @@ def replay_errors(case, implementation):
 def fused_errors(case, implementation):
     values, before = inputs(case), previous(case)
     run = jax.jit(functools.partial(replay_tree_scan, implementation=implementation))
-    y, state = run(*arguments(replay_tree_scan, case))
+    with dispatch.to_the_bit(case.to_the_bit):
+        y, state = run(*arguments(replay_tree_scan, case))
     true_y, true_state = reference.replay_tree_scan(
         *named(before, REPLAYED), *named(values, REFERENCE)
     )
@@ -179,6 +185,7 @@ def small_replay(implementation=None, state_size=16, state=None):
 FUSED = (
     *("root only", "newest level", "groups", "padded nodes", "blocks of nodes"),
     *("three rows, one with an empty path", "large time steps", "bf16, many nodes"),
+    *("to the bit", "bf16, many nodes to the bit"),
 )
 TREE_SCAN = Op(
     *(CASES, scan_errors, scan_budgets, base.WITH_NATIVE), slow=FUSED, lacks=base.native_lacks_bf16

@@ -1,0 +1,162 @@
+"""The replay and the scan of one kernel program, from node to node: some channels of one head.
+
+The state is a tuple of blocks `[p, s]` in registers, because Triton cannot slice `[p, S]`. Products
+are those of `triton.multiply_add`, so a node's numbers depend on the nodes above it and on nothing
+else. While a node is computed, the inputs of the next one are loaded.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import triton as tb
+from pallas_kernels import walk
+from pallas_kernels.triton import Ref
+
+State = tuple[jax.Array, ...]  # [p, s] each
+
+
+def _advanced(
+    state: State,
+    x: jax.Array,  # [p]
+    dt: jax.Array,  # []
+    A: jax.Array,  # []
+    B: Sequence[jax.Array],  # [s] each
+    *,
+    interpret: bool,
+) -> State:
+    """The state after one more node, `exp(dt A) state + (dt x) outer B`."""
+    multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
+    dt, A = dt[None], A[None]  # instructions of our own are for blocks
+    decay = jnp.exp(multiply_add(dt, A, None))[:, None]
+    written = multiply_add(x.astype(jnp.float32), dt, None)[:, None]
+    columns = [column.astype(jnp.float32)[None, :] for column in B]
+    return tuple(
+        multiply_add(value, decay, multiply_add(written, column, None))
+        for value, column in zip(state, columns, strict=True)
+    )
+
+
+def along_path(
+    x_ref: Ref,  # [O, p]
+    dt_ref: Ref,  # [O]
+    A: jax.Array,  # []
+    B_ref: Ref,  # [O, S]
+    steps_ref: Ref,  # [O + 2], see `walk.steps`
+    state: State,
+    *,
+    parts: Sequence[pl.Slice],
+    interpret: bool,
+) -> State:
+    """The state after a path."""
+
+    def load(step: int | jax.Array) -> tuple[Any, ...]:
+        node = steps_ref[1 + step]
+        return x_ref[node, :], dt_ref[node], tuple(B_ref[node, part] for part in parts)
+
+    def advance(step: jax.Array, carry: Any) -> Any:
+        state, (x, dt, B) = carry
+        following = load(step + 1)
+        return _advanced(state, x, dt, A, B, interpret=interpret), following
+
+    return lax.fori_loop(0, steps_ref[0], advance, (state, load(0)))[0]
+
+
+def scan_tree(
+    x_ref: Ref,  # [N, p]
+    dt_ref: Ref,  # [N]
+    A: jax.Array,  # []
+    B_ref: Ref,  # [N, S]
+    C_ref: Ref,  # [Q, S]
+    visits_ref: Ref | None,  # [N + 2], see `walk.visits`; None: the only node
+    replayed: Callable[[], State],
+    gate_at: Callable[[jax.Array], jax.Array | None],
+    write: Callable[..., None],
+    leave_out: Callable[[jax.Array], None],
+    *,
+    parts: Sequence[pl.Slice],
+    interpret: bool,
+) -> None:
+    """Calls `write` with each query that is visited, its x, gate and output `[p]`, no skip.
+
+    `replayed` gives the state before the root: the first node's inputs are loaded before it runs.
+    `leave_out` is called with the queries that are not visited.
+    """
+    num_nodes, num_queries = x_ref.shape[0], C_ref.shape[0]
+    first_query = num_nodes - num_queries  # queries are the last nodes
+    multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
+
+    def load(node: jax.Array) -> tuple[Any, ...]:
+        query = jnp.maximum(node - first_query, 0)
+        B, C = ([ref[at, part] for part in parts] for ref, at in ((B_ref, node), (C_ref, query)))
+        return x_ref[node, :], dt_ref[node], tuple(B), tuple(C), gate_at(query)
+
+    def if_query(node: jax.Array) -> Callable[[Callable[[jax.Array], None]], None]:
+        """Runs a function of the query that a node is."""
+        if not first_query:
+            return lambda function: function(node)
+        return lambda function: pl.when(node >= first_query)(lambda: function(node - first_query))
+
+    def visited(state: State, node: jax.Array, inputs: tuple[Any, ...]) -> State:
+        """The state after a node, whose outputs are written if it is a query."""
+        x, dt, B, C, gate = inputs
+        state = _advanced(state, x, dt, A, B, interpret=interpret)
+
+        @if_query(node)
+        def _(query: jax.Array) -> None:
+            total = None
+            for value, column in zip(state, C, strict=True):
+                total = multiply_add(value, column.astype(jnp.float32)[None, :], total)
+            write(query, x, gate, jnp.sum(total, axis=1))
+
+        return state
+
+    if visits_ref is None:
+        node = jnp.int32(0)
+        inputs = load(node)
+        visited(replayed(), node, inputs)
+        return
+
+    def load_visit(number: int | jax.Array) -> tuple[Any, ...]:
+        code = visits_ref[1 + number]
+        return code, load(walk.visit(code)[0])
+
+    def visit(number: jax.Array, carry: Any) -> Any:
+        state, kept, (code, inputs) = carry
+        following = load_visit(number + 1)
+        node, pop, push = walk.visit(code)
+
+        def turned_back() -> State:
+            state = kept[0]
+            for slot, value in enumerate(kept[1:], 2):
+                state = _where(pop == slot, value, state)
+            return state
+
+        state = lax.cond(pop > 0, turned_back, lambda: state)
+        state = visited(state, node, inputs)
+        kept = lax.cond(
+            push > 0,
+            lambda: tuple(_where(push == slot, state, value) for slot, value in enumerate(kept, 1)),
+            lambda: kept,
+        )
+        return state, kept, following
+
+    first = load_visit(0)
+    state = replayed()
+    kept = (state,) * walk.slots(num_nodes)
+    count = visits_ref[0]
+    lax.fori_loop(0, count, visit, (state, kept, first))
+
+    def skip(number: jax.Array, _: None) -> None:
+        if_query(visits_ref[1 + number])(leave_out)
+
+    lax.fori_loop(count, num_nodes, skip, None)
+
+
+def _where(condition: jax.Array, state: State, another: State) -> State:
+    return tuple(jnp.where(condition, *values) for values in zip(state, another, strict=True))
