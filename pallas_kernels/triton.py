@@ -10,7 +10,7 @@ values, no slices of values. The interpreter has no masked stores.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -139,13 +139,53 @@ def _bf16_parts(value: jax.Array, count: int) -> list[jax.Array]:
 def masked_load(ref: Ref, index: tuple[Any, ...], mask: jax.Array, *, interpret: bool) -> jax.Array:
     """`ref[index]` where `mask`, 0 elsewhere; what is masked off is not read.
 
-    The interpreter has no masked loads, and reads all. The index must be in bounds everywhere.
+    The interpreter has no masked loads, and reads all. The index must be in bounds everywhere; the
+    interpreter pads what a block has beyond the last row.
     """
     if interpret:
         value = ref[index]
         return jnp.where(mask, value, jnp.zeros_like(value))
     view = ref.at[index]
     return plt.load(view, mask=jnp.broadcast_to(mask, view.shape), other=0.0)
+
+
+def masked_store(
+    ref: Ref, value: jax.Array, masks: Sequence[jax.Array], *, interpret: bool
+) -> None:
+    """Writes a whole block where all masks are true; none: everywhere.
+
+    The interpreter has no masked stores: it writes all, and drops what is beyond the last row.
+    """
+    if interpret or not masks:
+        ref[...] = value
+        return
+    mask = functools.reduce(jnp.logical_and, masks)
+    plt.store(ref.at[...], value, mask=jnp.broadcast_to(mask, value.shape))
+
+
+def add_product(
+    total: jax.Array,
+    left: jax.Array,
+    right: jax.Array,
+    *,
+    trans_a: bool,
+    trans_b: bool,
+    interpret: bool,
+) -> jax.Array:
+    """`total + left @ right` of bfloat16, by matrix units, which add in the order of the inputs.
+
+    The interpreter adds one input after the other: the order of XLA's own product depends on its
+    shape. Products are exact in float32, so nothing hangs on whether a compiler fuses them.
+    """
+    if not interpret:
+        return total + plt.dot(left, right, trans_a=trans_a, trans_b=trans_b)
+    by_input = (left if trans_a else left.T, right.T if trans_b else right)
+
+    def add(total: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        column, row = (vector.astype(jnp.float32) for vector in pair)
+        return total + column[:, None] * row[None, :], None
+
+    return lax.scan(add, total, by_input)[0]
 
 
 def multiply_add(

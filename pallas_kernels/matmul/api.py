@@ -1,39 +1,54 @@
-"""Products of rows with packed matrices, exact to the bit for any number of rows on a CPU."""
+"""Products of rows with matrices, exact to the bit for any number of rows.
+
+On a CPU of packed matrices in every type, on a GPU of unpacked ones in bfloat16 and in 8 bits.
+"""
 
 import math
 
-from jaxtyping import Array, Float, Float32, Int
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from pallas_kernels import dispatch
-from pallas_kernels.matmul import native, xla
+from pallas_kernels.matmul import native, pallas_triton, xla
 from pallas_kernels.matmul.packed import PackedMatrix
+from pallas_kernels.matmul.quantized import QuantizedMatrix
 
 
 def matmul(
     x: Float[Array, "*rows I"],
-    matrix: PackedMatrix,
+    matrix: PackedMatrix | QuantizedMatrix | Num[Array, "..."],
     which: Int[Array, " rows"] | None = None,
     *,
+    axis: int = -2,
+    dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
-) -> Float32[Array, "*rows O"]:
-    """Rows times a packed matrix, in float32 whatever the type of the matrix.
+) -> Float[Array, "*rows O"]:
+    """Rows times a matrix, added in float32 whatever the type of the matrix.
 
     Args:
         x: the rows.
-        matrix: one matrix `[I, O]`; with `which` several, `[E, I, O]`.
+        matrix: one matrix `[I, O]`, packed or not; with `which` several packed ones, `[E, I, O]`.
         which: the matrix of each row of `x [rows, I]`; all must be in range. None: there is one.
+        axis: the axis of inputs of an array: -2, or -1 of a table `[O, I]`.
+        dtype: of the products, float32 or bfloat16; packed ones are float32.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+            Packed matrices have "native", the others "pallas".
 
     Returns:
-        Products and sums in float32. "native" adds in one order: a row's product is the same to the
-        bit for any number of rows, and rows of zeros, as padding is, take no time. For 8-bit
-        weights it rounds rows to 8 bits in groups of 32 inputs; a row with NaN or infinity gives
-        NaN. "xla" rounds rows to bfloat16 for a bfloat16 matrix.
+        "native" adds in one order: a row's product is the same to the bit for any number of rows,
+        and rows of zeros, as padding is, take no time. For 8-bit weights it rounds rows to 8 bits
+        in groups of 32 inputs; a row with NaN or infinity gives NaN. "xla" rounds rows to bfloat16
+        for a packed bfloat16 matrix, and an unpacked 8-bit matrix to its `dtype`.
+        "pallas" multiplies bfloat16 rows, and adds in one order too. More than 64 rows are XLA's,
+        which is faster then, but for traces inside of `dispatch.to_the_bit(True)`.
         Derivatives are XLA's in all implementations.
 
     Raises:
         ValueError: rows that do not fit the matrix.
     """
+    if not isinstance(matrix, PackedMatrix):
+        return _unpacked(x, matrix, which, axis, dtype, implementation)
     several = len(matrix.shape) == 3
     if x.shape[-1] != matrix.shape[-2]:
         raise ValueError(f"rows of {x.shape[-1]} inputs do not fit a matrix {matrix.shape}")
@@ -52,6 +67,37 @@ def matmul(
         xla_derivatives=True,
     )
     return y.reshape(*x.shape[:-1], matrix.columns)
+
+
+def _unpacked(
+    x: Array,
+    matrix: QuantizedMatrix | Array,
+    which: Array | None,
+    axis: int,
+    dtype: DTypeLike,
+    implementation: str | None,
+) -> Array:
+    """The products of `matmul` with a matrix that is not packed."""
+    axis = matrix.axis if isinstance(matrix, QuantizedMatrix) else axis
+    if which is not None or x.shape[-1] != matrix.shape[axis]:
+        raise ValueError(
+            f"rows of {x.shape[-1]} inputs do not fit a matrix {matrix.shape} with its inputs on"
+            f" axis {axis}" + ("" if which is None else ", or which, which goes with a packed one")
+        )
+    few = 0 < math.prod(x.shape[:-1]) <= pallas_triton.MOST_ROWS
+    versions = {"xla": xla.unpacked}
+    if few or (x.size and dispatch.wants_bits()):
+        versions["pallas"] = pallas_triton.matmul
+    return dispatch.run(
+        "matmul",
+        versions,
+        (x, matrix),
+        requested=implementation,
+        unsupported={"pallas": pallas_triton.unsupported(x, matrix, axis)},
+        xla_derivatives=True,
+        axis=axis,
+        dtype=jnp.dtype(dtype),
+    )
 
 
 def rows(

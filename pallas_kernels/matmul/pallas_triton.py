@@ -1,0 +1,264 @@
+"""`matmul` of unpacked matrices in bfloat16 and in 8 bits as one Pallas-Triton kernel.
+
+Passes: a program handles a block of columns, a block of up to 64 rows, and one of a few parts of
+the inputs. It reads its part of the matrix once, block by block. It multiplies transposed, columns
+by inputs by rows: so a matrix unit has the few rows on its narrow side. Each part writes float32
+sums, and XLA adds up the parts in one launch. A product of one part is written in its final type.
+
+Numerics: products of bfloat16 numbers are exact, and are added in float32: inputs in order, then
+parts in pairs. 8-bit weights are exact in bfloat16 too. So the sum of a group of 32 inputs is
+multiplied by its scale, by one fused multiply-add: no weight is rounded, as widening would do, and
+no scale has to be spread over the inputs.
+
+The bits of a row: an H200 gave the same ones for any number of rows, any block of rows, columns or
+inputs, and any instruction, warps and stages (a trial of this algorithm in bfloat16). They depend
+on the number of parts. So `parts_of` knows the shape of the matrix alone, and `block_sizes` may
+choose whatever is fast.
+
+Refuses float32, which a GPU multiplies as TF32; inputs that are not a multiple of `SMALLEST_BLOCK`,
+or of a group of 8-bit weights; several matrices; and 2^31 weights or more. Columns and rows may
+have any number: what is beyond the last is masked off. Derivatives are XLA's.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num
+
+from pallas_kernels import dispatch
+from pallas_kernels import triton as tb
+from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
+from pallas_kernels.triton import Ref
+
+MOST_ROWS = 64  # of a block; more are XLA's where nobody wants bits
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of the blocks that a program works on: speed, and no bits."""
+
+    rows: int
+    columns: int
+    inner: int  # inputs of a step; reduced to a divisor of the inputs of a part
+    num_warps: int  # Triton's
+    num_stages: int
+
+
+def parts_of(inputs: int, columns: int) -> int:
+    """The number of parts of the inputs, which are added up in pairs: a power of two.
+
+    To change this is to change the bits of every product. Enough programs are wanted to load a
+    large GPU, and parts that are long enough to be worth it.
+    """
+    programs, parts = -(-columns // 64), 1
+    while parts < 8 and inputs % (128 * parts) == 0 and inputs >= 256 * parts:
+        many, long = programs * parts >= 96, inputs // (2 * parts) >= 640
+        if many and (not long or programs * parts >= 256):
+            break
+        parts *= 2
+    return parts
+
+
+def block_sizes(
+    inputs: int, columns: int, rows: int, *, is_quantized: bool, shared_memory: int
+) -> BlockSizes:
+    """Block sizes for a matrix and rows, on a GPU with so many bytes of shared memory for a block.
+
+    In bfloat16 the fastest of a trial on an H200, or near it. In 8 bits no GPU has timed them. With
+    these nothing spills on sm_80 and sm_90, compiled for matrices of Mamba-2 and Qwen3.5.
+    """
+    block_rows = min(MOST_ROWS, tb.padded_size(rows))
+    is_large = -(-columns // 64) * parts_of(inputs, columns) >= 256
+    block_columns, inner = (128, 64) if is_large else (64, 128)
+    weight_bytes = 1 if is_quantized else 2
+    stage = inner * (weight_bytes * block_columns + 2 * block_rows)
+    return BlockSizes(block_rows, block_columns, inner, 4, min(4, shared_memory // stage))
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory for a block on the default device; if it is no GPU, on any."""
+    capability = str(getattr(dispatch.default_device(), "compute_capability", None))
+    return (163 if capability in ("8.0", "8.7", "9.0", "10.0") else 99) << 10
+
+
+def unsupported(
+    x: Float[Array, "*rows I"], matrix: Num[Array, "..."] | QuantizedMatrix, axis: int
+) -> str | None:
+    """Why this product cannot run, or None."""
+    is_quantized = isinstance(matrix, QuantizedMatrix)
+    dtype = jnp.dtype(matrix.dtype)
+    if len(matrix.shape) != 2:
+        return f"several matrices {matrix.shape} are XLA's"
+    if not x.dtype == dtype == jnp.bfloat16:
+        return (
+            f"rows in {x.dtype} and a matrix in {dtype}: only bfloat16 runs, since a GPU multiplies"
+            " float32 inputs as TF32"
+        )
+    inputs, unit = matrix.shape[axis], GROUP if is_quantized else tb.SMALLEST_BLOCK
+    if inputs % unit or not 0 < math.prod(matrix.shape) < 1 << 31:
+        return (
+            f"a matrix {matrix.shape} has {inputs} inputs, which must be a multiple of {unit}, and"
+            " less than 2^31 weights"
+        )
+    return None
+
+
+def matmul(
+    x: Float[Array, "*rows I"],
+    matrix: Num[Array, "..."] | QuantizedMatrix,
+    *,
+    axis: int,
+    dtype: DTypeLike,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
+) -> Float[Array, "*rows O"]:
+    """See `api.matmul`; `blocks` None: those of `block_sizes`."""
+    inputs, columns = matrix.shape[axis], matrix.shape[-3 - axis]
+    rows = x.reshape(-1, inputs)
+    blocks = blocks or block_sizes(
+        inputs,
+        columns,
+        len(rows),
+        is_quantized=isinstance(matrix, QuantizedMatrix),
+        shared_memory=shared_memory(),
+    )
+    options = dict(axis=axis, dtype=jnp.dtype(dtype), interpret=interpret, blocks=blocks)
+    return _product(rows, matrix, **options).reshape(*x.shape[:-1], columns)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "dtype", "interpret", "blocks"))
+def _product(
+    x: Float[Array, "rows I"],
+    matrix: Num[Array, "..."] | QuantizedMatrix,
+    *,
+    axis: int,
+    dtype: DTypeLike,
+    interpret: bool,
+    blocks: BlockSizes,
+) -> Float[Array, "rows O"]:
+    (rows, inputs), columns = x.shape, matrix.shape[-3 - axis]
+    parts = parts_of(inputs, columns)
+    size = inputs // parts
+
+    def of_columns(inner: int) -> pl.BlockSpec:
+        """A block of an array that has the shape of the matrix, or fewer inputs."""
+        if axis == -1:
+            return pl.BlockSpec((blocks.columns, inner), lambda r, c, p: (c, p))
+        return pl.BlockSpec((inner, blocks.columns), lambda r, c, p: (p, c))
+
+    arrays, specs = [matrix], [of_columns(size)]
+    if isinstance(matrix, QuantizedMatrix):
+        arrays, specs = [matrix.values, matrix.scales], [*specs, of_columns(size // GROUP)]
+    sums = tb.call(
+        functools.partial(
+            _kernel,
+            rows=rows,
+            columns=columns,
+            inner=math.gcd(size, blocks.inner),
+            axis=axis,
+            interpret=interpret,
+        ),
+        name="matmul",
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+        interpret=interpret,
+        in_one_order=True,
+        # Programs that read the same weights are neighbours.
+        grid=(-(-rows // blocks.rows), -(-columns // blocks.columns), parts),
+        in_specs=[pl.BlockSpec((blocks.rows, size), lambda r, c, p: (r, p)), *specs],
+        out_specs=pl.BlockSpec((None, blocks.rows, blocks.columns), lambda r, c, p: (p, r, c)),
+        out_shape=jax.ShapeDtypeStruct(
+            (parts, rows, columns), dtype if parts == 1 else jnp.float32
+        ),
+    )(x, *arrays)
+    in_pairs = list(sums)
+    while len(in_pairs) > 1:
+        in_pairs = [a + b for a, b in zip(in_pairs[::2], in_pairs[1::2], strict=True)]
+    return in_pairs[0].astype(dtype)
+
+
+def _kernel(
+    x_ref: Ref,  # [r, K], K the inputs of a part
+    matrix_ref: Ref,  # [K, c], of a table [c, K]
+    *refs: Ref,  # scales of 8-bit weights [K / 32, c], of a table [c, K / 32]; output [r, c]
+    rows: int,
+    columns: int,
+    inner: int,
+    axis: int,
+    interpret: bool,
+) -> None:
+    *scale_refs, output_ref = refs
+    block_rows, size = x_ref.shape
+    block_columns = output_ref.shape[1]
+    row_mask = _mask(pl.program_id(0), block_rows, rows)
+    column_mask = _mask(pl.program_id(1), block_columns, columns)
+    everything = pl.ds(0, block_columns)
+
+    def load(ref: Ref, place: int | jax.Array | pl.Slice) -> jax.Array:
+        """Of all columns, at a place on the axis of inputs."""
+        index = (everything, place) if axis == -1 else (place, everything)
+        if column_mask is None:
+            return ref[index]
+        mask = column_mask
+        if isinstance(place, pl.Slice):
+            mask = column_mask[:, None] if axis == -1 else column_mask[None, :]
+        return tb.masked_load(ref, index, mask, interpret=interpret)
+
+    def product(first: jax.Array, count: int, total: jax.Array) -> jax.Array:
+        """Adds the products of so many inputs to `total [c, r]`."""
+        place = pl.ds(first, count)
+        weights = load(matrix_ref, place).astype(jnp.bfloat16)
+        index = (pl.ds(0, block_rows), place)
+        if row_mask is None:
+            x = x_ref[index]
+        else:
+            x = tb.masked_load(x_ref, index, row_mask[:, None], interpret=interpret)
+        return tb.add_product(
+            total, weights, x, trans_a=axis == -2, trans_b=True, interpret=interpret
+        )
+
+    zeros = jnp.zeros((block_columns, block_rows), jnp.float32)
+    if not scale_refs:
+        total = lax.fori_loop(
+            0, size // inner, lambda i, total: product(i * inner, inner, total), zeros
+        )
+    else:
+        (scales_ref,) = scale_refs
+        last = size // GROUP - 1
+
+        def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            total, scales = carry
+            for j in range(inner // GROUP):
+                group = i * (inner // GROUP) + j
+                # Triton has only operands of products on their way in time.
+                following = load(scales_ref, jnp.minimum(group + 1, last))
+                sums = product(group * GROUP, GROUP, zeros)
+                factors = scales.astype(jnp.float32)[:, None]
+                total = tb.multiply_add(sums, factors, total, interpret=interpret)
+                scales = following
+            return total, scales
+
+        total, _ = lax.fori_loop(0, size // inner, step, (zeros, load(scales_ref, 0)))
+    masks = [
+        mask
+        for mask in (
+            None if row_mask is None else row_mask[:, None],
+            None if column_mask is None else column_mask[None, :],
+        )
+        if mask is not None
+    ]
+    value = total.T.astype(output_ref.dtype)
+    tb.masked_store(output_ref, value, masks, interpret=interpret)
+
+
+def _mask(block: jax.Array, size: int, limit: int) -> jax.Array | None:
+    """Which places of a block exist; None: all."""
+    if limit % size == 0:
+        return None
+    return block * size + lax.broadcasted_iota(jnp.int32, (size,), 0) < limit
