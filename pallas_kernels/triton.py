@@ -136,31 +136,33 @@ def _bf16_parts(value: jax.Array, count: int) -> list[jax.Array]:
     return parts
 
 
-def masked_load(ref: Ref, index: tuple[Any, ...], mask: jax.Array, *, interpret: bool) -> jax.Array:
-    """`ref[index]` where `mask`, 0 elsewhere; what is masked off is not read.
+def masked_load(
+    ref: Ref, index: tuple[Any, ...], mask: jax.Array | None, *, interpret: bool
+) -> jax.Array:
+    """`ref[index]` where `mask`, 0 elsewhere; what is masked off is not read. None: everywhere.
 
     The interpreter has no masked loads, and reads all. The index must be in bounds everywhere; the
     interpreter pads what a block has beyond the last row.
     """
-    if interpret:
+    if interpret or mask is None:
         value = ref[index]
-        return jnp.where(mask, value, jnp.zeros_like(value))
+        return value if mask is None else jnp.where(mask, value, jnp.zeros_like(value))
     view = ref.at[index]
     return plt.load(view, mask=jnp.broadcast_to(mask, view.shape), other=0.0)
 
 
 def masked_store(
-    ref: Ref, value: jax.Array, masks: Sequence[jax.Array], *, interpret: bool
+    ref: Ref, value: jax.Array, masks: Sequence[jax.Array | None], *, interpret: bool
 ) -> None:
-    """Writes a whole block where all masks are true; none: everywhere.
+    """Writes a whole block where all masks are true; None is everywhere.
 
     The interpreter has no masked stores: it writes all, and drops what is beyond the last row.
     """
-    if interpret or not masks:
+    some = [jnp.broadcast_to(mask, value.shape) for mask in masks if mask is not None]
+    if interpret or not some:
         ref[...] = value
         return
-    mask = functools.reduce(jnp.logical_and, masks)
-    plt.store(ref.at[...], value, mask=jnp.broadcast_to(mask, value.shape))
+    plt.store(ref.at[...], value, mask=functools.reduce(jnp.logical_and, some))
 
 
 def add_product(

@@ -23,6 +23,7 @@ have any number: what is beyond the last is masked off. Derivatives are XLA's.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -198,63 +199,48 @@ def _kernel(
     block_columns = output_ref.shape[1]
     row_mask = _mask(pl.program_id(0), block_rows, rows)
     column_mask = _mask(pl.program_id(1), block_columns, columns)
-    everything = pl.ds(0, block_columns)
+    x_mask, weight_mask = _on_axis(0, row_mask), _on_axis(-1 - axis, column_mask)
+    every_row, every_column = pl.ds(0, block_rows), pl.ds(0, block_columns)
 
-    def load(ref: Ref, place: int | jax.Array | pl.Slice) -> jax.Array:
+    def load(ref: Ref, place: Any, mask: jax.Array | None) -> jax.Array:
         """Of all columns, at a place on the axis of inputs."""
-        index = (everything, place) if axis == -1 else (place, everything)
-        if column_mask is None:
-            return ref[index]
-        mask = column_mask
-        if isinstance(place, pl.Slice):
-            mask = column_mask[:, None] if axis == -1 else column_mask[None, :]
+        index = (every_column, place) if axis == -1 else (place, every_column)
         return tb.masked_load(ref, index, mask, interpret=interpret)
 
-    def product(first: jax.Array, count: int, total: jax.Array) -> jax.Array:
+    def add_product(total: jax.Array, first: jax.Array, count: int) -> jax.Array:
         """Adds the products of so many inputs to `total [c, r]`."""
         place = pl.ds(first, count)
-        weights = load(matrix_ref, place).astype(jnp.bfloat16)
-        index = (pl.ds(0, block_rows), place)
-        if row_mask is None:
-            x = x_ref[index]
-        else:
-            x = tb.masked_load(x_ref, index, row_mask[:, None], interpret=interpret)
-        return tb.add_product(
-            total, weights, x, trans_a=axis == -2, trans_b=True, interpret=interpret
-        )
+        weights = load(matrix_ref, place, weight_mask).astype(jnp.bfloat16)
+        x = tb.masked_load(x_ref, (every_row, place), x_mask, interpret=interpret)
+        transposed = dict(trans_a=axis == -2, trans_b=True)
+        return tb.add_product(total, weights, x, **transposed, interpret=interpret)
+
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        return add_product(total, i * inner, inner)
+
+    def step_of_groups(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
+        """The scales of a group are on their way while the group before is multiplied.
+
+        Triton itself loads ahead only what becomes an operand of a product.
+        """
+        total, scales = carry
+        for j in range(inner // GROUP):
+            group = i * (inner // GROUP) + j
+            following = load(scale_refs[0], jnp.minimum(group + 1, size // GROUP - 1), column_mask)
+            sums = add_product(zeros, group * GROUP, GROUP)
+            factors = scales.astype(jnp.float32)[:, None]
+            total = tb.multiply_add(sums, factors, total, interpret=interpret)
+            scales = following
+        return total, scales
 
     zeros = jnp.zeros((block_columns, block_rows), jnp.float32)
-    if not scale_refs:
-        total = lax.fori_loop(
-            0, size // inner, lambda i, total: product(i * inner, inner, total), zeros
-        )
+    if scale_refs:
+        first = load(scale_refs[0], 0, column_mask)
+        total, _ = lax.fori_loop(0, size // inner, step_of_groups, (zeros, first))
     else:
-        (scales_ref,) = scale_refs
-        last = size // GROUP - 1
-
-        def step(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            total, scales = carry
-            for j in range(inner // GROUP):
-                group = i * (inner // GROUP) + j
-                # Triton has only operands of products on their way in time.
-                following = load(scales_ref, jnp.minimum(group + 1, last))
-                sums = product(group * GROUP, GROUP, zeros)
-                factors = scales.astype(jnp.float32)[:, None]
-                total = tb.multiply_add(sums, factors, total, interpret=interpret)
-                scales = following
-            return total, scales
-
-        total, _ = lax.fori_loop(0, size // inner, step, (zeros, load(scales_ref, 0)))
-    masks = [
-        mask
-        for mask in (
-            None if row_mask is None else row_mask[:, None],
-            None if column_mask is None else column_mask[None, :],
-        )
-        if mask is not None
-    ]
-    value = total.T.astype(output_ref.dtype)
-    tb.masked_store(output_ref, value, masks, interpret=interpret)
+        total = lax.fori_loop(0, size // inner, step, zeros)
+    masks = x_mask, _on_axis(1, column_mask)
+    tb.masked_store(output_ref, total.T.astype(output_ref.dtype), masks, interpret=interpret)
 
 
 def _mask(block: jax.Array, size: int, limit: int) -> jax.Array | None:
@@ -262,3 +248,10 @@ def _mask(block: jax.Array, size: int, limit: int) -> jax.Array | None:
     if limit % size == 0:
         return None
     return block * size + lax.broadcasted_iota(jnp.int32, (size,), 0) < limit
+
+
+def _on_axis(axis: int, mask: jax.Array | None) -> jax.Array | None:
+    """The mask of places on an axis of two."""
+    if mask is None:
+        return None
+    return mask[:, None] if axis == 0 else mask[None, :]

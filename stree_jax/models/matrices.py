@@ -6,8 +6,9 @@ order (`pallas_kernels.matmul`). Those products take and give float32, so the ac
 packed model are float32 whatever the type of its weights.
 
 A quantised matrix has 8 bits a weight and a scale for 32 inputs of a column. A CPU has it packed
-too, and rounds rows to 8 bits when it multiplies; elsewhere it is widened inside the program, where
-it is multiplied: on a GPU by our own product, which a model in bfloat16 has too. Routers stay as they are: another expert is another text.
+too, and rounds rows to 8 bits when it multiplies. A GPU reads the 8 bits in our own product, which
+multiplies bfloat16 too. Elsewhere it is widened inside the program, where it is multiplied. Routers
+stay as they are: another expert is another text.
 
 Everything that reads weights by name gets the order of unpacked models, from `in_first`. A new
 storage is a pytree with arrays, and here a class of answers and a line of `STORAGES`.

@@ -75,7 +75,7 @@ class Eagle3Head(DraftHead):
     """
 
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
-        config, dtype = self.config, self.dtype
+        config = self.config
         width, layers = config.d_model, len(config.inner_layers)
         self.fc = self.linear(layers * width, width, rngs)
         self.embedding = (
