@@ -102,11 +102,10 @@ def unsupported(
             " float32 inputs as TF32"
         )
     inputs, unit = matrix.shape[axis], GROUP if is_quantized else tb.SMALLEST_BLOCK
-    if inputs % unit or not 0 < math.prod(matrix.shape) < 1 << 31:
-        return (
-            f"a matrix {matrix.shape} has {inputs} inputs, which must be a multiple of {unit}, and"
-            " less than 2^31 weights"
-        )
+    if inputs % unit:
+        return f"inputs = {inputs} of a matrix {matrix.shape} is not a multiple of {unit}"
+    if not 0 < math.prod(matrix.shape) < 1 << 31:
+        return f"a matrix {matrix.shape} has no weights, or 2^31 or more"
     return None
 
 
