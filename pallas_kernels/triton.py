@@ -166,28 +166,21 @@ def masked_store(
 
 
 def add_product(
-    total: jax.Array,
-    left: jax.Array,
-    right: jax.Array,
-    *,
-    trans_a: bool,
-    trans_b: bool,
-    interpret: bool,
+    total: jax.Array, left: jax.Array, right: jax.Array, *, trans_a: bool, interpret: bool
 ) -> jax.Array:
-    """`total + left @ right` of bfloat16, by matrix units, which add in the order of the inputs.
+    """`total + left @ right.T` of bfloat16, by matrix units, which add in the order of the inputs.
 
     The interpreter adds one input after the other: the order of XLA's own product depends on its
     shape. Products are exact in float32, so nothing hangs on whether a compiler fuses them.
     """
     if not interpret:
-        return total + plt.dot(left, right, trans_a=trans_a, trans_b=trans_b)
-    by_input = (left if trans_a else left.T, right.T if trans_b else right)
+        return total + plt.dot(left, right, trans_a=trans_a, trans_b=True)
 
     def add(total: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         column, row = (vector.astype(jnp.float32) for vector in pair)
         return total + column[:, None] * row[None, :], None
 
-    return lax.scan(add, total, by_input)[0]
+    return lax.scan(add, total, (left if trans_a else left.T, right.T))[0]
 
 
 def multiply_add(

@@ -3,6 +3,7 @@
 On a CPU of packed matrices in every type, on a GPU of unpacked ones in bfloat16 and in 8 bits.
 """
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -47,57 +48,32 @@ def matmul(
     Raises:
         ValueError: rows that do not fit the matrix.
     """
-    if not isinstance(matrix, PackedMatrix):
-        return _unpacked(x, matrix, which, axis, dtype, implementation)
-    several = len(matrix.shape) == 3
-    if x.shape[-1] != matrix.shape[-2]:
+    is_packed = isinstance(matrix, PackedMatrix)
+    axis = -2 if is_packed else getattr(matrix, "axis", axis)
+    if x.shape[-1] != matrix.shape[axis]:
         raise ValueError(f"rows of {x.shape[-1]} inputs do not fit a matrix {matrix.shape}")
-    if several != (which is not None) or (which is not None and x.shape[:-1] != which.shape):
+    has_which = which is not None
+    if (has_which and x.shape[:-1] != which.shape) or has_which != (
+        is_packed and len(matrix.shape) == 3
+    ):
         raise ValueError(
             f"which = {which if which is None else which.shape} with x {x.shape} and a matrix"
-            f" {matrix.shape}: rows [rows, I] of several matrices [E, I, O] need which [rows]"
+            f" {matrix.shape}: rows [rows, I] of several packed matrices [E, I, O] need which"
+            " [rows]"
         )
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype("float32")
-    arguments = (rows, matrix) if which is None else (rows, matrix, which)
-    y = dispatch.run(
-        "matmul",
-        {"xla": xla, "native": native},
-        arguments,
-        requested=implementation,
-        xla_derivatives=True,
-    )
-    return y.reshape(*x.shape[:-1], matrix.columns)
-
-
-def _unpacked(
-    x: Array,
-    matrix: QuantizedMatrix | Array,
-    which: Array | None,
-    axis: int,
-    dtype: DTypeLike,
-    implementation: str | None,
-) -> Array:
-    """The products of `matmul` with a matrix that is not packed."""
-    axis = matrix.axis if isinstance(matrix, QuantizedMatrix) else axis
-    if which is not None or x.shape[-1] != matrix.shape[axis]:
-        raise ValueError(
-            f"rows of {x.shape[-1]} inputs do not fit a matrix {matrix.shape} with its inputs on"
-            f" axis {axis}" + ("" if which is None else ", or which, which goes with a packed one")
-        )
-    few = 0 < math.prod(x.shape[:-1]) <= pallas_triton.MOST_ROWS
+    run = functools.partial(dispatch.run, "matmul", requested=implementation, xla_derivatives=True)
+    count = math.prod(x.shape[:-1])
+    if isinstance(matrix, PackedMatrix):
+        rows = x.reshape(count, x.shape[-1]).astype("float32")
+        arguments = (rows, matrix) if which is None else (rows, matrix, which)
+        y = run({"xla": xla, "native": native}, arguments)
+        return y.reshape(*x.shape[:-1], matrix.columns)
     versions = {"xla": xla.unpacked}
-    if few or (x.size and dispatch.wants_bits()):
+    if 0 < count <= pallas_triton.MOST_ROWS or (count and dispatch.wants_bits()):
         versions["pallas"] = pallas_triton.matmul
-    return dispatch.run(
-        "matmul",
-        versions,
-        (x, matrix),
-        requested=implementation,
-        unsupported={"pallas": pallas_triton.unsupported(x, matrix, axis)},
-        xla_derivatives=True,
-        axis=axis,
-        dtype=jnp.dtype(dtype),
-    )
+    unsupported = {"pallas": pallas_triton.unsupported(x, matrix, axis)}
+    settings = dict(axis=axis, dtype=jnp.dtype(dtype))
+    return run(versions, (x, matrix), unsupported=unsupported, **settings)
 
 
 def rows(

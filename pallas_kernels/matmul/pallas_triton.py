@@ -32,7 +32,6 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
-from pallas_kernels import dispatch
 from pallas_kernels import triton as tb
 from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
 from pallas_kernels.triton import Ref
@@ -66,26 +65,16 @@ def parts_of(inputs: int, columns: int) -> int:
     return parts
 
 
-def block_sizes(
-    inputs: int, columns: int, rows: int, *, is_quantized: bool, shared_memory: int
-) -> BlockSizes:
-    """Block sizes for a matrix and rows, on a GPU with so many bytes of shared memory for a block.
+def block_sizes(inputs: int, columns: int, rows: int) -> BlockSizes:
+    """Block sizes for a matrix and rows, in shared memory that all GPUs have: 99 KiB.
 
-    In bfloat16 the fastest of a trial on an H200, or near it. In 8 bits no GPU has timed them. With
-    these nothing spills on sm_80 and sm_90, compiled for matrices of Mamba-2 and Qwen3.5.
+    In bfloat16 the fastest of a trial on an H200, or near it. In 8 bits no GPU has timed them.
     """
     block_rows = min(MOST_ROWS, tb.padded_size(rows))
-    is_large = -(-columns // 64) * parts_of(inputs, columns) >= 256
-    block_columns, inner = (128, 64) if is_large else (64, 128)
-    weight_bytes = 1 if is_quantized else 2
-    stage = inner * (weight_bytes * block_columns + 2 * block_rows)
-    return BlockSizes(block_rows, block_columns, inner, 4, min(4, shared_memory // stage))
-
-
-def shared_memory() -> int:
-    """Bytes of shared memory for a block on the default device; if it is no GPU, on any."""
-    capability = str(getattr(dispatch.default_device(), "compute_capability", None))
-    return (163 if capability in ("8.0", "8.7", "9.0", "10.0") else 99) << 10
+    if -(-columns // 64) * parts_of(inputs, columns) >= 256:
+        return BlockSizes(block_rows, columns=128, inner=64, num_warps=4, num_stages=4)
+    stages = 3 if block_rows > 32 else 4
+    return BlockSizes(block_rows, columns=64, inner=128, num_warps=4, num_stages=stages)
 
 
 def unsupported(
@@ -109,6 +98,7 @@ def unsupported(
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("axis", "dtype", "interpret", "blocks"))
 def matmul(
     x: Float[Array, "*rows I"],
     matrix: Num[Array, "..."] | QuantizedMatrix,
@@ -120,34 +110,13 @@ def matmul(
 ) -> Float[Array, "*rows O"]:
     """See `api.matmul`; `blocks` None: those of `block_sizes`."""
     inputs, columns = matrix.shape[axis], matrix.shape[-3 - axis]
-    rows = x.reshape(-1, inputs)
-    blocks = blocks or block_sizes(
-        inputs,
-        columns,
-        len(rows),
-        is_quantized=isinstance(matrix, QuantizedMatrix),
-        shared_memory=shared_memory(),
-    )
-    options = dict(axis=axis, dtype=jnp.dtype(dtype), interpret=interpret, blocks=blocks)
-    return _product(rows, matrix, **options).reshape(*x.shape[:-1], columns)
-
-
-@functools.partial(jax.jit, static_argnames=("axis", "dtype", "interpret", "blocks"))
-def _product(
-    x: Float[Array, "rows I"],
-    matrix: Num[Array, "..."] | QuantizedMatrix,
-    *,
-    axis: int,
-    dtype: DTypeLike,
-    interpret: bool,
-    blocks: BlockSizes,
-) -> Float[Array, "rows O"]:
-    (rows, inputs), columns = x.shape, matrix.shape[-3 - axis]
+    x, shape = x.reshape(-1, inputs), (*x.shape[:-1], columns)
+    blocks = blocks or block_sizes(inputs, columns, len(x))
     parts = parts_of(inputs, columns)
     size = inputs // parts
 
     def of_columns(inner: int) -> pl.BlockSpec:
-        """A block of an array that has the shape of the matrix, or fewer inputs."""
+        """A block of an array that has the axes of the matrix."""
         if axis == -1:
             return pl.BlockSpec((blocks.columns, inner), lambda r, c, p: (c, p))
         return pl.BlockSpec((inner, blocks.columns), lambda r, c, p: (p, c))
@@ -158,7 +127,7 @@ def _product(
     sums = tb.call(
         functools.partial(
             _kernel,
-            rows=rows,
+            rows=len(x),
             columns=columns,
             inner=math.gcd(size, blocks.inner),
             axis=axis,
@@ -170,17 +139,17 @@ def _product(
         interpret=interpret,
         in_one_order=True,
         # Programs that read the same weights are neighbours.
-        grid=(-(-rows // blocks.rows), -(-columns // blocks.columns), parts),
+        grid=(-(-len(x) // blocks.rows), -(-columns // blocks.columns), parts),
         in_specs=[pl.BlockSpec((blocks.rows, size), lambda r, c, p: (r, p)), *specs],
         out_specs=pl.BlockSpec((None, blocks.rows, blocks.columns), lambda r, c, p: (p, r, c)),
         out_shape=jax.ShapeDtypeStruct(
-            (parts, rows, columns), dtype if parts == 1 else jnp.float32
+            (parts, len(x), columns), dtype if parts == 1 else jnp.float32
         ),
     )(x, *arrays)
     in_pairs = list(sums)
     while len(in_pairs) > 1:
         in_pairs = [a + b for a, b in zip(in_pairs[::2], in_pairs[1::2], strict=True)]
-    return in_pairs[0].astype(dtype)
+    return in_pairs[0].astype(dtype).reshape(shape)
 
 
 def _kernel(
@@ -194,63 +163,49 @@ def _kernel(
     interpret: bool,
 ) -> None:
     *scale_refs, output_ref = refs
-    block_rows, size = x_ref.shape
-    block_columns = output_ref.shape[1]
-    row_mask = _mask(pl.program_id(0), block_rows, rows)
-    column_mask = _mask(pl.program_id(1), block_columns, columns)
-    x_mask, weight_mask = _on_axis(0, row_mask), _on_axis(-1 - axis, column_mask)
-    every_row, every_column = pl.ds(0, block_rows), pl.ds(0, block_columns)
+    (block_rows, size), block_columns = x_ref.shape, output_ref.shape[1]
+    row_mask = _mask(0, block_rows, rows, 0)
+    column_mask = _mask(1, block_columns, columns, -1 - axis)
+    load = functools.partial(tb.masked_load, interpret=interpret)
 
-    def load(ref: Ref, place: Any, mask: jax.Array | None) -> jax.Array:
-        """Of all columns, at a place on the axis of inputs."""
-        index = (every_column, place) if axis == -1 else (place, every_column)
-        return tb.masked_load(ref, index, mask, interpret=interpret)
+    def of_columns(ref: Ref, first: int | jax.Array, count: int) -> jax.Array:
+        """Of all columns, at `count` places on the axis of inputs."""
+        index = pl.ds(first, count), pl.ds(0, block_columns)
+        return load(ref, index if axis == -2 else index[::-1], column_mask)
 
-    def add_product(total: jax.Array, first: jax.Array, count: int) -> jax.Array:
-        """Adds the products of so many inputs to `total [c, r]`."""
-        place = pl.ds(first, count)
-        weights = load(matrix_ref, place, weight_mask).astype(jnp.bfloat16)
-        x = tb.masked_load(x_ref, (every_row, place), x_mask, interpret=interpret)
-        transposed = dict(trans_a=axis == -2, trans_b=True)
-        return tb.add_product(total, weights, x, **transposed, interpret=interpret)
+    def scales_of(group: int | jax.Array) -> jax.Array:
+        scales = of_columns(scale_refs[0], group, 1).astype(jnp.float32)
+        return scales.reshape(block_columns, 1)
 
-    def step(i: jax.Array, total: jax.Array) -> jax.Array:
-        return add_product(total, i * inner, inner)
+    width = GROUP if scale_refs else inner
+    zeros = jnp.zeros((block_columns, block_rows), jnp.float32)
 
-    def step_of_groups(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
-        """The scales of a group are on their way while the group before is multiplied.
-
-        Triton itself loads ahead only what becomes an operand of a product.
-        """
+    def step(i: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         total, scales = carry
-        for j in range(inner // GROUP):
-            group = i * (inner // GROUP) + j
-            following = load(scale_refs[0], jnp.minimum(group + 1, size // GROUP - 1), column_mask)
-            sums = add_product(zeros, group * GROUP, GROUP)
-            factors = scales.astype(jnp.float32)[:, None]
-            total = tb.multiply_add(sums, factors, total, interpret=interpret)
+        for first in range(0, inner, width):
+            first += i * inner
+            weights = of_columns(matrix_ref, first, width).astype(jnp.bfloat16)
+            x = load(x_ref, (pl.ds(0, block_rows), pl.ds(first, width)), row_mask)
+            before = total if scales is None else zeros
+            sums = tb.add_product(before, weights, x, trans_a=axis == -2, interpret=interpret)
+            if scales is None:
+                total = sums
+                continue
+            # Triton itself loads ahead only what becomes an operand of a product.
+            following = scales_of(jnp.minimum(first // GROUP + 1, size // GROUP - 1))
+            total = tb.multiply_add(sums, scales, total, interpret=interpret)
             scales = following
         return total, scales
 
-    zeros = jnp.zeros((block_columns, block_rows), jnp.float32)
-    if scale_refs:
-        first = load(scale_refs[0], 0, column_mask)
-        total, _ = lax.fori_loop(0, size // inner, step_of_groups, (zeros, first))
-    else:
-        total = lax.fori_loop(0, size // inner, step, zeros)
-    masks = x_mask, _on_axis(1, column_mask)
+    carry = zeros, scales_of(0) if scale_refs else None
+    total, _ = lax.fori_loop(0, size // inner, step, carry)
+    masks = row_mask, _mask(1, block_columns, columns, 1)
     tb.masked_store(output_ref, total.T.astype(output_ref.dtype), masks, interpret=interpret)
 
 
-def _mask(block: jax.Array, size: int, limit: int) -> jax.Array | None:
-    """Which places of a block exist; None: all."""
+def _mask(program: int, size: int, limit: int, axis: int) -> jax.Array | None:
+    """Which places of a block exist, on an axis of two; None: all."""
     if limit % size == 0:
         return None
-    return block * size + lax.broadcasted_iota(jnp.int32, (size,), 0) < limit
-
-
-def _on_axis(axis: int, mask: jax.Array | None) -> jax.Array | None:
-    """The mask of places on an axis of two."""
-    if mask is None:
-        return None
-    return mask[:, None] if axis == 0 else mask[None, :]
+    place = lax.broadcasted_iota(jnp.int32, (size, 1) if axis == 0 else (1, size), axis)
+    return pl.program_id(program) * size + place < limit
