@@ -10,7 +10,7 @@ values, no slices of values. The interpreter has no masked stores.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -136,16 +136,51 @@ def _bf16_parts(value: jax.Array, count: int) -> list[jax.Array]:
     return parts
 
 
-def masked_load(ref: Ref, index: tuple[Any, ...], mask: jax.Array, *, interpret: bool) -> jax.Array:
-    """`ref[index]` where `mask`, 0 elsewhere; what is masked off is not read.
+def masked_load(
+    ref: Ref, index: tuple[Any, ...], mask: jax.Array | None, *, interpret: bool
+) -> jax.Array:
+    """`ref[index]` where `mask`, 0 elsewhere; what is masked off is not read. None: everywhere.
 
-    The interpreter has no masked loads, and reads all. The index must be in bounds everywhere.
+    The interpreter has no masked loads, and reads all. The index must be in bounds everywhere; the
+    interpreter pads what a block has beyond the last row.
     """
-    if interpret:
+    if interpret or mask is None:
         value = ref[index]
-        return jnp.where(mask, value, jnp.zeros_like(value))
+        return value if mask is None else jnp.where(mask, value, jnp.zeros_like(value))
     view = ref.at[index]
     return plt.load(view, mask=jnp.broadcast_to(mask, view.shape), other=0.0)
+
+
+def masked_store(
+    ref: Ref, value: jax.Array, masks: Sequence[jax.Array | None], *, interpret: bool
+) -> None:
+    """Writes a whole block where all masks are true; None is everywhere.
+
+    The interpreter has no masked stores: it writes all, and drops what is beyond the last row.
+    """
+    some = [jnp.broadcast_to(mask, value.shape) for mask in masks if mask is not None]
+    if interpret or not some:
+        ref[...] = value
+        return
+    plt.store(ref.at[...], value, mask=functools.reduce(jnp.logical_and, some))
+
+
+def add_product(
+    total: jax.Array, left: jax.Array, right: jax.Array, *, trans_a: bool, interpret: bool
+) -> jax.Array:
+    """`total + left @ right.T` of bfloat16, by matrix units, which add in the order of the inputs.
+
+    The interpreter adds one input after the other: the order of XLA's own product depends on its
+    shape. Products are exact in float32, so nothing hangs on whether a compiler fuses them.
+    """
+    if not interpret:
+        return total + plt.dot(left, right, trans_a=trans_a, trans_b=True)
+
+    def add(total: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        column, row = (vector.astype(jnp.float32) for vector in pair)
+        return total + column[:, None] * row[None, :], None
+
+    return lax.scan(add, total, (left if trans_a else left.T, right.T))[0]
 
 
 def multiply_add(

@@ -185,7 +185,7 @@ class MixtureOfExperts(Pointwise):
         if self.shared is not None:
             shared = self.shared.apply(u)
             if self.shared_gate is not None:
-                scores = self.shared_gate.product(u, wide=True)
+                scores = self.run(self.shared_gate.product, u, wide=True)
                 shared = rounded(shared * jax.nn.sigmoid(scores).astype(shared.dtype))
             y = y + shared
         return self.shard.total(y)
