@@ -1,4 +1,4 @@
-"""`add_rms_norm` and `gated_rms_norm`, each one Pallas-Triton kernel.
+"""`rms_norm`, `add_rms_norm` and `gated_rms_norm`, each one Pallas-Triton kernel.
 
 Passes: a program handles one row, of `gated_rms_norm` one group of a row. It reads both inputs
 once, holds their sum or product in registers, and writes each result once. XLA takes two kernels
@@ -6,7 +6,8 @@ for the few rows of a tree, and reads the sum again in the second. From a deferr
 `add_rms_norm` also reads the row's parts of the mean square.
 
 Numerics: float32 from load to store, rounded once. `add_rms_norm` rounds the sum to the type of
-the stream, and norms the rounded sum in float32.
+the stream, and norms the rounded sum in float32. A program's code depends on the sizes of a row
+alone, so a row has one order of sums.
 
 Triton's blocks are powers of two, and rows of 5120 or 2688 are not: a group is read as a few
 blocks, the largest first. Refuses groups (rows) whose size is not a multiple of `SMALLEST_BLOCK` or
@@ -53,6 +54,60 @@ def unsupported(name: str, size: int) -> str | None:
     return tb.unsupported_in_parts(name, size)
 
 
+@functools.partial(jax.jit, static_argnames=("epsilon", "interpret", "blocks"))
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    epsilon: float,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
+) -> jax.Array:
+    """See `api.rms_norm`."""
+    size = x.shape[-1]
+    blocks = blocks or block_sizes(size)
+    rows = (math.prod(x.shape[:-1]), size)
+    of_row = pl.BlockSpec((None, size), lambda row: (row, 0))
+    normed = tb.call(
+        functools.partial(_norm_kernel, epsilon=epsilon, block=blocks.block),
+        name="rms_norm",
+        num_warps=blocks.num_warps,
+        interpret=interpret,
+        in_one_order=True,
+        grid=rows[:1],
+        in_specs=[of_row, pl.BlockSpec((size,), lambda row: (0,))],
+        out_specs=of_row,
+        out_shape=jax.ShapeDtypeStruct(rows, x.dtype),
+    )(x.reshape(rows), weight)
+    return normed.reshape(x.shape)
+
+
+def _norm_kernel(
+    x_ref: Ref,  # [M]
+    weight_ref: Ref,  # [M]
+    normed_ref: Ref,  # [M]
+    *,
+    epsilon: float,
+    block: int,
+) -> None:
+    parts = tb.parts(x_ref.shape[0], block)
+    values = [x_ref[part].astype(jnp.float32) for part in parts]
+    for part, value in zip(parts, _normed(values, weight_ref, parts, epsilon), strict=True):
+        normed_ref[part] = value.astype(normed_ref.dtype)
+
+
+def _normed(
+    values: list[jax.Array], weight_ref: Ref, parts: list[pl.Slice], epsilon: float
+) -> list[jax.Array]:
+    """The norm of a row, or group, that is held in float32 parts."""
+    squares = functools.reduce(jnp.add, [jnp.sum(value * value) for value in values])
+    scale = lax.rsqrt(squares / weight_ref.shape[0] + epsilon)
+    return [
+        value * scale * weight_ref[part].astype(jnp.float32)
+        for value, part in zip(values, parts, strict=True)
+    ]
+
+
 @functools.partial(jax.jit, static_argnames=("epsilon", "multiplier", "interpret", "blocks"))
 def add_rms_norm(
     residual: jax.Array,
@@ -87,6 +142,7 @@ def add_rms_norm(
         name="add_rms_norm",
         num_warps=blocks.num_warps,
         interpret=interpret,
+        in_one_order=True,
         grid=rows[:1],
         in_specs=[
             of_row(size),
@@ -114,27 +170,24 @@ def _add_kernel(
     block: int,
 ) -> None:
     *mean_squares, sum_ref, normed_ref = refs
-    size, dtype = residual_ref.shape[0], residual_ref.dtype
-    parts = tb.parts(size, block)
+    dtype = residual_ref.dtype
+    parts = tb.parts(residual_ref.shape[0], block)
     outputs = [output_ref[part] for part in parts]
     for mean_squares_ref in mean_squares:  # none or one
         count = mean_squares_ref.shape[0]
         place, exists = tb.rows(0, tb.padded_size(count), count)
-        total = jnp.sum(jnp.where(exists, mean_squares_ref[place], 0.0))
-        output_scale = lax.rsqrt(total + output_epsilon)
+        mean_square = jnp.sum(jnp.where(exists, mean_squares_ref[place], 0.0))
+        output_scale = lax.rsqrt(mean_square + output_epsilon)
         outputs = [value.astype(jnp.float32) * output_scale for value in outputs]
     outputs = [scaled(value, multiplier).astype(jnp.float32) for value in outputs]
     sums = [
         (residual_ref[part].astype(jnp.float32) + value).astype(dtype)
         for part, value in zip(parts, outputs, strict=True)
     ]
-    wide = [value.astype(jnp.float32) for value in sums]
-    squares = functools.reduce(jnp.add, [jnp.sum(value * value) for value in wide])
-    scale = lax.rsqrt(squares / size + epsilon)
-    for part, value, rounded in zip(parts, wide, sums, strict=True):
-        sum_ref[part] = rounded
-        normed = (value * scale * weight_ref[part].astype(jnp.float32)).astype(dtype)
-        normed_ref[part] = normed.astype(normed_ref.dtype)
+    normed = _normed([value.astype(jnp.float32) for value in sums], weight_ref, parts, epsilon)
+    for part, total, value in zip(parts, sums, normed, strict=True):
+        sum_ref[part] = total
+        normed_ref[part] = value.astype(dtype).astype(normed_ref.dtype)
 
 
 @functools.partial(
@@ -165,6 +218,7 @@ def gated_rms_norm(
         name="gated_rms_norm",
         num_warps=blocks.num_warps,
         interpret=interpret,
+        in_one_order=True,
         grid=(rows[0], num_groups),
         in_specs=[
             group,
@@ -199,12 +253,7 @@ def _gated_kernel(
     if norm != "norm_then_gate":
         values = [value * gate for value, gate in zip(values, gates, strict=True)]
     if weight_ref is not None:
-        squares = [jnp.sum(value * value) for value in values]
-        scale = lax.rsqrt(functools.reduce(jnp.add, squares) / group_size + epsilon)
-        values = [
-            value * scale * weight_ref[part].astype(jnp.float32)
-            for value, part in zip(values, parts, strict=True)
-        ]
+        values = _normed(values, weight_ref, parts, epsilon)
     if norm == "norm_then_gate":
         values = [value * gate for value, gate in zip(values, gates, strict=True)]
     for part, value in zip(parts, values, strict=True):

@@ -15,19 +15,6 @@ from tests.cases.base import NEEDS_NATIVE
 from tests.helpers import as_users
 
 
-@NEEDS_NATIVE
-def test_log_probabilities_of_a_row_are_the_same_to_the_bit_among_others():
-    """Of a thousand numbers XLA's were not: a single logarithm is another function there."""
-    logits = 4 * np.random.default_rng(0).standard_normal((60, 1003)).astype(np.float32)
-    logits[0, 5:] = -np.inf
-    run = jax.jit(functools.partial(log_softmax, implementation="native"))
-    have, wide = np.asarray(run(logits)), logits.astype(np.float64)
-    want = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    np.testing.assert_allclose(have, want, rtol=3e-7, atol=1e-6)
-    for row in range(60):
-        np.testing.assert_array_equal(run(logits[row]), have[row])
-
-
 def test_experts_on_a_tpu():
     """Loops read chosen experts alone; many rows are one grouped product."""
 
