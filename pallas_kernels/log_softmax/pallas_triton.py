@@ -7,16 +7,17 @@ is read twice, the second time mostly from cache, and few rows keep all of a GPU
 
 Numerics: float32. The size of a row alone decides its parts, and with them its one order of sums.
 
-Refuses no logits. Rows of any other size and number. Derivatives are XLA's.
+Takes rows of any size and number, but none.
 """
 
 import functools
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels import native
 from pallas_kernels import triton as tb
 from pallas_kernels.triton import Ref
 
@@ -24,37 +25,34 @@ BLOCK = 4096  # 32 registers of each of 128 threads; another number is another o
 _LEAST = float(jnp.finfo(jnp.float32).min)
 
 
-def unsupported(num_logits: int) -> str | None:
-    """Why these logits cannot run, or None."""
-    return None if num_logits else "there are no logits"
-
-
-@functools.partial(jax.jit, static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnames="interpret")
 def log_softmax(logits: jax.Array, *, interpret: bool = False) -> jax.Array:
     """See `api.log_softmax`."""
-    num_rows, size = math.prod(logits.shape[:-1]), logits.shape[-1]
+    rows = native.rows_of(logits)
+    num_rows, size = rows.shape
     block = min(BLOCK, tb.padded_size(size))
     num_parts = pl.cdiv(size, block)
     whole, parts = (pl.BlockSpec((None, n), lambda row, part: (row, 0)) for n in (size, num_parts))
-    of_parts = jax.ShapeDtypeStruct((num_rows, num_parts), jnp.float32)
-    call = functools.partial(
-        tb.call, num_warps=4, interpret=interpret, in_one_order=True, grid=(num_rows, num_parts)
+    shape = jax.ShapeDtypeStruct((num_rows, num_parts), jnp.float32)
+    options: dict[str, Any] = dict(
+        num_warps=4, interpret=interpret, in_one_order=True, grid=shape.shape
     )
-    rows = logits.reshape(num_rows, size)
-    largest, totals = call(
+    sums = tb.call(
         functools.partial(_sum_kernel, block=block),
         name="log_softmax_sums",
         in_specs=[whole],
-        out_specs=(parts, parts),
-        out_shape=(of_parts, of_parts),
+        out_specs=[parts] * 2,
+        out_shape=[shape] * 2,
+        **options,
     )(rows)
-    log_probs = call(
+    log_probs = tb.call(
         functools.partial(_kernel, block=block),
         name="log_softmax",
         in_specs=[whole, parts, parts],
         out_specs=whole,
-        out_shape=jax.ShapeDtypeStruct(rows.shape, jnp.float32),
-    )(rows, largest, totals)
+        out_shape=jax.typeof(rows),
+        **options,
+    )(rows, *sums)
     return log_probs.reshape(logits.shape)
 
 
@@ -68,9 +66,8 @@ def _sum_kernel(
     part = pl.program_id(1)
     index, exists = tb.rows(part * block, block, logits_ref.shape[0])
     logits = jnp.where(exists, logits_ref[index], -jnp.inf)
-    largest = jnp.maximum(jnp.max(logits), _LEAST)  # of a part without numbers, too
-    largest_ref[part] = largest
-    totals_ref[part] = jnp.sum(jnp.exp(logits - largest))
+    largest = jnp.maximum(jnp.max(logits), _LEAST)  # all of a part may be left out
+    largest_ref[part], totals_ref[part] = largest, jnp.sum(jnp.exp(logits - largest))
 
 
 def _kernel(
@@ -81,10 +78,9 @@ def _kernel(
     *,
     block: int,
 ) -> None:
-    num_parts = largest_ref.shape[0]
-    part, exists = tb.rows(0, tb.padded_size(num_parts), num_parts)
+    part, exists = tb.rows(0, tb.padded_size(totals_ref.shape[0]), totals_ref.shape[0])
     of_parts = largest_ref[part]
     largest = jnp.max(of_parts)
-    totals = jnp.where(exists, totals_ref[part], 0.0) * jnp.exp(of_parts - largest)
+    totals = jnp.where(exists, totals_ref[part] * jnp.exp(of_parts - largest), 0.0)
     index, _ = tb.rows(pl.program_id(1) * block, block, logits_ref.shape[0])
     log_probs_ref[index] = (logits_ref[index] - largest) - jnp.log(jnp.sum(totals))

@@ -6,8 +6,8 @@ for the few rows of a tree, and reads the sum again in the second. From a deferr
 `add_rms_norm` also reads the row's parts of the mean square.
 
 Numerics: float32 from load to store, rounded once. `add_rms_norm` rounds the sum to the type of
-the stream, and norms the rounded sum in float32. A program's code depends on the sizes of a row
-alone, so a row has one order of sums.
+the stream, and norms the rounded sum in float32. A program's code depends on the size of its row
+or group alone, so each has one order of sums.
 
 Triton's blocks are powers of two, and rows of 5120 or 2688 are not: a group is read as a few
 blocks, the largest first. Refuses groups (rows) whose size is not a multiple of `SMALLEST_BLOCK` or
@@ -17,6 +17,7 @@ above `MOST_NUMBERS`.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,60 +53,6 @@ def unsupported(name: str, size: int) -> str | None:
     if size > MOST_NUMBERS:
         return f"{name} = {size} is more than {MOST_NUMBERS}"
     return tb.unsupported_in_parts(name, size)
-
-
-@functools.partial(jax.jit, static_argnames=("epsilon", "interpret", "blocks"))
-def rms_norm(
-    x: jax.Array,
-    weight: jax.Array,
-    *,
-    epsilon: float,
-    interpret: bool = False,
-    blocks: BlockSizes | None = None,
-) -> jax.Array:
-    """See `api.rms_norm`."""
-    size = x.shape[-1]
-    blocks = blocks or block_sizes(size)
-    rows = (math.prod(x.shape[:-1]), size)
-    of_row = pl.BlockSpec((None, size), lambda row: (row, 0))
-    normed = tb.call(
-        functools.partial(_norm_kernel, epsilon=epsilon, block=blocks.block),
-        name="rms_norm",
-        num_warps=blocks.num_warps,
-        interpret=interpret,
-        in_one_order=True,
-        grid=rows[:1],
-        in_specs=[of_row, pl.BlockSpec((size,), lambda row: (0,))],
-        out_specs=of_row,
-        out_shape=jax.ShapeDtypeStruct(rows, x.dtype),
-    )(x.reshape(rows), weight)
-    return normed.reshape(x.shape)
-
-
-def _norm_kernel(
-    x_ref: Ref,  # [M]
-    weight_ref: Ref,  # [M]
-    normed_ref: Ref,  # [M]
-    *,
-    epsilon: float,
-    block: int,
-) -> None:
-    parts = tb.parts(x_ref.shape[0], block)
-    values = [x_ref[part].astype(jnp.float32) for part in parts]
-    for part, value in zip(parts, _normed(values, weight_ref, parts, epsilon), strict=True):
-        normed_ref[part] = value.astype(normed_ref.dtype)
-
-
-def _normed(
-    values: list[jax.Array], weight_ref: Ref, parts: list[pl.Slice], epsilon: float
-) -> list[jax.Array]:
-    """The norm of a row, or group, that is held in float32 parts."""
-    squares = functools.reduce(jnp.add, [jnp.sum(value * value) for value in values])
-    scale = lax.rsqrt(squares / weight_ref.shape[0] + epsilon)
-    return [
-        value * scale * weight_ref[part].astype(jnp.float32)
-        for value, part in zip(values, parts, strict=True)
-    ]
 
 
 @functools.partial(jax.jit, static_argnames=("epsilon", "multiplier", "interpret", "blocks"))
@@ -176,8 +123,8 @@ def _add_kernel(
     for mean_squares_ref in mean_squares:  # none or one
         count = mean_squares_ref.shape[0]
         place, exists = tb.rows(0, tb.padded_size(count), count)
-        mean_square = jnp.sum(jnp.where(exists, mean_squares_ref[place], 0.0))
-        output_scale = lax.rsqrt(mean_square + output_epsilon)
+        total = jnp.sum(jnp.where(exists, mean_squares_ref[place], 0.0))
+        output_scale = lax.rsqrt(total + output_epsilon)
         outputs = [value.astype(jnp.float32) * output_scale for value in outputs]
     outputs = [scaled(value, multiplier).astype(jnp.float32) for value in outputs]
     sums = [
@@ -190,12 +137,29 @@ def _add_kernel(
         normed_ref[part] = value.astype(dtype).astype(normed_ref.dtype)
 
 
+def _normed(
+    values: list[jax.Array], weight_ref: Ref, parts: list[pl.Slice], epsilon: float
+) -> list[jax.Array]:
+    """The norm of the parts of a row or group, float32."""
+    squares = functools.reduce(jnp.add, [jnp.sum(value * value) for value in values])
+    scale = lax.rsqrt(squares / weight_ref.shape[0] + epsilon)
+    return [
+        value * scale * weight_ref[part].astype(jnp.float32)
+        for value, part in zip(values, parts, strict=True)
+    ]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, **options: Any) -> jax.Array:
+    """See `api.rms_norm`."""
+    return gated_rms_norm(x, None, weight, norm="gate_then_norm", num_groups=1, **options)
+
+
 @functools.partial(
     jax.jit, static_argnames=("norm", "epsilon", "num_groups", "gate_start", "interpret", "blocks")
 )
 def gated_rms_norm(
     y: jax.Array,
-    gate: jax.Array,
+    gate: jax.Array | None,
     weight: jax.Array | None,
     *,
     norm: str,
@@ -205,56 +169,64 @@ def gated_rms_norm(
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> jax.Array:
-    """See `api.gated_rms_norm`."""
+    """See `api.gated_rms_norm`; without a gate, a norm alone."""
     group_size = y.shape[-1] // num_groups
     blocks = blocks or block_sizes(group_size)
     rows = (math.prod(y.shape[:-1]), y.shape[-1])
     group = pl.BlockSpec((None, group_size), lambda row, g: (row, g))
-    weights = [] if weight is None else [weight]
-    output = tb.call(
+    inputs = {"y": (y.reshape(rows), group)}
+    if gate is not None:
+        whole = pl.BlockSpec((None, gate.shape[-1]), lambda row, g: (row, 0))
+        inputs["gate"] = gate.reshape(rows[0], -1), whole
+    if weight is not None:
+        inputs["weight"] = weight, pl.BlockSpec((group_size,), lambda row, g: (g,))
+    results = tb.call_by_name(
         functools.partial(
             _gated_kernel, norm=norm, epsilon=epsilon, gate_start=gate_start, block=blocks.block
         ),
-        name="gated_rms_norm",
+        inputs,
+        {"output": (jax.ShapeDtypeStruct(rows, y.dtype), group)},
+        in_place={},
+        name="rms_norm" if gate is None else "gated_rms_norm",
         num_warps=blocks.num_warps,
         interpret=interpret,
         in_one_order=True,
         grid=(rows[0], num_groups),
-        in_specs=[
-            group,
-            pl.BlockSpec((None, gate.shape[-1]), lambda row, g: (row, 0)),
-            *(pl.BlockSpec((group_size,), lambda row, g: (g,)) for _ in weights),
-        ],
-        out_specs=group,
-        out_shape=jax.ShapeDtypeStruct(rows, y.dtype),
-    )(y.reshape(rows), gate.reshape(rows[0], -1), *weights)
-    return output.reshape(y.shape)
+    )
+    return results["output"].reshape(y.shape)
 
 
 def _gated_kernel(
-    y_ref: Ref,  # [group size]
-    gate_ref: Ref,  # [X]
-    *refs: Ref,  # weight [group size] unless norm is "none"; output [group size]
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    *,
     norm: str,
     epsilon: float,
     gate_start: int,
     block: int,
 ) -> None:
-    weight_ref, output_ref = refs if len(refs) == 2 else (None, refs[0])
-    group_size = y_ref.shape[0]
+    """Refs by name: y [group size], gate [X] or none, weight [group size] unless norm is "none".
+
+    outputs: output [group size].
+    """
+    group_size = inputs["y"].shape[0]
     parts = tb.parts(group_size, block)
 
-    values = [y_ref[part].astype(jnp.float32) for part in parts]
     first_gate = gate_start + pl.program_id(1) * group_size
-    gates = [
-        jax.nn.silu(gate_ref[pl.ds(first_gate + part.start, part.size)].astype(jnp.float32))
-        for part in parts
-    ]
+
+    def gated(values: list[jax.Array]) -> list[jax.Array]:
+        if "gate" not in inputs:
+            return values
+        places = [pl.ds(first_gate + part.start, part.size) for part in parts]
+        gates = [jax.nn.silu(inputs["gate"][place].astype(jnp.float32)) for place in places]
+        return [value * gate for value, gate in zip(values, gates, strict=True)]
+
+    values = [inputs["y"][part].astype(jnp.float32) for part in parts]
     if norm != "norm_then_gate":
-        values = [value * gate for value, gate in zip(values, gates, strict=True)]
-    if weight_ref is not None:
-        values = _normed(values, weight_ref, parts, epsilon)
+        values = gated(values)
+    if "weight" in inputs:
+        values = _normed(values, inputs["weight"], parts, epsilon)
     if norm == "norm_then_gate":
-        values = [value * gate for value, gate in zip(values, gates, strict=True)]
+        values = gated(values)
     for part, value in zip(parts, values, strict=True):
-        output_ref[part] = value.astype(output_ref.dtype)
+        outputs["output"][part] = value.astype(outputs["output"].dtype)
