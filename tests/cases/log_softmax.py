@@ -12,14 +12,12 @@ from tests.cases.base import Op
 
 CASES = base.table(
     {
-        "parts": dict(size=5003),
-        "few are left": dict(left=5),
-        "several axes": dict(rows=(2, 3)),
+        "parts": {},
+        "several axes, few are left": dict(rows=(2, 3), size=1003, left=5),
         "parts are left out": dict(size=9000, left=3),
-        "one number": dict(rows=(1,), size=1),
     },
     rows=(3,),
-    size=1003,
+    size=5003,
     left=9999,  # numbers of the first row that are not left out
 )
 
@@ -30,7 +28,7 @@ def errors(case, implementation):
     logits[0, ..., case.left :] = -np.inf
     run = jax.jit(functools.partial(log_softmax, implementation=implementation))
     truth = reference.log_softmax(logits.astype(np.float64))
-    np.testing.assert_allclose(run(logits), truth, rtol=3e-7, atol=1e-6)
+    np.testing.assert_allclose(run(base.on_device(logits)), truth, rtol=3e-7, atol=1e-6)
     return {}
 
 

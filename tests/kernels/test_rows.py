@@ -29,26 +29,20 @@ def experts(rows):
     """Each of 12 experts has some 43 of 64 tokens."""
     chosen = jnp.argsort(rows[:, :12])[:, :8].astype(jnp.int32)
     arrays = rows[:, :32], jnp.abs(rows[:, :8]), chosen, drawn((12, 32, 96)), drawn((12, 48, 32))
-    return run(pk.expert_mlps)(*arrays, activation="silu", gated=True)
+    return run(pk.expert_mlps, activation="silu", gated=True)(*arrays)
 
 
 def convolved(rows):
-    """Nodes after a path of two nodes of a tree of 67 nodes, 63 or 4; five nodes in two levels."""
-    num_old, channels = 68 - len(rows), LAYOUT.num_channels
-    above, chain = (jnp.arange(n, dtype=jnp.int32)[None] - 1 for n in (len(rows), num_old))
-    index, path = conv_gather_index(above // 2, 4), replay_gather_index(chain, chain[:, 2], 4)
-    shapes = (2, 16), (2,), (1, 16), (channels,)
-    old = pk.Mamba2Pending(*(drawn((1, num_old, *shape)) for shape in shapes))
-    how, state, queries = dict(previous=(old, path)), drawn((1, 3, channels)), []
-    for level in [slice(2), slice(2, 5)] if len(rows) == 5 else [slice(64)]:
-        pending, query, state = run(pk.tree_conv1d_layer, layout=LAYOUT)(
-            rows[None, level, : LAYOUT.num_columns],
-            *(drawn((4, channels)), drawn(channels), drawn(2), state, index[:, level]),
-            **how,
-        )
-        queries, how = [*queries, query], dict(prefix_pending=pending)
-    results = pending, jnp.concatenate(queries, axis=1), state
-    return jax.tree.map(lambda array: array[0], results)
+    """Nodes of a tree, after a path of two nodes in a tree of 67 nodes, 63 or 4."""
+    above, chain = (jnp.arange(n, dtype=jnp.int32)[None] - 1 for n in (len(rows), 68 - len(rows)))
+    old = pk.Mamba2Pending(*(drawn((1, chain.size, *n)) for n in ((2, 16), (2,), (1, 16), (64,))))
+    pending, *results = run(pk.tree_conv1d_layer, layout=LAYOUT)(
+        rows[None, :, : LAYOUT.num_columns],
+        *(drawn((4, 64)), drawn(64), drawn(2), drawn((1, 3, 64))),
+        conv_gather_index(above // 2, 4),
+        previous=(old, replay_gather_index(chain, chain[:, 2], 4)),
+    )
+    return [array[0] for array in (*pending, *results)]
 
 
 KERNELS = {
