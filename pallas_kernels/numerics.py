@@ -69,12 +69,12 @@ def few_best(
     return largest, best
 
 
-def sum_in_order(values: Float[Array, "*rows few"]) -> Float[Array, "*rows 1"]:
-    """The sum of a few values of each row, from the first to the last.
+def sum_in_order(values: jax.Array, axis: int = -1) -> jax.Array:
+    """The sum of a few values along an axis, which stays; from the first to the last.
 
     XLA chooses the order of its own sums by the number of rows.
     """
-    return functools.reduce(operator.add, jnp.unstack(values, axis=-1))[..., None]
+    return jnp.expand_dims(functools.reduce(operator.add, jnp.unstack(values, axis=axis)), axis)
 
 
 def argsort(values: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ class DeferredRMSNorm:
 
     def scaled(self) -> jax.Array:
         """The scaled rows `[..., M]`, float32."""
-        mean_square = jnp.sum(self.mean_squares, axis=-1, keepdims=True)
+        mean_square = sum_in_order(self.mean_squares)
         return self.value.astype(jnp.float32) * lax.rsqrt(mean_square + self.epsilon)
 
     def packed(self) -> jax.Array:

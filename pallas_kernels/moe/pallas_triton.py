@@ -8,8 +8,8 @@ expert that nobody has chosen. Each block of columns reads the rows again. The f
 applies the activation. The second writes one row for each choice, and XLA computes the weighted
 sum. The blocks of rows of one expert are sequential, so the most popular expert sets the time.
 
-Numerics: products as `triton.dot` says; activated in float32, then rounded once. The rows of the
-choices are rounded too, before their sum.
+Numerics: products as `triton.dot` says, with the contracted channels in one order; activated in
+float32, then rounded once. The rows of the choices are rounded too, before their sum.
 
 Refuses widths that are not multiples of `SMALLEST_BLOCK`, gelu, and no tokens. Any number of tokens
 and experts. Derivatives are XLA's; see `api.expert_mlps`.
@@ -125,6 +125,7 @@ def _product(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         interpret=interpret,
+        in_one_order=True,
         grid=(num_blocks, num_experts),
         in_specs=[*map(whole, sorted_choices), whole(rows), *matrices],
         out_specs=pl.BlockSpec((len(order), columns), lambda c, e: (0, c)),

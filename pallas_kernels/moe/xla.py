@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.matmul import PackedMatrix, matmul
 from pallas_kernels.moe import native
-from pallas_kernels.numerics import activate, argsort, contract
+from pallas_kernels.numerics import activate, argsort, contract, rounded, sum_in_order
 
 # Least and most rows that a loop multiplies by an expert's matrices at a time.
 _BLOCK = 8, 256
@@ -108,7 +108,8 @@ def weighted_sum(
 ) -> Float[Array, "tokens M"]:
     """The sum over each token's choices, in the order of their rank."""
     wide = by_choice.reshape(*weights.shape, by_choice.shape[1]).astype(jnp.float32)
-    return (wide * weights[..., None]).sum(axis=1).astype(by_choice.dtype)
+    products = rounded(wide * weights[..., None])
+    return sum_in_order(products, axis=1)[:, 0].astype(by_choice.dtype)
 
 
 def _mlp(

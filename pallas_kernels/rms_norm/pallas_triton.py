@@ -1,4 +1,4 @@
-"""`add_rms_norm` and `gated_rms_norm`, each one Pallas-Triton kernel.
+"""`rms_norm`, `add_rms_norm` and `gated_rms_norm`, each one Pallas-Triton kernel.
 
 Passes: a program handles one row, of `gated_rms_norm` one group of a row. It reads both inputs
 once, holds their sum or product in registers, and writes each result once. XLA takes two kernels
@@ -6,7 +6,8 @@ for the few rows of a tree, and reads the sum again in the second. From a deferr
 `add_rms_norm` also reads the row's parts of the mean square.
 
 Numerics: float32 from load to store, rounded once. `add_rms_norm` rounds the sum to the type of
-the stream, and norms the rounded sum in float32.
+the stream, and norms the rounded sum in float32. A program's code depends on the size of its row
+or group alone, so each has one order of sums.
 
 Triton's blocks are powers of two, and rows of 5120 or 2688 are not: a group is read as a few
 blocks, the largest first. Refuses groups (rows) whose size is not a multiple of `SMALLEST_BLOCK` or
@@ -16,6 +17,7 @@ above `MOST_NUMBERS`.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +89,7 @@ def add_rms_norm(
         name="add_rms_norm",
         num_warps=blocks.num_warps,
         interpret=interpret,
+        in_one_order=True,
         grid=rows[:1],
         in_specs=[
             of_row(size),
@@ -114,8 +117,8 @@ def _add_kernel(
     block: int,
 ) -> None:
     *mean_squares, sum_ref, normed_ref = refs
-    size, dtype = residual_ref.shape[0], residual_ref.dtype
-    parts = tb.parts(size, block)
+    dtype = residual_ref.dtype
+    parts = tb.parts(residual_ref.shape[0], block)
     outputs = [output_ref[part] for part in parts]
     for mean_squares_ref in mean_squares:  # none or one
         count = mean_squares_ref.shape[0]
@@ -128,13 +131,27 @@ def _add_kernel(
         (residual_ref[part].astype(jnp.float32) + value).astype(dtype)
         for part, value in zip(parts, outputs, strict=True)
     ]
-    wide = [value.astype(jnp.float32) for value in sums]
-    squares = functools.reduce(jnp.add, [jnp.sum(value * value) for value in wide])
-    scale = lax.rsqrt(squares / size + epsilon)
-    for part, value, rounded in zip(parts, wide, sums, strict=True):
-        sum_ref[part] = rounded
-        normed = (value * scale * weight_ref[part].astype(jnp.float32)).astype(dtype)
-        normed_ref[part] = normed.astype(normed_ref.dtype)
+    normed = _normed([value.astype(jnp.float32) for value in sums], weight_ref, parts, epsilon)
+    for part, total, value in zip(parts, sums, normed, strict=True):
+        sum_ref[part] = total
+        normed_ref[part] = value.astype(dtype).astype(normed_ref.dtype)
+
+
+def _normed(
+    values: list[jax.Array], weight_ref: Ref, parts: list[pl.Slice], epsilon: float
+) -> list[jax.Array]:
+    """The norm of the parts of a row or group, float32."""
+    squares = functools.reduce(jnp.add, [jnp.sum(value * value) for value in values])
+    scale = lax.rsqrt(squares / weight_ref.shape[0] + epsilon)
+    return [
+        value * scale * weight_ref[part].astype(jnp.float32)
+        for value, part in zip(values, parts, strict=True)
+    ]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, **options: Any) -> jax.Array:
+    """See `api.rms_norm`."""
+    return gated_rms_norm(x, None, weight, norm="gate_then_norm", num_groups=1, **options)
 
 
 @functools.partial(
@@ -142,7 +159,7 @@ def _add_kernel(
 )
 def gated_rms_norm(
     y: jax.Array,
-    gate: jax.Array,
+    gate: jax.Array | None,
     weight: jax.Array | None,
     *,
     norm: str,
@@ -152,60 +169,64 @@ def gated_rms_norm(
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> jax.Array:
-    """See `api.gated_rms_norm`."""
+    """See `api.gated_rms_norm`; without a gate, a norm alone."""
     group_size = y.shape[-1] // num_groups
     blocks = blocks or block_sizes(group_size)
     rows = (math.prod(y.shape[:-1]), y.shape[-1])
     group = pl.BlockSpec((None, group_size), lambda row, g: (row, g))
-    weights = [] if weight is None else [weight]
-    output = tb.call(
+    inputs = {"y": (y.reshape(rows), group)}
+    if gate is not None:
+        whole = pl.BlockSpec((None, gate.shape[-1]), lambda row, g: (row, 0))
+        inputs["gate"] = gate.reshape(rows[0], -1), whole
+    if weight is not None:
+        inputs["weight"] = weight, pl.BlockSpec((group_size,), lambda row, g: (g,))
+    results = tb.call_by_name(
         functools.partial(
             _gated_kernel, norm=norm, epsilon=epsilon, gate_start=gate_start, block=blocks.block
         ),
-        name="gated_rms_norm",
+        inputs,
+        {"output": (jax.ShapeDtypeStruct(rows, y.dtype), group)},
+        in_place={},
+        name="rms_norm" if gate is None else "gated_rms_norm",
         num_warps=blocks.num_warps,
         interpret=interpret,
+        in_one_order=True,
         grid=(rows[0], num_groups),
-        in_specs=[
-            group,
-            pl.BlockSpec((None, gate.shape[-1]), lambda row, g: (row, 0)),
-            *(pl.BlockSpec((group_size,), lambda row, g: (g,)) for _ in weights),
-        ],
-        out_specs=group,
-        out_shape=jax.ShapeDtypeStruct(rows, y.dtype),
-    )(y.reshape(rows), gate.reshape(rows[0], -1), *weights)
-    return output.reshape(y.shape)
+    )
+    return results["output"].reshape(y.shape)
 
 
 def _gated_kernel(
-    y_ref: Ref,  # [group size]
-    gate_ref: Ref,  # [X]
-    *refs: Ref,  # weight [group size] unless norm is "none"; output [group size]
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    *,
     norm: str,
     epsilon: float,
     gate_start: int,
     block: int,
 ) -> None:
-    weight_ref, output_ref = refs if len(refs) == 2 else (None, refs[0])
-    group_size = y_ref.shape[0]
+    """Refs by name: y [group size], gate [X] or none, weight [group size] unless norm is "none".
+
+    outputs: output [group size].
+    """
+    group_size = inputs["y"].shape[0]
     parts = tb.parts(group_size, block)
 
-    values = [y_ref[part].astype(jnp.float32) for part in parts]
     first_gate = gate_start + pl.program_id(1) * group_size
-    gates = [
-        jax.nn.silu(gate_ref[pl.ds(first_gate + part.start, part.size)].astype(jnp.float32))
-        for part in parts
-    ]
+
+    def gated(values: list[jax.Array]) -> list[jax.Array]:
+        if "gate" not in inputs:
+            return values
+        places = [pl.ds(first_gate + part.start, part.size) for part in parts]
+        gates = [jax.nn.silu(inputs["gate"][place].astype(jnp.float32)) for place in places]
+        return [value * gate for value, gate in zip(values, gates, strict=True)]
+
+    values = [inputs["y"][part].astype(jnp.float32) for part in parts]
     if norm != "norm_then_gate":
-        values = [value * gate for value, gate in zip(values, gates, strict=True)]
-    if weight_ref is not None:
-        squares = [jnp.sum(value * value) for value in values]
-        scale = lax.rsqrt(functools.reduce(jnp.add, squares) / group_size + epsilon)
-        values = [
-            value * scale * weight_ref[part].astype(jnp.float32)
-            for value, part in zip(values, parts, strict=True)
-        ]
+        values = gated(values)
+    if "weight" in inputs:
+        values = _normed(values, inputs["weight"], parts, epsilon)
     if norm == "norm_then_gate":
-        values = [value * gate for value, gate in zip(values, gates, strict=True)]
+        values = gated(values)
     for part, value in zip(parts, values, strict=True):
-        output_ref[part] = value.astype(output_ref.dtype)
+        outputs["output"][part] = value.astype(outputs["output"].dtype)

@@ -13,7 +13,8 @@ of the conv state before the root. Blocks of prefix nodes copy their part of the
 program reads what another one writes.
 
 Numerics: float32 from load to store, activation included, rounded once. The conv state is rounded
-to the type of the inputs first, which is the type it had before it was stored.
+to the type of the inputs first, which is the type it had before it was stored. Taps are added from
+the oldest to the newest by explicit multiply-adds: a node has the same bits in every tree.
 
 Refuses x, B and C whose channels are not multiples of 16, and a convolution of width 1. Any numbers
 of queries and nodes.
@@ -202,6 +203,7 @@ def _call(
             _kernel,
             sections=sections,
             time_steps=time_steps,
+            num_channel_blocks=num_channel_blocks,
             block_nodes=block_nodes,
             block_channels=channels,
             activation=activation,
@@ -213,6 +215,7 @@ def _call(
         name="tree_conv1d",
         num_warps=blocks.num_warps,
         interpret=interpret,
+        in_one_order=True,
         grid=(
             num_channel_blocks + (time_steps is not None),
             pl.cdiv(num_queries, block_nodes) + pl.cdiv(num_prefix, block_nodes),
@@ -227,6 +230,7 @@ def _kernel(
     *,
     sections: Sequence[Section],
     time_steps: TimeSteps | None,
+    num_channel_blocks: int,
     block_nodes: int,
     block_channels: int,
     activation: str | None,
@@ -264,8 +268,7 @@ def _kernel(
         if "conv_state" in outputs:
             pl.when(node_block == 0)(program.replay_conv_state)
 
-    num_blocks = pl.num_programs(0) - (time_steps is not None)
-    for_block(block < num_blocks, convolve, lambda: program.copy_prefix(prefix))
+    for_block(block < num_channel_blocks, convolve, lambda: program.copy_prefix(prefix))
 
     if time_steps is not None:
         num_heads = outputs["dt"].shape[1]
@@ -281,7 +284,7 @@ def _kernel(
         def copy_step() -> None:
             outputs["dt"][prefix[:, None], head] = inputs["prefix dt"][prefix[:, None], head]
 
-        for_block(block == num_blocks, step, copy_step)
+        for_block(block == num_channel_blocks, step, copy_step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,8 +354,8 @@ class _Program:
                 loaded = tb.masked_load(ref, index, there, interpret=interpret).astype(dtype)
                 loaded = self._scaled(loaded) if is_new else loaded
                 value = jnp.where(there, loaded, value)
-            of_tap = weight[tap, self.channels].astype(jnp.float32)
-            total = total + value.astype(jnp.float32) * of_tap[None, :]
+            of_tap = weight[tap, self.channels].astype(jnp.float32)[None, :]
+            total = tb.multiply_add(value.astype(jnp.float32), of_tap, total, interpret=interpret)
         return jax.nn.silu(total) if activation == "silu" else total
 
     def write(self, query: jax.Array, num_prefix: int, value: jax.Array) -> None:

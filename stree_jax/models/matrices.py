@@ -129,7 +129,7 @@ class Storage:
 
         XLA's of 512 rows is one launch on a GPU too, and by its cost model moves no more bytes.
         """
-        return "xla"
+        return implementation if dispatch.wants_bits() else "xla"
 
     def cleared(self, x: Array, valid: Array) -> Array:
         """Rows as its products take them: with zeros on padding, where that is skipped."""
