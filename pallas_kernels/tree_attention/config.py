@@ -82,3 +82,21 @@ def block_sizes(
     one_fits = not capacity or not (float32 or (num_rows <= _MANY_ROWS and head_dim <= _WIDE_HEAD))
     splits = max(splits, 1 if one_fits else 2)
     return BlockSizes(choice.rows, choice.keys, splits, choice.num_warps, choice.num_stages)
+
+
+# More splits only write more parts of the softmax.
+_MOST_SPLITS = 32
+
+
+def layer_block_sizes(
+    dtype: DTypeLike, *, num_rows: int, num_groups: int, head_dim: int
+) -> BlockSizes:
+    """Block sizes of `tree_attention_layer`, where keys and splits decide the order of sums.
+
+    So these two depend on nothing that a step may change, such as rows, batch or capacity.
+    """
+    few = DEFAULTS[case(dtype, 1, head_dim)]
+    choice = DEFAULTS[case(dtype, num_rows, head_dim)]
+    splits = min(_MOST_SPLITS, -(-few.busy_warps // (few.num_warps * num_groups)))
+    rows = min(choice.rows, tb.padded_size(num_rows))
+    return BlockSizes(rows, few.keys, splits, choice.num_warps, choice.num_stages)
