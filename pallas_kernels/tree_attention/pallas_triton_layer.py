@@ -1,13 +1,13 @@
 """`tree_attention_layer` as one Pallas-Triton kernel that updates the cache in place.
 
-One order: positions are cut into blocks, and block i belongs to split `i % splits`. Sizes and splits
+One order: positions are cut into blocks, and block i belongs to split `i % splits`. The sizes
 depend on the model's shapes alone. So the position of a key decides when it is added, and a query's
 output depends, to the bit, on nothing but the tokens that it sees.
 
 Passes: there are two kinds of programs, for each batch row and key head. They write parts of the
 softmax, which a reduction puts together; see `online_softmax.combined`.
 
-- A split's program adds its *whole* blocks, those that were in the cache before, to a block of rows:
+- A program of a split adds its *whole* blocks, which were in the cache before, to a block of rows:
   queries times the query heads that share a key head.
 - The blocks behind are the *tail*. There each query has keys of its own, since two nodes of one
   depth have one position. A program has one query and one block. It gathers the keys from the
@@ -196,37 +196,72 @@ def _kernel(
     old_length = inputs["length"][...]
     count = inputs["path"][0] if "path" in inputs else 0
     length = old_length + count
-    in_cache = jnp.minimum(old_length, capacity)
     whole = lax.div(old_length, blocks.keys)
     head_blocks = pl.cdiv(per_group, tb.SMALLEST_BLOCK)
     of_tail = num_queries * head_blocks * tails
     program = pl.program_id(0)
+    is_tail = program < of_tail
+    # A split and the first of its rows, unless it is a program of the tail.
+    number = jnp.maximum(program - of_tail, 0)
+    split = Split(lax.rem(number, blocks.splits), blocks.splits)
+    first_row = lax.div(number, blocks.splits) * blocks.rows
+    is_split = ~is_tail & (split.number < whole)
+    # A query, the first of its heads, and a block of its tail, or 0.
+    of_query, tail = lax.div(program, tails), lax.rem(program, tails)
+    query = jnp.minimum(lax.div(of_query, head_blocks), num_queries - 1)
+    first_head = lax.rem(of_query, head_blocks) * tb.SMALLEST_BLOCK
+    first = (whole + tail) * blocks.keys
+    end = length + inputs["ancestors"][query, 0]
+    is_tail &= (tail == 0) | (first < end)
+
+    def ancestor(place: jax.Array) -> jax.Array:
+        return inputs["ancestors"][query, 1 + jnp.clip(place, 0, num_nodes - 1)]
+
+    # 1. Rotated queries of this program, then the keys and values of the tree that it reads: the
+    # nodes above in this block, and the query itself at least once.
+    above = jnp.maximum(first, length) - length
+    below = jnp.maximum(jnp.minimum(first + blocks.keys, end) - length, above)
+    for_queries = is_tail.astype(jnp.int32) + is_split.astype(jnp.int32) * (
+        blocks.rows // BLOCK_MOVED
+    )
+    for_nodes = is_tail.astype(jnp.int32) * (lax.div(below - above, BLOCK_MOVED) + 1)
     rotated = outputs["query"] if layout.frequencies else inputs["query"]
 
-    def rotate_queries(query: jax.Array, head: jax.Array) -> None:
+    def write_rows(i: jax.Array, _: Any) -> None:
+        row, _ = tb.rows(first_row + i * BLOCK_MOVED, BLOCK_MOVED, num_queries * per_group)
+        head, _ = tb.rows(first_head, BLOCK_MOVED, per_group)
+        head = jnp.where(is_tail, head, lax.rem(row, per_group))
+        of_row = jnp.where(is_tail, query, lax.div(row, per_group))
+        place, _ = tb.rows(above + (i - for_queries) * BLOCK_MOVED, BLOCK_MOVED, below + 1)
+        node = ancestor(place) - num_prefix
+        node = jnp.where((place < below) & (node >= 0), node, query)
+        is_query = i < for_queries
+        turn = functools.partial(rotate, interpret=interpret, angles=[])
         if layout.frequencies:
-            rotate(
-                *(inputs["query"], (query, head), rotated, (query, head)),
-                position=length + inputs["depth"][query],
-                frequencies_ref=inputs["frequencies"],
-                interpret=interpret,
-            )
+            position = length + inputs["depth"][jnp.where(is_query, of_row, node)]
+            turn.keywords["angles"] = angles(position, inputs["frequencies"], interpret)
 
-    # 1. Whole blocks of the cache.
-    number = program - of_tail
-    split = Split(lax.rem(number, blocks.splits), blocks.splits)
+            @pl.when(is_query)
+            def _() -> None:
+                turn(inputs["query"], (of_row, head), rotated, (of_row, head))
 
-    @pl.when((number >= 0) & (split.number < whole))
+        @pl.when(~is_query)
+        def _() -> None:
+            target, multiplier = (num_prefix + node,), layout.key_multiplier
+            key_ref, new_ref = inputs["node key"], outputs["node key"]
+            turn(key_ref, (node,), new_ref, target, multiplier=multiplier)
+            value = online_softmax.load(inputs["node value"], node)
+            online_softmax.store(outputs["node value"], target, value)
+
+    lax.fori_loop(0, for_queries + for_nodes, write_rows, None)
+
+    # All threads read below what single threads wrote above.
+    tb.barrier(interpret)
+
+    # 2. Whole blocks of the cache.
+    @pl.when(is_split)
     def _() -> None:
-        first_row, num_rows = lax.div(number, blocks.splits) * blocks.rows, num_queries * per_group
-
-        def rotate_rows(i: jax.Array, _: Any) -> None:
-            row, _ = tb.rows(first_row + i * BLOCK_MOVED, BLOCK_MOVED, num_rows)
-            rotate_queries(lax.div(row, per_group), lax.rem(row, per_group))
-
-        lax.fori_loop(0, blocks.rows // BLOCK_MOVED, rotate_rows, None)
-        tb.barrier(interpret)  # all threads read below what single threads wrote above
-        row, _ = tb.rows(first_row, blocks.rows, num_rows)
+        row, _ = tb.rows(first_row, blocks.rows, num_queries * per_group)
         at = lax.div(row, per_group), lax.rem(row, per_group)
         softmax = online_softmax.attend_cache(
             functools.partial(
@@ -242,57 +277,16 @@ def _kernel(
         )
         online_softmax.write(outputs, split.number, at, softmax)
 
-    # 2. A block of the tail of one query.
-    tail, of_query = lax.rem(program, tails), lax.div(program, tails)
-    query = jnp.minimum(lax.div(of_query, head_blocks), num_queries - 1)
-    first = (whole + tail) * blocks.keys
-    end = length + inputs["ancestors"][query, 0]
-
-    @pl.when((number < 0) & ((tail == 0) | (first < end)))
+    # 3. A block of the tail of one query.
+    @pl.when(is_tail)
     def _() -> None:
-        head, _ = tb.rows(
-            lax.rem(of_query, head_blocks) * tb.SMALLEST_BLOCK, tb.SMALLEST_BLOCK, per_group
-        )
+        head, _ = tb.rows(first_head, tb.SMALLEST_BLOCK, per_group)
         at = jnp.full_like(head, query), head
-        rotate_queries(*at)
-
-        def ancestor(place: jax.Array) -> jax.Array:
-            return inputs["ancestors"][query, 1 + jnp.clip(place, 0, num_nodes - 1)]
-
-        # Nodes of this block, and the query itself at least once.
-        above = jnp.maximum(first, length) - length
-        below = jnp.maximum(jnp.minimum(first + blocks.keys, end) - length, above)
-
-        def write_nodes(i: jax.Array, _: Any) -> None:
-            place, _ = tb.rows(above + i * BLOCK_MOVED, BLOCK_MOVED, below + 1)
-            node = ancestor(place) - num_prefix
-            node = jnp.where((place < below) & (node >= 0), node, query)
-            source, target = (inputs["node key"], (node,)), num_prefix + node
-            if layout.frequencies:
-                rotate(
-                    *(*source, outputs["node key"], (target,)),
-                    position=length + inputs["depth"][node],
-                    frequencies_ref=inputs["frequencies"],
-                    multiplier=layout.key_multiplier,
-                    interpret=interpret,
-                )
-            else:
-                key = [
-                    scaled(some, layout.key_multiplier)
-                    for some in online_softmax.load(*source[:1], node)
-                ]
-                online_softmax.store(outputs["node key"], (target,), key)
-            value = online_softmax.load(inputs["node value"], node)
-            online_softmax.store(outputs["node value"], (target,), value)
-
-        lax.fori_loop(0, lax.div(below - above, BLOCK_MOVED) + 1, write_nodes, None)
-        tb.barrier(interpret)
-
         position = first + lax.broadcasted_iota(jnp.int32, (blocks.keys,), 0)
         node = ancestor(position - length)
         in_tree = (position >= length) & (position < end)
         sources = [
-            ("", jnp.minimum(position, capacity - 1), position < in_cache),
+            ("", jnp.minimum(position, capacity - 1), position < jnp.minimum(old_length, capacity)),
             ("node ", node, in_tree & (node >= num_prefix)),
         ]
         if num_prefix:
@@ -326,7 +320,7 @@ def _kernel(
         )
         online_softmax.write(outputs, blocks.splits + tail, at, softmax)
 
-    # 3. The prefix goes to the pending record, and the accepted path to the end of the cache.
+    # 4. The prefix goes to the pending record, and the accepted path to the end of the cache.
     def write_prefix(i: jax.Array, _: Any) -> None:
         node, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_prefix)
         for name in ("key", "value"):
@@ -341,7 +335,7 @@ def _kernel(
             moved = online_softmax.load(inputs[f"old {name}"], inputs["path"][1 + step])
             online_softmax.store(outputs[name], (old_length + step,), moved)
 
-    @pl.when(number == blocks.splits - 1)
+    @pl.when(program == of_tail + blocks.splits - 1)
     def _() -> None:
         if num_prefix:
             lax.fori_loop(0, pl.cdiv(num_prefix, BLOCK_MOVED), write_prefix, None)
@@ -350,31 +344,38 @@ def _kernel(
             lax.fori_loop(0, lax.div(num_written + BLOCK_MOVED - 1, BLOCK_MOVED), append, None)
 
 
+Angles = list[tuple[pl.Slice, jax.Array, jax.Array]]  # pairs of channels, cosines, sines
+
+
+def angles(position: jax.Array, frequencies_ref: Ref, interpret: bool) -> Angles:
+    """Angles of rows at these positions, from the frequencies `[R]`."""
+    wide, parts = position.astype(jnp.float32)[:, None], []
+    for pairs in online_softmax.channels(frequencies_ref.shape[0]):
+        angle = tb.multiply_add(wide, frequencies_ref[pairs][None, :], None, interpret=interpret)
+        parts.append((pairs, jnp.cos(angle), jnp.sin(angle)))
+    return parts
+
+
 def rotate(
     source_ref: Ref,  # [..., E]
     source: tuple,
     target_ref: Ref,  # [..., E]
     target: tuple,
     *,
-    position: jax.Array,
-    frequencies_ref: Ref,  # [R]
+    angles: Angles,
     multiplier: float = 1.0,
     interpret: bool,
 ) -> None:
-    """Multiplies rows of heads, rotates them to their positions and writes them."""
+    """Multiplies rows of heads, rotates them and writes them."""
     fused = functools.partial(tb.multiply_add, interpret=interpret)
-    head_dim, half = source_ref.shape[-1], frequencies_ref.shape[0]
-    position = position.astype(jnp.float32)
-    for pairs in online_softmax.channels(half):
-        angle = fused(position[:, None], frequencies_ref[pairs][None, :], None)
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
+    kind, half = target_ref.dtype, sum(pairs.size for pairs, _, _ in angles)
+    for pairs, cos, sin in angles:
         both = [pl.ds(start + pairs.start, pairs.size) for start in (0, half)]
         first, second = (
             scaled(source_ref[(*source, part)], multiplier).astype(jnp.float32) for part in both
         )
-        kind = target_ref.dtype
         target_ref[(*target, both[0])] = fused(second, -sin, fused(first, cos, None)).astype(kind)
         target_ref[(*target, both[1])] = fused(first, sin, fused(second, cos, None)).astype(kind)
-    for rest in online_softmax.channels(head_dim - 2 * half):
-        part = pl.ds(2 * half + rest.start, rest.size)
+    for behind in online_softmax.channels(source_ref.shape[-1] - 2 * half):
+        part = pl.ds(2 * half + behind.start, behind.size)
         target_ref[(*target, part)] = scaled(source_ref[(*source, part)], multiplier)
