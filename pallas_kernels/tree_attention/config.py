@@ -84,19 +84,26 @@ def block_sizes(
     return BlockSizes(choice.rows, choice.keys, splits, choice.num_warps, choice.num_stages)
 
 
-# More splits only write more parts of the softmax.
-_MOST_SPLITS = 32
+# Of `tree_attention_layer`. Keys are the same for all numbers of rows: they decide the order.
+LAYER_DEFAULTS = {
+    "bfloat16, to 32 rows": Choice(rows=32, keys=32, num_warps=8, num_stages=2, busy_warps=1024),
+    "bfloat16": Choice(rows=64, keys=32, num_warps=8, num_stages=2, busy_warps=1024),
+    "float32": Choice(rows=16, keys=16, num_warps=8, num_stages=2, busy_warps=1024),
+    "bfloat16, wide heads": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
+    "float32, wide heads": Choice(rows=16, keys=16, num_warps=8, num_stages=2, busy_warps=1024),
+}
+_MOST_SPLITS = 32  # more only write more parts of the softmax
 
 
 def layer_block_sizes(
     dtype: DTypeLike, *, num_rows: int, num_groups: int, head_dim: int
 ) -> BlockSizes:
-    """Block sizes of `tree_attention_layer`, where keys and splits decide the order of sums.
+    """Block sizes of `tree_attention_layer`: enough splits to fill the GPU for one row of a batch.
 
-    So these two depend on nothing that a step may change, such as rows, batch or capacity.
+    Keys and splits decide the order of sums. So they depend on nothing that a step may change, such
+    as rows, batch or capacity.
     """
-    few = DEFAULTS[case(dtype, 1, head_dim)]
-    choice = DEFAULTS[case(dtype, num_rows, head_dim)]
-    splits = min(_MOST_SPLITS, -(-few.busy_warps // (few.num_warps * num_groups)))
+    choice = LAYER_DEFAULTS[case(dtype, num_rows, head_dim)]
+    splits = min(_MOST_SPLITS, -(-choice.busy_warps // (choice.num_warps * num_groups)))
     rows = min(choice.rows, tb.padded_size(num_rows))
-    return BlockSizes(rows, few.keys, splits, choice.num_warps, choice.num_stages)
+    return BlockSizes(rows, choice.keys, splits, choice.num_warps, choice.num_stages)
