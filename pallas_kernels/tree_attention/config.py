@@ -84,10 +84,9 @@ def block_sizes(
     return BlockSizes(choice.rows, choice.keys, splits, choice.num_warps, choice.num_stages)
 
 
-# Of `tree_attention_layer`. Keys are the same for all numbers of rows: they decide the order.
+# Of `tree_attention_layer`, for any number of rows.
 LAYER_DEFAULTS = {
-    "bfloat16, to 32 rows": Choice(rows=32, keys=32, num_warps=8, num_stages=2, busy_warps=1024),
-    "bfloat16": Choice(rows=64, keys=32, num_warps=8, num_stages=2, busy_warps=1024),
+    "bfloat16": Choice(rows=32, keys=32, num_warps=8, num_stages=2, busy_warps=1024),
     "float32": Choice(rows=16, keys=16, num_warps=8, num_stages=2, busy_warps=1024),
     "bfloat16, wide heads": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
     "float32, wide heads": Choice(rows=16, keys=16, num_warps=8, num_stages=2, busy_warps=1024),
@@ -103,7 +102,7 @@ def layer_block_sizes(
     Keys and splits decide the order of sums. So they depend on nothing that a step may change, such
     as rows, batch or capacity.
     """
-    choice = LAYER_DEFAULTS[case(dtype, num_rows, head_dim)]
+    choice = LAYER_DEFAULTS[case(dtype, _MANY_ROWS, head_dim)]
     splits = min(_MOST_SPLITS, -(-choice.busy_warps // (choice.num_warps * num_groups)))
     rows = min(choice.rows, tb.padded_size(num_rows))
     return BlockSizes(rows, choice.keys, splits, choice.num_warps, choice.num_stages)
