@@ -82,3 +82,27 @@ def block_sizes(
     one_fits = not capacity or not (float32 or (num_rows <= _MANY_ROWS and head_dim <= _WIDE_HEAD))
     splits = max(splits, 1 if one_fits else 2)
     return BlockSizes(choice.rows, choice.keys, splits, choice.num_warps, choice.num_stages)
+
+
+# Of `tree_attention_layer`, for any number of rows.
+LAYER_DEFAULTS = {
+    "bfloat16": Choice(rows=32, keys=32, num_warps=8, num_stages=2, busy_warps=1024),
+    "float32": Choice(rows=16, keys=16, num_warps=8, num_stages=2, busy_warps=1024),
+    "bfloat16, wide heads": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
+    "float32, wide heads": Choice(rows=16, keys=16, num_warps=8, num_stages=2, busy_warps=1024),
+}
+_MOST_SPLITS = 32  # more only write more parts of the softmax
+
+
+def layer_block_sizes(
+    dtype: DTypeLike, *, num_rows: int, num_groups: int, head_dim: int
+) -> BlockSizes:
+    """Block sizes of `tree_attention_layer`: enough splits to fill the GPU for one row of a batch.
+
+    Keys and splits decide the order of sums. So they depend on nothing that a step may change, such
+    as rows, batch or capacity.
+    """
+    choice = LAYER_DEFAULTS[case(dtype, _MANY_ROWS, head_dim)]
+    splits = min(_MOST_SPLITS, -(-choice.busy_warps // (choice.num_warps * num_groups)))
+    rows = min(choice.rows, tb.padded_size(num_rows))
+    return BlockSizes(rows, choice.keys, splits, choice.num_warps, choice.num_stages)

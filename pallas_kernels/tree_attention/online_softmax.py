@@ -5,6 +5,10 @@ rows it keeps, over all keys so far, the weighted sums of the values, the sum of
 maximum of the scores (Milakov and Gimelshein 2018, arXiv:1805.02867). Programs that split a cache
 write these three, and `combined` reduces them.
 
+One order: a block of keys has a softmax alone, and blocks are merged number by number. Sums over
+the keys of a block are products, whose order does not depend on the rows beside a row. So it is the
+same whether a program holds 16 rows or 64, and which program merges two blocks.
+
 Numerics: scores, weights and sums in float32; products as `triton.dot` says. Weights are not
 rounded to bf16. Scores are masked before exp; a fully masked query gets zeros.
 """
@@ -75,31 +79,58 @@ def empty(num_rows: int, head_dim: int) -> Softmax:
     )
 
 
+def of_block(
+    query: list[jax.Array],
+    keys: list[jax.Array],
+    values: list[jax.Array],
+    seen: jax.Array,
+    *,
+    scale: float,
+    interpret: bool,
+) -> Softmax:
+    """The softmax of queries `[rows, E]` over a block of keys and values `[keys, E]`.
+
+    All three come in the blocks that `load` returns; `seen` `[rows or 1, keys]` is False where a
+    key is masked.
+    """
+    products = [tb.dot(q, k, trans_b=True) for q, k in zip(query, keys, strict=True)]
+    factor = jnp.full((), scale, jnp.float32)
+    scores = functools.reduce(jnp.add, products)
+    scores = tb.multiply_add(scores, factor, None, interpret=interpret)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    maximum = jnp.maximum(jnp.max(scores, axis=1), _NO_SCORE)
+    weight = jnp.exp(scores - maximum[:, None])
+    # A reduction would add up in another order for another number of rows.
+    ones = jnp.ones((weight.shape[1], tb.SMALLEST_BLOCK), jnp.bfloat16)
+    totals = tb.dot(weight, ones, exact=values[0].dtype == jnp.float32)
+    return Softmax([tb.dot(weight, v) for v in values], jnp.max(totals, axis=1), maximum)
+
+
+def merged(left: Softmax, right: Softmax, *, interpret: bool) -> Softmax:
+    """The softmax over the keys of both. One over no keys changes nothing."""
+    fused = functools.partial(tb.multiply_add, interpret=interpret)
+    maximum = jnp.maximum(left.maximum, right.maximum)
+    a, b = jnp.exp(left.maximum - maximum), jnp.exp(right.maximum - maximum)
+    sums = [
+        fused(x, a[:, None], fused(y, b[:, None], None))
+        for x, y in zip(left.sums, right.sums, strict=True)
+    ]
+    return Softmax(sums, fused(left.total, a, fused(right.total, b, None)), maximum)
+
+
 def attend(
     query: list[jax.Array],
-    scale: float,
     softmax: Softmax,
     keys: list[jax.Array],
     values: list[jax.Array],
     seen: jax.Array,
+    *,
+    scale: float,
+    interpret: bool,
 ) -> Softmax:
-    """Adds a block of keys and values `[keys, E]` to the running softmax of queries `[rows, E]`.
-
-    Both come in the blocks that `load` returns; `seen` `[rows or 1, keys]` is False where a key is
-    masked.
-    """
-    sums, total, maximum = softmax
-    products = [tb.dot(q, k, trans_b=True) for q, k in zip(query, keys, strict=True)]
-    scores = functools.reduce(jnp.add, products) * scale
-    scores = jnp.where(seen, scores, -jnp.inf)
-    new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
-    weight = jnp.exp(scores - new_maximum[:, None])
-    rescale = jnp.exp(maximum - new_maximum)
-    sums = [
-        part_sums * rescale[:, None] + tb.dot(weight, v)
-        for part_sums, v in zip(sums, values, strict=True)
-    ]
-    return Softmax(sums, total * rescale + jnp.sum(weight, axis=1), new_maximum)
+    """Adds a block, as `of_block` takes it, to the running softmax."""
+    block = of_block(query, keys, values, seen, scale=scale, interpret=interpret)
+    return merged(softmax, block, interpret=interpret)
 
 
 def attend_cache(
@@ -157,92 +188,158 @@ def last_query(first_row: jax.Array, num_rows: int, per_group: int, num_queries:
 
 def query_block(num_queries: int, per_group: int, head_dim: int) -> pl.BlockSpec:
     """The query heads of a program's key head, of `[B, Q, W, E]`."""
-    return pl.BlockSpec((None, num_queries, per_group, head_dim), lambda i, k, u, b: (b, 0, u, 0))
+    return pl.BlockSpec((None, num_queries, per_group, head_dim), lambda i, u, b: (b, 0, u, 0))
 
 
 Outputs = dict[str, tuple[Any, pl.BlockSpec]]  # shape and dtype, and block
 
 
-def outputs(shape: tuple[int, ...], dtype: DTypeLike, *, per_group: int, splits: int) -> Outputs:
+def outputs(shape: tuple[int, ...], dtype: DTypeLike, *, per_group: int, parts: int) -> Outputs:
     """The outputs of a kernel with queries of this shape: `y`, or the parts of a softmax."""
     batch, num_queries, num_heads, head_dim = shape
-    if splits == 1:
+    if parts == 1:
         of_queries = query_block(num_queries, per_group, head_dim)
         return {"y": (jax.ShapeDtypeStruct(shape, dtype), of_queries)}
-    parts = (batch, splits, num_queries, num_heads)
-    block = (None, None, num_queries, per_group)
+    all_parts = (batch, parts, num_queries, num_heads)
+    block = (None, parts, num_queries, per_group)
     scalars = (
-        jax.ShapeDtypeStruct(parts, jnp.float32),
-        pl.BlockSpec(block, lambda i, k, u, b: (b, k, 0, u)),
+        jax.ShapeDtypeStruct(all_parts, jnp.float32),
+        pl.BlockSpec(block, lambda i, u, b: (b, 0, 0, u)),
     )
     vectors = (
-        jax.ShapeDtypeStruct((*parts, head_dim), jnp.float32),
-        pl.BlockSpec((*block, head_dim), lambda i, k, u, b: (b, k, 0, u, 0)),
+        jax.ShapeDtypeStruct((*all_parts, head_dim), jnp.float32),
+        pl.BlockSpec((*block, head_dim), lambda i, u, b: (b, 0, 0, u, 0)),
     )
     return {"sums": vectors, "total": scalars, "maximum": scalars}
 
 
-def write(output_refs: dict[str, Ref], row: tuple, softmax: Softmax) -> None:
+def write(output_refs: dict[str, Ref], part: jax.Array, row: tuple, softmax: Softmax) -> None:
     """Writes what `outputs` lists; `row` is the query and the head of each row."""
     if "y" in output_refs:
         # A total is at least 1, the weight of the maximum, unless nothing was seen.
         divisor = jnp.maximum(softmax.total, 1.0)[:, None]
         store(output_refs["y"], row, [value / divisor for value in softmax.sums])
     else:
-        store(output_refs["sums"], row, softmax.sums)
-        output_refs["total"][row] = softmax.total
-        output_refs["maximum"][row] = softmax.maximum
+        store(output_refs["sums"], (part, *row), softmax.sums)
+        output_refs["total"][(part, *row)] = softmax.total
+        output_refs["maximum"][(part, *row)] = softmax.maximum
 
 
-def combined(results: dict[str, jax.Array], dtype: DTypeLike, *, interpret: bool) -> jax.Array:
-    """The normalised softmax over all splits `[B, Q, W, E]`, from what `outputs` lists.
+def combined(
+    results: dict[str, jax.Array],
+    dtype: DTypeLike,
+    *,
+    splits: int,
+    tails: dict[str, jax.Array] | None = None,
+    block: int = 0,
+    capacity: int = 0,
+    interpret: bool,
+) -> jax.Array:
+    """The normalised softmax over all parts `[B, Q, W, E]`, from what `outputs` lists.
 
-    A separate kernel, because every split must have ended. A program reduces one query and head.
+    A separate kernel, because every part must have ended. A program reduces one query and head. It
+    first adds the blocks of the tail to their splits, and then pairs of splits, pairs of pairs, and
+    so on: the sum of two numbers has one order.
+
+    Args:
+        results: the parts; or `y`, which is returned.
+        dtype: of the output.
+        splits: how many of the parts are splits; the others are blocks of a tail.
+        tails: "length", "path" if any, and "ancestors": see `pallas_triton_layer`. None: no tail.
+        block: positions of a block, if there is a tail.
+        capacity: of the cache; the outputs of rows that are longer are NaN.
     """
     if "y" in results:
         return results["y"]
-    batch, splits, num_queries, num_heads, head_dim = results["sums"].shape
-    block = (None, splits, None, None)
-    of_scalars = pl.BlockSpec(block, lambda b, q, w: (b, 0, q, w))
+    batch, parts, num_queries, num_heads, head_dim = results["sums"].shape
+    of_part = (None, parts, None, None)
+    scalars = pl.BlockSpec(of_part, lambda b, q, w: (b, 0, q, w))
+    inputs = {
+        "sums": (
+            results["sums"],
+            pl.BlockSpec((*of_part, head_dim), lambda b, q, w: (b, 0, q, w, 0)),
+        ),
+        "total": (results["total"], scalars),
+        "maximum": (results["maximum"], scalars),
+    }
+    for name, array in (tails or {}).items():
+        shape = (None, *array.shape[1:]) if array.ndim < 3 else (None, None, array.shape[2])
+
+        def place(b: Any, q: Any, w: Any, rank: int = array.ndim) -> tuple:
+            return (b, q, 0)[:rank] if rank == 3 else (b, 0)[:rank]
+
+        inputs[name] = array, pl.BlockSpec(shape, place)
     shape = (batch, num_queries, num_heads, head_dim)
-    return tb.call(
-        _combine,
+    y = jax.ShapeDtypeStruct(shape, dtype)
+    kernel = functools.partial(
+        _combine, splits=splits, block=block, capacity=capacity, interpret=interpret
+    )
+    return tb.call_by_name(
+        kernel,
+        inputs,
+        {"y": (y, pl.BlockSpec((None, None, None, head_dim), lambda b, q, w: (b, q, w, 0)))},
+        in_place={},
         name="tree_attention_combine",
-        num_warps=1,
-        num_stages=1,
+        num_warps=4,
         interpret=interpret,
+        in_one_order=True,
         grid=shape[:3],
-        in_specs=[
-            pl.BlockSpec((*block, head_dim), lambda b, q, w: (b, 0, q, w, 0)),
-            of_scalars,
-            of_scalars,
-        ],
-        out_specs=pl.BlockSpec((None, None, None, head_dim), lambda b, q, w: (b, q, w, 0)),
-        out_shape=jax.ShapeDtypeStruct(shape, dtype),
-    )(results["sums"], results["total"], results["maximum"])
+    )["y"]
 
 
 def _combine(
-    sums_ref: Ref,  # [splits, E]
-    totals_ref: Ref,  # [splits]
-    maxima_ref: Ref,  # [splits]
-    y_ref: Ref,  # [E]
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    *,
+    splits: int,
+    block: int,
+    capacity: int,
+    interpret: bool,
 ) -> None:
-    num_splits, head_dim = sums_ref.shape
-    split, _ = tb.rows(0, tb.padded_size(num_splits), num_splits)
-    maximum = jnp.max(maxima_ref[split])  # the last split may be there twice
+    """A program of one query and head.
 
-    def step(i: jax.Array, carry: tuple) -> tuple:
-        sums, total = carry
-        split, exists = tb.rows(i * tb.SMALLEST_BLOCK, tb.SMALLEST_BLOCK, num_splits)
-        weight = jnp.where(exists, jnp.exp(maxima_ref[split] - maximum), 0.0)
+    Inputs: "sums" [parts, E]; "total", "maximum" [parts]; with a tail "length" [], "path" [O + 2]
+    if any, "ancestors" [N + 2]. Output: "y" [E].
+    """
+    num_parts, head_dim = inputs["sums"].shape
+
+    def part(index: jax.Array, exists: jax.Array) -> Softmax:
+        masked = functools.partial(tb.masked_load, interpret=interpret)
         sums = [
-            part_sums + jnp.sum(part * weight[:, None], axis=0)
-            for part_sums, part in zip(sums, load(sums_ref, split), strict=True)
+            masked(inputs["sums"], (index, some), exists[:, None]) for some in channels(head_dim)
         ]
-        return sums, total + jnp.sum(totals_ref[split] * weight)
+        maximum = jnp.where(exists, masked(inputs["maximum"], (index,), exists), _NO_SCORE)
+        return Softmax(sums, masked(inputs["total"], (index,), exists), maximum)
 
-    no_sums = [jnp.zeros((part.size,), jnp.float32) for part in channels(head_dim)]
-    nothing = (no_sums, jnp.zeros((), jnp.float32))
-    sums, total = lax.fori_loop(0, pl.cdiv(num_splits, tb.SMALLEST_BLOCK), step, nothing)
-    store(y_ref, (), [value / jnp.maximum(total, 1.0) for value in sums])
+    split, exists = tb.rows(0, tb.padded_size(splits), splits)
+    if num_parts == splits:
+        softmax = part(split, exists)
+    else:
+        old_length = inputs["length"][...]
+        length = old_length + (inputs["path"][0] if "path" in inputs else 0)
+        first = lax.div(old_length, block)  # of the blocks of the tail
+        end = lax.div(length + inputs["ancestors"][0] + block - 1, block)
+        softmax = part(split, exists & (split < first))
+        # Block i belongs to split `i % splits`.
+        turn = lax.rem(split - lax.rem(first, splits) + splits, splits)
+        for turns in range(0, num_parts - splits, splits):
+            index = turns + turn
+            exists_too = exists & (index < jnp.minimum(end - first, num_parts - splits))
+            tail = part(splits + jnp.minimum(index, num_parts - splits - 1), exists_too)
+            softmax = merged(softmax, tail, interpret=interpret)
+
+    weight = jnp.exp(softmax.maximum - jnp.max(softmax.maximum))
+    fused = functools.partial(tb.multiply_add, interpret=interpret)
+    total = jnp.maximum(_sum(fused(softmax.total, weight, None)), 1.0)
+    y = [_sum(fused(sums, weight[:, None], None)) / total for sums in softmax.sums]
+    if capacity:
+        # The cache is overfull: tokens are dropped, so no output is right.
+        y = [jnp.where(length > capacity, jnp.nan, value) for value in y]
+    store(outputs["y"], (), y)
+
+
+def _sum(values: jax.Array) -> jax.Array:
+    """The sum over the first axis, a power of two, of pairs and of pairs of pairs."""
+    while (count := values.shape[0]) > 1:
+        values = values.reshape(2, count // 2, *values.shape[1:]).sum(axis=0)
+    return values.sum(axis=0)

@@ -59,16 +59,17 @@ def tree_attention(
     splits = blocks.splits if capacity else 1
 
     of_queries = online_softmax.query_block(num_queries, per_group, head_dim)
-    of_nodes = pl.BlockSpec((None, num_nodes, None, head_dim), lambda i, k, u, b: (b, 0, u, 0))
-    in_cache = pl.BlockSpec((None, None, capacity, head_dim), lambda i, k, u, b: (b, u, 0, 0))
+    of_nodes = pl.BlockSpec((None, num_nodes, None, head_dim), lambda i, u, b: (b, 0, u, 0))
+    in_cache = pl.BlockSpec((None, None, capacity, head_dim), lambda i, u, b: (b, u, 0, 0))
     cache = [keys, values] if capacity else []
-    results = online_softmax.outputs(query.shape, query.dtype, per_group=per_group, splits=splits)
+    results = online_softmax.outputs(query.shape, query.dtype, per_group=per_group, parts=splits)
     parts = tb.call(
         functools.partial(
             _kernel,
             scale=scale,
             splits=splits,
             block_rows=block_rows,
+            interpret=interpret,
             # A tree may be much smaller than the cache.
             block_cache=min(blocks.keys, tb.padded_size(capacity)) if capacity else 0,
             block_nodes=min(blocks.keys, tb.padded_size(num_nodes)),
@@ -77,19 +78,19 @@ def tree_attention(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         interpret=interpret,
-        grid=(pl.cdiv(num_rows, block_rows), splits, num_groups, batch),
+        grid=(pl.cdiv(num_rows, block_rows) * splits, num_groups, batch),
         in_specs=[
             of_queries,
             of_nodes,
             of_nodes,
-            pl.BlockSpec((None,), lambda i, k, u, b: (b,)),
-            pl.BlockSpec((None, num_queries, num_nodes), lambda i, k, u, b: (b, 0, 0)),
+            pl.BlockSpec((None,), lambda i, u, b: (b,)),
+            pl.BlockSpec((None, num_queries, num_nodes), lambda i, u, b: (b, 0, 0)),
             *(in_cache for _ in cache),
         ],
         out_specs={name: spec for name, (_, spec) in results.items()},
         out_shape={name: shape for name, (shape, _) in results.items()},
     )(query, node_keys, node_values, length, mask, *cache)
-    return online_softmax.combined(parts, query.dtype, interpret=interpret)
+    return online_softmax.combined(parts, query.dtype, splits=splits, interpret=interpret)
 
 
 def _kernel(
@@ -104,17 +105,19 @@ def _kernel(
     block_rows: int,
     block_cache: int,
     block_nodes: int,
+    interpret: bool,
 ) -> None:
     *cache_refs, output_refs = refs
     num_queries, per_group, head_dim = query_ref.shape
-    split = Split(pl.program_id(1), splits)
+    program = pl.program_id(0)
+    split = Split(lax.rem(program, splits), splits)
 
     # Row r of the product is query r // (W/U) with head r % (W/U).
-    first_row = pl.program_id(0) * block_rows
+    first_row = lax.div(program, splits) * block_rows
     row, _ = tb.rows(first_row, block_rows, num_queries * per_group)
     query, head = lax.div(row, per_group), lax.rem(row, per_group)
     loaded = online_softmax.load(query_ref, query, head)
-    attend = functools.partial(online_softmax.attend, loaded, scale)
+    attend = functools.partial(online_softmax.attend, loaded, scale=scale, interpret=interpret)
     softmax = online_softmax.empty(block_rows, head_dim)
     if block_cache:
         length = jnp.minimum(length_ref[...], cache_refs[0].shape[0])
@@ -130,4 +133,4 @@ def _kernel(
         block=block_nodes,
         split=split,
     )
-    online_softmax.write(output_refs, (query, head), softmax)
+    online_softmax.write(output_refs, split.number, (query, head), softmax)

@@ -1,13 +1,22 @@
 """`tree_attention_layer` as one Pallas-Triton kernel that updates the cache in place.
 
-Passes: the programs of `tree_attention`, with a prologue and an epilogue. First each program
-rotates its queries, and the last split rotates the tree's keys into the pending record; both go
-through memory (mostly the L1 cache), from where the softmax reads them as in `tree_attention`. The
-accepted path of the previous tree is read where it is, in that tree's pending record. At the end
-one program for each batch row and key head appends the path to the cache. No program waits for
-another: loads of the last block of the cache include positions beyond the old length, which another
-program may be writing, but those are masked out. They must be finite, before and after, because
-they are multiplied by zero.
+One order: positions are cut into blocks, and block i belongs to split `i % splits`. The sizes
+depend on the model's shapes alone. So the position of a key decides when it is added, and a query's
+output depends, to the bit, on nothing but the tokens that it sees.
+
+Passes: there are two kinds of programs, for each batch row and key head. They write parts of the
+softmax, which a reduction puts together; see `online_softmax.combined`.
+
+- A program of a split adds its *whole* blocks, which were in the cache before, to a block of rows:
+  queries times the query heads that share a key head.
+- The blocks behind are the *tail*. There each query has keys of its own, since two nodes of one
+  depth have one position. A program has one query and one block. It gathers the keys from the
+  cache, from the accepted path in the previous tree's pending record, and from the nodes above.
+
+Each program rotates its queries, and those of the tail the keys they need, into the pending record;
+both go through memory (mostly the L1 cache). At the end one program for each batch row and key
+head appends the path to the cache. No program waits for another: several may write the same
+numbers to one place, and none reads what only another one writes.
 
 Numerics: see `online_softmax`. Angles, cosines and sines are float32. Rotated queries and keys
 are rounded to the dtype of the inputs, as they are in the pending record.
@@ -16,7 +25,6 @@ Refuses what `tree_attention` refuses, and caches of capacity 0. Any number of n
 pairs.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -27,12 +35,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import triton as tb
+from pallas_kernels import walk
 from pallas_kernels.numerics import scaled
 from pallas_kernels.tree_attention import online_softmax, pallas_triton
-from pallas_kernels.tree_attention.config import BlockSizes, block_sizes
+from pallas_kernels.tree_attention.config import BlockSizes, layer_block_sizes
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV
 from pallas_kernels.tree_attention.layout import AttentionLayout
-from pallas_kernels.tree_attention.online_softmax import Softmax, Split
+from pallas_kernels.tree_attention.online_softmax import Split
 from pallas_kernels.triton import Ref
 
 BLOCK_MOVED = 16  # rows that are rotated or copied at a time; few, for cosines take registers
@@ -64,14 +73,14 @@ def tree_attention_layer(
     num_heads, num_groups, head_dim = layout.num_heads, layout.num_groups, layout.head_dim
     per_group = num_heads // num_groups
     num_rows = num_queries * per_group
-    blocks = blocks or block_sizes(
-        projected.dtype,
-        num_rows=num_rows,
-        num_groups=batch * num_groups,
-        capacity=capacity,
-        head_dim=head_dim,
+    blocks = blocks or layer_block_sizes(
+        projected.dtype, num_rows=num_rows, num_groups=num_groups, head_dim=head_dim
     )
-    blocks = dataclasses.replace(blocks, rows=min(blocks.rows, tb.padded_size(num_rows)))
+    ancestors = walk.steps(mask.reshape(-1, num_nodes)).reshape(batch, num_queries, -1)
+    # Positions of a tail: from the start of a block, the path, and a way down the tree.
+    num_old = 0 if previous is None else previous[1].shape[1]
+    tails = pl.cdiv(blocks.keys - 1 + num_old + num_nodes, blocks.keys)
+    parts = blocks.splits + tails
 
     # Columns as heads. Further columns that are not whole heads are dropped, which is a copy.
     if num_columns % head_dim:
@@ -80,13 +89,13 @@ def tree_attention_layer(
 
     def of_row(array: jax.Array) -> pl.BlockSpec:
         shape = array.shape[1:]
-        return pl.BlockSpec((None, *shape), lambda i, k, u, b: (b,) + (0,) * len(shape))
+        return pl.BlockSpec((None, *shape), lambda i, u, b: (b,) + (0,) * len(shape))
 
     def of_group(length: int, first: int = 0) -> pl.BlockSpec:
-        return pl.BlockSpec((None, length, None, head_dim), lambda i, k, u, b: (b, 0, first + u, 0))
+        return pl.BlockSpec((None, length, None, head_dim), lambda i, u, b: (b, 0, first + u, 0))
 
     of_queries = online_softmax.query_block(num_queries, per_group, head_dim)
-    in_cache = pl.BlockSpec((None, None, capacity, head_dim), lambda i, k, u, b: (b, u, 0, 0))
+    in_cache = pl.BlockSpec((None, None, capacity, head_dim), lambda i, u, b: (b, u, 0, 0))
 
     inputs = {
         "query": (heads, of_queries),
@@ -96,11 +105,11 @@ def tree_attention_layer(
         "value": (cache.values, in_cache),
         "length": (cache.length, of_row(cache.length)),
         "depth": (depth, of_row(depth)),
-        "mask": (mask, of_row(mask)),
+        "ancestors": (ancestors, of_row(ancestors)),
     }
     if layout.frequencies:
         frequencies = jnp.asarray(layout.frequencies, jnp.float32)
-        of_all = pl.BlockSpec(frequencies.shape, lambda i, k, u, b: (0,))
+        of_all = pl.BlockSpec(frequencies.shape, lambda i, u, b: (0,))
         inputs["frequencies"] = (frequencies, of_all)
     if prefix_pending is not None:
         prefix_keys, prefix_values = prefix_pending
@@ -111,20 +120,17 @@ def tree_attention_layer(
         }
     if previous is not None:
         old, path = previous
-        nodes, count = in_order(path)
-        of_old = of_group(path.shape[1])
+        steps = walk.steps(path)
+        of_old = of_group(num_old)
         inputs |= {
             "old key": (old.keys, of_old),
             "old value": (old.values, of_old),
-            "path": (nodes, of_row(nodes)),
-            "count": (count, of_row(count)),
+            "path": (steps, of_row(steps)),
         }
 
     pending = jax.ShapeDtypeStruct((batch, num_nodes, num_groups, head_dim), projected.dtype)
     shape = (batch, num_queries, num_heads, head_dim)
-    results = online_softmax.outputs(
-        shape, projected.dtype, per_group=per_group, splits=blocks.splits
-    )
+    results = online_softmax.outputs(shape, projected.dtype, per_group=per_group, parts=parts)
     outputs: online_softmax.Outputs = {
         "node key": (pending, of_group(num_nodes)),
         "node value": (pending, of_group(num_nodes)),
@@ -135,8 +141,9 @@ def tree_attention_layer(
         outputs["query"] = (jax.ShapeDtypeStruct(shape, projected.dtype), of_queries)
     if previous is not None:
         outputs |= {name: inputs[name] for name in ("key", "value", "length")}
+    of_tail = num_queries * pl.cdiv(per_group, tb.SMALLEST_BLOCK) * tails
     got = tb.call_by_name(
-        functools.partial(_kernel, layout=layout, blocks=blocks, interpret=interpret),
+        functools.partial(_kernel, layout=layout, blocks=blocks, tails=tails, interpret=interpret),
         inputs,
         outputs,
         in_place={name: name for name in ("key", "value") if previous is not None},
@@ -144,23 +151,21 @@ def tree_attention_layer(
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         interpret=interpret,
-        grid=(pl.cdiv(num_rows, blocks.rows), blocks.splits, num_groups, batch),
+        in_one_order=True,
+        grid=(of_tail + pl.cdiv(num_rows, blocks.rows) * blocks.splits, num_groups, batch),
     )
     if previous is not None:
         cache = KVCache(got["key"], got["value"], got["length"])
-    parts = {name: got[name] for name in results}
-    y = online_softmax.combined(parts, projected.dtype, interpret=interpret)
-    return y, NodeKV(got["node key"], got["node value"]), cache
-
-
-def in_order(path: Bool[Array, "B O"]) -> tuple[Int[Array, "B O"], Int[Array, " B"]]:
-    """The nodes of each path in order, then zeros; and their number. XLA computes it once."""
-    node = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
-    place = jnp.cumsum(path, axis=1, dtype=jnp.int32) - 1
-    is_there = (place[:, None] == node[..., None]) & path[:, None]  # [B, place, node]
-    return jnp.where(is_there, node[:, None], 0).sum(axis=2, dtype=jnp.int32), path.sum(
-        axis=1, dtype=jnp.int32
+    y = online_softmax.combined(
+        {name: got[name] for name in results},
+        projected.dtype,
+        splits=blocks.splits,
+        tails={name: inputs[name][0] for name in ("length", "path", "ancestors") if name in inputs},
+        block=blocks.keys,
+        capacity=capacity,
+        interpret=interpret,
     )
+    return y, NodeKV(got["node key"], got["node value"]), cache
 
 
 def _kernel(
@@ -169,130 +174,186 @@ def _kernel(
     *,
     layout: AttentionLayout,
     blocks: BlockSizes,
+    tails: int,
     interpret: bool,
 ) -> None:
-    """A program of one block of rows, one split, one key head and one batch row.
+    """A program of one key head and one batch row; those of the tail are the first.
 
     Inputs:
         "query" [Q, W/U, E]; "node key", "node value" [Q, E]; "key", "value" [L, E]; "length" [];
-        "depth" [Q]; "mask" [Q, N]; "frequencies" [R], if any;
+        "depth" [Q]; "ancestors" [Q, N + 2], see `walk.steps`; "frequencies" [R], if any;
         "prefix key", "prefix value" [N - Q, E], if any;
-        "old key", "old value" [O, E], "path" [O], "count" [], if there is a previous tree.
+        "old key", "old value" [O, E], "path" [O + 2], if there is a previous tree.
 
     Outputs:
         "node key", "node value" [N, E]; "query" [Q, W/U, E], if rotated; those of
         `online_softmax.outputs`; "key", "value" [L, E], "length" [], if there is a previous tree.
     """
     num_queries, per_group, head_dim = inputs["query"].shape
-    num_nodes = inputs["mask"].shape[1]
+    num_nodes = outputs["node key"].shape[0]
     num_prefix = num_nodes - num_queries  # queries are the last nodes
     capacity = inputs["key"].shape[0]
-    first_row = pl.program_id(0) * blocks.rows
-    split = Split(pl.program_id(1), blocks.splits)
-    is_last = split.number == split.splits - 1
     old_length = inputs["length"][...]
-    count = inputs["count"][...] if "count" in inputs else 0
+    count = inputs["path"][0] if "path" in inputs else 0
     length = old_length + count
+    whole = lax.div(old_length, blocks.keys)
+    head_blocks = pl.cdiv(per_group, tb.SMALLEST_BLOCK)
+    of_tail = num_queries * head_blocks * tails
+    program = pl.program_id(0)
+    is_tail = program < of_tail
+    # A split and the first of its rows, unless it is a program of the tail.
+    number = jnp.maximum(program - of_tail, 0)
+    split = Split(lax.rem(number, blocks.splits), blocks.splits)
+    first_row = lax.div(number, blocks.splits) * blocks.rows
+    is_split = ~is_tail & (split.number < whole)
+    # A query, the first of its heads, and a block of its tail, or 0.
+    of_query, tail = lax.div(program, tails), lax.rem(program, tails)
+    query = jnp.minimum(lax.div(of_query, head_blocks), num_queries - 1)
+    first_head = lax.rem(of_query, head_blocks) * tb.SMALLEST_BLOCK
+    first = (whole + tail) * blocks.keys
+    end = length + inputs["ancestors"][query, 0]
+    is_tail &= (tail == 0) | (first < end)
 
-    # 1. Rotated queries of this program; keys and values of the tree in the last split.
-    if layout.frequencies:
+    def ancestor(place: jax.Array) -> jax.Array:
+        return inputs["ancestors"][query, 1 + jnp.clip(place, 0, num_nodes - 1)]
 
-        def rotate_queries(i: jax.Array, _: Any) -> None:
-            row, _ = tb.rows(first_row + i * BLOCK_MOVED, BLOCK_MOVED, num_queries * per_group)
-            query, head = lax.div(row, per_group), lax.rem(row, per_group)
-            position = length + inputs["depth"][query]
-            source, target = inputs["query"], outputs["query"]
-            rotate(
-                *(source, (query, head), target, (query, head)),
-                position=position,
-                frequencies_ref=inputs["frequencies"],
-            )
+    # 1. Rotated queries of this program, then the keys and values of the tree that it reads: the
+    # nodes above in this block, and the query itself at least once.
+    above = jnp.maximum(first, length) - length
+    below = jnp.maximum(jnp.minimum(first + blocks.keys, end) - length, above)
+    for_queries = is_tail.astype(jnp.int32) + is_split.astype(jnp.int32) * (
+        blocks.rows // BLOCK_MOVED
+    )
+    for_nodes = is_tail.astype(jnp.int32) * (lax.div(below - above, BLOCK_MOVED) + 1)
+    rotated = outputs["query"] if layout.frequencies else inputs["query"]
 
-        lax.fori_loop(0, blocks.rows // BLOCK_MOVED, rotate_queries, None)
-
-    def write_queries(i: jax.Array, _: Any) -> None:
-        query, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_queries)
-        node, multiplier = num_prefix + query, layout.key_multiplier
-        key, value = inputs["node key"], inputs["node value"]
+    def write_rows(i: jax.Array, _: Any) -> None:
+        row, _ = tb.rows(first_row + i * BLOCK_MOVED, BLOCK_MOVED, num_queries * per_group)
+        head, _ = tb.rows(first_head, BLOCK_MOVED, per_group)
+        head = jnp.where(is_tail, head, lax.rem(row, per_group))
+        of_row = jnp.where(is_tail, query, lax.div(row, per_group))
+        place, _ = tb.rows(above + (i - for_queries) * BLOCK_MOVED, BLOCK_MOVED, below + 1)
+        node = ancestor(place) - num_prefix
+        node = jnp.where((place < below) & (node >= 0), node, query)
+        is_query = i < for_queries
+        turn = functools.partial(rotate, interpret=interpret, angles=[])
         if layout.frequencies:
-            rotate(
-                *(key, (query,), outputs["node key"], (node,)),
-                position=length + inputs["depth"][query],
-                frequencies_ref=inputs["frequencies"],
-                multiplier=multiplier,
-            )
-        else:
-            parts = [scaled(part, multiplier) for part in online_softmax.load(key, query)]
-            online_softmax.store(outputs["node key"], (node,), parts)
-        online_softmax.store(outputs["node value"], (node,), online_softmax.load(value, query))
+            position = length + inputs["depth"][jnp.where(is_query, of_row, node)]
+            turn.keywords["angles"] = angles(position, inputs["frequencies"], interpret)
 
+            @pl.when(is_query)
+            def _() -> None:
+                turn(inputs["query"], (of_row, head), rotated, (of_row, head))
+
+        @pl.when(~is_query)
+        def _() -> None:
+            target, multiplier = (num_prefix + node,), layout.key_multiplier
+            key_ref, new_ref = inputs["node key"], outputs["node key"]
+            turn(key_ref, (node,), new_ref, target, multiplier=multiplier)
+            value = online_softmax.load(inputs["node value"], node)
+            online_softmax.store(outputs["node value"], target, value)
+
+    lax.fori_loop(0, for_queries + for_nodes, write_rows, None)
+
+    # All threads read below what single threads wrote above.
+    tb.barrier(interpret)
+
+    # 2. Whole blocks of the cache.
+    @pl.when(is_split)
+    def _() -> None:
+        row, _ = tb.rows(first_row, blocks.rows, num_queries * per_group)
+        at = lax.div(row, per_group), lax.rem(row, per_group)
+        softmax = online_softmax.attend_cache(
+            functools.partial(
+                online_softmax.attend,
+                online_softmax.load(rotated, *at),
+                scale=layout.scale,
+                interpret=interpret,
+            ),
+            online_softmax.empty(blocks.rows, head_dim),
+            (inputs["key"], inputs["value"], jnp.minimum(whole * blocks.keys, capacity)),
+            block=blocks.keys,
+            split=split,
+        )
+        online_softmax.write(outputs, split.number, at, softmax)
+
+    # 3. A block of the tail of one query.
+    @pl.when(is_tail)
+    def _() -> None:
+        head, _ = tb.rows(first_head, tb.SMALLEST_BLOCK, per_group)
+        at = jnp.full_like(head, query), head
+        position = first + lax.broadcasted_iota(jnp.int32, (blocks.keys,), 0)
+        node = ancestor(position - length)
+        in_tree = (position >= length) & (position < end)
+        sources = [
+            ("", jnp.minimum(position, capacity - 1), position < jnp.minimum(old_length, capacity)),
+            ("node ", node, in_tree & (node >= num_prefix)),
+        ]
+        if num_prefix:
+            sources.append(
+                ("prefix ", jnp.minimum(node, num_prefix - 1), in_tree & (node < num_prefix))
+            )
+        if "path" in inputs:
+            step = position - old_length
+            node = inputs["path"][1 + jnp.clip(step, 0, inputs["path"].shape[0] - 2)]
+            sources.append(("old ", node, (step >= 0) & (step < count)))
+
+        def gathered(name: str) -> list[jax.Array]:
+            gathered = []
+            for some in online_softmax.channels(head_dim):
+                block = jnp.zeros((blocks.keys, some.size), inputs["key"].dtype)
+                for kind, index, exists in sources:
+                    ref = (outputs if kind == "node " else inputs)[kind + name]
+                    there = exists[:, None]
+                    loaded = tb.masked_load(ref, (index, some), there, interpret=interpret)
+                    block = jnp.where(there, loaded, block)
+                gathered.append(block)
+            return gathered
+
+        softmax = online_softmax.of_block(
+            online_softmax.load(rotated, *at),
+            gathered("key"),
+            gathered("value"),
+            (position < end)[None, :],
+            scale=layout.scale,
+            interpret=interpret,
+        )
+        online_softmax.write(outputs, blocks.splits + tail, at, softmax)
+
+    # 4. The prefix goes to the pending record, and the accepted path to the end of the cache.
     def write_prefix(i: jax.Array, _: Any) -> None:
         node, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_prefix)
         for name in ("key", "value"):
             prefix = online_softmax.load(inputs[f"prefix {name}"], node)
             online_softmax.store(outputs[f"node {name}"], (node,), prefix)
 
-    @pl.when(is_last)
+    num_written = jnp.clip(capacity - old_length, 0, count)
+
+    def append(i: jax.Array, _: Any) -> None:
+        step, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_written)
+        for name in ("key", "value"):
+            moved = online_softmax.load(inputs[f"old {name}"], inputs["path"][1 + step])
+            online_softmax.store(outputs[name], (old_length + step,), moved)
+
+    @pl.when(program == of_tail + blocks.splits - 1)
     def _() -> None:
-        lax.fori_loop(0, pl.cdiv(num_queries, BLOCK_MOVED), write_queries, None)
         if num_prefix:
             lax.fori_loop(0, pl.cdiv(num_prefix, BLOCK_MOVED), write_prefix, None)
-
-    # All threads read below what single threads wrote above.
-    tb.barrier(interpret)
-
-    # 2. Attention to the cache, to the accepted path and to the tree.
-    row = tb.rows(first_row, blocks.rows, num_queries * per_group)[0]
-    query, head = lax.div(row, per_group), lax.rem(row, per_group)
-    rotated = outputs["query"] if layout.frequencies else inputs["query"]
-    loaded = online_softmax.load(rotated, query, head)
-    attend = functools.partial(online_softmax.attend, loaded, layout.scale)
-    softmax = online_softmax.attend_cache(
-        attend,
-        online_softmax.empty(blocks.rows, head_dim),
-        (inputs["key"], inputs["value"], jnp.minimum(old_length, capacity)),
-        block=min(blocks.keys, tb.padded_size(capacity)),
-        split=split,
-    )
-    if "path" in inputs:
-        old_key, old_value, path = inputs["old key"], inputs["old value"], inputs["path"]
-        num_old = path.shape[0]
-
-        def attend_path(i: jax.Array, softmax: Softmax) -> Softmax:
-            step, exists = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_old)
-            node, seen = path[step], (exists & (step < count))[None, :]
-            keys, values = online_softmax.load(old_key, node), online_softmax.load(old_value, node)
-            return attend(softmax, keys, values, seen)
-
-        num_blocks = lax.div(count + BLOCK_MOVED - 1, BLOCK_MOVED)
-        softmax = lax.fori_loop(0, num_blocks * is_last.astype(jnp.int32), attend_path, softmax)
-    softmax = online_softmax.attend_nodes(
-        attend,
-        softmax,
-        (outputs["node key"], outputs["node value"], inputs["mask"]),
-        query,
-        last=online_softmax.last_query(first_row, blocks.rows, per_group, num_queries),
-        block=min(blocks.keys, tb.padded_size(num_nodes)),
-        split=split,
-    )
-    # The cache is overfull: tokens are dropped, so no output is right.
-    sums = [jnp.where(length > capacity, jnp.nan, value) for value in softmax.sums]
-    online_softmax.write(outputs, (query, head), softmax._replace(sums=sums))
-
-    # 3. The accepted path goes to the end of the cache.
-    if "path" in inputs:
-        outputs["length"][...] = length
-        num_written = jnp.clip(capacity - old_length, 0, count)
-
-        def append(i: jax.Array, _: Any) -> None:
-            step, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_written)
-            for name in ("key", "value"):
-                moved = online_softmax.load(inputs[f"old {name}"], path[step])
-                online_softmax.store(outputs[name], (old_length + step,), moved)
-
-        @pl.when(is_last & (pl.program_id(0) == 0))
-        def _() -> None:
+        if "path" in inputs:
+            outputs["length"][...] = length
             lax.fori_loop(0, lax.div(num_written + BLOCK_MOVED - 1, BLOCK_MOVED), append, None)
+
+
+Angles = list[tuple[pl.Slice, jax.Array, jax.Array]]  # pairs of channels, cosines, sines
+
+
+def angles(position: jax.Array, frequencies_ref: Ref, interpret: bool) -> Angles:
+    """Angles of rows at these positions, from the frequencies `[R]`."""
+    wide, parts = position.astype(jnp.float32)[:, None], []
+    for pairs in online_softmax.channels(frequencies_ref.shape[0]):
+        angle = tb.multiply_add(wide, frequencies_ref[pairs][None, :], None, interpret=interpret)
+        parts.append((pairs, jnp.cos(angle), jnp.sin(angle)))
+    return parts
 
 
 def rotate(
@@ -301,23 +362,20 @@ def rotate(
     target_ref: Ref,  # [..., E]
     target: tuple,
     *,
-    position: jax.Array,
-    frequencies_ref: Ref,  # [R]
+    angles: Angles,
     multiplier: float = 1.0,
+    interpret: bool,
 ) -> None:
-    """Multiplies rows of heads, rotates them to their positions and writes them."""
-    head_dim, half = source_ref.shape[-1], frequencies_ref.shape[0]
-    position = position.astype(jnp.float32)
-    for pairs in online_softmax.channels(half):
-        angle = position[:, None] * frequencies_ref[pairs][None, :]
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
+    """Multiplies rows of heads, rotates them and writes them."""
+    fused = functools.partial(tb.multiply_add, interpret=interpret)
+    kind, half = target_ref.dtype, sum(pairs.size for pairs, _, _ in angles)
+    for pairs, cos, sin in angles:
         both = [pl.ds(start + pairs.start, pairs.size) for start in (0, half)]
         first, second = (
             scaled(source_ref[(*source, part)], multiplier).astype(jnp.float32) for part in both
         )
-        kind = target_ref.dtype
-        target_ref[(*target, both[0])] = (first * cos - second * sin).astype(kind)
-        target_ref[(*target, both[1])] = (second * cos + first * sin).astype(kind)
-    for rest in online_softmax.channels(head_dim - 2 * half):
-        part = pl.ds(2 * half + rest.start, rest.size)
+        target_ref[(*target, both[0])] = fused(second, -sin, fused(first, cos, None)).astype(kind)
+        target_ref[(*target, both[1])] = fused(first, sin, fused(second, cos, None)).astype(kind)
+    for behind in online_softmax.channels(source_ref.shape[-1] - 2 * half):
+        part = pl.ds(2 * half + behind.start, behind.size)
         target_ref[(*target, part)] = scaled(source_ref[(*source, part)], multiplier)
