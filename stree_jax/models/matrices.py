@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from pallas_kernels import dispatch
 from pallas_kernels.matmul import PackedMatrix, QuantizedMatrix, matmul, rows
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_names
