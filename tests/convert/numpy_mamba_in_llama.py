@@ -12,6 +12,7 @@ from tests.numpy_parts import (
     attend,
     attention_shapes,
     causal_conv,
+    float64,
     llama3_frequencies,
     mamba2_shapes,
     rms_norm,
@@ -63,7 +64,7 @@ def shapes(config, mamba_config):
 
 def logits(config, mamba_config, weights, tokens, plain_rope=False):
     """Logits `[T, V]` of one sequence; `plain_rope` ignores `rope_scaling`."""
-    w = {name: value.astype(np.float64) for name, value in weights.items()}
+    w = float64(weights)
     eps = config["rms_norm_eps"]
     embedding = w["model.embed_tokens.weight"]
     hidden = embedding[np.asarray(tokens)]
