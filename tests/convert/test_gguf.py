@@ -271,13 +271,9 @@ def of(*tensors, fields=()):
     return header(fields, tensors) + bytes(99)
 
 
-ALIGNMENT, LLAMA = (
-    field("general.alignment", 4, bytes(4)),
-    field("general.architecture", 8, text("llama")),
-)
+ALIGNMENT = field("general.alignment", 4, bytes(4))
 LIES = {
-    "no architecture": (of(tensor()), "is of the architecture None; GGUF"),
-    "another architecture": (of(tensor(), fields=[LLAMA]), "'llama'; GGUF files are read of mamb"),
+    "no architecture": (of(tensor()), "is of the architecture None; GGUF files are read of mamb"),
     "nothing": (b"", "is damaged: it is empty"),
     "another magic": (header(magic=b"GGML"), "does not begin with GGUF"),
     "big endian": (header(version=3 << 24), "it has version 50331648, not"),

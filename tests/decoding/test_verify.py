@@ -81,13 +81,6 @@ def test_the_enumeration_can_fail(rule):
     assert en.distance(models, PAIR, (tokens, weights), replace=False, rule=rule) > 0.01
 
 
-def test_top_k_children_are_not_for_testing():
-    models = en.Models(seed=5)
-    best = np.argsort(-en.Models.at(models.draft, []))[:2]
-    drafts = np.array([[0, *best]], np.int32), np.ones(1)
-    assert en.distance(models, PAIR, drafts, replace=True) > 0.01
-
-
 @pytest.mark.parametrize("children", KINDS)
 @pytest.mark.parametrize(
     "name", some(["chain of 3", "2, 1", "deep", "second child continues"], "2, 1")
