@@ -29,7 +29,7 @@ def assert_same(got, want):
     [("greedy", None), ("without_replacement", "without_replacement")],
 )
 def test_a_wrapped_verifier_is_the_verifier(name, children, monkeypatch):
-    """As an object, and by a name of its own; without drafts, too."""
+    """As an object, and by a name of its own."""
     model, common = tiny_model(), dict(max_new_tokens=9, **drafts(tiny_model()))
     if children:
         drafter = st.ModelDrafter(perturbed(model, 0.1), child_sampling=children)
@@ -39,10 +39,6 @@ def test_a_wrapped_verifier_is_the_verifier(name, children, monkeypatch):
     assert want.stats.num_accepted > 0
     for verifier in ("mine", st.VERIFIERS["mine"]):
         assert_same(st.generate(model, PROMPTS, verifier=verifier, **common), want)
-    common |= dict(drafter=None, topology=None)
-    plain = st.generate(model, PROMPTS, **common)
-    wrapped = Delegating(st.VERIFIERS["target_only"])
-    assert_same(st.generate(model, PROMPTS, verifier=wrapped, **common), plain)
 
 
 @pytest.mark.thorough
