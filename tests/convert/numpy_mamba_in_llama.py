@@ -52,11 +52,10 @@ def shapes(config, mamba_config):
             out |= {f"{layer}.self_attn.{name}": shape for name, shape in attention.items()}
         else:
             out |= {f"{layer}.mamba.{name}": shape for name, shape in mixer.items()}
-        out[f"{layer}.mlp.gate_proj.weight"] = (hidden, d_model)
-        out[f"{layer}.mlp.up_proj.weight"] = (hidden, d_model)
+        out |= {f"{layer}.mlp.{name}_proj.weight": (hidden, d_model) for name in ("gate", "up")}
         out[f"{layer}.mlp.down_proj.weight"] = (d_model, hidden)
-        out[f"{layer}.input_layernorm.weight"] = (d_model,)
-        out[f"{layer}.post_attention_layernorm.weight"] = (d_model,)
+        norms = ("input_layernorm", "post_attention_layernorm")
+        out |= {f"{layer}.{name}.weight": (d_model,) for name in norms}
     if not config["tie_word_embeddings"]:
         out["lm_head.weight"] = (config["vocab_size"], d_model)
     return out

@@ -34,9 +34,6 @@ def readable(value):
     return value if isinstance(value, str) else ""
 
 
-MIN_P = st.MinP(0.1)
-
-
 # Refused when they are made, as `Options` or `Request`, and by `generate` and `stream`.
 OPTIONS = [
     (dict(max_new_tokens=0), "max_new_tokens must be an integer, at least 1; got 0"),
@@ -49,13 +46,10 @@ OPTIONS = [
     (dict(top_p=True), r"top_p must be in \(0, 1\], got True"),
     (dict(min_p=-0.1), "min_p must be from 0 to 1, got -0.1"),
     (dict(filters=(st.TopK,)), "other objects that are a st.Rule, or functions"),
-    (dict(filters=[st.TopP(None)]), r"filter TopP\(p=None\) must be a pytree of numbers"),
     (dict(filters=[st.RepetitionPenalty(1.2)]), "has a state: give it to processors"),
     (dict(processors="grammar"), "processors must be a list such as"),
-    (dict(processors=[st.BannedTokens]), "other objects that are a st.Rule, got"),
     (dict(processors=[st.BannedTokens(None)]), "processor <BannedTokens> must be a pytree"),
     (dict(top_k=[1, 2]), r"top_k = \[1, 2\]: one value is for all .*options=\[st.Options\(top_k="),
-    (dict(max_new_tokens=np.array([4, 8])), "max_new_tokens = .*: one value is for all rows"),
     (dict(eos_token=[[1], [2]]), r"eos_token must be an integer, .* got \[\[1\], \[2\]\]"),
     (dict(stop=[[[1]], []]), r"a token of stop must be an integer, .* got \[1\]"),
     (dict(filters=[[st.TopK(2)], []]), "other objects that are a st.Rule, or functions"),
@@ -91,10 +85,6 @@ REQUESTS = [
     (
         dict(options=rows(max_length=[20] * 3, max_new_tokens=[3, 3, 11])),
         r"prompts\[2\] has 10 .* limit is 20",
-    ),
-    (
-        dict(options=rows(temperature=[1] * 3, key=[0] * 3, filters=[[st.TopK(2)], [], [MIN_P]])),
-        "other rows have .*, and one",
     ),
     (
         dict(options=rows(temperature=[0, 1, 0], key=[0] * 3), verifier="multi_step", drafter=IID),
@@ -280,7 +270,6 @@ CALLS = [
     (lambda: st.PresencePenalty(np.nan), "PresencePenalty takes a number, got nan"),
     (lambda: st.LogitBias({-1: 2.0}), "a token id of LogitBias must be an integer, from 0"),
     (lambda: st.LogitBias({3: 1e39}), r"has the bias 1e\+39 for token 3; give a finite"),
-    (lambda: st.LogitBias({3: True}), "has the bias True for token 3"),
     (lambda: st.LogitBias(None), r"LogitBias takes a dict such as \{7: -2.0\}, got None"),
     (lambda: st.RepetitionPenalty(10**400), "RepetitionPenalty takes a number above 0, got 1"),
     (lambda: st.BannedTokens(jnp.array([-1])).check(37), "has token id -1, outside the voc"),
@@ -341,7 +330,7 @@ def test_what_is_no_token_id_is_refused(call):
     for wrong in (1.0, True):
         text = jnp.full((1, 4), wrong)
         # A TypeError where the types of signatures are checked, as in `make check`.
-        with pytest.raises((ValueError, TypeError), match=f"{text.dtype}|Type-check error"):
+        with pytest.raises((ValueError, TypeError), match="float|bool|Type-check error"):
             call(tiny_model(), text)
 
 
