@@ -89,17 +89,20 @@ def forget_many_programs():
         gc.collect()
 
 
+def saved_model(folder, tokenizer, **options):
+    """Saves a tiny model with a tokenizer, and returns it; its texts go anywhere."""
+    vocab_size = tokenizer.get_vocab_size()
+    model = random_model(st.ModelConfig.tiny(vocab_size=vocab_size, num_layers=1, **options))
+    st.save_pretrained(model, folder, tokenizer=tokenizer)
+    return model
+
+
 def saved_pair(folder):
     """Saves tiny models and heads with tokenizer, tree and vocabulary of the embedded ones."""
     embedded = st.demo_path("target")
     tokenizer = st.load_tokenizer(embedded)
-    model = random_model(
-        st.ModelConfig.tiny(
-            vocab_size=tokenizer.get_vocab_size(), num_layers=1, tie_embeddings=False
-        )
-    )
-    for name, each in (("target", model), ("draft", perturbed(model, 0.1))):
-        st.save_pretrained(each, folder / name, tokenizer=tokenizer)
+    model = saved_model(folder / "target", tokenizer, tie_embeddings=False)
+    st.save_pretrained(perturbed(model, 0.1), folder / "draft", tokenizer=tokenizer)
     st.save_medusa(st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0)), model, folder / "medusa")
     shutil.copy(embedded.with_name("tree.json"), folder)
     return folder

@@ -13,7 +13,8 @@ import stree_jax as st
 from stree_jax import chat, text
 from stree_jax.chat import ChatTemplate
 from stree_jax.convert import convert
-from stree_jax.testing import perturbed, random_model
+from stree_jax.testing import perturbed
+from tests.helpers import saved_model
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' +"
@@ -35,9 +36,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat") / "model"
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    config = st.ModelConfig.tiny(vocab_size=tokenizer.get_vocab_size(), num_layers=1)
-    model = random_model(config)
-    st.save_pretrained(model, folder, tokenizer=tokenizer)
+    saved_model(folder, tokenizer)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|endoftext|>",

@@ -107,8 +107,7 @@ def clock(monkeypatch):
 
 
 def ways(name="chain"):
-    drafter = st.ModelDrafter(perturbed(tiny_model(), 0.1))
-    return {name: {"drafter": drafter, "topology": CHAIN}}
+    return {name: st.Way(st.ModelDrafter(perturbed(tiny_model(), 0.1)), CHAIN)}
 
 
 def cells(text, name):

@@ -66,8 +66,6 @@ def test_grammars(path, tmp_path, output):
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     common = ["generate", path, "-p", "Once", "--temperature", 1.0, "--draft", path]
     common += ["--tree", "chain:1"]
-    text = output(*common, "--regex", PATTERN).removeprefix("Once").splitlines()[0]
-    assert re.fullmatch(PATTERN, text.replace("<|endoftext|>", ""))
     shown = output(*common, "--regex", "(yes|no)", "--eos-token", 7)  # ends what has a grammar too
     assert shown.removeprefix("Once").splitlines()[0] in ("yes", "no")
     shown = output(*common, "--json-schema", tmp_path / "schema.json")

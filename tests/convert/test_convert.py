@@ -104,8 +104,7 @@ def test_the_family_of_the_docs(tmp_path, monkeypatch):
         open_checkpoint(tmp_path / "other")
 
 
-@pytest.mark.parametrize("table", ["text_config", "llm_config"])
-def test_the_text_model_of_a_wrapper(table, tmp_path):
+def test_the_text_model_of_a_wrapper(tmp_path):
     from safetensors.numpy import load_file
 
     path = tmp_path / "text"
@@ -118,7 +117,9 @@ def test_the_text_model_of_a_wrapper(table, tmp_path):
     inside["language_model.mtp.layers.0.enorm.weight"] = np.ones(4, np.float32)
     one = np.ones((2, 2), np.float32)
     inside |= {f"vision_model.blocks.{i}.weight": one + i for i in range(20)}
-    wrapped = checkpoints.write_safetensors(tmp_path / "wrapped", outer | {table: config}, inside)
+    wrapped = checkpoints.write_safetensors(
+        tmp_path / "wrapped", outer | {"llm_config": config}, inside
+    )
     found = open_checkpoint(wrapped)
     assert found.description.family == "transformers nemotron_h inside nemotron_h_omni"
     text = "\n".join(found.ignored)

@@ -6,7 +6,6 @@ import struct
 import sys
 import warnings
 
-import jax
 import numpy as np
 import pytest
 
@@ -137,12 +136,6 @@ def test_a_wrapper_and_its_head(name, tmp_path):
     assert described.mtp.problem is None
 
 
-def q8_0(block):
-    """The 32 numbers of a block, by the formula of ggml-quants.c."""
-    scale = float(np.frombuffer(block, np.float16, 1)[0])
-    return [scale * x for x in np.frombuffer(block, np.int8, 32, 2).tolist()]
-
-
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q6_K"])
 def test_blocks(name, tmp_path, monkeypatch):
     """Random bytes, as the package reads them, a row at once."""
@@ -167,13 +160,8 @@ def test_models_in_fewer_bits(name, tmp_path):
     assert checkpoint.dtype == ("bfloat16" if name == "BF16" else "float32")
     assert checkpoint.quantised == ("6 tensors Q8_0" if name == "Q8_0" else "")
     plain = np.asarray(dict(named_weights(model))["embedding"])
-    stored = gguf.quantize(plain, KINDS[name])
-    if name == "Q8_0":
-        want = np.array([q8_0(block.tobytes()) for block in stored.reshape(-1, 34)], np.float32)
-        want = want.reshape(plain.shape)
-    else:
-        want = plain.astype(np.float16 if name == "F16" else jax.numpy.bfloat16)
-    np.testing.assert_array_equal(loaded.embedding[...], want.astype(np.float32))
+    want = gguf.dequantize(gguf.quantize(plain, KINDS[name]), KINDS[name])
+    np.testing.assert_array_equal(loaded.embedding[...], want)
     np.testing.assert_array_equal(loaded.blocks[0].mixer.D, model.blocks[0].mixer.D)
 
 
@@ -271,13 +259,9 @@ def of(*tensors, fields=()):
     return header(fields, tensors) + bytes(99)
 
 
-ALIGNMENT, LLAMA = (
-    field("general.alignment", 4, bytes(4)),
-    field("general.architecture", 8, text("llama")),
-)
+ALIGNMENT = field("general.alignment", 4, bytes(4))
 LIES = {
-    "no architecture": (of(tensor()), "is of the architecture None; GGUF"),
-    "another architecture": (of(tensor(), fields=[LLAMA]), "'llama'; GGUF files are read of mamb"),
+    "no architecture": (of(tensor()), "is of the architecture None; GGUF files are read of mamb"),
     "nothing": (b"", "is damaged: it is empty"),
     "another magic": (header(magic=b"GGML"), "does not begin with GGUF"),
     "big endian": (header(version=3 << 24), "it has version 50331648, not"),

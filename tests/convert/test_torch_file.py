@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stree_jax.convert.torch_file import open_torch_file
-from tests.convert.torch_files import FLOATS, REBUILD, Call, Named, Storage, tensor, torch_file
+from tests.convert.torch_files import REBUILD, Call, Named, Storage, tensor, torch_file
 
 
 def test_a_torch_file_by_hand(tmp_path):
@@ -49,16 +49,12 @@ def test_pickles_that_ask_for_anything_else(tmp_path, module, name):
         ({"w": tensor(offset=-1)}, "make no sense"),
         ({"w": tensor(shape=(10**9, 10**9), strides=(0, 0))}, "is larger than its storage"),
         ({"w": tensor(shape=(2, -3))}, "make no sense"),
-        ({"w": tensor(shape=(2.0, 3))}, "make no sense"),
         ({"w": tensor(shape=(1,) * 9, strides=(1,) * 9)}, "make no sense"),
         ({"w": tensor(strides=(1,))}, "make no sense"),
         ({"w": tensor(shape=(True, 3))}, "make no sense"),
-        ({"w": tensor(offset=False)}, "make no sense"),
         ({"w": tensor(strides=(0, 1))}, "shows elements of its storage twice"),
-        ({"w": tensor(strides=(1, 1))}, "shows elements of its storage twice"),
         ({"w": tensor(size=True)}, "an unknown kind of storage"),
         ({"w": Call(REBUILD, 1, 0, (2,), (1,))}, "a tensor without a storage"),
-        ({"w": Call(FLOATS, 6)}, "a call that builds no tensor"),
         ({"w": Storage("module", "x")}, "an unknown kind of storage"),
         ({"w": 3}, "is not a state dict: entry 'w' is a int"),
         ({"model": {"w": tensor()}}, "has one as its entry 'model', .* Save that entry alone"),
@@ -67,7 +63,6 @@ def test_pickles_that_ask_for_anything_else(tmp_path, module, name):
         ({3: tensor()}, "not a dict with names as keys"),
         (Call(REBUILD), "a call that builds no tensor"),
         (b"", "is damaged"),
-        (b"\x80\x02X", "is damaged"),
         (b"\x80\x02" + b"(" * 10_000, "is damaged"),
         (b"\x80\x02}X\x01\x00\x00\x00\xffK\x01s.", "is damaged: UnicodeDecodeError: 'utf-8' codec"),
         (
@@ -121,18 +116,6 @@ def test_every_changed_byte_of_a_record_is_found(tmp_path):
             for _ in range(2):
                 with pytest.raises(ValueError, match="record 'data/0' has another CRC"):
                     value.read()
-
-
-def test_records_that_lie_over_each_other(tmp_path):
-    """Two entries of the directory for one record."""
-    path = torch_file(tmp_path / "x.bin", {"w": tensor()}, extra=[("data/1", bytes(24))])
-    data = bytearray(path.read_bytes())
-    first, second = (record_of(path, f"data/{i}")[0] for i in range(2))
-    at = data.rindex(struct.pack("<L", second) + b"archive/data/1")
-    data[at : at + 4] = struct.pack("<L", first)
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match="disagrees with the directory"):
-        open_torch_file(path)
 
 
 def test_files_that_torch_wrote_without_crcs(tmp_path):

@@ -17,13 +17,14 @@ from stree_jax.decoding.auto import TREES as DRAFTED
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.results import statistics_of
 from stree_jax.testing import perturbed, random_model, random_mtp_head, tiny_model
+from tests.decoding.texts import of_rows, started
 from tests.methods import PROMPTS
 
 TREES = st.TreeTopology.chain(0), *DRAFTED
 ONE = [st.TreeTopology.chain(4)]  # compiles in half the time of all
 NEW = 24
 ONE_TREE = {"two heads": 2, "turns": 3}  # and the depth of the chain they fill
-OTHERS = "prompt lookup", "head", *ONE_TREE
+OTHERS = "model", "head", *ONE_TREE
 thorough = partial(pytest.param, marks=pytest.mark.thorough)
 SAMPLED = {"temperature": 1.0, "key": jax.random.key(3)}
 
@@ -65,8 +66,7 @@ def steps(model, drafter, numbers, **options):
         eos_token=(),
         **options,
     )
-    arguments = request.context, request.keys, request.sampling
-    state = request.decoder.start(model, request.drafter, *arguments)
+    state = started(model, request)
     for number in numbers:
         if state.done.all():
             break
@@ -80,7 +80,7 @@ def steps(model, drafter, numbers, **options):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("model", {}),
+        ("prompt lookup", {}),
         *(thorough(name, {}) for name in OTHERS),
         *(thorough(name, SAMPLED) for name in ("model", "prompt lookup", "head")),
     ],
@@ -139,6 +139,9 @@ def test_a_good_draft_gets_the_longest_chain_and_a_bad_one_nothing(noise, often,
         auto = {"drafter": drafter, "topology": "auto", "record_calls": True}
         out = st.generate(model, PROMPTS[:1], **auto, **options)
         assert out.tokens.tolist() == want.tokens.tolist()
+    del auto["record_calls"]
+    pieces = [*st.stream(model, PROMPTS[:1], **auto, **options)]
+    assert of_rows(pieces, 0) == want.tokens[0].tolist()
     calls = out.stats.calls_by_tree
     assert sum(calls.values()) == out.stats.num_target_calls
     assert calls[often] >= 0.9 * out.stats.num_target_calls
@@ -150,13 +153,13 @@ def test_a_trial_finds_out_that_drafts_pay_again(model):
     """They failed for long, and would all be accepted now."""
     asked = {"drafter": st.ModelDrafter(model), "topology": DRAFTED[:1], "eos_token": ()}
     request = plan(model, PROMPTS, **asked)
-    decoder, drafter = request.decoder, request.drafter
-    state = decoder.start(model, drafter, request.context, request.keys)
+    state = started(model, request)
     choosing = state.drafter.choosing
     failed = {"tried": choosing.tried + AGED, "pause_left": choosing.pause_left + 1}
     failed |= {"pause": choosing.pause + 64, "trial": choosing.trial + 2}
     state = state._replace(drafter=state.drafter._replace(choosing=choosing._replace(**failed)))
-    state = decoder.run(model, drafter, state, request.limits, request.sampling, 8)
+    settings = request.limits, request.sampling
+    state = request.decoder.run(model, request.drafter, state, *settings, 8)
     counts = np.asarray(state.drafter.choosing.counts).sum(axis=2)
     assert counts[:, 0].tolist() == [1] * len(PROMPTS)
     assert (np.asarray(state.drafter.choosing.pause) == 0).all()
@@ -165,8 +168,7 @@ def test_a_trial_finds_out_that_drafts_pay_again(model):
 def test_drafting_pauses_for_as_many_steps_as_it_should(model):
     """A row that is new beside a paused one waits too; what failed long ago counts for little."""
     request = plan(model, PROMPTS[:2], drafter=st.NgramDrafter(), topology=ONE)
-    decoder, drafter = request.decoder, request.drafter
-    state = decoder.start(model, drafter, request.context, request.keys)
+    decoder, drafter, state = request.decoder, request.drafter, started(model, request)
     parts = {"pause": [64, 0], "pause_left": [9, 0], "trial": [2, 0]}
     choosing = state.drafter.choosing._replace(**{k: jnp.array(v) for k, v in parts.items()})
     state = state._replace(drafter=state.drafter._replace(choosing=choosing))
@@ -184,52 +186,33 @@ def test_drafting_pauses_for_as_many_steps_as_it_should(model):
     assert (np.asarray(ended.drafter.choosing.tried) == AGED).all()
 
 
-def test_a_good_draft_learns_nothing_from_a_bad_one(model):
+@pytest.mark.parametrize("serving", [False, thorough(True)])
+def test_a_good_draft_learns_nothing_from_a_bad_one(serving, model):
     """Of the same shapes, and in its place; it begins as in a process of its own."""
-    options = {"topology": ONE, "max_new_tokens": 24, "eos_token": ()}
-    want = st.generate(model, PROMPTS, drafter=st.ModelDrafter(model), **options).stats
+    options = {"max_new_tokens": 24, "eos_token": ()}
+
+    def calls_of(drafter):
+        way = st.Way(drafter, ONE)
+        if not serving:
+            return lambda: st.generate(model, PROMPTS, **way, **options).stats.calls_by_tree
+        scheduler = st.Scheduler(model, rows=1, max_length=64, **way)
+
+        def served():
+            scheduler.submit(st.Request(PROMPTS[0], **options))
+            return next(scheduler.completions()).stats.calls_by_tree
+
+        return served
+
+    want = calls_of(st.ModelDrafter(model))()
     tree_times._taught.clear()
     drafter = st.ModelDrafter(perturbed(model, 30.0, 1))
-    st.generate(model, PROMPTS, drafter=drafter, **options)
+    calls = calls_of(drafter)
+    assert calls() != want
     nnx.update(drafter.model, nnx.state(model))
-    good = st.generate(model, PROMPTS, drafter=drafter, **options).stats
-    assert good.calls_by_tree == want.calls_by_tree
+    assert calls() == want
 
 
-@pytest.mark.thorough
-def test_a_scheduler_forgets_what_a_replaced_draft_taught(model):
-    def calls(scheduler):
-        scheduler.submit(st.Request(PROMPTS[0], max_new_tokens=24, eos_token=()))
-        return next(scheduler.completions()).stats.calls_by_tree
-
-    options = {"rows": 1, "max_length": 64, "topology": ONE}
-    want = calls(st.Scheduler(model, drafter=st.ModelDrafter(model), **options))
-    tree_times._taught.clear()
-    drafter = st.ModelDrafter(perturbed(model, 30.0, 1))
-    scheduler = st.Scheduler(model, drafter=drafter, **options)
-    assert calls(scheduler) != want
-    nnx.update(drafter.model, nnx.state(model))
-    assert calls(scheduler) == want
-
-
-@pytest.mark.thorough
-def test_streams_and_texts_that_go_on(model):
-    drafter = drafters(model)["model"]
-    options = {"max_new_tokens": 12, "eos_token": ()}
-    want = st.generate(model, PROMPTS, max_new_tokens=24, eos_token=())
-    auto = {"drafter": drafter, "topology": "auto"}
-    first = st.generate(model, PROMPTS, return_prefix=True, **auto, **options)
-    nothing = [[] for _ in PROMPTS]
-    then = st.generate(model, nothing, after=first.prefix, **auto, **options)
-    assert np.hstack([first.tokens, then.tokens]).tolist() == want.tokens.tolist()
-    rows = [[] for _ in PROMPTS]
-    for pieces in st.stream(model, PROMPTS, **auto, **options):
-        for row, piece in zip(rows, pieces, strict=True):
-            row += piece
-    assert rows == want.tokens[:, :12].tolist()
-
-
-@pytest.mark.parametrize("name", ["model", *map(thorough, ("prompt lookup", "head"))])
+@pytest.mark.parametrize("name", ["prompt lookup", *map(thorough, ("model", "head"))])
 def test_a_scheduler_chooses_for_the_rows_that_run(name, model):
     """More requests than rows, and a kept text that goes on."""
     drafter = drafters(model)[name]
@@ -264,7 +247,7 @@ def test_a_draft_model_that_pauses_reads_a_prompt_when_it_is_tried(model):
     decoder, drafter = request.decoder, request.drafter
     structure, drafter.is_paused = jax.tree.structure(drafter), np.array(True)
     assert jax.tree.structure(drafter) == structure  # one program for both
-    state = decoder.start(model, drafter, request.context, request.keys)
+    state = started(model, request)
     assert np.asarray(state.drafter.choosing.behind).tolist() == [99]
     state = decoder.run(model, drafter, state, request.limits, request.sampling)
     length = int(state.context.length[0])
@@ -293,7 +276,7 @@ def test_a_choice_goes_by_the_rows_that_run(model):
     """With one row of two running, the times are those of one."""
     auto = AutoDrafter(st.NgramDrafter(), costs=[[1, 1, 1, 1], [1, 9, 9, 9]])
     request = plan(model, PROMPTS[:2], drafter=st.NgramDrafter(), topology="auto", eos_token=())
-    state = request.decoder.start(model, request.drafter, request.context, request.keys)
+    state = started(model, request)
     for done, drafts in (([False, True], True), ([False, False], False)):
         chosen = auto.chosen(state._replace(done=jnp.array(done)), None)
         assert bool(chosen.drafter.choosing.number[0] > 0) == drafts
@@ -308,7 +291,7 @@ def test_a_batch_ends_with_its_last_row(model, emitted, ends, drafts):
     auto = AutoDrafter(st.NgramDrafter(), costs=[[1, 1.4, 1.6, 1.6]] * 2)
     options = {"drafter": st.NgramDrafter(), "topology": "auto", "max_new_tokens": 96}
     request = plan(model, PROMPTS[:2], **options)
-    state = request.decoder.start(model, request.drafter, request.context, request.keys)
+    state = started(model, request)
     choosing = state.drafter.choosing
     rates = {"tried": choosing.tried + 50, "accepted": choosing.accepted.at[0].set(50)}
     drafter = state.drafter._replace(choosing=choosing._replace(**rates))

@@ -93,7 +93,6 @@ def test_what_changes_nothing():
     want = st.generate(tiny_model(), PROMPTS, **common)
     root = drafts(tiny_model()) | dict(topology=st.TreeTopology.chain(0))
     for options in (
-        dict(top_k=37),
         dict(top_k=2**40),
         dict(verifier="multi_step"),
         *(root | dict(verifier=rule) for rule in (None, "multi_step", "traversal", "target_only")),

@@ -87,10 +87,11 @@ def test_log_probs_are_the_models_own(name, temperature):
 
 
 @pytest.mark.parametrize("greedy", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_sampled_log_probs_are_after_filters_at_temperature_0_too(greedy):
+def test_sampled_log_probs_are_after_processors_and_filters_at_temperature_0_too(greedy):
     """There temperature counts as 1; another row has another one, or the same."""
     target, heats = tiny_model().packed(), (0.0, 0.0 if greedy else 0.7, 0.0)
     settings = dict(top_k=5, filters=[st.TopK(4)], key=3, eos_token=())
+    settings["processors"], bias = [st.LogitBias({3: 2.0})], 2.0 * (np.arange(37) == 3)
     settings |= dict(max_new_tokens=NEW_TOKENS, log_probs="sampled")
     options = [st.Options(temperature=heat, **settings) for heat in heats]
     plain, drafted = (
@@ -101,7 +102,7 @@ def test_sampled_log_probs_are_after_filters_at_temperature_0_too(greedy):
     if bits_obstacle(target) is None:
         np.testing.assert_array_equal(drafted.log_probs, plain.log_probs)
     for row, (prompt, tokens) in enumerate(zip(PROMPTS, plain.tokens.tolist(), strict=True)):
-        want = filtered(at_new_tokens(prompt, tokens), heats[row] or 1.0, 4)
+        want = filtered(at_new_tokens(prompt, tokens) + bias, heats[row] or 1.0, 4)
         want = want[np.arange(NEW_TOKENS), tokens]
         np.testing.assert_allclose(drafted.log_probs[row], want, atol=1e-4)
 

@@ -216,9 +216,6 @@ def test_a_single_key_is_folded_with_the_index_of_the_row():
     keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(len(PROMPTS)))
     common = dict(max_new_tokens=6, temperature=1.0)
     want = st.generate(tiny_model(), PROMPTS, key=KEY, **common)
-    for same in (keys, jax.random.key_data(keys)):
-        out = st.generate(tiny_model(), PROMPTS, key=same, **common)
-        np.testing.assert_array_equal(out.tokens, want.tokens)
     backwards = st.generate(tiny_model(), PROMPTS[::-1], key=keys[::-1], **common)
     np.testing.assert_array_equal(backwards.tokens[::-1], want.tokens)
 

@@ -95,7 +95,6 @@ def test_a_way_is_keywords():
     way = st.Way(st.NgramDrafter(), "chain:2")
     out = st.generate(model, PROMPTS, **way, **options)
     np.testing.assert_array_equal(out.tokens, st.generate(model, PROMPTS, **options).tokens)
-    assert st.bench(model, {"a way": way}, PROMPTS, rounds=1, **options).rows[-1]["nodes"] == 3
 
 
 ROWS = [

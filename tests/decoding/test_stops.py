@@ -64,18 +64,6 @@ def pieces_of(tokens):
     return [known[token] for token in tokens]
 
 
-@pytest.mark.thorough
-def test_streams_hold_back_what_a_stop_may_cut():
-    rows = [row.tolist() for row in free().tokens]
-    texts = [letters().decode(row)[9:13] for row in rows[:2]]
-    options = dict(stop=[*texts, rows[2][7:9]], tokenizer=letters(), **SAMPLED, **chain())
-    pieces = [*st.stream(tiny_model(), PROMPTS, **options)]
-    for i, row in enumerate(rows):
-        count, _, found = searched(row, [tuple(rows[2][7:9])], texts)
-        assert found
-        assert of_rows(pieces, i) == row[:count]
-
-
 def check(ids, texts, drafting=chain):
     """Against a search; returns the result."""
     named = dict(tokenizer=letters()) if texts else {}
@@ -111,6 +99,11 @@ def test_stops_of_text(drafting):
         middle = len(text) // 2
         stops = [text[middle : middle + 5], "zzz", "€"]
         assert check([(rows[1][5],)], stops, drafting).finish_reasons[chosen] == "stop"
+    # A stream holds back what a stop may cut.
+    options = dict(stop=stops, tokenizer=letters()) | SAMPLED | drafting()
+    pieces = [*st.stream(tiny_model(), PROMPTS, **options)]
+    for i, row in enumerate(rows):
+        assert of_rows(pieces, i) == row[: searched(row, texts=stops)[0]]
 
 
 def read(stopping, tokens):

@@ -81,13 +81,6 @@ def test_the_enumeration_can_fail(rule):
     assert en.distance(models, PAIR, (tokens, weights), replace=False, rule=rule) > 0.01
 
 
-def test_top_k_children_are_not_for_testing():
-    models = en.Models(seed=5)
-    best = np.argsort(-en.Models.at(models.draft, []))[:2]
-    drafts = np.array([[0, *best]], np.int32), np.ones(1)
-    assert en.distance(models, PAIR, drafts, replace=True) > 0.01
-
-
 @pytest.mark.parametrize("children", KINDS)
 @pytest.mark.parametrize(
     "name", some(["chain of 3", "2, 1", "deep", "second child continues"], "2, 1")
@@ -150,21 +143,22 @@ def test_testing_needs_the_distributions_of_the_draft():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("rule", "topology"), [(Reject("reject", "iid"), TREE), (Traverse(), CHAIN)]
+    ("rule", "names", "topology"),
+    [
+        (Reject("reject", "iid"), ("multi_step", "without_replacement"), TREE),
+        (Traverse(), ("traversal", "traversal"), CHAIN),
+    ],
 )
-def test_a_rule_reads_from_the_draft_how_children_were_drawn(rule, topology):
+def test_a_rule_reads_from_the_draft_how_children_were_drawn(rule, names, topology):
     shape = (1, topology.num_nodes, en.VOCAB)
     q, logits = (jax.random.normal(jax.random.key(seed), shape) for seed in (2, 3))
     tokens = jax.random.randint(jax.random.key(1), shape[:2], 0, en.VOCAB)
     draft = en.draft_of(topology, tokens, jax.nn.log_softmax(q))
     with pytest.raises(ValueError, match=r"drawn = Drawn\(kind='top_k'"):
         verify(rule, draft, logits, topology=topology)
-    for kind in ("iid", "without_replacement"):
+    for kind, name in zip(KINDS, names, strict=True):
         drawn = draft._replace(drawn=Drawn(kind))
         got = verify(rule, drawn, logits, topology=topology)
-        name = "traversal" if isinstance(rule, Traverse) else "multi_step"
-        if kind != "iid" and name == "multi_step":
-            name = kind
         want = verify(VERIFIERS[name], drawn, logits, topology=topology)
         np.testing.assert_array_equal(got.last, want.last)
         np.testing.assert_array_equal(got.next_token, want.next_token)

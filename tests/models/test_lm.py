@@ -76,6 +76,13 @@ NORMS = {
 }
 
 
+def begun(model, lengths):
+    """Prompts, whose last tokens may be padding, drafts for a tree, and the cache after prompts."""
+    prompts = random_tokens(model, BATCH, max(lengths))
+    drafts = random_tokens(model, BATCH, TREE.num_nodes, seed=1)
+    return prompts, drafts, prefill(model, prompts, lengths)[1]
+
+
 @pytest.mark.parametrize("name", some(CONFIGS, *QUICK))
 def test_logits_are_the_oracles(name):
     model = tiny_model(name)
@@ -91,10 +98,8 @@ def test_logits_are_the_oracles(name):
 def test_a_tree_is_every_path_run_by_itself(name):
     """So it sees no other node, no other row and no padding."""
     model = random_model(NORMS[name]) if name in NORMS else tiny_model(name)
-    prompts = random_tokens(model, BATCH, LENGTH)
     lengths = [LENGTH, 4]
-    drafts = random_tokens(model, BATCH, TREE.num_nodes, seed=1)
-    _, cache = prefill(model, prompts, lengths)
+    prompts, drafts, cache = begun(model, lengths)
     got, _, after = tree_forward(model, drafts, whole_tree(TREE), cache)
     for b in range(BATCH):
         for node in range(TREE.num_nodes):
@@ -106,12 +111,8 @@ def test_a_tree_is_every_path_run_by_itself(name):
 
 @pytest.mark.parametrize("name", some(CONFIGS, *QUICK))
 def test_replay_is_prefill_of_the_accepted_tokens(name):
-    model = tiny_model(name)
-    prompts = random_tokens(model, BATCH, LENGTH)
-    lengths = [LENGTH, 2]
-    drafts = random_tokens(model, BATCH, TREE.num_nodes, seed=1)
-    _, cache = prefill(model, prompts, lengths)
-    tree = whole_tree(TREE)
+    model, lengths, tree = tiny_model(name), [LENGTH, 2], whole_tree(TREE)
+    prompts, drafts, cache = begun(model, lengths)
     _, pending, _ = tree_forward(model, drafts, tree, cache)
     # Row 0 accepts 0, 1, 2, 3, 5 drafts; row 1 another number, or nothing at all.
     for last in ([0, 2], [1, 0], [3, 8], [6, -1], [8, 4]):
@@ -258,9 +259,7 @@ def test_how_a_gpu_multiplies_a_row(dtype, columns, padded, exact, monkeypatch):
 def test_the_corrections_of_a_bfloat16_models_record_are_float32():
     """And the state after their replay is that of the sequence."""
     model, tree = tiny_model("qwen3_5 hybrid", dtype="bfloat16"), whole_tree(TREE)
-    prompts = random_tokens(model, BATCH, 7)
-    drafts = random_tokens(model, BATCH, TREE.num_nodes, seed=1)
-    _, cache = prefill(model, prompts, [7, 7])
+    prompts, drafts, cache = begun(model, [7, 7])
     _, pending, _ = tree_forward(model, drafts, tree, cache)
     assert [x.dtype.name for x in pending[0]] == ["float32", "float32", "bfloat16", "bfloat16"]
     after = replay(model, cache, pending, path_to(tree, jnp.array([8, 4])))[0]
