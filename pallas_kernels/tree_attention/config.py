@@ -40,6 +40,8 @@ _WIDE_HEAD = 128
 # Programs that are not split spill, unless rows are many, as in a chunk of a prompt, or blocks are
 # small, as for wide bfloat16 heads.
 _MANY_ROWS = 256
+# A batch that leaves nothing to split, for blocks that are the same in all batches.
+ANY_BATCH = dict(num_rows=_MANY_ROWS, num_groups=1 << 20, capacity=1 << 20)
 # By dtype, number of rows and size of heads. Full float32 products need many registers. 1024 warps
 # are 8 on each of an H100's 132 multiprocessors.
 DEFAULTS = {

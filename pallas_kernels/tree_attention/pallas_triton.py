@@ -5,7 +5,8 @@ cache. The query heads that share a key head are rows of one product, so a block
 and values once, as stored. Splits are interleaved: with `splits = 3` the first program reads blocks
 0, 3, 6, ..., so all are equally long whatever the row's length, and nothing beyond that length is
 read. The last split, never the longest, also takes the tree's nodes. With more than one split the
-parts of the softmax are written in float32 and read by the reduction.
+parts of the softmax are written in float32 and read by the reduction. A key of the cache and a node
+at the same position are added at different times: see `pallas_triton_layer` for one order.
 
 Numerics: see `online_softmax`; rounded once, at the end.
 
@@ -23,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
 from pallas_kernels.tree_attention import online_softmax
-from pallas_kernels.tree_attention.config import BlockSizes, block_sizes
+from pallas_kernels.tree_attention.config import ANY_BATCH, BlockSizes, block_sizes
 from pallas_kernels.tree_attention.online_softmax import Split
 from pallas_kernels.triton import Ref
 
@@ -37,24 +38,28 @@ def unsupported(head_dim: int) -> str | None:
     return tb.unsupported_in_parts("head_dim", head_dim)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "interpret", "blocks"))
+@functools.partial(jax.jit, static_argnames=("scale", "to_the_bit", "interpret", "blocks"))
 def tree_attention(
-    *arrays: jax.Array, scale: float, interpret: bool = False, blocks: BlockSizes | None = None
+    *arrays: jax.Array,
+    scale: float,
+    to_the_bit: bool = False,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
 ) -> jax.Array:
-    """See `api.tree_attention`, whose arrays these are; `blocks` None: those of `config`."""
+    """See `api.tree_attention`, whose arrays these are; `blocks` None: those of `config`.
+
+    `to_the_bit`: a row has the same outputs alone and in a batch, whatever the capacity and however
+    many nodes come after its own.
+    """
     query, node_keys, node_values, keys, values, length, mask = arrays
     batch, num_queries, num_heads, head_dim = query.shape
     num_nodes, num_groups = node_keys.shape[1:3]
     capacity = keys.shape[2]
     per_group = num_heads // num_groups
     num_rows = num_queries * per_group
-    blocks = blocks or block_sizes(
-        query.dtype,
-        num_rows=num_rows,
-        num_groups=batch * num_groups,
-        capacity=capacity,
-        head_dim=head_dim,
-    )
+    sizes = dict(num_rows=num_rows, num_groups=batch * num_groups, capacity=capacity)
+    sizes = ANY_BATCH if to_the_bit else sizes
+    blocks = blocks or block_sizes(query.dtype, **sizes, head_dim=head_dim)
     block_rows = min(blocks.rows, tb.padded_size(num_rows))
     splits = blocks.splits if capacity else 1
 

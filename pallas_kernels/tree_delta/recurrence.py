@@ -132,8 +132,8 @@ class Rule(NamedTuple):
 
     def _product(self, left: Blocks, right: Blocks) -> jax.Array:
         """Sums of products over S `[p]`."""
-        total = None
-        for x, y in zip(left, right, strict=True):
+        total = self.multiply_add(left[0], right[0])
+        for x, y in zip(left[1:], right[1:], strict=True):
             total = self.multiply_add(x, y, total)
         return jnp.sum(total, axis=1)
 
