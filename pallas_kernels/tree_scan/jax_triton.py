@@ -1,7 +1,8 @@
 """`replay` as a Triton kernel through jax-triton: the way out if jax drops Pallas-Triton.
 
-The algorithm of `pallas_triton.py`, except that loads are masked where that clamps indices. Same
-numerics, same refusals; the state is updated in place. Import this only where triton is installed.
+In closed form, block by block from the last node to the first: the decay to the end of the path is
+summed directly, never as a difference of sums. The refusals of `pallas_triton.py`; the state is
+updated in place. Import this only where triton is installed.
 """
 
 from typing import Any

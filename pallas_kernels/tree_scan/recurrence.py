@@ -109,7 +109,7 @@ def scan_tree(
 
         @if_query(node)
         def _(query: jax.Array) -> None:
-            total = None
+            total: Any = None
             for value, column in zip(state, C, strict=True):
                 total = multiply_add(value, column.astype(jnp.float32)[None, :], total)
             write(query, x, gate, jnp.sum(total, axis=1))

@@ -40,9 +40,6 @@ CASES = base.table(
         "bf16": dict(bf16=True),
         "bf16, many nodes": dict(nodes=70, replayed=70, batch=1, heads=2, bf16=True),
         "to the bit": dict(padded=5, replayed=17, queries=8, to_the_bit=True),
-        "bf16, many nodes to the bit": dict(
-            nodes=70, batch=1, heads=2, state=64, bf16=True, to_the_bit=True
-        ),
     },
     **dict(SIZES, groups=1, width=4, dt_scale=1.0, to_the_bit=False),
 )
@@ -185,7 +182,7 @@ def small_replay(implementation=None, state_size=16, state=None):
 FUSED = (
     *("root only", "newest level", "groups", "padded nodes", "blocks of nodes"),
     *("three rows, one with an empty path", "large time steps", "bf16, many nodes"),
-    *("to the bit", "bf16, many nodes to the bit"),
+    "to the bit",
 )
 TREE_SCAN = Op(
     *(CASES, scan_errors, scan_budgets, base.WITH_NATIVE), slow=FUSED, lacks=base.native_lacks_bf16

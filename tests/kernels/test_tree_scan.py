@@ -1,4 +1,4 @@
-"""The scans as a recurrence: a node's numbers do not depend on its tree, to the bit."""
+"""The recurrence: a node's numbers do not depend on its tree, to the bit."""
 
 import functools
 
@@ -10,95 +10,65 @@ import pytest
 import pallas_kernels as pk
 from pallas_kernels import dispatch
 from tests.cases import tree_scan as scans
-from tests.cases.base import NEEDS_NATIVE, relative_error
+from tests.cases.base import relative_error
 
-IMPLEMENTATIONS = ["pallas_interpret", pytest.param("native", marks=NEEDS_NATIVE)]
-MANY = scans.CASES["one row"].but(nodes=64, heads=2, state=64)
+CASE = scans.CASES["one row"].but(nodes=64, heads=2, head_dim=32, state=64)
+WEIGHT = jnp.linspace(0.5, 2, 64)
 GATES = {
     "no gate": None,
     "gate": {},
-    "deferred norm": dict(norm_weight=jnp.linspace(0.5, 2, 64)),
-    "heads normed alone": dict(norm_weight=jnp.linspace(0.5, 2, 32), norm_per_head=True),
+    "deferred norm": dict(norm_weight=WEIGHT),
+    "heads normed alone": dict(norm_weight=WEIGHT[:32], norm_per_head=True),
 }
 
 
-class Nodes:
-    """A random tree of 64 nodes, whose parts are scanned."""
-
-    def __init__(self, case, gate, implementation, *, to_the_bit=True):
-        self.arrays, self.gate = scans.on_device(case, scans.inputs(case)), gate
-        self.path = np.flatnonzero(self.arrays.path[0])
-        self.projected = jax.random.normal(jax.random.key(0), (1, case.nodes, 256))
-        self.options, self.to_the_bit = dict(implementation=implementation), to_the_bit
-
-    def scan(self, nodes, *, before=(), state=None, queries=None):
-        """Outputs of the nodes that are queries, and the state after those before."""
-        nodes, before = np.array(nodes), np.array(before, int)
-        a, queries = self.arrays, nodes[-(queries or len(nodes)) :]
-        gate = None if self.gate is None else pk.Gate(self.projected[:, queries], **self.gate)
-        tree = (
-            *(a.x[:, nodes], a.dt[:, nodes], a.A, a.B[:, nodes], a.C[:, queries], a.D),
-            *(a.state if state is None else state, a.mask[:, nodes][:, :, nodes], gate),
-        )
-        previous = a.x[:, before], a.dt[:, before], a.B[:, before], np.ones((1, len(before)), bool)
-
-        @jax.jit
-        def run(previous, *tree):
-            *tree, gate = tree
-            options = dict(self.options, gate=gate)
-            if not len(before):
-                return pk.tree_scan(*tree, **options), tree[6]
-            return pk.replay_tree_scan(*previous, *tree, **options)
-
-        with dispatch.to_the_bit(self.to_the_bit):
-            return run(previous, *tree)
+def scan(case, gate, nodes, before=(), state=None, queries=0, implementation="pallas_interpret"):
+    """Outputs at some nodes of a tree, or the last of them, and the state after a path."""
+    values, nodes, path = (
+        scans.on_device(case, scans.inputs(case)),
+        np.array(nodes),
+        bool([*before]),
+    )
+    x, dt, A, B, C, D, first, mask = scans.named(values, scans.SCANNED)
+    query, before = nodes[-queries:], np.array([*before] or [0])
+    if gate is not None:
+        gate = pk.Gate(jnp.sin(jnp.arange(64 * 128.0)).reshape(1, 64, 128)[:, query], **gate)
+    return pk.replay_tree_scan(
+        *(x[:, before], dt[:, before], B[:, before], jnp.full((1, len(before)), path)),
+        *(x[:, nodes], dt[:, nodes], A, B[:, nodes], C[:, query], D),
+        *(first if state is None else state, mask[:, nodes][:, :, nodes]),
+        gate=gate,
+        implementation=implementation,
+    )
 
 
-def at(y, nodes):
-    """Outputs and mean squares at some nodes."""
-    return jax.tree.map(lambda values: np.asarray(values)[:, nodes], y)
-
-
-assert_equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("gate", GATES)
-def test_a_node_has_the_same_bits_in_every_tree(gate, implementation):
-    head_dim = 16 if gate == "heads normed alone" else 32
-    tree = Nodes(MANY.but(head_dim=head_dim), GATES[gate], implementation)
-    path, (whole, state) = tree.path, tree.scan(range(64))
-    for nodes in (range(16), path):
-        assert_equal(tree.scan(nodes)[0], at(whole, nodes))
-    assert_equal(tree.scan(range(64), queries=3)[0], at(whole, range(61, 64)))
-    before = ()
-    for node in path:
-        y, state = tree.scan([node], before=before, state=state)
-        assert_equal(y, at(whole, [node]))
-        before = [node]
+def test_a_node_has_the_same_bits_in_every_tree(gate):
+    case = CASE.but(head_dim=16) if "alone" in gate else CASE
+    run = functools.partial(scan, case, GATES[gate])
+    path = np.flatnonzero(scans.inputs(case).path[0])
+
+    def check(y, nodes):
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:, nodes]), y, whole)
+
+    with dispatch.to_the_bit(True):
+        whole, state = run(range(64))
+        for nodes in (np.arange(16), path):
+            check(run(nodes)[0], nodes)
+        check(run(range(64), queries=3)[0], np.arange(61, 64))
+        before = ()
+        for node in path:
+            y, state = run([node], before, state)
+            before = [node]
+            check(y, before)
+        state = run([0], before, state)[1]
+        for nodes in (5, 64):
+            np.testing.assert_array_equal(run(range(nodes), path)[1], state)
+    np.testing.assert_array_equal(run(range(16), path)[1], state)  # in closed form
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_state_has_the_same_bits_whatever_comes_next(implementation):
-    tree = Nodes(MANY, None, implementation)
-    state = None
-    for node in tree.path:
-        state = tree.scan([0], before=[node], state=state)[1]
-    a = tree.arrays
-    run = jax.jit(functools.partial(pk.replay, implementation=implementation))
-    np.testing.assert_array_equal(run(a.x, a.dt, a.A, a.B, a.state, a.path), state)
-    in_closed_form = Nodes(MANY, None, implementation, to_the_bit=False)
-    for way, nodes in (tree, 5), (tree, 64), (in_closed_form, 16):
-        np.testing.assert_array_equal(way.scan(range(nodes), before=tree.path)[1], state)
-
-
-@pytest.mark.parametrize("nodes", [3, 13])
-def test_two_grids_of_one_kernel(nodes):
-    """Heads of several blocks after heads of one, and blocks of one size (jax #40847)."""
-    for head_dim in (16, 128, 64):
-        case = MANY.but(nodes=nodes, head_dim=head_dim, state=128)
-        gated = [
-            Nodes(case, {}, implementation, to_the_bit=False).scan(range(nodes))[0]
-            for implementation in ("pallas_interpret", "xla")
-        ]
-        assert relative_error(*gated) < 1e-6
+def test_two_grids_of_one_kernel():
+    """Blocks of one size, of heads of several sizes (jax #40847)."""
+    for head_dim in (16, 64):
+        run = functools.partial(scan, CASE.but(head_dim=head_dim), {}, range(3))
+        assert relative_error(run()[0], run(implementation="xla")[0]) < 1e-6
