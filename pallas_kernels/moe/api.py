@@ -62,8 +62,8 @@ def expert_mlps(
     if isinstance(experts_in, PackedMatrix):
         versions = {name: functools.partial(xla.packed_mlps, product=name) for name in PACKED}
         return run(versions, arguments, requested=implementation)
-    few = xla.few(chosen, len(experts_in))
-    if implementation is None and few and not dispatch.wants_bits():
+    is_free = implementation is None and not dispatch.wants_bits()
+    if is_free and xla.few(chosen, len(experts_in)):
         implementation = "xla"
     reason = pallas_triton.unsupported(x.shape[1], hidden, chosen.size, activation)
     return run(

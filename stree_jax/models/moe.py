@@ -195,7 +195,7 @@ class MixtureOfExperts(Pointwise):
     ) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
         """The router weights of each token's `A` experts, in float32, and the experts' indices."""
         c = self.config
-        scores = self.router.product(tokens, wide=True)
+        scores = self.router.product(tokens, wide=True)  # exact products of bfloat16 numbers
         if self.correction is None:
             best, chosen = lax.top_k(scores, c.num_active)
             weights = jnp.exp(best - lax.stop_gradient(best[:, :1]))  # the first is the largest

@@ -60,6 +60,7 @@ KERNELS = [op for op, table in OPS.items() if "pallas_interpret" in table.implem
 COUNTING = ("tree_scan", "replay_tree_scan", "mamba2_layer")  # the scan counts its programs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", KERNELS)
 def test_kernels_are_in_programs_and_do_not_count_them(op, monkeypatch):
     """Outside of `jax.jit` jax 0.11.0 may run a kernel wrongly (#40633).
