@@ -69,7 +69,7 @@ HELP = {
     "--whole": "also compile whole models",
     "--loop-nodes": "nodes of the trees of loops whose launches outside of layers are counted",
     "--most-launches": "limits for a layer with our kernels, products whole, such as mamba2=5"
-    " attention=5, in steps of more than one node; prompt-mamba2=11 for the prefill of a prompt",
+    " attention=5; prompt-mamba2=11 for the prefill of a prompt",
     "--most-outside": "limits for a step of the loop outside of layers, such as greedy=30"
     " sampled=40",
     "--most-growth": "limit for the memory of a whole step (arguments, results and temporary"

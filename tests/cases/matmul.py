@@ -1,6 +1,5 @@
 """`matmul`, rows times matrices, and `rows`, columns of a packed one."""
 
-import dataclasses
 import functools
 import hashlib
 
@@ -62,8 +61,6 @@ CASES = base.table(
                 (-2, ", blocks of rows", dict(rows=65, inputs=32, columns=130)),
             )
         },
-        "unpacked float32": dict(axis=-2),
-        "unpacked float32, 8 bits, a table": dict(axis=-1, int8=True),
     },
     rows=3,
     inputs=40,
@@ -113,10 +110,8 @@ def on_device(case):
 def truth(case, rounds_rows):
     x, dense, which = inputs(case)
     if case.axis is not None:
-        if case.int8:
-            wide = dataclasses.replace(unpacked(case), dtype=jnp.float32).wide()
-            dense = np.asarray(wide.T if case.axis == -1 else wide, np.float64)
-        return x @ dense
+        dense = dense.astype(np.float32)
+        return x @ np.asarray(QuantizedMatrix.of(dense).wide() if case.int8 else dense, np.float64)
     whole = packed(case)
     if not rounds_rows:  # widened weights
         whole = PackedMatrix.pack(np.asarray(whole.canonical(), np.float32))
@@ -127,8 +122,8 @@ def truth(case, rounds_rows):
 
 @functools.cache
 def errors(case, implementation):
-    axis = {} if case.axis is None else {"axis": case.axis}
-    run = jax.jit(functools.partial(matmul, **axis, implementation=implementation))
+    options = dict(axis=case.axis or -2, implementation=implementation)
+    run = jax.jit(functools.partial(matmul, **options))
     rounds_rows = case.int8 and implementation == "native"
     with dispatch.to_the_bit(True):  # with many rows too
         got = run(*on_device(case))
@@ -145,15 +140,12 @@ def errors(case, implementation):
 
 def budgets(case):
     """XLA rounds 8-bit weights to bfloat16."""
-    rounds_weights = case.axis is not None and case.bf16 and case.int8
-    return {"output": Budget(base.OUTPUT[True] if rounds_weights else 5e-7, 2.0)}
+    return {"output": Budget(base.OUTPUT[True] if case.bf16 and case.int8 else 5e-7, 2.0)}
 
 
 def lacks(case, implementation):
-    """Native code is for packed matrices, and kernels are for the others in bfloat16."""
-    if implementation == "native":
-        return case.axis is not None
-    return implementation != "xla" and (case.axis is None or not case.bf16)
+    """Native code is for packed matrices, and kernels are for the others."""
+    return implementation != "xla" and (case.axis is None) != (implementation == "native")
 
 
 MATMUL = Op(CASES, errors, budgets, base.WITH_NATIVE, lacks=lacks)

@@ -64,61 +64,38 @@ def test_rows_are_alone(inputs, columns, numbers, dtype):
         np.testing.assert_array_equal(y, whole[: len(y)])
 
 
-# Rows, and blocks of rows, columns and inputs; the first against the others.
+# Rows, and blocks of rows, columns and inputs; all against the first.
 PLANS = [(64, 64, 128, 64), (1, 16, 64, 64), (33, 64, 128, 32), (5, 16, 32, 128), (70, 32, 64, 32)]
 
 
 @functools.cache
-def product_by_plan(is_quantized, rows, *blocks):
-    """Of bfloat16 rows and a matrix whose inputs have two parts, in the interpreter."""
-    x, dense = normal(70, 256, seed=1), normal(256, 72).astype(jnp.bfloat16)
-    matrix = jax.tree.map(jnp.asarray, QuantizedMatrix.of(dense) if is_quantized else dense)
+def by_plan(eight_bits, rows, *blocks):
+    """The product with a matrix whose inputs have two parts, in the interpreter."""
+    x, matrix = normal(70, 256, seed=1), normal(256, 72).astype(jnp.bfloat16)
+    matrix = jax.tree.map(jnp.asarray, QuantizedMatrix.of(matrix) if eight_bits else matrix)
     plan = kernel.BlockSizes(*blocks, num_warps=4, num_stages=1)
-    options = dict(axis=-2, dtype=jnp.float32, interpret=True, blocks=plan)
+    options = dict(axis=-2, dtype="float32", interpret=True, blocks=plan)
     return bits(kernel.matmul(jnp.asarray(x[:rows], jnp.bfloat16), matrix, **options))
 
 
-@pytest.mark.parametrize("is_quantized", [False, True], ids=["bfloat16", "8 bits"])
+@pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("plan", some(PLANS[1:], *PLANS[1:3]), ids=str)
-def test_a_row_has_the_same_bits_in_all_plans(plan, is_quantized):
-    """Rows, blocks of rows, of columns, and of inputs make no difference."""
-    one, whole = (product_by_plan(is_quantized, *each) for each in (plan, PLANS[0]))
-    rows = min(len(one), len(whole))
-    np.testing.assert_array_equal(one[:rows], whole[:rows])
+def test_a_row_has_the_same_bits_in_all_plans(plan, eight_bits):
+    both = by_plan(eight_bits, *plan), by_plan(eight_bits, *PLANS[0])
+    rows = min(map(len, both))
+    np.testing.assert_array_equal(*(y[:rows] for y in both))
 
 
-# Matrices of Mamba-2 (2.7b, 130m), Qwen3.5-0.8B, Nemotron-H and tests, by their parts.
-PARTS = {
-    1: [(2560, 50288), (1024, 7168), (1024, 248_320), (96, 70)],
-    2: [(2560, 10576), (768, 3352), (2688, 10304), (256, 72)],
-    4: [(4096, 2688)],
-    8: [(5120, 2560), (1536, 768), (4096, 1024)],
-}
-
-
-@pytest.mark.parametrize(
-    ("shape", "parts"), [(shape, parts) for parts in PARTS for shape in PARTS[parts]], ids=str
-)
-def test_parts_are_a_promise(shape, parts):
-    """Other parts would be other bits; every plan cuts them into whole blocks that fit the GPU."""
-    assert kernel.parts_of(*shape) == parts
-    for rows, is_quantized, memory in itertools.product((1, 16, 33, 999), (False, True), (99, 163)):
-        size = memory << 10
-        plan = kernel.block_sizes(*shape, rows, is_quantized=is_quantized, shared_memory=size)
-        assert plan.rows == {1: 16, 16: 16}.get(rows, 64)
-        assert np.gcd(shape[0] // parts, plan.inner) >= GROUP
-        assert plan.num_stages >= 3
-        stage = plan.inner * (plan.columns * (1 if is_quantized else 2) + 2 * plan.rows)
-        assert plan.num_stages * stage <= size
-
-
-def test_a_product_in_bfloat16_is_rounded_once():
-    """By the kernel if there is one part, by the sum of the parts if there are two."""
-    for inputs in (32, 256):
-        x, matrix = (jnp.asarray(normal(*s), jnp.bfloat16) for s in ((3, inputs), (inputs, 40)))
-        run = functools.partial(matmul, x, matrix, implementation="pallas_interpret")
-        assert_same = np.testing.assert_array_equal
-        assert_same(run(dtype=jnp.bfloat16), run().astype(jnp.bfloat16))
+def test_parts_are_a_promise():
+    """Other parts would be other bits. Of matrices of Mamba-2, Qwen3.5, Nemotron-H and a test."""
+    shapes = {
+        1: [(2560, 50288), (1024, 7168), (1024, 248_320), (96, 70)],
+        2: [(2560, 10576), (768, 3352), (2688, 10304), (256, 72)],
+        4: [(4096, 2688)],
+        8: [(5120, 2560), (1536, 768), (4096, 1024)],
+    }
+    for parts in shapes:
+        assert {parts} == {kernel.parts_of(*shape) for shape in shapes[parts]}
 
 
 def in_order(x, matrix):
