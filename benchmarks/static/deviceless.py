@@ -152,6 +152,7 @@ class Compiled(NamedTuple):
 
     program: Any
     thunks: str  # XLA's dump of what it puts on the device
+    captured: str  # the same, in the graphs that it captures; empty if this XLA does not say it
     spills: bool  # a kernel spills registers
 
 
@@ -176,8 +177,9 @@ class Compiler:
                 raise
             spills = True
             compiled = program.compile(compiler_options=options)
-        (dump,) = DUMP.glob("*.thunk_sequence.txt")
-        return Compiled(compiled, dump.read_text(), spills)
+        dumps = [DUMP.glob(f"*.thunk_sequence{which}.txt") for which in ("", "_after_thunk_passes")]
+        texts = ["".join(file.read_text() for file in files) for files in dumps]
+        return Compiled(compiled, *texts, spills)
 
 
 def compiled_for_tpu(tpu: str, jitted: Any, *arguments: Any) -> Any:
