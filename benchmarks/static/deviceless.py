@@ -90,6 +90,7 @@ gpu_device_info {{
   device_memory_size: 42000000000
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 patch: 0 }}

@@ -92,11 +92,12 @@ def bodies(text: str) -> Counter[str]:
     The text is `Compiled.captured`. A body should be one `kCommandBuffer`, a graph that the device
     runs as a whole. Whatever else is there is launched by the host, one by one.
     """
-    loops = re.findall(r"^( *)body:\n((?:\1 +\d.*\n)*)", text, re.MULTILINE)
-    kinds = (
-        re.findall(rf"^{indent}  \d+:\s+(k\w+)", lines, re.MULTILINE) for indent, lines in loops
+    # Loops are inside of loops, whose "condition:" is not indented.
+    loops = re.findall(r"^( *)body:\n(?=((?:(?:\1 .*|condition:)\n)*))", text, re.MULTILINE)
+    return Counter(
+        " ".join(re.findall(rf"^{indent}  \d+:\s+(k\w+)", lines, re.MULTILINE))
+        for indent, lines in loops
     )
-    return Counter(map(" ".join, kinds))
 
 
 class Program(NamedTuple):
