@@ -45,6 +45,17 @@ def growth_of_memory(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
+def not_one_graph(rows: Sequence[Row]) -> list[str]:
+    """Loops with our kernels whose body is more than one captured graph, or no rows of loops."""
+    bodies = [(row, body) for row in _gated(rows) for body in row["bodies"]]
+    found = [
+        f"{row['preset']}, {row['gpu']}, {row['loop_nodes']} nodes: a loop's body is {body}"
+        for row, body in bodies
+        if body != "kCommandBuffer"
+    ]
+    return found if bodies else ["one graph: no loop was compiled, or XLA does not say"]
+
+
 def _gated(rows: Sequence[Row]) -> Iterator[Row]:
     return (row for row in rows if (row["implementation"], row["products"]) == ("pallas", "whole"))
 

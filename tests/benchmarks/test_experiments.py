@@ -40,10 +40,6 @@ SMALLEST = {
         "ways task tau speed_up bytes_of_rows solved",
     ),
     "lossless": ("--families Mamba-2 --tokens 20", "work tokens tau differences"),
-    "packed": (
-        "--beams 2 --steps 2 --prompts 2 --tokens 6 --rounds 1",
-        "rows nodes leaves tau packed_is_faster_by temporary_bytes",
-    ),
     "text": ("--rounds 1", "grammars schema seconds table_bytes peak_bytes"),
     "tree_size": ("--rounds 1", "sizes nodes milliseconds"),
 }

@@ -38,6 +38,38 @@ def test_what_xla_launches_is_counted():
     assert thunks.launches(found.inside) == (4, 2)
 
 
+CAPTURED = """\
+005: kWhile [source | sink]
+condition:
+    006: kKernel [source | sink] compare
+  body:
+    000: kCommandBuffer [source | sink]
+        007: kKernel [source | sink] replay
+    008: kWhile [source | sink]
+condition:
+        009: kKernel [source | sink] compare
+      body:
+        000: kCommandBuffer [source | sink]
+            010: kAsyncStart [source | sink]
+    011: kHostSend [source | sink]
+012: kWhile [source | sink]
+condition:
+  body:
+    000: kCommandBuffer [source | sink]
+"""
+
+
+def test_what_the_host_launches_in_a_loop_is_found():
+    loops = thunks.bodies(CAPTURED)
+    assert loops == {"kCommandBuffer kWhile kHostSend": 1, "kCommandBuffer": 2}
+    program = PROGRAM | {"loop_nodes": 5}
+    assert gates.not_one_graph([program | {"bodies": {"kCommandBuffer": 2}}]) == []
+    (problem,) = gates.not_one_graph([program | {"bodies": loops}])
+    assert problem == "p, g, 5 nodes: a loop's body is kCommandBuffer kWhile kHostSend"
+    (problem,) = gates.not_one_graph([program | {"bodies": {}}])
+    assert problem.startswith("one graph: no loop was compiled")
+
+
 HLO = """\
 %fused (p.1: bf16[64,32], p.2: bf16[2,64]) -> f32[2,32] {
   %p.1 = bf16[64,32]{1,0:T(8,128)(2,1)} parameter(0)
