@@ -8,7 +8,11 @@ nodes takes at most `slots(N)` slots, whatever its shape.
 XLA computes the order once for all layers: they have the same mask.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 _POP, _PUSH, _NODE = 20, 24, 0xFFFF  # where a visit has its slots, and the bits of its node
@@ -84,3 +88,71 @@ def steps(path: Bool[Array, "B O"]) -> Int32[Array, "B steps"]:
 
 def _table(count: Array, codes: Array) -> Array:
     return jnp.concatenate([count[:, None], codes, jnp.zeros_like(count)[:, None]], axis=1)
+
+
+State = tuple[Array, ...]  # of a node, in blocks
+
+
+def visit_all(
+    visits_ref: Any,
+    num_nodes: int,
+    before_root: Callable[[], State],
+    load: Callable[[Array], Any],
+    visited: Callable[[State, Array, Any], State],
+    leave_out: Callable[[Array], None],
+) -> None:
+    """Visits the nodes of a tree, inside of a kernel.
+
+    Args:
+        visits_ref: what `visits` returned for a row; None: there is one node, which exists.
+        num_nodes: nodes of the tree.
+        before_root: gives the state before the root. What the first node needs is loaded before.
+        load: loads what a node needs, one node ahead.
+        visited: the state after a node, from its parent's; writes outputs.
+        leave_out: writes outputs of a node that is not visited.
+    """
+    if visits_ref is None:
+        root = jnp.int32(0)
+        inputs = load(root)
+        visited(before_root(), root, inputs)
+        return
+
+    def load_visit(number: int | Array) -> tuple[Array, Any]:
+        code = visits_ref[1 + number]
+        return code, load(visit(code)[0])
+
+    def step(number: Array, carry: Any) -> Any:
+        state, kept, (code, inputs) = carry
+        following = load_visit(number + 1)
+        node, pop, push = visit(code)
+        if kept:
+
+            def turned_back() -> State:
+                state = kept[0]
+                for slot, value in enumerate(kept[1:], 2):
+                    state = _where(pop == slot, value, state)
+                return state
+
+            state = lax.cond(pop > 0, turned_back, lambda: state)
+        state = visited(state, node, inputs)
+        if kept:
+            kept = lax.cond(
+                push > 0,
+                lambda: tuple(_where(push == at, state, value) for at, value in enumerate(kept, 1)),
+                lambda: kept,
+            )
+        return state, kept, following
+
+    first = load_visit(0)
+    state = before_root()
+    lax.fori_loop(0, visits_ref[0], step, (state, (state,) * slots(num_nodes), first))
+    lax.fori_loop(
+        visits_ref[0],
+        num_nodes,
+        lambda number, _: leave_out(visit(visits_ref[1 + number])[0]),
+        None,
+    )
+
+
+def _where(condition: Array, state: State, another: State) -> State:
+    return tuple(jnp.where(condition, *values) for values in zip(state, another, strict=True))

@@ -1,28 +1,28 @@
-"""`tree_delta`, `replay_delta` and `replay_tree_delta` as one Pallas-Triton kernel.
+"""`tree_delta`, `replay_delta` and `replay_tree_delta` as one Pallas-Triton kernel: a recurrence.
 
-There are two, `recurrence` and the closed form. The recurrence runs for up to `MOST_NODES` nodes,
-and for any number where `dispatch.wants_bits()`. Here is the closed form. Replay is always the
-recurrence's, so a state has the same bits whatever tree comes next.
+Passes: a program handles one row, one value head and 16 of its channels. It reads its part of the
+state once and keeps it in registers. It goes along the path of the previous tree and writes the
+state once (input and output are one buffer). Then it visits the new tree in the order of `walk`,
+and keeps states in `walk.slots(N)` further sets of registers where the tree branches. What the next
+node needs is loaded one node ahead. Only batches of large trees pay for that: on an H200 a trial of
+it took 0.5 to 0.75 of a closed form's time up to 5 nodes and 0.63 for 64 nodes of one row, and 1.8
+and 1.65 for 16 and 64 nodes of each of 8 rows.
 
-Passes: a program handles one row, one value head and one block of its channels. It goes along the
-path of the previous tree, if there is one, and writes the state once (input and output are one
-buffer). It reads its part of the state once and keeps it in registers. It takes the nodes block by
-block, parents first: it reads the u of the blocks before from memory, where it wrote them, and
-solves the block's own system by substitution, a level at a time. Blocks of channels of one head
-compute products of keys again.
+Numerics: float32. k and q stay as they are, and one over their lengths is a factor of sums:
 
-Numerics: float32; products as `triton.dot` says, exact. q and k stay as they are in products, and
-rows and columns of the products are divided by their lengths. The decay from node to node is a
-difference of sums whose larger part is exact, see `_Decays`. Masked before exp. Where all keys of a
-path are equal and beta is near 1, u is the small difference of neighbours' values, and what the
-products have lost is in all u below: its error grows to some 4e-7 in a chain of 64 nodes, that of
-the recurrence to 2e-7.
+    u = beta (v - exp(g) (h . k) / |k|);   h <- exp(g) h + (u / |k|) (outer) k;   y = (h . q) / |q|
+
+A node costs the same operations in the same order in a tree, in a chain and alone, and a replay
+repeats the line of h. So y, u and states have the same bits in all of them. No compiler has a say:
+`triton.multiply_add` is explicit. A state is rounded once a node, also where decays are near 1:
+`Rule.decay` has more digits than a float32.
 
 Refuses head and state sizes that are not powers of two of at least 16, and larger states than
 `MOST_STATE`. Any numbers of nodes.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,25 +32,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels import dispatch, walk
 from pallas_kernels import triton as tb
-from pallas_kernels.tree_delta import recurrence
+from pallas_kernels import walk
 from pallas_kernels.tree_delta.xla import EPSILON
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks
 from pallas_kernels.triton import Ref
+from pallas_kernels.walk import State
 
-# The most nodes for which the recurrence is faster. On an H200 (design trial, heads of
-# Qwen3.5-0.8B, 1 to 8 rows) 5 nodes took 0.66 to 0.75 of the closed form's time, and 16 nodes 1.2
-# to 1.8 times.
-MOST_NODES = 8
-# Float32 inputs with states of 128 spill registers on sm_90 with 16 or 32 channels per program, and
-# with 4 or 8 warps. Larger states of other inputs were not tried.
+# Float32 inputs with states of 128 spill registers on sm_90. Larger states of other inputs were
+# not tried.
 MOST_STATE = {"float32": 64, "bfloat16": 128}
-# The fastest on an H200 (`benchmarks/results`). On sm_80 to sm_89 two cases spill: float32 inputs
-# of 16 channels and states of 64 (sm_80), and more than 64 nodes.
-_NODES = 16  # per block
-_ANCESTORS = 64  # of a node, whose decays are added up at once
-_CHANNELS = 32  # of the head, per program
+_CHANNELS = 16  # of the head, per program
+# Numbers of the S axis that are added up across threads at once. The bits of a sum depend on it.
+_BLOCK = 32
 _NUM_WARPS = 4
 
 
@@ -63,8 +57,7 @@ def tree_delta(*arrays: Any, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """See `api.tree_delta`, whose arrays these are."""
     q, k, v, g, beta, state, mask, prefix_u = arrays
     tree = (q, k, v, g, beta, mask)
-    way = ("tree_delta", _is_recurrent(mask), interpret)
-    results = _run(*way, state, tree=tree, prefix_u=prefix_u)
+    results = _run("tree_delta", interpret, state, tree=tree, prefix_u=prefix_u)
     u = results["u"]
     return results["y"], u if prefix_u is None else jnp.concatenate([prefix_u, u], axis=1)
 
@@ -72,7 +65,7 @@ def tree_delta(*arrays: Any, interpret: bool) -> tuple[jax.Array, jax.Array]:
 def replay_delta(*arrays: jax.Array, interpret: bool) -> jax.Array:
     """See `api.replay_delta`, whose arrays these are."""
     k, u, g, state, path = arrays
-    return _run("replay_delta", True, interpret, state, previous=(k, u, g, path))["state"]
+    return _run("replay_delta", interpret, state, previous=(k, u, g, path))["state"]
 
 
 def replay_tree_delta(
@@ -80,19 +73,14 @@ def replay_tree_delta(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `api.replay_tree_delta`, whose arrays these are."""
     previous, (*nodes, state, mask) = arrays[:4], arrays[4:]
-    way = ("replay_tree_delta", _is_recurrent(mask), interpret)
-    results = _run(*way, state, previous=previous, tree=(*nodes, mask))
+    tree = (*nodes, mask)
+    results = _run("replay_tree_delta", interpret, state, previous=previous, tree=tree)
     return results["y"], results["u"], results["state"]
 
 
-def _is_recurrent(mask: jax.Array) -> bool:
-    return mask.shape[-1] <= MOST_NODES or dispatch.wants_bits()
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(
     name: str,
-    recurrent: bool,
     interpret: bool,
     state: jax.Array,
     *,
@@ -100,14 +88,13 @@ def _run(
     tree: tuple[jax.Array, ...] | None = None,
     prefix_u: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """A kernel with a previous tree, a new one, or both; returns what these give by name.
+    """The kernel with a previous tree, a new one, or both; returns what these give by name.
 
     `previous` is k, u, g and path; `tree` is q, k, v, g, beta and mask.
     """
     batch, num_heads, head_dim, state_size = state.shape
     some_k = previous[0] if previous else tree[1]  # type: ignore[index]
-    channels = min(recurrence.CHANNELS if recurrent else _CHANNELS, head_dim)
-    part = HeadBlocks(channels, state_size, num_heads // some_k.shape[2])
+    part = HeadBlocks(_CHANNELS, state_size, num_heads // some_k.shape[2])
 
     inputs = {"state": (state, part.state)}
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
@@ -131,154 +118,214 @@ def _run(
             "g": (g, part.of_head(num_nodes)),
             "beta": (beta, part.of_head(num_queries)),
         }
-        order = walk.visits(mask, num_queries) if recurrent else mask
-        inputs["visits" if recurrent else "mask"] = (order, part.of_row(order))
+        visits = walk.visits(mask, num_queries)
+        inputs["visits"] = (visits, part.of_row(visits))
         new_u = jax.ShapeDtypeStruct(v.shape, jnp.float32)
         outputs |= {"y": inputs["v"], "u": (new_u, part.of_channels(num_queries))}
     if prefix_u is not None and prefix_u.size:
         inputs["prefix u"] = (prefix_u, part.of_channels(prefix_u.shape[1]))
     return tb.call_by_name(
-        functools.partial(recurrence.kernel if recurrent else _kernel, interpret=interpret),
+        functools.partial(_kernel, interpret=interpret),
         inputs,
         outputs,
         in_place={"state": "state"} if previous is not None else {},
-        name=f"{name}_recurrence" if recurrent else name,
-        num_warps=recurrence.NUM_WARPS if recurrent else _NUM_WARPS,
+        name=name,
+        num_warps=_NUM_WARPS,
         num_stages=1,
         interpret=interpret,
-        in_one_order=recurrent,
-        grid=(batch, num_heads, head_dim // channels),
+        in_one_order=True,
+        grid=(batch, num_heads, head_dim // _CHANNELS),
     )
 
 
 def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool) -> None:
     """Refs by name, of one row and one head; p channels of it.
 
-    inputs: state [p, S]; of a previous tree prev k [O, S], prev u [O, p], prev g [O] and path [O];
-    of a new tree q [Q, S], k [N, S], v [Q, p], g [N], beta [Q], mask [N, N], and perhaps prefix u
-    [N - Q, p].
+    inputs: state [p, S]; of a previous tree prev k [O, S], prev u [O, p], prev g [O] and steps
+    [O + 2]; of a new tree q [Q, S], k [N, S], v [Q, p], g [N], beta [Q], visits [N + 2], and
+    perhaps prefix u [N - Q, p].
     outputs: state [p, S] after the path; y and u [Q, p].
     """
-    if "steps" in inputs:
-        recurrence.Rule(interpret).replay(inputs, outputs)
-        tb.barrier(interpret)  # the state is read in another layout
-    state = (outputs if "steps" in inputs else inputs)["state"][...]
-    _scan_tree(inputs, outputs, state, interpret)
+    rule = Rule(interpret)
+
+    def before_root() -> State:
+        if "steps" in inputs:
+            return rule.replay(inputs, outputs)
+        return _blocks(inputs["state"], slice(None))
+
+    if "visits" in inputs:
+        _scan_tree(rule, inputs, outputs, before_root)
+    else:
+        before_root()
 
 
-class _Decays(NamedTuple):
-    """The sums of g along the paths to some nodes, each in two parts `[n]`.
+class Rule(NamedTuple):
+    """The operations of a node. `interpret` is that of the kernel."""
 
-    A multiple of 1/256, which is exact up to 2^16 (that is 512 nodes of the least g), and the rest,
-    which is below 1/256 a node. So the difference of two sums has no more error than a sum over the
-    nodes between.
-    """
+    interpret: bool
 
-    coarse: jax.Array
-    fine: jax.Array
+    def replay(self, inputs: dict[str, Ref], outputs: dict[str, Ref]) -> State:
+        """Writes the state after the path of the previous tree, and returns it."""
+        k_ref, u_ref, g_ref, steps = (inputs[x] for x in ("prev k", "prev u", "prev g", "steps"))
 
-    @classmethod
-    def of(cls, node: jax.Array, g_ref: Ref, mask_ref: Ref) -> "_Decays":
-        num_nodes = mask_ref.shape[0]
-        size = min(_ANCESTORS, tb.padded_size(num_nodes))
+        def loaded(place: int | jax.Array) -> tuple[State, jax.Array, jax.Array]:
+            node = steps[1 + place]
+            return _blocks(k_ref, node), u_ref[node, :], g_ref[node]
 
-        def of_block(i: jax.Array, sums: "_Decays") -> "_Decays":
-            other, exists = tb.rows(i * size, size, num_nodes)
-            exists &= mask_ref[other, other]
-            path = mask_ref[node[:, None], other[None, :]] & exists[None, :]
-            g = jnp.maximum(g_ref[other], -128.0)  # whose exp is 0 already
-            coarse = jnp.floor(g * 256) / 256
-            parts = zip(sums, (coarse, g - coarse), strict=True)
-            return cls(*(x + jnp.sum(jnp.where(path, y[None, :], 0.0), axis=1) for x, y in parts))
+        def step(place: jax.Array, carry: Any) -> Any:
+            state, (k, u, g) = carry
+            following = loaded(place + 1)
+            k, scale = self.wide(k, state)
+            return self.advanced(state, self.decay(g), k, scale, u), following
 
-        zero = jnp.zeros(node.shape, jnp.float32)
-        return lax.fori_loop(0, pl.cdiv(num_nodes, size), of_block, cls(zero, zero))
+        state = _blocks(inputs["state"], slice(None))
+        state, _ = lax.fori_loop(0, steps[0], step, (state, loaded(0)))
+        for part, block in zip(_parts(k_ref), state, strict=True):
+            outputs["state"][:, part] = block
+        return state
 
-    def exponents(self, other: "_Decays") -> jax.Array:
-        """Log-decays `[n, m]` from other nodes to these, where those are above these."""
-        coarse, fine = (x[:, None] - y[None, :] for x, y in zip(self, other, strict=True))
-        return coarse + fine
+    def decay(self, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`exp(g)` of a g up to 0 as a sum of two numbers `[1, 1]`, the larger one first.
+
+        A GPU's own exp has errors of some 2^-22, which would add up along a path.
+        """
+        constant = functools.partial(jnp.full, (1, 1), dtype=jnp.float32)
+        one, is_zero = constant(1.0), g < -87.0  # whose exp is no normal number
+        g = jnp.where(is_zero, 0.0, g)[None, None]
+        power = jnp.floor(self.multiply_add(g, constant(math.log2(math.e)), constant(0.5)))
+        for part in (0.693359375, math.log(2) - 0.693359375):  # of log 2, the first has few bits
+            g = self.multiply_add(power, constant(-part), g)
+        series = one  # (exp(g) - 1) / g
+        for number in range(7, 1, -1):
+            factor = self.multiply_add(g, constant(1 / number))
+            series = self.multiply_add(factor, series, one)
+        above_one = self.multiply_add(g, series)
+        first = above_one + one
+        # No sum that a compiler may cancel.
+        second = above_one - self.multiply_add(first, one, -one)
+        bits = (power.astype(jnp.int32) + 127) << 23
+        scale = jnp.where(is_zero, 0.0, lax.bitcast_convert_type(bits, jnp.float32))
+        return first * scale, second * scale
+
+    def advanced(
+        self,
+        state: State,
+        decay: tuple[jax.Array, ...],
+        k: State,
+        scale: jax.Array,
+        u: jax.Array,
+    ) -> State:
+        """The state after a node."""
+        first, second = decay
+        column = self.multiply_add(u, scale)[:, None]
+        blocks = []
+        for before, part in zip(state, k, strict=True):
+            block = self.multiply_add(before, second, self.multiply_add(column, part))
+            blocks.append(self.multiply_add(before, first, block))
+        return tuple(blocks)
+
+    def read(self, state: State, vector: State, scale: jax.Array) -> jax.Array:
+        """`scale (h . vector)` `[p]`."""
+        return self.multiply_add(self._product(state, vector), scale)
+
+    def wide(self, vector: State, state: State) -> tuple[State, jax.Array]:
+        """A k or q in float32 for each channel `[p, s]`, and one over its length `[p]`."""
+        wide = tuple(
+            tb.laid_out_as(block, part.astype(jnp.float32)[None, :], interpret=self.interpret)
+            for block, part in zip(state, vector, strict=True)
+        )
+        return wide, lax.rsqrt(self._product(wide, wide) + EPSILON)
+
+    def _product(self, left: State, right: State) -> jax.Array:
+        """Sums of products over S `[p]`."""
+        total = self.multiply_add(left[0], right[0])
+        for x, y in zip(left[1:], right[1:], strict=True):
+            total = self.multiply_add(x, y, total)
+        return jnp.sum(total, axis=1)
+
+    def multiply_add(
+        self, left: jax.Array, right: jax.Array, addend: jax.Array | None = None
+    ) -> jax.Array:
+        """See `triton.multiply_add`."""
+        return tb.multiply_add(left, right, addend, interpret=self.interpret)
 
 
 def _scan_tree(
-    inputs: dict[str, Ref], outputs: dict[str, Ref], state: jax.Array, interpret: bool
+    rule: Rule,
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    before_root: Callable[[], State],
 ) -> None:
-    """Writes y and u of all queries; see `_kernel`. `state` [p, S]."""
-    q_ref, k_ref, mask_ref = inputs["q"], inputs["k"], inputs["mask"]
-    num_queries, state_size = q_ref.shape
-    first = k_ref.shape[0] - num_queries  # queries are the last nodes
-    decays = functools.partial(_Decays.of, g_ref=inputs["g"], mask_ref=mask_ref)
+    """Writes y and u of all queries."""
+    y_ref, u_ref = outputs["y"], outputs["u"]
+    num_nodes, state_size = inputs["k"].shape
+    first_query = num_nodes - y_ref.shape[0]
+    to_queries = jnp.full((1,), state_size**-0.5, jnp.float32)
 
-    def block_of_queries(i: jax.Array, _: Any) -> None:
-        query, exists = tb.rows(i * _NODES, _NODES, num_queries)
-        node = first + query
-        real = mask_ref[node, node]
-        q, q_scale = _rows(q_ref, query, real)
-        k, k_scale = _rows(k_ref, node, real)
-        q_scale = q_scale * state_size**-0.5
-        beta = jnp.where(real, inputs["beta"][query], 0.0)
-        k_scale = k_scale * beta
-        of_node = decays(node)
-        kept = jnp.exp(of_node.coarse + of_node.fine)
-        y, right = (
-            tb.dot(rows, state, trans_b=True, exact=True) * (kept * scale)[:, None]
-            for rows, scale in ((q, q_scale), (k, k_scale))
-        )
-        right = beta[:, None] * _kept(inputs["v"], query, real) - right
+    def load(node: jax.Array) -> dict[str, Any]:
+        """It may be a node that is not visited, and is not used then."""
+        query = jnp.maximum(node - first_query, 0)
+        values = {
+            "q": _blocks(inputs["q"], query),
+            "k": _blocks(inputs["k"], node),
+            "v": inputs["v"][query, :],
+            "g": inputs["g"][node],
+            "beta": inputs["beta"][query],
+        }
+        if first_query:
+            values["prefix u"] = inputs["prefix u"][jnp.minimum(node, first_query - 1), :]
+        return values
 
-        def weights(key: jax.Array, key_exists: jax.Array) -> tuple[jax.Array, ...]:
-            """Of the nodes' u in y and in u of the queries `[n, m]`, and which are ancestors."""
-            keys, scale = _rows(k_ref, key, key_exists)
-            above = mask_ref[node[:, None], key[None, :]] & real[:, None] & key_exists[None, :]
-            decay = jnp.exp(jnp.where(above, of_node.exponents(decays(key)), -jnp.inf))
-            decay = decay * scale[None, :]
-            scores = tb.dot(q, keys, trans_b=True) * decay * q_scale[:, None]
-            system = tb.dot(k, keys, trans_b=True) * decay * k_scale[:, None]
-            return scores, jnp.where(node[:, None] == key[None, :], 0.0, system), above
+    def if_query(node: jax.Array, write: Callable[[jax.Array], None]) -> None:
+        """Calls `write` with the number of a query, unless a node is none."""
+        if first_query:
+            pl.when(node >= first_query)(lambda: write(node - first_query))
+        else:
+            write(node)
 
-        def from_nodes(start: int, u_ref: Ref) -> Callable[[jax.Array, Any], Any]:
-            """Adds the nodes from `start` on, whose u are there."""
+    def visited(state: State, node: jax.Array, now: dict[str, Any]) -> State:
+        k, scale = rule.wide(now["k"], state)
+        decay = rule.decay(now["g"])
 
-            def from_block(j: jax.Array, carry: Any) -> Any:
-                y, right = carry
-                place, key_exists = tb.rows(j * _NODES, _NODES, u_ref.shape[0])
-                key = start + place
-                key_exists &= mask_ref[key, key]
-                scores, system, _ = weights(key, key_exists)
-                u = _kept(u_ref, place, key_exists)
-                return y + tb.dot(scores, u), right - tb.dot(system, u)
+        def solved() -> jax.Array:
+            kept = rule.multiply_add(rule.read(state, k, scale), decay[0][0])
+            error = now["v"].astype(jnp.float32) - kept
+            return rule.multiply_add(error, now["beta"][None])
 
-            return from_block
+        if first_query:
+            u = lax.cond(node < first_query, lambda: now["prefix u"], solved)
+        else:
+            u = solved()
+        after = rule.advanced(state, decay, k, scale, u)
 
-        if first:
-            num_blocks = pl.cdiv(first, _NODES)
-            y, right = lax.fori_loop(0, num_blocks, from_nodes(0, inputs["prefix u"]), (y, right))
-        y, right = lax.fori_loop(0, i, from_nodes(first, outputs["u"]), (y, right))
-        scores, system, above = weights(node, real & exists)
-        u = _solved(system, right, above)
-        outputs["u"][query, :] = u
-        outputs["y"][query, :] = (y + tb.dot(scores, u)).astype(outputs["y"].dtype)
-        tb.barrier(interpret)  # the next block reads u
+        def write(query: jax.Array) -> None:
+            read = rule.read(after, *rule.wide(now["q"], after))
+            y_ref[query, :] = rule.multiply_add(read, to_queries).astype(y_ref.dtype)
+            u_ref[query, :] = u
 
-    lax.fori_loop(0, pl.cdiv(num_queries, _NODES), block_of_queries, None)
+        if_query(node, write)
+        return after
 
+    def write_zeros(query: jax.Array) -> None:
+        for ref in (y_ref, u_ref):
+            ref[query, :] = jnp.zeros(ref.shape[1:], ref.dtype)
 
-def _solved(system: jax.Array, right: jax.Array, above: jax.Array) -> jax.Array:
-    """The u `[n, p]` of `u + system u = right`; `above`: which nodes are ancestors or the same.
-
-    The u of a node is right once those of its ancestors are: a round for each level of the block.
-    """
-    levels = jnp.max(jnp.sum(above.astype(jnp.int32), axis=1))
-    return lax.fori_loop(1, levels, lambda _, u: right - tb.dot(system, u), right)
+    walk.visit_all(
+        inputs["visits"],
+        num_nodes,
+        before_root,
+        load,
+        visited,
+        lambda node: if_query(node, write_zeros),
+    )
 
 
-def _rows(ref: Ref, index: jax.Array, exists: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows `[n, S]` of q or k as they are, zeros where no node is, and one over their lengths."""
-    values = jnp.where(exists[:, None], ref[index, :], 0)
-    wide = values.astype(jnp.float32)
-    return values, lax.rsqrt(jnp.sum(wide * wide, axis=1) + EPSILON)
+def _parts(ref: Ref) -> list[pl.Slice]:
+    """The blocks of the S axis."""
+    size = min(_BLOCK, ref.shape[-1])
+    return [pl.Slice(start, size) for start in range(0, ref.shape[-1], size)]
 
 
-def _kept(ref: Ref, index: jax.Array, exists: jax.Array) -> jax.Array:
-    """Float32 rows `[n, p]`, zeros where no node is: NaN times 0 is NaN."""
-    return jnp.where(exists[:, None], ref[index, :].astype(jnp.float32), 0.0)
+def _blocks(ref: Ref, row: Any) -> State:
+    """A row of q or k, or a whole state."""
+    return tuple(ref[row, part] for part in _parts(ref))

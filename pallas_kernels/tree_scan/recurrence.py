@@ -18,7 +18,7 @@ from pallas_kernels import triton as tb
 from pallas_kernels import walk
 from pallas_kernels.triton import Ref
 
-State = tuple[jax.Array, ...]  # [p, s] each
+State = walk.State  # [p, s] each
 
 
 def _advanced(
@@ -116,47 +116,7 @@ def scan_tree(
 
         return state
 
-    if visits_ref is None:
-        node = jnp.int32(0)
-        inputs = load(node)
-        visited(replayed(), node, inputs)
-        return
+    def leave_out_query(node: jax.Array) -> None:
+        if_query(node)(leave_out)
 
-    def load_visit(number: int | jax.Array) -> tuple[Any, ...]:
-        code = visits_ref[1 + number]
-        return code, load(walk.visit(code)[0])
-
-    def visit(number: jax.Array, carry: Any) -> Any:
-        state, kept, (code, inputs) = carry
-        following = load_visit(number + 1)
-        node, pop, push = walk.visit(code)
-
-        def turned_back() -> State:
-            state = kept[0]
-            for slot, value in enumerate(kept[1:], 2):
-                state = _where(pop == slot, value, state)
-            return state
-
-        state = lax.cond(pop > 0, turned_back, lambda: state)
-        state = visited(state, node, inputs)
-        kept = lax.cond(
-            push > 0,
-            lambda: tuple(_where(push == slot, state, value) for slot, value in enumerate(kept, 1)),
-            lambda: kept,
-        )
-        return state, kept, following
-
-    first = load_visit(0)
-    state = replayed()
-    kept = (state,) * walk.slots(num_nodes)
-    count = visits_ref[0]
-    lax.fori_loop(0, count, visit, (state, kept, first))
-
-    def skip(number: jax.Array, _: None) -> None:
-        if_query(visits_ref[1 + number])(leave_out)
-
-    lax.fori_loop(count, num_nodes, skip, None)
-
-
-def _where(condition: jax.Array, state: State, another: State) -> State:
-    return tuple(jnp.where(condition, *values) for values in zip(state, another, strict=True))
+    walk.visit_all(visits_ref, num_nodes, replayed, load, visited, leave_out_query)

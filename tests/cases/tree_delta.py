@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels import delta_chunks, native, replay_delta, replay_tree_delta, tree_delta
-from pallas_kernels.tree_delta import pallas_triton, reference
+from pallas_kernels.tree_delta import reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
 from tests.cases.tree_scan import SIZES, named, state_error
@@ -273,16 +273,13 @@ def lacks(case, implementation):
     """All are for whole vectors; native code for float32, the kernel for states in registers."""
     odd = case.head_dim % native.LANES or case.state % native.LANES
     other = case.bf16 if implementation == "native" else case.state > 64
-    # Few nodes are a recurrence anyway.
-    other |= implementation in base.TO_THE_BIT and case.nodes <= pallas_triton.MOST_NODES
     return implementation != "xla" and bool(odd or other)
 
 
-EVERY_WAY = (*base.WITH_NATIVE, *base.TO_THE_BIT)
 # The three ops are one kernel. These have several blocks of nodes and of decays, prefixes, nodes
 # that do not exist, rows whose path is empty, and both types.
 TREE_DELTA = Op(
-    *(CASES, tree_errors, budgets("y", "u"), EVERY_WAY),
+    *(CASES, tree_errors, budgets("y", "u"), base.WITH_NATIVE),
     lacks=lacks,
     interpreted=(
         *("newest half of many", "padded nodes of a level", "bf16"),
@@ -302,7 +299,7 @@ FUSED = (
 )
 REPLAY_TREE_DELTA = Op(
     *({name: CASES[name] for name in FUSED}, fused_errors, budgets("y", "u", "state")),
-    EVERY_WAY,
+    base.WITH_NATIVE,
     lacks=lacks,
     interpreted=("root only", "padded nodes", "bf16"),
 )

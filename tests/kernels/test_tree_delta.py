@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import replay_delta, replay_tree_delta, tree_delta, triton
+from pallas_kernels import replay_delta, replay_tree_delta, tree_delta
 from pallas_kernels.tree_delta import reference
 from tests.cases import base
 from tests.cases import tree_delta as table
@@ -130,9 +130,6 @@ def test_a_node_has_the_same_bits_in_any_tree(tree):
     )
     assert relative_error(tree.u, true_u) < 3e-7
     assert relative_error(tree.y, true_y) < 3e-3
-    if tree.implementation != "native":
-        assert "tree_delta_recurrence" in triton.IN_ONE_ORDER
-        assert "tree_delta" not in triton.IN_ONE_ORDER
 
 
 def test_drafts_that_grow_level_by_level_have_the_bits_of_the_tree(tree):
