@@ -24,12 +24,13 @@ def matmul(
     axis: int = -2,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
-) -> Float[Array, "*rows O"]:
-    """Rows times a matrix, added in float32 whatever the type of the matrix.
+) -> Float[Array, "..."]:
+    """Rows times a matrix, `[*rows, O]`, added in float32 whatever the type of the matrix.
 
     Args:
         x: the rows.
         matrix: one matrix `[I, O]`, packed or not; with `which` several packed ones, `[E, I, O]`.
+            XLA multiplies rows by each of several others, `[*rows, E, O]`.
         which: the matrix of each row of `x [rows, I]`; all must be in range. None: there is one.
         axis: the axis of inputs of an array: -2, or -1 of a table `[O, I]`.
         dtype: of the products, float32 or bfloat16; packed ones are float32.
