@@ -3,8 +3,8 @@
 On a CPU of packed matrices in every type, on a GPU of unpacked ones in bfloat16 and in 8 bits.
 """
 
-import functools
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -24,12 +24,13 @@ def matmul(
     axis: int = -2,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
-) -> Float[Array, "*rows O"]:
-    """Rows times a matrix, added in float32 whatever the type of the matrix.
+) -> Float[Array, "..."]:
+    """Rows times a matrix, `[*rows, O]`, added in float32 whatever the type of the matrix.
 
     Args:
         x: the rows.
         matrix: one matrix `[I, O]`, packed or not; with `which` several packed ones, `[E, I, O]`.
+            XLA multiplies rows by each of several others, `[*rows, E, O]`.
         which: the matrix of each row of `x [rows, I]`; all must be in range. None: there is one.
         axis: the axis of inputs of an array: -2, or -1 of a table `[O, I]`.
         dtype: of the products, float32 or bfloat16; packed ones are float32.
@@ -52,28 +53,38 @@ def matmul(
     axis = -2 if is_packed else getattr(matrix, "axis", axis)
     if x.shape[-1] != matrix.shape[axis]:
         raise ValueError(f"rows of {x.shape[-1]} inputs do not fit a matrix {matrix.shape}")
-    has_which = which is not None
-    if (has_which and x.shape[:-1] != which.shape) or has_which != (
-        is_packed and len(matrix.shape) == 3
-    ):
+    several = is_packed and len(matrix.shape) == 3
+    if several != (which is not None) or (which is not None and x.shape[:-1] != which.shape):
         raise ValueError(
             f"which = {which if which is None else which.shape} with x {x.shape} and a matrix"
             f" {matrix.shape}: rows [rows, I] of several packed matrices [E, I, O] need which"
             " [rows]"
         )
-    run = functools.partial(dispatch.run, "matmul", requested=implementation, xla_derivatives=True)
     count = math.prod(x.shape[:-1])
     if isinstance(matrix, PackedMatrix):
         rows = x.reshape(count, x.shape[-1]).astype("float32")
         arguments = (rows, matrix) if which is None else (rows, matrix, which)
-        y = run({"xla": xla, "native": native}, arguments)
+        y = dispatch.run(
+            "matmul",
+            {"xla": xla, "native": native},
+            arguments,
+            requested=implementation,
+            xla_derivatives=True,
+        )
         return y.reshape(*x.shape[:-1], matrix.columns)
-    versions = {"xla": xla.unpacked}
+    versions: dict[str, Any] = {"xla": xla.unpacked}
     if 0 < count <= pallas_triton.MOST_ROWS or (count and dispatch.wants_bits()):
         versions["pallas"] = pallas_triton.matmul
-    unsupported = {"pallas": pallas_triton.unsupported(x, matrix, axis)}
-    settings = dict(axis=axis, dtype=jnp.dtype(dtype))
-    return run(versions, (x, matrix), unsupported=unsupported, **settings)
+    return dispatch.run(
+        "matmul",
+        versions,
+        (x, matrix),
+        requested=implementation,
+        unsupported={"pallas": pallas_triton.unsupported(x, matrix, axis)},
+        xla_derivatives=True,
+        axis=axis,
+        dtype=jnp.dtype(dtype),
+    )
 
 
 def rows(
