@@ -49,7 +49,8 @@ def test_a_node_has_the_same_bits_in_every_tree(gate):
     path = np.flatnonzero(scans.inputs(case).path[0])
 
     def check(y, nodes):
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:, nodes]), y, whole)
+        for got, want in zip(*map(jax.tree.leaves, (y, whole)), strict=True):
+            np.testing.assert_array_equal(got, want[:, nodes])
 
     with dispatch.to_the_bit(True):
         whole, state = run(range(64))

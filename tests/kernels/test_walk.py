@@ -1,5 +1,6 @@
 """The order in which kernels visit trees and paths."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,10 +18,11 @@ def test_every_node_follows_its_parent(nodes):
     mask = ancestor_mask(parents)
     exists = (mask <= (rng.random((41, 1, nodes)) < 0.9)).all(axis=2) | (parents < 2)
     mask = np.where(exists[:, :, None], mask, np.tril(rng.random(mask.shape) < 0.5, -1))
-    for tree, (count, *codes) in enumerate(np.asarray(walk.visits(mask, queries))):
+    table = walk.visits(jnp.asarray(mask), queries)
+    for tree, (_, *codes) in enumerate(np.stack(walk.visit(table), axis=-1).tolist()):
+        count = int(table[tree, 0])
         kept, before, visited = {}, -1, []
-        for code in codes[:count]:
-            node, pop, push = map(int, walk.visit(code))
+        for node, pop, push in codes[:count]:
             assert (kept.get(pop, -1) if pop else before) == parents[tree, node]
             assert max(pop, push) <= walk.slots(nodes)
             kept |= {push: node}
@@ -28,9 +30,10 @@ def test_every_node_follows_its_parent(nodes):
             visited.append(node)
         is_query = exists[tree] & (np.arange(nodes) >= nodes - queries)
         assert sorted(visited) == np.flatnonzero(mask[tree][is_query].any(axis=0)).tolist()
-        assert sorted([*visited, *codes[count:]]) == [0, *range(nodes)]
+        left_out = [node for node, _, _ in codes[count:]]
+        assert sorted([*visited, *left_out]) == [0, *range(nodes)]
 
 
 def test_steps_of_paths():
     path = np.array([[1, 0, 1, 1], [0, 0, 0, 0]], bool)
-    np.testing.assert_array_equal(walk.steps(path), [[3, 0, 2, 3, 0, 0], [0] * 6])
+    np.testing.assert_array_equal(walk.steps(jnp.asarray(path)), [[3, 0, 2, 3, 0, 0], [0] * 6])
