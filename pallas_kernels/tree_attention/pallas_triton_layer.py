@@ -242,11 +242,11 @@ def _kernel(
             turn.keywords["angles"] = angles(position, inputs["frequencies"], interpret)
 
             @pl.when(is_query)
-            def _() -> None:
+            def rotate_queries() -> None:
                 turn(inputs["query"], (of_row, head), rotated, (of_row, head))
 
         @pl.when(~is_query)
-        def _() -> None:
+        def write_nodes() -> None:
             target, multiplier = (num_prefix + node,), layout.key_multiplier
             key_ref, new_ref = inputs["node key"], outputs["node key"]
             turn(key_ref, (node,), new_ref, target, multiplier=multiplier)
