@@ -299,7 +299,7 @@ def _kernel(
             sources.append(("old ", node, (step >= 0) & (step < count)))
 
         def gathered(name: str) -> list[jax.Array]:
-            gathered = []
+            parts = []
             for some in online_softmax.channels(head_dim):
                 block = jnp.zeros((blocks.keys, some.size), inputs["key"].dtype)
                 for kind, index, exists in sources:
@@ -307,8 +307,8 @@ def _kernel(
                     there = exists[:, None]
                     loaded = tb.masked_load(ref, (index, some), there, interpret=interpret)
                     block = jnp.where(there, loaded, block)
-                gathered.append(block)
-            return gathered
+                parts.append(block)
+            return parts
 
         softmax = online_softmax.of_block(
             online_softmax.load(rotated, *at),
