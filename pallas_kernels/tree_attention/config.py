@@ -5,6 +5,7 @@ spill (`benchmarks/results/spills.json`). They were timed on no GPU yet.
 """
 
 import dataclasses
+from typing import Any
 
 from jax.typing import DTypeLike
 
@@ -37,11 +38,12 @@ class Choice:
 
 # Wider heads spill with all but smaller blocks.
 _WIDE_HEAD = 128
+_NARROW_HEAD = 64
 # Programs that are not split spill, unless rows are many, as in a chunk of a prompt, or blocks are
 # small, as for wide bfloat16 heads.
 _MANY_ROWS = 256
 # A batch that leaves nothing to split, for blocks that are the same in all batches.
-ANY_BATCH = dict(num_rows=_MANY_ROWS, num_groups=1 << 20, capacity=1 << 20)
+ANY_BATCH: dict[str, Any] = dict(num_rows=_MANY_ROWS, num_groups=1 << 20, capacity=1 << 20)
 # By dtype, number of rows and size of heads. Full float32 products need many registers. 1024 warps
 # are 8 on each of an H100's 132 multiprocessors.
 DEFAULTS = {
@@ -88,6 +90,7 @@ def block_sizes(
 
 # Of `tree_attention_layer`, for any number of rows.
 LAYER_DEFAULTS = {
+    "bfloat16, narrow heads": Choice(rows=64, keys=32, num_warps=8, num_stages=2, busy_warps=1024),
     "bfloat16": Choice(rows=32, keys=32, num_warps=8, num_stages=2, busy_warps=1024),
     "float32": Choice(rows=16, keys=16, num_warps=8, num_stages=2, busy_warps=1024),
     "bfloat16, wide heads": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
@@ -104,7 +107,10 @@ def layer_block_sizes(
     Keys and splits decide the order of sums. So they depend on nothing that a step may change, such
     as rows, batch or capacity.
     """
-    choice = LAYER_DEFAULTS[case(dtype, _MANY_ROWS, head_dim)]
+    name = case(dtype, _MANY_ROWS, head_dim)
+    if name == "bfloat16" and head_dim <= _NARROW_HEAD:  # would spill with fewer rows
+        name = "bfloat16, narrow heads"
+    choice = LAYER_DEFAULTS[name]
     splits = min(_MOST_SPLITS, -(-choice.busy_warps // (choice.num_warps * num_groups)))
     rows = min(choice.rows, tb.padded_size(num_rows))
     return BlockSizes(rows, choice.keys, splits, choice.num_warps, choice.num_stages)

@@ -57,8 +57,9 @@ def tree_attention(
     capacity = keys.shape[2]
     per_group = num_heads // num_groups
     num_rows = num_queries * per_group
-    sizes = dict(num_rows=num_rows, num_groups=batch * num_groups, capacity=capacity)
-    sizes = ANY_BATCH if to_the_bit else sizes
+    sizes = ANY_BATCH
+    if not to_the_bit:
+        sizes = dict(num_rows=num_rows, num_groups=batch * num_groups, capacity=capacity)
     blocks = blocks or block_sizes(query.dtype, **sizes, head_dim=head_dim)
     block_rows = min(blocks.rows, tb.padded_size(num_rows))
     splits = blocks.splits if capacity else 1

@@ -242,11 +242,11 @@ def _kernel(
             turn.keywords["angles"] = angles(position, inputs["frequencies"], interpret)
 
             @pl.when(is_query)
-            def _() -> None:
+            def rotate_queries() -> None:
                 turn(inputs["query"], (of_row, head), rotated, (of_row, head))
 
         @pl.when(~is_query)
-        def _() -> None:
+        def write_nodes() -> None:
             target, multiplier = (num_prefix + node,), layout.key_multiplier
             key_ref, new_ref = inputs["node key"], outputs["node key"]
             turn(key_ref, (node,), new_ref, target, multiplier=multiplier)
@@ -299,7 +299,7 @@ def _kernel(
             sources.append(("old ", node, (step >= 0) & (step < count)))
 
         def gathered(name: str) -> list[jax.Array]:
-            gathered = []
+            parts = []
             for some in online_softmax.channels(head_dim):
                 block = jnp.zeros((blocks.keys, some.size), inputs["key"].dtype)
                 for kind, index, exists in sources:
@@ -307,8 +307,8 @@ def _kernel(
                     there = exists[:, None]
                     loaded = tb.masked_load(ref, (index, some), there, interpret=interpret)
                     block = jnp.where(there, loaded, block)
-                gathered.append(block)
-            return gathered
+                parts.append(block)
+            return parts
 
         softmax = online_softmax.of_block(
             online_softmax.load(rotated, *at),
