@@ -105,8 +105,23 @@ def random_model(config: st.ModelConfig) -> st.HybridLM:
 
 
 def stored(model: st.HybridLM, weights: str) -> st.HybridLM:
-    """The model with its matrices in a type of `Sizes.weights`."""
-    return model.quantized() if weights == "int8" else model
+    """The model with its matrices in a type of `Sizes.weights`: 8 bits are drawn on the device.
+
+    To round the model's own on the host would take a minute.
+    """
+    if weights != "int8":
+        return model
+    options: dict[str, Any] = {"dtype": model.dtype, "implementation": model.implementation}
+    abstract = nnx.merge(*st.HybridLM.abstract(model.config, **options)).quantized()
+    kept = dict(jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model))))
+
+    def drawn(path: Any, leaf: Any) -> jax.Array:
+        if leaf.dtype == jnp.int8:
+            return jax.random.randint(jax.random.key(leaf.size), leaf.shape, -127, 128, jnp.int8)
+        return kept[path] if path in kept else jnp.full(leaf.shape, 3e-4, leaf.dtype)
+
+    structure, like = nnx.split(abstract)
+    return nnx.merge(structure, jax.tree.map_with_path(drawn, nnx.to_pure_dict(like)))
 
 
 def of_device(sizes: Sizes) -> Rows:
@@ -175,12 +190,12 @@ def of_bits(sizes: Sizes) -> Rows:
     def of_shape(config: st.ModelConfig, weights: str) -> Pair:
         target = random_model(config.with_layers(config.kinds[: sizes.layers]))
         prompts = np.random.default_rng(0).integers(config.vocab_size, size=(4, 16)).tolist()
-        draft, target = perturbed(target, 0.02), stored(target, weights)
-        return Pair("", target if on_gpu() else target.packed(), draft, prompts, "")
+        target = stored(target, weights)
+        target = target if on_gpu() else target.packed()
+        return Pair("", target, perturbed(target, 0.02), prompts, "")
 
     def embedded(weights: str) -> Pair:
-        pair = embedded_pair(4, 16, "bfloat16")
-        return pair._replace(target=stored(pair.target, weights))
+        return embedded_pair(4, 16, "bfloat16", quantize="int8" if weights == "int8" else None)
 
     def measure(pair: Callable[[str], Pair], weights: str, heat: float, wanted: bool) -> Row:
         _, target, draft, prompts, _ = pair(weights)
