@@ -41,7 +41,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch, walk
 from pallas_kernels import triton as tb
-from pallas_kernels.numerics import DeferredRMSNorm, rms_norm, scaled
+from pallas_kernels.numerics import DeferredRMSNorm, scaled
+from pallas_kernels.rms_norm.pallas_triton import gated_rms_norm
 from pallas_kernels.tree_scan import head, recurrence
 from pallas_kernels.tree_scan.gate import Gate
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
@@ -239,7 +240,10 @@ def _run(
         rows = results["y"].reshape(batch, num_queries, -1)
         return DeferredRMSNorm(rows, results["mean_squares"], gate.norm_epsilon), state
     if gate is not None and gate.norm_weight is not None and not norms:
-        y = rms_norm(results["y"], gate.norm_weight.reshape(num_heads, -1), gate.norm_epsilon)
+        rows = results["y"].reshape(batch, num_queries, -1)
+        options = dict(norm="gate_then_norm", epsilon=gate.norm_epsilon, num_groups=num_heads)
+        rows = gated_rms_norm(rows, None, gate.norm_weight, interpret=interpret, **options)
+        y = rows.reshape(results["y"].shape)
     return y, state
 
 
