@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from pallas_kernels import native
+from pallas_kernels import dispatch, native
 from pallas_kernels.native import build_backend
 from stree_jax.models.bits import sums_in_other_orders
 from stree_jax.models.cache import empty_path
@@ -32,6 +32,11 @@ TREES = {
     "tree": st.TreeTopology.from_branching((3, 2, 1)),
     "single tokens": st.TreeTopology.chain(0),
 }
+
+
+# Those whose attention has windows run by XLA on a GPU.
+INTERPRETED = [name for name in CONFIGS if name not in ("lara hybrid", "mixed hybrid")]
+WIDTHS = ("mlp_dim", "hidden_size", "latent_size", "shared_size", "num_channels", "adapter_rank")
 
 
 def model_of(family, kind="float32", **sizes):
@@ -99,6 +104,37 @@ def check(model):
         have[name] = np.concatenate([want[:50], in_trees(model, text, topology, 50, cache)])
     for name, logits in have.items():
         np.testing.assert_array_equal(logits, want[: len(logits)], name)
+
+
+def in_kernel_sizes(config):
+    """A config, or one inside of it, whose matrices the kernel multiplies."""
+
+    def changed(name, value):
+        if dataclasses.is_dataclass(value):
+            return in_kernel_sizes(value)
+        if isinstance(value, tuple):
+            return tuple(changed("", part) for part in value)
+        return -(-value // 16) * 16 if value and name in WIDTHS else value
+
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return dataclasses.replace(config, **{name: changed(name, fields[name]) for name in fields})
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("int8", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("family", some(INTERPRETED, "qwen3_5 hybrid"))
+def test_kernels_of_gpus(family, kind):
+    """In the interpreter: a text in trees, and its tokens alone."""
+    config = in_kernel_sizes(in_native_sizes(CONFIGS[family]))
+    model = random_model(config, dtype="bfloat16", implementation="pallas_interpret")
+    model = model.quantized() if kind == "int8" else model
+    with dispatch.to_the_bit(True):
+        assert bits_obstacle(model, TREES["tree"].num_nodes) is None
+        text = np.random.default_rng(1).integers(model.config.vocab_size, size=16)
+        length, cache = jnp.array([4], jnp.int32), model.init_cache(1, 64)
+        _, cache = read(model, text[None, :4], length, cache)
+        logits = {name: in_trees(model, text, TREES[name], 4, cache) for name in TREES}
+    for name, of_tree in logits.items():
+        np.testing.assert_array_equal(of_tree, logits["single tokens"][: len(of_tree)], name)
 
 
 def skip_gelu(family):
