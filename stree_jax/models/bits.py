@@ -102,4 +102,4 @@ def _log_probs(model: HybridLM, sizes: tuple[int, int, bool, bool]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _traced(model: HybridLM, *sizes: Any) -> Any:
-    return _log_probs(model, sizes)  # type: ignore[arg-type]
+    return _log_probs(model, sizes)

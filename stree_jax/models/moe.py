@@ -164,7 +164,7 @@ class MixtureOfExperts(Pointwise):
         self.latent_in = None if c.latent_size is None else new.linear(d_model, width, False)
         self.latent_out = None if c.latent_size is None else new.linear(width, d_model, False)
         shared = MlpConfig(c.shared_size or 1, activation=c.activation, gated=c.gated)
-        options = dict(dtype=dtype, rngs=rngs, implementation=self.implementation)
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs, implementation=self.implementation)
         self.shared = (
             Mlp(shared, d_model, out_scale=new.out_scale, **options) if c.shared_size else None
         )
