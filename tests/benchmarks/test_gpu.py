@@ -1,6 +1,7 @@
 """Fifteen minutes of a GPU: nothing that happens to a process may cost more than a row."""
 
 import json
+import runpy
 import subprocess
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import gpu
+from benchmarks import gpu, peer_gpu
 
 
 @pytest.mark.slow
@@ -110,3 +111,10 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="nothing was measured: no GPU; --tiny"):
         gpu.work("device", gpu.FULL, tmp_path / "gpu.json", 60.0)
     assert not (tmp_path / "gpu.json").exists()
+
+
+@pytest.mark.skipif(peer_gpu.OBSTACLE is None, reason="the peer runs here")
+def test_without_its_packages_the_peer_says_what_to_install(capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        runpy.run_path(peer_gpu.__file__, run_name="__main__")
+    assert peer_gpu.PACKAGES in capsys.readouterr().err
