@@ -14,7 +14,6 @@ blocks, the largest first. Refuses groups (rows) whose size is not a multiple of
 above `MOST_NUMBERS`.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -28,23 +27,7 @@ from pallas_kernels import triton as tb
 from pallas_kernels.numerics import DeferredRMSNorm, scaled
 from pallas_kernels.triton import Ref
 
-
-@dataclasses.dataclass(frozen=True)
-class BlockSizes:
-    """Sizes of the blocks that a program works on."""
-
-    block: int  # largest number of elements loaded at once
-    num_warps: int  # Triton's
-
-
-def block_sizes(group_size: int) -> BlockSizes:
-    """Block sizes for groups (`add_rms_norm`: rows), which a program holds in registers.
-
-    With these nothing spills on sm_80 to sm_90 (`benchmarks/results/spills.json`).
-    """
-    return BlockSizes(block=4096, num_warps=4 if group_size <= 4096 else 8)
-
-
+_BLOCK = 4096  # the most numbers that are loaded at once
 MOST_NUMBERS = 1 << 14  # 64 registers of each of 256 threads
 
 
@@ -55,7 +38,15 @@ def unsupported(name: str, size: int) -> str | None:
     return tb.unsupported_in_parts(name, size)
 
 
-@functools.partial(jax.jit, static_argnames=("epsilon", "multiplier", "interpret", "blocks"))
+def _warps(size: int) -> int:
+    """Of a program, which holds a group (`add_rms_norm`: a row) in registers.
+
+    With these nothing spills on sm_80 to sm_90 (`benchmarks/results/spills.json`).
+    """
+    return 4 if size <= 4096 else 8
+
+
+@functools.partial(jax.jit, static_argnames=("epsilon", "multiplier", "interpret"))
 def add_rms_norm(
     residual: jax.Array,
     output: jax.Array | DeferredRMSNorm,
@@ -64,11 +55,9 @@ def add_rms_norm(
     epsilon: float,
     multiplier: float,
     interpret: bool = False,
-    blocks: BlockSizes | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.add_rms_norm`."""
     size = residual.shape[-1]
-    blocks = blocks or block_sizes(size)
     rows = (math.prod(residual.shape[:-1]), size)
 
     def of_row(length: int) -> pl.BlockSpec:
@@ -84,10 +73,9 @@ def add_rms_norm(
             epsilon=epsilon,
             multiplier=multiplier,
             output_epsilon=output_epsilon,
-            block=blocks.block,
         ),
         name="add_rms_norm",
-        num_warps=blocks.num_warps,
+        num_warps=_warps(size),
         interpret=interpret,
         in_one_order=True,
         grid=rows[:1],
@@ -114,11 +102,10 @@ def _add_kernel(
     epsilon: float,
     multiplier: float,
     output_epsilon: float,
-    block: int,
 ) -> None:
     *mean_squares, sum_ref, normed_ref = refs
     dtype = residual_ref.dtype
-    parts = tb.parts(residual_ref.shape[0], block)
+    parts = tb.parts(residual_ref.shape[0], _BLOCK)
     outputs = [output_ref[part] for part in parts]
     for mean_squares_ref in mean_squares:  # none or one
         count = mean_squares_ref.shape[0]
@@ -155,7 +142,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, **options: Any) -> jax.Array:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("norm", "epsilon", "num_groups", "gate_start", "interpret", "blocks")
+    jax.jit, static_argnames=("norm", "epsilon", "num_groups", "gate_start", "interpret")
 )
 def gated_rms_norm(
     y: jax.Array,
@@ -167,11 +154,9 @@ def gated_rms_norm(
     num_groups: int,
     gate_start: int = 0,
     interpret: bool = False,
-    blocks: BlockSizes | None = None,
 ) -> jax.Array:
     """See `api.gated_rms_norm`; without a gate, a norm alone."""
     group_size = y.shape[-1] // num_groups
-    blocks = blocks or block_sizes(group_size)
     rows = (math.prod(y.shape[:-1]), y.shape[-1])
     group = pl.BlockSpec((None, group_size), lambda row, g: (row, g))
     inputs = {"y": (y.reshape(rows), group)}
@@ -181,14 +166,12 @@ def gated_rms_norm(
     if weight is not None:
         inputs["weight"] = weight, pl.BlockSpec((group_size,), lambda row, g: (g,))
     results = tb.call_by_name(
-        functools.partial(
-            _gated_kernel, norm=norm, epsilon=epsilon, gate_start=gate_start, block=blocks.block
-        ),
+        functools.partial(_gated_kernel, norm=norm, epsilon=epsilon, gate_start=gate_start),
         inputs,
         {"output": (jax.ShapeDtypeStruct(rows, y.dtype), group)},
         in_place={},
         name="rms_norm" if gate is None else "gated_rms_norm",
-        num_warps=blocks.num_warps,
+        num_warps=_warps(group_size),
         interpret=interpret,
         in_one_order=True,
         grid=(rows[0], num_groups),
@@ -203,14 +186,13 @@ def _gated_kernel(
     norm: str,
     epsilon: float,
     gate_start: int,
-    block: int,
 ) -> None:
     """Refs by name: y [group size], gate [X] or none, weight [group size] unless norm is "none".
 
     outputs: output [group size].
     """
     group_size = inputs["y"].shape[0]
-    parts = tb.parts(group_size, block)
+    parts = tb.parts(group_size, _BLOCK)
 
     first_gate = gate_start + pl.program_id(1) * group_size
 
