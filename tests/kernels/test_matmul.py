@@ -69,19 +69,21 @@ PLANS = [(64, 64, 128, 64), (1, 16, 64, 64), (33, 64, 128, 32), (5, 16, 32, 128)
 
 
 @functools.cache
-def by_plan(eight_bits, rows, *blocks):
-    """The product with a matrix whose inputs have two parts, in the interpreter."""
-    x, matrix = normal(70, 256, seed=1), normal(256, 72).astype(jnp.bfloat16)
+def by_plan(interpret, eight_bits, rows, *blocks):
+    """The product with a matrix whose inputs have two parts; on a GPU of a real size."""
+    inputs, columns = (256, 72) if interpret else (2560, 10576)
+    x, matrix = normal(70, inputs, seed=1), normal(inputs, columns).astype(jnp.bfloat16)
     matrix = jax.tree.map(jnp.asarray, QuantizedMatrix.of(matrix) if eight_bits else matrix)
     plan = kernel.BlockSizes(*blocks, num_warps=4, num_stages=1)
-    options = dict(axis=-2, dtype="float32", interpret=True, blocks=plan)
+    options = dict(axis=-2, dtype="float32", interpret=interpret, blocks=plan)
     return bits(kernel.matmul(jnp.asarray(x[:rows], jnp.bfloat16), matrix, **options))
 
 
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("eight_bits", [False, True])
 @pytest.mark.parametrize("plan", some(PLANS[1:], *PLANS[1:3]), ids=str)
-def test_a_row_has_the_same_bits_in_all_plans(plan, eight_bits):
-    both = by_plan(eight_bits, *plan), by_plan(eight_bits, *PLANS[0])
+def test_a_row_has_the_same_bits_in_all_plans(plan, eight_bits, interpret):
+    both = [by_plan(interpret, eight_bits, *case) for case in (plan, PLANS[0])]
     rows = min(map(len, both))
     np.testing.assert_array_equal(*(y[:rows] for y in both))
 
