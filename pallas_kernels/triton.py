@@ -99,6 +99,17 @@ def call_by_name(
     )({name: array for name, (array, _) in inputs.items()})
 
 
+def spec(array: Any, axes: str, grid: str) -> pl.BlockSpec:
+    """A program's block of an array: one place on axes that the grid has too, all of the others.
+
+    `axes` and `grid` have a letter for each axis.
+    """
+    return pl.BlockSpec(
+        tuple(None if axis in grid else size for axis, size in zip(axes, array.shape, strict=True)),
+        lambda *program: tuple(program[grid.index(axis)] if axis in grid else 0 for axis in axes),
+    )
+
+
 def dot(
     left: jax.Array,
     right: jax.Array,
