@@ -209,7 +209,6 @@ def combined(
         ),
         named(results | tails),
         named({"y": y}),
-        in_place={},
         name="tree_attention_combine",
         num_warps=4,
         interpret=interpret,

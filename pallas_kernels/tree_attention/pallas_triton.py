@@ -85,7 +85,6 @@ def tree_attention(
         ),
         arrays_by_name,
         online_softmax.outputs(query.shape, query.dtype, per_group=per_group, parts=splits),
-        in_place={},
         name="tree_attention",
         num_warps=blocks.num_warps,
         num_stages=NUM_STAGES,

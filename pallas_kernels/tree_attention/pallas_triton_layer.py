@@ -139,13 +139,13 @@ def tree_attention_layer(
         # Rotated queries: each program reads back what it wrote.
         outputs["query"] = (jax.ShapeDtypeStruct(shape, projected.dtype), of_queries)
     if previous is not None:
-        outputs |= {name: inputs[name] for name in ("key", "value", "length")}
+        outputs |= {name: inputs[name] for name in ("key", "value")}
+        outputs["length"] = (jax.typeof(cache.length), inputs["length"][1])  # others read the old
     of_tail = num_queries * pl.cdiv(per_group, tb.SMALLEST_BLOCK) * tails
     got = tb.call_by_name(
         functools.partial(_kernel, layout=layout, blocks=blocks, tails=tails, interpret=interpret),
         inputs,
         outputs,
-        in_place={name: name for name in ("key", "value") if previous is not None},
         name="tree_attention_layer",
         num_warps=blocks.num_warps,
         num_stages=NUM_STAGES,
