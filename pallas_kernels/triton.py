@@ -77,11 +77,12 @@ def call_by_name(
     kernel: Callable[..., None],
     inputs: dict[str, tuple[jax.Array, pl.BlockSpec]],
     outputs: dict[str, tuple[Any, pl.BlockSpec]],
-    *,
-    in_place: dict[str, str],
     **options: Any,
 ) -> dict[str, jax.Array]:
-    """`call` of a kernel that takes dicts of input and of output refs; `in_place` names outputs."""
+    """`call` of a kernel that takes dicts of input and of output refs.
+
+    An output that is the very pair of the input with its name is written in place.
+    """
     # jax flattens dicts in the order of their keys.
     order, new_order = sorted(inputs), sorted(outputs)
     return call(
@@ -93,10 +94,23 @@ def call_by_name(
             for name, (array, _) in outputs.items()
         },
         input_output_aliases={
-            order.index(name): new_order.index(new) for name, new in in_place.items()
+            order.index(name): new_order.index(name)
+            for name, pair in inputs.items()
+            if outputs.get(name) is pair
         },
         **options,
     )({name: array for name, (array, _) in inputs.items()})
+
+
+def spec(array: Any, axes: str, grid: str) -> pl.BlockSpec:
+    """A program's block of an array: one place on axes that the grid has too, all of the others.
+
+    `axes` and `grid` have a letter for each axis.
+    """
+    return pl.BlockSpec(
+        tuple(None if axis in grid else size for axis, size in zip(axes, array.shape, strict=True)),
+        lambda *program: tuple(program[grid.index(axis)] if axis in grid else 0 for axis in axes),
+    )
 
 
 def dot(

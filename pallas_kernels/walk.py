@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int32
 
 _POP, _PUSH, _NODE = 20, 24, 0xFFFF  # where a visit has its slots, and the bits of its node
@@ -93,12 +94,31 @@ def _table(count: Array, codes: Array) -> Array:
 State = tuple[Array, ...]  # of a node, in blocks
 
 
+def along(
+    steps_ref: Any, load: Callable[[Array], Any], advance: Callable[..., State], state: State
+) -> State:
+    """The state after a path, inside of a kernel.
+
+    `steps_ref` is what `steps` returned for a row. `load` loads what a node needs, one node ahead;
+    `advance` gets the state before and all of this.
+    """
+
+    def step(number: Array, carry: Any) -> Any:
+        state, inputs = carry
+        following = load(steps_ref[2 + number])
+        return advance(state, *inputs), following
+
+    return lax.fori_loop(0, steps_ref[0], step, (state, load(steps_ref[1])))[0]
+
+
 def visit_all(
     visits_ref: Any,
     num_nodes: int,
+    first_query: int,
     before_root: Callable[[], State],
-    load: Callable[[Array], Any],
-    visited: Callable[[State, Array, Any], State],
+    load: Callable[[Array, Array], Any],
+    visited: Callable[[State, Array, Any], tuple[State, tuple]],
+    write: Callable[..., None],
     leave_out: Callable[[Array], None],
 ) -> None:
     """Visits the nodes of a tree, inside of a kernel.
@@ -106,20 +126,37 @@ def visit_all(
     Args:
         visits_ref: what `visits` returned for a row; None: there is one node, which exists.
         num_nodes: nodes of the tree.
+        first_query: the first node whose outputs are wanted.
         before_root: gives the state before the root. What the first node needs is loaded before.
-        load: loads what a node needs, one node ahead.
-        visited: the state after a node, from its parent's; writes outputs.
-        leave_out: writes outputs of a node that is not visited.
+        load: loads what a node, and the query that it is if any, need; one node ahead.
+        visited: the state after a node, from its parent's, and what else `write` needs.
+        write: writes outputs of a query, from the state after it and what `visited` returned.
+        leave_out: writes outputs of a query that is not visited.
     """
+
+    def load_node(node: Array) -> Any:
+        return load(node, jnp.maximum(node - first_query, 0))
+
+    def if_query(node: Array, function: Callable[[Array], None]) -> None:
+        if first_query:
+            pl.when(node >= first_query)(lambda: function(node - first_query))
+        else:
+            function(node)
+
+    def advance(state: State, node: Array, inputs: Any) -> State:
+        state, more = visited(state, node, inputs)
+        if_query(node, lambda query: write(query, state, *more))
+        return state
+
     if visits_ref is None:
         root = jnp.int32(0)
-        inputs = load(root)
-        visited(before_root(), root, inputs)
+        inputs = load_node(root)
+        advance(before_root(), root, inputs)
         return
 
     def load_visit(number: int | Array) -> tuple[Array, Any]:
         code = visits_ref[1 + number]
-        return code, load(visit(code)[0])
+        return code, load_node(visit(code)[0])
 
     def step(number: Array, carry: Any) -> Any:
         state, kept, (code, inputs) = carry
@@ -134,7 +171,7 @@ def visit_all(
                 return state
 
             state = lax.cond(pop > 0, turned_back, lambda: state)
-        state = visited(state, node, inputs)
+        state = advance(state, node, inputs)
         if kept:
             kept = lax.cond(
                 push > 0,
@@ -143,15 +180,13 @@ def visit_all(
             )
         return state, kept, following
 
+    def skip(number: Array, _: Any) -> None:
+        if_query(visit(visits_ref[1 + number])[0], leave_out)
+
     first = load_visit(0)
     state = before_root()
     lax.fori_loop(0, visits_ref[0], step, (state, (state,) * slots(num_nodes), first))
-    lax.fori_loop(
-        visits_ref[0],
-        num_nodes,
-        lambda number, _: leave_out(visit(visits_ref[1 + number])[0]),
-        None,
-    )
+    lax.fori_loop(visits_ref[0], num_nodes, skip, None)
 
 
 def _where(condition: Array, state: State, another: State) -> State:

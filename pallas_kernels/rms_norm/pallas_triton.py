@@ -169,7 +169,6 @@ def gated_rms_norm(
         functools.partial(_gated_kernel, norm=norm, epsilon=epsilon, gate_start=gate_start),
         inputs,
         {"output": (jax.ShapeDtypeStruct(rows, y.dtype), group)},
-        in_place={},
         name="rms_norm" if gate is None else "gated_rms_norm",
         num_warps=_warps(group_size),
         interpret=interpret,

@@ -40,17 +40,6 @@ class Softmax(NamedTuple):
     maximum: jax.Array  # of the scores [rows]
 
 
-class Split(NamedTuple):
-    """The share of a cache that a program reads: blocks `number`, `number + splits`, ..."""
-
-    number: jax.Array
-    splits: int
-
-
-# Adds keys, values and which of them are seen to a softmax.
-Attend = Callable[[Softmax, list[jax.Array], list[jax.Array], jax.Array], Softmax]
-
-
 def channels(count: int) -> list[pl.Slice]:
     """`range(count)` of the channels of a head, in parts of a power of two.
 
@@ -79,8 +68,9 @@ def empty(num_rows: int, head_dim: int) -> Softmax:
     )
 
 
-def of_block(
+def attend(
     query: list[jax.Array],
+    softmax: Softmax | None,
     keys: list[jax.Array],
     values: list[jax.Array],
     seen: jax.Array,
@@ -88,10 +78,10 @@ def of_block(
     scale: float,
     interpret: bool,
 ) -> Softmax:
-    """The softmax of queries `[rows, E]` over a block of keys and values `[keys, E]`.
+    """A softmax, if there is one, and that of queries `[rows, E]` over a block of keys.
 
-    All three come in the blocks that `load` returns; `seen` `[rows or 1, keys]` is False where a
-    key is masked.
+    Queries, keys and values `[keys, E]` come in the blocks that `load` returns; `seen`
+    `[rows or 1, keys]` is False where a key is masked.
     """
     products = [tb.dot(q, k, trans_b=True) for q, k in zip(query, keys, strict=True)]
     factor = jnp.full((), scale, jnp.float32)
@@ -103,7 +93,8 @@ def of_block(
     # A reduction would add up in another order for another number of rows.
     ones = jnp.ones((weight.shape[1], tb.SMALLEST_BLOCK), jnp.bfloat16)
     totals = tb.dot(weight, ones, exact=values[0].dtype == jnp.float32)
-    return Softmax([tb.dot(weight, v) for v in values], jnp.max(totals, axis=1), maximum)
+    block = Softmax([tb.dot(weight, v) for v in values], jnp.max(totals, axis=1), maximum)
+    return block if softmax is None else merged(softmax, block, interpret=interpret)
 
 
 def merged(left: Softmax, right: Softmax, *, interpret: bool) -> Softmax:
@@ -118,72 +109,27 @@ def merged(left: Softmax, right: Softmax, *, interpret: bool) -> Softmax:
     return Softmax(sums, fused(left.total, a, fused(right.total, b, None)), maximum)
 
 
-def attend(
-    query: list[jax.Array],
-    softmax: Softmax,
-    keys: list[jax.Array],
-    values: list[jax.Array],
-    seen: jax.Array,
-    *,
-    scale: float,
-    interpret: bool,
-) -> Softmax:
-    """Adds a block, as `of_block` takes it, to the running softmax."""
-    block = of_block(query, keys, values, seen, scale=scale, interpret=interpret)
-    return merged(softmax, block, interpret=interpret)
-
-
 def attend_cache(
-    attend: Attend, softmax: Softmax, cache: tuple[Ref, Ref, jax.Array], *, block: int, split: Split
+    attend: Callable[..., Softmax],
+    softmax: Softmax,
+    keys_ref: Ref,
+    values_ref: Ref,
+    length: jax.Array,
+    *,
+    block: int,
+    split: jax.Array,
+    splits: int,
 ) -> Softmax:
-    """Adds a split of a cache: keys and values `[L, E]`, and the number of positions in use."""
-    keys_ref, values_ref, length = cache
-    num_blocks = lax.div(length + block - 1, block)
+    """Adds a split of a cache: blocks `split`, `split + splits`, ... of `length` positions."""
 
     def step(i: jax.Array, softmax: Softmax) -> Softmax:
-        first = (split.number + i * split.splits) * block
+        first = (split + i * splits) * block
         place, exists = tb.rows(first, block, keys_ref.shape[0])
         seen = (exists & (place < length))[None, :]
         return attend(softmax, load(keys_ref, place), load(values_ref, place), seen)
 
-    # Blocks number, number + splits, ... below num_blocks.
-    steps = lax.div(num_blocks - split.number + split.splits - 1, split.splits)
-    return lax.fori_loop(0, steps, step, softmax)
-
-
-def attend_nodes(
-    attend: Attend,
-    softmax: Softmax,
-    nodes: tuple[Ref, Ref, Ref],
-    query: jax.Array,
-    *,
-    last: jax.Array,
-    block: int,
-    split: Split,
-) -> Softmax:
-    """Adds the nodes of a tree, in the last split only.
-
-    They are keys and values `[N, E]` and the mask `[Q, N]`. `query` is that of each row; nodes
-    after the last of these are masked for all of them.
-    """
-    keys_ref, values_ref, mask_ref = nodes
-    num_queries, num_nodes = mask_ref.shape
-    num_seen = num_nodes - num_queries + last + 1
-
-    def step(j: jax.Array, softmax: Softmax) -> Softmax:
-        node, exists = tb.rows(j * block, block, num_nodes)
-        seen = mask_ref[query[:, None], node[None, :]] & exists[None, :]
-        return attend(softmax, load(keys_ref, node), load(values_ref, node), seen)
-
-    num_blocks = lax.div(num_seen + block - 1, block)
-    if split.splits > 1:
-        num_blocks = num_blocks * (split.number == split.splits - 1).astype(jnp.int32)
-    return lax.fori_loop(0, num_blocks, step, softmax)
-
-
-def last_query(first_row: jax.Array, num_rows: int, per_group: int, num_queries: int) -> jax.Array:
-    """The last query of a block of rows."""
-    return jnp.minimum(lax.div(first_row + num_rows - 1, per_group), num_queries - 1)
+    num_blocks = lax.div(length + block - 1, block)
+    return lax.fori_loop(0, lax.div(num_blocks - split + splits - 1, splits), step, softmax)
 
 
 def query_block(num_queries: int, per_group: int, head_dim: int) -> pl.BlockSpec:
@@ -191,26 +137,24 @@ def query_block(num_queries: int, per_group: int, head_dim: int) -> pl.BlockSpec
     return pl.BlockSpec((None, num_queries, per_group, head_dim), lambda i, u, b: (b, 0, u, 0))
 
 
-Outputs = dict[str, tuple[Any, pl.BlockSpec]]  # shape and dtype, and block
-
-
-def outputs(shape: tuple[int, ...], dtype: DTypeLike, *, per_group: int, parts: int) -> Outputs:
+def outputs(
+    shape: tuple[int, ...], dtype: DTypeLike, *, per_group: int, parts: int
+) -> dict[str, tuple[Any, pl.BlockSpec]]:
     """The outputs of a kernel with queries of this shape: `y`, or the parts of a softmax."""
     batch, num_queries, num_heads, head_dim = shape
     if parts == 1:
         of_queries = query_block(num_queries, per_group, head_dim)
         return {"y": (jax.ShapeDtypeStruct(shape, dtype), of_queries)}
-    all_parts = (batch, parts, num_queries, num_heads)
-    block = (None, parts, num_queries, per_group)
-    scalars = (
-        jax.ShapeDtypeStruct(all_parts, jnp.float32),
-        pl.BlockSpec(block, lambda i, u, b: (b, 0, 0, u)),
-    )
-    vectors = (
-        jax.ShapeDtypeStruct((*all_parts, head_dim), jnp.float32),
-        pl.BlockSpec((*block, head_dim), lambda i, u, b: (b, 0, 0, u, 0)),
-    )
-    return {"sums": vectors, "total": scalars, "maximum": scalars}
+
+    def of_parts(*size: int) -> tuple[Any, pl.BlockSpec]:
+        whole = (batch, parts, num_queries, num_heads, *size)
+        block = (None, parts, num_queries, per_group, *size)
+        return (
+            jax.ShapeDtypeStruct(whole, jnp.float32),
+            pl.BlockSpec(block, lambda i, u, b: (b, 0, 0, u, 0)[: len(block)]),
+        )
+
+    return {"sums": of_parts(head_dim), "total": of_parts(), "maximum": of_parts()}
 
 
 def write(output_refs: dict[str, Ref], part: jax.Array, row: tuple, softmax: Softmax) -> None:
@@ -230,7 +174,7 @@ def combined(
     dtype: DTypeLike,
     *,
     splits: int,
-    tails: dict[str, jax.Array] | None = None,
+    tails: dict[str, jax.Array],
     block: int = 0,
     capacity: int = 0,
     interpret: bool,
@@ -245,45 +189,31 @@ def combined(
         results: the parts; or `y`, which is returned.
         dtype: of the output.
         splits: how many of the parts are splits; the others are blocks of a tail.
-        tails: "length", "path" if any, and "ancestors": see `pallas_triton_layer`. None: no tail.
+        tails: "length", "path" if any, and "ancestors": see `pallas_triton_layer`. Empty: no tail.
         block: positions of a block, if there is a tail.
         capacity: of the cache; the outputs of rows that are longer are NaN.
     """
     if "y" in results:
         return results["y"]
-    batch, parts, num_queries, num_heads, head_dim = results["sums"].shape
-    of_part = (None, parts, None, None)
-    scalars = pl.BlockSpec(of_part, lambda b, q, w: (b, 0, q, w))
-    inputs = {
-        "sums": (
-            results["sums"],
-            pl.BlockSpec((*of_part, head_dim), lambda b, q, w: (b, 0, q, w, 0)),
-        ),
-        "total": (results["total"], scalars),
-        "maximum": (results["maximum"], scalars),
-    }
-    for name, array in (tails or {}).items():
-        shape = (None, *array.shape[1:]) if array.ndim < 3 else (None, None, array.shape[2])
+    axes = {"sums": "b.qw.", "total": "b.qw", "maximum": "b.qw", "y": "bqw."}
+    axes |= {"length": "b", "path": "b.", "ancestors": "bq."}
+    batch, _, *shape = results["sums"].shape
+    y = jax.ShapeDtypeStruct((batch, *shape), dtype)
 
-        def place(b: Any, q: Any, w: Any, rank: int = array.ndim) -> tuple:
-            return (b, q, 0)[:rank] if rank == 3 else (b, 0)[:rank]
+    def named(arrays: dict[str, Any]) -> dict[str, Any]:
+        return {name: (x, tb.spec(x, axes[name], "bqw")) for name, x in arrays.items()}
 
-        inputs[name] = array, pl.BlockSpec(shape, place)
-    shape = (batch, num_queries, num_heads, head_dim)
-    y = jax.ShapeDtypeStruct(shape, dtype)
-    kernel = functools.partial(
-        _combine, splits=splits, block=block, capacity=capacity, interpret=interpret
-    )
     return tb.call_by_name(
-        kernel,
-        inputs,
-        {"y": (y, pl.BlockSpec((None, None, None, head_dim), lambda b, q, w: (b, q, w, 0)))},
-        in_place={},
+        functools.partial(
+            _combine, splits=splits, block=block, capacity=capacity, interpret=interpret
+        ),
+        named(results | tails),
+        named({"y": y}),
         name="tree_attention_combine",
         num_warps=4,
         interpret=interpret,
         in_one_order=True,
-        grid=shape[:3],
+        grid=y.shape[:3],
     )["y"]
 
 
@@ -304,12 +234,12 @@ def _combine(
     num_parts, head_dim = inputs["sums"].shape
 
     def part(index: jax.Array, exists: jax.Array) -> Softmax:
-        masked = functools.partial(tb.masked_load, interpret=interpret)
-        sums = [
-            masked(inputs["sums"], (index, some), exists[:, None]) for some in channels(head_dim)
-        ]
-        maximum = jnp.where(exists, masked(inputs["maximum"], (index,), exists), _NO_SCORE)
-        return Softmax(sums, masked(inputs["total"], (index,), exists), maximum)
+        def masked(name: str, *columns: pl.Slice) -> jax.Array:
+            mask = exists[:, None] if columns else exists
+            return tb.masked_load(inputs[name], (index, *columns), mask, interpret=interpret)
+
+        sums = [masked("sums", some) for some in channels(head_dim)]
+        return Softmax(sums, masked("total"), jnp.where(exists, masked("maximum"), _NO_SCORE))
 
     split, exists = tb.rows(0, tb.padded_size(splits), splits)
     if num_parts == splits:

@@ -24,8 +24,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
 from pallas_kernels.tree_attention import online_softmax
-from pallas_kernels.tree_attention.config import ANY_BATCH, BlockSizes, block_sizes
-from pallas_kernels.tree_attention.online_softmax import Split
+from pallas_kernels.tree_attention.config import ANY_BATCH, NUM_STAGES, BlockSizes, block_sizes
 from pallas_kernels.triton import Ref
 
 LARGEST_HEAD = 256
@@ -64,48 +63,42 @@ def tree_attention(
     block_rows = min(blocks.rows, tb.padded_size(num_rows))
     splits = blocks.splits if capacity else 1
 
-    of_queries = online_softmax.query_block(num_queries, per_group, head_dim)
-    of_nodes = pl.BlockSpec((None, num_nodes, None, head_dim), lambda i, u, b: (b, 0, u, 0))
-    in_cache = pl.BlockSpec((None, None, capacity, head_dim), lambda i, u, b: (b, u, 0, 0))
-    cache = [keys, values] if capacity else []
-    results = online_softmax.outputs(query.shape, query.dtype, per_group=per_group, parts=splits)
-    parts = tb.call(
+    arrays_by_name = {
+        "query": (query, online_softmax.query_block(num_queries, per_group, head_dim)),
+        "node key": (node_keys, tb.spec(node_keys, "b.u.", "iub")),
+        "node value": (node_values, tb.spec(node_values, "b.u.", "iub")),
+        "length": (length, tb.spec(length, "b", "iub")),
+        "mask": (mask, tb.spec(mask, "b..", "iub")),
+    }
+    if capacity:
+        in_cache = tb.spec(keys, "bu..", "iub")
+        arrays_by_name |= {"key": (keys, in_cache), "value": (values, in_cache)}
+    parts = tb.call_by_name(
         functools.partial(
             _kernel,
             scale=scale,
             splits=splits,
             block_rows=block_rows,
-            interpret=interpret,
             # A tree may be much smaller than the cache.
             block_cache=min(blocks.keys, tb.padded_size(capacity)) if capacity else 0,
             block_nodes=min(blocks.keys, tb.padded_size(num_nodes)),
+            interpret=interpret,
         ),
+        arrays_by_name,
+        online_softmax.outputs(query.shape, query.dtype, per_group=per_group, parts=splits),
         name="tree_attention",
         num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
+        num_stages=NUM_STAGES,
         interpret=interpret,
         grid=(pl.cdiv(num_rows, block_rows) * splits, num_groups, batch),
-        in_specs=[
-            of_queries,
-            of_nodes,
-            of_nodes,
-            pl.BlockSpec((None,), lambda i, u, b: (b,)),
-            pl.BlockSpec((None, num_queries, num_nodes), lambda i, u, b: (b, 0, 0)),
-            *(in_cache for _ in cache),
-        ],
-        out_specs={name: spec for name, (_, spec) in results.items()},
-        out_shape={name: shape for name, (shape, _) in results.items()},
-    )(query, node_keys, node_values, length, mask, *cache)
-    return online_softmax.combined(parts, query.dtype, splits=splits, interpret=interpret)
+    )
+    return online_softmax.combined(parts, query.dtype, splits=splits, tails={}, interpret=interpret)
 
 
 def _kernel(
-    query_ref: Ref,  # [Q, W/U, E]
-    node_keys_ref: Ref,  # [N, E]
-    node_values_ref: Ref,  # [N, E]
-    length_ref: Ref,  # []
-    mask_ref: Ref,  # [Q, N]
-    *refs: Ref,  # keys and values of the cache [L, E], if there is one; outputs
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    *,
     scale: float,
     splits: int,
     block_rows: int,
@@ -113,30 +106,44 @@ def _kernel(
     block_nodes: int,
     interpret: bool,
 ) -> None:
-    *cache_refs, output_refs = refs
-    num_queries, per_group, head_dim = query_ref.shape
+    """A program of one batch row and key head.
+
+    Inputs: "query" [Q, W/U, E]; "node key", "node value" [N, E]; "length" []; "mask" [Q, N]; "key",
+    "value" [L, E], if there is a cache. Outputs: those of `online_softmax.outputs`.
+    """
+    num_queries, per_group, head_dim = inputs["query"].shape
+    num_nodes = inputs["mask"].shape[1]
     program = pl.program_id(0)
-    split = Split(lax.rem(program, splits), splits)
+    split = lax.rem(program, splits)
 
     # Row r of the product is query r // (W/U) with head r % (W/U).
     first_row = lax.div(program, splits) * block_rows
     row, _ = tb.rows(first_row, block_rows, num_queries * per_group)
     query, head = lax.div(row, per_group), lax.rem(row, per_group)
-    loaded = online_softmax.load(query_ref, query, head)
-    attend = functools.partial(online_softmax.attend, loaded, scale=scale, interpret=interpret)
+    attend = functools.partial(
+        online_softmax.attend,
+        online_softmax.load(inputs["query"], query, head),
+        scale=scale,
+        interpret=interpret,
+    )
     softmax = online_softmax.empty(block_rows, head_dim)
     if block_cache:
-        length = jnp.minimum(length_ref[...], cache_refs[0].shape[0])
+        cache = inputs["key"], inputs["value"]
+        length = jnp.minimum(inputs["length"][...], cache[0].shape[0])
         softmax = online_softmax.attend_cache(
-            attend, softmax, (cache_refs[0], cache_refs[1], length), block=block_cache, split=split
+            *(attend, softmax, *cache, length), block=block_cache, split=split, splits=splits
         )
-    softmax = online_softmax.attend_nodes(
-        attend,
-        softmax,
-        (node_keys_ref, node_values_ref, mask_ref),
-        query,
-        last=online_softmax.last_query(first_row, block_rows, per_group, num_queries),
-        block=block_nodes,
-        split=split,
-    )
-    online_softmax.write(output_refs, split.number, (query, head), softmax)
+
+    def add_nodes(j: jax.Array, softmax: online_softmax.Softmax) -> online_softmax.Softmax:
+        node, exists = tb.rows(j * block_nodes, block_nodes, num_nodes)
+        seen = inputs["mask"][query[:, None], node[None, :]] & exists[None, :]
+        values = (online_softmax.load(inputs[name], node) for name in ("node key", "node value"))
+        return attend(softmax, *values, seen)
+
+    # Nodes after the last query of the block are masked for all of its rows.
+    last = jnp.minimum(lax.div(first_row + block_rows - 1, per_group), num_queries - 1)
+    num_blocks = lax.div(num_nodes - num_queries + last + block_nodes, block_nodes)
+    if splits > 1:
+        num_blocks = num_blocks * (split == splits - 1).astype(jnp.int32)
+    softmax = lax.fori_loop(0, num_blocks, add_nodes, softmax)
+    online_softmax.write(outputs, split, (query, head), softmax)

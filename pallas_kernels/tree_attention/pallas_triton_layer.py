@@ -26,6 +26,7 @@ pairs.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,10 +39,10 @@ from pallas_kernels import triton as tb
 from pallas_kernels import walk
 from pallas_kernels.numerics import scaled
 from pallas_kernels.tree_attention import online_softmax, pallas_triton
-from pallas_kernels.tree_attention.config import BlockSizes, layer_block_sizes
+from pallas_kernels.tree_attention.config import NUM_STAGES, BlockSizes, layer_block_sizes
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV
 from pallas_kernels.tree_attention.layout import AttentionLayout
-from pallas_kernels.tree_attention.online_softmax import Split
+from pallas_kernels.tree_attention.online_softmax import channels, load, store
 from pallas_kernels.triton import Ref
 
 BLOCK_MOVED = 16  # rows that are rotated or copied at a time; few, for cosines take registers
@@ -87,15 +88,14 @@ def tree_attention_layer(
         projected = projected[..., : layout.num_columns]
     heads = projected.reshape(batch, num_queries, -1, head_dim)
 
-    def of_row(array: jax.Array) -> pl.BlockSpec:
-        shape = array.shape[1:]
-        return pl.BlockSpec((None, *shape), lambda i, u, b: (b,) + (0,) * len(shape))
+    def of_row(array: jax.Array) -> tuple[jax.Array, pl.BlockSpec]:
+        return array, tb.spec(array, "b..."[: array.ndim], "iub")
 
     def of_group(length: int, first: int = 0) -> pl.BlockSpec:
         return pl.BlockSpec((None, length, None, head_dim), lambda i, u, b: (b, 0, first + u, 0))
 
     of_queries = online_softmax.query_block(num_queries, per_group, head_dim)
-    in_cache = pl.BlockSpec((None, None, capacity, head_dim), lambda i, u, b: (b, u, 0, 0))
+    in_cache = tb.spec(cache.keys, "bu..", "iub")
 
     inputs = {
         "query": (heads, of_queries),
@@ -103,14 +103,13 @@ def tree_attention_layer(
         "node value": (heads, of_group(num_queries, num_heads + num_groups)),
         "key": (cache.keys, in_cache),
         "value": (cache.values, in_cache),
-        "length": (cache.length, of_row(cache.length)),
-        "depth": (depth, of_row(depth)),
-        "ancestors": (ancestors, of_row(ancestors)),
+        "length": of_row(cache.length),
+        "depth": of_row(depth),
+        "ancestors": of_row(ancestors),
     }
     if layout.frequencies:
         frequencies = jnp.asarray(layout.frequencies, jnp.float32)
-        of_all = pl.BlockSpec(frequencies.shape, lambda i, u, b: (0,))
-        inputs["frequencies"] = (frequencies, of_all)
+        inputs["frequencies"] = (frequencies, tb.spec(frequencies, ".", "iub"))
     if prefix_pending is not None:
         prefix_keys, prefix_values = prefix_pending
         of_prefix = of_group(prefix_keys.shape[1])
@@ -125,13 +124,13 @@ def tree_attention_layer(
         inputs |= {
             "old key": (old.keys, of_old),
             "old value": (old.values, of_old),
-            "path": (steps, of_row(steps)),
+            "path": of_row(steps),
         }
 
     pending = jax.ShapeDtypeStruct((batch, num_nodes, num_groups, head_dim), projected.dtype)
     shape = (batch, num_queries, num_heads, head_dim)
     results = online_softmax.outputs(shape, projected.dtype, per_group=per_group, parts=parts)
-    outputs: online_softmax.Outputs = {
+    outputs = {
         "node key": (pending, of_group(num_nodes)),
         "node value": (pending, of_group(num_nodes)),
         **results,
@@ -140,16 +139,16 @@ def tree_attention_layer(
         # Rotated queries: each program reads back what it wrote.
         outputs["query"] = (jax.ShapeDtypeStruct(shape, projected.dtype), of_queries)
     if previous is not None:
-        outputs |= {name: inputs[name] for name in ("key", "value", "length")}
+        outputs |= {name: inputs[name] for name in ("key", "value")}
+        outputs["length"] = (jax.typeof(cache.length), inputs["length"][1])  # others read the old
     of_tail = num_queries * pl.cdiv(per_group, tb.SMALLEST_BLOCK) * tails
     got = tb.call_by_name(
         functools.partial(_kernel, layout=layout, blocks=blocks, tails=tails, interpret=interpret),
         inputs,
         outputs,
-        in_place={name: name for name in ("key", "value") if previous is not None},
         name="tree_attention_layer",
         num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
+        num_stages=NUM_STAGES,
         interpret=interpret,
         in_one_order=True,
         grid=(of_tail + pl.cdiv(num_rows, blocks.rows) * blocks.splits, num_groups, batch),
@@ -203,9 +202,9 @@ def _kernel(
     is_tail = program < of_tail
     # A split and the first of its rows, unless it is a program of the tail.
     number = jnp.maximum(program - of_tail, 0)
-    split = Split(lax.rem(number, blocks.splits), blocks.splits)
+    split = lax.rem(number, blocks.splits)
     first_row = lax.div(number, blocks.splits) * blocks.rows
-    is_split = ~is_tail & (split.number < whole)
+    is_split = ~is_tail & (split < whole)
     # A query, the first of its heads, and a block of its tail, or 0.
     of_query, tail = lax.div(program, tails), lax.rem(program, tails)
     query = jnp.minimum(lax.div(of_query, head_blocks), num_queries - 1)
@@ -226,6 +225,8 @@ def _kernel(
     )
     for_nodes = is_tail.astype(jnp.int32) * (lax.div(below - above, BLOCK_MOVED) + 1)
     rotated = outputs["query"] if layout.frequencies else inputs["query"]
+    half = len(layout.frequencies)
+    fused = functools.partial(tb.multiply_add, interpret=interpret)
 
     def write_rows(i: jax.Array, _: Any) -> None:
         row, _ = tb.rows(first_row + i * BLOCK_MOVED, BLOCK_MOVED, num_queries * per_group)
@@ -236,24 +237,48 @@ def _kernel(
         node = ancestor(place) - num_prefix
         node = jnp.where((place < below) & (node >= 0), node, query)
         is_query = i < for_queries
-        turn = functools.partial(rotate, interpret=interpret, angles=[])
+        angles = []  # pairs of channels, cosines, sines
         if layout.frequencies:
             position = length + inputs["depth"][jnp.where(is_query, of_row, node)]
-            turn.keywords["angles"] = angles(position, inputs["frequencies"], interpret)
+            position = position.astype(jnp.float32)[:, None]
+            for pairs in channels(half):
+                angle = fused(position, inputs["frequencies"][pairs][None, :], None)
+                angles.append((pairs, jnp.cos(angle), jnp.sin(angle)))
+
+        def turn(name: str, source: tuple, target: tuple, multiplier: float) -> None:
+            """Multiplies rows of heads, rotates them and writes them."""
+            ref, kind = outputs[name], outputs[name].dtype
+
+            def read(start: int, size: int) -> tuple[tuple, jax.Array]:
+                part = pl.ds(start, size)
+                return (*target, part), scaled(inputs[name][(*source, part)], multiplier)
+
+            for pairs, cos, sin in angles:
+                (left, first), (right, second) = (
+                    read(start + pairs.start, pairs.size) for start in (0, half)
+                )
+                first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+                ref[left] = fused(second, -sin, fused(first, cos, None)).astype(kind)
+                ref[right] = fused(first, sin, fused(second, cos, None)).astype(kind)
+            for behind in channels(head_dim - 2 * half):
+                place, value = read(2 * half + behind.start, behind.size)
+                ref[place] = value
+
+        if layout.frequencies:
 
             @pl.when(is_query)
             def rotate_queries() -> None:
-                turn(inputs["query"], (of_row, head), rotated, (of_row, head))
+                turn("query", (of_row, head), (of_row, head), 1.0)
 
         @pl.when(~is_query)
         def write_nodes() -> None:
-            target, multiplier = (num_prefix + node,), layout.key_multiplier
-            key_ref, new_ref = inputs["node key"], outputs["node key"]
-            turn(key_ref, (node,), new_ref, target, multiplier=multiplier)
-            value = online_softmax.load(inputs["node value"], node)
-            online_softmax.store(outputs["node value"], target, value)
+            target = (num_prefix + node,)
+            turn("node key", (node,), target, layout.key_multiplier)
+            store(outputs["node value"], target, load(inputs["node value"], node))
 
     lax.fori_loop(0, for_queries + for_nodes, write_rows, None)
+
+    attend = functools.partial(online_softmax.attend, scale=layout.scale, interpret=interpret)
 
     # All threads read below what single threads wrote above.
     tb.barrier(interpret)
@@ -264,18 +289,14 @@ def _kernel(
         row, _ = tb.rows(first_row, blocks.rows, num_queries * per_group)
         at = lax.div(row, per_group), lax.rem(row, per_group)
         softmax = online_softmax.attend_cache(
-            functools.partial(
-                online_softmax.attend,
-                online_softmax.load(rotated, *at),
-                scale=layout.scale,
-                interpret=interpret,
-            ),
+            functools.partial(attend, load(rotated, *at)),
             online_softmax.empty(blocks.rows, head_dim),
-            (inputs["key"], inputs["value"], jnp.minimum(whole * blocks.keys, capacity)),
+            *(inputs["key"], inputs["value"], jnp.minimum(whole * blocks.keys, capacity)),
             block=blocks.keys,
             split=split,
+            splits=blocks.splits,
         )
-        online_softmax.write(outputs, split.number, at, softmax)
+        online_softmax.write(outputs, split, at, softmax)
 
     # 3. A block of the tail of one query.
     @pl.when(is_tail)
@@ -300,7 +321,7 @@ def _kernel(
 
         def gathered(name: str) -> list[jax.Array]:
             parts = []
-            for some in online_softmax.channels(head_dim):
+            for some in channels(head_dim):
                 block = jnp.zeros((blocks.keys, some.size), inputs["key"].dtype)
                 for kind, index, exists in sources:
                     ref = (outputs if kind == "node " else inputs)[kind + name]
@@ -310,72 +331,28 @@ def _kernel(
                 parts.append(block)
             return parts
 
-        softmax = online_softmax.of_block(
-            online_softmax.load(rotated, *at),
-            gathered("key"),
-            gathered("value"),
-            (position < end)[None, :],
-            scale=layout.scale,
-            interpret=interpret,
-        )
+        seen = (position < end)[None, :]
+        queries = load(rotated, *at)
+        softmax = attend(queries, None, gathered("key"), gathered("value"), seen)
         online_softmax.write(outputs, blocks.splits + tail, at, softmax)
 
     # 4. The prefix goes to the pending record, and the accepted path to the end of the cache.
-    def write_prefix(i: jax.Array, _: Any) -> None:
-        node, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_prefix)
-        for name in ("key", "value"):
-            prefix = online_softmax.load(inputs[f"prefix {name}"], node)
-            online_softmax.store(outputs[f"node {name}"], (node,), prefix)
+    def move(count: int | jax.Array, source: str, target: str, places: Callable) -> None:
+        """Copies keys and values; `places` says from where and to where."""
 
-    num_written = jnp.clip(capacity - old_length, 0, count)
+        def step(i: jax.Array, _: Any) -> None:
+            place, to = places(tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, count)[0])
+            for name in ("key", "value"):
+                store(outputs[target + name], (to,), load(inputs[source + name], place))
 
-    def append(i: jax.Array, _: Any) -> None:
-        step, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_written)
-        for name in ("key", "value"):
-            moved = online_softmax.load(inputs[f"old {name}"], inputs["path"][1 + step])
-            online_softmax.store(outputs[name], (old_length + step,), moved)
+        lax.fori_loop(0, lax.div(count + BLOCK_MOVED - 1, BLOCK_MOVED), step, None)
 
     @pl.when(program == of_tail + blocks.splits - 1)
     def _() -> None:
         if num_prefix:
-            lax.fori_loop(0, pl.cdiv(num_prefix, BLOCK_MOVED), write_prefix, None)
+            move(num_prefix, "prefix ", "node ", lambda node: (node, node))
         if "path" in inputs:
             outputs["length"][...] = length
-            lax.fori_loop(0, lax.div(num_written + BLOCK_MOVED - 1, BLOCK_MOVED), append, None)
-
-
-Angles = list[tuple[pl.Slice, jax.Array, jax.Array]]  # pairs of channels, cosines, sines
-
-
-def angles(position: jax.Array, frequencies_ref: Ref, interpret: bool) -> Angles:
-    """Angles of rows at these positions, from the frequencies `[R]`."""
-    wide, parts = position.astype(jnp.float32)[:, None], []
-    for pairs in online_softmax.channels(frequencies_ref.shape[0]):
-        angle = tb.multiply_add(wide, frequencies_ref[pairs][None, :], None, interpret=interpret)
-        parts.append((pairs, jnp.cos(angle), jnp.sin(angle)))
-    return parts
-
-
-def rotate(
-    source_ref: Ref,  # [..., E]
-    source: tuple,
-    target_ref: Ref,  # [..., E]
-    target: tuple,
-    *,
-    angles: Angles,
-    multiplier: float = 1.0,
-    interpret: bool,
-) -> None:
-    """Multiplies rows of heads, rotates them and writes them."""
-    fused = functools.partial(tb.multiply_add, interpret=interpret)
-    kind, half = target_ref.dtype, sum(pairs.size for pairs, _, _ in angles)
-    for pairs, cos, sin in angles:
-        both = [pl.ds(start + pairs.start, pairs.size) for start in (0, half)]
-        first, second = (
-            scaled(source_ref[(*source, part)], multiplier).astype(jnp.float32) for part in both
-        )
-        target_ref[(*target, both[0])] = fused(second, -sin, fused(first, cos, None)).astype(kind)
-        target_ref[(*target, both[1])] = fused(first, sin, fused(second, cos, None)).astype(kind)
-    for behind in online_softmax.channels(source_ref.shape[-1] - 2 * half):
-        part = pl.ds(2 * half + behind.start, behind.size)
-        target_ref[(*target, part)] = scaled(source_ref[(*source, part)], multiplier)
+            written = jnp.clip(capacity - old_length, 0, count)
+            path = inputs["path"]
+            move(written, "old ", "", lambda step: (path[1 + step], old_length + step))

@@ -195,7 +195,6 @@ def _call(
         ),
         inputs,
         {name: row(shape) for name, shape in outputs.items()},
-        in_place={},
         name="tree_conv1d",
         num_warps=4,
         interpret=interpret,

@@ -126,10 +126,8 @@ def _run(
         functools.partial(_kernel, interpret=interpret),
         inputs,
         outputs,
-        in_place={"state": "state"} if previous is not None else {},
         name=name,
         num_warps=_NUM_WARPS,
-        num_stages=1,
         interpret=interpret,
         in_one_order=True,
         grid=(batch, num_heads, head_dim // _CHANNELS),
@@ -166,18 +164,14 @@ class Rule(NamedTuple):
         """Writes the state after the path of the previous tree, and returns it."""
         k_ref, u_ref, g_ref, steps = (inputs[x] for x in ("prev k", "prev u", "prev g", "steps"))
 
-        def loaded(place: int | jax.Array) -> tuple[State, jax.Array, jax.Array]:
-            node = steps[1 + place]
+        def load(node: jax.Array) -> tuple[State, jax.Array, jax.Array]:
             return _blocks(k_ref, node), u_ref[node, :], g_ref[node]
 
-        def step(place: jax.Array, carry: Any) -> Any:
-            state, (k, u, g) = carry
-            following = loaded(place + 1)
+        def advance(state: State, k: State, u: jax.Array, g: jax.Array) -> State:
             k, scale = self.wide(k, state)
-            return self.advanced(state, self.decay(g), k, scale, u), following
+            return self.advanced(state, self.decay(g), k, scale, u)
 
-        state = _blocks(inputs["state"], slice(None))
-        state, _ = lax.fori_loop(0, steps[0], step, (state, loaded(0)))
+        state = walk.along(steps, load, advance, _blocks(inputs["state"], slice(None)))
         for part, block in zip(_parts(k_ref), state, strict=True):
             outputs["state"][:, part] = block
         return state
@@ -245,9 +239,8 @@ def _scan_tree(
     first_query = num_nodes - y_ref.shape[0]
     to_queries = jnp.full((1,), state_size**-0.5, jnp.float32)
 
-    def load(node: jax.Array) -> dict[str, Any]:
+    def load(node: jax.Array, query: jax.Array) -> dict[str, Any]:
         """It may be a node that is not visited, and is not used then."""
-        query = jnp.maximum(node - first_query, 0)
         values = {
             "q": _blocks(inputs["q"], query),
             "k": _blocks(inputs["k"], node),
@@ -259,14 +252,7 @@ def _scan_tree(
             values["prefix u"] = inputs["prefix u"][jnp.minimum(node, first_query - 1), :]
         return values
 
-    def if_query(node: jax.Array, write: Callable[[jax.Array], None]) -> None:
-        """Calls `write` with the number of a query, unless a node is none."""
-        if first_query:
-            pl.when(node >= first_query)(lambda: write(node - first_query))
-        else:
-            write(node)
-
-    def visited(state: State, node: jax.Array, now: dict[str, Any]) -> State:
+    def visited(state: State, node: jax.Array, now: dict[str, Any]) -> tuple[State, Any]:
         k, scale = rule.wide(now["k"], state)
         decay = rule.decay(now["g"])
 
@@ -279,29 +265,20 @@ def _scan_tree(
             u = lax.cond(node < first_query, lambda: now["prefix u"], solved)
         else:
             u = solved()
-        after = rule.advanced(state, decay, k, scale, u)
+        return rule.advanced(state, decay, k, scale, u), (now["q"], u)
 
-        def write(query: jax.Array) -> None:
-            q, scale = rule.wide(now["q"], after)
-            y = rule.multiply_add(rule.product(after, q), scale)
-            y_ref[query, :] = rule.multiply_add(y, to_queries).astype(y_ref.dtype)
-            u_ref[query, :] = u
-
-        if_query(node, write)
-        return after
+    def write(query: jax.Array, state: State, q: State, u: jax.Array) -> None:
+        wide, scale = rule.wide(q, state)
+        y = rule.multiply_add(rule.product(state, wide), scale)
+        y_ref[query, :] = rule.multiply_add(y, to_queries).astype(y_ref.dtype)
+        u_ref[query, :] = u
 
     def write_zeros(query: jax.Array) -> None:
         for ref in (y_ref, u_ref):
             ref[query, :] = jnp.zeros(ref.shape[1:], ref.dtype)
 
-    walk.visit_all(
-        inputs["visits"],
-        num_nodes,
-        before_root,
-        load,
-        visited,
-        lambda node: if_query(node, write_zeros),
-    )
+    nodes = (inputs["visits"], num_nodes, first_query)
+    walk.visit_all(*nodes, before_root, load, visited, write, write_zeros)
 
 
 def _parts(ref: Ref) -> list[pl.Slice]:

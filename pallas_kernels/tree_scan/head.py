@@ -14,12 +14,8 @@ from pallas_kernels.triton import Ref
 
 
 def scan_tree(
-    x_ref: Ref,  # [N, p]
-    dt_ref: Ref,  # [N]
+    inputs: dict[str, Ref],  # x [N, p], dt [N], B [N, S], C [Q, S], mask [N, N]
     A: jax.Array,  # []
-    B_ref: Ref,  # [N, S]
-    C_ref: Ref,  # [Q, S]
-    mask_ref: Ref,  # [N, N]
     state: Sequence[jax.Array],  # [p, s] each
     write: Callable[[jax.Array, jax.Array], None],
     *,
@@ -28,6 +24,7 @@ def scan_tree(
     parts: Sequence[pl.Slice],
 ) -> None:
     """Calls `write` with the queries `[q]` of each block and their outputs `[q, p]`, no skip."""
+    x_ref, dt_ref, B_ref, C_ref, mask_ref = (inputs[x] for x in ("x", "dt", "B", "C", "mask"))
     num_nodes, num_queries = x_ref.shape[0], C_ref.shape[0]
     first_query = num_nodes - num_queries  # queries are the last nodes
     block_queries = min(block_queries, tb.padded_size(num_queries))

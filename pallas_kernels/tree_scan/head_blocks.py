@@ -23,8 +23,7 @@ class HeadBlocks:
 
     def of_row(self, array: jax.Array) -> pl.BlockSpec:
         """All of a row of `[B, ...]`."""
-        shape = array.shape[1:]
-        return pl.BlockSpec((None, *shape), lambda b, h, p: (b,) + (0,) * len(shape))
+        return tb.spec(array, "b..."[: array.ndim], "bhp")
 
     def of_channels(self, length: int) -> pl.BlockSpec:
         """Blocks of `[B, length, H, P]`."""

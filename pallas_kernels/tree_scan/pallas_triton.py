@@ -58,7 +58,6 @@ class BlockSizes:
     state: int  # elements of the state per program: channels of the head times state size
     part: int  # state channels per partial product
     num_warps: int  # Triton's
-    num_stages: int
 
 
 # By type of the inputs. The first are the fastest on an H200 (`benchmarks/results`). On sm_80 to
@@ -68,16 +67,10 @@ BEFORE_HOPPER = "bfloat16, before sm_90"
 LARGE_HEAD = "bfloat16, large heads"
 _USUAL_HEAD = 64 * 128  # elements of its state
 DEFAULTS = {
-    "bfloat16": BlockSizes(
-        queries=64, keys=64, state=32 * 128, part=128, num_warps=4, num_stages=1
-    ),
-    BEFORE_HOPPER: BlockSizes(
-        queries=64, keys=32, state=32 * 128, part=128, num_warps=4, num_stages=1
-    ),
-    LARGE_HEAD: BlockSizes(
-        queries=32, keys=32, state=128 * 128, part=128, num_warps=8, num_stages=1
-    ),
-    "float32": BlockSizes(queries=16, keys=16, state=32 * 128, part=64, num_warps=8, num_stages=1),
+    "bfloat16": BlockSizes(queries=64, keys=64, state=32 * 128, part=128, num_warps=4),
+    BEFORE_HOPPER: BlockSizes(queries=64, keys=32, state=32 * 128, part=128, num_warps=4),
+    LARGE_HEAD: BlockSizes(queries=32, keys=32, state=128 * 128, part=128, num_warps=8),
+    "float32": BlockSizes(queries=16, keys=16, state=32 * 128, part=64, num_warps=8),
 }
 # In a trial on an H200 both ways were even for 5 nodes of one row; for 16 the closed form was twice
 # as fast.
@@ -100,7 +93,7 @@ def recurrent(state_size: int) -> BlockSizes:
     up, so they depend on nothing else. States of 256 are for 8 warps: with 4, 64 nodes spill.
     """
     warps = 4 if state_size <= 128 else 8
-    return BlockSizes(queries=1, keys=1, state=0, part=32, num_warps=warps, num_stages=1)
+    return BlockSizes(queries=1, keys=1, state=0, part=32, num_warps=warps)
 
 
 # Float32 inputs with larger states spill registers on an H100 with all block sizes that were tried.
@@ -197,23 +190,22 @@ def _run(
             inputs["visits"] = (visits, part.of_row(visits))
         shape = jax.ShapeDtypeStruct((batch, num_queries, num_heads, head_dim), x.dtype)
         outputs["y"] = (shape, part.of_channels(num_queries))
+    static_gate, norms_later = None, False
     if gate is not None:
         inputs["gate"] = (gate.projected, part.of_row(gate.projected))
-    per_head = gate is not None and gate.norm_per_head
-    # A program with a part of a head cannot norm it.
-    norms = not per_head or num_blocks == 1
-    if gate is not None and gate.norm_weight is not None and norms:
-        of_program = pl.BlockSpec((channels,), lambda b, h, p: (h * num_blocks + p,))
-        inputs["norm_weight"] = (gate.norm_weight, of_program)
-    if gate is not None and gate.defers_norm:
-        outputs["mean_squares"] = (
-            jax.ShapeDtypeStruct((batch, num_queries, num_heads * num_blocks), jnp.float32),
-            pl.BlockSpec((None, num_queries, None), lambda b, h, p: (b, 0, h * num_blocks + p)),
-        )
-    static_gate = None
-    if gate is not None:
-        row_size = head_dim if per_head else num_heads * head_dim
+        row_size = head_dim if gate.norm_per_head else num_heads * head_dim
         static_gate = (gate.start, gate.multiplier, row_size, gate.norm_epsilon)
+        if gate.norm_weight is not None:
+            # A program with a part of a head cannot norm it.
+            norms_later = gate.norm_per_head and num_blocks > 1
+            of_program = pl.BlockSpec((channels,), lambda b, h, p: (h * num_blocks + p,))
+            if not norms_later:
+                inputs["norm_weight"] = (gate.norm_weight, of_program)
+        if gate.defers_norm:
+            outputs["mean_squares"] = (
+                jax.ShapeDtypeStruct((batch, num_queries, num_heads * num_blocks), jnp.float32),
+                pl.BlockSpec((None, num_queries, None), lambda b, h, p: (b, 0, h * num_blocks + p)),
+            )
     results = tb.call_by_name(
         functools.partial(
             _kernel,
@@ -226,24 +218,21 @@ def _run(
         ),
         inputs,
         outputs,
-        in_place={"state": "state"} if previous is not None else {},
         name=name,
         num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
         interpret=interpret,
         in_one_order=is_recurrence,
         grid=(batch, num_heads, num_blocks),
     )
-    state = results.get("state", state)
-    y = results.get("y")
+    state, y = results.get("state", state), results.get("y")
     if gate is not None and gate.defers_norm:
         rows = results["y"].reshape(batch, num_queries, -1)
         return DeferredRMSNorm(rows, results["mean_squares"], gate.norm_epsilon), state
-    if gate is not None and gate.norm_weight is not None and not norms:
-        rows = results["y"].reshape(batch, num_queries, -1)
+    if norms_later:
+        rows = y.reshape(batch, num_queries, -1)
         options = dict(norm="gate_then_norm", epsilon=gate.norm_epsilon, num_groups=num_heads)
         rows = gated_rms_norm(rows, None, gate.norm_weight, interpret=interpret, **options)
-        y = rows.reshape(results["y"].shape)
+        y = rows.reshape(y.shape)
     return y, state
 
 
@@ -276,8 +265,7 @@ def _kernel(
         state = tuple(inputs["state"][:, part] for part in parts)
         if "steps" not in inputs:
             return state
-        previous = (inputs["prev x"], inputs["prev dt"], A, inputs["prev B"], inputs["steps"])
-        state = recurrence.along_path(*previous, state, parts=parts, interpret=interpret)
+        state = recurrence.along_path(inputs, A, state, parts=parts, interpret=interpret)
         for part, value in zip(parts, state, strict=True):
             outputs["state"][:, part] = value
         return state
@@ -288,76 +276,50 @@ def _kernel(
     # Where two grids share a kernel, jax may mix up `pl.num_programs` (#40847): the number is
     # static. The interpreter knows no program numbers inside of loops.
     block = pl.program_id(1) * num_blocks + pl.program_id(2)
-    tree = (inputs["x"], inputs["dt"], A, inputs["B"], inputs["C"])
-    gate_at = functools.partial(_gate_at, inputs, block, gate=gate)
-    write = functools.partial(_write, inputs, outputs, gate=gate, interpret=interpret)
+    num_nodes, channels = inputs["x"].shape
+    multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
+
+    def gate_at(query: jax.Array) -> jax.Array | None:
+        """The gate's columns `[p]` or, of several queries, `[q, p]`, if there is a gate."""
+        if gate is None:
+            return None
+        return inputs["gate"][query, pl.ds(gate[0] + block * channels, channels)]
+
+    def write(query: jax.Array, x: jax.Array, z: jax.Array | None, y: jax.Array) -> None:
+        """Adds the skip, gates and writes outputs `[p]` or, of several queries, `[q, p]`."""
+        D = lax.broadcast_to_rank(inputs["D"][...], y.ndim)
+        y = multiply_add(D, x.astype(jnp.float32), y)
+        if gate is not None and z is not None:
+            _, multiplier, row_size, epsilon = gate
+            y = y * jax.nn.silu(scaled(z, multiplier).astype(jnp.float32))
+            if "norm_weight" in inputs:
+                mean_square = jnp.sum(multiply_add(y, y, None), axis=-1) / row_size
+                if "mean_squares" in outputs:
+                    outputs["mean_squares"][query] = mean_square
+                else:  # the program has the whole row
+                    y = y * lax.rsqrt(mean_square + epsilon)[..., None]
+                weight = inputs["norm_weight"][...].astype(jnp.float32)
+                y = y * lax.broadcast_to_rank(weight, y.ndim)
+        outputs["y"][query, :] = y.astype(outputs["y"].dtype)
+
+    def leave_out(query: jax.Array) -> None:
+        for name in outputs.keys() - {"state"}:
+            ref = outputs[name]
+            ref[query] = jnp.zeros(ref.shape[1:], ref.dtype)
+
     if is_recurrence:
         recurrence.scan_tree(
-            *(*tree, inputs.get("visits")),
-            *(replayed, gate_at, write, functools.partial(_leave_out, outputs)),
-            parts=parts,
-            interpret=interpret,
+            *(inputs, A, replayed, gate_at, write, leave_out), parts=parts, interpret=interpret
         )
         return
-    first_query = inputs["x"].shape[0] - outputs["y"].shape[0]
 
     def write_block(query: jax.Array, y: jax.Array) -> None:
-        write(query, inputs["x"][first_query + query, :], gate_at(query), y)
+        node = num_nodes - outputs["y"].shape[0] + query
+        write(query, inputs["x"][node, :], gate_at(query), y)
 
     head.scan_tree(
-        *(*tree, inputs["mask"]),
-        *(replayed(), write_block),
+        *(inputs, A, replayed(), write_block),
         block_queries=blocks.queries,
         block_keys=blocks.keys,
         parts=parts,
     )
-
-
-def _gate_at(
-    inputs: dict[str, Ref],
-    block: jax.Array,  # []: of all channels
-    query: jax.Array,  # [] or [q]
-    *,
-    gate: tuple[int, float, int, float] | None,
-) -> jax.Array | None:
-    """The gate's columns `[p]` or `[q, p]`, if there is a gate."""
-    if gate is None:
-        return None
-    channels = inputs["x"].shape[1]
-    return inputs["gate"][query, pl.ds(gate[0] + block * channels, channels)]
-
-
-def _write(
-    inputs: dict[str, Ref],
-    outputs: dict[str, Ref],
-    query: jax.Array,  # [] or [q]
-    x: jax.Array,  # [p] or [q, p]
-    z: jax.Array | None,  # as x, the columns of the gate
-    y: jax.Array,  # as x
-    *,
-    gate: tuple[int, float, int, float] | None,
-    interpret: bool,
-) -> None:
-    """Adds the skip, gates and writes the outputs at a query, or at some."""
-    multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
-    D = lax.broadcast_to_rank(inputs["D"][...], y.ndim)
-    y = multiply_add(D, x.astype(jnp.float32), y)
-    if gate is not None and z is not None:
-        _, multiplier, row_size, epsilon = gate
-        y = y * jax.nn.silu(scaled(z, multiplier).astype(jnp.float32))
-        if "norm_weight" in inputs:
-            mean_square = jnp.sum(multiply_add(y, y, None), axis=-1) / row_size
-            if "mean_squares" in outputs:
-                outputs["mean_squares"][query] = mean_square
-            else:  # the program has the whole row
-                y = y * lax.rsqrt(mean_square + epsilon)[..., None]
-            weight = inputs["norm_weight"][...].astype(jnp.float32)
-            y = y * lax.broadcast_to_rank(weight, y.ndim)
-    outputs["y"][query, :] = y.astype(outputs["y"].dtype)
-
-
-def _leave_out(outputs: dict[str, Ref], query: jax.Array) -> None:
-    """Writes zeros at a query."""
-    outputs["y"][query, :] = jnp.zeros(outputs["y"].shape[1:], outputs["y"].dtype)
-    if "mean_squares" in outputs:
-        outputs["mean_squares"][query] = jnp.float32(0)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
@@ -43,11 +42,8 @@ def _advanced(
 
 
 def along_path(
-    x_ref: Ref,  # [O, p]
-    dt_ref: Ref,  # [O]
+    inputs: dict[str, Ref],  # prev x [O, p], prev dt [O], prev B [O, S], steps [O + 2]
     A: jax.Array,  # []
-    B_ref: Ref,  # [O, S]
-    steps_ref: Ref,  # [O + 2], see `walk.steps`
     state: State,
     *,
     parts: Sequence[pl.Slice],
@@ -55,25 +51,19 @@ def along_path(
 ) -> State:
     """The state after a path."""
 
-    def load(step: int | jax.Array) -> tuple[Any, ...]:
-        node = steps_ref[1 + step]
-        return x_ref[node, :], dt_ref[node], tuple(B_ref[node, part] for part in parts)
+    def load(node: jax.Array) -> tuple[Any, ...]:
+        B = [inputs["prev B"][node, part] for part in parts]
+        return inputs["prev x"][node, :], inputs["prev dt"][node], B
 
-    def advance(step: jax.Array, carry: Any) -> Any:
-        state, (x, dt, B) = carry
-        following = load(step + 1)
-        return _advanced(state, x, dt, A, B, interpret=interpret), following
+    def advance(state: State, x: jax.Array, dt: jax.Array, B: Sequence[jax.Array]) -> State:
+        return _advanced(state, x, dt, A, B, interpret=interpret)
 
-    return lax.fori_loop(0, steps_ref[0], advance, (state, load(0)))[0]
+    return walk.along(inputs["steps"], load, advance, state)
 
 
 def scan_tree(
-    x_ref: Ref,  # [N, p]
-    dt_ref: Ref,  # [N]
+    inputs: dict[str, Ref],  # x [N, p], dt [N], B [N, S], C [Q, S], visits [N + 2] or none
     A: jax.Array,  # []
-    B_ref: Ref,  # [N, S]
-    C_ref: Ref,  # [Q, S]
-    visits_ref: Ref | None,  # [N + 2], see `walk.visits`; None: the only node
     replayed: Callable[[], State],
     gate_at: Callable[[jax.Array], jax.Array | None],
     write: Callable[..., None],
@@ -87,36 +77,24 @@ def scan_tree(
     `replayed` gives the state before the root: the first node's inputs are loaded before it runs.
     `leave_out` is called with the queries that are not visited.
     """
-    num_nodes, num_queries = x_ref.shape[0], C_ref.shape[0]
-    first_query = num_nodes - num_queries  # queries are the last nodes
-    multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
+    num_nodes = inputs["x"].shape[0]
+    first_query = num_nodes - inputs["C"].shape[0]  # queries are the last nodes
 
-    def load(node: jax.Array) -> tuple[Any, ...]:
-        query = jnp.maximum(node - first_query, 0)
-        B, C = ([ref[at, part] for part in parts] for ref, at in ((B_ref, node), (C_ref, query)))
-        return x_ref[node, :], dt_ref[node], tuple(B), tuple(C), gate_at(query)
+    def load(node: jax.Array, query: jax.Array) -> tuple[Any, ...]:
+        B = [inputs["B"][node, part] for part in parts]
+        C = [inputs["C"][query, part] for part in parts]
+        return inputs["x"][node, :], inputs["dt"][node], B, C, gate_at(query)
 
-    def if_query(node: jax.Array) -> Callable[[Callable[[jax.Array], None]], None]:
-        """Runs a function of the query that a node is."""
-        if not first_query:
-            return lambda function: function(node)
-        return lambda function: pl.when(node >= first_query)(lambda: function(node - first_query))
+    def visited(state: State, node: jax.Array, now: tuple[Any, ...]) -> tuple[State, tuple]:
+        x, dt, B, C, gate = now
+        return _advanced(state, x, dt, A, B, interpret=interpret), (x, C, gate)
 
-    def visited(state: State, node: jax.Array, inputs: tuple[Any, ...]) -> State:
-        """The state after a node, whose outputs are written if it is a query."""
-        x, dt, B, C, gate = inputs
-        state = _advanced(state, x, dt, A, B, interpret=interpret)
+    def write_query(query: jax.Array, state: State, x: jax.Array, C: Any, gate: Any) -> None:
+        total: Any = None
+        for value, column in zip(state, C, strict=True):
+            row = column.astype(jnp.float32)[None, :]
+            total = tb.multiply_add(value, row, total, interpret=interpret)
+        write(query, x, gate, jnp.sum(total, axis=1))
 
-        @if_query(node)
-        def _(query: jax.Array) -> None:
-            total: Any = None
-            for value, column in zip(state, C, strict=True):
-                total = multiply_add(value, column.astype(jnp.float32)[None, :], total)
-            write(query, x, gate, jnp.sum(total, axis=1))
-
-        return state
-
-    def leave_out_query(node: jax.Array) -> None:
-        if_query(node)(leave_out)
-
-    walk.visit_all(visits_ref, num_nodes, replayed, load, visited, leave_out_query)
+    nodes = (inputs.get("visits"), num_nodes, first_query)
+    walk.visit_all(*nodes, replayed, load, visited, write_query, leave_out)
