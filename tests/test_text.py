@@ -14,7 +14,7 @@ from stree_jax import chat, text
 from stree_jax.chat import ChatTemplate
 from stree_jax.convert import convert
 from stree_jax.testing import perturbed
-from tests.helpers import saved_model
+from tests.helpers import refusal, saved_model
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' +"
@@ -115,8 +115,7 @@ def test_refusals(folder, monkeypatch):
         (lambda: st.complete(folder, MESSAGES, chat={"messages": []}), "they are the prompt"),
     ]
     for call, message in calls:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            call()
+        refusal(re.escape(message), call)
     chat._sandbox.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.setitem(sys.modules, "jinja2.ext", None)
@@ -138,7 +137,18 @@ def test_the_tokenizer_of_transformers(folder):
         "default": "{{ raise_exception(bos_token) }}",
         "tool_use": "{{ raise_exception(eos_token ~ tools|length) }}",
     }
-    with pytest.raises(ValueError, match=re.escape("write these messages: <|endoftext|>")):
-        st.complete(model, MESSAGES, tokenizer=peer)
-    with pytest.raises(ValueError, match=re.escape("cannot write these messages: <|im_end|>1")):
-        st.complete(model, MESSAGES, tokenizer=peer, chat={"tools": TOOLS})
+    refusal(
+        re.escape("write these messages: <|endoftext|>"),
+        st.complete,
+        model,
+        MESSAGES,
+        tokenizer=peer,
+    )
+    refusal(
+        re.escape("cannot write these messages: <|im_end|>1"),
+        st.complete,
+        model,
+        MESSAGES,
+        tokenizer=peer,
+        chat={"tools": TOOLS},
+    )

@@ -145,6 +145,14 @@ def ancestor_mask(parents):
     return mask
 
 
+def accepted(case, mask):
+    """A path of each row, and its last node: the deepest, the root; -1 and nothing for others."""
+    batch, exist = len(mask), case.nodes - case.padded
+    last = np.array([mask[0, :exist].sum(-1).argmax(), 0, -1])[:batch]
+    path = mask[np.arange(batch), np.maximum(last, 0)] & (last >= 0)[:, None]
+    return {"last": last, "path": path}
+
+
 def relative_error(value, truth):
     """Frobenius norm of the difference, relative to the truth's."""
     truth = np.asarray(truth, np.float64)

@@ -58,9 +58,6 @@ def inputs(case, seed=0):
     mask = base.ancestor_mask(parents) & (np.arange(nodes) < nodes - case.padded)
     softplus = np.log1p(np.exp(exact(batch, nodes, heads))) * case.dt_scale
     channels = heads * size + 2 * case.groups * case.state
-    # The deepest existing node of row 0, the root of row 1, the empty path of further rows.
-    last = np.array([mask[0, : nodes - case.padded].sum(-1).argmax(), 0, -1])[:batch]
-    path = mask[np.arange(batch), np.maximum(last, 0)] & (last >= 0)[:, None]
     return SimpleNamespace(
         x=draw(batch, nodes, heads, size),
         dt=softplus.astype(np.float32).astype(np.float64),
@@ -75,8 +72,7 @@ def inputs(case, seed=0):
         conv_bias=draw(channels),
         parents=parents,
         mask=mask,
-        last=last,
-        path=path,
+        **base.accepted(case, mask),
     )
 
 

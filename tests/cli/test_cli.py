@@ -23,7 +23,7 @@ from stree_jax.heads import HEADS, Room
 from stree_jax.loading import parse_tree
 from stree_jax.testing import tiny_model
 from tests.extensions import eagle3_files
-from tests.helpers import disk_is_full, saved_model
+from tests.helpers import by_message, disk_is_full, saved_model
 
 COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]
 
@@ -106,7 +106,7 @@ BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
 BAD_MAP = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
 
 
-@pytest.mark.parametrize(
+@by_message(
     ("tokenizer", "message"),
     [
         ({"model": WORDS}, " cannot encode --prompt:"),

@@ -29,7 +29,7 @@ from tests.convert.quantised_files import (
     ints,
     nvfp4,
 )
-from tests.helpers import assert_same_model
+from tests.helpers import assert_same_model, by_message, refusal
 
 OF_ROWS = MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
 OF_BLOCKS = compressed("float-quantized", block_structure=[4, 8])
@@ -124,7 +124,7 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.parametrize(("form", "end", "damage", "message"), DAMAGED)
+@by_message(("form", "end", "damage", "message"), DAMAGED)
 def test_damaged_weights(form, end, damage, message, tmp_path):
     """One line that names the tensor, when the checkpoint is opened, or its weight is read."""
     said, make, shapes = FORMS[form]
@@ -133,7 +133,7 @@ def test_damaged_weights(form, end, damage, message, tmp_path):
     if damage is not None:
         parts[end] = np.asarray(damage(lost) if callable(damage) else damage)
     tensors = {f"x.weight{end}": x for end, x in parts.items()}
-    checkpoints.refusal(
+    refusal(
         re.escape(message), lambda: plain_of(tmp_path, said, tensors).tensors["x.weight"].read()
     )
 
@@ -159,7 +159,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize(("said", "message"), CONFIGS)
+@by_message(("said", "message"), CONFIGS)
 def test_what_configs_say(said, message, tmp_path):
     """An unknown scheme is refused by its name, wherever it is said, before tensors are opened."""
     path, beside = tmp_path / "config.json", tmp_path / "hf_quant_config.json"
@@ -176,8 +176,7 @@ def test_what_configs_say(said, message, tmp_path):
             assert scheme.values in ({}, {"text_config": {}})
             assert any(where in each for each, _ in scheme.said)
             continue
-        with pytest.raises(ValueError, match=f"says {where}: .*{re.escape(message)}"):
-            read_scheme(path, values, ["text_config"])
+        refusal(f"says {where}: .*{re.escape(message)}", read_scheme, path, values, ["text_config"])
 
 
 def test_a_config_and_tensors_that_disagree(tmp_path):
@@ -187,8 +186,13 @@ def test_a_config_and_tensors_that_disagree(tmp_path):
     np.testing.assert_array_equal(plain.tensors["x.weight"].read(), tensors["x.weight"])
     (note,) = plain.notes
     assert note.endswith("config.json says quantization_config: no weight is quantised")
-    with pytest.raises(ValueError, match="'x.weight' is quantised, and no file says how: get the"):
-        plain_of(tmp_path, None, {"x.weight": np.zeros((2, 2), E4M3)})
+    refusal(
+        "'x.weight' is quantised, and no file says how: get the",
+        plain_of,
+        tmp_path,
+        None,
+        {"x.weight": np.zeros((2, 2), E4M3)},
+    )
 
 
 BY_NAME = {"quantized_layers": {"x": {"quant_algo": "FP8"}, "y": {"quant_algo": "NVFP4"}}}
@@ -225,12 +229,12 @@ HELD = [
 ]
 
 
-@pytest.mark.parametrize(("said", "make", "message"), HELD)
+@by_message(("said", "make", "message"), HELD)
 def test_a_weight_is_as_its_config_says(said, make, message, tmp_path):
     """Not one of other values, because a tensor was lost, or the config is another model's."""
     parts, _ = make(np.random.default_rng(0), (6, 32))
     tensors = {f"x.weight{end}": part for end, part in parts.items()}
-    told = checkpoints.refusal(re.escape(message), plain_of, tmp_path, said, tensors)
+    told = refusal(re.escape(message), plain_of, tmp_path, said, tensors)
     assert str(tmp_path) in told
 
 

@@ -12,7 +12,7 @@ from stree_jax.decoding import WholeModel, slots
 from stree_jax.decoding.plan import plan
 from stree_jax.testing import assert_same_text, perturbed, tiny_model
 from tests.drafters import Plain
-from tests.helpers import assert_same_model, rows
+from tests.helpers import assert_same_model, refusal, rows
 from tests.methods import KEY, PROMPTS, SAMPLED, drafts
 
 MORE = [[4, 8, 15], [16], []]
@@ -151,8 +151,14 @@ def test_a_prefix_is_read_on_by_longer_texts_that_have_room():
     prefix = decoder.read(model, None, context)
     for length in (len(PROMPTS[0]) - 1, decoder.max_length + 1):
         text = st.Context(jnp.zeros((1, decoder.capacity), jnp.int32), jnp.full(1, length))
-        with pytest.raises(ValueError, match=f"row 0 has a prefix of .* and a text of {length}:"):
-            decoder.read(model, None, text, prefix)
+        refusal(
+            f"row 0 has a prefix of .* and a text of {length}:",
+            decoder.read,
+            model,
+            None,
+            text,
+            prefix,
+        )
 
 
 @pytest.mark.thorough

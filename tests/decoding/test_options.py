@@ -12,7 +12,7 @@ import pytest
 import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.testing import PROMPTS, tiny_model
-from tests.helpers import rows
+from tests.helpers import refusal, rows
 from tests.methods import KEY, drafts
 
 
@@ -84,8 +84,9 @@ def test_a_filter_is_a_rule_or_a_function():
         np.testing.assert_array_equal(same.tokens, texts[0].tokens)
     assert (texts[3].tokens != texts[0].tokens).any()
     options = [st.Options(temperature=1.0, key=KEY, filters=[keep]) for keep in (close, closer)]
-    with pytest.raises(ValueError, match="other rows have .*, and one program decodes all"):
-        plan(tiny_model(), PROMPTS[:2], options)
+    refusal(
+        "other rows have .*, and one program decodes all", plan, tiny_model(), PROMPTS[:2], options
+    )
 
 
 def test_a_way_is_keywords():
@@ -124,8 +125,7 @@ def test_each_row_has_its_own():
         (dict(filters=(AtLeast(1.0), st.TopK(2)), max_new_tokens=3), "wait or run have .*another"),
         (dict(max_new_tokens=10, max_length=12), "in all 13, and the limit is 12"),
     ):
-        with pytest.raises(ValueError, match=message):
-            scheduler.submit(st.Request([1] * 3, **refused))
+        refusal(message, scheduler.submit, st.Request([1] * 3, **refused))
     for done in scheduler.completions():
         i = done.request_id
         count = out.lengths[i]

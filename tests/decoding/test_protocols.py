@@ -12,7 +12,7 @@ from stree_jax.testing import perturbed, random_model, tiny_model
 from stree_jax.tuning import tune
 from tests.decoding.texts import steps
 from tests.drafters import Answering, Delegating, Plain, Recording, Sharing
-from tests.helpers import heads_of, with_weight
+from tests.helpers import heads_of, refusal, with_weight
 from tests.methods import CHAIN, PROMPTS, SAMPLED, drafts
 
 OTHER_VOCABULARY = st.ModelConfig.tiny(vocab_size=29)
@@ -83,8 +83,9 @@ def test_draft_models_are_found_wherever_they_are_and_share_the_vocabulary():
     inside = Plain(tiny_model(), others=said)  # models of a drafter in a drafter
     assert [model.config.vocab_size for model in draft_models(inside)] == [37, 29]
     for drafter in (held, said, inside):
-        with pytest.raises(ValueError, match="different vocabularies: 29 and 37 tokens"):
-            plan(tiny_model(), [[1]], drafter=drafter)
+        refusal(
+            "different vocabularies: 29 and 37 tokens", plan, tiny_model(), [[1]], drafter=drafter
+        )
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ from stree_jax.decoding.verifiers import VERIFIERS, Reject, Traverse, follow
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
 from tests.decoding import enumeration as en
-from tests.helpers import some
+from tests.helpers import refusal, some
 from tests.methods import CHAIN
 
 KINDS = ("iid", "without_replacement")
@@ -137,8 +137,14 @@ def test_following_at_temperature_0_takes_the_best_token():
 def test_testing_needs_the_distributions_of_the_draft():
     draft = en.draft_of(CHAIN, np.zeros((1, 4)))
     for name in ("traversal", "multi_step"):
-        with pytest.raises(ValueError, match=f"'{name}' needs the draft's distributions"):
-            verify(VERIFIERS[name], draft, jnp.zeros((1, 4, en.VOCAB)), topology=CHAIN)
+        refusal(
+            f"'{name}' needs the draft's distributions",
+            verify,
+            VERIFIERS[name],
+            draft,
+            jnp.zeros((1, 4, en.VOCAB)),
+            topology=CHAIN,
+        )
 
 
 @pytest.mark.thorough
@@ -154,8 +160,7 @@ def test_a_rule_reads_from_the_draft_how_children_were_drawn(rule, names, topolo
     q, logits = (jax.random.normal(jax.random.key(seed), shape) for seed in (2, 3))
     tokens = jax.random.randint(jax.random.key(1), shape[:2], 0, en.VOCAB)
     draft = en.draft_of(topology, tokens, jax.nn.log_softmax(q))
-    with pytest.raises(ValueError, match=r"drawn = Drawn\(kind='top_k'"):
-        verify(rule, draft, logits, topology=topology)
+    refusal(r"drawn = Drawn\(kind='top_k'", verify, rule, draft, logits, topology=topology)
     for kind, name in zip(KINDS, names, strict=True):
         drawn = draft._replace(drawn=Drawn(kind))
         got = verify(rule, drawn, logits, topology=topology)

@@ -11,6 +11,7 @@ import stree_jax as st
 from stree_jax.extensions.grammar.api import automaton_of_pattern
 from stree_jax.extensions.grammar.token_tree import TokenTree
 from stree_jax.measuring.clock import num_bytes
+from tests.helpers import by_message, refusal
 
 
 def table(num_states, vocab_size, seed=0):
@@ -99,10 +100,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "arguments", "options", "message"), REFUSALS)
+@by_message(("make", "arguments", "options", "message"), REFUSALS)
 def test_refusals(make, arguments, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make(*arguments, **options)
+    refusal(re.escape(message), make, *arguments, **options)
 
 
 @jax.jit

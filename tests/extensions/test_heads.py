@@ -23,7 +23,7 @@ from stree_jax.testing import PROMPTS, assert_lossless, random_model, tiny_model
 from stree_jax.tuning.search import replay_tau
 from stree_jax.tuning.trace import head_trace
 from tests.extensions.heads import HEADS, KINDS, parts, states_of
-from tests.helpers import assert_same_model, with_weight
+from tests.helpers import assert_same_model, refusal, with_weight
 from tests.numpy_parts import log_softmax
 
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3])
@@ -258,25 +258,20 @@ def test_a_saved_head_is_for_one_target(kind, load, other, missing, tmp_path):
         random_model(target.config, seed=1),
         tiny_model("bamba hybrid"),
     ):
-        with pytest.raises(ValueError, match=other):
-            load(path, other_target)
-    with pytest.raises(ValueError, match=f"of kind '{kind}' and no model; load_head"):
-        st.from_pretrained(path)
-    with pytest.raises(ValueError, match="exists; pass overwrite=True|exists"):
-        st.save_head(head, target, path)
+        refusal(other, load, path, other_target)
+    refusal(f"of kind '{kind}' and no model; load_head", st.from_pretrained, path)
+    refusal("exists; pass overwrite=True|exists", st.save_head, head, target, path)
     st.save_pretrained(target, tmp_path / "model")
     others = {*KINDS} - {kind}
     for other_kind in others:
         st.save_head(parts(other_kind).head, parts(other_kind).target, tmp_path / other_kind)
     for wrong in (tmp_path / name for name in ("model", *others)):
-        with pytest.raises(ValueError, match=missing):
-            load(wrong, target)
+        refusal(missing, load, wrong, target)
     header = json.loads((path / "config.json").read_text())
     older = {"target_identity": None}, "saved by an older version"
     for change, message in (*DAMAGED[kind], older):
         (path / "config.json").write_text(json.dumps(header | change))
-        with pytest.raises(ValueError, match=message):
-            load(path, target)
+        refusal(message, load, path, target)
 
 
 NAMES = {"medusa": "plain", "mtp": "plain", "eagle3": "nemotron_h hybrid"}
@@ -332,8 +327,7 @@ def refused():
 
 def test_what_is_refused():
     for message, call in refused():
-        with pytest.raises(ValueError, match=message):
-            call()
+        refusal(message, call)
 
 
 @pytest.mark.thorough

@@ -21,7 +21,7 @@ from stree_jax.names import flatten, unflatten
 from stree_jax.testing import perturbed, tiny_model
 from stree_jax.training.trainer import cast
 from tests.cases.base import NEEDS_NATIVE
-from tests.helpers import apply, crcs, temporary_bytes
+from tests.helpers import apply, by_message, crcs, refusal, temporary_bytes
 
 FAMILY = "nemotron_h hybrid"  # with routers and experts
 
@@ -174,8 +174,7 @@ def test_a_head_is_for_its_target_in_8_bits_too(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, arrays(again), arrays(loaded))
     changed = perturbed(target, 0.1)
     for wrong in (changed, changed.quantized()):
-        with pytest.raises(ValueError, match="trained with another target"):
-            st.load_medusa(path, wrong)
+        refusal("trained with another target", st.load_medusa, path, wrong)
 
 
 @NEEDS_NATIVE
@@ -262,10 +261,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+@by_message(("call", "message"), REFUSED)
 def test_refused(call, message, stored):
-    with pytest.raises(ValueError, match=message):
-        call(stored)
+    refusal(message, call, stored)
     assert not (stored / "new").exists()
 
 

@@ -12,7 +12,7 @@ import stree_jax as st
 from stree_jax.decoding import slots
 from stree_jax.models import identity
 from stree_jax.testing import perturbed, tiny_model
-from tests.helpers import CtrlC, word_tokenizer
+from tests.helpers import CtrlC, refusal, word_tokenizer
 from tests.serving.requests import (
     WAYS,
     Interrupted,
@@ -212,8 +212,7 @@ def test_ids_that_are_refused():
     never, cancel = "request 0 has not ended, or its completion was given", scheduler.cancel
 
     def refuses(call, request_id, message):
-        with pytest.raises(ValueError, match=message):
-            call(request_id)
+        refusal(message, call, request_id)
 
     for call in (cancel, scheduler.pop):
         refuses(call, 0, "request_id = 0: 0 requests were submitted")
