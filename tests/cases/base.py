@@ -73,6 +73,12 @@ def native_lacks_bf16(case, implementation):
     return implementation == "native" and case.bf16
 
 
+def of_steps(case):
+    """The budget of the outputs of a scan."""
+    factor = LARGE_STEPS if case.dt_scale > 1 else 1
+    return {"y": Budget(OUTPUT[case.bf16] * factor, 1.5)}
+
+
 class Op(NamedTuple):
     """An op and its table."""
 

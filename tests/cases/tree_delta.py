@@ -129,9 +129,14 @@ def inputs(case, seed=0):
     )
 
 
+def before(case):
+    """The tree before, and the seed of its numbers."""
+    return case.but(nodes=case.replayed, padded=0, strays=False), 1
+
+
 def previous(case):
     """Inputs of the tree before, and the path that was accepted in it."""
-    return inputs(case.but(nodes=case.replayed, padded=0, strays=False), seed=1)
+    return inputs(*before(case))
 
 
 TREE = ("q", "k", "v", "g", "beta", "state", "parents")
@@ -146,7 +151,7 @@ def truth(case, seed=0):
 
 @functools.cache
 def truth_before(case):
-    return truth(case.but(nodes=case.replayed, padded=0, strays=False), seed=1)
+    return truth(*before(case))
 
 
 def on_device(case, values, u=None):

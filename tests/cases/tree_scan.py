@@ -157,11 +157,6 @@ def fused_errors(case, implementation):
     }
 
 
-def scan_budgets(case):
-    factor = base.LARGE_STEPS if case.dt_scale > 1 else 1
-    return {"y": Budget(base.OUTPUT[case.bf16] * factor, 1.5)}
-
-
 def replay_budgets(case):
     return {"state": Budget(base.STATE[case.bf16])}
 
@@ -184,14 +179,14 @@ FUSED = (
     *("to the bit", "bf16, many nodes to the bit"),
 )
 TREE_SCAN = Op(
-    *(CASES, scan_errors, scan_budgets, base.WITH_NATIVE), slow=FUSED, lacks=base.native_lacks_bf16
+    *(CASES, scan_errors, base.of_steps, base.WITH_NATIVE), slow=FUSED, lacks=base.native_lacks_bf16
 )
 # A replay has no queries.
 REPLAY = Op(CASES, replay_errors, replay_budgets, slow=(*FUSED, "newest node of many"))
 REPLAY_TREE_SCAN = Op(
     {name: CASES[name] for name in FUSED},
     fused_errors,
-    lambda case: scan_budgets(case) | replay_budgets(case),
+    lambda case: base.of_steps(case) | replay_budgets(case),
     base.WITH_NATIVE,
     lacks=base.native_lacks_bf16,
 )

@@ -8,6 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import stree_jax as st
 from benchmarks.llama_cpp import write_gguf
@@ -45,7 +46,7 @@ def assert_same(model, other):
     want, have = dict(named_weights(model)), dict(named_weights(other))
     assert want.keys() == have.keys()
     for name, weight in want.items():
-        np.testing.assert_allclose(have[name], weight, rtol=1e-6, atol=3e-7, err_msg=name)
+        assert_allclose(have[name], weight, rtol=1e-6, atol=3e-7, err_msg=name)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,8 +83,8 @@ def test_files_in_the_order_of_their_graph(name, changes, tmp_path):
     want = tensors[f"model.layers.{layer}.{query}"].reshape(values["num_attention_heads"], -1, 32)
     turned = want.shape[1] // 2 if name == "bamba" else want.shape[1]
     have = found[f"blk.{layer}.attn_q.weight"].read().reshape(want.shape)
-    np.testing.assert_array_equal(have[:, 1], want[:, turned // 2])  # the pair of the first
-    np.testing.assert_array_equal(have[:, turned:], want[:, turned:])
+    assert_array_equal(have[:, 1], want[:, turned // 2])  # the pair of the first
+    assert_array_equal(have[:, turned:], want[:, turned:])
 
 
 def test_names_of_other_versions(tmp_path):
@@ -148,7 +149,7 @@ def test_blocks(name, tmp_path, monkeypatch):
     gguf_files.finish(writer)
     _, tensors, stored = open_parts(tmp_path / "x.gguf")
     assert (tensors["x"].shape, tensors["x"].dtype) == ((3, 2 * size), np.float32)
-    np.testing.assert_array_equal(tensors["x"].read(), gguf.dequantize(data, KINDS[name]))
+    assert_array_equal(tensors["x"].read(), gguf.dequantize(data, KINDS[name]))
     assert stored == f"1 tensors {name}"
 
 
@@ -162,8 +163,8 @@ def test_models_in_fewer_bits(name, tmp_path):
     assert checkpoint.quantised == ("6 tensors Q8_0" if name == "Q8_0" else "")
     plain = np.asarray(dict(named_weights(model))["embedding"])
     want = gguf.dequantize(gguf.quantize(plain, KINDS[name]), KINDS[name])
-    np.testing.assert_array_equal(loaded.embedding[...], want)
-    np.testing.assert_array_equal(loaded.blocks[0].mixer.D, model.blocks[0].mixer.D)
+    assert_array_equal(loaded.embedding[...], want)
+    assert_array_equal(loaded.blocks[0].mixer.D, model.blocks[0].mixer.D)
 
 
 def test_what_lies_beside_it(tmp_path):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_array_equal
 
 import stree_jax as st
 from stree_jax.checkpoint.arrays import Tensor
@@ -81,7 +82,7 @@ def test_values_are_those_of_the_format(form, tmp_path):
             assert (tensor.shape, tensor.dtype) == (shape, BFLOAT16)
             have = tensor.read()
             assert have.dtype == np.float32
-            np.testing.assert_array_equal(have, want)
+            assert_array_equal(have, want)
 
 
 @pytest.mark.slow  # imports it
@@ -95,7 +96,7 @@ def test_transformers_computes_the_same():
         "weight": torch.from_numpy(parts[""].view(np.uint8)).view(torch.float8_e4m3fn),
         "weight_scale_inv": torch.from_numpy(parts["_scale_inv"]),
     }
-    np.testing.assert_array_equal(Fp8Dequantize(None).convert(own)["weight"].numpy(), want)
+    assert_array_equal(Fp8Dequantize(None).convert(own)["weight"].numpy(), want)
 
 
 NAN, NEGATIVE = (lambda x, put=put: np.full_like(x, put) for put in (np.nan, -1))
@@ -183,7 +184,7 @@ def test_a_config_and_tensors_that_disagree(tmp_path):
     """Tensors say what they are: float32 is read as such. Without a config nothing says how."""
     tensors = {"x.weight": np.ones((2, 2), np.float32)}
     plain = plain_of(tmp_path, FINE, tensors)
-    np.testing.assert_array_equal(plain.tensors["x.weight"].read(), tensors["x.weight"])
+    assert_array_equal(plain.tensors["x.weight"].read(), tensors["x.weight"])
     (note,) = plain.notes
     assert note.endswith("config.json says quantization_config: no weight is quantised")
     refusal(
@@ -246,7 +247,7 @@ def test_a_model_is_that_of_the_values(name, tmp_path):
     models = [st.from_pretrained(path) for path in places]
     assert_same_model(*models)
     heads = [nnx.state(st.load_mtp(path, models[1])) for path in places]
-    jax.tree.map(np.testing.assert_array_equal, *heads)
+    jax.tree.map(assert_array_equal, *heads)
     assert open_checkpoint(places[0]).dtype == "bfloat16"
     said = checkpoints.inspected(places[0])
     assert f"{words}, whose values are computed in float32" in said

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from stree_jax import TreeTopology
 from stree_jax.decoding.types import Drawn, Sampling, Step
@@ -33,7 +34,7 @@ TREES = {
 def test_testing_is_exact(name, children, kind):
     topology, models = TREES[name], en.Models(seed=len(name), kind=kind)
     drafts = en.draft_outcomes(models, topology, children)
-    np.testing.assert_allclose(drafts[1].sum(), 1.0)
+    assert_allclose(drafts[1].sum(), 1.0)
     for rule in (try_children, traverse):
         options = dict(replace=children == "iid", rule=rule, length=3)
         assert en.distance(models, topology, drafts, **options) < en.EXACT
@@ -68,7 +69,7 @@ def test_a_residual_of_zero_falls_back_to_the_target():
         topology=PAIR,
         replace=True,
     )
-    np.testing.assert_allclose(np.asarray(walk.probs).sum(), 1.0, rtol=1e-6)
+    assert_allclose(np.asarray(walk.probs).sum(), 1.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule", [try_children, traverse])
@@ -165,5 +166,5 @@ def test_a_rule_reads_from_the_draft_how_children_were_drawn(rule, names, topolo
         drawn = draft._replace(drawn=Drawn(kind))
         got = verify(rule, drawn, logits, topology=topology)
         want = verify(VERIFIERS[name], drawn, logits, topology=topology)
-        np.testing.assert_array_equal(got.last, want.last)
-        np.testing.assert_array_equal(got.next_token, want.next_token)
+        assert_array_equal(got.last, want.last)
+        assert_array_equal(got.next_token, want.next_token)

@@ -80,7 +80,7 @@ REFUSED = [
 @by_message(("make", "options", "message"), REFUSED)
 def test_what_is_refused(make, options, message):
     """When it is made, or with a request."""
-    refusal(message, plan, tiny_model(), PROMPTS, drafter=make(), **options)
+    refusal(message, lambda: plan(tiny_model(), PROMPTS, drafter=make(), **options))
 
 
 def test_samples_are_traversed():

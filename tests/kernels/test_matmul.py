@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from pallas_kernels.matmul import native as version
 from pallas_kernels.matmul import pallas_triton as kernel
@@ -38,7 +39,7 @@ def bits(value):
 
 
 def assert_same_bits(got, wanted):
-    np.testing.assert_array_equal(bits(got), bits(wanted))
+    assert_array_equal(bits(got), bits(wanted))
 
 
 # Inputs, columns and numbers of rows: of the demo's pair, as many inputs as presets have,
@@ -61,7 +62,7 @@ def test_rows_are_alone(inputs, columns, numbers, dtype):
     *some, whole = map(bits, products(x, matrix))
     assert whole.shape == (len(x), columns)
     for y in some:
-        np.testing.assert_array_equal(y, whole[: len(y)])
+        assert_array_equal(y, whole[: len(y)])
 
 
 # Rows, and blocks of rows, columns and inputs; the first against the others.
@@ -84,7 +85,7 @@ def test_a_row_has_the_same_bits_in_all_plans(plan, is_quantized):
     """Rows, blocks of rows, of columns, and of inputs make no difference."""
     one, whole = (product_by_plan(is_quantized, *each) for each in (plan, PLANS[0]))
     rows = min(len(one), len(whole))
-    np.testing.assert_array_equal(one[:rows], whole[:rows])
+    assert_array_equal(one[:rows], whole[:rows])
 
 
 # Matrices of Mamba-2 (2.7b, 130m), Qwen3.5-0.8B, Nemotron-H and tests, by their parts.
@@ -117,7 +118,7 @@ def test_a_product_in_bfloat16_is_rounded_once():
     for inputs in (32, 256):
         x, matrix = (jnp.asarray(normal(*s), jnp.bfloat16) for s in ((3, inputs), (inputs, 40)))
         run = functools.partial(matmul, x, matrix, implementation="pallas_interpret")
-        assert_same = np.testing.assert_array_equal
+        assert_same = assert_array_equal
         assert_same(run(dtype=jnp.bfloat16), run().astype(jnp.bfloat16))
 
 
@@ -213,7 +214,7 @@ def test_extreme_rows_in_8_bits():
     assert np.isnan(wanted[4:7]).all()
     assert np.isfinite(np.delete(wanted, [4, 5, 6], 0)).all()
     assert not wanted[[1, 7]].any()
-    np.testing.assert_array_equal(run(x, matrix), wanted)
+    assert_array_equal(run(x, matrix), wanted)
 
 
 def test_rows_have_8_bits():
@@ -224,7 +225,7 @@ def test_rows_have_8_bits():
     values, scales = rounded(row)
     assert values[0, :5].tolist() == [127, 0, 2, 2, -127]
     assert values[1].tolist() == [-127, *[0] * 31]
-    np.testing.assert_array_equal(scales, np.array([2, np.float32(12.7) / np.float32(127)], "f"))
+    assert_array_equal(scales, np.array([2, np.float32(12.7) / np.float32(127)], "f"))
 
 
 @NEEDS_NATIVE

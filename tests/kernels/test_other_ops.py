@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from numpy.testing import assert_array_equal
 
 from pallas_kernels import AttentionLayout, dispatch, expert_mlps, triton
 from pallas_kernels.numerics import few_best, scaled
@@ -38,9 +39,9 @@ def test_a_few_of_the_best_are_those_of_top_k():
     for count in (1, 2, 5):
         largest, index = few_best(values, count)
         wanted, where = jax.lax.top_k(values, count)
-        np.testing.assert_array_equal(largest, wanted)
+        assert_array_equal(largest, wanted)
         is_number = wanted > least  # others are unspecified
-        np.testing.assert_array_equal(index[is_number], where[is_number])
+        assert_array_equal(index[is_number], where[is_number])
 
 
 def test_few_tokens_are_xlas_unless_asked_for(monkeypatch):
@@ -117,7 +118,7 @@ def test_heads_are_kept_out_of_the_projection_on_a_tpu(monkeypatch):
     assert "optimization_barrier" not in str(jax.make_jaxpr(total())(projected))
     monkeypatch.setattr(dispatch, "on_tpu", lambda: True)
     assert "optimization_barrier" in str(jax.make_jaxpr(total())(projected))
-    np.testing.assert_array_equal(jax.grad(total())(projected), wanted)
+    assert_array_equal(jax.grad(total())(projected), wanted)
 
 
 PRODUCTS = {
@@ -134,4 +135,4 @@ def test_a_product_is_rounded_before_a_sum(name):
     """In a program it would be a multiply-add, here or there; op by op it is none."""
     x, y = jnp.array(np.random.default_rng(0).normal(size=(2, 2, 7, 64)), jnp.float32)
     want = PRODUCTS[name](x, y)
-    jax.tree.map(np.testing.assert_array_equal, as_users(PRODUCTS[name])(x, y), want)
+    jax.tree.map(assert_array_equal, as_users(PRODUCTS[name])(x, y), want)

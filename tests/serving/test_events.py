@@ -25,6 +25,8 @@ from tests.serving.requests import (
     served,
 )
 
+thorough = pytest.mark.thorough
+
 NEVER = [[1] * 9]  # a stop: with one in each pool all pools share their programs
 
 
@@ -92,7 +94,7 @@ def check_disturbed(scheduler, order, rng):
             assert completion.tokens == cut[i]
 
 
-@pytest.mark.parametrize("quantum", [pytest.param(1, marks=pytest.mark.thorough), 32])
+@pytest.mark.parametrize("quantum", [pytest.param(1, marks=thorough), 32])
 def test_events_are_the_pieces_of_completions(quantum):
     """Cancelled at random, in any order, with both iterators stopped and resumed at random."""
     for order in orders_of(12, seeds=(quantum, quantum + 1)):
@@ -102,9 +104,7 @@ def test_events_are_the_pieces_of_completions(quantum):
 SERVING = r"(serving/\w+|decoding/(loop|results|text_stream|prefix/slots|prefix/prefix))"
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(i, marks=pytest.mark.thorough) for i in (1, 2))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=thorough) for i in (1, 2))])
 def test_a_scheduler_goes_on_after_ctrl_c_at_every_line(seed):
     """At the first visit of each line, or at later ones."""
     caching = dict(prefix_cache_bytes=20_000, prefix_every=8, prefill_tokens=8)
@@ -146,7 +146,7 @@ def test_no_sum_of_weights_outlives_them():
     assert {*identity._known} <= before
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_cancelled_row_is_free_and_its_text_can_go_on():
     """What was cut off follows, in a row that another request had meanwhile."""
     requests, texts, _ = cases()
@@ -177,7 +177,7 @@ def test_a_cancelled_row_is_free_and_its_text_can_go_on():
     assert (stopped.tokens + more.tokens)[: len(text)] == text
 
 
-@pytest.mark.thorough
+@thorough
 def test_who_asks_later_gets_what_is_left():
     """The events of completions that were not given yet, and the whole of what runs."""
     scheduler = pool(7)
