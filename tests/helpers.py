@@ -168,6 +168,19 @@ def temporary_bytes(model):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def by_message(names, rows):
+    """A test for each row of a table, whose message is its name too."""
+    return pytest.mark.parametrize(names, rows, ids=[row[-1] for row in rows])
+
+
+def refusal(message, call, /, *arguments, **options):
+    """The text of the ValueError of a call: one line, in which the message is found."""
+    with pytest.raises(ValueError, match=message) as error:
+        call(*arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
 def state_after(drafter, context, topology, max_length):
     """The state of a drafter that has read texts, without hidden states of a target."""
     state = drafter.init(len(context.length), topology, max_length)

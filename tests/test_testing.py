@@ -22,7 +22,7 @@ from stree_jax.testing import (
 )
 from stree_jax.testing.exactness import largest_distance
 from tests.drafters import Delegating
-from tests.helpers import with_weight
+from tests.helpers import by_message, refusal, with_weight
 
 CHAIN = st.TreeTopology.chain(3)
 SIX = st.ModelConfig.tiny(vocab_size=6, num_layers=1)
@@ -119,7 +119,7 @@ def pair():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
+@by_message(
     ("kind", "options", "message"),
     [
         (Misreporting, {}, "do not have the model's distribution: absolute differences sum to"),
@@ -149,7 +149,7 @@ def test_the_bound_is_one(texts):
         assert (distances > largest_distance(texts, rows, error)).mean() <= error
 
 
-@pytest.mark.parametrize(
+@by_message(
     ("call", "message"),
     [
         (
@@ -165,5 +165,4 @@ def test_the_bound_is_one(texts):
     ],
 )
 def test_refusals(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    refusal(message, call)

@@ -7,6 +7,7 @@ import pytest
 import stree_jax
 from benchmarks.static import gates, hlo, thunks
 from benchmarks.static.collectives import Found, collectives, problems
+from tests.helpers import by_message
 
 THUNKS = """\
 000: kCopy         [source | next=002 (1)] kCopy
@@ -141,7 +142,7 @@ def test_collectives_are_found_where_they_are():
     ]
 
 
-@pytest.mark.parametrize(
+@by_message(
     ("more", "message"),
     [
         (("all-reduce", "body", 442), "body has"),
@@ -181,7 +182,7 @@ def test_launches_are_those_of_our_kernels_with_products_whole():
     assert gates.most_launches(rows) == most
 
 
-@pytest.mark.parametrize(
+@by_message(
     ("limits", "options", "message"),
     [
         (["mamba2=5", "mlp=4"], {"most_growth": 4.2}, None),

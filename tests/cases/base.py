@@ -73,6 +73,12 @@ def native_lacks_bf16(case, implementation):
     return implementation == "native" and case.bf16
 
 
+def of_steps(case):
+    """The budget of the outputs of a scan."""
+    factor = LARGE_STEPS if case.dt_scale > 1 else 1
+    return {"y": Budget(OUTPUT[case.bf16] * factor, 1.5)}
+
+
 class Op(NamedTuple):
     """An op and its table."""
 
@@ -143,6 +149,14 @@ def ancestor_mask(parents):
                 mask[b, node] = mask[b, parents[b, node]]
             mask[b, node, node] = True
     return mask
+
+
+def accepted(case, mask):
+    """A path of each row, and its last node: the deepest, the root; -1 and nothing for others."""
+    batch, exist = len(mask), case.nodes - case.padded
+    last = np.array([mask[0, :exist].sum(-1).argmax(), 0, -1])[:batch]
+    path = mask[np.arange(batch), np.maximum(last, 0)] & (last >= 0)[:, None]
+    return {"last": last, "path": path}
 
 
 def relative_error(value, truth):

@@ -55,9 +55,6 @@ def inputs(case, seed=0):
     mask = base.ancestor_mask(parents) & (np.arange(nodes) < nodes - case.padded)
     softplus = np.log1p(np.exp(exact(batch, nodes, heads))) * case.dt_scale
     channels = heads * size + 2 * case.groups * case.state
-    # The deepest existing node of row 0, the root of row 1, the empty path of further rows.
-    last = np.array([mask[0, : nodes - case.padded].sum(-1).argmax(), 0, -1])[:batch]
-    path = mask[np.arange(batch), np.maximum(last, 0)] & (last >= 0)[:, None]
     return SimpleNamespace(
         x=draw(batch, nodes, heads, size),
         dt=softplus.astype(np.float32).astype(np.float64),
@@ -72,8 +69,7 @@ def inputs(case, seed=0):
         conv_bias=draw(channels),
         parents=parents,
         mask=mask,
-        last=last,
-        path=path,
+        **base.accepted(case, mask),
     )
 
 
@@ -158,11 +154,6 @@ def fused_errors(case, implementation):
     }
 
 
-def scan_budgets(case):
-    factor = base.LARGE_STEPS if case.dt_scale > 1 else 1
-    return {"y": Budget(base.OUTPUT[case.bf16] * factor, 1.5)}
-
-
 def replay_budgets(case):
     return {"state": Budget(base.STATE[case.bf16])}
 
@@ -185,14 +176,14 @@ FUSED = (
     "to the bit",
 )
 TREE_SCAN = Op(
-    *(CASES, scan_errors, scan_budgets, base.WITH_NATIVE), slow=FUSED, lacks=base.native_lacks_bf16
+    *(CASES, scan_errors, base.of_steps, base.WITH_NATIVE), slow=FUSED, lacks=base.native_lacks_bf16
 )
 # A replay has no queries.
 REPLAY = Op(CASES, replay_errors, replay_budgets, slow=(*FUSED, "newest node of many"))
 REPLAY_TREE_SCAN = Op(
     {name: CASES[name] for name in FUSED},
     fused_errors,
-    lambda case: scan_budgets(case) | replay_budgets(case),
+    lambda case: base.of_steps(case) | replay_budgets(case),
     base.WITH_NATIVE,
     lacks=base.native_lacks_bf16,
 )

@@ -23,7 +23,9 @@ from stree_jax.heads import HEADS, Room
 from stree_jax.loading import parse_tree
 from stree_jax.testing import tiny_model
 from tests.extensions import eagle3_files
-from tests.helpers import disk_is_full, saved_model
+from tests.helpers import by_message, disk_is_full, saved_model
+
+thorough = pytest.mark.thorough
 
 COMMAND = [str(Path(sys.executable).with_name("stree-jax"))]
 
@@ -106,7 +108,7 @@ BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
 BAD_MAP = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
 
 
-@pytest.mark.parametrize(
+@by_message(
     ("tokenizer", "message"),
     [
         ({"model": WORDS}, " cannot encode --prompt:"),
@@ -214,7 +216,7 @@ def test_convert_and_inspect(tmp_path, monkeypatch, output):
         assert f"runs as {dispatch.explain()}\n" in shown
 
 
-@pytest.mark.thorough
+@thorough
 def test_sampling_depends_on_the_seed_alone(tiny_pair, output):
     common = ["generate", tiny_pair / "target", "-p", "The", "--max-new-tokens", 16]
     common += ["--temperature", 1, "--top-p", 0.9]
@@ -238,7 +240,7 @@ def check_demo(text):
     assert taus[0] == 1 < min(taus[1:])
 
 
-@pytest.mark.thorough
+@thorough
 def test_demo_of_a_pair(tiny_pair, output):
     pair = ["--target", tiny_pair / "target", "--draft", tiny_pair / "draft"]
     check_demo(output("demo", "--max-new-tokens", 8, *pair))
@@ -252,7 +254,7 @@ def test_demo_of_the_embedded_pair(output):
     check_demo(output("demo", "--max-new-tokens", 24))
 
 
-@pytest.mark.thorough
+@thorough
 def test_train(tmp_path, output, monkeypatch):
     """A model, and heads on texts that it generates: progress, checkpoints, and their drafts."""
     monkeypatch.chdir(tmp_path)
@@ -294,7 +296,7 @@ def test_train(tmp_path, output, monkeypatch):
         assert plain.splitlines()[0] == drafted.splitlines()[0]
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_model_in_8_bits(tmp_path, output):
     """Converted, described, decoded: the text of the target in 8 bits, with drafts in 8 bits."""
     tokenizer = st.load_tokenizer(st.demo_path("target"))

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 import stree_jax as st
 from stree_jax.special_tokens import end_tokens
-from tests.helpers import saved_model, some
+from tests.helpers import refusal, saved_model, some
 
 PROMPT = "Question: Ann has"
 IN_PIECES = "Once upon"  # in whole pieces of `sentencepiece`, without bytes
@@ -115,11 +115,9 @@ def test_eos_token(folder, copy, check):
     check(folder, text, "--eos-token", other, "--eos-token", end, eos_token=[word, other])
     check(folder, completed(folder), eos_token=None)
     for given in ("<|nothing|>", ["<|nothing|>"]):
-        with pytest.raises(ValueError, match=r"eos_token = '<\|nothing\|>' is no token of"):
-            completed(folder, eos_token=given)
+        refusal(r"eos_token = '<\|nothing\|>' is no token of", completed, folder, eos_token=given)
     for given in (-1, 4096, 10**30, True, 1.5, math.nan):
-        with pytest.raises(ValueError, match="eos_token must be an integer, from 0 to 4095"):
-            completed(folder, eos_token=given)
+        refusal("eos_token must be an integer, from 0 to 4095", completed, folder, eos_token=given)
 
 
 def test_end_tokens_outside_of_the_model_never_come(copy):
@@ -194,8 +192,12 @@ def test_tokens_beyond_the_model_never_come(copy):
         assert text(grammar, drafter=drafter) in ("yes!", "yes!!", "yes!!!", "no")
     # Where nothing else is possible, the grammar is refused, with a way out that exists.
     pad = tokenizer.token_to_id("[PAD]")
-    with pytest.raises(ValueError, match=r"make it with eos_token=..., an end token of the model"):
-        text(st.regex("no", tokenizer, eos_token=pad), eos_token=None)
+    refusal(
+        r"make it with eos_token=..., an end token of the model",
+        text,
+        st.regex("no", tokenizer, eos_token=pad),
+        eos_token=None,
+    )
 
 
 @pytest.mark.parametrize("given", [math.nan, 10**30, True, "a", {"a": 1}, [[1]]])
@@ -203,5 +205,4 @@ def test_damaged_end_tokens(copy, given):
     """NaN and 10^30 passed in silence."""
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
     for use in (st.from_pretrained, completed):
-        with pytest.raises(ValueError, match=r"eos_token(_id)? must be"):
-            use(copy)
+        refusal(r"eos_token(_id)? must be", use, copy)

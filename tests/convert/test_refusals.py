@@ -4,10 +4,10 @@ import json
 import struct
 
 import numpy as np
-import pytest
 
 from tests.convert import checkpoints, configs, numpy_mamba_in_llama
 from tests.convert.checkpoints import CONFIG, MIXER, refused, rewritten, sharded, write_index
+from tests.helpers import by_message
 
 NESTED = json.loads("[" * 600 + "1" + "]" * 600)
 
@@ -259,7 +259,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), REFUSED, ids=[message for _, message in REFUSED])
+@by_message(("damage", "message"), REFUSED)
 def test_refused(checkpoint, damage, message):
     damage(checkpoint)
     refused(checkpoint, message)

@@ -18,7 +18,7 @@ from tests.decoding import enumeration as en
 from tests.decoding.rules import SIZE, WALK, Walk, autoregressive, random_walk, rules_of
 from tests.decoding.texts import NEW_TOKENS, ROWS, decoded, planned
 from tests.decoding.texts import autoregressive as without_rules
-from tests.helpers import rows, some
+from tests.helpers import refusal, rows, some
 from tests.methods import PROMPTS, Topology, drafts
 
 
@@ -47,8 +47,7 @@ def test_requests_of_a_scheduler_have_rules_of_their_own():
     copied = st.Automaton(np.asarray(WALK.table))
     rules = [*rules_of(12)["processors"][:-1], copied]
     for refused in (other, dataclasses.replace(other, processors=rules)):
-        with pytest.raises(ValueError, match=r"wait or run have .* shared arrays \(the same objec"):
-            scheduler.submit(refused)
+        refusal(r"wait or run have .* shared arrays \(the same objec", scheduler.submit, refused)
     want = autoregressive().tokens
     for done in scheduler.completions():
         text = want[chosen[done.request_id]]
@@ -176,5 +175,11 @@ def test_end_tokens_of_any_processor_end_its_rows():
     options = dict(processors=[only_the_end], max_new_tokens=5)
     out = st.generate(tiny_model(), PROMPTS, **options)
     assert out.tokens.tolist() == [[7, *[st.PAD] * 4]] * len(PROMPTS)
-    with pytest.raises(ValueError, match="does not end the texts of a logits processor"):
-        st.generate(tiny_model(), PROMPTS, eos_token=8, **options)
+    refusal(
+        "does not end the texts of a logits processor",
+        st.generate,
+        tiny_model(),
+        PROMPTS,
+        eos_token=8,
+        **options,
+    )

@@ -12,7 +12,7 @@ from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
 from stree_jax.testing import apply, random_model, tiny_model
 from tests.drafters import AcceptNothing, Answering, Echo, Holding, Nameless, Unhashable
-from tests.helpers import python, rows
+from tests.helpers import python, refusal, rows
 from tests.methods import CHAIN, KEY, PROMPTS, SAMPLED, TREE
 
 
@@ -326,8 +326,12 @@ TAKE_IDS = [
 @pytest.mark.parametrize("call", TAKE_IDS)
 def test_what_is_no_token_id_is_refused(call):
     for wrong in (37, 10**6, -100):
-        with pytest.raises(ValueError, match=f"token id {wrong}, outside the vocabulary of 37"):
-            call(tiny_model(), jnp.array([[5, wrong, 2, 4]]))
+        refusal(
+            f"token id {wrong}, outside the vocabulary of 37",
+            call,
+            tiny_model(),
+            jnp.array([[5, wrong, 2, 4]]),
+        )
     for wrong in (1.0, True):
         text = jnp.full((1, 4), wrong)
         # A TypeError where the types of signatures are checked, as in `make check`.
@@ -347,8 +351,7 @@ def test_prefixes_of_others_are_refused():
         ([[1]] * 3, dict(max_length=4), r"prompts\[2\] has 13 tokens .*, and the limit is 4"),
         ([[1]] * 3, dict(after=failed), "row 1 of after failed: its logits were not finite"),
     ):
-        with pytest.raises(ValueError, match=message):
-            st.generate(**dict(model=model, prompts=prompts, after=prefix) | options)
+        refusal(message, st.generate, **dict(model=model, prompts=prompts, after=prefix) | options)
 
 
 def changed(base, method, change):
@@ -398,8 +401,7 @@ def test_what_a_method_returns_is_checked(method, change, message):
     made = dict(drafter=Echo(), verifier=AcceptNothing())
     name = "verifier" if method == "verify" else "drafter"
     made[name] = changed(type(made[name]), method, change)
-    with pytest.raises(ValueError, match=message):
-        st.generate(tiny_model(), PROMPTS, max_new_tokens=3, **made)
+    refusal(message, st.generate, tiny_model(), PROMPTS, max_new_tokens=3, **made)
 
 
 def test_what_is_next_to_a_refusal_is_allowed():

@@ -11,7 +11,7 @@ from stree_jax.decoding.stops import Stopping
 from stree_jax.decoding.token_bytes import token_bytes
 from stree_jax.testing import tiny_model
 from tests.decoding.texts import of_rows
-from tests.helpers import word_tokenizer
+from tests.helpers import refusal, word_tokenizer
 from tests.methods import KEY, PROMPTS, drafts
 
 NEW_TOKENS = 24
@@ -147,5 +147,4 @@ def test_the_automaton_finds_what_a_search_finds():
 
 def test_stops_that_are_too_long():
     stopping = Stopping((), ("a" * 30,), letters())
-    with pytest.raises(ValueError, match="have 30 bytes in all; with 2000000 tokens at most 15"):
-        stopping.machine(2_000_000)
+    refusal("have 30 bytes in all; with 2000000 tokens at most 15", stopping.machine, 2_000_000)

@@ -21,8 +21,8 @@ from stree_jax.extensions.grammar import byte_automaton, graph
 from stree_jax.extensions.grammar.api import automaton_of_pattern
 from stree_jax.extensions.grammar.json_text import automaton_of_schema
 from stree_jax.measuring.clock import num_bytes
-from tests.convert.checkpoints import refusal
 from tests.extensions.schemas import POOL, schemas, texts_of
+from tests.helpers import by_message, refusal
 
 
 @pytest.fixture(scope="module")
@@ -334,14 +334,14 @@ BAD_SCHEMAS = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "message"), BAD_PATTERNS)
+@by_message(("pattern", "message"), BAD_PATTERNS)
 def test_bad_patterns(pattern, message, tokenizer, monkeypatch):
     monkeypatch.setattr(graph, "MOST_NODES", 20_000)
     monkeypatch.setattr(byte_automaton, "MOST_STATES", 9_000)
     refused(message, st.regex, pattern, tokenizer)
 
 
-@pytest.mark.parametrize(("schema", "message"), BAD_SCHEMAS)
+@by_message(("schema", "message"), BAD_SCHEMAS)
 def test_bad_schemas(schema, message, tokenizer, monkeypatch):
     monkeypatch.setattr(byte_automaton, "MOST_STATES", 2_000)
     refused(message, st.json_schema, schema, tokenizer)

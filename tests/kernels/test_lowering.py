@@ -149,8 +149,10 @@ def test_a_product_lowers_to_one_kernel(axis, capability):
 # the gate and a norm over the whole row are in the scan.
 SCALED = pk.Mamba2Layout(24, 64, 1, 128, 24, 1, multipliers=(0.35, 0.25, 0.18, 0.5, 0.35))
 LAYOUTS = [
-    (pk.Mamba2Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 13, 0, True, True),
-    (pk.Mamba2Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 64, 61, True, True),
+    *(
+        (pk.Mamba2Layout(80, 64, 1, 128, 80, 1), *nodes, True, True)
+        for nodes in ((13, 0), (64, 61))
+    ),
     (pk.Mamba2Layout(32, 128, 32, 128, x_heads=8, b_groups=8), 64, 0, False, False),
     (SCALED, 1, 0, True, False),
 ]

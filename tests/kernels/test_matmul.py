@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from pallas_kernels.matmul import native as version
 from pallas_kernels.matmul import pallas_triton as kernel
@@ -38,7 +39,7 @@ def bits(value):
 
 
 def assert_same_bits(got, wanted):
-    np.testing.assert_array_equal(bits(got), bits(wanted))
+    assert_array_equal(bits(got), bits(wanted))
 
 
 # Inputs, columns and numbers of rows: of the demo's pair, as many inputs as presets have,
@@ -61,7 +62,7 @@ def test_rows_are_alone(inputs, columns, numbers, dtype):
     *some, whole = map(bits, products(x, matrix))
     assert whole.shape == (len(x), columns)
     for y in some:
-        np.testing.assert_array_equal(y, whole[: len(y)])
+        assert_array_equal(y, whole[: len(y)])
 
 
 # Rows, and blocks of rows, columns and inputs; all against the first.
@@ -85,7 +86,7 @@ def by_plan(interpret, eight_bits, rows, *blocks):
 def test_a_row_has_the_same_bits_in_all_plans(plan, eight_bits, interpret):
     both = [by_plan(interpret, eight_bits, *case) for case in (plan, PLANS[0])]
     rows = min(map(len, both))
-    np.testing.assert_array_equal(*(y[:rows] for y in both))
+    assert_array_equal(*(y[:rows] for y in both))
 
 
 def test_parts_are_a_promise():
@@ -192,7 +193,7 @@ def test_extreme_rows_in_8_bits():
     assert np.isnan(wanted[4:7]).all()
     assert np.isfinite(np.delete(wanted, [4, 5, 6], 0)).all()
     assert not wanted[[1, 7]].any()
-    np.testing.assert_array_equal(run(x, matrix), wanted)
+    assert_array_equal(run(x, matrix), wanted)
 
 
 def test_rows_have_8_bits():
@@ -203,7 +204,7 @@ def test_rows_have_8_bits():
     values, scales = rounded(row)
     assert values[0, :5].tolist() == [127, 0, 2, 2, -127]
     assert values[1].tolist() == [-127, *[0] * 31]
-    np.testing.assert_array_equal(scales, np.array([2, np.float32(12.7) / np.float32(127)], "f"))
+    assert_array_equal(scales, np.array([2, np.float32(12.7) / np.float32(127)], "f"))
 
 
 @NEEDS_NATIVE

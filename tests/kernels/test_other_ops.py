@@ -1,6 +1,7 @@
 """Experts and shared numerics, beyond their tables."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from numpy.testing import assert_array_equal
 
 from pallas_kernels import AttentionLayout, dispatch, expert_mlps, triton
 from pallas_kernels.numerics import few_best, scaled
@@ -37,9 +39,9 @@ def test_a_few_of_the_best_are_those_of_top_k():
     for count in (1, 2, 5):
         largest, index = few_best(values, count)
         wanted, where = jax.lax.top_k(values, count)
-        np.testing.assert_array_equal(largest, wanted)
+        assert_array_equal(largest, wanted)
         is_number = wanted > least  # others are unspecified
-        np.testing.assert_array_equal(index[is_number], where[is_number])
+        assert_array_equal(index[is_number], where[is_number])
 
 
 def test_few_tokens_are_xlas_unless_asked_for(monkeypatch):
@@ -93,6 +95,17 @@ def test_kernels_are_in_programs_and_do_not_count_them(op, monkeypatch):
     assert all(are_traced)
 
 
+@pytest.mark.parametrize("nodes", [3, 13])
+def test_two_grids_of_one_kernel(nodes):
+    """Heads of several blocks after heads of one, and blocks of one size (jax #40847)."""
+    case = mamba2_layer.CASES["gate, no norm"].but(batch=1, nodes=nodes)
+    for size in (16, 128, 64):
+        layout = dataclasses.replace(
+            mamba2_layer.PLAIN, num_heads=2, x_heads=2, head_dim=size, state_size=128
+        )
+        OPS["mamba2_layer"].check(case.but(layout=layout), "pallas_interpret")
+
+
 def test_heads_are_kept_out_of_the_projection_on_a_tpu(monkeypatch):
     """XLA would transpose its weight, whose copy is as large; also where it is differentiated."""
     layout = AttentionLayout(2, 1, 4, 1.0, frequencies=(1.0,))
@@ -106,7 +119,7 @@ def test_heads_are_kept_out_of_the_projection_on_a_tpu(monkeypatch):
     assert "optimization_barrier" not in str(jax.make_jaxpr(total())(projected))
     monkeypatch.setattr(dispatch, "on_tpu", lambda: True)
     assert "optimization_barrier" in str(jax.make_jaxpr(total())(projected))
-    np.testing.assert_array_equal(jax.grad(total())(projected), wanted)
+    assert_array_equal(jax.grad(total())(projected), wanted)
 
 
 PRODUCTS = {
@@ -123,4 +136,4 @@ def test_a_product_is_rounded_before_a_sum(name):
     """In a program it would be a multiply-add, here or there; op by op it is none."""
     x, y = jnp.array(np.random.default_rng(0).normal(size=(2, 2, 7, 64)), jnp.float32)
     want = PRODUCTS[name](x, y)
-    jax.tree.map(np.testing.assert_array_equal, as_users(PRODUCTS[name])(x, y), want)
+    jax.tree.map(assert_array_equal, as_users(PRODUCTS[name])(x, y), want)

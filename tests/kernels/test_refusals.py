@@ -21,6 +21,7 @@ from tests.cases import tree_attention as attention
 from tests.cases import tree_attention_layer as attention_cases
 from tests.cases import tree_delta as delta_cases
 from tests.cases.ops import OPS
+from tests.helpers import by_message, refusal
 
 MIXER = mamba2_layer.PLAIN
 
@@ -71,12 +72,9 @@ REFUSED_BY_KERNELS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("run", "message"), REFUSED_BY_KERNELS, ids=[message for _, message in REFUSED_BY_KERNELS]
-)
+@by_message(("run", "message"), REFUSED_BY_KERNELS)
 def test_the_kernel_refuses_and_xla_runs(run, message):
-    with pytest.raises(ValueError, match=message):
-        run(implementation="pallas_interpret")
+    refusal(message, run, implementation="pallas_interpret")
     run(implementation="xla")
 
 
@@ -192,10 +190,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+@by_message(("call", "message"), REFUSED)
 def test_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    refusal(message, call)
 
 
 BLOCKS = jnp.ones((2, 3, 40, 32))
@@ -221,7 +218,7 @@ def product(rows=ROWS, blocks=BLOCKS, scales=None, which=INDEX, first_block=0):
 
 
 @base.NEEDS_NATIVE
-@pytest.mark.parametrize(("changes", "message"), REFUSED_BY_FUNCTIONS)
+@by_message(("changes", "message"), REFUSED_BY_FUNCTIONS)
 def test_the_function_refuses(changes, message):
     """An error of the program that runs, never a read beyond an array."""
     np.testing.assert_array_equal(product(), np.full((3, 70), 40.0))

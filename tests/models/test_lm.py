@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from pallas_kernels import dispatch
 from stree_jax import ModelConfig, TreeTopology
@@ -55,7 +56,7 @@ def random_tokens(model, *shape, seed=0):
 def assert_close(got, want):
     """Equal up to float32 rounding at the scale of the array, since XLA fuses differently."""
     scale = np.abs(want).max(initial=1.0)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=3e-5 * scale)
+    assert_allclose(got, want, rtol=1e-5, atol=3e-5 * scale)
 
 
 def whole_tree(topology, batch=BATCH):
@@ -91,7 +92,7 @@ def test_logits_are_the_oracles(name):
     assert got.dtype == jnp.float32
     assert got.shape == (BATCH, LENGTH, model.config.num_embeddings)
     for row, want in zip(got, (oracle.logits(model, row) for row in tokens), strict=True):
-        np.testing.assert_allclose(row, want, atol=2e-5 * np.abs(want).max())
+        assert_allclose(row, want, atol=2e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("name", some([*CONFIGS, *NORMS], *QUICK))
@@ -105,8 +106,8 @@ def test_a_tree_is_every_path_run_by_itself(name):
         for node in range(TREE.num_nodes):
             path = np.flatnonzero(TREE.ancestor_mask[node])
             alone = oracle.logits(model, [*prompts[b, : lengths[b]], *drafts[b, path]])[-1]
-            np.testing.assert_allclose(got[b, node], alone, atol=3e-5 * np.abs(alone).max())
-    jax.tree.map(np.testing.assert_array_equal, after, cache)  # a forward writes no cache
+            assert_allclose(got[b, node], alone, atol=3e-5 * np.abs(alone).max())
+    jax.tree.map(assert_array_equal, after, cache)  # a forward writes no cache
 
 
 @pytest.mark.parametrize("name", some(CONFIGS, *QUICK))
@@ -199,14 +200,14 @@ def test_hidden_states_and_logits_are_two_halves_of_a_forward():
     # After the norm and before its weight each row has a mean square of 1.
     scale = model.final_norm_scale[...]
     mean_square = np.square(np.asarray(hidden / scale)).mean(axis=-1)
-    np.testing.assert_allclose(mean_square, 1.0, atol=1e-3)
+    assert_allclose(mean_square, 1.0, atol=1e-3)
     logits, *rest = tree_forward(model, drafts, tree, cache)
     assert_close(model.logits(hidden), logits)
     jax.tree.map(assert_close, rest, [pending, after])
     last, _, _ = jax.jit(lambda model, *arguments: model.tree_forward(*arguments, num_logits=3))(
         model, drafts, tree, cache
     )
-    np.testing.assert_allclose(last, logits[:, -3:], atol=1e-5)
+    assert_allclose(last, logits[:, -3:], atol=1e-5)
 
 
 def test_padding_does_not_reach_the_cache():
@@ -217,9 +218,9 @@ def test_padding_does_not_reach_the_cache():
     prompts[0, 5:] = 0
     prompts[1] = 1
     logits_again, cache_again = prefill(model, prompts, lengths)
-    np.testing.assert_array_equal(logits[0], logits_again[0])
-    jax.tree.map(np.testing.assert_array_equal, cache, cache_again)
-    jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf[1], 0), cache)
+    assert_array_equal(logits[0], logits_again[0])
+    jax.tree.map(assert_array_equal, cache, cache_again)
+    jax.tree.map(lambda leaf: assert_array_equal(leaf[1], 0), cache)
 
 
 @pytest.mark.thorough
@@ -256,7 +257,7 @@ def test_no_single_row_is_multiplied_on_a_tpu(weight, wide, monkeypatch):
     row, two = jnp.arange(5.0)[None, None], jnp.ones((1, 2, 5))
     wanted, of_two = multiply(row), text(two)
     monkeypatch.setattr(dispatch, "on_tpu", lambda: True)
-    np.testing.assert_array_equal(multiply(row), wanted)
+    assert_array_equal(multiply(row), wanted)
     assert " pad[" in text(row)
     assert text(two) == of_two
 
