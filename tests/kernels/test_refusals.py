@@ -52,7 +52,7 @@ REFUSED_BY_KERNELS = [
     (mixer(state_size=256), "replay_tree_scan .* state_size = 256 of float32 inputs is more than"),
     (mixer(head_dim=18), "tree_conv1d_layer .* channels = 72 is not a multiple of 16; use 'xla'"),
     (of_case("tree_delta", "two nodes", head_dim=12), "head_dim = 12 is not a power of two.*use"),
-    (of_case("tree_delta", "two nodes", state=128), "state_size = 128 of float32 inputs is more"),
+    (of_case("tree_delta", "two nodes", state=256), "state_size = 256 of float32 inputs is more"),
     (of_case("gated_rms_norm", "gate then norm", size=40), "group size = 40.*use 'xla'"),
     (of_case("add_rms_norm", "float32", size=81), "add_rms_norm cannot run .* 81 .*; use 'xla'"),
     (sequence_of(head_dim=12), "head_dim = 12 is not a power of two"),
