@@ -73,7 +73,7 @@ def by_plan(eight_bits, rows, *blocks):
     """The product with a matrix whose inputs have two parts, in the interpreter."""
     x, matrix = normal(70, 256, seed=1), normal(256, 72).astype(jnp.bfloat16)
     matrix = jax.tree.map(jnp.asarray, QuantizedMatrix.of(matrix) if eight_bits else matrix)
-    plan = kernel.BlockSizes(*blocks, num_warps=4, num_stages=1)
+    plan = kernel.BlockSizes(*blocks, num_stages=1)
     options = dict(axis=-2, dtype="float32", interpret=True, blocks=plan)
     return bits(kernel.matmul(jnp.asarray(x[:rows], jnp.bfloat16), matrix, **options))
 
