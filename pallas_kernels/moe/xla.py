@@ -26,7 +26,7 @@ from pallas_kernels.numerics import activate, argsort, contract, rounded, sum_in
 # Least and most rows that a loop multiplies by an expert's matrices at a time.
 _BLOCK = 8, 256
 
-Product = Callable[[jax.Array, Any], jax.Array]  # of rows with the matrices of experts
+Product = Callable[[jax.Array], jax.Array]
 
 
 def expert_mlps(
@@ -66,11 +66,11 @@ def packed_mlps(
     """`expert_mlps` with packed experts: each choice is a row with a matrix of its own."""
     which = chosen.reshape(-1)
 
-    def multiply(rows: jax.Array, experts: PackedMatrix) -> jax.Array:
-        return matmul(rows, experts, which, implementation=product)
+    def product_with(experts: PackedMatrix) -> Product:
+        return lambda rows: matmul(rows, experts, which, implementation=product)
 
     rows = jnp.repeat(x, chosen.shape[1], axis=0)
-    by_choice = _mlp(rows, multiply, experts_in, experts_out, **options)
+    by_choice = _mlp(rows, product_with(experts_in), product_with(experts_out), **options)
     total = native.weighted_sum if product == "native" else weighted_sum
     return total(by_choice, weights).astype(x.dtype)
 
@@ -113,29 +113,29 @@ def weighted_sum(
 
 
 def _mlp(
-    rows: jax.Array, product: Product, first: Any, second: Any, activation: str, gated: bool
+    rows: jax.Array, first: Product, second: Product, activation: str, gated: bool
 ) -> jax.Array:
-    """An MLP, given the product with its matrices."""
-    hidden = product(rows, first)
+    """An MLP, given the products with its matrices."""
+    hidden = first(rows)
     if gated:
         gate, up = jnp.split(hidden, 2, axis=-1)
         hidden = activate(activation, gate) * up
     else:
         hidden = activate(activation, hidden)
-    return product(hidden, second)
+    return second(hidden)
 
 
 def _by_gathering(
     x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
 ) -> jax.Array:
     """Each choice gathers the matrices of its expert."""
-    which = chosen.reshape(-1)
 
-    def product(rows: jax.Array, experts: jax.Array) -> jax.Array:
-        return contract("ni,nio->no", rows, experts[which]).astype(rows.dtype)
+    def product_with(experts: jax.Array) -> Product:
+        own = experts[chosen.reshape(-1)]
+        return lambda rows: contract("ni,nio->no", rows, own).astype(rows.dtype)
 
     rows = jnp.repeat(x, chosen.shape[1], axis=0)
-    return _mlp(rows, product, experts_in, experts_out, **options)
+    return _mlp(rows, product_with(experts_in), product_with(experts_out), **options)
 
 
 def _by_grouping(
@@ -144,8 +144,8 @@ def _by_grouping(
     """Choices are sorted by expert; each expert's are one block of a grouped product."""
     sizes = jnp.diff(starts_of(chosen, len(experts_in)))
 
-    def product(rows: jax.Array, experts: jax.Array) -> jax.Array:
-        return lax.ragged_dot(
+    def product_with(experts: jax.Array) -> Product:
+        return lambda rows: lax.ragged_dot(
             rows,
             experts,
             sizes,
@@ -155,18 +155,14 @@ def _by_grouping(
 
     order = by_expert(chosen)
     rows = x[order // chosen.shape[1]]
-    y = _mlp(rows, product, experts_in, experts_out, **options)
+    y = _mlp(rows, product_with(experts_in), product_with(experts_out), **options)
     return y[argsort(order)]
 
 
-def _product_of(expert: jax.Array) -> Product:
+def _product_with(experts: jax.Array, expert: jax.Array) -> Product:
     """The product of rows with the matrix of one expert."""
-
-    def product(rows: jax.Array, experts: jax.Array) -> jax.Array:
-        matrix = lax.dynamic_index_in_dim(experts, expert, keepdims=False)
-        return contract("ni,io->no", rows, matrix).astype(rows.dtype)
-
-    return product
+    matrix = lax.dynamic_index_in_dim(experts, expert, keepdims=False)
+    return lambda rows: contract("ni,io->no", rows, matrix).astype(rows.dtype)
 
 
 def _loop_over_choices(*arrays: jax.Array, copies: int = 1, **options: Any) -> jax.Array:
@@ -175,8 +171,8 @@ def _loop_over_choices(*arrays: jax.Array, copies: int = 1, **options: Any) -> j
     def of_choice(choice_and_expert: tuple[jax.Array, jax.Array]) -> jax.Array:
         choice, expert = choice_and_expert
         row = lax.dynamic_index_in_dim(x, choice // chosen.shape[1])
-        rows = jnp.repeat(row, copies, axis=0)
-        return _mlp(rows, _product_of(expert), experts_in, experts_out, **options)[0]
+        first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
+        return _mlp(jnp.repeat(row, copies, axis=0), first, second, **options)[0]
 
     return lax.map(of_choice, (jnp.arange(chosen.size, dtype=jnp.int32), chosen.reshape(-1)))
 
@@ -196,8 +192,8 @@ def _loop_over_blocks(
         expert = jnp.sum(ends <= i, dtype=jnp.int32)
         place = starts[expert] + (i - firsts[expert]) * size + jnp.arange(size, dtype=jnp.int32)
         choice = order[jnp.minimum(place, num_choices - 1)]
-        rows = x[choice // chosen.shape[1]]
-        rows = _mlp(rows, _product_of(expert), experts_in, experts_out, **options)
+        first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
+        rows = _mlp(x[choice // chosen.shape[1]], first, second, **options)
         own = place < starts[expert + 1]
         return y.at[jnp.where(own, choice, num_choices)].set(rows, mode="drop")
 
