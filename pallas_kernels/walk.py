@@ -69,26 +69,23 @@ def visits(mask: Bool[Array, "B N N"], num_queries: int) -> Int32[Array, "B visi
     has_children = (parent[:, None] == node[:, None]) & visited[:, None]  # [B, node, child]
     push = jnp.where(has_children.sum(axis=2) > 1, used + 1, 0)
     code = jnp.where(visited, node | pop << _POP | push << _PUSH, node)
-    count = visited.sum(axis=1, dtype=jnp.int32)
-    left_out = count[:, None] + jnp.cumsum(~visited, axis=1, dtype=jnp.int32) - 1
-    place = jnp.where(visited, place, left_out)
-    at_place = jnp.where(place[:, None] == node[:, None], code[:, None], 0).sum(
-        axis=2, dtype=jnp.int32
-    )
-    return _table(count, at_place)
+    left_out = visited.sum(axis=1, keepdims=True) + jnp.cumsum(~visited, axis=1) - 1
+    return _table(visited, jnp.where(visited, place, left_out), code)
 
 
 def steps(path: Bool[Array, "B O"]) -> Int32[Array, "B steps"]:
     """The number of nodes of a path, the nodes in order, and zeros: `[B, O + 2]`."""
-    node = jnp.arange(path.shape[1], dtype=jnp.int32)
-    place = jnp.cumsum(path, axis=1, dtype=jnp.int32) - 1
-    is_there = (place[:, None] == node[:, None]) & path[:, None]  # [B, place, node]
-    nodes = jnp.where(is_there, node, 0).sum(axis=2, dtype=jnp.int32)
-    return _table(path.sum(axis=1, dtype=jnp.int32), nodes)
+    place = jnp.where(path, jnp.cumsum(path, axis=1) - 1, -1)
+    return _table(path, place, jnp.arange(path.shape[1], dtype=jnp.int32)[None])
 
 
-def _table(count: Array, codes: Array) -> Array:
-    return jnp.concatenate([count[:, None], codes, jnp.zeros_like(count)[:, None]], axis=1)
+def _table(counted: Array, place: Array, codes: Array) -> Array:
+    """The number of counted nodes, the code at each place, and a zero."""
+    places = jnp.arange(place.shape[1])[:, None]
+    here = jnp.where(place[:, None] == places, codes[:, None], 0)
+    count = counted.sum(axis=1, keepdims=True, dtype=jnp.int32)
+    at_place = here.sum(axis=2, dtype=jnp.int32)
+    return jnp.concatenate([count, at_place, jnp.zeros_like(count)], axis=1)
 
 
 State = tuple[Array, ...]  # of a node, in blocks

@@ -30,7 +30,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Num
 
 from pallas_kernels import triton as tb
 from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
@@ -46,8 +45,7 @@ class BlockSizes:
     rows: int
     columns: int
     inner: int  # inputs of a step; reduced to a divisor of the inputs of a part
-    num_warps: int  # Triton's
-    num_stages: int
+    num_stages: int  # Triton's
 
 
 def parts_of(inputs: int, columns: int) -> int:
@@ -72,14 +70,12 @@ def block_sizes(inputs: int, columns: int, rows: int) -> BlockSizes:
     """
     block_rows = min(MOST_ROWS, tb.padded_size(rows))
     if -(-columns // 64) * parts_of(inputs, columns) >= 256:
-        return BlockSizes(block_rows, columns=128, inner=64, num_warps=4, num_stages=4)
+        return BlockSizes(block_rows, columns=128, inner=64, num_stages=4)
     stages = 3 if block_rows > 32 else 4
-    return BlockSizes(block_rows, columns=64, inner=128, num_warps=4, num_stages=stages)
+    return BlockSizes(block_rows, columns=64, inner=128, num_stages=stages)
 
 
-def unsupported(
-    x: Float[Array, "*rows I"], matrix: Num[Array, "..."] | QuantizedMatrix, axis: int
-) -> str | None:
+def unsupported(x: jax.Array, matrix: Any, axis: int) -> str | None:
     """Why this product cannot run, or None."""
     is_quantized = isinstance(matrix, QuantizedMatrix)
     dtype = jnp.dtype(matrix.dtype)
@@ -100,14 +96,14 @@ def unsupported(
 
 @functools.partial(jax.jit, static_argnames=("axis", "dtype", "interpret", "blocks"))
 def matmul(
-    x: Float[Array, "*rows I"],
-    matrix: Num[Array, "..."] | QuantizedMatrix,
+    x: jax.Array,
+    matrix: Any,
     *,
     axis: int,
     dtype: DTypeLike,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
-) -> Float[Array, "*rows O"]:
+) -> jax.Array:
     """See `api.matmul`; `blocks` None: those of `block_sizes`."""
     inputs, columns = matrix.shape[axis], matrix.shape[-3 - axis]
     x, shape = x.reshape(-1, inputs), (*x.shape[:-1], columns)
@@ -134,7 +130,7 @@ def matmul(
             interpret=interpret,
         ),
         name="matmul",
-        num_warps=blocks.num_warps,
+        num_warps=4,
         num_stages=blocks.num_stages,
         interpret=interpret,
         in_one_order=True,

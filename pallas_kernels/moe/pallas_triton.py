@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import triton as tb
 from pallas_kernels.moe.xla import by_expert, starts_of, weighted_sum
@@ -64,18 +64,14 @@ def unsupported(width: int, hidden: int, num_choices: int, activation: str) -> s
 
 @functools.partial(jax.jit, static_argnames=("activation", "gated", "interpret", "blocks"))
 def expert_mlps(
-    x: Float[Array, "tokens M"],
-    weights: Float32[Array, "tokens A"],
-    chosen: Int[Array, "tokens A"],
-    experts_in: Float[Array, "experts M X"],
-    experts_out: Float[Array, "experts F M"],
-    *,
+    *arrays: Array,
     activation: str,
     gated: bool,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> Float[Array, "tokens M"]:
-    """See `api.expert_mlps`; `blocks` None: `DEFAULTS`."""
+    """See `api.expert_mlps`, whose arrays these are; `blocks` None: `DEFAULTS`."""
+    x, weights, chosen, experts_in, experts_out = arrays
     blocks = blocks or DEFAULTS[tb.dtype_case(x.dtype)]
     sorted_choices = (by_expert(chosen), starts_of(chosen, len(experts_in)))
     product = functools.partial(_product, sorted_choices, blocks=blocks, interpret=interpret)
@@ -107,12 +103,11 @@ def _product(
     num_blocks = num_columns // columns
     average = -(-len(order) // num_experts)
 
-    def whole(array: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(array.shape, lambda c, e: (0,) * array.ndim)
+    def from_block(first: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, inner, columns), lambda c, e: (e, 0, first + c))
 
-    matrices = [pl.BlockSpec((None, inner, columns), lambda c, e: (e, 0, c))]
-    if gated:
-        matrices.append(pl.BlockSpec((None, inner, columns), lambda c, e: (e, 0, num_blocks + c)))
+    matrices = [from_block(0), from_block(num_blocks)][: 1 + gated]
+    arrays = *sorted_choices, rows
     return tb.call(
         functools.partial(
             _kernel,
@@ -127,10 +122,10 @@ def _product(
         interpret=interpret,
         in_one_order=True,
         grid=(num_blocks, num_experts),
-        in_specs=[*map(whole, sorted_choices), whole(rows), *matrices],
+        in_specs=[*(tb.spec(x, ".."[: x.ndim], "ce") for x in arrays), *matrices],
         out_specs=pl.BlockSpec((len(order), columns), lambda c, e: (0, c)),
         out_shape=jax.ShapeDtypeStruct((len(order), num_columns), rows.dtype),
-    )(*sorted_choices, rows, *[experts] * len(matrices))
+    )(*arrays, *[experts] * len(matrices))
 
 
 def _kernel(

@@ -15,7 +15,6 @@ above `MOST_NUMBERS`.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels import native
 from pallas_kernels import triton as tb
 from pallas_kernels.numerics import DeferredRMSNorm, scaled
 from pallas_kernels.triton import Ref
@@ -57,71 +57,65 @@ def add_rms_norm(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.add_rms_norm`."""
-    size = residual.shape[-1]
-    rows = (math.prod(residual.shape[:-1]), size)
-
-    def of_row(length: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, length), lambda row: (row, 0))
-
-    mean_squares, output_epsilon = [], 0.0
+    weight_block = tb.spec(weight, ".", "r")
+    inputs = {"residual": _in_rows(residual, "r"), "weight": (weight, weight_block)}
+    output_epsilon = 0.0
     if isinstance(output, DeferredRMSNorm):
-        mean_squares = [output.mean_squares.reshape(rows[0], -1)]
+        inputs["mean_squares"] = _in_rows(output.mean_squares, "r")
         output_epsilon, output = output.epsilon, output.value
-    sums, normed = tb.call(
+    inputs["output"] = _in_rows(output, "r")
+    results = tb.call_by_name(
         functools.partial(
-            _add_kernel,
-            epsilon=epsilon,
-            multiplier=multiplier,
-            output_epsilon=output_epsilon,
+            _add_kernel, epsilon=epsilon, multiplier=multiplier, output_epsilon=output_epsilon
         ),
+        inputs,
+        {"sum": inputs["residual"], "normed": inputs["output"]},
         name="add_rms_norm",
-        num_warps=_warps(size),
+        num_warps=_warps(residual.shape[-1]),
         interpret=interpret,
         in_one_order=True,
-        grid=rows[:1],
-        in_specs=[
-            of_row(size),
-            of_row(size),
-            pl.BlockSpec((size,), lambda row: (0,)),
-            *(of_row(parts.shape[1]) for parts in mean_squares),
-        ],
-        out_specs=(of_row(size), of_row(size)),
-        out_shape=(
-            jax.ShapeDtypeStruct(rows, residual.dtype),
-            jax.ShapeDtypeStruct(rows, output.dtype),
-        ),
-    )(residual.reshape(rows), output.reshape(rows), weight, *mean_squares)
-    return sums.reshape(residual.shape), normed.reshape(output.shape)
+        grid=inputs["residual"][0].shape[:1],
+    )
+    return results["sum"].reshape(residual.shape), results["normed"].reshape(output.shape)
+
+
+def _in_rows(array: jax.Array, grid: str) -> tuple[jax.Array, pl.BlockSpec]:
+    """All rows of an array, of which a program sees one."""
+    rows = native.rows_of(array)
+    return rows, tb.spec(rows, "r.", grid)
 
 
 def _add_kernel(
-    residual_ref: Ref,  # [M]
-    output_ref: Ref,  # [M]
-    weight_ref: Ref,  # [M]
-    *refs: Ref,  # mean_squares [J] of a deferred norm; sum [M], normed [M]
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    *,
     epsilon: float,
     multiplier: float,
     output_epsilon: float,
 ) -> None:
-    *mean_squares, sum_ref, normed_ref = refs
-    dtype = residual_ref.dtype
-    parts = tb.parts(residual_ref.shape[0], _BLOCK)
-    outputs = [output_ref[part] for part in parts]
-    for mean_squares_ref in mean_squares:  # none or one
-        count = mean_squares_ref.shape[0]
+    """Refs by name: residual, output and weight [M], mean_squares [J] of a deferred norm.
+
+    outputs: sum and normed [M].
+    """
+    dtype = inputs["residual"].dtype
+    parts = tb.parts(inputs["residual"].shape[0], _BLOCK)
+    added = [inputs["output"][part] for part in parts]
+    if "mean_squares" in inputs:
+        count = inputs["mean_squares"].shape[0]
         place, exists = tb.rows(0, tb.padded_size(count), count)
-        total = jnp.sum(jnp.where(exists, mean_squares_ref[place], 0.0))
+        total = jnp.sum(jnp.where(exists, inputs["mean_squares"][place], 0.0))
         output_scale = lax.rsqrt(total + output_epsilon)
-        outputs = [value.astype(jnp.float32) * output_scale for value in outputs]
-    outputs = [scaled(value, multiplier).astype(jnp.float32) for value in outputs]
+        added = [value.astype(jnp.float32) * output_scale for value in added]
+    added = [scaled(value, multiplier).astype(jnp.float32) for value in added]
     sums = [
-        (residual_ref[part].astype(jnp.float32) + value).astype(dtype)
-        for part, value in zip(parts, outputs, strict=True)
+        (inputs["residual"][part].astype(jnp.float32) + value).astype(dtype)
+        for part, value in zip(parts, added, strict=True)
     ]
-    normed = _normed([value.astype(jnp.float32) for value in sums], weight_ref, parts, epsilon)
+    wide = [value.astype(jnp.float32) for value in sums]
+    normed = _normed(wide, inputs["weight"], parts, epsilon)
     for part, total, value in zip(parts, sums, normed, strict=True):
-        sum_ref[part] = total
-        normed_ref[part] = value.astype(dtype).astype(normed_ref.dtype)
+        outputs["sum"][part] = total
+        outputs["normed"][part] = value.astype(dtype).astype(outputs["normed"].dtype)
 
 
 def _normed(
@@ -157,23 +151,22 @@ def gated_rms_norm(
 ) -> jax.Array:
     """See `api.gated_rms_norm`; without a gate, a norm alone."""
     group_size = y.shape[-1] // num_groups
-    rows = (math.prod(y.shape[:-1]), y.shape[-1])
+    rows = native.rows_of(y)
     group = pl.BlockSpec((None, group_size), lambda row, g: (row, g))
-    inputs = {"y": (y.reshape(rows), group)}
+    inputs = {"y": (rows, group)}
     if gate is not None:
-        whole = pl.BlockSpec((None, gate.shape[-1]), lambda row, g: (row, 0))
-        inputs["gate"] = gate.reshape(rows[0], -1), whole
+        inputs["gate"] = _in_rows(gate, "rg")
     if weight is not None:
         inputs["weight"] = weight, pl.BlockSpec((group_size,), lambda row, g: (g,))
     results = tb.call_by_name(
         functools.partial(_gated_kernel, norm=norm, epsilon=epsilon, gate_start=gate_start),
         inputs,
-        {"output": (jax.ShapeDtypeStruct(rows, y.dtype), group)},
+        {"output": inputs["y"]},
         name="rms_norm" if gate is None else "gated_rms_norm",
         num_warps=_warps(group_size),
         interpret=interpret,
         in_one_order=True,
-        grid=(rows[0], num_groups),
+        grid=(len(rows), num_groups),
     )
     return results["output"].reshape(y.shape)
 

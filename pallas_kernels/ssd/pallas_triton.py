@@ -34,78 +34,65 @@ class BlockSizes:
     positions: int  # sequence positions per block
     state: int  # elements of the state per program: channels of the head times state size
     part: int  # state channels per partial product
-    num_warps: int  # Triton's
-    num_stages: int
 
 
 # By dtype of the inputs. Full float32 products need many registers. With these nothing spills on
 # sm_80 to sm_90 (`benchmarks/results/spills.json`).
 DEFAULTS = {
-    "bfloat16": BlockSizes(positions=32, state=32 * 128, part=64, num_warps=8, num_stages=1),
-    "float32": BlockSizes(positions=16, state=16 * 128, part=32, num_warps=8, num_stages=1),
+    "bfloat16": BlockSizes(positions=32, state=32 * 128, part=64),
+    "float32": BlockSizes(positions=16, state=16 * 128, part=32),
 }
 
 
-@functools.partial(jax.jit, static_argnames=("interpret", "blocks"))
-def ssd(
-    *arrays: Array, interpret: bool = False, blocks: BlockSizes | None = None
-) -> tuple[Array, Array]:
-    """See `api.ssd`: from x to the state. `blocks` None: `DEFAULTS`."""
-    x, _, _, B, _, _, state = arrays
-    blocks = blocks or DEFAULTS[tb.dtype_case(x.dtype)]
+@functools.partial(jax.jit, static_argnames="interpret")
+def ssd(*arrays: Array, interpret: bool = False) -> tuple[Array, Array]:
+    """See `api.ssd`: from x to the state."""
+    x, _, _, B, *_ = arrays
+    blocks = DEFAULTS[tb.dtype_case(x.dtype)]
     batch, length, num_heads, head_dim = x.shape
     num_groups, state_size = B.shape[2:]
     channels = channels_of(blocks.state, head_dim, state_size)
     part = HeadBlocks(channels, state_size, num_heads // num_groups)
-    return tb.call(
+    specs = {
+        "x": part.of_channels(length),
+        "dt": part.of_head(length),
+        "A": part.one_of_heads,
+        "B": part.of_group(length),
+        "C": part.of_group(length),
+        "D": part.skip,
+        "state": part.state,
+    }
+    inputs = dict(zip(specs, zip(arrays, specs.values(), strict=True), strict=True))
+    results = tb.call_by_name(
         functools.partial(
             _kernel,
             block_positions=min(blocks.positions, tb.padded_size(length)),
             block_state=min(blocks.part, state_size),
         ),
+        inputs,
+        {"y": inputs["x"], "state": inputs["state"]},
         name="ssd",
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
+        num_warps=8,
         interpret=interpret,
         grid=(batch, num_heads, head_dim // channels),
-        in_specs=[
-            part.of_channels(length),
-            part.of_head(length),
-            part.one_of_heads,
-            part.of_group(length),
-            part.of_group(length),
-            part.skip,
-            part.state,
-        ],
-        out_specs=(part.of_channels(length), part.state),
-        out_shape=(
-            jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct(state.shape, state.dtype),
-        ),
-        input_output_aliases={6: 1},
-    )(*arrays)
+    )
+    return results["y"], results["state"]
 
 
 def _kernel(
-    x_ref: Ref,  # [T, p]
-    dt_ref: Ref,  # [T]
-    A_ref: Ref,  # []
-    B_ref: Ref,  # [T, S]
-    C_ref: Ref,  # [T, S]
-    D_ref: Ref,  # [p]
-    state_ref: Ref,  # [p, S]
-    y_ref: Ref,  # [T, p]
-    new_state_ref: Ref,  # [p, S]
-    *,
-    block_positions: int,
-    block_state: int,
+    inputs: dict[str, Ref], outputs: dict[str, Ref], *, block_positions: int, block_state: int
 ) -> None:
+    """Refs by name: x [T, p], dt [T], A [], B and C [T, S], D [p], state [p, S].
+
+    outputs: y [T, p], state [p, S].
+    """
+    x_ref, dt_ref, B_ref, C_ref = (inputs[name] for name in ("x", "dt", "B", "C"))
     length, state_size = B_ref.shape
     parts = [pl.ds(start, block_state) for start in range(0, state_size, block_state)]
     shape = (block_positions, block_positions)
     row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     causal = column <= row
-    A, D = A_ref[...], D_ref[...]
+    A, D = inputs["A"][...], inputs["D"][...]
 
     def add(values: Iterable[jax.Array]) -> jax.Array:
         return functools.reduce(jnp.add, values)
@@ -127,7 +114,7 @@ def _kernel(
         )
         y = carried * jnp.exp(decay)[:, None] + tb.dot(scores * weight * dt[None, :], x)
         x = x.astype(jnp.float32)
-        y_ref[here, :] = (y + D[None] * x).astype(y_ref.dtype)
+        outputs["y"][here, :] = (y + D[None] * x).astype(x_ref.dtype)
 
         written = x * (jnp.exp(total - decay) * dt)[:, None]
         return tuple(
@@ -135,7 +122,7 @@ def _kernel(
             for part, value in zip(parts, state, strict=True)
         )
 
-    state = tuple(state_ref[:, part] for part in parts)
+    state = tuple(inputs["state"][:, part] for part in parts)
     state = lax.fori_loop(0, pl.cdiv(length, block_positions), scan_block, state)
     for part, value in zip(parts, state, strict=True):
-        new_state_ref[:, part] = value
+        outputs["state"][:, part] = value

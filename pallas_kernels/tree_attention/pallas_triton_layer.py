@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import triton as tb
 from pallas_kernels import walk
@@ -57,17 +56,17 @@ def unsupported(layout: AttentionLayout, capacity: int) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("layout", "interpret", "blocks"))
 def tree_attention_layer(
-    projected: Float[Array, "B Q X"],
+    projected: jax.Array,
     cache: KVCache,
-    depth: Int[Array, "B Q"],
-    mask: Bool[Array, "B Q N"],
+    depth: jax.Array,
+    mask: jax.Array,
     *,
     layout: AttentionLayout,
     prefix_pending: NodeKV | None,
-    previous: tuple[NodeKV, Bool[Array, "B O"]] | None,
+    previous: tuple[NodeKV, jax.Array] | None,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
-) -> tuple[Float[Array, "B Q W E"], NodeKV, KVCache]:
+) -> tuple[jax.Array, NodeKV, KVCache]:
     """See `api.tree_attention_layer`; `blocks` None: those of `config`."""
     batch, num_queries, num_columns = projected.shape
     num_nodes, capacity = mask.shape[2], cache.keys.shape[2]

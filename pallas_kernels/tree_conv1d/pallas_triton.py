@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton as tb
 from pallas_kernels.numerics import scaled
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending, time_step
-from pallas_kernels.tree_conv1d.sections import Section, TimeSteps, sections_of
+from pallas_kernels.tree_conv1d.sections import Section, sections_of
 from pallas_kernels.triton import Ref
 
 # Nodes and channels of a block; an axis that is smaller is one block, and the largest power of two
@@ -58,16 +58,12 @@ def unsupported_layer(layout: Mamba2Layout, width: int) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("activation", "interpret"))
 def tree_conv1d(
-    inputs: jax.Array,
-    conv_state: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    conv_gather_index: jax.Array,
-    *,
+    *arrays: Any,
     activation: str | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `api.tree_conv1d`."""
+    """See `api.tree_conv1d`, whose arrays these are."""
+    inputs, conv_state, weight, bias, conv_gather_index = arrays
     batch, _, num_channels = inputs.shape
     num_queries = conv_gather_index.shape[1]
     shape = jax.ShapeDtypeStruct((batch, num_queries, num_channels), inputs.dtype)
@@ -76,7 +72,7 @@ def tree_conv1d(
         {"weight": weight, "bias": bias},
         {"output": shape},
         sections=(Section("output", 0, 0, num_channels, 1, 1, 1, 1.0, pending=False),),
-        time_steps=None,
+        layout=None,
         activation=activation,
         interpret=interpret,
     )["output"]
@@ -84,19 +80,13 @@ def tree_conv1d(
 
 @functools.partial(jax.jit, static_argnames=("layout", "interpret"))
 def tree_conv1d_layer(
-    projected: jax.Array,
-    conv_weight: jax.Array,
-    conv_bias: jax.Array | None,
-    dt_bias: jax.Array,
-    conv_state: jax.Array,
-    conv_gather_index: jax.Array,
-    prefix_pending: Mamba2Pending | None,
-    previous: tuple[Mamba2Pending, jax.Array] | None,
-    *,
+    *arrays: Any,
     layout: Mamba2Layout,
     interpret: bool = False,
 ) -> tuple[Mamba2Pending, jax.Array, jax.Array]:
-    """See `api.tree_conv1d_layer`."""
+    """See `api.tree_conv1d_layer`, whose arrays these are."""
+    projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index, *trees = arrays
+    prefix_pending, previous = trees
     batch, num_queries, _ = projected.shape
     num_nodes = num_queries + (0 if prefix_pending is None else prefix_pending.x.shape[1])
 
@@ -130,7 +120,7 @@ def tree_conv1d_layer(
         {"weight": conv_weight, "bias": conv_bias, "dt_bias": dt_bias},
         outputs,
         sections=sections_of(layout),
-        time_steps=TimeSteps(layout.columns[4], layout.multipliers[4], layout.dt_limit),
+        layout=layout,
         activation="silu",
         interpret=interpret,
     )
@@ -162,7 +152,7 @@ def _call(
     outputs: dict[str, jax.ShapeDtypeStruct],
     *,
     sections: Sequence[Section],
-    time_steps: TimeSteps | None,
+    layout: Mamba2Layout | None,
     activation: str | None,
     interpret: bool,
 ) -> dict[str, jax.Array]:
@@ -174,19 +164,17 @@ def _call(
     num_channel_blocks = sum(section.size for section in sections) // channels
 
     def row(array: Any) -> tuple[Any, pl.BlockSpec]:
-        shape = array.shape[1:]
-        return array, pl.BlockSpec((None, *shape), lambda c, i, b: (b,) + (0,) * len(shape))
-
-    def whole(array: jax.Array) -> tuple[Any, pl.BlockSpec]:
-        return array, pl.BlockSpec(array.shape, lambda c, i, b: (0,) * array.ndim)
+        return array, tb.spec(array, "b.."[: array.ndim], "cib")
 
     inputs = {name: row(array) for name, array in of_row.items()}
-    inputs |= {name: whole(array) for name, array in of_layer.items() if array is not None}
+    for name, array in of_layer.items():
+        if array is not None:
+            inputs[name] = (array, tb.spec(array, ".."[: array.ndim], "cib"))
     return tb.call_by_name(
         functools.partial(
             _kernel,
             sections=sections,
-            time_steps=time_steps,
+            layout=layout,
             num_channel_blocks=num_channel_blocks,
             block_nodes=block_nodes,
             block_channels=channels,
@@ -200,7 +188,7 @@ def _call(
         interpret=interpret,
         in_one_order=True,
         grid=(
-            num_channel_blocks + (time_steps is not None),
+            num_channel_blocks + (layout is not None),
             pl.cdiv(num_queries, block_nodes) + pl.cdiv(num_prefix, block_nodes),
             batch,
         ),
@@ -212,7 +200,7 @@ def _kernel(
     outputs: dict[str, Ref],
     *,
     sections: Sequence[Section],
-    time_steps: TimeSteps | None,
+    layout: Mamba2Layout | None,
     num_channel_blocks: int,
     block_nodes: int,
     block_channels: int,
@@ -323,15 +311,15 @@ def _kernel(
         outputs["conv_state"][place, channels] = value
 
     for_block(block < num_channel_blocks, convolve, copy_prefix)
-    if time_steps is None:
+    if layout is None:
         return
     num_heads = outputs["dt"].shape[1]
     head = tb.rows(0, tb.padded_size(num_heads), num_heads)[0][None, :]
 
     def step() -> None:
-        raw = inputs["inputs"][query[:, None], time_steps.column + head]
-        raw, bias = scaled(raw, time_steps.multiplier), inputs["dt_bias"][head]
-        dt = time_step(raw, bias, time_steps.limit)
+        raw = inputs["inputs"][query[:, None], layout.columns[4] + head]
+        raw, bias = scaled(raw, layout.multipliers[4]), inputs["dt_bias"][head]
+        dt = time_step(raw, bias, layout.dt_limit)
         outputs["dt"][num_prefix + query[:, None], head] = dt
 
     def copy_step() -> None:

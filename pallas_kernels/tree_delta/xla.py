@@ -4,7 +4,7 @@ The u of all nodes solve a unit triangular system (TreeWY, arXiv:2608.20961). It
 once and multiplies all channels, see `inverse`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,9 @@ class Pairs(NamedTuple):
     solution: jax.Array  # the inverse of one plus the last Q columns of `system` `[B, H, Q, Q]`
 
 
-def tree_delta(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    state: jax.Array,
-    mask: jax.Array,
-    prefix_u: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """See `api.tree_delta`."""
+def tree_delta(*arrays: Any) -> tuple[jax.Array, jax.Array]:
+    """See `api.tree_delta`, whose arrays these are."""
+    q, k, v, g, beta, state, mask, prefix_u = arrays
     first = mask.shape[1] - q.shape[1]
     exists = jnp.diagonal(mask, axis1=1, axis2=2)
     nodes = pairs(q, k, g, beta, mask)
@@ -53,10 +45,9 @@ def tree_delta(
     return y.astype(v.dtype), u
 
 
-def replay_delta(
-    k: jax.Array, u: jax.Array, g: jax.Array, state: jax.Array, path: jax.Array
-) -> jax.Array:
-    """See `api.replay_delta`. One contraction over the nodes."""
+def replay_delta(*arrays: jax.Array) -> jax.Array:
+    """See `api.replay_delta`, whose arrays these are. One contraction over the nodes."""
+    k, u, g, state, path = arrays
     weight, total = to_the_end(kept_where(path, g))
     k, u = normed(kept_where(path, k)), kept_where(path, u)
     return advanced(state, k, u * weight[..., None], total)
@@ -66,7 +57,7 @@ def replay_tree_delta(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     """See `api.replay_tree_delta`, whose arrays these are. One after the other."""
     prev_k, prev_u, prev_g, prev_path, q, k, v, g, beta, state, mask = arrays
     state = replay_delta(prev_k, prev_u, prev_g, state, prev_path)
-    return *tree_delta(q, k, v, g, beta, state, mask), state
+    return *tree_delta(q, k, v, g, beta, state, mask, None), state
 
 
 def delta_chunks(*arrays: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:

@@ -70,16 +70,9 @@ def replay_kernel(
     )
 
 
-def replay(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    state: jax.Array,
-    path: jax.Array,
-    **options: Any,
-) -> jax.Array:
-    """See `api.replay`. Options go to `jax_triton.triton_call`."""
+def replay(*arrays: jax.Array, **options: Any) -> jax.Array:
+    """See `api.replay`, whose arrays these are. Options go to `jax_triton.triton_call`."""
+    x, dt, A, B, state, path = arrays
     batch, num_heads, head_dim, state_size = state.shape
     channels = channels_of(_STATE, head_dim, state_size)
     with_output = jax_triton_versions.passes_aliased_outputs()

@@ -75,7 +75,7 @@ def by_plan(interpret, eight_bits, rows, *blocks):
     inputs, columns = (256, 72) if interpret else (2560, 10576)
     x, matrix = normal(70, inputs, seed=1), normal(inputs, columns).astype(jnp.bfloat16)
     matrix = jax.tree.map(jnp.asarray, QuantizedMatrix.of(matrix) if eight_bits else matrix)
-    plan = kernel.BlockSizes(*blocks, num_warps=4, num_stages=1)
+    plan = kernel.BlockSizes(*blocks, num_stages=1)
     options = dict(axis=-2, dtype="float32", interpret=interpret, blocks=plan)
     return bits(kernel.matmul(jnp.asarray(x[:rows], jnp.bfloat16), matrix, **options))
 
