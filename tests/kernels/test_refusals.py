@@ -144,8 +144,14 @@ REFUSED = [
     (lambda: matmul(ROWS, SEVERAL), "which = None with x .* need which"),
     (lambda: matmul(ROWS, MATRIX, WHICH), r"which = \(3,\) with x"),
     (lambda: matmul(ROWS, SEVERAL, WHICH[:2]), r"which = \(2,\) with x \(3, 40\)"),
-    (lambda: matmul(ROWS, DENSE[0], axis=-1), r"rows of 40 inputs do not fit a matrix \(40, 70\)"),
-    (lambda: matmul(ROWS, DENSE[0], WHICH), r"rows \[rows, I\] of several packed matrices"),
+    (
+        lambda: matmul(ROWS, jnp.asarray(DENSE[0]), axis=-1),
+        r"rows of 40 inputs do not fit a matrix \(40, 70\)",
+    ),
+    (
+        lambda: matmul(ROWS, jnp.asarray(DENSE[0]), WHICH),
+        r"rows \[rows, I\] of several packed matrices",
+    ),
     (lambda: MATRIX.cut(3, 71), "columns 3 to 71 of 70"),
     (lambda: MATRIX.cut(0, 30).cut(0, 31), "columns 0 to 31 of 30"),
     (lambda: pack(DENSE[0], "float16"), r"\(40, 70\) as float16"),
