@@ -64,14 +64,14 @@ def tree_attention(
 
     arrays_by_name = {
         "query": (query, online_softmax.query_block(num_queries, per_group, head_dim)),
-        "node key": (node_keys, tb.spec(node_keys, "b.u.", "iub")),
-        "node value": (node_values, tb.spec(node_values, "b.u.", "iub")),
-        "length": (length, tb.spec(length, "b", "iub")),
-        "mask": (mask, tb.spec(mask, "b..", "iub")),
+        "node key": tb.blocked(node_keys, "b.u.", "iub"),
+        "node value": tb.blocked(node_values, "b.u.", "iub"),
+        "length": tb.blocked(length, "b", "iub"),
+        "mask": tb.blocked(mask, "b..", "iub"),
     }
     if capacity:
-        in_cache = tb.spec(keys, "bu..", "iub")
-        arrays_by_name |= {"key": (keys, in_cache), "value": (values, in_cache)}
+        for name, array in (("key", keys), ("value", values)):
+            arrays_by_name[name] = tb.blocked(array, "bu..", "iub")
     parts = tb.call_by_name(
         functools.partial(
             _kernel,

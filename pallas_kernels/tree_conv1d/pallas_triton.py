@@ -164,12 +164,12 @@ def _call(
     num_channel_blocks = sum(section.size for section in sections) // channels
 
     def row(array: Any) -> tuple[Any, pl.BlockSpec]:
-        return array, tb.spec(array, "b.."[: array.ndim], "cib")
+        return tb.blocked(array, "b.."[: array.ndim], "cib")
 
     inputs = {name: row(array) for name, array in of_row.items()}
     for name, array in of_layer.items():
         if array is not None:
-            inputs[name] = (array, tb.spec(array, ".."[: array.ndim], "cib"))
+            inputs[name] = tb.blocked(array, ".."[: array.ndim], "cib")
     return tb.call_by_name(
         functools.partial(
             _kernel,
