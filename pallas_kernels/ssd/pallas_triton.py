@@ -60,7 +60,7 @@ def ssd(*arrays: Array, interpret: bool = False) -> tuple[Array, Array]:
         functools.partial(
             _kernel,
             block_positions=min(blocks.positions, tb.padded_size(length)),
-            part=blocks.part,
+            part_size=blocks.part,
         ),
         name="ssd",
         num_warps=8,
@@ -85,10 +85,10 @@ def _kernel(
     new_state_ref: Ref,  # [p, S]
     *,
     block_positions: int,
-    part: int,
+    part_size: int,
 ) -> None:
     length, state_size = B_ref.shape
-    parts = tb.parts(state_size, part)
+    parts = tb.parts(state_size, part_size)
     shape = (block_positions, block_positions)
     row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     causal = column <= row

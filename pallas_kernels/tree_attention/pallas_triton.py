@@ -136,8 +136,8 @@ def _kernel(
     def add_nodes(j: jax.Array, softmax: online_softmax.Softmax) -> online_softmax.Softmax:
         node, exists = tb.rows(j * block_nodes, block_nodes, num_nodes)
         seen = inputs["mask"][query[:, None], node[None, :]] & exists[None, :]
-        values = (online_softmax.load(inputs[name], node) for name in ("node key", "node value"))
-        return attend(softmax, *values, seen)
+        keys, values = (online_softmax.load(inputs[f"node {x}"], node) for x in ("key", "value"))
+        return attend(softmax, keys, values, seen)
 
     # Nodes after the last query of the block are masked for all of its rows.
     last = jnp.minimum(lax.div(first_row + block_rows - 1, per_group), num_queries - 1)

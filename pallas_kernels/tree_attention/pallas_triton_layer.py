@@ -240,7 +240,7 @@ def _kernel(
             """Multiplies rows of heads, rotates them and writes them."""
             ref, kind = outputs[name], outputs[name].dtype
 
-            def read(start: int, size: int) -> tuple[tuple, jax.Array]:
+            def read(start: Any, size: Any) -> tuple[tuple, jax.Array]:
                 part = pl.ds(start, size)
                 return (*target, part), scaled(inputs[name][(*source, part)], multiplier)
 
@@ -256,10 +256,8 @@ def _kernel(
                 ref[place] = value
 
         if layout.frequencies:
-
-            @pl.when(is_query)
-            def _() -> None:
-                turn("query", (of_row, head), (of_row, head), 1.0)
+            at = of_row, head
+            pl.when(is_query)(lambda: turn("query", at, at, 1.0))
 
         @pl.when(~is_query)
         def _() -> None:

@@ -221,8 +221,8 @@ def _run(
     if gate is not None and gate.defers_norm:
         rows = results["y"].reshape(batch, num_queries, -1)
         return DeferredRMSNorm(rows, results["mean_squares"], gate.norm_epsilon), state
-    if norms_later:
-        y = rms_norm(y, gate.norm_weight.reshape(num_heads, -1), gate.norm_epsilon)
+    if gate is not None and norms_later:
+        y = rms_norm(results["y"], gate.norm_weight.reshape(num_heads, -1), gate.norm_epsilon)
     return y, state
 
 
