@@ -178,8 +178,8 @@ def _kernel(
 
     def step(i: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         total, scales = carry
-        for first in range(0, inner, width):
-            first += i * inner
+        for start in range(0, inner, width):
+            first = start + i * inner
             weights = of_columns(matrix_ref, first, width).astype(jnp.bfloat16)
             x = load(x_ref, (pl.ds(0, block_rows), pl.ds(first, width)), row_mask)
             before = total if scales is None else zeros

@@ -219,7 +219,7 @@ def _kernel(
     half = len(layout.frequencies)
     fused = functools.partial(tb.multiply_add, interpret=interpret)
 
-    def write_rows(i: jax.Array, _: Any) -> None:
+    def write_rows(i: jax.Array, _carry: Any) -> None:
         row, _ = tb.rows(first_row + i * BLOCK_MOVED, BLOCK_MOVED, num_queries * per_group)
         head, _ = tb.rows(first_head, BLOCK_MOVED, per_group)
         head = jnp.where(is_tail, head, lax.rem(row, per_group))

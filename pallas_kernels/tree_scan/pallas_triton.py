@@ -183,16 +183,17 @@ def _run(
             inputs["visits"] = part.of(visits, "b.")
         shape = jax.ShapeDtypeStruct((batch, num_queries, num_heads, head_dim), x.dtype)
         outputs["y"] = part.of(shape, "b.hp")
-    static_gate, norms_later = None, False
+    static_gate, later_weight = None, None
     if gate is not None:
         inputs["gate"] = part.of(gate.projected, "b..")
         row_size = head_dim if gate.norm_per_head else num_heads * head_dim
         static_gate = (gate.start, gate.multiplier, row_size, gate.norm_epsilon)
         if gate.norm_weight is not None:
-            # A program with a part of a head cannot norm it.
-            norms_later = gate.norm_per_head and num_blocks > 1
             of_program = pl.BlockSpec((channels,), lambda b, h, p: (h * num_blocks + p,))
-            if not norms_later:
+            # A program with a part of a head cannot norm it.
+            if gate.norm_per_head and num_blocks > 1:
+                later_weight = gate.norm_weight
+            else:
                 inputs["norm_weight"] = (gate.norm_weight, of_program)
         if gate.defers_norm:
             outputs["mean_squares"] = (
@@ -221,8 +222,8 @@ def _run(
     if gate is not None and gate.defers_norm:
         rows = results["y"].reshape(batch, num_queries, -1)
         return DeferredRMSNorm(rows, results["mean_squares"], gate.norm_epsilon), state
-    if gate is not None and norms_later:
-        y = rms_norm(results["y"], gate.norm_weight.reshape(num_heads, -1), gate.norm_epsilon)
+    if gate is not None and later_weight is not None:
+        y = rms_norm(results["y"], later_weight.reshape(num_heads, -1), gate.norm_epsilon)
     return y, state
 
 
