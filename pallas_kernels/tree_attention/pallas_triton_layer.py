@@ -260,7 +260,7 @@ def _kernel(
             pl.when(is_query)(lambda: turn("query", at, at, 1.0))
 
         @pl.when(~is_query)
-        def _() -> None:
+        def write_node() -> None:
             target = (num_prefix + node,)
             turn("node key", (node,), target, layout.key_multiplier)
             store(outputs["node value"], target, load(inputs["node value"], node))
