@@ -102,12 +102,12 @@ def call_by_name(
     )({name: array for name, (array, _) in inputs.items()})
 
 
-def spec(array: Any, axes: str, grid: str) -> pl.BlockSpec:
-    """A program's block of an array: one place on axes that the grid has too, all of the others.
+def blocked(array: Any, axes: str, grid: str) -> tuple[Any, pl.BlockSpec]:
+    """An array and a program's block: one place on axes that the grid has too, all of the others.
 
     `axes` and `grid` have a letter for each axis.
     """
-    return pl.BlockSpec(
+    return array, pl.BlockSpec(
         tuple(None if axis in grid else size for axis, size in zip(axes, array.shape, strict=True)),
         lambda *program: tuple(program[grid.index(axis)] if axis in grid else 0 for axis in axes),
     )
@@ -198,7 +198,7 @@ def add_product(
 
 
 def multiply_add(
-    left: jax.Array, right: jax.Array, addend: jax.Array | None, *, interpret: bool
+    left: jax.Array, right: jax.Array, addend: jax.Array | None = None, *, interpret: bool
 ) -> jax.Array:
     """`left * right + addend` of float32, rounded once; without an addend the rounded product.
 
@@ -278,13 +278,6 @@ def rows(first: int | jax.Array, count: int, limit: int | jax.Array) -> tuple[ja
     return jnp.minimum(row, limit - 1), row < limit
 
 
-def unsupported_size(name: str, size: int) -> str | None:
-    """Why a kernel cannot take this size, or None if it can."""
-    if size >= SMALLEST_BLOCK and size & (size - 1) == 0:
-        return None
-    return f"{name} = {size} is not a power of two of at least {SMALLEST_BLOCK}"
-
-
 def unsupported_in_parts(name: str, size: int) -> str | None:
     """Why a kernel cannot take this size in parts (see `parts`), or None if it can."""
     if size % SMALLEST_BLOCK == 0:
@@ -304,4 +297,7 @@ def unsupported_state(
     case = dtype_case(dtype)
     if state_size > most[case]:
         return f"state_size = {state_size} of {case} inputs is more than {most[case]}"
-    return unsupported_size("head_dim", head_dim) or unsupported_size("state_size", state_size)
+    for name, size in (("head_dim", head_dim), ("state_size", state_size)):
+        if size < SMALLEST_BLOCK or size & (size - 1):
+            return f"{name} = {size} is not a power of two of at least {SMALLEST_BLOCK}"
+    return None

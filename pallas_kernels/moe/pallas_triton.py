@@ -39,15 +39,14 @@ class BlockSizes:
     rows: int  # tokens of one expert per block; fewer if experts get fewer on average
     columns: int  # output columns per block; reduced to a divisor of their number
     inner: int  # contracted channels per partial product; reduced to a divisor of their number
-    num_warps: int  # Triton's
-    num_stages: int
+    num_stages: int  # Triton's
 
 
 # By dtype of the inputs. Full float32 products need many registers. With these nothing spills on
 # sm_80 to sm_90 (`benchmarks/results/spills.json`).
 DEFAULTS = {
-    "bfloat16": BlockSizes(rows=64, columns=64, inner=64, num_warps=4, num_stages=3),
-    "float32": BlockSizes(rows=16, columns=32, inner=32, num_warps=4, num_stages=2),
+    "bfloat16": BlockSizes(rows=64, columns=64, inner=64, num_stages=3),
+    "float32": BlockSizes(rows=16, columns=32, inner=32, num_stages=2),
 }
 
 
@@ -117,12 +116,12 @@ def _product(
             block_inner=math.gcd(inner, blocks.inner),
         ),
         name="expert_product",
-        num_warps=blocks.num_warps,
+        num_warps=4,
         num_stages=blocks.num_stages,
         interpret=interpret,
         in_one_order=True,
         grid=(num_blocks, num_experts),
-        in_specs=[*(tb.spec(x, ".."[: x.ndim], "ce") for x in arrays), *matrices],
+        in_specs=[*(tb.blocked(x, ".."[: x.ndim], "ce")[1] for x in arrays), *matrices],
         out_specs=pl.BlockSpec((len(order), columns), lambda c, e: (0, c)),
         out_shape=jax.ShapeDtypeStruct((len(order), num_columns), rows.dtype),
     )(*arrays, *[experts] * len(matrices))

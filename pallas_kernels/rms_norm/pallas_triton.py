@@ -57,8 +57,7 @@ def add_rms_norm(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `api.add_rms_norm`."""
-    weight_block = tb.spec(weight, ".", "r")
-    inputs = {"residual": _in_rows(residual, "r"), "weight": (weight, weight_block)}
+    inputs = {"residual": _in_rows(residual, "r"), "weight": tb.blocked(weight, ".", "r")}
     output_epsilon = 0.0
     if isinstance(output, DeferredRMSNorm):
         inputs["mean_squares"] = _in_rows(output.mean_squares, "r")
@@ -81,8 +80,7 @@ def add_rms_norm(
 
 def _in_rows(array: jax.Array, grid: str) -> tuple[jax.Array, pl.BlockSpec]:
     """All rows of an array, of which a program sees one."""
-    rows = native.rows_of(array)
-    return rows, tb.spec(rows, "r.", grid)
+    return tb.blocked(native.rows_of(array), "r.", grid)
 
 
 def _add_kernel(

@@ -44,55 +44,55 @@ DEFAULTS = {
 }
 
 
+_AXES = "b.hp", "b.h", "h", "b.g.", "b.g.", "hp", "bhp."  # see `HeadBlocks.of`
+
+
 @functools.partial(jax.jit, static_argnames="interpret")
 def ssd(*arrays: Array, interpret: bool = False) -> tuple[Array, Array]:
     """See `api.ssd`: from x to the state."""
-    x, _, _, B, *_ = arrays
+    x, _, _, B, _, _, state = arrays
     blocks = DEFAULTS[tb.dtype_case(x.dtype)]
     batch, length, num_heads, head_dim = x.shape
     num_groups, state_size = B.shape[2:]
     channels = channels_of(blocks.state, head_dim, state_size)
-    part = HeadBlocks(channels, state_size, num_heads // num_groups)
-    specs = {
-        "x": part.of_channels(length),
-        "dt": part.of_head(length),
-        "A": part.one_of_heads,
-        "B": part.of_group(length),
-        "C": part.of_group(length),
-        "D": part.skip,
-        "state": part.state,
-    }
-    inputs = dict(zip(specs, zip(arrays, specs.values(), strict=True), strict=True))
-    results = tb.call_by_name(
+    part = HeadBlocks(channels, num_heads // num_groups)
+    return tb.call(
         functools.partial(
             _kernel,
             block_positions=min(blocks.positions, tb.padded_size(length)),
-            block_state=min(blocks.part, state_size),
+            part_size=blocks.part,
         ),
-        inputs,
-        {"y": inputs["x"], "state": inputs["state"]},
         name="ssd",
         num_warps=8,
         interpret=interpret,
         grid=(batch, num_heads, head_dim // channels),
-    )
-    return results["y"], results["state"]
+        in_specs=[part.of(x, axes)[1] for x, axes in zip(arrays, _AXES, strict=True)],
+        out_specs=(part.of(x, _AXES[0])[1], part.of(state, _AXES[-1])[1]),
+        out_shape=(jax.typeof(x), jax.typeof(state)),
+        input_output_aliases={6: 1},
+    )(*arrays)
 
 
 def _kernel(
-    inputs: dict[str, Ref], outputs: dict[str, Ref], *, block_positions: int, block_state: int
+    x_ref: Ref,  # [T, p]
+    dt_ref: Ref,  # [T]
+    A_ref: Ref,  # []
+    B_ref: Ref,  # [T, S]
+    C_ref: Ref,  # [T, S]
+    D_ref: Ref,  # [p]
+    state_ref: Ref,  # [p, S]
+    y_ref: Ref,  # [T, p]
+    new_state_ref: Ref,  # [p, S]
+    *,
+    block_positions: int,
+    part_size: int,
 ) -> None:
-    """Refs by name: x [T, p], dt [T], A [], B and C [T, S], D [p], state [p, S].
-
-    outputs: y [T, p], state [p, S].
-    """
-    x_ref, dt_ref, B_ref, C_ref = (inputs[name] for name in ("x", "dt", "B", "C"))
     length, state_size = B_ref.shape
-    parts = [pl.ds(start, block_state) for start in range(0, state_size, block_state)]
+    parts = tb.parts(state_size, part_size)
     shape = (block_positions, block_positions)
     row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     causal = column <= row
-    A, D = inputs["A"][...], inputs["D"][...]
+    A, D = A_ref[...], D_ref[...]
 
     def add(values: Iterable[jax.Array]) -> jax.Array:
         return functools.reduce(jnp.add, values)
@@ -114,7 +114,7 @@ def _kernel(
         )
         y = carried * jnp.exp(decay)[:, None] + tb.dot(scores * weight * dt[None, :], x)
         x = x.astype(jnp.float32)
-        outputs["y"][here, :] = (y + D[None] * x).astype(x_ref.dtype)
+        y_ref[here, :] = (y + D[None] * x).astype(y_ref.dtype)
 
         written = x * (jnp.exp(total - decay) * dt)[:, None]
         return tuple(
@@ -122,7 +122,7 @@ def _kernel(
             for part, value in zip(parts, state, strict=True)
         )
 
-    state = tuple(inputs["state"][:, part] for part in parts)
+    state = tuple(state_ref[:, part] for part in parts)
     state = lax.fori_loop(0, pl.cdiv(length, block_positions), scan_block, state)
     for part, value in zip(parts, state, strict=True):
-        outputs["state"][:, part] = value
+        new_state_ref[:, part] = value

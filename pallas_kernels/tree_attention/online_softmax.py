@@ -86,7 +86,7 @@ def attend(
     products = [tb.dot(q, k, trans_b=True) for q, k in zip(query, keys, strict=True)]
     factor = jnp.full((), scale, jnp.float32)
     scores = functools.reduce(jnp.add, products)
-    scores = tb.multiply_add(scores, factor, None, interpret=interpret)
+    scores = tb.multiply_add(scores, factor, interpret=interpret)
     scores = jnp.where(seen, scores, -jnp.inf)
     maximum = jnp.maximum(jnp.max(scores, axis=1), _NO_SCORE)
     weight = jnp.exp(scores - maximum[:, None])
@@ -103,10 +103,10 @@ def merged(left: Softmax, right: Softmax, *, interpret: bool) -> Softmax:
     maximum = jnp.maximum(left.maximum, right.maximum)
     a, b = jnp.exp(left.maximum - maximum), jnp.exp(right.maximum - maximum)
     sums = [
-        fused(x, a[:, None], fused(y, b[:, None], None))
+        fused(x, a[:, None], fused(y, b[:, None]))
         for x, y in zip(left.sums, right.sums, strict=True)
     ]
-    return Softmax(sums, fused(left.total, a, fused(right.total, b, None)), maximum)
+    return Softmax(sums, fused(left.total, a, fused(right.total, b)), maximum)
 
 
 def attend_cache(
@@ -201,7 +201,7 @@ def combined(
     y = jax.ShapeDtypeStruct((batch, *shape), dtype)
 
     def named(arrays: dict[str, Any]) -> dict[str, Any]:
-        return {name: (x, tb.spec(x, axes[name], "bqw")) for name, x in arrays.items()}
+        return {name: tb.blocked(x, axes[name], "bqw") for name, x in arrays.items()}
 
     return tb.call_by_name(
         functools.partial(
@@ -260,8 +260,8 @@ def _combine(
 
     weight = jnp.exp(softmax.maximum - jnp.max(softmax.maximum))
     fused = functools.partial(tb.multiply_add, interpret=interpret)
-    total = jnp.maximum(_sum(fused(softmax.total, weight, None)), 1.0)
-    y = [_sum(fused(sums, weight[:, None], None)) / total for sums in softmax.sums]
+    total = jnp.maximum(_sum(fused(softmax.total, weight)), 1.0)
+    y = [_sum(fused(sums, weight[:, None])) / total for sums in softmax.sums]
     if capacity:
         # The cache is overfull: tokens are dropped, so no output is right.
         y = [jnp.where(length > capacity, jnp.nan, value) for value in y]

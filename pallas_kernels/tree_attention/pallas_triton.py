@@ -65,14 +65,14 @@ def tree_attention(
 
     arrays_by_name = {
         "query": (query, online_softmax.query_block(num_queries, per_group, head_dim)),
-        "node key": (node_keys, tb.spec(node_keys, "b.u.", "iub")),
-        "node value": (node_values, tb.spec(node_values, "b.u.", "iub")),
-        "length": (length, tb.spec(length, "b", "iub")),
-        "mask": (mask, tb.spec(mask, "b..", "iub")),
+        "node key": tb.blocked(node_keys, "b.u.", "iub"),
+        "node value": tb.blocked(node_values, "b.u.", "iub"),
+        "length": tb.blocked(length, "b", "iub"),
+        "mask": tb.blocked(mask, "b..", "iub"),
     }
     if capacity:
-        in_cache = tb.spec(keys, "bu..", "iub")
-        arrays_by_name |= {"key": (keys, in_cache), "value": (values, in_cache)}
+        for name, array in (("key", keys), ("value", values)):
+            arrays_by_name[name] = tb.blocked(array, "bu..", "iub")
     parts = tb.call_by_name(
         functools.partial(
             _kernel,
@@ -137,8 +137,8 @@ def _kernel(
     def add_nodes(j: jax.Array, softmax: online_softmax.Softmax) -> online_softmax.Softmax:
         node, exists = tb.rows(j * block_nodes, block_nodes, num_nodes)
         seen = inputs["mask"][query[:, None], node[None, :]] & exists[None, :]
-        values = (online_softmax.load(inputs[name], node) for name in ("node key", "node value"))
-        return attend(softmax, *values, seen)
+        keys, values = (online_softmax.load(inputs[f"node {x}"], node) for x in ("key", "value"))
+        return attend(softmax, keys, values, seen)
 
     # Nodes after the last query of the block are masked for all of its rows.
     last = jnp.minimum(lax.div(first_row + block_rows - 1, per_group), num_queries - 1)

@@ -87,44 +87,36 @@ def tree_attention_layer(
         projected = projected[..., : layout.num_columns]
     heads = projected.reshape(batch, num_queries, -1, head_dim)
 
-    def of_row(array: jax.Array) -> tuple[jax.Array, pl.BlockSpec]:
-        return array, tb.spec(array, "b..."[: array.ndim], "iub")
+    def of_row(array: Any) -> tuple[Any, pl.BlockSpec]:
+        return tb.blocked(array, "b..."[: array.ndim], "iub")
 
     def of_group(length: int, first: int = 0) -> pl.BlockSpec:
         return pl.BlockSpec((None, length, None, head_dim), lambda i, u, b: (b, 0, first + u, 0))
 
+    def of_nodes(kind: str, nodes: NodeKV) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
+        names = f"{kind} key", f"{kind} value"
+        return {name: (x, of_group(x.shape[1])) for name, x in zip(names, nodes, strict=True)}
+
     of_queries = online_softmax.query_block(num_queries, per_group, head_dim)
-    in_cache = tb.spec(cache.keys, "bu..", "iub")
 
     inputs = {
         "query": (heads, of_queries),
         "node key": (heads, of_group(num_queries, num_heads)),
         "node value": (heads, of_group(num_queries, num_heads + num_groups)),
-        "key": (cache.keys, in_cache),
-        "value": (cache.values, in_cache),
+        "key": tb.blocked(cache.keys, "bu..", "iub"),
+        "value": tb.blocked(cache.values, "bu..", "iub"),
         "length": of_row(cache.length),
         "depth": of_row(depth),
         "ancestors": of_row(ancestors),
     }
     if layout.frequencies:
         frequencies = jnp.asarray(layout.frequencies, jnp.float32)
-        inputs["frequencies"] = (frequencies, tb.spec(frequencies, ".", "iub"))
+        inputs["frequencies"] = tb.blocked(frequencies, ".", "iub")
     if prefix_pending is not None:
-        prefix_keys, prefix_values = prefix_pending
-        of_prefix = of_group(prefix_keys.shape[1])
-        inputs |= {
-            "prefix key": (prefix_keys, of_prefix),
-            "prefix value": (prefix_values, of_prefix),
-        }
+        inputs |= of_nodes("prefix", prefix_pending)
     if previous is not None:
         old, path = previous
-        steps = walk.steps(path)
-        of_old = of_group(num_old)
-        inputs |= {
-            "old key": (old.keys, of_old),
-            "old value": (old.values, of_old),
-            "path": of_row(steps),
-        }
+        inputs |= {**of_nodes("old", old), "path": of_row(walk.steps(path))}
 
     pending = jax.ShapeDtypeStruct((batch, num_nodes, num_groups, head_dim), projected.dtype)
     shape = (batch, num_queries, num_heads, head_dim)
@@ -139,7 +131,7 @@ def tree_attention_layer(
         outputs["query"] = (jax.ShapeDtypeStruct(shape, projected.dtype), of_queries)
     if previous is not None:
         outputs |= {name: inputs[name] for name in ("key", "value")}
-        outputs["length"] = (jax.typeof(cache.length), inputs["length"][1])  # others read the old
+        outputs["length"] = of_row(jax.typeof(cache.length))  # others read the old
     of_tail = num_queries * pl.cdiv(per_group, tb.SMALLEST_BLOCK) * tails
     got = tb.call_by_name(
         functools.partial(_kernel, layout=layout, blocks=blocks, tails=tails, interpret=interpret),
@@ -227,7 +219,7 @@ def _kernel(
     half = len(layout.frequencies)
     fused = functools.partial(tb.multiply_add, interpret=interpret)
 
-    def write_rows(i: jax.Array, _: Any) -> None:
+    def write_rows(i: jax.Array, _carry: Any) -> None:
         row, _ = tb.rows(first_row + i * BLOCK_MOVED, BLOCK_MOVED, num_queries * per_group)
         head, _ = tb.rows(first_head, BLOCK_MOVED, per_group)
         head = jnp.where(is_tail, head, lax.rem(row, per_group))
@@ -241,14 +233,14 @@ def _kernel(
             position = length + inputs["depth"][jnp.where(is_query, of_row, node)]
             position = position.astype(jnp.float32)[:, None]
             for pairs in channels(half):
-                angle = fused(position, inputs["frequencies"][pairs][None, :], None)
+                angle = fused(position, inputs["frequencies"][pairs][None, :])
                 angles.append((pairs, jnp.cos(angle), jnp.sin(angle)))
 
         def turn(name: str, source: tuple, target: tuple, multiplier: float) -> None:
             """Multiplies rows of heads, rotates them and writes them."""
             ref, kind = outputs[name], outputs[name].dtype
 
-            def read(start: int, size: int) -> tuple[tuple, jax.Array]:
+            def read(start: Any, size: Any) -> tuple[tuple, jax.Array]:
                 part = pl.ds(start, size)
                 return (*target, part), scaled(inputs[name][(*source, part)], multiplier)
 
@@ -257,20 +249,18 @@ def _kernel(
                     read(start + pairs.start, pairs.size) for start in (0, half)
                 )
                 first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-                ref[left] = fused(second, -sin, fused(first, cos, None)).astype(kind)
-                ref[right] = fused(first, sin, fused(second, cos, None)).astype(kind)
+                ref[left] = fused(second, -sin, fused(first, cos)).astype(kind)
+                ref[right] = fused(first, sin, fused(second, cos)).astype(kind)
             for behind in channels(head_dim - 2 * half):
                 place, value = read(2 * half + behind.start, behind.size)
                 ref[place] = value
 
         if layout.frequencies:
-
-            @pl.when(is_query)
-            def rotate_queries() -> None:
-                turn("query", (of_row, head), (of_row, head), 1.0)
+            at = of_row, head
+            pl.when(is_query)(lambda: turn("query", at, at, 1.0))
 
         @pl.when(~is_query)
-        def write_nodes() -> None:
+        def write_node() -> None:
             target = (num_prefix + node,)
             turn("node key", (node,), target, layout.key_multiplier)
             store(outputs["node value"], target, load(inputs["node value"], node))

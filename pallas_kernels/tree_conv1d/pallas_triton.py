@@ -107,14 +107,17 @@ def tree_conv1d_layer(
     }
     if prefix_pending is not None:
         x, dt, B, conv_input = prefix_pending
-        of_row |= {"prefix x": flat(x), "prefix dt": dt, "prefix B": flat(B)}
-        of_row |= {"prefix conv_input": conv_input}
+        of_row |= {
+            "prefix x": flat(x),
+            "prefix dt": dt,
+            "prefix B": flat(B),
+            "prefix conv_input": conv_input,
+        }
     if previous is not None:
         old, replay_index = previous
         index = index_before(conv_gather_index, replay_index, old.conv_input.shape[1])
-        of_row |= {"index": index, "replay_index": replay_index}
-        of_row |= {"old conv_input": old.conv_input}
-        outputs["conv_state"] = jax.ShapeDtypeStruct(conv_state.shape, conv_state.dtype)
+        of_row |= {"index": index, "replay_index": replay_index, "old conv_input": old.conv_input}
+        outputs["conv_state"] = jax.typeof(conv_state)
     results = _call(
         of_row,
         {"weight": conv_weight, "bias": conv_bias, "dt_bias": dt_bias},
@@ -164,12 +167,12 @@ def _call(
     num_channel_blocks = sum(section.size for section in sections) // channels
 
     def row(array: Any) -> tuple[Any, pl.BlockSpec]:
-        return array, tb.spec(array, "b.."[: array.ndim], "cib")
+        return tb.blocked(array, "b.."[: array.ndim], "cib")
 
     inputs = {name: row(array) for name, array in of_row.items()}
     for name, array in of_layer.items():
         if array is not None:
-            inputs[name] = (array, tb.spec(array, ".."[: array.ndim], "cib"))
+            inputs[name] = tb.blocked(array, ".."[: array.ndim], "cib")
     return tb.call_by_name(
         functools.partial(
             _kernel,

@@ -15,7 +15,7 @@ Numerics: float32. k and q stay as they are, and one over their lengths is a fac
 A node costs the same operations in the same order in a tree, in a chain and alone, and a replay
 repeats the line of h. So y, u and states have the same bits in all of them. No compiler has a say:
 `triton.multiply_add` is explicit. A state is rounded once a node, also where decays are near 1:
-`Rule.decay` has more digits than a float32.
+`_decay` has more digits than a float32.
 
 Refuses head and state sizes that are not powers of two of at least 16, and larger states than
 `MOST_STATE`. Any numbers of nodes.
@@ -23,7 +23,7 @@ Refuses head and state sizes that are not powers of two of at least 16, and larg
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,38 +90,37 @@ def _run(
 
     `previous` is k, u, g and path; `tree` is q, k, v, g, beta and mask.
     """
-    batch, num_heads, head_dim, state_size = state.shape
+    batch, num_heads, head_dim, _ = state.shape
     some_k = previous[0] if previous else tree[1]  # type: ignore[index]
-    part = HeadBlocks(_CHANNELS, state_size, num_heads // some_k.shape[2])
+    part = HeadBlocks(_CHANNELS, num_heads // some_k.shape[2])
 
-    inputs = {"state": (state, part.state)}
+    inputs = {"state": part.of(state, "bhp.")}
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
     if previous is not None:
         k, u, g, path = previous
-        length, steps = k.shape[1], walk.steps(path)
+        steps = walk.steps(path)
         inputs |= {
-            "prev k": (k, part.of_group(length)),
-            "prev u": (u, part.of_channels(length)),
-            "prev g": (g, part.of_head(length)),
-            "steps": (steps, part.of_row(steps)),
+            "prev k": part.of(k, "b.g."),
+            "prev u": part.of(u, "b.hp"),
+            "prev g": part.of(g, "b.h"),
+            "steps": part.of(steps, "b."),
         }
         outputs["state"] = inputs["state"]
     if tree is not None:
         q, k, v, g, beta, mask = tree
-        num_nodes, num_queries = k.shape[1], q.shape[1]
         inputs |= {
-            "q": (q, part.of_group(num_queries)),
-            "k": (k, part.of_group(num_nodes)),
-            "v": (v, part.of_channels(num_queries)),
-            "g": (g, part.of_head(num_nodes)),
-            "beta": (beta, part.of_head(num_queries)),
+            "q": part.of(q, "b.g."),
+            "k": part.of(k, "b.g."),
+            "v": part.of(v, "b.hp"),
+            "g": part.of(g, "b.h"),
+            "beta": part.of(beta, "b.h"),
         }
-        visits = walk.visits(mask, num_queries)
-        inputs["visits"] = (visits, part.of_row(visits))
+        visits = walk.visits(mask, q.shape[1])
+        inputs["visits"] = part.of(visits, "b.")
         new_u = jax.ShapeDtypeStruct(v.shape, jnp.float32)
-        outputs |= {"y": inputs["v"], "u": (new_u, part.of_channels(num_queries))}
+        outputs |= {"y": inputs["v"], "u": part.of(new_u, "b.hp")}
     if prefix_u is not None and prefix_u.size:
-        inputs["prefix u"] = (prefix_u, part.of_channels(prefix_u.shape[1]))
+        inputs["prefix u"] = part.of(prefix_u, "b.hp")
     return tb.call_by_name(
         functools.partial(_kernel, interpret=interpret),
         inputs,
@@ -142,98 +141,58 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
     perhaps prefix u [N - Q, p].
     outputs: state [p, S] after the path; y and u [Q, p].
     """
-    rule = Rule(interpret)
+    multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
+
+    def product(left: State, right: State) -> jax.Array:
+        """Sums of products over S `[p]`."""
+        total: Any = None
+        for x, y in zip(left, right, strict=True):
+            total = multiply_add(x, y, total)
+        return jnp.sum(total, axis=1)
+
+    def read(state: State, vector: State, scale: jax.Array) -> jax.Array:
+        """`scale (h . vector)` `[p]`."""
+        return multiply_add(product(state, vector), scale)
+
+    def wide(vector: State, state: State) -> tuple[State, jax.Array]:
+        """A k or q in float32 for each channel `[p, s]`, and one over its length `[p]`."""
+        blocks = tuple(
+            tb.laid_out_as(block, part.astype(jnp.float32)[None, :], interpret=interpret)
+            for block, part in zip(state, vector, strict=True)
+        )
+        return blocks, lax.rsqrt(product(blocks, blocks) + EPSILON)
+
+    def advanced(state: State, decay: Any, k: State, scale: jax.Array, u: jax.Array) -> State:
+        """The state after a node."""
+        first, second = decay
+        column = multiply_add(u, scale)[:, None]
+        blocks = []
+        for before, part in zip(state, k, strict=True):
+            block = multiply_add(before, second, multiply_add(column, part))
+            blocks.append(multiply_add(before, first, block))
+        return tuple(blocks)
 
     def before_root() -> State:
-        if "steps" in inputs:
-            return rule.replay(inputs, outputs)
-        return _blocks(inputs["state"], slice(None))
-
-    if "visits" in inputs:
-        _scan_tree(rule, inputs, outputs, before_root)
-    else:
-        before_root()
-
-
-class Rule(NamedTuple):
-    """The operations of a node. `interpret` is that of the kernel."""
-
-    interpret: bool
-
-    def replay(self, inputs: dict[str, Ref], outputs: dict[str, Ref]) -> State:
-        """Writes the state after the path of the previous tree, and returns it."""
+        """The state, after the path of a previous tree if there is one."""
+        state = _blocks(inputs["state"], slice(None))
+        if "steps" not in inputs:
+            return state
         k_ref, u_ref, g_ref, steps = (inputs[x] for x in ("prev k", "prev u", "prev g", "steps"))
 
         def load(node: jax.Array) -> tuple[State, jax.Array, jax.Array]:
             return _blocks(k_ref, node), u_ref[node, :], g_ref[node]
 
         def advance(state: State, k: State, u: jax.Array, g: jax.Array) -> State:
-            k, scale = self.wide(k, state)
-            return self.advanced(state, self.decay(g), k, scale, u)
+            return advanced(state, _decay(g, multiply_add), *wide(k, state), u)
 
-        state = walk.along(steps, load, advance, _blocks(inputs["state"], slice(None)))
+        state = walk.along(steps, load, advance, state)
         for part, block in zip(_parts(k_ref), state, strict=True):
             outputs["state"][:, part] = block
         return state
 
-    def decay(self, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`exp(g)` as a sum of two numbers `[1, 1]`, the second below the first one's rounding.
-
-        Errors of decays near 1 would add up along a path. Smaller ones make earlier errors small.
-        """
-        g = jnp.full((1, 1), g)
-        one, above_one, is_near = jnp.ones_like(g), jnp.expm1(g), g > -0.5
-        first = jnp.where(is_near, above_one + one, jnp.exp(g))
-        # No sum that a compiler may cancel.
-        second = above_one - self.multiply_add(first, one, -one)
-        return first, jnp.where(is_near, second, 0.0)
-
-    def advanced(
-        self,
-        state: State,
-        decay: tuple[jax.Array, ...],
-        k: State,
-        scale: jax.Array,
-        u: jax.Array,
-    ) -> State:
-        """The state after a node."""
-        first, second = decay
-        column = self.multiply_add(u, scale)[:, None]
-        blocks = []
-        for before, part in zip(state, k, strict=True):
-            block = self.multiply_add(before, second, self.multiply_add(column, part))
-            blocks.append(self.multiply_add(before, first, block))
-        return tuple(blocks)
-
-    def wide(self, vector: State, state: State) -> tuple[State, jax.Array]:
-        """A k or q in float32 for each channel `[p, s]`, and one over its length `[p]`."""
-        wide = tuple(
-            tb.laid_out_as(block, part.astype(jnp.float32)[None, :], interpret=self.interpret)
-            for block, part in zip(state, vector, strict=True)
-        )
-        return wide, lax.rsqrt(self.product(wide, wide) + EPSILON)
-
-    def product(self, left: State, right: State) -> jax.Array:
-        """Sums of products over S `[p]`."""
-        total = self.multiply_add(left[0], right[0])
-        for x, y in zip(left[1:], right[1:], strict=True):
-            total = self.multiply_add(x, y, total)
-        return jnp.sum(total, axis=1)
-
-    def multiply_add(
-        self, left: jax.Array, right: jax.Array, addend: jax.Array | None = None
-    ) -> jax.Array:
-        """See `triton.multiply_add`."""
-        return tb.multiply_add(left, right, addend, interpret=self.interpret)
-
-
-def _scan_tree(
-    rule: Rule,
-    inputs: dict[str, Ref],
-    outputs: dict[str, Ref],
-    before_root: Callable[[], State],
-) -> None:
-    """Writes y and u of all queries."""
+    if "visits" not in inputs:
+        before_root()
+        return
     y_ref, u_ref = outputs["y"], outputs["u"]
     num_nodes, state_size = inputs["k"].shape
     first_query = num_nodes - y_ref.shape[0]
@@ -253,24 +212,23 @@ def _scan_tree(
         return values
 
     def visited(state: State, node: jax.Array, now: dict[str, Any]) -> tuple[State, Any]:
-        k, scale = rule.wide(now["k"], state)
-        decay = rule.decay(now["g"])
+        k, scale = wide(now["k"], state)
+        decay = _decay(now["g"], multiply_add)
 
         def solved() -> jax.Array:
-            kept = rule.multiply_add(rule.product(state, k), scale)
-            error = now["v"].astype(jnp.float32) - rule.multiply_add(kept, decay[0][0])
-            return rule.multiply_add(error, now["beta"][None])
+            kept = multiply_add(read(state, k, scale), decay[0][0])
+            error = now["v"].astype(jnp.float32) - kept
+            return multiply_add(error, now["beta"][None])
 
         if first_query:
             u = lax.cond(node < first_query, lambda: now["prefix u"], solved)
         else:
             u = solved()
-        return rule.advanced(state, decay, k, scale, u), (now["q"], u)
+        return advanced(state, decay, k, scale, u), (now["q"], u)
 
     def write(query: jax.Array, state: State, q: State, u: jax.Array) -> None:
-        wide, scale = rule.wide(q, state)
-        y = rule.multiply_add(rule.product(state, wide), scale)
-        y_ref[query, :] = rule.multiply_add(y, to_queries).astype(y_ref.dtype)
+        y = multiply_add(read(state, *wide(q, state)), to_queries)
+        y_ref[query, :] = y.astype(y_ref.dtype)
         u_ref[query, :] = u
 
     def write_zeros(query: jax.Array) -> None:
@@ -281,10 +239,22 @@ def _scan_tree(
     walk.visit_all(*nodes, before_root, load, visited, write, write_zeros)
 
 
+def _decay(g: jax.Array, multiply_add: Callable[..., jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """`exp(g)` as a sum of two numbers `[1, 1]`, the second below the first one's rounding.
+
+    Errors of decays near 1 would add up along a path. Smaller ones make earlier errors small.
+    """
+    g = jnp.full((1, 1), g)
+    one, above_one, is_near = jnp.ones_like(g), jnp.expm1(g), g > -0.5
+    first = jnp.where(is_near, above_one + one, jnp.exp(g))
+    # No sum that a compiler may cancel.
+    second = above_one - multiply_add(first, one, -one)
+    return first, jnp.where(is_near, second, 0.0)
+
+
 def _parts(ref: Ref) -> list[pl.Slice]:
     """The blocks of the S axis."""
-    size = min(_BLOCK, ref.shape[-1])
-    return [pl.Slice(start, size) for start in range(0, ref.shape[-1], size)]
+    return tb.parts(ref.shape[-1], _BLOCK)
 
 
 def _blocks(ref: Ref, row: Any) -> State:

@@ -86,16 +86,6 @@ def case(dtype: DTypeLike, numbers: int) -> str:
     return BEFORE_HOPPER if is_old else name
 
 
-def recurrent(state_size: int) -> BlockSizes:
-    """Blocks of the recurrence, which takes one node and 16 channels at a time.
-
-    The fastest of nine for 5 nodes, in a trial on an H200. Warps and `part` decide how S is added
-    up, so they depend on nothing else. States of 256 are for 8 warps: with 4, 64 nodes spill.
-    """
-    warps = 4 if state_size <= 128 else 8
-    return BlockSizes(queries=1, keys=1, state=0, part=32, num_warps=warps)
-
-
 # Float32 inputs with larger states spill registers on an H100 with all block sizes that were tried.
 # Larger states of other inputs were not tried.
 MOST_STATE = {"float32": 128, "bfloat16": 256}
@@ -153,53 +143,58 @@ def _run(
     some_x, _, some_B, *_ = previous or tree or ()
     batch, num_heads, head_dim, state_size = state.shape
     if is_recurrence:
-        blocks = recurrent(state_size)
+        # One node and 16 channels at a time. The fastest of nine for 5 nodes, in a trial on an
+        # H200. Warps and `part` decide how S is added up, so they depend on nothing else. States
+        # of 256 are for 8 warps: with 4, 64 nodes spill.
+        warps = 4 if state_size <= 128 else 8
+        blocks = BlockSizes(queries=1, keys=1, state=0, part=32, num_warps=warps)
         name += "_recurrence" if tree is not None else ""
     else:
         blocks = DEFAULTS[case(some_x.dtype, head_dim * state_size)]
     channels = channels_of(blocks.state, head_dim, state_size)
     num_blocks = head_dim // channels
-    part = HeadBlocks(channels, state_size, num_heads // some_B.shape[2])
+    part = HeadBlocks(channels, num_heads // some_B.shape[2])
 
-    inputs = {"A": (A, part.one_of_heads), "state": (state, part.state)}
+    inputs = {"A": part.of(A, "h"), "state": part.of(state, "bhp.")}
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
     if previous is not None:
         x, dt, B, path = previous
-        length, steps = x.shape[1], walk.steps(path)
+        steps = walk.steps(path)
         inputs |= {
-            "prev x": (x, part.of_channels(length)),
-            "prev dt": (dt, part.of_head(length)),
-            "prev B": (B, part.of_group(length)),
-            "steps": (steps, part.of_row(steps)),
+            "prev x": part.of(x, "b.hp"),
+            "prev dt": part.of(dt, "b.h"),
+            "prev B": part.of(B, "b.g."),
+            "steps": part.of(steps, "b."),
         }
         outputs["state"] = inputs["state"]
     if tree is not None:
         x, dt, B, C, D, mask = tree
         num_nodes, num_queries = x.shape[1], C.shape[1]
         inputs |= {
-            "x": (x, part.of_channels(num_nodes)),
-            "dt": (dt, part.of_head(num_nodes)),
-            "B": (B, part.of_group(num_nodes)),
-            "C": (C, part.of_group(num_queries)),
-            "D": (D, part.one_of_heads if D.ndim == 1 else part.skip),
+            "x": part.of(x, "b.hp"),
+            "dt": part.of(dt, "b.h"),
+            "B": part.of(B, "b.g."),
+            "C": part.of(C, "b.g."),
+            "D": part.of(D, "hp"[: D.ndim]),
         }
         if not is_recurrence:
-            inputs["mask"] = (mask, part.of_row(mask))
+            inputs["mask"] = part.of(mask, "b..")
         elif num_nodes > 1:
             visits = walk.visits(mask, num_queries)
-            inputs["visits"] = (visits, part.of_row(visits))
+            inputs["visits"] = part.of(visits, "b.")
         shape = jax.ShapeDtypeStruct((batch, num_queries, num_heads, head_dim), x.dtype)
-        outputs["y"] = (shape, part.of_channels(num_queries))
-    static_gate, norms_later = None, False
+        outputs["y"] = part.of(shape, "b.hp")
+    static_gate, later_weight = None, None
     if gate is not None:
-        inputs["gate"] = (gate.projected, part.of_row(gate.projected))
+        inputs["gate"] = part.of(gate.projected, "b..")
         row_size = head_dim if gate.norm_per_head else num_heads * head_dim
         static_gate = (gate.start, gate.multiplier, row_size, gate.norm_epsilon)
         if gate.norm_weight is not None:
-            # A program with a part of a head cannot norm it.
-            norms_later = gate.norm_per_head and num_blocks > 1
             of_program = pl.BlockSpec((channels,), lambda b, h, p: (h * num_blocks + p,))
-            if not norms_later:
+            # A program with a part of a head cannot norm it.
+            if gate.norm_per_head and num_blocks > 1:
+                later_weight = gate.norm_weight
+            else:
                 inputs["norm_weight"] = (gate.norm_weight, of_program)
         if gate.defers_norm:
             outputs["mean_squares"] = (
@@ -228,11 +223,11 @@ def _run(
     if gate is not None and gate.defers_norm:
         rows = results["y"].reshape(batch, num_queries, -1)
         return DeferredRMSNorm(rows, results["mean_squares"], gate.norm_epsilon), state
-    if norms_later:
-        rows = y.reshape(batch, num_queries, -1)
+    if gate is not None and later_weight is not None:
+        rows = results["y"].reshape(batch, num_queries, -1)
         options = dict(norm="gate_then_norm", epsilon=gate.norm_epsilon, num_groups=num_heads)
-        rows = gated_rms_norm(rows, None, gate.norm_weight, interpret=interpret, **options)
-        y = rows.reshape(y.shape)
+        rows = gated_rms_norm(rows, None, later_weight, interpret=interpret, **options)
+        y = rows.reshape(results["y"].shape)
     return y, state
 
 
@@ -256,8 +251,7 @@ def _kernel(
     gate: first column, multiplier, and of the norm the size of a row and epsilon.
     """
     state_size = inputs["state"].shape[1]
-    size = min(blocks.part, state_size)
-    parts = [pl.Slice(start, size) for start in range(0, state_size, size)]
+    parts = tb.parts(state_size, blocks.part)
     A = inputs["A"][...]
     A = -jnp.exp(A) if A_is_log else A
 
@@ -293,7 +287,7 @@ def _kernel(
             _, multiplier, row_size, epsilon = gate
             y = y * jax.nn.silu(scaled(z, multiplier).astype(jnp.float32))
             if "norm_weight" in inputs:
-                mean_square = jnp.sum(multiply_add(y, y, None), axis=-1) / row_size
+                mean_square = jnp.sum(multiply_add(y, y), axis=-1) / row_size
                 if "mean_squares" in outputs:
                     outputs["mean_squares"][query] = mean_square
                 else:  # the program has the whole row

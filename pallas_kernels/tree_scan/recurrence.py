@@ -32,11 +32,11 @@ def _advanced(
     """The state after one more node, `exp(dt A) state + (dt x) outer B`."""
     multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
     dt, A = dt[None], A[None]  # instructions of our own are for blocks
-    decay = jnp.exp(multiply_add(dt, A, None))[:, None]
-    written = multiply_add(x.astype(jnp.float32), dt, None)[:, None]
+    decay = jnp.exp(multiply_add(dt, A))[:, None]
+    written = multiply_add(x.astype(jnp.float32), dt)[:, None]
     columns = [column.astype(jnp.float32)[None, :] for column in B]
     return tuple(
-        multiply_add(value, decay, multiply_add(written, column, None))
+        multiply_add(value, decay, multiply_add(written, column))
         for value, column in zip(state, columns, strict=True)
     )
 
