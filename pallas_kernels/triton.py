@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
@@ -75,10 +75,10 @@ def call(
 
 def call_by_name(
     kernel: Callable[..., None],
-    inputs: dict[str, tuple[jax.Array, pl.BlockSpec]],
+    inputs: dict[str, tuple[Array, pl.BlockSpec]],
     outputs: dict[str, tuple[Any, pl.BlockSpec]],
     **options: Any,
-) -> dict[str, jax.Array]:
+) -> dict[str, Array]:
     """`call` of a kernel that takes dicts of input and of output refs.
 
     An output that is the very pair of the input with its name is written in place.
@@ -114,13 +114,13 @@ def blocked(array: Any, axes: str, grid: str) -> tuple[Any, pl.BlockSpec]:
 
 
 def dot(
-    left: jax.Array,
-    right: jax.Array,
+    left: Array,
+    right: Array,
     *,
     trans_a: bool = False,
     trans_b: bool = False,
     exact: bool = False,
-) -> jax.Array:
+) -> Array:
     """A product with float32 accuracy and float32 accumulation, on tensor cores.
 
     The default for float32 operands on GPU is TF32 (error 1e-3). Instead a float32 operand is split
@@ -140,7 +140,7 @@ def dot(
     return functools.reduce(jnp.add, products)
 
 
-def _bf16_parts(value: jax.Array, count: int) -> list[jax.Array]:
+def _bf16_parts(value: Array, count: int) -> list[Array]:
     if value.dtype == jnp.bfloat16:
         return [value]
     parts = []
@@ -150,9 +150,7 @@ def _bf16_parts(value: jax.Array, count: int) -> list[jax.Array]:
     return parts
 
 
-def masked_load(
-    ref: Ref, index: tuple[Any, ...], mask: jax.Array | None, *, interpret: bool
-) -> jax.Array:
+def masked_load(ref: Ref, index: tuple[Any, ...], mask: Array | None, *, interpret: bool) -> Array:
     """`ref[index]` where `mask`, 0 elsewhere; what is masked off is not read. None: everywhere.
 
     The interpreter has no masked loads, and reads all. The index must be in bounds everywhere; the
@@ -165,9 +163,7 @@ def masked_load(
     return plt.load(view, mask=jnp.broadcast_to(mask, view.shape), other=0.0)
 
 
-def masked_store(
-    ref: Ref, value: jax.Array, masks: Sequence[jax.Array | None], *, interpret: bool
-) -> None:
+def masked_store(ref: Ref, value: Array, masks: Sequence[Array | None], *, interpret: bool) -> None:
     """Writes a whole block where all masks are true; None is everywhere.
 
     The interpreter has no masked stores: it writes all, and drops what is beyond the last row.
@@ -180,8 +176,8 @@ def masked_store(
 
 
 def add_product(
-    total: jax.Array, left: jax.Array, right: jax.Array, *, trans_a: bool, interpret: bool
-) -> jax.Array:
+    total: Array, left: Array, right: Array, *, trans_a: bool, interpret: bool
+) -> Array:
     """`total + left @ right.T` of bfloat16, by matrix units, which add in the order of the inputs.
 
     The interpreter adds one input after the other: the order of XLA's own product depends on its
@@ -190,7 +186,7 @@ def add_product(
     if not interpret:
         return total + plt.dot(left, right, trans_a=trans_a, trans_b=True)
 
-    def add(total: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    def add(total: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
         column, row = (vector.astype(jnp.float32) for vector in pair)
         return total + column[:, None] * row[None, :], None
 
@@ -198,8 +194,8 @@ def add_product(
 
 
 def multiply_add(
-    left: jax.Array, right: jax.Array, addend: jax.Array | None = None, *, interpret: bool
-) -> jax.Array:
+    left: Array, right: Array, addend: Array | None = None, *, interpret: bool
+) -> Array:
     """`left * right + addend` of float32, rounded once; without an addend the rounded product.
 
     A compiler that fuses, or does not, has no say here. The interpreter rounds the product too, in
@@ -213,7 +209,7 @@ def multiply_add(
     return _elementwise("fma.rn.f32 $0, $1, $2, $3;", left, right, addend)
 
 
-def laid_out_as(like: jax.Array, value: jax.Array, *, interpret: bool) -> jax.Array:
+def laid_out_as(like: Array, value: Array, *, interpret: bool) -> Array:
     """A float32 `value`, broadcast to the shape of `like`, with its numbers in the same threads.
 
     So sums of its products along an axis are added in the order of those of `like`. In a layout of
@@ -224,7 +220,7 @@ def laid_out_as(like: jax.Array, value: jax.Array, *, interpret: bool) -> jax.Ar
     return _elementwise("mov.b32 $0, $1;", value, like)
 
 
-def _elementwise(code: str, *operands: jax.Array) -> jax.Array:
+def _elementwise(code: str, *operands: Array) -> Array:
     """An instruction of PTX for all numbers of broadcast float32 operands."""
     shape = jnp.broadcast_shapes(*(operand.shape for operand in operands))
     (result,) = plt.elementwise_inline_asm(
@@ -261,7 +257,7 @@ def parts(size: int, most: int) -> list[pl.Slice]:
     return slices
 
 
-def rows(first: int | jax.Array, count: int, limit: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+def rows(first: int | Array, count: int, limit: int | Array) -> tuple[Array, Array]:
     """Row indices `first, ..., first + count - 1` and which of them exist, that is, are `< limit`.
 
     A row that does not exist gets the index of the last row. So a kernel reads any number of

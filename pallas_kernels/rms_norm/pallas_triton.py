@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import native
@@ -48,14 +48,14 @@ def _warps(size: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("epsilon", "multiplier", "interpret"))
 def add_rms_norm(
-    residual: jax.Array,
-    output: jax.Array | DeferredRMSNorm,
-    weight: jax.Array,
+    residual: Array,
+    output: Array | DeferredRMSNorm,
+    weight: Array,
     *,
     epsilon: float,
     multiplier: float,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """See `api.add_rms_norm`."""
     inputs = {"residual": _in_rows(residual, "r"), "weight": tb.blocked(weight, ".", "r")}
     output_epsilon = 0.0
@@ -78,7 +78,7 @@ def add_rms_norm(
     return results["sum"].reshape(residual.shape), results["normed"].reshape(output.shape)
 
 
-def _in_rows(array: jax.Array, grid: str) -> tuple[jax.Array, pl.BlockSpec]:
+def _in_rows(array: Array, grid: str) -> tuple[Array, pl.BlockSpec]:
     """All rows of an array, of which a program sees one."""
     return tb.blocked(native.rows_of(array), "r.", grid)
 
@@ -117,8 +117,8 @@ def _add_kernel(
 
 
 def _normed(
-    values: list[jax.Array], weight_ref: Ref, parts: list[pl.Slice], epsilon: float
-) -> list[jax.Array]:
+    values: list[Array], weight_ref: Ref, parts: list[pl.Slice], epsilon: float
+) -> list[Array]:
     """The norm of the parts of a row or group, float32."""
     squares = functools.reduce(jnp.add, [jnp.sum(value * value) for value in values])
     scale = lax.rsqrt(squares / weight_ref.shape[0] + epsilon)
@@ -128,7 +128,7 @@ def _normed(
     ]
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, **options: Any) -> jax.Array:
+def rms_norm(x: Array, weight: Array, **options: Any) -> Array:
     """See `api.rms_norm`."""
     return gated_rms_norm(x, None, weight, norm="gate_then_norm", num_groups=1, **options)
 
@@ -137,16 +137,16 @@ def rms_norm(x: jax.Array, weight: jax.Array, **options: Any) -> jax.Array:
     jax.jit, static_argnames=("norm", "epsilon", "num_groups", "gate_start", "interpret")
 )
 def gated_rms_norm(
-    y: jax.Array,
-    gate: jax.Array | None,
-    weight: jax.Array | None,
+    y: Array,
+    gate: Array | None,
+    weight: Array | None,
     *,
     norm: str,
     epsilon: float,
     num_groups: int,
     gate_start: int = 0,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """See `api.gated_rms_norm`; without a gate, a norm alone."""
     group_size = y.shape[-1] // num_groups
     rows = native.rows_of(y)
@@ -186,7 +186,7 @@ def _gated_kernel(
 
     first_gate = gate_start + pl.program_id(1) * group_size
 
-    def gated(values: list[jax.Array]) -> list[jax.Array]:
+    def gated(values: list[Array]) -> list[Array]:
         if "gate" not in inputs:
             return values
         places = [pl.ds(first_gate + part.start, part.size) for part in parts]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
@@ -35,9 +35,9 @@ _NO_SCORE = float(jnp.finfo(jnp.float32).min)
 class Softmax(NamedTuple):
     """The softmax of a block of rows over the keys so far, not yet normalised."""
 
-    sums: list[jax.Array]  # weighted sums of the values [rows, E], in the parts `channels`
-    total: jax.Array  # sum of the weights [rows]
-    maximum: jax.Array  # of the scores [rows]
+    sums: list[Array]  # weighted sums of the values [rows, E], in the parts `channels`
+    total: Array  # sum of the weights [rows]
+    maximum: Array  # of the scores [rows]
 
 
 def channels(count: int) -> list[pl.Slice]:
@@ -48,12 +48,12 @@ def channels(count: int) -> list[pl.Slice]:
     return tb.parts(count, _LARGEST_PART)
 
 
-def load(ref: Ref, *rows: jax.Array) -> list[jax.Array]:
+def load(ref: Ref, *rows: Array) -> list[Array]:
     """Rows of heads `[..., E]`, in the parts `channels`."""
     return [ref[(*rows, part)] for part in channels(ref.shape[-1])]
 
 
-def store(ref: Ref, rows: tuple, values: list[jax.Array]) -> None:
+def store(ref: Ref, rows: tuple, values: list[Array]) -> None:
     """Writes what `load` reads, in the dtype of `ref`."""
     for part, value in zip(channels(ref.shape[-1]), values, strict=True):
         ref[(*rows, part)] = value.astype(ref.dtype)
@@ -69,11 +69,11 @@ def empty(num_rows: int, head_dim: int) -> Softmax:
 
 
 def attend(
-    query: list[jax.Array],
+    query: list[Array],
     softmax: Softmax | None,
-    keys: list[jax.Array],
-    values: list[jax.Array],
-    seen: jax.Array,
+    keys: list[Array],
+    values: list[Array],
+    seen: Array,
     *,
     scale: float,
     interpret: bool,
@@ -114,15 +114,15 @@ def attend_cache(
     softmax: Softmax,
     keys_ref: Ref,
     values_ref: Ref,
-    length: jax.Array,
+    length: Array,
     *,
     block: int,
-    split: jax.Array,
+    split: Array,
     splits: int,
 ) -> Softmax:
     """Adds a split of a cache: blocks `split`, `split + splits`, ... of `length` positions."""
 
-    def step(i: jax.Array, softmax: Softmax) -> Softmax:
+    def step(i: Array, softmax: Softmax) -> Softmax:
         first = (split + i * splits) * block
         place, exists = tb.rows(first, block, keys_ref.shape[0])
         seen = (exists & (place < length))[None, :]
@@ -157,7 +157,7 @@ def outputs(
     return {"sums": of_parts(head_dim), "total": of_parts(), "maximum": of_parts()}
 
 
-def write(output_refs: dict[str, Ref], part: jax.Array, row: tuple, softmax: Softmax) -> None:
+def write(output_refs: dict[str, Ref], part: Array, row: tuple, softmax: Softmax) -> None:
     """Writes what `outputs` lists; `row` is the query and the head of each row."""
     if "y" in output_refs:
         # A total is at least 1, the weight of the maximum, unless nothing was seen.
@@ -170,15 +170,15 @@ def write(output_refs: dict[str, Ref], part: jax.Array, row: tuple, softmax: Sof
 
 
 def combined(
-    results: dict[str, jax.Array],
+    results: dict[str, Array],
     dtype: DTypeLike,
     *,
     splits: int,
-    tails: dict[str, jax.Array],
+    tails: dict[str, Array],
     block: int = 0,
     capacity: int = 0,
     interpret: bool,
-) -> jax.Array:
+) -> Array:
     """The normalised softmax over all parts `[B, Q, W, E]`, from what `outputs` lists.
 
     A separate kernel, because every part must have ended. A program reduces one query and head. It
@@ -233,8 +233,8 @@ def _combine(
     """
     num_parts, head_dim = inputs["sums"].shape
 
-    def part(index: jax.Array, exists: jax.Array) -> Softmax:
-        def masked(name: str, *columns: pl.Slice) -> jax.Array:
+    def part(index: Array, exists: Array) -> Softmax:
+        def masked(name: str, *columns: pl.Slice) -> Array:
             mask = exists[:, None] if columns else exists
             return tb.masked_load(inputs[name], (index, *columns), mask, interpret=interpret)
 
@@ -268,7 +268,7 @@ def _combine(
     store(outputs["y"], (), y)
 
 
-def _sum(values: jax.Array) -> jax.Array:
+def _sum(values: Array) -> Array:
     """The sum over the first axis, a power of two, of pairs and of pairs of pairs."""
     while (count := values.shape[0]) > 1:
         values = values.reshape(2, count // 2, *values.shape[1:]).sum(axis=0)

@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
@@ -51,7 +51,7 @@ def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
     return tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
 
 
-def tree_delta(*arrays: Any, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def tree_delta(*arrays: Any, interpret: bool) -> tuple[Array, Array]:
     """See `api.tree_delta`, whose arrays these are."""
     q, k, v, g, beta, state, mask, prefix_u = arrays
     tree = (q, k, v, g, beta, mask)
@@ -60,15 +60,13 @@ def tree_delta(*arrays: Any, interpret: bool) -> tuple[jax.Array, jax.Array]:
     return results["y"], u if prefix_u is None else jnp.concatenate([prefix_u, u], axis=1)
 
 
-def replay_delta(*arrays: jax.Array, interpret: bool) -> jax.Array:
+def replay_delta(*arrays: Array, interpret: bool) -> Array:
     """See `api.replay_delta`, whose arrays these are."""
     k, u, g, state, path = arrays
     return _run("replay_delta", interpret, state, previous=(k, u, g, path))["state"]
 
 
-def replay_tree_delta(
-    *arrays: jax.Array, interpret: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def replay_tree_delta(*arrays: Array, interpret: bool) -> tuple[Array, Array, Array]:
     """See `api.replay_tree_delta`, whose arrays these are."""
     previous, (*nodes, state, mask) = arrays[:4], arrays[4:]
     tree = (*nodes, mask)
@@ -80,12 +78,12 @@ def replay_tree_delta(
 def _run(
     name: str,
     interpret: bool,
-    state: jax.Array,
+    state: Array,
     *,
-    previous: tuple[jax.Array, ...] | None = None,
-    tree: tuple[jax.Array, ...] | None = None,
-    prefix_u: jax.Array | None = None,
-) -> dict[str, jax.Array]:
+    previous: tuple[Array, ...] | None = None,
+    tree: tuple[Array, ...] | None = None,
+    prefix_u: Array | None = None,
+) -> dict[str, Array]:
     """The kernel with a previous tree, a new one, or both; returns what these give by name.
 
     `previous` is k, u, g and path; `tree` is q, k, v, g, beta and mask.
@@ -143,18 +141,18 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
     """
     multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
 
-    def product(left: State, right: State) -> jax.Array:
+    def product(left: State, right: State) -> Array:
         """Sums of products over S `[p]`."""
         total: Any = None
         for x, y in zip(left, right, strict=True):
             total = multiply_add(x, y, total)
         return jnp.sum(total, axis=1)
 
-    def read(state: State, vector: State, scale: jax.Array) -> jax.Array:
+    def read(state: State, vector: State, scale: Array) -> Array:
         """`scale (h . vector)` `[p]`."""
         return multiply_add(product(state, vector), scale)
 
-    def wide(vector: State, state: State) -> tuple[State, jax.Array]:
+    def wide(vector: State, state: State) -> tuple[State, Array]:
         """A k or q in float32 for each channel `[p, s]`, and one over its length `[p]`."""
         blocks = tuple(
             tb.laid_out_as(block, part.astype(jnp.float32)[None, :], interpret=interpret)
@@ -162,7 +160,7 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
         )
         return blocks, lax.rsqrt(product(blocks, blocks) + EPSILON)
 
-    def advanced(state: State, decay: Any, k: State, scale: jax.Array, u: jax.Array) -> State:
+    def advanced(state: State, decay: Any, k: State, scale: Array, u: Array) -> State:
         """The state after a node."""
         first, second = decay
         column = multiply_add(u, scale)[:, None]
@@ -179,10 +177,10 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
             return state
         k_ref, u_ref, g_ref, steps = (inputs[x] for x in ("prev k", "prev u", "prev g", "steps"))
 
-        def load(node: jax.Array) -> tuple[State, jax.Array, jax.Array]:
+        def load(node: Array) -> tuple[State, Array, Array]:
             return _blocks(k_ref, node), u_ref[node, :], g_ref[node]
 
-        def advance(state: State, k: State, u: jax.Array, g: jax.Array) -> State:
+        def advance(state: State, k: State, u: Array, g: Array) -> State:
             return advanced(state, _decay(g, multiply_add), *wide(k, state), u)
 
         state = walk.along(steps, load, advance, state)
@@ -198,7 +196,7 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
     first_query = num_nodes - y_ref.shape[0]
     to_queries = jnp.full((1,), state_size**-0.5, jnp.float32)
 
-    def load(node: jax.Array, query: jax.Array) -> dict[str, Any]:
+    def load(node: Array, query: Array) -> dict[str, Any]:
         """It may be a node that is not visited, and is not used then."""
         values = {
             "q": _blocks(inputs["q"], query),
@@ -211,11 +209,11 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
             values["prefix u"] = inputs["prefix u"][jnp.minimum(node, first_query - 1), :]
         return values
 
-    def visited(state: State, node: jax.Array, now: dict[str, Any]) -> tuple[State, Any]:
+    def visited(state: State, node: Array, now: dict[str, Any]) -> tuple[State, Any]:
         k, scale = wide(now["k"], state)
         decay = _decay(now["g"], multiply_add)
 
-        def solved() -> jax.Array:
+        def solved() -> Array:
             kept = multiply_add(read(state, k, scale), decay[0][0])
             error = now["v"].astype(jnp.float32) - kept
             return multiply_add(error, now["beta"][None])
@@ -226,12 +224,12 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
             u = solved()
         return advanced(state, decay, k, scale, u), (now["q"], u)
 
-    def write(query: jax.Array, state: State, q: State, u: jax.Array) -> None:
+    def write(query: Array, state: State, q: State, u: Array) -> None:
         y = multiply_add(read(state, *wide(q, state)), to_queries)
         y_ref[query, :] = y.astype(y_ref.dtype)
         u_ref[query, :] = u
 
-    def write_zeros(query: jax.Array) -> None:
+    def write_zeros(query: Array) -> None:
         for ref in (y_ref, u_ref):
             ref[query, :] = jnp.zeros(ref.shape[1:], ref.dtype)
 
@@ -239,7 +237,7 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
     walk.visit_all(*nodes, before_root, load, visited, write, write_zeros)
 
 
-def _decay(g: jax.Array, multiply_add: Callable[..., jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _decay(g: Array, multiply_add: Callable[..., Array]) -> tuple[Array, Array]:
     """`exp(g)` as a sum of two numbers `[1, 1]`, the second below the first one's rounding.
 
     Errors of decays near 1 would add up along a path. Smaller ones make earlier errors small.
