@@ -11,7 +11,6 @@ from pallas_kernels import native as cpu
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.rms_norm import native, pallas_triton, xla
 
-MOST_ROWS = 1024  # heads of the queries and keys of a small tree
 NORMS = ("gate_then_norm", "norm_then_gate", "none")
 
 
@@ -29,8 +28,8 @@ def rms_norm(
         weight: scale of the norm.
         epsilon: constant added to the mean square.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
-            On a GPU XLA fuses the norms of many rows with their neighbours. The kernel runs for at
-            most `MOST_ROWS`, or where bits are wanted (`dispatch.to_the_bit`).
+            On a GPU XLA fuses the norm with its neighbours, so the kernel runs only where bits are
+            wanted (`dispatch.to_the_bit`).
 
     Returns:
         An array in the dtype of `x`, evaluated in float32. Derivatives are XLA's in all
@@ -38,8 +37,7 @@ def rms_norm(
     """
     size = x.shape[-1]
     versions = {"xla": numerics, "native": native}
-    is_few = x.size <= MOST_ROWS * size
-    if implementation is not None or is_few or dispatch.wants_bits():
+    if implementation is not None or dispatch.wants_bits():
         versions["pallas"] = pallas_triton
     return dispatch.run(
         "rms_norm",

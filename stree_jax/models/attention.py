@@ -415,6 +415,7 @@ class AttentionMixer(MixerModule):
         c, epsilon = self.config, self.config.qk_norm_eps
         if epsilon is None:
             return qkv
+        kernel = self.norms_of_sequences()
         first, end = num_heads * c.head_dim, (num_heads + c.num_kv_heads) * c.head_dim
         query, keys, values = jnp.split(qkv, (first, end), axis=-1)
 
@@ -422,7 +423,7 @@ class AttentionMixer(MixerModule):
             if c.qk_norm_spans and self.shard.shards > 1:
                 return self.spanning_norm(x, scale, epsilon).astype(x.dtype)
             heads = x.reshape(*x.shape[:-1], -1, scale.shape[-1])
-            heads = self.run(rms_norm, heads, scale[...], epsilon=epsilon)
+            heads = rms_norm(heads, scale[...], epsilon=epsilon, implementation=kernel)
             return heads.astype(x.dtype).reshape(x.shape)
 
         normed = norm(query, self.q_norm_scale), norm(keys, self.k_norm_scale)
