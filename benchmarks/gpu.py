@@ -201,8 +201,7 @@ def of_bits(sizes: Sizes) -> Rows:
         _, target, draft, prompts, _ = pair(weights)
         options: Row = dict(max_new_tokens=sizes.tokens, temperature=heat, key=0, eos_token=())
         options |= dict(log_probs=True, to_the_bit=wanted)
-        with dispatch.to_the_bit(wanted):
-            obstacle = bits_obstacle(target, PAPER.num_nodes, len(prompts))
+        obstacle = bits_obstacle(target, PAPER.num_nodes, len(prompts), to_the_bit=wanted)
         if wanted and obstacle:
             return {"refused": obstacle}
         drafts = dict(drafter=st.ModelDrafter(draft))

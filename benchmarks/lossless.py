@@ -35,7 +35,6 @@ import stree_jax as st
 from benchmarks.common import Found, main, names
 from benchmarks.methods import TWO_TREES, trees
 from benchmarks.models import on_gpu
-from pallas_kernels import dispatch
 from stree_jax.decoding.auto import AutoDrafter
 from stree_jax.decoding.plan import plan
 from stree_jax.measuring.methods import Method
@@ -243,8 +242,7 @@ def request(
 
 def has_equal_bits(model: st.HybridLM) -> bool:
     """True if a model can be asked for equal bits, with all of these trees."""
-    with dispatch.to_the_bit(True):
-        return bits_obstacle(model, 64, ROWS) is None
+    return bits_obstacle(model, 64, ROWS, to_the_bit=True) is None
 
 
 def compared(

@@ -20,7 +20,7 @@ from stree_jax.models.cache import empty_path
 from stree_jax.models.layer import Path
 from stree_jax.models.moe import MoeConfig
 from stree_jax.testing import CONFIGS, assert_lossless, bits_obstacle, perturbed, random_model
-from tests.decoding.texts import Row, in_native_sizes, planned, started
+from tests.decoding.texts import Row, in_native_sizes, planned, resized, started
 from tests.extensions import dflash_files, eagle3_files
 from tests.helpers import heads_of, mtp_head_of, some
 
@@ -116,17 +116,11 @@ def check(model):
 
 
 def in_kernel_sizes(config):
-    """A config, or one inside of it, whose matrices the kernel multiplies."""
-
-    def changed(name, value):
-        if dataclasses.is_dataclass(value):
-            return in_kernel_sizes(value)
-        if isinstance(value, tuple):
-            return tuple(changed("", part) for part in value)
-        return -(-value // 32) * 32 if value and name in WIDTHS else value
-
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return dataclasses.replace(config, **{name: changed(name, fields[name]) for name in fields})
+    """A config whose matrices the kernel multiplies."""
+    return resized(
+        in_native_sizes(config),
+        lambda name, value: -(-value // 32) * 32 if value and name in WIDTHS else value,
+    )
 
 
 FEW = [("qwen3_5 hybrid", "bfloat16"), ("granite_moe hybrid", "int8")]
@@ -142,11 +136,11 @@ FEW = [("qwen3_5 hybrid", "bfloat16"), ("granite_moe hybrid", "int8")]
 )
 def test_kernels_of_gpus(family, kind):
     """In the interpreter: a text in trees, and its tokens alone."""
-    config = in_kernel_sizes(in_native_sizes(CONFIGS[family]))
+    config = in_kernel_sizes(CONFIGS[family])
     model = random_model(config, dtype="bfloat16", implementation="pallas_interpret")
     model = model.quantized() if kind == "int8" else model
+    assert bits_obstacle(model, TREES["tree"].num_nodes, to_the_bit=True) is None
     with dispatch.to_the_bit(True):
-        assert bits_obstacle(model, TREES["tree"].num_nodes) is None
         text = np.random.default_rng(1).integers(model.config.vocab_size, size=16)
         length, cache = jnp.array([4], jnp.int32), model.init_cache(1, 64)
         _, cache = read(model, text[None, :4], length, cache)
