@@ -42,7 +42,7 @@ from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.quantized import QuantizedMatrix
 from pallas_kernels.moe.api import expert_mlps
-from pallas_kernels.numerics import DeferredRMSNorm
+from pallas_kernels.numerics import DeferredRMSNorm, PartialSums
 from pallas_kernels.rms_norm.api import add_rms_norm, gated_rms_norm, rms_norm
 from pallas_kernels.ssd.api import ssd
 from pallas_kernels.threshold.api import largest_threshold
@@ -70,6 +70,7 @@ __all__ = [
     "Mamba2Pending",
     "NodeKV",
     "PackedMatrix",
+    "PartialSums",
     "QuantizedMatrix",
     "add_rms_norm",
     "conv_gather_index",

@@ -3,10 +3,13 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 
@@ -126,6 +129,51 @@ def rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class PartialSums:
+    """A product as the sums of parts of its inputs, which its reader adds up.
+
+    A kernel that reads it adds them while it loads, so the sum takes no launch of its own. All
+    other readers call `total`.
+
+    Attributes:
+        parts: `[P, *rows, M]` float32, P a power of two.
+        dtype: of the product.
+    """
+
+    parts: Array
+    dtype: DTypeLike = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the product."""
+        return self.parts.shape[1:]
+
+
+Product: TypeAlias = Array | PartialSums
+
+
+def added_in_pairs(parts: Sequence[Array]) -> Array:
+    """The sum of a power of two of parts, neighbours first: the one order for all readers."""
+    sums = [*parts]
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+def total(product: Product) -> Array:
+    """A product whose parts are added up."""
+    if not isinstance(product, PartialSums):
+        return product
+    return added_in_pairs(list(product.parts)).astype(product.dtype)
+
+
+def totals(tree: Any) -> Any:
+    """A pytree whose products are added up."""
+    return jax.tree.map(total, tree, is_leaf=lambda node: isinstance(node, PartialSums))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DeferredRMSNorm:
     """A root-mean-square norm, or its product with a matrix, before the rows are scaled.
 
@@ -135,20 +183,20 @@ class DeferredRMSNorm:
     applies the factor.
 
     Attributes:
-        value: `[..., M]`, `v * weight` or a product with it.
+        value: `[..., M]`, `v * weight`, or a `Product` with it.
         mean_squares: `[..., parts]` float32; their sum is the mean square `mean(v * v)` of the row
             that is normed.
         epsilon: constant added to the mean square.
     """
 
-    value: Array
+    value: Any
     mean_squares: Array
     epsilon: float = dataclasses.field(metadata={"static": True})
 
     def scaled(self) -> Array:
         """The scaled rows `[..., M]`, float32."""
         mean_square = sum_in_order(self.mean_squares)
-        return self.value.astype(jnp.float32) * lax.rsqrt(mean_square + self.epsilon)
+        return total(self.value).astype(jnp.float32) * lax.rsqrt(mean_square + self.epsilon)
 
     def packed(self) -> Array:
         """Value and mean square `[..., M + 1]`, float32: one array, so one all-reduce sums both."""

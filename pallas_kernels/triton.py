@@ -9,6 +9,7 @@ run out of bounds; both operands of a `dot` have one dtype; no reverse cumsum, n
 values, no slices of values. The interpreter has no masked stores.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -19,7 +20,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from pallas_kernels.numerics import rounded
+from pallas_kernels.numerics import PartialSums, added_in_pairs, rounded
 
 UNAVAILABLE: str | None = None
 try:
@@ -75,18 +76,25 @@ def call(
 
 def call_by_name(
     kernel: Callable[..., None],
-    inputs: dict[str, tuple[Array, pl.BlockSpec]],
+    inputs: dict[str, tuple[Any, pl.BlockSpec]],
     outputs: dict[str, tuple[Any, pl.BlockSpec]],
     **options: Any,
 ) -> dict[str, Array]:
     """`call` of a kernel that takes dicts of input and of output refs.
 
-    An output that is the very pair of the input with its name is written in place.
+    An output that is the very pair of the input with its name is written in place. Of an input of
+    `PartialSums` the kernel reads the product, see `SummedRef`.
     """
+    sums = {name: a.dtype for name, (a, _) in inputs.items() if isinstance(a, PartialSums)}
+
+    def with_sums(refs: dict[str, Ref], output_refs: dict[str, Ref]) -> None:
+        summed = {name: SummedRef(refs[name], dtype) for name, dtype in sums.items()}
+        kernel(refs | summed, output_refs)
+
     # jax flattens dicts in the order of their keys.
     order, new_order = sorted(inputs), sorted(outputs)
     return call(
-        kernel,
+        with_sums,
         in_specs=[{name: block for name, (_, block) in inputs.items()}],
         out_specs={name: block for name, (_, block) in outputs.items()},
         out_shape={
@@ -99,14 +107,39 @@ def call_by_name(
             if outputs.get(name) is pair
         },
         **options,
-    )({name: array for name, (array, _) in inputs.items()})
+    )({name: array.parts if name in sums else array for name, (array, _) in inputs.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class SummedRef:
+    """A product whose parts are added up where it is read: a ref that cannot be written."""
+
+    parts: Ref  # [P, *shape]
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the product."""
+        return self.parts.shape[1:]
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.total(
+            lambda part: self.parts[part, *(index if type(index) is tuple else (index,))]
+        )
+
+    def total(self, load: Callable[[int], Array]) -> Array:
+        """The sum of what is loaded from all parts, rounded."""
+        count = self.parts.shape[0]
+        return added_in_pairs([load(part) for part in range(count)]).astype(self.dtype)
 
 
 def blocked(array: Any, axes: str, grid: str) -> tuple[Any, pl.BlockSpec]:
     """An array and a program's block: one place on axes that the grid has too, all of the others.
 
-    `axes` and `grid` have a letter for each axis.
+    `axes` and `grid` have a letter for each axis. A program has all parts of `PartialSums`.
     """
+    if isinstance(array, PartialSums):
+        return array, blocked(array.parts, "+" + axes, grid)[1]
     return array, pl.BlockSpec(
         tuple(None if axis in grid else size for axis, size in zip(axes, array.shape, strict=True)),
         lambda *program: tuple(program[grid.index(axis)] if axis in grid else 0 for axis in axes),
@@ -156,6 +189,10 @@ def masked_load(ref: Ref, index: tuple[Any, ...], mask: Array | None, *, interpr
     The interpreter has no masked loads, and reads all. The index must be in bounds everywhere; the
     interpreter pads what a block has beyond the last row.
     """
+    if isinstance(ref, SummedRef):
+        return ref.total(
+            lambda part: masked_load(ref.parts, (part, *index), mask, interpret=interpret)
+        )
     if interpret or mask is None:
         value = ref[index]
         return value if mask is None else jnp.where(mask, value, jnp.zeros_like(value))

@@ -1,7 +1,7 @@
 """Products of rows with matrices."""
 
-from pallas_kernels.matmul.api import matmul, rows
+from pallas_kernels.matmul.api import matmul, partial_sums, rows
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
 
-__all__ = ["GROUP", "PackedMatrix", "QuantizedMatrix", "matmul", "rows"]
+__all__ = ["GROUP", "PackedMatrix", "QuantizedMatrix", "matmul", "partial_sums", "rows"]

@@ -14,6 +14,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.matmul import native, pallas_triton, xla
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.quantized import QuantizedMatrix
+from pallas_kernels.numerics import Product, total
 
 
 def matmul(
@@ -72,6 +73,23 @@ def matmul(
             xla_derivatives=True,
         )
         return y.reshape(*x.shape[:-1], matrix.columns)
+    options: dict[str, Any] = dict(axis=axis, dtype=dtype, implementation=implementation)
+    return total(partial_sums(x, matrix, **options))
+
+
+def partial_sums(
+    x: Float[Array, "*rows I"],
+    matrix: QuantizedMatrix | Num[Array, "..."],
+    *,
+    axis: int = -2,
+    dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None,
+) -> Product:
+    """`matmul` of an unpacked matrix for a kernel that adds up parts while it loads them.
+
+    It returns `PartialSums` where "pallas" multiplies in parts. Arguments are those of `matmul`.
+    """
+    axis, count = getattr(matrix, "axis", axis), math.prod(x.shape[:-1])
     versions: dict[str, Any] = {"xla": xla.unpacked}
     if 0 < count <= pallas_triton.MOST_ROWS or (count and dispatch.wants_bits()):
         versions["pallas"] = pallas_triton.matmul
@@ -81,7 +99,6 @@ def matmul(
         (x, matrix),
         requested=implementation,
         unsupported={"pallas": pallas_triton.unsupported(x, matrix, axis)},
-        xla_derivatives=True,
         axis=axis,
         dtype=jnp.dtype(dtype),
     )

@@ -3,7 +3,8 @@
 Passes: a program handles a block of columns, a block of up to 64 rows, and one of a few parts of
 the inputs. It reads its part of the matrix once, block by block. It multiplies transposed, columns
 by inputs by rows: so a matrix unit has the few rows on its narrow side. Each part writes float32
-sums, and XLA adds up the parts in one launch. A product of one part is written in its final type.
+sums. The reader adds them up: the next kernel while it loads, or XLA in a launch. A product of one
+part is written in its final type.
 
 Numerics: products of bfloat16 numbers are exact, and are added in float32: inputs in order, then
 parts in pairs. 8-bit weights are exact in bfloat16 too. So the sum of a group of 32 inputs is
@@ -31,8 +32,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels import dispatch
 from pallas_kernels import triton as tb
 from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
+from pallas_kernels.matmul.xla import unpacked
+from pallas_kernels.numerics import PartialSums, Product
 from pallas_kernels.triton import Ref
 
 MOST_ROWS = 64  # of a block; more are XLA's where nobody wants bits
@@ -95,7 +99,7 @@ def unsupported(x: jax.Array, matrix: Any, axis: int) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "dtype", "interpret", "blocks"))
-def matmul(
+def _partial_sums(
     x: jax.Array,
     matrix: Any,
     *,
@@ -103,8 +107,8 @@ def matmul(
     dtype: DTypeLike,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
-) -> jax.Array:
-    """See `api.matmul`; `blocks` None: those of `block_sizes`."""
+) -> Product:
+    """See `api.partial_sums`; `blocks` None: those of `block_sizes`."""
     inputs, columns = matrix.shape[axis], matrix.shape[-3 - axis]
     x, shape = x.reshape(-1, inputs), (*x.shape[:-1], columns)
     blocks = blocks or block_sizes(inputs, columns, len(x))
@@ -142,10 +146,23 @@ def matmul(
             (parts, len(x), columns), dtype if parts == 1 else jnp.float32
         ),
     )(x, *arrays)
-    in_pairs = list(sums)
-    while len(in_pairs) > 1:
-        in_pairs = [a + b for a, b in zip(in_pairs[::2], in_pairs[1::2], strict=True)]
-    return in_pairs[0].astype(dtype).reshape(shape)
+    sums = sums.reshape(parts, *shape)
+    return sums[0] if parts == 1 else PartialSums(sums, dtype)
+
+
+def matmul(x: jax.Array, matrix: Any, **options: Any) -> Product:
+    """See `api.partial_sums`; derivatives are XLA's."""
+
+    def twin(x: jax.Array, matrix: Any) -> Product:
+        """XLA's product as the first of as many parts."""
+        product = unpacked(x, matrix, axis=options["axis"], dtype=options["dtype"])
+        parts = parts_of(x.shape[-1], product.shape[-1])
+        if parts == 1:
+            return product
+        sums = jnp.zeros((parts, *product.shape), jnp.float32)
+        return PartialSums(sums.at[0].set(product.astype(jnp.float32)), product.dtype)
+
+    return dispatch.with_gradients_of(twin, functools.partial(_partial_sums, **options))(x, matrix)
 
 
 def _kernel(

@@ -57,7 +57,7 @@ def level() -> str | None:
     return None if obstacle() else library()[0]
 
 
-def unsupported(*arrays: jax.Array, **sizes: int) -> str | None:
+def unsupported(*arrays: Any, **sizes: int) -> str | None:
     """Why functions for float32 and whole vectors cannot run, or None."""
     others = {array.dtype.name for array in arrays} - {"float32"}
     if others:

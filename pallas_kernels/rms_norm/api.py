@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, numerics
 from pallas_kernels import native as cpu
-from pallas_kernels.numerics import DeferredRMSNorm
+from pallas_kernels.numerics import DeferredRMSNorm, PartialSums
 from pallas_kernels.rms_norm import native, pallas_triton, xla
 
 NORMS = ("gate_then_norm", "norm_then_gate", "none")
@@ -55,7 +55,7 @@ def rms_norm(
 
 def add_rms_norm(
     residual: Float[Array, "*rows M"],
-    output: Float[Array, "*rows M"] | DeferredRMSNorm,
+    output: Float[Array, "*rows M"] | PartialSums | DeferredRMSNorm,
     weight: Float[Array, " M"],
     *,
     epsilon: float,
@@ -96,7 +96,7 @@ def add_rms_norm(
 
 def gated_rms_norm(
     y: Float[Array, "*rows M"],
-    gate: Float[Array, "*rows X"],
+    gate: Float[Array, "*rows X"] | PartialSums,
     weight: Float[Array, " M"] | None,
     *,
     norm: str = "gate_then_norm",

@@ -14,6 +14,7 @@ blocks, the largest first. Refuses groups (rows) whose size is not a multiple of
 above `MOST_NUMBERS`.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -24,7 +25,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import native
 from pallas_kernels import triton as tb
-from pallas_kernels.numerics import DeferredRMSNorm, scaled
+from pallas_kernels.numerics import DeferredRMSNorm, PartialSums, Product, scaled
 from pallas_kernels.triton import Ref
 
 _BLOCK = 4096  # the most numbers that are loaded at once
@@ -49,7 +50,7 @@ def _warps(size: int) -> int:
 @functools.partial(jax.jit, static_argnames=("epsilon", "multiplier", "interpret"))
 def add_rms_norm(
     residual: Array,
-    output: Array | DeferredRMSNorm,
+    output: Any,
     weight: Array,
     *,
     epsilon: float,
@@ -63,23 +64,28 @@ def add_rms_norm(
         inputs["mean_squares"] = _in_rows(output.mean_squares, "r")
         output_epsilon, output = output.epsilon, output.value
     inputs["output"] = _in_rows(output, "r")
+    residuals = inputs["residual"]
+    normed = jax.ShapeDtypeStruct(residuals[0].shape, output.dtype)
     results = tb.call_by_name(
         functools.partial(
             _add_kernel, epsilon=epsilon, multiplier=multiplier, output_epsilon=output_epsilon
         ),
         inputs,
-        {"sum": inputs["residual"], "normed": inputs["output"]},
+        {"sum": residuals, "normed": (normed, residuals[1])},
         name="add_rms_norm",
         num_warps=_warps(residual.shape[-1]),
         interpret=interpret,
         in_one_order=True,
-        grid=inputs["residual"][0].shape[:1],
+        grid=normed.shape[:1],
     )
     return results["sum"].reshape(residual.shape), results["normed"].reshape(output.shape)
 
 
-def _in_rows(array: Array, grid: str) -> tuple[Array, pl.BlockSpec]:
+def _in_rows(array: Product, grid: str) -> tuple[Any, pl.BlockSpec]:
     """All rows of an array, of which a program sees one."""
+    if isinstance(array, PartialSums):
+        parts = array.parts.reshape(len(array.parts), -1, array.shape[-1])
+        return tb.blocked(dataclasses.replace(array, parts=parts), "r.", grid)
     return tb.blocked(native.rows_of(array), "r.", grid)
 
 
@@ -138,7 +144,7 @@ def rms_norm(x: Array, weight: Array, **options: Any) -> Array:
 )
 def gated_rms_norm(
     y: Array,
-    gate: Array | None,
+    gate: Product | None,
     weight: Array | None,
     *,
     norm: str,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.numerics import PartialSums
 from pallas_kernels.tree_conv1d import native, pallas_triton, xla
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 
@@ -102,7 +103,7 @@ def tree_conv1d(
 
 
 def tree_conv1d_layer(
-    projected: Float[Array, "B Q X"],
+    projected: Float[Array, "B Q X"] | PartialSums,
     conv_weight: Float[Array, "K C"],
     conv_bias: Float[Array, " C"] | None,
     dt_bias: Float32[Array, " H"],

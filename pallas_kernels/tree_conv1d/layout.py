@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.numerics import scaled
+from pallas_kernels.numerics import Product, scaled, total
 
 
 class Mamba2Pending(NamedTuple):
@@ -87,11 +87,11 @@ class Mamba2Layout:
         """Channels of the convolution."""
         return self.channels[2] + self.num_groups * self.state_size
 
-    def gate(self, projected: jax.Array) -> tuple[jax.Array, int]:
+    def gate(self, projected: Product) -> tuple[Product, int]:
         """An array with the gate z, and z's first column; a slice only if z has a multiplier."""
         if self.multipliers[0] == 1.0:
             return projected, self.columns[0]
-        return self._part(projected, 0), 0
+        return self._part(total(projected), 0), 0
 
     def conv_input(self, projected: jax.Array) -> jax.Array:
         """x, B and C before the convolution `[..., C]`."""

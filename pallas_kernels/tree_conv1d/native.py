@@ -7,19 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native
+from pallas_kernels.numerics import Product
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 
 _MOST_TAPS = 16
 
 
-def unsupported(inputs: jax.Array, width: int, **sizes: int) -> str | None:
+def unsupported(inputs: Product, width: int, **sizes: int) -> str | None:
     """Why a convolution cannot run, or None."""
     if width > _MOST_TAPS:
         return f"convolutions are at most {_MOST_TAPS} wide"
     return native.unsupported(inputs, **sizes)
 
 
-def unsupported_layer(projected: jax.Array, layout: Mamba2Layout, width: int) -> str | None:
+def unsupported_layer(projected: Product, layout: Mamba2Layout, width: int) -> str | None:
     """Why a layer cannot run, or None."""
     if (layout.x_heads, layout.b_groups) != (layout.num_heads, layout.num_groups):
         return "heads of x or groups of B are repeated"

@@ -150,7 +150,7 @@ def index_before(index: jax.Array, replay_index: jax.Array, num_replayed: int) -
 
 
 def _call(
-    of_row: dict[str, jax.Array],
+    of_row: dict[str, Any],
     of_layer: dict[str, jax.Array | None],
     outputs: dict[str, jax.ShapeDtypeStruct],
     *,
@@ -167,7 +167,7 @@ def _call(
     num_channel_blocks = sum(section.size for section in sections) // channels
 
     def row(array: Any) -> tuple[Any, pl.BlockSpec]:
-        return tb.blocked(array, "b.."[: array.ndim], "cib")
+        return tb.blocked(array, "b.."[: len(array.shape)], "cib")
 
     inputs = {name: row(array) for name, array in of_row.items()}
     for name, array in of_layer.items():

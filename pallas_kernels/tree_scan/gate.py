@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels.numerics import PartialSums
+
 
 def _static(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"static": True})
@@ -27,7 +29,7 @@ class Gate:
             (`DeferredRMSNorm`).
     """
 
-    projected: Float[Array, "B Q X"]
+    projected: Float[Array, "B Q X"] | PartialSums
     norm_weight: Float[Array, " HP"] | None = None
     start: int = _static(0)
     multiplier: float = _static(1.0)

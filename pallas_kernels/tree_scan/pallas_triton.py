@@ -186,7 +186,7 @@ def _run(
         outputs["y"] = part.of(shape, "b.hp")
     static_gate, later_weight = None, None
     if gate is not None:
-        inputs["gate"] = part.of(gate.projected, "b..")
+        inputs["gate"] = tb.blocked(gate.projected, "b..", "bhp")
         row_size = head_dim if gate.norm_per_head else num_heads * head_dim
         static_gate = (gate.start, gate.multiplier, row_size, gate.norm_epsilon)
         if gate.norm_weight is not None:

@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.numerics import DeferredRMSNorm, batched_product, contract, rms_norm, scaled
+from pallas_kernels.numerics import (
+    DeferredRMSNorm,
+    batched_product,
+    contract,
+    rms_norm,
+    scaled,
+    total,
+)
 from pallas_kernels.rms_norm.xla import activated
 from pallas_kernels.tree_scan.gate import Gate
 
@@ -95,7 +102,7 @@ def gated(y: jax.Array, gate: Gate) -> jax.Array | DeferredRMSNorm:
     """Gates the outputs of a scan; see `api.tree_scan`."""
     rows = y.reshape(*y.shape[:2], -1)
     size = rows.shape[-1]
-    columns = gate.projected[..., gate.start : gate.start + size]
+    columns = total(gate.projected)[..., gate.start : gate.start + size]
     value = rows.astype(jnp.float32) * activated(scaled(columns, gate.multiplier), 0, size)
     if gate.norm_weight is None:
         return value.astype(y.dtype).reshape(y.shape)

@@ -35,7 +35,7 @@ from pallas_kernels import (
     tree_conv1d,
     write_kv,
 )
-from pallas_kernels.numerics import activate, scaled
+from pallas_kernels.numerics import Product, activate, scaled, total
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
@@ -294,7 +294,7 @@ class AttentionMixer(MixerModule):
         valid: Bool[Array, "B T"],
         lengths: Lengths,
         adapter: Array | None = None,
-    ) -> tuple[Float[Array, "B T M"], AttentionCache]:
+    ) -> tuple[Product, AttentionCache]:
         projected = self._project(u, adapter)
         qkv, conv_state = projected.qkv, cache.conv
         if conv_state is not None:
@@ -324,7 +324,7 @@ class AttentionMixer(MixerModule):
 
     def tree(
         self, u: Float[Array, "B Q I"], at: Nodes, adapter: Array | None = None
-    ) -> tuple[Float[Array, "B Q M"], AttentionPending, AttentionCache]:
+    ) -> tuple[Product, AttentionPending, AttentionCache]:
         tree, conv_gather_index, cache, prefix_pending, replay = at
         c = self.config
         projected = self._project(u, adapter)
@@ -404,7 +404,7 @@ class AttentionMixer(MixerModule):
         projection, first = self.in_proj, self.config.gate_size + self.config.projected_sizes[0]
         kernel = projection.kernel.storage  # its columns after the queries
         # A kernel would have them copied first.
-        projected = kernel.cut(first).product(u, True, "xla").astype(kernel.dtype)
+        projected = total(kernel.cut(first).product(u, True, "xla")).astype(kernel.dtype)
         if projection.bias is not None:
             projected += projection.bias[first:]
         layout = dataclasses.replace(self._layout, num_heads=0)
@@ -429,11 +429,11 @@ class AttentionMixer(MixerModule):
         normed = norm(query, self.q_norm_scale), norm(keys, self.k_norm_scale)
         return jnp.concatenate([*normed, values], axis=-1)
 
-    def _finish(self, y: Array, projected: Projected) -> Array:
+    def _finish(self, y: Array, projected: Projected) -> Product:
         y = y.reshape(*y.shape[:2], -1)
         if self.config.output_gate:
             gate = jax.nn.sigmoid(projected.gate.astype(jnp.float32))
             y = (y.astype(jnp.float32) * gate).astype(y.dtype)
         if projected.branch is not None:
             y = jnp.concatenate([y, projected.branch], axis=-1)
-        return scaled(self.row_parallel(y), self.config.output_multiplier)
+        return self.row_parallel(y, self.config.output_multiplier)

@@ -7,6 +7,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import DeferredRMSNorm, add_rms_norm, rms_norm
+from pallas_kernels.numerics import Product, total
 from stree_jax.array_types import Array
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import LayerConfig
@@ -41,7 +42,7 @@ class ResidualStream:
         self._embedded = self._hidden = embedded
         self._config, self._dtype, self._implementation = config, dtype, implementation
         # The last layer's output, not added yet; a shared layer's, for the next layer's input only.
-        self._output: Array | DeferredRMSNorm | None = None
+        self._output: Product | DeferredRMSNorm | None = None
         self._extra: Array | None = None
 
     def read(self, block: Block) -> Array:
@@ -53,15 +54,16 @@ class ResidualStream:
             return self.hidden().astype(self._dtype)
         return self.normed(block.norm_scale[...])
 
-    def write(self, block: Block, output: Array | DeferredRMSNorm) -> None:
+    def write(self, block: Block, output: Product | DeferredRMSNorm) -> None:
         """Takes the output of the layer that read last."""
         if block.is_shared:
             assert not isinstance(output, DeferredRMSNorm)
-            self._output, self._extra = None, output.astype(self._hidden.dtype)
+            self._output, self._extra = None, total(output).astype(self._hidden.dtype)
             return
         if block.norm_after:
             assert block.norm_scale is not None
             assert not isinstance(output, DeferredRMSNorm)
+            output = total(output)
             normed = rms_norm(
                 output,
                 block.norm_scale[...],

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import KVCache, NodeKV, rms_norm
+from pallas_kernels.numerics import total
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require
 from stree_jax.models.attention import AttentionCache, AttentionPending
@@ -168,10 +169,10 @@ class DraftHead(TargetHead):
             behind = None if prefix is None else AttentionPending(prefix, None)
             before = AttentionCache(cache, None)
             y, pending, _ = self.attention.tree(joined, Nodes(tree, {}, before, behind))
-            x = residual + y
+            x = residual + total(y)
             normed = self.norm(x, self.feed_forward_norm_scale)
             y, _, _ = self.feed_forward.tree(normed)
-            return self.finished(x + y), pending.kv
+            return self.finished(x + total(y)), pending.kv
 
 
 def require_inner_layers(layers: tuple[int, ...]) -> None:

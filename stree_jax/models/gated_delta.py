@@ -32,6 +32,7 @@ from pallas_kernels import (
     tree_conv1d_layer,
     tree_delta,
 )
+from pallas_kernels.numerics import Product, total
 from stree_jax.array_types import Array, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
@@ -119,7 +120,7 @@ class GatedDeltaMixer(MixerModule):
 
     def __call__(
         self, u: Array, cache: Mamba2Cache, valid: Array, lengths: Lengths
-    ) -> tuple[Array, Mamba2Cache]:
+    ) -> tuple[Product, Mamba2Cache]:
         projected = self.in_proj(u)
         (v, dt, k, conv_input), q = convolved(self, projected, cache.conv, valid)
         g = self._decays(dt)
@@ -130,10 +131,10 @@ class GatedDeltaMixer(MixerModule):
 
     def tree(
         self, u: Float[Array, "B Q M"], at: Nodes
-    ) -> tuple[Float[Array, "B Q M"], Mamba2Pending, Mamba2Cache]:
+    ) -> tuple[Product, Mamba2Pending, Mamba2Cache]:
         tree, conv_gather_index, cache, prefix_pending, replay = at
         c, width = self.config, self.config.conv_width
-        projected = self.in_proj(u)
+        projected = self.in_proj.in_parts(u)
         previous = replay and (replay.pending, replay.conv_gather_index[width])
         # The convolution's op wants the corrections of the nodes before in the dtype of v.
         prefix = prefix_pending and prefix_pending._replace(x=prefix_pending.x.astype(u.dtype))
@@ -168,16 +169,16 @@ class GatedDeltaMixer(MixerModule):
         window = along.conv_gather_index[self.config.conv_width]
         return Mamba2Cache(state, replay_conv_state(conv_input, cache.conv, window))
 
-    def _beta(self, projected: Array) -> Float32[Array, "B T H"]:
+    def _beta(self, projected: Product) -> Float32[Array, "B T H"]:
         """How much of the error each token corrects."""
-        logits = projected[..., : self.config.num_heads].astype(jnp.float32)
+        logits = total(projected)[..., : self.config.num_heads].astype(jnp.float32)
         return self.config.beta_scale * jax.nn.sigmoid(logits)
 
     def _decays(self, dt: Float32[Array, "B T H"]) -> Float32[Array, "B T H"]:
         """The logarithm of each token's decay."""
         return -jnp.exp(self.A_log[...].astype(jnp.float32))[None, None] * dt
 
-    def _output(self, y: Array, projected: Array, implementation: str | None) -> Array:
+    def _output(self, y: Array, projected: Product, implementation: str | None) -> Product:
         """Norm of each head, gate and output projection of `[B, T, H, P]`."""
         c = self.config
         gate, start = c.layout.gate(projected)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import tree_conv1d
-from pallas_kernels.numerics import rounded
+from pallas_kernels.numerics import Product, rounded, scaled, total
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths
 from stree_jax.mesh.partition import WHOLE, Part
 from stree_jax.models.matrices import Matrix
@@ -33,6 +33,12 @@ class Projection(nnx.Module):
     def __call__(self, inputs: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         """The product, in the dtype that the matrix gives."""
         return self.biased(self.kernel.product(inputs, implementation=self.implementation))
+
+    def in_parts(self, inputs: Float[Array, "*rows inputs"]) -> Product:
+        """The product for a kernel, which adds up its parts while it loads them."""
+        if self.bias is not None:
+            return self(inputs)
+        return self.kernel.product_in_parts(inputs, implementation=self.implementation)
 
     def wide(self, inputs: Float[Array, "*rows inputs"]) -> Float32[Array, "*rows outputs"]:
         """The product in float32, without the bias."""
@@ -168,12 +174,15 @@ class MixerModule(Made):
         index = sequence_gather_index(inputs, len(weight))
         return self.run(tree_conv1d, inputs, conv_state, weight, bias, index)
 
-    def row_parallel(self, inputs: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
-        """The output projection; on a mesh, an all-reduce of the shards' products."""
+    def row_parallel(
+        self, inputs: Float[Array, "*rows inputs"], multiplier: float = 1.0
+    ) -> Product:
+        """The output projection `[*rows, M]`; on a mesh, an all-reduce of the shards' products."""
         if self.shard.shards == 1:
-            return self.out_proj(inputs)
-        output = self.shard.total(self.out_proj.wide(inputs))
-        return self.out_proj.biased(output.astype(inputs.dtype))  # once, not by each shard
+            output = self.out_proj.in_parts(inputs)
+            return output if multiplier == 1.0 else scaled(total(output), multiplier)
+        output = self.shard.total(self.out_proj.wide(inputs)).astype(inputs.dtype)
+        return scaled(self.out_proj.biased(output), multiplier)  # a bias once, not by each shard
 
     def spanning_norm(self, x: Array, scale: nnx.Param, epsilon: float) -> Array:
         """The norm of rows over the channels of all shards, in float32: another collective."""

@@ -38,7 +38,7 @@ from pallas_kernels import (
     tree_conv1d_layer,
     tree_scan,
 )
-from pallas_kernels.numerics import activate, scaled
+from pallas_kernels.numerics import Product, activate, scaled, total
 from pallas_kernels.rms_norm.xla import activated
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
 from stree_jax.checks import is_number, require, require_integer
@@ -312,8 +312,9 @@ class Mamba2Mixer(MixerModule):
 
     def __call__(
         self, u: Array, cache: Mamba2Cache, valid: Array, lengths: Lengths
-    ) -> tuple[Array | DeferredRMSNorm, Mamba2Cache]:
-        projected, layout = self._project(u), self.config.layout
+    ) -> tuple[Product | DeferredRMSNorm, Mamba2Cache]:
+        c, layout = self.config, self.config.layout
+        projected = self.in_proj(scaled(u, c.input_multiplier))
         in_one_order = self.in_proj.kernel.storage.sums_in_one_order
         (x, dt, B, conv_input), C = convolved(self, projected, cache.conv, valid)
         dt = jnp.where(valid[..., None], dt, 0.0)
@@ -338,10 +339,10 @@ class Mamba2Mixer(MixerModule):
 
     def tree(
         self, u: Float[Array, "B Q M"], at: Nodes
-    ) -> tuple[Float[Array, "B Q M"] | DeferredRMSNorm, Mamba2Pending, Mamba2Cache]:
+    ) -> tuple[Product | DeferredRMSNorm, Mamba2Pending, Mamba2Cache]:
         tree, conv_gather_index, cache, prefix_pending, replay = at
         c, layout, width = self.config, self.config.layout, self.config.conv_width
-        projected = self._project(u)
+        projected = self.in_proj.in_parts(scaled(u, c.input_multiplier))
         previous = replay and (replay.pending, replay.conv_gather_index[width])
         pending, C, conv_state = self.run(
             tree_conv1d_layer,
@@ -376,10 +377,7 @@ class Mamba2Mixer(MixerModule):
         window = along.conv_gather_index[self.config.conv_width]
         return Mamba2Cache(ssm, replay_conv_state(conv_input, cache.conv, window))
 
-    def _project(self, u: Array) -> Array:
-        return self.in_proj(scaled(u, self.config.input_multiplier))
-
-    def _gate(self, projected: Array) -> Gate | None:
+    def _gate(self, projected: Product) -> Gate | None:
         """The gate for the scan, with the norm after it; None if the scan cannot do the norm."""
         c, norm_weight = self.config, None
         # Of the whole model: a shard may have one group or head where the model has several.
@@ -402,8 +400,12 @@ class Mamba2Mixer(MixerModule):
         )
 
     def _finish(
-        self, y: Array | DeferredRMSNorm, gate: Gate | None, projected: Array, kernel: str | None
-    ) -> Array | DeferredRMSNorm:
+        self,
+        y: Array | DeferredRMSNorm,
+        gate: Gate | None,
+        projected: Product,
+        kernel: str | None,
+    ) -> Product | DeferredRMSNorm:
         """Gate and norm of the scan's output, if the scan has not done them, and projection."""
         if isinstance(y, DeferredRMSNorm):
             return self._project_deferred(y, projected)
@@ -412,12 +414,12 @@ class Mamba2Mixer(MixerModule):
             y = self._gated_norm(y, projected, kernel)
         return self._project_out(y, projected)
 
-    def _gated_norm(self, y: Array, projected: Array, kernel: str | None) -> Array:
+    def _gated_norm(self, y: Array, projected: Product, kernel: str | None) -> Array:
         """Gate and norm of the scan's output `[B, T, H * P]`."""
         c = self.config
         gate, gate_start = self.config.layout.gate(projected)
         if self.norm_spans_shards:
-            return self._spanning_norm(y, activated(gate, gate_start, y.shape[-1]))
+            return self._spanning_norm(y, activated(total(gate), gate_start, y.shape[-1]))
         return gated_rms_norm(
             y,
             gate,
@@ -437,7 +439,7 @@ class Mamba2Mixer(MixerModule):
         value = self.spanning_norm(value, self.norm_scale, self.config.norm_eps)
         return (value if gate_first else value * gate).astype(y.dtype)
 
-    def _project_deferred(self, y: DeferredRMSNorm, projected: Array) -> DeferredRMSNorm:
+    def _project_deferred(self, y: DeferredRMSNorm, projected: Product) -> DeferredRMSNorm:
         """The output projection before the rows are scaled."""
         if self.shard.shards == 1:
             return dataclasses.replace(y, value=self._project_out(y.value, projected))
@@ -446,10 +448,10 @@ class Mamba2Mixer(MixerModule):
         y = y.unpacked(self.shard.total(product.packed()), self.shard.shards)
         return dataclasses.replace(y, value=scaled(y.value, self.config.output_multiplier))
 
-    def _project_out(self, y: Array, projected: Array) -> Array:
+    def _project_out(self, y: Array, projected: Product) -> Product:
         """The output projection, including the gated branch if there is one."""
         c = self.config
         if c.mlp_dim:
-            gate, branch, _ = jnp.split(projected, (c.mlp_dim, 2 * c.mlp_dim), axis=-1)
+            gate, branch, _ = jnp.split(total(projected), (c.mlp_dim, 2 * c.mlp_dim), axis=-1)
             y = jnp.concatenate([activate("silu", gate) * branch, y], axis=-1)
-        return scaled(self.row_parallel(y), c.output_multiplier)
+        return self.row_parallel(y, c.output_multiplier)

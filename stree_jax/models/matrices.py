@@ -25,7 +25,8 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import dispatch
-from pallas_kernels.matmul import PackedMatrix, QuantizedMatrix, matmul, rows
+from pallas_kernels.matmul import PackedMatrix, QuantizedMatrix, matmul, partial_sums, rows
+from pallas_kernels.numerics import Product, total
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_names
 from stree_jax.mesh.partition import WHOLE, Part
@@ -63,6 +64,16 @@ class Matrix(nnx.Param):
         Products are in the dtype of the storage, or `wide`: float32. An implementation is that of
         `matmul`; packed matrices run native code.
         """
+        return total(self.product_in_parts(x, wide=wide, implementation=implementation))
+
+    def product_in_parts(
+        self,
+        x: Float[Array, "*rows I"],
+        *,
+        wide: bool = False,
+        implementation: str | None = None,
+    ) -> Product:
+        """`product` for a kernel, which adds up its parts while it loads them."""
         return self.storage.product(x, wide, implementation)
 
     def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float[Array, "B T M"]:
@@ -104,11 +115,11 @@ class Storage:
         """Rows and matrix as an op takes them: an array or a `PackedMatrix`."""
         return x, self.values
 
-    def product(self, x: Array, wide: bool, implementation: str | None) -> Array:
+    def product(self, x: Array, wide: bool, implementation: str | None) -> Product:
         """See `Matrix`; float32 rows and several matrices are XLA's."""
         dtype, x = self.dtype, x if wide else x.astype(self.dtype)
         is_narrow = x.dtype == dtype == jnp.bfloat16 and len(self.shape) == 2
-        return matmul(
+        return partial_sums(
             x,
             self.values,
             axis=self.axis,

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from pallas_kernels.numerics import activate, scaled
+from pallas_kernels.numerics import Product, activate, scaled
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import require_integer
 from stree_jax.mesh.partition import Cut
@@ -55,18 +55,16 @@ class MlpConfig(LayerConfig):
 class Pointwise(MixerModule):
     """A mixer that computes each position alone: no mask, an empty cache, replay is a no-op."""
 
-    def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    def apply(self, u: Float[Array, "B T M"]) -> Product:
         """The function of one position."""
         raise NotImplementedError
 
     def __call__(
         self, u: Float[Array, "B T M"], cache: NoCache, valid: object, lengths: object
-    ) -> tuple[Float[Array, "B T M"], NoCache]:
+    ) -> tuple[Product, NoCache]:
         return self.apply(u), cache
 
-    def tree(
-        self, u: Float[Array, "B Q M"], at: Any = None
-    ) -> tuple[Float[Array, "B Q M"], NoCache, NoCache]:
+    def tree(self, u: Float[Array, "B Q M"], at: Any = None) -> tuple[Product, NoCache, NoCache]:
         return self.apply(u), NoCache(), NoCache()
 
     def replay(self, cache: NoCache, along: object) -> NoCache:
@@ -84,9 +82,7 @@ class Mlp(Pointwise):
         self.in_proj = new.linear(d_model, width, c.bias)
         self.out_proj = new.linear(c.hidden_size, d_model, c.bias, new.out_scale)
 
-    def apply(
-        self, u: Float[Array, "B T M"], adapter: Array | None = None
-    ) -> Float[Array, "B T M"]:
+    def apply(self, u: Float[Array, "B T M"], adapter: Array | None = None) -> Product:
         """The function of one position; `adapter` is added to gate and up (Zamba2)."""
         c = self.config
         hidden = self.in_proj(u)
@@ -97,4 +93,4 @@ class Mlp(Pointwise):
             hidden = activate(c.activation, scaled(gate, c.gate_multiplier)) * up
         else:
             hidden = activate(c.activation, hidden)
-        return scaled(self.row_parallel(hidden), c.output_multiplier)
+        return self.row_parallel(hidden, c.output_multiplier)

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 from pallas_kernels import expert_mlps
-from pallas_kernels.numerics import rounded, sum_in_order
+from pallas_kernels.numerics import rounded, sum_in_order, total
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
@@ -182,7 +182,7 @@ class MixtureOfExperts(Pointwise):
         y = self.run(expert_mlps, rows, weights, chosen, into, out, **how).reshape(x.shape)
         y = y if self.latent_out is None else self.latent_out(y)
         if self.shared is not None:
-            shared = self.shared.apply(u)
+            shared = total(self.shared.apply(u))
             if self.shared_gate is not None:
                 scores = self.run(self.shared_gate.product, u, wide=True)
                 shared = rounded(shared * jax.nn.sigmoid(scores).astype(shared.dtype))

@@ -7,6 +7,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import DeferredRMSNorm
+from pallas_kernels.numerics import Product, total
 from stree_jax.array_types import Array, Bool, Float, Lengths
 from stree_jax.models.attention import AttentionConfig, AttentionMixer
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, register
@@ -82,6 +83,7 @@ def _replays(both: Replay | None) -> Both:
     return Both(*(both._replace(pending=record) for record in both.pending))
 
 
-def _sum(y: Array | DeferredRMSNorm, z: Array) -> Array:
+def _sum(y: Product | DeferredRMSNorm, z: Product) -> Array:
     """The sum of both outputs."""
-    return (y.scaled().astype(z.dtype) if isinstance(y, DeferredRMSNorm) else y) + z
+    z = total(z)
+    return (y.scaled().astype(z.dtype) if isinstance(y, DeferredRMSNorm) else total(y)) + z

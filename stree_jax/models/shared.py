@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import rms_norm
+from pallas_kernels.numerics import Product, total
 from stree_jax.array_types import Array, Float, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
@@ -164,11 +165,12 @@ class AdaptedTransformer:
             return x, None
         return x, jnp.concatenate([adapter(x) for adapter in self.layer.qkv_adapters], axis=-1)
 
-    def _after(self, y: Array) -> Array:
+    def _after(self, y: Product) -> Array:
         y = self._norm(y, self.transformer.mlp_norm_scale)
-        return self.layer.out_proj(self.transformer.mlp.apply(y, self.layer.mlp_adapter(y)))
+        y = self.transformer.mlp.apply(y, self.layer.mlp_adapter(y))
+        return self.layer.out_proj(total(y))
 
-    def _norm(self, x: Array, scale: nnx.Param) -> Array:
+    def _norm(self, x: Product, scale: nnx.Param) -> Array:
         implementation = self.transformer.attention.implementation
         epsilon = self.layer.norm_eps
-        return rms_norm(x, scale[...], epsilon=epsilon, implementation=implementation)
+        return rms_norm(total(x), scale[...], epsilon=epsilon, implementation=implementation)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import replay_conv_state, tree_conv1d
+from pallas_kernels.numerics import Product
 from stree_jax.array_types import Array, Float, Lengths
 from stree_jax.checks import require_integer
 from stree_jax.mesh.partition import Cut
@@ -70,7 +71,7 @@ class ShortConvMixer(MixerModule):
 
     def __call__(
         self, u: Array, cache: Float[Array, "B J C"], valid: Array, lengths: Lengths
-    ) -> tuple[Array, Float[Array, "B J C"]]:
+    ) -> tuple[Product, Float[Array, "B J C"]]:
         gate, inputs = self._project(u)
         inputs = jnp.where(valid[..., None], inputs, 0)
         y = self.conv_sequence(inputs, cache)
@@ -78,7 +79,7 @@ class ShortConvMixer(MixerModule):
 
     def tree(
         self, u: Float[Array, "B Q M"], at: Nodes
-    ) -> tuple[Float[Array, "B Q M"], Float[Array, "B N C"], Float[Array, "B J C"]]:
+    ) -> tuple[Product, Float[Array, "B N C"], Float[Array, "B J C"]]:
         _, conv_gather_index, cache, prefix_pending, replay = at
         gate, inputs = self._project(u)
         if prefix_pending is not None:
@@ -98,5 +99,5 @@ class ShortConvMixer(MixerModule):
         b, gate, x = jnp.split(self.in_proj(u), 3, axis=-1)
         return gate, b * x
 
-    def _output(self, gate: Array, y: Array) -> Array:
+    def _output(self, gate: Array, y: Array) -> Product:
         return self.row_parallel(gate * y)

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from pallas_kernels.numerics import Product
 from stree_jax.array_types import Array
 from stree_jax.checkpoint.directories import plain_path
 from stree_jax.checkpoint.load import check_shapes
@@ -148,9 +149,11 @@ def multiplying(model: nnx.Module, products: str) -> nnx.Module:
 class _BFloat16Products(Matrix):
     """A matrix whose products have bfloat16 factors."""
 
-    def product(self, x: Array, *, wide: bool = False, implementation: str | None = None) -> Array:
+    def product_in_parts(
+        self, x: Array, *, wide: bool = False, implementation: str | None = None
+    ) -> Product:
         if wide:
-            return super().product(x, wide=True, implementation=implementation)
+            return super().product_in_parts(x, wide=True, implementation=implementation)
         return bfloat16_product(x, self[...])
 
 

@@ -20,6 +20,7 @@ from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
 from pallas_kernels.matmul.reference import matmul as reference
 from pallas_kernels.matmul.reference import rounded
 from pallas_kernels.native import build_backend
+from pallas_kernels.numerics import total
 from tests.cases import matmul as cases
 from tests.cases.base import NEEDS_NATIVE
 from tests.cases.matmul import DTYPES
@@ -77,7 +78,7 @@ def by_plan(interpret, eight_bits, rows, *blocks):
     matrix = jax.tree.map(jnp.asarray, QuantizedMatrix.of(matrix) if eight_bits else matrix)
     plan = kernel.BlockSizes(*blocks, num_stages=1)
     options = dict(axis=-2, dtype="float32", interpret=interpret, blocks=plan)
-    return bits(kernel.matmul(jnp.asarray(x[:rows], jnp.bfloat16), matrix, **options))
+    return bits(total(kernel.matmul(jnp.asarray(x[:rows], jnp.bfloat16), matrix, **options)))
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
