@@ -30,6 +30,7 @@ the model get their own programs. The library's entry points use it:
 import contextlib
 import contextvars
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -132,10 +133,23 @@ def choose(
     if requested and obstacle:
         raise ValueError(f"{op} cannot run as {requested!r}: {obstacle}; use 'xla'")
     taken = "xla" if obstacle or version not in {*versions, *others} else chosen
+    if taken == "pallas":
+        _warn_of_old_jax(jax.__version_info__)
     record = _RECORD.get()
     if record is not None and (obstacle or op not in record):
         record[op] = f"{taken}, since {obstacle}" if obstacle else taken
     return taken
+
+
+@functools.cache
+def _warn_of_old_jax(version: tuple[int, ...]) -> None:
+    """Once: graphs of such a jax leave our kernels out, so that each is launched by the host."""
+    if version < (0, 11, 2):
+        warnings.warn(
+            f"jax {'.'.join(map(str, version))} launches our kernels one by one (jax #27988), which"
+            " made steps of small models 2.5 times as long; jax 0.11.2 captures them in a graph",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager

@@ -15,9 +15,11 @@ import pytest
 import stree_jax as st
 from pallas_kernels import dispatch, native
 from pallas_kernels.native import build_backend
+from pallas_kernels.numerics import PartialSums, total
 from stree_jax.models.bits import sums_in_other_orders
 from stree_jax.models.cache import empty_path
 from stree_jax.models.layer import Path
+from stree_jax.models.layers import Projection
 from stree_jax.models.moe import MoeConfig
 from stree_jax.testing import CONFIGS, assert_lossless, bits_obstacle, perturbed, random_model
 from tests.decoding.texts import Row, in_native_sizes, planned, resized, started
@@ -147,6 +149,27 @@ def test_kernels_of_gpus(family, kind):
         logits = {name: in_trees(model, text, TREES[name], 4, cache) for name in TREES}
     for name, of_tree in logits.items():
         np.testing.assert_array_equal(of_tree, logits["single tokens"][: len(of_tree)], name)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["granite_moe hybrid", "qwen3_5 hybrid"])
+def test_kernels_add_up_parts_of_products(family, monkeypatch):
+    """They give the bits of products that are added up before."""
+    config = dataclasses.replace(in_kernel_sizes(CONFIGS[family]), d_model=256)
+    model = random_model(config, dtype="bfloat16", implementation="pallas_interpret")
+    chain = TREES["chain"].tree(jnp.ones((1, 5), bool))
+    arguments = jnp.arange(5)[None], chain, model.init_cache(1, 8)
+    products, in_parts = [], Projection.in_parts
+
+    def added_up(projection, inputs):
+        products.append(in_parts(projection, inputs))
+        return total(products[-1])
+
+    got = model.tree_forward(*arguments)
+    monkeypatch.setattr(Projection, "in_parts", added_up)
+    wanted = model.tree_forward(*arguments)
+    assert any(isinstance(product, PartialSums) for product in products)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 def skip_gelu(family):

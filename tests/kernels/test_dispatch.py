@@ -1,4 +1,5 @@
 import functools
+import warnings
 from types import SimpleNamespace
 
 import jax
@@ -58,6 +59,18 @@ def test_committed_arrays_choose_the_device(default_is_a_gpu):
     assert dispatch.default_device() is FAKE_GPU
     assert dispatch.device_obstacle() is None
     assert "is a CPU" in dispatch.device_obstacle(default_is_a_gpu)
+
+
+def test_an_old_jax_is_warned_of_once(default_is_a_gpu, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    dispatch._warn_of_old_jax.cache_clear()
+    with pytest.warns(UserWarning, match="jax 0.11.1 launches .* jax 0.11.2 captures"):
+        dispatch.choose("replay", None, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dispatch.choose("replay", None, None)
+        monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+        dispatch.choose("replay", None, None)
 
 
 def test_traced_arrays_are_on_the_default_device_or_on_their_mesh(default_is_a_gpu):
