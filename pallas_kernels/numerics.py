@@ -119,6 +119,12 @@ def activate(name: str, x: Array) -> Array:
     return wide.astype(x.dtype)
 
 
+def gated(name: str, rows: Array) -> Array:
+    """The first half of the columns, activated, times the second half."""
+    gate, up = jnp.split(rows, 2, axis=-1)
+    return activate(name, gate) * up
+
+
 def rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
     """Root-mean-square norm of each row `[..., M]`, evaluated in float32, in the dtype of `x`."""
     wide = x.astype(jnp.float32)

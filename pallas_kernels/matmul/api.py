@@ -14,7 +14,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.matmul import native, pallas_triton, xla
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.quantized import QuantizedMatrix
-from pallas_kernels.numerics import Product, total
+from pallas_kernels.numerics import Product, gated, total
 
 
 def matmul(
@@ -83,13 +83,19 @@ def partial_sums(
     *,
     axis: int = -2,
     dtype: DTypeLike = jnp.float32,
+    gate: str | None = None,
     implementation: str | None = None,
 ) -> Product:
     """`matmul` of an unpacked matrix for a kernel that adds up parts while it loads them.
 
-    It returns `PartialSums` where "pallas" multiplies in parts. Arguments are those of `matmul`.
+    It returns `PartialSums` where "pallas" multiplies in parts. With a `gate`, an activation, it
+    returns `numerics.gated` of the product. Other arguments are those of `matmul`.
     """
     axis, count = getattr(matrix, "axis", axis), math.prod(x.shape[:-1])
+    dtype = jnp.dtype(dtype)
+    if gate is not None and not pallas_triton.gates(x.shape[-1], matrix.shape[-3 - axis]):
+        options: dict[str, Any] = dict(axis=axis, dtype=dtype, implementation=implementation)
+        return gated(gate, total(partial_sums(x, matrix, **options)))
     versions: dict[str, Any] = {"xla": xla.unpacked}
     if 0 < count <= pallas_triton.MOST_ROWS or (count and dispatch.wants_bits()):
         versions["pallas"] = pallas_triton.matmul
@@ -100,7 +106,8 @@ def partial_sums(
         requested=implementation,
         unsupported={"pallas": pallas_triton.unsupported(x, matrix, axis)},
         axis=axis,
-        dtype=jnp.dtype(dtype),
+        dtype=dtype,
+        gate=gate,
     )
 
 

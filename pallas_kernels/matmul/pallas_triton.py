@@ -36,10 +36,11 @@ from pallas_kernels import dispatch
 from pallas_kernels import triton as tb
 from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
 from pallas_kernels.matmul.xla import unpacked
-from pallas_kernels.numerics import PartialSums, Product
+from pallas_kernels.numerics import PartialSums, Product, activate
 from pallas_kernels.triton import Ref
 
 MOST_ROWS = 64  # of a block; more are XLA's where nobody wants bits
+GATED_COLUMNS = 64  # of a block of each half of a gated product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,11 @@ def block_sizes(inputs: int, columns: int, rows: int) -> BlockSizes:
     return BlockSizes(block_rows, columns=64, inner=128, num_stages=stages)
 
 
+def gates(inputs: int, columns: int) -> bool:
+    """Whether a product has all inputs of both its halves in one program, which may gate them."""
+    return parts_of(inputs, columns) == 1 and columns % (2 * GATED_COLUMNS) == 0
+
+
 def unsupported(x: jax.Array, matrix: Any, axis: int) -> str | None:
     """Why this product cannot run, or None."""
     is_quantized = isinstance(matrix, QuantizedMatrix)
@@ -98,32 +104,40 @@ def unsupported(x: jax.Array, matrix: Any, axis: int) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "dtype", "interpret", "blocks"))
+@functools.partial(jax.jit, static_argnames=("axis", "dtype", "gate", "interpret", "blocks"))
 def _partial_sums(
     x: jax.Array,
     matrix: Any,
     *,
     axis: int,
     dtype: DTypeLike,
+    gate: str | None = None,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> Product:
     """See `api.partial_sums`; `blocks` None: those of `block_sizes`."""
     inputs, columns = matrix.shape[axis], matrix.shape[-3 - axis]
-    x, shape = x.reshape(-1, inputs), (*x.shape[:-1], columns)
-    blocks = blocks or block_sizes(inputs, columns, len(x))
+    blocks = blocks or block_sizes(inputs, columns, math.prod(x.shape[:-1]))
     parts = parts_of(inputs, columns)
     size = inputs // parts
+    firsts = [0]  # blocks of columns, of each half of a gated product
+    if gate is not None:
+        columns //= 2
+        # As much shared memory as twice the columns.
+        blocks = BlockSizes(blocks.rows, columns=GATED_COLUMNS, inner=64, num_stages=4)
+        firsts = [0, columns // GATED_COLUMNS]
+    x, shape = x.reshape(-1, inputs), (*x.shape[:-1], columns)
 
-    def of_columns(inner: int) -> pl.BlockSpec:
+    def of_columns(inner: int, first: int) -> pl.BlockSpec:
         """A block of an array that has the axes of the matrix."""
         if axis == -1:
-            return pl.BlockSpec((blocks.columns, inner), lambda r, c, p: (c, p))
-        return pl.BlockSpec((inner, blocks.columns), lambda r, c, p: (p, c))
+            return pl.BlockSpec((blocks.columns, inner), lambda r, c, p: (first + c, p))
+        return pl.BlockSpec((inner, blocks.columns), lambda r, c, p: (p, first + c))
 
-    arrays, specs = [matrix], [of_columns(size)]
-    if isinstance(matrix, QuantizedMatrix):
-        arrays, specs = [matrix.values, matrix.scales], [*specs, of_columns(size // GROUP)]
+    is_quantized = isinstance(matrix, QuantizedMatrix)
+    arrays = [(matrix.values, size), (matrix.scales, size // GROUP)] if is_quantized else []
+    arrays = arrays or [(matrix, size)]
+    specs = [of_columns(inner, first) for first in firsts for _, inner in arrays]
     sums = tb.call(
         functools.partial(
             _kernel,
@@ -131,6 +145,7 @@ def _partial_sums(
             columns=columns,
             inner=math.gcd(size, blocks.inner),
             axis=axis,
+            gate=gate,
             interpret=interpret,
         ),
         name="matmul",
@@ -145,7 +160,7 @@ def _partial_sums(
         out_shape=jax.ShapeDtypeStruct(
             (parts, len(x), columns), dtype if parts == 1 else jnp.float32
         ),
-    )(x, *arrays)
+    )(x, *[array for array, _ in arrays] * len(firsts))
     sums = sums.reshape(parts, *shape)
     return sums[0] if parts == 1 else PartialSums(sums, dtype)
 
@@ -155,8 +170,9 @@ def matmul(x: jax.Array, matrix: Any, **options: Any) -> Product:
 
     def twin(x: jax.Array, matrix: Any) -> Product:
         """XLA's product as the first of as many parts."""
-        product = unpacked(x, matrix, axis=options["axis"], dtype=options["dtype"])
-        parts = parts_of(x.shape[-1], product.shape[-1])
+        settings = {name: options[name] for name in ("axis", "dtype", "gate")}
+        product = unpacked(x, matrix, **settings)
+        parts = parts_of(x.shape[-1], matrix.shape[-3 - options["axis"]])
         if parts == 1:
             return product
         sums = jnp.zeros((parts, *product.shape), jnp.float32)
@@ -167,15 +183,20 @@ def matmul(x: jax.Array, matrix: Any, **options: Any) -> Product:
 
 def _kernel(
     x_ref: Ref,  # [r, K], K the inputs of a part
-    matrix_ref: Ref,  # [K, c], of a table [c, K]
-    *refs: Ref,  # scales of 8-bit weights [K / 32, c], of a table [c, K / 32]; output [r, c]
+    # The matrix [K, c], of a table [c, K]; scales of 8-bit weights [K / 32, c], of a table
+    # [c, K / 32]; both of the second half of a gated product; output [r, c].
+    *refs: Ref,
     rows: int,
     columns: int,
     inner: int,
     axis: int,
+    gate: str | None,
     interpret: bool,
 ) -> None:
-    *scale_refs, output_ref = refs
+    *weight_refs, output_ref = refs
+    middle = len(weight_refs) // 2
+    halves = [weight_refs] if gate is None else [weight_refs[:middle], weight_refs[middle:]]
+    is_quantized = len(halves[0]) == 2
     (block_rows, size), block_columns = x_ref.shape, output_ref.shape[1]
     row_mask = _mask(0, block_rows, rows, 0)
     column_mask = _mask(1, block_columns, columns, -1 - axis)
@@ -186,32 +207,35 @@ def _kernel(
         index = pl.ds(first, count), pl.ds(0, block_columns)
         return load(ref, index if axis == -2 else index[::-1], column_mask)
 
-    def scales_of(group: int | jax.Array) -> jax.Array:
-        scales = of_columns(scale_refs[0], group, 1).astype(jnp.float32)
-        return scales.reshape(block_columns, 1)
+    def scales_of(ref: Ref, group: int | jax.Array) -> jax.Array:
+        return of_columns(ref, group, 1).astype(jnp.float32).reshape(block_columns, 1)
 
-    width = GROUP if scale_refs else inner
+    width = GROUP if is_quantized else inner
     zeros = jnp.zeros((block_columns, block_rows), jnp.float32)
 
-    def step(i: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        total, scales = carry
-        for offset in range(0, inner, width):
-            first = i * inner + offset
-            weights = of_columns(matrix_ref, first, width).astype(jnp.bfloat16)
-            x = load(x_ref, (pl.ds(0, block_rows), pl.ds(first, width)), row_mask)
-            before = total if scales is None else zeros
-            sums = tb.add_product(before, weights, x, trans_a=axis == -2, interpret=interpret)
-            if scales is None:
-                total = sums
-                continue
-            # Triton itself loads ahead only what becomes an operand of a product.
-            following = scales_of(jnp.minimum(first // GROUP + 1, size // GROUP - 1))
-            total = tb.multiply_add(sums, scales, total, interpret=interpret)
-            scales = following
-        return total, scales
+    def add(half: Any, sums: Any, first: jax.Array, x: jax.Array) -> Any:
+        """The sum with the products of `width` inputs, and the scales of the next."""
+        total, scales = sums
+        weights = of_columns(half[0], first, width).astype(jnp.bfloat16)
+        before = zeros if is_quantized else total
+        added = tb.add_product(before, weights, x, trans_a=axis == -2, interpret=interpret)
+        if not is_quantized:
+            return added, scales
+        # Triton itself loads ahead only what becomes an operand of a product.
+        following = scales_of(half[1], jnp.minimum(first // GROUP + 1, size // GROUP - 1))
+        return tb.multiply_add(added, scales, total, interpret=interpret), following
 
-    carry = zeros, scales_of(0) if scale_refs else None
-    total, _ = lax.fori_loop(0, size // inner, step, carry)
+    def step(i: jax.Array, carry: list[Any]) -> list[Any]:
+        for first in (i * inner + offset for offset in range(0, inner, width)):
+            x = load(x_ref, (pl.ds(0, block_rows), pl.ds(first, width)), row_mask)
+            carry = [add(half, sums, first, x) for half, sums in zip(halves, carry, strict=True)]
+        return carry
+
+    start = [(zeros, scales_of(half[1], 0) if is_quantized else None) for half in halves]
+    total, *up = (sums for sums, _ in lax.fori_loop(0, size // inner, step, start))
+    if gate is not None:
+        total, up = (half.astype(output_ref.dtype) for half in (total, *up))
+        total = activate(gate, total) * up
     masks = row_mask, _mask(1, block_columns, columns, 1)
     tb.masked_store(output_ref, total.T.astype(output_ref.dtype), masks, interpret=interpret)
 

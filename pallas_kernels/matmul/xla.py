@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Int, Num
 from pallas_kernels import dispatch
 from pallas_kernels.matmul.packed import COLUMNS, PackedMatrix, scaled
 from pallas_kernels.matmul.quantized import QuantizedMatrix
+from pallas_kernels.numerics import gated
 
 _MOST_ROWS = 256  # that are multiplied by blocks; more are multiplied by the whole matrix
 
@@ -43,8 +44,9 @@ def unpacked(
     *,
     axis: int,
     dtype: DTypeLike,
+    gate: str | None = None,
 ) -> Float[Array, "..."]:
-    """See `api.matmul`, of a matrix that is not packed; of several matrices, rows times each.
+    """See `api.partial_sums`, of a matrix that is not packed; of several matrices, rows times each.
 
     XLA's default for float32 on a GPU is TF32. Asked for more in bfloat16 too, which has no more,
     it took twice as long for the products of a single row. (In 8 bits it multiplies such a row
@@ -62,7 +64,8 @@ def unpacked(
         precision="highest" if exact else None,
         preferred_element_type=dtype,
     )
-    return y[:1] if pads else y
+    y = y[:1] if pads else y
+    return y if gate is None else gated(gate, y)
 
 
 def rows(matrix: PackedMatrix, index: Int[Array, "*rows"]) -> Float32[Array, "*rows I"]:

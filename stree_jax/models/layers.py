@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import tree_conv1d
-from pallas_kernels.numerics import Product, rounded, scaled, total
+from pallas_kernels.numerics import Product, gated, rounded, scaled, total
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths
 from stree_jax.mesh.partition import WHOLE, Part
 from stree_jax.models.matrices import Matrix
@@ -34,11 +34,12 @@ class Projection(nnx.Module):
         """The product, in the dtype that the matrix gives."""
         return self.biased(self.kernel.product(inputs, implementation=self.implementation))
 
-    def in_parts(self, inputs: Float[Array, "*rows inputs"]) -> Product:
-        """The product for a kernel, which adds up its parts while it loads them."""
+    def in_parts(self, inputs: Float[Array, "*rows inputs"], gate: str | None = None) -> Product:
+        """The product for a kernel, see `Matrix.product_in_parts`."""
         if self.bias is not None:
-            return self(inputs)
-        return self.kernel.product_in_parts(inputs, implementation=self.implementation)
+            output = self(inputs)
+            return output if gate is None else gated(gate, output)
+        return self.kernel.product_in_parts(inputs, gate=gate, implementation=self.implementation)
 
     def wide(self, inputs: Float[Array, "*rows inputs"]) -> Float32[Array, "*rows outputs"]:
         """The product in float32, without the bias."""

@@ -26,7 +26,7 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from pallas_kernels.matmul import PackedMatrix, QuantizedMatrix, matmul, partial_sums, rows
-from pallas_kernels.numerics import Product, total
+from pallas_kernels.numerics import Product, gated, total
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_names
 from stree_jax.mesh.partition import WHOLE, Part
@@ -71,10 +71,14 @@ class Matrix(nnx.Param):
         x: Float[Array, "*rows I"],
         *,
         wide: bool = False,
+        gate: str | None = None,
         implementation: str | None = None,
     ) -> Product:
-        """`product` for a kernel, which adds up its parts while it loads them."""
-        return self.storage.product(x, wide, implementation)
+        """`product` for a kernel, which adds up its parts while it loads them.
+
+        With a gate, an activation: of the first half of the columns, times the second half.
+        """
+        return self.storage.product(x, wide, implementation, gate)
 
     def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float[Array, "B T M"]:
         """Rows of a table."""
@@ -115,7 +119,9 @@ class Storage:
         """Rows and matrix as an op takes them: an array or a `PackedMatrix`."""
         return x, self.values
 
-    def product(self, x: Array, wide: bool, implementation: str | None) -> Product:
+    def product(
+        self, x: Array, wide: bool, implementation: str | None, gate: str | None = None
+    ) -> Product:
         """See `Matrix`; float32 rows and several matrices are XLA's."""
         dtype, x = self.dtype, x if wide else x.astype(self.dtype)
         is_narrow = x.dtype == dtype == jnp.bfloat16 and len(self.shape) == 2
@@ -124,6 +130,7 @@ class Storage:
             self.values,
             axis=self.axis,
             dtype=jnp.float32 if wide else dtype,
+            gate=gate,
             implementation=implementation if is_narrow else "xla",
         )
 
@@ -200,7 +207,11 @@ class Packed(Storage):
     def array(self) -> Array:
         return _turned(self.values.canonical(), self.axis)
 
-    def product(self, x: Array, wide: bool, implementation: str | None) -> Array:
+    def product(
+        self, x: Array, wide: bool, implementation: str | None, gate: str | None = None
+    ) -> Array:
+        if gate is not None:
+            return gated(gate, self.product(x, wide, implementation))
         if len(self.values.shape) == 2:
             return matmul(x, self.values)
         several, _, columns = self.values.shape

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from pallas_kernels.numerics import Product, activate, scaled
+from pallas_kernels.numerics import Product, activate, scaled, total
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import require_integer
 from stree_jax.mesh.partition import Cut
@@ -85,6 +85,9 @@ class Mlp(Pointwise):
     def apply(self, u: Float[Array, "B T M"], adapter: Array | None = None) -> Product:
         """The function of one position; `adapter` is added to gate and up (Zamba2)."""
         c = self.config
+        if c.gated and adapter is None and c.gate_multiplier == 1.0:
+            hidden = total(self.in_proj.in_parts(u, gate=c.activation))
+            return self.row_parallel(hidden, c.output_multiplier)
         hidden = self.in_proj(u)
         if adapter is not None:
             hidden = hidden + adapter

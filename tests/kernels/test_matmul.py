@@ -14,13 +14,13 @@ from numpy.testing import assert_array_equal
 
 from pallas_kernels.matmul import native as version
 from pallas_kernels.matmul import pallas_triton as kernel
-from pallas_kernels.matmul.api import matmul
+from pallas_kernels.matmul.api import matmul, partial_sums
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
 from pallas_kernels.matmul.reference import matmul as reference
 from pallas_kernels.matmul.reference import rounded
 from pallas_kernels.native import build_backend
-from pallas_kernels.numerics import total
+from pallas_kernels.numerics import gated, total
 from tests.cases import matmul as cases
 from tests.cases.base import NEEDS_NATIVE
 from tests.cases.matmul import DTYPES
@@ -88,6 +88,20 @@ def test_a_row_has_the_same_bits_in_all_plans(plan, eight_bits, interpret):
     both = [by_plan(interpret, eight_bits, *case) for case in (plan, PLANS[0])]
     rows = min(map(len, both))
     assert_array_equal(*(y[:rows] for y in both))
+
+
+@pytest.mark.parametrize("axis", [-2, -1])
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_gated(axis, eight_bits):
+    """A product whose halves one program has, to the bit as in two steps."""
+    x, matrix = normal(20, 96, seed=1).astype(jnp.bfloat16), normal(96, 256).astype(jnp.bfloat16)
+    matrix = matrix.T if axis == -1 else matrix
+    matrix = QuantizedMatrix.of(matrix, axis) if eight_bits else matrix
+    options = dict(axis=axis, dtype="bfloat16", implementation="pallas_interpret")
+    assert kernel.gates(96, 256)
+    product = matmul(*jax.tree.map(jnp.asarray, (x, matrix)), **options)
+    got = partial_sums(*jax.tree.map(jnp.asarray, (x, matrix)), gate="silu", **options)
+    assert_array_equal(got, gated("silu", product))
 
 
 def test_parts_are_a_promise():
