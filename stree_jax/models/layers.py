@@ -34,12 +34,18 @@ class Projection(nnx.Module):
         """The product, in the dtype that the matrix gives."""
         return self.biased(self.kernel.product(inputs, implementation=self.implementation))
 
-    def in_parts(self, inputs: Float[Array, "*rows inputs"], gate: str | None = None) -> Product:
-        """The product for a kernel, see `Matrix.product_in_parts`."""
+    def in_parts(self, inputs: Float[Array, "*rows inputs"]) -> Product:
+        """The product for a kernel, which adds up its parts while it loads them."""
         if self.bias is not None:
-            output = self(inputs)
-            return output if gate is None else gated(gate, output)
-        return self.kernel.product_in_parts(inputs, gate=gate, implementation=self.implementation)
+            return self(inputs)
+        return self.kernel.product_in_parts(inputs, implementation=self.implementation)
+
+    def gated(self, inputs: Float[Array, "*rows inputs"], activation: str) -> Array:
+        """The first half of the outputs, activated, times the second half."""
+        if self.bias is not None:
+            return gated(activation, self(inputs))
+        options: dict[str, Any] = dict(gate=activation, implementation=self.implementation)
+        return total(self.kernel.product_in_parts(inputs, **options))
 
     def wide(self, inputs: Float[Array, "*rows inputs"]) -> Float32[Array, "*rows outputs"]:
         """The product in float32, without the bias."""

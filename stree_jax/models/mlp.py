@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from pallas_kernels.numerics import Product, activate, scaled, total
+from pallas_kernels.numerics import Product, activate, scaled
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import require_integer
 from stree_jax.mesh.partition import Cut
@@ -86,8 +86,7 @@ class Mlp(Pointwise):
         """The function of one position; `adapter` is added to gate and up (Zamba2)."""
         c = self.config
         if c.gated and adapter is None and c.gate_multiplier == 1.0:
-            hidden = total(self.in_proj.in_parts(u, gate=c.activation))
-            return self.row_parallel(hidden, c.output_multiplier)
+            return self.row_parallel(self.in_proj.gated(u, c.activation), c.output_multiplier)
         hidden = self.in_proj(u)
         if adapter is not None:
             hidden = hidden + adapter
