@@ -9,23 +9,23 @@ from typing import Any
 import jax
 import triton
 import triton.language as tl
+from jax_triton import triton_call
 
 from pallas_kernels import walk
-from pallas_kernels.tree_scan import jax_triton_versions
 from pallas_kernels.tree_scan.head_blocks import channels_of
 
 _STATE = 32 * 128  # numbers of the state that a program owns
 
 
 @triton.jit
-def replay_kernel_to(
+def replay_kernel(
     x_ptr,
     dt_ptr,
     A_ptr,
     B_ptr,
     state_ptr,
     steps_ptr,
-    new_state_ptr,
+    new_state_ptr,  # `state_ptr` again
     NODES: tl.constexpr,
     GROUPS: tl.constexpr,
     STATE: tl.constexpr,
@@ -50,35 +50,14 @@ def replay_kernel_to(
     tl.store(new_state_ptr + offsets, state)
 
 
-@triton.jit
-def replay_kernel(
-    x_ptr,
-    dt_ptr,
-    A_ptr,
-    B_ptr,
-    state_ptr,
-    steps_ptr,
-    NODES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STATE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    """`replay_kernel_to` in place."""
-    replay_kernel_to(
-        *(x_ptr, dt_ptr, A_ptr, B_ptr, state_ptr, steps_ptr, state_ptr),
-        *(NODES, GROUPS, STATE, CHANNELS),
-    )
-
-
 def replay(*arrays: jax.Array, **options: Any) -> jax.Array:
     """See `api.replay`, whose arrays these are. Options go to `jax_triton.triton_call`."""
     x, dt, A, B, state, path = arrays
     batch, num_heads, head_dim, state_size = state.shape
     channels = channels_of(_STATE, head_dim, state_size)
-    with_output = jax_triton_versions.passes_aliased_outputs()
-    return jax_triton_versions.call(
+    return triton_call(
         *(x, dt, A, B, state, walk.steps(path)),
-        kernel=replay_kernel_to if with_output else replay_kernel,
+        kernel=replay_kernel,
         out_shape=jax.ShapeDtypeStruct(state.shape, state.dtype),
         grid=(batch, num_heads, head_dim // channels),
         name="replay",

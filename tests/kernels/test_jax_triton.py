@@ -19,11 +19,10 @@ needs_jax_triton = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE)
     [
         ("0.3.1", "0.10.2", "3.6.0", None),
         ("0.3.1", "0.12.0.1", "3.9.0", None),
-        ("0.4.1", "0.11.2", "3.7.1", None),
-        ("0.4.1", "0.11.2", "3.6.0", "needs triton from 3.7"),
-        ("0.4.1", "0.12.0.1", "3.9.0", "needs jax from 0.11, before 0.12"),
-        ("0.3.0", "0.10.2", "3.6.0", "never tried together"),
-        ("0.5.0.dev1", "0.11.2", "3.9.0", "never tried together"),
+        ("0.3.1", "0.13.0", "3.9.0", "jax from 0.10.2, before 0.13"),
+        ("0.3.1", "0.12.0", "3.5.1", "triton from 3.6"),
+        ("0.3.0", "0.10.2", "3.6.0", "jax-triton 0.3.1"),
+        ("0.4.1", "0.11.2", "3.7.1", "jax-triton 0.3.1"),
     ],
 )
 def test_which_versions_go_together(jax_triton, jax_version, triton, reason):
