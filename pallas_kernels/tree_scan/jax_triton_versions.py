@@ -30,7 +30,7 @@ def incompatible(jax_triton: str, jax_version: str, triton: str) -> str | None:
     works = (
         _JAX_TRITON[0] <= _numbers(jax_triton) < _JAX_TRITON[1]
         and _JAX[0] <= _numbers(jax_version) < _JAX[1]
-        and _TRITON <= _numbers(triton)
+        and _numbers(triton) >= _TRITON
     )
     if works:
         return None
