@@ -25,7 +25,7 @@ from pallas_kernels.numerics import activate, argsort, contract, rounded, sum_in
 # Least and most rows that a loop multiplies by an expert's matrices at a time.
 _BLOCK = 8, 256
 
-Product = Callable[[Array], Array]
+Product = Callable[[Array, Any], Array]  # of rows with experts
 
 
 def expert_mlps(
@@ -63,13 +63,12 @@ def packed_mlps(
     **options: Any,
 ) -> Float[Array, "tokens M"]:
     """`expert_mlps` with packed experts: each choice is a row with a matrix of its own."""
-    which = chosen.reshape(-1)
 
-    def product_with(experts: PackedMatrix) -> Product:
-        return lambda rows: matmul(rows, experts, which, implementation=product)
+    def of_choices(rows: Array, experts: PackedMatrix) -> Array:
+        return matmul(rows, experts, chosen.reshape(-1), implementation=product)
 
     rows = jnp.repeat(x, chosen.shape[1], axis=0)
-    by_choice = _mlp(rows, product_with(experts_in), product_with(experts_out), **options)
+    by_choice = _mlp(rows, experts_in, experts_out, of_choices, **options)
     total = native.weighted_sum if product == "native" else weighted_sum
     return total(by_choice, weights).astype(x.dtype)
 
@@ -111,15 +110,17 @@ def weighted_sum(
     return sum_in_order(products, axis=1)[:, 0].astype(by_choice.dtype)
 
 
-def _mlp(rows: Array, first: Product, second: Product, activation: str, gated: bool) -> Array:
-    """An MLP, given the products with its matrices."""
-    hidden = first(rows)
+def _mlp(
+    rows: Array, experts_in: Any, experts_out: Any, product: Product, activation: str, gated: bool
+) -> Array:
+    """An MLP of each row, by a product with the matrices of its expert."""
+    hidden = product(rows, experts_in)
     if gated:
         gate, up = jnp.split(hidden, 2, axis=-1)
         hidden = activate(activation, gate) * up
     else:
         hidden = activate(activation, hidden)
-    return second(hidden)
+    return product(hidden, experts_out)
 
 
 def _by_gathering(
@@ -127,12 +128,11 @@ def _by_gathering(
 ) -> Array:
     """Each choice gathers the matrices of its expert."""
 
-    def product_with(experts: Array) -> Product:
-        own = experts[chosen.reshape(-1)]
-        return lambda rows: contract("ni,nio->no", rows, own).astype(rows.dtype)
+    def product(rows: Array, experts: Array) -> Array:
+        return contract("ni,nio->no", rows, experts[chosen.reshape(-1)]).astype(rows.dtype)
 
     rows = jnp.repeat(x, chosen.shape[1], axis=0)
-    return _mlp(rows, product_with(experts_in), product_with(experts_out), **options)
+    return _mlp(rows, experts_in, experts_out, product, **options)
 
 
 def _by_grouping(
@@ -141,8 +141,8 @@ def _by_grouping(
     """Choices are sorted by expert; each expert's are one block of a grouped product."""
     sizes = jnp.diff(starts_of(chosen, len(experts_in)))
 
-    def product_with(experts: Array) -> Product:
-        return lambda rows: lax.ragged_dot(
+    def product(rows: Array, experts: Array) -> Array:
+        return lax.ragged_dot(
             rows,
             experts,
             sizes,
@@ -152,14 +152,17 @@ def _by_grouping(
 
     order = by_expert(chosen)
     rows = x[order // chosen.shape[1]]
-    y = _mlp(rows, product_with(experts_in), product_with(experts_out), **options)
-    return y[argsort(order)]
+    return _mlp(rows, experts_in, experts_out, product, **options)[argsort(order)]
 
 
-def _product_with(experts: Array, expert: Array) -> Product:
+def _product_of(expert: Array) -> Product:
     """The product of rows with the matrix of one expert."""
-    matrix = lax.dynamic_index_in_dim(experts, expert, keepdims=False)
-    return lambda rows: contract("ni,io->no", rows, matrix).astype(rows.dtype)
+
+    def product(rows: Array, experts: Array) -> Array:
+        matrix = lax.dynamic_index_in_dim(experts, expert, keepdims=False)
+        return contract("ni,io->no", rows, matrix).astype(rows.dtype)
+
+    return product
 
 
 def _loop_over_choices(*arrays: Array, copies: int = 1, **options: Any) -> Array:
@@ -168,8 +171,8 @@ def _loop_over_choices(*arrays: Array, copies: int = 1, **options: Any) -> Array
     def of_choice(choice_and_expert: tuple[Array, Array]) -> Array:
         choice, expert = choice_and_expert
         row = lax.dynamic_index_in_dim(x, choice // chosen.shape[1])
-        first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
-        return _mlp(jnp.repeat(row, copies, axis=0), first, second, **options)[0]
+        rows = jnp.repeat(row, copies, axis=0)
+        return _mlp(rows, experts_in, experts_out, _product_of(expert), **options)[0]
 
     return lax.map(of_choice, (jnp.arange(chosen.size, dtype=jnp.int32), chosen.reshape(-1)))
 
@@ -189,10 +192,10 @@ def _loop_over_blocks(
         expert = jnp.sum(ends <= i, dtype=jnp.int32)
         place = starts[expert] + (i - firsts[expert]) * size + jnp.arange(size, dtype=jnp.int32)
         choice = order[jnp.minimum(place, num_choices - 1)]
-        first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
-        rows = _mlp(x[choice // chosen.shape[1]], first, second, **options)
-        own = place < starts[expert + 1]
-        return y.at[jnp.where(own, choice, num_choices)].set(rows, mode="drop")
+        rows, product = x[choice // chosen.shape[1]], _product_of(expert)
+        rows = _mlp(rows, experts_in, experts_out, product, **options)
+        is_here = place < starts[expert + 1]
+        return y.at[jnp.where(is_here, choice, num_choices)].set(rows, mode="drop")
 
     nothing = jnp.zeros((num_choices, x.shape[1]), x.dtype)
     return lax.fori_loop(0, ends[-1], of_block, nothing)

@@ -11,9 +11,7 @@ from pallas_kernels.numerics import DeferredRMSNorm
 
 def tree_scan(*arguments: Any, A_is_log: bool = False) -> jax.Array | DeferredRMSNorm:
     """See `api.tree_scan`, whose arrays and gate these are."""
-    x, dt, _, B, *_ = arguments
-    nothing = x[:, :0], dt[:, :0], B[:, :0], jnp.zeros((len(x), 0), bool)
-    return _run("tree_scan", *nothing, *arguments, A_is_log)[0]
+    return _run("tree_scan", *_no_tree(*arguments[:4]), *arguments, A_is_log)[0]
 
 
 def replay_tree_scan(
@@ -37,10 +35,14 @@ def replay(*arrays: jax.Array, A_is_log: bool = False) -> jax.Array:
 def ssd(*arguments: Any, A_is_log: bool = False) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
     """See `ssd.api.ssd`, whose arrays and gate these are: the same, of nodes without a mask."""
     x, dt, A, B, *others, gate = arguments
-    nothing = x[:, :0], dt[:, :0], B[:, :0], jnp.zeros((len(x), 0), bool)
-    own = x, dt, A, B, *others, jnp.zeros(0, bool), gate
-    y, state = _run("replay_tree_scan", *nothing, *own, A_is_log)
+    nodes = x, dt, A, B, *others, jnp.zeros(0, bool), gate
+    y, state = _run("replay_tree_scan", *_no_tree(x, dt, A, B), *nodes, A_is_log)
     return y, state
+
+
+def _no_tree(x: jax.Array, dt: jax.Array, _: Any, B: jax.Array) -> tuple[jax.Array, ...]:
+    """The record and path of a previous tree without nodes."""
+    return x[:, :0], dt[:, :0], B[:, :0], jnp.zeros((len(x), 0), bool)
 
 
 def _run(name: str, *arguments: Any) -> tuple[Any, ...]:
