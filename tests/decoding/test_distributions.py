@@ -36,16 +36,14 @@ EXACT = {
     "autoregressive, top-k": (lambda *_: None, FILTERED),
     "without replacement": (lambda draft, _: unlike(draft), FILTERED | dict(topology=TREE)),
     "multi-step": (of_draft, FILTERED | dict(topology=TREE)),
-    "traversal, processors": (
-        of_draft,
-        dict(verifier="traversal", topology=TREE, rows=2048, processors=RULES, min_p=0.05),
-    ),
-}
-SLOW = {
-    "deep traversal": (
-        of_draft,
-        FILTERED | dict(verifier="traversal", topology=st.TreeTopology.chain(9)),
-    ),
+    **{
+        f"{rule}, processors": (
+            of_draft,
+            dict(verifier=rule, topology=TREE, rows=2048, processors=RULES, min_p=0.05),
+        )
+        for rule in ("traversal", "multi_step")
+    },
+    "turns": (turns, LONGER),
     **{
         f"heads, {kind}": (
             lambda target, _, kind=kind: st.MedusaDrafter(
@@ -55,7 +53,12 @@ SLOW = {
         )
         for kind in ("iid", "without_replacement")
     },
-    "turns": (turns, LONGER),
+}
+SLOW = {
+    "deep traversal": (
+        of_draft,
+        FILTERED | dict(verifier="traversal", topology=st.TreeTopology.chain(9)),
+    ),
 }
 
 
