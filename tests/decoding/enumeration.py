@@ -9,7 +9,6 @@ import numpy as np
 
 from stree_jax import TreeTopology
 from stree_jax.decoding.types import DraftTree
-from stree_jax.decoding.verifiers import follow
 from stree_jax.decoding.verifiers.reject import Drafted, try_children
 
 VOCAB = 4
@@ -77,21 +76,6 @@ def draft_of(topology, tokens, log_probs=None, valid=None, **more):
     row = none if log_probs is None else jnp.arange(topology.num_nodes)
     finite = jnp.ones(len(tokens), bool)
     return DraftTree(tokens, topology.tree(valid), log_probs, row, finite, **more)
-
-
-def followed(models, topology, tokens):
-    """Distribution of the first tokens after following, by what the target samples at each node of
-    one draft; and how many drafts each pattern accepts."""
-    p, _ = tables(models, topology, tokens[None])
-    nodes = topology.num_nodes
-    chosen = np.array(list(itertools.product(range(VOCAB), repeat=nodes)), np.int32)
-    weights = np.prod(p[0, np.arange(nodes), chosen].astype(np.float64), axis=1)
-    every = np.broadcast_to(tokens, chosen.shape)
-    verdict = jax.tree.map(np.asarray, follow(draft_of(topology, every), jnp.asarray(chosen)))
-    np.testing.assert_array_equal(verdict.num_accepted, np.array(topology.depths)[verdict.last])
-    next_probs = np.eye(VOCAB)[verdict.next_token]
-    joint = first_tokens(models, topology, every, weights, verdict.last, next_probs)
-    return joint, verdict.num_accepted
 
 
 def tables(models, topology, tokens):

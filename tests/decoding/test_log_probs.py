@@ -135,7 +135,7 @@ def test_a_scheduler_records_for_those_who_ask():
         scheduler.submit(request)
     for done in scheduler.completions():
         request = requests[done.request_id]
-        alone = st.generate(model, [request.prompt], options=request)
+        alone = st.generate(model, [request.prompt], options=[request])
         assert done.finish_reason == alone.finish_reasons[0]
         for name in ("log_probs", "top_log_probs", "top_tokens"):
             got, want = getattr(done, name), getattr(alone, name)
@@ -146,7 +146,7 @@ def test_a_scheduler_records_for_those_who_ask():
 
 
 def test_why_rows_end():
-    """Where end tokens are is in test_lossless.py."""
+    """At end tokens inside of accepted paths too, at different steps; others continue."""
     model, common = tiny_model(), dict(max_new_tokens=NEW_TOKENS)
     free = st.generate(model, PROMPTS, **common)
     assert free.finish_reasons == ["length"] * 3
@@ -157,6 +157,9 @@ def test_why_rows_end():
         most = options.get("max_new_tokens", NEW_TOKENS)
         assert out.finish_reasons == ["end_token" if at <= most else "length" for at in first]
         assert out.finish_reasons[0] == "end_token"
+        assert out.lengths.tolist() == [min(at, most) for at in first]
+        kept = np.arange(most) < out.lengths[:, None]
+        assert_array_equal(out.tokens, np.where(kept, free.tokens[:, :most], st.PAD))
     with pytest.raises(st.NonFiniteLogitsError) as error:
         st.generate(broken_at(35, model=tiny_model()), [[1, 2], [3, 35], [4]], log_probs=True)
     out = error.value.generation
