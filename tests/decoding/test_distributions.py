@@ -44,6 +44,12 @@ EXACT = {
         for rule in ("traversal", "multi_step")
     },
     "turns": (turns, LONGER),
+}
+SLOW = {
+    "deep traversal": (
+        of_draft,
+        FILTERED | dict(verifier="traversal", topology=st.TreeTopology.chain(9)),
+    ),
     **{
         f"heads, {kind}": (
             lambda target, _, kind=kind: st.MedusaDrafter(
@@ -53,12 +59,6 @@ EXACT = {
         )
         for kind in ("iid", "without_replacement")
     },
-}
-SLOW = {
-    "deep traversal": (
-        of_draft,
-        FILTERED | dict(verifier="traversal", topology=st.TreeTopology.chain(9)),
-    ),
 }
 
 
