@@ -36,10 +36,14 @@ EXACT = {
     "autoregressive, top-k": (lambda *_: None, FILTERED),
     "without replacement": (lambda draft, _: unlike(draft), FILTERED | dict(topology=TREE)),
     "multi-step": (of_draft, FILTERED | dict(topology=TREE)),
-    "traversal, processors": (
-        of_draft,
-        dict(verifier="traversal", topology=TREE, rows=2048, processors=RULES, min_p=0.05),
-    ),
+    **{
+        f"{rule}, processors": (
+            of_draft,
+            dict(verifier=rule, topology=TREE, rows=2048, processors=RULES, min_p=0.05),
+        )
+        for rule in ("traversal", "multi_step")
+    },
+    "turns": (turns, LONGER),
 }
 SLOW = {
     "deep traversal": (
@@ -55,7 +59,6 @@ SLOW = {
         )
         for kind in ("iid", "without_replacement")
     },
-    "turns": (turns, LONGER),
 }
 
 

@@ -127,31 +127,26 @@ def test_a_scheduler_records_for_those_who_ask():
         dict(log_probs=True, top_log_probs=6),
     ]
     scheduler = st.Scheduler(model, rows=2, max_length=60, quantum=2, **drafts(model))
-    for i, (way, key) in enumerate(zip(ways, keys, strict=True)):
-        request = st.Request(PROMPTS[i % 3], max_new_tokens=6 + i, key=key, eos_token=1, **way)
+    requests = [
+        st.Request(PROMPTS[i % 3], max_new_tokens=6 + i, key=key, eos_token=1, **way)
+        for i, (way, key) in enumerate(zip(ways, keys, strict=True))
+    ]
+    for request in requests:
         scheduler.submit(request)
     for done in scheduler.completions():
-        way, prompt = ways[done.request_id], PROMPTS[done.request_id % 3]
-        assert done.finish_reason == ("end_token" if done.tokens[-1] == 1 else "length")
-        most = way.get("top_log_probs", 0)
-        if "log_probs" not in way and not most:
-            assert done.log_probs is None
-        elif way.get("log_probs") == "sampled":
-            want = filtered(at_new_tokens(prompt, done.tokens), 0.7, 5)
-            want = want[np.arange(len(done.tokens)), done.tokens]
-            assert_allclose(done.log_probs, want, atol=1e-4)
-        else:
-            check(prompt, done.tokens, done.log_probs)
-        if most:
-            want = at_new_tokens(prompt, done.tokens)
-            assert_allclose(done.top_log_probs, -np.sort(-want)[:, :most], atol=1e-4)
-            assert np.shape(done.top_tokens) == (len(done.tokens), most)
-        else:
-            assert done.top_log_probs is done.top_tokens is None
+        request = requests[done.request_id]
+        alone = st.generate(model, [request.prompt], options=[request])
+        assert done.finish_reason == alone.finish_reasons[0]
+        for name in ("log_probs", "top_log_probs", "top_tokens"):
+            got, want = getattr(done, name), getattr(alone, name)
+            if want is None:
+                assert got is None
+            else:
+                assert_allclose(got, want[0, : alone.lengths[0]], atol=1e-4)
 
 
 def test_why_rows_end():
-    """Where end tokens are is in test_lossless.py."""
+    """At end tokens inside of accepted paths too, at different steps; others continue."""
     model, common = tiny_model(), dict(max_new_tokens=NEW_TOKENS)
     free = st.generate(model, PROMPTS, **common)
     assert free.finish_reasons == ["length"] * 3
@@ -162,6 +157,9 @@ def test_why_rows_end():
         most = options.get("max_new_tokens", NEW_TOKENS)
         assert out.finish_reasons == ["end_token" if at <= most else "length" for at in first]
         assert out.finish_reasons[0] == "end_token"
+        assert out.lengths.tolist() == [min(at, most) for at in first]
+        kept = np.arange(most) < out.lengths[:, None]
+        assert_array_equal(out.tokens, np.where(kept, free.tokens[:, :most], st.PAD))
     with pytest.raises(st.NonFiniteLogitsError) as error:
         st.generate(broken_at(35, model=tiny_model()), [[1, 2], [3, 35], [4]], log_probs=True)
     out = error.value.generation

@@ -247,28 +247,6 @@ def test_no_drafts_after_a_step_that_accepted_several():
     assert_array_equal(tokens, want)
 
 
-def test_end_of_sequence_inside_an_accepted_path():
-    """Rows end at different steps, and the others continue."""
-    model, method, free = tiny_model(), METHODS["chain of 6"], greedy()
-    eos = [int(free.tokens[0, 5]), int(free.tokens[2, 7])]
-    ends = [
-        next((i + 1 for i, token in enumerate(row) if token in eos), NEW_TOKENS)
-        for row in free.tokens.tolist()
-    ]
-    assert len({*ends}) > 1
-    common = dict(max_new_tokens=NEW_TOKENS, eos_token=eos, return_cache=True)
-    plain = st.generate(model, PROMPTS, **common)
-    out = st.generate(
-        model, PROMPTS, drafter=method.make(model), topology=method.topology, **common
-    )
-    for got in (plain, out):
-        assert got.lengths.tolist() == ends
-        for row, tokens, end in zip(free.tokens, got.tokens, ends, strict=True):
-            assert tokens[:end].tolist() == row[:end].tolist()
-            assert (tokens[end:] == st.PAD).all()
-    assert_same_text(model, plan(model, PROMPTS), out, plain)
-
-
 @pytest.mark.parametrize("limit", [1, 2, 9])
 def test_the_limit_inside_an_accepted_path(limit):
     """`limit` is not part of the program: nothing compiles for it."""

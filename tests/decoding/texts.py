@@ -59,11 +59,10 @@ def started(model, request):
     return request.decoder.start(model, *start)
 
 
-def ended(model, request, decoder=None, limits=None):
-    """The last state of the decode loop, perhaps of another decoder, or with other limits."""
-    decoder, limits = decoder or request.decoder, limits or request.limits
-    state = started(model, request)
-    return decoder.run(model, request.drafter, state, limits, request.sampling)
+def ended(model, request, decoder=None):
+    """The last state of the decode loop, perhaps of another decoder."""
+    state, decoder = started(model, request), decoder or request.decoder
+    return decoder.run(model, request.drafter, state, request.limits, request.sampling)
 
 
 def decoded(model, request):

@@ -1,39 +1,14 @@
-"""Drafts of two models: enumerated as in test_verify.py, and in the loop."""
+"""Drafts of two models in turn; their distribution is in test_distributions.py."""
 
 import numpy as np
 import pytest
 
 import stree_jax as st
 from stree_jax.decoding.plan import plan
-from stree_jax.decoding.verifiers.reject import try_children
-from stree_jax.decoding.verifiers.traverse import traverse
 from stree_jax.testing import apply, perturbed, random_model, tiny_model
-from tests.decoding import enumeration as en
 from tests.decoding.texts import steps
-from tests.helpers import by_message, refusal, some
+from tests.helpers import by_message, refusal
 from tests.methods import PROMPTS, SAMPLED, drafts
-
-
-def by_turns(medium, small, pattern):
-    """The table of a drafter whose letter of each depth says which model draws."""
-    of = {"q": medium, "s": small}
-    table = of[pattern[2]].copy()
-    table[:, en.VOCAB] = of[pattern[1]][:, en.VOCAB]
-    table[en.VOCAB, en.VOCAB] = of[pattern[0]][en.VOCAB, en.VOCAB]
-    return table
-
-
-@pytest.mark.parametrize("rule", [try_children, traverse])
-@pytest.mark.parametrize("pattern", some(["sqs", "ssq", "qss"], "sqs"))
-def test_turns_are_exact_with_the_distribution_of_whose_turn_it_was(pattern, rule):
-    target, medium, small = en.three_tables(len(pattern))
-    models = en.Models.of(target, by_turns(medium, small, pattern))
-    topology = st.TreeTopology.chain(3)
-    chains = en.draft_outcomes(models, topology, "iid")
-    options = dict(replace=True, rule=rule, length=3)
-    assert en.distance(models, topology, chains, **options) < en.EXACT
-    models.draft = medium  # the classic mistake: one model's distribution for both
-    assert en.distance(models, topology, chains, **options) > 0.01
 
 
 @pytest.mark.thorough
