@@ -77,10 +77,12 @@ def of_waiting(job: Job, now: float) -> Completion:
     job.began = job.began or now
     zero: Any = np.zeros(1, np.int32)
     nothing: Any = np.zeros((0, 0), np.int32)
-    by_depth: Any = np.zeros((1, job.plan.decoder.topology.depth), np.int32)
+    topology = job.plan.decoder.topology
+    by_depth: Any = np.zeros((1, topology.depth), np.int32)
+    by_node: Any = np.zeros((1, topology.num_nodes), np.int32)
     text = None if job.plan.rows[0].stopping.tokenizer is None else ""
     new = NewTokens(nothing, CANCELLED, TokenLogProbs(nothing, nothing, nothing), text)
-    return _completion(job, new, Statistics(zero, zero, zero, zero, by_depth), now)
+    return _completion(job, new, Statistics(*[zero] * 4, by_depth, by_node), now)
 
 
 def _completion(
