@@ -57,6 +57,7 @@ from stree_jax.decoding.types import (
     Verdict,
 )
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
+from stree_jax.decoding.tree_choice import TreeChoice
 from stree_jax.decoding.way import Way
 from stree_jax.heads import HEADS, save_head
 from stree_jax.measuring import BenchReport, bench
@@ -155,6 +156,7 @@ __all__ = [
     "TopK",
     "TopP",
     "Tree",
+    "TreeChoice",
     "TreeTopology",
     "TuningReport",
     "Verdict",

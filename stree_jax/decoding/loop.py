@@ -108,7 +108,10 @@ class SpeculativeDecoder:
 
     def __post_init__(self) -> None:
         if not isinstance(self.topology, TreeTopology):
-            raise ValueError(f"topology must be a TreeTopology, got {shown(self.topology)}")
+            raise ValueError(
+                f"topology must be a TreeTopology, got {shown(self.topology)}; a choice of trees is"
+                " made on the host, between runs, by generate, stream and Scheduler"
+            )
         if self.topology != self.topology.level_order():
             raise ValueError("the nodes of topology are not in level order; use its level_order()")
         object.__setattr__(self, "verifier", verifier_of(self.verifier))

@@ -5,7 +5,7 @@ The state keeps the sizes of the largest tree; a run makes the record of its own
 missed it reads, piece by piece, before it drafts again.
 
 A program is compiled when it is first used. If that can wait, it is compiled beside, in a thread,
-while those that are there run. On a mesh none is: its processes must run alike.
+while those that are there run. On a mesh it waits for none: its processes must run alike.
 """
 
 import atexit
@@ -63,6 +63,7 @@ class Quanta:
         self._choice = request.choice or remembered
         self._choice.begin(num_rows)
         self._next = 0, 0  # the tree of the next run, and its steps
+        self._ran: Any = None  # arguments of `TreeChoice.told`, of runs with this tree so far
         depth = self._sizes[0].depth
         self.by_tree = np.zeros((num_rows, len(request.trees), depth + 1), int)
         self._no_text = jax.eval_shape(lambda: self._drafter.init(num_rows, *self._sizes))
@@ -121,6 +122,9 @@ class Quanta:
             left, self._next, seen = left - taken, (number, steps - taken), new
             if stop_after_ended is not None:
                 to_end = max(0, stop_after_ended - int((seen.done & ~before.done).sum()))
+        if seen.done.all():
+            self._next = 0, 0
+            self._tell()
         return state
 
     def caught_up(self, state: DecodeState, rows: np.ndarray | None = None) -> DecodeState:
@@ -162,20 +166,22 @@ class Quanta:
         """The tree of the next steps, the same in all processes; compiles another one beside."""
         if self._next[1] > 0:
             return self._next
+        self._tell()
         active, unread = ~seen.done, 0
         left = np.broadcast_to(most, active.shape) - seen.emitted if self._ends else None
         if self._may_miss:
             missed = self._missed(seen.length) if state.drafter is not None else seen.length
             unread = -(-int(missed[active].max()) // PIECE)
         can_wait = self._model.partition == ONE_DEVICE
-        ready = np.array([program.is_ready or not can_wait for program in programs])
-        number, steps = self._choice.next(active, left, ready, unread)
-        if can_wait and self._choice.seconds >= BESIDE_AFTER:
+        ready = np.array([program.is_ready for program in programs])
+        if self._choice.seconds >= BESIDE_AFTER:
             failed = np.array([program.has_failed for program in programs])
             wanted = self._choice.wanted(active, left, ready | failed)
-            if wanted is not None:
+            if wanted is not None and can_wait:
                 programs[wanted].compile_beside(self._compiler(programs, wanted, state, settings))
-        return of_first([number, steps], state.done)
+            elif wanted is not None:
+                ready[wanted] = True
+        return of_first(self._choice.next(active, left, ready, unread), state.done)
 
     def _quantum(
         self,
@@ -193,9 +199,7 @@ class Quanta:
         self._missed(seen.length)
         drafts, (drafter, state) = state.drafter, self._part(number, state)
         began = time.perf_counter()
-        state = program.decoder.run(
-            self._model, drafter, state, limits, sampling, steps, to_end
-        )
+        state = program.decoder.run(self._model, drafter, state, limits, sampling, steps, to_end)
         new = _Seen.of(state)
         seconds = time.perf_counter() - began if program.is_ready else None
         program.is_ready = True
@@ -210,8 +214,17 @@ class Quanta:
         accepted = np.pad(accepted, ((0, 0), (0, 1)))
         self.by_tree[:, number] -= np.diff(accepted, axis=1, prepend=calls[:, None])
         ends = ends[:, : program.decoder.topology.num_nodes]
-        self._choice.told(number, int(taken.max()), seconds, ends)
+        if self._ran is not None:  # more steps of the same choice
+            _, steps, before, before_ends = self._ran
+            taken, ends = taken + steps, ends + before_ends
+            seconds = None if seconds is None or before is None else seconds + before
+        self._ran = number, int(taken.max()), seconds, ends
         return state, new
+
+    def _tell(self) -> None:
+        ran, self._ran = self._ran, None
+        if ran is not None:
+            self._choice.told(*ran)
 
     def _compiler(
         self, programs: "Sequence[_Program]", number: int, state: DecodeState, settings: Any
@@ -221,7 +234,7 @@ class Quanta:
         where = state.done.sharding if state.done.committed else None
         drafts = self._no_text if self._may_miss else state.drafter
         drafter, state = self._part(number, state._replace(drafter=drafts))
-        # Arrays of the state are donated meanwhile.
+        # Shapes: the state's arrays are donated meanwhile.
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), state
         )
@@ -229,12 +242,14 @@ class Quanta:
 
         def compiled() -> Any:
             with dispatch.on(model):
-                if drafter is None and self._may_miss:
+                if self._may_miss:
                     ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), drafts)
-                    ones = jax.device_put(ones, where) if where else ones
-                    texts = Context(jnp.ones(shapes.context.tokens.shape, jnp.int32), shapes.done)
-                    one = np.ones(len(self._read), np.int32)
-                    _after_piece(self._drafter, ones, texts, one, one)
+                    tokens, length = jax.tree.map(
+                        lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes.context
+                    )
+                    first_state(self._drafter, length, *self._sizes)
+                    texts = jax.device_put((ones, Context(tokens, length)), where)
+                    _after_piece(self._drafter, *texts, length, length)
                 arguments = model, drafter, shapes, limits, sampling, 1, to_end
                 return decoder.run.lower(decoder, *arguments).compile()
 

@@ -6,11 +6,11 @@ tree that promises the most tokens for its time:
 - Tokens: how often drafts of each depth and rank were accepted, a moving average for each row.
   Where another text takes the place of one that ends, the sum of the rows decides. A batch ends
   with its last row, so there the row that needs the most steps does.
-- Times: runs of two trees, one after the other, give the ratio of their times; the median of a
-  tree's ratios counts. Other work on the machine changes both. Before there is one, a guess does.
+- Times: runs of two trees, one after the other, give the ratio of their times, since other work on
+  the machine changes both. Medians of the ratios of pairs count, and a guess as one more.
 
-Now and then another tree is tried for a few steps: one that may be faster than it seems, or, if no
-tree pays, the most promising one. The time until the next trial doubles while trials change nothing.
+Now and then another tree is tried for a few steps: the one that is worth most if its time is
+overestimated. The time until the next trial doubles while trials change nothing.
 """
 
 import collections
@@ -35,6 +35,7 @@ FIRST_RATE = 0.6  # expected of the best draft for the next token; deeper ones a
 NEXT_RATE = 0.3  # of the others, relative to how often the best is wrong
 BETTER = 1.05  # the value of the best tree, relative to no drafts, below which there are no drafts
 DOUBT = 2.0  # a tree that was never timed may be as many times faster than it seems
+WORTH = 1.2  # what a tree may be worth, relative to those that are compiled, to be compiled too
 SHARE = 0.02  # of the time until the next trial is what one may cost
 TRIAL = 4  # steps
 AGED = 5.0  # drafts before a trial that count in it, of each depth and rank
@@ -73,8 +74,11 @@ class TreeChoice:
         depth = self.largest.depth
         widest = max(1, *(len(children) for tree in self.trees for children in tree.children))
         self._paths = [_paths(tree, depth, widest) for tree in self.trees]
-        self.tried = self.accepted = np.zeros((0, depth, widest))  # below an accepted node, decaying
-        self._ratios = [collections.deque[float](maxlen=15) for _ in self.trees]
+        self.tried = self.accepted = np.zeros(
+            (0, depth, widest)
+        )  # below an accepted node, decaying
+        # By pairs of trees, the larger number first: logarithms.
+        self._ratios: dict[tuple[int, int], collections.deque[float]] = {}
         self._last: tuple[int, float] | None = None  # tree of the last run, and seconds of a step
         self._taken, self._steps = -1, QUANTUM[0]
         self._wait = self._pause = 0  # steps until the next trial, and how many they were
@@ -93,14 +97,16 @@ class TreeChoice:
     @property
     def costs(self) -> np.ndarray:
         """See the class."""
-        return np.array(
-            [
-                statistics.median_low(ratios)
-                if ratios
-                else 1 + 0.06 * (tree.num_nodes - 1) + 0.15 * tree.depth
-                for tree, ratios in zip(self.trees, self._ratios, strict=True)
-            ]
-        )
+        guesses = [
+            np.log(1 + 0.06 * (tree.num_nodes - 1) + 0.15 * tree.depth) for tree in self.trees
+        ]
+        # Logarithms: least squares of their differences, and of a guess as of one more pair.
+        matrix, right = np.eye(len(guesses)), np.array(guesses)
+        for pair, ratios in self._ratios.items():
+            matrix[np.ix_(pair, pair)] += len(ratios) * np.array([[1, -1], [-1, 1]])
+            right[[*pair]] += len(ratios) * statistics.median(ratios) * np.array([1, -1])
+        without = np.linalg.solve(matrix[1:, 1:], right[1:])
+        return np.maximum(1, np.exp([0.0, *without]))
 
     def begin(self, num_rows: int, rows: Sequence[int] | None = None) -> None:
         """Texts begin in these rows of `num_rows`; None: in all. They know what texts before did."""
@@ -130,17 +136,15 @@ class TreeChoice:
         kept = KEPT**tried
         self.tried, self.accepted = kept * self.tried + tried, kept * self.accepted + accepted
         self._wait = max(0, self._wait - steps)
-        if seconds is None:
+        if seconds is None or steps < TRIAL:
             self._last = None
             return
         self.seconds += seconds
         last, self._last = self._last, (number, max(seconds / steps, 1e-9))
         if last is not None and last[0] != number:
-            ratio = self._last[1] / last[1]
-            if number == 0:
-                self._ratios[last[0]].append(1 / ratio)
-            else:
-                self._ratios[number].append(self.costs[last[0]] * ratio)
+            (second, slow), (first, fast) = sorted([last, self._last], reverse=True)
+            ratios = self._ratios.setdefault((second, first), collections.deque(maxlen=15))
+            ratios.append(float(np.log(slow / fast)))
 
     def next(
         self,
@@ -168,7 +172,7 @@ class TreeChoice:
         drafted = 1 + int(possible[1:].argmax())
         pays = possible[drafted] >= BETTER * possible[0]
         best = drafted if pays and ready[drafted] else 0
-        trial = self._trial(best, drafted, values, ready)
+        trial = self._trial(best, values, ready)
         loss = 0.0 if trial is None else TRIAL * max(values[best] / values[trial] - 1, 0)
         loss += READING * unread * (best == 0)
         if best != self._taken:
@@ -189,14 +193,12 @@ class TreeChoice:
             steps, self._steps = min(steps, self._steps), min(2 * self._steps, QUANTUM[1])
         return best, steps
 
-    def wanted(
-        self, active: np.ndarray, left: np.ndarray | None, ready: np.ndarray
-    ) -> int | None:
+    def wanted(self, active: np.ndarray, left: np.ndarray | None, ready: np.ndarray) -> int | None:
         """The tree to compile next: it may be faster than all that are; None: no tree may be."""
         values = self.values(active, left)
         best = int(np.where(ready, values, 0).argmax())
         hopes = np.where(ready, 0, self._hopes(best, values))
-        return int(hopes.argmax()) if hopes.max() > values[best] else None
+        return int(hopes.argmax()) if hopes.max() > WORTH * values[best] else None
 
     def values(self, active: np.ndarray, left: np.ndarray | None = None) -> np.ndarray:
         """Tokens that each tree promises for the time of a step without drafts, `[K]`."""
@@ -228,20 +230,17 @@ class TreeChoice:
         return np.stack(totals, axis=1)
 
     def _hopes(self, best: int, values: np.ndarray) -> np.ndarray:
-        """What trees are worth at best: the fewer times one was timed, the more."""
-        timed = np.array([len(ratios) for ratios in self._ratios])
-        timed[0] = timed[best] if best else timed.max()
-        return values * DOUBT ** (1 / (1 + timed))
+        """What trees are worth if their times are wrong: the less they were timed, the more."""
+        pairs = [(max(best, number), min(best, number)) for number in range(len(self.trees))]
+        timed = np.array([len(self._ratios.get(pair, ())) for pair in pairs])
+        limits = [DOUBT, *self.costs[1:]]  # a step with drafts never takes less than one without
+        return values * np.minimum(DOUBT ** (1 / (1 + timed)), limits)
 
-    def _trial(
-        self, best: int, drafted: int, values: np.ndarray, ready: np.ndarray
-    ) -> int | None:
-        """The tree to try now, if one may be better."""
-        if best == 0:
-            return drafted if ready[drafted] else None
+    def _trial(self, best: int, values: np.ndarray, ready: np.ndarray) -> int | None:
+        """The tree to try next."""
         hopes = np.where(ready, self._hopes(best, values), 0)
         hopes[best] = 0
-        return int(hopes.argmax()) if hopes.max() > values[best] else None
+        return int(hopes.argmax()) if hopes.max() > 0 else None
 
 
 def _pause(before: int, loss: float) -> int:
