@@ -46,6 +46,7 @@ from stree_jax.decoding.token_rules import (
     PresencePenalty,
     RepetitionPenalty,
 )
+from stree_jax.decoding.tree_choice import TreeChoice
 from stree_jax.decoding.types import (
     Context,
     DecodeState,
@@ -57,7 +58,6 @@ from stree_jax.decoding.types import (
     Verdict,
 )
 from stree_jax.decoding.verifiers import VERIFIERS, Verifier, follow
-from stree_jax.decoding.tree_choice import TreeChoice
 from stree_jax.decoding.way import Way
 from stree_jax.heads import HEADS, save_head
 from stree_jax.measuring import BenchReport, bench

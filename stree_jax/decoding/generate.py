@@ -15,7 +15,7 @@ from stree_jax.decoding.prefix.prefill import tokens_from
 from stree_jax.decoding.prefix.prefix import Prefix, check_origin, for_rows, origin_of, repeated
 from stree_jax.decoding.quanta import Quanta
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
-from stree_jax.decoding.types import Context, DecodeState, Limits
+from stree_jax.decoding.types import Context, DecodeState
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.decoding.way import Topology
 from stree_jax.mesh.hosts import on_host

@@ -98,7 +98,7 @@ class SpeculativeDecoder:
         ValueError: a bad size, no rule, or nodes in another order.
     """
 
-    topology: TreeTopology
+    topology: TreeTopology | Any
     verifier: Verifier | Any
     max_length: int
     steps_per_sync: int = 1

@@ -162,7 +162,7 @@ class Quanta:
         settings: Any,
         seen: "_Seen",
         most: np.ndarray,
-    ) -> tuple[int, int]:
+    ) -> tuple[int, ...]:
         """The tree of the next steps, the same in all processes; compiles another one beside."""
         if self._next[1] > 0:
             return self._next
@@ -279,7 +279,7 @@ class _Seen(NamedTuple):
 class _Program:
     """Whether a program is compiled."""
 
-    def __init__(self, decoder: SpeculativeDecoder):
+    def __init__(self, decoder: SpeculativeDecoder | Any):
         self.decoder = decoder
         self.is_ready = self.has_failed = False
         self._compiled: Any = None  # jax holds it weakly

@@ -62,7 +62,7 @@ class TreeChoice:
         ValueError: no trees.
     """
 
-    def __init__(self, trees: Sequence[TreeTopology] = TREES):
+    def __init__(self, trees: Sequence[TreeTopology] | Any = TREES):
         if not all(isinstance(tree, TreeTopology) for tree in trees):
             raise ValueError(NO_TOPOLOGY + shown(trees))
         drafted = [tree.level_order() for tree in trees]
@@ -109,7 +109,7 @@ class TreeChoice:
         return np.maximum(1, np.exp([0.0, *without]))
 
     def begin(self, num_rows: int, rows: Sequence[int] | None = None) -> None:
-        """Texts begin in these rows of `num_rows`; None: in all. They know what texts before did."""
+        """Texts begin in these rows of all, knowing what texts before did; None: in all rows."""
         counts = self.tried, self.accepted
         if len(self.tried) == 0:
             new = [np.zeros((1, *part.shape[1:])) for part in counts]

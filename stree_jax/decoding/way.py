@@ -119,7 +119,7 @@ class Way:
 
 
 def _choice_of(topology: Any, drafter: Drafter, model: HybridLM, **how: Any) -> TreeChoice:
-    """A choice among the user's trees, or of "auto": `TREES` that the drafter can fill, or its own."""
+    """A choice of the user's trees; "auto": `TREES` that the drafter can fill, or its own."""
     if topology != "auto":
         return TreeChoice(topology)
     fitting = []

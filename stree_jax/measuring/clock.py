@@ -15,7 +15,6 @@ from typing import Any, TypedDict, TypeVar
 import jax
 import numpy as np
 
-
 Item = TypeVar("Item")
 Output = TypeVar("Output")
 Progress = Callable[[str, int, int], None]  # the task, its finished parts, the number of parts
