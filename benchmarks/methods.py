@@ -1,6 +1,5 @@
 """Which way of decoding is the fastest? A table of comparisons, and the lists of ways in them.
 
-    python -m benchmarks.methods auto --rows 1 8 [--quantize int8]
     python -m benchmarks.methods batch --rows 1 2 4 8 --temperatures 0
     python -m benchmarks.methods hierarchical --small DIR/small-draft
     python -m benchmarks.methods medusa [--heads DIR] [--mtp DIR] [--dflash DIR]
@@ -17,8 +16,6 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-from flax import nnx
 
 import stree_jax as st
 from benchmarks.common import Found, main
@@ -67,20 +64,6 @@ def trees(
 ) -> list[Method]:
     """A method for each topology, all with one drafter."""
     return [Method(prefix + name, drafter, topology) for name, topology in topologies.items()]
-
-
-def auto(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
-    """Is a tree for each step as fast as the best fixed one, and never slower than none?"""
-    random = st.HybridLM(pair.draft.config, rngs=nnx.Rngs(0)).packed()
-    heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
-    drafters = {
-        "draft model": st.ModelDrafter(pair.draft),
-        "random draft": st.ModelDrafter(random),
-        "prompt lookup": st.NgramDrafter(),
-        "Medusa": st.MedusaDrafter(pair.target, heads),
-    }
-    for name, drafter in drafters.items():
-        yield from trees(drafter, TWO_DEFAULTS | {"auto": "auto"}, f"{name}, ")
 
 
 def batch(pair: Pair, at: float, options: argparse.Namespace) -> Ways:
@@ -145,14 +128,20 @@ def temperature(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[
 
 
 COMPARISONS: dict[str, Callable[[Pair, float, argparse.Namespace], Ways]] = {
-    each.__name__: each for each in (auto, batch, hierarchical, medusa, precision, temperature)
+    each.__name__: each for each in (batch, hierarchical, medusa, precision, temperature)
 }
 OPTIONS = {"comparison": {"choices": [*COMPARISONS]}, **COMPARED, "--rows": (1,)}
 OPTIONS |= dict.fromkeys(("--dflash", "--heads", "--mtp", "--quantize", "--small"))
 
 
 def compare(
-    pair: Pair, methods: Sequence[Method], temperature: float, options: Any, rows: int = 1
+    pair: Pair,
+    methods: Sequence[Method],
+    temperature: float,
+    options: Any,
+    rows: int = 1,
+    *,
+    parts: bool = True,
 ) -> list[Record]:
     """The comparison of `stree_jax.measuring` with an experiment's settings.
 
@@ -163,7 +152,9 @@ def compare(
     starts = range(0, len(pair.prompts) - rows + 1, rows)
     batches = [measuring.Batch(pair.prompts[start : start + rows], how) for start in starts]
     with progress_bar() as show:
-        *_, records = measuring.compare(pair.target, methods, batches, options.rounds, show)
+        *_, records = measuring.compare(
+            pair.target, methods, batches, options.rounds, show, parts=parts
+        )
     return records
 
 
