@@ -35,6 +35,9 @@ AIMS = {"over_none": 0.97, "over_best": 0.97, "first_text": 1.3, "stall_ms": 50.
 OPTIONS = {"--prompts": 3, "--tokens": 128, "--rounds": 3, "--temperatures": (0.0, 1.0)}
 OPTIONS |= {"--rows": (1,), "--fresh": 0, "--heads": None}
 OPTIONS |= {"--weights": {"nargs": "+", "choices": WEIGHTS, "default": [*WEIGHTS]}}
+COLUMNS = {name: f"{{{name}}}" for name in ("drafter", "weights", "temperature", "rows")}
+COLUMNS |= {name: f"{{{name}:.2f}}" for name in ("best_fixed", "over_none", "over_best")}
+COLUMNS |= {"calls": "{calls}"}
 # Run by a process of its own: the seconds of its first text, with this topology.
 FIRST_TEXT = """
 import sys, time
@@ -151,16 +154,9 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
                 for name in ("over_none", "over_best")
             }
             met |= {name: numbers[name] for name in ("first_text", "stall_ms") if numbers}
-            columns = {
-                name: f"{{{name}}}" for name in ("drafter", "weights", "temperature", "rows")
-            }
-            columns |= {
-                name: f"{{{name}:.2f}}" for name in ("best_fixed", "over_none", "over_best")
-            }
-            columns["calls"] = "{calls}"
             yield Found(
                 {"decoding": records, "aims": AIMS, "met": met} | numbers,
-                [Table(f"{AIMS}: {met}", records, columns)],
+                [Table(f"{AIMS}: {met}", records, COLUMNS)],
                 wrong=[name for row in records for name in row["different"]],
                 line=met,
             )

@@ -1,6 +1,7 @@
 """`topology="auto"`: the text of no drafts, whatever trees runs take; and how programs come."""
 
 import dataclasses
+import itertools
 from functools import partial
 
 import jax
@@ -126,7 +127,7 @@ def test_streams_and_texts_that_go_on(model):
         then = st.generate(model, [[] for _ in PROMPTS], **more)
         assert np.hstack([first.tokens, then.tokens]).tolist() == want.tokens.tolist()
     pieces = zip(*st.stream(model, PROMPTS, **auto), strict=True)
-    assert [sum(row, []) for row in pieces] == first.tokens.tolist()
+    assert [[*itertools.chain(*row)] for row in pieces] == first.tokens.tolist()
 
 
 def test_a_draft_model_that_was_off_reads_what_it_missed(model):
