@@ -104,7 +104,7 @@ def cases(pair: Pair, weights: str, options: argparse.Namespace) -> Iterator[dic
                     "different": different(records),
                 }
             forget_programs()
-            quanta._program.cache_clear()
+            quanta._known.cache_clear()
 
 
 def first_texts(count: int) -> dict[str, Any]:

@@ -127,7 +127,8 @@ def checked_proposal(
 
 def checked_state(what: str, state: Any, before: Any, *, has_room: bool) -> Any:
     """A drafter's state, like that before; `has_room`: for larger trees, so it may be smaller."""
-    if has_room and jax.tree.structure(state) == jax.tree.structure(before):
+    structures: list[Any] = [*map(jax.tree.structure, (state, before))]
+    if has_room and structures[0] == structures[1]:
         state = jax.tree.map(_into, before, state)
     return check_like(what, state, before)
 

@@ -164,7 +164,7 @@ def _check_placement(model: HybridLM, drafter: Drafter | None) -> None:
 
 
 def _checked_topology(
-    topology: TreeTopology | None, drafter: Drafter | None, vocab_size: int
+    topology: TreeTopology | Any, drafter: Drafter | None, vocab_size: int
 ) -> TreeTopology:
     if topology is None:
         topology = TreeTopology.chain(0) if drafter is None else drafter.default_topology()

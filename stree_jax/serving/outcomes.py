@@ -78,11 +78,11 @@ def of_waiting(job: Job, now: float) -> Completion:
     zero: Any = np.zeros(1, np.int32)
     nothing: Any = np.zeros((0, 0), np.int32)
     topology = job.plan.decoder.topology
-    by_depth: Any = np.zeros((1, topology.depth), np.int32)
-    by_node: Any = np.zeros((1, topology.num_nodes), np.int32)
+    sizes = topology.depth, topology.num_nodes
+    tables: Any = [np.zeros((1, size), np.int32) for size in sizes]
     text = None if job.plan.rows[0].stopping.tokenizer is None else ""
     new = NewTokens(nothing, CANCELLED, TokenLogProbs(nothing, nothing, nothing), text)
-    return _completion(job, new, Statistics(*[zero] * 4, by_depth, by_node), now)
+    return _completion(job, new, Statistics(zero, zero, zero, zero, *tables), now)
 
 
 def _completion(

@@ -127,11 +127,11 @@ class Pool:
             stop_after_ended = self._num_rows
         self.state = slots.with_processors(self._model, self.state, sampling, self._started)
         self._started.clear()
-        settings = self._limits(rows), sampling, max_steps, stop_after_ended
         with dispatch.on(self._model):
             self._fit(decoder, drafter)
             with _uninterrupted():
-                self.state = self._quanta.run(decoder, self.state, *settings)
+                arguments = self._limits(rows), sampling, max_steps, stop_after_ended
+                self.state = self._quanta.run(decoder, self.state, *arguments)
         done = on_host(self.state.done)
         return [row for row in sorted(rows) if done[row]]
 

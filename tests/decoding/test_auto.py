@@ -51,7 +51,7 @@ def model():
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered():
-    quanta._remembered.cache_clear()
+    quanta._known.cache_clear()
 
 
 def drafters(model):
@@ -189,16 +189,15 @@ def test_a_tree_is_compiled_beside_and_then_compiles_no_more(model, monkeypatch)
     assert again.tokens.tolist() == out.tokens.tolist()
 
 
-def test_a_program_that_fails_leaves_its_tree_out(model):
-    program = quanta._Program(None)
+def test_a_program_that_fails_leaves_its_tree_out():
+    programs = {}
 
     def fails():
         raise RuntimeError("no memory")
 
     with pytest.warns(UserWarning, match="a tree is left out: its program failed: no memory"):
-        waited(program.compile_beside(fails))
-    assert program.has_failed
-    assert not program.is_ready
+        waited(quanta.compile_beside(programs, "tree", fails))
+    assert programs == {"tree": False}
 
 
 def test_a_good_draft_learns_nothing_from_a_bad_one(model):

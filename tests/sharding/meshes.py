@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 import stree_jax as st
-from stree_jax.testing import perturbed, random_model
+from stree_jax.testing import RandomChoice, perturbed, random_model
 from tests.sharding.configs import CONFIGS
 
 PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
@@ -42,6 +42,7 @@ def replicated_draft(name, data, model):
 DRAFTERS = {
     "tree": (st.ModelDrafter, TREE),
     "chain": (st.ModelDrafter, st.TreeTopology.chain(3)),
+    "random trees": (st.ModelDrafter, RandomChoice()),
     "ngram": (lambda _: st.NgramDrafter(), None),
     "beam": (st.BeamDrafter, st.TreeTopology.beam(3, 3)),
     "dynamic": (st.DynamicDrafter, st.TreeTopology.budget(8, 3)),
