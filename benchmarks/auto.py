@@ -1,16 +1,15 @@
 """Is `topology="auto"` never slower than no drafts, and as fast as the best fixed tree?
 
-The embedded pair, in turns: no drafts, and for each of four drafters two fixed trees and "auto", at
-temperatures 0 and 1, in float32 and in 8 bits, with `--rows` at a time: 16 cases for one number of
-rows. Texts run first until no program is compiled beside any more. With `--fresh N` also: the first
-text of N processes that have no programs, over that of a fixed tree; and the longest time without a
-token of a second text whose drafts fail, after a first one whose drafts were right.
+The embedded pair: no drafts, and for four drafters two fixed trees and "auto", at temperatures 0
+and 1, in float32 and 8 bits: 16 cases. With `--fresh N` also: the first text of N processes, over
+that with a fixed tree; and the longest wait for a token of a second text whose drafts fail.
 
-    python -m benchmarks.auto --rows 1 --fresh 3        [--weights float32 int8] [--prompts 3]
+    python -m benchmarks.auto --rows 1 --fresh 3
     python -m benchmarks.auto --rows 8 --tokens 96
 """
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -23,143 +22,114 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks.common import Found, forget_programs, main
-from benchmarks.methods import TWO_DEFAULTS, compare, trees
+from benchmarks.methods import TWO_DEFAULTS, trees
 from benchmarks.models import Pair, embedded_pair
 from stree_jax.decoding import quanta
-from stree_jax.measuring.methods import PLAIN, Method, different
+from stree_jax.measuring.methods import PLAIN, Batch, Method, compare, different
 from stree_jax.measuring.report import Table
 
-AUTO = {"auto": "auto"}
-WEIGHTS = ("float32", "int8")
 AIMS = {"over_none": 0.97, "over_best": 0.97, "first_text": 1.3, "stall_ms": 50.0}
-OPTIONS = {"--prompts": 3, "--tokens": 128, "--rounds": 3, "--temperatures": (0.0, 1.0)}
-OPTIONS |= {"--rows": (1,), "--fresh": 0, "--heads": None}
-OPTIONS |= {"--weights": {"nargs": "+", "choices": WEIGHTS, "default": [*WEIGHTS]}}
-COLUMNS = {name: f"{{{name}}}" for name in ("drafter", "weights", "temperature", "rows")}
+OPTIONS = {"--prompts": 3, "--tokens": 128, "--rounds": 3, "--rows": 1, "--fresh": 0}
+COLUMNS = {name: f"{{{name}}}" for name in ("drafter", "weights", "temperature", "calls")}
 COLUMNS |= {name: f"{{{name}:.2f}}" for name in ("best_fixed", "over_none", "over_best")}
-COLUMNS |= {"calls": "{calls}"}
-# Run by a process of its own: the seconds of its first text, with this topology.
 FIRST_TEXT = """
-import sys, time
-import stree_jax as st
+import time, stree_jax as st
 from benchmarks.models import embedded_pair
 pair = embedded_pair(1)
-topology = sys.argv[1] if sys.argv[1] == "auto" else None
 began = time.perf_counter()
-drafter = st.ModelDrafter(pair.draft)
-st.generate(pair.target, pair.prompts, drafter=drafter, topology=topology, max_new_tokens=128)
+way = dict(drafter=st.ModelDrafter(pair.draft), topology={!r}, max_new_tokens=128)
+st.generate(pair.target, pair.prompts, **way)
 print(time.perf_counter() - began)
 """
 
 
-def drafters(pair: Pair, heads: str | None) -> dict[str, st.Drafter]:
-    """Good and bad ones."""
+def methods(pair: Pair) -> Iterator[Method]:
+    """No drafts; and good and bad drafts with each tree."""
     random = st.HybridLM(pair.draft.config, rngs=nnx.Rngs(0)).packed()
-    medusa = st.load_medusa(heads or st.demo_path("medusa"), pair.target)
-    return {
+    heads = st.load_medusa(st.demo_path("medusa"), pair.target)
+    yield Method(PLAIN)
+    for name, drafter in {
         "draft model": st.ModelDrafter(pair.draft),
         "random draft": st.ModelDrafter(random),
         "prompt lookup": st.NgramDrafter(),
-        "Medusa": st.MedusaDrafter(pair.target, medusa),
-    }
+        "Medusa": st.MedusaDrafter(pair.target, heads),
+    }.items():
+        yield from trees(drafter, TWO_DEFAULTS | {"auto": "auto"}, f"{name}, ")
 
 
-def warm(pair: Pair, method: Method, rows: int, how: Any) -> None:
-    """Decodes until a text has compiled nothing beside."""
-    for _ in range(6):
-        st.generate(pair.target, pair.prompts[:rows], **how, **method.way)
-        if not quanta._COMPILING.locked():
-            return
-        with quanta._COMPILING:  # it has been compiled
-            pass
+def compared(pair: Pair, temperature: float, options: Any) -> Iterator[dict[str, Any]]:
+    """A record for each drafter."""
+    rows, ways = options.rows, [*methods(pair)]
+    ends = () if rows > 1 else None  # so that a batch stays full
+    how = st.Options(max_new_tokens=options.tokens, temperature=temperature, eos_token=ends, key=0)
+    starts = range(0, len(pair.prompts) - rows + 1, rows)
+    batches = [Batch(pair.prompts[start : start + rows], how) for start in starts]
+    for way, _ in itertools.product(ways, range(4)):
+        if way.topology == "auto":
+            way.decode(pair.target, batches[0])
+            with quanta._COMPILING:  # what the text began to compile is there
+                pass
+    *_, records = compare(pair.target, ways, batches, options.rounds, parts=False)
+    by_way = {record.method: record for record in records}
+    speeds = {name: record.speed_up["median"] for name, record in by_way.items()}
+    for name in [way.name.removesuffix(", auto") for way in ways if way.topology == "auto"]:
+        best, speed = (
+            max(speeds[f"{name}, {tree}"] for tree in TWO_DEFAULTS),
+            speeds[f"{name}, auto"],
+        )
+        yield {
+            "drafter": name,
+            "temperature": temperature,
+            "best_fixed": best,
+            "over_none": speed,
+            "over_best": speed / best,
+            "calls": by_way[f"{name}, auto"].calls_by_tree,
+            "different": different(records),
+        }
 
 
-def cases(pair: Pair, weights: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A record for each drafter, temperature and number of rows; and what gave other texts."""
-    named = drafters(pair, options.heads)
-    for temperature in options.temperatures:
-        for rows in options.rows:
-            ways = [Method(PLAIN)]
-            for name, drafter in named.items():
-                ways += trees(drafter, TWO_DEFAULTS | AUTO, f"{name}, ")
-            how = dict(max_new_tokens=options.tokens, temperature=temperature, key=0)
-            for way in ways:
-                if way.topology == "auto":
-                    warm(pair, way, rows, how | {"eos_token": () if rows > 1 else None})
-            records = compare(pair, ways, temperature, options, rows, parts=False)
-            speeds = {record.method: record.speed_up["median"] for record in records}
-            taken = {record.method: record.calls_by_tree for record in records}
-            for name in named:
-                best = max(speeds[f"{name}, {tree}"] for tree in TWO_DEFAULTS)
-                speed = speeds[f"{name}, auto"]
-                yield {
-                    "drafter": name,
-                    "weights": weights,
-                    "temperature": temperature,
-                    "rows": rows,
-                    "best_fixed": best,
-                    "over_none": speed,
-                    "over_best": speed / max(best, 1.0),
-                    "calls": taken[f"{name}, auto"],
-                    "different": different(records),
-                }
-            forget_programs()
-            quanta._known.cache_clear()
-
-
-def first_texts(count: int) -> dict[str, Any]:
-    """The first text of a process with "auto", relative to the default tree; medians."""
+def first_texts(count: int) -> float:
+    """The first text of a process with "auto", relative to the default tree: medians."""
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    seconds: dict[str, list[float]] = {"auto": [], "fixed": []}
-    for _ in range(count):
-        for way, taken in seconds.items():
-            command = [sys.executable, "-c", FIRST_TEXT, way]
-            printed = subprocess.check_output(command, text=True, env=environment)
-            taken.append(float(printed.split()[-1]))
-    auto, fixed = (float(np.median(taken)) for taken in seconds.values())
-    return {"first_text": auto / fixed, "seconds": seconds}
+    seconds: list[float] = []
+    for topology in ["auto", None] * count:
+        command = [sys.executable, "-c", FIRST_TEXT.format(topology)]
+        seconds.append(float(subprocess.check_output(command, text=True, env=environment)))
+    return float(np.median(seconds[::2]) / np.median(seconds[1::2]))
 
 
-def stall(pair: Pair) -> dict[str, Any]:
-    """The longest time between two pieces of a second text whose drafts are never right."""
-    draws, drafter = np.random.default_rng(0), st.ModelDrafter(pair.draft)
-    good, bad = pair.prompts[0], draws.integers(0, pair.target.config.vocab_size, 64).tolist()
-    how = dict(drafter=drafter, topology="auto", max_new_tokens=1500, eos_token=(), key=0)
-    gaps: list[float] = []
-    for prompt, temperature in ((good, 1.0), (bad, 1.6)):
-        gaps, last = [], time.perf_counter()
-        for _ in st.stream(pair.target, [prompt], temperature=temperature, **how):
-            now = time.perf_counter()
-            gaps.append(1e3 * (now - last))
-            last = now
-        del gaps[0]  # the prompt
-    gaps.sort()
-    return {"stall_ms": gaps[-1], "median_ms": gaps[len(gaps) // 2], "longest_ms": gaps[-8:]}
+def longest_wait(pair: Pair) -> float:
+    """Milliseconds between two tokens of a second text, whose drafts are not those of the first."""
+    random = np.random.default_rng(0).integers(0, pair.target.config.vocab_size, 64).tolist()
+    way = dict(drafter=st.ModelDrafter(pair.draft), topology="auto", max_new_tokens=1500, key=0)
+    times: list[float] = []
+    for prompt, temperature in ((pair.prompts[0], 1.0), (random, 1.6)):
+        text = st.stream(pair.target, [prompt], temperature=temperature, eos_token=(), **way)
+        times = [time.perf_counter() for _ in text]
+    return 1e3 * float(np.diff(times).max())
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """All cases, one kind of weights after the other."""
     records: list[dict[str, Any]] = []
-    numbers: dict[str, Any] = {}
-    needed = max(options.prompts, *(8 * (rows > 1) for rows in options.rows))
-    for weights in options.weights:
-        how = None if weights == "float32" else weights
-        pair = embedded_pair(needed, quantize=how, draft_quantize=how)
-        if options.fresh and not numbers:
-            numbers = first_texts(options.fresh) | stall(pair)
-        for record in cases(pair, weights, options):
-            records.append(record)
-            met = {
-                name: f"{sum(row[name] >= AIMS[name] for row in records)} of {len(records)}"
-                for name in ("over_none", "over_best")
-            }
-            met |= {name: numbers[name] for name in ("first_text", "stall_ms") if numbers}
-            yield Found(
-                {"decoding": records, "aims": AIMS, "met": met} | numbers,
-                [Table(f"{AIMS}: {met}", records, COLUMNS)],
-                wrong=[name for row in records for name in row["different"]],
-                line=met,
-            )
+    met: dict[str, Any] = {}
+    number = options.prompts if options.rows == 1 else 2 * options.rows
+    for quantize, temperature in itertools.product((None, "int8"), (0.0, 1.0)):
+        pair = embedded_pair(number, quantize=quantize, draft_quantize=quantize)
+        if options.fresh and not records:
+            met = {"first_text": first_texts(options.fresh), "stall_ms": longest_wait(pair)}
+        for record in compared(pair, temperature, options):
+            records.append({"weights": quantize or "float32"} | record)
+        for aim in ("over_none", "over_best"):
+            met[aim] = f"{sum(row[aim] >= AIMS[aim] for row in records)} of {len(records)}"
+        forget_programs()
+        quanta._known.cache_clear()
+        yield Found(
+            {"decoding": records, "aims": AIMS, "met": met},
+            [Table(f"aims {AIMS}: {met}", records, COLUMNS)],
+            wrong=[name for row in records for name in row["different"]],
+            line=met,
+        )
 
 
 if __name__ == "__main__":

@@ -135,13 +135,7 @@ OPTIONS |= dict.fromkeys(("--dflash", "--heads", "--mtp", "--quantize", "--small
 
 
 def compare(
-    pair: Pair,
-    methods: Sequence[Method],
-    temperature: float,
-    options: Any,
-    rows: int = 1,
-    *,
-    parts: bool = True,
+    pair: Pair, methods: Sequence[Method], temperature: float, options: Any, rows: int = 1
 ) -> list[Record]:
     """The comparison of `stree_jax.measuring` with an experiment's settings.
 
@@ -152,9 +146,7 @@ def compare(
     starts = range(0, len(pair.prompts) - rows + 1, rows)
     batches = [measuring.Batch(pair.prompts[start : start + rows], how) for start in starts]
     with progress_bar() as show:
-        *_, records = measuring.compare(
-            pair.target, methods, batches, options.rounds, show, parts=parts
-        )
+        *_, records = measuring.compare(pair.target, methods, batches, options.rounds, show)
     return records
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from stree_jax.decoding.drafters.base import Drafter, first_state
+from stree_jax.decoding.drafters.base import Drafter, first_state, inner_layers
 from stree_jax.decoding.loop import MAX_STEPS, SpeculativeDecoder, owned
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.prefix.prefill import tokens_from
@@ -63,10 +63,10 @@ class Quanta:
         choice, self._programs = _known(request.trees, num_rows, is_cold, names)
         self._choice = request.choice or choice
         self._choice.begin(num_rows)
-        self._next = 0, 0  # the tree of the next run, and its steps
+        self._next: tuple[int, ...] = 0, 0  # the tree of the next run, and its steps
         self._ran: Any = None  # what `TreeChoice.told` is told of the runs that it stands for
         self.by_tree = np.zeros((num_rows, len(request.trees), self._sizes[0].depth + 1), int)
-        self._may_rest = self._drafter.inner_layers is None  # it reads tokens alone
+        self._may_rest = inner_layers(request.drafter) is None  # it reads tokens alone
         drafts = jax.eval_shape(lambda: self._drafter.init(num_rows, *self._sizes))
         self._may_miss = self._may_rest and bool(jax.tree.leaves(drafts))
         self._read = np.full(num_rows, -1)  # tokens that the drafter has read; -1: all but the last

@@ -25,7 +25,7 @@ GREEDY = f"{SIZES} --temperatures 0"
 SMALLEST = {
     "decode": (GREEDY, "decoding tau speed_up accepted_per_depth"),
     "peer": (SIZES, "methods times_transformers identical_prompts"),
-    "auto": ("--prompts 1 --tokens 8 --rounds 1 --weights float32", "decoding over_none over_best"),
+    "auto": (SIZES, "decoding over_none over_best"),
     "methods batch": (f"--rows 2 {GREEDY} --prompts 2", "decoding rows tau speed_up"),
     "methods hierarchical": (f"{GREEDY} --small SMALL", "decoding tau speed_up"),
     "methods medusa": (f"{SIZES} --temperatures 1", "decoding tau speed_up identical"),
