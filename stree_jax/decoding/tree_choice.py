@@ -74,9 +74,8 @@ class TreeChoice:
         depth = self.largest.depth
         widest = max(1, *(len(children) for tree in self.trees for children in tree.children))
         self._paths = [_paths(tree, depth, widest) for tree in self.trees]
-        self.tried = self.accepted = np.zeros(
-            (0, depth, widest)
-        )  # below an accepted node, decaying
+        # Drafts of each depth and rank below an accepted node, decaying.
+        self.tried = self.accepted = np.zeros((1, depth, widest))
         # By pairs of trees, the larger number first: logarithms.
         self._ratios: dict[tuple[int, int], collections.deque[float]] = {}
         self._last: tuple[int, float] | None = None  # tree of the last run, and seconds of a step
@@ -110,13 +109,9 @@ class TreeChoice:
 
     def begin(self, num_rows: int, rows: Sequence[int] | None = None) -> None:
         """Texts begin in these rows of all, knowing what texts before did; None: in all rows."""
-        counts = self.tried, self.accepted
-        if len(self.tried) == 0:
-            new = [np.zeros((1, *part.shape[1:])) for part in counts]
-        else:
-            tried, accepted = (part.mean(axis=0, keepdims=True) for part in counts)
-            kept = np.minimum(1, KNOWN / np.maximum(tried, 1e-9))
-            new = [kept * tried, kept * accepted]
+        tried, accepted = (part.mean(axis=0, keepdims=True) for part in (self.tried, self.accepted))
+        kept = np.minimum(1, KNOWN / np.maximum(tried, 1e-9))
+        new = kept * tried, kept * accepted
         if rows is None or len(self.tried) != num_rows:
             self._last = None
             self.tried, self.accepted = (np.repeat(part, num_rows, axis=0) for part in new)
