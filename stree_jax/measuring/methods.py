@@ -82,9 +82,13 @@ class Method(NamedTuple):
 
     def _first_step(self, target: HybridLM, batch: Batch) -> tuple[Any, ...]:
         """The decoder and the arguments of its loop: a row ends with its first new token."""
-        decoder, drafter, context, keys, limits, sampling, *_ = self.planned(target, batch)
+        request = self.planned(target, batch)
+        decoder, drafter, context, keys, limits, sampling, *_ = request
         with dispatch.on(target):
             state = decoder.start(target, drafter, context, keys, sampling)
+        if request.trees:  # the decoder has the sizes of all of them
+            largest = max(request.trees, key=lambda tree: tree.num_nodes)
+            decoder = dataclasses.replace(decoder, topology=largest)
         limits = limits._replace(max_new_tokens=jnp.minimum(limits.max_new_tokens, 1))
         return decoder, target, drafter, state, limits, sampling
 
