@@ -24,11 +24,11 @@ from benchmarks.common import Found, forget_programs, main
 from benchmarks.methods import TWO_DEFAULTS, compare, trees
 from benchmarks.models import Pair, embedded_pair
 from stree_jax.decoding import quanta
-from stree_jax.measuring.methods import PLAIN, Method, different
+from stree_jax.measuring.methods import PLAIN, Batch, Method, different
 from stree_jax.measuring.report import Table
 
 AIMS = "over_none", "over_best"  # at least 0.97
-OPTIONS = {"--prompts": 3, "--tokens": 128, "--rounds": 3, "--rows": 1, "--fresh": 0}
+OPTIONS = {"--tokens": 128, "--rounds": 3, "--rows": 1, "--fresh": 0, "--prompts": 3}
 COLUMNS = "weights", "temperature", "drafter", "fixed", *AIMS
 FIRST_TEXT = """
 import time, stree_jax as st
@@ -44,45 +44,45 @@ print(time.perf_counter() - began)
 def compared(pair: Pair, case: tuple[str, float], options: Any) -> Iterator[dict[str, Any]]:
     """A record for each drafter."""
     random = st.HybridLM(pair.draft.config, rngs=nnx.Rngs(0)).packed()
-    heads = st.load_medusa(st.demo_path("medusa"), pair.target)
     drafters = {
         "draft model": st.ModelDrafter(pair.draft),
         "random draft": st.ModelDrafter(random),
         "prompt lookup": st.NgramDrafter(),
-        "Medusa": st.MedusaDrafter(pair.target, heads),
+        "Medusa": st.MedusaDrafter(
+            pair.target, st.load_medusa(st.demo_path("medusa"), pair.target)
+        ),
     }
-    ways, temperature = [Method(PLAIN)], case[1]
+    ways, temperature = [Method(PLAIN)], case[-1]
     for name, drafter in drafters.items():
         ways += trees(drafter, TWO_DEFAULTS | {"auto": "auto"}, f"{name}, ")
-        how = dict(max_new_tokens=options.tokens, temperature=temperature, key=0)
+        how = st.Options(max_new_tokens=options.tokens, temperature=temperature, key=0)
         for _ in range(4):
-            st.generate(pair.target, pair.prompts[: options.rows], **how, **ways[-1].way)
+            ways[-1].decode(pair.target, Batch(pair.prompts[: options.rows], how))
             with quanta._COMPILING:  # what the text began to compile is there
                 pass
     records = compare(pair, ways, temperature, options, options.rows)
-    assert not different(records), different(records)
+    assert not different(records)
     speeds = {record.method: record.speed_up["median"] for record in records}
     for name in drafters:
         fixed, speed = [speeds[f"{name}, {tree}"] for tree in TWO_DEFAULTS], speeds[f"{name}, auto"]
         yield dict(zip(COLUMNS, (*case, name, fixed, speed, speed / max(fixed)), strict=True))
 
 
-def first_texts(count: int) -> float:
+def first_texts(count: int) -> Any:
     """The first text of a process with "auto", relative to the default tree: medians."""
     commands = [[sys.executable, "-c", FIRST_TEXT.format(tree)] for tree in ("auto", None)] * count
     seconds = [float(subprocess.check_output(command)) for command in commands]
-    return float(np.median(seconds[::2]) / np.median(seconds[1::2]))
+    return np.median(seconds[::2]) / np.median(seconds[1::2])
 
 
-def longest_wait(pair: Pair) -> float:
+def longest_wait(pair: Pair) -> Any:
     """Milliseconds between two tokens of a second text, whose drafts are not those of the first."""
     random = np.random.default_rng(0).integers(0, pair.target.config.vocab_size, 64).tolist()
     way = dict(drafter=st.ModelDrafter(pair.draft), topology="auto", max_new_tokens=1500, key=0)
-    times: list[float] = []
     for prompt, temperature in ((pair.prompts[0], 1.0), (random, 1.6)):
         text = st.stream(pair.target, [prompt], temperature=temperature, eos_token=(), **way)
         times = [time.perf_counter() for _ in text]
-    return 1e3 * float(np.diff(times).max())
+    return 1e3 * max(np.diff(times))
 
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
@@ -90,8 +90,8 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     records: list[dict[str, Any]] = []
     met: dict[str, Any] = {}
     for quantize, temperature in itertools.product((None, "int8"), (0.0, 1.0)):
-        number = max(options.prompts, 2 * options.rows)
-        pair = embedded_pair(number, quantize=quantize, draft_quantize=quantize)
+        how = dict(quantize=quantize, draft_quantize=quantize)
+        pair = embedded_pair(max(options.prompts, 2 * options.rows), **how)
         if options.fresh and not records:
             met = {"first_text": first_texts(options.fresh), "stall_ms": longest_wait(pair)}
         records += compared(pair, (quantize or "float32", temperature), options)

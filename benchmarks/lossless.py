@@ -188,26 +188,19 @@ def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
         Method("two drafts in turns", turns),
     ]
     rules = st.RepetitionPenalty(1.3), random_grammar(model.config.vocab_size)
-    return [
+    ways = [
         *map(Way, methods),
         Way(Method("penalty and grammar", drafter, branching), rules),
         Way(Method("scheduler", drafter, branching), decode=served),
         Way(Method("auto, at random", drafter, RandomChoice())),
-        Way(Method("scheduler, at random", drafter, RandomChoice(seed=1)), decode=served),
-        *on_a_device(model, branching),
+        Way(Method("scheduler, at random", drafter, RandomChoice()), decode=served),
     ]
-
-
-def on_a_device(model: st.HybridLM, topology: st.TreeTopology) -> list[Way]:
-    """Heads, which are not for a mesh."""
-    if model.partition != ONE_DEVICE:
-        return []
+    if model.partition != ONE_DEVICE:  # heads are not for a mesh
+        return ways
     medusa, of_many = ON_A_DEVICE
     heads = st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))
-    return [
-        Way(Method(medusa, st.MedusaDrafter(model, heads))),
-        Way(Method(of_many, st.MtpDrafter(model, random_mtp_head(model)), topology)),
-    ]
+    ways += [Way(Method(medusa, st.MedusaDrafter(model, heads)))]
+    return [*ways, Way(Method(of_many, st.MtpDrafter(model, random_mtp_head(model)), branching))]
 
 
 def random_grammar(vocab_size: int, num_states: int = 7) -> st.Automaton:
