@@ -5,20 +5,23 @@
 Parts, each with its own process and a share of the time; time that one leaves goes to the next:
 
 - device: the bandwidth of its memory, from which the floors of steps follow;
+- bits: how many log-probabilities with drafts equal those without to the bit, asked for or not;
+- steps: a call of the target on trees of 1 to 16 nodes, in batches of 1 and 8 rows, in bfloat16 and
+  8 bits; with the kernels, also where equal bits are asked for, and by XLA;
 - models: logits of real widths, few layers, by XLA and by the kernels against XLA in float32;
-- steps: a call of the target on trees of 1 to 64 nodes, XLA against the kernels interleaved, with
-  the times to trace and compile, and memory;
 - loops: whole texts without drafts and with trees.
 
-Programs of a row are compiled side by side, XLA's take most of the time. `gpu.json` is written
-after every row, so that a cut loses nothing; the same command with the same folder does what is
-missing. A row in which its process dies has failed; one that is cut comes last the next time.
-`--tiny` rehearses all of it on any device. Exit code 1 if anything is wrong.
+The most important rows of a part come first. Programs of a row are compiled side by side, XLA's
+take most of the time. `gpu.json` is written after every row, so that a cut loses nothing; the same
+command with the same folder does what is missing. A row in which its process dies has failed; one
+that is cut comes last the next time. `--tiny` rehearses all of it on any device. Exit code 1 if
+anything is wrong.
 """
 
 import functools
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -37,14 +40,13 @@ from jax import lax
 import stree_jax as st
 from benchmarks import common, steps
 from benchmarks.methods import TWO_TREES
-from benchmarks.models import Pair, embedded_pair
+from benchmarks.models import Pair, embedded_pair, on_gpu
 from benchmarks.tree_size import tree_of
 from pallas_kernels import dispatch
-from stree_jax.decoding.plan import plan
-from stree_jax.measuring.clock import memory_of, num_bytes, summary
+from stree_jax.measuring.clock import num_bytes, summary
 from stree_jax.measuring.report import write_json
 from stree_jax.models.cache import path_to
-from stree_jax.testing.exactness import first_difference
+from stree_jax.testing import bits_obstacle, perturbed
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -62,22 +64,23 @@ class Sizes(NamedTuple):
 
     models: Mapping[str, st.ModelConfig]  # the last one drafts
     kernel: str = "pallas"
-    nodes: tuple[int, ...] = (1, 16, 64, 5)  # the most important first
-    layers: int = 8  # of models whose logits are compared; Qwen3.5 repeats every eight
+    nodes: tuple[int, ...] = (1, 5, 16)
+    batches: tuple[int, ...] = (1, 8)
+    weights: tuple[str, ...] = ("bfloat16", "int8")
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    layers: int = 8  # of models whose numbers are compared; Qwen3.5 repeats every eight
     positions: int = 512  # of their prompts
-    repeats: int = 20  # of calls that must give the same bits
     calls: int = 20  # in a timed program
     rounds: int = 7  # of timed programs
     tokens: int = 64  # of a text
     copied: int = 1 << 30  # bytes
-    loops: tuple[str, ...] = ("xla", "pallas")  # the interpreter compiles a loop for minutes
 
 
 SHAPES = ("mamba2-2.7b", "Qwen3.5-0.8B", "mamba2-130m")
 FULL = Sizes({name: st.ModelConfig.preset(name) for name in SHAPES})
 _ONE = {"one layer": st.ModelConfig.tiny(num_layers=1, head_dim=16, state_size=16)}
-_LESS: dict[str, Any] = dict(nodes=(5,), layers=1, positions=20, repeats=2, calls=2, rounds=2)
-_LESS |= dict(tokens=4, copied=1 << 20, loops=("xla",))
+_LESS: dict[str, Any] = dict(nodes=(5,), batches=(2,), weights=("int8",), temperatures=(1.0,))
+_LESS |= dict(layers=1, positions=20, calls=2, rounds=2, tokens=4, copied=1 << 20)
 TINY = Sizes(_ONE, kernel="pallas_interpret", **_LESS)
 
 
@@ -99,6 +102,26 @@ def running(model: st.HybridLM, implementation: str, dtype: Any = None) -> st.Hy
 def random_model(config: st.ModelConfig) -> st.HybridLM:
     """A model in bfloat16, made array by array: one program of all would compile for long."""
     return st.HybridLM(config, dtype="bfloat16", rngs=nnx.Rngs(0))
+
+
+def stored(model: st.HybridLM, weights: str) -> st.HybridLM:
+    """The model with its matrices in a type of `Sizes.weights`: 8 bits are drawn on the device.
+
+    To round the model's own on the host would take a minute.
+    """
+    if weights != "int8":
+        return model
+    options: dict[str, Any] = {"dtype": model.dtype, "implementation": model.implementation}
+    abstract = nnx.merge(*st.HybridLM.abstract(model.config, **options)).quantized()
+    kept = dict(jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model))))
+
+    def drawn(path: Any, leaf: Any) -> jax.Array:
+        if leaf.dtype == jnp.int8:
+            return jax.random.randint(jax.random.key(leaf.size), leaf.shape, -127, 128, jnp.int8)
+        return kept[path] if path in kept else jnp.full(leaf.shape, 3e-4, leaf.dtype)
+
+    structure, like = nnx.split(abstract)
+    return nnx.merge(structure, jax.tree.map_with_path(drawn, nnx.to_pure_dict(like)))
 
 
 def of_device(sizes: Sizes) -> Rows:
@@ -148,101 +171,137 @@ def of_models(sizes: Sizes) -> Rows:
                 lowered[each] = text_logits.lower(own, *tokens)
         programs = side_by_side({each: low.compile for each, low in lowered.items()})
         calls = {each: functools.partial(programs[each], models[each], *tokens) for each in models}
-        truth, errors, changed = calls.pop("truth")(), dict[str, float](), dict[str, int]()
-        for each, call in calls.items():
-            difference = jnp.linalg.norm((first := call()) - truth) / jnp.linalg.norm(truth)
-            errors[each] = float(jnp.nan_to_num(difference, nan=1e9))
-            # Other bits in another call are a race.
-            again = (call() for _ in range(sizes.repeats))
-            changed[each] = sum(not bool(jnp.array_equal(first, other)) for other in again)
+        truth, errors = calls.pop("truth")(), dict[str, float]()
+        for implementation, call in calls.items():
+            difference = jnp.linalg.norm(call() - truth) / jnp.linalg.norm(truth)
+            errors[implementation] = float(jnp.nan_to_num(difference, nan=1e9))
         right = errors[sizes.kernel] <= max(1.5 * errors["xla"], 1e-3)  # of 8 layers in bfloat16
-        right &= changed[sizes.kernel] <= changed["xla"]
-        return {"errors": errors, "changed": changed, "right": right}
+        return {"errors": errors, "right": right}
 
     yield from ((name, functools.partial(measure, each)) for name, each in sizes.models.items())
+
+
+def of_bits(sizes: Sizes) -> Rows:
+    """Texts of a batch with drafts against those without, of the same request.
+
+    The draft is the target with noise on its weights, or the one that ships.
+    """
+
+    def of_shape(config: st.ModelConfig, weights: str) -> Pair:
+        target = random_model(config.with_layers(config.kinds[: sizes.layers]))
+        prompts = np.random.default_rng(0).integers(config.vocab_size, size=(4, 16)).tolist()
+        target = stored(target, weights)
+        target = target if on_gpu() else target.packed()
+        return Pair("", target, perturbed(target, 0.02), prompts, "")
+
+    def embedded(weights: str) -> Pair:
+        return embedded_pair(4, 16, "bfloat16", quantize="int8" if weights == "int8" else None)
+
+    def measure(pair: Callable[[str], Pair], weights: str, heat: float, wanted: bool) -> Row:
+        _, target, draft, prompts, _ = pair(weights)
+        options: Row = dict(max_new_tokens=sizes.tokens, temperature=heat, key=0, eos_token=())
+        options |= dict(log_probs=True, to_the_bit=wanted)
+        obstacle = bits_obstacle(target, PAPER.num_nodes, len(prompts), to_the_bit=wanted)
+        if wanted and obstacle:
+            return {"refused": obstacle}
+        drafts = dict(drafter=st.ModelDrafter(draft))
+        ways: dict[str, Row] = {way: drafts | {"topology": TWO_TREES[way]} for way in TWO_TREES}
+        texts = side_by_side(
+            {
+                way: functools.partial(st.generate, target, prompts, **arguments, **options)
+                for way, arguments in ({"no drafts": {}} | ways).items()
+            }
+        )
+        programs, plain = Row(), texts["no drafts"]
+        for way in ways:
+            both = (np.asarray(text.log_probs).view(np.int32) for text in (texts[way], plain))
+            programs[way] = {
+                "equal": int(np.equal(*both).sum()),
+                "numbers": plain.tokens.size,
+                "texts": int((texts[way].tokens == plain.tokens).all(axis=1).sum()),
+                "tau": texts[way].stats.tau,
+            }
+        right = all(program["equal"] == program["numbers"] for program in programs.values())
+        return {"programs": programs, "right": right or obstacle is not None}
+
+    pairs: dict[str, Callable[[str], Pair]] = {"embedded pair": embedded}
+    pairs |= {name: functools.partial(of_shape, sizes.models[name]) for name in sizes.models}
+    every = (True, False), pairs, sizes.weights, sizes.temperatures
+    for wanted, name, weights, heat in itertools.product(*every):
+        title = f"{name}, {weights}, T = {heat:g}" + ", to the bit" * wanted
+        yield title, functools.partial(measure, pairs[name], weights, heat, wanted)
 
 
 def of_steps(sizes: Sizes) -> Rows:
     """Milliseconds of a call, and the least that it moves: weights once, states there and back."""
 
-    def measure(config: st.ModelConfig) -> Row:
-        model, every = random_model(config), itertools.product(sizes.nodes, ("xla", sizes.kernel))
+    def measure(config: st.ModelConfig, weights: str, batch: int, implementation: str) -> Row:
+        model = stored(running(random_model(config), implementation), weights)
 
-        def program(nodes: int, each: str) -> tuple[Callable[[], Any], Row]:
-            own, began = running(model, each), time.perf_counter()
-            lowered = steps.run_steps.lower(own, tree_of(nodes), sizes.calls)
-            traced, program = time.perf_counter(), lowered.compile()
-            seconds = {"trace": traced - began, "compile": time.perf_counter() - traced}
-            found = {"seconds": seconds, "bytes": memory_of(program)}
-            return functools.partial(program, own), found
+        def program(nodes: int, to_the_bit: bool) -> Callable[[], Any]:
+            shapes = tree_of(nodes), sizes.calls, batch, to_the_bit
+            return functools.partial(steps.run_steps.lower(model, *shapes).compile(), model)
 
-        names = {f"{nodes} nodes, {each}": (nodes, each) for nodes, each in every}
-        made = side_by_side({name: functools.partial(program, *names[name]) for name in names})
-        calls = {name: call for name, (call, _) in made.items()}
-        taken = common.timed_calls("steps", calls, sizes.rounds, 1e3 / sizes.calls)
-        unread = 0 if config.tie_embeddings else config.num_embeddings * config.d_model * 2
-        weights = num_bytes(nnx.state(model)) - unread  # of the embedding: all but a row a token
-        states = num_bytes(jax.eval_shape(functools.partial(model.init_cache, 1, 0)))
-        found = {name: {"milliseconds": summary(taken[name])} | made[name][1] for name in made}
-        return {"bytes": weights + 2 * states, "programs": found}
+        bits = (False, True) if implementation == sizes.kernel else (False,)
+        makers = {
+            f"{nodes} nodes" + ", to the bit" * wanted: functools.partial(program, nodes, wanted)
+            for nodes, wanted in itertools.product(sizes.nodes, bits)
+        }
+        taken = common.timed_calls("steps", side_by_side(makers), sizes.rounds, 1e3 / sizes.calls)
+        states = num_bytes(jax.eval_shape(functools.partial(model.init_cache, batch, 0)))
+        programs = {name: {"milliseconds": summary(times)} for name, times in taken.items()}
+        return {"bytes": num_bytes(nnx.state(model)) + 2 * states, "programs": programs}
 
-    yield from ((name, functools.partial(measure, each)) for name, each in sizes.models.items())
+    every = (sizes.kernel, "xla"), sizes.batches, sizes.weights, sizes.models
+    for implementation, batch, weights, name in itertools.product(*every):
+        measured = functools.partial(measure, sizes.models[name], weights, batch, implementation)
+        yield f"{name}, {weights}, rows: {batch}, {implementation}", measured
 
 
 def of_loops(sizes: Sizes) -> Rows:
-    """The embedded pair in float32, whose texts must agree, and random weights in bfloat16."""
-    embedded, configs = embedded_pair(4, 16), sizes.models
-    (large, config), small = next(iter(configs.items())), [*configs.values()][-1]
+    """Whole texts of the first model, drafted by the last one; the weights are random."""
+    (large, config), (small, of_draft) = (([*sizes.models.items()][place]) for place in (0, -1))
 
-    def random_pair() -> Pair:
-        draft = st.HybridLM(small, dtype="bfloat16", rngs=nnx.Rngs(1))
-        return Pair(large, random_model(config), draft, [[1] * 16], "")
+    def measure() -> Row:
+        target = random_model(config)
+        draft = st.ModelDrafter(st.HybridLM(of_draft, dtype="bfloat16", rngs=nnx.Rngs(1)))
+        prompt = [1] * 16
 
-    def measure(pair: Callable[[], Pair], implementation: str) -> Row:
-        _, target, draft, prompts, _ = pair()
-        target, draft = running(target, implementation), running(draft, implementation)
-
-        def program(tree: st.TreeTopology | None) -> tuple[steps.Program, float]:
-            drafts = {"drafter": st.ModelDrafter(draft), "topology": tree} if tree else {}
-            began, most = time.perf_counter(), sizes.tokens
-            made = steps.Program(target, prompts[0], max_new_tokens=most, **drafts)
-            return made, time.perf_counter() - began
+        def program(tree: st.TreeTopology | None) -> steps.Program:
+            drafts = {"drafter": draft, "topology": tree} if tree else {}
+            return steps.Program(target, prompt, max_new_tokens=sizes.tokens, **drafts)
 
         trees = {"no drafts": None} | TWO_TREES
-        made = side_by_side({way: functools.partial(program, trees[way]) for way in trees})
-        programs = {way: each for way, (each, _) in made.items()}
-        ends, seconds = common.timed(implementation, programs, prompts, sizes.rounds // 2 + 1)
-        row, differences = Row(), []
-        for way, states in ends.items():
-            calls = sum(int(end.statistics.target_calls[0]) for end in states)
-            emitted = sum(int(end.statistics.emitted[0]) for end in states)
-            row[way] = {
-                "tau": emitted / calls,
-                "milliseconds_of_call": summary(1e3 * seconds[way].sum(axis=1) / calls),
-                "compile_seconds": made[way][1],
-                "temporary_bytes": programs[way].temporary,
+        calls = side_by_side({way: functools.partial(program, trees[way]) for way in trees})
+        ends, seconds = common.timed("loops", calls, [prompt], sizes.rounds // 2 + 1)
+        programs = Row()
+        for way, (end,) in ends.items():
+            num_calls = int(end.statistics.target_calls[0])
+            programs[way] = {
+                "tau": int(end.statistics.emitted[0]) / num_calls,
+                "milliseconds": summary(1e3 * seconds[way][:, 0] / num_calls),
+                "temporary_bytes": calls[way].temporary,
             }
-            for prompt, *both in zip(prompts, states, ends["no drafts"], strict=True):
-                new = slice(len(prompt), len(prompt) + sizes.tokens)
-                texts = [np.asarray(each.context.tokens[0, new]) for each in both]
-                request = plan(target, [prompt], max_new_tokens=sizes.tokens)
-                if found := first_difference(target, request, 0, *texts):
-                    differences.append({"way": way} | found._asdict())
-        # In bfloat16 products of other numbers of rows may choose another token.
-        right = target.dtype != jnp.float32 or all(each["is_tie"] for each in differences)
-        return {"ways": row, "differences": differences, "right": right}
+        return {"programs": programs}
 
-    pairs = {embedded.name: lambda: embedded, large: random_pair}
-    for (name, pair), each in itertools.product(pairs.items(), sizes.loops):
-        yield f"{name}, {each}", functools.partial(measure, pair, each)
+    yield f"{large}, drafts of {small}", measure
 
 
 # And the share of the time of each, relative to those after it.
 PARTS: dict[str, tuple[Callable[[Sizes], Rows], float]] = {
     "device": (of_device, 0.5),
-    "models": (of_models, 2.0),
+    "bits": (of_bits, 4.0),
     "steps": (of_steps, 5.0),
-    "loops": (of_loops, 3.0),
+    "models": (of_models, 1.5),
+    "loops": (of_loops, 1.5),
+}
+# What a row says, and each of its programs.
+TOLD = {
+    "device": "{bytes_per_second:.3g} bytes a second",
+    "bits": "{equal} of {numbers} log-probabilities and {texts} texts are those without drafts",
+    "steps": "{milliseconds[median]:.3f} ms, floor {floor:.3f}",
+    "models": "errors {errors}",
+    "loops": "{milliseconds[median]:.3f} ms of a call, tau {tau:.2f}",
 }
 
 
@@ -311,14 +370,22 @@ def run_part(part: str, options: Sequence[str], path: Path, seconds: float, limi
 
 
 def report(parts: Mapping[str, Mapping[str, Row]]) -> list[str]:
-    """Prints the steps, and returns what is wrong."""
-    speed = parts.get("device", {}).get("bandwidth", {}).get("bytes_per_second")
-    for name, row in parts.get("steps", {}).items():
-        floor = f"; floor {1e3 * row['bytes'] / speed:.3f}" if speed and "bytes" in row else ""
-        for program, found in row.get("programs", {}).items():
-            print(f"{name}, {program}: {found['milliseconds']['median']:.3f} ms{floor}")
-    every = ((part, name, row) for part in parts for name, row in parts[part].items())
-    return [f"{part}, {name}" for part, name, row in every if not row.get("right", True)]
+    """Prints a line for each number, and returns what is wrong."""
+    speed, wrong = (
+        parts.get("device", {}).get("bandwidth", {}).get("bytes_per_second", math.nan),
+        [],
+    )
+    for part, rows in parts.items():
+        for name, row in rows.items():
+            for program, numbers in row.get("programs", {"": row}).items():
+                try:
+                    numbers = {"floor": 1e3 * row.get("bytes", 0) / speed} | numbers
+                    says = TOLD[part].format(**numbers)
+                except KeyError:  # there are no numbers
+                    says = " ".join(f"{key}: {value}" for key, value in row.items())
+                print(", ".join(filter(None, (part, name, program))), says, sep=": ")
+            wrong += [f"{part}, {name}"] * (not row.get("right", True))
+    return wrong
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -223,6 +223,11 @@ def request(
     }
 
 
+def has_equal_bits(model: st.HybridLM) -> bool:
+    """True if a model can be asked for equal bits, with all of these trees."""
+    return bits_obstacle(model, 64, ROWS, to_the_bit=True) is None
+
+
 def compared(
     model: st.HybridLM,
     way: Way,
@@ -235,8 +240,9 @@ def compared(
     are none; `distinct` shows that the model does not repeat itself.
     """
     tokens, calls, emitted, found = 0, 0, 0, []
-    to_the_bit = bits_obstacle(model) is None
+    to_the_bit = has_equal_bits(model)
     options = {**way.method.way} | ({"processors": way.processors} if way.processors else {})
+    options["to_the_bit"] = to_the_bit
     pieces = zip(requests, plain, way.decode(model, requests, options), strict=True)
     for number, (given, (want, of_want), (got, of_got, of_target)) in enumerate(pieces):
         calls, emitted = calls + of_target, emitted + int((got != st.PAD).sum())
@@ -277,11 +283,12 @@ def work(pieces: Sequence[Piece], rounds: int, mesh: Mesh | None) -> Iterator[di
     for (weights, family, temperature), some in itertools.groupby(pieces, lambda piece: piece[:3]):
         (model, draft), size = made(family, weights, mesh), FAMILIES[family].vocab_size
         requests = [request(size, temperature, n, ROWS, NEW_TOKENS) for n in range(rounds)]
-        plain = [found[:2] for found in batches(model, requests, {})]
+        bits = {"to_the_bit": has_equal_bits(model)}
+        plain = [found[:2] for found in batches(model, requests, bits)]
         ways = {way.method.name: way for way in ways_of(model, draft)}
         for piece in some:
             way = ways[piece.method]
-            rules = {"processors": way.processors}
+            rules = bits | {"processors": way.processors}
             ruled = batches(model, requests, rules) if way.processors else plain
             want = [found[:2] for found in ruled]
             began = time.perf_counter()

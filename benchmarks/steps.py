@@ -30,9 +30,13 @@ def binary_tree(nodes: int) -> st.TreeTopology:
     return st.TreeTopology((-1, *((node - 1) // 2 for node in range(1, nodes))))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def run_steps(
-    model: st.HybridLM, topology: st.TreeTopology, count: int, batch: int = 1
+    model: st.HybridLM,
+    topology: st.TreeTopology,
+    count: int,
+    batch: int = 1,
+    to_the_bit: bool = False,
 ) -> jax.Array:
     """Runs `count` target calls on a tree; each replays a path of the previous one."""
     tree = topology.tree(jnp.ones((batch, topology.num_nodes), bool))
@@ -43,7 +47,8 @@ def run_steps(
 
     def step(_, carry):
         tokens, pending, cache = carry
-        return best_tokens(model, tokens, tree, cache, replay=(pending, path))
+        with dispatch.to_the_bit(to_the_bit):
+            return best_tokens(model, tokens, tree, cache, replay=(pending, path))
 
     tokens = jnp.zeros((batch, topology.num_nodes), jnp.int32)
     carry = (tokens, pending, model.init_cache(batch, max_length))

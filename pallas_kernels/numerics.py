@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 
-def contract(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
+def contract(spec: str, left: Array, right: Array) -> Array:
     """`einsum` with float32 products and float32 accumulation.
 
     Both must be requested: XLA's default for float32 operands on GPU is TF32.
@@ -18,9 +18,7 @@ def contract(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(spec, left, right, precision="highest", preferred_element_type=jnp.float32)
 
 
-def batched_product(
-    left: jax.Array, right: jax.Array, *, transpose_right: bool = False
-) -> jax.Array:
+def batched_product(left: Array, right: Array, *, transpose_right: bool = False) -> Array:
     """`left @ right` over two leading batch axes, with `contract`'s precision.
 
     Unlike `einsum` it never swaps its operands: rows of `left` stay rows of the result. On CPU that
@@ -69,21 +67,21 @@ def few_best(
     return largest, best
 
 
-def sum_in_order(values: Float[Array, "*rows few"]) -> Float[Array, "*rows 1"]:
-    """The sum of a few values of each row, from the first to the last.
+def sum_in_order(values: Array, axis: int = -1) -> Array:
+    """The sum of a few values along an axis, which stays; from the first to the last.
 
     XLA chooses the order of its own sums by the number of rows.
     """
-    return functools.reduce(operator.add, jnp.unstack(values, axis=-1))[..., None]
+    return jnp.expand_dims(functools.reduce(operator.add, jnp.unstack(values, axis=axis)), axis)
 
 
-def argsort(values: jax.Array) -> jax.Array:
+def argsort(values: Array) -> Array:
     """The stable order of the last axis, int32 whatever the switches of jax say."""
     places = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
     return lax.sort((values, places), num_keys=1)[1]
 
 
-def rounded(x: jax.Array) -> jax.Array:
+def rounded(x: Array) -> Array:
     """A float32 product as its nearest number, whatever comes after it.
 
     A compiler turns a product and a sum after it into a multiply-add, in one program and not in
@@ -93,7 +91,7 @@ def rounded(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.nan, x)
 
 
-def scaled(x: jax.Array, multiplier: float) -> jax.Array:
+def scaled(x: Array, multiplier: float) -> Array:
     """`multiplier * x` in the dtype of `x`; only the product is rounded to it."""
     if multiplier == 1.0:
         return x
@@ -103,7 +101,7 @@ def scaled(x: jax.Array, multiplier: float) -> jax.Array:
 ACTIVATIONS = ("silu", "gelu", "relu2")
 
 
-def activate(name: str, x: jax.Array) -> jax.Array:
+def activate(name: str, x: Array) -> Array:
     """One of `ACTIVATIONS`, evaluated in float32, in the dtype of `x`."""
     wide = x.astype(jnp.float32)
     match name:
@@ -118,7 +116,7 @@ def activate(name: str, x: jax.Array) -> jax.Array:
     return wide.astype(x.dtype)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+def rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
     """Root-mean-square norm of each row `[..., M]`, evaluated in float32, in the dtype of `x`."""
     wide = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
@@ -143,21 +141,21 @@ class DeferredRMSNorm:
         epsilon: constant added to the mean square.
     """
 
-    value: jax.Array
-    mean_squares: jax.Array
+    value: Array
+    mean_squares: Array
     epsilon: float = dataclasses.field(metadata={"static": True})
 
-    def scaled(self) -> jax.Array:
+    def scaled(self) -> Array:
         """The scaled rows `[..., M]`, float32."""
-        mean_square = jnp.sum(self.mean_squares, axis=-1, keepdims=True)
+        mean_square = sum_in_order(self.mean_squares)
         return self.value.astype(jnp.float32) * lax.rsqrt(mean_square + self.epsilon)
 
-    def packed(self) -> jax.Array:
+    def packed(self) -> Array:
         """Value and mean square `[..., M + 1]`, float32: one array, so one all-reduce sums both."""
         mean_square = jnp.sum(self.mean_squares, axis=-1, keepdims=True)
         return jnp.concatenate([self.value.astype(jnp.float32), mean_square], axis=-1)
 
-    def unpacked(self, packed: jax.Array, shards: int) -> "DeferredRMSNorm":
+    def unpacked(self, packed: Array, shards: int) -> "DeferredRMSNorm":
         """The norm of rows split over `shards` equal shards, from the sum of their `packed`."""
         value = packed[..., :-1].astype(self.value.dtype)
         return dataclasses.replace(self, value=value, mean_squares=packed[..., -1:] / shards)

@@ -10,12 +10,12 @@ values, no slices of values. The interpreter has no masked stores.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
@@ -75,13 +75,14 @@ def call(
 
 def call_by_name(
     kernel: Callable[..., None],
-    inputs: dict[str, tuple[jax.Array, pl.BlockSpec]],
+    inputs: dict[str, tuple[Array, pl.BlockSpec]],
     outputs: dict[str, tuple[Any, pl.BlockSpec]],
-    *,
-    in_place: dict[str, str],
     **options: Any,
-) -> dict[str, jax.Array]:
-    """`call` of a kernel that takes dicts of input and of output refs; `in_place` names outputs."""
+) -> dict[str, Array]:
+    """`call` of a kernel that takes dicts of input and of output refs.
+
+    An output that is the very pair of the input with its name is written in place.
+    """
     # jax flattens dicts in the order of their keys.
     order, new_order = sorted(inputs), sorted(outputs)
     return call(
@@ -93,20 +94,33 @@ def call_by_name(
             for name, (array, _) in outputs.items()
         },
         input_output_aliases={
-            order.index(name): new_order.index(new) for name, new in in_place.items()
+            order.index(name): new_order.index(name)
+            for name, pair in inputs.items()
+            if outputs.get(name) is pair
         },
         **options,
     )({name: array for name, (array, _) in inputs.items()})
 
 
+def blocked(array: Any, axes: str, grid: str) -> tuple[Any, pl.BlockSpec]:
+    """An array and a program's block: one place on axes that the grid has too, all of the others.
+
+    `axes` and `grid` have a letter for each axis.
+    """
+    return array, pl.BlockSpec(
+        tuple(None if axis in grid else size for axis, size in zip(axes, array.shape, strict=True)),
+        lambda *program: tuple(program[grid.index(axis)] if axis in grid else 0 for axis in axes),
+    )
+
+
 def dot(
-    left: jax.Array,
-    right: jax.Array,
+    left: Array,
+    right: Array,
     *,
     trans_a: bool = False,
     trans_b: bool = False,
     exact: bool = False,
-) -> jax.Array:
+) -> Array:
     """A product with float32 accuracy and float32 accumulation, on tensor cores.
 
     The default for float32 operands on GPU is TF32 (error 1e-3). Instead a float32 operand is split
@@ -126,7 +140,7 @@ def dot(
     return functools.reduce(jnp.add, products)
 
 
-def _bf16_parts(value: jax.Array, count: int) -> list[jax.Array]:
+def _bf16_parts(value: Array, count: int) -> list[Array]:
     if value.dtype == jnp.bfloat16:
         return [value]
     parts = []
@@ -136,21 +150,52 @@ def _bf16_parts(value: jax.Array, count: int) -> list[jax.Array]:
     return parts
 
 
-def masked_load(ref: Ref, index: tuple[Any, ...], mask: jax.Array, *, interpret: bool) -> jax.Array:
-    """`ref[index]` where `mask`, 0 elsewhere; what is masked off is not read.
+def masked_load(ref: Ref, index: tuple[Any, ...], mask: Array | None, *, interpret: bool) -> Array:
+    """`ref[index]` where `mask`, 0 elsewhere; what is masked off is not read. None: everywhere.
 
-    The interpreter has no masked loads, and reads all. The index must be in bounds everywhere.
+    The interpreter has no masked loads, and reads all. The index must be in bounds everywhere; the
+    interpreter pads what a block has beyond the last row.
     """
-    if interpret:
+    if interpret or mask is None:
         value = ref[index]
-        return jnp.where(mask, value, jnp.zeros_like(value))
+        return value if mask is None else jnp.where(mask, value, jnp.zeros_like(value))
     view = ref.at[index]
     return plt.load(view, mask=jnp.broadcast_to(mask, view.shape), other=0.0)
 
 
+def masked_store(ref: Ref, value: Array, masks: Sequence[Array | None], *, interpret: bool) -> None:
+    """Writes a whole block where all masks are true; None is everywhere.
+
+    The interpreter has no masked stores: it writes all, and drops what is beyond the last row.
+    """
+    some = [jnp.broadcast_to(mask, value.shape) for mask in masks if mask is not None]
+    if interpret or not some:
+        ref[...] = value
+        return
+    plt.store(ref.at[...], value, mask=functools.reduce(jnp.logical_and, some))
+
+
+def add_product(
+    total: Array, left: Array, right: Array, *, trans_a: bool, interpret: bool
+) -> Array:
+    """`total + left @ right.T` of bfloat16, by matrix units, which add in the order of the inputs.
+
+    The interpreter adds one input after the other: the order of XLA's own product depends on its
+    shape. Products are exact in float32, so nothing hangs on whether a compiler fuses them.
+    """
+    if not interpret:
+        return total + plt.dot(left, right, trans_a=trans_a, trans_b=True)
+
+    def add(total: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
+        column, row = (vector.astype(jnp.float32) for vector in pair)
+        return total + column[:, None] * row[None, :], None
+
+    return lax.scan(add, total, (left if trans_a else left.T, right.T))[0]
+
+
 def multiply_add(
-    left: jax.Array, right: jax.Array, addend: jax.Array | None, *, interpret: bool
-) -> jax.Array:
+    left: Array, right: Array, addend: Array | None = None, *, interpret: bool
+) -> Array:
     """`left * right + addend` of float32, rounded once; without an addend the rounded product.
 
     A compiler that fuses, or does not, has no say here. The interpreter rounds the product too, in
@@ -159,11 +204,27 @@ def multiply_add(
     if interpret:
         product = rounded(left * right)
         return product if addend is None else product + addend
-    operands = (left, right) if addend is None else (left, right, addend)
+    if addend is None:
+        return _elementwise("mul.rn.f32 $0, $1, $2;", left, right)
+    return _elementwise("fma.rn.f32 $0, $1, $2, $3;", left, right, addend)
+
+
+def laid_out_as(like: Array, value: Array, *, interpret: bool) -> Array:
+    """A float32 `value`, broadcast to the shape of `like`, with its numbers in the same threads.
+
+    So sums of its products along an axis are added in the order of those of `like`. In a layout of
+    its own, Triton would load it twice.
+    """
+    if interpret:
+        return jnp.broadcast_to(value, like.shape)
+    return _elementwise("mov.b32 $0, $1;", value, like)
+
+
+def _elementwise(code: str, *operands: Array) -> Array:
+    """An instruction of PTX for all numbers of broadcast float32 operands."""
     shape = jnp.broadcast_shapes(*(operand.shape for operand in operands))
-    places = ", ".join(f"${number}" for number in range(len(operands) + 1))
     (result,) = plt.elementwise_inline_asm(
-        f"{'mul' if addend is None else 'fma'}.rn.f32 {places};",
+        code,
         args=[jnp.broadcast_to(operand, shape) for operand in operands],
         constraints="=f" + ",f" * len(operands),
         pack=1,
@@ -196,7 +257,7 @@ def parts(size: int, most: int) -> list[pl.Slice]:
     return slices
 
 
-def rows(first: int | jax.Array, count: int, limit: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+def rows(first: int | Array, count: int, limit: int | Array) -> tuple[Array, Array]:
     """Row indices `first, ..., first + count - 1` and which of them exist, that is, are `< limit`.
 
     A row that does not exist gets the index of the last row. So a kernel reads any number of
@@ -211,13 +272,6 @@ def rows(first: int | jax.Array, count: int, limit: int | jax.Array) -> tuple[ja
     if isinstance(limit, int) and limit % count == 0:  # keeps the row numbers contiguous for Triton
         return row, row < limit
     return jnp.minimum(row, limit - 1), row < limit
-
-
-def unsupported_size(name: str, size: int) -> str | None:
-    """Why a kernel cannot take this size, or None if it can."""
-    if size >= SMALLEST_BLOCK and size & (size - 1) == 0:
-        return None
-    return f"{name} = {size} is not a power of two of at least {SMALLEST_BLOCK}"
 
 
 def unsupported_in_parts(name: str, size: int) -> str | None:
@@ -239,4 +293,7 @@ def unsupported_state(
     case = dtype_case(dtype)
     if state_size > most[case]:
         return f"state_size = {state_size} of {case} inputs is more than {most[case]}"
-    return unsupported_size("head_dim", head_dim) or unsupported_size("state_size", state_size)
+    for name, size in (("head_dim", head_dim), ("state_size", state_size)):
+        if size < SMALLEST_BLOCK or size & (size - 1):
+            return f"{name} = {size} is not a power of two of at least {SMALLEST_BLOCK}"
+    return None

@@ -151,6 +151,8 @@ def complete(
     drafter: Location | Drafter | None = None,
     topology: Topology | None = None,
     verifier: str | Verifier | None = None,
+    lossy: bool = False,
+    to_the_bit: bool = False,
     chat: Mapping[str, Any] | None = None,
     eos_token: int | str | Sequence[int | str] | Any = None,
     **options: Any,
@@ -168,7 +170,7 @@ def complete(
         tokenizer: None: the checkpoint's. A directory with one, a tokenizer from `load_tokenizer`,
             or a fast tokenizer of transformers; required if `model` is a model.
         drafter: a path or name of a draft model, or a drafter.
-        topology, verifier: as in `generate`.
+        topology, verifier, lossy, to_the_bit: as in `generate`.
         chat: variables of the chat template, such as `tools` or `enable_thinking`.
         eos_token: ids or texts of tokens. None: the end tokens of the model's config, of
             `generation_config.json` and of the tokenizer.
@@ -204,6 +206,8 @@ def complete(
         drafter=draft,
         topology=topology,
         verifier=verifier,
+        lossy=lossy,
+        to_the_bit=to_the_bit,
         eos_token=texts.end_tokens(loaded.config, eos_token),
         tokenizer=texts.tokenizer(prompt),
         **options,

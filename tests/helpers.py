@@ -89,17 +89,20 @@ def forget_many_programs():
         gc.collect()
 
 
+def saved_model(folder, tokenizer, **options):
+    """Saves a tiny model with a tokenizer, and returns it; its texts go anywhere."""
+    vocab_size = tokenizer.get_vocab_size()
+    model = random_model(st.ModelConfig.tiny(vocab_size=vocab_size, num_layers=1, **options))
+    st.save_pretrained(model, folder, tokenizer=tokenizer)
+    return model
+
+
 def saved_pair(folder):
     """Saves tiny models and heads with tokenizer, tree and vocabulary of the embedded ones."""
     embedded = st.demo_path("target")
     tokenizer = st.load_tokenizer(embedded)
-    model = random_model(
-        st.ModelConfig.tiny(
-            vocab_size=tokenizer.get_vocab_size(), num_layers=1, tie_embeddings=False
-        )
-    )
-    for name, each in (("target", model), ("draft", perturbed(model, 0.1))):
-        st.save_pretrained(each, folder / name, tokenizer=tokenizer)
+    model = saved_model(folder / "target", tokenizer, tie_embeddings=False)
+    st.save_pretrained(perturbed(model, 0.1), folder / "draft", tokenizer=tokenizer)
     st.save_medusa(st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0)), model, folder / "medusa")
     shutil.copy(embedded.with_name("tree.json"), folder)
     return folder
@@ -163,6 +166,19 @@ def temporary_bytes(model):
     """What a loop over a model takes beside its weights; jax 0.12 converts none for two rows."""
     compiled = _continued.lower(model, np.zeros((1, 1), np.int32)).compile()
     return compiled.memory_analysis().temp_size_in_bytes
+
+
+def by_message(names, rows):
+    """A test for each row of a table, whose message is its name too."""
+    return pytest.mark.parametrize(names, rows, ids=[row[-1] for row in rows])
+
+
+def refusal(message, call, /, *arguments, **options):
+    """The text of the ValueError of a call: one line, in which the message is found."""
+    with pytest.raises(ValueError, match=message) as error:
+        call(*arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def state_after(drafter, context, topology, max_length):

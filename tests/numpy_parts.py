@@ -7,6 +7,10 @@ from pallas_kernels.tree_attention.reference import tree_attention
 from pallas_kernels.tree_delta.reference import delta_chunks
 
 
+def float64(weights):
+    return {name: np.asarray(value, np.float64) for name, value in weights.items()}
+
+
 def log_softmax(logits):
     logits = logits - logits.max(axis=-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))

@@ -15,6 +15,7 @@ import stree_jax as st
 from stree_jax import chat
 from stree_jax.chat import ChatTemplate, checked_variables, load_chat_template, special_tokens
 from tests.cases.chat_templates import ALIKE, MISTAKES
+from tests.helpers import refusal
 
 USER = [{"role": "user", "content": "Hello"}]
 MESSAGES = [
@@ -182,11 +183,11 @@ def test_where_templates_are(files, plain, with_tools, tmp_path):
 def test_templates_of_other_names(tmp_path):
     files = {"additional_chat_templates/rag.jinja": "rag"}
     write(tmp_path, {CONFIG: {"chat_template": []}} | files)
-    with pytest.raises(ValueError, match=re.escape("named 'default'; there are ['rag']")):
-        load_chat_template(tmp_path, tools=True)
+    refusal(
+        re.escape("named 'default'; there are ['rag']"), load_chat_template, tmp_path, tools=True
+    )
     (tmp_path / "additional_chat_templates/rag.jinja").unlink()
-    with pytest.raises(ValueError, match="has no chat template; pass a text"):
-        load_chat_template(tmp_path)
+    refusal("has no chat template; pass a text", load_chat_template, tmp_path)
 
 
 @pytest.mark.parametrize("saved", ["config", "files"])

@@ -9,7 +9,7 @@ import pytest
 
 import stree_jax as st
 from tests.convert.checkpoints import hf_checkpoint, hf_logits, torch, transformers
-from tests.helpers import python, saved_pair
+from tests.helpers import python, refusal, saved_pair
 
 pytest.importorskip("lm_eval", reason="lm-eval, of the extra `eval`, is not installed")
 from lm_eval.api.model import CachingLM
@@ -97,13 +97,15 @@ def test_stops_and_limits(pair, caplog):
     assert f"a context of {len(tokens)} tokens was cut to the last 6" in caplog.text
     how = dict(max_new_tokens=24, tokenizer=plain._texts.tokenizer(""))
     assert [got] == st.generate(plain._model, [tokens[-6:]], **how).texts
-    with pytest.raises(ValueError, match="request that ends in 'Ann': max_gen_toks must be .*29"):
-        short.generate_until([until("Ann", max_gen_toks=30)])
+    refusal(
+        "request that ends in 'Ann': max_gen_toks must be .*29",
+        short.generate_until,
+        [until("Ann", max_gen_toks=30)],
+    )
     assert short.loglikelihood([asked("Ann ", ""), asked("", ""), PAIRS[0]])[:2] == [(0, True)] * 2
     for given in ([(("a", "b"), [1], [])], [(("a", "b"), [1], [2] * 31)]):
         message = "request that ends in 'a': tokens of a continuation .* from 1 to 30; got [03]"
-        with pytest.raises(ValueError, match=message):
-            short._loglikelihood_tokens(given)
+        refusal(message, short._loglikelihood_tokens, given)
 
 
 def test_chats_and_what_is_refused(pair, tiny_pair):
@@ -120,16 +122,19 @@ def test_chats_and_what_is_refused(pair, tiny_pair):
                 [history], chat_template=source, continue_final_message=True
             )
             assert goes_on == theirs
-    with pytest.raises(ValueError, match="'tools'"):
-        ours.chat_template("tools")
-    with pytest.raises(ValueError, match=r"gen_kwargs has \['num_beams'\] .*, of \['eos"):
-        ours.generate_until([until("Ann", num_beams=4)])
-    with pytest.raises(ValueError, match="request that ends in 'Ann': until has an empty text"):
-        ours.generate_until([until("Ann", "")])
-    with pytest.raises(ValueError, match=r"model_args has \['2', 'rows'\] .*, of \['ada"):
-        StreeJax(**pair, rows=8, **{"2": ""})
-    with pytest.raises(ValueError, match="batch_size must be"):
-        StreeJax(**pair, batch_size=0)
+    refusal("'tools'", ours.chat_template, "tools")
+    refusal(
+        r"gen_kwargs has \['num_beams'\] .*, of \['eos",
+        ours.generate_until,
+        [until("Ann", num_beams=4)],
+    )
+    refusal(
+        "request that ends in 'Ann': until has an empty text",
+        ours.generate_until,
+        [until("Ann", "")],
+    )
+    refusal(r"model_args has \['2', 'rows'\] .*, of \['ada", StreeJax, **pair, rows=8, **{"2": ""})
+    refusal("batch_size must be", StreeJax, **pair, batch_size=0)
     with pytest.raises(ValueError, match="names no token to put before"):
         StreeJax(str(tiny_pair / "target")).generate_until([until("")])
 

@@ -21,7 +21,7 @@ CEILINGS = {
     "benchmarks/*.py": 37_500,
     "examples/*.py": 10_500,
     "*.cc *.h": 31_000,
-    "benchmarks/results": 11_407,
+    "benchmarks/results": 11_386,
 }
 # Names that say nothing of a value. A commit that finds better ones lowers the number.
 VAGUE = {"own", "found", "each", "given", "asked", "made", "other", "rest", "rests"}

@@ -22,7 +22,7 @@ from stree_jax.testing import (
 )
 from stree_jax.testing.exactness import largest_distance
 from tests.drafters import Delegating
-from tests.helpers import with_weight
+from tests.helpers import by_message, refusal, with_weight
 
 CHAIN = st.TreeTopology.chain(3)
 SIX = st.ModelConfig.tiny(vocab_size=6, num_layers=1)
@@ -84,28 +84,24 @@ class Misreporting(st.ModelDrafter):
 
 
 def test_a_drafter_with_a_wrong_tree_is_named():
-    with pytest.raises(AssertionError, match=r"row \d, new token \d+: \d+ for \d+; a real diff"):
+    message = r"row \d, new token \d+: \d+ for \d+; a real difference: their scores differ by"
+    with pytest.raises(AssertionError, match=message):
         assert_lossless(tiny_model(), Blind(tiny_model()), topology=CHAIN, max_new_tokens=12)
 
 
-def test_differences_are_near_ties_or_real():
-    model = tiny_model()
-    want = st.generate(model, PROMPTS, max_new_tokens=12).tokens
-    token = int(want[1, 5])
-    other = (token + 1) % 37
-    same = with_weight(model, "head", lambda head: head.at[other].set(head[token]))
+def test_a_near_tie_is_named():
+    """Of two equal tokens the lower one is the best."""
+    tokens = st.generate(tiny_model(), PROMPTS, max_new_tokens=12).tokens
+    best = int(tokens[1, 5])
+    equal = (best + 1) % 37
+    model = with_weight(tiny_model(), "head", lambda head: head.at[equal].set(head[best]))
+    token, other = sorted((best, equal))
     rule = Replaces(st.VERIFIERS["target_only"], token=token, by=other)
     options = dict(topology=CHAIN, verifier=rule, max_new_tokens=12, temperatures=(0.0,))
-    with pytest.raises(AssertionError, match="a real difference: their scores differ by") as real:
+    with pytest.raises(AssertionError, match=f"{other} for {token}; a near tie") as error:
         assert_lossless(model, drafter(), **options)
-    row, at, got, expected = map(int, re.findall(r"\d+", str(real.value))[:4])
-    assert (got, expected) == (other, token)
-    assert want[row, at] == token
-    # The lower of two equal tokens is the best one.
-    token, other = sorted((token, other))
-    rule = Replaces(st.VERIFIERS["target_only"], token=token, by=other)
-    with pytest.raises(AssertionError, match=f"{other} for {token}; a near tie"):
-        assert_lossless(same, drafter(), **options | dict(verifier=rule))
+    row, at, *_ = map(int, re.findall(r"\d+", str(error.value)))
+    assert st.generate(model, PROMPTS, max_new_tokens=12).tokens[row, at] == token
 
 
 def test_another_cache_is_named():
@@ -123,7 +119,7 @@ def pair():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
+@by_message(
     ("kind", "options", "message"),
     [
         (Misreporting, {}, "do not have the model's distribution: absolute differences sum to"),
@@ -153,7 +149,7 @@ def test_the_bound_is_one(texts):
         assert (distances > largest_distance(texts, rows, error)).mean() <= error
 
 
-@pytest.mark.parametrize(
+@by_message(
     ("call", "message"),
     [
         (
@@ -169,5 +165,4 @@ def test_the_bound_is_one(texts):
     ],
 )
 def test_refusals(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    refusal(message, call)

@@ -13,7 +13,8 @@ import stree_jax as st
 from stree_jax import chat, text
 from stree_jax.chat import ChatTemplate
 from stree_jax.convert import convert
-from stree_jax.testing import perturbed, random_model
+from stree_jax.testing import perturbed
+from tests.helpers import refusal, saved_model
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' +"
@@ -35,9 +36,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat") / "model"
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    config = st.ModelConfig.tiny(vocab_size=tokenizer.get_vocab_size(), num_layers=1)
-    model = random_model(config)
-    st.save_pretrained(model, folder, tokenizer=tokenizer)
+    saved_model(folder, tokenizer)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|endoftext|>",
@@ -46,6 +45,9 @@ def folder(tmp_path_factory):
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+SAMPLED = dict(max_new_tokens=6, temperature=1.0, key=jax.random.key(3))
 
 
 def generated(folder, prompt, **options):
@@ -58,9 +60,8 @@ def generated(folder, prompt, **options):
 
 def test_a_text(folder, tmp_path, monkeypatch):
     """That of `generate` with the same options; with any drafter; each is loaded once."""
-    options = dict(max_new_tokens=6, temperature=1.0, key=jax.random.key(3))
-    tokens, tokenizer = generated(folder, "Once upon", **options)
-    found = st.complete(folder, "Once upon", **options)
+    tokens, tokenizer = generated(folder, "Once upon", **SAMPLED)
+    found = st.complete(folder, "Once upon", **SAMPLED)
     assert found == tokenizer.decode(tokens)
     loaded = []
     monkeypatch.setattr(
@@ -68,13 +69,13 @@ def test_a_text(folder, tmp_path, monkeypatch):
     )
     copy = shutil.copytree(folder, tmp_path / "model")
     for _ in range(2):
-        assert st.complete(copy, "Once upon", drafter=copy, **options) == found
+        assert st.complete(copy, "Once upon", drafter=copy, **SAMPLED) == found
     assert len(loaded) == 2  # a target in float32, a draft in bfloat16
-    cut = st.complete(folder, "Once upon", stop=[[tokens[3]]], **options)
+    cut = st.complete(folder, "Once upon", stop=[[tokens[3]]], **SAMPLED)
     assert cut == tokenizer.decode(tokens[: tokens.index(tokens[3])])
     model = st.from_pretrained(folder)
     for tokenizer in (folder, st.load_tokenizer(folder)):
-        assert st.complete(model, "Once upon", tokenizer=tokenizer, **options) == found
+        assert st.complete(model, "Once upon", tokenizer=tokenizer, **SAMPLED) == found
 
 
 @pytest.mark.parametrize(("to", "weights"), [("native", "params"), ("hf", "model.safetensors")])
@@ -97,12 +98,11 @@ def test_weights_that_were_replaced_are_loaded(folder, tmp_path, to, weights):
 
 def test_a_conversation(folder):
     """The template's text is encoded, and the end token of the tokenizer ends the answer."""
-    options = dict(max_new_tokens=6, temperature=1.0, key=jax.random.key(3))
     written = ChatTemplate(CHATML, {}).render(MESSAGES)
-    tokens, tokenizer = generated(folder, written, **options)
-    assert st.complete(folder, MESSAGES, **options) == tokenizer.decode(tokens)
+    tokens, tokenizer = generated(folder, written, **SAMPLED)
+    assert st.complete(folder, MESSAGES, **SAMPLED) == tokenizer.decode(tokens)
     end = tokens[2]
-    assert st.complete(folder, MESSAGES, eos_token=end, **options) == tokenizer.decode(
+    assert st.complete(folder, MESSAGES, eos_token=end, **SAMPLED) == tokenizer.decode(
         tokens[: tokens.index(end)]
     )
 
@@ -116,8 +116,7 @@ def test_refusals(folder, monkeypatch):
         (lambda: st.complete(folder, MESSAGES, chat={"messages": []}), "they are the prompt"),
     ]
     for call, message in calls:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            call()
+        refusal(re.escape(message), call)
     chat._sandbox.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.setitem(sys.modules, "jinja2.ext", None)
@@ -139,7 +138,18 @@ def test_the_tokenizer_of_transformers(folder):
         "default": "{{ raise_exception(bos_token) }}",
         "tool_use": "{{ raise_exception(eos_token ~ tools|length) }}",
     }
-    with pytest.raises(ValueError, match=re.escape("write these messages: <|endoftext|>")):
-        st.complete(model, MESSAGES, tokenizer=peer)
-    with pytest.raises(ValueError, match=re.escape("cannot write these messages: <|im_end|>1")):
-        st.complete(model, MESSAGES, tokenizer=peer, chat={"tools": TOOLS})
+    refusal(
+        re.escape("write these messages: <|endoftext|>"),
+        st.complete,
+        model,
+        MESSAGES,
+        tokenizer=peer,
+    )
+    refusal(
+        re.escape("cannot write these messages: <|im_end|>1"),
+        st.complete,
+        model,
+        MESSAGES,
+        tokenizer=peer,
+        chat={"tools": TOOLS},
+    )

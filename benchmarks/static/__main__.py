@@ -10,8 +10,8 @@ not such a sum: `--whole` compiles whole models.
 
 `benchmarks/static/deviceless.py` says what to install. Results go to `static.json`, in
 `benchmarks/results` with `--commit`; a run of some presets or GPUs replaces their rows only. Exit
-code 1 if a kernel spills registers, or if our kernels exceed `--most-launches`, `--most-outside` or
-`--most-growth`.
+code 1 if a kernel spills registers, if our kernels exceed `--most-launches`, `--most-outside` or
+`--most-growth`, or if a loop is not what `--one-graph` asks for.
 
 Matrix products are not autotuned, since there is no device to time them on: counts of kernels and
 memory hold, but a device may choose other blocks. XLA may also split the inner axis of small
@@ -23,6 +23,7 @@ import functools
 import itertools
 import json
 import math
+from collections import Counter
 from typing import Any
 
 from benchmarks.static.deviceless import (
@@ -60,6 +61,7 @@ OPTIONS = {
     "--weights": {"nargs": "+", "choices": [*WEIGHTS], "default": ["bfloat16"]},
     "--whole": {"action": "store_true"},
     "--loop-nodes": NUMBERS | {"default": [64]},
+    "--one-graph": {"action": "store_true"},
     "--most-launches": LIMITS,
     "--most-outside": LIMITS,
     "--most-growth": {"type": float, "default": math.inf, "metavar": "PERCENT"},
@@ -68,8 +70,10 @@ HELP = {
     "--prompts": "numbers of tokens to prefill",
     "--whole": "also compile whole models",
     "--loop-nodes": "nodes of the trees of loops whose launches outside of layers are counted",
+    "--one-graph": "the body of each loop must be one graph that XLA captures, so that nothing in a"
+    " step waits for the host",
     "--most-launches": "limits for a layer with our kernels, products whole, such as mamba2=5"
-    " attention=5, in steps of more than one node; prompt-mamba2=11 for the prefill of a prompt",
+    " attention=5; prompt-mamba2=11 for the prefill of a prompt",
     "--most-outside": "limits for a step of the loop outside of layers, such as greedy=30"
     " sampled=40",
     "--most-growth": "limit for the memory of a whole step (arguments, results and temporary"
@@ -154,6 +158,7 @@ def main() -> None:
                 "sampled": sampled,
                 "launches_a_step": sum(kernels.values()),
                 "kernels": kernels,
+                "bodies": sum((each.bodies for each in programs), Counter()),
                 "spills": any(each.spills for each in programs),
             }
             add("outside", which | row)
@@ -174,7 +179,9 @@ def main() -> None:
     }
     print(json.dumps({"static": line}))
     limits = [*options.most_launches, *options.most_outside]
-    if failures := gates.failures(launches, limits, growth, options.most_growth, spilled):
+    failures = gates.failures(launches, limits, growth, options.most_growth, spilled)
+    failures += gates.not_one_graph(outside) if options.one_graph else []
+    if failures:
         raise SystemExit("\n".join(failures))
 
 

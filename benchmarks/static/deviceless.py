@@ -90,6 +90,7 @@ gpu_device_info {{
   device_memory_size: 42000000000
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  driver_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 patch: 0 }}
@@ -100,8 +101,9 @@ device_description_str: "{gpu.kind}"
 
 def lowered(device: str, jitted: Any, *arguments: Any) -> Any:
     """A jitted function of abstract arguments, traced and lowered for a described device."""
+    chosen_for = jax.default_device(_devices(device, 1)[0])  # by `dispatch`, and block sizes
     if device in TPUS:
-        with jax.default_device(_devices(device, 1)[0]):  # what `dispatch` chooses for
+        with chosen_for:
             return jitted.trace(*arguments).lower()
     mesh = contextlib.nullcontext()
     if jax.__version_info__ >= (0, 11):  # Pallas must know the GPU; jax 0.10 does not need it
@@ -109,7 +111,7 @@ def lowered(device: str, jitted: Any, *arguments: Any) -> Any:
         described = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
         empty = jax.sharding.AbstractMesh((), (), abstract_device=described)
         mesh = jax.sharding.use_abstract_mesh(empty)
-    with mesh:
+    with mesh, chosen_for:
         return jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
@@ -152,6 +154,7 @@ class Compiled(NamedTuple):
 
     program: Any
     thunks: str  # XLA's dump of what it puts on the device
+    captured: str  # the same, in the graphs that it captures; empty if this XLA does not say it
     spills: bool  # a kernel spills registers
 
 
@@ -176,8 +179,9 @@ class Compiler:
                 raise
             spills = True
             compiled = program.compile(compiler_options=options)
-        (dump,) = DUMP.glob("*.thunk_sequence.txt")
-        return Compiled(compiled, dump.read_text(), spills)
+        dumps = [DUMP.glob(f"*.thunk_sequence{which}.txt") for which in ("", "_after_thunk_passes")]
+        texts = ["".join(file.read_text() for file in files) for files in dumps]
+        return Compiled(compiled, *texts, spills)
 
 
 def compiled_for_tpu(tpu: str, jitted: Any, *arguments: Any) -> Any:

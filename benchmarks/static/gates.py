@@ -17,14 +17,13 @@ def most_launches(rows: Sequence[Row]) -> dict[str, float]:
     """The most launches of each kind, with our kernels and products whole.
 
     Kinds are those of layers, which in a prefill are called `prompt-KIND`; and "greedy" and
-    "sampled" for a step of the loop outside of layers. Steps on one node do not count: XLA splits
-    the product of one row and a matrix into two launches.
+    "sampled" for a step of the loop outside of layers.
     """
     most: dict[str, float] = {}
     for row in _gated(rows):
         prefix = "prompt-" if "positions" in row else ""
-        layers = {} if row.get("nodes") == 1 else row.get("layers", {})
-        counts = {prefix + kind: layer["launches"] for kind, layer in layers.items()}
+        layers = row.get("layers", {}).items()
+        counts = {prefix + kind: layer["launches"] for kind, layer in layers}
         if "launches_a_step" in row:
             counts["sampled" if row["sampled"] else "greedy"] = row["launches_a_step"]
         for kind, count in counts.items():
@@ -44,6 +43,17 @@ def growth_of_memory(rows: Sequence[Row]) -> dict[str, float]:
         for program, of in sizes.items()
         if len(of) > 1
     }
+
+
+def not_one_graph(rows: Sequence[Row]) -> list[str]:
+    """Loops with our kernels whose body is more than one captured graph, or no rows of loops."""
+    bodies = [(row, body) for row in _gated(rows) for body in row["bodies"]]
+    found = [
+        f"{row['preset']}, {row['gpu']}, {row['loop_nodes']} nodes: a loop's body is {body}"
+        for row, body in bodies
+        if body != "kCommandBuffer"
+    ]
+    return found if bodies else ["one graph: no loop was compiled, or XLA does not say"]
 
 
 def _gated(rows: Sequence[Row]) -> Iterator[Row]:

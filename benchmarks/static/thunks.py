@@ -86,6 +86,20 @@ def num_loops(thunks: Sequence[Thunk]) -> int:
     return sum(thunk.kind == "kWhile" for thunk in thunks)
 
 
+def bodies(text: str) -> Counter[str]:
+    """How many loops have which body: the kinds of its thunks, but for those inside of others.
+
+    The text is `Compiled.captured`. A body should be one `kCommandBuffer`, a graph that the device
+    runs as a whole. Whatever else is there is launched by the host, one by one.
+    """
+    # Loops are inside of loops, whose "condition:" is not indented.
+    loops = re.findall(r"^( *)body:\n(?=((?:(?:\1 .*|condition:)\n)*))", text, re.MULTILINE)
+    return Counter(
+        " ".join(re.findall(rf"^{indent}  \d+:\s+(k\w+)", lines, re.MULTILINE))
+        for indent, lines in loops
+    )
+
+
 class Program(NamedTuple):
     """A program for a GPU."""
 
@@ -93,6 +107,7 @@ class Program(NamedTuple):
     kernels: Counter[str]  # launches of a step by name
     shared_memory: int  # bytes, of the largest block
     spills: bool
+    bodies: Counter[str]  # of its loops, see `bodies`
     memory: dict[str, int]  # see `memory_of`
 
     @classmethod
@@ -104,6 +119,7 @@ class Program(NamedTuple):
             Counter({name: count / steps for name, count in by_name(thunks).items()}),
             shared_memory=max(thunk.shared_memory for thunk in thunks),
             spills=compiled.spills,
+            bodies=bodies(compiled.captured),
             memory=memory_of(compiled.program),
         )
 

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels import dispatch, native
+from pallas_kernels.log_softmax import pallas_triton
 
 
 def log_softmax(
     logits: Float[Array, "*rows V"], *, implementation: str | None = None
 ) -> Float32[Array, "*rows V"]:
-    """The logarithm of the softmax of each row, in float32; "native" sums in one order.
+    """The logarithm of the softmax of each row, in float32; all but "xla" sum in one order.
 
     Args:
         logits: the rows.
@@ -19,9 +20,10 @@ def log_softmax(
     """
     return dispatch.run(
         "log_softmax",
-        {"xla": jax.nn.log_softmax, "native": _native},
+        {"xla": jax.nn.log_softmax, "native": _native, "pallas": pallas_triton},
         (logits.astype(jnp.float32),),
         requested=implementation,
+        unsupported={"pallas": None if logits.size else "there are no logits"},
         xla_derivatives=True,
     )
 

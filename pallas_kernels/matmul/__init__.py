@@ -1,4 +1,4 @@
-"""Products of rows with packed matrices."""
+"""Products of rows with matrices."""
 
 from pallas_kernels.matmul.api import matmul, rows
 from pallas_kernels.matmul.packed import PackedMatrix

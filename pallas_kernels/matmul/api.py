@@ -1,57 +1,90 @@
-"""Products of rows with packed matrices, exact to the bit for any number of rows on a CPU."""
+"""Products of rows with matrices, exact to the bit for any number of rows.
+
+On a CPU of packed matrices in every type, on a GPU of unpacked ones in bfloat16 and in 8 bits.
+"""
 
 import math
+from typing import Any
 
-from jaxtyping import Array, Float, Float32, Int
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from pallas_kernels import dispatch
-from pallas_kernels.matmul import native, xla
+from pallas_kernels.matmul import native, pallas_triton, xla
 from pallas_kernels.matmul.packed import PackedMatrix
+from pallas_kernels.matmul.quantized import QuantizedMatrix
 
 
 def matmul(
     x: Float[Array, "*rows I"],
-    matrix: PackedMatrix,
+    matrix: PackedMatrix | QuantizedMatrix | Num[Array, "..."],
     which: Int[Array, " rows"] | None = None,
     *,
+    axis: int = -2,
+    dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
-) -> Float32[Array, "*rows O"]:
-    """Rows times a packed matrix, in float32 whatever the type of the matrix.
+) -> Float[Array, "..."]:
+    """Rows times a matrix, `[*rows, O]`, added in float32 whatever the type of the matrix.
 
     Args:
         x: the rows.
-        matrix: one matrix `[I, O]`; with `which` several, `[E, I, O]`.
+        matrix: one matrix `[I, O]`, packed or not; with `which` several packed ones, `[E, I, O]`.
+            XLA multiplies rows by each of several others, `[*rows, E, O]`.
         which: the matrix of each row of `x [rows, I]`; all must be in range. None: there is one.
+        axis: the axis of inputs of an array: -2, or -1 of a table `[O, I]`.
+        dtype: of the products, float32 or bfloat16; packed ones are float32.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+            Packed matrices have "native", the others "pallas".
 
     Returns:
-        Products and sums in float32. "native" adds in one order: a row's product is the same to the
-        bit for any number of rows, and rows of zeros, as padding is, take no time. For 8-bit
-        weights it rounds rows to 8 bits in groups of 32 inputs; a row with NaN or infinity gives
-        NaN. "xla" rounds rows to bfloat16 for a bfloat16 matrix.
+        "native" adds in one order: a row's product is the same to the bit for any number of rows,
+        and rows of zeros, as padding is, take no time. For 8-bit weights it rounds rows to 8 bits
+        in groups of 32 inputs; a row with NaN or infinity gives NaN. "xla" rounds rows to bfloat16
+        for a packed bfloat16 matrix, and an unpacked 8-bit matrix to its `dtype`.
+        "pallas" multiplies bfloat16 rows, and adds in one order too. More than 64 rows are XLA's,
+        which is faster then, but for traces inside of `dispatch.to_the_bit(True)`.
         Derivatives are XLA's in all implementations.
 
     Raises:
         ValueError: rows that do not fit the matrix.
     """
-    several = len(matrix.shape) == 3
-    if x.shape[-1] != matrix.shape[-2]:
+    is_packed = isinstance(matrix, PackedMatrix)
+    axis = -2 if is_packed else getattr(matrix, "axis", axis)
+    if x.shape[-1] != matrix.shape[axis]:
         raise ValueError(f"rows of {x.shape[-1]} inputs do not fit a matrix {matrix.shape}")
+    several = is_packed and len(matrix.shape) == 3
     if several != (which is not None) or (which is not None and x.shape[:-1] != which.shape):
         raise ValueError(
             f"which = {which if which is None else which.shape} with x {x.shape} and a matrix"
-            f" {matrix.shape}: rows [rows, I] of several matrices [E, I, O] need which [rows]"
+            f" {matrix.shape}: rows [rows, I] of several packed matrices [E, I, O] need which"
+            " [rows]"
         )
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype("float32")
-    arguments = (rows, matrix) if which is None else (rows, matrix, which)
-    y = dispatch.run(
+    count = math.prod(x.shape[:-1])
+    if isinstance(matrix, PackedMatrix):
+        rows = x.reshape(count, x.shape[-1]).astype("float32")
+        arguments = (rows, matrix) if which is None else (rows, matrix, which)
+        y = dispatch.run(
+            "matmul",
+            {"xla": xla, "native": native},
+            arguments,
+            requested=implementation,
+            xla_derivatives=True,
+        )
+        return y.reshape(*x.shape[:-1], matrix.columns)
+    versions: dict[str, Any] = {"xla": xla.unpacked}
+    if 0 < count <= pallas_triton.MOST_ROWS or (count and dispatch.wants_bits()):
+        versions["pallas"] = pallas_triton.matmul
+    return dispatch.run(
         "matmul",
-        {"xla": xla, "native": native},
-        arguments,
+        versions,
+        (x, matrix),
         requested=implementation,
+        unsupported={"pallas": pallas_triton.unsupported(x, matrix, axis)},
         xla_derivatives=True,
+        axis=axis,
+        dtype=jnp.dtype(dtype),
     )
-    return y.reshape(*x.shape[:-1], matrix.columns)
 
 
 def rows(

@@ -5,9 +5,12 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Num
 
+from pallas_kernels import dispatch
 from pallas_kernels.matmul.packed import COLUMNS, PackedMatrix, scaled
+from pallas_kernels.matmul.quantized import QuantizedMatrix
 
 _MOST_ROWS = 256  # that are multiplied by blocks; more are multiplied by the whole matrix
 
@@ -32,6 +35,34 @@ def matmul(
     y = y.swapaxes(0, 1).reshape(len(rows), len(wide) * COLUMNS)[: len(x)]
     skipped = matrix.first % COLUMNS
     return y[:, skipped : skipped + matrix.columns]
+
+
+def unpacked(
+    x: Float[Array, "*rows I"],
+    matrix: Num[Array, "..."] | QuantizedMatrix,
+    *,
+    axis: int,
+    dtype: DTypeLike,
+) -> Float[Array, "..."]:
+    """See `api.matmul`, of a matrix that is not packed; of several matrices, rows times each.
+
+    XLA's default for float32 on a GPU is TF32. Asked for more in bfloat16 too, which has no more,
+    it took twice as long for the products of a single row. (In 8 bits it multiplies such a row
+    without writing the matrix in bfloat16 first; no device has timed that.)
+    """
+    is_quantized = isinstance(matrix, QuantizedMatrix)
+    x, wide = matrix.wide_for(x) if isinstance(matrix, QuantizedMatrix) else (x, matrix)
+    exact = is_quantized or jnp.result_type(x, wide) == jnp.float32
+    # A TPU multiplies one row without its matrix units, which takes longer than reading the matrix.
+    pads = dispatch.on_tpu() and x.ndim > 1 and math.prod(x.shape[:-1]) == 1
+    y = jnp.tensordot(
+        jnp.pad(x, [(0, 1), *[(0, 0)] * (x.ndim - 1)]) if pads else x,
+        wide,
+        axes=((x.ndim - 1,), (wide.ndim + axis,)),
+        precision="highest" if exact else None,
+        preferred_element_type=dtype,
+    )
+    return y[:1] if pads else y
 
 
 def rows(matrix: PackedMatrix, index: Int[Array, "*rows"]) -> Float32[Array, "*rows I"]:

@@ -30,7 +30,8 @@ def expert_mlps(
     XLA's grouped product, `ragged_dot`, multiplies all tokens by all experts, on GPUs too. The
     kernel multiplies a token by its own experts only, as do XLA's loops on a CPU. With no more
     choices than experts, as for one token, gathering the matrices in XLA reads nothing twice, takes
-    fewer launches than the kernel, and is the default.
+    fewer launches than the kernel, and is the default, unless bits are wanted
+    (`dispatch.to_the_bit`).
 
     Args:
         x: the tokens.
@@ -61,7 +62,8 @@ def expert_mlps(
     if isinstance(experts_in, PackedMatrix):
         versions = {name: functools.partial(xla.packed_mlps, product=name) for name in PACKED}
         return run(versions, arguments, requested=implementation)
-    if implementation is None and xla.few(chosen, len(experts_in)):
+    is_free = implementation is None and not dispatch.wants_bits()
+    if is_free and xla.few(chosen, len(experts_in)):
         implementation = "xla"
     reason = pallas_triton.unsupported(x.shape[1], hidden, chosen.size, activation)
     return run(

@@ -8,8 +8,8 @@ expert that nobody has chosen. Each block of columns reads the rows again. The f
 applies the activation. The second writes one row for each choice, and XLA computes the weighted
 sum. The blocks of rows of one expert are sequential, so the most popular expert sets the time.
 
-Numerics: products as `triton.dot` says; activated in float32, then rounded once. The rows of the
-choices are rounded too, before their sum.
+Numerics: products as `triton.dot` says, with the contracted channels in one order; activated in
+float32, then rounded once. The rows of the choices are rounded too, before their sum.
 
 Refuses widths that are not multiples of `SMALLEST_BLOCK`, gelu, and no tokens. Any number of tokens
 and experts. Derivatives are XLA's; see `api.expert_mlps`.
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import triton as tb
 from pallas_kernels.moe.xla import by_expert, starts_of, weighted_sum
@@ -39,15 +39,14 @@ class BlockSizes:
     rows: int  # tokens of one expert per block; fewer if experts get fewer on average
     columns: int  # output columns per block; reduced to a divisor of their number
     inner: int  # contracted channels per partial product; reduced to a divisor of their number
-    num_warps: int  # Triton's
-    num_stages: int
+    num_stages: int  # Triton's
 
 
 # By dtype of the inputs. Full float32 products need many registers. With these nothing spills on
 # sm_80 to sm_90 (`benchmarks/results/spills.json`).
 DEFAULTS = {
-    "bfloat16": BlockSizes(rows=64, columns=64, inner=64, num_warps=4, num_stages=3),
-    "float32": BlockSizes(rows=16, columns=32, inner=32, num_warps=4, num_stages=2),
+    "bfloat16": BlockSizes(rows=64, columns=64, inner=64, num_stages=3),
+    "float32": BlockSizes(rows=16, columns=32, inner=32, num_stages=2),
 }
 
 
@@ -64,18 +63,14 @@ def unsupported(width: int, hidden: int, num_choices: int, activation: str) -> s
 
 @functools.partial(jax.jit, static_argnames=("activation", "gated", "interpret", "blocks"))
 def expert_mlps(
-    x: Float[Array, "tokens M"],
-    weights: Float32[Array, "tokens A"],
-    chosen: Int[Array, "tokens A"],
-    experts_in: Float[Array, "experts M X"],
-    experts_out: Float[Array, "experts F M"],
-    *,
+    *arrays: Array,
     activation: str,
     gated: bool,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> Float[Array, "tokens M"]:
-    """See `api.expert_mlps`; `blocks` None: `DEFAULTS`."""
+    """See `api.expert_mlps`, whose arrays these are; `blocks` None: `DEFAULTS`."""
+    x, weights, chosen, experts_in, experts_out = arrays
     blocks = blocks or DEFAULTS[tb.dtype_case(x.dtype)]
     sorted_choices = (by_expert(chosen), starts_of(chosen, len(experts_in)))
     product = functools.partial(_product, sorted_choices, blocks=blocks, interpret=interpret)
@@ -107,12 +102,11 @@ def _product(
     num_blocks = num_columns // columns
     average = -(-len(order) // num_experts)
 
-    def whole(array: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(array.shape, lambda c, e: (0,) * array.ndim)
+    def from_block(first: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, inner, columns), lambda c, e: (e, 0, first + c))
 
-    matrices = [pl.BlockSpec((None, inner, columns), lambda c, e: (e, 0, c))]
-    if gated:
-        matrices.append(pl.BlockSpec((None, inner, columns), lambda c, e: (e, 0, num_blocks + c)))
+    matrices = [from_block(0), from_block(num_blocks)][: 1 + gated]
+    arrays = *sorted_choices, rows
     return tb.call(
         functools.partial(
             _kernel,
@@ -122,14 +116,15 @@ def _product(
             block_inner=math.gcd(inner, blocks.inner),
         ),
         name="expert_product",
-        num_warps=blocks.num_warps,
+        num_warps=4,
         num_stages=blocks.num_stages,
         interpret=interpret,
+        in_one_order=True,
         grid=(num_blocks, num_experts),
-        in_specs=[*map(whole, sorted_choices), whole(rows), *matrices],
+        in_specs=[*(tb.blocked(x, ".."[: x.ndim], "ce")[1] for x in arrays), *matrices],
         out_specs=pl.BlockSpec((len(order), columns), lambda c, e: (0, c)),
         out_shape=jax.ShapeDtypeStruct((len(order), num_columns), rows.dtype),
-    )(*sorted_choices, rows, *[experts] * len(matrices))
+    )(*arrays, *[experts] * len(matrices))
 
 
 def _kernel(

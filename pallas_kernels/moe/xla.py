@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
@@ -21,12 +20,12 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.matmul import PackedMatrix, matmul
 from pallas_kernels.moe import native
-from pallas_kernels.numerics import activate, argsort, contract
+from pallas_kernels.numerics import activate, argsort, contract, rounded, sum_in_order
 
 # Least and most rows that a loop multiplies by an expert's matrices at a time.
 _BLOCK = 8, 256
 
-Product = Callable[[jax.Array], jax.Array]
+Product = Callable[[Array], Array]
 
 
 def expert_mlps(
@@ -35,7 +34,7 @@ def expert_mlps(
     """See `api.expert_mlps`."""
     if not chosen.size:
         return x
-    loops: tuple[Callable[..., jax.Array], ...] = (_loop_over_blocks, _loop_over_blocks)
+    loops: tuple[Callable[..., Array], ...] = (_loop_over_blocks, _loop_over_blocks)
     if few(chosen, len(experts_in)):
         # Two copies of a row: XLA multiplies a single one on a TPU's vector unit.
         loops = _loop_over_choices, functools.partial(_loop_over_choices, copies=2)
@@ -85,7 +84,7 @@ def few(chosen: Int[Array, "tokens A"], num_experts: int) -> bool:
 
 
 def products(
-    x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
+    x: Array, chosen: Array, experts_in: Array, experts_out: Array, **options: Any
 ) -> Float[Array, "choices M"]:
     """The output of each choice, from batched products."""
     run = _by_gathering if few(chosen, len(experts_in)) else _by_grouping
@@ -108,12 +107,11 @@ def weighted_sum(
 ) -> Float[Array, "tokens M"]:
     """The sum over each token's choices, in the order of their rank."""
     wide = by_choice.reshape(*weights.shape, by_choice.shape[1]).astype(jnp.float32)
-    return (wide * weights[..., None]).sum(axis=1).astype(by_choice.dtype)
+    products = rounded(wide * weights[..., None])
+    return sum_in_order(products, axis=1)[:, 0].astype(by_choice.dtype)
 
 
-def _mlp(
-    rows: jax.Array, first: Product, second: Product, activation: str, gated: bool
-) -> jax.Array:
+def _mlp(rows: Array, first: Product, second: Product, activation: str, gated: bool) -> Array:
     """An MLP, given the products with its matrices."""
     hidden = first(rows)
     if gated:
@@ -125,11 +123,11 @@ def _mlp(
 
 
 def _by_gathering(
-    x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
-) -> jax.Array:
+    x: Array, chosen: Array, experts_in: Array, experts_out: Array, **options: Any
+) -> Array:
     """Each choice gathers the matrices of its expert."""
 
-    def product_with(experts: jax.Array) -> Product:
+    def product_with(experts: Array) -> Product:
         own = experts[chosen.reshape(-1)]
         return lambda rows: contract("ni,nio->no", rows, own).astype(rows.dtype)
 
@@ -138,12 +136,12 @@ def _by_gathering(
 
 
 def _by_grouping(
-    x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
-) -> jax.Array:
+    x: Array, chosen: Array, experts_in: Array, experts_out: Array, **options: Any
+) -> Array:
     """Choices are sorted by expert; each expert's are one block of a grouped product."""
     sizes = jnp.diff(starts_of(chosen, len(experts_in)))
 
-    def product_with(experts: jax.Array) -> Product:
+    def product_with(experts: Array) -> Product:
         return lambda rows: lax.ragged_dot(
             rows,
             experts,
@@ -158,16 +156,16 @@ def _by_grouping(
     return y[argsort(order)]
 
 
-def _product_with(experts: jax.Array, expert: jax.Array) -> Product:
+def _product_with(experts: Array, expert: Array) -> Product:
     """The product of rows with the matrix of one expert."""
     matrix = lax.dynamic_index_in_dim(experts, expert, keepdims=False)
     return lambda rows: contract("ni,io->no", rows, matrix).astype(rows.dtype)
 
 
-def _loop_over_choices(*arrays: jax.Array, copies: int = 1, **options: Any) -> jax.Array:
+def _loop_over_choices(*arrays: Array, copies: int = 1, **options: Any) -> Array:
     x, chosen, experts_in, experts_out = arrays
 
-    def of_choice(choice_and_expert: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def of_choice(choice_and_expert: tuple[Array, Array]) -> Array:
         choice, expert = choice_and_expert
         row = lax.dynamic_index_in_dim(x, choice // chosen.shape[1])
         first, second = _product_with(experts_in, expert), _product_with(experts_out, expert)
@@ -177,8 +175,8 @@ def _loop_over_choices(*arrays: jax.Array, copies: int = 1, **options: Any) -> j
 
 
 def _loop_over_blocks(
-    x: jax.Array, chosen: jax.Array, experts_in: jax.Array, experts_out: jax.Array, **options: Any
-) -> jax.Array:
+    x: Array, chosen: Array, experts_in: Array, experts_out: Array, **options: Any
+) -> Array:
     """A loop over blocks of rows that have chosen one expert; each expert has what it needs."""
     num_experts, num_choices = len(experts_in), chosen.size
     least, most = _BLOCK
@@ -187,7 +185,7 @@ def _loop_over_blocks(
     ends = lax.cumsum((jnp.diff(starts) + size - 1) // size)  # of each expert's blocks
     firsts = jnp.pad(ends[:-1], (1, 0))
 
-    def of_block(i: jax.Array, y: jax.Array) -> jax.Array:
+    def of_block(i: Array, y: Array) -> Array:
         expert = jnp.sum(ends <= i, dtype=jnp.int32)
         place = starts[expert] + (i - firsts[expert]) * size + jnp.arange(size, dtype=jnp.int32)
         choice = order[jnp.minimum(place, num_choices - 1)]

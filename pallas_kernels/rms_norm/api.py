@@ -28,17 +28,26 @@ def rms_norm(
         weight: scale of the norm.
         epsilon: constant added to the mean square.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+            On a GPU XLA fuses the norm with its neighbours, so the kernel runs only where bits are
+            wanted (`dispatch.to_the_bit`).
 
     Returns:
         An array in the dtype of `x`, evaluated in float32. Derivatives are XLA's in all
         implementations.
     """
+    size = x.shape[-1]
+    versions = {"xla": numerics, "native": native}
+    if implementation is not None or dispatch.wants_bits():
+        versions["pallas"] = pallas_triton
     return dispatch.run(
         "rms_norm",
-        {"xla": numerics, "native": native},
+        versions,
         (x, weight),
         requested=implementation,
-        unsupported={"native": cpu.unsupported(x, channels=x.shape[-1])},
+        unsupported={
+            "native": cpu.unsupported(x, channels=size),
+            "pallas": pallas_triton.unsupported("row size", size),
+        },
         xla_derivatives=True,
         epsilon=epsilon,
     )

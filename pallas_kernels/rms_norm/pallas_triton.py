@@ -1,4 +1,4 @@
-"""`add_rms_norm` and `gated_rms_norm`, each one Pallas-Triton kernel.
+"""`rms_norm`, `add_rms_norm` and `gated_rms_norm`, each one Pallas-Triton kernel.
 
 Passes: a program handles one row, of `gated_rms_norm` one group of a row. It reads both inputs
 once, holds their sum or product in registers, and writes each result once. XLA takes two kernels
@@ -6,43 +6,28 @@ for the few rows of a tree, and reads the sum again in the second. From a deferr
 `add_rms_norm` also reads the row's parts of the mean square.
 
 Numerics: float32 from load to store, rounded once. `add_rms_norm` rounds the sum to the type of
-the stream, and norms the rounded sum in float32.
+the stream, and norms the rounded sum in float32. A program's code depends on the size of its row
+or group alone, so each has one order of sums.
 
 Triton's blocks are powers of two, and rows of 5120 or 2688 are not: a group is read as a few
 blocks, the largest first. Refuses groups (rows) whose size is not a multiple of `SMALLEST_BLOCK` or
 above `MOST_NUMBERS`.
 """
 
-import dataclasses
 import functools
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels import native
 from pallas_kernels import triton as tb
 from pallas_kernels.numerics import DeferredRMSNorm, scaled
 from pallas_kernels.triton import Ref
 
-
-@dataclasses.dataclass(frozen=True)
-class BlockSizes:
-    """Sizes of the blocks that a program works on."""
-
-    block: int  # largest number of elements loaded at once
-    num_warps: int  # Triton's
-
-
-def block_sizes(group_size: int) -> BlockSizes:
-    """Block sizes for groups (`add_rms_norm`: rows), which a program holds in registers.
-
-    With these nothing spills on sm_80 to sm_90 (`benchmarks/results/spills.json`).
-    """
-    return BlockSizes(block=4096, num_warps=4 if group_size <= 4096 else 8)
-
-
+_BLOCK = 4096  # the most numbers that are loaded at once
 MOST_NUMBERS = 1 << 14  # 64 registers of each of 256 threads
 
 
@@ -53,159 +38,167 @@ def unsupported(name: str, size: int) -> str | None:
     return tb.unsupported_in_parts(name, size)
 
 
-@functools.partial(jax.jit, static_argnames=("epsilon", "multiplier", "interpret", "blocks"))
+def _warps(size: int) -> int:
+    """Of a program, which holds a group (`add_rms_norm`: a row) in registers.
+
+    With these nothing spills on sm_80 to sm_90 (`benchmarks/results/spills.json`).
+    """
+    return 4 if size <= 4096 else 8
+
+
+@functools.partial(jax.jit, static_argnames=("epsilon", "multiplier", "interpret"))
 def add_rms_norm(
-    residual: jax.Array,
-    output: jax.Array | DeferredRMSNorm,
-    weight: jax.Array,
+    residual: Array,
+    output: Array | DeferredRMSNorm,
+    weight: Array,
     *,
     epsilon: float,
     multiplier: float,
     interpret: bool = False,
-    blocks: BlockSizes | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """See `api.add_rms_norm`."""
-    size = residual.shape[-1]
-    blocks = blocks or block_sizes(size)
-    rows = (math.prod(residual.shape[:-1]), size)
-
-    def of_row(length: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, length), lambda row: (row, 0))
-
-    mean_squares, output_epsilon = [], 0.0
+    inputs = {"residual": _in_rows(residual, "r"), "weight": tb.blocked(weight, ".", "r")}
+    output_epsilon = 0.0
     if isinstance(output, DeferredRMSNorm):
-        mean_squares = [output.mean_squares.reshape(rows[0], -1)]
+        inputs["mean_squares"] = _in_rows(output.mean_squares, "r")
         output_epsilon, output = output.epsilon, output.value
-    sums, normed = tb.call(
+    inputs["output"] = _in_rows(output, "r")
+    results = tb.call_by_name(
         functools.partial(
-            _add_kernel,
-            epsilon=epsilon,
-            multiplier=multiplier,
-            output_epsilon=output_epsilon,
-            block=blocks.block,
+            _add_kernel, epsilon=epsilon, multiplier=multiplier, output_epsilon=output_epsilon
         ),
+        inputs,
+        {"sum": inputs["residual"], "normed": inputs["output"]},
         name="add_rms_norm",
-        num_warps=blocks.num_warps,
+        num_warps=_warps(residual.shape[-1]),
         interpret=interpret,
-        grid=rows[:1],
-        in_specs=[
-            of_row(size),
-            of_row(size),
-            pl.BlockSpec((size,), lambda row: (0,)),
-            *(of_row(parts.shape[1]) for parts in mean_squares),
-        ],
-        out_specs=(of_row(size), of_row(size)),
-        out_shape=(
-            jax.ShapeDtypeStruct(rows, residual.dtype),
-            jax.ShapeDtypeStruct(rows, output.dtype),
-        ),
-    )(residual.reshape(rows), output.reshape(rows), weight, *mean_squares)
-    return sums.reshape(residual.shape), normed.reshape(output.shape)
+        in_one_order=True,
+        grid=inputs["residual"][0].shape[:1],
+    )
+    return results["sum"].reshape(residual.shape), results["normed"].reshape(output.shape)
+
+
+def _in_rows(array: Array, grid: str) -> tuple[Array, pl.BlockSpec]:
+    """All rows of an array, of which a program sees one."""
+    return tb.blocked(native.rows_of(array), "r.", grid)
 
 
 def _add_kernel(
-    residual_ref: Ref,  # [M]
-    output_ref: Ref,  # [M]
-    weight_ref: Ref,  # [M]
-    *refs: Ref,  # mean_squares [J] of a deferred norm; sum [M], normed [M]
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    *,
     epsilon: float,
     multiplier: float,
     output_epsilon: float,
-    block: int,
 ) -> None:
-    *mean_squares, sum_ref, normed_ref = refs
-    size, dtype = residual_ref.shape[0], residual_ref.dtype
-    parts = tb.parts(size, block)
-    outputs = [output_ref[part] for part in parts]
-    for mean_squares_ref in mean_squares:  # none or one
-        count = mean_squares_ref.shape[0]
+    """Refs by name: residual, output and weight [M], mean_squares [J] of a deferred norm.
+
+    outputs: sum and normed [M].
+    """
+    dtype = inputs["residual"].dtype
+    parts = tb.parts(inputs["residual"].shape[0], _BLOCK)
+    added = [inputs["output"][part] for part in parts]
+    if "mean_squares" in inputs:
+        count = inputs["mean_squares"].shape[0]
         place, exists = tb.rows(0, tb.padded_size(count), count)
-        total = jnp.sum(jnp.where(exists, mean_squares_ref[place], 0.0))
+        total = jnp.sum(jnp.where(exists, inputs["mean_squares"][place], 0.0))
         output_scale = lax.rsqrt(total + output_epsilon)
-        outputs = [value.astype(jnp.float32) * output_scale for value in outputs]
-    outputs = [scaled(value, multiplier).astype(jnp.float32) for value in outputs]
+        added = [value.astype(jnp.float32) * output_scale for value in added]
+    added = [scaled(value, multiplier).astype(jnp.float32) for value in added]
     sums = [
-        (residual_ref[part].astype(jnp.float32) + value).astype(dtype)
-        for part, value in zip(parts, outputs, strict=True)
+        (inputs["residual"][part].astype(jnp.float32) + value).astype(dtype)
+        for part, value in zip(parts, added, strict=True)
     ]
     wide = [value.astype(jnp.float32) for value in sums]
-    squares = functools.reduce(jnp.add, [jnp.sum(value * value) for value in wide])
-    scale = lax.rsqrt(squares / size + epsilon)
-    for part, value, rounded in zip(parts, wide, sums, strict=True):
-        sum_ref[part] = rounded
-        normed = (value * scale * weight_ref[part].astype(jnp.float32)).astype(dtype)
-        normed_ref[part] = normed.astype(normed_ref.dtype)
+    normed = _normed(wide, inputs["weight"], parts, epsilon)
+    for part, total, value in zip(parts, sums, normed, strict=True):
+        outputs["sum"][part] = total
+        outputs["normed"][part] = value.astype(dtype).astype(outputs["normed"].dtype)
+
+
+def _normed(
+    values: list[Array], weight_ref: Ref, parts: list[pl.Slice], epsilon: float
+) -> list[Array]:
+    """The norm of the parts of a row or group, float32."""
+    squares = functools.reduce(jnp.add, [jnp.sum(value * value) for value in values])
+    scale = lax.rsqrt(squares / weight_ref.shape[0] + epsilon)
+    return [
+        value * scale * weight_ref[part].astype(jnp.float32)
+        for value, part in zip(values, parts, strict=True)
+    ]
+
+
+def rms_norm(x: Array, weight: Array, **options: Any) -> Array:
+    """See `api.rms_norm`."""
+    return gated_rms_norm(x, None, weight, norm="gate_then_norm", num_groups=1, **options)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("norm", "epsilon", "num_groups", "gate_start", "interpret", "blocks")
+    jax.jit, static_argnames=("norm", "epsilon", "num_groups", "gate_start", "interpret")
 )
 def gated_rms_norm(
-    y: jax.Array,
-    gate: jax.Array,
-    weight: jax.Array | None,
+    y: Array,
+    gate: Array | None,
+    weight: Array | None,
     *,
     norm: str,
     epsilon: float,
     num_groups: int,
     gate_start: int = 0,
     interpret: bool = False,
-    blocks: BlockSizes | None = None,
-) -> jax.Array:
-    """See `api.gated_rms_norm`."""
+) -> Array:
+    """See `api.gated_rms_norm`; without a gate, a norm alone."""
     group_size = y.shape[-1] // num_groups
-    blocks = blocks or block_sizes(group_size)
-    rows = (math.prod(y.shape[:-1]), y.shape[-1])
+    rows = native.rows_of(y)
     group = pl.BlockSpec((None, group_size), lambda row, g: (row, g))
-    weights = [] if weight is None else [weight]
-    output = tb.call(
-        functools.partial(
-            _gated_kernel, norm=norm, epsilon=epsilon, gate_start=gate_start, block=blocks.block
-        ),
-        name="gated_rms_norm",
-        num_warps=blocks.num_warps,
+    inputs = {"y": (rows, group)}
+    if gate is not None:
+        inputs["gate"] = _in_rows(gate, "rg")
+    if weight is not None:
+        inputs["weight"] = weight, pl.BlockSpec((group_size,), lambda row, g: (g,))
+    results = tb.call_by_name(
+        functools.partial(_gated_kernel, norm=norm, epsilon=epsilon, gate_start=gate_start),
+        inputs,
+        {"output": inputs["y"]},
+        name="rms_norm" if gate is None else "gated_rms_norm",
+        num_warps=_warps(group_size),
         interpret=interpret,
-        grid=(rows[0], num_groups),
-        in_specs=[
-            group,
-            pl.BlockSpec((None, gate.shape[-1]), lambda row, g: (row, 0)),
-            *(pl.BlockSpec((group_size,), lambda row, g: (g,)) for _ in weights),
-        ],
-        out_specs=group,
-        out_shape=jax.ShapeDtypeStruct(rows, y.dtype),
-    )(y.reshape(rows), gate.reshape(rows[0], -1), *weights)
-    return output.reshape(y.shape)
+        in_one_order=True,
+        grid=(len(rows), num_groups),
+    )
+    return results["output"].reshape(y.shape)
 
 
 def _gated_kernel(
-    y_ref: Ref,  # [group size]
-    gate_ref: Ref,  # [X]
-    *refs: Ref,  # weight [group size] unless norm is "none"; output [group size]
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    *,
     norm: str,
     epsilon: float,
     gate_start: int,
-    block: int,
 ) -> None:
-    weight_ref, output_ref = refs if len(refs) == 2 else (None, refs[0])
-    group_size = y_ref.shape[0]
-    parts = tb.parts(group_size, block)
+    """Refs by name: y [group size], gate [X] or none, weight [group size] unless norm is "none".
 
-    values = [y_ref[part].astype(jnp.float32) for part in parts]
+    outputs: output [group size].
+    """
+    group_size = inputs["y"].shape[0]
+    parts = tb.parts(group_size, _BLOCK)
+
     first_gate = gate_start + pl.program_id(1) * group_size
-    gates = [
-        jax.nn.silu(gate_ref[pl.ds(first_gate + part.start, part.size)].astype(jnp.float32))
-        for part in parts
-    ]
+
+    def gated(values: list[Array]) -> list[Array]:
+        if "gate" not in inputs:
+            return values
+        places = [pl.ds(first_gate + part.start, part.size) for part in parts]
+        gates = [jax.nn.silu(inputs["gate"][place].astype(jnp.float32)) for place in places]
+        return [value * gate for value, gate in zip(values, gates, strict=True)]
+
+    values = [inputs["y"][part].astype(jnp.float32) for part in parts]
     if norm != "norm_then_gate":
-        values = [value * gate for value, gate in zip(values, gates, strict=True)]
-    if weight_ref is not None:
-        squares = [jnp.sum(value * value) for value in values]
-        scale = lax.rsqrt(functools.reduce(jnp.add, squares) / group_size + epsilon)
-        values = [
-            value * scale * weight_ref[part].astype(jnp.float32)
-            for value, part in zip(values, parts, strict=True)
-        ]
+        values = gated(values)
+    if "weight" in inputs:
+        values = _normed(values, inputs["weight"], parts, epsilon)
     if norm == "norm_then_gate":
-        values = [value * gate for value, gate in zip(values, gates, strict=True)]
+        values = gated(values)
     for part, value in zip(parts, values, strict=True):
-        output_ref[part] = value.astype(output_ref.dtype)
+        outputs["output"][part] = value.astype(outputs["output"].dtype)

@@ -34,54 +34,41 @@ class BlockSizes:
     positions: int  # sequence positions per block
     state: int  # elements of the state per program: channels of the head times state size
     part: int  # state channels per partial product
-    num_warps: int  # Triton's
-    num_stages: int
 
 
 # By dtype of the inputs. Full float32 products need many registers. With these nothing spills on
 # sm_80 to sm_90 (`benchmarks/results/spills.json`).
 DEFAULTS = {
-    "bfloat16": BlockSizes(positions=32, state=32 * 128, part=64, num_warps=8, num_stages=1),
-    "float32": BlockSizes(positions=16, state=16 * 128, part=32, num_warps=8, num_stages=1),
+    "bfloat16": BlockSizes(positions=32, state=32 * 128, part=64),
+    "float32": BlockSizes(positions=16, state=16 * 128, part=32),
 }
 
 
-@functools.partial(jax.jit, static_argnames=("interpret", "blocks"))
-def ssd(
-    *arrays: Array, interpret: bool = False, blocks: BlockSizes | None = None
-) -> tuple[Array, Array]:
-    """See `api.ssd`: from x to the state. `blocks` None: `DEFAULTS`."""
+_AXES = "b.hp", "b.h", "h", "b.g.", "b.g.", "hp", "bhp."  # see `HeadBlocks.of`
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def ssd(*arrays: Array, interpret: bool = False) -> tuple[Array, Array]:
+    """See `api.ssd`: from x to the state."""
     x, _, _, B, _, _, state = arrays
-    blocks = blocks or DEFAULTS[tb.dtype_case(x.dtype)]
+    blocks = DEFAULTS[tb.dtype_case(x.dtype)]
     batch, length, num_heads, head_dim = x.shape
     num_groups, state_size = B.shape[2:]
     channels = channels_of(blocks.state, head_dim, state_size)
-    part = HeadBlocks(channels, state_size, num_heads // num_groups)
+    part = HeadBlocks(channels, num_heads // num_groups)
     return tb.call(
         functools.partial(
             _kernel,
             block_positions=min(blocks.positions, tb.padded_size(length)),
-            block_state=min(blocks.part, state_size),
+            part_size=blocks.part,
         ),
         name="ssd",
-        num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
+        num_warps=8,
         interpret=interpret,
         grid=(batch, num_heads, head_dim // channels),
-        in_specs=[
-            part.of_channels(length),
-            part.of_head(length),
-            part.one_of_heads,
-            part.of_group(length),
-            part.of_group(length),
-            part.skip,
-            part.state,
-        ],
-        out_specs=(part.of_channels(length), part.state),
-        out_shape=(
-            jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct(state.shape, state.dtype),
-        ),
+        in_specs=[part.of(x, axes)[1] for x, axes in zip(arrays, _AXES, strict=True)],
+        out_specs=(part.of(x, _AXES[0])[1], part.of(state, _AXES[-1])[1]),
+        out_shape=(jax.typeof(x), jax.typeof(state)),
         input_output_aliases={6: 1},
     )(*arrays)
 
@@ -98,10 +85,10 @@ def _kernel(
     new_state_ref: Ref,  # [p, S]
     *,
     block_positions: int,
-    block_state: int,
+    part_size: int,
 ) -> None:
     length, state_size = B_ref.shape
-    parts = [pl.ds(start, block_state) for start in range(0, state_size, block_state)]
+    parts = tb.parts(state_size, part_size)
     shape = (block_positions, block_positions)
     row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     causal = column <= row

@@ -58,9 +58,10 @@ def tree_attention(
     if window is not None:
         settings["window"] = window
         unsupported["pallas"] = "the kernel has no windows"
+    kernel = functools.partial(pallas_triton.tree_attention, to_the_bit=dispatch.wants_bits())
     return dispatch.run(
         "tree_attention",
-        {"xla": xla, "pallas": pallas_triton, "native": native},
+        {"xla": xla, "pallas": kernel, "native": native},
         (query, node_keys, node_values, keys, values, length, mask),
         requested=implementation,
         unsupported=unsupported,
@@ -83,7 +84,7 @@ def tree_attention_layer(
     """An attention layer between its projections, at the last `Q` of `N` tree nodes.
 
     Rotates queries and keys, appends the accepted path of the previous tree to the cache, and
-    attends. On a GPU that is one kernel, plus a small reduction where programs split the cache.
+    attends. On a GPU that is one kernel, and a small reduction of what its programs add up.
     Donate the cache: the kernel writes it in place, and XLA copies it first if it is not donated.
 
     Args:

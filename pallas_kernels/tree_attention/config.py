@@ -5,6 +5,7 @@ spill (`benchmarks/results/spills.json`). They were timed on no GPU yet.
 """
 
 import dataclasses
+from typing import Any
 
 from jax.typing import DTypeLike
 
@@ -17,37 +18,29 @@ class BlockSizes:
 
     rows: int  # score rows per block: queries times the query heads that share a key head
     keys: int  # cache positions or nodes per block
-    splits: int  # programs that share the cache of one batch row and key head (split-K)
     num_warps: int  # Triton's
-    num_stages: int
+    splits: int = 1  # programs that share the cache of one batch row and key head (split-K)
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The sizes that do not depend on shapes; with these they determine the number of splits."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-    # Warps that fill the GPU; more splits only write more partial sums, each as large as the
-    # output in float32
-    busy_warps: int
-
-
+NUM_STAGES = 2  # Triton's
+# Warps that fill the GPU: 8 on each of an H100's 132 multiprocessors. More splits only write more
+# partial sums, each as large as the output in float32.
+_BUSY_WARPS = 1024
 # Wider heads spill with all but smaller blocks.
 _WIDE_HEAD = 128
+_NARROW_HEAD = 64
 # Programs that are not split spill, unless rows are many, as in a chunk of a prompt, or blocks are
 # small, as for wide bfloat16 heads.
 _MANY_ROWS = 256
-# By dtype, number of rows and size of heads. Full float32 products need many registers. 1024 warps
-# are 8 on each of an H100's 132 multiprocessors.
+# A batch that leaves nothing to split, for blocks that are the same in all batches.
+ANY_BATCH: dict[str, Any] = dict(num_rows=_MANY_ROWS, num_groups=1 << 20, capacity=1 << 20)
+# By dtype, number of rows and size of heads. Full float32 products need many registers.
 DEFAULTS = {
-    "bfloat16, to 32 rows": Choice(rows=32, keys=32, num_warps=8, num_stages=2, busy_warps=1024),
-    "bfloat16": Choice(rows=64, keys=64, num_warps=8, num_stages=2, busy_warps=1024),
-    "float32": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
-    "bfloat16, wide heads": Choice(rows=16, keys=32, num_warps=4, num_stages=2, busy_warps=1024),
-    "float32, wide heads": Choice(rows=16, keys=16, num_warps=4, num_stages=2, busy_warps=1024),
+    "bfloat16, to 32 rows": BlockSizes(rows=32, keys=32, num_warps=8),
+    "bfloat16": BlockSizes(rows=64, keys=64, num_warps=8),
+    "float32": BlockSizes(rows=16, keys=32, num_warps=4),
+    "bfloat16, wide heads": BlockSizes(rows=16, keys=32, num_warps=4),
+    "float32, wide heads": BlockSizes(rows=16, keys=16, num_warps=4),
 }
 
 
@@ -60,13 +53,7 @@ def case(dtype: DTypeLike, num_rows: int, head_dim: int) -> str:
 
 
 def block_sizes(
-    dtype: DTypeLike,
-    *,
-    num_rows: int,
-    num_groups: int,
-    capacity: int,
-    head_dim: int,
-    choice: Choice | None = None,
+    dtype: DTypeLike, *, num_rows: int, num_groups: int, capacity: int, head_dim: int
 ) -> BlockSizes:
     """Block sizes for these inputs: enough splits to fill the GPU, at least two blocks each.
 
@@ -74,11 +61,37 @@ def block_sizes(
     costs a small reduction, spills cost more. A group is a row's key head; its rows are queries
     times the query heads that share it.
     """
-    choice = choice or DEFAULTS[case(dtype, num_rows, head_dim)]
-    programs = num_groups * -(-num_rows // choice.rows)
-    enough = choice.busy_warps // (choice.num_warps * programs)
-    splits = min(enough, -(-capacity // choice.keys) // 2)
+    blocks = DEFAULTS[case(dtype, num_rows, head_dim)]
+    programs = num_groups * -(-num_rows // blocks.rows)
+    enough = _BUSY_WARPS // (blocks.num_warps * programs)
+    splits = min(enough, -(-capacity // blocks.keys) // 2)
     float32 = tb.dtype_case(dtype) == "float32"
     one_fits = not capacity or not (float32 or (num_rows <= _MANY_ROWS and head_dim <= _WIDE_HEAD))
-    splits = max(splits, 1 if one_fits else 2)
-    return BlockSizes(choice.rows, choice.keys, splits, choice.num_warps, choice.num_stages)
+    return dataclasses.replace(blocks, splits=max(splits, 1 if one_fits else 2))
+
+
+# Of `tree_attention_layer`, for any number of rows.
+LAYER_DEFAULTS = DEFAULTS | {
+    "bfloat16, narrow heads": BlockSizes(rows=64, keys=32, num_warps=8),
+    "bfloat16": BlockSizes(rows=32, keys=32, num_warps=8),
+    "float32": BlockSizes(rows=16, keys=16, num_warps=8),
+    "float32, wide heads": BlockSizes(rows=16, keys=16, num_warps=8),
+}
+_MOST_SPLITS = 32  # more only write more parts of the softmax
+
+
+def layer_block_sizes(
+    dtype: DTypeLike, *, num_rows: int, num_groups: int, head_dim: int
+) -> BlockSizes:
+    """Block sizes of `tree_attention_layer`: enough splits to fill the GPU for one row of a batch.
+
+    Keys and splits decide the order of sums. So they depend on nothing that a step may change, such
+    as rows, batch or capacity.
+    """
+    name = case(dtype, _MANY_ROWS, head_dim)
+    if name == "bfloat16" and head_dim <= _NARROW_HEAD:  # would spill with fewer rows
+        name = "bfloat16, narrow heads"
+    blocks = LAYER_DEFAULTS[name]
+    splits = min(_MOST_SPLITS, -(-_BUSY_WARPS // (blocks.num_warps * num_groups)))
+    rows = min(blocks.rows, tb.padded_size(num_rows))
+    return dataclasses.replace(blocks, rows=rows, splits=splits)

@@ -5,7 +5,8 @@ cache. The query heads that share a key head are rows of one product, so a block
 and values once, as stored. Splits are interleaved: with `splits = 3` the first program reads blocks
 0, 3, 6, ..., so all are equally long whatever the row's length, and nothing beyond that length is
 read. The last split, never the longest, also takes the tree's nodes. With more than one split the
-parts of the softmax are written in float32 and read by the reduction.
+parts of the softmax are written in float32 and read by the reduction. A key of the cache and a node
+at the same position are added at different times: see `pallas_triton_layer` for one order.
 
 Numerics: see `online_softmax`; rounded once, at the end.
 
@@ -23,8 +24,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
 from pallas_kernels.tree_attention import online_softmax
-from pallas_kernels.tree_attention.config import BlockSizes, block_sizes
-from pallas_kernels.tree_attention.online_softmax import Split
+from pallas_kernels.tree_attention.config import ANY_BATCH, NUM_STAGES, BlockSizes, block_sizes
 from pallas_kernels.triton import Ref
 
 LARGEST_HEAD = 256
@@ -37,33 +37,43 @@ def unsupported(head_dim: int) -> str | None:
     return tb.unsupported_in_parts("head_dim", head_dim)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "interpret", "blocks"))
+@functools.partial(jax.jit, static_argnames=("scale", "to_the_bit", "interpret", "blocks"))
 def tree_attention(
-    *arrays: jax.Array, scale: float, interpret: bool = False, blocks: BlockSizes | None = None
+    *arrays: jax.Array,
+    scale: float,
+    to_the_bit: bool = False,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
 ) -> jax.Array:
-    """See `api.tree_attention`, whose arrays these are; `blocks` None: those of `config`."""
+    """See `api.tree_attention`, whose arrays these are; `blocks` None: those of `config`.
+
+    `to_the_bit`: a row has the same outputs alone and in a batch, whatever the capacity and however
+    many nodes come after its own.
+    """
     query, node_keys, node_values, keys, values, length, mask = arrays
     batch, num_queries, num_heads, head_dim = query.shape
     num_nodes, num_groups = node_keys.shape[1:3]
     capacity = keys.shape[2]
     per_group = num_heads // num_groups
     num_rows = num_queries * per_group
-    blocks = blocks or block_sizes(
-        query.dtype,
-        num_rows=num_rows,
-        num_groups=batch * num_groups,
-        capacity=capacity,
-        head_dim=head_dim,
-    )
+    sizes = ANY_BATCH
+    if not to_the_bit:
+        sizes = dict(num_rows=num_rows, num_groups=batch * num_groups, capacity=capacity)
+    blocks = blocks or block_sizes(query.dtype, **sizes, head_dim=head_dim)
     block_rows = min(blocks.rows, tb.padded_size(num_rows))
     splits = blocks.splits if capacity else 1
 
-    of_queries = online_softmax.query_block(num_queries, per_group, head_dim)
-    of_nodes = pl.BlockSpec((None, num_nodes, None, head_dim), lambda i, k, u, b: (b, 0, u, 0))
-    in_cache = pl.BlockSpec((None, None, capacity, head_dim), lambda i, k, u, b: (b, u, 0, 0))
-    cache = [keys, values] if capacity else []
-    results = online_softmax.outputs(query.shape, query.dtype, per_group=per_group, splits=splits)
-    parts = tb.call(
+    arrays_by_name = {
+        "query": (query, online_softmax.query_block(num_queries, per_group, head_dim)),
+        "node key": tb.blocked(node_keys, "b.u.", "iub"),
+        "node value": tb.blocked(node_values, "b.u.", "iub"),
+        "length": tb.blocked(length, "b", "iub"),
+        "mask": tb.blocked(mask, "b..", "iub"),
+    }
+    if capacity:
+        for name, array in (("key", keys), ("value", values)):
+            arrays_by_name[name] = tb.blocked(array, "bu..", "iub")
+    parts = tb.call_by_name(
         functools.partial(
             _kernel,
             scale=scale,
@@ -72,62 +82,68 @@ def tree_attention(
             # A tree may be much smaller than the cache.
             block_cache=min(blocks.keys, tb.padded_size(capacity)) if capacity else 0,
             block_nodes=min(blocks.keys, tb.padded_size(num_nodes)),
+            interpret=interpret,
         ),
+        arrays_by_name,
+        online_softmax.outputs(query.shape, query.dtype, per_group=per_group, parts=splits),
         name="tree_attention",
         num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
+        num_stages=NUM_STAGES,
         interpret=interpret,
-        grid=(pl.cdiv(num_rows, block_rows), splits, num_groups, batch),
-        in_specs=[
-            of_queries,
-            of_nodes,
-            of_nodes,
-            pl.BlockSpec((None,), lambda i, k, u, b: (b,)),
-            pl.BlockSpec((None, num_queries, num_nodes), lambda i, k, u, b: (b, 0, 0)),
-            *(in_cache for _ in cache),
-        ],
-        out_specs={name: spec for name, (_, spec) in results.items()},
-        out_shape={name: shape for name, (shape, _) in results.items()},
-    )(query, node_keys, node_values, length, mask, *cache)
-    return online_softmax.combined(parts, query.dtype, interpret=interpret)
+        grid=(pl.cdiv(num_rows, block_rows) * splits, num_groups, batch),
+    )
+    return online_softmax.combined(parts, query.dtype, splits=splits, tails={}, interpret=interpret)
 
 
 def _kernel(
-    query_ref: Ref,  # [Q, W/U, E]
-    node_keys_ref: Ref,  # [N, E]
-    node_values_ref: Ref,  # [N, E]
-    length_ref: Ref,  # []
-    mask_ref: Ref,  # [Q, N]
-    *refs: Ref,  # keys and values of the cache [L, E], if there is one; outputs
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    *,
     scale: float,
     splits: int,
     block_rows: int,
     block_cache: int,
     block_nodes: int,
+    interpret: bool,
 ) -> None:
-    *cache_refs, output_refs = refs
-    num_queries, per_group, head_dim = query_ref.shape
-    split = Split(pl.program_id(1), splits)
+    """A program of one batch row and key head.
+
+    Inputs: "query" [Q, W/U, E]; "node key", "node value" [N, E]; "length" []; "mask" [Q, N]; "key",
+    "value" [L, E], if there is a cache. Outputs: those of `online_softmax.outputs`.
+    """
+    num_queries, per_group, head_dim = inputs["query"].shape
+    num_nodes = inputs["mask"].shape[1]
+    program = pl.program_id(0)
+    split = lax.rem(program, splits)
 
     # Row r of the product is query r // (W/U) with head r % (W/U).
-    first_row = pl.program_id(0) * block_rows
+    first_row = lax.div(program, splits) * block_rows
     row, _ = tb.rows(first_row, block_rows, num_queries * per_group)
     query, head = lax.div(row, per_group), lax.rem(row, per_group)
-    loaded = online_softmax.load(query_ref, query, head)
-    attend = functools.partial(online_softmax.attend, loaded, scale)
+    attend = functools.partial(
+        online_softmax.attend,
+        online_softmax.load(inputs["query"], query, head),
+        scale=scale,
+        interpret=interpret,
+    )
     softmax = online_softmax.empty(block_rows, head_dim)
     if block_cache:
-        length = jnp.minimum(length_ref[...], cache_refs[0].shape[0])
+        cache = inputs["key"], inputs["value"]
+        length = jnp.minimum(inputs["length"][...], cache[0].shape[0])
         softmax = online_softmax.attend_cache(
-            attend, softmax, (cache_refs[0], cache_refs[1], length), block=block_cache, split=split
+            *(attend, softmax, *cache, length), block=block_cache, split=split, splits=splits
         )
-    softmax = online_softmax.attend_nodes(
-        attend,
-        softmax,
-        (node_keys_ref, node_values_ref, mask_ref),
-        query,
-        last=online_softmax.last_query(first_row, block_rows, per_group, num_queries),
-        block=block_nodes,
-        split=split,
-    )
-    online_softmax.write(output_refs, (query, head), softmax)
+
+    def add_nodes(j: jax.Array, softmax: online_softmax.Softmax) -> online_softmax.Softmax:
+        node, exists = tb.rows(j * block_nodes, block_nodes, num_nodes)
+        seen = inputs["mask"][query[:, None], node[None, :]] & exists[None, :]
+        keys, values = (online_softmax.load(inputs[f"node {x}"], node) for x in ("key", "value"))
+        return attend(softmax, keys, values, seen)
+
+    # Nodes after the last query of the block are masked for all of its rows.
+    last = jnp.minimum(lax.div(first_row + block_rows - 1, per_group), num_queries - 1)
+    num_blocks = lax.div(num_nodes - num_queries + last + block_nodes, block_nodes)
+    if splits > 1:
+        num_blocks = num_blocks * (split == splits - 1).astype(jnp.int32)
+    softmax = lax.fori_loop(0, num_blocks, add_nodes, softmax)
+    online_softmax.write(outputs, split, (query, head), softmax)

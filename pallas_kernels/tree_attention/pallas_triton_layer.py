@@ -1,13 +1,22 @@
 """`tree_attention_layer` as one Pallas-Triton kernel that updates the cache in place.
 
-Passes: the programs of `tree_attention`, with a prologue and an epilogue. First each program
-rotates its queries, and the last split rotates the tree's keys into the pending record; both go
-through memory (mostly the L1 cache), from where the softmax reads them as in `tree_attention`. The
-accepted path of the previous tree is read where it is, in that tree's pending record. At the end
-one program for each batch row and key head appends the path to the cache. No program waits for
-another: loads of the last block of the cache include positions beyond the old length, which another
-program may be writing, but those are masked out. They must be finite, before and after, because
-they are multiplied by zero.
+One order: positions are cut into blocks, and block i belongs to split `i % splits`. The sizes
+depend on the model's shapes alone. So the position of a key decides when it is added, and a query's
+output depends, to the bit, on nothing but the tokens that it sees.
+
+Passes: there are two kinds of programs, for each batch row and key head. They write parts of the
+softmax, which a reduction puts together; see `online_softmax.combined`.
+
+- A program of a split adds its *whole* blocks, which were in the cache before, to a block of rows:
+  queries times the query heads that share a key head.
+- The blocks behind are the *tail*. There each query has keys of its own, since two nodes of one
+  depth have one position. A program has one query and one block. It gathers the keys from the
+  cache, from the accepted path in the previous tree's pending record, and from the nodes above.
+
+Each program rotates its queries, and those of the tail the keys they need, into the pending record;
+both go through memory (mostly the L1 cache). At the end one program for each batch row and key
+head appends the path to the cache. No program waits for another: several may write the same
+numbers to one place, and none reads what only another one writes.
 
 Numerics: see `online_softmax`. Angles, cosines and sines are float32. Rotated queries and keys
 are rounded to the dtype of the inputs, as they are in the pending record.
@@ -16,23 +25,23 @@ Refuses what `tree_attention` refuses, and caches of capacity 0. Any number of n
 pairs.
 """
 
-import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import triton as tb
+from pallas_kernels import walk
 from pallas_kernels.numerics import scaled
 from pallas_kernels.tree_attention import online_softmax, pallas_triton
-from pallas_kernels.tree_attention.config import BlockSizes, block_sizes
+from pallas_kernels.tree_attention.config import NUM_STAGES, BlockSizes, layer_block_sizes
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV
 from pallas_kernels.tree_attention.layout import AttentionLayout
-from pallas_kernels.tree_attention.online_softmax import Softmax, Split
+from pallas_kernels.tree_attention.online_softmax import channels, load, store
 from pallas_kernels.triton import Ref
 
 BLOCK_MOVED = 16  # rows that are rotated or copied at a time; few, for cosines take registers
@@ -47,85 +56,72 @@ def unsupported(layout: AttentionLayout, capacity: int) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("layout", "interpret", "blocks"))
 def tree_attention_layer(
-    projected: Float[Array, "B Q X"],
+    projected: jax.Array,
     cache: KVCache,
-    depth: Int[Array, "B Q"],
-    mask: Bool[Array, "B Q N"],
+    depth: jax.Array,
+    mask: jax.Array,
     *,
     layout: AttentionLayout,
     prefix_pending: NodeKV | None,
-    previous: tuple[NodeKV, Bool[Array, "B O"]] | None,
+    previous: tuple[NodeKV, jax.Array] | None,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
-) -> tuple[Float[Array, "B Q W E"], NodeKV, KVCache]:
+) -> tuple[jax.Array, NodeKV, KVCache]:
     """See `api.tree_attention_layer`; `blocks` None: those of `config`."""
     batch, num_queries, num_columns = projected.shape
     num_nodes, capacity = mask.shape[2], cache.keys.shape[2]
     num_heads, num_groups, head_dim = layout.num_heads, layout.num_groups, layout.head_dim
     per_group = num_heads // num_groups
     num_rows = num_queries * per_group
-    blocks = blocks or block_sizes(
-        projected.dtype,
-        num_rows=num_rows,
-        num_groups=batch * num_groups,
-        capacity=capacity,
-        head_dim=head_dim,
+    blocks = blocks or layer_block_sizes(
+        projected.dtype, num_rows=num_rows, num_groups=num_groups, head_dim=head_dim
     )
-    blocks = dataclasses.replace(blocks, rows=min(blocks.rows, tb.padded_size(num_rows)))
+    ancestors = walk.steps(mask.reshape(-1, num_nodes)).reshape(batch, num_queries, -1)
+    # Positions of a tail: from the start of a block, the path, and a way down the tree.
+    num_old = 0 if previous is None else previous[1].shape[1]
+    tails = pl.cdiv(blocks.keys - 1 + num_old + num_nodes, blocks.keys)
+    parts = blocks.splits + tails
 
     # Columns as heads. Further columns that are not whole heads are dropped, which is a copy.
     if num_columns % head_dim:
         projected = projected[..., : layout.num_columns]
     heads = projected.reshape(batch, num_queries, -1, head_dim)
 
-    def of_row(array: jax.Array) -> pl.BlockSpec:
-        shape = array.shape[1:]
-        return pl.BlockSpec((None, *shape), lambda i, k, u, b: (b,) + (0,) * len(shape))
+    def of_row(array: Any) -> tuple[Any, pl.BlockSpec]:
+        return tb.blocked(array, "b..."[: array.ndim], "iub")
 
     def of_group(length: int, first: int = 0) -> pl.BlockSpec:
-        return pl.BlockSpec((None, length, None, head_dim), lambda i, k, u, b: (b, 0, first + u, 0))
+        return pl.BlockSpec((None, length, None, head_dim), lambda i, u, b: (b, 0, first + u, 0))
+
+    def of_nodes(kind: str, nodes: NodeKV) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
+        names = f"{kind} key", f"{kind} value"
+        return {name: (x, of_group(x.shape[1])) for name, x in zip(names, nodes, strict=True)}
 
     of_queries = online_softmax.query_block(num_queries, per_group, head_dim)
-    in_cache = pl.BlockSpec((None, None, capacity, head_dim), lambda i, k, u, b: (b, u, 0, 0))
 
     inputs = {
         "query": (heads, of_queries),
         "node key": (heads, of_group(num_queries, num_heads)),
         "node value": (heads, of_group(num_queries, num_heads + num_groups)),
-        "key": (cache.keys, in_cache),
-        "value": (cache.values, in_cache),
-        "length": (cache.length, of_row(cache.length)),
-        "depth": (depth, of_row(depth)),
-        "mask": (mask, of_row(mask)),
+        "key": tb.blocked(cache.keys, "bu..", "iub"),
+        "value": tb.blocked(cache.values, "bu..", "iub"),
+        "length": of_row(cache.length),
+        "depth": of_row(depth),
+        "ancestors": of_row(ancestors),
     }
     if layout.frequencies:
         frequencies = jnp.asarray(layout.frequencies, jnp.float32)
-        of_all = pl.BlockSpec(frequencies.shape, lambda i, k, u, b: (0,))
-        inputs["frequencies"] = (frequencies, of_all)
+        inputs["frequencies"] = tb.blocked(frequencies, ".", "iub")
     if prefix_pending is not None:
-        prefix_keys, prefix_values = prefix_pending
-        of_prefix = of_group(prefix_keys.shape[1])
-        inputs |= {
-            "prefix key": (prefix_keys, of_prefix),
-            "prefix value": (prefix_values, of_prefix),
-        }
+        inputs |= of_nodes("prefix", prefix_pending)
     if previous is not None:
         old, path = previous
-        nodes, count = in_order(path)
-        of_old = of_group(path.shape[1])
-        inputs |= {
-            "old key": (old.keys, of_old),
-            "old value": (old.values, of_old),
-            "path": (nodes, of_row(nodes)),
-            "count": (count, of_row(count)),
-        }
+        inputs |= {**of_nodes("old", old), "path": of_row(walk.steps(path))}
 
     pending = jax.ShapeDtypeStruct((batch, num_nodes, num_groups, head_dim), projected.dtype)
     shape = (batch, num_queries, num_heads, head_dim)
-    results = online_softmax.outputs(
-        shape, projected.dtype, per_group=per_group, splits=blocks.splits
-    )
-    outputs: online_softmax.Outputs = {
+    results = online_softmax.outputs(shape, projected.dtype, per_group=per_group, parts=parts)
+    outputs = {
         "node key": (pending, of_group(num_nodes)),
         "node value": (pending, of_group(num_nodes)),
         **results,
@@ -134,33 +130,32 @@ def tree_attention_layer(
         # Rotated queries: each program reads back what it wrote.
         outputs["query"] = (jax.ShapeDtypeStruct(shape, projected.dtype), of_queries)
     if previous is not None:
-        outputs |= {name: inputs[name] for name in ("key", "value", "length")}
+        outputs |= {name: inputs[name] for name in ("key", "value")}
+        outputs["length"] = of_row(jax.typeof(cache.length))  # others read the old
+    of_tail = num_queries * pl.cdiv(per_group, tb.SMALLEST_BLOCK) * tails
     got = tb.call_by_name(
-        functools.partial(_kernel, layout=layout, blocks=blocks, interpret=interpret),
+        functools.partial(_kernel, layout=layout, blocks=blocks, tails=tails, interpret=interpret),
         inputs,
         outputs,
-        in_place={name: name for name in ("key", "value") if previous is not None},
         name="tree_attention_layer",
         num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
+        num_stages=NUM_STAGES,
         interpret=interpret,
-        grid=(pl.cdiv(num_rows, blocks.rows), blocks.splits, num_groups, batch),
+        in_one_order=True,
+        grid=(of_tail + pl.cdiv(num_rows, blocks.rows) * blocks.splits, num_groups, batch),
     )
     if previous is not None:
         cache = KVCache(got["key"], got["value"], got["length"])
-    parts = {name: got[name] for name in results}
-    y = online_softmax.combined(parts, projected.dtype, interpret=interpret)
-    return y, NodeKV(got["node key"], got["node value"]), cache
-
-
-def in_order(path: Bool[Array, "B O"]) -> tuple[Int[Array, "B O"], Int[Array, " B"]]:
-    """The nodes of each path in order, then zeros; and their number. XLA computes it once."""
-    node = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
-    place = jnp.cumsum(path, axis=1, dtype=jnp.int32) - 1
-    is_there = (place[:, None] == node[..., None]) & path[:, None]  # [B, place, node]
-    return jnp.where(is_there, node[:, None], 0).sum(axis=2, dtype=jnp.int32), path.sum(
-        axis=1, dtype=jnp.int32
+    y = online_softmax.combined(
+        {name: got[name] for name in results},
+        projected.dtype,
+        splits=blocks.splits,
+        tails={name: inputs[name][0] for name in ("length", "path", "ancestors") if name in inputs},
+        block=blocks.keys,
+        capacity=capacity,
+        interpret=interpret,
     )
+    return y, NodeKV(got["node key"], got["node value"]), cache
 
 
 def _kernel(
@@ -169,155 +164,184 @@ def _kernel(
     *,
     layout: AttentionLayout,
     blocks: BlockSizes,
+    tails: int,
     interpret: bool,
 ) -> None:
-    """A program of one block of rows, one split, one key head and one batch row.
+    """A program of one key head and one batch row; those of the tail are the first.
 
     Inputs:
         "query" [Q, W/U, E]; "node key", "node value" [Q, E]; "key", "value" [L, E]; "length" [];
-        "depth" [Q]; "mask" [Q, N]; "frequencies" [R], if any;
+        "depth" [Q]; "ancestors" [Q, N + 2], see `walk.steps`; "frequencies" [R], if any;
         "prefix key", "prefix value" [N - Q, E], if any;
-        "old key", "old value" [O, E], "path" [O], "count" [], if there is a previous tree.
+        "old key", "old value" [O, E], "path" [O + 2], if there is a previous tree.
 
     Outputs:
         "node key", "node value" [N, E]; "query" [Q, W/U, E], if rotated; those of
         `online_softmax.outputs`; "key", "value" [L, E], "length" [], if there is a previous tree.
     """
     num_queries, per_group, head_dim = inputs["query"].shape
-    num_nodes = inputs["mask"].shape[1]
+    num_nodes = outputs["node key"].shape[0]
     num_prefix = num_nodes - num_queries  # queries are the last nodes
     capacity = inputs["key"].shape[0]
-    first_row = pl.program_id(0) * blocks.rows
-    split = Split(pl.program_id(1), blocks.splits)
-    is_last = split.number == split.splits - 1
     old_length = inputs["length"][...]
-    count = inputs["count"][...] if "count" in inputs else 0
+    count = inputs["path"][0] if "path" in inputs else 0
     length = old_length + count
+    whole = lax.div(old_length, blocks.keys)
+    head_blocks = pl.cdiv(per_group, tb.SMALLEST_BLOCK)
+    of_tail = num_queries * head_blocks * tails
+    program = pl.program_id(0)
+    is_tail = program < of_tail
+    # A split and the first of its rows, unless it is a program of the tail.
+    number = jnp.maximum(program - of_tail, 0)
+    split = lax.rem(number, blocks.splits)
+    first_row = lax.div(number, blocks.splits) * blocks.rows
+    is_split = ~is_tail & (split < whole)
+    # A query, the first of its heads, and a block of its tail, or 0.
+    of_query, tail = lax.div(program, tails), lax.rem(program, tails)
+    query = jnp.minimum(lax.div(of_query, head_blocks), num_queries - 1)
+    first_head = lax.rem(of_query, head_blocks) * tb.SMALLEST_BLOCK
+    first = (whole + tail) * blocks.keys
+    end = length + inputs["ancestors"][query, 0]
+    is_tail &= (tail == 0) | (first < end)
 
-    # 1. Rotated queries of this program; keys and values of the tree in the last split.
-    if layout.frequencies:
+    def ancestor(place: jax.Array) -> jax.Array:
+        return inputs["ancestors"][query, 1 + jnp.clip(place, 0, num_nodes - 1)]
 
-        def rotate_queries(i: jax.Array, _: Any) -> None:
-            row, _ = tb.rows(first_row + i * BLOCK_MOVED, BLOCK_MOVED, num_queries * per_group)
-            query, head = lax.div(row, per_group), lax.rem(row, per_group)
-            position = length + inputs["depth"][query]
-            source, target = inputs["query"], outputs["query"]
-            rotate(
-                *(source, (query, head), target, (query, head)),
-                position=position,
-                frequencies_ref=inputs["frequencies"],
-            )
+    # 1. Rotated queries of this program, then the keys and values of the tree that it reads: the
+    # nodes above in this block, and the query itself at least once.
+    above = jnp.maximum(first, length) - length
+    below = jnp.maximum(jnp.minimum(first + blocks.keys, end) - length, above)
+    for_queries = is_tail.astype(jnp.int32) + is_split.astype(jnp.int32) * (
+        blocks.rows // BLOCK_MOVED
+    )
+    for_nodes = is_tail.astype(jnp.int32) * (lax.div(below - above, BLOCK_MOVED) + 1)
+    rotated = outputs["query"] if layout.frequencies else inputs["query"]
+    half = len(layout.frequencies)
+    fused = functools.partial(tb.multiply_add, interpret=interpret)
 
-        lax.fori_loop(0, blocks.rows // BLOCK_MOVED, rotate_queries, None)
-
-    def write_queries(i: jax.Array, _: Any) -> None:
-        query, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_queries)
-        node, multiplier = num_prefix + query, layout.key_multiplier
-        key, value = inputs["node key"], inputs["node value"]
+    def write_rows(i: jax.Array, _carry: Any) -> None:
+        row, _ = tb.rows(first_row + i * BLOCK_MOVED, BLOCK_MOVED, num_queries * per_group)
+        head, _ = tb.rows(first_head, BLOCK_MOVED, per_group)
+        head = jnp.where(is_tail, head, lax.rem(row, per_group))
+        of_row = jnp.where(is_tail, query, lax.div(row, per_group))
+        place, _ = tb.rows(above + (i - for_queries) * BLOCK_MOVED, BLOCK_MOVED, below + 1)
+        node = ancestor(place) - num_prefix
+        node = jnp.where((place < below) & (node >= 0), node, query)
+        is_query = i < for_queries
+        angles = []  # pairs of channels, cosines, sines
         if layout.frequencies:
-            rotate(
-                *(key, (query,), outputs["node key"], (node,)),
-                position=length + inputs["depth"][query],
-                frequencies_ref=inputs["frequencies"],
-                multiplier=multiplier,
-            )
-        else:
-            parts = [scaled(part, multiplier) for part in online_softmax.load(key, query)]
-            online_softmax.store(outputs["node key"], (node,), parts)
-        online_softmax.store(outputs["node value"], (node,), online_softmax.load(value, query))
+            position = length + inputs["depth"][jnp.where(is_query, of_row, node)]
+            position = position.astype(jnp.float32)[:, None]
+            for pairs in channels(half):
+                angle = fused(position, inputs["frequencies"][pairs][None, :])
+                angles.append((pairs, jnp.cos(angle), jnp.sin(angle)))
 
-    def write_prefix(i: jax.Array, _: Any) -> None:
-        node, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_prefix)
-        for name in ("key", "value"):
-            prefix = online_softmax.load(inputs[f"prefix {name}"], node)
-            online_softmax.store(outputs[f"node {name}"], (node,), prefix)
+        def turn(name: str, source: tuple, target: tuple, multiplier: float) -> None:
+            """Multiplies rows of heads, rotates them and writes them."""
+            ref, kind = outputs[name], outputs[name].dtype
 
-    @pl.when(is_last)
-    def _() -> None:
-        lax.fori_loop(0, pl.cdiv(num_queries, BLOCK_MOVED), write_queries, None)
-        if num_prefix:
-            lax.fori_loop(0, pl.cdiv(num_prefix, BLOCK_MOVED), write_prefix, None)
+            def read(start: Any, size: Any) -> tuple[tuple, jax.Array]:
+                part = pl.ds(start, size)
+                return (*target, part), scaled(inputs[name][(*source, part)], multiplier)
+
+            for pairs, cos, sin in angles:
+                (left, first), (right, second) = (
+                    read(start + pairs.start, pairs.size) for start in (0, half)
+                )
+                first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+                ref[left] = fused(second, -sin, fused(first, cos)).astype(kind)
+                ref[right] = fused(first, sin, fused(second, cos)).astype(kind)
+            for behind in channels(head_dim - 2 * half):
+                place, value = read(2 * half + behind.start, behind.size)
+                ref[place] = value
+
+        if layout.frequencies:
+            at = of_row, head
+            pl.when(is_query)(lambda: turn("query", at, at, 1.0))
+
+        @pl.when(~is_query)
+        def write_node() -> None:
+            target = (num_prefix + node,)
+            turn("node key", (node,), target, layout.key_multiplier)
+            store(outputs["node value"], target, load(inputs["node value"], node))
+
+    lax.fori_loop(0, for_queries + for_nodes, write_rows, None)
+
+    attend = functools.partial(online_softmax.attend, scale=layout.scale, interpret=interpret)
 
     # All threads read below what single threads wrote above.
     tb.barrier(interpret)
 
-    # 2. Attention to the cache, to the accepted path and to the tree.
-    row = tb.rows(first_row, blocks.rows, num_queries * per_group)[0]
-    query, head = lax.div(row, per_group), lax.rem(row, per_group)
-    rotated = outputs["query"] if layout.frequencies else inputs["query"]
-    loaded = online_softmax.load(rotated, query, head)
-    attend = functools.partial(online_softmax.attend, loaded, layout.scale)
-    softmax = online_softmax.attend_cache(
-        attend,
-        online_softmax.empty(blocks.rows, head_dim),
-        (inputs["key"], inputs["value"], jnp.minimum(old_length, capacity)),
-        block=min(blocks.keys, tb.padded_size(capacity)),
-        split=split,
-    )
-    if "path" in inputs:
-        old_key, old_value, path = inputs["old key"], inputs["old value"], inputs["path"]
-        num_old = path.shape[0]
-
-        def attend_path(i: jax.Array, softmax: Softmax) -> Softmax:
-            step, exists = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_old)
-            node, seen = path[step], (exists & (step < count))[None, :]
-            keys, values = online_softmax.load(old_key, node), online_softmax.load(old_value, node)
-            return attend(softmax, keys, values, seen)
-
-        num_blocks = lax.div(count + BLOCK_MOVED - 1, BLOCK_MOVED)
-        softmax = lax.fori_loop(0, num_blocks * is_last.astype(jnp.int32), attend_path, softmax)
-    softmax = online_softmax.attend_nodes(
-        attend,
-        softmax,
-        (outputs["node key"], outputs["node value"], inputs["mask"]),
-        query,
-        last=online_softmax.last_query(first_row, blocks.rows, per_group, num_queries),
-        block=min(blocks.keys, tb.padded_size(num_nodes)),
-        split=split,
-    )
-    # The cache is overfull: tokens are dropped, so no output is right.
-    sums = [jnp.where(length > capacity, jnp.nan, value) for value in softmax.sums]
-    online_softmax.write(outputs, (query, head), softmax._replace(sums=sums))
-
-    # 3. The accepted path goes to the end of the cache.
-    if "path" in inputs:
-        outputs["length"][...] = length
-        num_written = jnp.clip(capacity - old_length, 0, count)
-
-        def append(i: jax.Array, _: Any) -> None:
-            step, _ = tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, num_written)
-            for name in ("key", "value"):
-                moved = online_softmax.load(inputs[f"old {name}"], path[step])
-                online_softmax.store(outputs[name], (old_length + step,), moved)
-
-        @pl.when(is_last & (pl.program_id(0) == 0))
-        def _() -> None:
-            lax.fori_loop(0, lax.div(num_written + BLOCK_MOVED - 1, BLOCK_MOVED), append, None)
-
-
-def rotate(
-    source_ref: Ref,  # [..., E]
-    source: tuple,
-    target_ref: Ref,  # [..., E]
-    target: tuple,
-    *,
-    position: jax.Array,
-    frequencies_ref: Ref,  # [R]
-    multiplier: float = 1.0,
-) -> None:
-    """Multiplies rows of heads, rotates them to their positions and writes them."""
-    head_dim, half = source_ref.shape[-1], frequencies_ref.shape[0]
-    position = position.astype(jnp.float32)
-    for pairs in online_softmax.channels(half):
-        angle = position[:, None] * frequencies_ref[pairs][None, :]
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
-        both = [pl.ds(start + pairs.start, pairs.size) for start in (0, half)]
-        first, second = (
-            scaled(source_ref[(*source, part)], multiplier).astype(jnp.float32) for part in both
+    # 2. Whole blocks of the cache.
+    @pl.when(is_split)
+    def _() -> None:
+        row, _ = tb.rows(first_row, blocks.rows, num_queries * per_group)
+        at = lax.div(row, per_group), lax.rem(row, per_group)
+        softmax = online_softmax.attend_cache(
+            functools.partial(attend, load(rotated, *at)),
+            online_softmax.empty(blocks.rows, head_dim),
+            *(inputs["key"], inputs["value"], jnp.minimum(whole * blocks.keys, capacity)),
+            block=blocks.keys,
+            split=split,
+            splits=blocks.splits,
         )
-        kind = target_ref.dtype
-        target_ref[(*target, both[0])] = (first * cos - second * sin).astype(kind)
-        target_ref[(*target, both[1])] = (second * cos + first * sin).astype(kind)
-    for rest in online_softmax.channels(head_dim - 2 * half):
-        part = pl.ds(2 * half + rest.start, rest.size)
-        target_ref[(*target, part)] = scaled(source_ref[(*source, part)], multiplier)
+        online_softmax.write(outputs, split, at, softmax)
+
+    # 3. A block of the tail of one query.
+    @pl.when(is_tail)
+    def _() -> None:
+        head, _ = tb.rows(first_head, tb.SMALLEST_BLOCK, per_group)
+        at = jnp.full_like(head, query), head
+        position = first + lax.broadcasted_iota(jnp.int32, (blocks.keys,), 0)
+        node = ancestor(position - length)
+        in_tree = (position >= length) & (position < end)
+        sources = [
+            ("", jnp.minimum(position, capacity - 1), position < jnp.minimum(old_length, capacity)),
+            ("node ", node, in_tree & (node >= num_prefix)),
+        ]
+        if num_prefix:
+            sources.append(
+                ("prefix ", jnp.minimum(node, num_prefix - 1), in_tree & (node < num_prefix))
+            )
+        if "path" in inputs:
+            step = position - old_length
+            node = inputs["path"][1 + jnp.clip(step, 0, inputs["path"].shape[0] - 2)]
+            sources.append(("old ", node, (step >= 0) & (step < count)))
+
+        def gathered(name: str) -> list[jax.Array]:
+            parts = []
+            for some in channels(head_dim):
+                block = jnp.zeros((blocks.keys, some.size), inputs["key"].dtype)
+                for kind, index, exists in sources:
+                    ref = (outputs if kind == "node " else inputs)[kind + name]
+                    there = exists[:, None]
+                    loaded = tb.masked_load(ref, (index, some), there, interpret=interpret)
+                    block = jnp.where(there, loaded, block)
+                parts.append(block)
+            return parts
+
+        seen = (position < end)[None, :]
+        queries = load(rotated, *at)
+        softmax = attend(queries, None, gathered("key"), gathered("value"), seen)
+        online_softmax.write(outputs, blocks.splits + tail, at, softmax)
+
+    # 4. The prefix goes to the pending record, and the accepted path to the end of the cache.
+    def move(count: int | jax.Array, source: str, target: str, places: Callable) -> None:
+        """Copies keys and values; `places` says from where and to where."""
+
+        def step(i: jax.Array, _: Any) -> None:
+            place, to = places(tb.rows(i * BLOCK_MOVED, BLOCK_MOVED, count)[0])
+            for name in ("key", "value"):
+                store(outputs[target + name], (to,), load(inputs[source + name], place))
+
+        lax.fori_loop(0, lax.div(count + BLOCK_MOVED - 1, BLOCK_MOVED), step, None)
+
+    @pl.when(program == of_tail + blocks.splits - 1)
+    def _() -> None:
+        if num_prefix:
+            move(num_prefix, "prefix ", "node ", lambda node: (node, node))
+        if "path" in inputs:
+            outputs["length"][...] = length
+            written = jnp.clip(capacity - old_length, 0, count)
+            path = inputs["path"]
+            move(written, "old ", "", lambda step: (path[1 + step], old_length + step))

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.numerics import batched_product
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv
@@ -25,19 +24,9 @@ BLOCK = 512  # cache positions
 PartialSoftmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def tree_attention(
-    query: Float[Array, "B Q W E"],
-    node_keys: Float[Array, "B N U E"],
-    node_values: Float[Array, "B N U E"],
-    keys: Float[Array, "B U L E"],
-    values: Float[Array, "B U L E"],
-    length: Int[Array, " B"],
-    mask: Bool[Array, "B Q N"],
-    *,
-    scale: float,
-    window: int | None = None,
-) -> Float[Array, "B Q W E"]:
-    """See `api.tree_attention`."""
+def tree_attention(*arrays: jax.Array, scale: float, window: int | None = None) -> jax.Array:
+    """See `api.tree_attention`, whose arrays these are."""
+    query, node_keys, node_values, keys, values, length, mask = arrays
     cache_mask = None
     if window is not None:
         mask, cache_mask, length = _in_window(mask, length, keys.shape[2], window)
@@ -116,16 +105,16 @@ def _merged(left: PartialSoftmax, right: PartialSoftmax) -> PartialSoftmax:
 
 
 def tree_attention_layer(
-    projected: Float[Array, "B Q X"],
+    projected: jax.Array,
     cache: KVCache,
-    depth: Int[Array, "B Q"],
-    mask: Bool[Array, "B Q N"],
+    depth: jax.Array,
+    mask: jax.Array,
     *,
     layout: AttentionLayout,
     prefix_pending: NodeKV | None,
-    previous: tuple[NodeKV, Bool[Array, "B O"]] | None,
+    previous: tuple[NodeKV, jax.Array] | None,
     attention: Callable[..., jax.Array],
-) -> tuple[Float[Array, "B Q W E"], NodeKV, KVCache]:
+) -> tuple[jax.Array, NodeKV, KVCache]:
     """See `api.tree_attention_layer`; `attention` is `tree_attention` in some implementation."""
     if previous is not None:
         cache = replay_kv(cache, *previous)

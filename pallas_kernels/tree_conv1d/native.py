@@ -1,5 +1,7 @@
 """`tree_conv1d` and `tree_conv1d_layer` by our own code, `native.cc`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,15 +28,11 @@ def unsupported_layer(projected: jax.Array, layout: Mamba2Layout, width: int) ->
 
 
 def tree_conv1d(
-    inputs: jax.Array,
-    conv_state: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    conv_gather_index: jax.Array,
-    *,
+    *arrays: Any,
     activation: str | None,
 ) -> jax.Array:
-    """See `api.tree_conv1d`."""
+    """See `api.tree_conv1d`, whose arrays these are."""
+    inputs, conv_state, weight, bias, conv_gather_index = arrays
     shape = (*conv_gather_index.shape[:2], inputs.shape[2])
     floats = (conv_state, weight, jnp.zeros(0) if bias is None else bias)
     return native.call(
@@ -46,18 +44,12 @@ def tree_conv1d(
 
 
 def tree_conv1d_layer(
-    projected: jax.Array,
-    conv_weight: jax.Array,
-    conv_bias: jax.Array | None,
-    dt_bias: jax.Array,
-    conv_state: jax.Array,
-    conv_gather_index: jax.Array,
-    prefix_pending: Mamba2Pending | None,
-    previous: tuple[Mamba2Pending, jax.Array] | None,
-    *,
+    *arrays: Any,
     layout: Mamba2Layout,
 ) -> tuple[Mamba2Pending, jax.Array, jax.Array]:
-    """See `api.tree_conv1d_layer`."""
+    """See `api.tree_conv1d_layer`, whose arrays these are."""
+    projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index, *trees = arrays
+    prefix_pending, previous = trees
     batch, queries = projected.shape[:2]
     heads, channels = layout.num_heads, conv_weight.shape[1]
     in_groups = layout.num_groups, layout.state_size

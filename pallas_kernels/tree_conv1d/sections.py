@@ -52,15 +52,6 @@ class Section:
         return [(first + copy) * self.head_size + within for copy in range(copies)]
 
 
-@dataclasses.dataclass(frozen=True)
-class TimeSteps:
-    """The column of the time steps in the inputs, with their multiplier and limits."""
-
-    column: int
-    multiplier: float
-    limit: tuple[float, float]
-
-
 def sections_of(layout: Mamba2Layout) -> tuple[Section, ...]:
     """x, B and C of a layer."""
     conv_heads, conv_groups = layout.conv_heads

@@ -1,5 +1,7 @@
 """`tree_conv1d` as one gather per tap by a shared index: XLA fuses the taps into one loop."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -8,15 +10,11 @@ from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 
 
 def tree_conv1d(
-    inputs: jax.Array,
-    conv_state: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    conv_gather_index: jax.Array,
-    *,
+    *arrays: Any,
     activation: str | None,
 ) -> jax.Array:
-    """See `api.tree_conv1d`."""
+    """See `api.tree_conv1d`, whose arrays these are."""
+    inputs, conv_state, weight, bias, conv_gather_index = arrays
     context = jnp.concatenate([conv_state.astype(inputs.dtype), inputs], axis=1)
     output = jnp.float32(0) if bias is None else bias.astype(jnp.float32)[None, None]
     for tap in range(weight.shape[0]):
@@ -30,18 +28,12 @@ def tree_conv1d(
 
 
 def tree_conv1d_layer(
-    projected: jax.Array,
-    conv_weight: jax.Array,
-    conv_bias: jax.Array | None,
-    dt_bias: jax.Array,
-    conv_state: jax.Array,
-    conv_gather_index: jax.Array,
-    prefix_pending: Mamba2Pending | None,
-    previous: tuple[Mamba2Pending, jax.Array] | None,
-    *,
+    *arrays: Any,
     layout: Mamba2Layout,
 ) -> tuple[Mamba2Pending, jax.Array, jax.Array]:
-    """See `api.tree_conv1d_layer`."""
+    """See `api.tree_conv1d_layer`, whose arrays these are."""
+    projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index, *trees = arrays
+    prefix_pending, previous = trees
     if previous is not None:
         old, replay_gather_index = previous
         conv_state = replay_conv_state(old.conv_input, conv_state, replay_gather_index)

@@ -4,11 +4,11 @@ The u of all nodes solve a unit triangular system (TreeWY, arXiv:2608.20961). It
 once and multiplies all channels, see `inverse`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from pallas_kernels.numerics import batched_product, contract
 from pallas_kernels.tree_scan.xla import advanced, to_the_end
@@ -20,26 +20,18 @@ BLOCK = 8  # rows of the blocks that are inverted by substitution
 class Pairs(NamedTuple):
     """Relations of the nodes of a tree; nothing of them depends on the state or on v."""
 
-    rows: jax.Array  # q, then k, of the Q query nodes `[B, G, 2 * Q, S]`, normed
-    beta: jax.Array  # `[B, H, Q, 1]`
-    kept: jax.Array  # how much of the state before the root a query node has left `[B, H, Q, 1]`
-    scores: jax.Array  # weights of u in the outputs `[B, H, Q, N]`
+    rows: Array  # q, then k, of the Q query nodes `[B, G, 2 * Q, S]`, normed
+    beta: Array  # `[B, H, Q, 1]`
+    kept: Array  # how much of the state before the root a query node has left `[B, H, Q, 1]`
+    scores: Array  # weights of u in the outputs `[B, H, Q, N]`
     # Weights of u in the u of their descendants `[B, H, Q, N]`, below the diagonal
-    system: jax.Array
-    solution: jax.Array  # the inverse of one plus the last Q columns of `system` `[B, H, Q, Q]`
+    system: Array
+    solution: Array  # the inverse of one plus the last Q columns of `system` `[B, H, Q, Q]`
 
 
-def tree_delta(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    state: jax.Array,
-    mask: jax.Array,
-    prefix_u: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """See `api.tree_delta`."""
+def tree_delta(*arrays: Any) -> tuple[Array, Array]:
+    """See `api.tree_delta`, whose arrays these are."""
+    q, k, v, g, beta, state, mask, prefix_u = arrays
     first = mask.shape[1] - q.shape[1]
     exists = jnp.diagonal(mask, axis1=1, axis2=2)
     nodes = pairs(q, k, g, beta, mask)
@@ -53,23 +45,22 @@ def tree_delta(
     return y.astype(v.dtype), u
 
 
-def replay_delta(
-    k: jax.Array, u: jax.Array, g: jax.Array, state: jax.Array, path: jax.Array
-) -> jax.Array:
-    """See `api.replay_delta`. One contraction over the nodes."""
+def replay_delta(*arrays: Array) -> Array:
+    """See `api.replay_delta`, whose arrays these are. One contraction over the nodes."""
+    k, u, g, state, path = arrays
     weight, total = to_the_end(kept_where(path, g))
     k, u = normed(kept_where(path, k)), kept_where(path, u)
     return advanced(state, k, u * weight[..., None], total)
 
 
-def replay_tree_delta(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def replay_tree_delta(*arrays: Array) -> tuple[Array, Array, Array]:
     """See `api.replay_tree_delta`, whose arrays these are. One after the other."""
     prev_k, prev_u, prev_g, prev_path, q, k, v, g, beta, state, mask = arrays
     state = replay_delta(prev_k, prev_u, prev_g, state, prev_path)
-    return *tree_delta(q, k, v, g, beta, state, mask), state
+    return *tree_delta(q, k, v, g, beta, state, mask, None), state
 
 
-def delta_chunks(*arrays: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Array]:
+def delta_chunks(*arrays: Array, chunk_size: int) -> tuple[Array, Array]:
     """See `api.delta_chunks`, whose arrays these are. A chunk is a chain.
 
     All that does not depend on the state is computed for all chunks at once.
@@ -80,7 +71,7 @@ def delta_chunks(*arrays: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Ar
     dtype = v.dtype
 
     # With t positions of a chunk. [B * chunks, t, ...]
-    def chunked(array: jax.Array) -> jax.Array:
+    def chunked(array: Array) -> Array:
         pad = [(0, 0), (0, -length % chunk_size)] + [(0, 0)] * (array.ndim - 2)
         return jnp.pad(array, pad).reshape(-1, chunk_size, *array.shape[2:])
 
@@ -90,10 +81,10 @@ def delta_chunks(*arrays: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Ar
     parts = (pairs(q, k, g, beta, causal), v, normed(kept_where(valid, k)), *to_the_end(g))
 
     # [chunks, B, ...]
-    def by_chunk(array: jax.Array) -> jax.Array:
+    def by_chunk(array: Array) -> Array:
         return array.reshape(batch, -1, *array.shape[1:]).swapaxes(0, 1)
 
-    def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
+    def step(state: Array, chunk: tuple) -> tuple[Array, Array]:
         nodes, v, k, weight, total = chunk
         y, u = outputs(nodes, v, state)
         written = u.transpose(0, 2, 1, 3) * weight[..., None]
@@ -104,7 +95,7 @@ def delta_chunks(*arrays: jax.Array, chunk_size: int) -> tuple[jax.Array, jax.Ar
     return y.reshape(batch, -1, *y.shape[3:])[:, :length].astype(dtype), state
 
 
-def pairs(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask: jax.Array) -> Pairs:
+def pairs(q: Array, k: Array, g: Array, beta: Array, mask: Array) -> Pairs:
     """Nodes that do not exist get zeros."""
     num_queries, num_heads = beta.shape[1:]
     batch, num_nodes, num_groups, size = k.shape
@@ -143,8 +134,8 @@ def pairs(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask: jax.A
 
 
 def outputs(
-    nodes: Pairs, v: jax.Array, state: jax.Array, above: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+    nodes: Pairs, v: Array, state: Array, above: Array | None = None
+) -> tuple[Array, Array]:
     """Outputs and u of the query nodes `[B, H, Q, P]`; `above` is u of the nodes before them."""
     batch, num_heads, num_queries, size = v.shape
     num_groups = nodes.rows.shape[1]
@@ -161,7 +152,7 @@ def outputs(
     return read[:, :, 0] + batched_product(nodes.scores, whole), u
 
 
-def inverse(system: jax.Array) -> jax.Array:
+def inverse(system: Array) -> Array:
     """The inverse of one plus strictly lower triangular matrices `[B, H, N, N]`.
 
     Blocks on the diagonal are inverted by substitution, and then pairs of them are merged:
@@ -196,10 +187,10 @@ def inverse(system: jax.Array) -> jax.Array:
     return found[:, :, 0, :count, :count]
 
 
-def by_substitution(blocks: jax.Array) -> jax.Array:
+def by_substitution(blocks: Array) -> Array:
     """The inverse of one plus small strictly lower triangular matrices, row by row."""
     unit = jnp.broadcast_to(jnp.eye(blocks.shape[-1], dtype=jnp.float32), blocks.shape)
-    rows: list[jax.Array] = []
+    rows: list[Array] = []
     for i in range(blocks.shape[-1]):
         row = unit[..., i, :]
         for j, above in enumerate(rows):
@@ -208,18 +199,18 @@ def by_substitution(blocks: jax.Array) -> jax.Array:
     return jnp.stack(rows, axis=-2)
 
 
-def diagonal_blocks(matrices: jax.Array, size: int) -> jax.Array:
+def diagonal_blocks(matrices: Array, size: int) -> Array:
     """The blocks on the diagonal `[B, H, N / size, size, size]` of `[B, H, N, N]`."""
     starts = range(0, matrices.shape[-1], size)
     return jnp.stack([matrices[..., i : i + size, i : i + size] for i in starts], axis=2)
 
 
-def normed(x: jax.Array) -> jax.Array:
+def normed(x: Array) -> Array:
     """Vectors `[..., S]` of length 1, float32."""
     return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + EPSILON)
 
 
-def kept_where(exists: jax.Array, x: jax.Array) -> jax.Array:
+def kept_where(exists: Array, x: Array) -> Array:
     """Float32 rows `[B, N, ...]`, and zeros where no node is: NaN times 0 is NaN."""
     where = exists.reshape(*exists.shape, *(1,) * (x.ndim - 2))
     return jnp.where(where, x.astype(jnp.float32), 0.0)

@@ -1,4 +1,4 @@
-"""The replay and the scan of one kernel program: some channels of one head."""
+"""The scan of one kernel program in closed form: some channels of one head."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,52 +13,9 @@ from pallas_kernels import triton as tb
 from pallas_kernels.triton import Ref
 
 
-def along_path(
-    x_ref: Ref,  # [N, p]
-    dt_ref: Ref,  # [N]
-    A: jax.Array,  # []
-    B_ref: Ref,  # [N, S]
-    path_ref: Ref,  # [N]
-    *,
-    block_nodes: int,
-    parts: Sequence[pl.Slice],
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """The path's state update, and the decay of the initial state.
-
-    The update is a tuple of blocks `[p, s]`, because Triton cannot slice `[p, S]`.
-    """
-    num_nodes, channels = x_ref.shape
-    block_nodes = min(block_nodes, tb.padded_size(num_nodes))
-    num_blocks = pl.cdiv(num_nodes, block_nodes)
-    node = lax.broadcasted_iota(jnp.int32, (block_nodes, block_nodes), 0)
-    other = lax.broadcasted_iota(jnp.int32, (block_nodes, block_nodes), 1)
-
-    def from_block(i: jax.Array, carry: Any) -> Any:
-        written, after_block = carry
-        here, exists = tb.rows((num_blocks - 1 - i) * block_nodes, block_nodes, num_nodes)
-        dt = jnp.where(path_ref[here] & exists, dt_ref[here], 0.0)
-        log_decay = dt * A
-        after = after_block + jnp.sum(jnp.where(other > node, log_decay[None, :], 0.0), axis=1)
-        weight = jnp.exp(after) * dt  # zero off the path
-        weighted = x_ref[here, :].astype(jnp.float32) * weight[:, None]
-        written = tuple(
-            total + tb.dot(weighted, B_ref[here, part], trans_a=True)
-            for part, total in zip(parts, written, strict=True)
-        )
-        return written, after_block + jnp.sum(log_decay)
-
-    nothing = tuple(jnp.zeros((channels, part.size), jnp.float32) for part in parts)
-    written, total = lax.fori_loop(0, num_blocks, from_block, (nothing, jnp.float32(0.0)))
-    return written, jnp.exp(total)
-
-
 def scan_tree(
-    x_ref: Ref,  # [N, p]
-    dt_ref: Ref,  # [N]
+    inputs: dict[str, Ref],  # x [N, p], dt [N], B [N, S], C [Q, S], mask [N, N]
     A: jax.Array,  # []
-    B_ref: Ref,  # [N, S]
-    C_ref: Ref,  # [Q, S]
-    mask_ref: Ref,  # [N, N]
     state: Sequence[jax.Array],  # [p, s] each
     write: Callable[[jax.Array, jax.Array], None],
     *,
@@ -67,6 +24,7 @@ def scan_tree(
     parts: Sequence[pl.Slice],
 ) -> None:
     """Calls `write` with the queries `[q]` of each block and their outputs `[q, p]`, no skip."""
+    x_ref, dt_ref, B_ref, C_ref, mask_ref = (inputs[x] for x in ("x", "dt", "B", "C", "mask"))
     num_nodes, num_queries = x_ref.shape[0], C_ref.shape[0]
     first_query = num_nodes - num_queries  # queries are the last nodes
     block_queries = min(block_queries, tb.padded_size(num_queries))

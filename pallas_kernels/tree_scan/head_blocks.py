@@ -1,8 +1,8 @@
 """Blocks of arrays in a grid of rows, heads and blocks of a head's channels."""
 
 import dataclasses
+from typing import Any
 
-import jax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
@@ -18,42 +18,18 @@ class HeadBlocks:
     """Blocks of arrays for the program of row b, head h and the p-th block of its channels."""
 
     channels: int  # channels per block
-    state_size: int  # `S`
     heads_per_group: int  # head h uses group `h // heads_per_group`
 
-    def of_row(self, array: jax.Array) -> pl.BlockSpec:
-        """All of a row of `[B, ...]`."""
-        shape = array.shape[1:]
-        return pl.BlockSpec((None, *shape), lambda b, h, p: (b,) + (0,) * len(shape))
+    def of(self, array: Any, axes: str) -> tuple[Any, pl.BlockSpec]:
+        """An array and its block: all of an axis ".", and this program's place on others.
 
-    def of_channels(self, length: int) -> pl.BlockSpec:
-        """Blocks of `[B, length, H, P]`."""
-        return pl.BlockSpec((None, length, None, self.channels), lambda b, h, p: (b, 0, h, p))
+        These are rows "b", heads "h" and groups "g"; of channels "p" it is a block.
+        """
+        sizes = {"p": self.channels, "b": None, "h": None, "g": None}
+        shape = (sizes.get(axis, size) for axis, size in zip(axes, array.shape, strict=True))
 
-    def of_head(self, length: int) -> pl.BlockSpec:
-        """Blocks of `[B, length, H]`."""
-        return pl.BlockSpec((None, length, None), lambda b, h, p: (b, 0, h))
+        def place(b: Any, h: Any, p: Any) -> tuple[Any, ...]:
+            at = {"b": b, "h": h, "g": h // self.heads_per_group, "p": p, ".": 0}
+            return tuple(at[axis] for axis in axes)
 
-    def of_group(self, length: int) -> pl.BlockSpec:
-        """Blocks of `[B, length, G, S]`."""
-        return pl.BlockSpec(
-            (None, length, None, self.state_size),
-            lambda b, h, p: (b, 0, h // self.heads_per_group, 0),
-        )
-
-    @property
-    def state(self) -> pl.BlockSpec:
-        """Blocks of `[B, H, P, S]`."""
-        return pl.BlockSpec(
-            (None, None, self.channels, self.state_size), lambda b, h, p: (b, h, p, 0)
-        )
-
-    @property
-    def one_of_heads(self) -> pl.BlockSpec:
-        """Blocks of `[H]`."""
-        return pl.BlockSpec((None,), lambda b, h, p: (h,))
-
-    @property
-    def skip(self) -> pl.BlockSpec:
-        """Blocks of `[H, P]`."""
-        return pl.BlockSpec((None, self.channels), lambda b, h, p: (h, p))
+        return array, pl.BlockSpec(tuple(shape), place)

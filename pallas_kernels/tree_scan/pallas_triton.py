@@ -1,23 +1,28 @@
-"""`tree_scan`, `replay` and `replay_tree_scan` as one Pallas-Triton kernel.
+"""`tree_scan`, `replay` and `replay_tree_scan` as one Pallas-Triton kernel, in two ways.
 
-Passes: a program handles one row, one head and one block of its channels: the whole head, unless
-its state has more than `BlockSizes.state` numbers. It reads its part of the state once and keeps it
-in registers. `replay` adds the path of the previous tree, whose nodes it reads block by block from
-the last to the first, and writes the state once (input and output are one buffer). `tree_scan`
-computes the outputs of all query nodes, block by block, each with a loop over blocks of keys, as
-flash attention does, and writes them once; registers do not grow with the tree. `replay_tree_scan`
-does both. Blocks of channels of one head compute its
-scores C_i . B_j again.
+Passes: a program handles one row, one head and one block of its channels. It reads its part of the
+state once and keeps it in registers. `replay` goes along the path of the previous tree, node by
+node, and writes the state once (input and output are one buffer). `tree_scan` writes the outputs
+of all query nodes once. `replay_tree_scan` does both.
+
+As a recurrence a program visits the new tree depth first (`walk.visits`). At a branch it keeps the
+state in registers: there are `walk.slots` of them. The numbers of a node depend on the nodes above
+it alone, to the bit. In closed form a program computes blocks of queries, each with a loop over
+blocks of keys, as flash attention does; registers do not grow with the tree. A block is the whole
+head, unless its state has more than `BlockSizes.state` numbers. Blocks of channels of one head
+compute its scores C_i . B_j again. The recurrence runs up to `MOST_NODES`, beyond them if
+`dispatch.wants_bits()`. A replay is a recurrence in both ways, so a state has the same bits.
 
 The gate is read from the projection in place. A norm of each head alone is done where a program
 owns the whole head. For a norm over all heads a program writes the part of each row's mean square
 that its channels have: the sum needs all programs, and is left to the reader of the
 `DeferredRMSNorm`.
 
-Numerics: decays and accumulators are float32; products as `triton.dot` says; the queries see the
-new state in float32. The decay from a node to the end of the path is summed directly, never as a
-difference of sums; the decay from node to node is such a difference. Masked before exp. Outputs are
-rounded once, after gate and weight; mean squares are not rounded.
+Numerics: decays and accumulators are float32; the queries see the new state in float32. The
+recurrence multiplies by `triton.multiply_add`, and adds up S in blocks of `BlockSizes.part`. In
+closed form products are as `triton.dot` says, and the decay from node to node is a difference of
+sums, masked before exp. Outputs are rounded once, after gate and weight; mean squares are not
+rounded. Outputs of nodes that do not exist are 0 or, in closed form and of a single node, finite.
 
 Refuses head and state sizes that are not powers of two of at least 16, and states of more than
 `MOST_STATE`. Any numbers of nodes.
@@ -34,10 +39,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from pallas_kernels import dispatch, walk
 from pallas_kernels import triton as tb
-from pallas_kernels.numerics import DeferredRMSNorm, rms_norm, scaled
+from pallas_kernels.numerics import DeferredRMSNorm, scaled
+from pallas_kernels.rms_norm.pallas_triton import gated_rms_norm
+from pallas_kernels.tree_scan import head, recurrence
 from pallas_kernels.tree_scan.gate import Gate
-from pallas_kernels.tree_scan.head import along_path, scan_tree
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.triton import Ref
 
@@ -46,37 +53,37 @@ from pallas_kernels.triton import Ref
 class BlockSizes:
     """Sizes of the blocks that a program works on; an axis that is smaller is one block."""
 
-    replayed: int  # nodes of the previous tree per block
     queries: int  # nodes of the new tree per block
     keys: int
     state: int  # elements of the state per program: channels of the head times state size
     part: int  # state channels per partial product
     num_warps: int  # Triton's
-    num_stages: int
 
 
-# By type of the inputs. The first are the fastest on an H200 (`benchmarks/results`); for over 32
-# nodes and states of 128 they spill on sm_80 to sm_89. The others were not timed; states of 256
-# spill on sm_90 for few nodes. Full float32 products need many registers.
+# By type of the inputs. The first are the fastest on an H200 (`benchmarks/results`). On sm_80 to
+# sm_89 a `tree_scan` of over 32 nodes spills with them; the second spill nowhere. All but the first
+# were compiled, not timed. Full float32 products need many registers.
+BEFORE_HOPPER = "bfloat16, before sm_90"
 LARGE_HEAD = "bfloat16, large heads"
 _USUAL_HEAD = 64 * 128  # elements of its state
 DEFAULTS = {
-    "bfloat16": BlockSizes(
-        replayed=64, queries=64, keys=64, state=32 * 128, part=128, num_warps=4, num_stages=1
-    ),
-    LARGE_HEAD: BlockSizes(
-        replayed=16, queries=32, keys=32, state=128 * 128, part=128, num_warps=8, num_stages=1
-    ),
-    "float32": BlockSizes(
-        replayed=16, queries=16, keys=16, state=32 * 128, part=64, num_warps=8, num_stages=1
-    ),
+    "bfloat16": BlockSizes(queries=64, keys=64, state=32 * 128, part=128, num_warps=4),
+    BEFORE_HOPPER: BlockSizes(queries=64, keys=32, state=32 * 128, part=128, num_warps=4),
+    LARGE_HEAD: BlockSizes(queries=32, keys=32, state=128 * 128, part=128, num_warps=8),
+    "float32": BlockSizes(queries=16, keys=16, state=32 * 128, part=64, num_warps=8),
 }
+# In a trial on an H200 both ways were even for 5 nodes of one row; for 16 the closed form was twice
+# as fast.
+MOST_NODES = 8
 
 
 def case(dtype: DTypeLike, numbers: int) -> str:
-    """The case of `DEFAULTS` for inputs of this type and heads with this many state elements."""
+    """The case of `DEFAULTS` on this device, by type and state elements of a head."""
     name = tb.dtype_case(dtype)
-    return LARGE_HEAD if name == "bfloat16" and numbers > _USUAL_HEAD else name
+    if name == "bfloat16" and numbers > _USUAL_HEAD:
+        return LARGE_HEAD
+    is_old = name == "bfloat16" and (dispatch.generation() or 9) < 9
+    return BEFORE_HOPPER if is_old else name
 
 
 # Float32 inputs with larger states spill registers on an H100 with all block sizes that were tried.
@@ -92,13 +99,14 @@ def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
 def tree_scan(*arguments: Any, **options: Any) -> jax.Array | DeferredRMSNorm:
     """See `api.tree_scan`, whose arrays and gate these are; options are those of `_run`."""
     x, dt, A, B, C, D, state, mask, *gate = arguments
-    return _run("tree_scan", A, state, None, (x, dt, B, C, D, mask), *gate, **options)[0]
+    tree = (x, dt, B, C, D, mask)
+    return _run("tree_scan", A, state, None, tree, *gate, **_way(x), **options)[0]
 
 
 def replay(*arguments: jax.Array, **options: Any) -> jax.Array:
     """See `api.replay`."""
     x, dt, A, B, state, path = arguments
-    return _run("replay", A, state, (x, dt, B, path), **options)[1]
+    return _run("replay", A, state, (x, dt, B, path), is_recurrence=True, **options)[1]
 
 
 def replay_tree_scan(
@@ -106,10 +114,16 @@ def replay_tree_scan(
 ) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
     """See `api.replay_tree_scan`, whose arrays and gate these are; options are those of `_run`."""
     previous, (x, dt, A, B, C, D, state, mask, *gate) = arguments[:4], arguments[4:]
-    return _run("replay_tree_scan", A, state, previous, (x, dt, B, C, D, mask), *gate, **options)
+    tree = (x, dt, B, C, D, mask)
+    return _run("replay_tree_scan", A, state, previous, tree, *gate, **_way(x), **options)
 
 
-@functools.partial(jax.jit, static_argnames=("name", "A_is_log", "interpret", "blocks"))
+def _way(x: jax.Array) -> dict[str, bool]:
+    """Whether the nodes of a new tree are scanned by the recurrence: an option of `_run`."""
+    return {"is_recurrence": x.shape[1] <= MOST_NODES or dispatch.wants_bits()}
+
+
+@functools.partial(jax.jit, static_argnames=("name", "is_recurrence", "A_is_log", "interpret"))
 def _run(
     name: str,
     A: jax.Array,
@@ -118,82 +132,102 @@ def _run(
     tree: Sequence[jax.Array] | None = None,
     gate: Gate | None = None,
     *,
+    is_recurrence: bool,
     A_is_log: bool = False,
     interpret: bool = False,
-    blocks: BlockSizes | None = None,
 ) -> tuple[Any, jax.Array]:
     """The kernel with a previous tree, a new one, or both: the outputs, if any, and the state.
 
-    `previous` is x, dt, B and path; `tree` is x, dt, B, C, D and mask; `blocks` None: `DEFAULTS`.
+    `previous` is x, dt, B and path; `tree` is x, dt, B, C, D and mask.
     """
     some_x, _, some_B, *_ = previous or tree or ()
     batch, num_heads, head_dim, state_size = state.shape
-    of_case = case(some_x.dtype, head_dim * state_size)
-    blocks = blocks or DEFAULTS[of_case]
+    if is_recurrence:
+        # One node and 16 channels at a time. The fastest of nine for 5 nodes, in a trial on an
+        # H200. Warps and `part` decide how S is added up, so they depend on nothing else. States
+        # of 256 are for 8 warps: with 4, 64 nodes spill.
+        warps = 4 if state_size <= 128 else 8
+        blocks = BlockSizes(queries=1, keys=1, state=0, part=32, num_warps=warps)
+        name += "_recurrence" if tree is not None else ""
+    else:
+        blocks = DEFAULTS[case(some_x.dtype, head_dim * state_size)]
     channels = channels_of(blocks.state, head_dim, state_size)
     num_blocks = head_dim // channels
-    part = HeadBlocks(channels, state_size, num_heads // some_B.shape[2])
+    part = HeadBlocks(channels, num_heads // some_B.shape[2])
 
-    inputs = {"A": (A, part.one_of_heads), "state": (state, part.state)}
+    inputs = {"A": part.of(A, "h"), "state": part.of(state, "bhp.")}
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
     if previous is not None:
         x, dt, B, path = previous
-        length = x.shape[1]
+        steps = walk.steps(path)
         inputs |= {
-            "prev x": (x, part.of_channels(length)),
-            "prev dt": (dt, part.of_head(length)),
-            "prev B": (B, part.of_group(length)),
-            "path": (path, part.of_row(path)),
+            "prev x": part.of(x, "b.hp"),
+            "prev dt": part.of(dt, "b.h"),
+            "prev B": part.of(B, "b.g."),
+            "steps": part.of(steps, "b."),
         }
         outputs["state"] = inputs["state"]
     if tree is not None:
         x, dt, B, C, D, mask = tree
         num_nodes, num_queries = x.shape[1], C.shape[1]
         inputs |= {
-            "x": (x, part.of_channels(num_nodes)),
-            "dt": (dt, part.of_head(num_nodes)),
-            "B": (B, part.of_group(num_nodes)),
-            "C": (C, part.of_group(num_queries)),
-            "D": (D, part.one_of_heads if D.ndim == 1 else part.skip),
-            "mask": (mask, part.of_row(mask)),
+            "x": part.of(x, "b.hp"),
+            "dt": part.of(dt, "b.h"),
+            "B": part.of(B, "b.g."),
+            "C": part.of(C, "b.g."),
+            "D": part.of(D, "hp"[: D.ndim]),
         }
+        if not is_recurrence:
+            inputs["mask"] = part.of(mask, "b..")
+        elif num_nodes > 1:
+            visits = walk.visits(mask, num_queries)
+            inputs["visits"] = part.of(visits, "b.")
         shape = jax.ShapeDtypeStruct((batch, num_queries, num_heads, head_dim), x.dtype)
-        outputs["y"] = (shape, part.of_channels(num_queries))
+        outputs["y"] = part.of(shape, "b.hp")
+    static_gate, later_weight = None, None
     if gate is not None:
-        inputs["gate"] = (gate.projected, part.of_row(gate.projected))
-    per_head = gate is not None and gate.norm_per_head
-    # A program with a part of a head cannot norm it.
-    norms = not per_head or num_blocks == 1
-    if gate is not None and gate.norm_weight is not None and norms:
-        of_program = pl.BlockSpec((channels,), lambda b, h, p: (h * num_blocks + p,))
-        inputs["norm_weight"] = (gate.norm_weight, of_program)
-    if gate is not None and gate.defers_norm:
-        outputs["mean_squares"] = (
-            jax.ShapeDtypeStruct((batch, num_queries, num_heads * num_blocks), jnp.float32),
-            pl.BlockSpec((None, num_queries, None), lambda b, h, p: (b, 0, h * num_blocks + p)),
-        )
-    static_gate = None
-    if gate is not None:
-        row_size = head_dim if per_head else num_heads * head_dim
+        inputs["gate"] = part.of(gate.projected, "b..")
+        row_size = head_dim if gate.norm_per_head else num_heads * head_dim
         static_gate = (gate.start, gate.multiplier, row_size, gate.norm_epsilon)
+        if gate.norm_weight is not None:
+            of_program = pl.BlockSpec((channels,), lambda b, h, p: (h * num_blocks + p,))
+            # A program with a part of a head cannot norm it.
+            if gate.norm_per_head and num_blocks > 1:
+                later_weight = gate.norm_weight
+            else:
+                inputs["norm_weight"] = (gate.norm_weight, of_program)
+        if gate.defers_norm:
+            outputs["mean_squares"] = (
+                jax.ShapeDtypeStruct((batch, num_queries, num_heads * num_blocks), jnp.float32),
+                pl.BlockSpec((None, num_queries, None), lambda b, h, p: (b, 0, h * num_blocks + p)),
+            )
     results = tb.call_by_name(
-        functools.partial(_kernel, blocks=blocks, A_is_log=A_is_log, gate=static_gate),
+        functools.partial(
+            _kernel,
+            blocks=blocks,
+            is_recurrence=is_recurrence,
+            num_blocks=num_blocks,
+            A_is_log=A_is_log,
+            gate=static_gate,
+            interpret=interpret,
+        ),
         inputs,
         outputs,
-        in_place={"state": "state"} if previous is not None else {},
         name=name,
         num_warps=blocks.num_warps,
-        num_stages=blocks.num_stages,
         interpret=interpret,
+        in_one_order=is_recurrence,
         grid=(batch, num_heads, num_blocks),
     )
-    state = results.get("state", state)
-    y = results.get("y")
+    state, y = results.get("state", state), results.get("y")
     if gate is not None and gate.defers_norm:
         rows = results["y"].reshape(batch, num_queries, -1)
         return DeferredRMSNorm(rows, results["mean_squares"], gate.norm_epsilon), state
-    if gate is not None and gate.norm_weight is not None and not norms:
-        y = rms_norm(results["y"], gate.norm_weight.reshape(num_heads, -1), gate.norm_epsilon)
+    if gate is not None and later_weight is not None:
+        rows = results["y"].reshape(batch, num_queries, -1)
+        options = dict(norm="gate_then_norm", epsilon=gate.norm_epsilon, num_groups=num_heads)
+        rows = gated_rms_norm(rows, None, later_weight, interpret=interpret, **options)
+        y = rows.reshape(results["y"].shape)
     return y, state
 
 
@@ -202,68 +236,84 @@ def _kernel(
     outputs: dict[str, Ref],
     *,
     blocks: BlockSizes,
+    is_recurrence: bool,
+    num_blocks: int,
     A_is_log: bool,
     gate: tuple[int, float, int, float] | None,
+    interpret: bool,
 ) -> None:
-    """Refs by name, of one row and one head; p channels of it.
+    """Refs by name, of one row and one head; p channels of it, one of `num_blocks`.
 
     inputs: A [], state [p, S]; of a previous tree prev x [O, p], prev dt [O], prev B [O, S] and
-    path [O]; of a new tree x [N, p], dt [N], B [N, S], C [Q, S], D [p] or [], mask [N, N], and
-    perhaps gate [Q, X] and norm_weight [p].
+    steps [O + 2]; of a new tree x [N, p], dt [N], B [N, S], C [Q, S], D [p] or [], mask [N, N] or,
+    for a recurrence of several nodes, visits [N + 2], and perhaps gate [Q, X] and norm_weight [p].
     outputs: state [p, S] after the path; y [Q, p] and perhaps mean_squares [Q].
     gate: first column, multiplier, and of the norm the size of a row and epsilon.
     """
     state_size = inputs["state"].shape[1]
-    size = min(blocks.part, state_size)
-    parts = [pl.Slice(start, size) for start in range(0, state_size, size)]
+    parts = tb.parts(state_size, blocks.part)
     A = inputs["A"][...]
     A = -jnp.exp(A) if A_is_log else A
-    if "path" not in inputs:
-        state = [inputs["state"][:, part] for part in parts]
-    else:
-        previous = (inputs["prev x"], inputs["prev dt"], A, inputs["prev B"], inputs["path"])
-        written, decay = along_path(*previous, block_nodes=blocks.replayed, parts=parts)
-        state = [
-            decay * inputs["state"][:, part] + new for part, new in zip(parts, written, strict=True)
-        ]
+
+    def replayed() -> recurrence.State:
+        state = tuple(inputs["state"][:, part] for part in parts)
+        if "steps" not in inputs:
+            return state
+        state = recurrence.along_path(inputs, A, state, parts=parts, interpret=interpret)
         for part, value in zip(parts, state, strict=True):
             outputs["state"][:, part] = value
-    if "x" in inputs:
-        # The interpreter knows no program numbers inside of loops.
-        block = pl.program_id(1) * pl.num_programs(2) + pl.program_id(2)
-        write = functools.partial(_write, inputs, outputs, block, gate=gate)
-        scan_tree(
-            *(inputs["x"], inputs["dt"], A, inputs["B"], inputs["C"], inputs["mask"]),
-            *(state, write),
-            block_queries=blocks.queries,
-            block_keys=blocks.keys,
-            parts=parts,
+        return state
+
+    if "x" not in inputs:
+        replayed()
+        return
+    # Where two grids share a kernel, jax may mix up `pl.num_programs` (#40847): the number is
+    # static. The interpreter knows no program numbers inside of loops.
+    block = pl.program_id(1) * num_blocks + pl.program_id(2)
+    num_nodes, channels = inputs["x"].shape
+    multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
+
+    def gate_at(query: jax.Array) -> jax.Array | None:
+        """The gate's columns `[p]` or, of several queries, `[q, p]`, if there is a gate."""
+        if gate is None:
+            return None
+        return inputs["gate"][query, pl.ds(gate[0] + block * channels, channels)]
+
+    def write(query: jax.Array, x: jax.Array, z: jax.Array | None, y: jax.Array) -> None:
+        """Adds the skip, gates and writes outputs `[p]` or, of several queries, `[q, p]`."""
+        D = lax.broadcast_to_rank(inputs["D"][...], y.ndim)
+        y = multiply_add(D, x.astype(jnp.float32), y)
+        if gate is not None and z is not None:
+            _, multiplier, row_size, epsilon = gate
+            y = y * jax.nn.silu(scaled(z, multiplier).astype(jnp.float32))
+            if "norm_weight" in inputs:
+                mean_square = jnp.sum(multiply_add(y, y), axis=-1) / row_size
+                if "mean_squares" in outputs:
+                    outputs["mean_squares"][query] = mean_square
+                else:  # the program has the whole row
+                    y = y * lax.rsqrt(mean_square + epsilon)[..., None]
+                weight = inputs["norm_weight"][...].astype(jnp.float32)
+                y = y * lax.broadcast_to_rank(weight, y.ndim)
+        outputs["y"][query, :] = y.astype(outputs["y"].dtype)
+
+    def leave_out(query: jax.Array) -> None:
+        for name in outputs.keys() - {"state"}:
+            ref = outputs[name]
+            ref[query] = jnp.zeros(ref.shape[1:], ref.dtype)
+
+    if is_recurrence:
+        recurrence.scan_tree(
+            *(inputs, A, replayed, gate_at, write, leave_out), parts=parts, interpret=interpret
         )
+        return
 
+    def write_block(query: jax.Array, y: jax.Array) -> None:
+        node = num_nodes - outputs["y"].shape[0] + query
+        write(query, inputs["x"][node, :], gate_at(query), y)
 
-def _write(
-    inputs: dict[str, Ref],
-    outputs: dict[str, Ref],
-    block: jax.Array,  # []
-    query: jax.Array,  # [q]
-    y: jax.Array,  # [q, p]
-    *,
-    gate: tuple[int, float, int, float] | None,
-) -> None:
-    """Adds the skip, gates and writes the outputs at some queries; `block` of all channels."""
-    num_queries, channels = outputs["y"].shape
-    first_query = inputs["x"].shape[0] - num_queries
-    x = inputs["x"][first_query + query, :].astype(jnp.float32)
-    y = y + lax.broadcast_to_rank(inputs["D"][...], 2) * x
-    if gate is not None:
-        start, multiplier, row_size, epsilon = gate
-        z = inputs["gate"][query, pl.ds(start + block * channels, channels)]
-        y = y * jax.nn.silu(scaled(z, multiplier).astype(jnp.float32))
-        if "norm_weight" in inputs:
-            mean_square = jnp.sum(y * y, axis=1) / row_size
-            if "mean_squares" in outputs:
-                outputs["mean_squares"][query] = mean_square
-            else:  # the program has the whole row
-                y = y * lax.rsqrt(mean_square + epsilon)[:, None]
-            y = y * inputs["norm_weight"][...].astype(jnp.float32)[None, :]
-    outputs["y"][query, :] = y.astype(outputs["y"].dtype)
+    head.scan_tree(
+        *(inputs, A, replayed(), write_block),
+        block_queries=blocks.queries,
+        block_keys=blocks.keys,
+        parts=parts,
+    )

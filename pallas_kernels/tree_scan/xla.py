@@ -11,20 +11,9 @@ from pallas_kernels.rms_norm.xla import activated
 from pallas_kernels.tree_scan.gate import Gate
 
 
-def tree_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array,
-    state: jax.Array,
-    mask: jax.Array,
-    gate: Gate | None = None,
-    *,
-    A_is_log: bool = False,
-) -> jax.Array | DeferredRMSNorm:
-    """See `api.tree_scan`."""
+def tree_scan(*arguments: Any, A_is_log: bool = False) -> jax.Array | DeferredRMSNorm:
+    """See `api.tree_scan`, whose arrays and gate these are."""
+    x, dt, A, B, C, D, state, mask, *some_gate = arguments
     A = rates(A, A_is_log)
     batch, num_nodes, num_heads, head_dim = x.shape
     num_queries, num_groups = C.shape[1:3]
@@ -58,20 +47,13 @@ def tree_scan(
     y = y + carried * jnp.exp(query_decay)[..., None]
 
     y = (y + D.reshape(1, 1, num_heads, -1) * x[:, first_query:]).astype(dtype)
+    gate = some_gate[0] if some_gate else None
     return y if gate is None else gated(y, gate)
 
 
-def replay(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    state: jax.Array,
-    path: jax.Array,
-    *,
-    A_is_log: bool = False,
-) -> jax.Array:
-    """See `api.replay`. One contraction over the nodes."""
+def replay(*arrays: jax.Array, A_is_log: bool = False) -> jax.Array:
+    """See `api.replay`, whose arrays these are. One contraction over the nodes."""
+    x, dt, A, B, state, path = arrays
     x, B = x.astype(jnp.float32), B.astype(jnp.float32)
     dt = jnp.where(path[..., None], dt, 0.0)
     weight, total = to_the_end(dt * rates(A, A_is_log)[None, None])

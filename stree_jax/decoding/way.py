@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pallas_kernels import dispatch
 from stree_jax.decoding.drafters.base import Drafter, draft_models, drawn_by, with_tokens_of
 from stree_jax.decoding.tree_choice import NO_TOPOLOGY, TREES, TreeChoice
 from stree_jax.decoding.verifiers import Verifier, default_verifier, verifier_of
@@ -111,8 +110,7 @@ class Way:
                 " distribution; pass lossy=True if you want that, or leave verifier out"
             )
         if self.to_the_bit:
-            with dispatch.to_the_bit(True):
-                obstacle = bits_obstacle(model, topology.num_nodes)
+            obstacle = bits_obstacle(model, topology.num_nodes, to_the_bit=True)
             if obstacle:
                 raise ValueError(f"to_the_bit = True is refused: {obstacle}; leave it out")
         return FittedWay(drafter, topology, verifier, trees, choice)

@@ -24,6 +24,7 @@ from stree_jax.measuring.questions import PLAIN_TURNS, Question, naming, turn_by
 from stree_jax.measuring.record import Record
 from stree_jax.measuring.report import acceptance_tables, check_file, draw_speeds, method_tables
 from stree_jax.messages import needs, shown
+from stree_jax.models.bits import bits_obstacle
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.pretrained import from_pretrained
 from stree_jax.text import Texts
@@ -83,12 +84,16 @@ class BenchReport:
 
     def described(self) -> list[str]:
         """Lines: what runs, where, and with which weights."""
-        weights, host = self.head["weights"], self.head["machine"]
+        weights, host, obstacle = (
+            self.head[name] for name in ("weights", "machine", "bits_obstacle")
+        )
+        equal = f"may differ in a bit: {obstacle}" if obstacle else "are equal to the bit"
         cores = f"{host['processor']}, {host['cores']} cores"
         versions = f"jax {host['jax']}, Python {host['python']}"
         return [
             *[PLAIN_TURNS] * self.head.get("plain_turns", False),
             f"runs as {self.head['runs']}",
+            f"numbers with and without drafts {equal}",
             f"{host['device']}, {cores}; {versions}; load {host['load_average']:g}",
             f"{self.head['target']}: {weights['parameters'] / 1e6:,.1f} M parameters,"
             f" {weights['dtype']}, {weights['bytes'] / 1e6:,.1f} MB",
@@ -216,12 +221,15 @@ def bench(
         common.setdefault("eos_token", texts.end_tokens(target.config) or None)
     settings = [Options(temperature=heat, **common) for heat in temperatures]
     with naming([question.name or f"prompts[{i}]" for i, question in enumerate(questions)]):
-        for method, at_heat in itertools.product(methods, settings):  # refuses before it compiles
-            method.planned(target, Batch(token_ids, at_heat))
+        planned = [  # refuses before it compiles
+            method.planned(target, Batch(token_ids, at_heat)).decoder.topology.num_nodes
+            for method, at_heat in itertools.product(methods, settings)
+        ]
     _, whole = HybridLM.abstract(target.config)
     head = {
         "target": name or "target",
         "runs": dispatch.explain(dispatch.device_of(target)),
+        "bits_obstacle": bits_obstacle(target, max(planned), rows),
         "machine": machine(),  # before this loads it
         "weights": {
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(whole)),

@@ -403,7 +403,8 @@ class AttentionMixer(MixerModule):
         """Keys and values alone, for heads whose layers have no branch and no convolution."""
         projection, first = self.in_proj, self.config.gate_size + self.config.projected_sizes[0]
         kernel = projection.kernel.storage  # its columns after the queries
-        projected = kernel.cut(first).product(u, wide=True).astype(kernel.dtype)
+        # A kernel would have them copied first.
+        projected = kernel.cut(first).product(u, True, "xla").astype(kernel.dtype)
         if projection.bias is not None:
             projected += projection.bias[first:]
         layout = dataclasses.replace(self._layout, num_heads=0)

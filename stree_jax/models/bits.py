@@ -21,18 +21,21 @@ _SUMS |= {"scatter-add", "scatter-mul"}
 
 
 @jax.transfer_guard("allow")
-def bits_obstacle(model: HybridLM, nodes: int = 2, rows: int = 1) -> str | None:
+def bits_obstacle(
+    model: HybridLM, nodes: int = 2, rows: int = 1, *, to_the_bit: bool = False
+) -> str | None:
     """Why a token's log-probabilities are not the same to the bit in every tree and batch.
 
     None: they are. On a CPU this holds for packed models whose sums are all in native code, or in
     an order that is written, and for chunks of prompts too. On a GPU it holds for models in
     bfloat16 or 8 bits whose kernels have one order; prompts are read in XLA's. The model is traced
-    on a tree. Inside of `dispatch.to_the_bit(True)` the answer is that of `to_the_bit=True`.
+    on a tree.
 
     Args:
         model: the target.
         nodes: nodes of the tree of each row; kernels take a faster algorithm for large trees.
         rows: rows of the batch.
+        to_the_bit: of `generate(to_the_bit=True)`, which runs no faster algorithm.
     """
     device, is_interpreted = dispatch.device_of(model), model.implementation == "pallas_interpret"
     on_cpu = device.platform == "cpu" and not is_interpreted
@@ -52,16 +55,21 @@ def bits_obstacle(model: HybridLM, nodes: int = 2, rows: int = 1) -> str | None:
         if not part.equal_to_the_bit:
             return f"layers of kind {part.kind!r} do not promise it"
         parts += part.parts.values()
-    sizes = nodes, rows, on_cpu, dispatch.wants_bits()
+    sizes = nodes, rows, on_cpu, to_the_bit
     with dispatch.on(model):
-        program = _traced.trace(model, *sizes).jaxpr.jaxpr
-        if next(sums_in_other_orders(program), None) is None:
+        if not _has_other_orders(_traced.trace(model, *sizes).jaxpr.jaxpr):
             return None
         with dispatch.recorded() as ran:  # once more: a trace that jax has kept records nothing
             program = jax.make_jaxpr(functools.partial(_log_probs, sizes=sizes))(model).jaxpr
     scope = next(sums_in_other_orders(program))
     how = ran.get(scope.rpartition("/")[2])
     return f"the order of sums may change in {scope}" + (f" ({how})" if how else "")
+
+
+@functools.lru_cache(maxsize=16)
+def _has_other_orders(program: Jaxpr) -> bool:
+    """Of a trace that jax keeps: each request asks, and large models have many operations."""
+    return next(sums_in_other_orders(program), None) is not None
 
 
 def sums_in_other_orders(program: Jaxpr, scope: str = "") -> Iterator[str]:
@@ -102,4 +110,4 @@ def _log_probs(model: HybridLM, sizes: tuple[int, int, bool, bool]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _traced(model: HybridLM, *sizes: Any) -> Any:
-    return _log_probs(model, sizes)  # type: ignore[arg-type]
+    return _log_probs(model, sizes)

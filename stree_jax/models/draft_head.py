@@ -17,6 +17,7 @@ from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require
 from stree_jax.models.attention import AttentionCache, AttentionPending
 from stree_jax.models.layer import LayerConfig, Nodes
+from stree_jax.models.layers import Projection, linear
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.matrices import Matrix
 from stree_jax.tree import Tree
@@ -79,6 +80,11 @@ class TargetHead(nnx.Module):
             implementation=implementation,
             out_scale=scale,
         )
+
+    def linear(self, in_size: int, out_size: int, rngs: nnx.Rngs, bias: bool = False) -> Projection:
+        """A linear layer."""
+        options: dict[str, Any] = dict(dtype=self.dtype, rngs=rngs)
+        return linear(in_size, out_size, bias=bias, implementation=self.implementation, **options)
 
     def scale(self) -> nnx.Param:
         """The weight of a norm."""

@@ -25,13 +25,18 @@ _Output = TypeVar("_Output")
 class Projection(nnx.Module):
     """A linear layer."""
 
-    def __init__(self, kernel: Matrix, bias: nnx.Param | None):
+    def __init__(self, kernel: Matrix, bias: nnx.Param | None, implementation: str | None = None):
         self.kernel = kernel
         self.bias = bias
+        self.implementation = implementation
 
     def __call__(self, inputs: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
         """The product, in the dtype that the matrix gives."""
-        return self.biased(self.kernel.product(inputs))
+        return self.biased(self.kernel.product(inputs, implementation=self.implementation))
+
+    def wide(self, inputs: Float[Array, "*rows inputs"]) -> Float32[Array, "*rows outputs"]:
+        """The product in float32, without the bias."""
+        return self.kernel.product(inputs, wide=True, implementation=self.implementation)
 
     def biased(self, output: Float[Array, "*rows outputs"]) -> Float[Array, "*rows outputs"]:
         """A product with the bias, if there is one."""
@@ -41,21 +46,32 @@ class Projection(nnx.Module):
 
 
 def linear(
-    in_size: int, out_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs, scale: float = 1.0
+    in_size: int,
+    out_size: int,
+    *,
+    bias: bool,
+    dtype: DTypeLike,
+    rngs: nnx.Rngs,
+    scale: float = 1.0,
+    implementation: str | None = None,
 ) -> Projection:
     """A linear layer with random weights, and a bias of zeros if it has one."""
     drawn = nnx.initializers.variance_scaling(scale**2, "fan_in", "normal")
     kernel = Matrix(drawn(rngs.params(), (in_size, out_size), dtype))
     zeros = nnx.initializers.zeros
-    return Projection(kernel, nnx.Param(zeros(rngs.params(), (out_size,), dtype)) if bias else None)
+    added = nnx.Param(zeros(rngs.params(), (out_size,), dtype)) if bias else None
+    return Projection(kernel, added, implementation)
 
 
 def output_logits(
-    hidden: Float[Array, "B T M"], output_head: Matrix, multiplier: float
+    hidden: Float[Array, "B T M"],
+    output_head: Matrix,
+    multiplier: float,
+    implementation: str | None = None,
 ) -> Float32[Array, "B T V"]:
     """Logits of hidden states after the final norm."""
     with jax.named_scope("head"):
-        logits = output_head.product(hidden, wide=True)
+        logits = output_head.product(hidden, wide=True, implementation=implementation)
         if multiplier == 1.0:
             return logits
         return rounded(logits * multiplier)
@@ -68,10 +84,13 @@ class New:
     dtype: DTypeLike
     rngs: nnx.Rngs
     out_scale: float
+    implementation: str | None
 
     def linear(self, in_size: int, out_size: int, bias: bool, scale: float = 1.0) -> Projection:
         """A linear layer."""
-        return linear(in_size, out_size, bias=bias, dtype=self.dtype, rngs=self.rngs, scale=scale)
+        options: dict[str, Any] = dict(dtype=self.dtype, rngs=self.rngs, scale=scale)
+        options["implementation"] = self.implementation
+        return linear(in_size, out_size, bias=bias, **options)
 
     def conv(self, width: int, channels: int, bias: bool) -> tuple[nnx.Param, nnx.Param | None]:
         """Weight and bias of a depthwise convolution over tokens, as torch draws them."""
@@ -112,7 +131,7 @@ class Made(nnx.Module):
         self.config = config
         self.implementation = implementation
         self.norm_eps = norm_eps
-        self.make(d_model, New(dtype, rngs, out_scale))
+        self.make(d_model, New(dtype, rngs, out_scale, implementation))
 
     def make(self, d_model: int, new: New) -> None:
         """Makes the weights."""
@@ -153,7 +172,7 @@ class MixerModule(Made):
         """The output projection; on a mesh, an all-reduce of the shards' products."""
         if self.shard.shards == 1:
             return self.out_proj(inputs)
-        output = self.shard.total(self.out_proj.kernel.product(inputs, wide=True))
+        output = self.shard.total(self.out_proj.wide(inputs))
         return self.out_proj.biased(output.astype(inputs.dtype))  # once, not by each shard
 
     def spanning_norm(self, x: Array, scale: nnx.Param, epsilon: float) -> Array:

@@ -373,7 +373,9 @@ class HybridLM(Partitioned):
         V counts padded vocabulary rows too.
         """
         self._check_here()
-        logits = output_logits(hidden, self.output_head, self.config.logits_multiplier)
+        logits = output_logits(
+            hidden, self.output_head, self.config.logits_multiplier, self.implementation
+        )
         return self.shard.all_gather(logits)
 
     def for_tokens(self, vocab_size: int) -> "HybridLM":

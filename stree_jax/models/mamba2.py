@@ -442,7 +442,7 @@ class Mamba2Mixer(MixerModule):
         if self.shard.shards == 1:
             return dataclasses.replace(y, value=self._project_out(y.value, projected))
         # One all-reduce sums the products and the squares.
-        product = dataclasses.replace(y, value=self.out_proj.kernel.product(y.value, wide=True))
+        product = dataclasses.replace(y, value=self.out_proj.wide(y.value))
         y = y.unpacked(self.shard.total(product.packed()), self.shard.shards)
         return dataclasses.replace(y, value=scaled(y.value, self.config.output_multiplier))
 

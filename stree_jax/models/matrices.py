@@ -6,8 +6,9 @@ order (`pallas_kernels.matmul`). Those products take and give float32, so the ac
 packed model are float32 whatever the type of its weights.
 
 A quantised matrix has 8 bits a weight and a scale for 32 inputs of a column. A CPU has it packed
-too, and rounds rows to 8 bits when it multiplies; elsewhere it is widened inside the program, where
-it is multiplied. Routers stay as they are: another expert is another text.
+too, and rounds rows to 8 bits when it multiplies. A GPU reads the 8 bits in our own product, which
+multiplies bfloat16 too. Elsewhere it is widened inside the program, where it is multiplied. Routers
+stay as they are: another expert is another text.
 
 Everything that reads weights by name gets the order of unpacked models, from `in_first`. A new
 storage is a pytree with arrays, and here a class of answers and a line of `STORAGES`.
@@ -15,8 +16,7 @@ storage is a pytree with arrays, and here a class of answers and a line of `STOR
 
 import dataclasses
 import fnmatch
-import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -51,12 +51,19 @@ class Matrix(nnx.Param):
         """Shape of the array."""
         return self.storage.shape
 
-    def product(self, x: Float[Array, "*rows I"], *, wide: bool = False) -> Float[Array, "..."]:
+    def product(
+        self,
+        x: Float[Array, "*rows I"],
+        *,
+        wide: bool = False,
+        implementation: str | None = None,
+    ) -> Float[Array, "..."]:
         """Rows times the matrix, times each of several, or times the rows of a table.
 
-        Products are in the dtype of the storage, or `wide`: float32.
+        Products are in the dtype of the storage, or `wide`: float32. An implementation is that of
+        `matmul`; packed matrices run native code.
         """
-        return self.storage.product(x, wide)
+        return self.storage.product(x, wide, implementation)
 
     def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float[Array, "B T M"]:
         """Rows of a table."""
@@ -97,27 +104,17 @@ class Storage:
         """Rows and matrix as an op takes them: an array or a `PackedMatrix`."""
         return x, self.values
 
-    def product(self, x: Array, wide: bool) -> Array:
-        """See `Matrix`.
-
-        XLA's default for float32 on a GPU is TF32. Asked for more in bfloat16 too, which has no
-        more, it took twice as long for the products of a single row. (In 8 bits it multiplies such
-        a row without writing the matrix in bfloat16 first; no device has timed that.)
-        """
-        x, matrix = self.operand(x)
-        exact = jnp.result_type(x, matrix) == jnp.float32 or self.is_quantized
-
-        def product(x: Array) -> Array:
-            return jnp.tensordot(
-                x,
-                matrix,
-                axes=((x.ndim - 1,), (matrix.ndim + self.axis,)),
-                precision="highest" if exact else None,
-                preferred_element_type=jnp.float32 if wide else None,
-            )
-
-        is_small = matrix.size < _SMALL and not self.is_quantized
-        return _of_rows(product, x if wide else x.astype(matrix.dtype), is_small)
+    def product(self, x: Array, wide: bool, implementation: str | None) -> Array:
+        """See `Matrix`; float32 rows and several matrices are XLA's."""
+        dtype, x = self.dtype, x if wide else x.astype(self.dtype)
+        is_narrow = x.dtype == dtype == jnp.bfloat16 and len(self.shape) == 2
+        return matmul(
+            x,
+            self.values,
+            axis=self.axis,
+            dtype=jnp.float32 if wide else dtype,
+            implementation=implementation if is_narrow else "xla",
+        )
 
     def rows(self, index: Array, shard: Part) -> Array:
         """Rows of a table, of which a shard has some."""
@@ -133,7 +130,7 @@ class Storage:
 
         XLA's of 512 rows is one launch on a GPU too, and by its cost model moves no more bytes.
         """
-        return "xla"
+        return implementation if dispatch.wants_bits() else "xla"
 
     def cleared(self, x: Array, valid: Array) -> Array:
         """Rows as its products take them: with zeros on padding, where that is skipped."""
@@ -192,7 +189,7 @@ class Packed(Storage):
     def array(self) -> Array:
         return _turned(self.values.canonical(), self.axis)
 
-    def product(self, x: Array, wide: bool) -> Array:
+    def product(self, x: Array, wide: bool, implementation: str | None) -> Array:
         if len(self.values.shape) == 2:
             return matmul(x, self.values)
         several, _, columns = self.values.shape
@@ -221,22 +218,6 @@ STORAGES: dict[type, type[Storage]] = {QuantizedMatrix: EightBits, PackedMatrix:
 def _turned(matrix: Any, axis: int) -> Any:
     """A table as a matrix, or the reverse; a matrix as it is."""
     return matrix.T if axis == -1 else matrix
-
-
-_SMALL = 10**7  # weights; XLA's limit
-
-
-def _of_rows(product: Callable[[Array], Array], x: Array, is_small: bool) -> Array:
-    """A product of rows; of two at least where XLA multiplies one without its matrix units.
-
-    On a TPU that takes longer than reading the matrix. On a GPU XLA does it to small matrices: it
-    writes all products, and adds them up. A step of Qwen3.5-0.8B took 1.28 times as long (H200).
-    """
-    on_gpu = dispatch.default_device().platform == "gpu"
-    slow = dispatch.on_tpu() or (on_gpu and is_small)
-    if x.ndim < 2 or math.prod(x.shape[:-1]) != 1 or not slow:
-        return product(x)
-    return product(jnp.pad(x, [(0, 1), *[(0, 0)] * (x.ndim - 1)]))[:1]
 
 
 def _copied(array: Array) -> Array:

@@ -164,10 +164,9 @@ class MixtureOfExperts(Pointwise):
         self.latent_in = None if c.latent_size is None else new.linear(d_model, width, False)
         self.latent_out = None if c.latent_size is None else new.linear(width, d_model, False)
         shared = MlpConfig(c.shared_size or 1, activation=c.activation, gated=c.gated)
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs, implementation=self.implementation)
         self.shared = (
-            Mlp(shared, d_model, dtype=dtype, rngs=rngs, out_scale=new.out_scale)
-            if c.shared_size
-            else None
+            Mlp(shared, d_model, out_scale=new.out_scale, **options) if c.shared_size else None
         )
         self.shared_gate = drawn(d_model, 1) if c.shared_gate else None
 
@@ -185,7 +184,7 @@ class MixtureOfExperts(Pointwise):
         if self.shared is not None:
             shared = self.shared.apply(u)
             if self.shared_gate is not None:
-                scores = self.shared_gate.product(u, wide=True)
+                scores = self.run(self.shared_gate.product, u, wide=True)
                 shared = rounded(shared * jax.nn.sigmoid(scores).astype(shared.dtype))
             y = y + shared
         return self.shard.total(y)
@@ -195,7 +194,7 @@ class MixtureOfExperts(Pointwise):
     ) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
         """The router weights of each token's `A` experts, in float32, and the experts' indices."""
         c = self.config
-        scores = self.router.product(tokens.astype(jnp.float32), wide=True)
+        scores = self.run(self.router.product, tokens, wide=True)  # exact, of bfloat16 numbers
         if self.correction is None:
             best, chosen = lax.top_k(scores, c.num_active)
             weights = jnp.exp(best - lax.stop_gradient(best[:, :1]))  # the first is the largest

@@ -102,9 +102,8 @@ class SharedTransformer(Made):
         attention, mlp = self.config.blocks
         self.norm_scale = nnx.Param(jnp.ones(attention.input_multiple * d_model, new.dtype))
         options: dict[str, Any] = dict(dtype=new.dtype, rngs=new.rngs)
-        self.attention = AttentionMixer(
-            attention, d_model, implementation=self.implementation, **options
-        )
+        options["implementation"] = self.implementation
+        self.attention = AttentionMixer(attention, d_model, **options)
         self.mlp_norm_scale = nnx.Param(jnp.ones(d_model, new.dtype))
         self.mlp = Mlp(mlp, d_model, **options)
 

@@ -148,8 +148,10 @@ def multiplying(model: nnx.Module, products: str) -> nnx.Module:
 class _BFloat16Products(Matrix):
     """A matrix whose products have bfloat16 factors."""
 
-    def product(self, x: Array, *, wide: bool = False) -> Array:
-        return super().product(x, wide=True) if wide else bfloat16_product(x, self[...])
+    def product(self, x: Array, *, wide: bool = False, implementation: str | None = None) -> Array:
+        if wide:
+            return super().product(x, wide=True, implementation=implementation)
+        return bfloat16_product(x, self[...])
 
 
 @jax.custom_vjp

@@ -1,6 +1,7 @@
 """Fifteen minutes of a GPU: nothing that happens to a process may cost more than a row."""
 
 import json
+import runpy
 import subprocess
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from benchmarks import gpu
+from benchmarks import gpu, peer_gpu
 
 
 @pytest.mark.slow
@@ -25,7 +26,7 @@ def test_the_rehearsal(part, tiny_pair, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"), [("mamba2-2.7b", 9), ("Qwen3.5-0.8B", 11), ("mamba2-130m", 9)]
+    ("name", "kernels"), [("mamba2-2.7b", 13), ("Qwen3.5-0.8B", 18), ("mamba2-130m", 13)]
 )
 def test_the_models_of_the_real_sizes_are_lowered(name, kernels):
     """Eight layers have each of its kinds, and the kernels take their widths; each is there once
@@ -110,3 +111,10 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="nothing was measured: no GPU; --tiny"):
         gpu.work("device", gpu.FULL, tmp_path / "gpu.json", 60.0)
     assert not (tmp_path / "gpu.json").exists()
+
+
+@pytest.mark.skipif(peer_gpu.OBSTACLE is None, reason="the peer runs here")
+def test_without_its_packages_the_peer_says_what_to_install(capsys):
+    with pytest.raises(SystemExit, match="^2$"):
+        runpy.run_path(peer_gpu.__file__, run_name="__main__")
+    assert peer_gpu.PACKAGES in capsys.readouterr().err

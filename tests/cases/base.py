@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import native
+from pallas_kernels import dispatch, native
 
 # The kernel itself runs on a GPU (`make test-gpu`), its interpreter everywhere.
 IMPLEMENTATIONS = ("xla", "pallas_interpret", "pallas")
 WITH_NATIVE = (*IMPLEMENTATIONS, "native")
 NEEDS_NATIVE = pytest.mark.skipif(native.obstacle() is not None, reason=str(native.obstacle()))
+# A kernel as it runs where equal bits are wanted, for ops that have two.
+TO_THE_BIT = ("pallas_interpret, to the bit", "pallas, to the bit")
 # Marks of implementations that do not run everywhere.
-MARKS = {"pallas": pytest.mark.gpu, "native": NEEDS_NATIVE}
+MARKS = {"pallas": pytest.mark.gpu, TO_THE_BIT[1]: pytest.mark.gpu, "native": NEEDS_NATIVE}
 # Relative errors against float64. float32: sums of some hundred terms. bfloat16: rounding the
 # output. A state is float32, and the kernels split its products into two bfloat16 halves.
 OUTPUT = {False: 1e-6, True: 3e-3}
@@ -71,6 +73,12 @@ def native_lacks_bf16(case, implementation):
     return implementation == "native" and case.bf16
 
 
+def of_steps(case):
+    """The budget of the outputs of a scan."""
+    factor = LARGE_STEPS if case.dt_scale > 1 else 1
+    return {"y": Budget(OUTPUT[case.bf16] * factor, 1.5)}
+
+
 class Op(NamedTuple):
     """An op and its table."""
 
@@ -87,8 +95,9 @@ class Op(NamedTuple):
     def is_slow(self, name, implementation):
         """Whether `make test-slow` runs it; a GPU runs all cases."""
         rarely = self.interpreted is not None and name not in self.interpreted
-        rarely &= implementation == "pallas_interpret"
-        return implementation != "pallas" and (rarely or name in self.slow)
+        rarely &= implementation.startswith("pallas_interpret")
+        on_gpu = MARKS.get(implementation) == pytest.mark.gpu
+        return not on_gpu and (rarely or name in self.slow)
 
     def check(self, case, implementation):
         """Asserts that the outputs of a case are within their budgets."""
@@ -98,6 +107,18 @@ class Op(NamedTuple):
             assert found[name] < most, name
             if of_xla is not None:
                 assert found[name] <= of_xla * self.errors(case, "xla")[name] + floor, name
+
+
+def jitted(op, implementation):
+    """An op in an implementation, perhaps one of `TO_THE_BIT`."""
+    name, _, to_the_bit = implementation.partition(", ")
+
+    @jax.jit
+    def run(*arrays, **options):
+        with dispatch.to_the_bit(bool(to_the_bit)):
+            return op(*arrays, implementation=name, **options)
+
+    return run
 
 
 def drawn(case, seed=0):
@@ -128,6 +149,14 @@ def ancestor_mask(parents):
                 mask[b, node] = mask[b, parents[b, node]]
             mask[b, node, node] = True
     return mask
+
+
+def accepted(case, mask):
+    """A path of each row, and its last node: the deepest, the root; -1 and nothing for others."""
+    batch, exist = len(mask), case.nodes - case.padded
+    last = np.array([mask[0, :exist].sum(-1).argmax(), 0, -1])[:batch]
+    path = mask[np.arange(batch), np.maximum(last, 0)] & (last >= 0)[:, None]
+    return {"last": last, "path": path}
 
 
 def relative_error(value, truth):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.testing import assert_array_equal
 
 from pallas_kernels import (
     DeferredRMSNorm,
@@ -206,7 +207,7 @@ def errors(case, implementation):
             *(projected[:, first:], weights, states, index[:, first:], mask, record, None)
         )
         y = jax.tree.map(lambda *values: jnp.concatenate(values, axis=1), y, more)
-        jax.tree.map(np.testing.assert_array_equal, after, states)
+        jax.tree.map(assert_array_equal, after, states)
 
     ssm, conv_state = states
     deferred = case.normed and not case.per_head
@@ -219,8 +220,8 @@ def errors(case, implementation):
         y = y.value
     assert (y.dtype, record.x.dtype, record.dt.dtype) == (kind, kind, jnp.float32)
     base.assert_finite(y)
-    np.testing.assert_array_equal(np.asarray(ssm)[inputs.last < 0], inputs.ssm[inputs.last < 0])
-    np.testing.assert_array_equal(conv_state, true_conv_state)
+    assert_array_equal(np.asarray(ssm)[inputs.last < 0], inputs.ssm[inputs.last < 0])
+    assert_array_equal(conv_state, true_conv_state)
     found["y"] = relative_error(y, true_y.reshape(y.shape))
     found["ssm"] = relative_error(ssm, true_ssm)
     for name, value, wanted in zip(record._fields, record, true_record, strict=True):

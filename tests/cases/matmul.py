@@ -1,4 +1,4 @@
-"""`matmul`, rows times packed matrices, and `rows`, columns of one."""
+"""`matmul`, rows times matrices, and `rows`, columns of a packed one."""
 
 import functools
 import hashlib
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import dispatch
 from pallas_kernels.matmul.api import matmul, rows
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.quantized import QuantizedMatrix
@@ -46,6 +47,20 @@ CASES = base.table(
         "int8, 512 rows": dict(rows=512, columns=33, int8=True),
         "int8, several": dict(rows=9, matrices=4, int8=True),
         "int8, several, cut in blocks": dict(rows=9, matrices=4, cut=(37, 69), int8=True),
+        **{
+            f"unpacked {kind}{name}": dict(axis=axis, bf16=True, int8=kind == "int8") | changes
+            for kind in ("bf16", "int8")
+            for axis, name, changes in (
+                (-2, "", dict(inputs=96)),
+                (
+                    -2,
+                    ", one row, parts, no columns left over",
+                    dict(rows=1, inputs=512, columns=64),
+                ),
+                (-1, ", a table", dict(rows=17, inputs=256)),
+                (-2, ", blocks of rows", dict(rows=65, inputs=32, columns=130)),
+            )
+        },
     },
     rows=3,
     inputs=40,
@@ -53,6 +68,7 @@ CASES = base.table(
     matrices=0,  # 0: one, and no index of it
     cut=None,
     int8=False,
+    axis=None,  # of the inputs of an unpacked matrix
 )
 
 
@@ -71,8 +87,19 @@ def packed(case):
     return PackedMatrix.pack(inputs(case)[1].astype(np.float32), dtype)
 
 
+def unpacked(case):
+    """An array, or one in 8 bits, which is widened to the case's type."""
+    dense = inputs(case)[1].astype(case.kind)
+    dense = dense.T if case.axis == -1 else dense
+    return jax.tree.map(
+        base.on_device, QuantizedMatrix.of(dense, case.axis) if case.int8 else dense
+    )
+
+
 def on_device(case):
     x, _, which = inputs(case)
+    if case.axis is not None:
+        return base.on_device(x, case.kind), unpacked(case)
     matrix = packed(case)
     matrix = matrix if case.cut is None else matrix.cut(*case.cut)
     arguments = base.on_device(x, jnp.float32), matrix
@@ -81,7 +108,10 @@ def on_device(case):
 
 @functools.cache
 def truth(case, rounds_rows):
-    x, _, which = inputs(case)
+    x, dense, which = inputs(case)
+    if case.axis is not None:
+        dense = dense.astype(np.float32)
+        return x @ np.asarray(QuantizedMatrix.of(dense).wide() if case.int8 else dense, np.float64)
     whole = packed(case)
     if not rounds_rows:  # widened weights
         whole = PackedMatrix.pack(np.asarray(whole.canonical(), np.float32))
@@ -92,22 +122,33 @@ def truth(case, rounds_rows):
 
 @functools.cache
 def errors(case, implementation):
-    run = jax.jit(functools.partial(matmul, implementation=implementation))
+    options = dict(axis=case.axis or -2, implementation=implementation)
+    run = jax.jit(functools.partial(matmul, **options))
     rounds_rows = case.int8 and implementation == "native"
-    got, wanted = run(*on_device(case)), truth(case, rounds_rows)
+    with dispatch.to_the_bit(True):  # with many rows too
+        got = run(*on_device(case))
+    wanted = truth(case, rounds_rows)
     assert got.dtype == jnp.float32
     assert got.shape == wanted.shape
     if not wanted.any() or rounds_rows:
         np.testing.assert_array_equal(got, wanted)
         return {"output": 0.0}
-    return {"output": relative_error(got, wanted)}
+    error = relative_error(got, wanted)
+    assert error < 5e-7 or implementation == "xla"
+    return {"output": error}
 
 
 def budgets(case):
-    return {"output": Budget(5e-7, 2.0)}
+    """XLA rounds 8-bit weights to bfloat16."""
+    return {"output": Budget(base.OUTPUT[True] if case.bf16 and case.int8 else 5e-7, 2.0)}
 
 
-MATMUL = Op(CASES, errors, budgets, ("xla", "native"))
+def lacks(case, implementation):
+    """Native code is for packed matrices, and kernels are for the others."""
+    return implementation != "xla" and (case.axis is None) != (implementation == "native")
+
+
+MATMUL = Op(CASES, errors, budgets, base.WITH_NATIVE, lacks=lacks)
 ROW_CASES = base.table(
     {
         f"{kind}: {name}": changes | ({} if kind == "float32" else {kind: True})
@@ -120,7 +161,7 @@ ROW_CASES = base.table(
             "no inputs": dict(inputs=0),
         }.items()
     },
-    **dict(rows=0, inputs=33, columns=70, matrices=0, cut=None, int8=False),
+    **dict(rows=0, inputs=33, columns=70, matrices=0, cut=None, int8=False, axis=None),
     index=(0, 31, 40, 2, 40, 54),
 )
 

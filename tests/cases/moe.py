@@ -16,7 +16,7 @@ from tests.cases.base import Budget, Op, relative_error
 
 # float32: sums of some ten terms, twice. bf16: rounding what an expert has inside, and the outputs.
 EXPERTS = {False: 1e-6, True: 6e-3}
-BLOCKS = pallas_triton.BlockSizes(rows=16, columns=32, inner=16, num_warps=4, num_stages=1)
+BLOCKS = pallas_triton.BlockSizes(rows=16, columns=32, inner=16, num_stages=1)
 CASES = base.table(
     {
         "some rows an expert": {},

@@ -1,5 +1,6 @@
 """All ops, by name."""
 
+from tests.cases.log_softmax import LOG_SOFTMAX
 from tests.cases.mamba2_layer import MAMBA2_LAYER
 from tests.cases.matmul import MATMUL, ROWS
 from tests.cases.moe import EXPERT_MLPS
@@ -31,4 +32,5 @@ OPS = {
     "matmul": MATMUL,
     "rows": ROWS,
     "largest_threshold": LARGEST_THRESHOLD,
+    "log_softmax": LOG_SOFTMAX,
 }

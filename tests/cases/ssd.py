@@ -80,10 +80,7 @@ def errors(case, implementation):
 
 def budgets(case):
     factor = base.LARGE_STEPS if case.dt_scale > 1 else 1
-    return {
-        "y": Budget(base.OUTPUT[case.bf16] * factor, 1.5),
-        "state": Budget(base.STATE[case.bf16] * factor),
-    }
+    return base.of_steps(case) | {"state": Budget(base.STATE[case.bf16] * factor)}
 
 
 SSD = Op(

@@ -13,7 +13,7 @@ from pallas_kernels.tree_attention.reference import tree_attention as reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
 
-SMALL = config.BlockSizes(rows=16, keys=16, splits=1, num_warps=4, num_stages=1)
+SMALL = config.BlockSizes(rows=16, keys=16, num_warps=4)
 CASES = base.table(
     {
         "several blocks": {},

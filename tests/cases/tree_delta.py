@@ -23,7 +23,7 @@ CASES = base.table(
         "two nodes": dict(nodes=2, groups=4),
         "tree": {},
         "chain": dict(shape="chain", nodes=16),
-        "star": dict(shape="star"),
+        "newest level, others not there yet": dict(queries=5, missing=4),
         "newest level": dict(queries=3),
         "newest node of many": dict(nodes=40, queries=1, heads=2, groups=1),
         "newest half of many": dict(nodes=40, queries=20, batch=1),
@@ -55,6 +55,7 @@ CASES = base.table(
             nodes=40, batch=1, shape="chain", heads=2, groups=1, head_dim=128, state=128
         ),
         "bf16": dict(bf16=True),
+        "star": dict(shape="star"),
     },
     **SIZES,
     groups=2,
@@ -66,8 +67,8 @@ CASES = base.table(
     strays=False,  # their rows of the mask are nonsense
     holes=False,  # positions of a sequence that are not valid are anywhere
     chunk_size=8,
+    missing=0,  # nodes before the queries that a growing tree has places for
 )
-LEVELS = [-1, 0, 0, 0, 1, 1, 2, 3, 4, 4, 6, 7, 7]  # of 1, 3, 4 and 5 nodes
 # Of standard normal numbers.
 BETAS = {
     "random": sigmoid,
@@ -83,7 +84,6 @@ DECAYS = {
     "six decades": lambda x: -np.minimum(100.0, 10.0 ** (-1.5 + 2 * x)),
 }
 PARENTS = {
-    "levels": lambda rng, batch, nodes: np.array([LEVELS[:nodes]] * batch),
     "random": base.random_parents,
     "chain": lambda rng, batch, nodes: np.tile(np.arange(nodes) - 1, (batch, 1)),
     "star": lambda rng, batch, nodes: np.tile(np.minimum(np.arange(nodes), 1) - 1, (batch, 1)),
@@ -116,8 +116,6 @@ def inputs(case, seed=0):
         g=DECAYS[case.decays](draw(batch, nodes, case.heads, dtype=np.float32)),
         beta=BETAS[case.betas](draw(batch, nodes, case.heads, dtype=np.float32)),
     )
-    last = np.array([mask[0, :first].sum(-1).argmax(), 0, -1])[:batch]
-    path = mask[np.arange(batch), np.maximum(last, 0)] & (last >= 0)[:, None]
     return SimpleNamespace(
         q=draw(batch, nodes, case.groups, case.state),
         k=k.astype(rounded).astype(np.float64),
@@ -126,15 +124,19 @@ def inputs(case, seed=0):
         state=draw(batch, case.heads, case.head_dim, case.state, dtype=np.float32),
         parents=parents,
         mask=mask,
-        last=last,
-        path=path,
         valid=valid,
+        **base.accepted(case, mask),
     )
+
+
+def before(case):
+    """The tree before, and the seed of its numbers."""
+    return case.but(nodes=case.replayed, padded=0, strays=False), 1
 
 
 def previous(case):
     """Inputs of the tree before, and the path that was accepted in it."""
-    return inputs(case.but(nodes=case.replayed, padded=0, strays=False), seed=1)
+    return inputs(*before(case))
 
 
 TREE = ("q", "k", "v", "g", "beta", "state", "parents")
@@ -149,7 +151,7 @@ def truth(case, seed=0):
 
 @functools.cache
 def truth_before(case):
-    return truth(case.but(nodes=case.replayed, padded=0, strays=False), seed=1)
+    return truth(*before(case))
 
 
 def on_device(case, values, u=None):
@@ -191,14 +193,22 @@ def tree_errors(case, implementation):
     given = on_device(case, inputs(case))
     true_y, true_u, _ = truth(case)
     first = case.nodes - (case.queries or case.nodes)
-    prefix_u = base.on_device(true_u[:, :first], jnp.float32) if first else None
-    run = jax.jit(functools.partial(tree_delta, implementation=implementation))
+    kept, gap = [*range(first), *range(first + case.missing, case.nodes + case.missing)], first
+
+    def grown(array, axis=1, fill=np.nan):
+        """With places for nodes that are not there yet."""
+        return jnp.insert(array, jnp.full(case.missing, gap, int), fill, axis=axis)
+
+    prefix_u = grown(base.on_device(true_u[:, :first], jnp.float32)) if first else None
+    run = base.jitted(tree_delta, implementation)
     y, u = run(
-        *(given.q[:, first:], given.k, given.v[:, first:], given.g, given.beta[:, first:]),
-        *(given.state, given.mask),
+        *(given.q[:, first:], grown(given.k), given.v[:, first:], grown(given.g)),
+        *(given.beta[:, first:], given.state),
+        grown(grown(given.mask, 1, False), 2, False),
         prefix_u=prefix_u,
     )
     assert (y.dtype, u.dtype) == (case.kind, jnp.float32)
+    u = u[:, jnp.array(kept)]
     return {"y": node_error(case, y, true_y, first), "u": node_error(case, u, true_u)}
 
 
@@ -206,7 +216,7 @@ def tree_errors(case, implementation):
 def replay_errors(case, implementation):
     """Against the states of the tree, not against a replay."""
     values, (_, _, states) = inputs(case), truth(case)
-    run = jax.jit(functools.partial(replay_delta, implementation=implementation))
+    run = base.jitted(replay_delta, implementation)
     state = run(*arguments(replay_delta, case))
     after = states[np.arange(case.batch), values.last]
     true = np.where((values.last < 0)[:, None, None, None], values.state, after)
@@ -216,7 +226,7 @@ def replay_errors(case, implementation):
 @functools.cache
 def fused_errors(case, implementation):
     values, before, (_, u, _) = inputs(case), previous(case), truth_before(case)
-    run = jax.jit(functools.partial(replay_tree_delta, implementation=implementation))
+    run = base.jitted(replay_tree_delta, implementation)
     y, u_new, state = run(*arguments(replay_tree_delta, case))
     true_y, true_u, true_state = reference.replay_tree_delta(
         *(before.k, u, before.g, before.path), *named(values, TREE)
@@ -246,21 +256,31 @@ def chunks_errors(case, implementation):
 
 
 def budgets(*names):
-    """About twice what was measured; native code rounds the state each step."""
+    """About twice what was measured; native code rounds the state each step.
+
+    The recurrence of a GPU does too. (The interpreter also rounds the products of multiply-adds.)
+    The closed form of a GPU solves a system that equal keys make hard.
+    """
 
     def of(case):
         exact = 1e-6 if case.keys in ("equal", "one sign") else 3e-7
         steps = names == ("y", "state") and case.decays == "near 0"
-        ratio = None if case.bf16 or steps else 1.5
-        return {
-            n: Budget(3e-3 if case.bf16 and n == "y" else exact, ratio, floor=2e-8) for n in names
-        }
+
+        def budget(name):
+            ratio = 2.5 if name == "u" and case.keys == "equal" else 1.5
+            return Budget(
+                3e-3 if case.bf16 and name == "y" else exact,
+                None if case.bf16 or steps else ratio,
+                floor=4e-8 if name == "state" else 2e-8,
+            )
+
+        return {name: budget(name) for name in names}
 
     return of
 
 
 def lacks(case, implementation):
-    """Both are for whole vectors; native code for float32, the kernel for states in registers."""
+    """All are for whole vectors; native code for float32, the kernel for states in registers."""
     odd = case.head_dim % native.LANES or case.state % native.LANES
     other = case.bf16 if implementation == "native" else case.state > 64
     return implementation != "xla" and bool(odd or other)
@@ -272,7 +292,12 @@ TREE_DELTA = Op(
     *(CASES, tree_errors, budgets("y", "u"), base.WITH_NATIVE),
     lacks=lacks,
     interpreted=(
-        *("newest half of many", "padded nodes of a level", "bf16"),
+        *(
+            "newest level, others not there yet",
+            "newest half of many",
+            "padded nodes of a level",
+            "bf16",
+        ),
         *("padded nodes that see others", "padded nodes that see others, infinite"),
         *("decays of -1e6 among 0", "equal keys, betas to 2"),
     ),

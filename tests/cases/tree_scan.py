@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import replay, replay_tree_scan, tree_scan
+from pallas_kernels import dispatch, replay, replay_tree_scan, tree_scan
 from pallas_kernels.tree_scan import reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
@@ -39,8 +39,9 @@ CASES = base.table(
         "tiny time steps": dict(dt_scale=1e-4),
         "bf16": dict(bf16=True),
         "bf16, many nodes": dict(nodes=70, replayed=70, batch=1, heads=2, bf16=True),
+        "to the bit": dict(padded=5, replayed=17, queries=8, to_the_bit=True),
     },
-    **dict(SIZES, groups=1, width=4, dt_scale=1.0),
+    **dict(SIZES, groups=1, width=4, dt_scale=1.0, to_the_bit=False),
 )
 
 
@@ -54,9 +55,6 @@ def inputs(case, seed=0):
     mask = base.ancestor_mask(parents) & (np.arange(nodes) < nodes - case.padded)
     softplus = np.log1p(np.exp(exact(batch, nodes, heads))) * case.dt_scale
     channels = heads * size + 2 * case.groups * case.state
-    # The deepest existing node of row 0, the root of row 1, the empty path of further rows.
-    last = np.array([mask[0, : nodes - case.padded].sum(-1).argmax(), 0, -1])[:batch]
-    path = mask[np.arange(batch), np.maximum(last, 0)] & (last >= 0)[:, None]
     return SimpleNamespace(
         x=draw(batch, nodes, heads, size),
         dt=softplus.astype(np.float32).astype(np.float64),
@@ -71,8 +69,7 @@ def inputs(case, seed=0):
         conv_bias=draw(channels),
         parents=parents,
         mask=mask,
-        last=last,
-        path=path,
+        **base.accepted(case, mask),
     )
 
 
@@ -127,7 +124,8 @@ def arguments(op, case):
 def scan_errors(case, implementation):
     values = inputs(case)
     run = jax.jit(functools.partial(tree_scan, implementation=implementation))
-    y = run(*arguments(tree_scan, case))
+    with dispatch.to_the_bit(case.to_the_bit):
+        y = run(*arguments(tree_scan, case))
     truth, _ = reference.tree_scan(*named(values, REFERENCE))
     return {"y": output_error(case, y, truth)}
 
@@ -145,7 +143,8 @@ def replay_errors(case, implementation):
 def fused_errors(case, implementation):
     values, before = inputs(case), previous(case)
     run = jax.jit(functools.partial(replay_tree_scan, implementation=implementation))
-    y, state = run(*arguments(replay_tree_scan, case))
+    with dispatch.to_the_bit(case.to_the_bit):
+        y, state = run(*arguments(replay_tree_scan, case))
     true_y, true_state = reference.replay_tree_scan(
         *named(before, REPLAYED), *named(values, REFERENCE)
     )
@@ -153,11 +152,6 @@ def fused_errors(case, implementation):
         "y": output_error(case, y, true_y),
         "state": state_error(state, true_state, values, before.last),
     }
-
-
-def scan_budgets(case):
-    factor = base.LARGE_STEPS if case.dt_scale > 1 else 1
-    return {"y": Budget(base.OUTPUT[case.bf16] * factor, 1.5)}
 
 
 def replay_budgets(case):
@@ -179,16 +173,17 @@ def small_replay(implementation=None, state_size=16, state=None):
 FUSED = (
     *("root only", "newest level", "groups", "padded nodes", "blocks of nodes"),
     *("three rows, one with an empty path", "large time steps", "bf16, many nodes"),
+    "to the bit",
 )
 TREE_SCAN = Op(
-    *(CASES, scan_errors, scan_budgets, base.WITH_NATIVE), slow=FUSED, lacks=base.native_lacks_bf16
+    *(CASES, scan_errors, base.of_steps, base.WITH_NATIVE), slow=FUSED, lacks=base.native_lacks_bf16
 )
 # A replay has no queries.
 REPLAY = Op(CASES, replay_errors, replay_budgets, slow=(*FUSED, "newest node of many"))
 REPLAY_TREE_SCAN = Op(
     {name: CASES[name] for name in FUSED},
     fused_errors,
-    lambda case: scan_budgets(case) | replay_budgets(case),
+    lambda case: base.of_steps(case) | replay_budgets(case),
     base.WITH_NATIVE,
     lacks=base.native_lacks_bf16,
 )

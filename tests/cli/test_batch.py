@@ -7,7 +7,7 @@ import pytest
 
 import stree_jax as st
 from stree_jax.cli import batch, generate
-from tests.helpers import CtrlC, disk_is_full
+from tests.helpers import CtrlC, by_message, disk_is_full
 
 pytestmark = pytest.mark.thorough
 
@@ -144,7 +144,7 @@ def test_a_run_goes_on_after_ctrl_c_at_every_line(run, output, out, monkeypatch)
 NO_OUTPUT = "is no output of this command; name another file, or delete it"
 
 
-@pytest.mark.parametrize(
+@by_message(
     ("content", "message"),
     [
         (

@@ -24,6 +24,7 @@ from stree_jax.measuring.record import Record
 from stree_jax.measuring.report import write_json
 from stree_jax.testing import perturbed, tiny_model
 from stree_jax.text import Texts
+from tests.helpers import by_message, refusal
 
 CHAIN = st.TreeTopology.chain(2)
 
@@ -107,8 +108,7 @@ def clock(monkeypatch):
 
 
 def ways(name="chain"):
-    drafter = st.ModelDrafter(perturbed(tiny_model(), 0.1))
-    return {name: {"drafter": drafter, "topology": CHAIN}}
+    return {name: st.Way(st.ModelDrafter(perturbed(tiny_model(), 0.1)), CHAIN)}
 
 
 def cells(text, name):
@@ -263,7 +263,7 @@ def test_ctrl_c_keeps_the_rounds_before_it(clock, tmp_path):
 LONG = Question([1] * 9, name="line 7")
 
 
-@pytest.mark.parametrize(
+@by_message(
     ("arguments", "options", "message"),
     [
         (({PLAIN: {}}, [[1]]), {}, "'no drafts', which is always there"),
@@ -276,8 +276,7 @@ LONG = Question([1] * 9, name="line 7")
     ],
 )
 def test_bad_arguments(arguments, options, message):
-    with pytest.raises(ValueError, match=message):
-        st.bench(tiny_model(), *arguments, **options)
+    refusal(message, st.bench, tiny_model(), *arguments, **options)
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
@@ -409,7 +408,7 @@ def test_a_row_for_each_category_and_way(clock):
     assert rows[4] == ["all", "chain", "1", "1.00x", "2.18", "1.14", "100% 14%"]
 
 
-@pytest.mark.parametrize(
+@by_message(
     ("line", "message"),
     [
         ({"turns": [], "category": "a"}, '"turns" must be texts, none of them empty, got []'),

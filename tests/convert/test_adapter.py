@@ -13,10 +13,10 @@ from safetensors.numpy import load_file
 import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
 from tests.convert.adapter_files import pairs, written
-from tests.convert.checkpoints import CONFIG, MIXER, WEIGHTS, refusal, write_safetensors
+from tests.convert.checkpoints import CONFIG, MIXER, WEIGHTS, write_safetensors
 from tests.convert.torch_files import torch_file_of
 from tests.extensions.qwen_files import wrapped
-from tests.helpers import assert_same_model
+from tests.helpers import assert_same_model, by_message, refusal
 
 IN, OUT = f"{MIXER}.in_proj", f"{MIXER}.out_proj"
 EMBEDDING = "backbone.embedding"
@@ -171,7 +171,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "tensors", "message"), REFUSED, ids=[m for *_, m in REFUSED])
+@by_message(("changes", "tensors", "message"), REFUSED)
 def test_what_is_refused(changes, tensors, message, checkpoint, tmp_path):
     adapter = written(tmp_path / "adapter", pairs(WEIGHTS, IN) | tensors, **changes)
     refused(checkpoint, adapter, message)
@@ -187,8 +187,7 @@ def refused(checkpoint, adapter, message):
 def test_what_has_no_adapter(checkpoint, tmp_path):
     refused(checkpoint, checkpoint, "is not an adapter .PEFT.: it has no adapter_config.json$")
     refused(checkpoint, tmp_path / "gone", "there is no such directory")
-    with pytest.raises(ValueError, match="adapter must be a directory or .* got 3"):
-        st.from_pretrained(checkpoint, adapter=3)
+    refusal("adapter must be a directory or .* got 3", st.from_pretrained, checkpoint, adapter=3)
     adapter = written(tmp_path / "adapter", pairs(WEIGHTS, IN))
     convert(checkpoint, tmp_path / "native")
     refused(

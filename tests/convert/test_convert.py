@@ -16,15 +16,14 @@ from stree_jax.testing import CONFIGS, HYBRIDS
 from tests.convert import checkpoints, configs, numpy_mamba_ssm
 from tests.convert.checkpoints import WEIGHTS
 from tests.extensions.qwen_files import model_config
-from tests.helpers import DOCS, assert_same_model, python_blocks
+from tests.helpers import DOCS, assert_same_model, by_message, python_blocks, refusal
 
 
 def test_the_destination_is_new(checkpoint, tmp_path):
     (checkpoint / "tokenizer.json").write_text("{}")
     convert(checkpoint, tmp_path / "native")
     assert (tmp_path / "native" / "tokenizer.json").read_text() == "{}"
-    with pytest.raises(ValueError, match="native exists; choose another name"):
-        convert(checkpoint, tmp_path / "native")
+    refusal("native exists; choose another name", convert, checkpoint, tmp_path / "native")
 
 
 def test_a_model_that_transformers_cannot_hold(tmp_path):
@@ -36,23 +35,31 @@ def test_a_model_that_transformers_cannot_hold(tmp_path):
     message = (
         r"mamba2 has no place for layers = .*'mlp'.*; mamba2.d_per_channel = True \(only False"
     )
-    with pytest.raises(ValueError, match=message):
-        convert(path, tmp_path / "out", to="mamba2")
-    with pytest.raises(ValueError, match="no family of transformers can hold this model"):
-        convert(path, tmp_path / "out", to="hf")
-    with pytest.raises(ValueError, match=r"to must be one of \('native', 'hf', 'mamba2', 'bamba'"):
-        convert(path, tmp_path / "out", to="gguf")
+    refusal(message, convert, path, tmp_path / "out", to="mamba2")
+    refusal(
+        "no family of transformers can hold this model", convert, path, tmp_path / "out", to="hf"
+    )
+    refusal(
+        r"to must be one of \('native', 'hf', 'mamba2', 'bamba'",
+        convert,
+        path,
+        tmp_path / "out",
+        to="gguf",
+    )
     assert os.listdir(tmp_path) == ["x"]
 
 
 def test_quirks_are_known_and_belong_to_a_family(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match=r"unknown quirks \['fast'\]; known: \['hf_dt_floor'"):
-        open_checkpoint(checkpoint, ["fast"])
-    with pytest.raises(ValueError, match=r"this family has no quirk \['plain_rope'\]"):
-        open_checkpoint(checkpoint, ["plain_rope"])
+    refusal(
+        r"unknown quirks \['fast'\]; known: \['hf_dt_floor'", open_checkpoint, checkpoint, ["fast"]
+    )
+    refusal(
+        r"this family has no quirk \['plain_rope'\]", open_checkpoint, checkpoint, ["plain_rope"]
+    )
     convert(checkpoint, tmp_path / "native")
-    with pytest.raises(ValueError, match="is native; quirks are for"):
-        st.from_pretrained(tmp_path / "native", quirks=["plain_rope"])
+    refusal(
+        "is native; quirks are for", st.from_pretrained, tmp_path / "native", quirks=["plain_rope"]
+    )
 
 
 @pytest.mark.parametrize("embedding", ["embedding", "embeddings"])
@@ -97,15 +104,18 @@ def test_the_family_of_the_docs(tmp_path, monkeypatch):
         assert_same_model(st.from_pretrained(tmp_path / name).in_first(), model)
     small = testing.random_model(st.ModelConfig.tiny(d_model=32, head_dim=64))
     st.save_pretrained(small, tmp_path / "small")
-    with pytest.raises(ValueError, match="example has no place for mamba2.state_size = 8"):
-        convert(tmp_path / "small", tmp_path / "out", to="example")
+    refusal(
+        "example has no place for mamba2.state_size = 8",
+        convert,
+        tmp_path / "small",
+        tmp_path / "out",
+        to="example",
+    )
     monkeypatch.delitem(FAMILIES, "example")
-    with pytest.raises(ValueError, match="of no known family .*'example'"):
-        open_checkpoint(tmp_path / "other")
+    refusal("of no known family .*'example'", open_checkpoint, tmp_path / "other")
 
 
-@pytest.mark.parametrize("table", ["text_config", "llm_config"])
-def test_the_text_model_of_a_wrapper(table, tmp_path):
+def test_the_text_model_of_a_wrapper(tmp_path):
     from safetensors.numpy import load_file
 
     path = tmp_path / "text"
@@ -118,7 +128,9 @@ def test_the_text_model_of_a_wrapper(table, tmp_path):
     inside["language_model.mtp.layers.0.enorm.weight"] = np.ones(4, np.float32)
     one = np.ones((2, 2), np.float32)
     inside |= {f"vision_model.blocks.{i}.weight": one + i for i in range(20)}
-    wrapped = checkpoints.write_safetensors(tmp_path / "wrapped", outer | {table: config}, inside)
+    wrapped = checkpoints.write_safetensors(
+        tmp_path / "wrapped", outer | {"llm_config": config}, inside
+    )
     found = open_checkpoint(wrapped)
     assert found.description.family == "transformers nemotron_h inside nemotron_h_omni"
     text = "\n".join(found.ignored)
@@ -168,11 +180,17 @@ NO_PLACE = [
 ]
 
 
-@pytest.mark.parametrize(("config", "after", "family", "message"), NO_PLACE)
+@by_message(("config", "after", "family", "message"), NO_PLACE)
 def test_what_a_family_has_no_place_for(config, after, family, message, tmp_path):
     head = after and st.MtpConfig(config.d_model, SMALL, after)
-    with pytest.raises(ValueError, match=message):
-        written_as(config, family, "float32", tmp_path, head)
+    refusal(message, written_as, config, family, "float32", tmp_path, head)
     if NO_HEAD in message:
-        with pytest.raises(ValueError, match=f"nearest: transformers' {message}|{NO_HEAD}"):
-            written_as(config, "hf", "float32", tmp_path, head)
+        refusal(
+            f"nearest: transformers' {message}|{NO_HEAD}",
+            written_as,
+            config,
+            "hf",
+            "float32",
+            tmp_path,
+            head,
+        )

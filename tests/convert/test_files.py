@@ -21,7 +21,7 @@ from tests.convert.checkpoints import (
     sharded,
     write_index,
 )
-from tests.helpers import assert_same_model
+from tests.helpers import assert_same_model, refusal
 
 
 def test_all_problems_are_reported_at_once(checkpoint):
@@ -29,8 +29,7 @@ def test_all_problems_are_reported_at_once(checkpoint):
         checkpoint,
         **{f"{MIXER}.D": None, f"{MIXER}.A_log": np.ones(3, np.float32), "x": np.ones(1)},
     )
-    with pytest.raises(ValueError, match=r"'x' .*; .*A_log has shape .*; .*D \(4,\) is missing"):
-        open_checkpoint(path)
+    refusal(r"'x' .*; .*A_log has shape .*; .*D \(4,\) is missing", open_checkpoint, path)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +46,7 @@ def test_weights_that_are_not_finite(checkpoint, tmp_path, name, value):
     weight[1] = value
     path = rewritten(checkpoint, **{f"{MIXER}.{name}": weight})
     for use in (st.from_pretrained, lambda p: convert(p, tmp_path / "out")):
-        with pytest.raises(ValueError, match=f"{name} holds NaN, infinity or a number too large"):
-            use(path)
+        refusal(f"{name} holds NaN, infinity or a number too large", use, path)
     assert not (tmp_path / "out").exists()
     large = jnp.ones((1 << 22) + 1)  # checked by a program, where numpy would be slow
     assert is_finite(name, large)
@@ -140,8 +138,7 @@ def test_a_tied_head_that_is_not_the_embedding(tmp_path):
     weights = checkpoints.described_weights(numpy_mamba_ssm, config)
     weights["lm_head.weight"] = weights["backbone.embedding.weight"] + 1
     path = checkpoints.write_safetensors(tmp_path / "tied", config, weights)
-    with pytest.raises(ValueError, match=r"ties the head to the embedding, but lm_head\.weight is"):
-        st.from_pretrained(path)
+    refusal(r"ties the head to the embedding, but lm_head\.weight is", st.from_pretrained, path)
 
 
 def test_a_hub_name_without_a_network(monkeypatch):
@@ -151,12 +148,10 @@ def test_a_hub_name_without_a_network(monkeypatch):
         raise ConnectionError("cannot reach the hub\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ValueError, match="no directory some/model, .*: cannot reach the hub$"):
-        st.from_pretrained("some/model")
+    refusal("no directory some/model, .*: cannot reach the hub$", st.from_pretrained, "some/model")
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
     needs = r"a name on the hub needs huggingface-hub; in the clone: pip install '\.\[hub\]'"
-    with pytest.raises(ValueError, match=needs):
-        st.from_pretrained("some/model")
+    refusal(needs, st.from_pretrained, "some/model")
 
 
 def test_a_hub_name(monkeypatch, checkpoint):
@@ -206,7 +201,7 @@ def test_what_is_no_directory_and_no_tokenizer(checkpoint, tmp_path):
         (st.load_tokenizer, checkpoint / "tokenizer.model", is_none),
         (st.load_tokenizer, checkpoint / "vocab.json", "vocab.json is damaged"),
     ):
-        checkpoints.refusal(message, load, path)
+        refusal(message, load, path)
 
 
 def test_truncated_safetensors(checkpoint):

@@ -15,7 +15,7 @@ from tests.convert import checkpoints
 from tests.convert.checkpoints import inspected
 from tests.extensions import qwen_files
 from tests.extensions.mtp_files import KEYS, files, saved
-from tests.helpers import assert_same_model, some
+from tests.helpers import assert_same_model, by_message, refusal, some
 
 
 def test_other_names_and_keys_are_the_same_head(tmp_path):
@@ -67,8 +67,7 @@ def test_convert_carries_the_head_in_both_directions(kind, tmp_path):
 def test_a_head_of_another_size(tmp_path):
     path = saved(tmp_path / "original")
     wide = nnx.merge(*st.HybridLM.abstract(st.ModelConfig.tiny(d_model=32)))
-    with pytest.raises(ValueError, match="has width 16 and tokens 37, and the target width 32"):
-        st.load_mtp(path, wide)
+    refusal("has width 16 and tokens 37, and the target width 32", st.load_mtp, path, wide)
 
 
 REFUSED = [
@@ -86,14 +85,10 @@ REFUSED = [
 def test_copies_without_a_head_say_so(tmp_path):
     path = saved(tmp_path / "again", tensors={})
     target = st.from_pretrained(path)
-    with pytest.raises(
-        ValueError, match="this copy has no multi-token prediction head .* original"
-    ):
-        st.load_mtp(path, target)
+    refusal("this copy has no multi-token prediction head .* original", st.load_mtp, path, target)
     path = saved(tmp_path / "never", dict(num_nextn_predict_layers=0), {})
     assert "MTP head" not in inspected(path)
-    with pytest.raises(ValueError, match="its config does not say num_nextn_predict_layers = 1"):
-        st.load_mtp(path, target)
+    refusal("its config does not say num_nextn_predict_layers = 1", st.load_mtp, path, target)
     assert "multi-token prediction (attention, moe), " in inspected(saved(tmp_path / "whole"))
 
 
@@ -135,8 +130,7 @@ def test_a_head_in_a_file_of_its_own(index, tmp_path):
         message = (
             "mtp.safetensors has 1 tensors that other files have too, such as 'lm_head.weight'"
         )
-        with pytest.raises(ValueError, match=message):
-            st.from_pretrained(path)
+        refusal(message, st.from_pretrained, path)
 
 
 OF_QWEN = [
@@ -149,7 +143,7 @@ OF_QWEN = [
 HEADS = {"nemotron": (files, saved), "qwen": (qwen_files.files, qwen_files.wrapped)}
 
 
-@pytest.mark.parametrize(
+@by_message(
     ("kind", "changes", "shapes", "message"),
     [("nemotron", *row) for row in REFUSED] + [("qwen", *row) for row in OF_QWEN],
 )
@@ -162,7 +156,7 @@ def test_what_is_refused(kind, changes, shapes, message, tmp_path):
         head = files()[2] | new
     path = save(tmp_path / "original", changes, head)
     target = st.from_pretrained(path)
-    assert str(path) in checkpoints.refusal(message, st.load_mtp, path, target)
+    assert str(path) in refusal(message, st.load_mtp, path, target)
     assert "cannot be used" in inspected(path)
     assert re.search(message, convert(path, tmp_path / "native"))
     assert not (tmp_path / "native" / "mtp").exists()

@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
 from stree_jax.models.cache import path_to
 from tests.convert import checkpoints, configs, numpy_mamba_in_llama, numpy_mamba_ssm
 from tests.helpers import apply, assert_same_model, some
+
+thorough = pytest.mark.thorough
 
 # Of `make test`.
 QUICK = (
@@ -26,7 +29,7 @@ TOKENS = np.random.default_rng(0).integers(3, 37, (2, 21)).astype(np.int32)
 
 def assert_close(have, want):
     """To float32's rounding, which is at most 7e-6 of the largest logit."""
-    np.testing.assert_allclose(have, want, rtol=0, atol=5e-5 * np.abs(want).max())
+    assert_allclose(have, want, rtol=0, atol=5e-5 * np.abs(want).max())
 
 
 @jax.jit
@@ -43,6 +46,12 @@ def prefill_then_decode(model, tokens, lengths, rest):
 
     _, others = jax.lax.scan(decode, cache, rest.T)
     return jnp.concatenate([first[:, None], others.swapaxes(0, 1)], axis=1)
+
+
+def in_memory(hf, path):
+    """The config that transformers saved of a model, and the tensors that it has in memory."""
+    tensors = {name: value.detach().numpy() for name, value in hf.state_dict().items()}
+    return json.loads((path / "config.json").read_text()), tensors
 
 
 def assert_decodes_alike(model, want):
@@ -71,10 +80,10 @@ def test_transformers_there_and_back(name, tmp_path):
     if model_type != "olmo_hybrid":  # transformers saves a norm under the name of another
         assert_same_tensors(tmp_path / "hf", tmp_path / "back")
     copy = checkpoints.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    np.testing.assert_array_equal(checkpoints.hf_logits(copy, TOKENS), want)
+    assert_array_equal(checkpoints.hf_logits(copy, TOKENS), want)
 
 
-@pytest.mark.thorough
+@thorough
 def test_the_text_model_of_a_wrapper(tmp_path):
     """As transformers saves it, experts one by one, and as it is released, merged."""
     hf = checkpoints.hf_checkpoint(
@@ -82,8 +91,7 @@ def test_the_text_model_of_a_wrapper(tmp_path):
     )
     model = st.from_pretrained(tmp_path / "hf")
     assert_close(apply(model, TOKENS), checkpoints.hf_logits(hf, TOKENS))
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    tensors = {name: value.detach().numpy() for name, value in hf.state_dict().items()}
+    config, tensors = in_memory(hf, tmp_path / "hf")
     assert tensors.pop("lm_head.weight").shape == (64, 32)  # tied, as the outer config says
     assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in tensors
     merged = checkpoints.write_safetensors(tmp_path / "merged", config, tensors)
@@ -99,10 +107,10 @@ def assert_same_tensors(before, after):
     after = load_file(after / "model.safetensors")
     assert before.keys() == after.keys()
     for name, value in before.items():
-        np.testing.assert_array_equal(value, after[name], err_msg=name)
+        assert_array_equal(value, after[name], err_msg=name)
 
 
-@pytest.mark.thorough
+@thorough
 def test_the_floor_of_the_time_step_is_a_quirk(tmp_path):
     """transformers clamps at time_step_min, which the published config does not ask for."""
     changes = dict(tie_word_embeddings=False, time_step_min=0.3)
@@ -127,7 +135,7 @@ def test_described_models_there_and_back(name, tmp_path):
     assert st.from_pretrained(tmp_path / "back").config == model.config
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_rotation_without_its_scaling_is_a_quirk(tmp_path):
     """Upstream's fast inference code ignores `rope_scaling`."""
     module, files, _ = checkpoints.DESCRIBED["untied, llama3 rope"]
@@ -139,7 +147,7 @@ def test_a_rotation_without_its_scaling_is_a_quirk(tmp_path):
     assert_close(apply(model, TOKENS)[0], want)
 
 
-@pytest.mark.thorough
+@thorough
 def test_codestral(tmp_path):
     """The original format; its head, state and expansion sizes are not in its config."""
     own = dict(ssm_cfg=dict(headdim=64, d_state=128, ngroups=2), tie_embeddings=False)
@@ -157,7 +165,7 @@ def test_codestral(tmp_path):
     assert_close(apply(st.from_pretrained(path), TOKENS[:1])[0], want)
 
 
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize(
     ("model_type", "changes", "wide"),
     [
@@ -179,13 +187,11 @@ def test_bfloat16_there_and_back(model_type, changes, wide, tmp_path):
     assert before.keys() == after.keys()
     for name in before:
         assert after[name].dtype == ("float32" if re.search(wide, name) else "bfloat16"), name
-        np.testing.assert_array_equal(before[name].astype("float32"), after[name].astype("float32"))
+        assert_array_equal(before[name].astype("float32"), after[name].astype("float32"))
     read = transformers.AutoModelForCausalLM.from_pretrained
     again, copy = (read(tmp_path / name).eval() for name in ("hf", "back"))
     assert copy.dtype == torch.bfloat16
-    np.testing.assert_array_equal(
-        checkpoints.hf_logits(copy, TOKENS), checkpoints.hf_logits(again, TOKENS)
-    )
+    assert_array_equal(checkpoints.hf_logits(copy, TOKENS), checkpoints.hf_logits(again, TOKENS))
 
 
 def test_torch_files_give_what_torch_loads(tmp_path):
@@ -214,12 +220,10 @@ def test_torch_files_give_what_torch_loads(tmp_path):
         have = loaded[name].read()
         assert have.shape == loaded[name].shape == tuple(value.shape)
         assert str(have.dtype) == str(value.dtype).removeprefix("torch.")
-        np.testing.assert_array_equal(
-            have.astype("float64"), value.detach().double().numpy(), err_msg=name
-        )
+        assert_array_equal(have.astype("float64"), value.detach().double().numpy(), err_msg=name)
 
 
-@pytest.mark.thorough
+@thorough
 def test_mamba_ssm_as_it_is_released(tmp_path):
     """A `.bin` in which the tied head shares the embedding's storage."""
     torch = checkpoints.torch()
@@ -239,7 +243,7 @@ def test_mamba_ssm_as_it_is_released(tmp_path):
         saved[name.replace("/", ".")] = saved.pop(name)
     assert saved._metadata
     torch.save(saved, path / "pytorch_model.bin")
-    np.testing.assert_array_equal(apply(st.from_pretrained(path), TOKENS), want)
+    assert_array_equal(apply(st.from_pretrained(path), TOKENS), want)
 
 
 @pytest.mark.parametrize("model_type", ["nemotron_h", "granitemoehybrid"])
@@ -250,8 +254,7 @@ def test_a_state_dict_of_transformers(model_type, tmp_path):
         granitemoehybrid=dict(num_local_experts=4, num_experts_per_tok=2),
     )
     hf = checkpoints.hf_checkpoint(tmp_path / "disk", model_type, **changes[model_type])
-    tensors = {name: value.detach().numpy() for name, value in hf.state_dict().items()}
-    config = json.loads((tmp_path / "disk" / "config.json").read_text())
+    config, tensors = in_memory(hf, tmp_path / "disk")
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight")
     assert any(name.endswith("experts.down_proj") for name in tensors)

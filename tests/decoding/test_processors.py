@@ -9,20 +9,17 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.plan import plan
 from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.decoding.rules import of_batch
-from stree_jax.decoding.sampling import token_log_probs
 from stree_jax.decoding.verifiers.reject import try_children
 from stree_jax.decoding.verifiers.traverse import traverse
-from stree_jax.testing import apply, tiny_model
-from stree_jax.testing.exactness import processed_after
+from stree_jax.testing import tiny_model
 from tests.decoding import enumeration as en
 from tests.decoding.rules import SIZE, WALK, Walk, autoregressive, random_walk, rules_of
 from tests.decoding.texts import NEW_TOKENS, ROWS, decoded, planned
 from tests.decoding.texts import autoregressive as without_rules
-from tests.helpers import rows, some
-from tests.methods import KEY, PROMPTS, Topology, drafts
+from tests.helpers import refusal, rows, some
+from tests.methods import PROMPTS, Topology, drafts
 
 
 def test_rows_without_rules_are_left_alone():
@@ -50,8 +47,7 @@ def test_requests_of_a_scheduler_have_rules_of_their_own():
     copied = st.Automaton(np.asarray(WALK.table))
     rules = [*rules_of(12)["processors"][:-1], copied]
     for refused in (other, dataclasses.replace(other, processors=rules)):
-        with pytest.raises(ValueError, match=r"wait or run have .* shared arrays \(the same objec"):
-            scheduler.submit(refused)
+        refusal(r"wait or run have .* shared arrays \(the same objec", scheduler.submit, refused)
     want = autoregressive().tokens
     for done in scheduler.completions():
         text = want[chosen[done.request_id]]
@@ -179,20 +175,11 @@ def test_end_tokens_of_any_processor_end_its_rows():
     options = dict(processors=[only_the_end], max_new_tokens=5)
     out = st.generate(tiny_model(), PROMPTS, **options)
     assert out.tokens.tolist() == [[7, *[st.PAD] * 4]] * len(PROMPTS)
-    with pytest.raises(ValueError, match="does not end the texts of a logits processor"):
-        st.generate(tiny_model(), PROMPTS, eos_token=8, **options)
-
-
-@pytest.mark.thorough
-def test_recorded_log_probs_are_those_after_processors():
-    """`log_probs="sampled"`: of the distributions that the tokens were drawn from."""
-    model, prompt = tiny_model(), PROMPTS[0]
-    options = dict(max_new_tokens=6, temperature=0.8, key=KEY)
-    options |= dict(processors=[st.RepetitionPenalty(1.6), st.LogitBias({3: 1.0})])
-    out = st.generate(model, [prompt], log_probs="sampled", **options, **drafts(model))
-    logits = apply(model, [[*prompt, *out.tokens[0, :-1]]])[:, len(prompt) - 1 :, :SIZE]
-    sampling = plan(model, [prompt], **options).sampling
-    text = np.array([prompt]), out.tokens[:, :-1]
-    want = jax.jit(token_log_probs)(processed_after(sampling.processors, *text, logits), sampling)
-    want = np.take_along_axis(np.asarray(want), out.tokens[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(out.log_probs, want, atol=1e-4)
+    refusal(
+        "does not end the texts of a logits processor",
+        st.generate,
+        tiny_model(),
+        PROMPTS,
+        eos_token=8,
+        **options,
+    )

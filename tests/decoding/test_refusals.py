@@ -10,9 +10,9 @@ import stree_jax as st
 from stree_jax.decoding.loop import SpeculativeDecoder
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
-from stree_jax.testing import apply, tiny_model
+from stree_jax.testing import apply, random_model, tiny_model
 from tests.drafters import AcceptNothing, Answering, Echo, Holding, Nameless, Unhashable
-from tests.helpers import python, rows
+from tests.helpers import python, refusal, rows
 from tests.methods import CHAIN, KEY, PROMPTS, SAMPLED, TREE
 
 
@@ -21,16 +21,11 @@ def drafter_of(kind=st.ModelDrafter, model=tiny_model, **options):
     return lambda: kind(model(), **options)
 
 
-def model_of(vocab_size):
-    config = st.ModelConfig.tiny(vocab_size=vocab_size, num_layers=1)
-    return lambda: st.HybridLM(config, rngs=nnx.Rngs(0))
-
-
 MODEL = drafter_of()
 IID = drafter_of(child_sampling="iid")
 BEAM = drafter_of(st.BeamDrafter)
 DYNAMIC = drafter_of(st.DynamicDrafter, expand=2)
-SMALL = drafter_of(model=model_of(11))
+SMALL = drafter_of(model=lambda: random_model(st.ModelConfig.tiny(vocab_size=11, num_layers=1)))
 TYPICAL = LOSSY_VERIFIERS["typical"]
 
 
@@ -39,13 +34,9 @@ def readable(value):
     return value if isinstance(value, str) else ""
 
 
-MIN_P = st.MinP(0.1)
-
-
 # Refused when they are made, as `Options` or `Request`, and by `generate` and `stream`.
 OPTIONS = [
     (dict(max_new_tokens=0), "max_new_tokens must be an integer, at least 1; got 0"),
-    (dict(max_new_tokens=True), "max_new_tokens must be an integer"),
     (dict(max_length=0), "max_length must be an integer, at least 1; got 0"),
     (dict(temperature=-0.1), "temperature must be a number from 0 on, got -0.1"),
     (dict(temperature=1e-40, key=KEY), "temperature = 1e-40 is 0 in float32; use 0"),
@@ -55,18 +46,14 @@ OPTIONS = [
     (dict(top_p=True), r"top_p must be in \(0, 1\], got True"),
     (dict(min_p=-0.1), "min_p must be from 0 to 1, got -0.1"),
     (dict(filters=(st.TopK,)), "other objects that are a st.Rule, or functions"),
-    (dict(filters=[st.TopP(None)]), r"filter TopP\(p=None\) must be a pytree of numbers"),
     (dict(filters=[st.RepetitionPenalty(1.2)]), "has a state: give it to processors"),
     (dict(processors="grammar"), "processors must be a list such as"),
-    (dict(processors=[st.BannedTokens]), "other objects that are a st.Rule, got"),
     (dict(processors=[st.BannedTokens(None)]), "processor <BannedTokens> must be a pytree"),
     (dict(top_k=[1, 2]), r"top_k = \[1, 2\]: one value is for all .*options=\[st.Options\(top_k="),
-    (dict(max_new_tokens=np.array([4, 8])), "max_new_tokens = .*: one value is for all rows"),
     (dict(eos_token=[[1], [2]]), r"eos_token must be an integer, .* got \[\[1\], \[2\]\]"),
     (dict(stop=[[[1]], []]), r"a token of stop must be an integer, .* got \[1\]"),
     (dict(filters=[[st.TopK(2)], []]), "other objects that are a st.Rule, or functions"),
     (dict(min_new_tokens=9, max_new_tokens=8), "from 0 to 8; got 9"),
-    (dict(eos_token=-1), "eos_token must be an integer, at least 0; got -1"),
     (dict(key=jnp.zeros(7)), "key must be a random key"),
     (dict(stop=[""], tokenizer=1), r"stop has an empty entry: \[''\]; leave it out"),
     (dict(stop=[[-1]]), "a token of stop must be an integer, at least 0; got -1"),
@@ -83,15 +70,11 @@ REQUESTS = [
     (dict(stop="a", tokenizer="path"), "tokenizer must be that of st.load_tokenizer"),
     (dict(temperature=1.0), "needs a random key"),
     (dict(temperature=1.0, key=jax.random.split(KEY)), "a single random key or one for each of"),
-    *(
-        (dict(temperature=1.0, key=jax.random.key(0, impl=kind)), "'rbg' draw other numbers in")
-        for kind in ("rbg", "unsafe_rbg")
+    (
+        dict(temperature=1.0, key=jax.random.key(0, impl="unsafe_rbg")),
+        "'rbg' draw other numbers in",
     ),
-    *(
-        (dict(processors=[rule]), "has token id 37, outside the vocabulary of 37")
-        for rule in (st.LogitBias({37: 1.0}), st.BannedTokens([1, 37]))
-    ),
-    (dict(temperature=1.0, key=[1, 2]), "one for each of 3 rows, got an array of shape"),
+    (dict(processors=[st.LogitBias({37: 1.0})]), "has token id 37, outside the vocabulary of 37"),
     # Options of each row.
     (dict(options=5), "options must be st.Options, or a list of them, got 5"),
     (dict(options=[st.Options(), {}, 5]), "options must be st.Options, or a list of them, got "),
@@ -103,12 +86,6 @@ REQUESTS = [
         dict(options=rows(max_length=[20] * 3, max_new_tokens=[3, 3, 11])),
         r"prompts\[2\] has 10 .* limit is 20",
     ),
-    (dict(options=rows(eos_token=[1, None, [37]])), "eos_token must be .*, from 0 to 36; got 37"),
-    (dict(options=rows(stop=[[[1]], [], ["a"]])), "stop = 'a' is a text, and needs the tokenizer"),
-    (
-        dict(options=rows(temperature=[1] * 3, key=[0] * 3, filters=[[st.TopK(2)], [], [MIN_P]])),
-        "other rows have .*, and one",
-    ),
     (
         dict(options=rows(temperature=[0, 1, 0], key=[0] * 3), verifier="multi_step", drafter=IID),
         "'multi_step' cannot decode temperature 0 and others together; use 'target_only', or",
@@ -116,16 +93,13 @@ REQUESTS = [
     # Drafters, trees and verifiers.
     (dict(topology=TREE), "a tree of 7 nodes needs a drafter"),
     (dict(drafter=MODEL, topology=st.TreeTopology.from_branching((38,))), "38 children"),
-    (dict(drafter=BEAM, topology=st.TreeTopology.beam(38, 1)), "nodes with 38 children"),
     (dict(drafter=DYNAMIC, topology=st.TreeTopology.budget(12, 3)), "expand = 2 scores at most 10"),
     (dict(drafter=MODEL, topology=st.TreeTopology.budget(8, 3)), r"TreeTopology.budget\(8, 3\)"),
     (dict(drafter=DYNAMIC, topology=CHAIN), "a chain of 3 drafts: DynamicDrafter chooses the"),
     (dict(drafter=Holding), "must be a pytree of arrays, and has a leaf 'one'"),
     (dict(drafter=IID), "child_sampling = 'iid' needs temperature > 0"),
     (dict(drafter=SMALL), "different vocabularies: 11 and 37 tokens"),
-    (dict(drafter=drafter_of(st.BeamDrafter, model_of(36))), "vocabularies: 36 and 37"),
     (dict(drafter=drafter_of(Answering, limit=8)), "for targets of a width up to 8"),
-    (dict(drafter=drafter_of(Answering), topology=st.TreeTopology.chain(5)), "is for small trees"),
     (dict(drafter=drafter_of(Answering), **SAMPLED), "this drafter is for .* at temperature 0"),
     (dict(verifier="medusa"), "unknown verifier 'medusa'; known: .*'multi_step'"),
     (dict(verifier=Unhashable), "Unhashable: unhashable type.*frozen dataclass"),
@@ -133,6 +107,7 @@ REQUESTS = [
     (dict(verifier="multi_step", drafter=MODEL), "needs temperature > 0; use 'greedy'"),
     (dict(verifier="greedy", **SAMPLED), "use 'target_only'"),
     (dict(verifier="typical", drafter=MODEL, **SAMPLED), "'typical' is lossy: .*lossy=True"),
+    (dict(to_the_bit=True), "to_the_bit = True is refused: its matrices are not packed"),
     (dict(verifier=TYPICAL, drafter=MODEL, **SAMPLED), "'typical' is lossy: .*lossy=True"),
     (dict(verifier="typical", drafter=MODEL, lossy=True), "needs temperature > 0; use 'greedy'"),
     (dict(verifier="multi_step", drafter=MODEL, **SAMPLED), "not exact for child_sampling ="),
@@ -175,15 +150,12 @@ def checked(verifier, children, topology, *, zero):
 
 # Pairs of a rule and a way to choose children.
 PAIRS = [
-    ("multi_step", "top_k", TREE, False, "not exact for child_sampling = 'top_k'"),
     ("multi_step", "without_replacement", TREE, False, "not exact .*only for 'iid'"),
     ("without_replacement", "iid", TREE, False, "not exact for child_sampling = 'iid'"),
     ("multi_step", "shared", CHAIN, False, "child_sampling = 'shared', only for 'iid'; use 't"),
-    ("traversal", "shared", CHAIN, False, "not exact for child_sampling = 'shared'"),
-    ("traversal", "top_k", CHAIN, False, "not exact for child_sampling = 'top_k'"),
 ]
 ALLOWED = [
-    *((rule, children, TREE, True) for rule in ("greedy",) for children in ("top_k", "iid")),
+    *(("greedy", children, TREE, True) for children in ("top_k", "iid")),
     ("target_only", "top_k", TREE, False),
     ("target_only", "without_replacement", TREE, False),
     ("multi_step", "iid", TREE, False),
@@ -257,7 +229,6 @@ FUNCTIONAL = [
     (dict(keys=jnp.zeros(2)), r"must be uint32\[2, any\], got float32\[2\]"),
     (dict(limits=5), r"limits must be a Limits, got int32\[\]"),
     (dict(limits=st.Limits(TWO, TWO)), r"limits.eos_tokens must be int32\[2, any\]"),
-    (dict(limits=st.Limits(jnp.full(3, 5), NO_ENDS)), r"max_new_tokens must be int32\[2\]"),
     (dict(sampling=0.8), r"sampling must be a Sampling, got float32\[\]"),
     (dict(sampling=st.Sampling(TWO)), r"temperature must be float32\[2\], got int32\[2\]"),
     (dict(decoder=dict(verifier="best")), "unknown verifier 'best'; known: .*'greedy'"),
@@ -268,7 +239,6 @@ FUNCTIONAL = [
 CALLS = [
     *((functional(**change), message) for change, message in FUNCTIONAL),  # while it is traced
     (traced(jax.jit, KEY), TRACED),
-    (traced(jax.vmap, jax.random.split(KEY)), TRACED),
     (traced(jax.jit), TRACED),
     (lambda: nnx.jit(lambda model: st.generate(model, PROMPTS))(tiny_model()), TRACED),
     (lambda: jax.jit(lambda n: st.generate(tiny_model(), PROMPTS, max_new_tokens=n))(3), TRACED),
@@ -295,25 +265,19 @@ CALLS = [
     (drafter_of(child_sampling="best"), "child_sampling must be 'auto' or one of .*best"),
     (lambda: st.NgramDrafter(min_match=3, max_match=2), "min_match, with max_match = 2, must be"),
     (drafter_of(st.DynamicDrafter, expand=0), "expand must be an integer, at least 1; got 0"),
-    (drafter_of(st.DynamicDrafter, sharpness=0.0), "sharpness must be .* got 0.0"),
     (drafter_of(st.DynamicDrafter, sharpness=1e39), r"sharpness must be .* got 1e\+39"),
     # Filters and processors.
     (lambda: st.RepetitionPenalty(0), "RepetitionPenalty takes a number above 0, got 0"),
     (lambda: st.PresencePenalty(np.nan), "PresencePenalty takes a number, got nan"),
-    (lambda: st.FrequencyPenalty("1"), "FrequencyPenalty takes a number, got '1'"),
-    (lambda: st.LogitBias({3: np.inf}), "has the bias inf for token 3; give a finite"),
     (lambda: st.LogitBias({-1: 2.0}), "a token id of LogitBias must be an integer, from 0"),
     (lambda: st.LogitBias({3: 1e39}), r"has the bias 1e\+39 for token 3; give a finite"),
-    (lambda: st.LogitBias({3: True}), "has the bias True for token 3"),
     (lambda: st.LogitBias(None), r"LogitBias takes a dict such as \{7: -2.0\}, got None"),
     (lambda: st.RepetitionPenalty(10**400), "RepetitionPenalty takes a number above 0, got 1"),
-    (lambda: st.PresencePenalty(True), "PresencePenalty takes a number, got True"),
     (lambda: st.BannedTokens(jnp.array([-1])).check(37), "has token id -1, outside the voc"),
     (lambda: st.MinP([0.1]), r"min_p must be from 0 to 1, got \[0.1\]"),
     (lambda: st.Options(log_probs=1), "log_probs must be False, True or 'sampled', got 1"),
     (lambda: st.BannedTokens([]), "BannedTokens has no token ids; leave the processor out"),
     (lambda: st.BannedTokens(3), "BannedTokens takes a list of token ids, got 3"),
-    (lambda: st.BannedTokens([0.5]), "a token id of BannedTokens must be an integer"),
     (lambda: st.AllowedTokens(["a"]), "a token id of AllowedTokens must be an integer"),
 ]
 
@@ -362,12 +326,16 @@ TAKE_IDS = [
 @pytest.mark.parametrize("call", TAKE_IDS)
 def test_what_is_no_token_id_is_refused(call):
     for wrong in (37, 10**6, -100):
-        with pytest.raises(ValueError, match=f"token id {wrong}, outside the vocabulary of 37"):
-            call(tiny_model(), jnp.array([[5, wrong, 2, 4]]))
+        refusal(
+            f"token id {wrong}, outside the vocabulary of 37",
+            call,
+            tiny_model(),
+            jnp.array([[5, wrong, 2, 4]]),
+        )
     for wrong in (1.0, True):
         text = jnp.full((1, 4), wrong)
         # A TypeError where the types of signatures are checked, as in `make check`.
-        with pytest.raises((ValueError, TypeError), match=f"{text.dtype}|Type-check error"):
+        with pytest.raises((ValueError, TypeError), match="float|bool|Type-check error"):
             call(tiny_model(), text)
 
 
@@ -379,14 +347,11 @@ def test_prefixes_of_others_are_refused():
     )
     for prompts, options, message in (
         ([[1], [2]], {}, "after has 3 rows, and prompts 2; give a prompt for each row"),
-        ([[1], [2], [99]], {}, r"prompts\[2\] has token id 99, outside the vocabulary"),
-        ([[1]] * 3, dict(model=tiny_model("bamba hybrid")), "after was read with another model"),
         ([[1]] * 3, dict(n=0), "n must be an integer, at least 1; got 0"),
         ([[1]] * 3, dict(max_length=4), r"prompts\[2\] has 13 tokens .*, and the limit is 4"),
         ([[1]] * 3, dict(after=failed), "row 1 of after failed: its logits were not finite"),
     ):
-        with pytest.raises(ValueError, match=message):
-            st.generate(**dict(model=model, prompts=prompts, after=prefix) | options)
+        refusal(message, st.generate, **dict(model=model, prompts=prompts, after=prefix) | options)
 
 
 def changed(base, method, change):
@@ -408,22 +373,15 @@ def draft(**changes):
     return change
 
 
-def verdict(name, change):
-    """A change of a verdict."""
-    return lambda old: old._replace(**{name: change(getattr(old, name))})
-
-
 def floats(state):
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), state)
 
 
 RETURNED = [
     ("verify", lambda v: v.last, r"verify must be Verdict\(last: int32\[3\], .*\), got int32\[3\]"),
-    ("verify", verdict("last", lambda a: a[:, None]), r"verify.last must be int32\[3\]"),
-    ("verify", verdict("next_token", floats), r"next_token must be int32\[3\], got float32\[3\]"),
+    ("verify", lambda v: v._replace(last=v.last[:, None]), r"verify.last must be int32\[3\]"),
     ("propose", lambda r: r[0], "WrongEcho.propose must return a DraftTree and the state, got D"),
     ("propose", draft(tokens=lambda t: t[:, :1]), r"draft.tokens must be int32\[3, 2\]"),
-    ("propose", draft(finite=lambda f: f[0]), r"finite must be bool\[3\], got bool\[\]"),
     ("propose", draft(log_probs=lambda _: jnp.zeros((3, 1, 36))), r"log_probs must be float32\[3"),
     (
         "propose",
@@ -443,8 +401,7 @@ def test_what_a_method_returns_is_checked(method, change, message):
     made = dict(drafter=Echo(), verifier=AcceptNothing())
     name = "verifier" if method == "verify" else "drafter"
     made[name] = changed(type(made[name]), method, change)
-    with pytest.raises(ValueError, match=message):
-        st.generate(tiny_model(), PROMPTS, max_new_tokens=3, **made)
+    refusal(message, st.generate, tiny_model(), PROMPTS, max_new_tokens=3, **made)
 
 
 def test_what_is_next_to_a_refusal_is_allowed():

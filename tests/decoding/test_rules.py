@@ -14,7 +14,7 @@ import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.testing import PROMPTS, random_model, tiny_model
-from tests.helpers import rows
+from tests.helpers import refusal, rows
 
 VOCAB = 70  # more than two words of bits
 
@@ -120,8 +120,7 @@ def test_classes_with_equal_fields_have_programs_of_their_own(classes):
     structures = [jax.tree.structure(settings(make)) for make in classes]
     for (one, a), (other, b) in itertools.combinations(zip(classes, structures, strict=True), 2):
         assert a != b
-        with pytest.raises(ValueError, match="one program decodes all"):
-            settings(one, other)
+        refusal("one program decodes all", settings, one, other)
     for make, structure in zip(classes, structures, strict=True):
         again = settings(make)
         assert jax.tree.structure(again) == structure
@@ -155,9 +154,21 @@ def test_what_is_refused():
 
     with pytest.raises(ValueError, match="must be a pytree of numbers and arrays; make its class"):
         st.Options(processors=[Unregistered(1.0)])
-    with pytest.raises(ValueError, match=r"Forgetful.advance must .* int32\(3, 1\), and ret"):
-        st.generate(tiny_model(), PROMPTS, processors=[Forgetful(1.0)])
+    refusal(
+        r"Forgetful.advance must .* int32\(3, 1\), and ret",
+        st.generate,
+        tiny_model(),
+        PROMPTS,
+        processors=[Forgetful(1.0)],
+    )
     request = plan(tiny_model(), PROMPTS, processors=[st.BannedTokens([1])])
     state = request.decoder.start(tiny_model(), None, request.context, request.keys)
-    with pytest.raises(ValueError, match="give the same sampling to `start` and `run`"):
-        request.decoder.run(tiny_model(), None, state, request.limits, request.sampling)
+    refusal(
+        "give the same sampling to `start` and `run`",
+        request.decoder.run,
+        tiny_model(),
+        None,
+        state,
+        request.limits,
+        request.sampling,
+    )

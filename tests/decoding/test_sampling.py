@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from numpy.testing import assert_allclose, assert_array_equal
 
 import stree_jax as st
 from pallas_kernels import dispatch
@@ -43,7 +44,7 @@ def probs(**options):
     ],
 )
 def test_filters(options, want):
-    np.testing.assert_allclose(probs(**options), want, atol=1e-6)
+    assert_allclose(probs(**options), want, atol=1e-6)
 
 
 def test_filters_apply_in_their_order():
@@ -51,8 +52,8 @@ def test_filters_apply_in_their_order():
     p, k = st.TopP(jnp.full(1, 0.75)), st.TopK(jnp.full(1, 3))
     first_k = token_log_probs(LOGITS[None], Sampling(jnp.ones(1), (k, p)))[0]
     first_p = token_log_probs(LOGITS[None], Sampling(jnp.ones(1), (p, k)))[0]
-    np.testing.assert_allclose(np.exp(first_k), [0, 4 / 7, 0, 3 / 7], atol=1e-6)
-    np.testing.assert_allclose(np.exp(first_p), [0, 4 / 9, 2 / 9, 3 / 9], atol=1e-6)
+    assert_allclose(np.exp(first_k), [0, 4 / 7, 0, 3 / 7], atol=1e-6)
+    assert_allclose(np.exp(first_p), [0, 4 / 9, 2 / 9, 3 / 9], atol=1e-6)
 
 
 def kept_by_sorting(logits, temperature, top_k, top_p):
@@ -113,7 +114,7 @@ def test_the_best_logit_is_0_after_a_product():
         filtered = filtered_logits(rows * 0.37, Sampling(jnp.ones(64), (st.MinP(jnp.ones(64)),)))
         return (logits - logits.max(-1, keepdims=True)).max(-1), filtered.max(-1)
 
-    np.testing.assert_array_equal(as_users(best)(rows), 0)
+    assert_array_equal(as_users(best)(rows), 0)
 
 
 def test_nothing_is_sorted():
@@ -124,7 +125,7 @@ def test_a_row_of_nan_is_filtered_to_nothing_and_ends():
     rows = jnp.stack([LOGITS, LOGITS * jnp.nan])
     both = sampling_of(jnp.ones(2), jnp.full(2, 2), jnp.full(2, 0.9))
     got = filters(rows, both)
-    np.testing.assert_allclose(got[0], filters(rows[:1], sampling(top_k=2, top_p=0.9))[0])
+    assert_allclose(got[0], filters(rows[:1], sampling(top_k=2, top_p=0.9))[0])
     assert not np.isfinite(got[1]).any()
 
 
@@ -145,6 +146,6 @@ def test_a_vocabulary_is_not_sorted_for_a_few_tokens_on_a_tpu(on_tpu, count, sor
     scores = jax.random.normal(jax.random.key(0), (2, 40))
     assert ("top_k" in str(jax.make_jaxpr(lambda x: best_tokens(x, count))(scores))) == sorts
     best, tokens = best_tokens(scores, count)
-    np.testing.assert_array_equal(best, -np.sort(-scores, axis=-1)[:, :count])
-    np.testing.assert_array_equal(np.take_along_axis(scores, tokens, axis=-1), best)
+    assert_array_equal(best, -np.sort(-scores, axis=-1)[:, :count])
+    assert_array_equal(np.take_along_axis(scores, tokens, axis=-1), best)
     assert tokens.dtype == jnp.int32

@@ -8,6 +8,7 @@ import stree_jax as st
 from stree_jax.decoding import slots
 from stree_jax.decoding.plan import plan
 from stree_jax.testing import PROMPTS, perturbed, tiny_model
+from tests.helpers import refusal
 
 pytestmark = pytest.mark.thorough
 
@@ -68,11 +69,9 @@ def test_refusals():
         (lambda: slots.take(pool.state, 4), "row must be an integer, from 0 to 3; got 4"),
     ]
     for call, message in calls:
-        with pytest.raises(ValueError, match=message):
-            call()
+        refusal(message, call)
     pool.insert([0], prefix, KEYS)
     request = pool.model, pool.drafter, pool.state, pool.limits, pool.sampling
     pool.state, _, _ = pool.decoder.step(*request)
     for call in (lambda: pool.insert([1], prefix, KEYS), lambda: slots.take(pool.state, 0)):
-        with pytest.raises(ValueError, match="between runs only"):
-            call()
+        refusal("between runs only", call)

@@ -8,6 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 
 import stree_jax as st
 from stree_jax.decoding.token_bytes import token_bytes
+from tests.helpers import refusal
 
 WORDS = ["▁Hello", "▁wor", "lo", "▁", "##b", "b</w>", "a", " ", "  ", "|", "<pad>", "do not", "'s"]
 # In byte-level BPE: a space, parts of é and of a smiley, and the replacement character.
@@ -112,8 +113,7 @@ def test_a_tokenizer_of_transformers_and_arrays():
 @pytest.mark.parametrize("tokens", [[-1], [2**32], [True], [1.5], ["a"]])
 def test_what_is_no_token(tokens):
     stream = st.TextStream(st.load_tokenizer(st.demo_path("target")))
-    with pytest.raises(ValueError, match="a token must be an integer, from 0"):
-        stream.push(tokens)
+    refusal("a token must be an integer, from 0", stream.push, tokens)
 
 
 def test_a_stream_holds_a_character_at_most():
@@ -170,5 +170,4 @@ def test_an_added_token_is_text_unless_it_is_special():
     ],
 )
 def test_unknown_decoders_are_refused(decoder, name):
-    with pytest.raises(ValueError, match=f"its decoder is {name}"):
-        token_bytes(tokenizer_of(decoder))
+    refusal(f"its decoder is {name}", token_bytes, tokenizer_of(decoder))

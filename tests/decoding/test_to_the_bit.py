@@ -1,6 +1,7 @@
 """On a CPU with native code a token's logits are a function of the tokens before it, to the bit."""
 
 import dataclasses
+import itertools
 import os
 import shutil
 import subprocess
@@ -12,14 +13,14 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from pallas_kernels import native
+from pallas_kernels import dispatch, native
 from pallas_kernels.native import build_backend
 from stree_jax.models.bits import sums_in_other_orders
 from stree_jax.models.cache import empty_path
 from stree_jax.models.layer import Path
 from stree_jax.models.moe import MoeConfig
 from stree_jax.testing import CONFIGS, assert_lossless, bits_obstacle, perturbed, random_model
-from tests.decoding.texts import Row, in_native_sizes, planned, started
+from tests.decoding.texts import Row, in_native_sizes, planned, resized, started
 from tests.extensions import dflash_files, eagle3_files
 from tests.helpers import heads_of, mtp_head_of, some
 
@@ -32,6 +33,19 @@ TREES = {
     "tree": st.TreeTopology.from_branching((3, 2, 1)),
     "single tokens": st.TreeTopology.chain(0),
 }
+
+
+# Those whose attention has windows run by XLA on a GPU.
+INTERPRETED = [name for name in CONFIGS if name not in ("lara hybrid", "mixed hybrid")]
+WIDTHS = (
+    "d_model",
+    "mlp_dim",
+    "hidden_size",
+    "latent_size",
+    "shared_size",
+    "num_channels",
+    "adapter_rank",
+)
 
 
 def model_of(family, kind="float32", **sizes):
@@ -99,6 +113,40 @@ def check(model):
         have[name] = np.concatenate([want[:50], in_trees(model, text, topology, 50, cache)])
     for name, logits in have.items():
         np.testing.assert_array_equal(logits, want[: len(logits)], name)
+
+
+def in_kernel_sizes(config):
+    """A config whose matrices the kernel multiplies."""
+    return resized(
+        in_native_sizes(config),
+        lambda name, value: -(-value // 32) * 32 if value and name in WIDTHS else value,
+    )
+
+
+FEW = [("qwen3_5 hybrid", "bfloat16"), ("granite_moe hybrid", "int8")]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param(*case, marks=pytest.mark.thorough if case in FEW else pytest.mark.slow)
+        for case in itertools.product(INTERPRETED, ("bfloat16", "int8"))
+        if case != ("mamba2attn hybrid", "int8")  # its rows have 80 numbers, and groups have 32
+    ],
+)
+def test_kernels_of_gpus(family, kind):
+    """In the interpreter: a text in trees, and its tokens alone."""
+    config = in_kernel_sizes(CONFIGS[family])
+    model = random_model(config, dtype="bfloat16", implementation="pallas_interpret")
+    model = model.quantized() if kind == "int8" else model
+    assert bits_obstacle(model, TREES["tree"].num_nodes, to_the_bit=True) is None
+    with dispatch.to_the_bit(True):
+        text = np.random.default_rng(1).integers(model.config.vocab_size, size=16)
+        length, cache = jnp.array([4], jnp.int32), model.init_cache(1, 64)
+        _, cache = read(model, text[None, :4], length, cache)
+        logits = {name: in_trees(model, text, TREES[name], 4, cache) for name in TREES}
+    for name, of_tree in logits.items():
+        np.testing.assert_array_equal(of_tree, logits["single tokens"][: len(of_tree)], name)
 
 
 def skip_gelu(family):

@@ -76,18 +76,23 @@ def decoded(model, request):
     return st.Generation(new, np.asarray(state.emitted), stats, state.cache)
 
 
-def in_native_sizes(config):
-    """A config, or one inside of it, in sizes that native code takes."""
+def resized(config, resize):
+    """A config with the values `resize(name, value)` of its fields, and of those inside of it."""
 
     def changed(name, value):
         if dataclasses.is_dataclass(value):
-            return in_native_sizes(value)
+            return resized(value, resize)
         if isinstance(value, tuple):
-            return tuple(changed("", each) for each in value)
-        return SIZES.get(name, value)
+            return tuple(changed("", part) for part in value)
+        return resize(name, value)
 
-    fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
-    return dataclasses.replace(config, **{k: changed(k, v) for k, v in fields.items()})
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return dataclasses.replace(config, **{name: changed(name, fields[name]) for name in fields})
+
+
+def in_native_sizes(config):
+    """A config in sizes that native code takes."""
+    return resized(config, SIZES.get)
 
 
 @functools.cache

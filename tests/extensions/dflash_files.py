@@ -47,11 +47,8 @@ def files(dspark=False, vocab=VOCAB, **changes):
         shapes |= dict.fromkeys(("embed_tokens", "lm_head"), (vocab, WIDTH))
         shapes |= {f"markov_head.markov_w{i}": (vocab, RANK) for i in (1, 2)}
         shapes["confidence_head.proj"] = (1, WIDTH + RANK * config["confidence_head_with_markov"])
-    rng = np.random.default_rng(0)
-    tensors = {
-        f"{name}.weight": checkpoints.random_weight(name, shape, rng)
-        for name, shape in shapes.items()
-    }
+    shapes = {f"{name}.weight": shapes[name] for name in shapes}
+    tensors = checkpoints.random_weights(shapes, np.random.default_rng(0))
     if dspark:
         tensors["confidence_head.proj.weight"] *= 4  # so that places differ
         tensors["confidence_head.proj.bias"] = np.array([0.3], np.float32)

@@ -54,10 +54,7 @@ def tensors(vocab=VOCAB, num_inner=3):
         "norm": (WIDTH,),
         "lm_head": (OWN, WIDTH),
     }
-    made = {
-        f"{name}.weight": checkpoints.random_weight(name, shape, rng)
-        for name, shape in shapes.items()
-    }
+    made = checkpoints.random_weights({f"{name}.weight": shapes[name] for name in shapes}, rng)
     chosen = np.sort(rng.choice(vocab, OWN, replace=False))
     drafted = np.zeros(vocab, bool)
     drafted[chosen] = True

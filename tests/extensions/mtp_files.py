@@ -48,8 +48,7 @@ def files(latent=True):
             moe=st.MoeConfig(**{**vars(config.moe), "latent_size": None}),
         )
     values, tensors = target_files(config, "hf")
-    rng = np.random.default_rng(1)
-    head = {name: checkpoints.random_weight(name, s, rng) for name, s in shapes(values).items()}
+    head = checkpoints.random_weights(shapes(values), np.random.default_rng(1))
     return values, tensors, head
 
 

@@ -2,16 +2,25 @@
 
 import numpy as np
 
+from pallas_kernels.tree_attention.reference import tree_attention
 from tests.convert.numpy_nemotron_h import moe
-from tests.numpy_parts import attend, rms_norm, rope_frequencies, rotate, sigmoid, silu, within
+from tests.numpy_parts import (
+    attend,
+    float64,
+    rms_norm,
+    rope_frequencies,
+    rotate,
+    sigmoid,
+    silu,
+    within,
+)
 
 
 class Head:
     """A head of its files, with the target's `embedding` and `lm_head`."""
 
     def __init__(self, config, weights):
-        self.config = config
-        self.w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+        self.config, self.w = config, float64(weights)
         self.eps = config.get("layer_norm_epsilon", config.get("rms_norm_eps"))
 
     def norm(self, x, name):
@@ -32,6 +41,13 @@ class Head:
     def gate(self, entry):
         """What scales the attention's outputs."""
         return 1.0
+
+    def entry(self, token, state):
+        """A product with [norm(embedding) ; norm(h)], the embedding first; and before its norm."""
+        of_token, of_state, joined, after = self.names
+        parts = self.norm(self.w["embedding"][token], of_token), self.norm(state, of_state)
+        x = self.w[f"{joined}.weight"] @ np.concatenate(parts)
+        return self.norm(x, after), x
 
     def mlp(self, u, part):
         """Of one row or several."""
@@ -64,13 +80,7 @@ class Mtp(Head):
     """A head of Nemotron-3."""
 
     attention = "mtp.layers.0.mixer"
-
-    def entry(self, token, state):
-        """eh_proj [enorm(embedding) ; hnorm(h)], the embedding first."""
-        e = self.norm(self.w["embedding"][token], "mtp.layers.0.enorm")
-        h = self.norm(state, "mtp.layers.0.hnorm")
-        x = self.w["mtp.layers.0.eh_proj.weight"] @ np.concatenate([e, h])
-        return self.norm(x, "mtp.layers.0.norm"), x
+    names = (*(f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj", "norm")),)
 
     def after(self, x):
         experts = within("mtp.layers.1.mixer.", self.w)
@@ -82,6 +92,8 @@ class Qwen(Head):
     """A head of Qwen3.5 or Qwen3-Next: its norms multiply by 1 + w."""
 
     attention = "mtp.layers.0.self_attn"
+    names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc")
+    names += ("mtp.layers.0.input_layernorm",)
 
     def norm(self, x, name):
         return rms_norm(x, 1 + self.w[f"{name}.weight"], self.eps)
@@ -106,13 +118,6 @@ class Qwen(Head):
             )
         )
         return rotate(q, frequencies), rotate(k, frequencies), self.projected("v", entries)
-
-    def entry(self, token, state):
-        """fc [norm(embedding) ; norm(h)], the embedding first."""
-        e = self.norm(self.w["embedding"][token], "mtp.pre_fc_norm_embedding")
-        h = self.norm(state, "mtp.pre_fc_norm_hidden")
-        x = self.w["mtp.fc.weight"] @ np.concatenate([e, h])
-        return self.norm(x, "mtp.layers.0.input_layernorm"), x
 
     def after(self, x):
         part = "mtp.layers.0.mlp"
@@ -163,7 +168,7 @@ class Medusa:
     """Medusa heads: `kernel` `[heads, M, M]`, `bias` `[heads, M]`, and the target's `lm_head`."""
 
     def __init__(self, weights):
-        self.w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+        self.w = float64(weights)
 
     def logits(self, text, states, path):
         h, w = np.asarray(states[len(text) - 2], np.float64), self.w
@@ -211,22 +216,16 @@ class DFlash(Head):
         size = config["block_size"]
         x = self.w["embedding"][[text[-1]] + [self.fields["mask_token_id"]] * (size - 1)]
         for layer, kind in enumerate(config["layer_types"]):
-            keys, values = self.cached(layer, states[:before])
+            cached = [rows.swapaxes(0, 1)[None] for rows in self.cached(layer, states[:before])]
             u = self.norm(x, f"layers.{layer}.input_layernorm")
-            query = self.qkv_of("q", u, before)
-            keys = np.concatenate([keys, self.qkv_of("k", u, before)])
-            values = np.concatenate([values, self.qkv_of("v", u, before)])
-            y = np.zeros_like(query)
-            for place in range(size):
-                at = np.arange(before + size)
-                seen = at >= 0
-                if kind == "sliding_attention":
-                    seen = (at <= before + place) & (at > before + place - config["sliding_window"])
-                for head in range(query.shape[1]):
-                    group = head // (query.shape[1] // keys.shape[1])
-                    scores = keys[seen, group] @ query[place, head] / config["head_dim"] ** 0.5
-                    weights = np.exp(scores - scores.max())
-                    y[place, head] = weights / weights.sum() @ values[seen, group]
+            qkv = [self.qkv_of(name, u, before)[None] for name in "qkv"]
+            slides = kind == "sliding_attention"
+            y = tree_attention(
+                *(*qkv, *cached, np.array([before])),
+                np.tri(size, dtype=bool)[None] if slides else np.ones((1, size, size), bool),
+                scale=config["head_dim"] ** -0.5,
+                window=config["sliding_window"] if slides else None,
+            )
             x = x + y.reshape(size, -1) @ self.w[f"{self.attention}.o_proj.weight"].T
             u = self.norm(x, f"layers.{layer}.post_attention_layernorm")
             x = x + self.mlp(u, f"layers.{layer}.mlp")

@@ -59,10 +59,8 @@ def files(experts=False):
     """Config and tensors of the target, and tensors of its head."""
     to = "qwen3_5_moe_text" if experts else "qwen3_5_text"
     values, tensors = target_files(model_config(experts), to)
-    rng, head = np.random.default_rng(1), {}
-    for name, shape in shapes(values).items():
-        weight = checkpoints.random_weight(name, shape, rng)
-        head[name] = weight - 1 if "norm" in name else weight  # norms multiply by 1 + w
+    head = checkpoints.random_weights(shapes(values), np.random.default_rng(1))
+    head |= {name: head[name] - 1 for name in head if "norm" in name}  # norms multiply by 1 + w
     return values, tensors, head
 
 

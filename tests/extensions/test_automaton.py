@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import stree_jax as st
 from stree_jax.extensions.grammar.api import automaton_of_pattern
 from stree_jax.extensions.grammar.token_tree import TokenTree
 from stree_jax.measuring.clock import num_bytes
+from tests.helpers import by_message, refusal
 
 
 def table(num_states, vocab_size, seed=0):
@@ -39,10 +41,10 @@ def check(automaton, next_state, shift=0, seed=0):
 
     after, masked = both(automaton, logits, jnp.asarray(in_table), jnp.asarray(tokens))
     wanted = np.where(states < 0, -1, next_state[states, tokens])
-    np.testing.assert_array_equal(after, np.where(wanted < 0, -1, wanted + shift))
+    assert_array_equal(after, np.where(wanted < 0, -1, wanted + shift))
     allowed = (states >= 0)[..., None] & (next_state[states] >= 0)
     allowed = np.pad(allowed, ((0, 0), (0, 0), (0, 3)))  # more tokens in the model: not allowed
-    np.testing.assert_array_equal(masked, np.where(allowed, logits, -np.inf))
+    assert_array_equal(masked, np.where(allowed, logits, -np.inf))
 
 
 @pytest.mark.parametrize(("num_states", "vocab_size"), [(1, 1), (30, 70), (5, 64), (70, 33)])
@@ -53,7 +55,7 @@ def test_tables(num_states, vocab_size):
     sizes = dict(num_states=num_states, vocab_size=vocab_size)
     states, tokens = np.random.default_rng(1).permutation(np.argwhere(next_state >= 0)).T
     same = st.Automaton.from_edges(states, tokens, next_state[states, tokens], **sizes)
-    jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, (automaton, same)))
+    jax.tree.map(assert_array_equal, *map(jax.tree.leaves, (automaton, same)))
 
 
 def test_similar_states_are_stored_once():
@@ -99,10 +101,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "arguments", "options", "message"), REFUSALS)
+@by_message(("make", "arguments", "options", "message"), REFUSALS)
 def test_refusals(make, arguments, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make(*arguments, **options)
+    refusal(re.escape(message), make, *arguments, **options)
 
 
 @jax.jit
@@ -118,7 +119,7 @@ def texts_of_tokens(automaton, texts, end, most):
         states = jnp.full((1, len(texts)), state)
         after, allowed = walk(tables, states, jnp.asarray(tokens[None]))
         after, allowed = np.asarray(after)[0], np.asarray(allowed)[0, 0]
-        np.testing.assert_array_equal(allowed, after >= 0)
+        assert_array_equal(allowed, after >= 0)
         assert allowed.any()
         for token in np.flatnonzero(allowed):
             if token == end:

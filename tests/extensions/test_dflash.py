@@ -16,10 +16,10 @@ from stree_jax.extensions.dflash.conversion import read_config, rules_of
 from stree_jax.extensions.dflash.training import dflash_loss
 from stree_jax.names import flatten
 from stree_jax.testing import tiny_model
-from tests.convert.checkpoints import refusal
 from tests.decoding.texts import dynamic_tree, paths_of, steps
 from tests.extensions.dflash_files import files, saved
 from tests.extensions.heads import parts, states_of
+from tests.helpers import by_message, refusal
 from tests.numpy_parts import log_softmax
 
 HIDDEN = {"confidence_head_with_markov": False}
@@ -166,7 +166,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("dspark", "changes", "replaced", "message"), REFUSED)
+@by_message(("dspark", "changes", "replaced", "message"), REFUSED)
 def test_files_that_are_refused(dspark, changes, replaced, message, tmp_path):
     path = saved(tmp_path / "head", dspark, replaced, **changes)
     refusal(message, st.load_dflash, path, tiny_model("nemotron_h hybrid"))
@@ -174,7 +174,12 @@ def test_files_that_are_refused(dspark, changes, replaced, message, tmp_path):
 
 def test_what_is_refused():
     target, drafter = parts("dflash").target, parts("dflash").drafter()
-    with pytest.raises(ValueError, match="of depth 9 is too deep for DFlashModel, which drafts 8"):
-        st.generate(
-            target, [[1]], max_new_tokens=2, drafter=drafter, topology=st.TreeTopology.chain(9)
-        )
+    refusal(
+        "of depth 9 is too deep for DFlashModel, which drafts 8",
+        st.generate,
+        target,
+        [[1]],
+        max_new_tokens=2,
+        drafter=drafter,
+        topology=st.TreeTopology.chain(9),
+    )

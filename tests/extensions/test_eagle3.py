@@ -6,10 +6,10 @@ import pytest
 import stree_jax as st
 from pallas_kernels import rms_norm
 from stree_jax.testing import tiny_model
-from tests.convert.checkpoints import refusal
 from tests.extensions import dflash_files
 from tests.extensions.eagle3_files import OWN, WIDTH, saved
 from tests.extensions.heads import hidden_of
+from tests.helpers import by_message, refusal
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "replaced", "message"), REFUSED)
+@by_message(("changes", "replaced", "message"), REFUSED)
 def test_files_that_are_refused(changes, replaced, message, target, tmp_path):
     refusal(message, st.load_eagle3, saved(tmp_path / "head", changes, replaced), target)
 

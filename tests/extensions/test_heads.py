@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 import stree_jax as st
 from stree_jax.checkpoint.arrays import CHECKSUMS
@@ -23,15 +24,18 @@ from stree_jax.testing import PROMPTS, assert_lossless, random_model, tiny_model
 from stree_jax.tuning.search import replay_tau
 from stree_jax.tuning.trace import head_trace
 from tests.extensions.heads import HEADS, KINDS, parts, states_of
-from tests.helpers import assert_same_model, with_weight
+from tests.helpers import assert_same_model, refusal, with_weight
 from tests.numpy_parts import log_softmax
+
+slow = pytest.mark.slow
+thorough = pytest.mark.thorough
 
 TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3])
 # One path, with branches beside it.
 DEEP = st.TreeTopology.from_parents([*range(-1, 9), 0, 2, 2]).level_order()
-MARKS = dict.fromkeys(("mtp, latent", "mtp, qwen, experts", "medusa, padded"), pytest.mark.slow)
+MARKS = dict.fromkeys(("mtp, latent", "mtp, qwen, experts", "medusa, padded"), slow)
 OTHERS = ("medusa, multipliers", "mtp", "eagle3", "eagle3, its own embedding", "dflash")
-MARKS |= dict.fromkeys(OTHERS, pytest.mark.thorough)
+MARKS |= dict.fromkeys(OTHERS, thorough)
 
 
 def kept(state):
@@ -47,14 +51,14 @@ def assert_caches(exact, caches, row, states):
         places = np.arange(max(0, length - size), length)
         for got, want in zip(cache, exact.cached(layer, states), strict=False):
             got = got[row, :, places % size]
-            np.testing.assert_allclose(got, want[places], atol=2e-5)
+            assert_allclose(got, want[places], atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("name", "topology"),
     [
         *(pytest.param(name, TREE, marks=MARKS.get(name, ()), id=name) for name in HEADS),
-        pytest.param("mtp", DEEP, id="mtp, deep", marks=pytest.mark.thorough),
+        pytest.param("mtp", DEEP, id="mtp, deep", marks=thorough),
     ],
 )
 def test_drafts_come_from_the_head_in_float64(name, topology):
@@ -91,9 +95,9 @@ def test_drafts_come_from_the_head_in_float64(name, topology):
                 wanted = exact.qkv(np.array(entries))[1:] if entries else ()
                 for got, want in zip(reader.kv, wanted, strict=False):
                     got = got[row, :, : len(entries)].swapaxes(0, 1)
-                    np.testing.assert_allclose(got, want, atol=2e-5)
+                    assert_allclose(got, want, atol=2e-5)
             if kind != "dflash":
-                np.testing.assert_allclose(reader.hidden[row], last, atol=2e-5)
+                assert_allclose(reader.hidden[row], last, atol=2e-5)
             for node, below in enumerate(topology.children):
                 if done[row] or not below or (step and topology.depths[node] > 2):
                     continue
@@ -102,18 +106,18 @@ def test_drafts_come_from_the_head_in_float64(name, topology):
                 want = log_softmax(logits / 0.7)
                 got = draft.log_probs[row, draft.log_prob_row[node]]
                 there = np.isfinite(want)
-                np.testing.assert_array_equal(np.isfinite(got), there)
-                np.testing.assert_allclose(got[there], want[there], atol=5e-4)
+                assert_array_equal(np.isfinite(got), there)
+                assert_allclose(got[there], want[there], atol=5e-4)
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
         *(("dflash", None), ("dflash, dspark", None), ("dflash, dspark", st.BeamDrafter)),
-        pytest.param("eagle3", None, marks=pytest.mark.thorough),
-        pytest.param("dflash, dspark", st.DynamicDrafter, marks=pytest.mark.slow),
-        pytest.param("eagle3", st.BeamDrafter, marks=pytest.mark.slow),
-        pytest.param("eagle3", st.DynamicDrafter, marks=pytest.mark.slow),
+        pytest.param("eagle3", None, marks=thorough),
+        pytest.param("dflash, dspark", st.DynamicDrafter, marks=slow),
+        pytest.param("eagle3", st.BeamDrafter, marks=slow),
+        pytest.param("eagle3", st.DynamicDrafter, marks=slow),
     ],
 )
 def test_text_and_cache_are_those_of_autoregressive_decoding(name, kind):
@@ -134,22 +138,22 @@ def assert_same_state(got, want, length):
     """Of rows of one text; entries past the length are unspecified."""
     is_dflash = hasattr(got, "caches")
     if not is_dflash:
-        np.testing.assert_array_equal(got.known, want.known)
-        np.testing.assert_allclose(got.hidden, want.hidden, atol=1e-4)
+        assert_array_equal(got.known, want.known)
+        assert_allclose(got.hidden, want.hidden, atol=1e-4)
     entries = length - 2 + is_dflash
     both = (x.caches if is_dflash else [x.kv] if hasattr(x, "kv") else () for x in (got, want))
     for caches in zip(*both, strict=True):
         assert [cache.length.tolist() for cache in caches] == [[entries]] * 2
         for pair in zip(*(cache[:2] for cache in caches), strict=True):
             size = min(entries, *(part.shape[2] for part in pair))
-            np.testing.assert_allclose(*(part[:, :, :size] for part in pair), atol=2e-5)
+            assert_allclose(*(part[:, :, :size] for part in pair), atol=2e-5)
 
 
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("eagle3", "mtp, qwen", "dflash")))
+        pytest.param(kind, marks=[slow] * (kind in ("eagle3", "mtp, qwen", "dflash")))
         for kind in (*KINDS, "mtp, qwen", "dflash, dspark")
     ],
 )
@@ -210,14 +214,14 @@ def test_the_next_chain_depends_on_the_text_alone(kind):
         assert_same_state(kept(switched.drafter), kept(taken.drafter), length)
 
 
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize(
     ("kind", "temperature"),
     [
         ("mtp", 1.0),
         ("dflash, dspark", 1.0),
-        *(pytest.param(kind, 0.0, marks=pytest.mark.slow) for kind in KINDS),
-        *(pytest.param(kind, 1.0, marks=pytest.mark.slow) for kind in ("medusa", "eagle3")),
+        *(pytest.param(kind, 0.0, marks=slow) for kind in KINDS),
+        *(pytest.param(kind, 1.0, marks=slow) for kind in ("medusa", "eagle3")),
     ],
 )
 def test_ranks_by_depth_give_the_tau_of_a_tree(kind, temperature):
@@ -232,7 +236,7 @@ def test_ranks_by_depth_give_the_tau_of_a_tree(kind, temperature):
     topology = st.TreeTopology.from_branching((3, 2, 1))
     out = st.generate(target, prompts, drafter=drafter, topology=topology, **options)
     assert out.stats.tau > 1.02
-    np.testing.assert_allclose(replay_tau(topology, trace), out.stats.tau, rtol=1e-12)
+    assert_allclose(replay_tau(topology, trace), out.stats.tau, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -258,25 +262,20 @@ def test_a_saved_head_is_for_one_target(kind, load, other, missing, tmp_path):
         random_model(target.config, seed=1),
         tiny_model("bamba hybrid"),
     ):
-        with pytest.raises(ValueError, match=other):
-            load(path, other_target)
-    with pytest.raises(ValueError, match=f"of kind '{kind}' and no model; load_head"):
-        st.from_pretrained(path)
-    with pytest.raises(ValueError, match="exists; pass overwrite=True|exists"):
-        st.save_head(head, target, path)
+        refusal(other, load, path, other_target)
+    refusal(f"of kind '{kind}' and no model; load_head", st.from_pretrained, path)
+    refusal("exists; pass overwrite=True|exists", st.save_head, head, target, path)
     st.save_pretrained(target, tmp_path / "model")
     others = {*KINDS} - {kind}
     for other_kind in others:
         st.save_head(parts(other_kind).head, parts(other_kind).target, tmp_path / other_kind)
     for wrong in (tmp_path / name for name in ("model", *others)):
-        with pytest.raises(ValueError, match=missing):
-            load(wrong, target)
+        refusal(missing, load, wrong, target)
     header = json.loads((path / "config.json").read_text())
     older = {"target_identity": None}, "saved by an older version"
     for change, message in (*DAMAGED[kind], older):
         (path / "config.json").write_text(json.dumps(header | change))
-        with pytest.raises(ValueError, match=message):
-            load(path, target)
+        refusal(message, load, path, target)
 
 
 NAMES = {"medusa": "plain", "mtp": "plain", "eagle3": "nemotron_h hybrid"}
@@ -332,11 +331,10 @@ def refused():
 
 def test_what_is_refused():
     for message, call in refused():
-        with pytest.raises(ValueError, match=message):
-            call()
+        refusal(message, call)
 
 
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize("name", ["plain", "mamba_in_llama"], ids=["untied", "tied"])
 def test_embedding_and_output_head_are_not_copied(name):
     target = tiny_model(name)

@@ -9,7 +9,7 @@ from stree_jax.decoding.plan import plan
 from stree_jax.decoding.verifiers.traverse import traverse
 from stree_jax.testing import PROMPTS, tiny_model
 from tests.decoding import enumeration as en
-from tests.helpers import heads_of, some
+from tests.helpers import heads_of, refusal, some
 
 KINDS = ("iid", "without_replacement")
 
@@ -68,20 +68,31 @@ def test_what_is_refused():
     model = tiny_model()
     heads = heads_of(model)
     drafter = st.MedusaDrafter(model, heads)
-    with pytest.raises(ValueError, match="depth 5 needs as many Medusa heads, and there are 4"):
-        plan(model, PROMPTS, drafter=drafter, topology=st.TreeTopology.chain(5))
+    refusal(
+        "depth 5 needs as many Medusa heads, and there are 4",
+        plan,
+        model,
+        PROMPTS,
+        drafter=drafter,
+        topology=st.TreeTopology.chain(5),
+    )
     sampled = dict(temperature=1.0, key=jax.random.key(0))
     branching = st.TreeTopology.from_branching((2, 2))
     for children, other in (("iid", "multi_step"), ("without_replacement",) * 2):
         drafter = st.MedusaDrafter(model, heads, child_sampling=children)
-        with pytest.raises(ValueError, match="child_sampling = '.*' needs temperature > 0"):
-            plan(model, PROMPTS, drafter=drafter)
-        with pytest.raises(
-            ValueError, match=f"'traversal' is not exact where nodes of a depth.*use '{other}', or"
-        ):
-            plan(
-                model, PROMPTS, drafter=drafter, topology=branching, verifier="traversal", **sampled
-            )
+        refusal(
+            "child_sampling = '.*' needs temperature > 0", plan, model, PROMPTS, drafter=drafter
+        )
+        refusal(
+            f"'traversal' is not exact where nodes of a depth.*use '{other}', or",
+            plan,
+            model,
+            PROMPTS,
+            drafter=drafter,
+            topology=branching,
+            verifier="traversal",
+            **sampled,
+        )
         chosen = plan(model, PROMPTS, drafter=drafter, topology=branching, **sampled)
         assert chosen.decoder.verifier.name == other
         chain = plan(model, PROMPTS, drafter=drafter, topology=st.TreeTopology.chain(2), **sampled)

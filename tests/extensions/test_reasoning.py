@@ -16,7 +16,7 @@ from stree_jax.decoding.types import Context
 from stree_jax.extensions import reasoning
 from stree_jax.extensions.reasoning import Stage
 from stree_jax.testing import perturbed, random_model, tiny_model
-from tests.helpers import word_tokenizer
+from tests.helpers import refusal, word_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +161,7 @@ def test_other_refusals():
     scheduler = st.Scheduler(tiny_model(), rows=1, max_length=10)
     for _ in range(2):
         scheduler.submit(st.Request([1], max_new_tokens=1))
-    with pytest.raises(ValueError, match="2 requests of others"):
-        searched(scheduler, Letters())
+    refusal("2 requests of others", searched, scheduler, Letters())
 
 
 @pytest.fixture(scope="module")
@@ -195,5 +194,10 @@ def test_every_schedule_gives_the_same_tree_of_thoughts(model):
 
 def test_a_prompt_that_is_too_long_names_its_place(model):
     scheduler = st.Scheduler(model, rows=1, max_length=7)
-    with pytest.raises(ValueError, match="problem 0, level 1, generator: the text has"):
-        searched(scheduler, Letters(), "a long problem")
+    refusal(
+        "problem 0, level 1, generator: the text has",
+        searched,
+        scheduler,
+        Letters(),
+        "a long problem",
+    )

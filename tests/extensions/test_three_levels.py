@@ -10,7 +10,7 @@ from stree_jax.decoding.verifiers.traverse import traverse
 from stree_jax.testing import apply, perturbed, random_model, tiny_model
 from tests.decoding import enumeration as en
 from tests.decoding.texts import steps
-from tests.helpers import some
+from tests.helpers import by_message, refusal, some
 from tests.methods import PROMPTS, SAMPLED, drafts
 
 
@@ -77,11 +77,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "message"), REFUSED)
+@by_message(("make", "options", "message"), REFUSED)
 def test_what_is_refused(make, options, message):
     """When it is made, or with a request."""
-    with pytest.raises(ValueError, match=message):
-        plan(tiny_model(), PROMPTS, drafter=make(), **options)
+    refusal(message, lambda: plan(tiny_model(), PROMPTS, drafter=make(), **options))
 
 
 def test_samples_are_traversed():

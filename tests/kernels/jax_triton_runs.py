@@ -39,7 +39,7 @@ def lowered():
     return found
 
 
-TYPES = {"float32": tl.float32, "bool": tl.int1}
+TYPES = {"float32": tl.float32, "int32": tl.int32}
 
 
 class Tensor:
@@ -83,8 +83,6 @@ def interpreted_call(
     out_shape,
     grid,
     name,
-    num_warps,
-    num_stages,
     input_output_aliases=(),
     **sizes,
 ):

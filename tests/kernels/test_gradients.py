@@ -84,6 +84,7 @@ def embedded(name):
     return of_floats(rows, (matrix, jnp.array([3, 40, 3])))
 
 
+UNPACKED = ("unpacked bf16", "unpacked int8")
 PRODUCTS = ("some rows", "one row", "bf16", "int8", "several", "cut in blocks")
 KERNELS = {
     **{f"gated_rms_norm, {norm}": functools.partial(gated, norm) for norm in NORMS},
@@ -92,6 +93,7 @@ KERNELS = {
     "ssd": lambda: (functools.partial(pk.ssd, chunk_size=8), ssd_cases.on_device(ssd_cases.PLAIN)),
     "tree_attention": attention,
     "tree_delta": functools.partial(delta, pk.tree_delta),
+    **{f"matmul, {name}": functools.partial(product, name) for name in UNPACKED},
 }
 DELTAS = (pk.tree_delta, pk.replay_tree_delta, pk.delta_chunks)
 NATIVE = {

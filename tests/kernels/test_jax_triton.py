@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.tree_scan import jax_triton_versions
 from tests.cases.tree_scan import CASES, small_replay
-from tests.helpers import python
+from tests.helpers import python, refusal
 
 OBSTACLE = jax_triton_versions.obstacle()
 needs_jax_triton = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
@@ -36,14 +36,17 @@ def test_where_it_is_refused(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(ValueError, match="jax-triton is not installed; use 'xla'"):
-        small_replay("jax_triton")
-    with pytest.raises(ValueError, match="unknown implementation 'jax_triton' of tree_conv1d"):
-        dispatch.choose("tree_conv1d", "jax_triton", None)
+    refusal("jax-triton is not installed; use 'xla'", small_replay, "jax_triton")
+    refusal(
+        "unknown implementation 'jax_triton' of tree_conv1d",
+        dispatch.choose,
+        "tree_conv1d",
+        "jax_triton",
+        None,
+    )
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "1")
     monkeypatch.setattr(jax_triton_versions, "incompatible", lambda *versions: None)
-    with pytest.raises(ValueError, match="state_size = 12 is not a power of two"):
-        small_replay("jax_triton", state_size=12)
+    refusal("state_size = 12 is not a power of two", small_replay, "jax_triton", state_size=12)
 
 
 def run(what, **environment):

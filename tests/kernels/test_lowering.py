@@ -8,8 +8,8 @@ import jax
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels import triton
-from pallas_kernels.tree_attention import config as attention_config
+from pallas_kernels import dispatch, triton
+from pallas_kernels.matmul import QuantizedMatrix
 from tests.cases.mamba2_layer import layer
 from tests.helpers import some
 
@@ -85,6 +85,8 @@ def operands(shape, dtype):
         "replay_tree_scan": (x, dt, B, path, x, dt, A, B, C, D, h, mask),
         "ssd": (x, dt, A, B, B, D, h),
         "tree_conv1d": (*conv, struct(2, queries, 4, dtype="int32")),
+        "rms_norm": (y, weight),
+        "log_softmax": (struct(2, queries, 50280),),
         "gated_rms_norm": (y, y, weight),
         "add_rms_norm": (y, y, weight),
         "add_rms_norm, deferred": (y, y, weight, struct(2, queries, 4 * heads)),
@@ -96,7 +98,8 @@ def run(op, *arguments):
         *arguments, prefix_u = arguments if len(arguments) == 8 else (*arguments, None)
         return pk.tree_delta(*arguments, prefix_u=prefix_u, implementation="pallas")
     if not op.startswith("add_rms_norm"):
-        return getattr(pk, op)(*arguments, implementation="pallas")
+        options = {"epsilon": 1e-5} if op == "rms_norm" else {}
+        return getattr(pk, op)(*arguments, **options, implementation="pallas")
     residual, output, weight, *parts = arguments
     if parts:
         output = pk.DeferredRMSNorm(output, *parts, 1e-5)
@@ -105,7 +108,7 @@ def run(op, *arguments):
 
 @everywhere
 @pytest.mark.parametrize("shape", some(SHAPES, SHAPES[1]), ids=str)
-def test_lowers_to_one_kernel(shape, dtype, capability):
+def test_lowers_to_kernels(shape, dtype, capability):
     for op, arguments in operands(shape, dtype).items():
         in_place = "replay" in op or op == "ssd"
         call = functools.partial(run, op)
@@ -128,12 +131,27 @@ def test_experts_lower_to_two_kernels(tokens, activation, dtype, capability):
     check(call, arguments, capability, kernels=2, in_place=False, without=("dot", "dot_general"))
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("axis", [-2, -1])
+def test_a_product_lowers_to_one_kernel(axis, capability):
+    """Of more than 64 rows only where bits are wanted; else XLA multiplies."""
+    matrix = struct(2560, 2560, dtype="bfloat16")
+    product = functools.partial(pk.matmul, axis=axis, implementation="pallas")
+    for rows, to_the_bit, kernels in ((1, False, 1), (64, False, 1), (65, True, 1), (65, False, 0)):
+        x = struct(rows, 2560, dtype="bfloat16")
+        for weights in (matrix, QuantizedMatrix.of(matrix, axis)):
+            with dispatch.to_the_bit(to_the_bit):
+                check(product, (x, weights), capability, kernels=kernels, in_place=False)
+
+
 # Layouts of mamba2-2.7b, MambaInLlama-8B and Falcon-H1-0.5B; nodes, prefix nodes, and whether
 # the gate and a norm over the whole row are in the scan.
 SCALED = pk.Mamba2Layout(24, 64, 1, 128, 24, 1, multipliers=(0.35, 0.25, 0.18, 0.5, 0.35))
 LAYOUTS = [
-    (pk.Mamba2Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 13, 0, True, True),
-    (pk.Mamba2Layout(80, 64, 1, 128, x_heads=80, b_groups=1), 64, 61, True, True),
+    *(
+        (pk.Mamba2Layout(80, 64, 1, 128, 80, 1), *nodes, True, True)
+        for nodes in ((13, 0), (64, 61))
+    ),
     (pk.Mamba2Layout(32, 128, 32, 128, x_heads=8, b_groups=8), 64, 0, False, False),
     (SCALED, 1, 0, True, False),
 ]
@@ -213,13 +231,6 @@ def test_a_whole_attention_layer_lowers_to_kernels(shape, rotated, dtype, capabi
     cache = pk.KVCache(in_cache, in_cache, struct(2, dtype="int32"))
     depth, mask = struct(2, queries, dtype="int32"), struct(2, queries, nodes, dtype="bool")
     arguments = (small(2, queries, layout.num_columns), cache, depth, mask, options)
-    blocks = attention_config.block_sizes(
-        arguments[0].dtype,
-        num_rows=queries * heads // groups,
-        num_groups=2 * groups,
-        capacity=capacity,
-        head_dim=head_dim,
-    )
-    kernels, without = 1 + (blocks.splits > 1), ("pad", "transpose")  # one adds up the shares
+    without = ("pad", "transpose")
     options = dict(in_place=queries == nodes, without=without)
-    check(run, arguments, capability, kernels=kernels, **options)
+    check(run, arguments, capability, kernels=2, **options)  # one adds up the parts

@@ -1,4 +1,4 @@
-"""`matmul` beyond its table: rows to the bit, packed matrices, transformations of JAX."""
+"""`matmul` beyond its table: rows to the bit, matrices, plans, transformations of JAX."""
 
 import functools
 import itertools
@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from pallas_kernels.matmul import native as version
+from pallas_kernels.matmul import pallas_triton as kernel
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
@@ -21,7 +23,7 @@ from pallas_kernels.native import build_backend
 from tests.cases import matmul as cases
 from tests.cases.base import NEEDS_NATIVE
 from tests.cases.matmul import DTYPES
-from tests.helpers import python
+from tests.helpers import python, some
 
 run = jax.jit(functools.partial(matmul, implementation="native"))
 canonical = jax.jit(PackedMatrix.canonical)
@@ -37,7 +39,7 @@ def bits(value):
 
 
 def assert_same_bits(got, wanted):
-    np.testing.assert_array_equal(bits(got), bits(wanted))
+    assert_array_equal(bits(got), bits(wanted))
 
 
 # Inputs, columns and numbers of rows: of the demo's pair, as many inputs as presets have,
@@ -60,7 +62,43 @@ def test_rows_are_alone(inputs, columns, numbers, dtype):
     *some, whole = map(bits, products(x, matrix))
     assert whole.shape == (len(x), columns)
     for y in some:
-        np.testing.assert_array_equal(y, whole[: len(y)])
+        assert_array_equal(y, whole[: len(y)])
+
+
+# Rows, and blocks of rows, columns and inputs; all against the first.
+PLANS = [(64, 64, 128, 64), (1, 16, 64, 64), (33, 64, 128, 32), (5, 16, 32, 128), (70, 32, 64, 32)]
+
+
+@functools.cache
+def by_plan(interpret, eight_bits, rows, *blocks):
+    """The product with a matrix whose inputs have two parts; on a GPU of a real size."""
+    inputs, columns = (256, 72) if interpret else (2560, 10576)
+    x, matrix = normal(70, inputs, seed=1), normal(inputs, columns).astype(jnp.bfloat16)
+    matrix = jax.tree.map(jnp.asarray, QuantizedMatrix.of(matrix) if eight_bits else matrix)
+    plan = kernel.BlockSizes(*blocks, num_stages=1)
+    options = dict(axis=-2, dtype="float32", interpret=interpret, blocks=plan)
+    return bits(kernel.matmul(jnp.asarray(x[:rows], jnp.bfloat16), matrix, **options))
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("plan", some(PLANS[1:], *PLANS[1:3]), ids=str)
+def test_a_row_has_the_same_bits_in_all_plans(plan, eight_bits, interpret):
+    both = [by_plan(interpret, eight_bits, *case) for case in (plan, PLANS[0])]
+    rows = min(map(len, both))
+    assert_array_equal(*(y[:rows] for y in both))
+
+
+def test_parts_are_a_promise():
+    """Other parts would be other bits. Of matrices of Mamba-2, Qwen3.5, Nemotron-H and a test."""
+    shapes = {
+        1: [(2560, 50288), (1024, 7168), (1024, 248_320), (96, 70)],
+        2: [(2560, 10576), (768, 3352), (2688, 10304), (256, 72)],
+        4: [(4096, 2688)],
+        8: [(5120, 2560), (1536, 768), (4096, 1024)],
+    }
+    for parts in shapes:
+        assert {parts} == {kernel.parts_of(*shape) for shape in shapes[parts]}
 
 
 def in_order(x, matrix):
@@ -155,7 +193,7 @@ def test_extreme_rows_in_8_bits():
     assert np.isnan(wanted[4:7]).all()
     assert np.isfinite(np.delete(wanted, [4, 5, 6], 0)).all()
     assert not wanted[[1, 7]].any()
-    np.testing.assert_array_equal(run(x, matrix), wanted)
+    assert_array_equal(run(x, matrix), wanted)
 
 
 def test_rows_have_8_bits():
@@ -166,7 +204,7 @@ def test_rows_have_8_bits():
     values, scales = rounded(row)
     assert values[0, :5].tolist() == [127, 0, 2, 2, -127]
     assert values[1].tolist() == [-127, *[0] * 31]
-    np.testing.assert_array_equal(scales, np.array([2, np.float32(12.7) / np.float32(127)], "f"))
+    assert_array_equal(scales, np.array([2, np.float32(12.7) / np.float32(127)], "f"))
 
 
 @NEEDS_NATIVE

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from pallas_kernels import delta_chunks, replay_tree_delta, replay_tree_scan
 from tests.cases import tree_delta as deltas
@@ -29,9 +30,9 @@ def test_the_state_is_updated_in_place_only_if_it_is_donated(op):
     at = len(given) - 2
     kept = np.asarray(given[at]).copy()
     want = jax.jit(run)(*given)[-1]
-    np.testing.assert_array_equal(given[at], kept)
+    assert_array_equal(given[at], kept)
     donated = jax.jit(run, donate_argnums=at)(*given[:at], jnp.array(kept), given[-1])[-1]
-    np.testing.assert_array_equal(donated, want)
+    assert_array_equal(donated, want)
 
 
 @pytest.mark.parametrize("op", UPDATES)
@@ -39,4 +40,4 @@ def test_vmap(op):
     run, given = functools.partial(op, implementation="native"), UPDATES[op]
     several = jax.vmap(run)(*(jnp.stack([each, each]) for each in given))
     for one, two in zip(run(*given), several, strict=True):
-        np.testing.assert_array_equal(two, np.stack([one, one]))
+        assert_array_equal(two, np.stack([one, one]))

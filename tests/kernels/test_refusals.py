@@ -21,6 +21,7 @@ from tests.cases import tree_attention as attention
 from tests.cases import tree_attention_layer as attention_cases
 from tests.cases import tree_delta as delta_cases
 from tests.cases.ops import OPS
+from tests.helpers import by_message, refusal
 
 MIXER = mamba2_layer.PLAIN
 
@@ -51,7 +52,7 @@ REFUSED_BY_KERNELS = [
     (mixer(state_size=256), "replay_tree_scan .* state_size = 256 of float32 inputs is more than"),
     (mixer(head_dim=18), "tree_conv1d_layer .* channels = 72 is not a multiple of 16; use 'xla'"),
     (of_case("tree_delta", "two nodes", head_dim=12), "head_dim = 12 is not a power of two.*use"),
-    (of_case("tree_delta", "two nodes", state=128), "state_size = 128 of float32 inputs is more"),
+    (of_case("tree_delta", "two nodes", state=256), "state_size = 256 of float32 inputs is more"),
     (of_case("gated_rms_norm", "gate then norm", size=40), "group size = 40.*use 'xla'"),
     (of_case("add_rms_norm", "float32", size=81), "add_rms_norm cannot run .* 81 .*; use 'xla'"),
     (sequence_of(head_dim=12), "head_dim = 12 is not a power of two"),
@@ -62,6 +63,8 @@ REFUSED_BY_KERNELS = [
         ),
         "width 1 has no state; use 'xla'",
     ),
+    (of_case("matmul", "unpacked bf16", bf16=False), "in float32: only bfloat16 runs.* as TF32"),
+    (of_case("matmul", "unpacked int8", inputs=48), "inputs = 48 of .* not a multiple of 32; use"),
     (experts_of(width=24), "width = 24 is not a multiple of 16; use 'xla'"),
     (experts_of(hidden=20), "hidden size = 20 is not a multiple of 16; use 'xla'"),
     (experts_of(*NO_TOKENS), "there are no tokens; use 'xla'"),
@@ -69,12 +72,9 @@ REFUSED_BY_KERNELS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("run", "message"), REFUSED_BY_KERNELS, ids=[message for _, message in REFUSED_BY_KERNELS]
-)
+@by_message(("run", "message"), REFUSED_BY_KERNELS)
 def test_the_kernel_refuses_and_xla_runs(run, message):
-    with pytest.raises(ValueError, match=message):
-        run(implementation="pallas_interpret")
+    refusal(message, run, implementation="pallas_interpret")
     run(implementation="xla")
 
 
@@ -144,6 +144,14 @@ REFUSED = [
     (lambda: matmul(ROWS, SEVERAL), "which = None with x .* need which"),
     (lambda: matmul(ROWS, MATRIX, WHICH), r"which = \(3,\) with x"),
     (lambda: matmul(ROWS, SEVERAL, WHICH[:2]), r"which = \(2,\) with x \(3, 40\)"),
+    (
+        lambda: matmul(ROWS, jnp.asarray(DENSE[0]), axis=-1),
+        r"rows of 40 inputs do not fit a matrix \(40, 70\)",
+    ),
+    (
+        lambda: matmul(ROWS, jnp.asarray(DENSE[0]), WHICH),
+        r"rows \[rows, I\] of several packed matrices",
+    ),
     (lambda: MATRIX.cut(3, 71), "columns 3 to 71 of 70"),
     (lambda: MATRIX.cut(0, 30).cut(0, 31), "columns 0 to 31 of 30"),
     (lambda: pack(DENSE[0], "float16"), r"\(40, 70\) as float16"),
@@ -190,10 +198,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+@by_message(("call", "message"), REFUSED)
 def test_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    refusal(message, call)
 
 
 BLOCKS = jnp.ones((2, 3, 40, 32))
@@ -219,7 +226,7 @@ def product(rows=ROWS, blocks=BLOCKS, scales=None, which=INDEX, first_block=0):
 
 
 @base.NEEDS_NATIVE
-@pytest.mark.parametrize(("changes", "message"), REFUSED_BY_FUNCTIONS)
+@by_message(("changes", "message"), REFUSED_BY_FUNCTIONS)
 def test_the_function_refuses(changes, message):
     """An error of the program that runs, never a read beyond an array."""
     np.testing.assert_array_equal(product(), np.full((3, 70), 40.0))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from pallas_kernels import KVCache, NodeKV, tree_attention, tree_attention_layer, write_kv
 from pallas_kernels.tree_attention import config, pallas_triton
@@ -21,7 +22,7 @@ def test_a_query_that_sees_nothing_gives_something_finite():
     assert np.isfinite(tree_attention(*nothing, scale=1.0)).all()
     blocks = dataclasses.replace(SMALL, splits=2)
     kernel = pallas_triton.tree_attention(*nothing, scale=1.0, interpret=True, blocks=blocks)
-    np.testing.assert_array_equal(kernel, 0)
+    assert_array_equal(kernel, 0)
 
 
 def test_a_ring_keeps_the_last_tokens():
@@ -42,10 +43,8 @@ def test_a_ring_keeps_the_last_tokens():
     assert at.min() > places
     for b in range(batch):
         for position in range(at[b] - places, at[b]):
-            np.testing.assert_array_equal(
-                ring.keys[b, 0, position % places], new[0, b, position, 0]
-            )
-    np.testing.assert_array_equal(ring.length, at)
+            assert_array_equal(ring.keys[b, 0, position % places], new[0, b, position, 0])
+    assert_array_equal(ring.length, at)
 
 
 @pytest.mark.thorough
@@ -59,8 +58,21 @@ def test_a_prefix_may_run_before_the_path_is_written(implementation):
     run = jax.jit(functools.partial(function, layout=layers.PLAIN))
     newest = (projected[:, case.prefix :], cache, depth[:, case.prefix :], mask[:, case.prefix :])
     y, nodes, cache = run(*newest, prefix_pending=prefix, previous=previous)
-    np.testing.assert_allclose(y, want_y[:, case.prefix :], atol=2e-6)
-    jax.tree.map(np.testing.assert_array_equal, (nodes, cache), (want_nodes, want_cache))
+    assert_allclose(y, want_y[:, case.prefix :], atol=2e-6)
+    jax.tree.map(assert_array_equal, (nodes, cache), (want_nodes, want_cache))
+
+
+@pytest.mark.thorough
+def test_a_prompt_is_the_same_to_the_bit_in_a_batch():
+    """Also if it is padded, and in a longer cache."""
+    *arrays, length, mask = inputs(CASES["a piece of a prompt"])
+    run = functools.partial(
+        pallas_triton.tree_attention, scale=0.25, to_the_bit=True, interpret=True
+    )
+    cached = [jnp.pad(array[:1], ((0, 0), (0, 0), (0, 400), (0, 0))) for array in arrays[3:]]
+    short = [array[:1, :20] for array in arrays[:3]]
+    alone = run(*short, *cached, length[:1], mask[:1, :20, :20])
+    assert_array_equal(run(*arrays, length, mask)[:1, :20], alone)
 
 
 def test_the_cache_is_split_as_far_as_programs_are_few():

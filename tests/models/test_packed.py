@@ -14,7 +14,7 @@ from stree_jax.models.identity import identity
 from stree_jax.models.matrices import Matrix, Packed, Storage, in_first
 from stree_jax.testing import tiny_model
 from stree_jax.training.trainer import cast
-from tests.helpers import apply, temporary_bytes
+from tests.helpers import apply, refusal, temporary_bytes
 
 DTYPES = ("float32", "bfloat16")
 
@@ -132,5 +132,4 @@ def test_a_draft_fits_its_target(dtype, tmp_path_factory):
     wanted = st.generate(loaded, [[1, 2]], drafter=st.ModelDrafter(draft))
     if loaded.dtype == jnp.float32:
         np.testing.assert_array_equal(out.tokens, wanted.tokens)
-    with pytest.raises(ValueError, match="there is no"):
-        st.load_draft("nowhere at all", loaded)
+    refusal("there is no", st.load_draft, "nowhere at all", loaded)

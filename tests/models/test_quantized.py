@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 import stree_jax as st
 from pallas_kernels import PackedMatrix, QuantizedMatrix
@@ -21,7 +22,9 @@ from stree_jax.names import flatten, unflatten
 from stree_jax.testing import perturbed, tiny_model
 from stree_jax.training.trainer import cast
 from tests.cases.base import NEEDS_NATIVE
-from tests.helpers import apply, crcs, temporary_bytes
+from tests.helpers import apply, by_message, crcs, refusal, temporary_bytes
+
+thorough = pytest.mark.thorough
 
 FAMILY = "nemotron_h hybrid"  # with routers and experts
 
@@ -53,7 +56,7 @@ def test_numbers(shape, axis):
     own = QuantizedMatrix.of(matrix, axis)
     values, scales = in_float64(matrix, axis)
     assert (own.values.dtype, own.scales.dtype) == (np.int8, jnp.bfloat16)
-    np.testing.assert_allclose(own.scales.astype(float), scales, rtol=0)
+    assert_allclose(own.scales.astype(float), scales, rtol=0)
     assert np.abs(own.values - values).max() <= 1  # a tie may be rounded the other way
     assert (own.values != values).mean() < 0.01
     wide = np.asarray(own.wide())
@@ -61,9 +64,9 @@ def test_numbers(shape, axis):
     half = np.moveaxis(np.repeat(np.moveaxis(scales, axis, 0), 32, 0)[: shape[axis]], 0, axis) / 2
     assert (np.abs(wide - matrix) <= half * (1 + 1e-5)).all()
     exact = np.asarray(own.values, np.float64) * 2 * half
-    np.testing.assert_array_equal(wide, exact)
+    assert_array_equal(wide, exact)
     small = dataclasses.replace(own, dtype=np.dtype(jnp.bfloat16)).wide()
-    np.testing.assert_array_equal(small, exact.astype(np.float32).astype(jnp.bfloat16))
+    assert_array_equal(small, exact.astype(np.float32).astype(jnp.bfloat16))
 
 
 def test_a_packed_matrix_has_the_same_numbers():
@@ -71,11 +74,11 @@ def test_a_packed_matrix_has_the_same_numbers():
     own = QuantizedMatrix.of(matrix)
     for packed in (PackedMatrix.pack(own), PackedMatrix.pack(matrix, "int8")):
         back = packed.quantized()
-        np.testing.assert_array_equal(back.values, own.values)
-        np.testing.assert_array_equal(back.scales, own.scales)
-        np.testing.assert_array_equal(packed.canonical(), own.wide())
+        assert_array_equal(back.values, own.values)
+        assert_array_equal(back.scales, own.scales)
+        assert_array_equal(packed.canonical(), own.wide())
         part = packed.cut(5, 60).cut(3, 50)
-        np.testing.assert_array_equal(part.canonical(), own.wide()[..., 8:55])
+        assert_array_equal(part.canonical(), own.wide()[..., 8:55])
 
 
 @functools.cache
@@ -98,7 +101,7 @@ def arrays(model):
     return jax.tree.map(np.asarray, dict(named_weights(model)))
 
 
-@pytest.mark.thorough
+@thorough
 def test_which_weights(stored):
     """All matrices but routers; packed where others are packed. Whatever is kept stays."""
     names = quantized_names(model().quantized())
@@ -118,7 +121,7 @@ def test_which_weights(stored):
     assert names - quantized_names(kept) == {"embedding", "blocks.3.mixer.experts_in"}
 
 
-@pytest.mark.thorough
+@thorough
 def test_every_way_in_gives_the_same_numbers(stored, tmp_path):
     """In memory, while loading any format, from a checkpoint in 8 bits, packed and not."""
     want = arrays(st.from_pretrained(stored / "int8"))
@@ -132,7 +135,7 @@ def test_every_way_in_gives_the_same_numbers(stored, tmp_path):
         tmp_path / "again": dict(mesh=st.make_mesh()),
     }.items():
         loaded = st.from_pretrained(path, dtype=jnp.float32, **options)
-        jax.tree.map(np.testing.assert_array_equal, arrays(loaded), want)
+        jax.tree.map(assert_array_equal, arrays(loaded), want)
     assert st.from_pretrained(stored / "int8", dtype=None).dtype == jnp.bfloat16
     save_pretrained(st.from_pretrained(stored / "int8", dtype=None), tmp_path / "packed")
     small = crcs(stored / "int8")
@@ -141,7 +144,7 @@ def test_every_way_in_gives_the_same_numbers(stored, tmp_path):
     assert "embedding" in crcs(stored / "plain")
 
 
-@pytest.mark.thorough
+@thorough
 def test_the_text_is_that_of_widened_weights(stored):
     """Logits are those of a float32 model with the widened weights, packed but for 8-bit rows."""
     loaded = st.from_pretrained(stored / "int8")
@@ -152,14 +155,14 @@ def test_the_text_is_that_of_widened_weights(stored):
     wide = nnx.merge(structure, unflatten(dict(named_weights(loaded)), wanted))
     want = apply(wide, tokens)
     most = float(jnp.abs(want).max())
-    np.testing.assert_allclose(apply(plain, tokens), want, atol=1e-5 * most)
+    assert_allclose(apply(plain, tokens), want, atol=1e-5 * most)
     assert float(jnp.abs(apply(loaded, tokens) - want).max()) < 0.04 * most
     in_bfloat16 = model().quantized()
     assert in_bfloat16.activation_dtype == jnp.bfloat16
     assert float(jnp.abs(apply(in_bfloat16, tokens) - want).max()) < 0.05 * most
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_head_is_for_its_target_in_8_bits_too(tmp_path):
     target, path = tiny_model("plain"), tmp_path / "heads"
     heads = st.MedusaHeads(target, num_heads=2, rngs=nnx.Rngs(0))
@@ -171,11 +174,10 @@ def test_a_head_is_for_its_target_in_8_bits_too(tmp_path):
     assert not quantized_names(st.load_medusa(path, small))
     st.save_medusa(loaded, small, tmp_path / "small heads")
     again = st.load_medusa(tmp_path / "small heads", small)
-    jax.tree.map(np.testing.assert_array_equal, arrays(again), arrays(loaded))
+    jax.tree.map(assert_array_equal, arrays(again), arrays(loaded))
     changed = perturbed(target, 0.1)
     for wrong in (changed, changed.quantized()):
-        with pytest.raises(ValueError, match="trained with another target"):
-            st.load_medusa(path, wrong)
+        refusal("trained with another target", st.load_medusa, path, wrong)
 
 
 @NEEDS_NATIVE
@@ -262,14 +264,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+@by_message(("call", "message"), REFUSED)
 def test_refused(call, message, stored):
-    with pytest.raises(ValueError, match=message):
-        call(stored)
+    refusal(message, call, stored)
     assert not (stored / "new").exists()
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_mesh_takes_the_type_of_the_model(stored):
     """Packed, an 8-bit matrix has none; on a mesh it is widened to the model's."""
     loaded = st.from_pretrained(stored / "int8", dtype="bfloat16")

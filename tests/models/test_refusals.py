@@ -4,7 +4,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import pytest
 from flax import nnx
 
 from stree_jax import HybridLM, ModelConfig, demo_path, generate
@@ -18,6 +17,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.layer import LayerConfig, register
 from stree_jax.testing import HYBRIDS
+from tests.helpers import by_message, refusal
 
 SMALL = {"vocab_size": 5, "d_model": 4}
 NO_MEMORY = ModelConfig(vocab_size=9, d_model=8, layers=("mlp",), mlp=MlpConfig(8))
@@ -114,10 +114,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+@by_message(("call", "message"), REFUSED)
 def test_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    refusal(message, call)
 
 
 class Announcing(AttentionConfig):
@@ -129,8 +128,13 @@ class Announcing(AttentionConfig):
 
 def test_a_record_that_is_not_announced_is_refused():
     config = ModelConfig(**SMALL, layers=(Announcing(1, 1, 4),))
-    with pytest.raises(ValueError, match="'attention' mixer returns .* `init_pending` gives"):
-        generate(model(config)(), [[1, 2]], max_new_tokens=2)
+    refusal(
+        "'attention' mixer returns .* `init_pending` gives",
+        generate,
+        model(config)(),
+        [[1, 2]],
+        max_new_tokens=2,
+    )
 
 
 def test_integers_in_fields_of_floats_are_floats():

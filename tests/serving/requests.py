@@ -81,6 +81,8 @@ def serves_beside_failures(scheduler, model):
         else:
             assert completion.error is None
             assert completion.tokens == alone(model, [request])[0]
+    last = scheduler.submit(bad)
+    assert [*scheduler.events()] == [(last, [], "failed")]
 
 
 def drafting(model):

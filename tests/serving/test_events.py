@@ -12,8 +12,7 @@ import stree_jax as st
 from stree_jax.decoding import slots
 from stree_jax.models import identity
 from stree_jax.testing import perturbed, tiny_model
-from tests.decoding.texts import broken_at
-from tests.helpers import CtrlC, word_tokenizer
+from tests.helpers import CtrlC, refusal, word_tokenizer
 from tests.serving.requests import (
     WAYS,
     Interrupted,
@@ -25,6 +24,8 @@ from tests.serving.requests import (
     ragged,
     served,
 )
+
+thorough = pytest.mark.thorough
 
 NEVER = [[1] * 9]  # a stop: with one in each pool all pools share their programs
 
@@ -56,9 +57,9 @@ def cases():
     return requests, texts, cut
 
 
-def pool(quantum, model=None, **options):
-    model, sizes = model or tiny_model(), dict(rows=3, max_length=60, quantum=quantum)
-    return st.Scheduler(model, **sizes, **drafting(tiny_model()), **options)
+def pool(quantum, **options):
+    model, sizes = tiny_model(), dict(rows=3, max_length=60, quantum=quantum)
+    return st.Scheduler(model, **sizes, **drafting(model), **options)
 
 
 def joined(events):
@@ -93,7 +94,7 @@ def check_disturbed(scheduler, order, rng):
             assert completion.tokens == cut[i]
 
 
-@pytest.mark.parametrize("quantum", [pytest.param(1, marks=pytest.mark.thorough), 32])
+@pytest.mark.parametrize("quantum", [pytest.param(1, marks=thorough), 32])
 def test_events_are_the_pieces_of_completions(quantum):
     """Cancelled at random, in any order, with both iterators stopped and resumed at random."""
     for order in orders_of(12, seeds=(quantum, quantum + 1)):
@@ -103,9 +104,7 @@ def test_events_are_the_pieces_of_completions(quantum):
 SERVING = r"(serving/\w+|decoding/(loop|results|text_stream|prefix/slots|prefix/prefix))"
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(i, marks=pytest.mark.thorough) for i in (1, 2))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=thorough) for i in (1, 2))])
 def test_a_scheduler_goes_on_after_ctrl_c_at_every_line(seed):
     """At the first visit of each line, or at later ones."""
     caching = dict(prefix_cache_bytes=20_000, prefix_every=8, prefill_tokens=8)
@@ -147,7 +146,7 @@ def test_no_sum_of_weights_outlives_them():
     assert {*identity._known} <= before
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_cancelled_row_is_free_and_its_text_can_go_on():
     """What was cut off follows, in a row that another request had meanwhile."""
     requests, texts, _ = cases()
@@ -178,17 +177,7 @@ def test_a_cancelled_row_is_free_and_its_text_can_go_on():
     assert (stopped.tokens + more.tokens)[: len(text)] == text
 
 
-@pytest.mark.thorough
-def test_a_failed_request_has_a_last_event():
-    scheduler = pool(7, broken_at(35, model=tiny_model()))
-    for prompt in ([4, 35, 2], [3, 1, 4]):
-        scheduler.submit(st.Request(prompt, max_new_tokens=4, stop=NEVER))
-    first, *rest = scheduler.events()
-    assert first == (0, [], "failed")
-    assert rest[-1].finish_reason == "length"
-
-
-@pytest.mark.thorough
+@thorough
 def test_who_asks_later_gets_what_is_left():
     """The events of completions that were not given yet, and the whole of what runs."""
     scheduler = pool(7)
@@ -223,8 +212,7 @@ def test_ids_that_are_refused():
     never, cancel = "request 0 has not ended, or its completion was given", scheduler.cancel
 
     def refuses(call, request_id, message):
-        with pytest.raises(ValueError, match=message):
-            call(request_id)
+        refusal(message, call, request_id)
 
     for call in (cancel, scheduler.pop):
         refuses(call, 0, "request_id = 0: 0 requests were submitted")

@@ -1,6 +1,5 @@
 """Prompts in chunks and from the prefix cache: the texts are those of each request alone."""
 
-import dataclasses
 import functools
 
 import jax
@@ -171,16 +170,6 @@ def test_rows_decode_while_a_long_prompt_is_read():
     second = st.Request([*prompt, 1], max_new_tokens=3, key=key)
     want = alone(tiny_model(), [second, background])
     assert [done[long[1]].tokens, done[short].tokens] == want
-
-
-def test_a_prefix_of_a_larger_pool_is_refused():
-    name = "mamba2attn hybrid"
-    request = st.Request([3], max_new_tokens=3, key=jax.random.key(0), keep=True)
-    (done,) = served(pool(name), [request])
-    longer = dataclasses.replace(request, prompt=[], after=done.prefix)
-    other = st.Scheduler(tiny_model(name), rows=1, max_length=60, **drafting(tiny_model(name)))
-    with pytest.raises(ValueError, match="after has larger buffers than this pool, of max_length"):
-        other.submit(longer)
 
 
 def test_what_a_pool_takes():

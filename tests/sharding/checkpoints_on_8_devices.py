@@ -11,7 +11,7 @@ import stree_jax as st
 from stree_jax import convert
 from stree_jax.checkpoint import arrays
 from stree_jax.mesh.partition import Partition
-from tests.helpers import assert_same_model, crcs, with_weight
+from tests.helpers import assert_same_model, crcs, refusal, with_weight
 from tests.sharding.meshes import mesh_of, model_of, sharded
 
 slow = pytest.mark.slow
@@ -33,8 +33,9 @@ def test_a_checkpoint_does_not_know_its_mesh(tmp_path):
         assert_same_model(loaded, sharded(name, data, model))
     draft = st.from_pretrained(tmp_path / "mesh", mesh=mesh, replicate=True)
     assert_same_model(draft, one)
-    with pytest.raises(ValueError, match="does not fit model = 3"):
-        st.from_pretrained(tmp_path / "mesh", mesh=st.make_mesh(model=3))
+    refusal(
+        "does not fit model = 3", st.from_pretrained, tmp_path / "mesh", mesh=st.make_mesh(model=3)
+    )
 
 
 def test_matrices_in_8_bits_are_cut_between_groups_of_inputs(tmp_path):
@@ -48,10 +49,9 @@ def test_matrices_in_8_bits_are_cut_between_groups_of_inputs(tmp_path):
         st.save_pretrained(model, tmp_path / name)
     assert crcs(tmp_path / "one") == crcs(tmp_path / "mesh")
     assert_same_model(st.from_pretrained(tmp_path / "one", mesh=mesh_of(2, 2)), on_mesh)
-    with pytest.raises(
-        ValueError, match=r"out_proj.kernel: 8 times 8 inputs on 8 shards are no mul"
-    ):
-        st.shard(one, mesh_of(1, 8))
+    refusal(
+        r"out_proj.kernel: 8 times 8 inputs on 8 shards are no mul", st.shard, one, mesh_of(1, 8)
+    )
 
 
 @slow
@@ -95,5 +95,6 @@ def test_checkpoints_of_other_programs(name, target, mesh, dtype, tmp_path):
 def test_numbers_that_are_not_finite_are_found_in_any_shard(tmp_path):
     broken = with_weight(model_of("tied"), "embedding", lambda w: w.at[-1, -1].set(jnp.inf))
     st.save_pretrained(broken, tmp_path / "saved")
-    with pytest.raises(ValueError, match="embedding holds NaN, infinity"):
-        st.from_pretrained(tmp_path / "saved", mesh=mesh_of(2, 4))
+    refusal(
+        "embedding holds NaN, infinity", st.from_pretrained, tmp_path / "saved", mesh=mesh_of(2, 4)
+    )

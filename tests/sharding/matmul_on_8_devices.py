@@ -1,4 +1,4 @@
-"""`matmul` on 8 CPU devices, native: the same to the bit. Run by `test_on_8_devices.py`."""
+"""`matmul` on 8 CPU devices: the same to the bit. Run by `test_on_8_devices.py`."""
 
 import functools
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_array_equal
 
 from pallas_kernels.matmul.api import matmul
 from pallas_kernels.matmul.packed import PackedMatrix
@@ -43,7 +44,16 @@ def test_each_device_multiplies_its_rows_and_columns(dtype, check_vma):
     )
     y = jax.jit(sharded)(X, matrix.blocks, matrix.scales)
     assert len(y.sharding.device_set) == 8
-    np.testing.assert_array_equal(y, run(jnp.asarray(X), matrix))
+    assert_array_equal(y, run(jnp.asarray(X), matrix))
+
+
+def test_each_device_runs_the_kernel_on_its_columns():
+    """Of a matrix that is not packed; replication cannot be checked, as in programs of models."""
+    x, matrix = (jnp.asarray(array[..., :64, :64], jnp.bfloat16) for array in (X, DENSE[0]))
+    product = functools.partial(matmul, implementation="pallas_interpret")
+    options = dict(in_specs=(P("rows"), P(None, "columns")), out_specs=P("rows", "columns"))
+    sharded = jax.shard_map(product, mesh=mesh_of(2, 4), check_vma=False, **options)
+    assert_array_equal(jax.jit(sharded)(x, matrix), product(x, matrix))
 
 
 def test_each_device_has_rows_of_several_matrices():
@@ -53,7 +63,7 @@ def test_each_device_has_rows_of_several_matrices():
         run, mesh=mesh_of(8), in_specs=(P("rows"), P(), P("rows")), out_specs=P("rows")
     )
     got = jax.jit(sharded)(X, matrix, which)
-    np.testing.assert_array_equal(got, run(jnp.asarray(X), matrix, jnp.asarray(which)))
+    assert_array_equal(got, run(jnp.asarray(X), matrix, jnp.asarray(which)))
 
 
 def test_xla_may_cut_the_rows():
@@ -61,7 +71,7 @@ def test_xla_may_cut_the_rows():
     matrix = PackedMatrix.pack(DENSE[0], "bfloat16")
     x = jax.device_put(X, NamedSharding(mesh_of(8), P("rows")))
     y = jax.jit(run)(x, matrix)
-    np.testing.assert_array_equal(y, run(jnp.asarray(X), matrix))
+    assert_array_equal(y, run(jnp.asarray(X), matrix))
 
 
 def test_devices_at_once():
@@ -71,8 +81,8 @@ def test_devices_at_once():
     placed = {device: jax.device_put((X, matrix), device) for device in jax.devices()}
     for device, y in [(d, jax.jit(run)(*each)) for _ in range(20) for d, each in placed.items()]:
         assert y.devices() == {device}
-        np.testing.assert_array_equal(y, want)
+        assert_array_equal(y, want)
     with jax.default_device(jax.devices()[3]):
         y = jax.jit(run)(X, PackedMatrix.pack(DENSE[0]))
         assert y.devices() == {jax.devices()[3]}
-        np.testing.assert_array_equal(y, want)
+        assert_array_equal(y, want)

@@ -5,10 +5,9 @@ import functools
 import numpy as np
 
 import stree_jax as st
-from stree_jax.testing import RandomChoice, perturbed, random_model
+from stree_jax.testing import PROMPTS, RandomChoice, perturbed, random_model
 from tests.sharding.configs import CONFIGS
 
-PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
 NEW_TOKENS = 12
 TREE = st.TreeTopology.from_branching((3, 2, 1))
 

@@ -1,11 +1,10 @@
 """What is refused for models on meshes of 8 CPU devices. Run by `test_on_8_devices.py`."""
 
 import jax.numpy as jnp
-import pytest
 from flax import nnx
 
 import stree_jax as st
-from tests.helpers import heads_of, mtp_head_of
+from tests.helpers import by_message, heads_of, mtp_head_of, refusal
 from tests.sharding.meshes import PROMPTS, decode, draft_of, model_of, replicated_draft, sharded
 
 
@@ -56,9 +55,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
+@by_message(("call", "message"), REFUSED)
 def test_what_is_refused(call, message):
     name = "mamba2"
     models = sharded(name, 2, 4), model_of(name), replicated_draft(name, 2, 4), draft_of(name)
-    with pytest.raises(ValueError, match=message):
-        call(*models)
+    refusal(message, call, *models)

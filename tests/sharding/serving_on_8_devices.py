@@ -13,7 +13,7 @@ import pytest
 import stree_jax as st
 from tests.decoding.rules import random_walk
 from tests.decoding.texts import broken_at
-from tests.helpers import COMPILED
+from tests.helpers import COMPILED, refusal
 from tests.serving.requests import (
     WAYS,
     alone,
@@ -92,14 +92,11 @@ def test_programs_leave_the_rows_where_they_are():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"rows = 5: the mesh has data = 2, .*; use 4 or 6"):
-        scheduler_of(FAST, (2, 4), rows=5)
-    with pytest.raises(ValueError, match=r"rows = 3: the mesh has data = 8, .*; use 8"):
-        scheduler_of(FAST, (8, 1), rows=3)
+    refusal(r"rows = 5: the mesh has data = 2, .*; use 4 or 6", scheduler_of, FAST, (2, 4), rows=5)
+    refusal(r"rows = 3: the mesh has data = 8, .*; use 8", scheduler_of, FAST, (8, 1), rows=3)
     scheduler = scheduler_of(FAST, (2, 4))
     prefix = st.Scheduler(model_of(FAST), rows=4, max_length=80).read([1, 2])
-    with pytest.raises(ValueError, match="another model"):
-        scheduler.submit(st.Request([1], after=prefix))
+    refusal("another model", scheduler.submit, st.Request([1], after=prefix))
 
 
 class Served(NamedTuple):

@@ -19,6 +19,7 @@ from stree_jax.models import GatedDeltaConfig
 from stree_jax.models.presets import PRESETS
 from stree_jax.names import flatten
 from stree_jax.testing import random_model
+from tests.helpers import by_message, refusal
 from tests.sharding.configs import CONFIGS
 
 # Sizes whose shards are whole, or that whole shards share.
@@ -169,7 +170,7 @@ def test_narrow_experts_are_shared_out_whole():
     assert experts.columns(8)[3].tolist() == [*range(48, 64)]
 
 
-@pytest.mark.parametrize(
+@by_message(
     ("name", "shards", "message"),
     [
         ("mamba2", 3, r"mamba2.num_heads = 8 does not fit model = 3.*can be 1, 2, 4 or 8"),
@@ -181,25 +182,24 @@ def test_narrow_experts_are_shared_out_whole():
 )
 def test_sizes_that_do_not_fit(name, shards, message):
     of = CONFIGS | {"words": dataclasses.replace(CONFIGS["mamba2"], vocab_size=37)}
-    with pytest.raises(ValueError, match=message):
-        of[name].local(shards)
+    refusal(message, of[name].local, shards)
 
 
 def test_meshes_that_cannot_be():
-    with pytest.raises(ValueError, match="data must be an integer, at least 1; got 0"):
-        stree_jax.make_mesh(data=0)
+    refusal("data must be an integer, at least 1; got 0", stree_jax.make_mesh, data=0)
     count = jax.device_count()
-    with pytest.raises(ValueError, match=f"data = {count} times model = 2 is {2 * count} devices"):
-        stree_jax.make_mesh(data=count, model=2)
+    refusal(
+        f"data = {count} times model = 2 is {2 * count} devices",
+        stree_jax.make_mesh,
+        data=count,
+        model=2,
+    )
     model = stree_jax.HybridLM(CONFIGS["tied"], rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="mesh must come from make_mesh"):
-        partition_of("data=2", False)
+    refusal("mesh must come from make_mesh", partition_of, "data=2", False)
     foreign = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Auto,))
-    with pytest.raises(ValueError, match=r"has the axes \('x',\)"):
-        stree_jax.shard(model, foreign)
+    refusal(r"has the axes \('x',\)", stree_jax.shard, model, foreign)
     explicit = jax.make_mesh((1, 1), ("data", "model"), (jax.sharding.AxisType.Explicit,) * 2)
-    with pytest.raises(ValueError, match="make them all Auto"):
-        stree_jax.shard(model, explicit)
+    refusal("make them all Auto", stree_jax.shard, model, explicit)
 
 
 OF_MESHES = re.compile(

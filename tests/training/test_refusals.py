@@ -12,6 +12,7 @@ from stree_jax.heads import part_of
 from stree_jax.testing import tiny_model
 from stree_jax.training import train
 from stree_jax.training.recipe import Recipe, Text, Training
+from tests.helpers import by_message, refusal
 from tests.training.conftest import RECIPE
 
 # What is replaced, what by (a line that begins with "+" is added after it), and the message.
@@ -38,7 +39,7 @@ def changed(old, new):
     return RECIPE.replace(old, f"{old}\n{new[1:]}" if new.startswith("+") else new, 1)
 
 
-@pytest.mark.parametrize(("old", "new", "message"), REFUSED)
+@by_message(("old", "new", "message"), REFUSED)
 def test_recipes_that_are_refused(recipe_file, tmp_path, old, new, message):
     recipe_file.write_text(changed(old, new))
     with pytest.raises(ValueError, match=message) as refused:
@@ -66,31 +67,34 @@ def test_a_block_is_shorter_than_a_row_of_training(recipe_file):
 def test_a_refused_run_does_not_block_the_corrected_one(recipe_file, tmp_path):
     """Its tokenizer is not used either: the corrected recipe may have another vocabulary."""
     recipe_file.write_text(RECIPE.replace("sequence_length = 16", "sequence_length = 999"))
-    with pytest.raises(
-        ValueError, match=r"words\.txt has \d+ tokens; windows of 1000 tokens in both"
-    ):
-        list(train(Recipe.load(recipe_file), tmp_path / "out"))
+    refusal(
+        r"words\.txt has \d+ tokens; windows of 1000 tokens in both",
+        list,
+        train(Recipe.load(recipe_file), tmp_path / "out"),
+    )
     recipe_file.write_text(RECIPE.replace("280", "270").replace("steps = 6", "steps = 1"))
     assert len(list(train(Recipe.load(recipe_file), tmp_path / "out"))) == 1
     assert load_tokenizer(tmp_path / "out").get_vocab_size() == 270
 
 
-@pytest.mark.parametrize(
+@by_message(
     ("content", "message"),
     [(b"# caf\xe9", "is not TOML: 'utf-8' codec can't decode"), (None, "cannot read the recipe")],
 )
 def test_files_that_are_no_recipes(content, message, tmp_path):
     if content is not None:
         (tmp_path / "recipe.toml").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        Recipe.load(tmp_path / "recipe.toml")
+    refusal(message, Recipe.load, tmp_path / "recipe.toml")
 
 
 def test_an_output_that_is_no_checkpoint_is_refused(recipe_file, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("precious")
-    with pytest.raises(ValueError, match="is not a stree-jax checkpoint of this kind; choose"):
-        list(train(Recipe.load(recipe_file), tmp_path / "notes"))
+    refusal(
+        "is not a stree-jax checkpoint of this kind; choose",
+        list,
+        train(Recipe.load(recipe_file), tmp_path / "notes"),
+    )
     assert (tmp_path / "notes" / "thesis.txt").read_text() == "precious"
 
 

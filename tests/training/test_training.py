@@ -8,21 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 from tokenizers import Tokenizer
 
 import stree_jax as st
 from stree_jax.checkpoint.load import load_config
 from stree_jax.extensions.medusa.training import medusa_loss
 from stree_jax.models import linear
-from stree_jax.testing import HYBRIDS, perturbed, tiny_model
+from stree_jax.testing import perturbed, tiny_model
 from stree_jax.training import data
 from stree_jax.training.objective import distillation_loss, next_token_loss
 from stree_jax.training.recipe import Recipe, Text, Training
 from stree_jax.training.run import continued, distill, train
 from stree_jax.training.trainer import bfloat16_product, fit, multiplying, schedule
-from tests.helpers import CtrlC, apply, assert_same_model
+from tests.helpers import CtrlC, apply, assert_same_model, refusal
 from tests.numpy_parts import log_softmax
 from tests.training.conftest import RECIPE
+
+thorough = pytest.mark.thorough
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,7 @@ def test_batches_are_a_function_of_the_step():
     first = data.batch_at(corpus, 3, seed=0, batch_size=400, length=8)
     assert first.shape == (400, 8)
     assert first.dtype == np.int32
-    np.testing.assert_array_equal(first, data.batch_at(corpus, 3, 0, 400, 8))
+    assert_array_equal(first, data.batch_at(corpus, 3, 0, 400, 8))
     assert not np.array_equal(first, data.batch_at(corpus, 4, 0, 400, 8))
     assert (np.diff(first, axis=1) == 1).all()  # windows of one stream
     assert 0.6 < (first[:, 0] >= 500).mean() < 0.9  # three quarters from the second
@@ -74,16 +77,16 @@ def test_losses():
     logits = np.asarray(apply(model, tokens), np.float64)[..., :37]
     log_probs = log_softmax(logits)
     want = -np.take_along_axis(log_probs[:, :-1], tokens[:, 1:, None], axis=-1).mean()
-    np.testing.assert_allclose(jax.jit(next_token_loss)(model, tokens), want, rtol=1e-5)
+    assert_allclose(jax.jit(next_token_loss)(model, tokens), want, rtol=1e-5)
 
     target = jnp.asarray(apply(tiny_model("plain"), tokens))
     p = np.asarray(jax.nn.softmax(target), np.float64)
     divergence = (p * (np.log(p) - log_probs)).sum(-1).mean()
     compiled = jax.jit(distillation_loss)
     got = compiled(model, target, tokens)
-    np.testing.assert_allclose(got, divergence, rtol=1e-4)
+    assert_allclose(got, divergence, rtol=1e-4)
     same = compiled(model, apply(model, tokens), tokens)
-    np.testing.assert_allclose(same, 0, atol=1e-6)
+    assert_allclose(same, 0, atol=1e-6)
 
 
 def new_model():
@@ -99,31 +102,20 @@ def batch(step):
     return ((start + np.arange(17)) % 37).astype(np.int32)  # counting: easy to learn
 
 
-TRAINING = Training(steps=8, batch_size=2, sequence_length=16, save_every=3, warmup_steps=2)
+TRAINING = Training(*(8, 2, 16), save_every=3, warmup_steps=2, products="bfloat16")
 
 
-@pytest.mark.thorough
-def test_gated_delta_hybrids_learn(tmp_path):
-    """With factors of products in bfloat16; weights stay float32."""
-    training = dataclasses.replace(TRAINING, products="bfloat16")
-    config = HYBRIDS["qwen3_5"].with_layers(("gated_delta", "attention"))
-    model, target = st.HybridLM(config, rngs=nnx.Rngs(0)), tiny_model("qwen3_5 hybrid")
-
-    def loss(model, tokens, target):
-        return distillation_loss(model, target(tokens), tokens)
-
-    reports = fit(model, loss, batch, training, tmp_path / "steps", target)
-    losses = [report.loss for report in reports]
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"float32"}
-    assert np.isfinite(losses).all()
-    assert losses[-1] < 0.98 * losses[0]
+def fitted(path, model=None, loss=loss, training=TRAINING):
+    """What a run reports."""
+    return [*fit(model or new_model(), loss, batch, training, path)]
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     whole, run = new_model(), tmp_path / "a\\b" / "parts [1]"  # special where files are globbed
-    losses = [report.loss for report in fit(whole, loss, batch, TRAINING, tmp_path / "whole")]
+    losses = [report.loss for report in fitted(tmp_path / "whole", whole)]
     assert losses[-1] < losses[0]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(whole))} == {"float32"}
 
     interrupted = fit(new_model(), loss, batch, TRAINING, run)
     for report in interrupted:
@@ -131,24 +123,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
             interrupted.close()
             break
     resumed = new_model()
-    rest = list(fit(resumed, loss, batch, TRAINING, run))
+    rest = fitted(run, resumed)
     assert [report.step for report in rest] == [7, 8]
-    np.testing.assert_allclose([report.loss for report in rest], losses[6:], rtol=1e-5)
+    assert_allclose([report.loss for report in rest], losses[6:], rtol=1e-5)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        lambda a, b: assert_allclose(a, b, atol=1e-6),
         nnx.state(resumed),
         nnx.state(whole),
     )
-    assert list(fit(new_model(), loss, batch, TRAINING, run)) == []
+    assert fitted(run) == []
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_model_can_be_trained_after_ctrl_c_at_every_line(tmp_path):
     """Its weights are there, and the next call goes on from the latest checkpoint."""
     whole, model = new_model(), new_model()
-    list(fit(whole, loss, batch, TRAINING, tmp_path / "whole"))
-    CtrlC("training/trainer").again(lambda: [*fit(model, loss, batch, TRAINING, tmp_path / "run")])
-    close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+    fitted(tmp_path / "whole", whole)
+    CtrlC("training/trainer").again(lambda: fitted(tmp_path / "run", model))
+    close = functools.partial(assert_allclose, atol=1e-6)
     jax.tree.map(close, nnx.state(model), nnx.state(whole))
 
 
@@ -161,31 +153,34 @@ def test_the_gradient_of_a_bfloat16_product():
     output, gradients = jax.vjp(bfloat16_product, rows, kernel)
     rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (rows, kernel, ahead)]
     x, w, g = rounded[0].reshape(6, 8), rounded[1], rounded[2].reshape(6, 5)
-    np.testing.assert_allclose(output, (x @ w).reshape(2, 3, 5), rtol=1e-5, atol=1e-5)
+    assert_allclose(output, (x @ w).reshape(2, 3, 5), rtol=1e-5, atol=1e-5)
     of_rows, of_kernel = gradients(ahead)
-    np.testing.assert_allclose(of_rows, (g @ w.T).reshape(2, 3, 8), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(of_kernel, x.T @ g, rtol=1e-5, atol=1e-5)
+    assert_allclose(of_rows, (g @ w.T).reshape(2, 3, 8), rtol=1e-5, atol=1e-5)
+    assert_allclose(of_kernel, x.T @ g, rtol=1e-5, atol=1e-5)
     layer = linear(8, 5, bias=False, dtype=jnp.float32, rngs=nnx.Rngs(0))
     want = bfloat16_product(rows, layer.kernel[...])
     assert not np.array_equal(layer(rows), want)
-    np.testing.assert_array_equal(multiplying(layer, "bfloat16")(rows), want)
+    assert_array_equal(multiplying(layer, "bfloat16")(rows), want)
 
 
 def test_the_schedule_with_decay_steps():
     training = dataclasses.replace(TRAINING, decay_steps=2)  # at its peak up to step 6
     rates = [float(schedule(training)(step)) / training.learning_rate for step in range(9)]
-    np.testing.assert_allclose(rates, [0, 0.5, 1, 1, 1, 1, 1, 0.525, 0.05], rtol=1e-6)
+    assert_allclose(rates, [0, 0.5, 1, 1, 1, 1, 1, 0.525, 0.05], rtol=1e-6)
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_run_with_other_shapes_is_not_resumed(tmp_path):
-    list(fit(new_model(), loss, batch, dataclasses.replace(TRAINING, steps=3), tmp_path / "run"))
+    fitted(tmp_path / "run", training=dataclasses.replace(TRAINING, steps=3))
     wider = st.HybridLM(st.ModelConfig.tiny(d_model=32), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="is damaged or has other shapes; remove it"):
-        list(fit(wider, loss, batch, TRAINING, tmp_path / "run"))
+    refusal(
+        "is damaged or has other shapes; remove it",
+        list,
+        fit(wider, loss, batch, TRAINING, tmp_path / "run"),
+    )
 
 
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize(
     "bad",
     [
@@ -200,11 +195,11 @@ def test_what_is_not_finite_stops_the_run_and_is_not_saved(bad, tmp_path):
 
     training = dataclasses.replace(TRAINING, save_every=1)
     with pytest.raises(FloatingPointError, match="not finite at step 1"):
-        list(fit(new_model(), spoiled, batch, training, tmp_path / "run"))
-    assert len(list(fit(new_model(), loss, batch, training, tmp_path / "run"))) == training.steps
+        fitted(tmp_path / "run", None, spoiled, training)
+    assert len(fitted(tmp_path / "run", training=training)) == training.steps
 
 
-@pytest.mark.thorough
+@thorough
 def test_train_and_distill_write_checkpoints(trained, recipe_file, tmp_path, monkeypatch):
     recipe, draft_path = Recipe.load(recipe_file), tmp_path / "draft"
     target_path, steps = trained
@@ -239,20 +234,29 @@ def test_train_and_distill_write_checkpoints(trained, recipe_file, tmp_path, mon
 
     # Another recipe or another target is another run.
     longer = dataclasses.replace(recipe.training, steps=7)
-    with pytest.raises(ValueError, match=r"target\.run belongs to a run with another recipe"):
-        list(train(dataclasses.replace(recipe, training=longer), target_path))
+    refusal(
+        r"target\.run belongs to a run with another recipe",
+        list,
+        train(dataclasses.replace(recipe, training=longer), target_path),
+    )
     st.save_pretrained(tiny_model(), tmp_path / "other", tokenizer=st.load_tokenizer(target_path))
-    with pytest.raises(ValueError, match="tokenizer of .*other has 280 tokens, its model 37"):
-        list(distill(small, tmp_path / "other", draft_path))
+    refusal(
+        "tokenizer of .*other has 280 tokens, its model 37",
+        list,
+        distill(small, tmp_path / "other", draft_path),
+    )
     perturbed_path = tmp_path / "perturbed"
     st.save_pretrained(
         perturbed(target, 0.1), perturbed_path, tokenizer=st.load_tokenizer(target_path)
     )
-    with pytest.raises(ValueError, match=r"draft\.run belongs to a run with another .* target"):
-        list(distill(small, perturbed_path, draft_path))
+    refusal(
+        r"draft\.run belongs to a run with another .* target",
+        list,
+        distill(small, perturbed_path, draft_path),
+    )
 
 
-@pytest.mark.thorough
+@thorough
 def test_training_goes_on_from_a_checkpoint(trained, text, tmp_path):
     start, _ = trained
     table = RECIPE[RECIPE.index("[training]") :].replace("steps = 6", "steps = 1")
@@ -268,27 +272,30 @@ def test_training_goes_on_from_a_checkpoint(trained, text, tmp_path):
     assert re.match(r"Held-out loss: -?0\.0000 nats", card)
     other = Tokenizer.from_str(st.load_tokenizer(start).to_str().replace('"Z":', '"Zz":'))
     st.save_pretrained(st.from_pretrained(start), tmp_path / "other", tokenizer=other)
-    with pytest.raises(ValueError, match="different tokenizers"):
-        list(distill(Recipe.load(file), tmp_path / "other", tmp_path / "draft"))
+    refusal(
+        "different tokenizers",
+        list,
+        distill(Recipe.load(file), tmp_path / "other", tmp_path / "draft"),
+    )
 
 
-@pytest.mark.thorough
+@thorough
 def test_the_target_continues_the_first_half():
     model, tokens = tiny_model(), batch(0)
     greedy = continued(model, tokens, seed=0, step=1)
-    np.testing.assert_array_equal(greedy[:, :8], tokens[:, :8])
+    assert_array_equal(greedy[:, :8], tokens[:, :8])
     for t in range(8, 17):
         best = np.asarray(apply(model, np.pad(greedy, ((0, 0), (0, 3)))))[:, t - 1].argmax(-1)
-        np.testing.assert_array_equal(greedy[:, t], best)
+        assert_array_equal(greedy[:, t], best)
     model = nnx.clone(model)  # other tests use the same one
     model.config = dataclasses.replace(model.config, eos_token=int(greedy[0, 8]))
-    np.testing.assert_array_equal(continued(model, tokens, seed=0, step=1), greedy)
+    assert_array_equal(continued(model, tokens, seed=0, step=1), greedy)
     sampled = continued(model, tokens, seed=0, step=2)
     assert not np.array_equal(sampled, greedy)
-    np.testing.assert_array_equal(sampled, continued(model, tokens, seed=0, step=2))
+    assert_array_equal(sampled, continued(model, tokens, seed=0, step=2))
 
 
-@pytest.mark.thorough
+@thorough
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_the_recipe_of_an_embedded_model(name):
     """It describes the model beside it."""
@@ -302,7 +309,7 @@ def test_the_recipe_of_an_embedded_model(name):
     assert dataclasses.replace(have, max_length=None) == want
 
 
-@pytest.mark.thorough
+@thorough
 def test_the_loss_of_medusa_heads(tmp_path):
     """Against a loop over heads and positions; multipliers and padding count. It can be learned."""
     for name in ("falcon_h1 hybrid", "groups"):
@@ -321,7 +328,7 @@ def test_the_loss_of_medusa_heads(tmp_path):
             ]
             want += weight * np.mean(terms) / 1.8
         got = jax.jit(medusa_loss)(heads, target, tokens)
-        np.testing.assert_allclose(got, want, rtol=1e-4)
+        assert_allclose(got, want, rtol=1e-4)
 
     def loss(heads, tokens, target):
         return medusa_loss(heads, target, tokens)
@@ -331,7 +338,7 @@ def test_the_loss_of_medusa_heads(tmp_path):
     assert losses[-1] < 0.97 * losses[0]
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_failed_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     from orbax.checkpoint import v1 as ocp
 
@@ -344,7 +351,7 @@ def test_a_failed_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ocp.training.Checkpointer, "save", fail_at_six)
     with pytest.raises(OSError, match="disk full"):
-        list(fit(new_model(), loss, batch, TRAINING, tmp_path / "run"))
+        fitted(tmp_path / "run")
     monkeypatch.undo()
-    rest = list(fit(new_model(), loss, batch, TRAINING, tmp_path / "run"))
+    rest = fitted(tmp_path / "run")
     assert rest[0].step == 4

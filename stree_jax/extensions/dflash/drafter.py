@@ -104,7 +104,8 @@ class DFlashModel(DraftModel):
         """Logits of the target's tokens, from outputs and, if given, rows of the Markov head."""
         c = self.head.config
         hidden, rows = outputs[..., : c.d_model], outputs[..., c.d_model :]
-        logits = output_logits(hidden, self.output_head, 1.0)[..., : c.vocab_size]
+        logits = output_logits(hidden, self.output_head, 1.0, self.head.implementation)
+        logits = logits[..., : c.vocab_size]
         return logits + self.head.after(rows) if rows.shape[-1] else logits
 
     def outputs_ahead(

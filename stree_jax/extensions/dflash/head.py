@@ -33,7 +33,7 @@ from pallas_kernels import KVCache, NodeKV
 from stree_jax import AttentionConfig, MlpConfig, Tree
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.checks import require, require_integer
-from stree_jax.models import DraftHead, TargetHead, linear, require_inner_layers
+from stree_jax.models import DraftHead, TargetHead, require_inner_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ class DFlashHead(TargetHead):
 
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
         c, options = self.config, dict[str, Any](dtype=self.dtype, rngs=rngs)
-        self.fc = linear(len(c.inner_layers) * c.d_model, c.d_model, bias=False, **options)
+        self.fc = self.linear(len(c.inner_layers) * c.d_model, c.d_model, rngs)
         options["implementation"] = implementation
         parts = (dataclasses.replace(c.attention, window=window) for window in c.windows)
         self.layers = nnx.List(
@@ -141,7 +141,7 @@ class DFlashHead(TargetHead):
             setattr(self, name, self.table(c.vocab_size, width, rngs))
         if c.confidence_head != "none":
             width = c.d_model + c.markov_rank * (c.confidence_head == "markov")
-            self.confidence_head = linear(width, 1, bias=True, dtype=self.dtype, rngs=rngs)
+            self.confidence_head = self.linear(width, 1, rngs, bias=True)
 
     @property
     def activation_dtype(self) -> Any:
@@ -179,10 +179,10 @@ class DFlashHead(TargetHead):
 
     def after(self, rows: Float[Array, "B T R"]) -> Float32[Array, "B T V"]:
         """What a token, by its row of the Markov embedding, adds to the logits of the next one."""
-        return self.markov_head.product(rows, wide=True)
+        return self.markov_head.product(rows, wide=True, implementation=self.implementation)
 
     def confidence(self, outputs: Float[Array, "*rows _"]) -> Float32[Array, "*rows"]:
         """Logits of the confidence head, from outputs and, if given, rows of the Markov head."""
         projection = self.confidence_head
         inputs = outputs[..., : projection.kernel.shape[0]]
-        return projection.biased(projection.kernel.product(inputs, wide=True))[..., 0]
+        return projection.biased(projection.wide(inputs))[..., 0]

@@ -20,7 +20,7 @@ from flax import nnx
 from stree_jax import AttentionConfig, MlpConfig
 from stree_jax.array_types import Array, Float, Float32
 from stree_jax.checks import require, require_integer
-from stree_jax.models import DraftHead, linear, require_inner_layers
+from stree_jax.models import DraftHead, require_inner_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Eagle3Head(DraftHead):
     """
 
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
-        config, dtype = self.config, self.dtype
+        config = self.config
         width, layers = config.d_model, len(config.inner_layers)
-        self.fc = linear(layers * width, width, bias=False, dtype=dtype, rngs=rngs)
+        self.fc = self.linear(layers * width, width, rngs)
         self.embedding = (
             self.table(config.vocab_size, width, rngs) if config.has_embedding else None
         )
@@ -97,7 +97,9 @@ class Eagle3Head(DraftHead):
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """Returns logits over the target's tokens; minus infinity for absent ones."""
         normed = self.norm(outputs, self.final_norm_scale)
-        head_logits = self.output_head.product(normed, wide=True)
+        head_logits = self.output_head.product(
+            normed, wide=True, implementation=self.implementation
+        )
         shape = (*head_logits.shape[:2], self.config.vocab_size)
         places = self.tokens[...].astype(jnp.int32)
         return jnp.full(shape, -jnp.inf, jnp.float32).at[..., places].set(head_logits)

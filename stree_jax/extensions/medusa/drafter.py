@@ -52,6 +52,7 @@ class MedusaDrafter(Drafter):
         self.output_head = target.output_head
         self.vocab_size = target.config.vocab_size
         self.multiplier = target.config.logits_multiplier
+        self.implementation = target.implementation
         self._child_sampling = child_sampling
 
     def check(self, target: HybridLM, topology: TreeTopology, *, temperature_is_zero: bool) -> None:
@@ -135,7 +136,8 @@ class MedusaDrafter(Drafter):
 
     def logits(self, outputs: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
         """Logits over the target's vocabulary, by the target's output head."""
-        return output_logits(outputs, self.output_head, self.multiplier)[..., : self.vocab_size]
+        logits = output_logits(outputs, self.output_head, self.multiplier, self.implementation)
+        return logits[..., : self.vocab_size]
 
 
 def _after(

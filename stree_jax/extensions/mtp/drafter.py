@@ -39,7 +39,8 @@ class MtpModel(HeadModel):
     def logits(self, outputs: Float[Array, "B Q M"]) -> Float32[Array, "B Q V"]:
         """See `HeadModel`: by the target's output head."""
         weights = self.embedding if self.output_head is None else self.output_head
-        logits = output_logits(outputs, weights, self.config.logits_multiplier)
+        kernels = self.head.implementation
+        logits = output_logits(outputs, weights, self.config.logits_multiplier, kernels)
         return logits[..., : self.config.vocab_size]
 
 

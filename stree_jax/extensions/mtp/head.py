@@ -20,7 +20,7 @@ from flax import nnx
 from stree_jax import AttentionConfig, LayerConfig
 from stree_jax.array_types import Array
 from stree_jax.checks import require, require_integer
-from stree_jax.models import DraftHead, linear
+from stree_jax.models import DraftHead
 
 # Fields of `AttentionConfig` that heads have.
 _OPTIONS = (
@@ -81,7 +81,7 @@ class MtpHead(DraftHead):
 
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
         width, options = self.config.d_model, (rngs, implementation, 2**-0.5)
-        self.in_proj = linear(2 * width, width, bias=False, dtype=self.dtype, rngs=rngs)
+        self.in_proj = self.linear(2 * width, width, rngs)
         self.attention_norm_scale = self.scale()
         self.attention = self.layer(self.config.attention, *options)
         self.feed_forward = self.layer(self.config.feed_forward, *options)

@@ -1,0 +1,207 @@
+"""`matmul` of unpacked matrices in bfloat16 and in 8 bits as one Pallas-Triton kernel.
+
+Passes: a program handles a block of columns, a block of up to 64 rows, and one of a few parts of
+the inputs. It reads its part of the matrix once, block by block. It multiplies transposed, columns
+by inputs by rows: so a matrix unit has the few rows on its narrow side. Each part writes float32
+sums, and XLA adds up the parts in one launch. A product of one part is written in its final type.
+
+Numerics: products of bfloat16 numbers are exact, and are added in float32: inputs in order, then
+parts in pairs. 8-bit weights are exact in bfloat16 too. So the sum of a group of 32 inputs is
+multiplied by its scale, by one fused multiply-add: no weight is rounded, as widening would do, and
+no scale has to be spread over the inputs.
+
+The bits of a row: an H200 gave the same ones for any number of rows, any block of rows, columns or
+inputs, and any instruction, warps and stages (a trial of this algorithm in bfloat16). They depend
+on the number of parts. So `parts_of` knows the shape of the matrix alone, and `block_sizes` may
+choose whatever is fast.
+
+Refuses float32, which a GPU multiplies as TF32; inputs that are not a multiple of `SMALLEST_BLOCK`,
+or of a group of 8-bit weights; several matrices; and 2^31 weights or more. Columns and rows may
+have any number: what is beyond the last is masked off. Derivatives are XLA's.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+
+from pallas_kernels import triton as tb
+from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
+from pallas_kernels.triton import Ref
+
+MOST_ROWS = 64  # of a block; more are XLA's where nobody wants bits
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of the blocks that a program works on: speed, and no bits."""
+
+    rows: int
+    columns: int
+    inner: int  # inputs of a step; reduced to a divisor of the inputs of a part
+    num_stages: int  # Triton's
+
+
+def parts_of(inputs: int, columns: int) -> int:
+    """The number of parts of the inputs, which are added up in pairs: a power of two.
+
+    To change this is to change the bits of every product. Enough programs are wanted to load a
+    large GPU, and parts that are long enough to be worth it.
+    """
+    programs, parts = -(-columns // 64), 1
+    while parts < 8 and inputs % (128 * parts) == 0 and inputs >= 256 * parts:
+        many, long = programs * parts >= 96, inputs // (2 * parts) >= 640
+        if many and (not long or programs * parts >= 256):
+            break
+        parts *= 2
+    return parts
+
+
+def block_sizes(inputs: int, columns: int, rows: int) -> BlockSizes:
+    """Block sizes for a matrix and rows, in shared memory that all GPUs have: 99 KiB.
+
+    In bfloat16 the fastest of a trial on an H200, or near it. In 8 bits no GPU has timed them.
+    """
+    block_rows = min(MOST_ROWS, tb.padded_size(rows))
+    if -(-columns // 64) * parts_of(inputs, columns) >= 256:
+        return BlockSizes(block_rows, columns=128, inner=64, num_stages=4)
+    stages = 3 if block_rows > 32 else 4
+    return BlockSizes(block_rows, columns=64, inner=128, num_stages=stages)
+
+
+def unsupported(x: jax.Array, matrix: Any, axis: int) -> str | None:
+    """Why this product cannot run, or None."""
+    is_quantized = isinstance(matrix, QuantizedMatrix)
+    dtype = jnp.dtype(matrix.dtype)
+    if len(matrix.shape) != 2:
+        return f"several matrices {matrix.shape} are XLA's"
+    if not x.dtype == dtype == jnp.bfloat16:
+        return (
+            f"rows in {x.dtype} and a matrix in {dtype}: only bfloat16 runs, since a GPU multiplies"
+            " float32 inputs as TF32"
+        )
+    inputs, unit = matrix.shape[axis], GROUP if is_quantized else tb.SMALLEST_BLOCK
+    if inputs % unit:
+        return f"inputs = {inputs} of a matrix {matrix.shape} is not a multiple of {unit}"
+    if not 0 < math.prod(matrix.shape) < 1 << 31:
+        return f"a matrix {matrix.shape} has no weights, or 2^31 or more"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "dtype", "interpret", "blocks"))
+def matmul(
+    x: jax.Array,
+    matrix: Any,
+    *,
+    axis: int,
+    dtype: DTypeLike,
+    interpret: bool = False,
+    blocks: BlockSizes | None = None,
+) -> jax.Array:
+    """See `api.matmul`; `blocks` None: those of `block_sizes`."""
+    inputs, columns = matrix.shape[axis], matrix.shape[-3 - axis]
+    x, shape = x.reshape(-1, inputs), (*x.shape[:-1], columns)
+    blocks = blocks or block_sizes(inputs, columns, len(x))
+    parts = parts_of(inputs, columns)
+    size = inputs // parts
+
+    def of_columns(inner: int) -> pl.BlockSpec:
+        """A block of an array that has the axes of the matrix."""
+        if axis == -1:
+            return pl.BlockSpec((blocks.columns, inner), lambda r, c, p: (c, p))
+        return pl.BlockSpec((inner, blocks.columns), lambda r, c, p: (p, c))
+
+    arrays, specs = [matrix], [of_columns(size)]
+    if isinstance(matrix, QuantizedMatrix):
+        arrays, specs = [matrix.values, matrix.scales], [*specs, of_columns(size // GROUP)]
+    sums = tb.call(
+        functools.partial(
+            _kernel,
+            rows=len(x),
+            columns=columns,
+            inner=math.gcd(size, blocks.inner),
+            axis=axis,
+            interpret=interpret,
+        ),
+        name="matmul",
+        num_warps=4,
+        num_stages=blocks.num_stages,
+        interpret=interpret,
+        in_one_order=True,
+        # Programs that read the same weights are neighbours.
+        grid=(-(-len(x) // blocks.rows), -(-columns // blocks.columns), parts),
+        in_specs=[pl.BlockSpec((blocks.rows, size), lambda r, c, p: (r, p)), *specs],
+        out_specs=pl.BlockSpec((None, blocks.rows, blocks.columns), lambda r, c, p: (p, r, c)),
+        out_shape=jax.ShapeDtypeStruct(
+            (parts, len(x), columns), dtype if parts == 1 else jnp.float32
+        ),
+    )(x, *arrays)
+    in_pairs = list(sums)
+    while len(in_pairs) > 1:
+        in_pairs = [a + b for a, b in zip(in_pairs[::2], in_pairs[1::2], strict=True)]
+    return in_pairs[0].astype(dtype).reshape(shape)
+
+
+def _kernel(
+    x_ref: Ref,  # [r, K], K the inputs of a part
+    matrix_ref: Ref,  # [K, c], of a table [c, K]
+    *refs: Ref,  # scales of 8-bit weights [K / 32, c], of a table [c, K / 32]; output [r, c]
+    rows: int,
+    columns: int,
+    inner: int,
+    axis: int,
+    interpret: bool,
+) -> None:
+    *scale_refs, output_ref = refs
+    (block_rows, size), block_columns = x_ref.shape, output_ref.shape[1]
+    row_mask = _mask(0, block_rows, rows, 0)
+    column_mask = _mask(1, block_columns, columns, -1 - axis)
+    load = functools.partial(tb.masked_load, interpret=interpret)
+
+    def of_columns(ref: Ref, first: int | jax.Array, count: int) -> jax.Array:
+        """Of all columns, at `count` places on the axis of inputs."""
+        index = pl.ds(first, count), pl.ds(0, block_columns)
+        return load(ref, index if axis == -2 else index[::-1], column_mask)
+
+    def scales_of(group: int | jax.Array) -> jax.Array:
+        scales = of_columns(scale_refs[0], group, 1).astype(jnp.float32)
+        return scales.reshape(block_columns, 1)
+
+    width = GROUP if scale_refs else inner
+    zeros = jnp.zeros((block_columns, block_rows), jnp.float32)
+
+    def step(i: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        total, scales = carry
+        for offset in range(0, inner, width):
+            first = i * inner + offset
+            weights = of_columns(matrix_ref, first, width).astype(jnp.bfloat16)
+            x = load(x_ref, (pl.ds(0, block_rows), pl.ds(first, width)), row_mask)
+            before = total if scales is None else zeros
+            sums = tb.add_product(before, weights, x, trans_a=axis == -2, interpret=interpret)
+            if scales is None:
+                total = sums
+                continue
+            # Triton itself loads ahead only what becomes an operand of a product.
+            following = scales_of(jnp.minimum(first // GROUP + 1, size // GROUP - 1))
+            total = tb.multiply_add(sums, scales, total, interpret=interpret)
+            scales = following
+        return total, scales
+
+    carry = zeros, scales_of(0) if scale_refs else None
+    total, _ = lax.fori_loop(0, size // inner, step, carry)
+    masks = row_mask, _mask(1, block_columns, columns, 1)
+    tb.masked_store(output_ref, total.T.astype(output_ref.dtype), masks, interpret=interpret)
+
+
+def _mask(program: int, size: int, limit: int, axis: int) -> jax.Array | None:
+    """Which places of a block exist, on an axis of two; None: all."""
+    if limit % size == 0:
+        return None
+    place = lax.broadcasted_iota(jnp.int32, (size, 1) if axis == 0 else (1, size), axis)
+    return pl.program_id(program) * size + place < limit
