@@ -187,20 +187,19 @@ def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
         Method("prompt lookup", st.NgramDrafter(), branching),
         Method("two drafts in turns", turns),
     ]
+    if model.partition == ONE_DEVICE:  # heads are not for a mesh
+        heads = st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))
+        methods += [Method("Medusa heads", st.MedusaDrafter(model, heads))]
+        head = st.MtpDrafter(model, random_mtp_head(model))
+        methods += [Method("multi-token prediction", head, branching)]
     rules = st.RepetitionPenalty(1.3), random_grammar(model.config.vocab_size)
-    ways = [
+    return [
         *map(Way, methods),
         Way(Method("penalty and grammar", drafter, branching), rules),
         Way(Method("scheduler", drafter, branching), decode=served),
         Way(Method("auto, at random", drafter, RandomChoice())),
         Way(Method("scheduler, at random", drafter, RandomChoice()), decode=served),
     ]
-    if model.partition != ONE_DEVICE:  # heads are not for a mesh
-        return ways
-    medusa, of_many = ON_A_DEVICE
-    heads = st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))
-    ways += [Way(Method(medusa, st.MedusaDrafter(model, heads)))]
-    return [*ways, Way(Method(of_many, st.MtpDrafter(model, random_mtp_head(model)), branching))]
 
 
 def random_grammar(vocab_size: int, num_states: int = 7) -> st.Automaton:
@@ -241,8 +240,7 @@ def compared(
     """
     tokens, calls, emitted, found = 0, 0, 0, []
     to_the_bit = has_equal_bits(model)
-    options = {**way.method.way} | ({"processors": way.processors} if way.processors else {})
-    options["to_the_bit"] = to_the_bit
+    options = {**way.method.way, "processors": way.processors, "to_the_bit": to_the_bit}
     pieces = zip(requests, plain, way.decode(model, requests, options), strict=True)
     for number, (given, (want, of_want), (got, of_got, of_target)) in enumerate(pieces):
         calls, emitted = calls + of_target, emitted + int((got != st.PAD).sum())
@@ -254,9 +252,10 @@ def compared(
         for row in np.flatnonzero(same < want.shape[1]).tolist():
             request = plan(model, **given, processors=way.processors)
             difference = first_difference(model, request, row, got[row], want[row])
-            found.append({"round": number, "row": row, "place": int(same[row])})
-            found[-1]["gap"] = difference.gap if difference else 0.0  # 0: of log-probabilities
-            found[-1]["tie"] = bool(difference and difference.is_tie) and not to_the_bit
+            gap = difference.gap if difference else 0.0  # 0: of log-probabilities
+            tie = bool(difference and difference.is_tie) and not to_the_bit
+            place = {"round": number, "row": row, "place": int(same[row])}
+            found.append(place | {"gap": gap, "tie": tie})
     return {
         "tokens": tokens,
         "tau": emitted / calls,

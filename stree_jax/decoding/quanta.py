@@ -8,13 +8,15 @@ A program is compiled when it is first used. If that can wait, it is compiled be
 while those that are there run. On a mesh it waits for none: its processes must run alike.
 """
 
-import atexit
+import contextlib
 import dataclasses
 import functools
-import threading
+import gc
+import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +39,7 @@ from stree_jax.tree import TreeTopology
 
 PIECE = 64  # tokens that a draft model reads at once when it has missed some
 BESIDE_AFTER = 0.5  # seconds of runs, from which on another program is worth compiling
-_COMPILING = threading.Lock()  # one program at a time is compiled beside
+BESIDE = ThreadPoolExecutor(1)  # one program at a time is compiled; Python's exit waits for it
 
 
 class Quanta:
@@ -215,9 +217,9 @@ class Quanta:
             part = shapes
             with dispatch.on(model):
                 if self._may_miss:
-                    texts = Context(*(jnp.ones(leaf.shape, leaf.dtype) for leaf in shapes.context))
+                    texts = _ones(shapes.context, where)
                     drafts = first_state(drafter, texts.length, *self._sizes)
-                    drafts = jax.device_put(jax.tree.map(jnp.ones_like, drafts), where)
+                    drafts = _ones(drafts, where)
                     _after_piece(drafter, drafts, texts, *[texts.length] * 2)
                     part = shapes._replace(drafter=drafts if number else None)
                 drafts = drafter if number or not self._may_rest else None
@@ -242,28 +244,43 @@ class _Seen(NamedTuple):
         return cls(*jax.tree.map(np.array, on_host(arrays)))
 
 
-def compile_beside(programs: dict[Any, bool], name: Any, compiled: Callable[[], Any]) -> None:
-    """Compiles a program in a thread, unless another one is; Python's exit waits for it.
+def compile_beside(programs: dict[Any, Any], name: Any, compiled: Callable[[], Any]) -> None:
+    """Compiles a program in a thread, unless another one is.
 
-    It is True then, or False if it failed.
+    It is None meanwhile, then True, or False if it failed.
     """
-    if not _COMPILING.acquire(blocking=False):
+    if None in programs.values():
         return
+    programs[name] = None
 
     def work() -> None:
         try:
-            compiled()
+            with _short_waits():
+                compiled()
             programs[name] = True
         except Exception as error:
             programs[name] = False
             warnings.warn(f"a tree is left out: its program failed: {error}", stacklevel=1)
-        finally:
-            _COMPILING.release()
-            atexit.unregister(thread.join)
 
-    thread = threading.Thread(target=work, daemon=True)
-    atexit.register(thread.join)
-    thread.start()
+    BESIDE.submit(work)
+
+
+@contextlib.contextmanager
+def _short_waits() -> Iterator[None]:
+    """Keeps threads that decode from waiting for one that traces, which is Python.
+
+    They get the interpreter back sooner. What it collects meanwhile is new: a collection of all
+    objects takes a tenth of a second and more.
+    """
+    interval, was_frozen = sys.getswitchinterval(), gc.get_freeze_count()
+    sys.setswitchinterval(1e-4)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def _after_piece(drafter: Any, drafts: Any, context: Context, first: Any, count: Any) -> Any:
@@ -272,6 +289,12 @@ def _after_piece(drafter: Any, drafts: Any, context: Context, first: Any, count:
     first, count = placed_like(context.length, places)
     tokens = placed_like(context.length, tokens_from(context.tokens, first, PIECE))
     return drafter.read(drafts, tokens, None, count)
+
+
+def _ones(shapes: Any, where: Any) -> Any:
+    """Arrays of these shapes, which no program makes."""
+    ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), shapes)
+    return jax.device_put(ones, where)
 
 
 @functools.lru_cache(maxsize=64)

@@ -78,7 +78,7 @@ class TreeChoice:
         self.tried = self.accepted = np.zeros((1, depth, widest))
         # By pairs of trees, the larger number first: logarithms.
         self._ratios: dict[tuple[int, int], collections.deque[float]] = {}
-        self._last: tuple[int, float] | None = None  # tree of the last run, and seconds of a step
+        self._last: Any = None  # tree, steps and seconds of the last run
         self._taken, self._steps = -1, QUANTUM[0]
         self._wait = self._pause = 0  # steps until the next trial, and how many they were
         self.seconds = 0.0
