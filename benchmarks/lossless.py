@@ -197,8 +197,8 @@ def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
         *map(Way, methods),
         Way(Method("penalty and grammar", drafter, branching), rules),
         Way(Method("scheduler", drafter, branching), decode=served),
-        Way(Method("auto, at random", drafter, RandomChoice())),
-        Way(Method("scheduler, at random", drafter, RandomChoice()), decode=served),
+        Way(Method("auto, at random", drafter, RandomChoice(most=4))),
+        Way(Method("scheduler, at random", drafter, RandomChoice(most=4)), decode=served),
     ]
 
 

@@ -34,7 +34,7 @@ PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
 class RandomChoice(TreeChoice):
     """Takes any of the trees at random, for a random number of steps: `topology=RandomChoice()`."""
 
-    def __init__(self, trees: Sequence[TreeTopology] = TREES, *, seed: int = 0, most: int = 4):
+    def __init__(self, trees: Sequence[TreeTopology] = TREES, *, seed: int = 0, most: int = 2):
         super().__init__(trees)
         self._draws, self._most = np.random.default_rng(seed), most
 
