@@ -35,12 +35,11 @@ import stree_jax as st
 from benchmarks.common import Found, main, names
 from benchmarks.methods import TWO_TREES, trees
 from benchmarks.models import on_gpu
-from stree_jax.decoding.auto import AutoDrafter
 from stree_jax.decoding.plan import plan
 from stree_jax.measuring.methods import Method
 from stree_jax.measuring.report import Table
 from stree_jax.mesh.partition import ONE_DEVICE
-from stree_jax.testing import HYBRIDS, bits_obstacle, perturbed, random_mtp_head
+from stree_jax.testing import HYBRIDS, RandomChoice, bits_obstacle, perturbed, random_mtp_head
 from stree_jax.testing.exactness import first_difference
 
 
@@ -104,12 +103,13 @@ _RANDOM = np.random.default_rng(0)
 _PARENTS = (-1, *(int(_RANDOM.integers(0, node)) for node in range(1, 32)))
 TREES = TWO_TREES | {"random tree of 32": st.TreeTopology(_PARENTS)}
 
-ON_A_DEVICE = ("Medusa heads", "multi-token prediction", "auto, at random", "scheduler, auto")
+ON_A_DEVICE = ("Medusa heads", "multi-token prediction")
 METHODS = (
     *TREES,
     *("chain of 12", "3 beams of 4", "dynamic tree of 16", "prompt lookup"),
     "two drafts in turns",
-    *("penalty and grammar", "scheduler", *ON_A_DEVICE),
+    *("penalty and grammar", "scheduler", "auto, at random", "scheduler, at random"),
+    *ON_A_DEVICE,
 )
 TYPES = ("float32", "bfloat16", "int8")
 OPTIONS = {
@@ -175,16 +175,6 @@ class Piece(NamedTuple):
     method: str
 
 
-class AnyTree(AutoDrafter):
-    """Takes one of its trees at random in each step."""
-
-    def chosen(self, state: Any, limits: Any) -> Any:
-        key = jax.random.fold_in(jax.random.key(0), state.step[0])
-        number = jax.random.randint(key, state.step.shape[:1], 0, len(self.choices))[0]
-        choosing = state.drafter.choosing.of_all(number=number)
-        return state._replace(drafter=state.drafter._replace(choosing=choosing))
-
-
 def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
     """Fourteen ways to decode."""
     turns = st.InterleavedDrafter(draft, perturbed(draft, NOISE, 1), "qqss")
@@ -197,26 +187,18 @@ def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
         Method("prompt lookup", st.NgramDrafter(), branching),
         Method("two drafts in turns", turns),
     ]
+    if model.partition == ONE_DEVICE:  # heads are not for a mesh
+        heads = st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))
+        methods += [Method("Medusa heads", st.MedusaDrafter(model, heads))]
+        head = st.MtpDrafter(model, random_mtp_head(model))
+        methods += [Method("multi-token prediction", head, branching)]
     rules = st.RepetitionPenalty(1.3), random_grammar(model.config.vocab_size)
     return [
         *map(Way, methods),
         Way(Method("penalty and grammar", drafter, branching), rules),
         Way(Method("scheduler", drafter, branching), decode=served),
-        *on_a_device(model, drafter, branching),
-    ]
-
-
-def on_a_device(model: st.HybridLM, drafter: st.Drafter, topology: st.TreeTopology) -> list[Way]:
-    """Heads, and a tree for each step, which are not for a mesh."""
-    if model.partition != ONE_DEVICE:
-        return []
-    medusa, of_many, at_random, auto = ON_A_DEVICE
-    heads = st.MedusaHeads(model, num_heads=3, rngs=nnx.Rngs(0))
-    return [
-        Way(Method(medusa, st.MedusaDrafter(model, heads))),
-        Way(Method(of_many, st.MtpDrafter(model, random_mtp_head(model)), topology)),
-        Way(Method(at_random, AnyTree(drafter))),
-        Way(Method(auto, drafter, "auto"), decode=served),
+        Way(Method("auto, at random", drafter, RandomChoice(most=4))),
+        Way(Method("scheduler, at random", drafter, RandomChoice(most=4)), decode=served),
     ]
 
 
@@ -258,8 +240,7 @@ def compared(
     """
     tokens, calls, emitted, found = 0, 0, 0, []
     to_the_bit = has_equal_bits(model)
-    options = {**way.method.way} | ({"processors": way.processors} if way.processors else {})
-    options["to_the_bit"] = to_the_bit
+    options = {**way.method.way, "processors": way.processors, "to_the_bit": to_the_bit}
     pieces = zip(requests, plain, way.decode(model, requests, options), strict=True)
     for number, (given, (want, of_want), (got, of_got, of_target)) in enumerate(pieces):
         calls, emitted = calls + of_target, emitted + int((got != st.PAD).sum())
@@ -271,9 +252,10 @@ def compared(
         for row in np.flatnonzero(same < want.shape[1]).tolist():
             request = plan(model, **given, processors=way.processors)
             difference = first_difference(model, request, row, got[row], want[row])
-            found.append({"round": number, "row": row, "place": int(same[row])})
-            found[-1]["gap"] = difference.gap if difference else 0.0  # 0: of log-probabilities
-            found[-1]["tie"] = bool(difference and difference.is_tie) and not to_the_bit
+            gap = difference.gap if difference else 0.0  # 0: of log-probabilities
+            tie = bool(difference and difference.is_tie) and not to_the_bit
+            place = {"round": number, "row": row, "place": int(same[row])}
+            found.append(place | {"gap": gap, "tie": tie})
     return {
         "tokens": tokens,
         "tau": emitted / calls,

@@ -18,15 +18,15 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flax import nnx
-
 import stree_jax as st
 from benchmarks.common import Found, main
 from benchmarks.models import Pair, embedded_pair
+from stree_jax.decoding import quanta
 from stree_jax.measuring import methods as measuring
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, different
 from stree_jax.measuring.record import Record
 from stree_jax.measuring.report import method_tables, progress_bar
+from stree_jax.testing import perturbed
 
 CHAIN_OF_4 = st.TreeTopology.chain(4)
 # A chain of 8 and one second choice: what it chose for the first embedded pair.
@@ -70,14 +70,12 @@ def trees(
 
 
 def auto(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
-    """Is a tree for each step as fast as the best fixed one, and never slower than none?"""
-    random = st.HybridLM(pair.draft.config, rngs=nnx.Rngs(0)).packed()
-    heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
+    """Is a choice of trees as fast as the best fixed one, and never slower than none?"""
     drafters = {
         "draft model": st.ModelDrafter(pair.draft),
-        "random draft": st.ModelDrafter(random),
+        "random draft": st.ModelDrafter(perturbed(pair.draft, 30.0, 1)),
         "prompt lookup": st.NgramDrafter(),
-        "Medusa": st.MedusaDrafter(pair.target, heads),
+        "Medusa": medusa_drafter(pair, options),
     }
     for name, drafter in drafters.items():
         yield from trees(drafter, TWO_DEFAULTS | {"auto": "auto"}, f"{name}, ")
@@ -104,20 +102,27 @@ def hierarchical(pair: Pair, at: float, options: argparse.Namespace) -> Iterator
             yield Method(f"{order} ({name})", st.InterleavedDrafter(q, s, order))
 
 
+def medusa_drafter(pair: Pair, options: argparse.Namespace) -> st.MedusaDrafter:
+    """The embedded heads, or others."""
+    heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
+    return st.MedusaDrafter(pair.target, heads)
+
+
 def medusa(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
     """Do Medusa heads draft better than a draft model or prompt lookup on this machine?"""
-    heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
-    own = {f"chain of {heads.num_heads}": st.TreeTopology.chain(heads.num_heads)} | TWO_TREES
-    yield from trees(st.MedusaDrafter(pair.target, heads), own, "Medusa, ")
+    drafter = medusa_drafter(pair, options)
+    depth = drafter.heads.num_heads
+    chain = {f"chain of {depth}": st.TreeTopology.chain(depth)}
+    yield from trees(drafter, chain | TWO_TREES, "Medusa, ")
     yield from trees(st.ModelDrafter(pair.draft), TWO_TREES, "draft model, ")
     yield LOOKUP
     few = {"chain of 2": st.TreeTopology.chain(2)} | TWO_TREES
-    if options.mtp is not None:
-        head = st.MtpDrafter(pair.target, st.load_mtp(options.mtp, pair.target))
-        yield from trees(head, few, "multi-token prediction, ")
-    if options.dflash is not None:
-        head = st.DFlashDrafter(pair.target, st.load_dflash(options.dflash, pair.target))
-        yield from trees(head, few, "DFlash, ")
+    for name, path, load, make in (
+        ("multi-token prediction", options.mtp, st.load_mtp, st.MtpDrafter),
+        ("DFlash", options.dflash, st.load_dflash, st.DFlashDrafter),
+    ):
+        if path is not None:
+            yield from trees(make(pair.target, load(path, pair.target)), few, f"{name}, ")
 
 
 def precision(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
@@ -162,6 +167,9 @@ def compare(
     how = st.Options(max_new_tokens=options.tokens, temperature=temperature, eos_token=ends, key=0)
     starts = range(0, len(pair.prompts) - rows + 1, rows)
     batches = [measuring.Batch(pair.prompts[start : start + rows], how) for start in starts]
+    for way in [way for way in methods if way.topology == "auto"] * 4:
+        way.decode(pair.target, batches[0])
+        quanta.BESIDE.submit(int).result()  # what the text began to compile is there
     with progress_bar() as show:
         *_, records = measuring.compare(pair.target, methods, batches, options.rounds, show)
     return records

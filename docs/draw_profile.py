@@ -50,7 +50,7 @@ def profiled() -> list[list[Span]]:
     target, draft = (st.from_pretrained(st.demo_path(name)) for name in ("target", "draft"))
     prompt = st.load_tokenizer(st.demo_path("target")).encode(PROMPT).ids
     ways: Any = {"drafter": st.ModelDrafter(draft), "max_new_tokens": 48, "temperature": 1.0}
-    decoder, drafter, context, keys, limits, sampling, _ = plan(target, [prompt], key=0, **ways)
+    decoder, drafter, context, keys, limits, sampling, *_ = plan(target, [prompt], key=0, **ways)
 
     def arguments() -> tuple[Any, ...]:
         state = decoder.start(target, drafter, context, keys, sampling)

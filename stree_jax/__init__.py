@@ -46,6 +46,7 @@ from stree_jax.decoding.token_rules import (
     PresencePenalty,
     RepetitionPenalty,
 )
+from stree_jax.decoding.tree_choice import TreeChoice
 from stree_jax.decoding.types import (
     Context,
     DecodeState,
@@ -155,6 +156,7 @@ __all__ = [
     "TopK",
     "TopP",
     "Tree",
+    "TreeChoice",
     "TreeTopology",
     "TuningReport",
     "Verdict",

@@ -266,7 +266,7 @@ class TreeTopology:
 
 
 def parsed(spec: str) -> Any:
-    """The tree of words such as "chain:4"; several, one for each step, are "auto" or a list.
+    """The tree of words such as "chain:4"; several, to choose from, are "auto" or a list.
 
     Raises:
         ValueError: other words, or a file that `stree-jax tune-tree` did not write.

@@ -135,8 +135,8 @@ class Decoding:
     tree: str | None = Option(
         None,
         help="Draft tree: chain:4, complete:2,3, branching:3,2,1, paper:A or parents:-1,0,0;"
-        " beam:3,4 or budget:16,5 (dynamic), whose shape the draft chooses; auto: in each step none"
-        " or one of a few; @FILE of tune-tree, auto@FILE for its few. By default"
+        " beam:3,4 or budget:16,5 (dynamic), whose shape the draft chooses; auto: none or one of a"
+        " few, in turns; @FILE of tune-tree, auto@FILE for its few. By default"
         " parents:-1,0,0,1,3; with --ngram chain:4.",
     )
     sharpness: float | None = Option(

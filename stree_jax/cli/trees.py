@@ -10,7 +10,9 @@ def run_tree(command: Tree) -> None:
     """Draws a tree."""
     topology = parse_tree(command.spec)
     if topology == "auto" or isinstance(topology, list):
-        raise ValueError(f"{command.spec} has no shape: it is one of several trees in each step")
+        raise ValueError(
+            f"{command.spec} has no shape: it takes one of several trees after the other"
+        )
     if topology is None:
         raise ValueError(f"{command.spec} says not to draft: there is no tree to print")
     console = Console(highlight=False)

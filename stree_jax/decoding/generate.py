@@ -9,14 +9,13 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from stree_jax.decoding.drafters import Drafter
-from stree_jax.decoding.loop import MAX_STEPS
 from stree_jax.decoding.options import Options, spelled_out
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prefix.prefill import tokens_from
 from stree_jax.decoding.prefix.prefix import Prefix, check_origin, for_rows, origin_of, repeated
+from stree_jax.decoding.quanta import Quanta
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
-from stree_jax.decoding.tree_times import DraftHistory
-from stree_jax.decoding.types import Context, DecodeState, Limits
+from stree_jax.decoding.types import Context, DecodeState
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.decoding.way import Topology
 from stree_jax.mesh.hosts import on_host
@@ -58,10 +57,10 @@ def generate(
         model: the target.
         prompts: a list of token ids per row; lengths may differ.
         drafter: proposes the draft tokens; None: autoregressive decoding.
-        topology: the draft tree; None: the drafter's default; several: in each step none or one of
-            them, whichever is expected to be the fastest (`stree_jax.decoding.auto`), "auto": of
-            a few small ones that the drafter can fill; other words as in `stree-jax generate
-            --tree`: "chain:4", "branching:3,2,1", "@tree.json".
+        topology: the draft tree; None: the drafter's default; several: for some steps none or one
+            of them, whichever promises to be the fastest (`TreeChoice`), "auto": of a few small
+            ones that the drafter can fill; other words as in `stree-jax generate --tree`:
+            "chain:4", "branching:3,2,1", "@tree.json".
         verifier: a name from `VERIFIERS` ("greedy", "target_only", "multi_step",
             "without_replacement", "traversal") or any `Verifier`; None: the one that fits drafter
             and temperature.
@@ -114,21 +113,19 @@ def generate(
         **keywords,
     )
     request = request.placed(model.partition)
-    history = _draft_history(request, model)
-    used = request if history is None or return_prefix else history.decoded(request)
+    quanta = Quanta(request, model, len(request.context.length), ends=True)
     with dispatch.on(model):
-        state = _started(used, model, n, after, history)
-        most = MAX_STEPS if used.choices else None  # then it is the program that was timed
-        state = used.decoder.run(model, used.drafter, state, used.limits, used.sampling, most)
-    ended = Ended.of(state, request.limits, len(request.rows))
-    if history is not None:
-        history.end(state.drafter, ended.statistics.target_calls)
+        state = _started(request, model, quanta, n, after)
+        state = quanta.run(request.decoder, state, request.limits, request.sampling)
+        if return_prefix:
+            state = quanta.caught_up(state)
+    ended = Ended.of(state, request.limits, quanta.by_tree, len(request.rows))
     cache = state.cache if return_cache else None
     prefix = None
     if return_prefix:
         tokens, length = state.context
         length = jnp.where(state.failed > 0, 0, length).astype(jnp.int32)  # a failed row has none
-        context = Context(tokens[:, : used.decoder.max_length], length)
+        context = Context(tokens[:, : request.decoder.max_length], length)
         origin = origin_of(model, request.drafter)
         prefix = Prefix(context, state.cache, state.drafter, origin)
     return generation_of(ended, request, cache, prefix)
@@ -181,27 +178,27 @@ def stream(
     request = request.placed(model.partition)
 
     def steps() -> Iterator[list[Piece]]:
-        history = _draft_history(request, model)
-        used = request if history is None else history.decoded(request)
-        decoder, drafter = used.decoder, used.drafter
-        settings = used.limits, used.sampling
+        decoder, drafter = request.decoder, request.drafter
+        settings = request.limits, request.sampling
+        quanta = Quanta(request, model, len(request.context.length), ends=True)
         with dispatch.on(model):
-            state = _started(used, model, history=history)
+            state = _started(request, model, quanta)
         start, done = on_host((request.context.length, state.done))
         pieces = [Pieces(row.stopping) for row in request.rows]
         while not done.all():
             had_ended = done
             most = decoder.topology.depth + 1
             with dispatch.on(model):  # not around `yield`: it must not affect the caller
-                if not used.choices:
+                if not request.trees:
                     state, _, _ = decoder.step(model, drafter, state, *settings)
                 else:
-                    state = decoder.run(model, drafter, state, *settings, 1)
+                    state = quanta.run(decoder, state, *settings, 1)
                 new = tokens_from(state.context.tokens, start, most)
             tokens, length = on_host((new, state.context.length))
             done = on_host(state.done)
             end = done & ~had_ended
-            ended = Ended.of(state, request.limits, num_rows) if end.any() else None
+            results = state, request.limits, quanta.by_tree, num_rows
+            ended = Ended.of(*results) if end.any() else None
             new_pieces = []
             for i in range(num_rows):
                 if end[i] and ended is not None:
@@ -211,49 +208,28 @@ def stream(
                     new_pieces.append(pieces[i].take(tokens[i, : length[i] - start[i]].tolist()))
             yield new_pieces
             start = length
-        ended = Ended.of(state, request.limits, num_rows)
-        if history is not None:
-            history.end(state.drafter, ended.statistics.target_calls)
+        ended = Ended.of(state, request.limits, quanta.by_tree, num_rows)
         generation_of(ended, request)  # raises if a row failed
 
     return steps()
 
 
-def _draft_history(request: Plan, model: HybridLM) -> DraftHistory | None:
-    """What is known of a request's trees, if there is a choice."""
-    if not request.choices:
-        return None
-    return DraftHistory(model, request.drafter, len(request.rows), request.sampling)
-
-
 def _started(
-    request: Plan,
-    model: HybridLM,
-    n: int = 1,
-    after: Prefix | None = None,
-    history: DraftHistory | None = None,
+    request: Plan, model: HybridLM, quanta: Quanta, n: int = 1, after: Prefix | None = None
 ) -> DecodeState:
     """Every prompt is read once, and its row repeated; where a mesh cuts the rows, each is read."""
-    decoder, drafter, num_rows = request.decoder, request.drafter, len(request.rows)
-    context = request.context
+    decoder, num_rows, context = request.decoder, len(request.rows), request.context
+    drafter = request.drafter if after is not None else quanta.reader(context.length)
     times = n if model.partition.rows == 1 else 1
     if times > 1:
         context = Context(*(part[::times] for part in context))
-    before = after and for_rows(after, num_rows // times, model, drafter)
+    before = after and for_rows(after, num_rows // times, model, request.drafter)
     prefix = decoder.read(model, drafter, context, before)
     if times > 1:
         prefix = repeated(prefix, times)
-    if history is not None and drafter is not None:
-        prefix = prefix._replace(drafter=history.begun(prefix.drafter, alone=True))
     callers = (model, drafter, request.context, request.keys, request.sampling, after)
     state = decoder.start_from(model, prefix, request.keys, request.sampling, callers)
     if len(state.done) > num_rows:  # those that pad the batch have ended
         added = np.arange(len(state.done)) >= num_rows
         state = state._replace(done=model.partition.put(added))
-    if history is not None and drafter is not None:
-
-        def run(state: DecodeState, limits: Limits, steps: int) -> DecodeState:
-            return decoder.run(model, drafter, state, limits, request.sampling, steps)
-
-        history.set_times(state, request.limits, run)
     return state

@@ -21,7 +21,7 @@ from stree_jax.decoding.prefix.prefix import Prefix, read_text
 from stree_jax.decoding.processors import first_states
 from stree_jax.decoding.prompts import MAX_TOKENS
 from stree_jax.decoding.rules import rule_specs
-from stree_jax.decoding.step import decode_step, settled
+from stree_jax.decoding.step import buffer_depth, decode_step, settled
 from stree_jax.decoding.traced_checks import check_keys, checked_prompts, checked_settings
 from stree_jax.decoding.types import (
     Context,
@@ -98,7 +98,7 @@ class SpeculativeDecoder:
         ValueError: a bad size, no rule, or nodes in another order.
     """
 
-    topology: TreeTopology
+    topology: TreeTopology | Any
     verifier: Verifier | Any
     max_length: int
     steps_per_sync: int = 1
@@ -108,7 +108,10 @@ class SpeculativeDecoder:
 
     def __post_init__(self) -> None:
         if not isinstance(self.topology, TreeTopology):
-            raise ValueError(f"topology must be a TreeTopology, got {shown(self.topology)}")
+            raise ValueError(
+                f"topology must be a TreeTopology, got {shown(self.topology)}; a choice of trees is"
+                " made on the host, between runs, by generate, stream and Scheduler"
+            )
         if self.topology != self.topology.level_order():
             raise ValueError("the nodes of topology are not in level order; use its level_order()")
         object.__setattr__(self, "verifier", verifier_of(self.verifier))
@@ -227,7 +230,9 @@ class SpeculativeDecoder:
             processors=(),
             keys=jax.random.clone(keys),  # the loop donates the state, not the caller's keys
             step=zeros,
-            statistics=Statistics(zeros, zeros, zeros, zeros, jnp.zeros((batch, depth), jnp.int32)),
+            statistics=Statistics(
+                *[zeros] * 4, *(jnp.zeros((batch, size), jnp.int32) for size in (depth, num_nodes))
+            ),
             stop=zeros,
             log_probs=None
             if self.num_best is None
@@ -253,7 +258,8 @@ class SpeculativeDecoder:
         Args:
             model: the target.
             drafter: the drafter given to `start`.
-            state: a state from `start`, `run` or `stree_jax.decoding.slots`; donated.
+            state: a state from `start`, `run` or `stree_jax.decoding.slots`; donated. One that a
+                decoder with a deeper chain has started serves any tree of fewer nodes too.
             limits: token limit and end-of-sequence tokens of each row.
             sampling: sampling settings of each row.
             max_steps: most steps, rounded up to a multiple of `steps_per_sync`; traced.
@@ -281,12 +287,16 @@ class SpeculativeDecoder:
                 0, self.steps_per_sync, step, state, unroll=min(2, self.steps_per_sync)
             )
 
-        auto: Any = drafter
+        record = state.pending, state.path
+        if self.topology.depth < buffer_depth(state):  # no path waits: the last run replayed it
+            sizes = len(state.done), self.topology.num_nodes
+            pending, path = model.init_pending(*sizes), empty_path(*sizes)
+            state = state._replace(pending=pending, path=path)
         with dispatch.to_the_bit(self.to_the_bit):
-            if drafter is not None and drafter.choices:  # then it is an `AutoDrafter`
-                ends = limits if stop_after_ended is None else None
-                return auto.run(state, unfinished, ends, self.verifier, model, limits, sampling)
-            return settled(model, lax.while_loop(unfinished, some_steps, state))
+            state = settled(model, lax.while_loop(unfinished, some_steps, state))
+        if self.topology.depth < buffer_depth(state):
+            state = state._replace(pending=record[0], path=record[1])
+        return state
 
     @_donating
     @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
@@ -299,10 +309,8 @@ class SpeculativeDecoder:
         limits: Limits | Any,
         sampling: Sampling | Any,
     ) -> tuple[DecodeState, DraftTree, Verdict]:
-        """One iteration of `run`, for streaming and inspection; with one tree, not a choice."""
+        """One iteration of `run`, for streaming and inspection."""
         limits, sampling = checked_settings(limits, sampling, len(state.done))
-        if drafter is not None and drafter.choices:
-            raise ValueError("a choice of trees is made by run: use run(..., max_steps=1)")
         static = self.topology, self.verifier
         with dispatch.to_the_bit(self.to_the_bit):
             return decode_step(*static, model, drafter, state, limits, sampling)

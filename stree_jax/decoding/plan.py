@@ -1,6 +1,5 @@
 """Checks the arguments of `generate` and makes a `Plan` of them. Nothing is compiled here."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from stree_jax.decoding.prompts import (
 from stree_jax.decoding.rules import Rule, join_numbers, kind, map_rows, of_batch, of_rows
 from stree_jax.decoding.stops import Stopping, stopping_of, stops_of
 from stree_jax.decoding.token_rules import MinNewTokens
+from stree_jax.decoding.tree_choice import TreeChoice
 from stree_jax.decoding.types import Context, Limits, Sampling
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.decoding.way import Topology, Way
@@ -62,16 +62,8 @@ class Plan(NamedTuple):
     limits: Limits
     sampling: Sampling
     rows: list[Row]
-
-    @property
-    def choices(self) -> tuple[TreeTopology, ...]:
-        """The trees of a choice, or none."""
-        return () if self.drafter is None else self.drafter.choices
-
-    def without_drafts(self) -> "Plan":
-        """The request with the same texts and no drafter."""
-        decoder = dataclasses.replace(self.decoder, topology=TreeTopology.chain(0))
-        return self._replace(decoder=decoder, drafter=None)
+    trees: tuple[TreeTopology, ...] = ()  # of a choice; the decoder's is then as large as any
+    choice: TreeChoice | None = None  # the user's own
 
     def placed(self, partition: Partition) -> "Plan":
         """The request with its arrays on the mesh, padded to a multiple of its shards.
@@ -162,6 +154,8 @@ def plan(
         limits_of(rows, vocab_size, (1, 1) if has_stops else None),
         sampling_of(rows, may_differ=may_differ),
         rows,
+        fitted.trees,
+        fitted.choice,
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stree_jax.decoding.auto import AutoState
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.prefix.prefix import Prefix
 from stree_jax.decoding.step import DRAFT_FAILED, NO_ROOM, RULED_OUT, TARGET_FAILED
@@ -166,14 +165,18 @@ class Ended(NamedTuple):
     log_probs: TokenLogProbs | None
     calls: np.ndarray | None
     eos_tokens: np.ndarray
-    by_tree: np.ndarray | None  # `Choosing.counts` of `topology="auto"`
+    by_tree: np.ndarray | None  # `Quanta.by_tree`
 
     @classmethod
-    def of(cls, state: DecodeState, limits: Limits, num_rows: int | None = None) -> "Ended":
+    def of(
+        cls,
+        state: DecodeState,
+        limits: Limits,
+        by_tree: np.ndarray | None,
+        num_rows: int | None = None,
+    ) -> "Ended":
         """Returns that of the first rows. All processes of a mesh call this."""
         taken = (getattr(state, name) for name in cls._fields[:-2])
-        drafter = state.drafter
-        by_tree = drafter.choosing.counts if isinstance(drafter, AutoState) else None
         return cls(*on_host((*taken, limits.eos_tokens, by_tree), num_rows))
 
     def new(self, row: int, stopping: Stopping) -> "NewTokens":
@@ -289,18 +292,18 @@ def failure(failed: np.ndarray, emitted: np.ndarray, row: int) -> str:
 def statistics_of(
     statistics: Statistics, request: Plan, by_tree: np.ndarray | None
 ) -> DecodeStatistics:
-    """Sums over rows, and the ratios; with "auto" calls by tree, None: all were without drafts."""
+    """Sums over rows, and the ratios; with a choice of trees calls by tree."""
     counts = jax.tree.map(np.asarray, statistics)
     calls, tokens = int(counts.target_calls.sum()), int(counts.emitted.sum())
     topology = request.decoder.topology
     accepted = counts.accepted_per_depth.sum(axis=0)
     accepted = np.pad(accepted, (0, topology.depth - len(accepted)))
-    trees = request.choices or (topology,)
-    of_trees = np.zeros((len(trees), topology.depth + 1), int)  # calls by accepted drafts
-    of_trees[0] = -np.diff([calls, *accepted, 0])
-    if by_tree is not None:
-        of_trees = by_tree.sum(axis=0)
-    calls_by_tree = dict(zip(request.choices, of_trees.sum(axis=1).tolist(), strict=False))
+    trees = request.trees or (topology,)
+    of_trees = -np.diff([[calls, *accepted, 0]])  # calls by accepted drafts
+    if request.trees:
+        none = np.zeros((len(trees), topology.depth + 1), int)
+        of_trees = none if by_tree is None else by_tree.sum(axis=0)
+    calls_by_tree = dict(zip(request.trees, of_trees.sum(axis=1).tolist(), strict=False))
     reached = [
         of_trees[[tree.depth > level for tree in trees], level:].sum()
         for level in range(topology.depth)

@@ -19,7 +19,7 @@ from stree_jax.decoding.sampling import (
     position_noise,
     token_log_probs,
 )
-from stree_jax.decoding.traced_checks import check_like, checked_proposal, some
+from stree_jax.decoding.traced_checks import check_like, checked_proposal, checked_state, some
 from stree_jax.decoding.types import (
     Context,
     DecodeState,
@@ -78,13 +78,20 @@ def decode_step(
     limits: Limits,
     sampling: Sampling,
 ) -> tuple[DecodeState, DraftTree, Verdict]:
-    """The state after a step, the draft tree, and the verdict, cut where the row ended."""
+    """The state after a step, the draft tree, and the verdict, cut where the row ended.
+
+    Without a drafter a drafter's state stays as it is; a tree of the root alone drafts nothing.
+    """
     processing = Processing.of(sampling.processors, state.processors)
     verified = _draft_and_verify(topology, verifier, model, drafter, state, sampling, processing)
-    # The buffers' depth: that of the tree, or of the largest one.
-    depth = state.statistics.accepted_per_depth.shape[1]
+    depth = buffer_depth(state)
     emitted = _emit(verified, state, limits, processing, depth)
     return _advance(topology, drafter, state, limits, sampling, processing, verified, emitted)
+
+
+def buffer_depth(state: DecodeState) -> int:
+    """The depth that the buffers have room for: that of the tree, or of a larger one."""
+    return state.statistics.accepted_per_depth.shape[1]
 
 
 def _draft_and_verify(
@@ -108,12 +115,13 @@ def _draft_and_verify(
     step = Step(state.context, keys[:, 0], noise, sampling, processing)
 
     draft = root_only(state.context)
-    drafter_state = None
-    if drafter is not None:
+    drafter_state = state.drafter
+    if drafter is not None and topology.num_nodes > 1:
         with jax.named_scope("draft"), dispatch.to_the_bit(False):  # drafts change no text
             returned = drafter.propose(state.drafter, step, topology)
             draft, drafter_state = checked_proposal(
-                drafter, returned, state.drafter, len(state.done), topology, vocab_size
+                *(drafter, returned, state.drafter, len(state.done), topology, vocab_size),
+                has_room=topology.depth < buffer_depth(state),
             )
             agreed = model.shard.broadcast_from_first((draft.tokens, draft.tree, draft.finite))
             draft = draft._replace(tokens=agreed[0], tree=agreed[1], finite=agreed[2])
@@ -219,7 +227,10 @@ def _advance(
     if drafter is not None:
         with jax.named_scope("draft"):
             committed = drafter.commit(drafts, draft, cut, verified.hidden, topology)
-        drafts = check_like(f"{type(drafter).__name__}.commit: state", committed, state.drafter)
+        drafts = checked_state(
+            *(f"{type(drafter).__name__}.commit: state", committed, state.drafter),
+            has_room=topology.depth < buffer_depth(state),
+        )
 
     records = state.log_probs
     if records is not None:
@@ -249,7 +260,7 @@ def _advance(
         drafter=drafts,
         processors=processing.commit(verified.processors, last, emitted.tokens, count),
         step=state.step + 1,
-        statistics=_counted(state.statistics, draft, verdict, count, emitted.active),
+        statistics=_counted(state.statistics, draft, verdict, count, emitted.active, last),
         log_probs=records,
         stop=emitted.stop,
         calls=calls,
@@ -292,8 +303,9 @@ def _counted(
     verdict: Verdict,
     count: Int[Array, " B"],
     active: Bool[Array, " B"],
+    last: Int[Array, " B"],
 ) -> Statistics:
-    depth = statistics.accepted_per_depth.shape[1]
+    depth, num_nodes = (counts.shape[1] for counts in statistics[-2:])
     accepted = jnp.where(active, jnp.minimum(verdict.num_accepted, count), 0)
     drafted = jnp.where(active, draft.tree.valid.sum(axis=-1, dtype=jnp.int32) - 1, 0)
     return Statistics(
@@ -303,4 +315,6 @@ def _counted(
         accepted=statistics.accepted + accepted,
         accepted_per_depth=statistics.accepted_per_depth
         + (accepted[:, None] > jnp.arange(depth, dtype=jnp.int32)[None]).astype(jnp.int32),
+        path_ends=statistics.path_ends
+        + (last[:, None] == jnp.arange(num_nodes, dtype=jnp.int32)[None]).astype(jnp.int32),
     )

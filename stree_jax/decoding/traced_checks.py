@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from stree_jax.array_types import Array
 from stree_jax.decoding.types import Context, DraftTree, Drawn, Limits, Sampling
 from stree_jax.messages import shown
 from stree_jax.tree import Tree, TreeTopology
@@ -94,7 +96,14 @@ def checked_settings(limits: Any, sampling: Any, batch: int) -> tuple[Limits, Sa
 
 
 def checked_proposal(
-    drafter: Any, returned: Any, before: Any, batch: int, topology: TreeTopology, vocab_size: int
+    drafter: Any,
+    returned: Any,
+    before: Any,
+    batch: int,
+    topology: TreeTopology,
+    vocab_size: int,
+    *,
+    has_room: bool,
 ) -> tuple[DraftTree, Any]:
     """What `propose` returned: a draft of the topology's size, and a state as before."""
     name = f"{type(drafter).__name__}.propose"
@@ -113,7 +122,25 @@ def checked_proposal(
         getattr(draft, "drawn", Drawn()),
     )
     draft = check_like(f"{name}: draft", draft, example)
-    return draft, check_like(f"{name}: state", state, before)
+    return draft, checked_state(f"{name}: state", state, before, has_room=has_room)
+
+
+def checked_state(what: str, state: Any, before: Any, *, has_room: bool) -> Any:
+    """A drafter's state, like that before; `has_room`: for larger trees, so it may be smaller."""
+    structures: list[Any] = [*map(jax.tree.structure, (state, before))]
+    if has_room and structures[0] == structures[1]:
+        state = jax.tree.map(_into, before, state)
+    return check_like(what, state, before)
+
+
+def _into(room: Array, new: Array) -> Array:
+    """An array with its beginning replaced, in place where nothing else reads it."""
+    sizes = zip(new.shape, room.shape, strict=False)
+    if new.shape == room.shape or new.ndim != room.ndim or any(n > most for n, most in sizes):
+        return new
+    if room.dtype == bool:  # a mask: what a smaller tree lacks is on no path
+        room = jnp.zeros_like(room)
+    return lax.dynamic_update_slice(room, new.astype(room.dtype), (0,) * room.ndim)
 
 
 def kind_of(value: Any) -> str:

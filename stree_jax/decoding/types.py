@@ -177,6 +177,7 @@ class Statistics(NamedTuple):
     drafted: Int[Array, " B"]
     accepted: Int[Array, " B"]
     accepted_per_depth: Int[Array, "B D"]  # steps that accepted at least 1, 2, ... drafts
+    path_ends: Int[Array, "B N"]  # steps whose path ended at each node
 
 
 class TokenLogProbs(NamedTuple):

@@ -1,5 +1,6 @@
 """`Way`: how a text is drafted and accepted, which changes its speed and not its tokens."""
 
+import contextlib
 import dataclasses
 import numbers
 from collections.abc import Sequence
@@ -8,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from stree_jax.decoding.auto import NO_TOPOLOGY, AutoDrafter, trees_of
 from stree_jax.decoding.drafters.base import Drafter, draft_models, drawn_by, with_tokens_of
+from stree_jax.decoding.tree_choice import NO_TOPOLOGY, TREES, TreeChoice
 from stree_jax.decoding.verifiers import Verifier, default_verifier, verifier_of
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.messages import shown
@@ -17,16 +18,19 @@ from stree_jax.models.bits import bits_obstacle
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology, parsed
 
-# A tree, words for one such as "chain:4", "auto", or trees to choose from; `Way.fitted` checks it.
-Topology = TreeTopology | str | Sequence[TreeTopology] | Any
+# A tree, words for one such as "chain:4"; "auto", trees to choose from, or a `TreeChoice`.
+Topology = TreeTopology | str | Sequence[TreeTopology] | TreeChoice | Any
+BY_DEFAULT = None  # the topology of a drafter without one; "auto": a choice, where one is possible
 
 
 class FittedWay(NamedTuple):
     """A way to decode with a target, in which nothing is left to choose."""
 
     drafter: Drafter | None
-    topology: TreeTopology
+    topology: TreeTopology  # of several trees one that is as large as any
     verifier: Verifier
+    trees: tuple[TreeTopology, ...] = ()  # to choose from, the first without drafts
+    choice: TreeChoice | None = None  # the user's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,22 +64,33 @@ class Way:
             ValueError: they do not fit each other or the target, the verifier is lossy and that is
                 not allowed, or the texts are not equal to the bit and that was asked for.
         """
+        if BY_DEFAULT is not None and self.topology is None and self.drafter is not None:
+            with contextlib.suppress(ValueError):  # if it cannot be: the drafter's own tree
+                choosing = dataclasses.replace(self, topology=BY_DEFAULT)
+                return choosing.fitted(model, temperature_is_zero=temperature_is_zero)
         _check_drafter(self.drafter)
         _check_placement(model, self.drafter)
         drafter, topology = with_tokens_of(self.drafter, model), self.topology
         if isinstance(topology, str):
             topology = parsed(topology)
-        if isinstance(topology, str | Sequence):
+        trees: tuple[TreeTopology, ...] = ()
+        choice = topology if isinstance(topology, TreeChoice) else None
+        if choice is not None or isinstance(topology, str | Sequence):
             if drafter is None:
                 raise ValueError(_needs_drafter(f"topology = {shown(topology)}"))
-            trees = trees_of(topology, drafter, model, temperature_is_zero=temperature_is_zero)
-            if model.partition is not ONE_DEVICE:
+            how = {"temperature_is_zero": temperature_is_zero}
+            among = choice or _choice_of(topology, drafter, model, **how)
+            if drafter.chooses_shape:
                 raise ValueError(
-                    f"topology = {shown(topology)} is for one device: on a mesh name a tree"
+                    f'topology = "auto": {type(drafter).__name__} chooses the shape of its trees'
+                    " itself; give it a TreeTopology.budget, or leave topology out"
                 )
-            drafter, topology = AutoDrafter(drafter, trees), None
+            trees, topology = among.trees, among.largest
+            for tree in trees[1:]:
+                _checked_topology(tree, drafter, model.config.vocab_size)
+                drafter.check(model, tree, **how)
         topology = _checked_topology(topology, drafter, model.config.vocab_size)
-        if drafter is not None:
+        if drafter is not None and not trees:
             drafter.check(model, topology, temperature_is_zero=temperature_is_zero)
         drawn = drawn_by(drafter, topology, temperature_is_zero=temperature_is_zero)
         verifier = verifier_of(
@@ -84,7 +99,7 @@ class Way:
             else self.verifier
         )
         verifier.check(drawn, topology, temperature_is_zero=temperature_is_zero)
-        if drafter is not None and drafter.choices and not verifier.follows_target:
+        if trees and not verifier.follows_target:
             raise ValueError(
                 f'topology = "auto" with verifier {verifier.name!r}, whose texts depend on the'
                 " tree: use 'target_only', or name a tree"
@@ -98,7 +113,19 @@ class Way:
             obstacle = bits_obstacle(model, topology.num_nodes, to_the_bit=True)
             if obstacle:
                 raise ValueError(f"to_the_bit = True is refused: {obstacle}; leave it out")
-        return FittedWay(drafter, topology, verifier)
+        return FittedWay(drafter, topology, verifier, trees, choice)
+
+
+def _choice_of(topology: Any, drafter: Drafter, model: HybridLM, **how: Any) -> TreeChoice:
+    """A choice of the user's trees; "auto": `TREES` that the drafter can fill, or its own."""
+    if topology != "auto":
+        return TreeChoice(topology)
+    fitting = []
+    for tree in TREES:
+        with contextlib.suppress(ValueError):
+            drafter.check(model, tree, **how)
+            fitting.append(tree)
+    return TreeChoice(fitting or [drafter.default_topology()])
 
 
 def _check_drafter(drafter: Drafter | None) -> None:
@@ -135,7 +162,7 @@ def _check_placement(model: HybridLM, drafter: Drafter | None) -> None:
 
 
 def _checked_topology(
-    topology: TreeTopology | None, drafter: Drafter | None, vocab_size: int
+    topology: TreeTopology | Any, drafter: Drafter | None, vocab_size: int
 ) -> TreeTopology:
     if topology is None:
         topology = TreeTopology.chain(0) if drafter is None else drafter.default_topology()

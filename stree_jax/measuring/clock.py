@@ -1,18 +1,19 @@
 """The clock: calls timed in turns, round by round; what a machine and a program are."""
 
+import contextlib
 import datetime
 import itertools
 import os
 import platform
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 import jax
 import numpy as np
-
-from stree_jax.decoding.tree_times import processor
 
 Item = TypeVar("Item")
 Output = TypeVar("Output")
@@ -105,3 +106,11 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def processor() -> str:
+    """The processor's name."""
+    with contextlib.suppress(OSError):
+        if match := re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()):
+            return match[1]
+    return platform.processor()

@@ -82,9 +82,13 @@ class Method(NamedTuple):
 
     def _first_step(self, target: HybridLM, batch: Batch) -> tuple[Any, ...]:
         """The decoder and the arguments of its loop: a row ends with its first new token."""
-        decoder, drafter, context, keys, limits, sampling, _ = self.planned(target, batch)
+        request = self.planned(target, batch)
+        decoder, drafter, context, keys, limits, sampling, *_ = request
         with dispatch.on(target):
             state = decoder.start(target, drafter, context, keys, sampling)
+        if request.trees:  # the decoder has the sizes of all of them
+            largest = max(request.trees, key=lambda tree: tree.num_nodes)
+            decoder = dataclasses.replace(decoder, topology=largest)
         limits = limits._replace(max_new_tokens=jnp.minimum(limits.max_new_tokens, 1))
         return decoder, target, drafter, state, limits, sampling
 
@@ -115,7 +119,7 @@ def compare(
             continue
         calls["first", method.name] = functools.partial(method.first_token, target)
         model, request = method.target or target, plans[method.name]
-        drafts_alone = request.drafter is not None and not request.drafter.choices
+        drafts_alone = request.drafter is not None and not request.trees
         if drafts_alone and model.partition == ONE_DEVICE:
             draft = drafting(model, request)
             calls["draft", method.name] = functools.partial(_drafted, model, draft)

@@ -1,6 +1,6 @@
 """Host-side collectives between processes, and copies to the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +43,13 @@ def on_host(tree: Any, num_rows: int | None = None) -> Any:
         tree = jax.jit(_same, out_shardings=everywhere)(tree)
     tree = jax.tree.map(np.asarray, tree)
     return tree if num_rows is None else jax.tree.map(lambda leaf: leaf[:num_rows], tree)
+
+
+def of_first(numbers: Sequence[int], like: jax.Array) -> tuple[int, ...]:
+    """The numbers of process 0, if an array like this lies in several; all of them call this."""
+    if like.is_fully_addressable:
+        return (*numbers,)
+    return (*multihost_utils.broadcast_one_to_all(np.array(numbers, np.int32)).tolist(),)
 
 
 def total_of_processes(numbers: np.ndarray) -> np.ndarray:

@@ -77,10 +77,12 @@ def of_waiting(job: Job, now: float) -> Completion:
     job.began = job.began or now
     zero: Any = np.zeros(1, np.int32)
     nothing: Any = np.zeros((0, 0), np.int32)
-    by_depth: Any = np.zeros((1, job.plan.decoder.topology.depth), np.int32)
+    topology = job.plan.decoder.topology
+    sizes = topology.depth, topology.num_nodes
+    tables: Any = [np.zeros((1, size), np.int32) for size in sizes]
     text = None if job.plan.rows[0].stopping.tokenizer is None else ""
     new = NewTokens(nothing, CANCELLED, TokenLogProbs(nothing, nothing, nothing), text)
-    return _completion(job, new, Statistics(zero, zero, zero, zero, by_depth), now)
+    return _completion(job, new, Statistics(zero, zero, zero, zero, *tables), now)
 
 
 def _completion(

@@ -22,9 +22,9 @@ from stree_jax.decoding.prefix.prefix import (
     fits,
     origin_of,
 )
+from stree_jax.decoding.quanta import Quanta
 from stree_jax.decoding.results import Ended
-from stree_jax.decoding.tree_times import DraftHistory
-from stree_jax.decoding.types import DecodeState, Limits
+from stree_jax.decoding.types import Limits
 from stree_jax.mesh.hosts import on_host
 from stree_jax.models.lm import HybridLM
 
@@ -55,7 +55,12 @@ class Pool:
         self._started: set[int] = set()  # rows that have started since the last run
         self._tables: dict[int, Any] = {}  # of processors, on the mesh
         self._origin = origin_of(model, drafter)
-        self._trees: DraftHistory | None = None  # of the last run, with a choice of trees
+        self._quanta = self._new_quanta()
+
+    def _new_quanta(self) -> Quanta:
+        plan = self._plans[True] or self._plans[False]
+        assert plan is not None
+        return Quanta(plan, self._model, self._num_rows, ends=False)
 
     @property
     def nbytes(self) -> int:
@@ -90,9 +95,9 @@ class Pool:
     def renew(self) -> None:
         """Takes the weights that model and drafter have now; no row has a text.
 
-        What texts before taught about drafts, which free rows keep too, was of the old weights.
+        What texts before taught about drafts was of the old weights.
         """
-        self.state = self._trees = None
+        self.state, self._quanta = None, self._new_quanta()
         self._origin = origin_of(self._model, self._drafter)
 
     def signed(self, prefix: Prefix) -> Prefix:
@@ -103,13 +108,12 @@ class Pool:
         """Starts a free row with a plan's settings and its text's prefix; again, if interrupted."""
         self._extend(plan)
         decoder, drafter = self.program(plan.rows[0].is_greedy)
-        if self._trees is not None:
-            prefix = prefix._replace(drafter=self._trees.begun(prefix.drafter, alone=False))
         with dispatch.on(self._model):
             self._fit(decoder, drafter)
             new = [row], prefix, plan.keys
             with _uninterrupted():
                 self.state = slots.insert(decoder, self._model, self.state, *new)
+                self._quanta.begin(row)
         self._started.add(row)
 
     def run(self, rows: Mapping[int, Row], max_steps: int, stop_after_ended: int) -> list[int]:
@@ -123,32 +127,23 @@ class Pool:
             stop_after_ended = self._num_rows
         self.state = slots.with_processors(self._model, self.state, sampling, self._started)
         self._started.clear()
-
-        def run(state: DecodeState, limits: Limits, steps: int) -> DecodeState:
-            arguments = self._model, drafter, state, limits, sampling
-            return decoder.run(*arguments, steps, stop_after_ended)
-
-        limits = self._limits(rows)
         with dispatch.on(self._model):
             self._fit(decoder, drafter)
-            if drafter is not None and drafter.choices:
-                self._trees = DraftHistory(self._model, drafter, self._num_rows, sampling)
-                self._trees.set_times(self.state, limits, run)
             with _uninterrupted():
-                self.state = run(self.state, limits, max_steps)
-        done, running = on_host(self.state.done), sorted(rows)
-        if self._trees is not None:
-            choosing = on_host(self.state.drafter.choosing)
-            self._trees.teach(jax.tree.map(lambda part: part[running], choosing))
-        return [row for row in running if done[row]]
+                arguments = self._limits(rows), sampling, max_steps, stop_after_ended
+                self.state = self._quanta.run(decoder, self.state, *arguments)
+        done = on_host(self.state.done)
+        return [row for row in sorted(rows) if done[row]]
 
     def ended(self, rows: Mapping[int, Row]) -> Ended:
         """The results of these rows so far."""
-        return Ended.of(self.state, self._limits(rows))
+        return Ended.of(self.state, self._limits(rows), self._quanta.by_tree)
 
     def take(self, row: int) -> Prefix:
         """The prefix of the text in a row, which did not fail."""
         with dispatch.on(self._model):
+            taken = np.arange(self._num_rows) == row
+            self.state = self._quanta.caught_up(self.state, taken)
             return self.signed(slots.take(self.state, row))
 
     def new_tokens(self) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ D is not 1, time steps vary, and logits are far from uniform.
 
 from stree_jax.testing.exactness import (
     PROMPTS,
+    RandomChoice,
     apply,
     assert_lossless,
     assert_same_distribution,
@@ -33,6 +34,7 @@ __all__ = [
     "CONFIGS",
     "HYBRIDS",
     "PROMPTS",
+    "RandomChoice",
     "apply",
     "assert_lossless",
     "assert_same_distribution",

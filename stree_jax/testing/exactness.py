@@ -19,14 +19,32 @@ from stree_jax.decoding.processors import Processing, first_states
 from stree_jax.decoding.results import PAD, Generation
 from stree_jax.decoding.rules import Rule, map_rows
 from stree_jax.decoding.sampling import filtered_logits, position_noise, token_log_probs
+from stree_jax.decoding.tree_choice import TREES, TreeChoice
 from stree_jax.decoding.types import Context
 from stree_jax.decoding.verifiers import Verifier
 from stree_jax.decoding.way import Topology, Way
 from stree_jax.models.bits import bits_obstacle
 from stree_jax.models.lm import HybridLM
+from stree_jax.tree import TreeTopology
 
 # Ragged: a prompt of one token, and one whose repetitions prompt lookup finds.
 PROMPTS = [[5, 9, 2, 30, 11, 7, 7], [3], [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]]
+
+
+class RandomChoice(TreeChoice):
+    """Takes any of the trees at random, for a random number of steps: `topology=RandomChoice()`."""
+
+    def __init__(self, trees: Sequence[TreeTopology] = TREES, *, seed: int = 0, most: int = 2):
+        super().__init__(trees)
+        self._draws, self._most = np.random.default_rng(seed), most
+
+    def next(self, *_: Any, **__: Any) -> tuple[int, int]:
+        """See `TreeChoice`."""
+        number, steps = self._draws.integers((0, 1), (len(self.trees), self._most + 1))
+        return int(number), int(steps)
+
+    def wanted(self, *_: Any) -> None:
+        """See `TreeChoice`: a program is compiled when it is used."""
 
 
 @jax.transfer_guard("allow")

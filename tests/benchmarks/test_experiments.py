@@ -25,7 +25,8 @@ GREEDY = f"{SIZES} --temperatures 0"
 SMALLEST = {
     "decode": (GREEDY, "decoding tau speed_up accepted_per_depth"),
     "peer": (SIZES, "methods times_transformers identical_prompts"),
-    "methods auto": (GREEDY, "decoding tau speed_up identical"),
+    "first_text": ("", "texts first_seconds longest_wait_ms"),
+    "methods auto": (f"--rows 2 {GREEDY} --prompts 2", "decoding rows tau speed_up"),
     "methods batch": (f"--rows 2 {GREEDY} --prompts 2", "decoding rows tau speed_up"),
     "methods hierarchical": (f"{GREEDY} --small SMALL", "decoding tau speed_up"),
     "methods medusa": (f"{SIZES} --temperatures 1", "decoding tau speed_up identical"),

@@ -52,7 +52,7 @@ def test_python_has_the_same_words(tmp_path):
     asked = partial(plan, tiny_model(), [[1]], drafter=st.NgramDrafter())
     assert asked(topology="branching:2,1").decoder.topology.parents == (-1, 0, 0, 1, 2)
     assert asked(topology=f"@{file}").drafter is None  # not to draft
-    assert [tree.name for tree in asked(topology=f"auto@{file}").choices[1:]] == [
+    assert [tree.name for tree in asked(topology=f"auto@{file}").trees[1:]] == [
         "chain of 1",
         "chain of 2",
     ]

@@ -128,20 +128,18 @@ def test_the_caches_of_a_prompt_are_not_copied():
 
 
 SCOPES = {"draft", "verify", "replay", "sampling"}
-WAYS = ["branching", "beam", "dynamic", "lookup", "heads", "turns", "auto"]
+WAYS = ["branching", "beam", "dynamic", "lookup", "heads", "turns"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("way", some(WAYS, "branching", "turns"))
 def test_a_profile_names_the_parts_of_a_step(way, temperature):
-    """Of the loop, which all run with a choice, and of the step that `stream` runs without one."""
-    model, chosen = tiny_model(), {"topology": "auto"} if way == "auto" else {}
-    options = drafts(model, "chain of 1" if chosen else way) | chosen
-    request = plan(model, [[1, 2]], temperature=temperature, key=0, **options)
-    decoder, drafter, context, keys, limits, sampling, _ = request
+    """Of the loop, and of the step that `stream` runs."""
+    model = tiny_model()
+    request = plan(model, [[1, 2]], temperature=temperature, key=0, **drafts(model, way))
+    decoder, drafter, context, keys, limits, sampling, *_ = request
     state = decoder.start(model, drafter, context, keys, sampling)
-    programs = (st.SpeculativeDecoder.run, st.SpeculativeDecoder.step)
-    for program in programs[:1] if chosen else programs:
+    for program in (st.SpeculativeDecoder.run, st.SpeculativeDecoder.step):
         lowered = program.lower(decoder, model, drafter, state, limits, sampling)
         names = re.findall(r'loc\("([^"]*)"', lowered.as_text(debug_info=True))
         if way == "branching":  # as XLA keeps them

@@ -100,7 +100,7 @@ RUNS = {
     **{
         f"{kind} of {name}": Run(name, drafter=kind)
         for name in FAMILIES
-        for kind in ("ngram", "beam", "dynamic", "deep", "turns")
+        for kind in ("ngram", "beam", "dynamic", "deep", "turns", "random trees")
     },
     **{
         f"{kind} of {name}, sampled": Run(name, drafter=kind, options=options)
@@ -110,6 +110,7 @@ RUNS = {
             "tree": sampled(3, 0.8, top_k=9),
             "beam": sampled(4, top_p=0.9),
             "turns": sampled(5),
+            "random trees": sampled(5),
         }.items()
     },
     **{

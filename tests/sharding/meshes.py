@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 import stree_jax as st
-from stree_jax.testing import PROMPTS, perturbed, random_model
+from stree_jax.testing import PROMPTS, RandomChoice, perturbed, random_model
 from tests.sharding.configs import CONFIGS
 
 NEW_TOKENS = 12
@@ -41,6 +41,7 @@ def replicated_draft(name, data, model):
 DRAFTERS = {
     "tree": (st.ModelDrafter, TREE),
     "chain": (st.ModelDrafter, st.TreeTopology.chain(3)),
+    "random trees": (st.ModelDrafter, RandomChoice()),
     "ngram": (lambda _: st.NgramDrafter(), None),
     "beam": (st.BeamDrafter, st.TreeTopology.beam(3, 3)),
     "dynamic": (st.DynamicDrafter, st.TreeTopology.budget(8, 3)),

@@ -140,7 +140,7 @@ SERVED = {
         )
         for name in ("mamba2", "bamba")
         for mesh in MESHES
-        for drafter in ("tree", "ngram", "beam")
+        for drafter in ("tree", "ngram", "beam", "random trees")
     },
 }
 

@@ -51,15 +51,12 @@ class Drafter(nnx.Module):
             `stree_jax.tuning.rank_trace`; None: they do not.
         outputs_ahead: the same in less for heads on the target's states, with a method `logits`,
             see `HeadModel`.
-        choices: trees of which the loop takes one in each step, see `stree_jax.decoding.auto`; ():
-            each step has the decoder's.
     """
 
     inner_layers: tuple[int, ...] | None = ()
     chooses_shape: bool = False
     rank_trace: Any = None
     outputs_ahead: Any = None
-    choices: tuple[TreeTopology, ...] = ()
     _child_sampling: str = "top_k"  # or the option of this name of the library's drafters
 
     def child_sampling(self, topology: TreeTopology, *, temperature_is_zero: bool) -> Drawn | Any:
@@ -121,6 +118,7 @@ class Drafter(nnx.Module):
                 settings. Drafts that depend on `step.noise` are "shared".
             topology: sizes and, for a static tree, the shape: `topology.tree(valid)`. A tree of
                 another shape needs `topology.num_nodes` nodes and at most `topology.depth` levels.
+                With a choice of trees it may be smaller than the state has room for.
 
         Returns:
             The draft tree and the state. Nodes that a row lacks are not `valid`.
