@@ -93,6 +93,7 @@ FAMILIES = {
     "Lara": _enlarged(HYBRIDS["lara"]),
     "LFM2": _enlarged(HYBRIDS["lfm2"]),
     "LFM2-MoE": _enlarged(HYBRIDS["lfm2_moe"]),
+    "LFM3": _enlarged(HYBRIDS["lfm3"]),
 }
 
 PROMPT_LENGTHS = (37, 5, 64, 1)

@@ -34,6 +34,7 @@ FAMILIES = {
     "qwen3_5": configs.QWEN3_5_27B,
     "lfm2": configs.LFM2_2B | {"layer_types": None},
     "lfm2_moe": configs.LFM2_8B,
+    "lfm3": configs.LFM3_2B | {"layer_types": None},
     "zamba2": configs.ZAMBA2_2B | {"lora_rank": None},
     "mamba_in_llama": configs.MAMBA_IN_LLAMA_8B[0],
     "codestral": {"dim": 64, "n_layers": 1, "vocab_size": 48, "n_heads": None},

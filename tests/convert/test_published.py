@@ -60,6 +60,7 @@ def shape(config):
         ((configs.LFM2_1B,), "LFM2-1.2B"),
         ((configs.LFM2_2B,), "LFM2-2.6B"),
         ((configs.LFM2_8B,), "LFM2-8B-A1B"),
+        ((configs.LFM3_2B,), "LFM3-1.7B"),
     ],
 )
 def test_the_preset_says_the_same(files, preset, tmp_path):
@@ -77,6 +78,7 @@ def test_the_preset_says_the_same(files, preset, tmp_path):
         (configs.QWEN3_5_35B, 34.7e9),
         (configs.LFM2_350M, 0.354e9),
         (configs.LFM2_8B, 8.34e9),
+        (configs.LFM3_2B, 1.7e9),
     ],
 )
 def test_the_number_of_parameters(values, num_parameters, tmp_path):
