@@ -20,7 +20,7 @@ from stree_jax.models.short_conv import ShortConvConfig
 Preset = dict[str, Any]
 
 
-def _hybrid(vocab_size: int, d_model: int, layers: Iterable[str], **options: Any) -> Preset:
+def _hybrid(vocab_size: int, d_model: int, layers: Iterable[Any], **options: Any) -> Preset:
     """A model whose residual stream has the dtype of its weights."""
     sizes = dict(vocab_size=vocab_size, d_model=d_model, residual_float32=False)
     return sizes | dict(layers=tuple(layers)) | options

@@ -24,7 +24,9 @@ def shape(config):
     """The config without what presets leave out: multipliers, length limits and tokens."""
     multipliers = dict.fromkeys(("input_multiplier", "output_multiplier", "key_multiplier"), 1.0)
     multipliers |= dict(gate_multiplier=1.0, section_multipliers=(1.0,) * 5)
-    parts = {name: getattr(config, name) for name in ("mamba2", "attention", "mlp")}
+    names = ["mamba2", "attention", "mlp"]
+    differing = [layer.kind for layer in config.distinct_layers]  # LFM3's attention
+    parts = {name: getattr(config, name) for name in names if differing.count(name) < 2}
     plain = {
         name: dataclasses.replace(
             part, **{key: one for key, one in multipliers.items() if hasattr(part, key)}
