@@ -9,7 +9,6 @@ with no sentence, so that its drafts fail. Trees are compared by processes in tu
 import argparse
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -23,9 +22,10 @@ OPTIONS = {"--tree": "auto"}
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """Both texts."""
     pair, times = embedded_pair(1), []
+    drafter = st.ModelDrafter(pair.draft)
     for prompt, tokens in (pair.prompts[0], 128), ([*range(64)], 1500):
-        way: Any = {"drafter": st.ModelDrafter(pair.draft), "topology": options.tree, "key": 0}
-        way |= {"temperature": 1.0, "max_new_tokens": tokens, "eos_token": ()}
+        how = st.Options(max_new_tokens=tokens, temperature=1.0, key=0, eos_token=())
+        way = {"drafter": drafter, "topology": options.tree, "options": how}
         began, text = time.perf_counter(), st.stream(pair.target, [prompt], **way)
         times.append([time.perf_counter() - began for _ in text])
     line = {"first_seconds": times[0][-1], "longest_wait_ms": 1e3 * max(np.diff(times[1]))}

@@ -1,4 +1,4 @@
-"""Is text with drafts that of autoregressive decoding? 16 families, fourteen ways of decoding.
+"""Is text with drafts that of autoregressive decoding? 17 families, fourteen ways of decoding.
 
 At temperature 0, and at temperature 1 with shared noise; in float32, bfloat16 and 8 bits, as models
 are loaded on this device. Besides drafters and trees there are logits processors with a state,
@@ -92,6 +92,7 @@ FAMILIES = {
     "Lara": _enlarged(HYBRIDS["lara"]),
     "LFM2": _enlarged(HYBRIDS["lfm2"]),
     "LFM2-MoE": _enlarged(HYBRIDS["lfm2_moe"]),
+    "LFM3": _enlarged(HYBRIDS["lfm3"]),
 }
 
 PROMPT_LENGTHS = (37, 5, 64, 1)

@@ -112,8 +112,7 @@ def medusa(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Metho
     """Do Medusa heads draft better than a draft model or prompt lookup on this machine?"""
     drafter = medusa_drafter(pair, options)
     depth = drafter.heads.num_heads
-    chain = {f"chain of {depth}": st.TreeTopology.chain(depth)}
-    yield from trees(drafter, chain | TWO_TREES, "Medusa, ")
+    yield from trees(drafter, {f"chain of {depth}": f"chain:{depth}"} | TWO_TREES, "Medusa, ")
     yield from trees(st.ModelDrafter(pair.draft), TWO_TREES, "draft model, ")
     yield LOOKUP
     few = {"chain of 2": st.TreeTopology.chain(2)} | TWO_TREES

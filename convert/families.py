@@ -73,6 +73,7 @@ FAMILIES = {
     "granitemoehybrid": Family(granite.read_granite, granite.write_granite),
     "lfm2": Family(lfm2.read_lfm2, lfm2.write_lfm2),
     "lfm2_moe": Family(lfm2.read_lfm2_moe, lfm2.write_lfm2_moe),
+    "lfm3": Family(lfm2.read_lfm3, lfm2.write_lfm3),
     "nemotron_h": Family(
         nemotron_h.read_nemotron_h,
         nemotron_h.write_nemotron_h,
@@ -111,7 +112,6 @@ _REFUSED = {
     "delta attention with a decay for each channel of a key": ("kimi_linear", "glm5_next"),
     "lightning attention, whose residual is the normed input, with a sigmoid gate": ("minimax",),
     "linear attention beside latent attention": ("bailing_hybrid", "bailing_moe_linear"),
-    "norms after each part, a gate for each head and RoPE by layer": ("lfm3",),
     "RG-LRU layers, not Mamba-2": ("recurrent_gemma",),
     "a speech model; its text model alone has no use": ("nemotron3_5_transcribe", "nemo_speechlm"),
 }

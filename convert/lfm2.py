@@ -1,10 +1,11 @@
-"""LFM2 and LFM2.5: transformers' `Lfm2Config` and `Lfm2MoeConfig`.
+"""LFM2, LFM2.5 and LFM3: transformers' `Lfm2Config`, `Lfm2MoeConfig` and `Lfm3Config`.
 
 Gated short convolutions and attention with norms of queries and keys, each with an MLP or experts
 behind it.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert import hybrid_parts as hybrid
@@ -17,6 +18,12 @@ from stree_jax.models.config import ModelConfig
 
 _KINDS = {"conv": "short_conv", "full_attention": "attention"}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
+_ROPE: dict[str, dict[str, Any]] = {  # LFM3's
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6}
+    | {"partial_rotary_factor": 0.5},
+}
+_AFTER = ("post_operator_norm", "post_ffn_norm")
 _NORMS = {"mixer_norm": "operator_norm", "mlp_norm": "ffn_norm", "final_norm": "embedding_norm"}
 _OF_TRAINING = (
     *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init"),
@@ -66,6 +73,66 @@ def read_lfm2_moe(source: Source) -> Description:
     return _read("lfm2_moe", fields, kinds, after)
 
 
+def read_lfm3(source: Source) -> Description:
+    """`Lfm3Config`: attention with and without a window, gates of heads, norms after each part."""
+    fields = source.fields
+    defaults = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}
+    fields.values = {"vocab_size": 128000, "rope_parameters": _ROPE} | defaults | fields.values
+    fields.alias(norm_eps="rms_norm_eps")
+    kinds = _lfm3_kinds(fields)
+    d_model, norm_eps = fields.integer("hidden_size", 2048), fields.positive("norm_eps", 1e-5)
+    gate = fields.flag("use_attention_gate", True)
+    gates = {"output_gate": gate, "gate_per_head": gate}
+    attention = hybrid.read_attention(fields, d_model, qk_norm_eps=norm_eps, **gates)
+    fields.check(
+        not (gate and attention.qkv_bias),
+        "attention_bias = true with use_attention_gate = true is not supported: no release has it",
+    )
+    bias = fields.flag("conv_bias", False)
+    conv = ShortConvConfig(d_model, fields.integer("conv_L_cache", 7), bias)
+    mixers: dict[str, LayerConfig] = {"conv": conv}
+    rope, absent = fields.table("rope_parameters"), _ROPE.keys() - {*kinds}
+    for kind in _ROPE.keys() & {*kinds}:
+        mixers[kind] = _turned(rope.table(kind), attention)
+    if isinstance(local := mixers.get("sliding_attention"), AttentionConfig):
+        window = fields.integer("sliding_window", 256)
+        mixers["sliding_attention"] = replace(local, window=window)
+    rope.ignore("no layer is of this kind", *absent)
+    rope.finish()
+    fields.ignore("no layer has a window", "sliding_window")
+    fields.ignore("used in training only", "initializer_range")
+    mlp = MlpConfig(fields.integer("intermediate_size", 7680))
+    config = ModelConfig(
+        layers=tuple(layer for kind in kinds for layer in (mixers[kind], mlp)),
+        sandwich_norms=fields.flag("use_sandwich_norm", True),
+        max_length=hybrid.read_max_length(fields),
+        **hybrid.model_fields(fields, d_model, norm_eps=norm_eps, tied=True),
+    )
+    rules = in_pairs(config, lambda layer: _rules(layer, "o_proj", "norm"), after=_AFTER, **_NORMS)
+    return hybrid.described("transformers lfm3", fields, config, rules)
+
+
+def _lfm3_kinds(fields: Fields) -> tuple[str, ...]:
+    """The mixers by transformers' names."""
+    num_layers = fields.integer("num_hidden_layers", 24, most=MAX_LAYERS)
+    fields.null("layer_types")
+    if fields.has("layer_types"):
+        return fields.layer_kinds("layer_types", {k: k for k in ("conv", *_ROPE)}, num_layers)
+    four = ("sliding_attention", "conv", "full_attention", "conv")
+    return tuple(four[i % 4] if i else "conv" for i in range(num_layers))
+
+
+def _turned(table: Fields, attention: AttentionConfig) -> AttentionConfig:
+    """The attention of one kind of layer, with its RoPE."""
+    types = {name: name for name in ("default", "proportional")}
+    theta, pairs = table.number("rope_theta"), None
+    if table.choice("rope_type", "default", types) == "proportional":
+        pairs = int(table.number("partial_rotary_factor", 1.0) * attention.head_dim // 2)
+    table.finish()
+    attention = hybrid.with_rope(attention, attention.head_dim, theta, None)
+    return replace(attention, rotary_pairs=pairs)
+
+
 def _read(
     family: str, fields: Fields, kinds: Iterable[str], after: Iterable[LayerConfig]
 ) -> Description:
@@ -94,18 +161,21 @@ def _read(
     return hybrid.described(f"transformers {family}", fields, config, rules)
 
 
-def _rules(layer: LayerConfig) -> list[Rule]:
-    """The tensors of a layer by their names within it."""
+def _rules(layer: LayerConfig, out: str = "out_proj", norm: str = "layernorm") -> list[Rule]:
+    """The tensors of a layer by their names within it; `out` and `norm` are of attention."""
     match layer:
         case ShortConvConfig():
             conv = [Rule("conv.weight", "conv_weight", CONV), Rule("conv.bias", "conv_bias")]
             projections = [*linear("in_proj", "in_proj"), *linear("out_proj", "out_proj")]
             return within([*conv, *projections], "conv")
         case AttentionConfig():
-            names = ("q_proj", "k_proj", "v_proj")
-            norms = [Rule(f"{name}_layernorm.weight", f"{name}_norm_scale") for name in "qk"]
-            table = concatenated(names, "in_proj", layer.projected_sizes)
-            return within([*table, *linear("out_proj", "out_proj"), *norms], "self_attn")
+            names, sizes = ("q_proj", "k_proj", "v_proj"), layer.projected_sizes
+            norms = [Rule(f"{name}_{norm}.weight", f"{name}_norm_scale") for name in "qk"]
+            if layer.output_gate:
+                table = concatenated(("gate_proj", *names), "in_proj", (layer.gate_size, *sizes))
+            else:
+                table = concatenated(names, "in_proj", sizes)
+            return within([*table, *linear(out, "out_proj"), *norms], "self_attn")
         case MlpConfig():
             table = concatenated(("w1", "w3"), "in_proj", (layer.hidden_size, layer.hidden_size))
             return within([*table, *linear("w2", "out_proj")], "feed_forward")
@@ -141,6 +211,37 @@ def write_lfm2_moe(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "norm_topk_prob": moe.normalise,
         "routed_scaling_factor": moe.scale,
     }
+
+
+def write_lfm3(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`Lfm3Config`."""
+    kinds, rope, window = [], {}, None
+    for layer in config.layers[::2]:
+        if isinstance(layer, AttentionConfig):
+            window = layer.window or window
+            kinds.append("sliding_attention" if layer.window else "full_attention")
+            rope[kinds[-1]] = _rope_values(layer)
+        else:
+            kinds.append(_NAMES.get(layer.kind, layer.kind))
+    attention = required(config, "attention")
+    return _values(config, dtype, "lfm3", "Lfm3ForCausalLM") | {
+        "attention_bias": attention.qkv_bias,
+        "intermediate_size": required(config, "mlp").hidden_size,
+        "layer_types": kinds,
+        "rope_parameters": rope,
+        "sliding_window": window or 256,
+        "use_attention_gate": attention.output_gate,
+        "use_sandwich_norm": config.sandwich_norms,
+    }
+
+
+def _rope_values(attention: AttentionConfig) -> dict[str, Any]:
+    """The inverse of `_turned`."""
+    values = {"rope_type": "default", "rope_theta": attention.rope_theta}
+    if attention.rotary_pairs is None:
+        return values
+    share = 2 * attention.rotary_pairs / attention.head_dim
+    return values | {"rope_type": "proportional", "partial_rotary_factor": share}
 
 
 def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:

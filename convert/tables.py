@@ -189,6 +189,8 @@ def in_pairs(
         source, target = f"model.layers.{block // 2}", f"blocks.{block}"
         name = (after if layer.norm_after else (mixer_norm, mlp_norm))[block % 2]
         rules.append(Rule(f"{source}.{name}.weight", f"{target}.norm_scale", norm))
+        if config.sandwich_norms:
+            rules.append(Rule(f"{source}.{after[block % 2]}.weight", f"{target}.post_norm_scale"))
         rules += within(rules_of(layer), source, f"{target}.mixer")
     return [*rules, *outside(f"model.{final_norm}", "model.embed_tokens", norm)]
 

@@ -66,6 +66,8 @@ def logits(model, tokens):
             out = _mixer(layer, w, u)
         if layer.norm_after:
             out = rms_norm(out, block["norm_scale"], config.norm_eps)
+        elif config.sandwich_norms:
+            out = rms_norm(out, block["post_norm_scale"], config.norm_eps)
         hidden, extra = hidden + config.residual_multiplier * out, 0.0
     hidden = rms_norm(hidden, p["final_norm_scale"], config.norm_eps)
     head = p["embedding"] if config.tie_embeddings else p["head"]
@@ -150,7 +152,8 @@ def _attention(c, w, u, extra=0.0):
     length = len(u)
     projected = _linear(w["in_proj"], u * c.input_multiplier)
     inner, keys_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    ends = np.cumsum([inner * c.output_gate, inner + 2 * keys_size, c.mlp_dim])
+    gates = (c.num_heads if c.gate_per_head else inner) * c.output_gate
+    ends = np.cumsum([gates, inner + 2 * keys_size, c.mlp_dim])
     output_gate, qkv, gate, up = np.split(projected, ends, axis=1)
     qkv = qkv + extra
     if c.conv_width:
@@ -173,11 +176,12 @@ def _attention(c, w, u, extra=0.0):
         if (s := c.rope_scaling) is not None:
             limits = (s.low_freq_factor, s.high_freq_factor, s.original_length)
             rope = llama3_frequencies(rope, s.factor, *limits)
+        rope = np.where(np.arange(len(rope)) < (c.rotary_pairs or len(rope)), rope, 0.0)
         q, k = rotate(q, rope), rotate(k, rope)
     scale = c.head_dim**-0.5 if c.scale is None else c.scale
     y = attend(q, k * c.key_multiplier, v, scale, c.window).reshape(length, -1)
     if c.output_gate:
-        y = y * sigmoid(output_gate)
+        y = y * np.repeat(sigmoid(output_gate), inner // gates, axis=1)
     y = np.concatenate([y, silu(gate) * up], axis=1)
     return _linear(w["out_proj"], y) * c.output_multiplier
 

@@ -39,10 +39,10 @@ def test_whom_transformers_refuses_to_draft_for():
         for name, file in sources.items()
         if file.is_file() and "_is_stateful = True" not in file.read_text()
     }
-    assert drafts == {"lfm2", "lfm2_moe"}
+    assert drafts == {"lfm2", "lfm2_moe", "lfm3"}
     text = " ".join(README.read_text().split())
     assert "refuses to draft for models with Mamba-2 or gated delta layers" in text
-    assert "it drafts only for LFM2" in text
+    assert "it drafts only for LFM2 and LFM3" in text
 
 
 @pytest.mark.thorough

@@ -1,7 +1,7 @@
 """Which versions go with jax-triton 0.3.1, the extra; others fail late, with obscure messages.
 
-What works was found by lowering on a machine without a GPU. jax-triton 0.4 is refused: it fails with
-jax 0.12, and calls kernels in another way.
+What works was found by lowering on a machine without a GPU. jax-triton 0.4 is refused: it fails
+with jax 0.12, and calls kernels in another way.
 """
 
 import importlib.metadata

@@ -20,7 +20,6 @@ from stree_jax.tree import TreeTopology, parsed
 
 # A tree, words for one such as "chain:4"; "auto", trees to choose from, or a `TreeChoice`.
 Topology = TreeTopology | str | Sequence[TreeTopology] | TreeChoice | Any
-BY_DEFAULT = None  # the topology of a drafter without one; "auto": a choice, where one is possible
 
 
 class FittedWay(NamedTuple):
@@ -64,10 +63,6 @@ class Way:
             ValueError: they do not fit each other or the target, the verifier is lossy and that is
                 not allowed, or the texts are not equal to the bit and that was asked for.
         """
-        if BY_DEFAULT is not None and self.topology is None and self.drafter is not None:
-            with contextlib.suppress(ValueError):  # if it cannot be: the drafter's own tree
-                choosing = dataclasses.replace(self, topology=BY_DEFAULT)
-                return choosing.fitted(model, temperature_is_zero=temperature_is_zero)
         _check_drafter(self.drafter)
         _check_placement(model, self.drafter)
         drafter, topology = with_tokens_of(self.drafter, model), self.topology

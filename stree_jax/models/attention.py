@@ -91,6 +91,8 @@ class AttentionConfig(LayerConfig):
         input_multiple: the input is this many times the model width (Zamba2: 2).
         scale: multiplies the scores; None: `head_dim ** -0.5`.
         rotary_dim: leading channels of a head that are rotated, in halves as in NeoX; 0: no RoPE.
+        rotary_pairs: so many of the `rotary_dim / 2` pairs turn, the first ones (LFM3's
+            "proportional" RoPE); None: all.
         rope_theta, rope_scaling: base of RoPE, and Llama 3's scaling or None.
         input_multiplier, key_multiplier, output_multiplier: scale the mixer's input, the keys
             before RoPE, and the mixer's output (Falcon-H1).
@@ -100,6 +102,7 @@ class AttentionConfig(LayerConfig):
         norm_after: see `MlpConfig`.
         output_gate: whether the outputs are scaled by the sigmoid of as many columns of the input
             projection, which are its first (Qwen3.5).
+        gate_per_head: whether the gate has one column for each head, not for each channel (LFM3).
         conv_width: width of a depthwise causal convolution with bias over q, k and v (mamba_ssm);
             0: none.
         mlp_dim: width of a gated branch parallel to the attention (mamba_ssm); 0: none.
@@ -128,6 +131,8 @@ class AttentionConfig(LayerConfig):
     window: int | None = None
     qk_norm_spans: bool = False
     norm_after: bool = False
+    rotary_pairs: int | None = None
+    gate_per_head: bool = False
 
     has_memory: ClassVar[bool] = True
     equal_to_the_bit: ClassVar[bool] = True
@@ -149,6 +154,15 @@ class AttentionConfig(LayerConfig):
             self.rotary_dim % 2 == 0 and self.rotary_dim <= self.head_dim,
             f"rotary_dim must be even and at most head_dim = {self.head_dim},"
             f" got {self.rotary_dim}",
+        )
+        require_integer(self, "rotary_pairs", 0, optional=True)
+        require(
+            self.rotary_pairs is None or self.rotary_pairs <= self.rotary_dim // 2,
+            f"rotary_pairs must be at most rotary_dim / 2 = {self.rotary_dim // 2},"
+            f" got {self.rotary_pairs}",
+        )
+        require(
+            self.output_gate or not self.gate_per_head, "gate_per_head = True needs output_gate"
         )
         require(self.rotary_dim <= 1 << 16, f"rotary_dim = {self.rotary_dim} is above 65536")
         require(
@@ -176,7 +190,13 @@ class AttentionConfig(LayerConfig):
     @property
     def gate_size(self) -> int:
         """Columns of the output gate, before those of the queries."""
-        return self.projected_sizes[0] if self.output_gate else 0
+        return sum(heads * size for heads, size in self.gate_segments)
+
+    @property
+    def gate_segments(self) -> tuple[tuple[int, int], ...]:
+        """Segments of the columns of the output gate, see `Cut`."""
+        segment = (self.num_heads, 1) if self.gate_per_head else self.qkv_segments[0]
+        return (segment,) if self.output_gate else ()
 
     @property
     def score_scale(self) -> float:
@@ -188,6 +208,8 @@ class AttentionConfig(LayerConfig):
         """Radians per position of each rotated pair, `R = rotary_dim / 2` float32 numbers."""
         pairs = np.arange(0, self.rotary_dim, 2) / max(self.rotary_dim, 1)
         frequencies = 1.0 / self.rope_theta**pairs
+        if self.rotary_pairs is not None:
+            frequencies[self.rotary_pairs :] = 0.0
         if (scaling := self.rope_scaling) is not None:
             # Wavelengths in units of the original context; 1 keeps a frequency, 0 divides it.
             turns = scaling.original_length * frequencies / (2 * np.pi)
@@ -246,8 +268,7 @@ class AttentionConfig(LayerConfig):
 
     def cuts(self, shards: int) -> dict[str, Cut]:
         qkv, branch = self.qkv_segments, (self.mlp_dim, 1)
-        gate = qkv[:1] if self.output_gate else ()
-        columns = (*gate, *qkv, branch, branch)
+        columns = (*self.gate_segments, *qkv, branch, branch)
         norms = {"q_norm_scale": qkv[0], "k_norm_scale": qkv[1]} if self.qk_norm_spans else {}
         norm_cuts = {name: Cut(0, (heads,)) for name, heads in norms.items()}
         return norm_cuts | mixer_cuts(columns, (qkv[0], branch), qkv)
@@ -262,7 +283,7 @@ class AttentionConfig(LayerConfig):
 class Projected(NamedTuple):
     """Outputs of the input projection at each position."""
 
-    gate: Array  # of the outputs [B, T, W E]; without one [B, T, 0]
+    gate: Array  # of the outputs [B, T, W E], or of heads [B, T, W]; without one [B, T, 0]
     qkv: Array  # before the convolution [B, T, (W + 2 U) E]
     branch: Array | None  # output of the gated branch beside the attention [B, T, mlp_dim]
 
@@ -430,10 +451,11 @@ class AttentionMixer(MixerModule):
         return jnp.concatenate([*normed, values], axis=-1)
 
     def _finish(self, y: Array, projected: Projected) -> Product:
-        y = y.reshape(*y.shape[:2], -1)
         if self.config.output_gate:
             gate = jax.nn.sigmoid(projected.gate.astype(jnp.float32))
+            gate = gate.reshape(*y.shape[:3], -1)
             y = (y.astype(jnp.float32) * gate).astype(y.dtype)
+        y = y.reshape(*y.shape[:2], -1)
         if projected.branch is not None:
             y = jnp.concatenate([y, projected.branch], axis=-1)
         return self.row_parallel(y, self.config.output_multiplier)

@@ -24,6 +24,7 @@ class Block(nnx.Module):
         # A "shared" layer has its norm among the weights that it shares.
         scale = jnp.ones(config.d_model, jnp.float32 if config.norm_float32 else dtype)
         self.norm_scale = None if self.is_shared else nnx.Param(scale)
+        self.post_norm_scale = nnx.Param(scale) if config.sandwich_norms else None
         self.mixer = layer.build(
             config.d_model,
             norm_eps=config.norm_eps,
@@ -60,13 +61,13 @@ class ResidualStream:
             assert not isinstance(output, DeferredRMSNorm)
             self._output, self._extra = None, total(output).astype(self._hidden.dtype)
             return
-        if block.norm_after:
-            assert block.norm_scale is not None
+        scale = block.norm_scale if block.norm_after else block.post_norm_scale
+        if scale is not None:
             assert not isinstance(output, DeferredRMSNorm)
             output = total(output)
             normed = rms_norm(
                 output,
-                block.norm_scale[...],
+                scale[...],
                 epsilon=self._config.norm_eps,
                 implementation=self._implementation,
             )

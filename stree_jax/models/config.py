@@ -23,6 +23,8 @@ from stree_jax.models.presets import PRESETS
 
 _MAX_LAYERS = 8192  # a damaged or hostile file may claim any number
 _MAX_WIDTH = 2**31 - 1
+# The others' outputs may have a norm that is not computed yet.
+_SANDWICHED = ("short_conv", "attention", "mlp", "moe")
 _MOST_SHARDS = 256  # suggested by error messages
 
 
@@ -48,6 +50,7 @@ class ModelConfig:
         norm_eps: epsilon of the norms on the residual stream.
         tie_embeddings: the output head is the transposed embedding.
         residual_float32: keep the residual stream in float32, whatever the dtype of the weights.
+        sandwich_norms: each layer's output has a norm too, before the residual add (LFM3).
         norm_float32: keep the scales of the norms on it in float32 (Qwen3.5, whose are `1 + w`).
         embedding_multiplier, residual_multiplier, logits_multiplier: scale the embedding, each
             layer's output before the residual add, and the logits (Granite, Falcon-H1).
@@ -72,6 +75,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     residual_float32: bool = True
     norm_float32: bool = False
+    sandwich_norms: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
@@ -126,6 +130,11 @@ class ModelConfig:
                 not any(part.norm_after for part in layer.parts.values()),
                 f"norm_after is for layers, not for parts of a {layer.kind!r} layer",
             )
+        strange = [x.kind for x in self.layers if x.norm_after or x.kind not in _SANDWICHED]
+        require(
+            not (self.sandwich_norms and strange),
+            f"sandwich_norms is for {_SANDWICHED} without norm_after, got {strange!s:.80}",
+        )
         require(
             len({layer for layer in self.layers if layer.is_shared}) <= 1,
             "'shared' layers of one model have one config, since they share their blocks",

@@ -5,6 +5,7 @@ its own config and never uses a preset.
 """
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 from stree_jax.models.attention import AttentionConfig, RopeScaling
@@ -19,7 +20,7 @@ from stree_jax.models.short_conv import ShortConvConfig
 Preset = dict[str, Any]
 
 
-def _hybrid(vocab_size: int, d_model: int, layers: Iterable[str], **options: Any) -> Preset:
+def _hybrid(vocab_size: int, d_model: int, layers: Iterable[Any], **options: Any) -> Preset:
     """A model whose residual stream has the dtype of its weights."""
     sizes = dict(vocab_size=vocab_size, d_model=d_model, residual_float32=False)
     return sizes | dict(layers=tuple(layers)) | options
@@ -30,7 +31,7 @@ def _mixers(num_layers: int, attention_layers: Collection[int], kind: str = "mam
     return ["attention" if i in attention_layers else kind for i in range(num_layers)]
 
 
-def _in_pairs(mixers: Iterable[str], after: str) -> list[str]:
+def _in_pairs(mixers: Iterable[Any], after: str) -> list[Any]:
     """Each mixer with what comes after it."""
     return [kind for mixer in mixers for kind in (mixer, after)]
 
@@ -212,6 +213,31 @@ def _lfm2(
     )
 
 
+def _lfm3() -> Preset:
+    """Liquid AI's LFM3-1.7B: attention with a window of 256 tokens, and with all."""
+    full = AttentionConfig(
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=128,
+        rotary_dim=128,
+        rotary_pairs=32,
+        rope_theta=1e6,
+        qk_norm_eps=1e-5,
+        output_gate=True,
+        gate_per_head=True,
+    )
+    local = replace(full, rotary_pairs=None, rope_theta=1e4, window=256)
+    mixers = (local, "short_conv", full, "short_conv") * 6
+    return _hybrid(
+        vocab_size=128000,
+        d_model=2048,
+        layers=_in_pairs(("short_conv", *mixers[1:]), "mlp"),
+        short_conv=ShortConvConfig(2048, conv_width=7),
+        mlp=MlpConfig(7680),
+        sandwich_norms=True,
+    )
+
+
 PRESETS: dict[str, Preset] = {
     "mamba2-130m": _mamba2(768, 24),
     "mamba2-370m": _mamba2(1024, 48),
@@ -316,4 +342,5 @@ PRESETS: dict[str, Preset] = {
             num_experts=32, num_active=4, hidden_size=1792, router="sigmoid", norm_eps=1e-6
         ),
     ),
+    "LFM3-1.7B": _lfm3(),
 }

@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM2: a mixer whose only memory is its window.
+"""The gated short convolution of LFM2 and LFM3: a mixer whose only memory is its window.
 
     b, c, x = in_proj(u);   out_proj(c conv(b x))
 

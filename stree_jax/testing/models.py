@@ -190,6 +190,15 @@ HYBRIDS: dict[str, ModelConfig] = {
         moe=MoeConfig(4, 2, 12, router="sigmoid", norm_eps=1e-6, scale=1.5),
     ),
 }
+_FULL = dataclasses.replace(_NORMED, rotary_pairs=2, output_gate=True, gate_per_head=True)
+_LOCAL = dataclasses.replace(_FULL, rotary_pairs=None, rope_theta=100.0, window=3)
+HYBRIDS["lfm3"] = dataclasses.replace(
+    _of_layers(
+        *(ShortConvConfig(16, conv_width=7), MlpConfig(24), _FULL, MlpConfig(24)),
+        *(_LOCAL, MlpConfig(24)),
+    ),
+    sandwich_norms=True,
+)
 # Layers of one kind that differ in size: windows of attention, heads, states and experts.
 HYBRIDS["mixed"] = _of_layers(
     _MAMBA2,

@@ -27,7 +27,7 @@ CASES = base.table(
         "root only": dict(nodes=1, replayed=1),
         "two nodes": dict(nodes=2, groups=2, width=3),
         "tree": {},
-        "newest level": dict(queries=3),
+        "newest level": dict(queries=3, width=7),
         "newest node of many": dict(nodes=40, queries=1, heads=2),
         "groups": dict(groups=2, head_dim=32),
         "a group a head": dict(groups=4, width=2),

@@ -177,6 +177,17 @@ LFM2_8B = _LFM2 | json.loads("""{
 LFM2_8B["layer_types"] = [
     "full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)
 ]
+# As transformers' defaults are; no published file was opened.
+LFM3_2B = COMMON | json.loads("""{
+  "model_type": "lfm3", "attention_bias": false, "conv_L_cache": 7, "conv_bias": false,
+  "eos_token_id": 124900, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 7680,
+  "max_position_embeddings": 128000, "norm_eps": 1e-05, "num_attention_heads": 16,
+  "num_hidden_layers": 24, "num_key_value_heads": 4, "rope_parameters": {"full_attention":
+  {"partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "rope_type": "proportional"},
+  "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}, "sliding_window": 256,
+  "tie_word_embeddings": true, "use_attention_gate": true, "use_sandwich_norm": true, "vocab_size":
+  128000
+}""")
 MAMBA2ATTN = json.loads("""{
   "d_model": 2560, "d_intermediate": 0, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {"layer":
   "Mamba2"}, "attn_layer_idx": [9, 18, 27, 36, 45, 56], "attn_cfg": {"causal": true, "d_conv": 4,
@@ -330,6 +341,7 @@ _DELTA = (
 )
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
 _EXPERTS |= dict(moe_intermediate_size=24, shared_expert_intermediate_size=20)
+_ROPE = dict(rope_type="proportional", rope_theta=500.0, partial_rotary_factor=0.5)
 _SHORT_CONV = _HYBRID | dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
 # A small model of each model_type of transformers: arguments of its config.
 TRANSFORMERS = dict(
@@ -361,6 +373,9 @@ TRANSFORMERS = dict(
     lfm2=_SHORT_CONV | dict(block_multiple_of=16),
     lfm2_moe=_SHORT_CONV
     | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, num_dense_layers=1),
+    lfm3=_HYBRID
+    | dict(num_hidden_layers=5, head_dim=16, sliding_window=5)
+    | dict(rope_parameters=dict(full_attention=_ROPE, sliding_attention=dict(rope_theta=30.0))),
 )
 # A multimodal wrapper of one of them.
 QWEN_WRAPPER = dict(
@@ -429,4 +444,14 @@ TRANSFORMERS_CONFIGS = {
         conv_bias=True, conv_L_cache=4, block_ffn_dim_multiplier=1.3, tie_word_embeddings=True
     ),
     "lfm2_moe": dict(routed_scaling_factor=1.5, norm_eps=1e-3),
+    "lfm3": {},
+    "lfm3, no gate, no norms after, biases": dict(
+        use_attention_gate=False, use_sandwich_norm=False, attention_bias=True, conv_bias=True
+    )
+    | dict(
+        conv_L_cache=4,
+        layer_types=["conv", "full_attention"],
+        num_hidden_layers=2,
+        tie_word_embeddings=True,
+    ),
 }

@@ -24,7 +24,9 @@ def shape(config):
     """The config without what presets leave out: multipliers, length limits and tokens."""
     multipliers = dict.fromkeys(("input_multiplier", "output_multiplier", "key_multiplier"), 1.0)
     multipliers |= dict(gate_multiplier=1.0, section_multipliers=(1.0,) * 5)
-    parts = {name: getattr(config, name) for name in ("mamba2", "attention", "mlp")}
+    names = ["mamba2", "attention", "mlp"]
+    differing = [layer.kind for layer in config.distinct_layers]  # LFM3's attention
+    parts = {name: getattr(config, name) for name in names if differing.count(name) < 2}
     plain = {
         name: dataclasses.replace(
             part, **{key: one for key, one in multipliers.items() if hasattr(part, key)}
@@ -60,6 +62,7 @@ def shape(config):
         ((configs.LFM2_1B,), "LFM2-1.2B"),
         ((configs.LFM2_2B,), "LFM2-2.6B"),
         ((configs.LFM2_8B,), "LFM2-8B-A1B"),
+        ((configs.LFM3_2B,), "LFM3-1.7B"),
     ],
 )
 def test_the_preset_says_the_same(files, preset, tmp_path):
@@ -77,6 +80,7 @@ def test_the_preset_says_the_same(files, preset, tmp_path):
         (configs.QWEN3_5_35B, 34.7e9),
         (configs.LFM2_350M, 0.354e9),
         (configs.LFM2_8B, 8.34e9),
+        (configs.LFM3_2B, 1.7e9),
     ],
 )
 def test_the_number_of_parameters(values, num_parameters, tmp_path):

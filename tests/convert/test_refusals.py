@@ -80,6 +80,14 @@ OF_TRANSFORMERS = [
         )
     ),
     ("lfm2_moe", {"layer_types": ["conv"], "use_expert_bias": False}, "use_expert_bias = false is"),
+    *(
+        ("lfm3", fields, says)
+        for fields, says in (
+            ({"attention_bias": True}, "attention_bias = true with use_attention_gate = true is"),
+            ({"rope_parameters": {}}, "rope_parameters.*_attention.rope_theta is missing"),
+            ({"layer_types": ["conv"]}, "layer_types has 1 entries for num_hidden_layers = 24"),
+        )
+    ),
     ("llama", {}, "of no known family \\(model_type = 'llama'\\)"),
     ("nemo_speechlm", {}, "a speech model; its text model alone has no use"),
     ("nemotron_h_omni", {}, "needs a table text_config or llm_config"),

@@ -38,7 +38,8 @@ TREES = {
 
 
 # Those whose attention has windows run by XLA on a GPU.
-INTERPRETED = [name for name in CONFIGS if name not in ("lara hybrid", "mixed hybrid")]
+_WITH_WINDOWS = ("lara hybrid", "lfm3 hybrid", "mixed hybrid")
+INTERPRETED = [name for name in CONFIGS if name not in _WITH_WINDOWS]
 WIDTHS = (
     "d_model",
     "mlp_dim",

@@ -158,4 +158,12 @@ CONFIGS = {
         attention=dataclasses.replace(_ATTENTION, qk_norm_eps=1e-5),
         mlp=MlpConfig(24),
     ),
+    # Gates of heads, and norms after layers too.
+    "lfm3": _model(
+        *("short_conv", "mlp", "attention", "mlp"),
+        short_conv=ShortConvConfig(16, conv_width=7),
+        attention=dataclasses.replace(_GATED, gate_per_head=True),
+        mlp=MlpConfig(24),
+        sandwich_norms=True,
+    ),
 }
