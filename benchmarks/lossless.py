@@ -182,7 +182,7 @@ def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
     drafter = st.ModelDrafter(draft)
     branching = st.TreeTopology.from_branching((3, 2, 1))
     methods = [
-        *trees(drafter, TREES | {"chain of 12": st.TreeTopology.chain(12)}),
+        *trees(drafter, TREES | {"chain of 12": "chain:12"}),
         Method("3 beams of 4", st.BeamDrafter(draft)),
         Method("dynamic tree of 16", st.DynamicDrafter(draft)),
         Method("prompt lookup", st.NgramDrafter(), branching),
@@ -255,8 +255,7 @@ def compared(
             difference = first_difference(model, request, row, got[row], want[row])
             gap = difference.gap if difference else 0.0  # 0: of log-probabilities
             tie = bool(difference and difference.is_tie) and not to_the_bit
-            place = {"round": number, "row": row, "place": int(same[row])}
-            found.append(place | {"gap": gap, "tie": tie})
+            found.append(dict(round=number, row=row, place=int(same[row]), gap=gap, tie=tie))
     return {
         "tokens": tokens,
         "tau": emitted / calls,

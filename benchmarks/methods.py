@@ -37,8 +37,8 @@ TWO_DEFAULTS = {"chain of 4": CHAIN_OF_4, "tree of 5": st.TreeTopology.default()
 # What `tune-tree` chose for the embedded pair at temperature 0 and at 1, and other chains.
 TUNED_TREES = {
     **TWO_DEFAULTS,
-    "chain of 2": st.TreeTopology.chain(2),
-    "chain of 6": st.TreeTopology.chain(6),
+    "chain of 2": "chain:2",
+    "chain of 6": "chain:6",
 }
 # How children are sampled and verified above temperature 0.
 RULES = {
@@ -104,8 +104,8 @@ def hierarchical(pair: Pair, at: float, options: argparse.Namespace) -> Iterator
 
 def medusa_drafter(pair: Pair, options: argparse.Namespace) -> st.MedusaDrafter:
     """The embedded heads, or others."""
-    heads = st.load_medusa(options.heads or st.demo_path("medusa"), pair.target)
-    return st.MedusaDrafter(pair.target, heads)
+    path = options.heads or st.demo_path("medusa")
+    return st.MedusaDrafter(pair.target, st.load_medusa(path, pair.target))
 
 
 def medusa(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]:
@@ -115,7 +115,7 @@ def medusa(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Metho
     yield from trees(drafter, {f"chain of {depth}": f"chain:{depth}"} | TWO_TREES, "Medusa, ")
     yield from trees(st.ModelDrafter(pair.draft), TWO_TREES, "draft model, ")
     yield LOOKUP
-    few = {"chain of 2": st.TreeTopology.chain(2)} | TWO_TREES
+    few = {"chain of 2": "chain:2"} | TWO_TREES
     for name, path, load, make in (
         ("multi-token prediction", options.mtp, st.load_mtp, st.MtpDrafter),
         ("DFlash", options.dflash, st.load_dflash, st.DFlashDrafter),

@@ -67,8 +67,8 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     times = calls["milliseconds_by_nodes"]
     sizes = [{"nodes": nodes, "milliseconds": time} for nodes, time in times.items()]
     fit = fits(sizes)
-    ratios = {name: fit[name]["tau_ratio_needed"] for name in ("linear", "quadratic")}
-    ratios = {"measured": fit["measured_tau_ratio_needed"]} | ratios
+    ratios = {"measured": fit["measured_tau_ratio_needed"]}
+    ratios |= {name: fit[name]["tau_ratio_needed"] for name in ("linear", "quadratic")}
     needed = [s | {name: each[i] for name, each in ratios.items()} for i, s in enumerate(sizes)]
     what = f"{len(config.layers)} layers of {config.d_model}, {dtype}"
     yield Found(
