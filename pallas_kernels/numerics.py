@@ -119,10 +119,10 @@ def activate(name: str, x: Array) -> Array:
     return wide.astype(x.dtype)
 
 
-def gated(name: str, rows: Array) -> Array:
-    """The first half of the columns, activated, times the second half."""
+def gated(name: str, rows: Array, multiplier: float = 1.0) -> Array:
+    """The first half of the columns, times `multiplier` and activated, times the second half."""
     gate, up = jnp.split(rows, 2, axis=-1)
-    return activate(name, gate) * up
+    return activate(name, scaled(gate, multiplier)) * up
 
 
 def rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
@@ -174,8 +174,14 @@ def total(product: Product) -> Array:
 
 
 def totals(tree: Any) -> Any:
-    """A pytree whose products are added up."""
-    return jax.tree.map(total, tree, is_leaf=lambda node: isinstance(node, PartialSums))
+    """A pytree whose products are added up; its other leaves stay what they are."""
+
+    def is_in_parts(node: Any) -> bool:
+        return isinstance(node, PartialSums)
+
+    return jax.tree.map(
+        lambda leaf: total(leaf) if is_in_parts(leaf) else leaf, tree, is_leaf=is_in_parts
+    )
 
 
 @jax.tree_util.register_dataclass
