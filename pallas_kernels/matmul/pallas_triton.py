@@ -134,9 +134,9 @@ def _partial_sums(
             return pl.BlockSpec((blocks.columns, inner), lambda r, c, p: (first + c, p))
         return pl.BlockSpec((inner, blocks.columns), lambda r, c, p: (p, first + c))
 
-    is_quantized = isinstance(matrix, QuantizedMatrix)
-    arrays = [(matrix.values, size), (matrix.scales, size // GROUP)] if is_quantized else []
-    arrays = arrays or [(matrix, size)]
+    arrays = [(matrix, size)]
+    if isinstance(matrix, QuantizedMatrix):
+        arrays = [(matrix.values, size), (matrix.scales, size // GROUP)]
     specs = [of_columns(inner, first) for first in firsts for _, inner in arrays]
     sums = tb.call(
         functools.partial(

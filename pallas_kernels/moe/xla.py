@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels import numerics
 from pallas_kernels.dispatch import with_gradients_of
 from pallas_kernels.matmul import PackedMatrix, matmul
 from pallas_kernels.moe import native
@@ -25,7 +26,7 @@ from pallas_kernels.numerics import activate, argsort, contract, rounded, sum_in
 # Least and most rows that a loop multiplies by an expert's matrices at a time.
 _BLOCK = 8, 256
 
-Product = Callable[[Array, Any], Array]  # of rows with experts
+Multiply = Callable[[Array, Any], Array]  # rows by the matrices of their experts
 
 
 def expert_mlps(
@@ -111,16 +112,11 @@ def weighted_sum(
 
 
 def _mlp(
-    rows: Array, experts_in: Any, experts_out: Any, product: Product, activation: str, gated: bool
+    rows: Array, experts_in: Any, experts_out: Any, product: Multiply, activation: str, gated: bool
 ) -> Array:
     """An MLP of each row, by a product with the matrices of its expert."""
     hidden = product(rows, experts_in)
-    if gated:
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        hidden = activate(activation, gate) * up
-    else:
-        hidden = activate(activation, hidden)
-    return product(hidden, experts_out)
+    return product((numerics.gated if gated else activate)(activation, hidden), experts_out)
 
 
 def _by_gathering(
@@ -155,7 +151,7 @@ def _by_grouping(
     return _mlp(rows, experts_in, experts_out, product, **options)[argsort(order)]
 
 
-def _product_of(expert: Array) -> Product:
+def _product_of(expert: Array) -> Multiply:
     """The product of rows with the matrix of one expert."""
 
     def product(rows: Array, experts: Array) -> Array:

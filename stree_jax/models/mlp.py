@@ -3,9 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-
-from pallas_kernels.numerics import Product, activate, scaled
+from pallas_kernels.numerics import Product, activate, gated
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import require_integer
 from stree_jax.mesh.partition import Cut
@@ -86,13 +84,11 @@ class Mlp(Pointwise):
         """The function of one position; `adapter` is added to gate and up (Zamba2)."""
         c = self.config
         if c.gated and adapter is None and c.gate_multiplier == 1.0:
-            return self.row_parallel(self.in_proj.gated(u, c.activation), c.output_multiplier)
-        hidden = self.in_proj(u)
-        if adapter is not None:
-            hidden = hidden + adapter
-        if c.gated:
-            gate, up = jnp.split(hidden, 2, axis=-1)
-            hidden = activate(c.activation, scaled(gate, c.gate_multiplier)) * up
+            hidden = self.in_proj.gated(u, c.activation)
         else:
-            hidden = activate(c.activation, hidden)
+            hidden = self.in_proj(u) if adapter is None else self.in_proj(u) + adapter
+            if c.gated:
+                hidden = gated(c.activation, hidden, c.gate_multiplier)
+            else:
+                hidden = activate(c.activation, hidden)
         return self.row_parallel(hidden, c.output_multiplier)
