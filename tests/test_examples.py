@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import stree_jax as st
+from stree_jax.decoding.verifiers.reject import try_children
+from stree_jax.decoding.verifiers.traverse import traverse
 from stree_jax.testing import (
     assert_lossless,
     assert_same_distribution,
@@ -17,7 +19,8 @@ from stree_jax.testing import (
     random_mtp_head,
     tiny_model,
 )
-from tests.helpers import refusal
+from tests.decoding import enumeration as en
+from tests.helpers import refusal, some
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the tests run without a checkout")
@@ -71,6 +74,55 @@ def test_the_table_drafts_what_followed_the_same_pair():
         drafter=drafter,
         topology=st.TreeTopology.paper("A"),
     )
+
+
+def cascade_outcomes(medium, small, num_drafts, rounds, rule):
+    """All chains of a cascade and their probabilities; -1 where a chain has ended."""
+    inner = st.TreeTopology.chain(num_drafts)
+    chains = {(): 1.0}
+    for _ in range(rounds):
+        longer = {}
+        for prefix, chance in chains.items():
+            # Both models after this prefix; the tables know two tokens.
+            models = en.Models.of(*(shifted(table, prefix) for table in (medium, small)))
+            tokens, weights = en.draft_outcomes(models, inner, "iid")
+            for weight, walk in en.walks(models, inner, tokens, weights, replace=True, rule=rule):
+                for row, w, last, probs in zip(tokens, weight, walk.last, walk.probs, strict=True):
+                    path = (*prefix, *en.prefix_of(inner, row, last))
+                    for token in range(en.VOCAB) if w else ():
+                        chain = (*path, token)
+                        longer[chain] = longer.get(chain, 0) + chance * w * float(probs[token])
+        chains = longer
+    most = rounds * (num_drafts + 1)
+    rows = [[-1, *chain, *[-1] * (most - len(chain))] for chain in chains]
+    return np.array(rows), np.array([*chains.values()])
+
+
+def shifted(table, prefix):
+    """The table of a model that has read a prefix."""
+    after = np.empty_like(table)
+    for new in np.ndindex(table.shape[:2]):
+        after[new] = en.Models.at(table, [*prefix, *new])
+    return after
+
+
+@pytest.mark.parametrize("rule", some([try_children, traverse], try_children))
+@pytest.mark.parametrize("num_drafts_and_rounds", some([(1, 1), (2, 1), (1, 2)], (1, 1)))
+def test_a_cascade_is_exact_although_its_length_is_random(num_drafts_and_rounds, rule):
+    num_drafts, rounds = num_drafts_and_rounds
+    target, medium, small = en.three_tables(num_drafts + 5)
+    chains, weights = drafts = cascade_outcomes(medium, small, num_drafts, rounds, rule)
+    np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-5)
+    assert len({tuple(chain >= 0) for chain in chains}) > 1  # ragged
+    models = en.Models.of(target, medium)
+    topology = st.TreeTopology.chain(chains.shape[1] - 1)
+    for outer in (try_children, traverse):
+        options = dict(replace=True, rule=outer, length=3)
+        assert en.distance(models, topology, drafts, **options) < en.EXACT
+    # A chain that is cut by its own last token's probability is no such chain.
+    last = en.Models.at(medium, [])[chains[:, 1]]
+    cut = np.where((last < 0.3)[:, None], -1, chains)
+    assert en.distance(models, topology, (cut, weights), replace=True, length=3) > 0.01
 
 
 @pytest.mark.thorough

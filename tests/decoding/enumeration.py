@@ -9,6 +9,7 @@ import numpy as np
 
 from stree_jax import TreeTopology
 from stree_jax.decoding.types import DraftTree
+from stree_jax.decoding.verifiers import follow
 from stree_jax.decoding.verifiers.reject import Drafted, try_children
 
 VOCAB = 4
@@ -37,9 +38,21 @@ class Models:
             scaled = np.maximum(scaled, -600)  # float64 has them
             self.draft = np.exp(scaled) / np.exp(scaled).sum(-1, keepdims=True)
 
+    @classmethod
+    def of(cls, target, draft):
+        """With these two tables."""
+        models = cls(0)
+        models.target, models.draft = target, draft
+        return models
+
     @staticmethod
     def at(table, prefix):
         return table[tuple([*prefix, VOCAB, VOCAB][:2])]
+
+
+def three_tables(seed):
+    """Of a target, a medium and a small model."""
+    return Models(seed).target, Models(seed).draft, Models(seed + 100).draft
 
 
 def draft_outcomes(models, topology, children):
@@ -76,6 +89,21 @@ def draft_of(topology, tokens, log_probs=None, valid=None, **more):
     row = none if log_probs is None else jnp.arange(topology.num_nodes)
     finite = jnp.ones(len(tokens), bool)
     return DraftTree(tokens, topology.tree(valid), log_probs, row, finite, **more)
+
+
+def followed(models, topology, tokens):
+    """Distribution of the first tokens after following, by what the target samples at each node of
+    one draft; and how many drafts each pattern accepts."""
+    p, _ = tables(models, topology, tokens[None])
+    nodes = topology.num_nodes
+    chosen = np.array(list(itertools.product(range(VOCAB), repeat=nodes)), np.int32)
+    weights = np.prod(p[0, np.arange(nodes), chosen].astype(np.float64), axis=1)
+    every = np.broadcast_to(tokens, chosen.shape)
+    verdict = jax.tree.map(np.asarray, follow(draft_of(topology, every), jnp.asarray(chosen)))
+    np.testing.assert_array_equal(verdict.num_accepted, np.array(topology.depths)[verdict.last])
+    next_probs = np.eye(VOCAB)[verdict.next_token]
+    joint = first_tokens(models, topology, every, weights, verdict.last, next_probs)
+    return joint, verdict.num_accepted
 
 
 def tables(models, topology, tokens):
@@ -131,10 +159,12 @@ def run_walks(uniforms, tokens, log_q, log_p, *, topology, replace, rule=try_chi
     return jax.vmap(functools.partial(rule, replace=replace), (axes,))(drafted)
 
 
-def enumerated(models, topology, tokens, weights, *, replace, rule=try_children, length=2):
+def enumerated(
+    models, topology, tokens, weights, *, replace, rule=try_children, length=2, log_p=None
+):
     """Distribution of the first tokens, and the expected number of accepted drafts."""
     joint, accepted = np.zeros((VOCAB,) * length), 0.0
-    options = dict(replace=replace, rule=rule)
+    options = dict(replace=replace, rule=rule, log_p=log_p)
     for weight, walk in walks(models, topology, tokens, weights, **options):
         joint += first_tokens(models, topology, tokens, weight, walk.last, walk.probs, length)
         accepted += (weight * np.array(topology.depths)[walk.last]).sum()
@@ -148,11 +178,12 @@ def distance(models, topology, drafts, *, replace, rule=try_children, length=2):
     return total_variation(joint, target_joint(models, length))
 
 
-def walks(models, topology, tokens, weights, *, replace, rule=try_children):
+def walks(models, topology, tokens, weights, *, replace, rule=try_children, log_p=None):
     """Of each pattern of tests: its probability for drafts, and its end."""
     p, q = tables(models, topology, tokens)
     with np.errstate(divide="ignore"):
-        log_p, log_q = (np.log(law).astype(np.float32) for law in (p, q))
+        log_p = np.log(p).astype(np.float32) if log_p is None else log_p
+        log_q = np.log(q).astype(np.float32)
     seen = [set() for _ in tokens]
     # Padded, so that all models share a program.
     padded = np.arange(-(-len(tokens) // ROWS) * ROWS) % len(tokens)

@@ -36,13 +36,10 @@ EXACT = {
     "autoregressive, top-k": (lambda *_: None, FILTERED),
     "without replacement": (lambda draft, _: unlike(draft), FILTERED | dict(topology=TREE)),
     "multi-step": (of_draft, FILTERED | dict(topology=TREE)),
-    **{
-        f"{rule}, processors": (
-            of_draft,
-            dict(verifier=rule, topology=TREE, rows=2048, processors=RULES, min_p=0.05),
-        )
-        for rule in ("traversal", "multi_step")
-    },
+    "traversal, processors": (
+        of_draft,
+        dict(verifier="traversal", topology=TREE, rows=2048, processors=RULES, min_p=0.05),
+    ),
     "turns": (turns, LONGER),
 }
 SLOW = {

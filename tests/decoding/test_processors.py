@@ -1,7 +1,7 @@
-"""Logits processors. That trees change no text is in the table of test_lossless.py; that rules
-which test drafts are exact with them, in test_distributions.py."""
+"""Logits processors; that trees change no text is in the table of test_lossless.py."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 
 import stree_jax as st
+from stree_jax.decoding.processors import Processing, first_states
+from stree_jax.decoding.rules import of_batch
+from stree_jax.decoding.verifiers.reject import try_children
+from stree_jax.decoding.verifiers.traverse import traverse
 from stree_jax.testing import tiny_model
+from tests.decoding import enumeration as en
 from tests.decoding.rules import SIZE, WALK, Walk, autoregressive, random_walk, rules_of
 from tests.decoding.texts import NEW_TOKENS, ROWS, decoded, planned
 from tests.decoding.texts import autoregressive as without_rules
-from tests.helpers import refusal, rows
+from tests.helpers import refusal, rows, some
 from tests.methods import PROMPTS, Topology, drafts
 
 
@@ -48,6 +53,64 @@ def test_requests_of_a_scheduler_have_rules_of_their_own():
         text = want[chosen[done.request_id]]
         assert done.tokens == text[text >= 0].tolist()
     scheduler.submit(other)
+
+
+class Ruled(en.Models):
+    """A target whose tokens are those of a walk, by whole prefixes."""
+
+    def __init__(self, seed, walk):
+        super().__init__(seed)
+        self.free, table = self.target.copy(), np.asarray(walk.table)
+        for prefix in itertools.product(range(en.VOCAB + 1), repeat=2):
+            state = walk.start
+            for token in prefix[: prefix.index(en.VOCAB) if en.VOCAB in prefix else 2]:
+                state = table[state, token] if state >= 0 else -1
+            allowed = (table[state] >= 0) & (state >= 0)
+            if allowed.any():  # otherwise the row has ended
+                probs = np.where(allowed, self.target[prefix], 0)
+                self.target[prefix] = probs / probs.sum()
+
+    def processed(self, grammar, topology, tokens, *, by_path=True):
+        """The free target's log-probabilities at all nodes, through the processor."""
+        table = np.stack(
+            [[self.at(self.free, en.prefix_of(topology, row, n)) for n in range(topology.num_nodes)]
+             for row in tokens]
+        )  # fmt: skip
+        batch = len(tokens)
+        grammar = of_batch([grammar] * batch)
+        context = st.Context(jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, jnp.int32))
+        rule = Processing((grammar,), first_states((grammar,), context, en.VOCAB))
+        tree = topology.tree(jnp.asarray(tokens >= 0).at[:, 0].set(True))
+        states = rule.of_tree(jnp.asarray(tokens), tree, topology)
+        if not by_path:
+            states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:, :1], leaf.shape), states)
+        logits, _ = rule.applied(jnp.log(jnp.asarray(table, jnp.float32)), states)
+        return np.asarray(jax.nn.log_softmax(logits))
+
+
+_FREE = random_walk(states=3, size=en.VOCAB, share=0.5, seed=3).table
+FEW = Walk(jnp.concatenate([_FREE.at[0, 1].set(3), -jnp.ones((1, en.VOCAB), jnp.int32)]))
+
+
+@pytest.mark.parametrize("grammar", [FEW, st.Automaton(np.asarray(FEW.table))], ids=["", "tables"])
+@pytest.mark.parametrize(
+    "rule", some([try_children, traverse], traverse), ids=["reject", "traverse"]
+)
+@pytest.mark.parametrize("children", some(["iid", "without_replacement"], "iid"))
+def test_rules_that_test_drafts_are_exact_under_a_grammar(children, rule, grammar):
+    """By enumeration. After token 1 the walk ends, and drafts continue below it."""
+    models, topology = Ruled(4, FEW), Topology.from_parents([-1, 0, 0, 1])
+    tokens, weights = en.draft_outcomes(models, topology, children)
+    options = dict(replace=children == "iid", rule=rule)
+    want = en.target_joint(models)
+    log_p = models.processed(grammar, topology, tokens)
+    joint, accepted = en.enumerated(models, topology, tokens, weights, log_p=log_p, **options)
+    assert en.total_variation(joint, want) < en.EXACT
+    assert accepted > 0
+    assert en.total_variation(want, en.target_joint(en.Models(4))) > 0.1
+    log_p = models.processed(grammar, topology, tokens, by_path=False)
+    joint, _ = en.enumerated(models, topology, tokens, weights, log_p=log_p, **options)
+    assert en.total_variation(joint, want) > 0.01
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,15 @@ def test_traversal_never_accepts_less_than_testing_from_the_root(name, children)
     assert max(more) > 1e-3
 
 
+@pytest.mark.parametrize("duplicates", [False, True])
+def test_following_is_exact_for_any_draft(duplicates):
+    """Target-only: enumerate what the target samples at each node, for fixed drafts."""
+    topology, models = TreeTopology.from_parents([-1, 0, 0, 1, 2]), en.Models(seed=7)
+    drafts = np.array([0, 2, 2 if duplicates else 3, 1, 0], np.int32)
+    joint, _ = en.followed(models, topology, drafts)
+    assert en.total_variation(joint, en.target_joint(models)) < en.EXACT
+
+
 def test_following_skips_nodes_that_do_not_exist():
     topology = TreeTopology.from_branching((2, 1))
     draft = en.draft_of(topology, [[0, 1, 1, 2, 2]], valid=[[True, False, True, False, True]])
@@ -116,6 +125,14 @@ def verify(rule, draft, logits, *, topology, temperature=1.0):
     keys = jax.random.split(jax.random.key(0), 1)
     step = Step(None, keys, None, sampling)
     return jax.jit(lambda *arrays: rule.verify(*arrays, topology))(draft, logits, step)
+
+
+def test_following_at_temperature_0_takes_the_best_token():
+    draft = en.draft_of(CHAIN, [[0, 2, 1, 3]])
+    logits = 9.0 * jax.nn.one_hot(jnp.array([[2, 1, 0, 0]]), en.VOCAB)
+    for name in ("greedy", "target_only"):
+        verdict = verify(VERIFIERS[name], draft, logits, topology=CHAIN, temperature=0.0)
+        assert (verdict.last.tolist(), verdict.next_token.tolist()) == ([2], [0])
 
 
 def test_testing_needs_the_distributions_of_the_draft():
