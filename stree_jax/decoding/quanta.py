@@ -33,12 +33,11 @@ from stree_jax.decoding.types import Context, DecodeState, Limits, Sampling, Sta
 from stree_jax.mesh.hosts import of_first, on_host
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.mesh.rows import placed_like
-from stree_jax.models.identity import identity
 from stree_jax.models.lm import HybridLM
 from stree_jax.tree import TreeTopology
 
 PIECE = 64  # tokens that a draft model reads at once when it has missed some
-BESIDE_AFTER = 0.5  # seconds of runs, from which on another program is worth compiling
+LEAST_RUNNING = 0.5  # seconds of runs, before which no other program is worth compiling
 BESIDE = ThreadPoolExecutor(1)  # one program at a time is compiled; Python's exit waits for it
 
 
@@ -59,18 +58,22 @@ class Quanta:
         self.by_tree: Any = None
         if not request.trees:
             return
-        pair = model, request.drafter
-        names = *map(identity, pair), *map(jax.tree.structure, pair), model.partition
+        leaves, structure = jax.tree.flatten((model, request.drafter))
+        # A later pair whose arrays have these ids only begins with another's choice.
+        names = *map(id, leaves), structure, model.partition
         is_cold = request.sampling.temperature_is_zero
-        choice, self._programs = _known(request.trees, num_rows, is_cold, names)
-        self._choice = request.choice or choice
+        self._pair = _known(request.trees, num_rows, is_cold, names)
+        self._programs = self._pair.programs
+        self._choice = request.choice or self._pair.choice
         self._choice.begin(num_rows)
         self._next: tuple[int, ...] = 0, 0  # the tree of the next run, and its steps
         self._ran: Any = None  # what `TreeChoice.told` is told of the runs that it stands for
         self.by_tree = np.zeros((num_rows, len(request.trees), self._sizes[0].depth + 1), int)
         self._may_rest = inner_layers(request.drafter) is None  # it reads tokens alone
-        drafts = jax.eval_shape(lambda: self._drafter.init(num_rows, *self._sizes))
-        self._may_miss = self._may_rest and bool(jax.tree.leaves(drafts))
+        if self._pair.has_drafts is None:
+            drafts = jax.eval_shape(lambda: self._drafter.init(num_rows, *self._sizes))
+            self._pair.has_drafts = bool(jax.tree.leaves(drafts))
+        self._may_miss = self._may_rest and self._pair.has_drafts
         self._read = np.full(num_rows, -1)  # tokens that the drafter has read; -1: all but the last
 
     def reader(self, lengths: Any) -> Drafter | None:
@@ -114,7 +117,7 @@ class Quanta:
             arguments = *settings[:2], min(steps, left), to_end
             state = decoders[number].run(self._model, drafter, state, *arguments)
             new = _Seen.of(state)
-            seconds = time.perf_counter() - began if is_known else None
+            seconds = self._pair.seconds_of_run(time.perf_counter() - began, is_known is True)
             if drafter is None and self._may_miss:
                 state = state._replace(drafter=drafts)
             else:
@@ -188,7 +191,7 @@ class Quanta:
         # True: compiled; False: it has failed; None: neither.
         known = [self._programs.get(program) for program in programs]
         ready = np.array([is_known is True for is_known in known])
-        if self._choice.seconds >= BESIDE_AFTER:
+        if self._pair.pays_to_compile:
             tried = np.array([is_known is not None for is_known in known])
             wanted = self._choice.wanted(active, left, tried)
             if wanted is not None and self._model.partition == ONE_DEVICE:
@@ -297,7 +300,33 @@ def _ones(shapes: Any, where: Any) -> Any:
     return jax.device_put(ones, where)
 
 
+@dataclasses.dataclass
+class _Pair:
+    """What texts of a pair before taught, and the programs that they compiled.
+
+    Another program is worth compiling when all runs took as long as the first one, which compiled.
+    """
+
+    choice: TreeChoice
+    programs: dict[Any, bool] = dataclasses.field(default_factory=dict)
+    has_drafts: bool | None = None  # whether the drafter has a state
+    compiling: float = 0.0  # seconds of the first run
+    running: float = 0.0  # of all others
+
+    @property
+    def pays_to_compile(self) -> bool:
+        return self.running >= max(self.compiling, LEAST_RUNNING)
+
+    def seconds_of_run(self, seconds: float, is_known: bool) -> float | None:
+        """Counts a run; its seconds, or None if its program was compiled."""
+        if is_known:
+            self.running += seconds
+            return seconds
+        self.compiling = self.compiling or seconds
+        return None
+
+
 @functools.lru_cache(maxsize=64)
-def _known(trees: tuple[TreeTopology, ...], *pair: Any) -> tuple[TreeChoice, dict[Any, bool]]:
-    """What earlier texts of a pair taught, and the programs that they compiled."""
-    return TreeChoice(trees[1:]), {}
+def _known(trees: tuple[TreeTopology, ...], *pair: Any) -> _Pair:
+    """Of these trees, and a pair on its devices."""
+    return _Pair(TreeChoice(trees[1:]))

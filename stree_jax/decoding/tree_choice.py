@@ -53,7 +53,6 @@ class TreeChoice:
     Attributes:
         trees: what it chooses from; the first is the root alone, no drafts.
         costs: `[K]`, the time of a step with each tree, relative to no drafts.
-        seconds: that all runs took which it was told of.
 
     Args:
         trees: the draft trees; the first run takes `TreeTopology.default()`, or the first of them.
@@ -81,7 +80,6 @@ class TreeChoice:
         self._last: Any = None  # tree, steps and seconds of the last run
         self._taken, self._steps = -1, QUANTUM[0]
         self._wait = self._pause = 0  # steps until the next trial, and how many they were
-        self.seconds = 0.0
 
     @property
     def largest(self) -> TreeTopology:
@@ -134,7 +132,6 @@ class TreeChoice:
         if seconds is None or steps < TRIAL:
             self._last = None
             return
-        self.seconds += seconds
         last, self._last = self._last, (number, max(seconds / steps, 1e-9))
         if last is not None and last[0] != number:
             (second, slow), (first, fast) = sorted([last, self._last], reverse=True)
@@ -189,7 +186,12 @@ class TreeChoice:
         return best, steps
 
     def wanted(self, active: np.ndarray, left: np.ndarray | None, ready: np.ndarray) -> int | None:
-        """The tree to compile next: it may be faster than all that are; None: no tree may be."""
+        """The tree to compile next: it may be faster than all that are; None: no tree may be.
+
+        No drafts come first: how slow drafts are, a guess does not tell.
+        """
+        if not ready[0]:
+            return 0
         values = self.values(active, left)
         best = int(np.where(ready, values, 0).argmax())
         hopes = np.where(ready, 0, self._hopes(best, values))

@@ -168,7 +168,7 @@ def test_a_good_draft_gets_a_long_tree_and_a_bad_one_nothing(noise, often, model
 def test_a_clock_that_lies_changes_no_text(model, monkeypatch):
     draws = np.random.default_rng(0)
     monkeypatch.setattr(quanta.time, "perf_counter", lambda: draws.normal() * 1e3)
-    monkeypatch.setattr(quanta, "BESIDE_AFTER", np.inf)
+    monkeypatch.setattr(quanta._Pair, "pays_to_compile", False)
     want = st.generate(model, PROMPTS, **OPTIONS)
     for _ in range(3):
         out = st.generate(model, PROMPTS, drafter=st.NgramDrafter(), topology="auto", **OPTIONS)
@@ -177,7 +177,7 @@ def test_a_clock_that_lies_changes_no_text(model, monkeypatch):
 
 def test_a_tree_is_compiled_beside_and_then_compiles_no_more(model, monkeypatch):
     """Nor does what a draft model needs to read on."""
-    monkeypatch.setattr(quanta, "BESIDE_AFTER", 0.0)
+    monkeypatch.setattr(quanta._Pair, "pays_to_compile", True)
     trees = [st.TreeTopology.from_parents([-1, 0, 0, 0])]  # of no other test
     options = {"drafter": drafters(model)["model"], **OPTIONS, "max_new_tokens": 90}
     choice = st.TreeChoice(trees)

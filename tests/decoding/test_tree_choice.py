@@ -97,7 +97,8 @@ def test_a_tree_whose_program_is_not_there_is_not_taken():
     assert clock.choice.wanted(active, None, np.array([True, False, True, False])) is None
     good = Clock()
     good.text(1.0, ready=ready)
-    assert good.choice.wanted(active, None, ready) == LONG
+    assert good.choice.wanted(active, None, ready) == NONE
+    assert good.choice.wanted(active, None, np.array([True, False, True, False])) == LONG
 
 
 def test_a_batch_ends_with_its_last_row_and_a_pool_does_not():
