@@ -21,7 +21,8 @@ class DFlashState(NamedTuple):
 
     caches: tuple[KVCache, ...]
     outputs: Float[Array, "B D M"] | None = None
-    table: Float32[Array, "B D V"] | None = None  # logits by depth, without the Markov head's
+    table: Float32[Array, "B D _"] | None = None  # logits by depth, without the Markov head's
+    candidates: Int[Array, "B D K"] | None = None  # tokens of the table's columns, if not all
     pending: None = None
 
 
@@ -74,11 +75,14 @@ class DFlashModel(DraftModel):
         """See `DraftModel`: one pass for the root, then rows of its table."""
         if isinstance(nodes, KnownNodes):
             outputs = self.block(tokens, state.caches)
-            state = state._replace(outputs=outputs, table=self.logits(outputs))
+            table, candidates = self.table(outputs)
+            state = state._replace(outputs=outputs, table=table, candidates=candidates)
         logits = _at_depth(state.table, tree, nodes)
-        if self.head.config.markov_rank:
-            logits += self.head.after(self.head.markov_embedding.rows(tokens))
-        return logits, state
+        outputs = self.with_rows(_at_depth(state.outputs, tree, nodes), tokens)
+        candidates = state.candidates
+        if candidates is not None:
+            candidates = _at_depth(candidates, tree, nodes)
+        return self.after(outputs, logits, candidates), state
 
     def log_confidence(
         self, state: DFlashState, tokens: Array, tree: Tree, nodes: KnownNodes | LevelNodes
@@ -100,13 +104,38 @@ class DFlashModel(DraftModel):
         embedded = embedded_tokens(tokens, self.embedding, 1.0)
         return self.head(embedded, caches)[:, not c.shifted :]
 
+    def unary(self, outputs: Float[Array, "B T _"]) -> Float32[Array, "B T V"]:
+        """Logits from outputs alone, whatever the token before."""
+        c = self.head.config
+        hidden = outputs[..., : c.d_model]
+        logits = output_logits(hidden, self.output_head, 1.0, self.head.implementation)
+        return logits[..., : c.vocab_size]
+
+    def table(self, outputs: Float[Array, "B T _"]) -> tuple[Array, Array | None]:
+        """Logits from outputs alone; or the best of them, and their tokens, the candidates."""
+        logits, count = self.unary(outputs), self.head.config.candidates
+        return tuple(lax.top_k(logits, count)) if count else (logits, None)
+
+    def scores(self, outputs: Array, table: Array, candidates: Array | None) -> Array:
+        """The table with what the rows after outputs, if any, add to it."""
+        rows = outputs[..., self.head.config.d_model :]
+        if candidates is not None:
+            return table + self.head.pairs(rows, candidates)
+        return table + self.head.after(rows) if rows.shape[-1] else table
+
+    def after(
+        self, outputs: Float[Array, "B T _"], table: Array, candidates: Array | None
+    ) -> Float32[Array, "B T V"]:
+        """Logits of the target's tokens: `scores`, and -inf if they are no candidates."""
+        scores = self.scores(outputs, table, candidates)
+        if candidates is None:
+            return scores
+        full = jnp.full((*scores.shape[:-1], self.head.config.vocab_size), -jnp.inf)
+        return jnp.put_along_axis(full, candidates, scores, axis=-1, inplace=False)
+
     def logits(self, outputs: Float[Array, "B T _"]) -> Float32[Array, "B T V"]:
         """Logits of the target's tokens, from outputs and, if given, rows of the Markov head."""
-        c = self.head.config
-        hidden, rows = outputs[..., : c.d_model], outputs[..., c.d_model :]
-        logits = output_logits(hidden, self.output_head, 1.0, self.head.implementation)
-        logits = logits[..., : c.vocab_size]
-        return logits + self.head.after(rows) if rows.shape[-1] else logits
+        return self.after(outputs, *self.table(outputs))
 
     def outputs_ahead(
         self, tokens: Int[Array, "B T"], hidden: Float[Array, "B T _"], depth: int
@@ -142,6 +171,8 @@ class DFlashModel(DraftModel):
             return outputs
         rows = self.head.markov_embedding.rows(before.reshape(len(before), -1))
         rows = rows.astype(outputs.dtype).reshape(*before.shape, -1)
+        if self.head.config.candidates:
+            rows *= self.head.selector(outputs)
         return jnp.concatenate([outputs, rows], axis=-1)
 
     def _after(
