@@ -81,7 +81,8 @@ def _in_window(
     held = last - (last - jnp.arange(capacity, dtype=jnp.int32)[None]) % max(capacity, 1)
     oldest = length[:, None, None] + depth - window + 1
     in_cache = (held >= 0)[:, None] & (held[:, None] >= oldest)
-    return mask & (is_block | (before - 1 > depth - window)), in_cache, jnp.minimum(length, capacity)
+    mask &= is_block | (before - 1 > depth - window)
+    return mask, in_cache, jnp.minimum(length, capacity)
 
 
 def _softmax(

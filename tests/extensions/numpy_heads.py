@@ -247,7 +247,8 @@ class DFlash(Head):
             )
             y = y.reshape(size, -1) @ self.w[f"{self.attention}.o_proj.weight"].T
             x = x + self.around(part, u, y, 1)
-            u, part = self.norm(x, f"layers.{layer}.post_attention_layernorm"), f"layers.{layer}.mlp"
+            u = self.norm(x, f"layers.{layer}.post_attention_layernorm")
+            part = f"layers.{layer}.mlp"
             y = self.mlp(self.around(f"{part}_conv", u, u, 0), part)
             x = x + self.around(f"{part}_conv", u, y, 1)
         return self.norm(x, "norm")[not self.dspark :]

@@ -1,8 +1,11 @@
 """DFlash, DFlash 2 and DSpark heads in files: a config of Qwen3, and tensors."""
 
 import dataclasses
+import json
 from collections.abc import Collection
 from pathlib import Path
+
+import jax.numpy as jnp
 
 from stree_jax import HybridLM
 from stree_jax.convert import (
@@ -12,10 +15,13 @@ from stree_jax.convert import (
     hf_attention,
     llama_parts,
     read_head,
+    rope_values,
     split_mlp,
     within,
+    write_weights,
 )
 from stree_jax.extensions.dflash.head import DFlashConfig, DFlashHead
+from stree_jax.models import named_weights
 
 _ARCHITECTURES = (
     *("DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "DSparkDraftModel"),
@@ -91,6 +97,75 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
     return config
 
 
+def save(head: DFlashHead, target: HybridLM, path: Path, *, num_target_layers: int) -> None:
+    """Writes a head as other programs read it, into an existing directory.
+
+    Its architecture is `DFlash2DraftModel`, `Qwen3DSparkModel` or `DFlashDraftModel`.
+
+    Args:
+        head: the head.
+        target: its target.
+        path: the directory.
+        num_target_layers: how many layers the target has in its own checkpoint.
+
+    Raises:
+        ValueError: the format has no place for something that the head has.
+    """
+    c, weights = head.config, dict(named_weights(head))
+    of_block = {
+        "block_size": c.block_size,
+        "mask_token_id": c.mask_token,
+        "target_layer_ids": [
+            layer * num_target_layers // len(target.config.layers) - 1 for layer in c.inner_layers
+        ],
+    }
+    name = "Qwen3DSparkModel" if c.shifted else "DFlashDraftModel"
+    if c.candidates:
+        name, sizes = "DFlash2DraftModel", (c.conv_width, c.conv_group, c.markov_rank, c.candidates)
+        of_block |= dict(zip(_SECOND, sizes, strict=True))
+    windows = {window for window in c.windows if window}
+    kinds = [f"{'full' if window is None else 'sliding'}_attention" for window in c.windows]
+    values = {
+        "architectures": [name],
+        "model_type": "qwen3",
+        "dtype": jnp.dtype(head.dtype).name,
+        "hidden_size": c.d_model,
+        "vocab_size": c.vocab_size,
+        "num_hidden_layers": len(kinds),
+        "intermediate_size": c.mlp.hidden_size,
+        "num_attention_heads": c.attention.num_heads,
+        "num_key_value_heads": c.attention.num_kv_heads,
+        "head_dim": c.attention.head_dim,
+        "rms_norm_eps": c.norm_eps,
+        "layer_types": kinds,
+        "sliding_window": max(windows, default=None),
+        "num_target_layers": num_target_layers,
+        **rope_values(c.attention),
+        **(of_block if c.shifted else {"dflash_config": of_block}),
+    }
+    if not c.causal:
+        values["is_causal"] = False
+    if c.shifted:
+        values |= {
+            "markov_rank": c.markov_rank,
+            "enable_confidence_head": c.confidence_head != "none",
+            "confidence_head_with_markov": c.confidence_head == "markov",
+        }
+    back = read_config(Fields(path, values), target, c.own_tokens)
+    different = [
+        field.name
+        for field in dataclasses.fields(c)
+        if getattr(back, field.name) != getattr(c, field.name)
+    ]
+    if different:
+        raise ValueError(
+            f"{name} has no place for this head's {', '.join(different)}; store it with save_head"
+        )
+    rules = [rule for rule in rules_of(c) if rule.target in weights]
+    write_weights(path, rules, weights)
+    (path / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
 def _inner_layers(fields: Fields, target: HybridLM) -> tuple[int, ...]:
     """Returns numbers of the target's layers here, of which a layer of files may be several."""
     num_layers, ids = len(target.config.layers), fields.take("target_layer_ids")
@@ -154,11 +229,12 @@ def rules_of(config: DFlashConfig) -> list[Rule]:
         Rule("post_attention_layernorm.weight", "feed_forward_norm_scale"),
         *within(split_mlp(config.mlp), "mlp", "feed_forward"),
     ]
+    conv = [
+        Rule("base_kernel", "base_kernel"),
+        Rule("kernel_projection.weight", "kernel_projection.kernel", TRANSPOSED),
+    ]
     for name in ("attention_conv", "mlp_conv"):
-        layer += [
-            Rule(f"{name}.base_kernel", f"{name}.base_kernel"),
-            Rule(f"{name}.kernel_projection.weight", f"{name}.kernel_projection.kernel", TRANSPOSED),
-        ]
+        layer += within(conv, name, name)
     for number in range(len(config.windows)):
         rules += within(layer, f"layers.{number}", f"layers.{number}")
     return rules
