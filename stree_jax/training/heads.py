@@ -45,7 +45,7 @@ def train_heads(kind: str, recipe: Recipe, target_path: Path, output: Path) -> I
         raise ValueError(f"heads that can be trained are {', '.join(known)}, got {shown(kind)}")
     if kind in VARIANTS:
         kind, table = VARIANTS[kind]
-        recipe = dataclasses.replace(recipe, model=table | recipe.model)
+        recipe = dataclasses.replace(recipe, model={**table, **recipe.model})
     if recipe.start is not None:
         raise ValueError(f"{recipe.source}: start is for `train` and `distill`; leave it out")
     tokenizer, target = open_target(target_path, output)

@@ -114,7 +114,10 @@ class DFlashModel(DraftModel):
     def table(self, outputs: Float[Array, "B T _"]) -> tuple[Array, Array | None]:
         """Logits from outputs alone; or the best of them, and their tokens, the candidates."""
         logits, count = self.unary(outputs), self.head.config.candidates
-        return tuple(lax.top_k(logits, count)) if count else (logits, None)
+        if not count:
+            return logits, None
+        best, candidates = lax.top_k(logits, count)
+        return best, candidates
 
     def scores(self, outputs: Array, table: Array, candidates: Array | None) -> Array:
         """The table with what the rows after outputs, if any, add to it."""

@@ -117,8 +117,8 @@ class DFlashConfig:
             f"candidates {self.candidates} need a markov_rank, got {self.markov_rank}, and at most"
             f" {self.vocab_size} tokens",
         )
-        kinds = ("none", "hidden", "markov") if self.markov_rank else ("none", "hidden")
-        kinds = kinds[:1] if self.candidates else kinds
+        kinds = ["none"] + ["hidden"] * (not self.candidates)
+        kinds += ["markov"] * (self.markov_rank > 0 and not self.candidates)
         require(
             self.confidence_head in kinds,
             f"confidence_head {self.confidence_head!r:.80} with markov_rank {self.markov_rank} must"
