@@ -44,6 +44,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import KVCache, NodeKV
+from pallas_kernels.numerics import total
 from stree_jax import AttentionConfig, MlpConfig, Tree
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.checks import require, require_integer
