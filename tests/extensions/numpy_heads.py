@@ -274,8 +274,11 @@ class DFlash(Head):
                 )
             )
             pairs = (before[[text[-1], *path]] * (outputs @ project.T)) @ after.T
-            least = np.sort(rows[:, : len(before)])[:, -self.fields["selector_top_k"], None]
-            rows = np.where(rows >= least, rows + pairs, -np.inf)
+            least = np.sort(rows)[:, -self.fields["selector_top_k"], None]
+            scores = np.where(rows >= least, np.exp(rows + pairs), 0)
+            mass = np.where(rows >= least, np.exp(rows), 0).sum(-1, keepdims=True)
+            scores *= mass / scores.sum(-1, keepdims=True)
+            rows = np.where(rows >= least, np.log(np.maximum(scores, 1e-300)), rows)
         if self.dspark:
             first, second = (self.w[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
             rows = rows + first[[text[-1], *path]] @ second.T

@@ -86,9 +86,9 @@ def test_the_loss_is_that_of_blocks_at_some_tokens(name):
                 want = log_p[root + ahead]
                 loss = (np.exp(want) * (want - (log_q if unary is logits else unary)[ahead])).sum()
                 if head.config.candidates:  # and among the candidates, the pairs
-                    there = np.isfinite(log_q[ahead])
-                    among = log_softmax(want[there])
-                    loss += (np.exp(among) * (among - log_q[ahead][there])).sum()
+                    there = np.argsort(unary[ahead])[-head.config.candidates :]
+                    among, scores = (log_softmax(row[there]) for row in (want, log_q[ahead]))
+                    loss += (np.exp(among) * (among - scores)).sum()
                 if head.config.confidence_head != "none":  # the rate of acceptance is its label
                     rate = 1 - np.abs(np.exp(want) - np.exp(log_q[ahead])).sum() / 2
                     path = text[root + 1 : root + 1 + ahead]

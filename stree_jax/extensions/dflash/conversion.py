@@ -23,9 +23,7 @@ from stree_jax.convert import (
 from stree_jax.extensions.dflash.head import DFlashConfig, DFlashHead
 from stree_jax.models import named_weights
 
-_ARCHITECTURES = (
-    *("DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "DSparkDraftModel"),
-)
+_ARCHITECTURES = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
 _SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 # The two tables of the Markov head, without candidates and with them.
 _NAMES = (

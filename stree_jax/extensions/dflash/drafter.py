@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.nn import logsumexp
 
 from pallas_kernels import KVCache, replay_kv
 from stree_jax import DraftTree, HybridLM, ModelDrafter, Tree, Verdict
@@ -21,8 +22,8 @@ class DFlashState(NamedTuple):
 
     caches: tuple[KVCache, ...]
     outputs: Float[Array, "B D M"] | None = None
-    table: Float32[Array, "B D _"] | None = None  # logits by depth, without the Markov head's
-    candidates: Int[Array, "B D K"] | None = None  # tokens of the table's columns, if not all
+    table: Float32[Array, "B D V"] | None = None  # logits by depth, without the Markov head's
+    candidates: Int[Array, "B D K"] | None = None  # if not all
     pending: None = None
 
 
@@ -104,37 +105,35 @@ class DFlashModel(DraftModel):
         embedded = embedded_tokens(tokens, self.embedding, 1.0)
         return self.head(embedded, caches)[:, not c.shifted :]
 
-    def unary(self, outputs: Float[Array, "B T _"]) -> Float32[Array, "B T V"]:
-        """Logits from outputs alone, whatever the token before."""
+    def table(self, outputs: Float[Array, "B T _"]) -> tuple[Array, Array | None]:
+        """Logits from outputs alone, and the tokens that are candidates, if not all are."""
         c = self.head.config
         hidden = outputs[..., : c.d_model]
         logits = output_logits(hidden, self.output_head, 1.0, self.head.implementation)
-        return logits[..., : c.vocab_size]
+        logits = logits[..., : c.vocab_size]
+        return logits, lax.top_k(logits, c.candidates)[1] if c.candidates else None
 
-    def table(self, outputs: Float[Array, "B T _"]) -> tuple[Array, Array | None]:
-        """Logits from outputs alone; or the best of them, and their tokens, the candidates."""
-        logits, count = self.unary(outputs), self.head.config.candidates
-        if not count:
-            return logits, None
-        best, candidates = lax.top_k(logits, count)
-        return best, candidates
-
-    def scores(self, outputs: Array, table: Array, candidates: Array | None) -> Array:
-        """The table with what the rows after outputs, if any, add to it."""
+    def scores(self, outputs: Array, table: Array, candidates: Array) -> Array:
+        """The candidates' logits of the table, with the scores of pairs."""
         rows = outputs[..., self.head.config.d_model :]
-        if candidates is not None:
-            return table + self.head.pairs(rows, candidates)
-        return table + self.head.after(rows) if rows.shape[-1] else table
+        return jnp.take_along_axis(table, candidates, axis=-1) + self.head.pairs(rows, candidates)
 
     def after(
         self, outputs: Float[Array, "B T _"], table: Array, candidates: Array | None
     ) -> Float32[Array, "B T V"]:
-        """Logits of the target's tokens: `scores`, and -inf if they are no candidates."""
-        scores = self.scores(outputs, table, candidates)
+        """Logits of the target's tokens: the table's, and what the rows after outputs add.
+
+        Scores of pairs say which candidate is how likely if it is one of them; that it is one stays
+        as likely as by the table.
+        """
         if candidates is None:
-            return scores
-        full = jnp.full((*scores.shape[:-1], self.head.config.vocab_size), -jnp.inf)
-        return jnp.put_along_axis(full, candidates, scores, axis=-1, inplace=False)
+            rows = outputs[..., self.head.config.d_model :]
+            return table + self.head.after(rows) if rows.shape[-1] else table
+        before = jnp.take_along_axis(table, candidates, axis=-1)
+        scores = self.scores(outputs, table, candidates)
+        was, now = (logsumexp(x, axis=-1, keepdims=True) for x in (before, scores))
+        scores += was - now
+        return jnp.put_along_axis(table, candidates, scores, axis=-1, inplace=False)
 
     def logits(self, outputs: Float[Array, "B T _"]) -> Float32[Array, "B T V"]:
         """Logits of the target's tokens, from outputs and, if given, rows of the Markov head."""

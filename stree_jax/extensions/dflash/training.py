@@ -72,9 +72,8 @@ def dflash_loss(head: DFlashHead, target: HybridLM, tokens: Tokens) -> Float[Arr
 
 def _selector_loss(model: DFlashModel, outputs: Array, labels: Array) -> Array:
     """The loss of places whose candidates have scores of pairs."""
-    unary = model.unary(outputs)
-    table, candidates = jax.lax.top_k(unary, model.head.config.candidates)
-    scores = model.scores(outputs, table, candidates)
+    unary, candidates = model.table(outputs)
+    scores = model.scores(outputs, unary, candidates)
     among = jax.nn.log_softmax(jnp.take_along_axis(labels, candidates, axis=-1))
     return divergence(unary, labels) + divergence(scores, among)
 
