@@ -20,7 +20,7 @@ from stree_jax.convert.description import Description, HeadDescription, Source
 from stree_jax.convert.families import FAMILIES, QUIRKS, Family, has_field
 from stree_jax.convert.fields import TRANSFORMERS, Fields
 from stree_jax.convert.finding import find
-from stree_jax.convert.hybrid_parts import llama_parts
+from stree_jax.convert.hybrid_parts import llama_parts, rope_values
 from stree_jax.convert.qwen import layer_rules as qwen_layer_rules
 from stree_jax.convert.reading import (
     Checkpoint,
@@ -34,6 +34,7 @@ from stree_jax.convert.reading import (
 )
 from stree_jax.convert.rules import AS_IS, PLUS_ONE, TRANSPOSED, Rule
 from stree_jax.convert.tables import hf_attention, nemotron_experts, split_mlp, within
+from stree_jax.convert.writing import write_weights
 
 __all__ = [
     "AS_IS",
@@ -64,6 +65,8 @@ __all__ = [
     "qwen_layer_rules",
     "read_head",
     "read_tensor",
+    "rope_values",
     "split_mlp",
     "within",
+    "write_weights",
 ]

@@ -12,6 +12,7 @@ from stree_jax.convert import families
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.families import FAMILIES
 from stree_jax.convert.fields import Fields
+from stree_jax.convert.rules import Rule
 from stree_jax.heads import FOLDER
 from stree_jax.messages import first_line
 from stree_jax.models import AttentionConfig, GatedDeltaConfig, LayerConfig, Mamba2Config
@@ -36,9 +37,6 @@ def write_as(model: HybridLM, directory: Path, target: str, head: DraftHead | No
     `A_log`, `D` and `dt_bias` are written as float32, as the model has them; transformers casts
     them when it loads.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
     check_on_one_device(model, "write_as")
     if quantized_names(model):
         raise ValueError(
@@ -57,6 +55,16 @@ def write_as(model: HybridLM, directory: Path, target: str, head: DraftHead | No
             for rule in written.description.mtp.rules
             if rule.target in head_weights
         ]
+    write_weights(directory, rules, weights)
+    for name, values in written.files.items():
+        (directory / name).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def write_weights(directory: Path, rules: list[Rule], weights: dict[str, Any]) -> None:
+    """Writes weights by their rules, as safetensors in shards."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
     assert {rule.target for rule in rules} == set(weights)
     shards: list[list] = [[]]
     size = 0
@@ -91,8 +99,6 @@ def write_as(model: HybridLM, directory: Path, target: str, head: DraftHead | No
         total = sum(weight.nbytes for weight in weights.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    for name, values in written.files.items():
-        (directory / name).write_text(json.dumps(values, indent=2) + "\n")
 
 
 class Written(NamedTuple):

@@ -98,8 +98,12 @@ HEADS = {
         title="DFlash",
         option="DFlash or DSpark head for the target: directory or hub name.",
         training=("train-dflash", "a DFlash head"),
-        architectures=("DFlashDraftModel", "DSparkModel"),
+        architectures=("DFlashDraftModel", "DFlash2DraftModel", "DSparkModel", "DSparkDraftModel"),
     ),
+}
+# Names that `train_heads` takes beside: a kind, and other defaults of its [model] table.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dflash2": ("dflash", {"conv_width": 2, "markov_rank": 256, "candidates": 16}),
 }
 ROOMS = HEADS  # the older name of the same table
 FOLDER = "mtp"  # the kind that `convert` carries, in a folder of this name in a target's checkpoint

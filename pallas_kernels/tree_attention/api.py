@@ -28,6 +28,7 @@ def tree_attention(
     *,
     scale: float,
     window: int | None = None,
+    is_block: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B Q W E"]:
     """Grouped-query attention; query head w uses key and value head `w // (W / U)`.
@@ -43,6 +44,8 @@ def tree_attention(
         scale: multiplies the scores.
         window: how many tokens a query attends to, itself and those before it on its path; the
             cache is then a ring, see `KVCache`. None: all. The Pallas kernel has none.
+        is_block: whether the queries are places in a row, whose windows begin by place, and the
+            mask alone says which nodes they see. With a window only, and in XLA alone.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
@@ -58,6 +61,8 @@ def tree_attention(
     if window is not None:
         settings["window"] = window
         unsupported["pallas"] = "the kernel has no windows"
+        if is_block:
+            settings["is_block"], unsupported["native"] = True, "the code has no blocks"
     kernel = functools.partial(pallas_triton.tree_attention, to_the_bit=dispatch.wants_bits())
     return dispatch.run(
         "tree_attention",

@@ -4,13 +4,13 @@ import numpy as np
 
 
 def tree_attention(
-    query, node_keys, node_values, keys, values, length, mask, *, scale, window=None
+    query, node_keys, node_values, keys, values, length, mask, *, scale, window=None, is_block=False
 ):
     """Softmax attention of each query to the first `length` cache positions and to its nodes.
 
     From query `[B, Q, W, E]`, nodes `[B, N, U, E]`, a cache `[B, U, L, E]`, length `[B]` and mask
     `[B, Q, N]`, every row with at least one True. With a window the cache is a ring, and a query
-    sees the last `window` tokens of its path.
+    sees the last `window` tokens of its path. A block's queries are places in a row.
     """
     batch, _, num_heads, _ = query.shape
     heads_per_group = num_heads // node_keys.shape[2]
@@ -21,11 +21,12 @@ def tree_attention(
         tokens = np.arange(first, length[b])
         places = tokens % max(capacity, 1)
         rank = length[b] + np.cumsum(mask[b], axis=1) - 1  # position of each node on the path
-        oldest = 0 if window is None else rank[:, -1:] - window + 1
+        place = length[b] + np.arange(len(mask[b]))[:, None] if is_block else rank[:, -1:]
+        oldest = 0 if window is None else place - window + 1
         seen = np.concatenate(
             [tokens >= np.broadcast_to(oldest, (len(mask[b]), 1)), mask[b]], axis=1
         )
-        seen[:, len(tokens) :] &= rank >= oldest
+        seen[:, len(tokens) :] &= is_block | (rank >= oldest)
         for w in range(num_heads):
             u = w // heads_per_group
             seen_keys = np.concatenate([keys[b, u, places], node_keys[b, :, u]])

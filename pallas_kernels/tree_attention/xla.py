@@ -24,12 +24,14 @@ BLOCK = 512  # cache positions
 PartialSoftmax = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def tree_attention(*arrays: jax.Array, scale: float, window: int | None = None) -> jax.Array:
+def tree_attention(
+    *arrays: jax.Array, scale: float, window: int | None = None, is_block: bool = False
+) -> jax.Array:
     """See `api.tree_attention`, whose arrays these are."""
     query, node_keys, node_values, keys, values, length, mask = arrays
     cache_mask = None
     if window is not None:
-        mask, cache_mask, length = _in_window(mask, length, keys.shape[2], window)
+        mask, cache_mask, length = _in_window(mask, length, keys.shape[2], window, is_block)
     batch, num_queries, num_heads, head_dim = query.shape
     num_groups = node_keys.shape[2]
     per_group = num_heads // num_groups
@@ -69,17 +71,18 @@ def tree_attention(*arrays: jax.Array, scale: float, window: int | None = None) 
 
 
 def _in_window(
-    mask: jax.Array, length: jax.Array, capacity: int, window: int
+    mask: jax.Array, length: jax.Array, capacity: int, window: int, is_block: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Which nodes and which places of a ring are in the window; how many places have tokens."""
     before = jnp.cumsum(mask, axis=2, dtype=jnp.int32)  # of each node on the path, and itself
-    depth = before[:, :, -1:] - 1
+    depth = jnp.arange(mask.shape[1])[None, :, None] if is_block else before[:, :, -1:] - 1
     # The position of the token at each place; negative where there is none yet.
     last = length[:, None] - 1
     held = last - (last - jnp.arange(capacity, dtype=jnp.int32)[None]) % max(capacity, 1)
     oldest = length[:, None, None] + depth - window + 1
     in_cache = (held >= 0)[:, None] & (held[:, None] >= oldest)
-    return mask & (before - 1 > depth - window), in_cache, jnp.minimum(length, capacity)
+    mask &= is_block | (before - 1 > depth - window)
+    return mask, in_cache, jnp.minimum(length, capacity)
 
 
 def _softmax(

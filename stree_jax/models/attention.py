@@ -344,7 +344,12 @@ class AttentionMixer(MixerModule):
         return self._finish(y, projected), AttentionCache(kv, conv_state)
 
     def tree(
-        self, u: Float[Array, "B Q I"], at: Nodes, adapter: Array | None = None
+        self,
+        u: Float[Array, "B Q I"],
+        at: Nodes,
+        adapter: Array | None = None,
+        *,
+        is_block: bool = False,
     ) -> tuple[Product, AttentionPending, AttentionCache]:
         tree, conv_gather_index, cache, prefix_pending, replay = at
         c = self.config
@@ -370,7 +375,7 @@ class AttentionMixer(MixerModule):
             )
         else:
             kv = cache.kv if previous is None else replay_kv(cache.kv, *previous, ring=True)
-            y, nodes = self._in_window(qkv, kv, depth, mask, prefix)
+            y, nodes = self._in_window(qkv, kv, depth, mask, prefix, is_block)
         pending = AttentionPending(nodes, conv_input)
         return self._finish(y, projected), pending, AttentionCache(kv, conv_state)
 
@@ -386,6 +391,7 @@ class AttentionMixer(MixerModule):
         depth: Int[Array, "B Q"],
         mask: Bool[Array, "B Q N"],
         prefix: NodeKV | None = None,
+        is_block: bool = False,
     ) -> tuple[Float[Array, "B Q W E"], NodeKV]:
         """Attention to the last `window` tokens only."""
         window, layout, capacity = self.config.window, self._layout, cache.keys.shape[2]
@@ -398,7 +404,8 @@ class AttentionMixer(MixerModule):
             *(query, *new, *cache, mask),
             scale=layout.scale,
             window=window,
-            implementation=self.implementation if known else "xla",
+            is_block=is_block,
+            implementation="xla" if is_block or not known else self.implementation,
         )
         if capacity < window:  # the cache was made for few tokens, and there were more
             y = jnp.where((cache.length > capacity)[:, None, None, None], jnp.nan, y)

@@ -105,7 +105,8 @@ class TargetHead(nnx.Module):
 class DraftHead(TargetHead):
     """A head that is an attention layer and a layer without memory after it.
 
-    It computes `x = residual + attention(joined)`, then `finished(x + feed_forward(norm(x)))`.
+    It computes `x = residual + attention(joined)`, then `finished(x + feed_forward(norm(x)))`;
+    `attended` and `fed` may do more around the two.
 
     Its config has `attention` too.
     """
@@ -115,10 +116,19 @@ class DraftHead(TargetHead):
     embedding_norm_scale: nnx.Param
     feed_forward_norm_scale: nnx.Param
     scales = ("embedding_norm_scale", "feed_forward_norm_scale", *TargetHead.scales)
+    is_block: bool = False  # whether the nodes are places in a row, and see later ones too
 
     def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
         """The input of the attention and the residual stream, of entries."""
         raise NotImplementedError
+
+    def attended(self, y: Array, residual: Array) -> Array:
+        """What the attention's outputs add to the residual stream."""
+        return y
+
+    def fed(self, x: Array) -> Array:
+        """What the layer without memory adds to the residual stream."""
+        return total(self.feed_forward.tree(self.norm(x, self.feed_forward_norm_scale))[0])
 
     def finished(self, outputs: Array) -> Array:
         """The outputs as `tree` returns them."""
@@ -168,11 +178,10 @@ class DraftHead(TargetHead):
             joined, residual = self.joined(embedded, states)
             behind = None if prefix is None else AttentionPending(prefix, None)
             before = AttentionCache(cache, None)
-            y, pending, _ = self.attention.tree(joined, Nodes(tree, {}, before, behind))
-            x = residual + total(y)
-            normed = self.norm(x, self.feed_forward_norm_scale)
-            y, _, _ = self.feed_forward.tree(normed)
-            return self.finished(x + total(y)), pending.kv
+            nodes = Nodes(tree, {}, before, behind)
+            y, pending, _ = self.attention.tree(joined, nodes, is_block=self.is_block)
+            x = residual + self.attended(total(y), residual)
+            return self.finished(x + self.fed(x)), pending.kv
 
 
 def require_inner_layers(layers: tuple[int, ...]) -> None:

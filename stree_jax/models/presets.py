@@ -318,6 +318,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "Qwen3.5-9B": _qwen(4096, 32, mlp=MlpConfig(12288), delta_heads=32, heads=16, kv_heads=4),
     "Qwen3.5-27B": _qwen(5120, 64, mlp=MlpConfig(17408), delta_heads=48, heads=24, kv_heads=4),
+    "Qwen3.8-27B": _qwen(5120, 64, mlp=MlpConfig(17408), delta_heads=48, heads=24, kv_heads=4),
     "Qwen3.5-35B-A3B": _qwen(
         2048, 40, moe=_qwen_experts(256, 8), delta_heads=32, heads=16, kv_heads=2
     ),

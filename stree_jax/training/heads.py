@@ -1,5 +1,6 @@
 """`train_heads`: from a recipe to heads on a target's hidden states."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from stree_jax.array_types import Array, Float, Tokens
-from stree_jax.heads import HEADS, open_head, part_of, save_head
+from stree_jax.heads import HEADS, VARIANTS, open_head, part_of, save_head
 from stree_jax.messages import shown
 from stree_jax.models.identity import identity
 from stree_jax.models.lm import HybridLM
@@ -34,13 +35,17 @@ class HeadPlan(NamedTuple):
 def train_heads(kind: str, recipe: Recipe, target_path: Path, output: Path) -> Iterator[Progress]:
     """Trains heads for a target, whose weights stay as they are.
 
-    The recipe's model table is that of `kind`, "medusa" or "mtp", in `docs/recipe.md`: the room's
+    The recipe's model table is that of `kind`, "medusa", "mtp", "dflash" or "dflash2", in
+    `docs/recipe.md`: the room's
     `training.plan` makes a `HeadPlan` of a recipe and a target. Other arguments, yields and errors
     are those of `distill`.
     """
-    known = [name for name, room in HEADS.items() if room.training]
+    known = [*(name for name, room in HEADS.items() if room.training), *VARIANTS]
     if kind not in known:
         raise ValueError(f"heads that can be trained are {', '.join(known)}, got {shown(kind)}")
+    if kind in VARIANTS:
+        kind, table = VARIANTS[kind]
+        recipe = dataclasses.replace(recipe, model={**table, **recipe.model})
     if recipe.start is not None:
         raise ValueError(f"{recipe.source}: start is for `train` and `distill`; leave it out")
     tokenizer, target = open_target(target_path, output)

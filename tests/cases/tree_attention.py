@@ -38,6 +38,7 @@ CASES = base.table(
         "a window, newest level": dict(nodes=20, queries=3, window=9),
         "a window, a head a group": dict(heads=2, nodes=1, window=5),
         "a window, bf16": dict(bf16=True, window=7),
+        "a block in a window": dict(nodes=10, queries=5, window=7, is_block=True),
     },
     nodes=5,
     queries=None,
@@ -50,6 +51,7 @@ CASES = base.table(
     scale=0.25,
     causal=False,
     window=None,
+    is_block=False,
 )
 
 
@@ -69,6 +71,9 @@ def inputs(case):
     else:
         parents = base.random_parents(rng, batch, case.nodes)
     mask = base.ancestor_mask(parents)[:, case.nodes - queries :]
+    if case.is_block:  # the first nodes are those of the other places
+        others = ~np.eye(queries, dtype=bool)
+        mask = np.broadcast_to(np.hstack([others, ~others]), mask.shape).copy()
     nodes = (batch, case.nodes, case.groups, head_dim)
     cache = (batch, case.groups, case.capacity, head_dim)
     shapes = ((batch, queries, case.heads, head_dim), nodes, nodes, cache, cache)
@@ -85,6 +90,8 @@ def errors(case, implementation):
     settings = dict(scale=case.scale)
     if case.window is not None:
         settings["window"] = case.window
+    if case.is_block:
+        settings["is_block"] = True
     run = functools.partial(version.tree_attention, **settings)
     if "pallas" in implementation:
         run = functools.partial(
@@ -101,7 +108,7 @@ def errors(case, implementation):
     trees = np.asarray(length), np.asarray(mask)
     truth = reference(*exact, *trees, **settings)
     if case.window is not None:  # it matters
-        wider = reference(*exact, *trees, scale=case.scale, window=case.window + 1)
+        wider = reference(*exact, *trees, **settings | {"window": case.window + 1})
         assert relative_error(got, wider) > 1e-2
     assert got.dtype == arguments[0].dtype
     base.assert_finite(got)
@@ -115,8 +122,10 @@ def budgets(case):
 
 def lacks(case, implementation):
     """Kernels have no windows."""
-    return base.native_lacks_bf16(case, implementation) or (
-        case.window is not None and "pallas" in implementation
+    return (
+        base.native_lacks_bf16(case, implementation)
+        or (case.window is not None and "pallas" in implementation)
+        or (case.is_block and implementation == "native")
     )
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -278,8 +279,8 @@ def eagle3(model, folder):
     return st.Eagle3Drafter(model, st.load_eagle3(eagle3_files.saved(folder / "head"), model))
 
 
-def dflash(model, folder):
-    head = dflash_files.saved(folder / "head", dspark=True)
+def dflash(model, folder, **options):
+    head = dflash_files.saved(folder / "head", **options)
     return st.DFlashDrafter(model, st.load_dflash(head, model))
 
 
@@ -289,7 +290,11 @@ DRAFTERS = {
     "medusa": lambda model, _: st.MedusaDrafter(model, heads_of(model)),
     "mtp": lambda model, _: st.MtpDrafter(model, mtp_head_of(model)),
     "eagle3": eagle3,
-    "dflash": dflash,
+    "dflash": partial(dflash, dspark=True),
+    "dflash, second": partial(dflash, **dflash_files.SECOND),
+    "dflash, second, dynamic": lambda model, folder: st.DynamicDrafter(
+        dflash(model, folder, **dflash_files.SECOND).model, expand=4
+    ),
 }
 
 

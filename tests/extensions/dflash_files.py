@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads in files, with random weights."""
+"""DFlash, DFlash 2 and DSpark heads in files, with random weights."""
 
 import numpy as np
 
@@ -34,6 +34,20 @@ DSPARK = dict(
 )
 
 
+# One of DFlash 2, whose block sees itself, and whose windows are shorter than the texts.
+SECOND = dict(
+    architectures=["DFlash2DraftModel"],
+    is_causal=False,
+    dflash_config=CONFIG["dflash_config"]
+    | dict(
+        block_size=6, conv_kernel_size=3, conv_group_size=4, selector_rank=RANK, selector_top_k=5
+    ),
+    block_size="absent",
+    layer_types=["sliding_attention"] * 2,
+    sliding_window=7,
+)
+
+
 def files(dspark=False, vocab=VOCAB, **changes):
     """A config and the tensors of a head."""
     config = CONFIG | {"vocab_size": vocab} | (DSPARK if dspark else {}) | changes
@@ -47,7 +61,16 @@ def files(dspark=False, vocab=VOCAB, **changes):
         shapes |= dict.fromkeys(("embed_tokens", "lm_head"), (vocab, WIDTH))
         shapes |= {f"markov_head.markov_w{i}": (vocab, RANK) for i in (1, 2)}
         shapes["confidence_head.proj"] = (1, WIDTH + RANK * config["confidence_head_with_markov"])
+    second = config["architectures"] == ["DFlash2DraftModel"]
+    if second:
+        convs = [f"layers.{at}.{name}_conv" for at in range(2) for name in ("attention", "mlp")]
+        shapes |= {f"{name}.kernel_projection": (2 * 3 * WIDTH // 4, WIDTH) for name in convs}
+        shapes["candidate_selector.hidden_projection"] = (RANK, WIDTH)
     shapes = {f"{name}.weight": shapes[name] for name in shapes}
+    if second:
+        shapes |= {f"{name}.base_kernel": (2, 3, WIDTH) for name in convs}
+        codebooks = ("predecessor_codebook", "successor_codebook")
+        shapes |= {f"candidate_selector.{name}": (vocab, RANK) for name in codebooks}
     tensors = checkpoints.random_weights(shapes, np.random.default_rng(0))
     if dspark:
         tensors["confidence_head.proj.weight"] *= 4  # so that places differ

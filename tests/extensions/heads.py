@@ -81,10 +81,10 @@ def eagle3(embeds=False):
     return Parts("eagle3", target, head, st.Eagle3Drafter, exact)
 
 
-def dflash(dspark=False):
+def dflash(**options):
     target = tiny_model("nemotron_h hybrid")
-    config, weights = dflash_files.files(dspark)
-    head = from_files(dflash_files.saved, st.load_dflash, target, dspark=dspark)
+    config, weights = dflash_files.files(**options)
+    head = from_files(dflash_files.saved, st.load_dflash, target, **options)
     exact = numpy_heads.DFlash(config, weights | of_target(target))
     return Parts("dflash", target, head, st.DFlashDrafter, exact)
 
@@ -102,6 +102,7 @@ HEADS = {
     "eagle3, its own embedding": lambda: eagle3(embeds=True),
     "dflash": dflash,
     "dflash, dspark": lambda: dflash(dspark=True),
+    "dflash, second": lambda: dflash(**dflash_files.SECOND),
 }
 KINDS = ("medusa", "mtp", "eagle3", "dflash")
 

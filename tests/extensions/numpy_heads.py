@@ -187,6 +187,7 @@ class DFlash(Head):
         super().__init__(config, weights)
         self.fields = config.get("dflash_config") or config
         self.dspark = config["architectures"] == ["Qwen3DSparkModel"]
+        self.second = config["architectures"] == ["DFlash2DraftModel"]
         names = {"embed_tokens.weight": "embedding", "lm_head.weight": "lm_head"}
         self.w |= {new: self.w[name] for name, new in names.items() if name in self.w}
 
@@ -210,25 +211,46 @@ class DFlash(Head):
         self.attention = f"layers.{layer}.self_attn"
         return [self.qkv_of(name, self.context(states), 0) for name in "kv"]
 
+    def around(self, name, u, x, side):
+        """A convolution of the rows x before (0) or after (1) a part with the input u."""
+        if not self.second:
+            return x
+        size, width = self.fields["conv_group_size"], self.fields["conv_kernel_size"]
+        taps = u @ self.w[f"{name}.kernel_projection.weight"].T
+        taps = taps.reshape(len(u), 2, width, -1)[:, side]
+        y = np.zeros_like(x)
+        for place in range(len(x)):
+            for back in range(min(width, place + 1)):
+                kernel = self.w[f"{name}.base_kernel"][side, back]
+                y[place] += (kernel + np.repeat(taps[place, back], size)) * x[place - back]
+        return y
+
     def outputs(self, text, states):
         """Those of the block at the text's last token, at the places with drafts."""
         config, before = self.config, len(text) - 1
-        size = config["block_size"]
+        size = self.fields.get("block_size") or config["block_size"]
         x = self.w["embedding"][[text[-1]] + [self.fields["mask_token_id"]] * (size - 1)]
         for layer, kind in enumerate(config["layer_types"]):
             cached = [rows.swapaxes(0, 1)[None] for rows in self.cached(layer, states[:before])]
             u = self.norm(x, f"layers.{layer}.input_layernorm")
-            qkv = [self.qkv_of(name, u, before)[None] for name in "qkv"]
+            part = f"layers.{layer}.attention_conv"
+            inputs = self.around(part, u, u, 0)
+            qkv = [self.qkv_of(name, inputs, before)[None] for name in "qkv"]
             slides = kind == "sliding_attention"
+            causal = slides and config.get("is_causal", True)
             y = tree_attention(
                 *(*qkv, *cached, np.array([before])),
-                np.tri(size, dtype=bool)[None] if slides else np.ones((1, size, size), bool),
+                np.tri(size, dtype=bool)[None] if causal else np.ones((1, size, size), bool),
                 scale=config["head_dim"] ** -0.5,
                 window=config["sliding_window"] if slides else None,
+                is_block=slides and not causal,
             )
-            x = x + y.reshape(size, -1) @ self.w[f"{self.attention}.o_proj.weight"].T
+            y = y.reshape(size, -1) @ self.w[f"{self.attention}.o_proj.weight"].T
+            x = x + self.around(part, u, y, 1)
             u = self.norm(x, f"layers.{layer}.post_attention_layernorm")
-            x = x + self.mlp(u, f"layers.{layer}.mlp")
+            part = f"layers.{layer}.mlp"
+            y = self.mlp(self.around(f"{part}_conv", u, u, 0), part)
+            x = x + self.around(f"{part}_conv", u, y, 1)
         return self.norm(x, "norm")[not self.dspark :]
 
     def confidence(self, text, states, path):
@@ -241,7 +263,22 @@ class DFlash(Head):
         return sigmoid(rows @ weight[0] + bias)
 
     def logits(self, text, states, path):
-        rows = self.outputs(text, states)[: len(path) + 1] @ self.w["lm_head"].T
+        outputs = self.outputs(text, states)[: len(path) + 1]
+        rows = outputs @ self.w["lm_head"].T
+        if self.second:
+            before, after, project = (
+                self.w[f"candidate_selector.{name}"]
+                for name in (
+                    *("predecessor_codebook", "successor_codebook"),
+                    "hidden_projection.weight",
+                )
+            )
+            pairs = (before[[text[-1], *path]] * (outputs @ project.T)) @ after.T
+            least = np.sort(rows)[:, -self.fields["selector_top_k"], None]
+            scores = np.where(rows >= least, np.exp(rows + pairs), 0)
+            mass = np.where(rows >= least, np.exp(rows), 0).sum(-1, keepdims=True)
+            scores *= mass / scores.sum(-1, keepdims=True)
+            rows = np.where(rows >= least, np.log(np.maximum(scores, 1e-300)), rows)
         if self.dspark:
             first, second = (self.w[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
             rows = rows + first[[text[-1], *path]] @ second.T

@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 import stree_jax as st
 from stree_jax.convert import Fields
-from stree_jax.extensions.dflash.conversion import read_config, rules_of
+from stree_jax.extensions.dflash import conversion
+from stree_jax.extensions.dflash.conversion import read_config
 from stree_jax.extensions.dflash.training import dflash_loss
 from stree_jax.names import flatten
 from stree_jax.testing import tiny_model
 from tests.decoding.texts import dynamic_tree, paths_of, steps
-from tests.extensions.dflash_files import files, saved
+from tests.extensions.dflash_files import SECOND, files, saved
 from tests.extensions.heads import parts, states_of
 from tests.helpers import by_message, refusal
 from tests.numpy_parts import log_softmax
@@ -60,7 +62,7 @@ def test_types(how, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["dflash", "dflash, dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dflash, dspark", "dflash, second"])
 def test_the_loss_is_that_of_blocks_at_some_tokens(name):
     """Against the head in float64, block by block, with the true tokens before each draft."""
     _, target, head, _, exact = parts(name)
@@ -75,12 +77,18 @@ def test_the_loss_is_that_of_blocks_at_some_tokens(name):
         log_p = log_softmax(hidden.astype(np.float64) @ np.asarray(target.output_head[...]).T)
         for place in places:
             root = place + 1
-            log_q = log_softmax(
-                exact.logits(text[: root + 1], states, text[root + 1 : root + deepest])
-            )
+            logits = exact.logits(text[: root + 1], states, text[root + 1 : root + deepest])
+            log_q, unary = log_softmax(logits), logits
+            if head.config.candidates:
+                unary = exact.outputs(text[: root + 1], states) @ exact.w["lm_head"].T
+                unary = log_softmax(unary)
             for ahead in range(deepest):
                 want = log_p[root + ahead]
-                loss = (np.exp(want) * (want - log_q[ahead])).sum()
+                loss = (np.exp(want) * (want - (log_q if unary is logits else unary)[ahead])).sum()
+                if head.config.candidates:  # and among the candidates, the pairs
+                    there = np.argsort(unary[ahead])[-head.config.candidates :]
+                    among, scores = (log_softmax(row[there]) for row in (want, log_q[ahead]))
+                    loss += (np.exp(among) * (among - scores)).sum()
                 if head.config.confidence_head != "none":  # the rate of acceptance is its label
                     rate = 1 - np.abs(np.exp(want) - np.exp(log_q[ahead])).sum() / 2
                     path = text[root + 1 : root + 1 + ahead]
@@ -115,19 +123,28 @@ def test_the_confidence_head_learns_and_does_not_move_its_label():
     assert losses[-1] < losses[0] - 0.04
 
 
-@pytest.mark.parametrize(("dspark", "changes"), [(False, {}), (True, {}), (True, HIDDEN)])
+OTHER_NAMES = dict(
+    architectures=["DSparkDraftModel"],
+    attention_mode="gqa",
+    dflash_config=dict(markov_rank=6, projector_type="dspark", mask_token_id=3),
+)
+
+
+@pytest.mark.parametrize(
+    ("dspark", "changes"),
+    [(False, {}), (True, {}), (True, HIDDEN), (True, OTHER_NAMES), (False, SECOND)],
+)
 def test_there_and_back(dspark, changes, tmp_path):
-    """The rules undo themselves: the tensors of the files are made of the head's weights."""
+    """The tensors of the files are equal by their bytes, and so are the configs that are read."""
     target, (_, want) = tiny_model("nemotron_h hybrid"), files(dspark, **changes)
     head = st.load_dflash(saved(tmp_path / "head", dspark, **changes), target)
-    weights, found = flatten(nnx.to_pure_dict(nnx.state(head))), {}
-    for rule in rules_of(head.config):
-        if rule.target in weights:
-            sources = rule.transform.invert(np.asarray(weights[rule.target]))
-            found |= dict(zip(rule.sources, sources, strict=True))
-    assert want.keys() == found.keys()
-    for name, value in found.items():
-        np.testing.assert_array_equal(value, want[name])
+    (tmp_path / "back").mkdir()
+    conversion.save(head, target, tmp_path / "back", num_target_layers=4)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert want.keys() == back.keys()
+    for name, value in back.items():
+        assert value.tobytes() == np.asarray(want[name]).tobytes()
+    assert st.load_dflash(tmp_path / "back", target).config == head.config
 
 
 def test_layers_of_files_are_mixers_and_mlps_here():
@@ -140,7 +157,10 @@ def test_layers_of_files_are_mixers_and_mlps_here():
 UNSURE = dict(enable_confidence_head=False)
 IDS = {"mask_token_id": 36}
 REFUSED = [
-    (False, dict(architectures=["DFlash2DraftModel"]), {}, "no DFlash head: its architectures are"),
+    (False, dict(architectures=["DFlash3DraftModel"]), {}, "no DFlash head: its architectures are"),
+    (False, dict(architectures=["DFlash2DraftModel"]), {}, "conv_kernel_size is missing"),
+    (False, SECOND | dict(sliding_window=5), {}, "a window of 5 is less than a block of 6"),
+    (False, SECOND | dict(selector_top_k=6), {}, "selector_top_k"),
     (True, dict(architectures=["Gemma4DSparkModel"]), {}, "'Gemma4DSparkModel'. are not supported"),
     (True, dict(markov_head_type="rnn"), {}, "markov_head_type is 'rnn', not one of .'vanilla'"),
     (True, UNSURE | dict(markov_rank=0, markov_head_type="absent"), {}, "markov_head.markov_w1"),
@@ -150,7 +170,6 @@ REFUSED = [
     (True, {}, {"confidence_head.proj.weight": np.zeros((1, 16), np.float32)}, "head.proj.weight"),
     (False, dict(attention_bias=True), {}, "biases in a head are not supported"),
     (False, dict(is_causal=True), {}, "is_causal = True is not supported"),
-    (True, dict(is_causal=False), {}, "is_causal = False is not supported"),
     (True, dict(sliding_window=None), {}, "sliding_window is missing"),
     (False, dict(draft_vocab_size=20), {}, "draft_vocab_size = 20, elsewhere 37"),
     (False, dict(num_target_layers=3), {}, "num_target_layers = 3 does not fit the target's 4"),

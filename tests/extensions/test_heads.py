@@ -114,6 +114,7 @@ def test_drafts_come_from_the_head_in_float64(name, topology):
     ("name", "kind"),
     [
         *(("dflash", None), ("dflash, dspark", None), ("dflash, dspark", st.BeamDrafter)),
+        *(("dflash, second", kind) for kind in (None, st.DynamicDrafter)),
         pytest.param("eagle3", None, marks=thorough),
         pytest.param("dflash, dspark", st.DynamicDrafter, marks=slow),
         pytest.param("eagle3", st.BeamDrafter, marks=slow),
@@ -154,7 +155,7 @@ def assert_same_state(got, want, length):
     "kind",
     [
         pytest.param(kind, marks=[slow] * (kind in ("eagle3", "mtp, qwen", "dflash")))
-        for kind in (*KINDS, "mtp, qwen", "dflash, dspark")
+        for kind in (*KINDS, "mtp, qwen", "dflash, dspark", "dflash, second")
     ],
 )
 def test_the_next_chain_depends_on_the_text_alone(kind):
@@ -220,6 +221,7 @@ def test_the_next_chain_depends_on_the_text_alone(kind):
     [
         ("mtp", 1.0),
         ("dflash, dspark", 1.0),
+        ("dflash, second", 1.0),
         *(pytest.param(kind, 0.0, marks=slow) for kind in KINDS),
         *(pytest.param(kind, 1.0, marks=slow) for kind in ("medusa", "eagle3")),
     ],
@@ -232,7 +234,8 @@ def test_ranks_by_depth_give_the_tau_of_a_tree(kind, temperature):
     request, texts = plan(target, prompts, **options), st.generate(target, prompts, **options)
     asked = target, request, list(texts.tokens), 6
     trace = head_trace(drafter, getattr(drafter, "model", drafter), *asked)
-    assert trace.ranks[0].shape == (23, 4 if kind == "medusa" else 8)
+    deepest = {"medusa": 4, "dflash, second": 5}.get(kind, 8)
+    assert trace.ranks[0].shape == (23, deepest)
     topology = st.TreeTopology.from_branching((3, 2, 1))
     out = st.generate(target, prompts, drafter=drafter, topology=topology, **options)
     assert out.stats.tau > 1.02

@@ -1,8 +1,11 @@
-"""DFlash heads of z-lab and DSpark heads of DeepSpec in files: a config of Qwen3, and tensors."""
+"""DFlash, DFlash 2 and DSpark heads in files: a config of Qwen3, and tensors."""
 
 import dataclasses
+import json
 from collections.abc import Collection
 from pathlib import Path
+
+import jax.numpy as jnp
 
 from stree_jax import HybridLM
 from stree_jax.convert import (
@@ -12,11 +15,21 @@ from stree_jax.convert import (
     hf_attention,
     llama_parts,
     read_head,
+    rope_values,
     split_mlp,
     within,
+    write_weights,
 )
 from stree_jax.extensions.dflash.head import DFlashConfig, DFlashHead
+from stree_jax.models import named_weights
 
+_ARCHITECTURES = "DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "DSparkDraftModel"
+_SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+# The two tables of the Markov head, without candidates and with them.
+_NAMES = (
+    ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
+    ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"),
+)
 _KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
@@ -28,12 +41,19 @@ def load(path: Path, target: HybridLM, ignore: Collection[str]) -> DFlashHead:
 def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashConfig:
     """Returns the config of a head from its config.json."""
     names = [str(name) for name in fields.values["architectures"]]
-    shifted, table = "DSparkModel" in names[0], fields.table("dflash_config")
-    known = ["Qwen3DSparkModel" if shifted else "DFlashDraftModel"]
-    fields.check(names == known, f"architectures = {names!s:.80} are not supported, but {known}")
-
-    for name in ("mask_token_id", "block_size", "target_layer_ids"):
+    fields.check(
+        len(names) == 1 and names[0] in _ARCHITECTURES,
+        f"architectures = {names!s:.80} are not supported, but one of {_ARCHITECTURES}",
+    )
+    shifted, second = "DSpark" in names[0], "DFlash2" in names[0]
+    table = fields.table("dflash_config")
+    for name in ("mask_token_id", "block_size", "target_layer_ids", "markov_rank", *_SECOND):
         fields.alias(table, **{name: name})
+    fields.alias(table, is_causal="causal")
+    if names == ["DSparkDraftModel"]:  # says again what the others imply
+        for words in (table, fields):
+            for name, word in (("attention_mode", "gqa"), ("projector_type", "dspark")):
+                words.choice(name, word, {word: word})
     width, vocab_size = fields.integer("hidden_size"), fields.integer("vocab_size")
     only = {
         "draft_vocab_size": vocab_size,
@@ -44,11 +64,13 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
     for name, value in only.items():
         table.same(name, value)
         fields.same(name, value)
-    rank = fields.integer("markov_rank", 0, least=0)
-    if rank:
+    sizes = {name: fields.integer(name) for name in _SECOND} if second else {}
+    rank = sizes.get("selector_rank") or fields.integer("markov_rank", 0, least=0)
+    if rank and not second:
         fields.choice("markov_head_type", "vanilla", {"vanilla": "vanilla"})
     reads = "markov" if fields.flag("confidence_head_with_markov", True) else "hidden"
     attention, mlp, norm_eps = llama_parts(fields, width, 1e-6)
+    windows = _windows(fields, fields.integer("num_hidden_layers", most=256))
     config = DFlashConfig(
         d_model=width,
         vocab_size=vocab_size,
@@ -57,16 +79,89 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
         inner_layers=_inner_layers(fields, target),
         attention=dataclasses.replace(attention, qk_norm_eps=norm_eps),
         mlp=mlp,
-        windows=_windows(fields, fields.integer("num_hidden_layers", most=256)),
+        windows=windows,
+        causal=_causal(fields, windows),
         shifted=shifted,
         norm_eps=norm_eps,
         own_tokens=own_tokens,
+        conv_width=sizes.get("conv_kernel_size", 0),
+        conv_group=sizes.get("conv_group_size", 16),
         markov_rank=rank,
+        candidates=sizes.get("selector_top_k", 0),
         confidence_head=reads if fields.flag("enable_confidence_head", False) else "none",
     )
     fields.ignore("of training", "max_window_layers", "use_sliding_window", "num_anchors")
     table.finish()
     return config
+
+
+def save(head: DFlashHead, target: HybridLM, path: Path, *, num_target_layers: int) -> None:
+    """Writes a head as other programs read it, into an existing directory.
+
+    Its architecture is `DFlash2DraftModel`, `Qwen3DSparkModel` or `DFlashDraftModel`.
+
+    Args:
+        head: the head.
+        target: its target.
+        path: the directory.
+        num_target_layers: how many layers the target has in its own checkpoint.
+
+    Raises:
+        ValueError: the format has no place for something that the head has.
+    """
+    c, weights = head.config, dict(named_weights(head))
+    of_block = {
+        "block_size": c.block_size,
+        "mask_token_id": c.mask_token,
+        "target_layer_ids": [
+            layer * num_target_layers // len(target.config.layers) - 1 for layer in c.inner_layers
+        ],
+    }
+    name = "Qwen3DSparkModel" if c.shifted else "DFlashDraftModel"
+    if c.candidates:
+        name, sizes = "DFlash2DraftModel", (c.conv_width, c.conv_group, c.markov_rank, c.candidates)
+        of_block |= dict(zip(_SECOND, sizes, strict=True))
+    windows = {window for window in c.windows if window}
+    kinds = [f"{'full' if window is None else 'sliding'}_attention" for window in c.windows]
+    values = {
+        "architectures": [name],
+        "model_type": "qwen3",
+        "dtype": jnp.dtype(head.dtype).name,
+        "hidden_size": c.d_model,
+        "vocab_size": c.vocab_size,
+        "num_hidden_layers": len(kinds),
+        "intermediate_size": c.mlp.hidden_size,
+        "num_attention_heads": c.attention.num_heads,
+        "num_key_value_heads": c.attention.num_kv_heads,
+        "head_dim": c.attention.head_dim,
+        "rms_norm_eps": c.norm_eps,
+        "layer_types": kinds,
+        "sliding_window": max(windows, default=None),
+        "num_target_layers": num_target_layers,
+        **rope_values(c.attention),
+        **(of_block if c.shifted else {"dflash_config": of_block}),
+    }
+    if not c.causal:
+        values["is_causal"] = False
+    if c.shifted:
+        values |= {
+            "markov_rank": c.markov_rank,
+            "enable_confidence_head": c.confidence_head != "none",
+            "confidence_head_with_markov": c.confidence_head == "markov",
+        }
+    back = read_config(Fields(path, values), target, c.own_tokens)
+    different = [
+        field.name
+        for field in dataclasses.fields(c)
+        if getattr(back, field.name) != getattr(c, field.name)
+    ]
+    if different:
+        raise ValueError(
+            f"{name} has no place for this head's {', '.join(different)}; store it with save_head"
+        )
+    rules = [rule for rule in rules_of(c) if rule.target in weights]
+    write_weights(path, rules, weights)
+    (path / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _inner_layers(fields: Fields, target: HybridLM) -> tuple[int, ...]:
@@ -89,7 +184,7 @@ def _inner_layers(fields: Fields, target: HybridLM) -> tuple[int, ...]:
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Returns what each layer sees. Layers with a window are causal, unless the config says so."""
+    """Returns what each layer sees of the text."""
     fields.null("sliding_window")
     window = fields.integer("sliding_window") if fields.has("sliding_window") else None
     kinds = ("full",) * layers
@@ -97,13 +192,17 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
         kinds = fields.layer_kinds("layer_types", _KINDS, layers)
     sliding = [kind == "sliding" for kind in kinds]
     fields.check(window is not None or not any(sliding), "sliding_window is missing")
-    if fields.has("is_causal"):
-        causal = fields.flag("is_causal", False)
-        fields.check(
-            all(is_sliding == causal for is_sliding in sliding),
-            f"is_causal = {causal} is not supported: layers with a window are causal, others not",
-        )
     return tuple(window if is_sliding else None for is_sliding in sliding)
+
+
+def _causal(fields: Fields, windows: tuple[int | None, ...]) -> bool:
+    """Returns whether layers with a window are causal: unless the config says that they are not."""
+    causal = fields.flag("is_causal", None not in windows)
+    fields.check(
+        None not in windows or not causal,
+        f"is_causal = {causal} is not supported in layers without a window",
+    )
+    return causal or not fields.has("is_causal")
 
 
 def rules_of(config: DFlashConfig) -> list[Rule]:
@@ -114,8 +213,9 @@ def rules_of(config: DFlashConfig) -> list[Rule]:
         Rule("norm.weight", "final_norm_scale"),
         Rule("embed_tokens.weight", "embedding"),
         Rule("lm_head.weight", "output_head"),
-        Rule("markov_head.markov_w1.weight", "markov_embedding"),
-        Rule("markov_head.markov_w2.weight", "markov_head"),
+        Rule(_NAMES[config.candidates > 0][0], "markov_embedding"),
+        Rule(_NAMES[config.candidates > 0][1], "markov_head"),
+        Rule("candidate_selector.hidden_projection.weight", "selector.kernel", TRANSPOSED),
         Rule("confidence_head.proj.weight", "confidence_head.kernel", TRANSPOSED),
         Rule("confidence_head.proj.bias", "confidence_head.bias"),
     ]
@@ -127,6 +227,12 @@ def rules_of(config: DFlashConfig) -> list[Rule]:
         Rule("post_attention_layernorm.weight", "feed_forward_norm_scale"),
         *within(split_mlp(config.mlp), "mlp", "feed_forward"),
     ]
+    conv = [
+        Rule("base_kernel", "base_kernel"),
+        Rule("kernel_projection.weight", "kernel_projection.kernel", TRANSPOSED),
+    ]
+    for name in ("attention_conv", "mlp_conv"):
+        layer += within(conv, name, name)
     for number in range(len(config.windows)):
         rules += within(layer, f"layers.{number}", f"layers.{number}")
     return rules

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.nn import logsumexp
 
 from pallas_kernels import KVCache, replay_kv
 from stree_jax import DraftTree, HybridLM, ModelDrafter, Tree, Verdict
@@ -22,6 +23,7 @@ class DFlashState(NamedTuple):
     caches: tuple[KVCache, ...]
     outputs: Float[Array, "B D M"] | None = None
     table: Float32[Array, "B D V"] | None = None  # logits by depth, without the Markov head's
+    candidates: Int[Array, "B D K"] | None = None  # if not all
     pending: None = None
 
 
@@ -74,11 +76,14 @@ class DFlashModel(DraftModel):
         """See `DraftModel`: one pass for the root, then rows of its table."""
         if isinstance(nodes, KnownNodes):
             outputs = self.block(tokens, state.caches)
-            state = state._replace(outputs=outputs, table=self.logits(outputs))
+            table, candidates = self.table(outputs)
+            state = state._replace(outputs=outputs, table=table, candidates=candidates)
         logits = _at_depth(state.table, tree, nodes)
-        if self.head.config.markov_rank:
-            logits += self.head.after(self.head.markov_embedding.rows(tokens))
-        return logits, state
+        outputs = self.with_rows(_at_depth(state.outputs, tree, nodes), tokens)
+        candidates = state.candidates
+        if candidates is not None:
+            candidates = _at_depth(candidates, tree, nodes)
+        return self.after(outputs, logits, candidates), state
 
     def log_confidence(
         self, state: DFlashState, tokens: Array, tree: Tree, nodes: KnownNodes | LevelNodes
@@ -100,13 +105,39 @@ class DFlashModel(DraftModel):
         embedded = embedded_tokens(tokens, self.embedding, 1.0)
         return self.head(embedded, caches)[:, not c.shifted :]
 
-    def logits(self, outputs: Float[Array, "B T _"]) -> Float32[Array, "B T V"]:
-        """Logits of the target's tokens, from outputs and, if given, rows of the Markov head."""
+    def table(self, outputs: Float[Array, "B T _"]) -> tuple[Array, Array | None]:
+        """Logits from outputs alone, and the tokens that are candidates, if not all are."""
         c = self.head.config
-        hidden, rows = outputs[..., : c.d_model], outputs[..., c.d_model :]
+        hidden = outputs[..., : c.d_model]
         logits = output_logits(hidden, self.output_head, 1.0, self.head.implementation)
         logits = logits[..., : c.vocab_size]
-        return logits + self.head.after(rows) if rows.shape[-1] else logits
+        return logits, lax.top_k(logits, c.candidates)[1] if c.candidates else None
+
+    def scores(self, outputs: Array, table: Array, candidates: Array) -> Array:
+        """The candidates' logits of the table, with the scores of pairs."""
+        rows = outputs[..., self.head.config.d_model :]
+        return jnp.take_along_axis(table, candidates, axis=-1) + self.head.pairs(rows, candidates)
+
+    def after(
+        self, outputs: Float[Array, "B T _"], table: Array, candidates: Array | None
+    ) -> Float32[Array, "B T V"]:
+        """Logits of the target's tokens: the table's, and what the rows after outputs add.
+
+        Scores of pairs say which candidate is how likely if it is one of them; that it is one stays
+        as likely as by the table.
+        """
+        if candidates is None:
+            rows = outputs[..., self.head.config.d_model :]
+            return table + self.head.after(rows) if rows.shape[-1] else table
+        before = jnp.take_along_axis(table, candidates, axis=-1)
+        scores = self.scores(outputs, table, candidates)
+        was, now = (logsumexp(x, axis=-1, keepdims=True) for x in (before, scores))
+        scores += was - now
+        return jnp.put_along_axis(table, candidates, scores, axis=-1, inplace=False)
+
+    def logits(self, outputs: Float[Array, "B T _"]) -> Float32[Array, "B T V"]:
+        """Logits of the target's tokens, from outputs and, if given, rows of the Markov head."""
+        return self.after(outputs, *self.table(outputs))
 
     def outputs_ahead(
         self, tokens: Int[Array, "B T"], hidden: Float[Array, "B T _"], depth: int
@@ -142,6 +173,8 @@ class DFlashModel(DraftModel):
             return outputs
         rows = self.head.markov_embedding.rows(before.reshape(len(before), -1))
         rows = rows.astype(outputs.dtype).reshape(*before.shape, -1)
+        if self.head.config.candidates:
+            rows *= self.head.selector(outputs)
         return jnp.concatenate([outputs, rows], axis=-1)
 
     def _after(

@@ -19,6 +19,20 @@ Markov embedding, the confidence head's
 
 estimates `1 - |q - p| / 2`, the mass that the draft's probabilities q of the place share with the
 target's p: the chance that a draft is accepted if those before it are.
+
+DFlash 2 (`DFlash2DraftModel`): the first K tokens of a place, by its logits U, are its candidates.
+With A and B the rows of two tables, a the token before and h the output of the place
+
+    S(a, b) = U(b) + <A(a) * H h, B(b)>
+
+So it is a Markov head whose rows are scaled, among candidates. Around the attention and the MLP of
+a layer are short convolutions over the places of a block, zero before the root. With u the normed
+input of the two, and k of each channel plus p(u) of each group of channels,
+
+    x_t = sum_o (k_o + p_o(u_t)) * x_(t - o)
+
+with one k and one p of the input, and another of the output. vLLM's `qwen3_dflash2.py` and
+Qualcomm's QEfficient agree on all of this.
 """
 
 import dataclasses
@@ -30,6 +44,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import KVCache, NodeKV
+from pallas_kernels.numerics import total
 from stree_jax import AttentionConfig, MlpConfig, Tree
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.checks import require, require_integer
@@ -52,7 +67,11 @@ class DFlashConfig:
         shifted: whether the output of a place is of the token after it, not of its own.
         norm_eps: epsilon of all norms.
         own_tokens: whether the head has an embedding and an output head.
+        causal: whether a place in a layer with a window sees no later one. Others see all.
+        conv_width, conv_group: taps of the convolutions, and channels of a group; 0: there is none.
         markov_rank: rank of the Markov head; 0: there is none.
+        candidates: tokens that may follow a token, with rows of the Markov head that are scaled; 0:
+            all, and rows as they are.
         confidence_head: what the confidence head reads: "hidden", the output of a place; "markov",
             the row of the Markov embedding too; "none": there is none.
     """
@@ -68,20 +87,39 @@ class DFlashConfig:
     shifted: bool = False
     norm_eps: float = 1e-6
     own_tokens: bool = False
+    causal: bool = True
+    conv_width: int = 0
+    conv_group: int = 16
     markov_rank: int = 0
+    candidates: int = 0
     confidence_head: str = "none"
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "vocab_size", "block_size"):
+        for name in ("d_model", "vocab_size", "block_size", "conv_group"):
             require_integer(self, name, 1)
-        for name in ("mask_token", "markov_rank"):
+        for name in ("mask_token", "markov_rank", "conv_width", "candidates"):
             require_integer(self, name, 0)
         require_inner_layers(self.inner_layers)
         require(
             len(self.windows) > 0 and self.num_drafts > 0,
             f"a block of {self.block_size} with {len(self.windows)} layers has no drafts",
         )
-        kinds = ("none", "hidden", "markov") if self.markov_rank else ("none", "hidden")
+        require(
+            self.d_model % self.conv_group == 0 or not self.conv_width,
+            f"conv_group {self.conv_group} must divide d_model {self.d_model}",
+        )
+        narrowest = min((window for window in self.windows if window), default=self.block_size)
+        require(
+            self.causal or narrowest >= self.block_size,
+            f"a window of {narrowest} is less than a block of {self.block_size} that sees itself",
+        )
+        require(
+            self.candidates <= self.vocab_size and (not self.candidates or self.markov_rank > 0),
+            f"candidates {self.candidates} need a markov_rank, got {self.markov_rank}, and at most"
+            f" {self.vocab_size} tokens",
+        )
+        kinds = ["none"] + ["hidden"] * (not self.candidates)
+        kinds += ["markov"] * (self.markov_rank > 0 and not self.candidates)
         require(
             self.confidence_head in kinds,
             f"confidence_head {self.confidence_head!r:.80} with markov_rank {self.markov_rank} must"
@@ -100,17 +138,64 @@ class DFlashConfig:
         return self.block_size - (not self.shifted)
 
 
+class GroupedConv(TargetHead):
+    """The convolutions before and after a part of a layer, which begin as the identity."""
+
+    base_kernel: nnx.Param
+    scales = ()
+
+    def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
+        c = self.config
+        first = jnp.zeros((2, c.conv_width, c.d_model), self.dtype)
+        self.base_kernel = nnx.Param(first.at[:, 0].set(1.0))
+        groups = c.d_model // c.conv_group
+        self.kernel_projection = self.linear(c.d_model, 2 * c.conv_width * groups, rngs)
+        self.kernel_projection.kernel.set_value(0.0 * self.kernel_projection.kernel[...])
+
+    def around(self, u: Float[Array, "B Q M"], x: Array, side: int) -> Float[Array, "B Q M"]:
+        """The input (side 0) or the output (1) of a part, by the normed input u of the part."""
+        c, groups = self.config, self.config.d_model // self.config.conv_group
+        taps = self.kernel_projection(u).reshape(*u.shape[:2], 2, c.conv_width, groups, 1)
+        kernel = self.base_kernel[side].reshape(c.conv_width, groups, -1)
+        y = jnp.zeros_like(x)
+        for offset in range(c.conv_width):
+            shifted = jnp.pad(x, ((0, 0), (offset, 0), (0, 0)))[:, : x.shape[1]]
+            weights = kernel[offset] + taps[:, :, side, offset]
+            y += weights.reshape(x.shape).astype(x.dtype) * shifted
+        return y
+
+
 class DFlashLayer(DraftHead):
     """A layer, whose entries are the places of a block."""
 
+    attention_conv: GroupedConv | None
+    mlp_conv: GroupedConv | None
     scales = ("hidden_norm_scale", "feed_forward_norm_scale")
 
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
         self.attention = self.layer(self.config.attention, rngs, implementation)
         self.feed_forward = self.layer(self.config.mlp, rngs, implementation)
+        self.is_block = self.config.attention.window is None or not self.config.causal
+        for name in ("attention_conv", "mlp_conv"):
+            options: dict[str, Any] = dict(dtype=self.dtype, rngs=rngs)
+            has_conv = self.config.conv_width > 0
+            setattr(self, name, GroupedConv(self.config, **options) if has_conv else None)
 
     def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
-        return self.norm(states, self.hidden_norm_scale), states
+        u = self.norm(states, self.hidden_norm_scale)
+        return u if self.attention_conv is None else self.attention_conv.around(u, u, 0), states
+
+    def attended(self, y: Array, residual: Array) -> Array:
+        if self.attention_conv is None:
+            return y
+        return self.attention_conv.around(self.norm(residual, self.hidden_norm_scale), y, 1)
+
+    def fed(self, x: Array) -> Array:
+        if self.mlp_conv is None:
+            return super().fed(x)
+        u = self.norm(x, self.feed_forward_norm_scale)
+        y = total(self.feed_forward.tree(self.mlp_conv.around(u, u, 0))[0])
+        return self.mlp_conv.around(u, y, 1)
 
 
 class DFlashHead(TargetHead):
@@ -124,6 +209,7 @@ class DFlashHead(TargetHead):
     output_head: Any
     markov_embedding: Any
     markov_head: Any
+    selector: Any
     confidence_head: Any
 
     def make(self, rngs: nnx.Rngs, implementation: str | None) -> None:
@@ -139,6 +225,8 @@ class DFlashHead(TargetHead):
             sizes |= {"markov_embedding": c.markov_rank, "markov_head": c.markov_rank}
         for name, width in sizes.items():
             setattr(self, name, self.table(c.vocab_size, width, rngs))
+        if c.candidates:
+            self.selector = self.linear(c.d_model, c.markov_rank, rngs)
         if c.confidence_head != "none":
             width = c.d_model + c.markov_rank * (c.confidence_head == "markov")
             self.confidence_head = self.linear(width, 1, rngs, bias=True)
@@ -167,7 +255,7 @@ class DFlashHead(TargetHead):
         steps, itself = np.arange(size, dtype=np.int32), np.eye(size, dtype=bool)
         for layer, cache in zip(self.layers, caches, strict=True):
             before, mask = None, np.tri(size, dtype=bool)
-            if layer.config.attention.window is None:
+            if layer.is_block:
                 # Kernels skip later nodes. So the keys of the other places come first.
                 before = layer.entries(x, x, cache.length[:, None] + steps)
                 mask = np.concatenate([~itself, itself], axis=1)
@@ -180,6 +268,15 @@ class DFlashHead(TargetHead):
     def after(self, rows: Float[Array, "B T R"]) -> Float32[Array, "B T V"]:
         """What a token, by its row of the Markov embedding, adds to the logits of the next one."""
         return self.markov_head.product(rows, wide=True, implementation=self.implementation)
+
+    def pairs(
+        self, rows: Float[Array, "*rows R"], candidates: Int[Array, "*rows K"]
+    ) -> Float32[Array, "*rows K"]:
+        """What a token, by its scaled row, adds to the logits of the candidates after it."""
+        batch, *shape, rank = rows.shape
+        after = self.markov_head.rows(candidates.reshape(batch, -1))
+        after = after.reshape(batch, *shape, -1, rank).astype(jnp.float32)
+        return (rows.astype(jnp.float32)[..., None, :] * after).sum(axis=-1)
 
     def confidence(self, outputs: Float[Array, "*rows _"]) -> Float32[Array, "*rows"]:
         """Logits of the confidence head, from outputs and, if given, rows of the Markov head."""

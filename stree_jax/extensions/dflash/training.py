@@ -18,7 +18,10 @@ _FIELDS = (
     "block_size",
     "mask_token",
     "shifted",
+    "conv_width",
+    "conv_group",
     "markov_rank",
+    "candidates",
     "confidence_head",
     "attention",
     "mlp",
@@ -39,6 +42,10 @@ def dflash_loss(head: DFlashHead, target: HybridLM, tokens: Tokens) -> Float[Arr
 
     Plus, as DSpark's loss has it (its equation 8), the cross-entropy of the confidence head against
     the mass that the two distributions share. Of that label no gradient flows.
+
+    With candidates, the divergence of their logits, and beside it the divergence among the first
+    candidates with the scores of pairs, as in speculators (vllm-project/speculators #1006). Labels
+    of both are the target's probabilities, there its most probable token.
     """
     model = DFlashModel(target, head)
     spacing = max(1, (tokens.shape[1] - model.max_depth - 1) // _BLOCKS)
@@ -49,6 +56,8 @@ def dflash_loss(head: DFlashHead, target: HybridLM, tokens: Tokens) -> Float[Arr
         return jnp.moveaxis(model.outputs_at(tokens, hidden, places), 2, 0)
 
     def loss(outputs: Array, labels: Array) -> Array:
+        if head.config.candidates:
+            return _selector_loss(model, outputs, labels)
         logits = model.logits(outputs)
         loss = divergence(logits, labels)
         if head.config.confidence_head == "none":
@@ -59,6 +68,14 @@ def dflash_loss(head: DFlashHead, target: HybridLM, tokens: Tokens) -> Float[Arr
         return loss + optax.losses.sigmoid_binary_cross_entropy(confidence, shared)
 
     return ahead_loss(target, tokens, outputs, model.inner_layers, places, loss)
+
+
+def _selector_loss(model: DFlashModel, outputs: Array, labels: Array) -> Array:
+    """The loss of places whose candidates have scores of pairs."""
+    unary, candidates = model.table(outputs)
+    scores = model.scores(outputs, unary, candidates)
+    among = jax.nn.log_softmax(jnp.take_along_axis(labels, candidates, axis=-1))
+    return divergence(unary, labels) + divergence(scores, among)
 
 
 def head_of(recipe: Recipe, target: HybridLM) -> DFlashConfig:
