@@ -1,7 +1,9 @@
 """`topology="auto"`: the text of no drafts, whatever trees runs take; and how programs come."""
 
 import dataclasses
+import gc
 import itertools
+import sys
 from functools import partial
 
 import jax
@@ -190,14 +192,26 @@ def test_a_tree_is_compiled_beside_and_then_compiles_no_more(model, monkeypatch)
 
 
 def test_a_program_that_fails_leaves_its_tree_out():
-    programs = {}
+    """And Python's settings as they were."""
+    gc.unfreeze()
+    programs, before, inside = {}, settings_of_python(), []
 
     def fails():
+        inside.append(settings_of_python())
         raise RuntimeError("no memory")
 
     with pytest.warns(UserWarning, match="a tree is left out: its program failed: no memory"):
         waited(quanta.compile_beside(programs, "tree", fails))
     assert programs == {"tree": False}
+    assert settings_of_python() == before
+    assert inside[0][0] < before[0]
+    assert inside[0][1] > before[1] == 0
+    gc.freeze()  # as conftest.py did
+
+
+def settings_of_python():
+    """How soon a thread gives way, and how many objects are not collected."""
+    return sys.getswitchinterval(), gc.get_freeze_count()
 
 
 def test_a_good_draft_learns_nothing_from_a_bad_one(model):
