@@ -137,9 +137,9 @@ def served(
     model: st.HybridLM, requests: Sequence[dict[str, Any]], options: Mapping[str, Any]
 ) -> Texts:
     """The same by a `Scheduler`, which gets the rows of all requests in shuffled order."""
-    length = max(PROMPT_LENGTHS) + NEW_TOKENS
-    scheduler = st.Scheduler(model, rows=ROWS, max_length=length, **options)
-    own = dict(max_new_tokens=NEW_TOKENS, log_probs=True)
+    way, length = dict(options), max(PROMPT_LENGTHS) + NEW_TOKENS
+    own = dict(max_new_tokens=NEW_TOKENS, log_probs=True, processors=way.pop("processors"))
+    scheduler = st.Scheduler(model, rows=ROWS, max_length=length, **way)
     rows = [
         st.Request(prompt, key=key, temperature=given["temperature"], **own)
         for given in requests

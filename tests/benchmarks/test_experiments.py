@@ -41,6 +41,7 @@ SMALLEST = {
         "ways task tau speed_up bytes_of_rows solved",
     ),
     "lossless": ("--families Mamba-2 --tokens 20", "work tokens tau differences"),
+    "native_levels": ("--rounds 1 --types float32", "levels type level gigabytes_per_second"),
     "text": ("--rounds 1", "grammars schema seconds table_bytes peak_bytes"),
     "tree_size": ("--rounds 1", "sizes nodes milliseconds"),
 }

@@ -1,0 +1,112 @@
+"""Which instructions of this processor are the fastest for native code, and how near is memory?
+
+Steps of 8 layers in the shape of mamba2-370m, with one node and with the default tree, in each
+type, at every level that the processor has, and by XLA ("off"). Each level has a process of its
+own; their steps are timed in turns. Bytes a second are those of the weights, at one node. Beside
+them is the speed at which XLA adds up a large array.
+
+    python -m benchmarks.native_levels [--rounds 9] [--types float32 ...] [--output DIR | --commit]
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import stree_jax as st
+from benchmarks.common import Found, main, names, timed_calls
+from benchmarks.models import random_model
+from benchmarks.steps import run_steps
+from pallas_kernels import native
+from pallas_kernels.native import build_backend
+from stree_jax.measuring.clock import num_bytes, summary
+from stree_jax.measuring.report import Table
+
+OPTIONS = {"--rounds": 9, "--types": names(("float32", "bfloat16", "int8"))}
+SHAPE, LAYERS = "mamba2-370m", 8
+TREES = {1: st.TreeTopology.chain(0), 5: st.TreeTopology.default()}
+STEPS = 4  # of a timed call
+COLUMNS = {
+    "type": "{type}",
+    "level": "{level}",
+    "ms, 1 node": "{milliseconds[1][median]:.2f}",
+    "ms, 5 nodes": "{milliseconds[5][median]:.2f}",
+    "GB/s": "{gigabytes_per_second:.1f}",
+}
+
+
+def model_of(type_name: str) -> st.HybridLM:
+    """The model in a type, packed for native code."""
+    config = st.ModelConfig.preset(SHAPE)
+    config = dataclasses.replace(config, layers=config.layers[:LAYERS])
+    model = random_model(config, "float32" if type_name == "int8" else type_name)
+    return model.quantized() if type_name == "int8" else model
+
+
+def serve(pipe: Any, level: str, types: list[str]) -> None:
+    """Runs the steps that it is asked for, at one level; sends the bytes of weights first."""
+    os.environ["STREE_JAX_NATIVE"] = level
+    models = {name: model_of(name) for name in types}
+    pipe.send({name: num_bytes(nnx.state(model)) for name, model in models.items()})
+    while (wanted := pipe.recv()) is not None:
+        name, nodes = wanted
+        run_steps(models[name], TREES[nodes], STEPS).block_until_ready()
+        pipe.send(None)
+
+
+def levels() -> list[str]:
+    """What `STREE_JAX_NATIVE` may be on this machine."""
+    built = (name for name in build_backend.levels() if build_backend.library(name).is_file())
+    return ["off", *(name for name in built if not build_backend.lacks(name))]
+
+
+def run(options: argparse.Namespace) -> Iterator[Found]:
+    """All levels in all types."""
+    spawning, pipes = multiprocessing.get_context("spawn"), {}
+    with contextlib.ExitStack() as stack:
+        for level in levels():
+            pipes[level], theirs = spawning.Pipe()
+            process = spawning.Process(target=serve, args=(theirs, level, options.types))
+            process.start()
+            stack.callback(process.join)
+            stack.callback(pipes[level].send, None)
+        sizes = {level: pipe.recv() for level, pipe in pipes.items()}
+
+        def step(name: str, level: str, nodes: int) -> None:
+            pipes[level].send((name, nodes))
+            pipes[level].recv()
+
+        keys = [(name, level, n) for name in options.types for level in pipes for n in TREES]
+        calls: dict[Any, Any] = {key: lambda key=key: step(*key) for key in keys}
+        array, add_up = jnp.ones((1 << 27,), jnp.float32), jax.jit(jnp.sum)
+        calls["read"] = lambda: [add_up(array) for _ in range(STEPS)]
+        taken = timed_calls("steps", calls, options.rounds, 1e3 / STEPS)
+    rows = []
+    for name in options.types:
+        for level in pipes:
+            milliseconds = {n: summary(taken[name, level, n]) for n in TREES}
+            speed = sizes[level][name] / milliseconds[1]["median"] / 1e6
+            rows.append(dict(type=name, level=level, milliseconds=milliseconds))
+            rows[-1]["gigabytes_per_second"] = speed
+    read = array.nbytes / summary(taken["read"])["median"] / 1e6
+    best = {
+        name: min(
+            (row for row in rows if row["type"] == name),
+            key=lambda row: row["milliseconds"][1]["median"],
+        )["level"]
+        for name in options.types
+    }
+    line = {"by_default": native.level(), "fastest": best, "read_gigabytes_per_second": read}
+    table = Table(f"A step of {LAYERS} layers of {SHAPE}; memory {read:.1f} GB/s", rows, COLUMNS)
+    yield Found({"levels": rows} | line, [table], line=line)
+
+
+if __name__ == "__main__":
+    main(run, OPTIONS)
