@@ -1,4 +1,4 @@
-"""Is text with drafts that of autoregressive decoding? 17 families, fourteen ways of decoding.
+"""Is text with drafts that of autoregressive decoding? 19 families, fourteen ways of decoding.
 
 At temperature 0, and at temperature 1 with shared noise; in float32, bfloat16 and 8 bits, as models
 are loaded on this device. Besides drafters and trees there are logits processors with a state,
@@ -51,6 +51,8 @@ def _enlarged(config: st.ModelConfig, **changes: Any) -> st.ModelConfig:
         match layer.kind:
             case "mamba2" | "gated_delta":
                 sizes |= dict(head_dim=16, state_size=16, chunk_size=16)
+            case "kda":
+                sizes |= dict(head_dim=16)
             case "short_conv":
                 sizes |= dict(num_channels=64)
             case "attention":
@@ -90,6 +92,8 @@ FAMILIES = {
     "Qwen3-Next": _enlarged(HYBRIDS["qwen3_next"]),
     "Olmo-Hybrid": _enlarged(HYBRIDS["olmo_hybrid"]),
     "Lara": _enlarged(HYBRIDS["lara"]),
+    "Kimi-Linear": _enlarged(HYBRIDS["kimi_linear"]),
+    "Ling 3": _enlarged(HYBRIDS["bailing_hybrid"]),
     "LFM2": _enlarged(HYBRIDS["lfm2"]),
     "LFM2-MoE": _enlarged(HYBRIDS["lfm2_moe"]),
     "LFM3": _enlarged(HYBRIDS["lfm3"]),

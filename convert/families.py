@@ -13,7 +13,17 @@ from stree_jax.checkpoint import is_native
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import folder_of, has_file, read_json
 from stree_jax.checks import check_names, require
-from stree_jax.convert import bamba, granite, lfm2, mamba_in_llama, nemotron_h, pure, qwen, zamba2
+from stree_jax.convert import (
+    bamba,
+    granite,
+    kimi,
+    lfm2,
+    mamba_in_llama,
+    nemotron_h,
+    pure,
+    qwen,
+    zamba2,
+)
 from stree_jax.convert.adapter import ADAPTER
 from stree_jax.convert.description import Description, Source
 from stree_jax.convert.fields import Fields
@@ -71,6 +81,8 @@ FAMILIES = {
     "bamba": Family(bamba.read_bamba, bamba.write_bamba),
     "falcon_h1": Family(bamba.read_falcon_h1, bamba.write_falcon_h1),
     "granitemoehybrid": Family(granite.read_granite, granite.write_granite),
+    "kimi_linear": Family(kimi.read_kimi_linear, kimi.write_kimi_linear),
+    "bailing_hybrid": Family(kimi.read_bailing_hybrid, kimi.write_bailing_hybrid),
     "lfm2": Family(lfm2.read_lfm2, lfm2.write_lfm2),
     "lfm2_moe": Family(lfm2.read_lfm2_moe, lfm2.write_lfm2_moe),
     "lfm3": Family(lfm2.read_lfm3, lfm2.write_lfm3),
@@ -109,9 +121,10 @@ FAMILIES = {
 _REFUSED = {
     "Mamba-1 layers, whose state has no heads": ("mamba", "falcon_mamba", "jamba", "zamba"),
     "gated delta layers between hyper-connections and sparse attention": ("qwen4_exp",),
-    "delta attention with a decay for each channel of a key": ("kimi_linear", "glm5_next"),
+    "streams between its layers and sparse attention": ("glm5_next", "glm5_next_text"),
+    "residual attention and latent experts": ("kimi_k3",),
     "lightning attention, whose residual is the normed input, with a sigmoid gate": ("minimax",),
-    "linear attention beside latent attention": ("bailing_hybrid", "bailing_moe_linear"),
+    "lightning attention beside latent attention": ("bailing_moe_linear",),
     "RG-LRU layers, not Mamba-2": ("recurrent_gemma",),
     "a speech model; its text model alone has no use": ("nemotron3_5_transcribe", "nemo_speechlm"),
 }

@@ -11,8 +11,8 @@ from typing import Any
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert.description import Description, Source, hf_values, required
 from stree_jax.convert.fields import MAX_LAYERS, Fields
-from stree_jax.convert.rules import CONV, TRANSPOSED, Rule, stacked, stacked_pairs
-from stree_jax.convert.tables import concatenated, in_pairs, linear, within
+from stree_jax.convert.rules import CONV, TRANSPOSED, Rule
+from stree_jax.convert.tables import concatenated, in_pairs, linear, split_experts, within
 from stree_jax.models import AttentionConfig, LayerConfig, MlpConfig, MoeConfig, ShortConvConfig
 from stree_jax.models.config import ModelConfig
 
@@ -180,14 +180,7 @@ def _rules(layer: LayerConfig, out: str = "out_proj", norm: str = "layernorm") -
             table = concatenated(("w1", "w3"), "in_proj", (layer.hidden_size, layer.hidden_size))
             return within([*table, *linear("w2", "out_proj")], "feed_forward")
     assert isinstance(layer, MoeConfig)
-    gate, down, up = (
-        tuple(f"experts.{i}.{name}.weight" for i in range(layer.num_experts))
-        for name in ("w1", "w2", "w3")
-    )
-    experts = [
-        Rule((*gate, *up), "experts_in", stacked_pairs(layer.num_experts)),
-        Rule(down, "experts_out", stacked(layer.num_experts)),
-    ]
+    experts = split_experts(layer.num_experts, ("w1", "w3", "w2"))
     router = [Rule("gate.weight", "router", TRANSPOSED), Rule("expert_bias", "correction")]
     return within([*experts, *router], "feed_forward")
 

@@ -22,10 +22,15 @@ from stree_jax.convert.rules import (
     conv_gathered,
     gathered,
     renamed,
-    stacked,
-    stacked_pairs,
 )
-from stree_jax.convert.tables import hf_attention, in_pairs, linear, split_mlp, within
+from stree_jax.convert.tables import (
+    hf_attention,
+    in_pairs,
+    linear,
+    split_experts,
+    split_mlp,
+    within,
+)
 from stree_jax.heads import FOLDER, part_of
 from stree_jax.models import AttentionConfig, GatedDeltaConfig, LayerConfig, MlpConfig, MoeConfig
 from stree_jax.models.config import ModelConfig
@@ -356,21 +361,13 @@ def _gated_attention(layer: AttentionConfig) -> list[Rule]:
 
 def _experts(layer: MoeConfig, *, merged: bool) -> list[Rule]:
     """Experts, and one that all tokens use."""
-    count = layer.num_experts
     if merged:
         own = [
             Rule("experts.gate_up_proj", "experts_in", EACH_TRANSPOSED),
             Rule("experts.down_proj", "experts_out", EACH_TRANSPOSED),
         ]
     else:
-        gate, up, down = (
-            tuple(f"experts.{i}.{name}_proj.weight" for i in range(count))
-            for name in ("gate", "up", "down")
-        )
-        own = [
-            Rule((*gate, *up), "experts_in", stacked_pairs(count)),
-            Rule(down, "experts_out", stacked(count)),
-        ]
+        own = split_experts(layer.num_experts, ("gate_proj", "up_proj", "down_proj"))
     shared = MlpConfig(layer.shared_size)
     return [
         *own,

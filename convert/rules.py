@@ -135,6 +135,36 @@ def stacked(count: int) -> Transform:
     )
 
 
+def of_heads(before: int, size: int, behind: int, *, transposed: bool) -> Transform:
+    """`[H, size, I]` of a matrix whose rows have more channels of each head before and behind.
+
+    The inverse has zeros there, for the sum with what the rules of those channels give.
+    """
+    channels = before + size + behind
+
+    def turned(x: np.ndarray) -> np.ndarray:
+        return _swapped(x) if transposed else x
+
+    def part(x: np.ndarray) -> np.ndarray:
+        return turned(x.reshape(-1, channels, x.shape[1])[:, before : before + size])
+
+    def whole(x: np.ndarray) -> list[np.ndarray]:
+        rows = np.pad(turned(x), ((0, 0), (before, behind), (0, 0)))
+        return [rows.reshape(-1, rows.shape[2])]
+
+    return Transform(
+        "some rows of each head",
+        part,
+        whole,
+        lambda shape: [(shape[0] * channels, shape[1 if transposed else 2])],
+    )
+
+
+def reshaped(shape: Shape) -> Transform:
+    """Of a tensor with more axes of size 1, or fewer."""
+    return Transform("reshaped", np.ravel, lambda x: [x.reshape(shape)], lambda _: [shape])
+
+
 class Rule(NamedTuple):
     """A weight, the source tensors that make it, and the transform."""
 

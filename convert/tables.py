@@ -12,6 +12,7 @@ from stree_jax.convert.rules import (
     joined,
     reordered,
     stacked,
+    stacked_pairs,
 )
 from stree_jax.models import AttentionConfig, LayerConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.models.config import ModelConfig
@@ -89,6 +90,15 @@ def split_mlp(config: MlpConfig) -> list[Rule]:
     return [
         *concatenated(("gate_proj", "up_proj"), "in_proj", halves),
         *linear("down_proj", "out_proj"),
+    ]
+
+
+def split_experts(count: int, names: tuple[str, str, str]) -> list[Rule]:
+    """Gated experts, stored one by one: their gate, up and down projections."""
+    gate, up, down = (tuple(f"experts.{i}.{name}.weight" for i in range(count)) for name in names)
+    return [
+        Rule((*gate, *up), "experts_in", stacked_pairs(count)),
+        Rule(down, "experts_out", stacked(count)),
     ]
 
 

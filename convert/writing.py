@@ -69,7 +69,8 @@ def write_weights(directory: Path, rules: list[Rule], weights: dict[str, Any]) -
     shards: list[list] = [[]]
     size = 0
     for rule in rules:
-        if size and size + weights[rule.target].nbytes > _SHARD:
+        is_part = shards[-1] and shards[-1][-1].source == rule.source  # of one tensor, in one file
+        if size and size + weights[rule.target].nbytes > _SHARD and not is_part:
             shards.append([])
             size = 0
         shards[-1].append(rule)
@@ -81,13 +82,12 @@ def write_weights(directory: Path, rules: list[Rule], weights: dict[str, Any]) -
             if len(shards) == 1
             else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         )
-        tensors = {
-            source: np.ascontiguousarray(part)
-            for rule in shard
-            for source, part in zip(
-                rule.sources, rule.transform.invert(np.asarray(weights[rule.target])), strict=True
-            )
-        }
+        tensors: dict[str, np.ndarray] = {}
+        for rule in shard:
+            parts = rule.transform.invert(np.asarray(weights[rule.target]))
+            for source, part in zip(rule.sources, parts, strict=True):
+                whole = tensors[source] + part if source in tensors else part
+                tensors[source] = np.ascontiguousarray(whole)
         try:
             save_file(tensors, directory / name, metadata={"format": "pt"})
         except SafetensorError as error:  # for example, a full disk

@@ -119,10 +119,22 @@ def activate(name: str, x: Array) -> Array:
     return wide.astype(x.dtype)
 
 
-def gated(name: str, rows: Array, multiplier: float = 1.0) -> Array:
-    """The first half of the columns, times `multiplier` and activated, times the second half."""
+def gated(
+    name: str, rows: Array, multiplier: float = 1.0, limit: float | None = None
+) -> Array:
+    """The first half of the columns, times `multiplier` and activated, times the second half.
+
+    For the limit see `product_within`.
+    """
     gate, up = jnp.split(rows, 2, axis=-1)
-    return activate(name, scaled(gate, multiplier)) * up
+    return product_within(activate(name, scaled(gate, multiplier)), up, limit)
+
+
+def product_within(gate: Array, up: Array, limit: float | None) -> Array:
+    """`gate * up`, with a limit on the first one's value and the second one's size."""
+    if limit is None:
+        return gate * up
+    return jnp.minimum(gate, limit) * jnp.clip(up, -limit, limit)
 
 
 def rms_norm(x: Array, scale: Array, epsilon: float) -> Array:

@@ -66,6 +66,8 @@ from stree_jax.mesh.weights import shard
 from stree_jax.models import (
     AttentionConfig,
     GatedDeltaConfig,
+    KdaConfig,
+    LatentAttentionConfig,
     LayerConfig,
     Mamba2Config,
     MlpConfig,
@@ -124,6 +126,8 @@ __all__ = [
     "GatedDeltaConfig",
     "Generation",
     "HybridLM",
+    "KdaConfig",
+    "LatentAttentionConfig",
     "LayerConfig",
     "Limits",
     "LogitBias",

@@ -1,5 +1,6 @@
 """An independent model: NumPy, float64, one token at a time."""
 
+import dataclasses
 import math
 
 import jax
@@ -58,6 +59,10 @@ def logits(model, tokens):
             out = out + _attention(layer.attention, w["attention"], u)
         elif kind == "gated_delta":
             out = _gated_delta(layer, w, u)
+        elif kind == "kda":
+            out = _kda(layer, w, u)
+        elif kind == "latent_attention":
+            out = _latent_attention(layer, w, u)
         elif kind == "short_conv":
             b, c, x = np.split(_linear(w["in_proj"], u), 3, axis=1)
             y = causal_conv(b * x, w["conv_weight"].T[:, None], w.get("conv_bias", 0.0))
@@ -89,11 +94,15 @@ def _activate(name, x):
     return np.maximum(x, 0) ** 2 if name == "relu2" else silu(x)
 
 
+def _limited(limit, gate, up):
+    return gate * up if limit is None else np.minimum(gate, limit) * np.clip(up, -limit, limit)
+
+
 def _mlp(c, w, u, extra=0.0):
     hidden = _linear(w["in_proj"], u) + extra
     if c.gated:
         gate, up = np.split(hidden, 2, axis=-1)
-        hidden = _activate(c.activation, gate * c.gate_multiplier) * up
+        hidden = _limited(c.limit, _activate(c.activation, gate * c.gate_multiplier), up)
     else:
         hidden = _activate(c.activation, hidden)
     return _linear(w["out_proj"], hidden) * c.output_multiplier
@@ -120,7 +129,7 @@ def _moe(c, w, token):
             weights = weights / (weights.sum() + c.norm_eps)
         weights = weights * c.scale
     x = token if c.latent_size is None else _linear(w["latent_in"], token)
-    y, mlp = 0.0, MlpConfig(1, activation=c.activation, gated=c.gated)
+    y, mlp = 0.0, MlpConfig(1, activation=c.activation, gated=c.gated, limit=c.limit)
     for expert, weight in zip(chosen, weights, strict=True):
         one = {
             "in_proj": {"kernel": w["experts_in"][expert]},
@@ -129,7 +138,7 @@ def _moe(c, w, token):
         y = y + weight * _mlp(mlp, one, x)
     y = y if c.latent_size is None else _linear(w["latent_out"], y)
     if c.shared_size:
-        shared = _mlp(mlp, w["shared"], token)
+        shared = _mlp(dataclasses.replace(mlp, limit=c.shared_limit), w["shared"], token)
         y = y + (sigmoid(token @ w["shared_gate"]) if c.shared_gate else 1.0) * shared
     return y
 
@@ -184,6 +193,55 @@ def _attention(c, w, u, extra=0.0):
         y = y * np.repeat(sigmoid(output_gate), inner // gates, axis=1)
     y = np.concatenate([y, silu(gate) * up], axis=1)
     return _linear(w["out_proj"], y) * c.output_multiplier
+
+
+def _kda(c, p, u):
+    length, size = len(u), c.num_heads * c.head_dim
+    rank = c.gate_rank or size
+    sizes = [rank, rank, 3 * size, c.num_heads]
+    f, z, vkq, b = np.split(u @ p["in_proj"]["kernel"], np.cumsum(sizes)[:-1], axis=1)
+    if c.gate_rank:
+        f, z = _linear(p["f_up"], f), _linear(p["z_up"], z)
+    conv = silu(causal_conv(vkq, p["conv_weight"].T[:, None], 0.0))
+    v, k, q = (x.reshape(length, c.num_heads, -1) for x in np.split(conv, 3, axis=1))
+    q, k = (x / np.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+    f = (f + p["dt_bias"]).reshape(q.shape)
+    rate = np.exp(p["A_log"])[:, None]
+    g = -rate * np.log1p(np.exp(f)) if c.lower_bound is None else c.lower_bound * sigmoid(rate * f)
+    state, y = np.zeros((c.num_heads, c.head_dim, c.head_dim)), []
+    for t in range(length):
+        state = state * np.exp(g[t])[..., None]
+        d = sigmoid(b[t])[:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t][..., None] * d[:, None]
+        y.append(np.einsum("hkv,hk->hv", state, q[t]) * c.head_dim**-0.5)
+    y = rms_norm(np.stack(y), p["norm_scale"], c.norm_eps).reshape(length, size)
+    return _linear(p["out_proj"], y * sigmoid(z))
+
+
+def _latent_attention(c, w, u):
+    """With keys and values of every head expanded from the latents."""
+    length, projected = len(u), _linear(w["in_proj"], u)
+    gates, query, latents, key = np.split(
+        projected, np.cumsum([*c.column_sizes[:2], c.latent_size]), axis=1
+    )
+    if c.query_rank is not None:
+        query = _linear(w["query_up"], rms_norm(query, w["query_norm_scale"], c.norm_eps))
+    latents = rms_norm(latents, w["latent_norm_scale"], c.norm_eps)
+    q = query.reshape(length, c.num_heads, -1)
+    key = np.broadcast_to(key[:, None], (length, c.num_heads, c.rotary_dim))
+    if c.rope_theta is not None:
+        rope = rope_frequencies(c.rotary_dim, c.rope_theta)
+        turned = rotate(q[..., c.head_dim :], rope)
+        q, key = np.concatenate([q[..., : c.head_dim], turned], axis=-1), rotate(key, rope)
+    k = np.concatenate([np.einsum("tl,hnl->thn", latents, w["key_up"]), key], axis=-1)
+    v = np.einsum("tl,hlv->thv", latents, w["value_up"])
+    scores = np.einsum("qhn,khn->hqk", q, k) * (c.head_dim + c.rotary_dim) ** -0.5
+    scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    y = np.einsum("hqk,khv->qhv", weights / weights.sum(axis=-1, keepdims=True), v)
+    if c.head_gates:
+        y = y * sigmoid(gates)[..., None]
+    return _linear(w["out_proj"], y.reshape(length, -1))
 
 
 def _mixer(c, p, u):

@@ -20,6 +20,7 @@ def expert_mlps(
     *,
     activation: str,
     gated: bool,
+    limit: float | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "tokens M"]:
     """The weighted sum of the `A` chosen experts of each token.
@@ -41,6 +42,7 @@ def expert_mlps(
             packed, for a CPU.
         activation: a name from `numerics.ACTIVATIONS`.
         gated: whether `X = 2 F` or `X = F`.
+        limit: of a gated expert's two factors, see `numerics.gated`; None: there is none.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
@@ -57,7 +59,12 @@ def expert_mlps(
         )
     arguments = (x, weights, chosen, experts_in, experts_out)
     run = functools.partial(
-        dispatch.run, "expert_mlps", xla_derivatives=True, activation=activation, gated=gated
+        dispatch.run,
+        "expert_mlps",
+        xla_derivatives=True,
+        activation=activation,
+        gated=gated,
+        limit=limit,
     )
     if isinstance(experts_in, PackedMatrix):
         versions = {name: functools.partial(xla.packed_mlps, product=name) for name in PACKED}

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import triton as tb
 from pallas_kernels.moe.xla import by_expert, starts_of, weighted_sum
-from pallas_kernels.numerics import activate
+from pallas_kernels.numerics import activate, product_within
 from pallas_kernels.triton import Ref
 
 
@@ -61,11 +61,12 @@ def unsupported(width: int, hidden: int, num_choices: int, activation: str) -> s
     )
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "gated", "interpret", "blocks"))
+@functools.partial(jax.jit, static_argnames=("activation", "gated", "limit", "interpret", "blocks"))
 def expert_mlps(
     *arrays: Array,
     activation: str,
     gated: bool,
+    limit: float | None = None,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
 ) -> Float[Array, "tokens M"]:
@@ -74,7 +75,8 @@ def expert_mlps(
     blocks = blocks or DEFAULTS[tb.dtype_case(x.dtype)]
     sorted_choices = (by_expert(chosen), starts_of(chosen, len(experts_in)))
     product = functools.partial(_product, sorted_choices, blocks=blocks, interpret=interpret)
-    hidden = product(x, experts_in, gated=gated, per_row=chosen.shape[1], activation=activation)
+    options: dict[str, Any] = dict(activation=activation, gated=gated, limit=limit)
+    hidden = product(x, experts_in, per_row=chosen.shape[1], **options)
     return weighted_sum(product(hidden, experts_out), weights)
 
 
@@ -88,6 +90,7 @@ def _product(
     per_row: int = 1,
     gated: bool = False,
     activation: str | None = None,
+    limit: float | None = None,
 ) -> jax.Array:
     """The product of each choice `[choices, columns]`: its row times its expert's matrix.
 
@@ -112,6 +115,7 @@ def _product(
             _kernel,
             per_row=per_row,
             activation=activation,
+            limit=limit,
             block_rows=min(blocks.rows, tb.padded_size(average)),
             block_inner=math.gcd(inner, blocks.inner),
         ),
@@ -134,6 +138,7 @@ def _kernel(
     *refs: Ref,  # one matrix, or two, [inner, columns]; output [choices, columns]
     per_row: int,
     activation: str | None,
+    limit: float | None,
     block_rows: int,
     block_inner: int,
 ) -> None:
@@ -160,7 +165,7 @@ def _kernel(
         if activation is not None:
             value = activate(activation, value)
         for factor in up:
-            value = value * factor
+            value = product_within(value, factor, limit)
         output_ref[choice, :] = value.astype(output_ref.dtype)
 
     lax.fori_loop(0, lax.div(end - start + block_rows - 1, block_rows), multiply_block, None)

@@ -3,12 +3,12 @@
 import numpy as np
 
 
-def expert_mlps(x, weights, chosen, experts_in, experts_out, *, activation, gated):
+def expert_mlps(x, weights, chosen, experts_in, experts_out, *, activation, gated, limit=None):
     """The weighted sum of each token's experts `[tokens, M]`.
 
     From x `[tokens, M]`, weights and chosen `[tokens, A]`, experts_in `[experts, M, X]` and
     experts_out `[experts, F, M]`, where `X = 2 F` if gated, else F; the activation is "silu" or
-    "relu2".
+    "relu2". For the limit see `numerics.gated`.
     """
     function = {
         "silu": lambda v: v / (1 + np.exp(-v)),
@@ -20,7 +20,8 @@ def expert_mlps(x, weights, chosen, experts_in, experts_out, *, activation, gate
         hidden = x[tokens] @ experts_in[expert]
         if gated:
             gate, up = np.split(hidden, 2, axis=-1)
-            hidden = function(gate) * up
+            least = np.inf if limit is None else limit
+            hidden = np.minimum(function(gate), least) * np.clip(up, -least, least)
         else:
             hidden = function(hidden)
         # A token may choose an expert twice.

@@ -112,11 +112,21 @@ def weighted_sum(
 
 
 def _mlp(
-    rows: Array, experts_in: Any, experts_out: Any, product: Multiply, activation: str, gated: bool
+    rows: Array,
+    experts_in: Any,
+    experts_out: Any,
+    product: Multiply,
+    activation: str,
+    gated: bool,
+    limit: float | None = None,
 ) -> Array:
     """An MLP of each row, by a product with the matrices of its expert."""
     hidden = product(rows, experts_in)
-    return product((numerics.gated if gated else activate)(activation, hidden), experts_out)
+    if gated:
+        hidden = numerics.gated(activation, hidden, limit=limit)
+    else:
+        hidden = activate(activation, hidden)
+    return product(hidden, experts_out)
 
 
 def _by_gathering(

@@ -39,6 +39,8 @@ STREE_INLINE Vec exp(Vec x) {
 
 STREE_INLINE Vec silu(Vec x) { return x / (splat(1.0f) + exp(-x)); }
 
+STREE_INLINE Vec sigmoid(Vec x) { return splat(1.0f) / (splat(1.0f) + exp(-x)); }
+
 STREE_INLINE float exp1(float x) { return exp(splat(x))[0]; }
 
 // log(x) of normal numbers above 0, to about one unit in the last place. C's own function has other

@@ -103,18 +103,20 @@ def gated_rms_norm(
     epsilon: float = 1e-5,
     num_groups: int = 1,
     gate_start: int = 0,
+    activation: str = "silu",
     implementation: str | None = None,
 ) -> Float[Array, "*rows M"]:
-    """`y * silu(gate)` with a root-mean-square norm before or after the gate, or none.
+    """`y * activation(gate)` with a root-mean-square norm before or after the gate, or none.
 
     Args:
         y: outputs of the scan.
-        gate: input of the SiLU; may be columns of a wider array, such as the input projection.
+        gate: input of the activation; may be columns of a wider array, as of an input projection.
         weight: scale of the norm; None if and only if `norm` is "none".
         norm: "gate_then_norm" (Mamba-2), "norm_then_gate" (an option of Falcon-H1) or "none".
         epsilon: constant added to the mean square.
         num_groups: number of equal groups of channels, each normed alone.
         gate_start: the gate's first column; the kernel reads it in place.
+        activation: "silu", or "sigmoid" (Kimi Delta Attention).
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
@@ -122,11 +124,13 @@ def gated_rms_norm(
         are XLA's in all implementations.
 
     Raises:
-        ValueError: an unknown norm, a weight without a norm or a norm without a weight, groups that
-            do not divide a row, too few columns of gates.
+        ValueError: an unknown norm or activation, a weight without a norm or a norm without a
+            weight, groups that do not divide a row, too few columns of gates.
     """
     if norm not in NORMS:
         raise ValueError(f"norm = {norm!r} is not one of {NORMS}")
+    if activation not in xla.ACTIVATIONS:
+        raise ValueError(f"activation = {activation!r} is not one of {tuple(xla.ACTIVATIONS)}")
     if (weight is None) != (norm == "none"):
         given = "None" if weight is None else f"of {weight.shape[0]} channels"
         raise ValueError(
@@ -153,4 +157,5 @@ def gated_rms_norm(
         epsilon=epsilon,
         num_groups=num_groups,
         gate_start=gate_start,
+        activation=activation,
     )

@@ -76,7 +76,8 @@ ffi::Error AddRMSNorm(ffi::ThreadPool pool, F32 residual, F32 output, F32 mean_s
 
 // A norm of each group before the gate, after it, or none: then the weight is [0].
 ffi::Error GatedRMSNorm(ffi::ThreadPool pool, F32 y, F32 gate, F32 weight, Result result,
-                        float epsilon, int64_t groups, int64_t gate_start, int64_t gate_first) {
+                        float epsilon, int64_t groups, int64_t gate_start, int64_t gate_first,
+                        int64_t is_sigmoid) {
   const auto ys = y.dimensions(), gs = gate.dimensions();
   if (ys.size() != 2 || gs.size() != 2) return refused("gated_rms_norm");
   const int64_t rows = ys[0], size = ys[1], columns = gs[1];
@@ -86,6 +87,9 @@ ffi::Error GatedRMSNorm(ffi::ThreadPool pool, F32 y, F32 gate, F32 weight, Resul
       !is(result->dimensions(), {rows, size}))
     return refused("gated_rms_norm");
   const int64_t each = size / groups;
+  const auto activated = [&](const float* z) {
+    return is_sigmoid ? sigmoid(load(z)) : silu(load(z));
+  };
   for_each_row(pool, rows, size, kRowTask, [&](int64_t row) {
     for (int64_t first = 0; first < size; first += each) {
       const float* in = y.typed_data() + row * size + first;
@@ -94,7 +98,7 @@ ffi::Error GatedRMSNorm(ffi::ThreadPool pool, F32 y, F32 gate, F32 weight, Resul
       Wide squares = {};
       sum_up(squares, each, [&](int64_t i, Vec sums) {
         Vec value = load(in + i);
-        if (gate_first) value *= silu(load(z + i));
+        if (gate_first) value *= activated(z + i);
         store(out + i, value);
         return fused(value, value, sums);
       });
@@ -105,7 +109,7 @@ ffi::Error GatedRMSNorm(ffi::ThreadPool pool, F32 y, F32 gate, F32 weight, Resul
       }
       if (!gate_first)
         for (int64_t i = 0; i < each; i += kLanes)
-          store(out + i, load(out + i) * silu(load(z + i)));
+          store(out + i, load(out + i) * activated(z + i));
     }
   });
   return ffi::Error::Success();
@@ -149,4 +153,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_gated_rms_norm, stree::GatedRMSNorm,
                                   .Attr<float>("epsilon")
                                   .Attr<int64_t>("groups")
                                   .Attr<int64_t>("gate_start")
-                                  .Attr<int64_t>("gate_first"));
+                                  .Attr<int64_t>("gate_first")
+                                  .Attr<int64_t>("is_sigmoid"));

@@ -57,6 +57,7 @@ def gated_rms_norm(
     epsilon: float,
     num_groups: int,
     gate_start: int,
+    activation: str,
 ) -> jax.Array:
     """See `api.gated_rms_norm`."""
     rows = native.rows_of(y)
@@ -70,5 +71,6 @@ def gated_rms_norm(
         groups=num_groups,
         gate_start=gate_start,
         gate_first=int(norm != "norm_then_gate"),
+        is_sigmoid=int(activation == "sigmoid"),
     )
     return result.reshape(y.shape)

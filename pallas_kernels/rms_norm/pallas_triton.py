@@ -16,6 +16,7 @@ above `MOST_NUMBERS`.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import native
 from pallas_kernels import triton as tb
 from pallas_kernels.numerics import DeferredRMSNorm, PartialSums, Product, scaled
+from pallas_kernels.rms_norm.xla import ACTIVATIONS
 from pallas_kernels.triton import Ref
 
 _BLOCK = 4096  # the most numbers that are loaded at once
@@ -140,7 +142,8 @@ def rms_norm(x: Array, weight: Array, **options: Any) -> Array:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("norm", "epsilon", "num_groups", "gate_start", "interpret")
+    jax.jit,
+    static_argnames=("norm", "epsilon", "num_groups", "gate_start", "activation", "interpret"),
 )
 def gated_rms_norm(
     y: Array,
@@ -151,6 +154,7 @@ def gated_rms_norm(
     epsilon: float,
     num_groups: int,
     gate_start: int = 0,
+    activation: str = "silu",
     interpret: bool = False,
 ) -> Array:
     """See `api.gated_rms_norm`; without a gate, a norm alone."""
@@ -163,7 +167,13 @@ def gated_rms_norm(
     if weight is not None:
         inputs["weight"] = weight, pl.BlockSpec((group_size,), lambda row, g: (g,))
     results = tb.call_by_name(
-        functools.partial(_gated_kernel, norm=norm, epsilon=epsilon, gate_start=gate_start),
+        functools.partial(
+            _gated_kernel,
+            norm=norm,
+            epsilon=epsilon,
+            gate_start=gate_start,
+            activation=ACTIVATIONS[activation],
+        ),
         inputs,
         {"output": inputs["y"]},
         name="rms_norm" if gate is None else "gated_rms_norm",
@@ -182,6 +192,7 @@ def _gated_kernel(
     norm: str,
     epsilon: float,
     gate_start: int,
+    activation: Callable[[Array], Array],
 ) -> None:
     """Refs by name: y [group size], gate [X] or none, weight [group size] unless norm is "none".
 
@@ -196,7 +207,7 @@ def _gated_kernel(
         if "gate" not in inputs:
             return values
         places = [pl.ds(first_gate + part.start, part.size) for part in parts]
-        gates = [jax.nn.silu(inputs["gate"][place].astype(jnp.float32)) for place in places]
+        gates = [activation(inputs["gate"][place].astype(jnp.float32)) for place in places]
         return [value * gate for value, gate in zip(values, gates, strict=True)]
 
     values = [inputs["y"][part].astype(jnp.float32) for part in parts]

@@ -20,20 +20,20 @@ def add_rms_norm(residual, output, weight, *, epsilon, multiplier, deferred=None
     return sums, normed
 
 
-def gated_rms_norm(y, gate, weight, *, norm, epsilon, num_groups):
-    """The gated and normed rows `[R, M]`; `norm` as in `api`."""
+def gated_rms_norm(y, gate, weight, *, norm, epsilon, num_groups, activation="silu"):
+    """The gated and normed rows `[R, M]`; `norm` and `activation` as in `api`."""
     size = y.shape[1] // num_groups
-    silu = gate / (1 + np.exp(-gate))
+    factor = (gate if activation == "silu" else 1) / (1 + np.exp(-gate))
     output = np.zeros_like(y)
     for row in range(y.shape[0]):
         for start in range(0, y.shape[1], size):
             part = slice(start, start + size)
             value = y[row, part]
             if norm != "norm_then_gate":
-                value = value * silu[row, part]
+                value = value * factor[row, part]
             if norm != "none":
                 value = value / np.sqrt(np.mean(value**2) + epsilon) * weight[part]
             if norm == "norm_then_gate":
-                value = value * silu[row, part]
+                value = value * factor[row, part]
             output[row, part] = value
     return output

@@ -6,6 +6,8 @@ from jax import lax
 
 from pallas_kernels.numerics import DeferredRMSNorm, rms_norm, scaled
 
+ACTIVATIONS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}  # of gates
+
 
 def add_rms_norm(
     residual: jax.Array,
@@ -32,9 +34,10 @@ def gated_rms_norm(
     epsilon: float,
     num_groups: int,
     gate_start: int = 0,
+    activation: str = "silu",
 ) -> jax.Array:
     """See `api.gated_rms_norm`."""
-    value, gate = y.astype(jnp.float32), activated(gate, gate_start, y.shape[-1])
+    value, gate = y.astype(jnp.float32), activated(gate, gate_start, y.shape[-1], activation)
     if norm != "norm_then_gate":
         value = value * gate
     if weight is not None:
@@ -48,6 +51,6 @@ def gated_rms_norm(
     return value.astype(y.dtype)
 
 
-def activated(gate: jax.Array, start: int, size: int) -> jax.Array:
-    """`silu` of `size` columns of the gate from `start` on, float32."""
-    return jax.nn.silu(gate[..., start : start + size].astype(jnp.float32))
+def activated(gate: jax.Array, start: int, size: int, activation: str = "silu") -> jax.Array:
+    """The activation of `size` columns of the gate from `start` on, float32."""
+    return ACTIVATIONS[activation](gate[..., start : start + size].astype(jnp.float32))

@@ -32,6 +32,7 @@ class Mamba2Layout:
             many neighbours as it takes to reach `H` and `G` (MambaInLlama).
         repeat_before_conv: repeat before the convolution; otherwise after it.
         first_column: columns before z, which the scan does not use.
+        has_gate: whether z is among the columns.
         multipliers: factors of z, x, B, C and dt; the products are rounded (Falcon-H1).
         dt_limit: clamp of the time step after softplus.
     """
@@ -44,6 +45,7 @@ class Mamba2Layout:
     b_groups: int
     repeat_before_conv: bool = False
     first_column: int = 0
+    has_gate: bool = True
     multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     dt_limit: tuple[float, float] = (0.0, math.inf)
 
@@ -51,7 +53,7 @@ class Mamba2Layout:
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Number of columns of z, x, B, C and dt."""
         return (
-            self.num_heads * self.head_dim,
+            self.num_heads * self.head_dim * self.has_gate,
             self.x_heads * self.head_dim,
             self.b_groups * self.state_size,
             self.num_groups * self.state_size,

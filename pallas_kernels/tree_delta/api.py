@@ -5,11 +5,18 @@ arXiv:2412.06464). From the state S of a node's parent, with q and k normed, a h
 
     S <- exp(g) S;   u = beta (v - S k);   S <- S + u (outer) k;   y = S q.
 
+g is one number a head, or one for each channel of k (Kimi Delta Attention: Kimi Team 2025,
+arXiv:2510.26692), which multiplies the column of S of that channel.
+
 In closed form over a tree (TreeWY arXiv:2608.20961, Bole arXiv:2608.01651), with `a_i` the sum of
 the g of the ancestors-or-self of node i, and j above i if it is one of its ancestors:
 
     u_i + sum_{j above i} beta_i exp(a_i - a_j) (k_i . k_j) u_j = beta_i (v_i - exp(a_i) state k_i)
-    y_i = exp(a_i) state q_i + sum_{j above i, or i} exp(a_i - a_j) (q_i . k_j) u_j.
+    y_i = exp(a_i) state q_i + sum_{j above i, or i} exp(a_i - a_j) (q_i . k_j) u_j,
+
+where decays of channels stand inside of the products with k_j and with the state. Their exponents
+are differences, of one channel at a time, and at most 0. So no gate needs a bound; keys that are
+divided by decays, for products of matrices, would need one.
 
 **Record.** `k`, `u` and `g` of the nodes. Replay has no system to solve, and the order of nodes
 enters by decays alone. But u depends on the state that the tree was run from, unlike x, dt and B of
@@ -22,9 +29,8 @@ the convolution wrote, in its dtype, and a kernel needs no launch for norms.
 **Existence.** A node exists if the mask has it in its own row, as `Tree.ancestor_mask` does. What
 the others hold, NaN included, reaches nothing.
 
-**Rounding.** float32 throughout. The exponent `a_i - a_j` is the sum of g over the nodes between,
-never a difference of rounded sums. (The kernel subtracts sums of g in steps of 1/256, which are
-exact, and sums of the small rest.)
+**Rounding.** float32 throughout. The exponent `a_i - a_j` is never a difference of rounded sums: of
+sums of g in steps of 1/256, which are exact, and of sums of what is left of g.
 """
 
 import functools
@@ -42,7 +48,7 @@ def tree_delta(
     q: Float[Array, "B Q G S"],
     k: Float[Array, "B N G S"],
     v: Float[Array, "B Q H P"],
-    g: Float32[Array, "B N H"],
+    g: Float32[Array, "B N H *S"],
     beta: Float32[Array, "B Q H"],
     state: Float32[Array, "B H P S"],
     mask: Bool[Array, "B N N"],
@@ -58,7 +64,7 @@ def tree_delta(
         q: queries of the query nodes, before the norm. Head h uses group `h // (H / G)`.
         k: keys of all nodes so far, before the norm, parents before children.
         v: values of the query nodes.
-        g: log-decays of all nodes, at most 0.
+        g: log-decays of all nodes, at most 0: one a head, or `S`.
         beta: step sizes of the query nodes, 0 to 1, or to 2 (negative eigenvalues).
         state: the state before the root.
         mask: ancestors-or-self of each node; `mask[b, i, j]` is False for `j > i`, and
@@ -72,19 +78,20 @@ def tree_delta(
         nodes that do not exist.
 
     Raises:
-        ValueError: groups that do not divide the heads, a prefix that is not of `N - Q` nodes.
+        ValueError: groups that do not divide the heads, decays that are neither of heads nor of
+            channels, a prefix that is not of `N - Q` nodes.
     """
     prefix = 0 if prefix_u is None else prefix_u.shape[1]
     if prefix + q.shape[1] != k.shape[1]:
         raise ValueError(f"{prefix} prefix and {q.shape[1]} query nodes are not {k.shape[1]} nodes")
     arrays = (q, k, v, g, beta, state, mask, prefix_u)
-    return _run("tree_delta", arrays, (q, k, v), implementation)
+    return _run("tree_delta", arrays, (q, k, v, g), implementation)
 
 
 def replay_delta(
     k: Float[Array, "B N G S"],
     u: Float32[Array, "B N H P"],
-    g: Float32[Array, "B N H"],
+    g: Float32[Array, "B N H *S"],
     state: Float32[Array, "B H P S"],
     path: Bool[Array, "B N"],
     *,
@@ -109,20 +116,21 @@ def replay_delta(
         The new state.
 
     Raises:
-        ValueError: groups that do not divide the heads.
+        ValueError: groups that do not divide the heads, decays that are neither of heads nor of
+            channels.
     """
-    return _run("replay_delta", (k, u, g, state, path), (k, k, u), implementation)
+    return _run("replay_delta", (k, u, g, state, path), (k, k, u, g), implementation)
 
 
 def replay_tree_delta(
     prev_k: Float[Array, "B O G S"],
     prev_u: Float32[Array, "B O H P"],
-    prev_g: Float32[Array, "B O H"],
+    prev_g: Float32[Array, "B O H *S"],
     prev_path: Bool[Array, "B O"],
     q: Float[Array, "B N G S"],
     k: Float[Array, "B N G S"],
     v: Float[Array, "B N H P"],
-    g: Float32[Array, "B N H"],
+    g: Float32[Array, "B N H *S"],
     beta: Float32[Array, "B N H"],
     state: Float32[Array, "B H P S"],
     ancestor_mask: Bool[Array, "B N N"],
@@ -142,18 +150,19 @@ def replay_tree_delta(
         Outputs and u of the new tree, and the state before its root.
 
     Raises:
-        ValueError: groups that do not divide the heads.
+        ValueError: groups that do not divide the heads, decays that are neither of heads nor of
+            channels.
     """
     previous = (prev_k, prev_u, prev_g, prev_path)
     arrays = (*previous, q, k, v, g, beta, state, ancestor_mask)
-    return _run("replay_tree_delta", arrays, (q, k, v), implementation)
+    return _run("replay_tree_delta", arrays, (q, k, v, g), implementation)
 
 
 def delta_chunks(
     q: Float[Array, "B T G S"],
     k: Float[Array, "B T G S"],
     v: Float[Array, "B T H P"],
-    g: Float32[Array, "B T H"],
+    g: Float32[Array, "B T H *S"],
     beta: Float32[Array, "B T H"],
     state: Float32[Array, "B H P S"],
     valid: Bool[Array, "B T"],
@@ -176,7 +185,8 @@ def delta_chunks(
         last position. All derivatives are XLA's.
 
     Raises:
-        ValueError: a chunk size below 1, groups that do not divide the heads.
+        ValueError: a chunk size below 1, groups that do not divide the heads, decays that are
+            neither of heads nor of channels.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size = {chunk_size} is not positive")
@@ -185,29 +195,34 @@ def delta_chunks(
         {"xla": functools.partial(xla.delta_chunks, chunk_size=chunk_size), "native": native},
         (q, k, v, g, beta, state, valid),
         requested=implementation,
-        unsupported=_unsupported(q, k, v),
+        unsupported=_unsupported(q, k, v, g),
         xla_derivatives=("native",),
     )
 
 
 def _run(
-    name: str, arrays: tuple[Any, ...], qkv: tuple[Any, ...], implementation: str | None
+    name: str, arrays: tuple[Any, ...], nodes: tuple[Any, ...], implementation: str | None
 ) -> Any:
-    """An op of trees, whose arrays have such queries, keys and values."""
+    """An op of trees, whose arrays have such queries, keys, values and decays."""
     return dispatch.run(
         name,
         {"xla": xla, "native": native, "pallas": pallas_triton},
         arrays,
         requested=implementation,
-        unsupported=_unsupported(*qkv),
+        unsupported=_unsupported(*nodes),
         xla_derivatives=True,
     )
 
 
-def _unsupported(q: jax.Array, k: jax.Array, v: jax.Array) -> dict[str, str | None]:
-    """Why versions cannot run these shapes; a ValueError if the groups do not divide the heads."""
+def _unsupported(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> dict[str, str | None]:
+    """Why versions cannot run these shapes; a ValueError if no version can."""
     if v.shape[2] % k.shape[2]:
         raise ValueError(f"{k.shape[2]} groups do not divide {v.shape[2]} heads")
+    if g.shape[2:] not in (v.shape[2:3], (v.shape[2], k.shape[3])):
+        raise ValueError(
+            f"decays g of {g.shape[2:]} are neither of {v.shape[2]} heads nor of their"
+            f" {k.shape[3]} channels of k"
+        )
     sizes = dict(head_dim=v.shape[-1], state_size=k.shape[-1])
     return {
         "native": cpu.unsupported(q, k, v, **sizes),

@@ -12,6 +12,8 @@ Numerics: float32. k and q stay as they are, and one over their lengths is a fac
 
     u = beta (v - exp(g) (h . k) / |k|);   h <- exp(g) h + (u / |k|) (outer) k;   y = (h . q) / |q|
 
+(with decays of channels `exp(g) k` is rounded, and multiplies h).
+
 A node costs the same operations in the same order in a tree, in a chain and alone, and a replay
 repeats the line of h. So y, u and states have the same bits in all of them. No compiler has a say:
 `triton.multiply_add` is explicit. A state is rounded once a node, also where decays are near 1:
@@ -22,6 +24,7 @@ Refuses head and state sizes that are not powers of two of at least 16, and larg
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +103,7 @@ def _run(
         inputs |= {
             "prev k": part.of(k, "b.g."),
             "prev u": part.of(u, "b.hp"),
-            "prev g": part.of(g, "b.h"),
+            "prev g": part.of(g, "b.h."[: g.ndim]),
             "steps": part.of(steps, "b."),
         }
         outputs["state"] = inputs["state"]
@@ -110,7 +113,7 @@ def _run(
             "q": part.of(q, "b.g."),
             "k": part.of(k, "b.g."),
             "v": part.of(v, "b.hp"),
-            "g": part.of(g, "b.h"),
+            "g": part.of(g, "b.h."[: g.ndim]),
             "beta": part.of(beta, "b.h"),
         }
         visits = walk.visits(mask, q.shape[1])
@@ -136,7 +139,7 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
 
     inputs: state [p, S]; of a previous tree prev k [O, S], prev u [O, p], prev g [O] and steps
     [O + 2]; of a new tree q [Q, S], k [N, S], v [Q, p], g [N], beta [Q], visits [N + 2], and
-    perhaps prefix u [N - Q, p].
+    perhaps prefix u [N - Q, p]. Decays of channels are g [N, S] and prev g [O, S].
     outputs: state [p, S] after the path; y and u [Q, p].
     """
     multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
@@ -160,12 +163,26 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
         )
         return blocks, lax.rsqrt(product(blocks, blocks) + EPSILON)
 
-    def advanced(state: State, decay: Any, k: State, scale: Array, u: Array) -> State:
+    def load_decay(ref: Ref, node: Array) -> Any:
+        return ref[node] if len(ref.shape) == 1 else _blocks(ref, node)
+
+    def decays(g: Any, state: State) -> list[tuple[Array, Array]]:
+        """See `_decay`; of each block, for all of it or for each channel."""
+        if not isinstance(g, tuple):
+            return [_decay(jnp.full((1, 1), g), multiply_add)] * len(state)
+        numbers = (_decay(part[None, :], multiply_add) for part in g)
+        return [
+            tuple(tb.laid_out_as(block, number, interpret=interpret) for number in pair)
+            for block, pair in zip(state, numbers, strict=True)
+        ]
+
+    def advanced(
+        state: State, decay: list[tuple[Array, Array]], k: State, scale: Array, u: Array
+    ) -> State:
         """The state after a node."""
-        first, second = decay
         column = multiply_add(u, scale)[:, None]
         blocks = []
-        for before, part in zip(state, k, strict=True):
+        for before, part, (first, second) in zip(state, k, decay, strict=True):
             block = multiply_add(before, second, multiply_add(column, part))
             blocks.append(multiply_add(before, first, block))
         return tuple(blocks)
@@ -177,11 +194,11 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
             return state
         k_ref, u_ref, g_ref, steps = (inputs[x] for x in ("prev k", "prev u", "prev g", "steps"))
 
-        def load(node: Array) -> tuple[State, Array, Array]:
-            return _blocks(k_ref, node), u_ref[node, :], g_ref[node]
+        def load(node: Array) -> tuple[State, Array, Any]:
+            return _blocks(k_ref, node), u_ref[node, :], load_decay(g_ref, node)
 
-        def advance(state: State, k: State, u: Array, g: Array) -> State:
-            return advanced(state, _decay(g, multiply_add), *wide(k, state), u)
+        def advance(state: State, k: State, u: Array, g: Any) -> State:
+            return advanced(state, decays(g, state), *wide(k, state), u)
 
         state = walk.along(steps, load, advance, state)
         for part, block in zip(_parts(k_ref), state, strict=True):
@@ -202,7 +219,7 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
             "q": _blocks(inputs["q"], query),
             "k": _blocks(inputs["k"], node),
             "v": inputs["v"][query, :],
-            "g": inputs["g"][node],
+            "g": load_decay(inputs["g"], node),
             "beta": inputs["beta"][query],
         }
         if first_query:
@@ -211,10 +228,17 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
 
     def visited(state: State, node: Array, now: dict[str, Any]) -> tuple[State, Any]:
         k, scale = wide(now["k"], state)
-        decay = _decay(now["g"], multiply_add)
+        decay = decays(now["g"], state)
 
         def solved() -> Array:
-            kept = multiply_add(read(state, k, scale), decay[0][0])
+            if isinstance(now["g"], tuple):
+                decayed = tuple(
+                    multiply_add(part, first + second)
+                    for part, (first, second) in zip(k, decay, strict=True)
+                )
+                kept = read(state, decayed, scale)
+            else:
+                kept = multiply_add(read(state, k, scale), sum(decay[0])[0])
             error = now["v"].astype(jnp.float32) - kept
             return multiply_add(error, now["beta"][None])
 
@@ -238,16 +262,16 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
 
 
 def _decay(g: Array, multiply_add: Callable[..., Array]) -> tuple[Array, Array]:
-    """`exp(g)` as a sum of two numbers `[1, 1]`, the second below the first one's rounding.
+    """`exp(g)` as a sum of two numbers: of 1 and of what is left, where that is small.
 
-    Errors of decays near 1 would add up along a path. Smaller ones make earlier errors small.
+    Errors of decays near 1 would add up along a path. Smaller ones make earlier errors small. A
+    thread has the decays of several channels, so the series is cheaper than `expm1`.
     """
-    g = jnp.full((1, 1), g)
-    one, above_one, is_near = jnp.ones_like(g), jnp.expm1(g), g > -0.5
-    first = jnp.where(is_near, above_one + one, jnp.exp(g))
-    # No sum that a compiler may cancel.
-    second = above_one - multiply_add(first, one, -one)
-    return first, jnp.where(is_near, second, 0.0)
+    series = jnp.full_like(g, 1 / math.factorial(7))
+    for n in range(6, 0, -1):
+        series = multiply_add(series, g, jnp.full_like(g, 1 / math.factorial(n)))
+    is_near = g > -0.5
+    return jnp.where(is_near, 1.0, jnp.exp(g)), jnp.where(is_near, multiply_add(series, g), 0.0)
 
 
 def _parts(ref: Ref) -> list[pl.Slice]:

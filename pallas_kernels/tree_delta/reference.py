@@ -14,7 +14,10 @@ def normed(x):
 
 
 def step(q, k, v, g, beta, before):
-    """One node of one head: y `[P]`, u `[P]` and the state after it `[P, S]`."""
+    """One node of one head: y `[P]`, u `[P]` and the state after it `[P, S]`.
+
+    g is a number, or one for each channel of k `[S]`.
+    """
     q, k = normed(q) * q.shape[-1] ** -0.5, normed(k)
     decayed = np.exp(g) * before
     u = beta * (v - decayed @ k)
@@ -25,8 +28,9 @@ def step(q, k, v, g, beta, before):
 def tree_delta(q, k, v, g, beta, state, parents):
     """Outputs and u `[B, N, H, P]`, and the state after each node `[B, N, H, P, S]`.
 
-    From q, k `[B, N, G, S]` (head h uses group `h // (H / G)`), v `[B, N, H, P]`, g, beta `[B, N,
-    H]`, the state `[B, H, P, S]` before the root and parents `[B, N]`, -1 above a root.
+    From q, k `[B, N, G, S]` (head h uses group `h // (H / G)`), v `[B, N, H, P]`, g `[B, N, H]`
+    or `[B, N, H, S]`, beta `[B, N, H]`, the state `[B, H, P, S]` before the root and parents
+    `[B, N]`, -1 above a root.
     """
     batch, num_nodes, num_heads, _ = v.shape
     heads_per_group = num_heads // k.shape[2]

@@ -14,15 +14,21 @@ from pallas_kernels.numerics import batched_product, contract
 from pallas_kernels.tree_scan.xla import advanced, to_the_end
 
 EPSILON = 1e-6  # of the norm of q and k, in all published models
+LEAST_LOG = -128.0  # exp of it is 0
+STEP = 1 / 256
 BLOCK = 8  # rows of the blocks that are inverted by substitution
 
 
 class Pairs(NamedTuple):
     """Relations of the nodes of a tree; nothing of them depends on the state or on v."""
 
-    rows: Array  # q, then k, of the Q query nodes `[B, G, 2 * Q, S]`, normed
+    # q, then k, of the Q query nodes `[B, G, 2 * Q, S]`, normed. Where channels have decays of
+    # their own, these are factors of the rows, which are then `[B, H, 2 * Q, S]`
+    rows: Array
     beta: Array  # `[B, H, Q, 1]`
-    kept: Array  # how much of the state before the root a query node has left `[B, H, Q, 1]`
+    # How much of the state before the root a query node has left `[B, H, Q, 1]`; or 1, if the rows
+    # have it
+    kept: Array
     scores: Array  # weights of u in the outputs `[B, H, Q, N]`
     # Weights of u in the u of their descendants `[B, H, Q, N]`, below the diagonal
     system: Array
@@ -48,9 +54,8 @@ def tree_delta(*arrays: Any) -> tuple[Array, Array]:
 def replay_delta(*arrays: Array) -> Array:
     """See `api.replay_delta`, whose arrays these are. One contraction over the nodes."""
     k, u, g, state, path = arrays
-    weight, total = to_the_end(kept_where(path, g))
-    k, u = normed(kept_where(path, k)), kept_where(path, u)
-    return advanced(state, k, u * weight[..., None], total)
+    ends = to_the_end(kept_where(path, g))
+    return at_the_end(state, normed(kept_where(path, k)), kept_where(path, u), *ends)
 
 
 def replay_tree_delta(*arrays: Array) -> tuple[Array, Array, Array]:
@@ -87,8 +92,7 @@ def delta_chunks(*arrays: Array, chunk_size: int) -> tuple[Array, Array]:
     def step(state: Array, chunk: tuple) -> tuple[Array, Array]:
         nodes, v, k, weight, total = chunk
         y, u = outputs(nodes, v, state)
-        written = u.transpose(0, 2, 1, 3) * weight[..., None]
-        return advanced(state, k, written, total), y
+        return at_the_end(state, k, u.transpose(0, 2, 1, 3), weight, total), y
 
     state, y = lax.scan(step, state, jax.tree.map(by_chunk, parts))
     y = y.transpose(1, 0, 3, 2, 4)  # [B, chunks, t, H, P]
@@ -101,32 +105,42 @@ def pairs(q: Array, k: Array, g: Array, beta: Array, mask: Array) -> Pairs:
     batch, num_nodes, num_groups, size = k.shape
     first = num_nodes - num_queries
     exists = jnp.diagonal(mask, axis1=1, axis2=2)
-    query_mask = mask[:, None, first:]
+    query_mask = (mask & exists[:, :, None])[:, None, first:]
     q = normed(kept_where(exists[:, first:], q)) * size**-0.5
     k = normed(kept_where(exists, k))
     beta = kept_where(exists[:, first:], beta).transpose(0, 2, 1)[..., None]
     rows = jnp.concatenate([q, k[:, first:]], axis=1).transpose(0, 2, 1, 3)
 
-    # 1. Log-decay from node j to query i: the sum over the nodes between them. The difference of
-    #    two sums from the root on loses 3e-5 if one node's g is -100.
-    strict = mask & ~jnp.eye(num_nodes, dtype=bool)[None]
-    g = kept_where(exists, g).transpose(0, 2, 1)
-    on_path = jnp.where(query_mask, g[:, :, None], 0.0)  # [B, H, Q, N]
-    exponent = batched_product(
-        on_path.reshape(batch, 1, -1, num_nodes), strict[:, None].astype(jnp.float32)
-    ).reshape(on_path.shape)
-    decay = jnp.where(query_mask, jnp.exp(exponent), 0.0)
+    # 1. Decay from node j to query i [B, H, Q, N, S or 1]. Sums of g from the root on are of
+    #    multiples of STEP, which are exact, and of what g has beyond them, which stay small: the
+    #    difference of two plain sums loses 3e-5 if one node's g is -100.
+    g = jnp.maximum(kept_where(exists, g), LEAST_LOG).reshape(batch, num_nodes, num_heads, -1)
+    coarse = lax.stop_gradient(jnp.round(g / STEP) * STEP)
+    above = mask.astype(jnp.float32)
+    sums = [contract("bij,bjhs->bhis", above, part) for part in (coarse, g - coarse)]
+    difference = sum(part[:, :, first:, None] - part[:, :, None] for part in sums)
+    decay = jnp.exp(jnp.where(query_mask[..., None], difference, -jnp.inf))
+    kept = jnp.exp((sums[0] + sums[1])[:, :, first:])
 
-    # 2. Products of q and of k with all keys; the heads of a group share them.
-    products = batched_product(rows, k.transpose(0, 2, 1, 3), transpose_right=True)
-    products = products.reshape(batch, num_groups, 1, 2, num_queries, num_nodes)
-    weights = products * decay.reshape(batch, num_groups, -1, 1, num_queries, num_nodes)
+    # 2. Products of q and of k with all keys. Heads of a group share them, unless each of their
+    #    numbers decays by itself.
+    k = k.transpose(0, 2, 1, 3)
+    if g.shape[-1] == 1:
+        products = batched_product(rows, k, transpose_right=True)
+        products = products.reshape(batch, num_groups, 1, 2, num_queries, num_nodes)
+        weights = products * decay.reshape(batch, num_groups, -1, 1, num_queries, num_nodes)
+    else:
+        rows, k = of_heads(rows, num_heads), of_heads(k, num_heads)
+        in_two = rows.reshape(batch, num_heads, 2, num_queries, 1, size)
+        weights = (in_two * decay[:, :, None] * k[:, :, None, None]).sum(axis=-1)
+        rows, kept = rows * jnp.tile(kept, (1, 1, 2, 1)), jnp.ones_like(beta)
     weights = weights.reshape(batch, num_heads, 2, num_queries, num_nodes)
-    system = jnp.where(strict[:, None, first:], weights[:, :, 1] * beta, 0.0)
+    strict = query_mask & ~jnp.eye(num_nodes, dtype=bool)[first:]
+    system = jnp.where(strict, weights[:, :, 1] * beta, 0.0)
     return Pairs(
         rows=rows,
         beta=beta,
-        kept=jnp.exp(on_path.sum(axis=-1, keepdims=True)),
+        kept=kept,
         scores=weights[:, :, 0],
         system=system,
         solution=inverse(system[..., first:]),
@@ -138,7 +152,7 @@ def outputs(
 ) -> tuple[Array, Array]:
     """Outputs and u of the query nodes `[B, H, Q, P]`; `above` is u of the nodes before them."""
     batch, num_heads, num_queries, size = v.shape
-    num_groups = nodes.rows.shape[1]
+    num_groups = nodes.rows.shape[1]  # or heads
     grouped = state.reshape(batch, num_groups, -1, state.shape[-1])
     read = batched_product(grouped, nodes.rows, transpose_right=True)
     read = read.reshape(batch, num_heads, size, 2, num_queries).transpose(0, 1, 3, 4, 2)
@@ -150,6 +164,18 @@ def outputs(
     u = batched_product(nodes.solution, right)
     whole = u if above is None else jnp.concatenate([above, u], axis=2)
     return read[:, :, 0] + batched_product(nodes.scores, whole), u
+
+
+def at_the_end(state: Array, k: Array, u: Array, weight: Array, total: Array) -> Array:
+    """The state after nodes with such k and u, and such decays to the end, see `to_the_end`."""
+    if weight.ndim == 3:
+        return advanced(total[..., None, None] * state, k, u * weight[..., None])
+    return advanced(total[:, :, None] * state, of_heads(k, u.shape[2], axis=2) * weight, u)
+
+
+def of_heads(groups: Array, num_heads: int, axis: int = 1) -> Array:
+    """An array with its groups' numbers for each of their heads."""
+    return jnp.repeat(groups, num_heads // groups.shape[axis], axis=axis)
 
 
 def inverse(system: Array) -> Array:

@@ -72,11 +72,12 @@ void Scan::head(int64_t b, int64_t h) const {
   const std::vector<int>& walked = paths[b];
   const auto& [visits, slots] = walks[b];
 
-  std::vector<float> decays(nodes);
+  std::vector<float> decays(nodes), old_decays(walked.size());
   std::vector<Token> old(walked.size());
   for (const Visit& visit : visits) decays[visit.node] = exp1(dt[node(nodes, visit.node)] * a);
   for (size_t j = 0; j < walked.size(); ++j) {
-    old[j].decay = exp1(prev_dt[node(before, walked[j])] * a);
+    old_decays[j] = exp1(prev_dt[node(before, walked[j])] * a);
+    old[j].decays = &old_decays[j];
     old[j].B = prev_B + ((b * before + walked[j]) * groups + g) * states;
   }
 
@@ -101,7 +102,7 @@ void Scan::head(int64_t b, int64_t h) const {
       const bool writes = own > 0 || (own == 0 && dt[at] != 0);  // padding of a sequence: 0
       const float* c = C + ((b * queries + q) * groups + g) * states;
       float* read = y + ((b * queries + q) * heads + h) * channels + p;
-      Token token{decays[i], B + ((b * nodes + i) * groups + g) * states, {}};
+      Token token{&decays[i], B + ((b * nodes + i) * groups + g) * states, {}};
       for (int r = 0; r < kLanes; ++r) token.in[r] = dt[at] * x[at * channels + p + r];
       if (q < 0) {
         step<false>(parent, nullptr, nullptr, token, mine, states);

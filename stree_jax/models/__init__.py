@@ -4,6 +4,8 @@ from stree_jax.models.attention import AttentionConfig, RopeScaling
 from stree_jax.models.config import build_config
 from stree_jax.models.draft_head import DraftHead, TargetHead, require_inner_layers
 from stree_jax.models.gated_delta import GatedDeltaConfig
+from stree_jax.models.kda import KdaConfig
+from stree_jax.models.latent_attention import LatentAttentionConfig
 from stree_jax.models.layer import LayerConfig, register
 from stree_jax.models.layers import linear, output_logits
 from stree_jax.models.lm import check_model, check_on_one_device, embedded_tokens, same_tokenizer
@@ -19,6 +21,8 @@ __all__ = [
     "AttentionConfig",
     "DraftHead",
     "GatedDeltaConfig",
+    "KdaConfig",
+    "LatentAttentionConfig",
     "LayerConfig",
     "Mamba2Config",
     "Matrix",

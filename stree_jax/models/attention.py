@@ -79,6 +79,23 @@ class RopeScaling:
         )
 
 
+def rotary_frequencies(
+    theta: float, size: int, scaling: RopeScaling | None = None, pairs: int | None = None
+) -> tuple[float, ...]:
+    """Radians per position of each pair of `size` rotated channels: `R = size / 2` float32s."""
+    frequencies = 1.0 / theta ** (np.arange(0, size, 2) / max(size, 1))
+    if pairs is not None:
+        frequencies[pairs:] = 0.0
+    if scaling is not None:
+        # Wavelengths in units of the original context; 1 keeps a frequency, 0 divides it.
+        turns = scaling.original_length * frequencies / (2 * np.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+    with np.errstate(over="ignore"):
+        return tuple(frequencies.astype(np.float32).tolist())
+
+
 @register("attention")
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig(LayerConfig):
@@ -206,18 +223,9 @@ class AttentionConfig(LayerConfig):
     @property
     def rotary_frequencies(self) -> tuple[float, ...]:
         """Radians per position of each rotated pair, `R = rotary_dim / 2` float32 numbers."""
-        pairs = np.arange(0, self.rotary_dim, 2) / max(self.rotary_dim, 1)
-        frequencies = 1.0 / self.rope_theta**pairs
-        if self.rotary_pairs is not None:
-            frequencies[self.rotary_pairs :] = 0.0
-        if (scaling := self.rope_scaling) is not None:
-            # Wavelengths in units of the original context; 1 keeps a frequency, 0 divides it.
-            turns = scaling.original_length * frequencies / (2 * np.pi)
-            low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-            frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-        with np.errstate(over="ignore"):
-            return tuple(frequencies.astype(np.float32).tolist())
+        return rotary_frequencies(
+            self.rope_theta, self.rotary_dim, self.rope_scaling, self.rotary_pairs
+        )
 
     @property
     def layout(self) -> AttentionLayout:

@@ -15,6 +15,7 @@ from stree_jax.checks import check_int, plain_fields, require, require_integer
 from stree_jax.mesh.partition import Cut
 from stree_jax.messages import shown
 from stree_jax.models.attention import AttentionConfig
+from stree_jax.models.latent_attention import LatentAttentionConfig as LatentAttentionConfig
 from stree_jax.models.layer import KINDS, LayerConfig, share, within
 from stree_jax.models.mamba2 import Mamba2Config
 from stree_jax.models.mlp import MlpConfig

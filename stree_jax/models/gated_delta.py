@@ -9,8 +9,9 @@ The model is Gated DeltaNet's (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.0646
 it is a Mamba-2 layer whose columns have other names: v is x, k is B, q is C and a is dt, so that
 `Mamba2Layout` and the convolution's op serve both. b stands before z, and there is no skip D.
 
-A pending record holds w, the corrections of the nodes, in the place of x. They depend on the state
-that the tree was run from: a record advances the cache that it was made from, and no other.
+A pending record holds w, the corrections of the nodes, in the place of x, and g in that of dt. The
+corrections depend on the state that the tree was run from: a record advances the cache that it was
+made from, and no other.
 """
 
 import dataclasses
@@ -105,26 +106,31 @@ class GatedDeltaConfig(RecurrentConfig):
         return table | {"A_log": heads, "dt_bias": heads}
 
 
-class GatedDeltaMixer(MixerModule):
-    """One gated delta mixer."""
+class DeltaMixer(MixerModule):
+    """A mixer with a delta rule, whose gates a subclass computes."""
 
-    config: GatedDeltaConfig
+    config: Any  # a `RecurrentConfig` with `norm_eps` and `chunk_size`
+    norm_scale: nnx.Param
+    activation: ClassVar[str]  # of the output's gate
 
-    def make(self, d_model: int, new: New) -> None:
-        c, layout = self.config, self.config.layout
-        self.in_proj = new.linear(d_model, layout.num_columns, False)
-        self.out_proj = new.linear(c.num_heads * c.head_dim, d_model, False, new.out_scale)
-        self.conv_weight, _ = new.conv(c.conv_width, layout.num_channels, False)
-        self.A_log, self.dt_bias = new.rates(c.num_heads)
-        self.norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
+    def step_bias(self) -> Float32[Array, " H"]:
+        """What the convolution's op adds to the columns of dt, before softplus."""
+        raise NotImplementedError
+
+    def gates(self, projected: Array, dt: Float32[Array, "B T H"]) -> tuple[Array, Array]:
+        """Logarithms of decays g and strengths of corrections beta, float32."""
+        raise NotImplementedError
+
+    def output_gate(self, projected: Array) -> tuple[Array, int]:
+        """An array with the gates of the output, and their first column."""
+        return self.config.layout.gate(projected)
 
     def __call__(
         self, u: Array, cache: Mamba2Cache, valid: Array, lengths: Lengths
     ) -> tuple[Product, Mamba2Cache]:
         projected = self.in_proj(u)
-        (v, dt, k, conv_input), q = convolved(self, projected, cache.conv, valid)
-        g = self._decays(dt)
-        arrays = q, k, v, g, self._beta(projected), cache.ssm, valid
+        (v, dt, k, conv_input), q = convolved(self, projected, self.step_bias(), cache.conv, valid)
+        arrays = q, k, v, *self.gates(projected, dt), cache.ssm, valid
         y, state = self.run(delta_chunks, *arrays, chunk_size=self.config.chunk_size)
         output = self._output(y, projected, self.norms_of_sequences())
         return output, Mamba2Cache(state, conv_state_after(cache.conv, conv_input, lengths))
@@ -136,21 +142,27 @@ class GatedDeltaMixer(MixerModule):
         c, width = self.config, self.config.conv_width
         projected = self.in_proj.in_parts(u)
         previous = replay and (replay.pending, replay.conv_gather_index[width])
-        # The convolution's op wants the corrections of the nodes before in the dtype of v.
-        prefix = prefix_pending and prefix_pending._replace(x=prefix_pending.x.astype(u.dtype))
+        # Of the nodes before, the convolution's op copies corrections in the dtype of v, and a
+        # number a head, for nothing.
+        prefix = prefix_pending and prefix_pending._replace(
+            x=prefix_pending.x.astype(u.dtype), dt=jnp.zeros(prefix_pending.dt.shape[:3])
+        )
         nodes, q, conv_state = self.run(
             tree_conv1d_layer,
             projected,
             *self.conv(),
-            self.dt_bias[...],
+            self.step_bias(),
             cache.conv,
             conv_gather_index[width],
             layout=c.layout,
             prefix_pending=prefix,
             previous=previous,
         )
-        v = nodes.x[:, -u.shape[1] :]  # behind the corrections of the nodes before
-        arrays = (q, nodes.B, v, self._decays(nodes.dt), self._beta(projected), cache.ssm)
+        new = slice(nodes.x.shape[1] - u.shape[1], None)  # behind the nodes before
+        g, beta = self.gates(projected, nodes.dt[:, new])
+        if prefix_pending is not None:
+            g = jnp.concatenate([prefix_pending.dt, g], axis=1)
+        arrays = (q, nodes.B, nodes.x[:, new], g, beta, cache.ssm)
         mask = tree.ancestor_mask
         if replay is None:
             above = None if prefix_pending is None else prefix_pending.x
@@ -158,38 +170,54 @@ class GatedDeltaMixer(MixerModule):
             state = cache.ssm
         else:
             old = replay.pending
-            record = old.B, old.x, self._decays(old.dt), replay.path.mask
+            record = old.B, old.x, old.dt, replay.path.mask
             y, w, state = self.run(replay_tree_delta, *record, *arrays, mask)
         output = self._output(y, projected, self.implementation)
-        return output, nodes._replace(x=w), Mamba2Cache(state, conv_state)
+        return output, nodes._replace(x=w, dt=g), Mamba2Cache(state, conv_state)
 
     def replay(self, cache: Mamba2Cache, along: Replay) -> Mamba2Cache:
-        w, dt, k, conv_input = along.pending
-        state = self.run(replay_delta, k, w, self._decays(dt), cache.ssm, along.path.mask)
+        w, g, k, conv_input = along.pending
+        state = self.run(replay_delta, k, w, g, cache.ssm, along.path.mask)
         window = along.conv_gather_index[self.config.conv_width]
         return Mamba2Cache(state, replay_conv_state(conv_input, cache.conv, window))
 
-    def _beta(self, projected: Product) -> Float32[Array, "B T H"]:
-        """How much of the error each token corrects."""
-        logits = total(projected)[..., : self.config.num_heads].astype(jnp.float32)
-        return self.config.beta_scale * jax.nn.sigmoid(logits)
-
-    def _decays(self, dt: Float32[Array, "B T H"]) -> Float32[Array, "B T H"]:
-        """The logarithm of each token's decay."""
-        return -jnp.exp(self.A_log[...].astype(jnp.float32))[None, None] * dt
-
     def _output(self, y: Array, projected: Product, implementation: str | None) -> Product:
         """Norm of each head, gate and output projection of `[B, T, H, P]`."""
-        c = self.config
-        gate, start = c.layout.gate(projected)
+        c, (gate, start) = self.config, self.output_gate(projected)
+        heads = y.shape[2]
         rows = gated_rms_norm(
             y.reshape(*y.shape[:2], -1),
             gate,
-            jnp.tile(self.norm_scale[...], c.num_heads),
+            jnp.tile(self.norm_scale[...], heads),
             norm="norm_then_gate",
             epsilon=c.norm_eps,
-            num_groups=c.num_heads,
+            num_groups=heads,
             gate_start=start,
+            activation=self.activation,
             implementation=implementation,
         )
         return self.row_parallel(rows)
+
+
+class GatedDeltaMixer(DeltaMixer):
+    """One gated delta mixer."""
+
+    config: GatedDeltaConfig
+    activation = "silu"
+
+    def make(self, d_model: int, new: New) -> None:
+        c, layout = self.config, self.config.layout
+        self.in_proj = new.linear(d_model, layout.num_columns, False)
+        self.out_proj = new.linear(c.num_heads * c.head_dim, d_model, False, new.out_scale)
+        self.conv_weight, _ = new.conv(c.conv_width, layout.num_channels, False)
+        self.A_log, self.dt_bias = new.rates(c.num_heads)
+        self.norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
+
+    def step_bias(self) -> Float32[Array, " H"]:
+        return self.dt_bias[...]
+
+    def gates(self, projected: Array, dt: Float32[Array, "B T H"]) -> tuple[Array, Array]:
+        c = self.config
+        logits = projected[..., : c.num_heads].astype(jnp.float32)
+        rates = jnp.exp(self.A_log[...].astype(jnp.float32))
+        return -rates[None, None] * dt, c.beta_scale * jax.nn.sigmoid(logits)

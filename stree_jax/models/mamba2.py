@@ -272,6 +272,7 @@ class Mamba2ShardConfig(Mamba2Config):
 def convolved(
     mixer: Any,
     projected: Float[Array, "B T _"],
+    dt_bias: Float32[Array, " H"],
     conv_state: Float[Array, "B J C"],
     valid: Bool[Array, "B T"],
 ) -> tuple[Mamba2Pending, Array]:
@@ -279,7 +280,7 @@ def convolved(
 
     If sums have one order, the op of trees runs: a token has the same outputs, to the bit.
     """
-    layout, (weight, bias), dt_bias = mixer.config.layout, mixer.conv(), mixer.dt_bias[...]
+    layout, (weight, bias) = mixer.config.layout, mixer.conv()
     if mixer.in_proj.kernel.storage.sums_in_one_order:
         index = sequence_gather_index(projected, len(weight))
         arrays = projected, weight, bias, dt_bias, conv_state, index
@@ -316,7 +317,7 @@ class Mamba2Mixer(MixerModule):
         c, layout = self.config, self.config.layout
         projected = self.in_proj(scaled(u, c.input_multiplier))
         in_one_order = self.in_proj.kernel.storage.sums_in_one_order
-        (x, dt, B, conv_input), C = convolved(self, projected, cache.conv, valid)
+        (x, dt, B, conv_input), C = convolved(self, projected, self.dt_bias[...], cache.conv, valid)
         dt = jnp.where(valid[..., None], dt, 0.0)
         gate = self._gate(projected) if in_one_order or self.norm_spans_shards else None
         D = jnp.broadcast_to(self.D[...].reshape(layout.num_heads, -1), x.shape[2:])

@@ -16,6 +16,7 @@ storage is a pytree with arrays, and here a class of answers and a line of `STOR
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Collection, Iterator
 from typing import Any, ClassVar, TypeVar
 
@@ -26,7 +27,7 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from pallas_kernels.matmul import PackedMatrix, QuantizedMatrix, matmul, partial_sums, rows
-from pallas_kernels.numerics import Product, gated, total
+from pallas_kernels.numerics import Product, contract, gated, total
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_names
 from stree_jax.mesh.partition import WHOLE, Part
@@ -79,6 +80,10 @@ class Matrix(nnx.Param):
         With a gate, an activation: of the first half of the columns, times the second half.
         """
         return self.storage.product(x, wide, implementation, gate)
+
+    def by_head(self, x: Float[Array, "*rows E I"]) -> Float[Array, "*rows E O"]:
+        """Rows of several heads, each times the matrix of its own, in the dtype of the storage."""
+        return self.storage.by_head(x)
 
     def rows(self, index: Int[Array, "B T"], shard: Part = WHOLE) -> Float[Array, "B T M"]:
         """Rows of a table."""
@@ -133,6 +138,11 @@ class Storage:
             gate=gate,
             implementation=implementation if is_narrow else "xla",
         )
+
+    def by_head(self, x: Array) -> Array:
+        """See `Matrix`."""
+        rows, matrices = self.operand(x.astype(self.dtype))
+        return contract("...hi,hio->...ho", rows, matrices).astype(self.dtype)
 
     def rows(self, index: Array, shard: Part) -> Array:
         """Rows of a table, of which a shard has some."""
@@ -214,11 +224,13 @@ class Packed(Storage):
             return gated(gate, self.product(x, wide, implementation))
         if len(self.values.shape) == 2:
             return matmul(x, self.values)
-        several, _, columns = self.values.shape
-        rows = x.reshape(-1, x.shape[-1])
-        which = jnp.tile(jnp.arange(several, dtype=jnp.int32), len(rows))
-        y = matmul(jnp.repeat(rows, several, axis=0), self.values, which)
-        return y.reshape(*x.shape[:-1], several, columns)
+        return self.by_head(jnp.repeat(x[..., None, :], self.values.shape[0], axis=-2))
+
+    def by_head(self, x: Array) -> Array:
+        *rows, several, inputs = x.shape
+        which = jnp.tile(jnp.arange(several, dtype=jnp.int32), math.prod(rows))
+        y = matmul(x.reshape(-1, inputs), self.values, which)
+        return y.reshape(*rows, several, -1)
 
     def rows(self, index: Array, shard: Part) -> Array:
         return rows(self.values, index)

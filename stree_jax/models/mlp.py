@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pallas_kernels.numerics import Product, activate, gated
 from stree_jax.array_types import Array, Float
-from stree_jax.checks import require_integer
+from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, NoCache, mixer_cuts, register, require_activation
 from stree_jax.models.layers import MixerModule, New
@@ -26,6 +26,7 @@ class MlpConfig(LayerConfig):
         norm_after: whether its norm is that of its output (Olmo), not of its input.
         gate_multiplier, output_multiplier: scale the gate before its activation, and the output
             (Falcon-H1).
+        limit: the largest value of `activation(gate(x))`, and size of `up(x)` (Ling); None: none.
     """
 
     hidden_size: int
@@ -35,12 +36,17 @@ class MlpConfig(LayerConfig):
     gate_multiplier: float = 1.0
     output_multiplier: float = 1.0
     norm_after: bool = False
+    limit: float | None = None
     equal_to_the_bit: ClassVar[bool] = True
     equal_sizes: ClassVar[tuple[str, ...]] = ("hidden_size",)
 
     def __post_init__(self) -> None:
         require_integer(self, "hidden_size", 1)
         require_activation(self)
+        require(
+            self.limit is None or (self.limit > 0 and self.gated),
+            f"limit must be above 0, in a gated MLP, or None; got {self.limit}",
+        )
 
     def build(self, d_model: int, **options: Any) -> "Mlp":
         return Mlp(self, d_model, **options)
@@ -83,12 +89,13 @@ class Mlp(Pointwise):
     def apply(self, u: Float[Array, "B T M"], adapter: Array | None = None) -> Product:
         """The function of one position; `adapter` is added to gate and up (Zamba2)."""
         c = self.config
-        if c.gated and adapter is None and c.gate_multiplier == 1.0:
+        is_plain = c.gate_multiplier == 1.0 and c.limit is None
+        if c.gated and adapter is None and is_plain:
             hidden = self.in_proj.gated(u, c.activation)
         else:
             hidden = self.in_proj(u) if adapter is None else self.in_proj(u) + adapter
             if c.gated:
-                hidden = gated(c.activation, hidden, c.gate_multiplier)
+                hidden = gated(c.activation, hidden, c.gate_multiplier, c.limit)
             else:
                 hidden = activate(c.activation, hidden)
         return self.row_parallel(hidden, c.output_multiplier)

@@ -13,7 +13,7 @@ from pallas_kernels.numerics import rounded, sum_in_order, total
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
-from stree_jax.models.layer import LayerConfig, Sizes, register, require_activation, share, within
+from stree_jax.models.layer import LayerConfig, Sizes, register, share, within
 from stree_jax.models.layers import New
 from stree_jax.models.matrices import Matrix
 from stree_jax.models.mlp import Mlp, MlpConfig, Pointwise
@@ -42,6 +42,7 @@ class MoeConfig(LayerConfig):
         shared_size: channels of the expert that all tokens use; 0: none.
         shared_gate: whether that expert's output is scaled by the sigmoid of a projection.
         activation, gated: see `MlpConfig`; the same for all experts.
+        limit, shared_limit: see `MlpConfig`, of the chosen experts and of the one for all tokens.
     """
 
     num_experts: int
@@ -58,6 +59,8 @@ class MoeConfig(LayerConfig):
     activation: str = "silu"
     gated: bool = True
     norm_eps: float = 1e-20
+    limit: float | None = None
+    shared_limit: float | None = None
     equal_to_the_bit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -67,7 +70,8 @@ class MoeConfig(LayerConfig):
             require_integer(self, name, 1)
         require_integer(self, "latent_size", 1, optional=True)
         require_integer(self, "shared_size", 0)
-        require_activation(self)
+        for limit in (self.limit, self.shared_limit):
+            self._mlp(1, limit)  # which checks the fields of both
         routers = ("softmax", "sigmoid")
         require(self.router in routers, f"router must be one of {routers}, got {self.router!r:.80}")
         require(self.norm_eps >= 0, f"norm_eps must be at least 0, got {self.norm_eps}")
@@ -94,6 +98,14 @@ class MoeConfig(LayerConfig):
         require(
             self.num_router_groups == 1 or group >= 2, "a group of experts has at least two of them"
         )
+
+    @property
+    def shared_mlp(self) -> MlpConfig:
+        """The expert that all tokens use."""
+        return self._mlp(self.shared_size or 1, self.shared_limit)
+
+    def _mlp(self, size: int, limit: float | None) -> MlpConfig:
+        return MlpConfig(size, self.activation, self.gated, limit=limit)
 
     @property
     def experts_held(self) -> int:
@@ -130,8 +142,7 @@ class MoeConfig(LayerConfig):
             table["experts_in"] = Cut(2, (hidden,) * (1 + self.gated))
             table["experts_out"] = Cut(1, (hidden,))
         if self.shared_size:
-            shared = MlpConfig(self.shared_size, activation=self.activation, gated=self.gated)
-            table |= within("shared", shared.cuts(shards))
+            table |= within("shared", self.shared_mlp.cuts(shards))
         return table
 
 
@@ -163,7 +174,7 @@ class MixtureOfExperts(Pointwise):
         self.experts_out = drawn(c.experts_held, c.hidden_size, width, scale=new.out_scale)
         self.latent_in = None if c.latent_size is None else new.linear(d_model, width, False)
         self.latent_out = None if c.latent_size is None else new.linear(width, d_model, False)
-        shared = MlpConfig(c.shared_size or 1, activation=c.activation, gated=c.gated)
+        shared = c.shared_mlp
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs, implementation=self.implementation)
         self.shared = (
             Mlp(shared, d_model, out_scale=new.out_scale, **options) if c.shared_size else None
@@ -178,7 +189,8 @@ class MixtureOfExperts(Pointwise):
         x = u if self.latent_in is None else self.latent_in(u)
         rows, into = self.experts_in.storage.operand(x.reshape(-1, x.shape[-1]))
         rows, out = self.experts_out.storage.operand(rows)
-        how = dict(activation=self.config.activation, gated=self.config.gated)
+        c = self.config
+        how: dict[str, Any] = dict(activation=c.activation, gated=c.gated, limit=c.limit)
         y = self.run(expert_mlps, rows, weights, chosen, into, out, **how).reshape(x.shape)
         y = y if self.latent_out is None else self.latent_out(y)
         if self.shared is not None:

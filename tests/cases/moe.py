@@ -23,6 +23,7 @@ CASES = base.table(
         "few tokens": dict(tokens=2),
         "one token": dict(tokens=1, active=1),
         "not gated": dict(activation="relu2", gated=False),
+        "a limit": dict(limit=0.25),
         "blocks of rows": dict(tokens=40, experts=3, one=True),
         "experts that nobody chooses": dict(tokens=17, experts=20, one=True),
         "all experts": dict(tokens=5, experts=3, active=3, width=16),
@@ -36,6 +37,7 @@ CASES = base.table(
     active=2,
     activation="silu",
     gated=True,
+    limit=None,
     one=False,  # all tokens choose the same experts
     rows=16,  # of a block
 )
@@ -73,7 +75,7 @@ def in_products(x, weights, chosen, *experts, **options):
 
 @functools.cache
 def errors(case, implementation):
-    options = dict(activation=case.activation, gated=case.gated)
+    options = dict(activation=case.activation, gated=case.gated, limit=case.limit)
     if implementation == "xla":
         run = functools.partial(expert_mlps, **options, implementation="xla")
     elif implementation == "products":

@@ -18,6 +18,7 @@ GATED_CASES = base.table(
         "none": dict(norm="none"),
         "groups": dict(size=128, groups=4),
         "groups, norm then gate": dict(norm="norm_then_gate", size=128, groups=2),
+        "sigmoid": dict(norm="norm_then_gate", activation="sigmoid", size=96, groups=2),
         "blocks": dict(size=336),
         "one row": dict(norm="norm_then_gate", rows=(1,), size=96),
         "a gate in a wider array": dict(size=128, groups=2, start=40),
@@ -28,6 +29,7 @@ GATED_CASES = base.table(
         "bf16, norm then gate": dict(norm="norm_then_gate", size=128, groups=2, bf16=True),
     },
     norm="gate_then_norm",
+    activation="silu",
     rows=(2, 3),
     size=64,
     groups=1,
@@ -69,6 +71,7 @@ def gated_errors(case, implementation):
     y, gate, weight = (None if v is None else base.on_device(v, case.kind) for v in exact)
     exact = [None if v is None else np.asarray(v, np.float64) for v in (y, gate, weight)]
     options = {"norm": case.norm, "epsilon": 1e-5, "num_groups": case.groups}
+    options["activation"] = case.activation
     run = functools.partial(gated_rms_norm, **options, gate_start=case.start)
     run = jax.jit(functools.partial(run, implementation=implementation))
     got = run(y, gate, weight)

@@ -56,6 +56,27 @@ CASES = base.table(
         ),
         "bf16": dict(bf16=True),
         "star": dict(shape="star"),
+        "channels": dict(apart=True),
+        "channels, root only": dict(apart=True, nodes=1, replayed=1),
+        "channels, newest level, others not there yet": dict(
+            apart=True, queries=5, missing=4, groups=4
+        ),
+        "channels, padded nodes that see others": dict(STRAYS, apart=True),
+        "channels, 64 nodes": dict(apart=True, nodes=64, batch=1),
+        "channels, decays of -1e6 among 0": dict(
+            apart=True, decays="-1e6 among 0", nodes=40, batch=1, shape="chain", heads=2
+        ),
+        "channels, decays of six decades": dict(
+            apart=True, decays="six decades", nodes=40, batch=1
+        ),
+        "channels, decays to a bound": dict(
+            apart=True, decays="to a bound", nodes=64, batch=1, shape="chain", heads=2
+        ),
+        "channels, equal keys": dict(HOSTILE, apart=True, nodes=40, batch=1, heads=2),
+        "channels, sizes that are released": dict(
+            apart=True, nodes=20, batch=1, heads=2, head_dim=128, state=128
+        ),
+        "channels, bf16": dict(apart=True, bf16=True),
     },
     **SIZES,
     groups=2,
@@ -63,6 +84,7 @@ CASES = base.table(
     keys="random",
     betas="random",
     decays="moderate",
+    apart=False,  # each channel of a key has a decay
     fill=np.nan,  # all that nodes hold that do not exist
     strays=False,  # their rows of the mask are nonsense
     holes=False,  # positions of a sequence that are not valid are anywhere
@@ -82,6 +104,7 @@ DECAYS = {
     "-100 among 0": lambda x: np.where(x > 0.7, -100.0, -1e-4 * np.abs(x)),
     "-1e6 among 0": lambda x: np.where(x > 0.7, -1e6, -1e-4 * np.abs(x)),
     "six decades": lambda x: -np.minimum(100.0, 10.0 ** (-1.5 + 2 * x)),
+    "to a bound": lambda x: -5.0 * sigmoid(3 * x),
 }
 PARENTS = {
     "random": base.random_parents,
@@ -113,7 +136,9 @@ def inputs(case, seed=0):
     elif case.keys == "tiny":
         k = k * 1e-3
     numbers = dict(
-        g=DECAYS[case.decays](draw(batch, nodes, case.heads, dtype=np.float32)),
+        g=DECAYS[case.decays](
+            draw(batch, nodes, case.heads, *[case.state] * case.apart, dtype=np.float32)
+        ),
         beta=BETAS[case.betas](draw(batch, nodes, case.heads, dtype=np.float32)),
     )
     return SimpleNamespace(
@@ -300,28 +325,35 @@ TREE_DELTA = Op(
         ),
         *("padded nodes that see others", "padded nodes that see others, infinite"),
         *("decays of -1e6 among 0", "equal keys, betas to 2"),
+        *("channels, newest level, others not there yet", "channels, decays of -1e6 among 0"),
+        *("channels, padded nodes that see others", "channels, bf16"),
     ),
 )
 WHOLE = {name: case for name, case in CASES.items() if case.queries is None}
 REPLAY_DELTA = Op(
     *(WHOLE, replay_errors, budgets("state"), base.IMPLEMENTATIONS),
     lacks=lacks,
-    interpreted=("64 nodes in a chain", "three rows, one with an empty path"),
+    interpreted=(
+        *("64 nodes in a chain", "three rows, one with an empty path"),
+        *("channels", "channels, equal keys"),
+    ),
 )
 FUSED = (
     *("root only", "tree", "chain", "a group a head", "padded nodes", "64 nodes"),
     *("three rows, one with an empty path", "decays of -100 among 0", "bf16"),
+    *("channels", "channels, padded nodes that see others", "channels, decays to a bound"),
 )
 REPLAY_TREE_DELTA = Op(
     *({name: CASES[name] for name in FUSED}, fused_errors, budgets("y", "u", "state")),
     base.WITH_NATIVE,
     lacks=lacks,
-    interpreted=("root only", "padded nodes", "bf16"),
+    interpreted=("root only", "padded nodes", "bf16", "channels"),
 )
 SEQUENCES = (
     *("root only", "tree", "one group", "padded nodes", "64 nodes", "betas to 2"),
     *("a group a head", "decays of -100 among 0", "decays of six decades"),
     *("keys of one sign", "equal keys", "sizes that are released", "bf16"),
+    *(name for name in CASES if name.startswith("channels") and "newest" not in name),
 )
 HOLES = {
     name: CASES["64 nodes"].but(holes=True, chunk_size=size, name=name)

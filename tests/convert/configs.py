@@ -188,6 +188,42 @@ LFM3_2B = COMMON | json.loads("""{
   "tie_word_embeddings": true, "use_attention_gate": true, "use_sandwich_norm": true, "vocab_size":
   128000
 }""")
+# As engines and ports quote them; no published file was opened.
+KIMI_LINEAR_48B = COMMON | json.loads("""{
+  "model_type": "kimi_linear", "first_k_dense_replace": 1, "head_dim": 72, "hidden_act": "silu",
+  "hidden_size": 2304, "intermediate_size": 9216, "kv_lora_rank": 512, "linear_attn_config":
+  {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "kda_layers": [1, 2, 3, 5, 6, 7,
+  9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26], "num_heads": 32,
+  "short_conv_kernel_size": 4}, "mla_use_nope": true, "model_max_length": 1048576,
+  "moe_intermediate_size": 1024, "moe_layer_freq": 1, "moe_renormalize": true,
+  "moe_router_activation_func": "sigmoid", "num_attention_heads": 32, "num_expert_group": 1,
+  "num_experts": 256, "num_experts_per_token": 8, "num_hidden_layers": 27, "num_key_value_heads":
+  32, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "q_lora_rank": null,
+  "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": null,
+  "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "tie_word_embeddings": false, "topk_group":
+  1, "use_grouped_topk": true, "v_head_dim": 128, "vocab_size": 163840
+}""")
+LING_3_FLASH = COMMON | json.loads("""{
+  "architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid",
+  "first_k_dense_replace": 2, "gated_attention_proj_granularity_type": "head_wise", "head_dim": 128,
+  "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 6144, "kda_lower_bound": -5.0,
+  "kda_safe_gate": true, "kv_lora_rank": 512, "layer_group_size": 6, "max_position_embeddings":
+  262144, "moe_intermediate_size": 768, "moe_router_enable_expert_bias": true,
+  "moe_shared_expert_intermediate_size": 768, "n_group": 8, "no_kda_lora": true, "norm_topk_prob":
+  true, "num_attention_heads": 32, "num_experts": 512, "num_experts_per_tok": 8,
+  "num_hidden_layers": 42, "num_key_value_heads": 32, "num_nextn_predict_layers": 1,
+  "num_shared_experts": 1, "partial_rotary_factor": 0.5, "q_lora_rank": null, "qk_nope_head_dim":
+  128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": true, "rope_scaling": null,
+  "rope_theta": 6000000, "routed_scaling_factor": 2.5, "score_function": "sigmoid",
+  "short_conv_kernel_size": 4, "tie_word_embeddings": false, "topk_group": 4, "use_bias": false,
+  "use_qk_norm": true, "use_qkv_bias": false, "v_head_dim": 128, "vocab_size": 157184
+}""")
+LING_3_TINY = LING_3_FLASH | json.loads("""{
+  "first_k_dense_replace": 1, "hidden_size": 1536, "intermediate_size": 4608, "layer_group_size": 4,
+  "max_position_embeddings": 131072, "moe_intermediate_size": 512,
+  "moe_shared_expert_intermediate_size": 512, "num_attention_heads": 16, "num_experts": 128,
+  "num_hidden_layers": 24, "num_key_value_heads": 16, "q_lora_rank": 256
+}""")
 MAMBA2ATTN = json.loads("""{
   "d_model": 2560, "d_intermediate": 0, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {"layer":
   "Mamba2"}, "attn_layer_idx": [9, 18, 27, 36, 45, 56], "attn_cfg": {"causal": true, "d_conv": 4,
@@ -342,6 +378,12 @@ _DELTA = (
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
 _EXPERTS |= dict(moe_intermediate_size=24, shared_expert_intermediate_size=20)
 _ROPE = dict(rope_type="proportional", rope_theta=500.0, partial_rotary_factor=0.5)
+_LATENT = _MODEL | dict(
+    num_hidden_layers=3, layer_types=["linear_attention", "linear_attention", "full_attention"]
+)
+_LATENT |= dict(num_attention_heads=4, linear_num_heads=4, linear_head_dim=8, kv_lora_rank=16)
+_LATENT |= dict(qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10, intermediate_size=48)
+_LATENT |= dict(num_experts=4, num_experts_per_token=2, moe_intermediate_size=24, topk_group=1)
 _SHORT_CONV = _HYBRID | dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
 # A small model of each model_type of transformers: arguments of its config.
 TRANSFORMERS = dict(
@@ -370,6 +412,9 @@ TRANSFORMERS = dict(
     | _EXPERTS
     | dict(num_hidden_layers=3, sliding_window=5, tie_word_embeddings=True)
     | dict(layer_types=["linear_attention", "sliding_attention", "full_attention"]),
+    kimi_linear=_LATENT | dict(mlp_layer_types=["dense", "sparse", "sparse"]),
+    bailing_hybrid=_LATENT
+    | dict(head_dim=8, first_k_dense_replace=1, n_group=2, num_nextn_predict_layers=0),
     lfm2=_SHORT_CONV | dict(block_multiple_of=16),
     lfm2_moe=_SHORT_CONV
     | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, num_dense_layers=1),
@@ -440,6 +485,15 @@ TRANSFORMERS_CONFIGS = {
     )
     | dict(rope_parameters=dict(rope_theta=500.0), linear_key_head_dim=24, linear_num_key_heads=2),
     "lara_mini": {},
+    "kimi_linear": {},
+    "kimi_linear, heads of another size, narrow convolution, queries of low rank": dict(
+        linear_num_heads=2, linear_head_dim=12, linear_conv_kernel_dim=3, q_lora_rank=12
+    )
+    | dict(rms_norm_eps=1e-3, num_experts=6, n_group=3, topk_group=2, n_shared_experts=2),
+    "bailing_hybrid": {},
+    "bailing_hybrid, queries of low rank, a decay without bound": dict(
+        q_lora_rank=12, kda_safe_gate=False, rope_theta=500.0, norm_topk_prob=False
+    ),
     "lfm2, biases, another width, an adjusted size": dict(
         conv_bias=True, conv_L_cache=4, block_ffn_dim_multiplier=1.3, tie_word_embeddings=True
     ),

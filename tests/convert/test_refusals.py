@@ -17,6 +17,9 @@ def ssm(**changes):
     return {"ssm_cfg": CONFIG["ssm_cfg"] | changes}
 
 
+LING = {"no_kda_lora": True, "num_hidden_layers": 2, "layer_group_size": 2, "head_dim": 8}
+SIZED = configs.TRANSFORMERS["bailing_hybrid"] | LING
+SIZED |= {"layer_types": None, "routed_scaling_factor": 1.0}
 # Changes to a config.json of mamba_ssm, and the message.
 OF_MAMBA_SSM = [
     ({"attn_layer_idx": [1]}, "attn_cfg.causal is not true"),
@@ -52,7 +55,29 @@ OF_TRANSFORMERS = [
         )
     ),
     ("lara_mini", {"norm_topk_prob": False}, "norm_topk_prob = false is not supported"),
-    ("kimi_linear", {}, "'kimi_linear': delta attention with a decay for each channel"),
+    ("glm5_next", {}, "'glm5_next': streams between its layers"),
+    *(
+        ("kimi_linear", {"num_hidden_layers": 2} | fields, says)
+        for fields, says in (
+            ({"mla_use_output_gate": True}, "'mla_use_output_gate'. are of Kimi K3's text"),
+            ({"linear_attn_config": {"gate_lower_bound": -5.0}}, "'gate_lower_bound'. are of Kimi"),
+            ({"linear_attn_config": {"kda_layers": [0, 1]}}, "each layer once, from 1 on"),
+            ({"mla_use_nope": False}, "mla_use_nope = False is not supported, only True"),
+            ({"attention_bias": True}, "attention_bias = True is not supported"),
+            ({}, "layer_types is missing"),
+        )
+    ),
+    *(
+        ("bailing_hybrid", {"num_attention_heads": 4} | fields, says)
+        for fields, says in (
+            ({}, r"fields \[\] of KDA: .* Ling 2.5 and 2.6 have lightning attention"),
+            (LING | {"architectures": ["BailingMoeV2_5ForCausalLM"]}, "Ling 2.5 and 2.6 have"),
+            (LING | {"num_hidden_layers": 3}, "layer_group_size = 2 does not divide .* = 3, and"),
+            (LING | {"rope_interleave": False}, "rope_interleave = False is not supported"),
+            (SIZED | {"expert_swiglu_limit_list": [1]}, "must have a number or null for each"),
+            (SIZED | {"expert_swiglu_limit_list": [4, 7]}, "layer 0 has {'limit': 4.0} and no"),
+        )
+    ),
     ("qwen3_5", {}, "needs a table text_config"),
     (
         "qwen3_5_moe",

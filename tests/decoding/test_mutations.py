@@ -92,6 +92,8 @@ CASES = [
     ("mamba2attn hybrid", "tree_attention", seen_by_the_next),
     ("mamba2attn hybrid", "tree_attention_layer", exchanged),
     ("mamba2attn hybrid", "tree_attention_layer", seen_by_the_next),
+    ("kimi_linear hybrid", "tree_attention", exchanged),
+    ("kimi_linear hybrid", "tree_attention", seen_by_the_next),
     ("lfm2 hybrid", "tree_conv1d", exchanged),
     ("lfm2 hybrid", "tree_conv1d", seen_by_the_next),
     ("granite_moe hybrid", "expert_mlps", exchanged),
@@ -100,6 +102,8 @@ CASES = [
     ("qwen3_5 hybrid", "replay_tree_delta", exchanged),
     ("qwen3_5 hybrid", "replay_tree_delta", seen_by_the_next),
     ("qwen3_5 hybrid", "replay_tree_delta", one_short),
+    ("bailing_hybrid hybrid", "replay_tree_delta", seen_by_the_next),
+    ("bailing_hybrid hybrid", "replay_tree_delta", one_short),
 ]
 
 

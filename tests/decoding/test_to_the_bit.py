@@ -38,9 +38,11 @@ TREES = {
 }
 
 
+# On a GPU XLA multiplies by the matrices of the heads.
+LATENT = ["kimi_linear hybrid", "bailing_hybrid hybrid"]
 # Those whose attention has windows run by XLA on a GPU.
 _WITH_WINDOWS = ("lara hybrid", "lfm3 hybrid", "mixed hybrid")
-INTERPRETED = [name for name in CONFIGS if name not in _WITH_WINDOWS]
+INTERPRETED = [name for name in CONFIGS if name not in (*_WITH_WINDOWS, *LATENT)]
 WIDTHS = (
     "d_model",
     "mlp_dim",
@@ -211,6 +213,7 @@ def with_many_experts(family, **sizes):
 
 
 ROUTED = ["granite_moe hybrid", "nemotron_h hybrid", "lfm2_moe hybrid", "qwen3_next hybrid"]
+ROUTED += ["bailing_hybrid hybrid"]
 
 
 @pytest.mark.thorough
@@ -344,9 +347,15 @@ MUTATIONS = {
     ),
     "a decay": (
         "tree_delta/native.cc",
-        "exp1(delta.prev_g[node(delta.before, walked[j])])",
-        "1 / exp1(-delta.prev_g[node(delta.before, walked[j])])",
+        "old[j].decays = &old_decays[j * width];",
+        "float& kept = old_decays[j * width]; kept = 1 / (1 / kept); old[j].decays = &kept;",
         "qwen3_next hybrid",
+    ),
+    "a key with decays": (
+        "tree_delta/native.cc",
+        "load(key + s) * load(token.decays + s)",
+        "load(key + s) * load(token.decays + s) * splat(above ? 1.0000002f : 1.0f)",
+        "kimi_linear hybrid",
     ),
     "a block": (
         "tree_attention/native.cc",

@@ -197,7 +197,8 @@ Call gated_rms_norm(Draw& s) {
           {{"epsilon", 1e-5f},
            {"groups", groups},
            {"gate_start", start},
-           {"gate_first", s.of({0, 1})}}};
+           {"gate_first", s.of({0, 1})},
+           {"is_sigmoid", s.of({0, 1})}}};
 }
 
 Call log_softmax(Draw& s) {
@@ -294,12 +295,12 @@ Call tree_deltas(Draw& s, bool replays) {
   const int64_t b = s.of({0, 1, 2, 3}), g = s.of({1, 2}), n = s.of({0, 1, 2, 7, 20});
   const int64_t states = 16 * s.of({0, 1, 2}), h = g * s.of({0, 1, 3});
   const int64_t p = 16 * s.of({0, 1, 2, 4}), before = replays ? s.of({0, 1, 6}) : 0;
-  const int64_t q = replays ? n : s.of({0, n / 2, n});
+  const int64_t q = replays ? n : s.of({0, n / 2, n}), decays = states ? s.of({1, states}) : 1;
   const Pointer state = s.f({b, h, p, states});
   Call call{
-      {s.f({b, before, g, states}), s.f({b, before, h, p}), s.negative({b, before, h}),
+      {s.f({b, before, g, states}), s.f({b, before, h, p}), s.negative({b, before, h, decays}),
        s.flags({b, before}), s.f({b, q, g, states}), s.f({b, n, g, states}), s.f({b, q, h, p}),
-       s.negative({b, n, h}), s.positive({b, q, h}), state, s.tree(b, n), s.f({b, n - q, h, p})},
+       s.negative({b, n, h, decays}), s.positive({b, q, h}), state, s.tree(b, n), s.f({b, n - q, h, p})},
       {out({b, q, h, p}), out({b, q, h, p})}};
   if (replays) call.results.push_back(s.after(state));
   return call;
@@ -310,8 +311,9 @@ Call replay_tree_delta(Draw& s) { return tree_deltas(s, true); }
 Call delta_chunks(Draw& s) {
   const int64_t b = s.of({0, 1, 2}), t = s.of({0, 1, 2, 9}), g = s.of({1, 2});
   const int64_t n = 16 * s.of({0, 1, 2}), h = g * s.of({0, 1, 3}), p = 16 * s.of({0, 1, 4, 5});
+  const int64_t decays = n ? s.of({1, n}) : 1;
   const Pointer state = s.f({b, h, p, n});
-  return {{s.f({b, t, g, n}), s.f({b, t, g, n}), s.f({b, t, h, p}), s.negative({b, t, h}),
+  return {{s.f({b, t, g, n}), s.f({b, t, g, n}), s.f({b, t, h, p}), s.negative({b, t, h, decays}),
            s.positive({b, t, h}), state, s.flags({b, t})},
           {out({b, t, h, p}), s.after(state)}};
 }

@@ -60,9 +60,9 @@ def scan(way, gate=None, head_dim=32):
     return run, replay
 
 
-def delta(way):
+def delta(way, apart=False):
     case = deltas.CASES["tree"].but(nodes=64, batch=1, heads=2, groups=1, head_dim=32, state=64)
-    case = case.but(bf16=way != "native")
+    case = case.but(bf16=way != "native", apart=apart)
     arrays = deltas.on_device(case, deltas.inputs(case))
 
     def run(nodes, queries, before=None, state=arrays.state, way=way, whole=None):
@@ -120,6 +120,7 @@ OPS = {
     "tree_scan_recurrence, norm": functools.partial(scan, gate=dict(norm_weight=WEIGHT)),
     "tree_scan_recurrence, norm of heads": functools.partial(scan, gate=PER_HEAD, head_dim=16),
     "tree_delta": delta,
+    "tree_delta, decays of channels": functools.partial(delta, apart=True),
     "tree_attention_layer": attention,
 }
 WAYS = ("native", *base.TO_THE_BIT)

@@ -1,6 +1,7 @@
 """A fast version runs forward and has the derivative of XLA."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -68,9 +69,9 @@ def scan():
     return of_floats(pk.tree_scan, scan_cases.arguments(pk.tree_scan, scan_cases.CASES["tree"]))
 
 
-def delta(op):
+def delta(op, apart=False):
     """The gated delta rule: of a tree, after a path of another, or of a sequence."""
-    case = delta_cases.CASES["padded nodes"].but(replayed=6)
+    case = delta_cases.CASES["padded nodes"].but(replayed=6, apart=apart)
     options = dict(chunk_size=8) if op is pk.delta_chunks else {}
     return of_floats(op, delta_cases.arguments(op, case), **options)
 
@@ -99,6 +100,7 @@ DELTAS = (pk.tree_delta, pk.replay_tree_delta, pk.delta_chunks)
 NATIVE = {
     "tree_scan": scan,
     **{op.__name__: functools.partial(delta, op) for op in DELTAS},
+    **{f"{op.__name__}, channels": functools.partial(delta, op, apart=True) for op in DELTAS},
     **{f"matmul, {name}": functools.partial(product, name) for name in PRODUCTS},
     **{f"rows, {name}": functools.partial(embedded, name) for name in ("some rows", "bf16")},
 }
@@ -172,7 +174,7 @@ def one_by_one(q, k, v, g, beta, state):
 
     def step(state, now):
         q, k, v, g, beta = now
-        state = jnp.exp(g)[..., None, None] * state
+        state = jnp.exp(g.reshape(*g.shape[:2], 1, -1)) * state
         u = beta[..., None] * (v - jnp.einsum("bhps,bhs->bhp", state, k))
         state = state + u[..., None] * k[..., None, :]
         return state, jnp.einsum("bhps,bhs->bhp", state, q) * q.shape[-1] ** -0.5
@@ -181,7 +183,13 @@ def one_by_one(q, k, v, g, beta, state):
     return y.swapaxes(0, 1), state
 
 
-@pytest.mark.parametrize("name", ["tree", "betas to 2", "decays of -100 among 0", "equal keys"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tree", "betas to 2", "decays of -100 among 0", "equal keys"),
+        *("channels", "channels, decays to a bound", "channels, decays of six decades"),
+    ],
+)
 def test_gradients_of_delta_chunks_are_those_of_the_recurrence(name):
     case = delta_cases.CASES[name].but(nodes=21, batch=1, shape="random")
     *given, valid = delta_cases.arguments(pk.delta_chunks, case)
@@ -191,6 +199,6 @@ def test_gradients_of_delta_chunks_are_those_of_the_recurrence(name):
 
 
 def test_gradients_are_finite_where_positions_hold_nan():
-    for op in (pk.delta_chunks, pk.tree_delta):
-        for gradient in gradients(*delta(op), implementation="xla"):
+    for op, apart in itertools.product((pk.delta_chunks, pk.tree_delta), (False, True)):
+        for gradient in gradients(*delta(op, apart), implementation="xla"):
             assert_finite(gradient)

@@ -78,6 +78,9 @@ def operands(shape, dtype):
     deltas = {"tree_delta": (*delta, *prefix_u), "replay_delta": (B, u, dt, h, path)}
     if not prefix_u:
         deltas["replay_tree_delta"] = (B, u, dt, path, *delta)
+        g = struct(2, nodes, heads, state)
+        of_channels = (g if array is dt else array for array in (B, u, dt, path, *delta))
+        deltas["replay_tree_delta, decays of channels"] = tuple(of_channels)
     is_refused = dtype == "float32" and state > 64
     return ({} if is_refused else deltas) | {
         "tree_scan": (x, dt, A, B, C, D, h, mask),
@@ -97,7 +100,8 @@ def run(op, *arguments):
     if op == "tree_delta":
         *arguments, prefix_u = arguments if len(arguments) == 8 else (*arguments, None)
         return pk.tree_delta(*arguments, prefix_u=prefix_u, implementation="pallas")
-    if not op.startswith("add_rms_norm"):
+    op, *_ = op.split(", ")
+    if op != "add_rms_norm":
         options = {"epsilon": 1e-5} if op == "rms_norm" else {}
         return getattr(pk, op)(*arguments, **options, implementation="pallas")
     residual, output, weight, *parts = arguments

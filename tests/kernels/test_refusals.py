@@ -119,8 +119,8 @@ def sequence(groups=2, **options):
     return pk.ssd(x, dt, A, B, B, D, state, **options)
 
 
-def delta(op=pk.tree_delta, groups=None, newest=0, prefix=None, **options):
-    """With so many groups, without the first nodes as queries, or with u of a prefix."""
+def delta(op=pk.tree_delta, groups=None, newest=0, prefix=None, channels=None, **options):
+    """With so many groups, the newest nodes as queries, u of a prefix, or decays of channels."""
     given = delta_cases.arguments(op, DELTA)
     if groups is not None:  # of all that has some
         given = [
@@ -131,6 +131,7 @@ def delta(op=pk.tree_delta, groups=None, newest=0, prefix=None, **options):
         return op(*given, **options)
     q, k, v, g, beta, *rest = given
     q, v, beta = (x[:, newest:] for x in (q, v, beta))
+    g = g if channels is None else jnp.zeros((*g.shape, channels))
     return op(q, k, v, g, beta, *rest, prefix_u=prefix, **options)
 
 
@@ -159,6 +160,7 @@ REFUSED = [
     (lambda: pack(DENSE[None]), r"got \(1, 4, 40, 70\)"),
     (lambda: delta(newest=1), "0 prefix and 12 query nodes are not 13 nodes"),
     (lambda: delta(prefix=jnp.zeros((2, 13, 4, 16))), "13 prefix and 13 query nodes are not 13"),
+    (lambda: delta(channels=15), r"decays g of \(4, 15\) are neither of 4 heads nor of their 16"),
     (lambda: delta(pk.delta_chunks, chunk_size=0), "chunk_size = 0 is not positive"),
     *(
         (functools.partial(delta, op, **options), message.format(op.__name__))
@@ -185,6 +187,7 @@ REFUSED = [
     (attention_of_the_last_nodes, "0 prefix and 4 query nodes are not the 13 nodes"),
     (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], norm="norm"), "'norm' is not one of"),
     (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], norm="none"), "'none' with weight = "),
+    (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], activation="gelu"), "activation = 'gelu' is not"),
     (lambda: pk.gated_rms_norm(ROW, ROW, None), "'gate_then_norm' with weight = None"),
     (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], num_groups=3), "3 groups do not divide rows of"),
     (

@@ -6,6 +6,7 @@ from stree_jax import ModelConfig
 from stree_jax.models import (
     AttentionConfig,
     GatedDeltaConfig,
+    LatentAttentionConfig,
     Mamba2Config,
     MlpConfig,
     MoeConfig,
@@ -151,6 +152,12 @@ CONFIGS = {
             _ATTENTION, num_kv_heads=4, qk_norm_eps=1e-6, qk_norm_spans=True, norm_after=True
         ),
         MlpConfig(24, norm_after=True),
+    ),
+    # Latents that all shards have, and an MLP with limits.
+    "latent_attention": _model(
+        LatentAttentionConfig(8, 16, 8, 8, 4, rope_theta=100.0, query_rank=12, head_gates=True),
+        MlpConfig(24, limit=0.5),
+        LatentAttentionConfig(8, 16, 8, 4, 6),
     ),
     "lfm2": _model(
         *("short_conv", "mlp", "attention", "mlp"),

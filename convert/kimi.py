@@ -1,0 +1,414 @@
+"""Kimi-Linear and Ling 3: `KimiLinearConfig` and `BailingHybridConfig` of transformers.
+
+Layers of Kimi Delta Attention (KDA) to one of latent attention, MLPs in the first layers and
+experts behind the others. A published file and one that transformers has saved differ in fields and
+names, and may have some of both: all are read, and the published ones are written.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from stree_jax.checkpoint.arrays import Tensor
+from stree_jax.convert import hybrid_parts as hybrid
+from stree_jax.convert.description import (
+    Description,
+    HeadDescription,
+    Source,
+    hf_values,
+    of_head,
+    required,
+)
+from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.rules import (
+    TRANSPOSED,
+    Rule,
+    conv_gathered,
+    gathered,
+    of_heads,
+    renamed,
+    reshaped,
+)
+from stree_jax.convert.tables import (
+    concatenated,
+    in_pairs,
+    linear,
+    split_experts,
+    split_mlp,
+    within,
+)
+from stree_jax.models import (
+    KdaConfig,
+    LatentAttentionConfig,
+    LayerConfig,
+    MlpConfig,
+    MoeConfig,
+)
+from stree_jax.models.config import ModelConfig
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_KINDS = {_LINEAR: "kda", _FULL: "latent_attention"}
+_AFTER = {"dense": "mlp", "sparse": "moe"}
+# Fields by the names that transformers saves, and what published files call them.
+_NAMES = {
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_expert_group": "n_group",
+    "moe_renormalize": "norm_topk_prob",
+    "num_shared_experts": "n_shared_experts",
+    "model_max_length": "max_position_embeddings",
+    "num_nextn_predict_layers": "num_mtp_layers",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
+# Fields with one supported value.
+_ONLY: dict[str, Any] = {
+    "attention_bias": False,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "group_norm_size": 1,
+    "hidden_act": "silu",
+    "linear_attention": "kda",
+    "moe_layer_freq": 1,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_activation_func": "sigmoid",
+    "mtp_use_kda": False,
+    "no_kda_lora": True,
+    "pregate_inference": False,
+    "rope_interleave": True,
+    "scale_router_input": False,
+    "score_function": "sigmoid",
+    "tie_word_embeddings": False,
+    "up_proj_norm": False,
+    "use_bias": False,
+    "use_grouped_topk": True,
+    "use_nGPT": False,
+    "use_qkv_bias": False,
+    "value_norm": False,
+}
+_LIMITS = {"expert_swiglu_limit_list": "limit", "share_expert_swiglu_limit_list": "shared_limit"}
+_UNUSED = (
+    *("aux_loss_alpha", "head_dim", "initializer_range", "layer_group_size", "qk_head_dim"),
+    *("embedding_dropout", "max_window_layers", "output_dropout", "rotary_dim", "use_qk_norm"),
+    *("mtp_loss_scaling_factor", "num_key_value_heads", "router_dtype", "seq_aux"),
+)
+# Fields of Kimi K3's text model, which has Kimi-Linear's `model_type`.
+_K3 = {"attn_res_block_size", "latent_moe_use_norm", "mla_use_output_gate"}
+_K3 |= {"routed_expert_hidden_size", "gate_lower_bound", "use_full_rank_gate"}
+# Fields of KDA in Ling's files, and Ling 3's architectures.
+_OF_KDA = {"kda_safe_gate", "kda_lower_bound", "no_kda_lora", "short_conv_kernel_size"}
+_LING_3 = {"BailingMoeV3ForCausalLM", "BailingHybridForCausalLM"}
+# Parts of names in Kimi's files, and in Ling's.
+_TO_LING = {
+    "embed_tokens": "word_embeddings",
+    "self_attn": "attention",
+    "block_sparse_moe": "mlp",
+    ".w1.": ".gate_proj.",
+    ".w3.": ".up_proj.",
+    ".w2.": ".down_proj.",
+    "e_score_correction_bias": "expert_bias",
+}
+
+
+def read_kimi_linear(source: Source) -> Description:
+    """`KimiLinearConfig`: no positions; the published lists of layers count from 1."""
+    fields = source.fields
+    fields.null("linear_attn_config", "layer_types")
+    table = fields.table("linear_attn_config")
+    of_k3 = sorted(_K3 & {*fields.values, *table.values})
+    fields.check(not of_k3, f"{of_k3} are of Kimi K3's text model, which is not supported")
+    names = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim"}
+    fields.alias(table, **names, linear_conv_kernel_dim="short_conv_kernel_size")
+    kind_of = {
+        number: kind
+        for name, kind in (("kda_layers", _LINEAR), ("full_attn_layers", _FULL))
+        for number in table.take(name, [])
+    }
+    table.finish()
+    if kind_of:
+        kinds = [kind_of.get(i + 1) for i in range(len(kind_of))]
+        fields.check(
+            None not in kinds and fields.values.setdefault("layer_types", kinds) == kinds,
+            "linear_attn_config does not name each layer once, from 1 on, and as layer_types does",
+        )
+    fields.ignore("nothing is rotated", *hybrid.ROPE)
+    _only(fields, {"mla_use_nope": True, "num_nextn_predict_layers": 0})
+    return _read("kimi_linear", source, {}, {})
+
+
+def read_bailing_hybrid(source: Source) -> Description:
+    """`BailingHybridConfig`: Ling 3; interleaved RoPE, gates of heads and a bounded decay."""
+    fields = source.fields
+    architectures = fields.values.get("architectures") or [*_LING_3]
+    fields.check(
+        bool(_OF_KDA & {*fields.values}) and bool(_LING_3 & {*architectures}),
+        f"architectures = {architectures!s:.80} with fields {sorted(_OF_KDA & {*fields.values})}"
+        " of KDA: Ling 3 has both, and Ling 2.5 and 2.6 have lightning attention: not supported",
+    )
+    fields.null("layer_types")
+    if not fields.has("layer_types"):
+        count, group = (fields.integer(name) for name in ("num_hidden_layers", "layer_group_size"))
+        fields.check(
+            count % group == 0,
+            f"layer_group_size = {group} does not divide num_hidden_layers = {count}, and programs"
+            " differ in the last layers: give layer_types",
+        )
+        fields.values["layer_types"] = ([_LINEAR] * (group - 1) + [_FULL]) * (count // group)
+    if not fields.has("linear_head_dim"):  # as published; transformers saves another head_dim
+        fields.alias(linear_head_dim="head_dim")
+    fields.values.setdefault("linear_num_heads", fields.integer("num_attention_heads"))
+    theta, scaling, table = fields.rope(6e6)
+    fields.check(scaling is None, "a scaling of RoPE is not supported")
+    for part in (fields, table):
+        part.ignore("qk_rope_head_dim says it", "partial_rotary_factor")
+    table.finish()
+    _only(fields, {"use_mla_nope": False})
+    bound = fields.number("kda_lower_bound", -5.0)
+    is_safe = fields.flag("kda_safe_gate", True)
+    has_head = fields.integer("num_nextn_predict_layers", 0, least=0)
+    described = _read(
+        "bailing_hybrid",
+        source,
+        {"rope_theta": theta, "head_gates": True},
+        {"lower_bound": bound if is_safe else None},
+    )
+    problem = "the multi-token prediction layer of Ling 3 is not supported"
+    return described._replace(mtp=HeadDescription(None, [], problem) if has_head else None)
+
+
+def _only(fields: Fields, values: Mapping[str, Any]) -> None:
+    """Refuses other values of these fields than the one that is supported."""
+    for name, value in values.items():
+        fields.null(name)
+        said = fields.take(name, value)
+        fields.check(said == value, f"{name} = {said!r:.80} is not supported, only {value!r}")
+
+
+def _read(
+    family: str, source: Source, of_latent: Mapping[str, Any], of_kda: Mapping[str, Any]
+) -> Description:
+    """The description of a model of these layers, given what the family alone has."""
+    fields, tensors = source.fields, source.tensors
+    fields.null("q_lora_rank", "mlp_layer_types", "model_max_length", *_NAMES.values(), *_LIMITS)
+    fields.alias(**_NAMES)
+    _only(fields, _ONLY)
+    count = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    kinds = fields.layer_kinds("layer_types", _KINDS, count)
+    latent = LatentAttentionConfig(
+        num_heads=fields.integer("num_attention_heads"),
+        latent_size=fields.integer("kv_lora_rank"),
+        head_dim=fields.integer("qk_nope_head_dim"),
+        value_dim=fields.integer("v_head_dim"),
+        rotary_dim=fields.integer("qk_rope_head_dim"),
+        query_rank=fields.integer("q_lora_rank") if fields.has("q_lora_rank") else None,
+        **of_latent,
+    )
+    norm_eps = fields.positive("rms_norm_eps", 1e-5 if family == "kimi_linear" else 1e-6)
+    head_dim = fields.integer("linear_head_dim")
+    kda = KdaConfig(
+        num_heads=fields.integer("linear_num_heads"),
+        head_dim=head_dim,
+        conv_width=fields.integer("linear_conv_kernel_dim", 4),
+        norm_eps=norm_eps,
+        gate_rank=head_dim if family == "kimi_linear" else None,
+        **of_kda,
+    )
+    width = fields.integer("moe_intermediate_size")
+    fields.same("moe_shared_expert_intermediate_size", width)
+    experts = MoeConfig(
+        num_experts=fields.integer("num_experts"),
+        num_active=fields.integer("num_experts_per_token"),
+        hidden_size=width,
+        router="sigmoid",
+        num_router_groups=fields.integer("num_expert_group", 1),
+        num_active_groups=fields.integer("topk_group", 1),
+        normalise=fields.flag("moe_renormalize", True),
+        scale=fields.number("routed_scaling_factor"),
+        shared_size=width * fields.integer("num_shared_experts", 1, least=0),
+    )
+    dense = fields.integer("first_k_dense_replace", 1, least=0)
+    if not fields.has("mlp_layer_types"):
+        fields.values["mlp_layer_types"] = ["dense"] * min(dense, count)
+        fields.values["mlp_layer_types"] += ["sparse"] * max(count - dense, 0)
+    parts = {"mlp": MlpConfig(fields.integer("intermediate_size")), "moe": experts}
+    parts |= {"kda": kda, "latent_attention": latent}
+    limits = {field: _limits(fields, name, count) for name, field in _LIMITS.items()}
+    layers: list[LayerConfig] = []
+    for i, after in enumerate(fields.layer_kinds("mlp_layer_types", _AFTER, count)):
+        here = {field: values[i] for field, values in limits.items() if values[i]}
+        fields.check(after == "moe" or not here, f"layer {i} has {here} and no experts")
+        layers += [parts[kinds[i]], replace(parts[after], **here)]
+    fields.ignore("of training, or said by other fields", *_UNUSED)
+    sizes = hybrid.model_fields(fields, fields.integer("hidden_size"), norm_eps=norm_eps)
+    length = fields.integer("model_max_length") if fields.has("model_max_length") else None
+    config = ModelConfig(layers=tuple(layers), max_length=length, **sizes)
+    num_experts = experts.num_experts * config.kinds.count("moe")
+    fields.check(
+        not tensors or num_experts <= len(tensors),
+        f"{num_experts} experts in all layers, but there are only {len(tensors)} tensors",
+    )
+
+    def named(name: str) -> str:
+        """A tensor's name in these files."""
+        other = name.replace(".mlp.", ".block_sparse_moe.")
+        if family == "bailing_hybrid":
+            for kimis, lings in _TO_LING.items():
+                name = name.replace(kimis, lings)
+            other = name.replace(".o_proj", ".dense")
+        # transformers saves Kimi's MLPs as experts, and Ling's KDA with the names of its attention.
+        return other if other in tensors and name not in tensors else name
+
+    norms = dict(mlp_norm="post_attention_layernorm", final_norm="norm")
+    rules = in_pairs(config, functools.partial(_rules, tensors), **norms)
+    head = of_head(name for name in tensors if name.startswith(f"model.layers.{count}."))
+    title = f"transformers {family}"
+    return hybrid.described(title, fields, config, renamed(rules, named), head)
+
+
+def _limits(fields: Fields, name: str, count: int) -> Sequence[float | None]:
+    """Limits by layer; those of a head's layers follow; 0 and null: there is none."""
+    values = fields.take(name, [None] * count)
+    fields.check(
+        isinstance(values, list)
+        and len(values) >= count
+        and all(value is None or type(value) in (int, float) for value in values),
+        f"{name} must have a number or null for each layer, got {values!r:.80}",
+    )
+    return [float(value) if value else None for value in values]
+
+
+def _rules(tensors: Mapping[str, Tensor], layer: LayerConfig) -> list[Rule]:
+    """The tensors of a layer by their names within it, in Kimi's files."""
+    match layer:
+        case KdaConfig():
+            return within(_kda(layer, tensors), "self_attn")
+        case LatentAttentionConfig():
+            return within(_latent(layer), "self_attn")
+        case MlpConfig():
+            return within(split_mlp(layer), "mlp")
+    assert isinstance(layer, MoeConfig)
+    table = [
+        *split_experts(layer.num_experts, ("w1", "w3", "w2")),
+        Rule("gate.weight", "router", TRANSPOSED),
+        Rule("gate.e_score_correction_bias", "correction"),
+        *within(split_mlp(layer.shared_mlp), "shared_experts", "shared"),
+    ]
+    return within(table, "block_sparse_moe")
+
+
+def _kda(layer: KdaConfig, tensors: Mapping[str, Tensor]) -> list[Rule]:
+    """KDA. Engines differ in the axes of `A_log`."""
+    heads, size = layer.num_heads, layer.num_heads * layer.head_dim
+    rank = layer.gate_rank
+    gates = ("f_a_proj", "g_a_proj") if rank else ("f_proj", "g_proj")
+    names = (*gates, "v_proj", "k_proj", "q_proj", "b_proj")
+    sizes = (rank or size, rank or size, size, size, size, heads)
+    convs = tuple(f"{name}_conv1d.weight" for name in "vkq")
+    shapes = {len(x.shape) for name, x in tensors.items() if name.endswith("A_log")}
+    by_head = reshaped((1, 1, heads, 1) if shapes <= {4} and (shapes or rank) else (heads,))
+    return [
+        *concatenated(names, "in_proj", sizes),
+        *linear("f_b_proj", "f_up"),
+        *linear("g_b_proj", "z_up"),
+        Rule(convs, "conv_weight", conv_gathered([size] * 3, lambda: np.arange(3 * size))),
+        Rule("A_log", "A_log", by_head),
+        Rule("dt_bias", "dt_bias"),
+        Rule("o_norm.weight", "norm_scale"),
+        *linear("o_proj", "out_proj"),
+    ]
+
+
+def _latent(layer: LatentAttentionConfig) -> list[Rule]:
+    """Latent attention. Pairs of rotated channels are neighbours in files, and halves here."""
+    size, narrow = layer.rotary_dim, layer.query_rank
+
+    def turned(rows: np.ndarray) -> np.ndarray:
+        """Rows `[..., channels]`, whose last ones are rotated, in the order that they have here."""
+        if layer.rope_theta is None:
+            return rows
+        last = rows[..., -size:]
+        return np.concatenate([rows[..., :-size], last[..., ::2], last[..., 1::2]], axis=-1)
+
+    def of_queries() -> np.ndarray:
+        return turned(np.arange(layer.query_size).reshape(layer.num_heads, -1)).reshape(-1)
+
+    def columns() -> np.ndarray:
+        gates, queries, entries = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+        queries = queries if narrow else queries[of_queries()]
+        return np.concatenate([gates, queries, turned(entries)])
+
+    sizes = layer.column_sizes
+    names = ["g_proj", "q_a_proj" if narrow else "q_proj", "kv_a_proj_with_mqa"]
+    first = 0 if layer.head_gates else 1
+    sources = tuple(f"{name}.weight" for name in names[first:])
+    up = (layer.head_dim, layer.value_dim)
+    return [
+        Rule(sources, "in_proj.kernel", gathered(sizes[first:], columns)),
+        Rule("q_a_layernorm.weight", "query_norm_scale"),
+        Rule("q_b_proj.weight", "query_up.kernel", gathered([layer.query_size], of_queries)),
+        Rule("kv_a_layernorm.weight", "latent_norm_scale"),
+        Rule("kv_b_proj.weight", "key_up", of_heads(0, *up, transposed=False)),
+        Rule("kv_b_proj.weight", "value_up", of_heads(*up, 0, transposed=True)),
+        *linear("dense" if layer.head_gates else "o_proj", "out_proj"),
+    ]
+
+
+def write_kimi_linear(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`KimiLinearConfig`, as it is published."""
+    kda, kinds = required(config, "kda"), config.kinds[::2]
+    values = _values(config, dtype, "kimi_linear", "KimiLinearForCausalLM")
+    return values | {
+        "linear_attn_config": {
+            "full_attn_layers": [i + 1 for i in hybrid.positions_of(kinds, "latent_attention")],
+            "kda_layers": [i + 1 for i in hybrid.positions_of(kinds, "kda")],
+            "num_heads": kda.num_heads,
+            "head_dim": kda.head_dim,
+            "short_conv_kernel_size": kda.conv_width,
+        }
+    }
+
+
+def write_bailing_hybrid(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """`BailingHybridConfig`, as it is published."""
+    latent, kda = required(config, "latent_attention"), required(config, "kda")
+    values = _values(config, dtype, "bailing_hybrid", "BailingMoeV3ForCausalLM")
+    for old in ("num_experts_per_token", "num_expert_group", "moe_renormalize", "model_max_length"):
+        values[_NAMES[old]] = values.pop(old)
+    for name, field in _LIMITS.items():
+        values[name] = [getattr(layer, field, None) for layer in config.layers[1::2]]
+    return values | {
+        "head_dim": kda.head_dim,
+        "short_conv_kernel_size": kda.conv_width,
+        "kda_safe_gate": kda.lower_bound is not None,
+        "kda_lower_bound": -5.0 if kda.lower_bound is None else kda.lower_bound,
+        "layer_group_size": config.kinds[::2].index("latent_attention") + 1,
+        "rope_theta": latent.rope_theta,
+    }
+
+
+def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:
+    """The fields that the families share, as Kimi calls them."""
+    latent, moe = required(config, "latent_attention"), required(config, "moe")
+    return hf_values(config, dtype, name, architecture) | {
+        "model_max_length": config.max_length,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "num_hidden_layers": len(config.layers) // 2,
+        "num_attention_heads": latent.num_heads,
+        "kv_lora_rank": latent.latent_size,
+        "q_lora_rank": latent.query_rank,
+        "qk_nope_head_dim": latent.head_dim,
+        "qk_rope_head_dim": latent.rotary_dim,
+        "v_head_dim": latent.value_dim,
+        "intermediate_size": required(config, "mlp").hidden_size,
+        "first_k_dense_replace": config.kinds.count("mlp"),
+        "num_experts": moe.num_experts,
+        "num_experts_per_token": moe.num_active,
+        "num_expert_group": moe.num_router_groups,
+        "topk_group": moe.num_active_groups,
+        "moe_renormalize": moe.normalise,
+        "routed_scaling_factor": moe.scale,
+        "moe_intermediate_size": moe.hidden_size,
+        "num_shared_experts": moe.shared_size // moe.hidden_size,
+    }
