@@ -51,8 +51,6 @@ def _enlarged(config: st.ModelConfig, **changes: Any) -> st.ModelConfig:
         match layer.kind:
             case "mamba2" | "gated_delta":
                 sizes |= dict(head_dim=16, state_size=16, chunk_size=16)
-            case "kda":
-                sizes |= dict(head_dim=16)
             case "short_conv":
                 sizes |= dict(num_channels=64)
             case "attention":

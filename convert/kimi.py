@@ -14,6 +14,7 @@ import numpy as np
 
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.convert import hybrid_parts as hybrid
+from stree_jax.convert import rules as transforms
 from stree_jax.convert.description import (
     Description,
     HeadDescription,
@@ -23,15 +24,7 @@ from stree_jax.convert.description import (
     required,
 )
 from stree_jax.convert.fields import MAX_LAYERS, Fields
-from stree_jax.convert.rules import (
-    TRANSPOSED,
-    Rule,
-    conv_gathered,
-    gathered,
-    of_heads,
-    renamed,
-    reshaped,
-)
+from stree_jax.convert.rules import Rule
 from stree_jax.convert.tables import (
     concatenated,
     in_pairs,
@@ -41,7 +34,7 @@ from stree_jax.convert.tables import (
     within,
 )
 from stree_jax.models import (
-    KdaConfig,
+    GatedDeltaConfig,
     LatentAttentionConfig,
     LayerConfig,
     MlpConfig,
@@ -49,8 +42,7 @@ from stree_jax.models import (
 )
 from stree_jax.models.config import ModelConfig
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
-_KINDS = {_LINEAR: "kda", _FULL: "latent_attention"}
+_KINDS = {"linear_attention": "gated_delta", "full_attention": "latent_attention"}
 _AFTER = {"dense": "mlp", "sparse": "moe"}
 # Fields by the names that transformers saves, and what published files call them.
 _NAMES = {
@@ -63,31 +55,34 @@ _NAMES = {
     "num_nextn_predict_layers": "num_mtp_layers",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
-# Fields with one supported value.
-_ONLY: dict[str, Any] = {
-    "attention_bias": False,
-    "gated_attention_proj_granularity_type": "head_wise",
-    "group_norm_size": 1,
-    "hidden_act": "silu",
-    "linear_attention": "kda",
-    "moe_layer_freq": 1,
-    "moe_router_enable_expert_bias": True,
-    "moe_router_activation_func": "sigmoid",
-    "mtp_use_kda": False,
-    "no_kda_lora": True,
-    "pregate_inference": False,
-    "rope_interleave": True,
-    "scale_router_input": False,
-    "score_function": "sigmoid",
-    "tie_word_embeddings": False,
-    "up_proj_norm": False,
-    "use_bias": False,
-    "use_grouped_topk": True,
-    "use_nGPT": False,
-    "use_qkv_bias": False,
-    "value_norm": False,
+# Integers by the same names, and those of the configs here.
+_LATENT = {
+    "num_attention_heads": "num_heads",
+    "kv_lora_rank": "latent_size",
+    "qk_nope_head_dim": "head_dim",
+    "v_head_dim": "value_dim",
+    "qk_rope_head_dim": "rotary_dim",
 }
+_EXPERTS = {
+    "num_experts": "num_experts",
+    "num_experts_per_token": "num_active",
+    "num_expert_group": "num_router_groups",
+    "topk_group": "num_active_groups",
+    "moe_intermediate_size": "hidden_size",
+}
+_DEFAULTS = {"num_expert_group": 1, "topk_group": 1, "linear_conv_kernel_dim": 4}
 _LIMITS = {"expert_swiglu_limit_list": "limit", "share_expert_swiglu_limit_list": "shared_limit"}
+# Fields with one supported value.
+_FALSE = (
+    *("attention_bias", "mtp_use_kda", "pregate_inference", "scale_router_input", "use_bias"),
+    *("tie_word_embeddings", "up_proj_norm", "use_nGPT", "use_qkv_bias", "value_norm"),
+)
+_TRUE = ("moe_router_enable_expert_bias", "no_kda_lora", "rope_interleave", "use_grouped_topk")
+_ONLY: dict[str, Any] = dict.fromkeys(_FALSE, False) | dict.fromkeys(_TRUE, True)
+_ONLY |= dict.fromkeys(("moe_router_activation_func", "score_function"), "sigmoid")
+_ONLY |= dict.fromkeys(("group_norm_size", "moe_layer_freq"), 1)
+_ONLY |= {"gated_attention_proj_granularity_type": "head_wise", "hidden_act": "silu"}
+_ONLY |= {"linear_attention": "kda"}
 _UNUSED = (
     *("aux_loss_alpha", "head_dim", "initializer_range", "layer_group_size", "qk_head_dim"),
     *("embedding_dropout", "max_window_layers", "output_dropout", "rotary_dim", "use_qk_norm"),
@@ -120,11 +115,8 @@ def read_kimi_linear(source: Source) -> Description:
     fields.check(not of_k3, f"{of_k3} are of Kimi K3's text model, which is not supported")
     names = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim"}
     fields.alias(table, **names, linear_conv_kernel_dim="short_conv_kernel_size")
-    kind_of = {
-        number: kind
-        for name, kind in (("kda_layers", _LINEAR), ("full_attn_layers", _FULL))
-        for number in table.take(name, [])
-    }
+    lists = zip(_KINDS, ("kda_layers", "full_attn_layers"), strict=True)
+    kind_of = {number: kind for kind, name in lists for number in table.take(name, [])}
     table.finish()
     if kind_of:
         kinds = [kind_of.get(i + 1) for i in range(len(kind_of))]
@@ -134,17 +126,19 @@ def read_kimi_linear(source: Source) -> Description:
         )
     fields.ignore("nothing is rotated", *hybrid.ROPE)
     _only(fields, {"mla_use_nope": True, "num_nextn_predict_layers": 0})
-    return _read("kimi_linear", source, {}, {})
+    rank = fields.integer("linear_head_dim")
+    return _read("kimi_linear", source, {}, {"gate_rank": rank}, norm_eps=1e-5)
 
 
 def read_bailing_hybrid(source: Source) -> Description:
     """`BailingHybridConfig`: Ling 3; interleaved RoPE, gates of heads and a bounded decay."""
     fields = source.fields
     architectures = fields.values.get("architectures") or [*_LING_3]
+    marks = sorted(_OF_KDA & {*fields.values})
     fields.check(
-        bool(_OF_KDA & {*fields.values}) and bool(_LING_3 & {*architectures}),
-        f"architectures = {architectures!s:.80} with fields {sorted(_OF_KDA & {*fields.values})}"
-        " of KDA: Ling 3 has both, and Ling 2.5 and 2.6 have lightning attention: not supported",
+        bool(marks) and not _LING_3.isdisjoint(architectures),
+        f"architectures = {architectures!s:.80} with fields {marks} of KDA: Ling 3 has both, and"
+        " Ling 2.5 and 2.6 have lightning attention: not supported",
     )
     fields.null("layer_types")
     if not fields.has("layer_types"):
@@ -154,7 +148,8 @@ def read_bailing_hybrid(source: Source) -> Description:
             f"layer_group_size = {group} does not divide num_hidden_layers = {count}, and programs"
             " differ in the last layers: give layer_types",
         )
-        fields.values["layer_types"] = ([_LINEAR] * (group - 1) + [_FULL]) * (count // group)
+        linear, full = _KINDS
+        fields.values["layer_types"] = ([linear] * (group - 1) + [full]) * (count // group)
     if not fields.has("linear_head_dim"):  # as published; transformers saves another head_dim
         fields.alias(linear_head_dim="head_dim")
     fields.values.setdefault("linear_num_heads", fields.integer("num_attention_heads"))
@@ -164,106 +159,99 @@ def read_bailing_hybrid(source: Source) -> Description:
         part.ignore("qk_rope_head_dim says it", "partial_rotary_factor")
     table.finish()
     _only(fields, {"use_mla_nope": False})
-    bound = fields.number("kda_lower_bound", -5.0)
-    is_safe = fields.flag("kda_safe_gate", True)
+    bound, is_safe = fields.number("kda_lower_bound", -5.0), fields.flag("kda_safe_gate", True)
     has_head = fields.integer("num_nextn_predict_layers", 0, least=0)
-    described = _read(
-        "bailing_hybrid",
-        source,
-        {"rope_theta": theta, "head_gates": True},
-        {"lower_bound": bound if is_safe else None},
-    )
+    of_latent = {"rope_theta": theta, "output_gate": True}
+    of_kda = {"lower_bound": bound if is_safe else None}
+    described = _read("bailing_hybrid", source, of_latent, of_kda, norm_eps=1e-6)
     problem = "the multi-token prediction layer of Ling 3 is not supported"
     return described._replace(mtp=HeadDescription(None, [], problem) if has_head else None)
 
 
 def _only(fields: Fields, values: Mapping[str, Any]) -> None:
     """Refuses other values of these fields than the one that is supported."""
+    fields.null(*values)
     for name, value in values.items():
-        fields.null(name)
         said = fields.take(name, value)
         fields.check(said == value, f"{name} = {said!r:.80} is not supported, only {value!r}")
 
 
 def _read(
-    family: str, source: Source, of_latent: Mapping[str, Any], of_kda: Mapping[str, Any]
+    family: str,
+    source: Source,
+    of_latent: Mapping[str, Any],
+    of_kda: Mapping[str, Any],
+    norm_eps: float,
 ) -> Description:
     """The description of a model of these layers, given what the family alone has."""
     fields, tensors = source.fields, source.tensors
     fields.null("q_lora_rank", "mlp_layer_types", "model_max_length", *_NAMES.values(), *_LIMITS)
     fields.alias(**_NAMES)
+    fields.values = _DEFAULTS | fields.values
     _only(fields, _ONLY)
     count = fields.integer("num_hidden_layers", most=MAX_LAYERS)
-    kinds = fields.layer_kinds("layer_types", _KINDS, count)
-    latent = LatentAttentionConfig(
-        num_heads=fields.integer("num_attention_heads"),
-        latent_size=fields.integer("kv_lora_rank"),
-        head_dim=fields.integer("qk_nope_head_dim"),
-        value_dim=fields.integer("v_head_dim"),
-        rotary_dim=fields.integer("qk_rope_head_dim"),
-        query_rank=fields.integer("q_lora_rank") if fields.has("q_lora_rank") else None,
-        **of_latent,
-    )
-    norm_eps = fields.positive("rms_norm_eps", 1e-5 if family == "kimi_linear" else 1e-6)
-    head_dim = fields.integer("linear_head_dim")
-    kda = KdaConfig(
-        num_heads=fields.integer("linear_num_heads"),
-        head_dim=head_dim,
-        conv_width=fields.integer("linear_conv_kernel_dim", 4),
-        norm_eps=norm_eps,
-        gate_rank=head_dim if family == "kimi_linear" else None,
-        **of_kda,
-    )
+
+    def integers(names: Mapping[str, str]) -> Any:
+        return {ours: fields.integer(name) for name, ours in names.items()}
+
+    def optional(name: str) -> int | None:
+        return fields.integer(name) if fields.has(name) else None
+
+    norm_eps = fields.positive("rms_norm_eps", norm_eps)
+    heads, size = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
     width = fields.integer("moe_intermediate_size")
     fields.same("moe_shared_expert_intermediate_size", width)
-    experts = MoeConfig(
-        num_experts=fields.integer("num_experts"),
-        num_active=fields.integer("num_experts_per_token"),
-        hidden_size=width,
-        router="sigmoid",
-        num_router_groups=fields.integer("num_expert_group", 1),
-        num_active_groups=fields.integer("topk_group", 1),
-        normalise=fields.flag("moe_renormalize", True),
-        scale=fields.number("routed_scaling_factor"),
-        shared_size=width * fields.integer("num_shared_experts", 1, least=0),
-    )
-    dense = fields.integer("first_k_dense_replace", 1, least=0)
-    if not fields.has("mlp_layer_types"):
-        fields.values["mlp_layer_types"] = ["dense"] * min(dense, count)
-        fields.values["mlp_layer_types"] += ["sparse"] * max(count - dense, 0)
-    parts = {"mlp": MlpConfig(fields.integer("intermediate_size")), "moe": experts}
-    parts |= {"kda": kda, "latent_attention": latent}
+    parts: dict[str, LayerConfig] = {
+        "gated_delta": GatedDeltaConfig(
+            *(heads, size, heads, size, fields.integer("linear_conv_kernel_dim")),
+            norm_eps=norm_eps,
+            chunk_size=16,
+            by_channel=True,
+            **of_kda,
+        ),
+        "latent_attention": LatentAttentionConfig(
+            **integers(_LATENT), query_rank=optional("q_lora_rank"), **of_latent
+        ),
+        "mlp": MlpConfig(fields.integer("intermediate_size")),
+        "moe": MoeConfig(
+            **integers(_EXPERTS),
+            router="sigmoid",
+            normalise=fields.flag("moe_renormalize", True),
+            scale=fields.number("routed_scaling_factor"),
+            shared_size=width * fields.integer("num_shared_experts", 1, least=0),
+        ),
+    }
+    dense = ["dense"] * min(count, fields.integer("first_k_dense_replace", 1, least=0))
+    fields.values.setdefault("mlp_layer_types", dense + ["sparse"] * (count - len(dense)))
     limits = {field: _limits(fields, name, count) for name, field in _LIMITS.items()}
+    kinds = fields.layer_kinds("layer_types", _KINDS, count)
     layers: list[LayerConfig] = []
     for i, after in enumerate(fields.layer_kinds("mlp_layer_types", _AFTER, count)):
-        here = {field: values[i] for field, values in limits.items() if values[i]}
-        fields.check(after == "moe" or not here, f"layer {i} has {here} and no experts")
-        layers += [parts[kinds[i]], replace(parts[after], **here)]
+        of_layer: Any = {field: values[i] for field, values in limits.items() if values[i]}
+        fields.check(after == "moe" or not of_layer, f"layer {i} has {of_layer} and no experts")
+        layers += [parts[kinds[i]], replace(parts[after], **of_layer)]
     fields.ignore("of training, or said by other fields", *_UNUSED)
-    sizes = hybrid.model_fields(fields, fields.integer("hidden_size"), norm_eps=norm_eps)
-    length = fields.integer("model_max_length") if fields.has("model_max_length") else None
-    config = ModelConfig(layers=tuple(layers), max_length=length, **sizes)
-    num_experts = experts.num_experts * config.kinds.count("moe")
-    fields.check(
-        not tensors or num_experts <= len(tensors),
-        f"{num_experts} experts in all layers, but there are only {len(tensors)} tensors",
+    config = ModelConfig(
+        layers=tuple(layers),
+        max_length=optional("model_max_length"),
+        **hybrid.model_fields(fields, fields.integer("hidden_size"), norm_eps=norm_eps),
     )
 
     def named(name: str) -> str:
         """A tensor's name in these files."""
-        other = name.replace(".mlp.", ".block_sparse_moe.")
+        other_name = name.replace(".mlp.", ".block_sparse_moe.")
         if family == "bailing_hybrid":
             for kimis, lings in _TO_LING.items():
                 name = name.replace(kimis, lings)
-            other = name.replace(".o_proj", ".dense")
+            other_name = name.replace(".o_proj", ".dense")
         # transformers saves Kimi's MLPs as experts, and Ling's KDA with the names of its attention.
-        return other if other in tensors and name not in tensors else name
+        return other_name if other_name in tensors and name not in tensors else name
 
     norms = dict(mlp_norm="post_attention_layernorm", final_norm="norm")
     rules = in_pairs(config, functools.partial(_rules, tensors), **norms)
     head = of_head(name for name in tensors if name.startswith(f"model.layers.{count}."))
-    title = f"transformers {family}"
-    return hybrid.described(title, fields, config, renamed(rules, named), head)
+    rules = transforms.renamed(rules, named)
+    return hybrid.described(f"transformers {family}", fields, config, rules, head)
 
 
 def _limits(fields: Fields, name: str, count: int) -> Sequence[float | None]:
@@ -272,7 +260,7 @@ def _limits(fields: Fields, name: str, count: int) -> Sequence[float | None]:
     fields.check(
         isinstance(values, list)
         and len(values) >= count
-        and all(value is None or type(value) in (int, float) for value in values),
+        and {*map(type, values)} <= {int, float, type(None)},
         f"{name} must have a number or null for each layer, got {values!r:.80}",
     )
     return [float(value) if value else None for value in values]
@@ -281,7 +269,7 @@ def _limits(fields: Fields, name: str, count: int) -> Sequence[float | None]:
 def _rules(tensors: Mapping[str, Tensor], layer: LayerConfig) -> list[Rule]:
     """The tensors of a layer by their names within it, in Kimi's files."""
     match layer:
-        case KdaConfig():
+        case GatedDeltaConfig():
             return within(_kda(layer, tensors), "self_attn")
         case LatentAttentionConfig():
             return within(_latent(layer), "self_attn")
@@ -290,29 +278,27 @@ def _rules(tensors: Mapping[str, Tensor], layer: LayerConfig) -> list[Rule]:
     assert isinstance(layer, MoeConfig)
     table = [
         *split_experts(layer.num_experts, ("w1", "w3", "w2")),
-        Rule("gate.weight", "router", TRANSPOSED),
+        Rule("gate.weight", "router", transforms.TRANSPOSED),
         Rule("gate.e_score_correction_bias", "correction"),
         *within(split_mlp(layer.shared_mlp), "shared_experts", "shared"),
     ]
     return within(table, "block_sparse_moe")
 
 
-def _kda(layer: KdaConfig, tensors: Mapping[str, Tensor]) -> list[Rule]:
+def _kda(layer: GatedDeltaConfig, tensors: Mapping[str, Tensor]) -> list[Rule]:
     """KDA. Engines differ in the axes of `A_log`."""
-    heads, size = layer.num_heads, layer.num_heads * layer.head_dim
-    rank = layer.gate_rank
+    heads, size, rank = layer.num_heads, layer.decay_size, layer.gate_rank
     gates = ("f_a_proj", "g_a_proj") if rank else ("f_proj", "g_proj")
-    names = (*gates, "v_proj", "k_proj", "q_proj", "b_proj")
     sizes = (rank or size, rank or size, size, size, size, heads)
-    convs = tuple(f"{name}_conv1d.weight" for name in "vkq")
-    shapes = {len(x.shape) for name, x in tensors.items() if name.endswith("A_log")}
-    by_head = reshaped((1, 1, heads, 1) if shapes <= {4} and (shapes or rank) else (heads,))
+    axes = {len(x.shape) for name, x in tensors.items() if name.endswith("A_log")}
+    rates = (1, 1, heads, 1) if axes <= {4} and (axes or rank) else (heads,)
+    in_order = transforms.conv_gathered([size] * 3, lambda: np.arange(3 * size))
     return [
-        *concatenated(names, "in_proj", sizes),
-        *linear("f_b_proj", "f_up"),
+        *concatenated((*gates, "v_proj", "k_proj", "q_proj", "b_proj"), "in_proj", sizes),
+        *linear("f_b_proj", "a_up"),
         *linear("g_b_proj", "z_up"),
-        Rule(convs, "conv_weight", conv_gathered([size] * 3, lambda: np.arange(3 * size))),
-        Rule("A_log", "A_log", by_head),
+        Rule(tuple(f"{name}_conv1d.weight" for name in "vkq"), "conv_weight", in_order),
+        Rule("A_log", "A_log", transforms.reshaped(rates)),
         Rule("dt_bias", "dt_bias"),
         Rule("o_norm.weight", "norm_scale"),
         *linear("o_proj", "out_proj"),
@@ -321,60 +307,62 @@ def _kda(layer: KdaConfig, tensors: Mapping[str, Tensor]) -> list[Rule]:
 
 def _latent(layer: LatentAttentionConfig) -> list[Rule]:
     """Latent attention. Pairs of rotated channels are neighbours in files, and halves here."""
-    size, narrow = layer.rotary_dim, layer.query_rank
+    sizes, narrow = layer.column_sizes, layer.query_rank
 
     def turned(rows: np.ndarray) -> np.ndarray:
         """Rows `[..., channels]`, whose last ones are rotated, in the order that they have here."""
         if layer.rope_theta is None:
             return rows
-        last = rows[..., -size:]
-        return np.concatenate([rows[..., :-size], last[..., ::2], last[..., 1::2]], axis=-1)
+        kept, last = np.split(rows, [-layer.rotary_dim], axis=-1)
+        return np.concatenate([kept, last[..., ::2], last[..., 1::2]], axis=-1)
 
     def of_queries() -> np.ndarray:
-        return turned(np.arange(layer.query_size).reshape(layer.num_heads, -1)).reshape(-1)
+        return turned(np.arange(layer.query_size).reshape(layer.num_heads, -1)).ravel()
 
     def columns() -> np.ndarray:
         gates, queries, entries = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-        queries = queries if narrow else queries[of_queries()]
-        return np.concatenate([gates, queries, turned(entries)])
+        return np.concatenate(
+            [gates, queries if narrow else queries[of_queries()], turned(entries)]
+        )
 
-    sizes = layer.column_sizes
     names = ["g_proj", "q_a_proj" if narrow else "q_proj", "kv_a_proj_with_mqa"]
-    first = 0 if layer.head_gates else 1
+    first = 0 if layer.output_gate else 1
     sources = tuple(f"{name}.weight" for name in names[first:])
-    up = (layer.head_dim, layer.value_dim)
+    in_heads = transforms.gathered([layer.query_size], of_queries)
+    key, value = layer.head_dim, layer.value_dim
     return [
-        Rule(sources, "in_proj.kernel", gathered(sizes[first:], columns)),
+        Rule(sources, "in_proj.kernel", transforms.gathered(sizes[first:], columns)),
         Rule("q_a_layernorm.weight", "query_norm_scale"),
-        Rule("q_b_proj.weight", "query_up.kernel", gathered([layer.query_size], of_queries)),
+        Rule("q_b_proj.weight", "query_up.kernel", in_heads),
         Rule("kv_a_layernorm.weight", "latent_norm_scale"),
-        Rule("kv_b_proj.weight", "key_up", of_heads(0, *up, transposed=False)),
-        Rule("kv_b_proj.weight", "value_up", of_heads(*up, 0, transposed=True)),
-        *linear("dense" if layer.head_gates else "o_proj", "out_proj"),
+        Rule("kv_b_proj.weight", "key_up", transforms.of_heads(0, key, value, transposed=False)),
+        Rule("kv_b_proj.weight", "value_up", transforms.of_heads(key, value, 0, transposed=True)),
+        *linear("dense" if layer.output_gate else "o_proj", "out_proj"),
     ]
 
 
 def write_kimi_linear(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`KimiLinearConfig`, as it is published."""
-    kda, kinds = required(config, "kda"), config.kinds[::2]
-    values = _values(config, dtype, "kimi_linear", "KimiLinearForCausalLM")
-    return values | {
-        "linear_attn_config": {
-            "full_attn_layers": [i + 1 for i in hybrid.positions_of(kinds, "latent_attention")],
-            "kda_layers": [i + 1 for i in hybrid.positions_of(kinds, "kda")],
-            "num_heads": kda.num_heads,
-            "head_dim": kda.head_dim,
-            "short_conv_kernel_size": kda.conv_width,
-        }
+    kda, kinds = required(config, "gated_delta"), config.kinds[::2]
+    full, linear = (
+        [i + 1 for i in hybrid.positions_of(kinds, kind)]
+        for kind in ("latent_attention", "gated_delta")
+    )
+    sizes = {"num_heads": kda.num_heads, "head_dim": kda.head_dim}
+    sizes |= {"short_conv_kernel_size": kda.conv_width}
+    return _values(config, dtype, "kimi_linear", "KimiLinearForCausalLM") | {
+        "model_max_length": config.max_length,
+        "linear_attn_config": {"full_attn_layers": full, "kda_layers": linear} | sizes,
     }
 
 
 def write_bailing_hybrid(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`BailingHybridConfig`, as it is published."""
-    latent, kda = required(config, "latent_attention"), required(config, "kda")
+    latent, kda = required(config, "latent_attention"), required(config, "gated_delta")
     values = _values(config, dtype, "bailing_hybrid", "BailingMoeV3ForCausalLM")
-    for old in ("num_experts_per_token", "num_expert_group", "moe_renormalize", "model_max_length"):
-        values[_NAMES[old]] = values.pop(old)
+    values |= hybrid.max_length_values(config)
+    for name in ("num_experts_per_token", "num_expert_group", "moe_renormalize"):
+        values[_NAMES[name]] = values.pop(name)
     for name, field in _LIMITS.items():
         values[name] = [getattr(layer, field, None) for layer in config.layers[1::2]]
     return values | {
@@ -390,25 +378,21 @@ def write_bailing_hybrid(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:
     """The fields that the families share, as Kimi calls them."""
     latent, moe = required(config, "latent_attention"), required(config, "moe")
-    return hf_values(config, dtype, name, architecture) | {
-        "model_max_length": config.max_length,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
-        "num_hidden_layers": len(config.layers) // 2,
-        "num_attention_heads": latent.num_heads,
-        "kv_lora_rank": latent.latent_size,
-        "q_lora_rank": latent.query_rank,
-        "qk_nope_head_dim": latent.head_dim,
-        "qk_rope_head_dim": latent.rotary_dim,
-        "v_head_dim": latent.value_dim,
-        "intermediate_size": required(config, "mlp").hidden_size,
-        "first_k_dense_replace": config.kinds.count("mlp"),
-        "num_experts": moe.num_experts,
-        "num_experts_per_token": moe.num_active,
-        "num_expert_group": moe.num_router_groups,
-        "topk_group": moe.num_active_groups,
-        "moe_renormalize": moe.normalise,
-        "routed_scaling_factor": moe.scale,
-        "moe_intermediate_size": moe.hidden_size,
-        "num_shared_experts": moe.shared_size // moe.hidden_size,
-    }
+    of_latent = {name: getattr(latent, ours) for name, ours in _LATENT.items()}
+    of_experts = {name: getattr(moe, ours) for name, ours in _EXPERTS.items()}
+    return (
+        hf_values(config, dtype, name, architecture)
+        | of_latent
+        | of_experts
+        | {
+            "rms_norm_eps": config.norm_eps,
+            "hidden_act": "silu",
+            "num_hidden_layers": len(config.layers) // 2,
+            "q_lora_rank": latent.query_rank,
+            "intermediate_size": required(config, "mlp").hidden_size,
+            "first_k_dense_replace": config.kinds.count("mlp"),
+            "moe_renormalize": moe.normalise,
+            "routed_scaling_factor": moe.scale,
+            "num_shared_experts": moe.shared_size // moe.hidden_size,
+        }
+    )

@@ -140,17 +140,13 @@ def of_heads(before: int, size: int, behind: int, *, transposed: bool) -> Transf
 
     The inverse has zeros there, for the sum with what the rules of those channels give.
     """
-    channels = before + size + behind
-
-    def turned(x: np.ndarray) -> np.ndarray:
-        return _swapped(x) if transposed else x
+    channels, turned = before + size + behind, _swapped if transposed else np.asarray
 
     def part(x: np.ndarray) -> np.ndarray:
         return turned(x.reshape(-1, channels, x.shape[1])[:, before : before + size])
 
     def whole(x: np.ndarray) -> list[np.ndarray]:
-        rows = np.pad(turned(x), ((0, 0), (before, behind), (0, 0)))
-        return [rows.reshape(-1, rows.shape[2])]
+        return [np.concatenate(np.pad(turned(x), ((0, 0), (before, behind), (0, 0))))]
 
     return Transform(
         "some rows of each head",

@@ -119,9 +119,7 @@ def activate(name: str, x: Array) -> Array:
     return wide.astype(x.dtype)
 
 
-def gated(
-    name: str, rows: Array, multiplier: float = 1.0, limit: float | None = None
-) -> Array:
+def gated(name: str, rows: Array, multiplier: float = 1.0, limit: float | None = None) -> Array:
     """The first half of the columns, times `multiplier` and activated, times the second half.
 
     For the limit see `product_within`.

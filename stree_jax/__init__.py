@@ -66,7 +66,6 @@ from stree_jax.mesh.weights import shard
 from stree_jax.models import (
     AttentionConfig,
     GatedDeltaConfig,
-    KdaConfig,
     LatentAttentionConfig,
     LayerConfig,
     Mamba2Config,
@@ -126,7 +125,6 @@ __all__ = [
     "GatedDeltaConfig",
     "Generation",
     "HybridLM",
-    "KdaConfig",
     "LatentAttentionConfig",
     "LayerConfig",
     "Limits",

@@ -59,8 +59,6 @@ def logits(model, tokens):
             out = out + _attention(layer.attention, w["attention"], u)
         elif kind == "gated_delta":
             out = _gated_delta(layer, w, u)
-        elif kind == "kda":
-            out = _kda(layer, w, u)
         elif kind == "latent_attention":
             out = _latent_attention(layer, w, u)
         elif kind == "short_conv":
@@ -94,15 +92,12 @@ def _activate(name, x):
     return np.maximum(x, 0) ** 2 if name == "relu2" else silu(x)
 
 
-def _limited(limit, gate, up):
-    return gate * up if limit is None else np.minimum(gate, limit) * np.clip(up, -limit, limit)
-
-
 def _mlp(c, w, u, extra=0.0):
     hidden = _linear(w["in_proj"], u) + extra
     if c.gated:
         gate, up = np.split(hidden, 2, axis=-1)
-        hidden = _limited(c.limit, _activate(c.activation, gate * c.gate_multiplier), up)
+        gate, limit = _activate(c.activation, gate * c.gate_multiplier), c.limit or np.inf
+        hidden = np.minimum(gate, limit) * np.clip(up, -limit, limit)
     else:
         hidden = _activate(c.activation, hidden)
     return _linear(w["out_proj"], hidden) * c.output_multiplier
@@ -195,52 +190,24 @@ def _attention(c, w, u, extra=0.0):
     return _linear(w["out_proj"], y) * c.output_multiplier
 
 
-def _kda(c, p, u):
-    length, size = len(u), c.num_heads * c.head_dim
-    rank = c.gate_rank or size
-    sizes = [rank, rank, 3 * size, c.num_heads]
-    f, z, vkq, b = np.split(u @ p["in_proj"]["kernel"], np.cumsum(sizes)[:-1], axis=1)
-    if c.gate_rank:
-        f, z = _linear(p["f_up"], f), _linear(p["z_up"], z)
-    conv = silu(causal_conv(vkq, p["conv_weight"].T[:, None], 0.0))
-    v, k, q = (x.reshape(length, c.num_heads, -1) for x in np.split(conv, 3, axis=1))
-    q, k = (x / np.sqrt((x**2).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
-    f = (f + p["dt_bias"]).reshape(q.shape)
-    rate = np.exp(p["A_log"])[:, None]
-    g = -rate * np.log1p(np.exp(f)) if c.lower_bound is None else c.lower_bound * sigmoid(rate * f)
-    state, y = np.zeros((c.num_heads, c.head_dim, c.head_dim)), []
-    for t in range(length):
-        state = state * np.exp(g[t])[..., None]
-        d = sigmoid(b[t])[:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
-        state = state + k[t][..., None] * d[:, None]
-        y.append(np.einsum("hkv,hk->hv", state, q[t]) * c.head_dim**-0.5)
-    y = rms_norm(np.stack(y), p["norm_scale"], c.norm_eps).reshape(length, size)
-    return _linear(p["out_proj"], y * sigmoid(z))
-
-
 def _latent_attention(c, w, u):
     """With keys and values of every head expanded from the latents."""
     length, projected = len(u), _linear(w["in_proj"], u)
-    gates, query, latents, key = np.split(
-        projected, np.cumsum([*c.column_sizes[:2], c.latent_size]), axis=1
-    )
+    ends = np.cumsum([*c.column_sizes[:2], c.latent_size])
+    gates, query, latents, key = np.split(projected, ends, axis=1)
     if c.query_rank is not None:
         query = _linear(w["query_up"], rms_norm(query, w["query_norm_scale"], c.norm_eps))
     latents = rms_norm(latents, w["latent_norm_scale"], c.norm_eps)
-    q = query.reshape(length, c.num_heads, -1)
-    key = np.broadcast_to(key[:, None], (length, c.num_heads, c.rotary_dim))
+    q, turned = np.split(query.reshape(length, c.num_heads, -1), [c.head_dim], axis=2)
+    key = np.repeat(key[:, None], c.num_heads, axis=1)
     if c.rope_theta is not None:
         rope = rope_frequencies(c.rotary_dim, c.rope_theta)
-        turned = rotate(q[..., c.head_dim :], rope)
-        q, key = np.concatenate([q[..., : c.head_dim], turned], axis=-1), rotate(key, rope)
-    k = np.concatenate([np.einsum("tl,hnl->thn", latents, w["key_up"]), key], axis=-1)
+        turned, key = rotate(turned, rope), rotate(key, rope)
+    k = np.concatenate([np.einsum("tl,hnl->thn", latents, w["key_up"]), key], axis=2)
     v = np.einsum("tl,hlv->thv", latents, w["value_up"])
-    scores = np.einsum("qhn,khn->hqk", q, k) * (c.head_dim + c.rotary_dim) ** -0.5
-    scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    y = np.einsum("hqk,khv->qhv", weights / weights.sum(axis=-1, keepdims=True), v)
-    if c.head_gates:
-        y = y * sigmoid(gates)[..., None]
+    v = np.pad(v, ((0, 0), (0, 0), (0, k.shape[2] - c.value_dim)))
+    y = attend(np.concatenate([q, turned], axis=2), k, v, k.shape[2] ** -0.5)[..., : c.value_dim]
+    y = y * sigmoid(gates)[..., None] if c.output_gate else y
     return _linear(w["out_proj"], y.reshape(length, -1))
 
 
@@ -292,13 +259,21 @@ def _mixer(c, p, u):
 def _gated_delta(c, p, u):
     length, values, keys = len(u), c.num_heads * c.head_dim, c.num_groups * c.state_size
     sizes = [c.num_heads, values, values, keys, keys]
+    if c.by_channel:
+        sizes[:2] = [c.gate_rank or c.num_heads * c.state_size, c.gate_rank or values]
     b, z, v, k, q, a = np.split(u @ p["in_proj"]["kernel"], np.cumsum(sizes), axis=1)
+    if c.by_channel:
+        a, b = b, a
+    if c.gate_rank:
+        a, z = _linear(p["a_up"], a), _linear(p["z_up"], z)
     inputs = np.concatenate([v, k, q], axis=1)
     conv = silu(causal_conv(inputs, p["conv_weight"].T[:, None], 0.0))
     v, k, q = np.split(conv, [values, values + keys], axis=1)
     v = v.reshape(length, c.num_heads, c.head_dim)
     q, k = (x.reshape(length, c.num_groups, c.state_size) for x in (q, k))
-    g = -np.exp(p["A_log"]) * np.log1p(np.exp(a + p["dt_bias"]))
+    a, rate = (a + p["dt_bias"]).reshape(length, c.num_heads, -1), np.exp(p["A_log"])[:, None]
+    bounded = c.lower_bound is not None
+    g = c.lower_bound * sigmoid(rate * a) if bounded else -rate * np.log1p(np.exp(a))
     y = delta_rule(q, k, v, g, c.beta_scale * sigmoid(b))
-    y = rms_norm(y, p["norm_scale"], c.norm_eps).reshape(length, values) * silu(z)
-    return _linear(p["out_proj"], y)
+    y = rms_norm(y, p["norm_scale"], c.norm_eps).reshape(length, values)
+    return _linear(p["out_proj"], y * (sigmoid(z) if c.by_channel else silu(z)))

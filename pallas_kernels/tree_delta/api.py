@@ -84,8 +84,8 @@ def tree_delta(
     prefix = 0 if prefix_u is None else prefix_u.shape[1]
     if prefix + q.shape[1] != k.shape[1]:
         raise ValueError(f"{prefix} prefix and {q.shape[1]} query nodes are not {k.shape[1]} nodes")
-    arrays = (q, k, v, g, beta, state, mask, prefix_u)
-    return _run("tree_delta", arrays, (q, k, v, g), implementation)
+    arrays = (q, k, v, _by_channel(g), beta, state, mask, prefix_u)
+    return _run("tree_delta", arrays, arrays[:4], implementation)
 
 
 def replay_delta(
@@ -119,7 +119,8 @@ def replay_delta(
         ValueError: groups that do not divide the heads, decays that are neither of heads nor of
             channels.
     """
-    return _run("replay_delta", (k, u, g, state, path), (k, k, u, g), implementation)
+    arrays = (k, u, _by_channel(g), state, path)
+    return _run("replay_delta", arrays, (k, *arrays[:3]), implementation)
 
 
 def replay_tree_delta(
@@ -153,9 +154,10 @@ def replay_tree_delta(
         ValueError: groups that do not divide the heads, decays that are neither of heads nor of
             channels.
     """
-    previous = (prev_k, prev_u, prev_g, prev_path)
-    arrays = (*previous, q, k, v, g, beta, state, ancestor_mask)
-    return _run("replay_tree_delta", arrays, (q, k, v, g), implementation)
+    previous = (prev_k, prev_u, _by_channel(prev_g), prev_path)
+    nodes = (q, k, v, _by_channel(g))
+    arrays = (*previous, *nodes, beta, state, ancestor_mask)
+    return _run("replay_tree_delta", arrays, nodes, implementation)
 
 
 def delta_chunks(
@@ -190,6 +192,7 @@ def delta_chunks(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size = {chunk_size} is not positive")
+    g = _by_channel(g)
     return dispatch.run(
         "delta_chunks",
         {"xla": functools.partial(xla.delta_chunks, chunk_size=chunk_size), "native": native},
@@ -200,10 +203,15 @@ def delta_chunks(
     )
 
 
+def _by_channel(g: jax.Array) -> jax.Array:
+    """Decays `[B, N, H, 1]`, or `[B, N, H, S]`."""
+    return g if g.ndim == 4 else g[..., None]
+
+
 def _run(
     name: str, arrays: tuple[Any, ...], nodes: tuple[Any, ...], implementation: str | None
 ) -> Any:
-    """An op of trees, whose arrays have such queries, keys, values and decays."""
+    """An op of trees, `nodes` of whose arrays are queries, keys, values and decays."""
     return dispatch.run(
         name,
         {"xla": xla, "native": native, "pallas": pallas_triton},
@@ -218,7 +226,7 @@ def _unsupported(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> dict
     """Why versions cannot run these shapes; a ValueError if no version can."""
     if v.shape[2] % k.shape[2]:
         raise ValueError(f"{k.shape[2]} groups do not divide {v.shape[2]} heads")
-    if g.shape[2:] not in (v.shape[2:3], (v.shape[2], k.shape[3])):
+    if g.shape[2] != v.shape[2] or g.shape[3] not in (1, k.shape[3]):
         raise ValueError(
             f"decays g of {g.shape[2:]} are neither of {v.shape[2]} heads nor of their"
             f" {k.shape[3]} channels of k"

@@ -34,7 +34,6 @@ def replay_delta(*arrays: jax.Array) -> jax.Array:
 def _run(name: str, *arrays: Any) -> tuple[jax.Array, ...]:
     """The outputs, u of all nodes, and the state if one is replayed."""
     *own, prefix_u = arrays
-    own[2], own[7] = map(_of_heads, (own[2], own[7]))
     v, state = own[6], own[9]
     results = [jax.ShapeDtypeStruct(v.shape, jnp.float32)] * 2
     replays = name == "replay_tree_delta"
@@ -48,13 +47,7 @@ def _run(name: str, *arrays: Any) -> tuple[jax.Array, ...]:
 
 def delta_chunks(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     """See `api.delta_chunks`, whose arrays these are. One step after the other."""
-    q, k, v, g, beta, state, valid = arrays
+    v, state = arrays[2], arrays[5]
     results = [jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in (v, state)]
-    arrays = q, k, v, _of_heads(g), beta, state, valid
     y, state = native.call("delta_chunks", results, *arrays, aliases={5: 1})
     return y, state
-
-
-def _of_heads(g: jax.Array) -> jax.Array:
-    """Decays `[B, N, H, 1]` or `[B, N, H, S]`."""
-    return g if g.ndim == 4 else g[..., None]

@@ -103,7 +103,7 @@ def _run(
         inputs |= {
             "prev k": part.of(k, "b.g."),
             "prev u": part.of(u, "b.hp"),
-            "prev g": part.of(g, "b.h."[: g.ndim]),
+            "prev g": part.of(g, "b.h."),
             "steps": part.of(steps, "b."),
         }
         outputs["state"] = inputs["state"]
@@ -113,7 +113,7 @@ def _run(
             "q": part.of(q, "b.g."),
             "k": part.of(k, "b.g."),
             "v": part.of(v, "b.hp"),
-            "g": part.of(g, "b.h."[: g.ndim]),
+            "g": part.of(g, "b.h."),
             "beta": part.of(beta, "b.h"),
         }
         visits = walk.visits(mask, q.shape[1])
@@ -137,12 +137,13 @@ def _run(
 def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool) -> None:
     """Refs by name, of one row and one head; p channels of it.
 
-    inputs: state [p, S]; of a previous tree prev k [O, S], prev u [O, p], prev g [O] and steps
-    [O + 2]; of a new tree q [Q, S], k [N, S], v [Q, p], g [N], beta [Q], visits [N + 2], and
-    perhaps prefix u [N - Q, p]. Decays of channels are g [N, S] and prev g [O, S].
+    inputs: state [p, S]; of a previous tree prev k [O, S], prev u [O, p], prev g [O, 1 or S] and
+    steps [O + 2]; of a new tree q [Q, S], k [N, S], v [Q, p], g [N, 1 or S], beta [Q], visits
+    [N + 2], and perhaps prefix u [N - Q, p].
     outputs: state [p, S] after the path; y and u [Q, p].
     """
     multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
+    has_channels = inputs["g" if "g" in inputs else "prev g"].shape[-1] > 1
 
     def product(left: State, right: State) -> Array:
         """Sums of products over S `[p]`."""
@@ -163,22 +164,14 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
         )
         return blocks, lax.rsqrt(product(blocks, blocks) + EPSILON)
 
-    def load_decay(ref: Ref, node: Array) -> Any:
-        return ref[node] if len(ref.shape) == 1 else _blocks(ref, node)
-
-    def decays(g: Any, state: State) -> list[tuple[Array, Array]]:
+    def decays(g: State, state: State) -> list[tuple[Array, Array]]:
         """See `_decay`; of each block, for all of it or for each channel."""
-        if not isinstance(g, tuple):
-            return [_decay(jnp.full((1, 1), g), multiply_add)] * len(state)
-        numbers = (_decay(part[None, :], multiply_add) for part in g)
-        return [
-            tuple(tb.laid_out_as(block, number, interpret=interpret) for number in pair)
-            for block, pair in zip(state, numbers, strict=True)
-        ]
+        if not has_channels:
+            return [_decay(g[0][None, :], multiply_add)] * len(state)
+        rows = (tb.laid_out_as(b, g[None, :], interpret=interpret) for b, g in zip(state, g, strict=True))
+        return [_decay(row, multiply_add) for row in rows]
 
-    def advanced(
-        state: State, decay: list[tuple[Array, Array]], k: State, scale: Array, u: Array
-    ) -> State:
+    def advanced(state: State, decay: Any, k: State, scale: Array, u: Array) -> State:
         """The state after a node."""
         column = multiply_add(u, scale)[:, None]
         blocks = []
@@ -194,10 +187,10 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
             return state
         k_ref, u_ref, g_ref, steps = (inputs[x] for x in ("prev k", "prev u", "prev g", "steps"))
 
-        def load(node: Array) -> tuple[State, Array, Any]:
-            return _blocks(k_ref, node), u_ref[node, :], load_decay(g_ref, node)
+        def load(node: Array) -> tuple[State, Array, State]:
+            return _blocks(k_ref, node), u_ref[node, :], _blocks(g_ref, node)
 
-        def advance(state: State, k: State, u: Array, g: Any) -> State:
+        def advance(state: State, k: State, u: Array, g: State) -> State:
             return advanced(state, decays(g, state), *wide(k, state), u)
 
         state = walk.along(steps, load, advance, state)
@@ -219,7 +212,7 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
             "q": _blocks(inputs["q"], query),
             "k": _blocks(inputs["k"], node),
             "v": inputs["v"][query, :],
-            "g": load_decay(inputs["g"], node),
+            "g": _blocks(inputs["g"], node),
             "beta": inputs["beta"][query],
         }
         if first_query:
@@ -231,12 +224,9 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
         decay = decays(now["g"], state)
 
         def solved() -> Array:
-            if isinstance(now["g"], tuple):
-                decayed = tuple(
-                    multiply_add(part, first + second)
-                    for part, (first, second) in zip(k, decay, strict=True)
-                )
-                kept = read(state, decayed, scale)
+            if has_channels:
+                both = zip(k, decay, strict=True)
+                kept = read(state, tuple(multiply_add(part, sum(d)) for part, d in both), scale)
             else:
                 kept = multiply_add(read(state, k, scale), sum(decay[0])[0])
             error = now["v"].astype(jnp.float32) - kept

@@ -114,7 +114,7 @@ def pairs(q: Array, k: Array, g: Array, beta: Array, mask: Array) -> Pairs:
     # 1. Decay from node j to query i [B, H, Q, N, S or 1]. Sums of g from the root on are of
     #    multiples of STEP, which are exact, and of what g has beyond them, which stay small: the
     #    difference of two plain sums loses 3e-5 if one node's g is -100.
-    g = jnp.maximum(kept_where(exists, g), LEAST_LOG).reshape(batch, num_nodes, num_heads, -1)
+    g = jnp.maximum(kept_where(exists, g), LEAST_LOG)
     coarse = lax.stop_gradient(jnp.round(g / STEP) * STEP)
     above = mask.astype(jnp.float32)
     sums = [contract("bij,bjhs->bhis", above, part) for part in (coarse, g - coarse)]
@@ -168,9 +168,10 @@ def outputs(
 
 def at_the_end(state: Array, k: Array, u: Array, weight: Array, total: Array) -> Array:
     """The state after nodes with such k and u, and such decays to the end, see `to_the_end`."""
-    if weight.ndim == 3:
-        return advanced(total[..., None, None] * state, k, u * weight[..., None])
-    return advanced(total[:, :, None] * state, of_heads(k, u.shape[2], axis=2) * weight, u)
+    state = total[:, :, None] * state
+    if weight.shape[-1] == 1:
+        return advanced(state, k, u * weight)
+    return advanced(state, of_heads(k, u.shape[2], axis=2) * weight, u)
 
 
 def of_heads(groups: Array, num_heads: int, axis: int = 1) -> Array:

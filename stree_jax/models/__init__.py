@@ -4,7 +4,6 @@ from stree_jax.models.attention import AttentionConfig, RopeScaling
 from stree_jax.models.config import build_config
 from stree_jax.models.draft_head import DraftHead, TargetHead, require_inner_layers
 from stree_jax.models.gated_delta import GatedDeltaConfig
-from stree_jax.models.kda import KdaConfig
 from stree_jax.models.latent_attention import LatentAttentionConfig
 from stree_jax.models.layer import LayerConfig, register
 from stree_jax.models.layers import linear, output_logits
@@ -21,7 +20,6 @@ __all__ = [
     "AttentionConfig",
     "DraftHead",
     "GatedDeltaConfig",
-    "KdaConfig",
     "LatentAttentionConfig",
     "LayerConfig",
     "Mamba2Config",

@@ -79,23 +79,6 @@ class RopeScaling:
         )
 
 
-def rotary_frequencies(
-    theta: float, size: int, scaling: RopeScaling | None = None, pairs: int | None = None
-) -> tuple[float, ...]:
-    """Radians per position of each pair of `size` rotated channels: `R = size / 2` float32s."""
-    frequencies = 1.0 / theta ** (np.arange(0, size, 2) / max(size, 1))
-    if pairs is not None:
-        frequencies[pairs:] = 0.0
-    if scaling is not None:
-        # Wavelengths in units of the original context; 1 keeps a frequency, 0 divides it.
-        turns = scaling.original_length * frequencies / (2 * np.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-    with np.errstate(over="ignore"):
-        return tuple(frequencies.astype(np.float32).tolist())
-
-
 @register("attention")
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig(LayerConfig):
@@ -223,9 +206,18 @@ class AttentionConfig(LayerConfig):
     @property
     def rotary_frequencies(self) -> tuple[float, ...]:
         """Radians per position of each rotated pair, `R = rotary_dim / 2` float32 numbers."""
-        return rotary_frequencies(
-            self.rope_theta, self.rotary_dim, self.rope_scaling, self.rotary_pairs
-        )
+        pairs = np.arange(0, self.rotary_dim, 2) / max(self.rotary_dim, 1)
+        frequencies = 1.0 / self.rope_theta**pairs
+        if self.rotary_pairs is not None:
+            frequencies[self.rotary_pairs :] = 0.0
+        if (scaling := self.rope_scaling) is not None:
+            # Wavelengths in units of the original context; 1 keeps a frequency, 0 divides it.
+            turns = scaling.original_length * frequencies / (2 * np.pi)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+            frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+        with np.errstate(over="ignore"):
+            return tuple(frequencies.astype(np.float32).tolist())
 
     @property
     def layout(self) -> AttentionLayout:
@@ -299,7 +291,8 @@ class Projected(NamedTuple):
 class AttentionMixer(MixerModule):
     """One attention mixer."""
 
-    config: AttentionConfig
+    config: Any  # an `AttentionConfig`, or what a subclass has
+    is_one_op = True  # `tree_attention_layer` is all between the projections
 
     def make(self, d_model: int, new: New) -> None:
         c = self.config
@@ -330,25 +323,20 @@ class AttentionMixer(MixerModule):
             conv_input = jnp.where(valid[..., None], qkv, 0)
             qkv = self.conv_sequence(conv_input, conv_state)
             conv_state = conv_state_after(conv_state, conv_input, lengths)
-        steps, layout = jnp.arange(u.shape[1], dtype=jnp.int32)[None], self._layout
+        steps = jnp.arange(u.shape[1], dtype=jnp.int32)[None]
         everywhere = jnp.broadcast_to(steps, valid.shape)
         causal = jnp.broadcast_to(steps <= steps.T, (*valid.shape, valid.shape[1]))
-        if self.config.window is not None:
-            y, new = self._in_window(qkv, cache.kv, everywhere, causal)
-            kv = write_kv(cache.kv, new, valid, everywhere, ring=True)
-            return self._finish(y, projected), AttentionCache(kv, conv_state)
         # For an empty cache this is a constant, and XLA would spend seconds folding the masked
         # scores.
-        length = lax.optimization_barrier(cache.kv.length)
-        query, *nodes = layout.split(qkv, length[:, None] + steps)
-        new = NodeKV(*nodes)
-        # Written before the attention, which reads up to the old length: else XLA copies the cache.
-        kv = write_kv(cache.kv, new, valid, everywhere)
-        arrays = query, new.keys, new.values, kv.keys, kv.values, length, causal
-        y = self.run(tree_attention, *arrays, scale=layout.scale)
+        before = cache.kv._replace(length=lax.optimization_barrier(cache.kv.length))
+        query, new = self._split(qkv, before.length[:, None] + steps)
+        ring = self.config.window is not None
+        kv = write_kv(before, new, valid, everywhere, ring=ring)
+        if not ring:
+            # Read after it is written, up to the old length: else XLA copies the cache.
+            before = kv._replace(length=before.length)
+        y = self._attend(query, new, before, causal)
         y = self.in_proj.kernel.storage.cleared(y, valid[..., None, None])
-        # The cache was overfull before these tokens: some were dropped, so no output is right.
-        y = jnp.where((length > kv.keys.shape[2])[:, None, None, None], jnp.nan, y)
         return self._finish(y, projected), AttentionCache(kv, conv_state)
 
     def tree(
@@ -374,7 +362,7 @@ class AttentionMixer(MixerModule):
         depth, mask = (array[:, -u.shape[1] :] for array in (tree.depth, tree.ancestor_mask))
         prefix = None if prefix_pending is None else prefix_pending.kv
         previous = None if replay is None else (replay.pending.kv, replay.path.mask)
-        if c.window is None:
+        if self.is_one_op and c.window is None:
             y, nodes, kv = self.run(
                 *(tree_attention_layer, qkv, cache.kv, depth, mask),
                 layout=self._layout,
@@ -382,8 +370,13 @@ class AttentionMixer(MixerModule):
                 previous=previous,
             )
         else:
-            kv = cache.kv if previous is None else replay_kv(cache.kv, *previous, ring=True)
-            y, nodes = self._in_window(qkv, kv, depth, mask, prefix, is_block)
+            ring = c.window is not None
+            kv = cache.kv if previous is None else replay_kv(cache.kv, *previous, ring=ring)
+            query, nodes = self._split(qkv, kv.length[:, None] + depth)
+            if prefix is not None:
+                both = zip(prefix, nodes, strict=True)
+                nodes = NodeKV(*(jnp.concatenate(pair, axis=1) for pair in both))
+            y = self._attend(query, nodes, kv, mask, is_block)
         pending = AttentionPending(nodes, conv_input)
         return self._finish(y, projected), pending, AttentionCache(kv, conv_state)
 
@@ -392,32 +385,34 @@ class AttentionMixer(MixerModule):
         kv = replay_kv(cache.kv, along.pending.kv, along.path.mask, ring=ring)
         return AttentionCache(kv, self._replay_conv(cache.conv, along))
 
-    def _in_window(
+    def _split(
+        self, qkv: Array, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T W E"], NodeKV]:
+        """Queries, keys and values at these positions."""
+        query, *nodes = self._layout.split(qkv, positions)
+        return query, NodeKV(*nodes)
+
+    def _attend(
         self,
-        qkv: Array,
+        query: Float[Array, "B Q W E"],
+        nodes: NodeKV,
         cache: KVCache,
-        depth: Int[Array, "B Q"],
         mask: Bool[Array, "B Q N"],
-        prefix: NodeKV | None = None,
         is_block: bool = False,
-    ) -> tuple[Float[Array, "B Q W E"], NodeKV]:
-        """Attention to the last `window` tokens only."""
-        window, layout, capacity = self.config.window, self._layout, cache.keys.shape[2]
-        assert window is not None
-        query, *new = layout.split(qkv, cache.length[:, None] + depth)
-        if prefix is not None:
-            new = [jnp.concatenate(both, axis=1) for both in zip(prefix, new, strict=True)]
-        known = self.implementation in (None, "xla", "native")  # no kernel has windows
+    ) -> Float[Array, "B Q W E"]:
+        """The outputs; NaN of a row whose cache has dropped tokens that it should see."""
+        window, capacity = self.config.window, cache.keys.shape[2]
+        has_kernel = window is None or self.implementation in (None, "xla", "native")
         y = tree_attention(
-            *(query, *new, *cache, mask),
-            scale=layout.scale,
+            *(query, *nodes, *cache, mask),
+            scale=self._layout.scale,
             window=window,
             is_block=is_block,
-            implementation="xla" if is_block or not known else self.implementation,
+            implementation=self.implementation if has_kernel and not is_block else "xla",
         )
-        if capacity < window:  # the cache was made for few tokens, and there were more
+        if window is None or capacity < window:
             y = jnp.where((cache.length > capacity)[:, None, None, None], jnp.nan, y)
-        return y, NodeKV(*new)
+        return y
 
     def _replay_conv(self, conv: Array | None, along: Replay) -> Array | None:
         if conv is None:
@@ -466,7 +461,7 @@ class AttentionMixer(MixerModule):
         return jnp.concatenate([*normed, values], axis=-1)
 
     def _finish(self, y: Array, projected: Projected) -> Product:
-        if self.config.output_gate:
+        if projected.gate.shape[-1]:
             gate = jax.nn.sigmoid(projected.gate.astype(jnp.float32))
             gate = gate.reshape(*y.shape[:3], -1)
             y = (y.astype(jnp.float32) * gate).astype(y.dtype)

@@ -1,13 +1,21 @@
-"""The gated delta mixer of Qwen3-Next and Qwen3.5: a linear attention that corrects its memory.
+"""The gated delta mixer: a linear attention that corrects its memory.
 
     b, z, v, k, q, a = in_proj(u);   v, k, q = silu(conv(v, k, q));   k, q = l2_norm(k), l2_norm(q)
     g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
     state = exp(g) state;   w = beta (v - state k);   state = state + w (outer) k;   y = state q
     out_proj(norm(y) silu(z))
 
-The model is Gated DeltaNet's (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464). To the library
-it is a Mamba-2 layer whose columns have other names: v is x, k is B, q is C and a is dt, so that
-`Mamba2Layout` and the convolution's op serve both. b stands before z, and there is no skip D.
+The model is Gated DeltaNet's (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464), as Qwen3-Next
+and Qwen3.5 have it. To the library it is a Mamba-2 layer whose columns have other names: v is x, k
+is B, q is C and a is dt, so that `Mamba2Layout` and the convolution's op serve both. b stands
+before z, and there is no skip D.
+
+Kimi Delta Attention (KDA: Kimi Team 2025, arXiv:2510.26692) has a decay for each channel of a key:
+
+    a, z, v, k, q, b = in_proj(u);   z has a sigmoid, and no silu
+    g = -exp(A_log) softplus(a + dt_bias), or lower_bound sigmoid(exp(A_log) (a + dt_bias))
+
+where a has as many numbers as all keys, and a and z may come from projections of low rank.
 
 A pending record holds w, the corrections of the nodes, in the place of x, and g in that of dt. The
 corrections depend on the state that the tree was run from: a record advances the cache that it was
@@ -33,7 +41,7 @@ from pallas_kernels import (
     tree_conv1d_layer,
     tree_delta,
 )
-from pallas_kernels.numerics import Product, total
+from pallas_kernels.numerics import Product, rounded, total
 from stree_jax.array_types import Array, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer
 from stree_jax.mesh.partition import Cut
@@ -54,6 +62,9 @@ class GatedDeltaConfig(RecurrentConfig):
         state_size: channels of a key head `S`.
         conv_width: conv width `K`, at least 2.
         beta_scale: beta is this times a sigmoid; 2 allows negative eigenvalues (Olmo-Hybrid).
+        by_channel: whether each channel of a key has a decay (KDA), or each head.
+        gate_rank: with `by_channel`, the rank of the projections to a and z (Kimi); None: full.
+        lower_bound: with `by_channel`, what g stays above (Ling); None: g has no bound.
         norm_eps: epsilon of the norm of each head's output.
         chunk_size: chunk length of the prefill scan; does not change results.
     """
@@ -66,6 +77,9 @@ class GatedDeltaConfig(RecurrentConfig):
     beta_scale: float = 1.0
     norm_eps: float = 1e-6
     chunk_size: int = 64
+    by_channel: bool = False
+    gate_rank: int | None = None
+    lower_bound: float | None = None
 
     dtype_of_x: ClassVar[DTypeLike | None] = jnp.float32  # corrections enter the state as they are
     equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
@@ -79,12 +93,33 @@ class GatedDeltaConfig(RecurrentConfig):
             self.num_heads % self.num_groups == 0,
             f"num_groups = {self.num_groups} does not divide num_heads = {self.num_heads}",
         )
+        require_integer(self, "gate_rank", 1, optional=True)
+        require(
+            self.lower_bound is None or self.lower_bound < 0,
+            f"lower_bound must be below 0, or None; got {self.lower_bound}",
+        )
+        require(
+            self.by_channel or self.gate_rank is self.lower_bound is None,
+            f"gate_rank = {self.gate_rank} and lower_bound = {self.lower_bound} need by_channel",
+        )
         require(0 < self.beta_scale <= 2, f"beta_scale must be in (0, 2], got {self.beta_scale}")
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
 
     @property
+    def decay_size(self) -> int:
+        """Decays of a token."""
+        return self.num_heads * (self.state_size if self.by_channel else 1)
+
+    @property
     def layout(self) -> Mamba2Layout:
-        """Columns of the input projection: b, then z, v, k, q and a in the places of Mamba-2's."""
+        """Columns of the input projection: z, v, k and q in the places of Mamba-2's.
+
+        Before them is b, and a is behind them; with `by_channel` a (and z, if both are of low rank)
+        is before them, and b behind.
+        """
+        before = self.num_heads
+        if self.by_channel:
+            before = 2 * self.gate_rank if self.gate_rank else self.decay_size
         return Mamba2Layout(
             num_heads=self.num_heads,
             head_dim=self.head_dim,
@@ -92,45 +127,58 @@ class GatedDeltaConfig(RecurrentConfig):
             state_size=self.state_size,
             x_heads=self.num_heads,
             b_groups=self.num_groups,
-            first_column=self.num_heads,
+            first_column=before,
+            has_gate=self.gate_rank is None,
         )
 
     def build(self, d_model: int, **options: Any) -> "GatedDeltaMixer":
         return GatedDeltaMixer(self, d_model, **options)
 
+    def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
+        pending = super().init_pending(batch, num_nodes, dtype)
+        return pending._replace(dt=self.by_head(jnp.zeros((batch, num_nodes, self.decay_size))))
+
+    def by_head(self, decays: Float32[Array, "B N _"]) -> Float32[Array, "B N H ..."]:
+        """Decays of heads, or of their channels."""
+        if not self.by_channel:
+            return decays
+        return decays.reshape(*decays.shape[:2], self.num_heads, self.state_size)
+
     def cuts(self, shards: int) -> dict[str, Cut]:
         by_head, v = (self.num_heads, 1), (self.num_heads, self.head_dim)
         k = (self.num_groups, self.state_size)
-        heads = Cut(0, (by_head,))
-        table = mixer_cuts((by_head, v, v, k, k, by_head), (v,), (v, k, k))
-        return table | {"A_log": heads, "dt_bias": heads}
+        decays = (self.num_heads, self.state_size) if self.by_channel else by_head
+        low = (1, self.gate_rank or 0)
+        a, z = (low, low) if self.gate_rank else (decays, v)
+        columns = (a, z, v, k, k, by_head)  # of b and a, or the other way round
+        table = {"a_up.kernel": Cut(1, (decays,)), "z_up.kernel": Cut(1, (v,))}
+        table |= {"A_log": Cut(0, (by_head,)), "dt_bias": Cut(0, (decays,))}
+        return table | mixer_cuts(columns, (v,), (v, k, k))
 
 
-class DeltaMixer(MixerModule):
-    """A mixer with a delta rule, whose gates a subclass computes."""
+class GatedDeltaMixer(MixerModule):
+    """One gated delta mixer."""
 
-    config: Any  # a `RecurrentConfig` with `norm_eps` and `chunk_size`
-    norm_scale: nnx.Param
-    activation: ClassVar[str]  # of the output's gate
+    config: GatedDeltaConfig
 
-    def step_bias(self) -> Float32[Array, " H"]:
-        """What the convolution's op adds to the columns of dt, before softplus."""
-        raise NotImplementedError
-
-    def gates(self, projected: Array, dt: Float32[Array, "B T H"]) -> tuple[Array, Array]:
-        """Logarithms of decays g and strengths of corrections beta, float32."""
-        raise NotImplementedError
-
-    def output_gate(self, projected: Array) -> tuple[Array, int]:
-        """An array with the gates of the output, and their first column."""
-        return self.config.layout.gate(projected)
+    def make(self, d_model: int, new: New) -> None:
+        c, layout = self.config, self.config.layout
+        self.in_proj = new.linear(d_model, layout.num_columns, False)
+        if c.gate_rank is not None:
+            self.a_up = new.linear(c.gate_rank, c.decay_size, False)
+            self.z_up = new.linear(c.gate_rank, c.num_heads * c.head_dim, False)
+        self.out_proj = new.linear(c.num_heads * c.head_dim, d_model, False, new.out_scale)
+        self.conv_weight, _ = new.conv(c.conv_width, layout.num_channels, False)
+        self.A_log, _ = new.rates(c.num_heads)
+        _, self.dt_bias = new.rates(c.decay_size)
+        self.norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
 
     def __call__(
         self, u: Array, cache: Mamba2Cache, valid: Array, lengths: Lengths
     ) -> tuple[Product, Mamba2Cache]:
         projected = self.in_proj(u)
-        (v, dt, k, conv_input), q = convolved(self, projected, self.step_bias(), cache.conv, valid)
-        arrays = q, k, v, *self.gates(projected, dt), cache.ssm, valid
+        (v, dt, k, conv_input), q = convolved(self, projected, self._step_bias(), cache.conv, valid)
+        arrays = q, k, v, *self._gates(projected, dt), cache.ssm, valid
         y, state = self.run(delta_chunks, *arrays, chunk_size=self.config.chunk_size)
         output = self._output(y, projected, self.norms_of_sequences())
         return output, Mamba2Cache(state, conv_state_after(cache.conv, conv_input, lengths))
@@ -151,7 +199,7 @@ class DeltaMixer(MixerModule):
             tree_conv1d_layer,
             projected,
             *self.conv(),
-            self.step_bias(),
+            self._step_bias(),
             cache.conv,
             conv_gather_index[width],
             layout=c.layout,
@@ -159,7 +207,7 @@ class DeltaMixer(MixerModule):
             previous=previous,
         )
         new = slice(nodes.x.shape[1] - u.shape[1], None)  # behind the nodes before
-        g, beta = self.gates(projected, nodes.dt[:, new])
+        g, beta = self._gates(projected, nodes.dt[:, new])
         if prefix_pending is not None:
             g = jnp.concatenate([prefix_pending.dt, g], axis=1)
         arrays = (q, nodes.B, nodes.x[:, new], g, beta, cache.ssm)
@@ -181,43 +229,44 @@ class DeltaMixer(MixerModule):
         window = along.conv_gather_index[self.config.conv_width]
         return Mamba2Cache(state, replay_conv_state(conv_input, cache.conv, window))
 
+    def _step_bias(self) -> Float32[Array, " H"]:
+        """What the convolution's op adds to its last columns, before a softplus."""
+        if self.config.by_channel:  # which does nothing with them
+            return jnp.zeros(self.config.num_heads, jnp.float32)
+        return self.dt_bias[...]
+
+    def _gates(self, projected: Product, dt: Float32[Array, "B T H"]) -> tuple[Array, Array]:
+        """Logarithms of decays, and how much of the error each token corrects; float32."""
+        c, columns = self.config, total(projected)
+        rates = jnp.exp(self.A_log[...].astype(jnp.float32))[None, None]
+        if c.by_channel:
+            a, b = columns[..., : c.gate_rank or c.decay_size], columns[..., c.layout.columns[4] :]
+            a = a if c.gate_rank is None else self.a_up(a)
+            a = c.by_head(a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)[None, None])
+            if c.lower_bound is None:
+                g = -rates[..., None] * jax.nn.softplus(a)
+            else:
+                g = c.lower_bound * jax.nn.sigmoid(rounded(rates[..., None] * a))
+            g = rounded(g)
+        else:
+            g, b = -rates * dt, columns[..., : c.num_heads]
+        return g, c.beta_scale * jax.nn.sigmoid(b.astype(jnp.float32))
+
     def _output(self, y: Array, projected: Product, implementation: str | None) -> Product:
         """Norm of each head, gate and output projection of `[B, T, H, P]`."""
-        c, (gate, start) = self.config, self.output_gate(projected)
-        heads = y.shape[2]
+        c, rank = self.config, self.config.gate_rank
+        gate, start = c.layout.gate(projected)
+        if rank is not None:
+            gate, start = self.z_up(total(projected)[..., rank : 2 * rank]), 0
         rows = gated_rms_norm(
             y.reshape(*y.shape[:2], -1),
             gate,
-            jnp.tile(self.norm_scale[...], heads),
+            jnp.tile(self.norm_scale[...], c.num_heads),
             norm="norm_then_gate",
             epsilon=c.norm_eps,
-            num_groups=heads,
+            num_groups=c.num_heads,
             gate_start=start,
-            activation=self.activation,
+            activation="sigmoid" if c.by_channel else "silu",
             implementation=implementation,
         )
         return self.row_parallel(rows)
-
-
-class GatedDeltaMixer(DeltaMixer):
-    """One gated delta mixer."""
-
-    config: GatedDeltaConfig
-    activation = "silu"
-
-    def make(self, d_model: int, new: New) -> None:
-        c, layout = self.config, self.config.layout
-        self.in_proj = new.linear(d_model, layout.num_columns, False)
-        self.out_proj = new.linear(c.num_heads * c.head_dim, d_model, False, new.out_scale)
-        self.conv_weight, _ = new.conv(c.conv_width, layout.num_channels, False)
-        self.A_log, self.dt_bias = new.rates(c.num_heads)
-        self.norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
-
-    def step_bias(self) -> Float32[Array, " H"]:
-        return self.dt_bias[...]
-
-    def gates(self, projected: Array, dt: Float32[Array, "B T H"]) -> tuple[Array, Array]:
-        c = self.config
-        logits = projected[..., : c.num_heads].astype(jnp.float32)
-        rates = jnp.exp(self.A_log[...].astype(jnp.float32))
-        return -rates[None, None] * dt, c.beta_scale * jax.nn.sigmoid(logits)

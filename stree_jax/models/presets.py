@@ -10,7 +10,6 @@ from typing import Any
 
 from stree_jax.models.attention import AttentionConfig, RopeScaling
 from stree_jax.models.gated_delta import GatedDeltaConfig
-from stree_jax.models.kda import KdaConfig
 from stree_jax.models.latent_attention import LatentAttentionConfig
 from stree_jax.models.mamba2 import Mamba2Config
 from stree_jax.models.mlp import MlpConfig
@@ -241,53 +240,49 @@ def _lfm3() -> Preset:
 
 
 def _kda(
-    d_model: int, mixers: Iterable[str], num_dense: int, mlp: int, kda: KdaConfig, **options: Any
+    d_model: int,
+    num_layers: int,
+    latent_layers: Collection[int],
+    mlps: tuple[int, int],
+    experts: tuple[int, int],
+    *,
+    heads: int,
+    delta: Any,
+    latent: Any,
+    router: Any,
+    **options: Any,
 ) -> Preset:
-    """Layers of KDA and latent attention; the first ones have an MLP, the others experts."""
-    kinds = [(mixer, "mlp" if i < num_dense else "moe") for i, mixer in enumerate(mixers)]
+    """KDA and latent attention; the first so many layers have an MLP, the others have experts."""
+    (num_mlps, size), (num_experts, width) = mlps, experts
+    kinds = ["latent_attention" if i in latent_layers else "gated_delta" for i in range(num_layers)]
+    after = ["mlp"] * num_mlps + ["moe"] * (num_layers - num_mlps)
+    sizes = (heads, 128, heads, 128)
     return _hybrid(
         d_model=d_model,
-        layers=(kind for pair in kinds for kind in pair),
-        kda=kda,
-        mlp=MlpConfig(mlp),
+        layers=(kind for pair in zip(kinds, after, strict=True) for kind in pair),
+        gated_delta=GatedDeltaConfig(*sizes, by_channel=True, chunk_size=16, **delta),
+        latent_attention=LatentAttentionConfig(heads, 512, 128, 128, 64, **latent),
+        mlp=MlpConfig(size),
+        moe=MoeConfig(num_experts, 8, width, "sigmoid", shared_size=width, **router),
         tie_embeddings=False,
         **options,
     )
 
 
-def _latent(heads: int, **options: Any) -> LatentAttentionConfig:
-    sizes: Any = dict(latent_size=512, head_dim=128, value_dim=128, rotary_dim=64)
-    return LatentAttentionConfig(heads, **sizes, **options)
-
-
-def _deepseek(experts: int, size: int, **options: Any) -> MoeConfig:
-    """Eight experts a token, chosen as in DeepSeek-V3, and one that all tokens use."""
-    return MoeConfig(experts, 8, size, "sigmoid", shared_size=size, **options)
-
-
 def _ling(
-    d_model: int,
-    groups: int,
-    group: int,
-    num_dense: int,
-    mlp: int,
-    *,
-    heads: int,
-    experts: int,
-    size: int,
-    query_rank: int | None = None,
+    d_model: int, num_layers: int, group: int, *, query_rank: int | None, **options: Any
 ) -> Preset:
     """Ling 3 of inclusionAI: each group of layers ends with latent attention."""
     return _kda(
         d_model,
-        (*("kda",) * (group - 1), "latent_attention") * groups,
-        num_dense,
-        mlp,
-        KdaConfig(heads, 128, lower_bound=-5.0),
-        latent_attention=_latent(heads, rope_theta=6e6, query_rank=query_rank, head_gates=True),
-        moe=_deepseek(experts, size, scale=2.5, num_router_groups=8, num_active_groups=4),
+        num_layers,
+        range(group - 1, num_layers, group),
+        delta=dict(lower_bound=-5.0),
+        latent=dict(rope_theta=6e6, query_rank=query_rank, output_gate=True),
+        router=dict(scale=2.5, num_router_groups=8, num_active_groups=4),
         vocab_size=157184,
         norm_eps=1e-6,
+        **options,
     )
 
 
@@ -385,17 +380,19 @@ PRESETS: dict[str, Preset] = {
         vocab_size=151936,
     ),
     "Kimi-Linear-48B-A3B": _kda(
-        2304,
-        ["latent_attention" if i in (3, 7, 11, 15, 19, 23, 26) else "kda" for i in range(27)],
-        1,
-        9216,
-        KdaConfig(32, 128, gate_rank=128, norm_eps=1e-5),
-        latent_attention=_latent(32),
-        moe=_deepseek(256, 1024, scale=2.446),
+        *(2304, 27, (3, 7, 11, 15, 19, 23, 26), (1, 9216), (256, 1024)),
+        heads=32,
+        delta=dict(gate_rank=128, norm_eps=1e-5),
+        latent={},
+        router=dict(scale=2.446),
         vocab_size=163840,
     ),
-    "Ling-3.0-flash": _ling(2560, 7, 6, 2, 6144, heads=32, experts=512, size=768),
-    "Ling-3.0-tiny": _ling(1536, 6, 4, 1, 4608, heads=16, experts=128, size=512, query_rank=256),
+    "Ling-3.0-flash": _ling(
+        *(2560, 42, 6), heads=32, mlps=(2, 6144), experts=(512, 768), query_rank=None
+    ),
+    "Ling-3.0-tiny": _ling(
+        *(1536, 24, 4), heads=16, mlps=(1, 4608), experts=(128, 512), query_rank=256
+    ),
     "LFM2-350M": _lfm2(1024, 16, (2, 5, 8, 10, 12, 14), 4608),
     "LFM2-1.2B": _lfm2(2048, 16, (2, 5, 8, 10, 12, 14), 8192),
     "LFM2-2.6B": _lfm2(2048, 30, (2, 5, 9, 13, 17, 21, 24, 27), 10752),

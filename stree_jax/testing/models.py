@@ -16,7 +16,6 @@ from stree_jax.messages import shown
 from stree_jax.models import (
     AttentionConfig,
     GatedDeltaConfig,
-    KdaConfig,
     LatentAttentionConfig,
     Mamba2Config,
     MlpConfig,
@@ -71,6 +70,7 @@ _NORMED = dataclasses.replace(_ATTENTION, rotary_dim=8, qk_norm_eps=1e-5)
 _UNROTATED = dataclasses.replace(_NORMED, rotary_dim=0)
 _SPANNING = dataclasses.replace(_UNROTATED, qk_norm_spans=True, norm_after=True)
 _LARA = dataclasses.replace(_DELTA, norm_eps=1e-5)
+_KDA = GatedDeltaConfig(2, 8, 2, 8, chunk_size=16, by_channel=True)
 _LATENT = LatentAttentionConfig(4, latent_size=16, head_dim=8, value_dim=12, rotary_dim=16)
 _SCALING = RopeScaling(8.0, 1.0, 4.0, 24)
 _OLMO = dataclasses.replace(_LARA, beta_scale=2.0)
@@ -194,11 +194,11 @@ HYBRIDS: dict[str, ModelConfig] = {
         moe=MoeConfig(4, 2, 12, router="sigmoid", norm_eps=1e-6, scale=1.5),
     ),
     "kimi_linear": _of_layers(
-        KdaConfig(2, 8, conv_width=3, gate_rank=6), MlpConfig(24), _LATENT, _DEEPSEEK
+        dataclasses.replace(_KDA, gate_rank=6, conv_width=3), MlpConfig(24), _LATENT, _DEEPSEEK
     ),
     "bailing_hybrid": _of_layers(
-        *(KdaConfig(2, 8, lower_bound=-5.0), MlpConfig(24, limit=0.5)),
-        dataclasses.replace(_LATENT, rope_theta=100.0, query_rank=32, head_gates=True),
+        *(dataclasses.replace(_KDA, lower_bound=-5.0), MlpConfig(24, limit=0.5)),
+        dataclasses.replace(_LATENT, rope_theta=100.0, query_rank=32, output_gate=True),
         dataclasses.replace(_DEEPSEEK, num_router_groups=2, limit=0.5, shared_limit=0.7),
     ),
 }

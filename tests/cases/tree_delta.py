@@ -56,27 +56,7 @@ CASES = base.table(
         ),
         "bf16": dict(bf16=True),
         "star": dict(shape="star"),
-        "channels": dict(apart=True),
-        "channels, root only": dict(apart=True, nodes=1, replayed=1),
-        "channels, newest level, others not there yet": dict(
-            apart=True, queries=5, missing=4, groups=4
-        ),
-        "channels, padded nodes that see others": dict(STRAYS, apart=True),
-        "channels, 64 nodes": dict(apart=True, nodes=64, batch=1),
-        "channels, decays of -1e6 among 0": dict(
-            apart=True, decays="-1e6 among 0", nodes=40, batch=1, shape="chain", heads=2
-        ),
-        "channels, decays of six decades": dict(
-            apart=True, decays="six decades", nodes=40, batch=1
-        ),
-        "channels, decays to a bound": dict(
-            apart=True, decays="to a bound", nodes=64, batch=1, shape="chain", heads=2
-        ),
-        "channels, equal keys": dict(HOSTILE, apart=True, nodes=40, batch=1, heads=2),
-        "channels, sizes that are released": dict(
-            apart=True, nodes=20, batch=1, heads=2, head_dim=128, state=128
-        ),
-        "channels, bf16": dict(apart=True, bf16=True),
+        "decays to a bound": dict(decays="to a bound", nodes=64, batch=1, shape="chain", heads=2),
     },
     **SIZES,
     groups=2,
@@ -91,6 +71,19 @@ CASES = base.table(
     chunk_size=8,
     missing=0,  # nodes before the queries that a growing tree has places for
 )
+CASES |= {
+    f"channels, {name}": CASES[name].but(apart=True, name=f"channels, {name}")
+    for name in (
+        *(
+            "root only",
+            "tree",
+            "newest level, others not there yet",
+            "padded nodes that see others",
+        ),
+        *("decays of -1e6 among 0", "decays of six decades", "decays to a bound", "equal keys"),
+        *("64 nodes", "sizes that are released", "bf16"),
+    )
+}
 # Of standard normal numbers.
 BETAS = {
     "random": sigmoid,
@@ -335,19 +328,19 @@ REPLAY_DELTA = Op(
     lacks=lacks,
     interpreted=(
         *("64 nodes in a chain", "three rows, one with an empty path"),
-        *("channels", "channels, equal keys"),
+        *("channels, tree", "channels, equal keys"),
     ),
 )
 FUSED = (
     *("root only", "tree", "chain", "a group a head", "padded nodes", "64 nodes"),
     *("three rows, one with an empty path", "decays of -100 among 0", "bf16"),
-    *("channels", "channels, padded nodes that see others", "channels, decays to a bound"),
+    *("channels, tree", "channels, padded nodes that see others", "channels, decays to a bound"),
 )
 REPLAY_TREE_DELTA = Op(
     *({name: CASES[name] for name in FUSED}, fused_errors, budgets("y", "u", "state")),
     base.WITH_NATIVE,
     lacks=lacks,
-    interpreted=("root only", "padded nodes", "bf16", "channels"),
+    interpreted=("root only", "padded nodes", "bf16", "channels, tree"),
 )
 SEQUENCES = (
     *("root only", "tree", "one group", "padded nodes", "64 nodes", "betas to 2"),

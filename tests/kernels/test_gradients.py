@@ -187,7 +187,7 @@ def one_by_one(q, k, v, g, beta, state):
     "name",
     [
         *("tree", "betas to 2", "decays of -100 among 0", "equal keys"),
-        *("channels", "channels, decays to a bound", "channels, decays of six decades"),
+        *("channels, tree", "channels, decays to a bound", "channels, decays of six decades"),
     ],
 )
 def test_gradients_of_delta_chunks_are_those_of_the_recurrence(name):

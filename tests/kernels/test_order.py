@@ -78,7 +78,7 @@ CASES = [
     ("replay_tree_scan", "groups"),
     ("replay", "groups"),
     ("replay_tree_delta", "padded nodes"),
-    ("replay_tree_delta", "channels"),
+    ("replay_tree_delta", "channels, tree"),
     ("replay_tree_delta", "three rows, one with an empty path"),
     ("ssd", "blocks of channels"),
     ("expert_mlps", "blocks of rows"),

@@ -153,11 +153,12 @@ CONFIGS = {
         ),
         MlpConfig(24, norm_after=True),
     ),
-    # Latents that all shards have, and an MLP with limits.
-    "latent_attention": _model(
-        LatentAttentionConfig(8, 16, 8, 8, 4, rope_theta=100.0, query_rank=12, head_gates=True),
-        MlpConfig(24, limit=0.5),
-        LatentAttentionConfig(8, 16, 8, 4, 6),
+    # Latents and gates of low rank that all shards have, and an MLP with limits.
+    "bailing_hybrid": _model(
+        LatentAttentionConfig(8, 16, 8, 8, 4, rope_theta=100.0, query_rank=12, output_gate=True),
+        *(MlpConfig(24, limit=0.5), LatentAttentionConfig(8, 16, 8, 4, 6)),
+        GatedDeltaConfig(8, 8, 8, 8, by_channel=True, gate_rank=6),
+        GatedDeltaConfig(8, 8, 8, 8, by_channel=True, lower_bound=-5.0),
     ),
     "lfm2": _model(
         *("short_conv", "mlp", "attention", "mlp"),
