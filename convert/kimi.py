@@ -126,8 +126,7 @@ def read_kimi_linear(source: Source) -> Description:
         )
     fields.ignore("nothing is rotated", *hybrid.ROPE)
     _only(fields, {"mla_use_nope": True, "num_nextn_predict_layers": 0})
-    rank = fields.integer("linear_head_dim")
-    return _read("kimi_linear", source, {}, {"gate_rank": rank}, norm_eps=1e-5)
+    return _read("kimi_linear", source, {}, {})
 
 
 def read_bailing_hybrid(source: Source) -> Description:
@@ -163,7 +162,7 @@ def read_bailing_hybrid(source: Source) -> Description:
     has_head = fields.integer("num_nextn_predict_layers", 0, least=0)
     of_latent = {"rope_theta": theta, "output_gate": True}
     of_kda = {"lower_bound": bound if is_safe else None}
-    described = _read("bailing_hybrid", source, of_latent, of_kda, norm_eps=1e-6)
+    described = _read("bailing_hybrid", source, of_latent, of_kda)
     problem = "the multi-token prediction layer of Ling 3 is not supported"
     return described._replace(mtp=HeadDescription(None, [], problem) if has_head else None)
 
@@ -177,19 +176,16 @@ def _only(fields: Fields, values: Mapping[str, Any]) -> None:
 
 
 def _read(
-    family: str,
-    source: Source,
-    of_latent: Mapping[str, Any],
-    of_kda: Mapping[str, Any],
-    norm_eps: float,
+    family: str, source: Source, of_latent: Mapping[str, Any], of_kda: Mapping[str, Any]
 ) -> Description:
     """The description of a model of these layers, given what the family alone has."""
-    fields, tensors = source.fields, source.tensors
+    fields, tensors, is_kimi = source.fields, source.tensors, family == "kimi_linear"
     fields.null("q_lora_rank", "mlp_layer_types", "model_max_length", *_NAMES.values(), *_LIMITS)
     fields.alias(**_NAMES)
     fields.values = _DEFAULTS | fields.values
     _only(fields, _ONLY)
     count = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    kinds = fields.layer_kinds("layer_types", _KINDS, count)
 
     def integers(names: Mapping[str, str]) -> Any:
         return {ours: fields.integer(name) for name, ours in names.items()}
@@ -197,7 +193,7 @@ def _read(
     def optional(name: str) -> int | None:
         return fields.integer(name) if fields.has(name) else None
 
-    norm_eps = fields.positive("rms_norm_eps", norm_eps)
+    norm_eps = fields.positive("rms_norm_eps", 1e-5 if is_kimi else 1e-6)
     heads, size = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
     width = fields.integer("moe_intermediate_size")
     fields.same("moe_shared_expert_intermediate_size", width)
@@ -207,6 +203,7 @@ def _read(
             norm_eps=norm_eps,
             chunk_size=16,
             by_channel=True,
+            gate_rank=size if is_kimi else None,
             **of_kda,
         ),
         "latent_attention": LatentAttentionConfig(
@@ -224,7 +221,6 @@ def _read(
     dense = ["dense"] * min(count, fields.integer("first_k_dense_replace", 1, least=0))
     fields.values.setdefault("mlp_layer_types", dense + ["sparse"] * (count - len(dense)))
     limits = {field: _limits(fields, name, count) for name, field in _LIMITS.items()}
-    kinds = fields.layer_kinds("layer_types", _KINDS, count)
     layers: list[LayerConfig] = []
     for i, after in enumerate(fields.layer_kinds("mlp_layer_types", _AFTER, count)):
         of_layer: Any = {field: values[i] for field, values in limits.items() if values[i]}
@@ -240,7 +236,7 @@ def _read(
     def named(name: str) -> str:
         """A tensor's name in these files."""
         other_name = name.replace(".mlp.", ".block_sparse_moe.")
-        if family == "bailing_hybrid":
+        if not is_kimi:
             for kimis, lings in _TO_LING.items():
                 name = name.replace(kimis, lings)
             other_name = name.replace(".o_proj", ".dense")

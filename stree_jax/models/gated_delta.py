@@ -100,7 +100,8 @@ class GatedDeltaConfig(RecurrentConfig):
         )
         require(
             self.by_channel or self.gate_rank is self.lower_bound is None,
-            f"gate_rank = {self.gate_rank} and lower_bound = {self.lower_bound} need by_channel",
+            f"gate_rank = {self.gate_rank} and lower_bound = {self.lower_bound} need by_channel ="
+            " True",
         )
         require(0 < self.beta_scale <= 2, f"beta_scale must be in (0, 2], got {self.beta_scale}")
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")

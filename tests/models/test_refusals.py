@@ -9,6 +9,7 @@ from flax import nnx
 from stree_jax import HybridLM, ModelConfig, demo_path, generate
 from stree_jax.models import (
     AttentionConfig,
+    GatedDeltaConfig,
     LatentAttentionConfig,
     MlpConfig,
     MoeConfig,
@@ -95,13 +96,11 @@ REFUSED = [
     (partial(MoeConfig, 4, 2, 8, "best"), "router must be one of .*'best'"),
     (partial(MoeConfig, 4, 2, 8, "sigmoid", 3), "3 groups of 4 experts is not possible"),
     (partial(MoeConfig, 4, 2, 8, norm_eps=-1.0), "norm_eps must be at least 0, got -1.0"),
-    (
-        partial(MoeConfig, 4, 2, 8, shared_limit=-1.0),
-        "limit must be above 0, in a gated",
-    ),
+    (partial(MoeConfig, 4, 2, 8, shared_limit=-1.0), "limit must be above 0, in a gated"),
     (partial(MlpConfig, 8, gated=False, limit=7.0), "limit must be above 0, .*; got 7.0"),
-    (partial(LatentAttentionConfig, 4, 16, 8, 8, 3), "rotary_dim must be even, got 3"),
-    (partial(LatentAttentionConfig, 4, 16, 8, 8, 4, 0.0), "rope_theta must be above 0, or None"),
+    (partial(LatentAttentionConfig, 4, 16, 8, 8, 3, 1e4), "rotary_dim must be even .* got 3"),
+    (partial(LatentAttentionConfig, 4, 16, 8, 8, 4, 0.0), "rope_theta must be above 0, got 0.0"),
+    (partial(GatedDeltaConfig, 4, 8, 4, 8, gate_rank=2), "gate_rank = 2 .* need by_channel = True"),
     (partial(ShortConvConfig, 0), "num_channels must be an integer, at least 1; got 0"),
     (partial(ShortConvConfig, 8, 1), "conv_width must be an integer, at least 2; got 1"),
     (partial(AttentionConfig, 4, 2, 8, qk_norm_spans=True), "qk_norm_spans = True needs qk_norm_e"),
