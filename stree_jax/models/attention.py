@@ -182,6 +182,11 @@ class AttentionConfig(LayerConfig):
         )
 
     @property
+    def has_kernel(self) -> bool:
+        """Whether `tree_attention_layer` is all between the projections."""
+        return self.window is None
+
+    @property
     def projected_sizes(self) -> tuple[int, int, int]:
         """Channels of the queries, the keys and the values."""
         queries, keys, values = (heads * size for heads, size in self.qkv_segments)
@@ -292,7 +297,6 @@ class AttentionMixer(MixerModule):
     """One attention mixer."""
 
     config: Any  # an `AttentionConfig`, or what a subclass has
-    is_one_op = True  # `tree_attention_layer` is all between the projections
 
     def make(self, d_model: int, new: New) -> None:
         c = self.config
@@ -362,7 +366,7 @@ class AttentionMixer(MixerModule):
         depth, mask = (array[:, -u.shape[1] :] for array in (tree.depth, tree.ancestor_mask))
         prefix = None if prefix_pending is None else prefix_pending.kv
         previous = None if replay is None else (replay.pending.kv, replay.path.mask)
-        if self.is_one_op and c.window is None:
+        if c.has_kernel:
             y, nodes, kv = self.run(
                 *(tree_attention_layer, qkv, cache.kv, depth, mask),
                 layout=self._layout,
@@ -402,13 +406,13 @@ class AttentionMixer(MixerModule):
     ) -> Float[Array, "B Q W E"]:
         """The outputs; NaN of a row whose cache has dropped tokens that it should see."""
         window, capacity = self.config.window, cache.keys.shape[2]
-        has_kernel = window is None or self.implementation in (None, "xla", "native")
+        is_known = self.config.has_kernel or self.implementation in (None, "xla", "native")
         y = tree_attention(
             *(query, *nodes, *cache, mask),
             scale=self._layout.scale,
             window=window,
             is_block=is_block,
-            implementation=self.implementation if has_kernel and not is_block else "xla",
+            implementation=self.implementation if is_known and not is_block else "xla",
         )
         if window is None or capacity < window:
             y = jnp.where((cache.length > capacity)[:, None, None, None], jnp.nan, y)

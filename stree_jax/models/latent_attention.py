@@ -46,6 +46,9 @@ from stree_jax.models.matrices import Matrix
 class LatentAttentionConfig(LayerConfig):
     """A layer with one latent attention mixer.
 
+    There is no kernel for it: it runs on XLA or as native code, whatever the model's
+    implementation.
+
     Attributes:
         num_heads: heads `W`.
         latent_size: channels of a token's latent.
@@ -69,6 +72,7 @@ class LatentAttentionConfig(LayerConfig):
     norm_eps: float = 1e-6
 
     window: ClassVar[None] = None  # as its mixer's base asks
+    has_kernel: ClassVar[bool] = False
     output_multiplier: ClassVar[float] = 1.0
     has_memory: ClassVar[bool] = True
     equal_to_the_bit: ClassVar[bool] = True
@@ -132,7 +136,6 @@ class LatentAttentionMixer(AttentionMixer):
     """One latent attention mixer."""
 
     config: LatentAttentionConfig
-    is_one_op = False
 
     def make(self, d_model: int, new: New) -> None:
         c = self.config
