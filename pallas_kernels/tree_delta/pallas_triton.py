@@ -169,7 +169,8 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
         """See `_decay`; of each block, for all of it or for each channel."""
         if not has_channels:
             return [_decay(g[0][None, :], multiply_add)] * len(state)
-        rows = (tb.laid_out_as(b, g[None, :], interpret=interpret) for b, g in zip(state, g, strict=True))
+        pairs = zip(state, g, strict=True)
+        rows = (tb.laid_out_as(b, part[None, :], interpret=interpret) for b, part in pairs)
         return [_decay(row, multiply_add) for row in rows]
 
     def advanced(state: State, decay: Any, k: State, scale: Array, u: Array) -> State:
