@@ -18,6 +18,7 @@ and experts. Derivatives are XLA's; see `api.expert_mlps`.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,8 +76,12 @@ def expert_mlps(
     blocks = blocks or DEFAULTS[tb.dtype_case(x.dtype)]
     sorted_choices = (by_expert(chosen), starts_of(chosen, len(experts_in)))
     product = functools.partial(_product, sorted_choices, blocks=blocks, interpret=interpret)
-    options: dict[str, Any] = dict(activation=activation, gated=gated, limit=limit)
-    hidden = product(x, experts_in, per_row=chosen.shape[1], **options)
+
+    def activated(value: Array, up: Array | None = None) -> Array:
+        value = activate(activation, value)
+        return value if up is None else product_within(value, up, limit)
+
+    hidden = product(x, experts_in, gated=gated, per_row=chosen.shape[1], combine=activated)
     return weighted_sum(product(hidden, experts_out), weights)
 
 
@@ -89,13 +94,11 @@ def _product(
     interpret: bool,
     per_row: int = 1,
     gated: bool = False,
-    activation: str | None = None,
-    limit: float | None = None,
+    combine: Callable[..., Array] = lambda value: value,
 ) -> jax.Array:
     """The product of each choice `[choices, columns]`: its row times its expert's matrix.
 
-    A row is of `per_row` choices. Gated, the first half of the columns is activated and multiplied
-    by the second half.
+    A row is of `per_row` choices. `combine` gets the product, or both its halves if it is gated.
     """
     order, _ = sorted_choices
     num_experts, inner, num_columns = experts.shape
@@ -114,8 +117,7 @@ def _product(
         functools.partial(
             _kernel,
             per_row=per_row,
-            activation=activation,
-            limit=limit,
+            combine=combine,
             block_rows=min(blocks.rows, tb.padded_size(average)),
             block_inner=math.gcd(inner, blocks.inner),
         ),
@@ -137,8 +139,7 @@ def _kernel(
     rows_ref: Ref,  # [choices / per_row, inner]
     *refs: Ref,  # one matrix, or two, [inner, columns]; output [choices, columns]
     per_row: int,
-    activation: str | None,
-    limit: float | None,
+    combine: Callable[..., Array],
     block_rows: int,
     block_inner: int,
 ) -> None:
@@ -161,11 +162,7 @@ def _kernel(
             )
 
         nothing = tuple(jnp.zeros((block_rows, columns), jnp.float32) for _ in matrix_refs)
-        value, *up = lax.fori_loop(0, inner // block_inner, add_part, nothing)
-        if activation is not None:
-            value = activate(activation, value)
-        for factor in up:
-            value = product_within(value, factor, limit)
+        value = combine(*lax.fori_loop(0, inner // block_inner, add_part, nothing))
         output_ref[choice, :] = value.astype(output_ref.dtype)
 
     lax.fori_loop(0, lax.div(end - start + block_rows - 1, block_rows), multiply_block, None)
