@@ -64,6 +64,24 @@ def _enlarged(config: st.ModelConfig, **changes: Any) -> st.ModelConfig:
     return dataclasses.replace(config, **sizes | changes)
 
 
+_HYBRIDS = {
+    "MambaInLlama": "mamba_in_llama",
+    "mamba2attn": "mamba2attn",
+    "Falcon-H1": "falcon_h1",
+    "Bamba": "bamba",
+    "Nemotron-H": "nemotron_h",
+    "Granite-4-H": "granite_moe",
+    "Zamba2": "zamba2",
+    "Qwen3.5": "qwen3_5",
+    "Qwen3-Next": "qwen3_next",
+    "Olmo-Hybrid": "olmo_hybrid",
+    "Lara": "lara",
+    "Kimi-Linear": "kimi_linear",
+    "Ling 3": "bailing_hybrid",
+    "LFM2": "lfm2",
+    "LFM2-MoE": "lfm2_moe",
+    "LFM3": "lfm3",
+}
 _BAMBA = _enlarged(HYBRIDS["bamba"])
 FAMILIES = {
     "mamba_ssm": dataclasses.replace(
@@ -79,23 +97,8 @@ FAMILIES = {
         _BAMBA.with_layers(("mamba2",) * 3),
         mamba2=dataclasses.replace(_BAMBA.mamba2, num_heads=8, num_groups=4),
     ),
-    "MambaInLlama": _enlarged(HYBRIDS["mamba_in_llama"]),
-    "mamba2attn": _enlarged(HYBRIDS["mamba2attn"]),
-    "Falcon-H1": _enlarged(HYBRIDS["falcon_h1"]),
-    "Bamba": _BAMBA,
-    "Nemotron-H": _enlarged(HYBRIDS["nemotron_h"]),
-    "Granite-4-H": _enlarged(HYBRIDS["granite_moe"]),
-    "Zamba2": _enlarged(HYBRIDS["zamba2"]),
-    "Qwen3.5": _enlarged(HYBRIDS["qwen3_5"]),
-    "Qwen3-Next": _enlarged(HYBRIDS["qwen3_next"]),
-    "Olmo-Hybrid": _enlarged(HYBRIDS["olmo_hybrid"]),
-    "Lara": _enlarged(HYBRIDS["lara"]),
-    "Kimi-Linear": _enlarged(HYBRIDS["kimi_linear"]),
-    "Ling 3": _enlarged(HYBRIDS["bailing_hybrid"]),
-    "LFM2": _enlarged(HYBRIDS["lfm2"]),
-    "LFM2-MoE": _enlarged(HYBRIDS["lfm2_moe"]),
-    "LFM3": _enlarged(HYBRIDS["lfm3"]),
 }
+FAMILIES |= {name: _enlarged(HYBRIDS[hybrid]) for name, hybrid in _HYBRIDS.items()}
 
 PROMPT_LENGTHS = (37, 5, 64, 1)
 ROWS = 16

@@ -1,6 +1,5 @@
 """An independent model: NumPy, float64, one token at a time."""
 
-import dataclasses
 import math
 
 import jax
@@ -133,7 +132,7 @@ def _moe(c, w, token):
         y = y + weight * _mlp(mlp, one, x)
     y = y if c.latent_size is None else _linear(w["latent_out"], y)
     if c.shared_size:
-        shared = _mlp(dataclasses.replace(mlp, limit=c.shared_limit), w["shared"], token)
+        shared = _mlp(c.shared_mlp, w["shared"], token)
         y = y + (sigmoid(token @ w["shared_gate"]) if c.shared_gate else 1.0) * shared
     return y
 
