@@ -228,9 +228,11 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
         def solved() -> Array:
             if has_channels:
                 both = zip(k, decay, strict=True)
-                kept = read(state, tuple(multiply_add(part, sum(d)) for part, d in both), scale)
+                decayed = tuple(multiply_add(part, one + more) for part, (one, more) in both)
+                kept = read(state, decayed, scale)
             else:
-                kept = multiply_add(read(state, k, scale), sum(decay[0])[0])
+                one, more = decay[0]
+                kept = multiply_add(read(state, k, scale), (one + more)[0])
             error = now["v"].astype(jnp.float32) - kept
             return multiply_add(error, now["beta"][None])
 
