@@ -170,8 +170,7 @@ class GatedDeltaMixer(MixerModule):
             self.z_up = new.linear(c.gate_rank, c.num_heads * c.head_dim, False)
         self.out_proj = new.linear(c.num_heads * c.head_dim, d_model, False, new.out_scale)
         self.conv_weight, _ = new.conv(c.conv_width, layout.num_channels, False)
-        self.A_log, _ = new.rates(c.num_heads)
-        _, self.dt_bias = new.rates(c.decay_size)
+        self.A_log, self.dt_bias = new.rates(c.num_heads, c.decay_size)
         self.norm_scale = nnx.Param(jnp.ones(c.head_dim, jnp.float32))
 
     def __call__(

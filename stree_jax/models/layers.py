@@ -111,11 +111,14 @@ class New:
         weight = nnx.Param(self._uniform((width, channels), -bound, bound, self.dtype))
         return weight, nnx.Param(jnp.zeros(channels, self.dtype)) if bias else None
 
-    def rates(self, num_heads: int) -> tuple[nnx.Param, nnx.Param]:
-        """Rates of decay `log(-A)` and biases of time steps, `[H]` float32, as Mamba-2's begin."""
+    def rates(self, num_heads: int, num_biases: int | None = None) -> tuple[nnx.Param, nnx.Param]:
+        """Rates of decay `log(-A)` `[H]` and biases of time steps, float32, as Mamba-2's begin.
+
+        There is a bias for each head, or there are `num_biases`.
+        """
         decay = self._uniform((num_heads,), 1.0, 16.0)
         # dt starts log-uniform in [1e-3, 1e-1]; its bias is the inverse of softplus.
-        dt = jnp.exp(self._uniform((num_heads,), math.log(1e-3), math.log(1e-1)))
+        dt = jnp.exp(self._uniform((num_biases or num_heads,), math.log(1e-3), math.log(1e-1)))
         return nnx.Param(jnp.log(decay)), nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
 
     def _uniform(
