@@ -8,7 +8,7 @@ from typing import Any
 from stree_jax.convert.description import Description, hf_values, limits, required, tied_head
 from stree_jax.convert.fields import TRANSFORMERS, Fields
 from stree_jax.convert.rules import Ignored, Rule
-from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, RopeScaling
+from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig, RopeScaling
 from stree_jax.models.config import ModelConfig
 
 # Layer kinds in the vocabularies of transformers 4 and 5.
@@ -185,6 +185,15 @@ def model_fields(
         tie_embeddings=fields.flag("tie_word_embeddings", tied),
         residual_float32=residual_float32,
         eos_token=fields.tokens("eos_token_id", vocab_size),
+    )
+
+
+def check_experts(fields: Fields, config: ModelConfig, tensors: Collection[str]) -> None:
+    """Refuses more experts, stored one by one, than there are tensors, before each has names."""
+    count = sum(layer.num_experts for layer in config.layers if isinstance(layer, MoeConfig))
+    fields.check(
+        not tensors or count <= len(tensors),
+        f"{count} experts in all layers, but there are only {len(tensors)} tensors",
     )
 
 

@@ -93,7 +93,7 @@ _K3 = {"attn_res_block_size", "latent_moe_use_norm", "mla_use_output_gate"}
 _K3 |= {"routed_expert_hidden_size", "gate_lower_bound", "use_full_rank_gate"}
 # Fields of KDA in Ling's files, and Ling 3's architectures.
 _OF_KDA = {"kda_safe_gate", "kda_lower_bound", "no_kda_lora", "short_conv_kernel_size"}
-_LING_3 = {"BailingMoeV3ForCausalLM", "BailingHybridForCausalLM"}
+_LING_3 = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")
 # Parts of names in Kimi's files, and in Ling's.
 _TO_LING = {
     "embed_tokens": "word_embeddings",
@@ -116,7 +116,8 @@ def read_kimi_linear(source: Source) -> Description:
     names = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim"}
     fields.alias(table, **names, linear_conv_kernel_dim="short_conv_kernel_size")
     lists = zip(_KINDS, ("kda_layers", "full_attn_layers"), strict=True)
-    kind_of = {number: kind for kind, name in lists for number in table.take(name, [])}
+    count = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    kind_of = {i: kind for kind, name in lists for i in table.indices(name, count + 1)}
     table.finish()
     if kind_of:
         kinds = [kind_of.get(i + 1) for i in range(len(kind_of))]
@@ -132,11 +133,11 @@ def read_kimi_linear(source: Source) -> Description:
 def read_bailing_hybrid(source: Source) -> Description:
     """`BailingHybridConfig`: Ling 3; interleaved RoPE, gates of heads and a bounded decay."""
     fields = source.fields
-    architectures = fields.values.get("architectures") or [*_LING_3]
+    architectures = str(fields.values.get("architectures") or _LING_3)
     marks = sorted(_OF_KDA & {*fields.values})
     fields.check(
-        bool(marks) and not _LING_3.isdisjoint(architectures),
-        f"architectures = {architectures!s:.80} with fields {marks} of KDA: Ling 3 has both, and"
+        bool(marks) and any(name in architectures for name in _LING_3),
+        f"architectures = {architectures:.80} with fields {marks} of KDA: Ling 3 has both, and"
         " Ling 2.5 and 2.6 have lightning attention: not supported",
     )
     fields.null("layer_types")
@@ -232,6 +233,8 @@ def _read(
         max_length=optional("model_max_length"),
         **hybrid.model_fields(fields, fields.integer("hidden_size"), norm_eps=norm_eps),
     )
+
+    hybrid.check_experts(fields, config, tensors)
 
     def named(name: str) -> str:
         """A tensor's name in these files."""

@@ -189,14 +189,9 @@ def _described(family: str, source: Source, config: ModelConfig) -> Description:
         lambda: _attention(fields),
         lambda: _nemotron_experts(fields, _activation(fields)),
     )
-    of_experts = [layer for layer in config.layers if isinstance(layer, MoeConfig)]
     merged = any(name.endswith("mixer.experts.up_proj") for name in source.tensors)
-    if of_experts and source.tensors and not merged:  # experts are stored one by one
-        fields.check(
-            sum(layer.num_experts for layer in of_experts) <= len(source.tensors),
-            f"n_routed_experts = {of_experts[0].num_experts} in {len(of_experts)} layers, but"
-            f" there are only {len(source.tensors)} tensors",
-        )
+    if not merged:
+        hybrid.check_experts(fields, config, source.tensors)
     prefix = "model" if "model.norm_f.weight" in source.tensors else "backbone"
     rules = tables.nemotron_h(config, prefix, merged=merged)
     return hybrid.described(family, fields, config, rules, skipped)._replace(mtp=head)

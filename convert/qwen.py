@@ -224,18 +224,12 @@ def _read(
         max_length=hybrid.read_max_length(fields),
         **hybrid.model_fields(fields, d_model, norm_eps=norm_eps),
     )
-    of_experts = [layer for layer in feed_forward if isinstance(layer, MoeConfig)]
     # Released merged by Qwen3.5, and saved one by one by transformers, whatever they were.
     merged = any(
         name.startswith("model.") and name.endswith("mlp.experts.gate_up_proj") for name in tensors
     )
-    if tensors and not merged:
-        count = sum(layer.num_experts for layer in of_experts)
-        fields.check(
-            count <= len(tensors),
-            f"{count} experts in {len(of_experts)} layers, but there are only {len(tensors)}"
-            " tensors",
-        )
+    if not merged:
+        hybrid.check_experts(fields, config, tensors)
     by_group = family == "qwen3_next"
     rules = in_pairs(
         config,
