@@ -92,6 +92,7 @@ def test_the_number_of_parameters_of_a_preset(name, num_parameters):
     ("name", "kind", "size"),
     [
         ("Qwen3.5-9B", "gated_delta", 56_819_712),
+        ("Kimi-Linear-48B-A3B", "gated_delta", 83_886_080),
         ("Kimi-Linear-48B-A3B", "latent_attention", 516_096),
         ("LFM2-1.2B", "short_conv", 2_621_440),
         ("LFM2-1.2B", "attention", 786_432),
