@@ -86,6 +86,10 @@ def text_log_probs(model: HybridLM, tokens: Tokens | Any) -> Float32[Array, "B _
     nothing before it. No `[B, T, V]` array exists, not even in the backward pass. For a model on
     one device, or replicated.
 
+    For a packed model on a CPU a gradient changes no bit of these numbers, although XLA
+    differentiates its own versions of the ops: the texts are read once more. So the importance
+    ratio of a text to its sampling is 1 in the first pass of a policy gradient.
+
     Args:
         model: the model.
         tokens: whole texts, ids of the vocabulary on the padding too. Those of a traced array are
@@ -111,7 +115,23 @@ def text_log_probs(model: HybridLM, tokens: Tokens | Any) -> Float32[Array, "B _
     batch, length = tokens.shape
     if batch == 0 or length < 2:
         return jnp.zeros((batch, max(0, length - 1)), jnp.float32)
+    if model.output_head.storage.sums_in_one_order:
+        return _with_equal_bits(model, tokens)
+    return _log_probs_after(model, tokens)
+
+
+def _log_probs_after(model: HybridLM, tokens: Tokens) -> Float32[Array, "B _"]:
     return _chosen(model, model.hidden(tokens)[:, :-1], tokens[:, 1:])[0]
+
+
+_with_equal_bits = jax.custom_jvp(_log_probs_after)
+
+
+@_with_equal_bits.defjvp
+def _slope(arguments: Any, tangents: Any) -> tuple[Array, Array]:
+    """Ops that are differentiated are XLA's, so the value comes from a pass of its own."""
+    _, slope = jax.jvp(_log_probs_after, arguments, tangents)
+    return _with_equal_bits(*arguments), slope
 
 
 @jax.jit
