@@ -1,6 +1,7 @@
 """The rows of a scheduler on the device: texts enter and leave them between runs."""
 
 import contextlib
+import copy
 import dataclasses
 import signal
 import threading
@@ -89,16 +90,20 @@ class Pool:
 
     @property
     def has_new_weights(self) -> bool:
-        """True if model or drafter got other weights since the rows began, or `renew`."""
+        """True if model or drafter got other weights since the rows began, or `renewed`."""
         return self._origin != origin_of(self._model, self._drafter)
 
-    def renew(self) -> None:
-        """Takes the weights that model and drafter have now; no row has a text.
+    def renewed(
+        self, model: HybridLM, drafter: Drafter | None, plans: Mapping[bool, Plan | None]
+    ) -> "Pool":
+        """The pool for weights of the same shapes; no row has a text.
 
         What texts before taught about drafts was of the old weights.
         """
-        self.state, self._quanta = None, self._new_quanta()
-        self._origin = origin_of(self._model, self._drafter)
+        new = copy.copy(self)
+        new._model, new._drafter, new._plans = model, drafter, plans
+        new.state, new._quanta, new._origin = None, new._new_quanta(), origin_of(model, drafter)
+        return new
 
     def signed(self, prefix: Prefix) -> Prefix:
         """The prefix with the names of model and drafter, see `check`."""

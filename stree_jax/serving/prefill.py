@@ -1,6 +1,7 @@
 """Prompts on their way into rows: chunk by chunk, from where the prefix cache knows them."""
 
 import collections
+import copy
 import dataclasses
 from collections.abc import Sequence
 
@@ -100,10 +101,14 @@ class Prefiller:
         prefill.keep_at.add(len(tokens))
         return prefill
 
-    def forget(self) -> None:
-        """Drops all that is kept."""
-        if self._cache is not None:
-            self._cache.clear()
+    def renewed(
+        self, decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None
+    ) -> "Prefiller":
+        """One that reads with other weights, and keeps nothing of the old ones."""
+        new = copy.copy(self)
+        new._decoder, new._model, new._drafter = decoder, model, drafter
+        new._cache = self._cache and self._cache.emptied()
+        return new
 
     def advance(self, prefills: Sequence[Prefill], budget: int | None) -> None:
         """Reads at most `budget` tokens of texts, or all, in their order.

@@ -96,11 +96,11 @@ class PrefixCache:
             self._remove(next(iter(self._entries)))
             self._evictions += 1
 
-    def clear(self) -> None:
-        """Removes all entries."""
+    def emptied(self) -> "PrefixCache":
+        """The cache without entries."""
         empty = PrefixCache(self._budget)
         empty._evictions = self._evictions
-        vars(self).update(vars(empty))
+        return empty
 
     def _longest(self, tokens: Sequence[int]) -> tuple[int, ...] | None:
         """The longest key that a text begins with.

@@ -1,6 +1,7 @@
 """`Scheduler`: requests of any lengths share the rows of one decode loop."""
 
 import collections
+import copy
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,8 +106,7 @@ class Scheduler:
         self._model, self._way = model, Way(drafter, topology, verifier, to_the_bit=to_the_bit)
         self._num_rows, self._max_length, self._quantum = rows, max_length, quantum
         self._no_key = typed_key([0])  # at temperature 0 nothing is drawn
-        # At temperature 0 and above it; None where the verifier refuses.
-        plans = {greedy: self._planned(greedy) for greedy in (True, False)}
+        plans = self._plans()
         if not any(plans.values()):
             self._plan_of(Request([0], max_new_tokens=1))  # raises
         self._sampled = plans[False]
@@ -291,19 +291,67 @@ class Scheduler:
         self._prefiller.advance([prefill], None)
         return self._pool.signed(self._prefiller.prefix(prefill))
 
+    @jax.transfer_guard("allow")
+    def update(self, model: HybridLM, drafter: Drafter | None = None) -> None:
+        """Takes other weights of the same shapes, for which nothing is compiled.
+
+        Requests that have a row end first, with the old weights; `completions` and `events` give
+        what they have not given yet. Requests that wait keep their places, and are of the new
+        weights alone: one with `after` reads its whole text. What the prefix cache keeps goes, and
+        prefixes of the old weights are refused.
+
+        Args:
+            model: the target.
+            drafter: None: the one before, of whose drafts fewer may be accepted.
+
+        Raises:
+            ValueError: another config, mesh or storage of weights than before, other settings of
+                the drafter, or old weights that were changed in place while requests have rows.
+        """
+        before = self._model, self._way.drafter
+        new = model, before[1] if drafter is None else drafter
+        for name, old, changed in zip(("model", "drafter"), before, new, strict=True):
+            if _shapes(old) != _shapes(changed):
+                raise ValueError(
+                    f"the new {name} has other settings or arrays than the one before: give one of"
+                    " the same config, dtypes, storage of weights and mesh, or make another"
+                    " Scheduler"
+                )
+        self._check_weights()
+        while self._tenants:
+            self._run()
+        self._renew(*new)
+
     def _check_weights(self) -> None:
-        """Forgets what other weights have read."""
+        """Forgets what weights have read that were changed in place since."""
         if not self._pool.has_new_weights:
             return
-        after = [job for job in self._queue if job.request.after is not None]
-        if old := sorted(job.request_id for job in (*self._tenants.values(), *after)):
+        if running := sorted(job.request_id for job in self._tenants.values()):
             raise ValueError(
                 "the weights of the model or of the drafter have changed, and requests"
-                f" {shown(old)} have texts that the old ones read: cancel them, or put the old"
-                " weights back until they have ended"
+                f" {shown(running)} have texts that the old ones read: cancel them, or put the old"
+                " weights back until they have ended; update(model) ends them first"
             )
-        self._prefiller.forget()
-        self._pool.renew()
+        self._renew(self._model, self._way.drafter)
+
+    def _renew(self, model: HybridLM, drafter: Drafter | None) -> None:
+        """Decodes with these weights from now on; no request has a row."""
+        new = copy.copy(self)
+        new._model, new._way = model, dataclasses.replace(self._way, drafter=drafter)
+        plans = new._plans()
+        new._sampled, new._pool = plans[False], self._pool.renewed(model, drafter, plans)
+        decoder, drafts = new._pool.program(bool(plans[True]))
+        new._prefiller = self._prefiller.renewed(decoder, model, drafts)
+        # Prefixes are of the old weights; the texts are in the plans.
+        new._queue = tuple(
+            dataclasses.replace(job, request=dataclasses.replace(job.request, after=None))
+            for job in self._queue
+        )
+        vars(self).update(vars(new))
+
+    def _plans(self) -> dict[bool, Plan | None]:
+        """The programs at temperature 0 and above it; None where the verifier refuses."""
+        return {greedy: self._planned(greedy) for greedy in (True, False)}
 
     def _plan_of(self, request: Request) -> Plan:
         if request.after is not None:
@@ -368,6 +416,11 @@ class Scheduler:
         self._fill()
         if not self._tenants:
             return False
+        self._run()
+        return True
+
+    def _run(self) -> None:
+        """Reads and decodes for an interval."""
         self._read()
         if rows := self._decoding():
             # Until a row has ended that a waiting request can take, or for one quantum.
@@ -376,7 +429,6 @@ class Scheduler:
             steps = min(self._quantum, _STEPS_WHILE_READING) if reads else self._quantum
             if done := self._pool.run(rows, steps, ended):
                 self._empty(done)
-        return True
 
     def _empty(self, rows: Sequence[int], *, cancelled: bool = False) -> None:
         """Takes the requests of these rows out."""
@@ -398,3 +450,9 @@ class Scheduler:
         tenants = {place: job for place, job in self._tenants.items() if place != row}
         ended = self._outcomes.ended(self._tenants[row], completion)
         self._tenants, self._outcomes, self._pool.state = tenants, ended, state
+
+
+def _shapes(module: Any) -> Any:
+    """All that programs depend on."""
+    leaves, structure = jax.tree.flatten(module)
+    return structure, [*map(jax.typeof, leaves)]

@@ -147,32 +147,42 @@ def test_prefixes_of_others_are_refused_when_they_are_submitted():
 
 
 def test_new_weights_forget_what_the_old_ones_have_read():
-    """No text has parts of both models, and none is given silently."""
-    model, new = nnx.clone(tiny_model()), perturbed(tiny_model(), 0.3)
-    prompt = [*range(20)] * 2
-    scheduler = st.Scheduler(model, rows=1, max_length=64, prefix_cache_bytes=1 << 20, quantum=1)
-    requests = [st.Request(prompt, max_new_tokens=6, keep=True)] * 3
-    (before,) = served(scheduler, requests[:1])
-    scheduler.submit(requests[1])
-    waiting = scheduler.submit(st.Request([1], after=before.prefix, max_new_tokens=2))
+    """No text has parts of both models: requests with a row end first, and others come after.
+
+    Where weights change in place, those with a row are refused.
+    """
+    models = [nnx.clone(tiny_model()), *(perturbed(tiny_model(), 0.3, seed) for seed in (0, 1))]
+    drafters = [st.ModelDrafter(perturbed(model, 0.1)) for model in models]
+    sizes = dict(rows=1, max_length=64, prefix_cache_bytes=1 << 20, quantum=1)
+    scheduler = st.Scheduler(models[0], drafter=drafters[0], topology=TREE, **sizes)
+    request = st.Request([*range(20)] * 2, max_new_tokens=6, keep=True)
+    texts = [alone(model, [request])[0] for model in models]
+    assert served(scheduler, [request])[0].tokens == texts[0] != texts[1] != texts[2]
+    waits = dataclasses.replace(request, prompt=[], after=scheduler.read(request.prompt))
+    want = dict(zip(map(scheduler.submit, (request, waits)), texts, strict=False))
     next(scheduler.events())
-    nnx.update(model, nnx.state(new))
-    for call in (lambda: next(scheduler.events()), lambda: scheduler.submit(requests[2])):
-        refusal(r"weights .* have changed, and requests \[1, 2\] have", call)
-    for request_id in (1, waiting):
-        scheduler.cancel(request_id)
-        assert scheduler.pop(request_id).prefix is None
-    (after,) = served(scheduler, requests[2:])
-    assert [before.tokens, after.tokens] == [
-        alone(each, requests)[0] for each in (tiny_model(), new)
-    ]
-    assert before.tokens != after.tokens
-    refusal(
-        "after was read with another model, or its weights have",
-        scheduler.submit,
-        st.Request([1], after=before.prefix),
-    )
-    assert scheduler.prefix_cache_stats.hits == 1  # that of the second request, before
+    compiled, update = len(COMPILED), scheduler.update
+    refusal("the new drafter has other settings or", update, models[1], st.NgramDrafter())
+    refusal("the new model has other settings or", update, tiny_model("bamba hybrid"))
+    update(models[1], drafters[1])
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 1)
+    assert scheduler.prefix_cache_stats.num_entries == 0
+    refusal("after was read with another model, or its weights have", scheduler.submit, waits)
+    assert {done.request_id: done.tokens for done in scheduler.completions()} == want
+    assert len(COMPILED) == compiled
+    assert scheduler.model is models[1]
+
+    update(models[0])
+    assert [event.request_id for event in scheduler.events()][-1] == 2
+    scheduler.submit(request)
+    next(scheduler.events())
+    nnx.update(models[0], nnx.state(models[2]))
+    for call in (lambda: next(scheduler.events()), lambda: update(models[1])):
+        refusal(r"weights .* have changed, and requests \[3\] have", call)
+    scheduler.cancel(3)
+    assert scheduler.pop(3).prefix is None
+    assert served(scheduler, [request])[0].tokens == texts[2]
+    assert scheduler.prefix_cache_stats.hits == 2  # before the first update
 
 
 @pytest.mark.parametrize(
