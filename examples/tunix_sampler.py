@@ -229,7 +229,8 @@ def main(steps=4):
     config = RolloutConfig(max_tokens_to_generate=most, max_prompt_length=most, temperature=1.0)
     sampler, ratios = trained(Policy(model), drafter, words, config, steps)
     assert (abs(ratios[:, ::2] - 1) <= error).all(), ratios
-    print(f"so they are in Tunix's first passes; in the last {ratios[0, -1]:.2f} to {ratios[1, -1]:.2f}")
+    print("so they are in the first passes of Tunix's GRPO")
+    print(f"in its last pass they are {ratios[0, -1]:.2f} to {ratios[1, -1]:.2f}")
     sampler.update_params(nnx.state(Policy(model)))
     config.temperature = 0.0
     texts = sampler.generate(PROMPTS, config).tokens

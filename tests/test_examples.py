@@ -35,7 +35,7 @@ def load(name):
 
 
 SMALL = {"steps": 12, "num_layers": 1}
-FASTER = {"train_a_pair": SMALL, "own_mixer": SMALL, "grpo": {"steps": 9, "new_tokens": 8}}
+FASTER = {"train_a_pair": SMALL, "own_mixer": SMALL, "grpo": {"steps": 3, "new_tokens": 8}}
 
 
 @pytest.mark.docs
