@@ -91,12 +91,14 @@ class TreeSampler(BaseRollout):
             )
             self._scheduler.submit(request)
         done = sorted(self._scheduler.completions(), key=lambda text: text.request_id)
+        if errors := [text.error for text in done if text.error]:
+            raise RuntimeError(errors[0])
         return RolloutOutput(
-            text=[self._tokenizer.decode(without_end(text)) for text in done],
-            logits=None,
-            tokens=[np.array(text.tokens) for text in done],
-            left_padded_prompt_tokens=padded(tokens, self.pad_id(), config.max_prompt_length),
-            logprobs=[np.array(text.log_probs, np.float32) for text in done],
+            [self._tokenizer.decode(without_end(text)) for text in done],
+            None,  # logits
+            [np.array(text.tokens) for text in done],
+            padded(tokens, self.pad_id(), config.max_prompt_length),
+            [np.array(text.log_probs, np.float32) for text in done],
         )
 
     def get_per_token_logps(self, prompt_tokens, completion_tokens):
@@ -104,8 +106,9 @@ class TreeSampler(BaseRollout):
         return log_probs(self._policy, prompt_tokens, completion_tokens, self.pad_id())
 
     def update_params(self, params, filter_types=None):
-        """Takes weights; of other dtypes or devices the next `generate` refuses them."""
-        nnx.update(self._policy, params)
+        """Takes weights, on the device of the old ones: nothing is compiled."""
+        places = jax.tree.map(lambda old: old.sharding, nnx.state(self._policy))
+        nnx.update(self._policy, jax.device_put(params, places))
 
     def pad_id(self):
         """The id that pads prompts and completions."""
@@ -170,20 +173,19 @@ def reward(prompts, completions, **_):
     return [text.count("e") for text in completions]
 
 
-def trained(policy, drafter, words, config, steps):
-    """Runs steps of Tunix's GRPO, of two passes each; its sampler, and the ratios of all passes."""
+def trained(policy, drafter, words, config):
+    """Runs 4 steps of Tunix's GRPO, of two passes each; the sampler, and the ratios of passes."""
     register_policy_loss_fn("to the bit")(policy_loss)
-    roles = rl_cluster.Role.ACTOR, rl_cluster.Role.ROLLOUT
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     cluster = rl_cluster.RLCluster(
         actor=policy,
         tokenizer=words,
         cluster_config=rl_cluster.ClusterConfig(
-            role_to_mesh=dict.fromkeys(roles, mesh),
+            role_to_mesh={rl_cluster.Role.ACTOR: mesh, rl_cluster.Role.ROLLOUT: mesh},
             rollout_engine=functools.partial(TreeSampler, drafter=drafter),
             offload_to_cpu=False,
             training_config=rl_cluster.RLTrainingConfig(
-                actor_optimizer=optax.adam(1e-4), eval_every_n_steps=100, max_steps=2 * steps
+                actor_optimizer=optax.adam(1e-4), eval_every_n_steps=100, max_steps=8
             ),
             rollout_config=config,
         ),
@@ -197,20 +199,28 @@ def trained(policy, drafter, words, config, steps):
     )
     logged = {"ratio/min": np.min, "ratio/max": np.max}
     cluster.actor_trainer.with_rl_metrics_to_log(logged)
-    learner.train([{"prompts": np.array(PROMPTS)}] * steps)
+    learner.train([{"prompts": np.array(PROMPTS)}] * 4)
     logger = cluster.actor_trainer.metrics_logger
     ratios = [logger.get_metric_history("actor", name, "train") for name in logged]
     return cluster.rollout, np.stack(ratios)
 
 
-def main(steps=4):
+def main():
     """Compares log-probabilities in a gradient with those of sampling; trains with Tunix."""
     model = st.from_pretrained(st.demo_path("target"))
     drafter = st.ModelDrafter(st.load_draft(st.demo_path("draft"), model))
     words = Words(st.load_tokenizer(st.demo_path("target")), 0)
     tokens, most = [words.encode(prompt) for prompt in PROMPTS], 16
-    options = dict(max_new_tokens=most, temperature=1.0, eos_token=(), log_probs="sampled")
-    out = st.generate(model, tokens, drafter=drafter, key=0, **options)
+    out = st.generate(
+        model,
+        tokens,
+        drafter=drafter,
+        max_new_tokens=most,
+        temperature=1.0,
+        eos_token=(),
+        key=0,
+        log_probs="sampled",
+    )
 
     @functools.partial(nnx.grad, has_aux=True)
     def slope(policy):
@@ -227,16 +237,16 @@ def main(steps=4):
         print("pip install google-tunix, and it trains too")
         return
     config = RolloutConfig(max_tokens_to_generate=most, max_prompt_length=most, temperature=1.0)
-    sampler, ratios = trained(Policy(model), drafter, words, config, steps)
+    sampler, ratios = trained(Policy(model), drafter, words, config)
     assert (abs(ratios[:, ::2] - 1) <= error).all(), ratios
     print("so they are in the first passes of Tunix's GRPO")
     print(f"in its last pass they are {ratios[0, -1]:.2f} to {ratios[1, -1]:.2f}")
     sampler.update_params(nnx.state(Policy(model)))
     config.temperature = 0.0
     texts = sampler.generate(PROMPTS, config).tokens
-    before = st.generate(model, tokens, max_new_tokens=most, eos_token=words.eos_id())
-    same = [(new == old[: len(new)]).all() for new, old in zip(texts, before.tokens, strict=True)]
-    print(f"with the weights of before, the texts of before: {all(same)}")
+    before = st.generate(model, tokens, max_new_tokens=most, eos_token=0)
+    pairs = zip(texts, before.tokens, strict=True)
+    print(f"old weights, old texts: {all((new == old[: len(new)]).all() for new, old in pairs)}")
 
 
 if __name__ == "__main__":

@@ -279,11 +279,11 @@ def test_importance_ratios_are_1(family):
     model = model_of(family)
     rules = 2 * [(), (st.RepetitionPenalty(1.3), GRAMMAR)]
     way = st.Way(st.ModelDrafter(perturbed(model, 0.05)), TREES["tree"])
-    common = dict(max_new_tokens=60, temperature=1.0, eos_token=(), log_probs=True)
+    sampled = dict(max_new_tokens=60, temperature=1.0, eos_token=(), log_probs=True)
     for batch in range(int(os.environ.get("STREE_JAX_BATCHES", 1))):
         prompts = np.random.default_rng(batch).integers(37, size=(4, 5))
         row_options = [
-            st.Options(**common, processors=rule, key=4 * batch + row)
+            st.Options(**sampled, processors=rule, key=4 * batch + row)
             for row, rule in enumerate(rules)
         ]
         out = st.generate(model, prompts.tolist(), options=row_options, **way)
