@@ -19,12 +19,10 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.testing import bits_obstacle
 
-PROMPT = "Question: Ann has 3 pens."
-
 
 def reward(text):
     """What is to be learned: texts with many letters e."""
-    return text.count("e") / max(len(text), 1)
+    return text.count("e")
 
 
 def new_log_probs(model, tokens, is_new):
@@ -37,7 +35,7 @@ def loss(model, tokens, is_new, before, advantages):
     """GRPO's clipped loss, and the importance ratio of each new token."""
     ratio = jnp.exp(new_log_probs(model, tokens, is_new) - before)
     gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
-    return -jnp.where(is_new, gain, 0.0).sum() / is_new.sum(), ratio
+    return -(gain * is_new).sum() / is_new.sum(), ratio
 
 
 def imitation(draft, tokens, is_new):
@@ -70,9 +68,12 @@ def main(steps=40, samples=4, new_tokens=96, rate=1e-3, topology=None):
     """Trains the embedded model, and compares steps with and without drafts."""
     model, draft = (st.from_pretrained(st.demo_path(name)) for name in ("target", "draft"))
     tokenizer = st.load_tokenizer(st.demo_path("target"))
-    prompt, way = tokenizer.encode(PROMPT).ids, st.Way(st.ModelDrafter(draft), topology)
+    prompt, way = (
+        tokenizer.encode("Question: Ann has 3 pens.").ids,
+        st.Way(st.ModelDrafter(draft), topology),
+    )
     learn, follow = learner(model, loss, rate), learner(draft, imitation, rate)
-    seconds, rewards = collections.defaultdict(list), []
+    seconds, rewards, ratios = collections.defaultdict(list), [], []
 
     def timed(name, call, *arguments, **options):
         began = time.perf_counter()
@@ -99,17 +100,20 @@ def main(steps=40, samples=4, new_tokens=96, rate=1e-3, topology=None):
         new, is_new = out.tokens[chosen], np.arange(new_tokens) < out.lengths[chosen, None]
         tokens = np.hstack([[prompt, prompt], np.where(is_new, new, 0)])
         before = np.where(is_new, out.log_probs[chosen], 0.0)
-        ratio = timed("update", learn, tokens, is_new, before, advantages[chosen, None])
+        ratios += [timed("update", learn, tokens, is_new, before, advantages[chosen, None])]
         timed("refresh", follow, tokens, is_new)
-        if bits_obstacle(model) is None:
-            assert (ratio == 1).all()
         rewards.append(scores.mean())
         if step % 8 == 0:
-            so_far = f"step {step}: reward {rewards[-1]:.2f},"
-            print(so_far, f"{out.stats.tau:.2f} tokens per target call")
+            print(
+                f"step {step}: reward {rewards[-1]:.2f},",
+                f"{out.stats.tau:.2f} tokens per target call",
+            )
     early, late = (np.mean(part) for part in np.array_split(rewards, 3)[::2])
     print(f"the reward went from {early:.2f} to {late:.2f}")
-    print("no draft changed a text, and first importance ratios are 1, to the bit: True")
+    print("no draft changed a text: True")
+    if bits_obstacle(model) is None:
+        assert (np.stack(ratios) == 1).all()
+        print("importance ratios are 1, to the bit: True")
     # The first step compiles.
     without, drafted, update, refresh = (sum(times[1:]) for times in seconds.values())
     faster = (without + update) / (drafted + update + refresh)
