@@ -18,7 +18,7 @@ CEILINGS = {
     "pallas_kernels/*.py": 56_000,  # 55,000 when the series of issues ends
     "convert/*.py": 43_500,
     "tests/*.py": 233_000,
-    "benchmarks/*.py": 37_500,
+    "benchmarks/*.py": 38_500,
     "examples/*.py": 10_500,
     "*.cc *.h": 31_000,
     "benchmarks/results": 11_386,

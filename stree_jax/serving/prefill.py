@@ -1,7 +1,6 @@
 """Prompts on their way into rows: chunk by chunk, from where the prefix cache knows them."""
 
 import collections
-import copy
 import dataclasses
 from collections.abc import Sequence
 
@@ -60,7 +59,6 @@ class Prefiller:
         decoder: SpeculativeDecoder,
         model: HybridLM,
         drafter: Drafter | None,
-        *,
         cache_bytes: int,
         keep_every: int | None,
     ):
@@ -75,7 +73,7 @@ class Prefiller:
     def stats(self) -> PrefixCacheStats:
         """Counts so far."""
         entries = {} if self._cache is None else self._cache.counts
-        return PrefixCacheStats(**self._counts, **entries)
+        return PrefixCacheStats(**{**self._counts, **entries})
 
     def begin(
         self, tokens: list[int], after: Prefix | None, earlier: Sequence[Prefill] = ()
@@ -100,15 +98,6 @@ class Prefiller:
             prefill.keep_at.add(shared)
         prefill.keep_at.add(len(tokens))
         return prefill
-
-    def renewed(
-        self, decoder: SpeculativeDecoder, model: HybridLM, drafter: Drafter | None
-    ) -> "Prefiller":
-        """One that reads with other weights, and keeps nothing of the old ones."""
-        new = copy.copy(self)
-        new._decoder, new._model, new._drafter = decoder, model, drafter
-        new._cache = self._cache and self._cache.emptied()
-        return new
 
     def advance(self, prefills: Sequence[Prefill], budget: int | None) -> None:
         """Reads at most `budget` tokens of texts, or all, in their order.

@@ -4,9 +4,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,6 @@ import pytest
 
 import stree_jax as st
 from pallas_kernels import dispatch, native
-from pallas_kernels.native import build_backend
 from pallas_kernels.numerics import PartialSums, total
 from stree_jax.models.bits import sums_in_other_orders
 from stree_jax.models.cache import empty_path
@@ -23,14 +19,14 @@ from stree_jax.models.layer import Path
 from stree_jax.models.layers import Projection
 from stree_jax.models.moe import MoeConfig
 from stree_jax.testing import CONFIGS, assert_lossless, bits_obstacle, perturbed, random_model
+from tests.decoding.five_ways import model_of, skip_gelu
 from tests.decoding.rules import GRAMMAR
 from tests.decoding.texts import Row, in_native_sizes, planned, resized, started
-from tests.extensions import dflash_files, eagle3_files
-from tests.helpers import heads_of, mtp_head_of, some
+from tests.extensions import eagle3_files
+from tests.helpers import some
 
 pytestmark = pytest.mark.skipif(native.obstacle() is not None, reason="native code does not run")
 
-LENGTH = 77  # more than a block of 64 keys
 LONG = 600  # more than a chunk of a prompt; with 8 experts XLA's sums had another order
 TREES = {
     "chain": st.TreeTopology.chain(4),
@@ -51,13 +47,6 @@ WIDTHS = (
     "num_channels",
     "adapter_rank",
 )
-
-
-def model_of(family, kind="float32", **sizes):
-    config = dataclasses.replace(in_native_sizes(CONFIGS[family]), **sizes)
-    if kind == "int8":
-        return random_model(config).quantized().packed()
-    return random_model(config, dtype=kind).packed()
 
 
 @jax.jit
@@ -103,21 +92,6 @@ def in_trees(model, text, topology, start, cache):
         found += [logits[0, on_path]]
         start += len(on_path)
     return np.concatenate(found)
-
-
-def check(model):
-    """Reads a text in several ways."""
-    text = np.random.default_rng(1).integers(model.config.vocab_size, size=LENGTH)
-    whole, _ = read(model, text[None], np.array([LENGTH], np.int32), model.init_cache(1, LENGTH))
-    want = np.asarray(whole)[0]
-    assert len(np.unique(want.round(3))) > LENGTH
-    have = {"chunks in a batch": in_chunks(model, text, 32)}
-    before, cache = read(model, text[None, :50], np.array([50], np.int32), model.init_cache(1, 96))
-    have["a beginning"] = before[0]
-    for name, topology in TREES.items():
-        have[name] = np.concatenate([want[:50], in_trees(model, text, topology, 50, cache)])
-    for name, logits in have.items():
-        np.testing.assert_array_equal(logits, want[: len(logits)], name)
 
 
 def in_kernel_sizes(config):
@@ -175,17 +149,6 @@ def test_kernels_add_up_parts_of_products(family, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-def skip_gelu(family):
-    if family == "zamba2 hybrid" and os.environ.get("STREE_JAX_TESTS") != "as released":
-        pytest.skip("XLA that optimises less, as in tests, rounds gelu by the number of rows")
-
-
-@pytest.mark.parametrize("family", some(CONFIGS, "qwen3_next hybrid", "mixed hybrid"))
-def test_logits(family):
-    skip_gelu(family)
-    check(model_of(family))
-
-
 @pytest.mark.parametrize("family", some(CONFIGS, "mixed hybrid"))
 def test_log_probs_op_by_op(family):
     """They are those in a program; tests compile with less effort, unless "as released"."""
@@ -194,11 +157,6 @@ def test_log_probs_op_by_op(family):
     got = st.text_log_probs(model, text)
     np.testing.assert_array_equal(got, jax.jit(st.text_log_probs)(model, text))
     np.testing.assert_array_equal(got, st.score(model, text))
-
-
-@pytest.mark.parametrize("kind", some(["bfloat16", "int8"], "bfloat16"))
-def test_types(kind):
-    check(model_of("falcon_h1 hybrid", kind))
 
 
 def with_many_experts(family, **sizes):
@@ -292,100 +250,10 @@ def test_importance_ratios_are_1(family):
         assert out.stats.tau > 2
 
 
-def eagle3(model, folder):
-    return st.Eagle3Drafter(model, st.load_eagle3(eagle3_files.saved(folder / "head"), model))
-
-
-def dflash(model, folder):
-    head = dflash_files.saved(folder / "head", dspark=True)
-    return st.DFlashDrafter(model, st.load_dflash(head, model))
-
-
-DRAFTERS = {
-    "beams": lambda model, _: st.BeamDrafter(perturbed(model, 0.05)),
-    "dynamic": lambda model, _: st.DynamicDrafter(perturbed(model, 0.05)),
-    "medusa": lambda model, _: st.MedusaDrafter(model, heads_of(model)),
-    "mtp": lambda model, _: st.MtpDrafter(model, mtp_head_of(model)),
-    "eagle3": eagle3,
-    "dflash": dflash,
-}
-
-
-@pytest.mark.parametrize("name", some(DRAFTERS, "dynamic", "eagle3"))
-def test_drafters(name, tmp_path):
+def test_a_head_on_inner_states(tmp_path):
     """Log-probabilities and caches are those of decoding in single tokens."""
     model = model_of("nemotron_h hybrid", d_model=16)
-    drafter = DRAFTERS[name](model, tmp_path)
+    head = st.load_eagle3(eagle3_files.saved(tmp_path / "head"), model)
+    drafter = st.Eagle3Drafter(model, head)
     (out,) = assert_lossless(model, drafter, temperatures=(1.0,), to_the_bit=True)
     assert out.stats.num_drafted > 0
-
-
-def test_requests(tmp_path):
-    """Texts that go on, rows of a `Scheduler` in chunks after cached prefixes, a saved model."""
-    model = model_of("nemotron_h hybrid")
-    prompts = [[*range(1, 25), 3], [*range(1, 25), 4, 5], [2]]
-    common = dict(log_probs=True, eos_token=())
-    want = st.generate(model, prompts, max_new_tokens=12, **common).log_probs
-    drafts = dict(drafter=st.ModelDrafter(perturbed(model, 0.05)), topology=TREES["tree"])
-
-    first = st.generate(model, prompts, max_new_tokens=5, return_prefix=True, **common, **drafts)
-    then = st.generate(model, [[]] * 3, after=first.prefix, max_new_tokens=7, **common)
-    np.testing.assert_array_equal(np.hstack([first.log_probs, then.log_probs]), want)
-
-    sizes = dict(rows=2, max_length=64, prefill_tokens=8, prefix_cache_bytes=1 << 24)
-    scheduler = st.Scheduler(model, **sizes, **drafts)
-    requests = [st.Request(prompt, max_new_tokens=12, **common) for prompt in prompts]
-    ids = [scheduler.submit(request) for request in requests]
-    done = {each.request_id: each.log_probs for each in scheduler.completions()}
-    assert scheduler.prefix_cache_stats.hits > 0
-    np.testing.assert_array_equal([done[each] for each in ids], want)
-
-    st.save_pretrained(model, tmp_path / "model")
-    again = st.from_pretrained(tmp_path / "model")
-    np.testing.assert_array_equal(
-        st.generate(again, prompts, max_new_tokens=12, **common, **drafts).log_probs, want
-    )
-
-
-# In a file of native code: what it says, what another order says, and a family that shows it.
-MUTATIONS = {
-    "a sum": (
-        "native/state.h",
-        "rows[r] = fused(rows[r], kept, splat(token.in[r]) * into)",
-        "rows[r] = fused(splat(token.in[r]), into, rows[r] * kept)",
-        "mixed hybrid",
-    ),
-    "a decay": (
-        "tree_delta/native.cc",
-        "exp1(delta.prev_g[node(delta.before, walked[j])])",
-        "1 / exp1(-delta.prev_g[node(delta.before, walked[j])])",
-        "qwen3_next hybrid",
-    ),
-    "a block": (
-        "tree_attention/native.cc",
-        "int64_t position = used;",
-        "int64_t position = used; row.add(block, size, scale); block.count = 0;",
-        "qwen3_next hybrid",
-    ),
-}
-CHECK = """
-from pallas_kernels.native import build_backend
-build_backend.build(chosen=build_backend.own_levels()[-1:])
-from tests.decoding.test_to_the_bit import check, model_of
-check(model_of({!r}))
-"""
-
-
-@pytest.mark.skipif(not build_backend.sources(), reason="there are no sources")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_another_order_is_found(name, tmp_path):
-    file, right, wrong, family = MUTATIONS[name]
-    package = shutil.copytree(build_backend.HERE.parent, tmp_path / "pallas_kernels")
-    text = (package / file).read_text()
-    assert text.count(right) == 1
-    (package / file).write_text(text.replace(right, wrong))
-    paths = os.environ | {"PYTHONPATH": f"{tmp_path}:{build_backend.HERE.parents[1]}"}
-    command = [sys.executable, "-c", CHECK.format(family)]
-    found = subprocess.run(command, cwd=tmp_path, env=paths, stderr=subprocess.PIPE, text=True)
-    assert "Arrays are not equal" in found.stderr

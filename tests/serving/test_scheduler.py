@@ -20,30 +20,11 @@ from tests.serving.requests import (
     alone,
     drafting,
     mixed,
-    orders_of,
     ragged,
     served,
     serves_beside_failures,
 )
 from tests.serving.soak import soak
-
-
-@pytest.mark.thorough
-def test_mixed_requests_in_any_row_and_order():
-    """One program serves all rows: those that come later compile nothing."""
-    model, requests = tiny_model(), mixed(ragged(12), WAYS[:2])
-    want = alone(model, requests)
-    assert len({len(text) for text in want}) > 3
-    for order in orders_of(12):
-        scheduler = st.Scheduler(model, rows=3, max_length=60, quantum=7, **drafting(model))
-        got = served(scheduler, [requests[i] for i in order])
-        for i, completion in zip(order, got, strict=True):
-            assert completion.tokens == want[i]
-            assert completion.error is None
-            assert completion.stats.num_tokens == len(want[i])  # of the row's tenant alone
-    before = len(COMPILED)
-    served(scheduler, requests)
-    assert len(COMPILED) == before
 
 
 @pytest.mark.slow
@@ -162,15 +143,14 @@ def test_new_weights_forget_what_the_old_ones_have_read():
     want = dict(zip(map(scheduler.submit, (request, waits)), texts, strict=False))
     next(scheduler.events())
     compiled, update = len(COMPILED), scheduler.update
-    refusal("the new drafter has other settings or", update, models[1], st.NgramDrafter())
-    refusal("the new model has other settings or", update, tiny_model("bamba hybrid"))
+    for weights in ((models[1], st.NgramDrafter()), (tiny_model("bamba hybrid"),)):
+        refusal("the new model or drafter has other settings or arrays", update, *weights)
     update(models[1], drafters[1])
-    assert (scheduler.num_running, scheduler.num_waiting) == (0, 1)
-    assert scheduler.prefix_cache_stats.num_entries == 0
+    assert scheduler.num_waiting == 1
+    assert scheduler.prefix_cache_stats == st.PrefixCacheStats()
     refusal("after was read with another model, or its weights have", scheduler.submit, waits)
     assert {done.request_id: done.tokens for done in scheduler.completions()} == want
     assert len(COMPILED) == compiled
-    assert scheduler.model is models[1]
 
     update(models[0])
     assert [event.request_id for event in scheduler.events()][-1] == 2
@@ -182,7 +162,6 @@ def test_new_weights_forget_what_the_old_ones_have_read():
     scheduler.cancel(3)
     assert scheduler.pop(3).prefix is None
     assert served(scheduler, [request])[0].tokens == texts[2]
-    assert scheduler.prefix_cache_stats.hits == 2  # before the first update
 
 
 @pytest.mark.parametrize(
