@@ -119,20 +119,18 @@ def draw_tree(
 ) -> None:
     """A tree from left to right: `accepted` nodes filled, `own` framed, the others grey."""
     heights, leaves = dict[int, float](), itertools.count()
+    tree = st.TreeTopology.from_parents(parents)
 
     def settle(node: int) -> float:
-        below = [settle(child) for child, parent in enumerate(parents) if parent == node]
+        below = [*map(settle, tree.children[node])]
         middle = (below[0] + below[-1]) / 2 if below else top + (next(leaves) + 0.5) * pitch
         heights[node] = middle
         return middle
 
     settle(0)
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    gap = 480 / (max(depths) + 1)
+    gap = 480 / (tree.depth + 1)
     for node, parent in enumerate(parents):
-        x, y, accepted = depths[node] * gap + 2, heights[node], node in which["accepted"]
+        x, y, accepted = tree.depths[node] * gap + 2, heights[node], node in which["accepted"]
         colour = "C2" if node == which["own"] else "C0" if accepted else GREY
         if parent >= 0:
             above, width = heights[parent], 0.8 if colour == GREY else 1.9

@@ -2,7 +2,8 @@
 
 Requests at temperature 0 through a `Scheduler`, with both, with chunked prefill alone, and with
 neither, and by `generate` on batches of as many rows in the order of arrival. A batch runs until
-its longest request has ended, and counts what its requests asked for. First all requests are there
+its longest request has ended, and counts what its requests asked for. Branches of a chat follow a
+text that the cache has read, with the ends of its turns kept or not. First all requests are there
 from the start: tokens a second. Then they arrive at random, at a set fraction of the rate at which
 the scheduler without either serves them: percentiles of the time from a request's arrival to its
 first token, and of its pauses between new tokens. Each run begins with an empty prefix cache.
@@ -28,7 +29,7 @@ from benchmarks.workloads import Path, Workload, workloads
 from stree_jax.measuring.clock import speeds
 from stree_jax.measuring.report import SPEED, Table
 
-OPTIONS = {"--workloads": {"nargs": "+"}, "--requests": 32, "--rows": 8}
+OPTIONS = {"--workloads": {"nargs": "+", "default": [""]}, "--requests": 32, "--rows": 8}
 OPTIONS |= {"--load": 0.7, "--rounds": 3}
 
 BATCHES, PLAIN = "batches as they come", "scheduler, neither"
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     records: list[dict[str, Any]] = []
     tables: list[Table] = []
     for workload in workloads(pair.prompts, lambda text: tokenizer.encode(text).ids):
-        if options.workloads and not any(map(workload.name.count, options.workloads)):
+        if not any(map(workload.name.count, options.workloads)):
             continue
         found = measured(pair.target, workload, options)
         records += found
@@ -72,11 +73,14 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         title = f"{workload.name}, {options.load:.0%} of the rate of the scheduler with neither"
         tables.append(Table(title, found, {"way": "{way}"} | FIRST))
         tables.append(Table(title, streams, {"way": "{way}"} | PAUSES))
-        different = [row for row in records if row["same_tokens"] < row["requests"]]
         yield Found(
             pair.settings() | {"quantum": QUANTUM, "ways": records},
             tables,
-            wrong=[(row["workload"], row["way"]) for row in different],
+            wrong=[
+                (row["workload"], row["way"])
+                for row in records
+                if row["same_tokens"] < row["requests"]
+            ],
             line={"speed_up": {row["workload"]: row["speed_up"]["median"] for row in records}},
         )
 
@@ -198,6 +202,8 @@ def scheduled(
 ) -> Served:
     """A run through a scheduler."""
     scheduler = st.Scheduler(model, max_length=workload.max_length, quantum=QUANTUM, **settings)
+    if workload.known and settings["prefix_cache_bytes"]:
+        scheduler.read(workload.known[0], keep=workload.known[1])
     clock, paths = _Clock(workload, arrivals), {}
     while True:
         for path, request in clock.arrived().items():

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,18 +24,23 @@ class Workload(NamedTuple):
     first: list[st.Request]
     max_length: int  # of any request
     following: Callable[[Path, Sequence[int]], Mapping[Path, st.Request]] = lambda path, text: {}
+    known: Any = None  # a text that a prefix cache has read before, and the positions that it keeps
 
 
 def workloads(prompts: Sequence[list[int]], encode: Callable[[str], list[int]]) -> list[Workload]:
     """All workloads, of as many requests as prompts; trees are fewer."""
     shots = encode("".join(examples(SHOTS)))
-    system = _repeated(encode("".join(examples(2 * SHOTS)[SHOTS:])), SYSTEM_PROMPT)
+    repeated = itertools.cycle(encode("".join(examples(2 * SHOTS)[SHOTS:])))
+    system = [*itertools.islice(repeated, SYSTEM_PROMPT)]
+    turns = [*itertools.accumulate([system, *prompts[:8]])]  # texts up to the end of each
     few = prompts[: -(-len(prompts) // 8)]
     return [
         Workload("mixed requests", _mixed(prompts), _longest(prompts, LIMITS[1])),
-        _shared(f"a system prompt of {SYSTEM_PROMPT:,} tokens", system, prompts, 32),
-        _shared(f"{SHOTS} examples of GSM8K", shots, prompts, 64),
+        _shared(f"a system prompt of {SYSTEM_PROMPT:,} tokens", [system], prompts, 32),
+        _shared(f"{SHOTS} examples of GSM8K", [shots], prompts, 64),
         _thoughts(few, shots),
+        _shared("branches of a chat", turns, prompts, 24, []),
+        _shared("branches of a chat, turns kept", turns, prompts, 24, [*map(len, turns)]),
     ]
 
 
@@ -45,10 +50,6 @@ def _longest(prompts: Sequence[list[int]], more: int) -> int:
 
 def _request(prompt: list[int], new: int, *, keep: bool = False) -> st.Request:
     return st.Request(prompt, max_new_tokens=new, eos_token=(), keep=keep)
-
-
-def _repeated(tokens: list[int], count: int) -> list[int]:
-    return [*itertools.islice(itertools.cycle(tokens), count)]
 
 
 def _mixed(prompts: Sequence[list[int]]) -> list[st.Request]:
@@ -62,9 +63,14 @@ def _mixed(prompts: Sequence[list[int]]) -> list[st.Request]:
     ]
 
 
-def _shared(name: str, stem: list[int], prompts: Sequence[list[int]], new: int) -> Workload:
-    first = [_request([*stem, *prompt], new) for prompt in prompts]
-    return Workload(name, first, len(stem) + _longest(prompts, new))
+def _shared(
+    name: str, stems: list[list[int]], prompts: Sequence[list[int]], new: int, keep: Any = None
+) -> Workload:
+    """Prompts after one text, or in turn after the turns of a chat that was read before."""
+    pairs = zip(itertools.cycle(stems), prompts, strict=False)
+    first = [_request([*stem, *prompt], new) for stem, prompt in pairs]
+    known = None if keep is None else (stems[-1], keep)
+    return Workload(name, first, len(stems[-1]) + _longest(prompts, new), known=known)
 
 
 def _thoughts(prompts: Sequence[list[int]], shots: list[int]) -> Workload:

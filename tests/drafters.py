@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -90,6 +91,43 @@ class KnownText(Echo):
 
     def commit(self, state, draft, verdict, hidden, topology):
         return None
+
+
+class AnyTree(Echo):
+    """Draws a tree of any shape in each step, most of whose tokens are those of a text."""
+
+    chooses_shape = True
+
+    def __init__(self, text, seed, vocab_size):
+        self.text, self.seed, self.vocab_size = jnp.asarray(text), jnp.uint32(seed), vocab_size
+
+    def propose(self, state, step, topology):
+        length, nodes = step.context.length, topology.num_nodes
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.seed), length)
+        draws = jax.vmap(lambda key: jax.random.uniform(key, (4, nodes)))(keys)
+        above, is_right, exists, any_token = jnp.moveaxis(draws, 1, 0)
+        rows, nothing = jnp.arange(len(length)), jnp.zeros(above.shape, jnp.int32)
+        parents, depth, valid = nothing - 1, nothing, exists < 0.9
+        mask = jnp.broadcast_to(jnp.eye(nodes, dtype=bool), (len(length), nodes, nodes))
+        valid = valid.at[:, 0].set(True)
+        for node in range(1, nodes):
+            parent = (node * above[:, node]).astype(jnp.int32)
+            parent = jnp.where(depth[rows, parent] < topology.depth, parent, 0)
+            parents, depth, valid, mask = (
+                parents.at[:, node].set(parent),
+                depth.at[:, node].set(depth[rows, parent] + 1),
+                valid.at[:, node].min(valid[rows, parent]),
+                mask.at[:, node].max(mask[rows, parent]),
+            )
+        right = self.text.at[length[:, None] + depth - 1].get(mode="clip")
+        wrong = (self.vocab_size * any_token).astype(jnp.int32)
+        tokens = jnp.where(is_right < 0.8, right, wrong)
+        tokens = tokens.at[:, :1].set(st.root_only(step.context).tokens)
+        tree = st.Tree(parents, depth, mask & valid[:, None], valid)
+        return st.DraftTree.of(tokens, tree), state
+
+    def commit(self, state, draft, verdict, hidden, topology):
+        return state
 
 
 class Plain(st.Drafter):

@@ -35,14 +35,14 @@ def load(name):
 
 
 SMALL = {"steps": 12, "num_layers": 1}
-FASTER = {"train_a_pair": SMALL, "own_mixer": SMALL}
+FASTER = {"train_a_pair": SMALL, "own_mixer": SMALL, "grpo": {"steps": 3, "new_tokens": 8}}
 
 
 @pytest.mark.docs
 @pytest.mark.parametrize("name", sorted({f.stem for f in EXAMPLES.glob("*.py")} - {"ray_data"}))
 def test_it_runs(name, tiny_pair, monkeypatch, capsys):
     """In this process, with tiny models in the place of the embedded ones; Ray has workers."""
-    if name == "rollouts":
+    if name == "tunix_sampler":
         warnings.simplefilter("ignore")  # those of Tunix; pytest restores the filters
     monkeypatch.setattr(st, "demo_path", tiny_pair.joinpath)
     load(name).main(**FASTER.get(name, {}))

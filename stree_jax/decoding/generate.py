@@ -1,5 +1,6 @@
 """`generate` and `stream`: checks first, then one compiled program."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from stree_jax.decoding.options import Options, spelled_out
 from stree_jax.decoding.plan import Plan, plan
 from stree_jax.decoding.prefix.prefill import tokens_from
 from stree_jax.decoding.prefix.prefix import Prefix, check_origin, for_rows, origin_of, repeated
+from stree_jax.decoding.prompts import buffer_size, checked_places
 from stree_jax.decoding.quanta import Quanta
 from stree_jax.decoding.results import Ended, Generation, Piece, Pieces, generation_of
 from stree_jax.decoding.types import Context, DecodeState
@@ -35,6 +37,7 @@ def generate(
     after: Prefix | None = None,
     return_cache: bool = False,
     return_prefix: bool = False,
+    keep: Sequence[int] | Any = (),
     lossy: bool = False,
     to_the_bit: bool = False,
     record_calls: bool = False,
@@ -71,6 +74,8 @@ def generate(
             prompts.
         return_cache: return the target's cache too; its memory is held as long as the result.
         return_prefix: return a prefix to continue from; it holds the caches.
+        keep: positions in the texts before the output, such as the ends of a chat's turns:
+            `Generation.kept` has the prefix of so many first tokens of each prompt.
         lossy: allow a lossy verifier, such as "typical". Then the guarantees above do not hold, and
             the result says `lossless = False`.
         to_the_bit: ask for log-probabilities with drafts that equal those without to the bit;
@@ -94,8 +99,8 @@ def generate(
             token. Only that row ended early; the error names it and holds the output of all
             rows.
     """
-    if after is not None or return_prefix:
-        check_on_one_device(model, "return_prefix" if after is None else "after")
+    if after is not None or return_prefix or keep:
+        check_on_one_device(model, "keep or return_prefix" if after is None else "after")
     if after is not None:
         check_origin(after, model, any_drafter=True)
     request = plan(
@@ -112,11 +117,20 @@ def generate(
         record_calls=record_calls,
         **keywords,
     )
+    places = checked_places(keep, 1, int(np.asarray(request.context.length).min()))
     request = request.placed(model.partition)
+    decoder, drafter, kept = request.decoder, request.drafter, {}
     quanta = Quanta(request, model, len(request.context.length), ends=True)
     with dispatch.on(model):
+        for place in places:
+            tokens, length = (part[::n] for part in request.context)
+            short = dataclasses.replace(decoder, max_length=buffer_size(place))
+            part = Context(tokens[:, : short.max_length], jnp.full_like(length, place))
+            before = after and for_rows(after, len(length), model, drafter)
+            after = short.read(model, drafter, part, before)
+            after = kept[place] = after._replace(origin=origin_of(model, drafter))
         state = _started(request, model, quanta, n, after)
-        state = quanta.run(request.decoder, state, request.limits, request.sampling)
+        state = quanta.run(decoder, state, request.limits, request.sampling)
         if return_prefix:
             state = quanta.caught_up(state)
     ended = Ended.of(state, request.limits, quanta.by_tree, len(request.rows))
@@ -125,10 +139,9 @@ def generate(
     if return_prefix:
         tokens, length = state.context
         length = jnp.where(state.failed > 0, 0, length).astype(jnp.int32)  # a failed row has none
-        context = Context(tokens[:, : request.decoder.max_length], length)
-        origin = origin_of(model, request.drafter)
-        prefix = Prefix(context, state.cache, state.drafter, origin)
-    return generation_of(ended, request, cache, prefix)
+        context = Context(tokens[:, : decoder.max_length], length)
+        prefix = Prefix(context, state.cache, state.drafter, origin_of(model, drafter))
+    return generation_of(ended, request, cache, prefix, kept)
 
 
 @spelled_out

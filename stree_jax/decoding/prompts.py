@@ -87,6 +87,12 @@ def checked_prompts(
     return rows
 
 
+def checked_places(keep: Sequence[int] | Any, least: int, most: int) -> list[int]:
+    """The numbers of first tokens of a text after which a state is kept, ascending."""
+    require(isinstance(keep, Sequence), f"keep must be a list of positions, got {shown(keep)}")
+    return sorted({check_int("keep", place, least, most) for place in keep})
+
+
 def in_buffers(rows: Sequence[Sequence[int] | np.ndarray], width: int | None = None) -> Context:
     """Right-padded texts in buffers of `width`; None: of the next size of the longest."""
     lengths = np.array([len(row) for row in rows], np.int32)

@@ -73,6 +73,8 @@ class Generation:
         top_tokens: `[B, max_new_tokens, best]` int32, these tokens, then `PAD`.
         prefix: all rows' texts and caches, to continue with `generate(after=prefix)`, if
             `return_prefix` asked for it. It has read the stop that ended a row.
+        kept: by position, the prefixes of so many first tokens of the prompts, if `keep` asked for
+            them; `Prefix.nbytes` says what each takes.
         calls: `[B, max_new_tokens]` int32, with `record_calls` the call of the target, from 1, that
             emitted each token, then 0.
         drafted: `[B, max_new_tokens]` bool, whether it was an accepted draft; else it is the
@@ -96,6 +98,7 @@ class Generation:
     calls: np.ndarray | None = None
     drafted: np.ndarray | None = None
     pieces: list[list[str]] | None = None
+    kept: dict[int, Prefix] | None = None
 
     def __repr__(self) -> str:  # a notebook shows a cell's last value
         size, tau = f"tokens {self.tokens.shape}", f"tau {self.stats.tau:.2f}"
@@ -212,7 +215,11 @@ class NewTokens(NamedTuple):
 
 
 def generation_of(
-    ended: Ended, request: Plan, cache: Cache | None = None, prefix: Prefix | None = None
+    ended: Ended,
+    request: Plan,
+    cache: Cache | None = None,
+    prefix: Prefix | None = None,
+    kept: dict[int, Prefix] | None = None,
 ) -> Generation:
     """The result of a request's rows, padded to the largest `max_new_tokens` of all rows."""
     rows = [ended.new(i, row.stopping) for i, row in enumerate(request.rows)]
@@ -256,6 +263,7 @@ def generation_of(
         None if calls is None else abs(calls),
         None if calls is None else calls > 0,
         pieces,
+        kept,
     )
     failed = np.flatnonzero(ended.failed).tolist()
     if not failed:

@@ -20,6 +20,7 @@ from stree_jax.mesh.partition import ROWS
 from stree_jax.mesh.programs import on_mesh
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
+from stree_jax.models.matrices import in_first
 
 _MOST_LOGITS = 2**24  # some places at a time: 64 MiB
 
@@ -86,6 +87,10 @@ def text_log_probs(model: HybridLM, tokens: Tokens | Any) -> Float32[Array, "B _
     nothing before it. No `[B, T, V]` array exists, not even in the backward pass. For a model on
     one device, or replicated.
 
+    For a packed model on a CPU a gradient changes no bit of these numbers, although XLA
+    differentiates its own versions of the ops: the texts are read once more. So the importance
+    ratio of a text to its sampling is 1 in the first pass of a policy gradient.
+
     Args:
         model: the model.
         tokens: whole texts, ids of the vocabulary on the padding too. Those of a traced array are
@@ -111,7 +116,26 @@ def text_log_probs(model: HybridLM, tokens: Tokens | Any) -> Float32[Array, "B _
     batch, length = tokens.shape
     if batch == 0 or length < 2:
         return jnp.zeros((batch, max(0, length - 1)), jnp.float32)
+    if model.output_head.storage.sums_in_one_order:
+        return _with_equal_bits(model, tokens)
+    return _log_probs_after(model, tokens)
+
+
+def _log_probs_after(model: HybridLM, tokens: Tokens) -> Float32[Array, "B _"]:
     return _chosen(model, model.hidden(tokens)[:, :-1], tokens[:, 1:])[0]
+
+
+_with_equal_bits = jax.custom_jvp(_log_probs_after)
+
+
+@_with_equal_bits.defjvp
+def _slope(arguments: Any, tangents: Any) -> tuple[Array, Array]:
+    """XLA differentiates its own ops, and fastest in matrices that are not packed."""
+
+    def unpacked(model: HybridLM, tokens: Tokens) -> Array:
+        return _log_probs_after(in_first(model), tokens)
+
+    return _with_equal_bits(*arguments), jax.jvp(unpacked, arguments, tangents)[1]
 
 
 @jax.jit

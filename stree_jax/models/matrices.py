@@ -255,7 +255,9 @@ def _turned(matrix: Any, axis: int) -> Any:
 
 
 def _copied(array: Array) -> Array:
-    """In the order of memory that any other array has."""
+    """In the order of memory that any other array has; a program chooses its own."""
+    if isinstance(array, jax.core.Tracer):
+        return array
     return jnp.asarray(np.ascontiguousarray(array))
 
 

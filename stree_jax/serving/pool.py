@@ -34,6 +34,8 @@ class Pool:
 
     Attributes:
         state: the loop's state, which calls donate; None at first.
+        num_best: what the rows record, see `SpeculativeDecoder`.
+        stop_sizes: of the automata of stops; None: no row has had stops.
     """
 
     def __init__(
@@ -49,18 +51,15 @@ class Pool:
         self._max_length = max_length
         (self._size,) = {plan.decoder.max_length for plan in plans.values() if plan}
         self._num_rows = rows
-        self._num_best: int | None = None  # what the rows record, see `SpeculativeDecoder`
-        self._stop_sizes: tuple[int, int] | None = None  # of their automata; None: no row has stops
+        self.num_best: int | None = None
+        self.stop_sizes: tuple[int, int] | None = None
         self.state: Any = None
         self._started: set[int] = set()  # rows that have started since the last run
         self._tables: dict[int, Any] = {}  # of processors, on the mesh
         self._origin = origin_of(model, drafter)
-        self._quanta = self._new_quanta()
-
-    def _new_quanta(self) -> Quanta:
-        plan = self._plans[True] or self._plans[False]
+        plan = plans[True] or plans[False]
         assert plan is not None
-        return Quanta(plan, self._model, self._num_rows, ends=False)
+        self._quanta = Quanta(plan, model, rows, ends=False)
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +74,7 @@ class Pool:
         """The decoder, with the records of the rows, and the drafter."""
         plan = self._plans[greedy]
         assert plan is not None  # the scheduler refuses such requests
-        return dataclasses.replace(plan.decoder, num_best=self._num_best), plan.drafter
+        return dataclasses.replace(plan.decoder, num_best=self.num_best), plan.drafter
 
     def check(self, after: Prefix) -> None:
         """Refuses a prefix of another model, drafter or pool."""
@@ -89,16 +88,8 @@ class Pool:
 
     @property
     def has_new_weights(self) -> bool:
-        """True if model or drafter got other weights since the rows began, or `renew`."""
+        """True if weights of model or drafter were changed in place."""
         return self._origin != origin_of(self._model, self._drafter)
-
-    def renew(self) -> None:
-        """Takes the weights that model and drafter have now; no row has a text.
-
-        What texts before taught about drafts was of the old weights.
-        """
-        self.state, self._quanta = None, self._new_quanta()
-        self._origin = origin_of(self._model, self._drafter)
 
     def signed(self, prefix: Prefix) -> Prefix:
         """The prefix with the names of model and drafter, see `check`."""
@@ -157,7 +148,7 @@ class Pool:
 
     def _limits(self, rows: Mapping[int, Row]) -> Limits:
         vocab_size = self._model.config.vocab_size
-        limits = limits_of(self._settings(rows), vocab_size, self._stop_sizes)
+        limits = limits_of(self._settings(rows), vocab_size, self.stop_sizes)
         return self._model.partition.put_rows(limits)
 
     def _fit(self, decoder: SpeculativeDecoder, drafter: Drafter | None) -> None:
@@ -170,12 +161,12 @@ class Pool:
         """Gives all rows what a text needs, in few sizes."""
         vocab_size, stopping = self._model.config.vocab_size, plan.rows[0].stopping
         num_best = plan.decoder.num_best
-        if num_best is not None and num_best > (-1 if self._num_best is None else self._num_best):
-            self._num_best = num_best
+        if num_best is not None and num_best > (-1 if self.num_best is None else self.num_best):
+            self.num_best = num_best
         if stopping:
-            before = self._stop_sizes or (1, 1)
+            before = self.stop_sizes or (1, 1)
             states, classes = map(max, before, stopping.machine(vocab_size).sizes)
-            self._stop_sizes = states, classes
+            self.stop_sizes = states, classes
 
 
 @contextlib.contextmanager

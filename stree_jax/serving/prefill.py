@@ -59,7 +59,6 @@ class Prefiller:
         decoder: SpeculativeDecoder,
         model: HybridLM,
         drafter: Drafter | None,
-        *,
         cache_bytes: int,
         keep_every: int | None,
     ):
@@ -74,7 +73,7 @@ class Prefiller:
     def stats(self) -> PrefixCacheStats:
         """Counts so far."""
         entries = {} if self._cache is None else self._cache.counts
-        return PrefixCacheStats(**self._counts, **entries)
+        return PrefixCacheStats(**{**self._counts, **entries})
 
     def begin(
         self, tokens: list[int], after: Prefix | None, earlier: Sequence[Prefill] = ()
@@ -99,11 +98,6 @@ class Prefiller:
             prefill.keep_at.add(shared)
         prefill.keep_at.add(len(tokens))
         return prefill
-
-    def forget(self) -> None:
-        """Drops all that is kept."""
-        if self._cache is not None:
-            self._cache.clear()
 
     def advance(self, prefills: Sequence[Prefill], budget: int | None) -> None:
         """Reads at most `budget` tokens of texts, or all, in their order.

@@ -14,7 +14,7 @@ from stree_jax.decoding.prefix.prefix import Prefix
 
 @dataclasses.dataclass(frozen=True)
 class PrefixCacheStats:
-    """Counts of a scheduler's prefix cache since the scheduler was made.
+    """Counts of a scheduler's prefix cache since the scheduler was made, or got other weights.
 
     Attributes:
         lookups: texts whose prefill began.
@@ -24,6 +24,7 @@ class PrefixCacheStats:
         nbytes: bytes of the entries' arrays now; an array that several have counts once.
         num_entries: entries now.
         evictions: entries removed because the budget was spent.
+        sizes: tokens and bytes of each entry now, the least recently used first.
     """
 
     lookups: int = 0
@@ -33,6 +34,7 @@ class PrefixCacheStats:
     nbytes: int = 0
     num_entries: int = 0
     evictions: int = 0
+    sizes: tuple[tuple[int, int], ...] = ()
 
 
 class PrefixCache:
@@ -47,9 +49,15 @@ class PrefixCache:
         self._nbytes = self._evictions = 0
 
     @property
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """Counts of entries, see `PrefixCacheStats`."""
-        return dict(nbytes=self._nbytes, num_entries=len(self._entries), evictions=self._evictions)
+        sizes = tuple((len(text), entry.nbytes) for text, entry in self._entries.items())
+        return dict(
+            nbytes=self._nbytes,
+            num_entries=len(sizes),
+            evictions=self._evictions,
+            sizes=sizes,
+        )
 
     def find(self, tokens: Sequence[int], longer_than: int = 0) -> tuple[int, Prefix] | None:
         """Returns the longest entry that a text begins with, and its length."""
@@ -95,12 +103,6 @@ class PrefixCache:
         while self._nbytes > self._budget:
             self._remove(next(iter(self._entries)))
             self._evictions += 1
-
-    def clear(self) -> None:
-        """Removes all entries."""
-        empty = PrefixCache(self._budget)
-        empty._evictions = self._evictions
-        vars(self).update(vars(empty))
 
     def _longest(self, tokens: Sequence[int]) -> tuple[int, ...] | None:
         """The longest key that a text begins with.

@@ -1,6 +1,7 @@
 """`Scheduler`: requests of any lengths share the rows of one decode loop."""
 
 import collections
+import copy
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +16,11 @@ from stree_jax.decoding import slots
 from stree_jax.decoding.drafters import Drafter
 from stree_jax.decoding.loop import MAX_STEPS
 from stree_jax.decoding.plan import Plan, Row, check_together, plan
-from stree_jax.decoding.prefix.prefix import Prefix, continued_texts
-from stree_jax.decoding.prompts import MAX_TOKENS, checked_prompts, typed_key
+from stree_jax.decoding.prefix.prefix import Prefix, continued_texts, same_rows
+from stree_jax.decoding.prompts import MAX_TOKENS, checked_places, checked_prompts, typed_key
 from stree_jax.decoding.verifiers import Verifier, verifier_of
 from stree_jax.decoding.way import Topology, Way
+from stree_jax.mesh.hosts import on_host
 from stree_jax.messages import shown
 from stree_jax.models.lm import HybridLM, check_model
 from stree_jax.serving import outcomes
@@ -102,23 +104,10 @@ class Scheduler:
                 f"verifier {shown(verifier)} is lossy, and a Scheduler gives the target's own"
                 " texts; leave verifier out, or use generate(..., lossy=True)"
             )
-        self._model, self._way = model, Way(drafter, topology, verifier, to_the_bit=to_the_bit)
         self._num_rows, self._max_length, self._quantum = rows, max_length, quantum
         self._no_key = typed_key([0])  # at temperature 0 nothing is drawn
-        # At temperature 0 and above it; None where the verifier refuses.
-        plans = {greedy: self._planned(greedy) for greedy in (True, False)}
-        if not any(plans.values()):
-            self._plan_of(Request([0], max_new_tokens=1))  # raises
-        self._sampled = plans[False]
-        self._pool = Pool(model, drafter, plans, max_length=max_length, rows=rows)
-        decoder, drafts = self._pool.program(bool(plans[True]))
-        self._prefiller = Prefiller(
-            decoder,
-            model,
-            drafts,
-            cache_bytes=prefix_cache_bytes,
-            keep_every=prefix_every,
-        )
+        self._keeping = prefix_cache_bytes, prefix_every
+        self._take(model, Way(drafter, topology, verifier, to_the_bit=to_the_bit))
         self._prefill_tokens = prefill_tokens
         # What changes together is replaced by one statement, after all calls that make it: Python
         # handles signals at calls and jumps, so that an interrupt comes before or after it.
@@ -241,10 +230,10 @@ class Scheduler:
         """
         request_id = self._checked_id(request_id)
         now = time.perf_counter()
-        for place, job in enumerate(self._queue):
+        for job in self._queue:
             if job.request_id == request_id:
                 ended = self._outcomes.ended(job, outcomes.of_waiting(job, now))
-                queue = self._queue[:place] + self._queue[place + 1 :]
+                queue = tuple(one for one in self._queue if one is not job)
                 self._queue, self._outcomes = queue, ended
                 return
         for row, tenant in self._tenants.items():
@@ -266,16 +255,21 @@ class Scheduler:
         return request_id
 
     @jax.transfer_guard("allow")
-    def read(self, prompt: Sequence[int], after: Prefix | None = None) -> Prefix:
+    def read(
+        self, prompt: Sequence[int], after: Prefix | None = None, *, keep: Sequence[int] | Any = ()
+    ) -> Prefix:
         """Prefills a prompt once, to be shared by any number of requests.
 
         Args:
             prompt: token ids.
             after: the prefix before the prompt, from `read` or from a completion.
+            keep: positions in the whole text, such as the ends of a chat's turns: the prefix cache
+                keeps the state after so many tokens, for texts that begin with them.
 
         Raises:
-            ValueError: not token ids, more than `max_length` of them, or a prefix of another model,
-                drafter or pool.
+            ValueError: not token ids, more than `max_length` of them, a prefix of another model,
+                drafter or pool, positions outside of the text or before the end of `after`, or no
+                prefix cache for them.
         """
         texts = checked_prompts([prompt], self._model.config.vocab_size)
         self._check_weights()
@@ -287,23 +281,78 @@ class Scheduler:
             raise ValueError(
                 f"the text has {len(text)} tokens, and max_length is {self._max_length}"
             )
-        prefill = self._prefiller.begin(text, after)
-        self._prefiller.advance([prefill], None)
-        return self._pool.signed(self._prefiller.prefix(prefill))
+        have = 1 if after is None else int(on_host(after.context.length)[0])
+        places = checked_places(keep, have, len(text))
+        if places and not self._keeping[0]:
+            raise ValueError(f"keep = {places} needs a prefix cache: prefix_cache_bytes=2**28")
+        for place in (*places, len(text)):  # the cache keeps what is read to its end
+            prefill = self._prefiller.begin(text[:place], after)
+            self._prefiller.advance([prefill], None)
+            after = prefix = self._pool.signed(self._prefiller.prefix(prefill))
+        return prefix
+
+    @jax.transfer_guard("allow")
+    def update(self, model: HybridLM, drafter: Drafter | None = None) -> None:
+        """Takes other weights of the same shapes, for which nothing is compiled.
+
+        Requests that have a row end first, with the old weights; `completions` and `events` give
+        what they have not given yet. Requests that wait keep their places, and are of the new
+        weights alone: one with `after` reads its whole text. What the prefix cache keeps goes, and
+        prefixes of the old weights are refused.
+
+        Args:
+            model: the target.
+            drafter: None: the one before, of whose drafts fewer may be accepted.
+
+        Raises:
+            ValueError: another config, mesh or storage of weights than before, other settings of
+                the drafter, or old weights that were changed in place while requests have rows.
+        """
+        drafter = self._way.drafter if drafter is None else drafter
+        if not same_rows((model, drafter), (self._model, self._way.drafter)):
+            raise ValueError(
+                "the new model or drafter has other settings or arrays than the one before: give"
+                " one of the same config, dtypes, storage of weights and mesh, or make another"
+                " Scheduler"
+            )
+        self._check_weights()
+        while self._tenants:
+            self._run()
+        self._renew(model, drafter)
 
     def _check_weights(self) -> None:
-        """Forgets what other weights have read."""
+        """Forgets what weights have read that were changed in place since."""
         if not self._pool.has_new_weights:
             return
-        after = [job for job in self._queue if job.request.after is not None]
-        if old := sorted(job.request_id for job in (*self._tenants.values(), *after)):
+        if running := sorted(job.request_id for job in self._tenants.values()):
             raise ValueError(
                 "the weights of the model or of the drafter have changed, and requests"
-                f" {shown(old)} have texts that the old ones read: cancel them, or put the old"
-                " weights back until they have ended"
+                f" {shown(running)} have texts that the old ones read: cancel them, or put the old"
+                " weights back until they have ended; update(model) ends them first"
             )
-        self._prefiller.forget()
-        self._pool.renew()
+        self._renew(self._model, self._way.drafter)
+
+    def _renew(self, model: HybridLM, drafter: Drafter | None) -> None:
+        """Decodes with these weights from now on; no request has a row."""
+        new, old = copy.copy(self), self._pool
+        new._take(model, dataclasses.replace(self._way, drafter=drafter))
+        new._pool.num_best, new._pool.stop_sizes = old.num_best, old.stop_sizes  # for programs
+        for job in self._queue:  # prefixes are of the old weights, and plans have the whole texts
+            job.request = dataclasses.replace(job.request, after=None)
+        vars(self).update(vars(new))
+
+    def _take(self, model: HybridLM, way: Way) -> None:
+        """Makes what depends on weights."""
+        self._model, self._way = model, way
+        # At temperature 0 and above it; None where the verifier refuses.
+        plans = {greedy: self._planned(greedy) for greedy in (True, False)}
+        if not any(plans.values()):
+            self._plan_of(Request([0], max_new_tokens=1))  # raises
+        self._sampled = plans[False]
+        rows = self._num_rows
+        self._pool = Pool(model, way.drafter, plans, max_length=self._max_length, rows=rows)
+        decoder, drafts = self._pool.program(bool(plans[True]))
+        self._prefiller = Prefiller(decoder, model, drafts, *self._keeping)
 
     def _plan_of(self, request: Request) -> Plan:
         if request.after is not None:
@@ -368,6 +417,11 @@ class Scheduler:
         self._fill()
         if not self._tenants:
             return False
+        self._run()
+        return True
+
+    def _run(self) -> None:
+        """Reads and decodes for an interval."""
         self._read()
         if rows := self._decoding():
             # Until a row has ended that a waiting request can take, or for one quantum.
@@ -376,7 +430,6 @@ class Scheduler:
             steps = min(self._quantum, _STEPS_WHILE_READING) if reads else self._quantum
             if done := self._pool.run(rows, steps, ended):
                 self._empty(done)
-        return True
 
     def _empty(self, rows: Sequence[int], *, cancelled: bool = False) -> None:
         """Takes the requests of these rows out."""

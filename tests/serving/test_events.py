@@ -112,6 +112,7 @@ def test_a_scheduler_goes_on_after_ctrl_c_at_every_line(seed):
     ctrl_c = CtrlC(SERVING, lambda: visits.geometric(0.1) if seed else 1)
     scheduler = Interrupted(pool(3, **caching), ctrl_c)
     scheduler.read(cases()[0][0].prompt)
+    scheduler.update(tiny_model())
     check_disturbed(scheduler, order, np.random.default_rng(0))
     assert len(ctrl_c.left) > 400
 

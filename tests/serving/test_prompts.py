@@ -1,14 +1,11 @@
 """Prompts in chunks and from the prefix cache: the texts are those of each request alone."""
 
-import functools
-
 import jax
-import numpy as np
 import pytest
 
 import stree_jax as st
 from stree_jax.testing import tiny_model
-from tests.methods import drafts
+from tests.helpers import refusal
 from tests.serving.requests import (
     WAYS,
     alone,
@@ -25,127 +22,54 @@ pytestmark = pytest.mark.thorough
 LENGTH = 128
 
 
-@functools.cache
-def cases(name="plain"):
-    """Requests in families of prompts that share a beginning, and their texts."""
-    requests = in_families(mixed(ragged(18), WAYS[:2]))
-    return requests, alone(tiny_model(name), requests)
-
-
-def pool(name="plain", quantum=7, rows=5, **options):
-    model = tiny_model(name)
+def pool(quantum=7, rows=5, **options):
+    model = tiny_model()
     options = dict(prefix_cache_bytes=10**8, prefix_every=16) | options
     return st.Scheduler(
-        model, rows=rows, max_length=LENGTH, quantum=quantum, **drafting(model) | options
+        model, rows=rows, max_length=LENGTH, quantum=quantum, **drafting(model), **options
     )
-
-
-def check(scheduler, order, name="plain", *, exact=True):
-    requests, texts = cases(name)
-    for i, done in zip(order, served(scheduler, [requests[i] for i in order]), strict=True):
-        assert done.tokens == texts[i]
-        assert done.error is None
-    stats = scheduler.prefix_cache_stats
-    total = sum(len(requests[i].prompt) for i in order)
-    assert not exact or stats.tokens_reused + stats.tokens_prefilled == total
-    return stats
 
 
 def test_what_requests_share_is_read_once():
     """In any order, again and again, also if those that share a beginning come together."""
-    scheduler = pool()
-    first = check(scheduler, orders_of(18)[0])
+    scheduler, requests = pool(), in_families(mixed(ragged(18), WAYS[:2]))
+    texts = alone(tiny_model(), requests)
+    stats = []
+    for order in orders_of(18):
+        done = served(scheduler, [requests[i] for i in order])
+        assert [one.tokens for one in done] == [texts[i] for i in order]
+        stats.append(scheduler.prefix_cache_stats)
+    first, last = stats
+    assert first.tokens_reused + first.tokens_prefilled == sum(len(r.prompt) for r in requests)
     assert first.lookups == 18
     assert first.hits >= 9
     assert first.tokens_reused > 250
     assert first.evictions == 0
     assert 0 < first.nbytes <= 10**8
-    stats = check(scheduler, range(18), exact=False)
-    assert stats.tokens_prefilled == first.tokens_prefilled  # all prompts were known
-    assert stats.hits == first.hits + 18
+    assert last.tokens_prefilled == first.tokens_prefilled  # all prompts were known
+    assert last.hits == first.hits + 18
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(prefill_tokens=5, prefix_cache_bytes=0),
-        dict(prefill_tokens=None, prefix_cache_bytes=30_000, quantum=32),  # a few entries
-        dict(prefill_tokens=9, prefix_cache_bytes=1, prefix_every=None, quantum=1),  # none fits
-    ],
-    ids=["no cache", "thrashing", "nothing fits"],
-)
-def test_small_chunks_and_small_budgets(options):
-    scheduler = pool(**options)
-    stats = check(scheduler, orders_of(18)[0])
-    assert stats.nbytes <= options["prefix_cache_bytes"]
-    assert (stats.evictions > 5) == (options["prefix_cache_bytes"] > 1)
-    if options["prefix_cache_bytes"] < 2:
-        assert stats.tokens_reused == stats.hits == stats.num_entries == 0
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("mamba2attn hybrid", "qwen3_5 hybrid"),
-        pytest.param("qwen3_next hybrid", marks=pytest.mark.slow),
-    ],
-)
-def test_texts_go_on_from_what_was_read(name):
-    """All use the cache: a token is prefilled once."""
-    scheduler = pool(name, rows=3)
-    stem, all_keys = list(range(30)), jax.random.split(jax.random.key(1), 7)
-    keys = iter(all_keys)
-    prefix = scheduler.read(stem)
-    assert scheduler.prefix_cache_stats.tokens_prefilled == 30
-    scheduler.read(stem)
-    stats = scheduler.prefix_cache_stats
-    assert (stats.tokens_prefilled, stats.tokens_reused) == (30, 30)
-    rules = [st.RepetitionPenalty(1.3)]
-    common = dict(max_new_tokens=6, temperature=1.0, processors=rules, log_probs=True)
-    whole, found = [], []
-
-    def goes_on(*turns):
-        """Texts after prefixes of texts, with more tokens."""
-        requests = [
-            st.Request(more, after=after, key=key, keep=True, **common)
-            for (after, _, more), key in zip(turns, keys, strict=False)
-        ]
-        whole.extend([*text, *more] for _, text, more in turns)
-        found.extend(served(scheduler, requests))
-        return found[-len(turns) :]
-
-    forks = [(prefix, stem, more) for more in ([], [], [1, 2])]
-    branch = goes_on(*forks, (None, [], [3]))[1]
-    assert scheduler.prefix_cache_stats.tokens_prefilled == 33
+def test_a_token_is_read_once():
+    """From positions that were named too, whose sizes are shown."""
+    scheduler = pool(rows=3, prefix_every=None)
+    stem = list(range(30))
+    prefix = scheduler.read(stem, keep=[10, 20])
+    scheduler.read([*stem[:20], 7, 7])
+    for more in ([], [], [1, 2]):
+        scheduler.submit(st.Request(more, after=prefix, keep=True, max_new_tokens=6))
+    branch, *_ = scheduler.completions()
     text = [*stem, *branch.tokens]
-    goes_on((branch.prefix, text, [4, 4]), (branch.prefix, text, []))
-    assert scheduler.prefix_cache_stats.tokens_prefilled == 35
-    goes_on((None, [], [*text, 4, 4, 9]))
-    assert scheduler.prefix_cache_stats.tokens_prefilled == 36
-    # They are those of whole prompts.
-    want = st.generate(scheduler.model, whole, key=all_keys, **common)
-    assert [done.tokens for done in found] == want.tokens.tolist()
-    for done, log_probs in zip(found, want.log_probs, strict=True):
-        np.testing.assert_allclose(done.log_probs, log_probs, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("heads", "plain"),
-        pytest.param("heads", "mamba2attn hybrid", marks=pytest.mark.slow),
-        *(
-            pytest.param(kind, name, marks=pytest.mark.slow)
-            for kind in ("mtp head", "turns", "dynamic")
-            for name in ("plain", "mamba2attn hybrid")
-        ),
-    ],
-)
-def test_other_drafters(kind, name):
-    """Those on the target's states, and those whose states are of other kinds."""
-    model = tiny_model(name)
-    scheduler = pool(name, prefill_tokens=20, **drafts(model, kind))
-    assert check(scheduler, orders_of(18)[0], name).tokens_reused > 200
+    assert [len(done.tokens) for done in served(scheduler, [st.Request([*text, 4])])] == [64]
+    stats = scheduler.prefix_cache_stats
+    assert stats.tokens_prefilled == 30 + 2 + 2 + 1
+    sizes = dict(stats.sizes)
+    assert {10, 20, 30, 36} <= {*sizes}
+    assert 0 < sizes[20] < prefix.nbytes
+    for keep in ([0], [31], 5):
+        refusal("keep must be ", scheduler.read, stem, keep=keep)
+    refusal("from 30 to 31; got 3", scheduler.read, [1], prefix, keep=[3])
+    refusal("needs a prefix cache", pool(prefix_cache_bytes=0).read, stem, keep=[3])
 
 
 def test_rows_decode_while_a_long_prompt_is_read():

@@ -20,30 +20,11 @@ from tests.serving.requests import (
     alone,
     drafting,
     mixed,
-    orders_of,
     ragged,
     served,
     serves_beside_failures,
 )
 from tests.serving.soak import soak
-
-
-@pytest.mark.thorough
-def test_mixed_requests_in_any_row_and_order():
-    """One program serves all rows: those that come later compile nothing."""
-    model, requests = tiny_model(), mixed(ragged(12), WAYS[:2])
-    want = alone(model, requests)
-    assert len({len(text) for text in want}) > 3
-    for order in orders_of(12):
-        scheduler = st.Scheduler(model, rows=3, max_length=60, quantum=7, **drafting(model))
-        got = served(scheduler, [requests[i] for i in order])
-        for i, completion in zip(order, got, strict=True):
-            assert completion.tokens == want[i]
-            assert completion.error is None
-            assert completion.stats.num_tokens == len(want[i])  # of the row's tenant alone
-    before = len(COMPILED)
-    served(scheduler, requests)
-    assert len(COMPILED) == before
 
 
 @pytest.mark.slow
@@ -147,32 +128,40 @@ def test_prefixes_of_others_are_refused_when_they_are_submitted():
 
 
 def test_new_weights_forget_what_the_old_ones_have_read():
-    """No text has parts of both models, and none is given silently."""
-    model, new = nnx.clone(tiny_model()), perturbed(tiny_model(), 0.3)
-    prompt = [*range(20)] * 2
-    scheduler = st.Scheduler(model, rows=1, max_length=64, prefix_cache_bytes=1 << 20, quantum=1)
-    requests = [st.Request(prompt, max_new_tokens=6, keep=True)] * 3
-    (before,) = served(scheduler, requests[:1])
-    scheduler.submit(requests[1])
-    waiting = scheduler.submit(st.Request([1], after=before.prefix, max_new_tokens=2))
+    """No text has parts of both models: requests with a row end first, and others come after.
+
+    Where weights change in place, those with a row are refused.
+    """
+    models = [nnx.clone(tiny_model()), *(perturbed(tiny_model(), 0.3, seed) for seed in (0, 1))]
+    drafters = [st.ModelDrafter(perturbed(model, 0.1)) for model in models]
+    sizes = dict(rows=1, max_length=64, prefix_cache_bytes=1 << 20, quantum=1)
+    scheduler = st.Scheduler(models[0], drafter=drafters[0], topology=TREE, **sizes)
+    request = st.Request([*range(20)] * 2, max_new_tokens=6, keep=True)
+    texts = [alone(model, [request])[0] for model in models]
+    assert served(scheduler, [request])[0].tokens == texts[0] != texts[1] != texts[2]
+    waits = dataclasses.replace(request, prompt=[], after=scheduler.read(request.prompt))
+    want = dict(zip(map(scheduler.submit, (request, waits)), texts, strict=False))
     next(scheduler.events())
-    nnx.update(model, nnx.state(new))
-    for call in (lambda: next(scheduler.events()), lambda: scheduler.submit(requests[2])):
-        refusal(r"weights .* have changed, and requests \[1, 2\] have", call)
-    for request_id in (1, waiting):
-        scheduler.cancel(request_id)
-        assert scheduler.pop(request_id).prefix is None
-    (after,) = served(scheduler, requests[2:])
-    assert [before.tokens, after.tokens] == [
-        alone(each, requests)[0] for each in (tiny_model(), new)
-    ]
-    assert before.tokens != after.tokens
-    refusal(
-        "after was read with another model, or its weights have",
-        scheduler.submit,
-        st.Request([1], after=before.prefix),
-    )
-    assert scheduler.prefix_cache_stats.hits == 1  # that of the second request, before
+    compiled, update = len(COMPILED), scheduler.update
+    for weights in ((models[1], st.NgramDrafter()), (tiny_model("bamba hybrid"),)):
+        refusal("the new model or drafter has other settings or arrays", update, *weights)
+    update(models[1], drafters[1])
+    assert scheduler.num_waiting == 1
+    assert scheduler.prefix_cache_stats == st.PrefixCacheStats()
+    refusal("after was read with another model, or its weights have", scheduler.submit, waits)
+    assert {done.request_id: done.tokens for done in scheduler.completions()} == want
+    assert len(COMPILED) == compiled
+
+    update(models[0])
+    assert [event.request_id for event in scheduler.events()][-1] == 2
+    scheduler.submit(request)
+    next(scheduler.events())
+    nnx.update(models[0], nnx.state(models[2]))
+    for call in (lambda: next(scheduler.events()), lambda: update(models[1])):
+        refusal(r"weights .* have changed, and requests \[3\] have", call)
+    scheduler.cancel(3)
+    assert scheduler.pop(3).prefix is None
+    assert served(scheduler, [request])[0].tokens == texts[2]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,11 @@ class Prefix(NamedTuple):
     drafter: Any  # the drafter's state
     origin: Origin | None = None  # None: from `slots`, whose prefixes are of one pool
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
 
 def prefix_specs(model: HybridLM) -> Any:
     """The mesh specs of a prefix of this model."""
