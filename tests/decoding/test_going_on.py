@@ -160,11 +160,12 @@ def test_a_prefix_is_read_on_by_longer_texts_that_have_room():
 @thorough
 def test_one_row_serves_many_prompts():
     model = tiny_model()
-    stem = st.generate(model, PROMPTS[:1], max_new_tokens=5, return_prefix=True)
-    texts = [joined(PROMPTS[:1], stem, [new])[0] for new in MORE]
-    options = dict(max_new_tokens=9, **SAMPLED, **drafts(model))
-    got = st.generate(model, MORE, after=stem.prefix, n=2, **options)
-    assert_array_equal(got.tokens, st.generate(model, texts, n=2, **options).tokens)
+    options = dict(max_new_tokens=9, n=2, **SAMPLED, **drafts(model))
+    stem = st.generate(model, PROMPTS[:1], keep=[2, 4], **options).kept[4]
+    got = st.generate(model, MORE, after=stem, **options)
+    want = st.generate(model, [[*PROMPTS[0][:4], *new] for new in MORE], **options)
+    assert_array_equal(got.tokens, want.tokens)
+    assert got.stats.num_accepted == want.stats.num_accepted
 
 
 def test_states_and_weights_may_be_numpys():

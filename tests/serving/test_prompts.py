@@ -44,7 +44,6 @@ def test_what_requests_share_is_read_once():
     assert first.lookups == 18
     assert first.hits >= 9
     assert first.tokens_reused > 250
-    assert first.evictions == 0
     assert 0 < first.nbytes <= 10**8
     assert last.tokens_prefilled == first.tokens_prefilled  # all prompts were known
     assert last.hits == first.hits + 18
