@@ -114,6 +114,10 @@ CASES = [
     ("qwen3_5 hybrid", exchanged, "gated_rms_norm replay_tree_delta"),
     ("qwen3_5 hybrid", seen_by_the_next, "replay_tree_delta"),
     ("qwen3_5 hybrid", one_short, "replay_delta replay_tree_delta"),
+    ("kimi_linear hybrid", exchanged, "tree_attention"),
+    ("kimi_linear hybrid", seen_by_the_next, "tree_attention"),
+    ("bailing_hybrid hybrid", seen_by_the_next, "replay_tree_delta"),
+    ("bailing_hybrid hybrid", one_short, "replay_tree_delta"),
 ]
 
 
@@ -161,9 +165,15 @@ MUTATIONS = {
     ),
     "a decay": (
         "tree_delta/native.cc",
-        "exp1(delta.prev_g[node(delta.before, walked[j])])",
-        "1 / exp1(-delta.prev_g[node(delta.before, walked[j])])",
+        "old[j].decays = &old_decays[j * width];",
+        "float& kept = old_decays[j * width]; kept = 1 / (1 / kept); old[j].decays = &kept;",
         "qwen3_next hybrid",
+    ),
+    "a key with decays": (
+        "tree_delta/native.cc",
+        "load(key + s) * load(token.decays + s)",
+        "load(key + s) * load(token.decays + s) * splat(above ? 1.0000002f : 1.0f)",
+        "kimi_linear hybrid",
     ),
     "a block": (
         "tree_attention/native.cc",

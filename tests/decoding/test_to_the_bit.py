@@ -4,13 +4,6 @@ import dataclasses
 import functools
 import itertools
 import os
-<<<<<<< HEAD
-import shutil
-import subprocess
-import sys
-from functools import partial
-=======
->>>>>>> grpo
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +22,7 @@ from stree_jax.testing import CONFIGS, assert_lossless, bits_obstacle, perturbed
 from tests.decoding.five_ways import model_of, skip_gelu
 from tests.decoding.rules import GRAMMAR
 from tests.decoding.texts import Row, in_native_sizes, planned, resized, started
-from tests.extensions import eagle3_files
+from tests.extensions import dflash_files, eagle3_files
 from tests.helpers import some
 
 pytestmark = pytest.mark.skipif(native.obstacle() is not None, reason="native code does not run")
@@ -260,114 +253,28 @@ def test_importance_ratios_are_1(family):
         assert out.stats.tau > 2
 
 
-<<<<<<< HEAD
-def dflash(model, folder, **options):
-    head = dflash_files.saved(folder / "head", **options)
+def eagle3(model, folder):
+    return st.Eagle3Drafter(model, st.load_eagle3(eagle3_files.saved(folder), model))
+
+
+def dflash2(model, folder):
+    head = dflash_files.saved(folder, **dflash_files.SECOND)
     return st.DFlashDrafter(model, st.load_dflash(head, model))
 
 
 DRAFTERS = {
-    "beams": lambda model, _: st.BeamDrafter(perturbed(model, 0.05)),
-    "dynamic": lambda model, _: st.DynamicDrafter(perturbed(model, 0.05)),
-    "medusa": lambda model, _: st.MedusaDrafter(model, heads_of(model)),
-    "mtp": lambda model, _: st.MtpDrafter(model, mtp_head_of(model)),
     "eagle3": eagle3,
-    "dflash": partial(dflash, dspark=True),
-    "dflash, second": partial(dflash, **dflash_files.SECOND),
-    "dflash, second, dynamic": lambda model, folder: st.DynamicDrafter(
-        dflash(model, folder, **dflash_files.SECOND).model, expand=4
+    "dflash2": dflash2,
+    "dflash2, dynamic": lambda model, folder: st.DynamicDrafter(
+        dflash2(model, folder).model, expand=4
     ),
 }
 
 
-@pytest.mark.parametrize("name", some(DRAFTERS, "dynamic", "eagle3"))
-def test_drafters(name, tmp_path):
-=======
-def test_a_head_on_inner_states(tmp_path):
->>>>>>> grpo
+@pytest.mark.parametrize("name", some(DRAFTERS, "eagle3"))
+def test_heads_on_inner_states(name, tmp_path):
     """Log-probabilities and caches are those of decoding in single tokens."""
     model = model_of("nemotron_h hybrid", d_model=16)
-    head = st.load_eagle3(eagle3_files.saved(tmp_path / "head"), model)
-    drafter = st.Eagle3Drafter(model, head)
+    drafter = DRAFTERS[name](model, tmp_path / "head")
     (out,) = assert_lossless(model, drafter, temperatures=(1.0,), to_the_bit=True)
     assert out.stats.num_drafted > 0
-<<<<<<< HEAD
-
-
-def test_requests(tmp_path):
-    """Texts that go on, rows of a `Scheduler` in chunks after cached prefixes, a saved model."""
-    model = model_of("nemotron_h hybrid")
-    prompts = [[*range(1, 25), 3], [*range(1, 25), 4, 5], [2]]
-    common = dict(log_probs=True, eos_token=())
-    want = st.generate(model, prompts, max_new_tokens=12, **common).log_probs
-    drafts = dict(drafter=st.ModelDrafter(perturbed(model, 0.05)), topology=TREES["tree"])
-
-    first = st.generate(model, prompts, max_new_tokens=5, return_prefix=True, **common, **drafts)
-    then = st.generate(model, [[]] * 3, after=first.prefix, max_new_tokens=7, **common)
-    np.testing.assert_array_equal(np.hstack([first.log_probs, then.log_probs]), want)
-
-    sizes = dict(rows=2, max_length=64, prefill_tokens=8, prefix_cache_bytes=1 << 24)
-    scheduler = st.Scheduler(model, **sizes, **drafts)
-    requests = [st.Request(prompt, max_new_tokens=12, **common) for prompt in prompts]
-    ids = [scheduler.submit(request) for request in requests]
-    done = {each.request_id: each.log_probs for each in scheduler.completions()}
-    assert scheduler.prefix_cache_stats.hits > 0
-    np.testing.assert_array_equal([done[each] for each in ids], want)
-
-    st.save_pretrained(model, tmp_path / "model")
-    again = st.from_pretrained(tmp_path / "model")
-    np.testing.assert_array_equal(
-        st.generate(again, prompts, max_new_tokens=12, **common, **drafts).log_probs, want
-    )
-
-
-# In a file of native code: what it says, what another order says, and a family that shows it.
-MUTATIONS = {
-    "a sum": (
-        "native/state.h",
-        "rows[r] = fused(rows[r], kept, splat(token.in[r]) * into)",
-        "rows[r] = fused(splat(token.in[r]), into, rows[r] * kept)",
-        "mixed hybrid",
-    ),
-    "a decay": (
-        "tree_delta/native.cc",
-        "old[j].decays = &old_decays[j * width];",
-        "float& kept = old_decays[j * width]; kept = 1 / (1 / kept); old[j].decays = &kept;",
-        "qwen3_next hybrid",
-    ),
-    "a key with decays": (
-        "tree_delta/native.cc",
-        "load(key + s) * load(token.decays + s)",
-        "load(key + s) * load(token.decays + s) * splat(above ? 1.0000002f : 1.0f)",
-        "kimi_linear hybrid",
-    ),
-    "a block": (
-        "tree_attention/native.cc",
-        "int64_t position = used;",
-        "int64_t position = used; row.add(block, size, scale); block.count = 0;",
-        "qwen3_next hybrid",
-    ),
-}
-CHECK = """
-from pallas_kernels.native import build_backend
-build_backend.build(chosen=build_backend.own_levels()[-1:])
-from tests.decoding.test_to_the_bit import check, model_of
-check(model_of({!r}))
-"""
-
-
-@pytest.mark.skipif(not build_backend.sources(), reason="there are no sources")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_another_order_is_found(name, tmp_path):
-    file, right, wrong, family = MUTATIONS[name]
-    package = shutil.copytree(build_backend.HERE.parent, tmp_path / "pallas_kernels")
-    text = (package / file).read_text()
-    assert text.count(right) == 1
-    (package / file).write_text(text.replace(right, wrong))
-    paths = os.environ | {"PYTHONPATH": f"{tmp_path}:{build_backend.HERE.parents[1]}"}
-    command = [sys.executable, "-c", CHECK.format(family)]
-    found = subprocess.run(command, cwd=tmp_path, env=paths, stderr=subprocess.PIPE, text=True)
-    assert "Arrays are not equal" in found.stderr
-=======
->>>>>>> grpo
