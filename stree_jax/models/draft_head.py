@@ -128,7 +128,11 @@ class DraftHead(TargetHead):
 
     def fed(self, x: Array) -> Array:
         """What the layer without memory adds to the residual stream."""
-        return total(self.feed_forward.tree(self.norm(x, self.feed_forward_norm_scale))[0])
+        return self.feed(self.norm(x, self.feed_forward_norm_scale))
+
+    def feed(self, u: Array) -> Array:
+        """The outputs of the layer without memory."""
+        return total(self.feed_forward.tree(u)[0])
 
     def finished(self, outputs: Array) -> Array:
         """The outputs as `tree` returns them."""

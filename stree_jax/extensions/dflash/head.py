@@ -44,7 +44,6 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import KVCache, NodeKV
-from pallas_kernels.numerics import total
 from stree_jax import AttentionConfig, MlpConfig, Tree
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.checks import require, require_integer
@@ -194,7 +193,7 @@ class DFlashLayer(DraftHead):
         if self.mlp_conv is None:
             return super().fed(x)
         u = self.norm(x, self.feed_forward_norm_scale)
-        y = total(self.feed_forward.tree(self.mlp_conv.around(u, u, 0))[0])
+        y = self.feed(self.mlp_conv.around(u, u, 0))
         return self.mlp_conv.around(u, y, 1)
 
 
