@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(native.obstacle() is not None, reason="native co
 
 NODES = TREE.num_nodes
 KINDS = ("float32", "bfloat16", "int8")
-# Of each of 20 families in one type; 334 in all types are 20,000.
+# Of each of 22 families in one type; 334 in all types are 22,000.
 EXAMPLES = int(os.environ.get("STREE_JAX_EXAMPLES", 11))
 
 
