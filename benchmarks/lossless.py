@@ -109,7 +109,7 @@ _RANDOM = np.random.default_rng(0)
 _PARENTS = (-1, *(int(_RANDOM.integers(0, node)) for node in range(1, 32)))
 TREES = TWO_TREES | {"random tree of 32": st.TreeTopology(_PARENTS)}
 
-ON_A_DEVICE = ("Medusa heads", "multi-token prediction")
+ON_A_DEVICE = ("Medusa heads", "multi-token prediction", "DFlash 2")
 METHODS = (
     *TREES,
     *("chain of 12", "3 beams of 4", "dynamic tree of 16", "prompt lookup"),
@@ -182,7 +182,7 @@ class Piece(NamedTuple):
 
 
 def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
-    """Fourteen ways to decode."""
+    """Fifteen ways to decode."""
     turns = st.InterleavedDrafter(draft, perturbed(draft, NOISE, 1), "qqss")
     drafter = st.ModelDrafter(draft)
     branching = st.TreeTopology.from_branching((3, 2, 1))
@@ -198,6 +198,8 @@ def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
         methods += [Method("Medusa heads", st.MedusaDrafter(model, heads))]
         head = st.MtpDrafter(model, random_mtp_head(model))
         methods += [Method("multi-token prediction", head, branching)]
+        block = st.DFlashDrafter(model, random_block_head(model))
+        methods += [Method("DFlash 2", block, branching)]
     rules = st.RepetitionPenalty(1.3), random_grammar(model.config.vocab_size)
     return [
         *map(Way, methods),
@@ -206,6 +208,24 @@ def ways_of(model: st.HybridLM, draft: st.HybridLM) -> list[Way]:
         Way(Method("auto, at random", drafter, RandomChoice(most=4))),
         Way(Method("scheduler, at random", drafter, RandomChoice(most=4)), decode=served),
     ]
+
+
+def random_block_head(model: st.HybridLM) -> st.DFlashHead:
+    """A DFlash 2 head for a model, with random weights."""
+    config = st.DFlashConfig(
+        *(model.config.d_model, model.config.vocab_size),
+        mask_token=3,
+        block_size=5,
+        inner_layers=(1, 2),
+        attention=st.AttentionConfig(4, 2, 16, qk_norm_eps=1e-6),
+        mlp=st.MlpConfig(64),
+        windows=(9, None),
+        causal=False,
+        conv_width=2,
+        markov_rank=8,
+        candidates=8,
+    )
+    return st.DFlashHead(config, dtype=model.dtype, rngs=nnx.Rngs(0))
 
 
 def random_grammar(vocab_size: int, num_states: int = 7) -> st.Automaton:

@@ -18,7 +18,7 @@ CEILINGS = {
     "pallas_kernels/*.py": 57_000,  # 55,000 when the series of issues ends
     "convert/*.py": 46_200,
     "tests/*.py": 235_900,
-    "benchmarks/*.py": 38_500,
+    "benchmarks/*.py": 38_700,
     "examples/*.py": 10_500,
     "*.cc *.h": 31_000,
     "benchmarks/results": 11_386,

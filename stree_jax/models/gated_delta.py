@@ -137,7 +137,8 @@ class GatedDeltaConfig(RecurrentConfig):
 
     def init_pending(self, batch: int, num_nodes: int, dtype: DTypeLike) -> Mamba2Pending:
         pending = super().init_pending(batch, num_nodes, dtype)
-        return pending._replace(dt=self.by_head(jnp.zeros((batch, num_nodes, self.decay_size))))
+        decays = jnp.zeros((batch, num_nodes, self.decay_size), jnp.float32)
+        return pending._replace(dt=self.by_head(decays))
 
     def by_head(self, decays: Float32[Array, "B N _"]) -> Float32[Array, "B N H ..."]:
         """Decays of heads, or of their channels."""
