@@ -75,7 +75,8 @@ def _in_window(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Which nodes and which places of a ring are in the window; how many places have tokens."""
     before = jnp.cumsum(mask, axis=2, dtype=jnp.int32)  # of each node on the path, and itself
-    depth = jnp.arange(mask.shape[1])[None, :, None] if is_block else before[:, :, -1:] - 1
+    places = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, :, None]
+    depth = places if is_block else before[:, :, -1:] - 1
     # The position of the token at each place; negative where there is none yet.
     last = length[:, None] - 1
     held = last - (last - jnp.arange(capacity, dtype=jnp.int32)[None]) % max(capacity, 1)

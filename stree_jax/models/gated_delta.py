@@ -194,7 +194,8 @@ class GatedDeltaMixer(MixerModule):
         # Of the nodes before, the convolution's op copies corrections in the dtype of v, and a
         # number a head, for nothing.
         prefix = prefix_pending and prefix_pending._replace(
-            x=prefix_pending.x.astype(u.dtype), dt=jnp.zeros(prefix_pending.dt.shape[:3])
+            x=prefix_pending.x.astype(u.dtype),
+            dt=jnp.zeros(prefix_pending.dt.shape[:3], jnp.float32),
         )
         nodes, q, conv_state = self.run(
             tree_conv1d_layer,
