@@ -101,11 +101,11 @@ class Quanta:
         if self._choice is None:
             return decoder.run(self._model, self._drafter, state, *settings)
         left, to_end = MAX_STEPS if max_steps is None else max_steps, stop_after_ended
-        most, seen = on_host(limits.max_new_tokens), _Seen.of(state)
         leaves, structure = jax.tree.flatten((state._replace(drafter=None), limits, sampling))
         shapes = structure, *((leaf.shape, leaf.dtype) for leaf in leaves), to_end is None
         decoders = [dataclasses.replace(decoder, topology=tree) for tree in self._choice.trees]
         programs = [(one, shapes) for one in decoders]
+        most, seen = on_host(limits.max_new_tokens), _Seen.of(state)  # waits for the device
         while left > 0 and not seen.done.all() and to_end != 0:
             settings = limits, sampling, to_end
             if self._next[1] <= 0:

@@ -158,6 +158,7 @@ def test_a_good_draft_gets_a_long_tree_and_a_bad_one_nothing(noise, often, model
         told(choice, number, steps, steps * (1 + 0.15 * choice.trees[number].num_nodes), ends)
 
     monkeypatch.setattr(st.TreeChoice, "told", simulated)
+    monkeypatch.setattr(quanta._Pair, "pays_to_compile", True)
     choice = st.TreeChoice()
     options = OPTIONS | {"max_new_tokens": 96, "topology": choice}
     for _ in range(6):
