@@ -108,8 +108,7 @@ ffi::Error GatedRMSNorm(ffi::ThreadPool pool, F32 y, F32 gate, F32 weight, Resul
           store(out + i, load(out + i) * by * load(weight.typed_data() + first + i));
       }
       if (!gate_first)
-        for (int64_t i = 0; i < each; i += kLanes)
-          store(out + i, load(out + i) * activated(z + i));
+        for (int64_t i = 0; i < each; i += kLanes) store(out + i, load(out + i) * activated(z + i));
     }
   });
   return ffi::Error::Success();

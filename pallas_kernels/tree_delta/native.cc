@@ -2,7 +2,8 @@
 // a sequence.
 //
 // As in tree_scan a state goes from token to token in one way, and is read once and written once.
-// Where channels of a key have decays of their own, its products with the state are of decayed keys.
+// Where channels of a key have decays of their own, its products with the state are of decayed
+// keys.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -190,8 +191,8 @@ ffi::Error run(ffi::ThreadPool& pool, F32 prev_k, F32 prev_u, F32 prev_g, Flags 
   const int64_t b = ks[0], o = ps[1], n = ks[1], c = qs[1], h = vs[2], p = vs[3], e = ks[2],
                 s = ks[3], d = gs[3];
   const bool fits = e > 0 && h % e == 0 && p % kLanes == 0 && s % kWidth == 0 && c <= n &&
-                    (d == 1 || (d > 0 && d == s)) &&
-                    is(ps, {b, o, e, s}) && is(prev_u.dimensions(), {b, o, h, p}) &&
+                    (d == 1 || (d > 0 && d == s)) && is(ps, {b, o, e, s}) &&
+                    is(prev_u.dimensions(), {b, o, h, p}) &&
                     is(prev_g.dimensions(), {b, o, h, d}) && is(path.dimensions(), {b, o}) &&
                     is(qs, {b, c, e, s}) && is(vs, {b, c, h, p}) && is(gs, {b, n, h, d}) &&
                     is(beta.dimensions(), {b, c, h}) && is(state.dimensions(), {b, h, p, s}) &&
@@ -231,15 +232,16 @@ ffi::Error ReplayTreeDelta(ffi::ThreadPool pool, F32 prev_k, F32 prev_u, F32 pre
 ffi::Error DeltaChunks(ffi::ThreadPool pool, F32 q, F32 k, F32 v, F32 g, F32 beta, F32 state,
                        Flags valid, Result y, Result new_state) {
   const auto ks = k.dimensions(), vs = v.dimensions(), gs = g.dimensions();
-  if (ks.size() != 4 || vs.size() != 4 || gs.size() != 4) return refused("delta_chunks", "arrays of four axes");
+  if (ks.size() != 4 || vs.size() != 4 || gs.size() != 4)
+    return refused("delta_chunks", "arrays of four axes");
   const int64_t b = ks[0], t = ks[1], e = ks[2], s = ks[3], h = vs[2], p = vs[3];
   const int64_t d = gs[3];
   const bool fits = e > 0 && h % e == 0 && p % kLanes == 0 && s % kWidth == 0 &&
-                    (d == 1 || (d > 0 && d == s)) &&
-                    is(q.dimensions(), {b, t, e, s}) && is(vs, {b, t, h, p}) &&
-                    is(gs, {b, t, h, d}) && is(beta.dimensions(), {b, t, h}) &&
-                    is(state.dimensions(), {b, h, p, s}) && is(valid.dimensions(), {b, t}) &&
-                    is(y->dimensions(), {b, t, h, p}) && is(new_state->dimensions(), {b, h, p, s});
+                    (d == 1 || (d > 0 && d == s)) && is(q.dimensions(), {b, t, e, s}) &&
+                    is(vs, {b, t, h, p}) && is(gs, {b, t, h, d}) &&
+                    is(beta.dimensions(), {b, t, h}) && is(state.dimensions(), {b, h, p, s}) &&
+                    is(valid.dimensions(), {b, t}) && is(y->dimensions(), {b, t, h, p}) &&
+                    is(new_state->dimensions(), {b, h, p, s});
   if (!fits) return refused("delta_chunks");
   Delta delta{};
   delta.batch = b, delta.nodes = delta.queries = t, delta.heads = h, delta.channels = p;

@@ -297,11 +297,11 @@ Call tree_deltas(Draw& s, bool replays) {
   const int64_t p = 16 * s.of({0, 1, 2, 4}), before = replays ? s.of({0, 1, 6}) : 0;
   const int64_t q = replays ? n : s.of({0, n / 2, n}), decays = states ? s.of({1, states}) : 1;
   const Pointer state = s.f({b, h, p, states});
-  Call call{
-      {s.f({b, before, g, states}), s.f({b, before, h, p}), s.negative({b, before, h, decays}),
-       s.flags({b, before}), s.f({b, q, g, states}), s.f({b, n, g, states}), s.f({b, q, h, p}),
-       s.negative({b, n, h, decays}), s.positive({b, q, h}), state, s.tree(b, n), s.f({b, n - q, h, p})},
-      {out({b, q, h, p}), out({b, q, h, p})}};
+  Call call{{s.f({b, before, g, states}), s.f({b, before, h, p}),
+             s.negative({b, before, h, decays}), s.flags({b, before}), s.f({b, q, g, states}),
+             s.f({b, n, g, states}), s.f({b, q, h, p}), s.negative({b, n, h, decays}),
+             s.positive({b, q, h}), state, s.tree(b, n), s.f({b, n - q, h, p})},
+            {out({b, q, h, p}), out({b, q, h, p})}};
   if (replays) call.results.push_back(s.after(state));
   return call;
 }
