@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[1]
 # A commit that removes some lowers the number.
 CEILINGS = {
     "stree_jax/*.py": 180_700,
-    "pallas_kernels/*.py": 57_000,  # 55,000 when the series of issues ends
+    "pallas_kernels/*.py": 56_950,  # 55,000 when the series of issues ends
     "convert/*.py": 46_200,
-    "tests/*.py": 235_900,
-    "benchmarks/*.py": 38_700,
+    "tests/*.py": 236_000,
+    "benchmarks/*.py": 38_650,
     "examples/*.py": 10_500,
     "*.cc *.h": 31_000,
-    "benchmarks/results": 11_386,
+    "benchmarks/results": 11_344,
 }
 # Names that say nothing of a value. A commit that finds better ones lowers the number.
 VAGUE = {"own", "found", "each", "given", "asked", "made", "other", "rest", "rests"}
