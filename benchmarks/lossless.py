@@ -1,4 +1,4 @@
-"""Is text with drafts that of autoregressive decoding? 19 families, fourteen ways of decoding.
+"""Is text with drafts that of autoregressive decoding? 19 families, fifteen ways of decoding.
 
 At temperature 0, and at temperature 1 with shared noise; in float32, bfloat16 and 8 bits, as models
 are loaded on this device. Besides drafters and trees there are logits processors with a state,

@@ -88,19 +88,20 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         array, add_up = jnp.ones((1 << 27,), jnp.float32), jax.jit(jnp.sum)
         calls["read"] = lambda: [add_up(array) for _ in range(STEPS)]
         taken = timed_calls("steps", calls, options.rounds, 1e3 / STEPS)
-    rows = []
-    for name in options.types:
-        for level in pipes:
-            milliseconds = {n: summary(taken[name, level, n]) for n in TREES}
-            speed = sizes[level][name] / milliseconds[1]["median"] / 1e6
-            rows.append(dict(type=name, level=level, milliseconds=milliseconds))
-            rows[-1]["gigabytes_per_second"] = speed
-    read = array.nbytes / summary(taken["read"])["median"] / 1e6
+    times = {key: summary(milliseconds) for key, milliseconds in taken.items()}
+    rows = [
+        {
+            "type": name,
+            "level": level,
+            "milliseconds": {nodes: times[name, level, nodes] for nodes in TREES},
+            "gigabytes_per_second": sizes[level][name] / times[name, level, 1]["median"] / 1e6,
+        }
+        for name in options.types
+        for level in pipes
+    ]
+    read = array.nbytes / times["read"]["median"] / 1e6
     best = {
-        name: min(
-            (row for row in rows if row["type"] == name),
-            key=lambda row: row["milliseconds"][1]["median"],
-        )["level"]
+        name: min(pipes, key=lambda level: times[name, level, 1]["median"])
         for name in options.types
     }
     line = {"by_default": native.level(), "fastest": best, "read_gigabytes_per_second": read}

@@ -68,10 +68,8 @@ def main(steps=40, samples=4, new_tokens=96, rate=1e-3, topology=None):
     """Trains the embedded model, and compares steps with and without drafts."""
     model, draft = (st.from_pretrained(st.demo_path(name)) for name in ("target", "draft"))
     tokenizer = st.load_tokenizer(st.demo_path("target"))
-    prompt, way = (
-        tokenizer.encode("Question: Ann has 3 pens.").ids,
-        st.Way(st.ModelDrafter(draft), topology),
-    )
+    prompt = tokenizer.encode("Question: Ann has 3 pens.").ids
+    way = st.Way(st.ModelDrafter(draft), topology)
     learn, follow = learner(model, loss, rate), learner(draft, imitation, rate)
     seconds, rewards, ratios = collections.defaultdict(list), [], []
 

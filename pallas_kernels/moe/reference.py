@@ -20,8 +20,8 @@ def expert_mlps(x, weights, chosen, experts_in, experts_out, *, activation, gate
         hidden = x[tokens] @ experts_in[expert]
         if gated:
             gate, up = np.split(hidden, 2, axis=-1)
-            least = np.inf if limit is None else limit
-            hidden = np.minimum(function(gate), least) * np.clip(up, -least, least)
+            most = np.inf if limit is None else limit
+            hidden = np.minimum(function(gate), most) * np.clip(up, -most, most)
         else:
             hidden = function(hidden)
         # A token may choose an expert twice.

@@ -288,7 +288,8 @@ def _short_waits() -> Iterator[None]:
 
 def _after_piece(drafter: Any, drafts: Any, context: Context, first: Any, count: Any) -> Any:
     """A drafter's state after it has read as many tokens of each row from `first` on."""
-    places = jnp.asarray(first, jnp.int32), jnp.asarray(count, jnp.int32)
+    # Converted by NumPy: jax would compile a program for it, while a text waits.
+    places = [jnp.asarray(np.asarray(place, np.int32)) for place in (first, count)]
     first, count = placed_like(context.length, places)
     tokens = placed_like(context.length, tokens_from(context.tokens, first, PIECE))
     return drafter.read(drafts, tokens, None, count)

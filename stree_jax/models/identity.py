@@ -1,7 +1,7 @@
 """Which weights: one identity, by the names, shapes, dtypes and bits of arrays.
 
-Prefixes, heads, the prefix cache and what drafts taught belong to weights, and know them by it. It
-is the same in another process, and on other devices. An array has two sums over its numbers: each
+Prefixes, heads and the prefix cache belong to weights, and know them by it. It is the same in
+another process, and on other devices. An array has two sums over its numbers: each
 is mixed with its place first, so that numbers that change places change the sums, and then the
 order of the sums does not matter. So every shard of a mesh adds up what it has.
 """

@@ -286,6 +286,8 @@ def _ling(
     )
 
 
+_QWEN_27B = _qwen(5120, 64, mlp=MlpConfig(17408), delta_heads=48, heads=24, kv_heads=4)
+
 PRESETS: dict[str, Preset] = {
     "mamba2-130m": _mamba2(768, 24),
     "mamba2-370m": _mamba2(1024, 48),
@@ -365,8 +367,8 @@ PRESETS: dict[str, Preset] = {
         1024, 24, mlp=MlpConfig(3584), delta_heads=16, heads=8, kv_heads=2, tie_embeddings=True
     ),
     "Qwen3.5-9B": _qwen(4096, 32, mlp=MlpConfig(12288), delta_heads=32, heads=16, kv_heads=4),
-    "Qwen3.5-27B": _qwen(5120, 64, mlp=MlpConfig(17408), delta_heads=48, heads=24, kv_heads=4),
-    "Qwen3.8-27B": _qwen(5120, 64, mlp=MlpConfig(17408), delta_heads=48, heads=24, kv_heads=4),
+    "Qwen3.5-27B": _QWEN_27B,
+    "Qwen3.8-27B": _QWEN_27B,
     "Qwen3.5-35B-A3B": _qwen(
         2048, 40, moe=_qwen_experts(256, 8), delta_heads=32, heads=16, kv_heads=2
     ),

@@ -36,9 +36,8 @@ def train_heads(kind: str, recipe: Recipe, target_path: Path, output: Path) -> I
     """Trains heads for a target, whose weights stay as they are.
 
     The recipe's model table is that of `kind`, "medusa", "mtp", "dflash" or "dflash2", in
-    `docs/recipe.md`: the room's
-    `training.plan` makes a `HeadPlan` of a recipe and a target. Other arguments, yields and errors
-    are those of `distill`.
+    `docs/recipe.md`: the room's `training.plan` makes a `HeadPlan` of a recipe and a target. Other
+    arguments, yields and errors are those of `distill`.
     """
     known = [*(name for name, room in HEADS.items() if room.training), *VARIANTS]
     if kind not in known:

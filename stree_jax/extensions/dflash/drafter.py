@@ -113,10 +113,13 @@ class DFlashModel(DraftModel):
         logits = logits[..., : c.vocab_size]
         return logits, lax.top_k(logits, c.candidates)[1] if c.candidates else None
 
-    def scores(self, outputs: Array, table: Array, candidates: Array) -> Array:
-        """The candidates' logits of the table, with the scores of pairs."""
+    def scores(
+        self, outputs: Array, table: Array, candidates: Array
+    ) -> tuple[Float32[Array, "*rows K"], Float32[Array, "*rows K"]]:
+        """The candidates' logits of the table, and these with the scores of pairs."""
         rows = outputs[..., self.head.config.d_model :]
-        return jnp.take_along_axis(table, candidates, axis=-1) + self.head.pairs(rows, candidates)
+        before = jnp.take_along_axis(table, candidates, axis=-1)
+        return before, before + self.head.pairs(rows, candidates)
 
     def after(
         self, outputs: Float[Array, "B T _"], table: Array, candidates: Array | None
@@ -129,11 +132,9 @@ class DFlashModel(DraftModel):
         if candidates is None:
             rows = outputs[..., self.head.config.d_model :]
             return table + self.head.after(rows) if rows.shape[-1] else table
-        before = jnp.take_along_axis(table, candidates, axis=-1)
-        scores = self.scores(outputs, table, candidates)
+        before, scores = self.scores(outputs, table, candidates)
         was, now = (logsumexp(x, axis=-1, keepdims=True) for x in (before, scores))
-        scores += was - now
-        return jnp.put_along_axis(table, candidates, scores, axis=-1, inplace=False)
+        return jnp.put_along_axis(table, candidates, scores + (was - now), axis=-1, inplace=False)
 
     def logits(self, outputs: Float[Array, "B T _"]) -> Float32[Array, "B T V"]:
         """Logits of the target's tokens, from outputs and, if given, rows of the Markov head."""

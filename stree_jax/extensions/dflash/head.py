@@ -117,8 +117,8 @@ class DFlashConfig:
             f"candidates {self.candidates} need a markov_rank, got {self.markov_rank}, and at most"
             f" {self.vocab_size} tokens",
         )
-        kinds = ["none"] + ["hidden"] * (not self.candidates)
-        kinds += ["markov"] * (self.markov_rank > 0 and not self.candidates)
+        num_kinds = 1 if self.candidates else 3 if self.markov_rank else 2
+        kinds = ("none", "hidden", "markov")[:num_kinds]
         require(
             self.confidence_head in kinds,
             f"confidence_head {self.confidence_head!r:.80} with markov_rank {self.markov_rank} must"
@@ -175,10 +175,12 @@ class DFlashLayer(DraftHead):
         self.attention = self.layer(self.config.attention, rngs, implementation)
         self.feed_forward = self.layer(self.config.mlp, rngs, implementation)
         self.is_block = self.config.attention.window is None or not self.config.causal
-        for name in ("attention_conv", "mlp_conv"):
-            options: dict[str, Any] = dict(dtype=self.dtype, rngs=rngs)
-            has_conv = self.config.conv_width > 0
-            setattr(self, name, GroupedConv(self.config, **options) if has_conv else None)
+
+        def conv() -> GroupedConv | None:
+            c = self.config
+            return GroupedConv(c, dtype=self.dtype, rngs=rngs) if c.conv_width else None
+
+        self.attention_conv, self.mlp_conv = conv(), conv()
 
     def joined(self, embedded: Array, states: Array) -> tuple[Array, Array]:
         u = self.norm(states, self.hidden_norm_scale)

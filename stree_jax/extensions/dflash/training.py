@@ -74,7 +74,7 @@ def _selector_loss(model: DFlashModel, outputs: Array, labels: Array) -> Array:
     """The loss of places whose candidates have scores of pairs."""
     unary, candidates = model.table(outputs)
     assert candidates is not None
-    scores = model.scores(outputs, unary, candidates)
+    _, scores = model.scores(outputs, unary, candidates)
     among = jax.nn.log_softmax(jnp.take_along_axis(labels, candidates, axis=-1))
     return divergence(unary, labels) + divergence(scores, among)
 
