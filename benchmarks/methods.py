@@ -166,7 +166,7 @@ def compare(
     how = st.Options(max_new_tokens=options.tokens, temperature=temperature, eos_token=ends, key=0)
     starts = range(0, len(pair.prompts) - rows + 1, rows)
     batches = [measuring.Batch(pair.prompts[start : start + rows], how) for start in starts]
-    for way in [way for way in methods if way.topology == "auto"] * 4:
+    for way in [way for way in methods if way.topology == "auto"] * 8:
         way.decode(pair.target, batches[0])
         quanta.BESIDE.submit(int).result()  # what the text began to compile is there
     with progress_bar() as show:

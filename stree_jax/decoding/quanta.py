@@ -38,6 +38,7 @@ from stree_jax.tree import TreeTopology
 
 PIECE = 64  # tokens that a draft model reads at once when it has missed some
 LEAST_RUNNING = 0.5  # seconds of runs, before which no other program is worth compiling
+EMPTY_RUNS = 3  # of each program, without steps: what a run takes beside them
 BESIDE = ThreadPoolExecutor(1)  # one program at a time is compiled; Python's exit waits for it
 
 
@@ -64,6 +65,7 @@ class Quanta:
         is_cold = request.sampling.temperature_is_zero
         self._pair = _known(request.trees, num_rows, is_cold, names)
         self._programs = self._pair.programs
+        self._pair.texts += 1
         self._choice = request.choice or self._pair.choice
         self._choice.begin(num_rows)
         self._next: tuple[int, ...] = 0, 0  # the tree of the next run, and its steps
@@ -106,23 +108,32 @@ class Quanta:
         decoders = [dataclasses.replace(decoder, topology=tree) for tree in self._choice.trees]
         programs = [(one, shapes) for one in decoders]
         most, seen = on_host(limits.max_new_tokens), _Seen.of(state)  # waits for the device
+        counted = time.perf_counter()
         while left > 0 and not seen.done.all() and to_end != 0:
             settings = limits, sampling, to_end
             if self._next[1] <= 0:
                 self._next = self._chosen(programs, state, settings, seen, most)
             number, steps = self._next
-            is_known = self._programs.setdefault(programs[number], True)
+            program = programs[number]
+            # A program that is compiled, now or beside, takes the time of all.
+            is_timed = program in self._programs and None not in self._programs.values()
+            self._programs.setdefault(program, True)
             drafter, state, drafts = self._parts(number, state, ~seen.done)
-            began = time.perf_counter()
-            arguments = *settings[:2], min(steps, left), to_end
-            state = decoders[number].run(self._model, drafter, state, *arguments)
-            new = _Seen.of(state)
-            seconds = self._pair.seconds_of_run(time.perf_counter() - began, is_known is True)
+            parts = decoders[number], drafter, limits, sampling, to_end
+            if is_timed and program not in self._pair.empty:
+                empty = []
+                for _ in range(EMPTY_RUNS):
+                    state, _, seconds = self._timed(*parts, state, 0)
+                    empty.append(seconds)
+                self._pair.empty[program], counted = min(empty), time.perf_counter()
+            state, new, seconds = self._timed(*parts, state, min(steps, left))
+            of_steps = self._pair.seconds_of_steps(program, seconds, is_timed)
             if drafter is None and self._may_miss:
                 state = state._replace(drafter=drafts)
             else:
                 self._read = np.where(seen.done, self._read, new.length - 1)
-            taken = self._count(number, seen, new, seconds)
+            before, counted = counted, time.perf_counter()
+            taken = self._count(number, seen, new, of_steps, counted - before)
             left, self._next = left - taken, (number, steps - taken)
             if to_end is not None:
                 to_end = max(0, to_end - int((new.done & ~seen.done).sum()))
@@ -130,6 +141,21 @@ class Quanta:
         if seen.done.all():
             self._next = 0, 0
         return state
+
+    def _timed(
+        self,
+        decoder: SpeculativeDecoder,
+        drafter: Any,
+        limits: Limits,
+        sampling: Sampling,
+        to_end: int | None,
+        state: DecodeState,
+        steps: int,
+    ) -> tuple[DecodeState, "_Seen", float]:
+        """A run of some steps, and its seconds."""
+        began = time.perf_counter()
+        state = decoder.run(self._model, drafter, state, limits, sampling, steps, to_end)
+        return state, _Seen.of(state), time.perf_counter() - began
 
     def caught_up(self, state: DecodeState, rows: np.ndarray | None = None) -> DecodeState:
         """The state in which the drafter has read the texts of these rows, of all by default."""
@@ -161,8 +187,10 @@ class Quanta:
             return self._drafter, state, drafts
         return None, state._replace(drafter=None) if self._may_miss else state, drafts
 
-    def _count(self, number: int, seen: "_Seen", new: "_Seen", seconds: float | None) -> int:
-        """Counts the calls of a run; returns its steps."""
+    def _count(
+        self, number: int, seen: "_Seen", new: "_Seen", seconds: float | None, in_all: float
+    ) -> int:
+        """Counts the calls of a run and its seconds, those of its steps and all; its steps."""
         counts = jax.tree.map(np.subtract, new.statistics, seen.statistics)
         accepted = np.pad(counts.accepted_per_depth, ((0, 0), (0, 1)))
         calls = counts.target_calls[:, None]
@@ -170,10 +198,12 @@ class Quanta:
         ends = counts.path_ends[:, : self._choice.trees[number].num_nodes]
         taken = max(1, int((new.step - seen.step).max()))
         if self._ran is None:
-            self._ran = number, 0, 0.0, 0
-        _, steps, before, ends_before = self._ran
+            self._ran = number, 0, 0.0, 0, 0.0
+        _, steps, before, ends_before, beside = self._ran
+        if seconds is not None:
+            beside += in_all - seconds
         seconds = None if None in (seconds, before) else before + seconds
-        self._ran = number, steps + taken, seconds, ends_before + ends
+        self._ran = number, steps + taken, seconds, ends_before + ends, beside
         if new.done.all() or self._next[1] <= taken:
             self._choice.told(*self._ran)
             self._ran = None
@@ -191,7 +221,7 @@ class Quanta:
         # True: compiled; False: it has failed; None: neither.
         known = [self._programs.get(program) for program in programs]
         ready = np.array([is_known is True for is_known in known])
-        if self._pair.pays_to_compile:
+        if not ready.all() and self._pair.pays_to_compile:
             tried = np.array([is_known is not None for is_known in known])
             wanted = self._choice.wanted(active, left, tried)
             if wanted is not None and self._model.partition == ONE_DEVICE:
@@ -305,24 +335,30 @@ def _ones(shapes: Any, where: Any) -> Any:
 class _Pair:
     """What texts of a pair before taught, and the programs that they compiled.
 
-    Another program is worth compiling when all runs took as long as the first one, which compiled.
+    Another program is worth compiling from the second text on, or in a text that takes as long as
+    the first run, which compiled.
+
+    Attributes:
+        empty: seconds of the fastest of some runs of no steps, with each program.
     """
 
     choice: TreeChoice
     programs: dict[Any, bool] = dataclasses.field(default_factory=dict)
+    empty: dict[Any, float] = dataclasses.field(default_factory=dict)
     has_drafts: bool | None = None  # whether the drafter has a state
+    texts: int = 0
     compiling: float = 0.0  # seconds of the first run
     running: float = 0.0  # of all others
 
     @property
     def pays_to_compile(self) -> bool:
-        return self.running >= max(self.compiling, LEAST_RUNNING)
+        return self.texts > 1 or self.running >= max(self.compiling, LEAST_RUNNING)
 
-    def seconds_of_run(self, seconds: float, is_known: bool) -> float | None:
-        """Counts a run; its seconds, or None if its program was compiled."""
-        if is_known:
+    def seconds_of_steps(self, program: Any, seconds: float, is_timed: bool) -> float | None:
+        """Counts a run; the seconds of its steps, None: unknown."""
+        if is_timed:
             self.running += seconds
-            return seconds
+            return max(seconds - self.empty[program], 0.25 * seconds)
         self.compiling = self.compiling or seconds
         return None
 

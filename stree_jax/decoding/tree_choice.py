@@ -7,10 +7,11 @@ tree that promises the most tokens for its time:
   Where another text takes the place of one that ends, the sum of the rows decides. A batch ends
   with its last row, so there the row that needs the most steps does.
 - Times: runs of two trees, one after the other, give the ratio of their times, since other work on
-  the machine changes both. Medians of the ratios of pairs count, and a guess as one more.
+  the machine changes both. Medians of the ratios of pairs count, and a guess a little.
 
-Now and then another tree is tried for a few steps: the one that is worth most if its time is
-overestimated. The time until the next trial doubles while trials change nothing.
+Now and then another tree is tried for a few steps, after a run that was timed: the one that is
+worth most if its time is overestimated. The time until the next trial doubles while trials change nothing. A run takes time
+beside its steps, so runs are long where steps are fast.
 """
 
 import collections
@@ -37,7 +38,9 @@ BETTER = 1.05  # the value of the best tree, relative to no drafts, below which 
 DOUBT = 2.0  # a tree that was never timed may be as many times faster than it seems
 WORTH = 1.2  # what a tree may be worth, relative to those that are compiled, to be compiled too
 SHARE = 0.02  # of the time until the next trial is what one may cost
-TRIAL = 4  # steps
+TRIAL = 4, 8.0  # steps, and times what a run takes beside its steps, which blurs them
+FEW = 3  # times of a pair of trees, up to which trials wait for the shortest time only
+GUESSED = 0.25  # of a time, which a guess counts
 AGED = 5.0  # drafts before a trial that count in it, of each depth and rank
 SHORTEST, LONGEST = 16, 1024  # steps until the next trial
 QUANTUM = 16, 64  # steps of a run with drafts, at first and at most
@@ -78,6 +81,7 @@ class TreeChoice:
         # By pairs of trees, the larger number first: logarithms.
         self._ratios: dict[tuple[int, int], collections.deque[float]] = {}
         self._last: Any = None  # tree, steps and seconds of the last run
+        self._beside = 0.0  # what a run takes beside its steps, in steps
         self._taken, self._steps = -1, QUANTUM[0]
         self._wait = self._pause = 0  # steps until the next trial, and how many they were
 
@@ -97,8 +101,8 @@ class TreeChoice:
         guesses = [
             np.log(1 + 0.06 * (tree.num_nodes - 1) + 0.15 * tree.depth) for tree in self.trees
         ]
-        # Logarithms: least squares of their differences, and of a guess as of one more pair.
-        matrix, right = np.eye(len(guesses)), np.array(guesses)
+        # Logarithms: least squares of their differences, and of a guess.
+        matrix, right = GUESSED * np.eye(len(guesses)), GUESSED * np.array(guesses)
         for pair, ratios in self._ratios.items():
             matrix[np.ix_(pair, pair)] += len(ratios) * np.array([[1, -1], [-1, 1]])
             right[[*pair]] += len(ratios) * statistics.median(ratios) * np.array([1, -1])
@@ -116,7 +120,14 @@ class TreeChoice:
         else:
             self.tried[rows], self.accepted[rows] = new
 
-    def told(self, number: int, steps: int, seconds: float | None, ends: np.ndarray) -> None:
+    def told(
+        self,
+        number: int,
+        steps: int,
+        seconds: float | None,
+        ends: np.ndarray,
+        beside: float = 0.0,
+    ) -> None:
         """A run has ended.
 
         Args:
@@ -124,15 +135,17 @@ class TreeChoice:
             steps: how many.
             seconds: of all of them; None: unknown, since a program was compiled.
             ends: `[B, N]`, how many steps of each row had a path that ended at each node.
+            beside: seconds that the run took beside its steps.
         """
         tried, accepted = (np.tensordot(ends, part, 1) for part in self._paths[number])
         kept = KEPT**tried
         self.tried, self.accepted = kept * self.tried + tried, kept * self.accepted + accepted
         self._wait = max(0, self._wait - steps)
-        if seconds is None or steps < TRIAL:
+        if seconds is None or steps < TRIAL[0]:
             self._last = None
             return
         last, self._last = self._last, (number, max(seconds / steps, 1e-9))
+        self._beside = max(beside, 0) / self._last[1]
         if last is not None and last[0] != number:
             (second, slow), (first, fast) = sorted([last, self._last], reverse=True)
             ratios = self._ratios.setdefault((second, first), collections.deque(maxlen=15))
@@ -164,37 +177,46 @@ class TreeChoice:
         drafted = 1 + int(possible[1:].argmax())
         pays = possible[drafted] >= BETTER * possible[0]
         best = drafted if pays and ready[drafted] else 0
-        trial = self._trial(best, values, ready)
-        loss = 0.0 if trial is None else TRIAL * max(values[best] / values[trial] - 1, 0)
-        loss += READING * unread * (best == 0)
+        trial, is_open = self._trial(best, values, ready)
+        steps = int(np.clip(TRIAL[1] * self._beside, TRIAL[0], QUANTUM[0]))
         if best != self._taken:
-            before = 0 if best else self._pause
+            self._pause = 0 if best else self._pause
+        if trial == best or is_open:
+            pause = SHORTEST
+        else:  # a trial makes two runs more
+            loss = steps * max(values[best] / values[trial] - 1, 0) + 2 * self._beside
+            loss += READING * unread * (best == 0)
+            pause = int(np.clip(max(2 * self._pause, loss / SHARE), SHORTEST, LONGEST))
+        if best != self._taken:
             self._taken, self._steps = best, QUANTUM[0]
-            self._wait = self._pause = _pause(before, loss)
-        elif self._wait == 0 and trial is None:
+            self._wait = self._pause = pause
+        elif self._wait == 0 and (trial == best or self._last is None):
             self._wait = SHORTEST
         elif self._wait == 0:
-            self._pause = _pause(self._pause, loss)
-            self._wait = self._pause + TRIAL
+            self._pause = pause
+            self._wait = self._pause + steps
             if best == 0:
                 aged = np.minimum(1, AGED / np.maximum(self.tried, 1))
                 self.tried, self.accepted = aged * self.tried, aged * self.accepted
-            return int(trial or 0), TRIAL
+            return trial, steps
         steps = self._wait
         if best:
-            steps, self._steps = min(steps, self._steps), min(2 * self._steps, QUANTUM[1])
+            longest = max(self._steps, int(self._beside / SHARE))
+            steps, self._steps = min(steps, longest), min(2 * self._steps, QUANTUM[1])
         return best, steps
 
     def wanted(self, active: np.ndarray, left: np.ndarray | None, ready: np.ndarray) -> int | None:
         """The tree to compile next: it may be faster than all that are; None: no tree may be.
 
-        No drafts come first: how slow drafts are, a guess does not tell.
+        No drafts come first: how slow drafts are, a guess does not tell. Others come when those
+        that are compiled were timed.
         """
         if not ready[0]:
             return 0
         values = self.values(active, left)
         best = int(np.where(ready, values, 0).argmax())
-        hopes = np.where(ready, 0, self._hopes(best, values))
+        *_, is_open = self._trial(best, values, ready)
+        hopes = np.where(ready | is_open, 0, self._hopes(best, values))
         return int(hopes.argmax()) if hopes.max() > WORTH * values[best] else None
 
     def values(self, active: np.ndarray, left: np.ndarray | None = None) -> np.ndarray:
@@ -228,21 +250,23 @@ class TreeChoice:
 
     def _hopes(self, best: int, values: np.ndarray) -> np.ndarray:
         """What trees are worth if their times are wrong: the less they were timed, the more."""
-        pairs = [(max(best, number), min(best, number)) for number in range(len(self.trees))]
-        timed = np.array([len(self._ratios.get(pair, ())) for pair in pairs])
+        timed = np.array([self._timed(best, number) for number in range(len(self.trees))])
         limits = [DOUBT, *self.costs[1:]]  # a step with drafts never takes less than one without
         return values * np.minimum(DOUBT ** (1 / (1 + timed)), limits)
 
-    def _trial(self, best: int, values: np.ndarray, ready: np.ndarray) -> int | None:
-        """The tree to try next."""
+    def _timed(self, *pair: int) -> int:
+        """How many times of a pair of trees are known."""
+        return len(self._ratios.get((max(pair), min(pair)), ()))
+
+    def _trial(self, best: int, values: np.ndarray, ready: np.ndarray) -> tuple[int, bool]:
+        """The tree to try next, or the best if there is no other; and if it may be better.
+
+        A tree that was timed a few times is no better than it seems.
+        """
         hopes = np.where(ready, self._hopes(best, values), 0)
         hopes[best] = 0
-        return int(hopes.argmax()) if hopes.max() > 0 else None
-
-
-def _pause(before: int, loss: float) -> int:
-    """Steps until the next trial, which loses the time of some steps."""
-    return int(np.clip(max(2 * before, loss / SHARE), SHORTEST, LONGEST))
+        trial = int(hopes.argmax()) if hopes.any() else best
+        return trial, hopes[trial] > values[best] and self._timed(best, trial) < FEW
 
 
 def _drafts(tree: TreeTopology) -> list[tuple[int, int, int]]:

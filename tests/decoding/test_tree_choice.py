@@ -14,13 +14,14 @@ NEW = 128  # tokens of a text
 class Clock:
     """Texts of rows whose best and second drafts are accepted at some rates, in simulated time."""
 
-    def __init__(self, costs=COSTS, noise=0.05, **options):
+    def __init__(self, costs=COSTS, noise=0.05, beside=0.0, **options):
         self.choice, self.costs, self.noise = st.TreeChoice(**options), costs, noise
+        self.beside = beside  # of each run, in steps
         self.draws = np.random.default_rng(0)
 
-    def text(self, *rates, ready=None, ends=True):
+    def text(self, *rates, ready=None, ends=True, new=NEW):
         """The speed, relative to no drafts, and the steps with each tree, in their order."""
-        left, seconds, runs = np.full(len(rates), NEW), 0.0, []
+        left, seconds, runs = np.full(len(rates), new), 0.0, []
         self.choice.begin(len(rates))
         while (left > 0).any():
             number, most = self.choice.next(left > 0, left if ends else None, ready)
@@ -33,10 +34,10 @@ class Clock:
                     left[row] -= tree.depths[node] + 1
                 steps += 1
             taken = steps * self.costs[number] * np.exp(self.noise * self.draws.normal())
-            self.choice.told(number, steps, taken / 400, counts)
-            seconds += taken
+            self.choice.told(number, steps, taken / 400, counts, self.beside / 400)
+            seconds += taken + self.beside
             runs.append((number, steps))
-        return NEW / seconds, runs
+        return new / seconds, runs
 
     def accepted(self, tree, rate):
         """The last node of a path."""
@@ -77,13 +78,22 @@ def test_it_finds_the_fastest_tree(rate, costs, best):
         assert np.mean(speeds[8:]) > 0.97
 
 
+@pytest.mark.parametrize("rate", [0.9, 0.03])
+def test_runs_are_long_where_they_take_long_beside_their_steps(rate):
+    """A small model. And trials are rare."""
+    clock, ideal = (Clock(noise=0.0, beside=8.0) for _ in range(2))
+    ideal.choice.next = lambda *_: (LONG if rate == 0.9 else NONE, 1024)
+    speeds, best = ([some.text(rate, new=512)[0] for _ in range(24)] for some in (clock, ideal))
+    assert np.mean(speeds[8:]) > 0.96 * np.mean(best)
+
+
 def test_trials_come_less_and_less_often_and_find_out_that_drafts_pay_again():
     clock = Clock()
     runs = [run for _ in range(40) for run in clock.text(0.03)[1]]
     at = np.cumsum([steps for _, steps in runs])[[number > 0 for number, _ in runs]]
     pauses = np.diff(at[1:])
     assert pauses[-1] > 2 * pauses[0]
-    assert pauses.max() <= 1024 + TRIAL
+    assert pauses.max() <= 1024 + TRIAL[0]
     speeds = [clock.text(0.95)[0] for _ in range(16)]
     assert speeds[-1] > 1.5
 
@@ -98,7 +108,11 @@ def test_a_tree_whose_program_is_not_there_is_not_taken():
     good = Clock()
     good.text(1.0, ready=ready)
     assert good.choice.wanted(active, None, ready) == NONE
-    assert good.choice.wanted(active, None, np.array([True, False, True, False])) == LONG
+    ready[NONE] = True
+    assert good.choice.wanted(active, None, ready) == LONG
+    doubtful = Clock(noise=0.0)
+    doubtful.text(0.5, ready=np.array([False, False, True, False]))
+    assert doubtful.choice.wanted(active, None, ready) is None  # it was not timed beside none
 
 
 def test_a_batch_ends_with_its_last_row_and_a_pool_does_not():
