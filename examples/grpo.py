@@ -69,7 +69,7 @@ def main(steps=40, samples=4, new_tokens=96, rate=1e-3, topology=None):
     model, draft = (st.from_pretrained(st.demo_path(name)) for name in ("target", "draft"))
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     prompt = tokenizer.encode("Question: Ann has 3 pens.").ids
-    way = st.Way(st.ModelDrafter(draft), topology)
+    way = st.Way(st.ModelDrafter(draft), topology or st.TreeChoice())
     learn, follow = learner(model, loss, rate), learner(draft, imitation, rate)
     seconds, rewards, ratios = collections.defaultdict(list), [], []
 

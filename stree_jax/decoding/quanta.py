@@ -60,13 +60,13 @@ class Quanta:
         if not request.trees:
             return
         leaves, structure = jax.tree.flatten((model, request.drafter))
-        # A later pair whose arrays have these ids only begins with another's choice.
-        names = *map(id, leaves), structure, model.partition
-        is_cold = request.sampling.temperature_is_zero
-        self._pair = _known(request.trees, num_rows, is_cold, names)
+        shapes = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        texts = request.trees, num_rows, request.sampling.temperature_is_zero
+        self._pair = _pair(*texts, model.partition, shapes)
         self._programs = self._pair.programs
         self._pair.texts += 1
-        self._choice = request.choice or self._pair.choice
+        # A later pair whose arrays have these ids only begins with another's choice.
+        self._choice = request.choice or _choice(*texts, *map(id, leaves))
         self._choice.begin(num_rows)
         self._next: tuple[int, ...] = 0, 0  # the tree of the next run, and its steps
         self._ran: Any = None  # what `TreeChoice.told` is told of the runs that it stands for
@@ -333,7 +333,7 @@ def _ones(shapes: Any, where: Any) -> Any:
 
 @dataclasses.dataclass
 class _Pair:
-    """What texts of a pair before taught, and the programs that they compiled.
+    """What texts of pairs of one shape compiled, and how long it took.
 
     Another program is worth compiling from the second text on, or in a text that takes as long as
     the first run, which compiled.
@@ -342,7 +342,6 @@ class _Pair:
         empty: seconds of the fastest of some runs of no steps, with each program.
     """
 
-    choice: TreeChoice
     programs: dict[Any, bool] = dataclasses.field(default_factory=dict)
     empty: dict[Any, float] = dataclasses.field(default_factory=dict)
     has_drafts: bool | None = None  # whether the drafter has a state
@@ -364,6 +363,11 @@ class _Pair:
 
 
 @functools.lru_cache(maxsize=64)
-def _known(trees: tuple[TreeTopology, ...], *pair: Any) -> _Pair:
-    """Of these trees, and a pair on its devices."""
-    return _Pair(TreeChoice(trees[1:]))
+def _pair(*names: Any) -> _Pair:
+    return _Pair()
+
+
+@functools.lru_cache(maxsize=64)
+def _choice(trees: tuple[TreeTopology, ...], *names: Any) -> TreeChoice:
+    """What texts of a pair before taught."""
+    return TreeChoice(trees[1:])
