@@ -76,7 +76,7 @@ def test_transformers_there_and_back(name, tmp_path):
     if model_type.startswith(("lfm3", "kimi", "bailing")):
         # 24 greedy tokens, drafted in trees: each is the best by its logits, in float64.
         drafter = st.NgramDrafter()
-        out = st.generate(model, TOKENS, drafter=drafter, max_new_tokens=24, eos_token=[])
+        out = st.generate(model, TOKENS.tolist(), drafter=drafter, max_new_tokens=24, eos_token=[])
         logits = checkpoints.hf_logits(hf, np.concatenate([TOKENS, out.tokens], axis=1))
         assert_array_equal(out.tokens, logits[:, -25:-1].argmax(axis=-1))
 
