@@ -164,7 +164,7 @@ def read_bailing_hybrid(source: Source) -> Description:
     of_latent = {"rope_theta": theta, "output_gate": True}
     of_kda = {"lower_bound": bound if is_safe else None}
     described = _read("bailing_hybrid", source, of_latent, of_kda)
-    problem = "the multi-token prediction layer of Ling 3 is not supported"
+    problem = "Ling 3's multi-token prediction layer is not supported; draft by prompt lookup"
     return described._replace(mtp=HeadDescription(None, [], problem) if has_head else None)
 
 

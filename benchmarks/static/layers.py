@@ -1,4 +1,4 @@
-"""The counts that a layer of each kind adds to a program.
+"""The counts that a layer of each kind adds to a program; layers of one kind may differ.
 
 Programs have `counts` of a step, such as its launches, and `kernels`, a `Counter` of their names.
 """
@@ -10,32 +10,43 @@ from typing import Any
 import stree_jax as st
 
 
-def with_layers(config: st.ModelConfig, layers: tuple[str, ...]) -> st.ModelConfig:
+def named_layers(config: st.ModelConfig) -> dict[str, Any]:
+    """The layers that occur, by their kinds; a second one of a kind is "-other"."""
+    layers: dict[str, Any] = {}
+    for layer in config.distinct_layers:
+        name = layer.kind
+        while name in layers:
+            name += "-other"
+        layers[name] = layer
+    return layers
+
+
+def with_layers(config: st.ModelConfig, names: tuple[str, ...]) -> st.ModelConfig:
     """The same model with other layers; each use of a shared block has its own weights."""
-    parts, shared = {}, config.shared
-    if shared is not None:
-        parts["shared"] = dataclasses.replace(shared, num_blocks=layers.count("shared"))
-    return config.with_layers(layers, **parts)
+    layers = named_layers(config)
+    if "shared" in names:
+        layers["shared"] = dataclasses.replace(config.shared, num_blocks=names.count("shared"))
+    return config.with_layers([layers[name] for name in names])
 
 
 def one_of_each(config: st.ModelConfig) -> tuple[str, ...]:
-    """A layer of each kind; a shared block is followed by a Mamba-2 layer, as in the model."""
-    kinds = dict.fromkeys(config.kinds)
-    if "shared" not in kinds:
-        return tuple(kinds)
-    assert {*kinds} == {"shared", "mamba2"}
+    """A layer of each name; a shared block is followed by a Mamba-2 layer, as in the model."""
+    names = tuple(named_layers(config))
+    if "shared" not in names:
+        return names
+    assert {*names} == {"shared", "mamba2"}
     return ("shared", "mamba2", "mamba2")
 
 
 def shortened(config: st.ModelConfig) -> st.ModelConfig:
-    """The model with one layer of each kind."""
+    """The model with one layer of each name."""
     return with_layers(config, one_of_each(config))
 
 
 def by_layer(
     config: st.ModelConfig, build: Callable[[st.ModelConfig], Any]
 ) -> tuple[dict[str, Any], Iterable[Any]]:
-    """Counts of a layer of each kind, of the whole model as their sum, and the programs behind it.
+    """Counts of a layer of each name, of the whole model as their sum, and the programs behind it.
 
     For steps with our kernels on a GPU the sum is what `--whole` finds.
     """
@@ -44,7 +55,7 @@ def by_layer(
     base = build(with_layers(config, few))
     layers: dict[str, dict[str, Any]] = {}
     longer: dict[str, Any] = {}
-    for kind in sorted({*few}, key=lambda kind: (kind == "shared", few.index(kind))):
+    for kind in sorted(dict.fromkeys(few), key=lambda kind: kind == "shared"):
         # Inserted before the last layer of its kind, so that it has the usual neighbours.
         new, without = (kind,), base
         if kind == "shared":  # with the layer after it, which the program without it has, too
@@ -55,7 +66,8 @@ def by_layer(
             name: count - without.counts[name] for name, count in longer[kind].counts.items()
         }
         layers[kind]["kernels"] = dict(sorted((longer[kind].kernels - without.kernels).items()))
-    more = {kind: config.kinds.count(kind) - few.count(kind) for kind in layers}
+    named = named_layers(config)
+    more = {kind: config.layers.count(named[kind]) - few.count(kind) for kind in layers}
     step = {
         name: count + sum(more[kind] * layers[kind][name] for kind in layers)
         for name, count in base.counts.items()

@@ -70,7 +70,7 @@ _NORMED = dataclasses.replace(_ATTENTION, rotary_dim=8, qk_norm_eps=1e-5)
 _UNROTATED = dataclasses.replace(_NORMED, rotary_dim=0)
 _SPANNING = dataclasses.replace(_UNROTATED, qk_norm_spans=True, norm_after=True)
 _LARA = dataclasses.replace(_DELTA, norm_eps=1e-5)
-_KDA = GatedDeltaConfig(2, 8, 2, 8, chunk_size=16, by_channel=True)
+_KDA = GatedDeltaConfig(4, 8, 4, 8, chunk_size=16, by_channel=True, norm_eps=1e-5)
 _LATENT = LatentAttentionConfig(4, latent_size=16, head_dim=8, value_dim=12, rotary_dim=16)
 _SCALING = RopeScaling(8.0, 1.0, 4.0, 24)
 _OLMO = dataclasses.replace(_LARA, beta_scale=2.0)
@@ -115,7 +115,7 @@ _NEMOTRON_EXPERTS = MoeConfig(
     activation="relu2",
     gated=False,
 )
-_DEEPSEEK = MoeConfig(4, 2, 12, router="sigmoid", scale=2.5, shared_size=10)
+_DEEPSEEK = MoeConfig(4, 2, 12, router="sigmoid", scale=2.5, shared_size=12)
 # One for each family of hybrids, with the options that it uses.
 HYBRIDS: dict[str, ModelConfig] = {
     "bamba": _hybrid(
@@ -194,10 +194,10 @@ HYBRIDS: dict[str, ModelConfig] = {
         moe=MoeConfig(4, 2, 12, router="sigmoid", norm_eps=1e-6, scale=1.5),
     ),
     "kimi_linear": _of_layers(
-        dataclasses.replace(_KDA, gate_rank=6, conv_width=3), MlpConfig(24), _LATENT, _DEEPSEEK
+        dataclasses.replace(_KDA, gate_rank=8, conv_width=3), MlpConfig(24), _LATENT, _DEEPSEEK
     ),
     "bailing_hybrid": _of_layers(
-        *(dataclasses.replace(_KDA, lower_bound=-5.0), MlpConfig(24, limit=0.5)),
+        *(dataclasses.replace(_KDA, lower_bound=-5.0), MlpConfig(24)),
         dataclasses.replace(_LATENT, rope_theta=100.0, query_rank=32, output_gate=True),
         dataclasses.replace(_DEEPSEEK, num_router_groups=2, limit=0.5, shared_limit=0.7),
     ),

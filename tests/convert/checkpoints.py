@@ -96,6 +96,13 @@ def write_safetensors(path, config, weights, name="model.safetensors"):
     return path
 
 
+def read(path):
+    """Config and tensors of such a directory."""
+    from safetensors.numpy import load_file
+
+    return json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+
+
 def torch():
     """The torch package."""
     return _imported("torch")

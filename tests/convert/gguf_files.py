@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 gguf = pytest.importorskip("gguf")
-from safetensors.numpy import load_file  # noqa: E402
-
 from stree_jax.convert.families import describe  # noqa: E402
-from stree_jax.convert.writing import write_as  # noqa: E402
 from tests.convert import checkpoints, configs  # noqa: E402
+from tests.extensions.mtp_files import target_files  # noqa: E402
 
 F32 = gguf.GGMLQuantizationType.F32
 ARCHITECTURES = {
@@ -45,11 +43,10 @@ HEAD = {
 def original(path, model_type, **changes):
     """A checkpoint of transformers with random weights: its model, config and tensors."""
     values = {"model_type": model_type} | configs.TRANSFORMERS[model_type] | changes
-    model = checkpoints.random_model(describe(path / "config.json", values, {}).config)
-    path.mkdir()
-    write_as(model, path, model_type)
-    values = json.loads((path / "config.json").read_text())
-    return model, values, load_file(path / "model.safetensors")
+    config = describe(path / "config.json", values, {}).config
+    values, tensors = target_files(config, model_type)
+    checkpoints.write_safetensors(path, values, tensors)
+    return checkpoints.random_model(config), values, tensors
 
 
 def permute(rows, heads):

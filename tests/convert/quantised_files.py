@@ -7,6 +7,7 @@ import re
 import ml_dtypes
 import numpy as np
 
+from tests.convert import checkpoints
 from tests.extensions import mtp_files, qwen_files
 
 E4M3, E5M2, BFLOAT16 = (
@@ -134,11 +135,9 @@ def write(path, config, tensors, name="model.safetensors"):
 
 def both(folder, original, said, makers, beside=()):
     """A checkpoint, whose matrices the first fitting pattern makes, and its values."""
-    from safetensors.numpy import load_file
-
-    rng, config = np.random.default_rng(0), json.loads((original / "config.json").read_text())
+    rng, (config, tensors) = np.random.default_rng(0), checkpoints.read(original)
     own, plain = {}, {}
-    for name, value in load_file(original / "model.safetensors").items():
+    for name, value in tensors.items():
         make = next((make for of, make in makers if re.search(of, name)), None)
         if make is None:
             own[name] = plain[name] = value.astype(BFLOAT16) if value.ndim == 2 else value

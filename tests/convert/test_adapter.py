@@ -1,19 +1,17 @@
 """LoRA adapters in PEFT's format, merged while a checkpoint is read."""
 
 import functools
-import json
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
 from tests.convert.adapter_files import pairs, written
-from tests.convert.checkpoints import CONFIG, MIXER, WEIGHTS, write_safetensors
+from tests.convert.checkpoints import CONFIG, MIXER, WEIGHTS, read, write_safetensors
 from tests.convert.torch_files import torch_file_of
 from tests.extensions.qwen_files import wrapped
 from tests.helpers import assert_same_model, by_message, refusal
@@ -102,7 +100,7 @@ def test_embeddings_and_whole_tensors(checkpoint, tmp_path):
 def test_a_model_is_that_of_the_merged_weights(tmp_path):
     """Projections are fused while read; names are of a wrapper's text model."""
     path = wrapped(tmp_path / "base")
-    weights = load_file(path / "model.safetensors")
+    values, weights = read(path)
     layers = [f"model.language_model.layers.{i}" for i in (0, 1)]
     modules = [f"{layers[0]}.linear_attn.in_proj_z", f"{layers[1]}.self_attn.v_proj"]
     modules += [f"{layer}.mlp.down_proj" for layer in layers]
@@ -110,7 +108,6 @@ def test_a_model_is_that_of_the_merged_weights(tmp_path):
     inside = {name.replace("language_model.", ""): matrix for name, matrix in tensors.items()}
     adapter = written(tmp_path / "adapter", inside)
     merged = sums(weights, tensors, dict.fromkeys(modules, 5 / 3))
-    values = json.loads((path / "config.json").read_text())
     merged = {name: value.astype(np.float32) for name, value in merged.items()}
     by_hand = st.from_pretrained(write_safetensors(tmp_path / "by hand", values, merged))
     model = st.from_pretrained(path, adapter=str(adapter))

@@ -1,7 +1,6 @@
 """Whole conversions, dialects of configs, quirks, and a new family, an entry of the table."""
 
 import dataclasses
-import json
 import os
 
 import numpy as np
@@ -11,10 +10,11 @@ import stree_jax as st
 from stree_jax import testing
 from stree_jax.convert import FAMILIES, convert, formats, open_checkpoint
 from stree_jax.convert.families import describe
-from stree_jax.convert.writing import write_as, written_as
+from stree_jax.convert.writing import written_as
 from stree_jax.testing import CONFIGS, HYBRIDS
 from tests.convert import checkpoints, configs, numpy_mamba_ssm
 from tests.convert.checkpoints import WEIGHTS
+from tests.extensions.mtp_files import target_files
 from tests.extensions.qwen_files import model_config
 from tests.helpers import DOCS, assert_same_model, by_message, python_blocks, refusal
 
@@ -116,13 +116,8 @@ def test_the_family_of_the_docs(tmp_path, monkeypatch):
 
 
 def test_the_text_model_of_a_wrapper(tmp_path):
-    from safetensors.numpy import load_file
-
-    path = tmp_path / "text"
-    path.mkdir()
-    write_as(checkpoints.random_model(HYBRIDS["nemotron_h"]), path, "hf")
-    config = json.loads((path / "config.json").read_text())
-    tensors = load_file(path / "model.safetensors")
+    config, tensors = target_files(HYBRIDS["nemotron_h"], "hf")
+    path = checkpoints.write_safetensors(tmp_path / "text", config, tensors)
     outer = {"model_type": "nemotron_h_omni", "vision_config": {"model_type": "radio"}}
     inside = {f"language_model.{name}": value for name, value in tensors.items()}
     inside["language_model.mtp.layers.0.enorm.weight"] = np.ones(4, np.float32)
@@ -142,12 +137,16 @@ def test_the_text_model_of_a_wrapper(tmp_path):
     assert_same_model(*models[1:])
 
 
-def test_which_layers_have_experts(tmp_path):
+def test_which_layers_have_experts_and_limits(tmp_path):
     config = {"model_type": "qwen3_next", "num_hidden_layers": 6, "full_attention_interval": 3}
     config |= {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
     kinds = describe(tmp_path / "config.json", config, {}).config.kinds
     assert kinds[::2] == ("gated_delta", "gated_delta", "attention") * 2
     assert kinds[1::2] == ("mlp", "moe", "mlp", "mlp", "mlp", "moe")
+    limits = dict(expert_swiglu_limit_list=[0, 4, 7.0], share_expert_swiglu_limit_list=[None] * 2)
+    config = target_files(HYBRIDS["bailing_hybrid"], "hf")[0] | limits
+    experts = describe(tmp_path / "config.json", config, {}).config.layers[3]
+    assert (experts.limit, experts.shared_limit) == (4, None)
 
 
 QWEN = model_config()

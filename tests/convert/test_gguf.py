@@ -124,8 +124,7 @@ def test_a_wrapper_and_its_head(name, tmp_path):
     """config.json of a multimodal release, of whose text model the file is; and its head."""
     HEADS[name](tmp_path / "hf")
     target = st.from_pretrained(tmp_path / "hf")
-    values = json.loads((tmp_path / "hf" / "config.json").read_text())
-    tensors = gguf_files.load_file(tmp_path / "hf" / "model.safetensors")
+    values, tensors = checkpoints.read(tmp_path / "hf")
     file = write(tmp_path / "model.gguf", values, tensors)
     loaded = st.from_pretrained(file)
     assert_same(target, loaded)

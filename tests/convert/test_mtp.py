@@ -6,15 +6,15 @@ from functools import partial
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 import stree_jax as st
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.convert import convert, open_checkpoint
+from stree_jax.testing import HYBRIDS
 from tests.convert import checkpoints
 from tests.convert.checkpoints import inspected
 from tests.extensions import qwen_files
-from tests.extensions.mtp_files import KEYS, files, saved
+from tests.extensions.mtp_files import KEYS, files, saved, target_files
 from tests.helpers import assert_same_model, by_message, refusal, some
 
 
@@ -58,7 +58,7 @@ def test_convert_carries_the_head_in_both_directions(kind, tmp_path):
     for to in ("hf", *others):
         assert convert(tmp_path / "native", tmp_path / to, to=to) is None
         assert_same_model(st.load_mtp(tmp_path / to, st.from_pretrained(tmp_path / to)), want)
-    tensors, rounding = load_file(tmp_path / to / "model.safetensors"), 2e-7 if others else 0
+    tensors, rounding = checkpoints.read(tmp_path / to)[1], 2e-7 if others else 0
     for name, value in files()[2].items():
         if "mlp.experts." not in name:  # read merged, and written one by one
             np.testing.assert_allclose(tensors[name], value, rtol=0, atol=rounding)  # 1 + w - 1
@@ -140,16 +140,31 @@ OF_QWEN = [
 ]
 
 
-HEADS = {"nemotron": (files, saved), "qwen": (qwen_files.files, qwen_files.wrapped)}
+def ling_saved(path, changes, head):
+    """A checkpoint of Ling 3, with fields and tensors beside it."""
+    values, tensors = target_files(HYBRIDS["bailing_hybrid"], "hf")
+    return checkpoints.write_safetensors(path, values | changes, tensors | head)
+
+
+OF_LING = (
+    dict(num_nextn_predict_layers=1),
+    {"model.layers.2.enorm.weight": (16,)},
+    "Ling 3's multi-.*layer is not supported; draft by prompt lookup",
+)
+HEADS = {
+    "nemotron": (files, saved, REFUSED),
+    "qwen": (qwen_files.files, qwen_files.wrapped, OF_QWEN),
+    "ling": (lambda: [{}] * 3, ling_saved, [OF_LING]),
+}
 
 
 @by_message(
     ("kind", "changes", "shapes", "message"),
-    [("nemotron", *row) for row in REFUSED] + [("qwen", *row) for row in OF_QWEN],
+    [(kind, *row) for kind, (*_, rows) in HEADS.items() for row in rows],
 )
 def test_what_is_refused(kind, changes, shapes, message, tmp_path):
     """The head alone: its target loads, `inspect` and `convert` say what is wrong with it."""
-    files, save = HEADS[kind]
+    files, save, _ = HEADS[kind]
     head = {}
     if shapes != "all":
         new = {name: shape and np.ones(shape, np.float32) for name, shape in shapes.items()}

@@ -1,7 +1,6 @@
 """Checkpoints of a tiny Nemotron-3 with its multi-token prediction head, with random weights."""
 
 import functools
-import json
 import tempfile
 from pathlib import Path
 
@@ -30,12 +29,10 @@ def shapes(config):
 
 def target_files(config, to):
     """Config and tensors of a random target, as another program has them."""
-    from safetensors.numpy import load_file
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         write_as(checkpoints.random_model(config), path, to)
-        return json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+        return checkpoints.read(path)
 
 
 @functools.cache
