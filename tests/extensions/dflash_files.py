@@ -46,6 +46,35 @@ SECOND = dict(
     layer_types=["sliding_attention"] * 2,
     sliding_window=7,
 )
+# The published config of speculators for Qwen3.8-27B, tiny: what it says of layers is in a table.
+SPECULATORS = dict.fromkeys(
+    (*SIZES, "num_hidden_layers", "layer_types", "sliding_window"), "absent"
+)
+SPECULATORS |= dict.fromkeys(("rope_scaling", "num_target_layers", "target_layer_ids"), "absent")
+SPECULATORS |= dict(
+    architectures=["DSparkDraftModel"],
+    aux_hidden_state_layer_ids=[1],
+    draft_vocab_size=VOCAB,
+    num_anchors="absent",
+    sample_from_anchor=True,
+    sliding_window_non_causal=False,
+    speculators_config={"algorithm": "dspark", "verifier": {"name_or_path": "Qwen/Qwen3.8-27B"}},
+    speculators_model_type="dspark",
+    speculators_version="0.7.0",
+    target_hidden_size=None,
+    transformer_layer_config=SIZES
+    | dict(
+        rope_parameters=dict(
+            mrope_section=[2, 1, 1], partial_rotary_factor=1.0, rope_theta=50.0, rope_type="default"
+        ),
+        layer_types=["sliding_attention"] * 2,
+        sliding_window=9,
+        use_sliding_window=True,
+        num_hidden_layers=2,
+        vocab_size=VOCAB,
+        tie_word_embeddings=False,
+    ),
+)
 
 
 def files(dspark=False, vocab=VOCAB, **changes):

@@ -19,7 +19,7 @@ from stree_jax.extensions.dflash.training import dflash_loss
 from stree_jax.names import flatten
 from stree_jax.testing import tiny_model
 from tests.decoding.texts import dynamic_tree, paths_of, steps
-from tests.extensions.dflash_files import SECOND, files, saved
+from tests.extensions.dflash_files import SECOND, SPECULATORS, files, saved
 from tests.extensions.heads import parts, states_of
 from tests.helpers import by_message, refusal
 from tests.numpy_parts import log_softmax
@@ -132,7 +132,14 @@ OTHER_NAMES = dict(
 
 @pytest.mark.parametrize(
     ("dspark", "changes"),
-    [(False, {}), (True, {}), (True, HIDDEN), (True, OTHER_NAMES), (False, SECOND)],
+    [
+        (False, {}),
+        (True, {}),
+        (True, HIDDEN),
+        (True, OTHER_NAMES),
+        (True, SPECULATORS),
+        (False, SECOND),
+    ],
 )
 def test_there_and_back(dspark, changes, tmp_path):
     """The tensors of the files are equal by their bytes, and so are the configs that are read."""
@@ -154,8 +161,30 @@ def test_layers_of_files_are_mixers_and_mlps_here():
     assert read_config(Fields(Path("x"), config), target, False).inner_layers == (2,)
 
 
+@pytest.mark.parametrize("anchor", [True, False])
+def test_speculators_say_it_in_other_names(anchor):
+    """The config is that of DeepSpec's file with the same block."""
+    target = tiny_model("nemotron_h hybrid")
+    same = dict(layer_types=["sliding_attention"] * 2, sliding_window=9, sample_from_anchor=anchor)
+    plain, _ = files(True, num_target_layers=2, target_layer_ids=[0], is_causal=anchor, **same)
+    ways = dict(sample_from_anchor=anchor, sliding_window_non_causal=not anchor)
+    nested, _ = files(True, **SPECULATORS | ways)
+    flat, have = (read_config(Fields(Path("x"), each), target, True) for each in (plain, nested))
+    assert have == flat
+    assert have.num_drafts == 7 + anchor
+
+
 UNSURE = dict(enable_confidence_head=False)
 IDS = {"mask_token_id": 36}
+
+
+def said(**changes):
+    """The config of speculators, with other layers."""
+    layers = SPECULATORS["transformer_layer_config"] | changes
+    return SPECULATORS | {"transformer_layer_config": layers}
+
+
+ROPE = {"rope_theta": 50.0, "partial_rotary_factor": 0.25}
 REFUSED = [
     (False, dict(architectures=["DFlash3DraftModel"]), {}, "no DFlash head: its architectures are"),
     (False, dict(architectures=["DFlash2DraftModel"]), {}, "conv_kernel_size is missing"),
@@ -180,6 +209,13 @@ REFUSED = [
     (False, dict(block_size=1), {}, "block_size must be an integer, from 2"),
     (False, dict(use_swa=True), {}, "use_swa"),
     (False, dict(vocab=40), {}, "width 16 and tokens 40, and the target"),
+    (True, SPECULATORS | {"speculators_model_type": "dflash"}, {}, "type is 'dflash', not one of"),
+    (True, SPECULATORS | {"sample_from_anchor": None}, {}, "sample_from_anchor is null"),
+    (True, SPECULATORS | {"sample_from_anchor": "absent"}, {}, "is missing, and readers disagree"),
+    (True, SPECULATORS | {"draft_vocab_size": 20}, {}, "draft_vocab_size = 20, elsewhere 37"),
+    (True, SPECULATORS | {"mlp_bias": True}, {}, "biases in a head are not supported"),
+    (True, said(block=3), {}, "unknown fields .'block'."),
+    (True, said(rope_parameters=ROPE), {}, "partial_rotary_factor = 0.25, elsewhere 1"),
     (False, {}, {"fc.weight": None}, "fc.weight .* is missing"),
     (False, {}, {"markov_head.markov_w1.weight": np.zeros((37, 6), np.float32)}, "markov_w1"),
 ]
