@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 import stree_jax as st
 from stree_jax.convert import Fields
+from stree_jax.decoding.plan import plan
 from stree_jax.extensions.dflash import conversion
 from stree_jax.extensions.dflash.conversion import read_config
 from stree_jax.extensions.dflash.training import dflash_loss
 from stree_jax.names import flatten
-from stree_jax.testing import tiny_model
-from tests.decoding.texts import dynamic_tree, paths_of, steps
+from stree_jax.testing import PROMPTS, tiny_model
+from tests.decoding.texts import dynamic_tree, paths_of, started, steps
 from tests.extensions.dflash_files import SECOND, SPECULATORS, files, saved
 from tests.extensions.heads import parts, states_of
 from tests.helpers import by_message, refusal
@@ -45,6 +45,25 @@ def test_the_nodes_of_dynamic_trees_are_the_best_by_confidence_and_draft():
             tree = jax.tree.map(lambda part, row=row: part[row], draft.tree)
             best, _ = dynamic_tree(after, 7, 3, 4)
             assert {*paths_of(draft.tokens[row], tree.parents, tree.valid)} == {*best}
+
+
+def test_the_head_runs_once_a_step(monkeypatch):
+    """For its whole block, and so for trees of any shape."""
+    _, target, head, make, _ = parts("dflash, second")
+    runs, run = [], type(head).__call__
+    monkeypatch.setattr(type(head), "__call__", lambda *given: runs.append(1) or run(*given))
+    drafter = make(target, head)
+    for way in (  # no other test has these: their programs would be cached
+        dict(drafter=drafter, topology=st.TreeTopology.from_branching((2, 2, 2, 1))),
+        dict(drafter=st.DynamicDrafter(drafter.model), topology=st.TreeTopology.budget(11, 4)),
+    ):
+        request = plan(target, PROMPTS, **way)
+        state = jax.eval_shape(lambda request=request: started(target, request))
+        arguments = target, request.drafter, state, request.limits, request.sampling
+        assert not runs  # before the step
+        jax.eval_shape(partial(type(request.decoder).step, request.decoder), *arguments)
+        assert runs == [1]
+        runs.clear()
 
 
 @pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"quantize": "int8"}])
@@ -142,15 +161,13 @@ OTHER_NAMES = dict(
     ],
 )
 def test_there_and_back(dspark, changes, tmp_path):
-    """The tensors of the files are equal by their bytes, and so are the configs that are read."""
-    target, (_, want) = tiny_model("nemotron_h hybrid"), files(dspark, **changes)
+    """The tensors are equal to the byte, and so are the configs that are read."""
+    target = tiny_model("nemotron_h hybrid")
     head = st.load_dflash(saved(tmp_path / "head", dspark, **changes), target)
     (tmp_path / "back").mkdir()
     conversion.save(head, target, tmp_path / "back", num_target_layers=4)
-    back = load_file(tmp_path / "back" / "model.safetensors")
-    assert want.keys() == back.keys()
-    for name, value in back.items():
-        assert value.tobytes() == np.asarray(want[name]).tobytes()
+    have, want = ((tmp_path / each / "model.safetensors").read_bytes() for each in ("back", "head"))
+    assert have == want
     assert st.load_dflash(tmp_path / "back", target).config == head.config
 
 
