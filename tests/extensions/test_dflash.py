@@ -3,6 +3,7 @@
 import dataclasses
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,13 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.convert import Fields
 from stree_jax.decoding.plan import plan
-from stree_jax.extensions.dflash import conversion
+from stree_jax.extensions.dflash import DFlashHead, conversion
 from stree_jax.extensions.dflash.conversion import read_config
 from stree_jax.extensions.dflash.training import dflash_loss
 from stree_jax.names import flatten
 from stree_jax.testing import PROMPTS, tiny_model
 from tests.decoding.texts import dynamic_tree, paths_of, started, steps
-from tests.extensions.dflash_files import SECOND, SPECULATORS, files, saved
+from tests.extensions.dflash_files import RED_HAT, SECOND, SPECULATORS, Z_LAB, files, saved
 from tests.extensions.heads import parts, states_of
 from tests.helpers import by_message, refusal
 from tests.numpy_parts import log_softmax
@@ -171,13 +172,6 @@ def test_there_and_back(dspark, changes, tmp_path):
     assert st.load_dflash(tmp_path / "back", target).config == head.config
 
 
-def test_layers_of_files_are_mixers_and_mlps_here():
-    """Of a target whose layers are pairs: the second layer of files ends with the fourth here."""
-    config, _ = files(True, num_target_layers=2, target_layer_ids=[0])
-    target = tiny_model("nemotron_h hybrid")
-    assert read_config(Fields(Path("x"), config), target, False).inner_layers == (2,)
-
-
 @pytest.mark.parametrize("anchor", [True, False])
 def test_speculators_say_it_in_other_names(anchor):
     """The config is that of DeepSpec's file with the same block."""
@@ -188,7 +182,20 @@ def test_speculators_say_it_in_other_names(anchor):
     nested, _ = files(True, **SPECULATORS | ways)
     flat, have = (read_config(Fields(Path("x"), each), target, True) for each in (plain, nested))
     assert have == flat
-    assert have.num_drafts == 7 + anchor
+    assert (have.inner_layers, have.num_drafts) == ((2,), 7 + anchor)  # a mixer and an MLP
+
+
+@pytest.mark.parametrize(
+    ("values", "count"),
+    [(Z_LAB, 1_924_404_480), (RED_HAT, 1_988_431_617)],
+    ids=["second", "dspark"],
+)
+def test_published_heads_have_their_number_of_parameters(values, count):
+    """All of the published files is read: others count as many in them."""
+    target = SimpleNamespace(config=st.ModelConfig.preset("Qwen3.8-27B"))
+    config = read_config(Fields(Path("x"), values), target, False)
+    head = nnx.eval_shape(lambda: nnx.state(DFlashHead(config, rngs=nnx.Rngs(0))))
+    assert sum(leaf.size for leaf in jax.tree.leaves(head)) == count
 
 
 UNSURE = dict(enable_confidence_head=False)
@@ -227,10 +234,8 @@ REFUSED = [
     (False, dict(use_swa=True), {}, "use_swa"),
     (False, dict(vocab=40), {}, "width 16 and tokens 40, and the target"),
     (True, SPECULATORS | {"speculators_model_type": "dflash"}, {}, "type is 'dflash', not one of"),
-    (True, SPECULATORS | {"sample_from_anchor": None}, {}, "sample_from_anchor is null"),
     (True, SPECULATORS | {"sample_from_anchor": "absent"}, {}, "is missing, and readers disagree"),
     (True, SPECULATORS | {"draft_vocab_size": 20}, {}, "draft_vocab_size = 20, elsewhere 37"),
-    (True, SPECULATORS | {"mlp_bias": True}, {}, "biases in a head are not supported"),
     (True, said(block=3), {}, "unknown fields .'block'."),
     (True, said(rope_parameters=ROPE), {}, "partial_rotary_factor = 0.25, elsewhere 1"),
     (False, {}, {"fc.weight": None}, "fc.weight .* is missing"),
