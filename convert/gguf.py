@@ -453,15 +453,14 @@ def _dflash(facts: _Facts, values: Values) -> _Layout:
         "attn_norm input_layernorm, ffn_norm post_attention_layernorm,"
         " attn_conv_proj attention_conv.kernel_projection, ffn_conv_proj mlp_conv.kernel_projection"
     )
-    kernels = {"attn_conv_base": "attention_conv.base_kernel"}
-    kernels |= {"ffn_conv_base": "mlp_conv.base_kernel"}
-    inside = _attention("self_attn") | _table(_OF_HEADS, "self_attn") | _table(_MLP, "mlp")
+    inside = _table(names) | _attention("self_attn") | _table(_OF_HEADS, "self_attn")
+    inside |= _table(_MLP, "mlp") | {"attn_conv_base": "attention_conv.base_kernel"}
+    inside["ffn_conv_base"] = "mlp_conv.base_kernel"
     tables = {
         f"selector_{name}.weight": f"candidate_selector.{name}_codebook"
         for name in ("predecessor", "successor")
     }
     sizes = {"num_hidden_layers": facts.num_layers, "block_size": facts.size("block_size")}
-    inside |= _table(names) | kernels
     return _Layout("layers.{}", _table(outside) | tables, inside, sizes=sizes)
 
 

@@ -139,12 +139,12 @@ def test_a_wrapper_and_its_head(name, tmp_path):
     assert described.mtp.problem is None
 
 
-def test_a_head_of_dflash_2(tmp_path):
+@pytest.mark.parametrize(("form", "size"), [(dflash_files.SECOND, 6), ({}, 9)])
+def test_a_head_of_dflash(form, size, tmp_path):
     """The same as from its own files, if the config beside it is that of its block."""
-    target, form = st.testing.tiny_model("nemotron_h hybrid"), dflash_files.SECOND
-    hf, file = dflash_files.saved(tmp_path / "hf", **form), tmp_path / "x.gguf"
-    config, tensors = dflash_files.files(**form)
-    for block_size in (6, 8):
+    target, file = st.testing.tiny_model("nemotron_h hybrid"), tmp_path / "x.gguf"
+    hf, (config, tensors) = dflash_files.saved(tmp_path / "hf", **form), dflash_files.files(**form)
+    for block_size in (size, 8):
         writer = gguf.GGUFWriter(file, "dflash")
         writer.add_block_count(2)
         writer.add_uint32("dflash.block_size", block_size)
@@ -154,10 +154,12 @@ def test_a_head_of_dflash_2(tmp_path):
             gguf_files.add(writer, begin + dflash_files.GGUF[inside], x)
         gguf_files.finish(writer)
         (tmp_path / "config.json").write_text(json.dumps(config))
-        if block_size == 6:
+        if block_size == size:
             assert_same_model(st.load_dflash(file, target), st.load_dflash(hf, target))
             refusal("is no model but a head of DFlash; load it", st.from_pretrained, file)
-    refusal("says block_size = 6, and .* 8: get the config.json", st.load_dflash, file, target)
+    refusal(
+        f"says block_size = {size}, and .* 8: get the config.json", st.load_dflash, file, target
+    )
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q6_K"])

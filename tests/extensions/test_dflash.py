@@ -3,7 +3,6 @@
 import dataclasses
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -180,9 +179,14 @@ def test_speculators_say_it_in_other_names(anchor):
     plain, _ = files(True, num_target_layers=2, target_layer_ids=[0], is_causal=anchor, **same)
     ways = dict(sample_from_anchor=anchor, sliding_window_non_causal=not anchor)
     nested, _ = files(True, **SPECULATORS | ways)
-    flat, have = (read_config(Fields(Path("x"), each), target, True) for each in (plain, nested))
+
+    def read(values, target=target):
+        return read_config(Fields(Path("x"), values), target, True)
+
+    have, flat = read(nested), read(plain)
     assert have == flat
     assert (have.inner_layers, have.num_drafts) == ((2,), 7 + anchor)  # a mixer and an MLP
+    refusal("the target has .'mamba2', 'att", read, nested, tiny_model("mixed hybrid"))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,7 @@ def test_speculators_say_it_in_other_names(anchor):
 )
 def test_published_heads_have_their_number_of_parameters(values, count):
     """All of the published files is read: others count as many in them."""
-    target = SimpleNamespace(config=st.ModelConfig.preset("Qwen3.8-27B"))
+    target = nnx.merge(*st.HybridLM.abstract(st.ModelConfig.preset("Qwen3.8-27B")))
     config = read_config(Fields(Path("x"), values), target, False)
     head = nnx.eval_shape(lambda: nnx.state(DFlashHead(config, rngs=nnx.Rngs(0))))
     assert sum(leaf.size for leaf in jax.tree.leaves(head)) == count

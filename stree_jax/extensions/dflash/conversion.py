@@ -64,16 +64,18 @@ def _flattened(fields: Fields, target: HybridLM) -> dict[str, Any]:
     layers = target.config.layers
     fields.check(
         all(layer.has_memory != number % 2 for number, layer in enumerate(layers)),
-        "only for a target whose layers are each a mixer and an MLP",
+        "aux_hidden_state_layer_ids are numbers of layers that are a mixer and an MLP, and the"
+        f" target has {target.config.kinds!s:.80}: write the config in DeepSpec's names, with"
+        " num_target_layers",
     )
     layer, num_layers = fields.table("transformer_layer_config"), len(layers) // 2
     rope = layer.table("rope_parameters")
     rope.same("partial_rotary_factor", 1)  # engines obey another share, and its trainer does not
-    images = ("partial_rotary_factor", "mrope_section")  # whose text has equal positions
+    left_out = {"partial_rotary_factor", "mrope_section"}  # the second is of images alone
     fields.ignore("of training", "speculators_config", "speculators_version", "max_anchors")
     both_ways = fields.flag("sliding_window_non_causal", False)
     return layer.values | {
-        "rope_parameters": {name: rope.values[name] for name in rope.values.keys() - {*images}},
+        "rope_parameters": {name: rope.values[name] for name in rope.values.keys() - left_out},
         "num_target_layers": num_layers,
         "target_layer_ids": [
             after - 1 for after in fields.indices("aux_hidden_state_layer_ids", num_layers)
@@ -83,6 +85,7 @@ def _flattened(fields: Fields, target: HybridLM) -> dict[str, Any]:
 
 
 def _read_flat(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashConfig:
+    """The same, by the names of z-lab and DeepSpec."""
     names = [str(name) for name in fields.values["architectures"]]
     fields.check(
         len(names) == 1 and names[0] in _ARCHITECTURES,
