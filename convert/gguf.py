@@ -173,7 +173,7 @@ class _Layout(NamedTuple):
 
 def _check_sizes(layout: _Layout, facts: _Facts, path: Path, values: Values) -> None:
     """Refuses a config with other sizes: weights would be other ones, of fitting shapes."""
-    for table in (values, *filter(None, map(values.get, text_tables()))):
+    for table in (values, *map(values.get, ("dflash_config", *text_tables()))):
         for field, size in layout.sizes.items():
             if isinstance(table, Mapping) and table.get(field) not in (None, size):
                 raise ValueError(
@@ -257,6 +257,10 @@ def _attention(within: str) -> dict[str, str]:
     return _table(names, within)
 
 
+_MLP = "ffn_gate gate_proj, ffn_up up_proj, ffn_down down_proj"
+_OF_HEADS = "attn_q_norm q_norm, attn_k_norm k_norm"
+
+
 def _outside(embedding: str, norm: str) -> dict[str, str]:
     return _table(f"token_embd {embedding}, output_norm {norm}, output lm_head")
 
@@ -285,9 +289,8 @@ def _mamba2(facts: _Facts, values: Values) -> _Layout:
 def _granite(facts: _Facts, values: Values) -> _Layout:
     inside = _mixer("mamba") | _attention("self_attn")
     if values.get("model_type") == "bamba":
-        mlp = "ffn_gate gate_proj, ffn_up up_proj, ffn_down down_proj"
         norms, final = "attn_norm input_layernorm, ffn_norm pre_ff_layernorm", "final_layernorm"
-        inside |= _table(mlp, "feed_forward")
+        inside |= _table(_MLP, "feed_forward")
     else:
         norms, final = "attn_norm input_layernorm, ffn_norm post_attention_layernorm", "norm"
         dense, shared = (
@@ -307,7 +310,7 @@ def _falcon_h1(facts: _Facts, values: Values) -> _Layout:
     inside = (
         _mixer("mamba")
         | _attention("self_attn")
-        | _table("ffn_gate gate_proj, ffn_up up_proj, ffn_down down_proj", "feed_forward")
+        | _table(_MLP, "feed_forward")
         | _table("attn_norm input_layernorm, ffn_norm pre_ff_layernorm")
         | {"ffn_norm": "pre_ff_layernorm.weight"}
     )
@@ -398,16 +401,15 @@ def _qwen(facts: _Facts, values: Values) -> _Layout:
         "linear_value_head_dim": inner // heads,
     }
     norms = "attn_norm input_layernorm, post_attention_norm post_attention_layernorm"
-    of_heads = "attn_q_norm q_norm, attn_k_norm k_norm"
     mlp = (
-        "ffn_gate gate_proj, ffn_up up_proj, ffn_down down_proj, ffn_gate_inp gate,"
+        f"{_MLP}, ffn_gate_inp gate,"
         " ffn_gate_inp_shexp shared_expert_gate, ffn_gate_shexp shared_expert.gate_proj,"
         " ffn_up_shexp shared_expert.up_proj, ffn_down_shexp shared_expert.down_proj"
     )
     inside = (
         _table(norms)
         | _attention("self_attn")
-        | _table(of_heads, "self_attn")
+        | _table(_OF_HEADS, "self_attn")
         | _table(mlp, "mlp")
         | {
             "ffn_gate_exps.weight+ffn_up_exps.weight": "mlp.experts.gate_up_proj",
@@ -441,6 +443,27 @@ def _qwen(facts: _Facts, values: Values) -> _Layout:
     return _Layout("model.layers.{}", outside, inside, changes, _table(head, "mtp"), sizes)
 
 
+def _dflash(facts: _Facts, values: Values) -> _Layout:
+    """A head (llama.cpp #27342), whose queries, keys and norms are as transformers has them."""
+    outside = (
+        "fc fc, enc.output_norm hidden_norm, output_norm norm,"
+        " selector_hidden candidate_selector.hidden_projection"
+    )
+    names = (
+        "attn_norm input_layernorm, ffn_norm post_attention_layernorm,"
+        " attn_conv_proj attention_conv.kernel_projection, ffn_conv_proj mlp_conv.kernel_projection"
+    )
+    inside = _table(names) | _attention("self_attn") | _table(_OF_HEADS, "self_attn")
+    inside |= _table(_MLP, "mlp") | {"attn_conv_base": "attention_conv.base_kernel"}
+    inside["ffn_conv_base"] = "mlp_conv.base_kernel"
+    tables = {
+        f"selector_{name}.weight": f"candidate_selector.{name}_codebook"
+        for name in ("predecessor", "successor")
+    }
+    sizes = {"num_hidden_layers": facts.num_layers, "block_size": facts.size("block_size")}
+    return _Layout("layers.{}", _table(outside) | tables, inside, sizes=sizes)
+
+
 _LAYOUTS: dict[str, Callable[[_Facts, Values], _Layout]] = {
     "mamba2": _mamba2,
     "granitehybrid": _granite,
@@ -450,4 +473,5 @@ _LAYOUTS: dict[str, Callable[[_Facts, Values], _Layout]] = {
     "qwen3next": _qwen,
     "qwen35": _qwen,
     "qwen35moe": _qwen,
+    "dflash": _dflash,
 }

@@ -90,7 +90,7 @@ def write_safetensors(path, config, weights, name="model.safetensors"):
 
     path.mkdir(exist_ok=True)
     there = {key: np.ascontiguousarray(x) for key, x in weights.items() if x is not None}
-    save_file(there, path / name)
+    save_file(there, path / name, metadata={"format": "pt"})  # as transformers writes
     config_name = "params.json" if "dim" in config else "config.json"
     (path / config_name).write_text(json.dumps(config))
     return path

@@ -142,6 +142,10 @@ def _sizes(*sizes):
 
 QWEN3_5_08B = qwen3_5("qwen3_5", 24, tied=True, **_sizes(1024, 16, 8, 2, 3584))
 QWEN3_5_27B = qwen3_5("qwen3_5", 64, **_sizes(5120, 48, 24, 4, 17408))
+QWEN3_8_27B = QWEN3_5_27B | {
+    "text_config": QWEN3_5_27B["text_config"] | dict(pad_token_id=None, tie_word_embeddings=False)
+}
+del QWEN3_8_27B["text_config"]["mlp_only_layers"]
 _OF_EXPERTS = dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512)
 _OF_EXPERTS |= dict(shared_expert_intermediate_size=512)
 QWEN3_5_35B = qwen3_5("qwen3_5_moe", 40, **_sizes(2048, 32, 16, 2), **_OF_EXPERTS)

@@ -155,12 +155,15 @@ def both(folder, original, said, makers, beside=()):
 OF_QWEN = r"(in_proj_qkv|in_proj_z|out_proj|[qkvo]_proj|mlp\..*_proj)\.weight"
 EXPERTS = r"\.experts\..*_proj(\.weight)?$"  # in the head all are in a tensor
 CHECKPOINTS = {
-    "Qwen3.5, with its head": (
-        qwen_files.wrapped,
-        {"quantization_config": FINE | {"modules_to_not_convert": ["lm_head"]}},
+    "Qwen3.8-27B-FP8, with its head": (
+        functools.partial(qwen_files.wrapped, config=qwen_files.config_27b()),
+        {
+            "quantization_config": FINE
+            | {"fmt": "e4m3", "modules_to_not_convert": ["lm_head", "model.visual", "mtp.fc"]}
+        },
         [(OF_QWEN, fp8((8, 6), "_scale_inv", dtype=BFLOAT16))],
         (),
-        "20 weights in FP8",
+        "32 weights in FP8",  # the published file has 407 of the same kinds
     ),
     "Qwen3.5, experts": (
         functools.partial(qwen_files.saved, experts=True),

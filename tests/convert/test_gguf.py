@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import struct
 import sys
 import warnings
@@ -18,8 +19,8 @@ from stree_jax.convert.writing import write_as
 from stree_jax.models.matrices import named_weights
 from tests.convert import checkpoints, configs, gguf_files
 from tests.convert.gguf_files import gguf, original, write
-from tests.extensions import mtp_files, qwen_files
-from tests.helpers import by_message, refusal
+from tests.extensions import dflash_files, mtp_files, qwen_files
+from tests.helpers import assert_same_model, by_message, refusal
 
 ORDER = (
     "queries and keys are taken to be in the order of llama.cpp's converter, which this file does"
@@ -135,6 +136,29 @@ def test_a_wrapper_and_its_head(name, tmp_path):
     described = open_checkpoint(file).description
     assert described.config == target.config
     assert described.mtp.problem is None
+
+
+@pytest.mark.parametrize(("form", "size"), [(dflash_files.SECOND, 6), ({}, 9)])
+def test_a_head_of_dflash(form, size, tmp_path):
+    """The same as from its own files, if the config beside it is that of its block."""
+    target, file = st.testing.tiny_model("nemotron_h hybrid"), tmp_path / "x.gguf"
+    hf, (config, tensors) = dflash_files.saved(tmp_path / "hf", **form), dflash_files.files(**form)
+    for block_size in (size, 8):
+        writer = gguf.GGUFWriter(file, "dflash")
+        writer.add_block_count(2)
+        writer.add_uint32("dflash.block_size", block_size)
+        for name, x in tensors.items():
+            _, layer, inside = re.fullmatch(r"(layers\.(\d)\.)?(.*)", name).groups()
+            begin = f"blk.{layer}." if layer else ""
+            gguf_files.add(writer, begin + dflash_files.GGUF[inside], x)
+        gguf_files.finish(writer)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if block_size == size:
+            assert_same_model(st.load_dflash(file, target), st.load_dflash(hf, target))
+            refusal("is no model but a head of DFlash; load it", st.from_pretrained, file)
+    refusal(
+        f"says block_size = {size}, and .* 8: get the config.json", st.load_dflash, file, target
+    )
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q6_K"])

@@ -57,7 +57,7 @@ def shape(config):
         ((configs.QWEN3_NEXT,), "Qwen3-Next-80B-A3B"),
         ((configs.QWEN3_5_08B,), "Qwen3.5-0.8B"),
         ((configs.QWEN3_5_27B,), "Qwen3.5-27B"),
-        ((configs.QWEN3_5_27B,), "Qwen3.8-27B"),
+        ((configs.QWEN3_8_27B,), "Qwen3.8-27B"),
         ((configs.QWEN3_5_35B,), "Qwen3.5-35B-A3B"),
         ((configs.KIMI_LINEAR_48B,), "Kimi-Linear-48B-A3B"),
         ((configs.LING_3_FLASH,), "Ling-3.0-flash"),

@@ -102,6 +102,7 @@ HEADS = {
     "eagle3, its own embedding": lambda: eagle3(embeds=True),
     "dflash": dflash,
     "dflash, dspark": lambda: dflash(dspark=True),
+    "dflash, dspark, filled in": lambda: dflash(dspark=True, sample_from_anchor=False),
     "dflash, second": lambda: dflash(**dflash_files.SECOND),
 }
 KINDS = ("medusa", "mtp", "eagle3", "dflash")

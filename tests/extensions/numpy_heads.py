@@ -251,7 +251,7 @@ class DFlash(Head):
             part = f"layers.{layer}.mlp"
             y = self.mlp(self.around(f"{part}_conv", u, u, 0), part)
             x = x + self.around(f"{part}_conv", u, y, 1)
-        return self.norm(x, "norm")[not self.dspark :]
+        return self.norm(x, "norm")[not config.get("sample_from_anchor", self.dspark) :]
 
     def confidence(self, text, states, path):
         """The chance of a draft after a text, and after each token of a path of drafts."""

@@ -1,12 +1,13 @@
 """Checkpoints of a tiny Qwen3.5 with its multi-token prediction head, with random weights."""
 
+import dataclasses
 import functools
 
 import numpy as np
 
 import stree_jax as st
 from stree_jax.testing import HYBRIDS
-from tests.convert import checkpoints
+from tests.convert import checkpoints, configs
 from tests.extensions.mtp_files import target_files
 from tests.numpy_parts import attention_shapes
 
@@ -19,6 +20,15 @@ def model_config(experts=False):
     config = HYBRIDS["qwen3_5"]
     kinds = ("gated_delta", "moe", "attention", "moe")
     return config.with_layers(kinds, moe=EXPERTS) if experts else config
+
+
+def config_27b():
+    """Qwen3.8-27B, tiny: three delta layers to one of attention, and its ratios of heads."""
+    config = HYBRIDS["qwen3_5"]
+    delta = dataclasses.replace(config.gated_delta, num_heads=6, num_groups=2)
+    attention = dataclasses.replace(config.attention, num_heads=6, num_kv_heads=1)
+    kinds = ("gated_delta", "mlp") * 3 + ("attention", "mlp")
+    return config.with_layers(kinds, gated_delta=delta, attention=attention)
 
 
 def shapes(config):
@@ -55,10 +65,10 @@ def mlp_shapes(name, width, hidden):
 
 
 @functools.cache
-def files(experts=False):
+def files(experts=False, config=None):
     """Config and tensors of the target, and tensors of its head."""
     to = "qwen3_5_moe_text" if experts else "qwen3_5_text"
-    values, tensors = target_files(model_config(experts), to)
+    values, tensors = target_files(config or model_config(experts), to)
     head = checkpoints.random_weights(shapes(values), np.random.default_rng(1))
     head |= {name: head[name] - 1 for name in head if "norm" in name}  # norms multiply by 1 + w
     return values, tensors, head
@@ -71,9 +81,12 @@ def saved(path, changes=(), tensors=None, experts=False):
     return checkpoints.write_safetensors(path, values | KEYS | dict(changes), tensors)
 
 
-def wrapped(path, changes=(), tensors=None, experts=False):
-    """The same inside a multimodal checkpoint: the head is beside the text model."""
-    values, target, head = files(experts)
+def wrapped(path, changes=(), tensors=None, experts=False, config=None):
+    """The same inside a multimodal checkpoint: the head is beside the text model.
+
+    Its config has all fields of the published one.
+    """
+    values, target, head = files(experts, config)
     inside = {
         name.replace("model.", "model.language_model.", 1): tensor
         for name, tensor in target.items()
@@ -81,9 +94,6 @@ def wrapped(path, changes=(), tensors=None, experts=False):
     inside |= (head if tensors is None else tensors) | {
         "model.visual.merger.weight": target["lm_head.weight"]
     }
-    outer = {
-        "model_type": "qwen3_5_moe" if experts else "qwen3_5",
-        "text_config": values | KEYS | dict(changes),
-        "tie_word_embeddings": False,
-    }
-    return checkpoints.write_safetensors(path, outer, inside)
+    outer = configs.QWEN3_5_35B if experts else configs.QWEN3_8_27B
+    text = outer["text_config"] | values | KEYS | dict(changes)
+    return checkpoints.write_safetensors(path, outer | {"text_config": text}, inside)

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 import stree_jax as st
 from stree_jax.convert import Fields
-from stree_jax.extensions.dflash import conversion
+from stree_jax.decoding.plan import plan
+from stree_jax.extensions.dflash import DFlashHead, conversion
 from stree_jax.extensions.dflash.conversion import read_config
 from stree_jax.extensions.dflash.training import dflash_loss
 from stree_jax.names import flatten
-from stree_jax.testing import tiny_model
-from tests.decoding.texts import dynamic_tree, paths_of, steps
-from tests.extensions.dflash_files import SECOND, files, saved
+from stree_jax.testing import PROMPTS, tiny_model
+from tests.decoding.texts import dynamic_tree, paths_of, started, steps
+from tests.extensions.dflash_files import RED_HAT, SECOND, SPECULATORS, Z_LAB, files, saved
 from tests.extensions.heads import parts, states_of
 from tests.helpers import by_message, refusal
 from tests.numpy_parts import log_softmax
@@ -45,6 +45,25 @@ def test_the_nodes_of_dynamic_trees_are_the_best_by_confidence_and_draft():
             tree = jax.tree.map(lambda part, row=row: part[row], draft.tree)
             best, _ = dynamic_tree(after, 7, 3, 4)
             assert {*paths_of(draft.tokens[row], tree.parents, tree.valid)} == {*best}
+
+
+def test_the_head_runs_once_a_step(monkeypatch):
+    """For its whole block, and so for trees of any shape."""
+    _, target, head, make, _ = parts("dflash, second")
+    runs, run = [], type(head).__call__
+    monkeypatch.setattr(type(head), "__call__", lambda *given: runs.append(1) or run(*given))
+    drafter = make(target, head)
+    for way in (  # no other test has these: their programs would be cached
+        dict(drafter=drafter, topology=st.TreeTopology.from_branching((2, 2, 2, 1))),
+        dict(drafter=st.DynamicDrafter(drafter.model), topology=st.TreeTopology.budget(11, 4)),
+    ):
+        request = plan(target, PROMPTS, **way)
+        state = jax.eval_shape(lambda request=request: started(target, request))
+        arguments = target, request.drafter, state, request.limits, request.sampling
+        assert not runs  # before the step
+        jax.eval_shape(partial(type(request.decoder).step, request.decoder), *arguments)
+        assert runs == [1]
+        runs.clear()
 
 
 @pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"quantize": "int8"}])
@@ -132,30 +151,68 @@ OTHER_NAMES = dict(
 
 @pytest.mark.parametrize(
     ("dspark", "changes"),
-    [(False, {}), (True, {}), (True, HIDDEN), (True, OTHER_NAMES), (False, SECOND)],
+    [
+        (False, {}),
+        (True, {}),
+        (True, HIDDEN),
+        (True, OTHER_NAMES),
+        (True, SPECULATORS),
+        (False, SECOND),
+    ],
 )
 def test_there_and_back(dspark, changes, tmp_path):
-    """The tensors of the files are equal by their bytes, and so are the configs that are read."""
-    target, (_, want) = tiny_model("nemotron_h hybrid"), files(dspark, **changes)
+    """The tensors are equal to the byte, and so are the configs that are read."""
+    target = tiny_model("nemotron_h hybrid")
     head = st.load_dflash(saved(tmp_path / "head", dspark, **changes), target)
     (tmp_path / "back").mkdir()
     conversion.save(head, target, tmp_path / "back", num_target_layers=4)
-    back = load_file(tmp_path / "back" / "model.safetensors")
-    assert want.keys() == back.keys()
-    for name, value in back.items():
-        assert value.tobytes() == np.asarray(want[name]).tobytes()
+    have, want = ((tmp_path / each / "model.safetensors").read_bytes() for each in ("back", "head"))
+    assert have == want
     assert st.load_dflash(tmp_path / "back", target).config == head.config
 
 
-def test_layers_of_files_are_mixers_and_mlps_here():
-    """Of a target whose layers are pairs: the second layer of files ends with the fourth here."""
-    config, _ = files(True, num_target_layers=2, target_layer_ids=[0])
+@pytest.mark.parametrize("anchor", [True, False])
+def test_speculators_say_it_in_other_names(anchor):
+    """The config is that of DeepSpec's file with the same block."""
     target = tiny_model("nemotron_h hybrid")
-    assert read_config(Fields(Path("x"), config), target, False).inner_layers == (2,)
+    same = dict(layer_types=["sliding_attention"] * 2, sliding_window=9, sample_from_anchor=anchor)
+    plain, _ = files(True, num_target_layers=2, target_layer_ids=[0], is_causal=anchor, **same)
+    ways = dict(sample_from_anchor=anchor, sliding_window_non_causal=not anchor)
+    nested, _ = files(True, **SPECULATORS | ways)
+
+    def read(values, target=target):
+        return read_config(Fields(Path("x"), values), target, True)
+
+    have, flat = read(nested), read(plain)
+    assert have == flat
+    assert (have.inner_layers, have.num_drafts) == ((2,), 7 + anchor)  # a mixer and an MLP
+    refusal("the target has .'mamba2', 'att", read, nested, tiny_model("mixed hybrid"))
+
+
+@pytest.mark.parametrize(
+    ("values", "count"),
+    [(Z_LAB, 1_924_404_480), (RED_HAT, 1_988_431_617)],
+    ids=["second", "dspark"],
+)
+def test_published_heads_have_their_number_of_parameters(values, count):
+    """All of the published files is read: others count as many in them."""
+    target = nnx.merge(*st.HybridLM.abstract(st.ModelConfig.preset("Qwen3.8-27B")))
+    config = read_config(Fields(Path("x"), values), target, False)
+    head = nnx.eval_shape(lambda: nnx.state(DFlashHead(config, rngs=nnx.Rngs(0))))
+    assert sum(leaf.size for leaf in jax.tree.leaves(head)) == count
 
 
 UNSURE = dict(enable_confidence_head=False)
 IDS = {"mask_token_id": 36}
+
+
+def said(**changes):
+    """The config of speculators, with other layers."""
+    layers = SPECULATORS["transformer_layer_config"] | changes
+    return SPECULATORS | {"transformer_layer_config": layers}
+
+
+ROPE = {"rope_theta": 50.0, "partial_rotary_factor": 0.25}
 REFUSED = [
     (False, dict(architectures=["DFlash3DraftModel"]), {}, "no DFlash head: its architectures are"),
     (False, dict(architectures=["DFlash2DraftModel"]), {}, "conv_kernel_size is missing"),
@@ -180,6 +237,11 @@ REFUSED = [
     (False, dict(block_size=1), {}, "block_size must be an integer, from 2"),
     (False, dict(use_swa=True), {}, "use_swa"),
     (False, dict(vocab=40), {}, "width 16 and tokens 40, and the target"),
+    (True, SPECULATORS | {"speculators_model_type": "dflash"}, {}, "type is 'dflash', not one of"),
+    (True, SPECULATORS | {"sample_from_anchor": "absent"}, {}, "is missing, and readers disagree"),
+    (True, SPECULATORS | {"draft_vocab_size": 20}, {}, "draft_vocab_size = 20, elsewhere 37"),
+    (True, said(block=3), {}, "unknown fields .'block'."),
+    (True, said(rope_parameters=ROPE), {}, "partial_rotary_factor = 0.25, elsewhere 1"),
     (False, {}, {"fc.weight": None}, "fc.weight .* is missing"),
     (False, {}, {"markov_head.markov_w1.weight": np.zeros((37, 6), np.float32)}, "markov_w1"),
 ]

@@ -35,6 +35,7 @@ TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3])
 DEEP = st.TreeTopology.from_parents([*range(-1, 9), 0, 2, 2]).level_order()
 MARKS = dict.fromkeys(("mtp, latent", "mtp, qwen, experts", "medusa, padded"), slow)
 OTHERS = ("medusa, multipliers", "mtp", "eagle3", "eagle3, its own embedding", "dflash")
+OTHERS += ("dflash, dspark, filled in",)
 MARKS |= dict.fromkeys(OTHERS, thorough)
 
 

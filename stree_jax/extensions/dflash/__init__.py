@@ -28,6 +28,7 @@ KIND = HeadKind(
 def load_dflash(path: Any, target: HybridLM | Any, **options: Any) -> DFlashHead:
     """Loads a DFlash or DSpark head, with the options of `load_head`.
 
-    In other programs' files its architecture is `DFlashDraftModel` or `Qwen3DSparkModel`.
+    In other programs' files its architecture is `DFlashDraftModel`, `DFlash2DraftModel`,
+    `Qwen3DSparkModel` or `DSparkDraftModel`.
     """
     return load_head("dflash", path, target, **options)

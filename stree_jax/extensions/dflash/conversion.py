@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -40,12 +41,58 @@ def load(path: Path, target: HybridLM, ignore: Collection[str]) -> DFlashHead:
 
 def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashConfig:
     """Returns the config of a head from its config.json."""
+    if not fields.has("speculators_model_type"):
+        return _read_flat(fields, target, own_tokens)
+    values = _flattened(fields, target)
+    flat = fields.with_own(values, "")
+    config = _read_flat(flat, target, own_tokens)
+    fields.absorb(flat, values)
+    return config
+
+
+def _flattened(fields: Fields, target: HybridLM) -> dict[str, Any]:
+    """What a config of speculators says in its own way, by DeepSpec's names.
+
+    vLLM (`algos.py`, #48639) and Modular's MAX map it so, and the trainer agrees.
+    """
+    fields.choice("speculators_model_type", "", {"dspark": "dspark"})
+    fields.check(
+        fields.has("sample_from_anchor"),
+        "sample_from_anchor is missing, and readers disagree on what that means: add it to the"
+        " file, true if the first place of a block has a draft",
+    )
+    layers = target.config.layers
+    fields.check(
+        all(layer.has_memory != number % 2 for number, layer in enumerate(layers)),
+        "aux_hidden_state_layer_ids are numbers of layers that are a mixer and an MLP, and the"
+        f" target has {target.config.kinds!s:.80}: write the config in DeepSpec's names, with"
+        " num_target_layers",
+    )
+    layer, num_layers = fields.table("transformer_layer_config"), len(layers) // 2
+    rope = layer.table("rope_parameters")
+    rope.same("partial_rotary_factor", 1)  # engines obey another share, and its trainer does not
+    left_out = {"partial_rotary_factor", "mrope_section"}  # the second is of images alone
+    fields.ignore("of training", "speculators_config", "speculators_version", "max_anchors")
+    both_ways = fields.flag("sliding_window_non_causal", False)
+    return layer.values | {
+        "rope_parameters": {name: rope.values[name] for name in rope.values.keys() - left_out},
+        "num_target_layers": num_layers,
+        "target_layer_ids": [
+            after - 1 for after in fields.indices("aux_hidden_state_layer_ids", num_layers)
+        ],
+        **({"is_causal": False} if both_ways else {}),
+    }
+
+
+def _read_flat(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashConfig:
+    """The same, by the names of z-lab and DeepSpec."""
     names = [str(name) for name in fields.values["architectures"]]
     fields.check(
         len(names) == 1 and names[0] in _ARCHITECTURES,
         f"architectures = {names!s:.80} are not supported, but one of {_ARCHITECTURES}",
     )
-    shifted, second = "DSpark" in names[0], "DFlash2" in names[0]
+    shifted = fields.flag("sample_from_anchor", "DSpark" in names[0])
+    second = "DFlash2" in names[0]
     table = fields.table("dflash_config")
     for name in ("mask_token_id", "block_size", "target_layer_ids", "markov_rank", *_SECOND):
         fields.alias(table, **{name: name})
@@ -57,6 +104,7 @@ def read_config(fields: Fields, target: HybridLM, own_tokens: bool) -> DFlashCon
     width, vocab_size = fields.integer("hidden_size"), fields.integer("vocab_size")
     only = {
         "draft_vocab_size": vocab_size,
+        "target_hidden_size": width,
         "final_logit_softcapping": 0,
         "input_embedding_scale": 1,
         "output_multiplier": 1,
