@@ -102,6 +102,10 @@ class Checkpoint(NamedTuple):
         """The multi-token prediction head beside the model; None: there is none."""
         return self.description.mtp
 
+    def kinds(self, quantize: str, keep: Collection[str] = ()) -> dict[str, str]:
+        """The kinds of the matrices of its model by name, see `from_pretrained`."""
+        return to_quantize(nnx.merge(*HybridLM.abstract(self.config)), quantize, keep)
+
     def load_head(self, target: HybridLM) -> Any:
         """Reads this head for its model, in the model's dtype.
 
@@ -275,7 +279,7 @@ def load_model(
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
         progress: callback after each weight.
         partition: partition of the model.
-        quantize: "int8" for matrices in 8 bits, made of the values in the file; None: none.
+        quantize: "int8" or "int4" for matrices in few bits, see `from_pretrained`; None: none.
         keep: names of matrices that stay, see `from_pretrained`.
 
     Raises:
@@ -284,21 +288,21 @@ def load_model(
     """
     for line in checkpoint.assumed:
         warnings.warn(f"{checkpoint.path}: {line}", stacklevel=3)
-    config, names = checkpoint.config, quantized_in(checkpoint.tensors)
+    config, kinds = checkpoint.config, quantized_in(checkpoint.tensors)
     if quantize is not None:  # tracing takes time
-        model = nnx.merge(*HybridLM.abstract(config))
-        wanted_names = to_quantize(model, quantize, keep)
-        if late := sorted(names & (to_quantize(model, quantize) - wanted_names)):
+        wanted_kinds = checkpoint.kinds(quantize, keep)
+        if late := sorted(name for name in kinds if kinds[name] != wanted_kinds.get(name)):
             raise ValueError(
-                f"{checkpoint.path} has {late[0]} in 8 bits already; keep it where they are made"
+                f"{checkpoint.path} has {late[0]} in {kinds[late[0]][3:]} bits already; keep it, or"
+                " choose its bits, where they are made"
             )
-        names |= wanted_names
+        kinds = wanted_kinds
     structure, wanted = HybridLM.abstract(
         config,
         dtype=checkpoint.dtype if dtype is None else dtype,
         implementation=implementation,
         partition=partition,
-        quantized=names,
+        quantized=kinds,
     )
     place = placer(checkpoint.path, config.cuts(partition.shards), partition)
     targets = flatten(wanted)

@@ -78,6 +78,11 @@ class PackedMatrix:
         return (*several, self.inputs, self.columns)
 
     @property
+    def kind(self) -> str | None:
+        """Of weights in few bits: "int8" or "int4". None: they have a float type."""
+        return {"int8": "int8", "uint8": "int4"}.get(jnp.dtype(self.blocks.dtype).name)
+
+    @property
     def dtype(self) -> Any:
         """That of its weights."""
         return self.blocks.dtype
@@ -110,8 +115,7 @@ class PackedMatrix:
     def quantized(self) -> QuantizedMatrix:
         """The matrix `[*E, I, O]` of weights in 8 or 4 bits."""
         values, scales = map(self._columns, self.used())
-        kind = "int4" if self.blocks.dtype == jnp.uint8 else "int8"
-        return QuantizedMatrix(values.astype(kind), scales.astype(KINDS[kind]))
+        return QuantizedMatrix(values.astype(self.kind), scales.astype(KINDS[self.kind or ""]))
 
     def _columns(self, blocks: Any) -> Num[Array, "*E I O"]:
         """Its columns of an array in blocks."""

@@ -16,9 +16,9 @@ inputs, and any instruction, warps and stages (a trial of this algorithm in bflo
 on the number of parts. So `parts_of` knows the shape of the matrix alone, and `block_sizes` may
 choose whatever is fast.
 
-Refuses 4 bits; float32, which a GPU multiplies as TF32; inputs that are not a multiple of `SMALLEST_BLOCK`,
-or of a group of 8-bit weights; several matrices; and 2^31 weights or more. Columns and rows may
-have any number: what is beyond the last is masked off. Derivatives are XLA's.
+Refuses 4 bits; float32, which a GPU multiplies as TF32; inputs that are not a multiple of
+`SMALLEST_BLOCK`, or of a group of 8-bit weights; several matrices; and 2^31 weights or more.
+Columns and rows may have any number: what is beyond the last is masked off. Derivatives are XLA's.
 """
 
 import dataclasses

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
+from pallas_kernels.matmul import KINDS
 from stree_jax.checkpoint.directories import plain_path
 from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.messages import first_line
@@ -88,8 +88,8 @@ def open_arrays(path: Path) -> dict[str, Tensor]:
         tensors[name] = Tensor(tuple(store.shape), np.dtype(store.dtype.numpy_dtype), read)
     for name in [name.removesuffix(SCALES) for name in tensors if name.endswith(SCALES)]:
         values, scales = tensors.pop(name + VALUES, None), tensors.pop(name + SCALES)
-        if values is None or (values.dtype, scales.dtype) != (np.int8, ml_dtypes.bfloat16):
-            raise ValueError(f"{path} is damaged: {name:.80} has scales, but no 8-bit values")
+        if values is None or scales.dtype != KINDS.get(values.dtype.name):
+            raise ValueError(f"{path} is damaged: {name:.80} has scales, but no values for them")
         tensors[name] = dataclasses.replace(values, scales=scales)
     return tensors
 
