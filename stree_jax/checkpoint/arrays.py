@@ -29,12 +29,20 @@ _MOST_COMPRESSED = 1000
 
 @dataclasses.dataclass(frozen=True)  # a leaf of pytrees; a NamedTuple would be a node
 class Tensor:
-    """An array in a file, read on demand; with `scales` a quantised matrix's values."""
+    """An array in a file, read on demand; with `scales` a quantised matrix's values.
+
+    Attributes:
+        four_bits: reads the int8 values of 4-bit numbers, and the float16 scale of each, which 32
+            neighbours in the last axis share; None: the file has others.
+        bits: of a number in the file, if they are fewer than 8.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray]  # may return a read-only view of the file
     scales: "Tensor | None" = None
+    four_bits: Callable[[], tuple[np.ndarray, np.ndarray]] | None = None
+    bits: int = 8
 
 
 def write_checksums(path: Path, weights: Mapping[str, jax.Array | np.ndarray]) -> None:

@@ -100,9 +100,11 @@ def _four_bits(checkpoint: Checkpoint) -> str:
     """What `quantize="int4"` makes of its matrices."""
     kinds = checkpoint.kinds("int4")
     eight = [name for name, kind in kinds.items() if kind == "int8"]
-    count = len(kinds) - len(eight)
+    as_stored = [rule for rule in checkpoint.rules if kinds.get(rule.target) == "int4"]
+    count = sum(map(checkpoint.has_four_bits, as_stored))
+    of_file = f", {count} of them as in the file" if count else ""
     more = f" and {len(eight) - 3} others" if len(eight) > 3 else ""
-    return f"{count} matrices; with 8 bits {', '.join(eight[:3])}{more}"
+    return f"{len(as_stored)} matrices{of_file}; in 8 bits {', '.join(eight[:3])}{more}"
 
 
 def _layer_fact(layer: LayerConfig) -> str:
