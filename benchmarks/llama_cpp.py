@@ -30,7 +30,7 @@ from stree_jax.convert.gguf import TURNED
 
 NAME = "llama.cpp"
 INSTALL = "pip install gguf llama-cpp-python, as in the docstring of benchmarks/llama_cpp.py"
-PRECISIONS = {"float32": "F32", "bfloat16": "BF16", "8 bits": "Q8_0"}
+PRECISIONS = {"float32": "F32", "bfloat16": "BF16", "8 bits": "Q8_0", "4 bits": "Q4_0"}
 DRAFTS = (3, 4)  # its own default, and the chain that we are compared with
 
 Decode = Callable[[list[int]], np.ndarray]  # from a prompt to its new tokens
@@ -126,7 +126,7 @@ def write_gguf(checkpoint: Path, path: Path, precision: str) -> None:
     tensors = itertools.chain.from_iterable(shard.items() for shard in shards)
     for source, tensor in itertools.chain.from_iterable(itertools.starmap(_as_dense, tensors)):
         name = names.get_name(source.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias"))
-        in_blocks = tensor.ndim == 2 and tensor.shape[1] % block == 0  # 8 bits: blocks of 32
+        in_blocks = tensor.ndim == 2 and tensor.shape[1] % block == 0  # few bits: blocks of 32
         kind = matrices if in_blocks else gguf.GGMLQuantizationType.F32
         tensor = tensor.astype(np.float32)
         match source.split(".")[-2:]:

@@ -53,6 +53,7 @@ TYPES = {
     "drafts in int8": {"draft_quantize": "int8"},
     "int8": {"quantize": "int8"},
     "int8, drafts too": {"quantize": "int8", "draft_quantize": "int8"},
+    "int4, drafts too": {"quantize": "int4", "draft_quantize": "int4"},
 }
 
 # Options of experiments that compare methods.

@@ -29,7 +29,7 @@ from pallas_kernels.native import build_backend
 from stree_jax.measuring.clock import num_bytes, summary
 from stree_jax.measuring.report import Table
 
-OPTIONS = {"--rounds": 9, "--types": names(("float32", "bfloat16", "int8"))}
+OPTIONS = {"--rounds": 9, "--types": names(("float32", "bfloat16", "int8", "int4"))}
 SHAPE, LAYERS = "mamba2-370m", 8
 TREES = {1: st.TreeTopology.chain(0), 5: st.TreeTopology.default()}
 STEPS = 4  # of a timed call
@@ -46,8 +46,9 @@ def model_of(type_name: str) -> st.HybridLM:
     """The model in a type, packed for native code."""
     config = st.ModelConfig.preset(SHAPE)
     config = dataclasses.replace(config, layers=config.layers[:LAYERS])
-    model = random_model(config, "float32" if type_name == "int8" else type_name)
-    return model.quantized() if type_name == "int8" else model
+    is_few = type_name.startswith("int")
+    model = random_model(config, "float32" if is_few else type_name)
+    return model.quantized(type_name) if is_few else model
 
 
 def serve(pipe: Any, level: str, types: list[str]) -> None:

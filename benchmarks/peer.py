@@ -36,7 +36,7 @@ from stree_jax.measuring.report import Table
 OPTIONS = COMPARED | {"--threads": 2, "--calls": 8}
 
 PEER = "transformers"
-ROUNDED = ("bfloat16", "8 bits")  # weights: texts may differ
+ROUNDED = ("bfloat16", "8 bits", "4 bits")  # weights: texts may differ
 SHAPES = ("mamba2-370m", "Granite-4-H-350M")  # whose calls are timed
 CALL_COLUMNS = {
     "model": "{model}",
@@ -129,7 +129,7 @@ def compared(
 def our_decoders(
     pair: Pair, temperatures: Sequence[float], tokens: int
 ) -> dict[float, dict[str, Decode]]:
-    """This library by temperature, without drafts and with the embedded draft, in three types."""
+    """This library by temperature, without drafts and with the embedded draft, in four types."""
 
     def decode(of: Pair, method: Method, temperature: float, prompt: list[int]) -> np.ndarray:
         own = st.Options(max_new_tokens=tokens, temperature=temperature, key=0)
@@ -140,6 +140,7 @@ def our_decoders(
         "": pair,
         ", bfloat16": embedded_pair(0, dtype="bfloat16"),
         ", 8 bits": embedded_pair(0, quantize="int8", draft_quantize="int8"),
+        ", 4 bits": embedded_pair(0, quantize="int4", draft_quantize="int4"),
     }
     ways: dict[float, dict[str, Decode]] = {temperature: {} for temperature in temperatures}
     for suffix, of in types.items():
@@ -191,10 +192,10 @@ def real_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
     """
     records, count = [], options.calls
     for size, dtype in itertools.product(SHAPES, llama_cpp.PRECISIONS):
-        in_8_bits = dtype == "8 bits"
-        model = random_model(st.ModelConfig.preset(size), "float32" if in_8_bits else dtype)
+        kind = {"8 bits": "int8", "4 bits": "int4"}.get(dtype)
+        model = random_model(st.ModelConfig.preset(size), "float32" if kind else dtype)
         theirs = llama_cpp.calls(model, dtype, options.threads, count, [*CALLED])
-        model = model.quantized() if in_8_bits else model
+        model = model.quantized(kind) if kind else model
         calls: dict[tuple[str, int], Callable[[], Any]] = {}
         for nodes, tree in CALLED.items():
             calls["here", nodes] = functools.partial(run_steps, model, tree, count)

@@ -54,7 +54,7 @@ def convert(
         ignore: names of unknown config fields to ignore, see `from_pretrained`.
         adapter: a LoRA adapter to merge, see `from_pretrained`.
         progress: callback with the bytes read so far and the total.
-        quantize: "int8" for matrices in 8 bits, natively only; see `from_pretrained`.
+        quantize: "int8" or "int4" for matrices in few bits, natively only; see `from_pretrained`.
         keep: names of matrices that stay, see `from_pretrained`.
 
     Returns:
@@ -78,7 +78,7 @@ def convert(
     if to != "native":  # refuse before reading weights
         if quantized_in(checkpoint.tensors):
             raise ValueError(
-                f"{path} has matrices in 8 bits, which are stored natively only; convert the"
+                f"{path} has matrices in few bits, which are stored natively only; convert the"
                 " original"
             )
         written_as(config, to, checkpoint.dtype.name, target)

@@ -5,13 +5,14 @@ families need not know of it. The config is the model's config.json, which lies 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from pallas_kernels.matmul import GROUP
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.checks import check_int
@@ -102,6 +103,7 @@ class _Change(NamedTuple):
 
     apply: Callable[[np.ndarray], np.ndarray]
     shape: Callable[[Shape], Shape] = lambda shape: shape
+    keeps_groups: bool = True  # of 32 numbers in the last axis, and the numbers
 
 
 def _log(x: np.ndarray) -> np.ndarray:
@@ -134,10 +136,11 @@ def _halves_apart(heads: int, turned: int | None) -> _Change:
     return _Change(apply)
 
 
-def _by_group(groups: int, heads: int, first: int = 0, *, columns: bool = False) -> _Change:
+def _by_group(groups: int, heads: int, first: int = 0, *, columns: int = 0) -> _Change:
     """Heads of values group by group, after `first` rows.
 
-    There the first heads of all groups lie first. With `columns` the heads are columns instead.
+    There the first heads of all groups lie first. With so many `columns` a head the heads are
+    columns instead.
     """
 
     def apply(x: np.ndarray) -> np.ndarray:
@@ -146,7 +149,7 @@ def _by_group(groups: int, heads: int, first: int = 0, *, columns: bool = False)
         x = np.concatenate([x[:first], by_group.reshape(-1, *x.shape[1:])])
         return x.T if columns else x
 
-    return _Change(apply)
+    return _Change(apply, keeps_groups=columns % GROUP == 0)
 
 
 def _interleaved(groups: int, keys: int, values: int) -> _Change:
@@ -223,14 +226,24 @@ def _changed(name: str, parts: list[Tensor], changes: tuple[_Change, ...]) -> Te
     dtypes = {part.dtype for part in parts}
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
 
-    def read() -> np.ndarray:
-        arrays = [part.read().astype(dtype, copy=False) for part in parts]
+    def whole(arrays: Sequence[np.ndarray]) -> np.ndarray:
         array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis)
         for change in changes:
             array = change.apply(array)
         return array
 
-    return Tensor(shape, dtype, read)
+    def read() -> np.ndarray:
+        return whole([part.read().astype(dtype, copy=False) for part in parts])
+
+    readers = [part.four_bits for part in parts if part.four_bits is not None]
+
+    def four_bits() -> tuple[np.ndarray, np.ndarray]:
+        values, scales = zip(*(reader() for reader in readers), strict=True)
+        return whole(values), whole(scales)
+
+    fits = len(readers) == len(parts) and all(change.keeps_groups for change in changes)
+    bits = min(part.bits for part in parts)
+    return Tensor(shape, dtype, read, four_bits=four_bits if fits else None, bits=bits)
 
 
 def _table(names: str, within: str = "") -> dict[str, str]:
@@ -366,7 +379,10 @@ def _undone_multipliers(
         "token_embd": divided("embedding"),
         "output": divided("lm_head"),
     }
-    return {f"{name}.weight": change for name, change in changes.items()}
+    return {
+        f"{name}.weight": tuple(change._replace(keeps_groups=False) for change in both)
+        for name, both in changes.items()
+    }
 
 
 def _nemotron(facts: _Facts, values: Values) -> _Layout:
@@ -430,7 +446,7 @@ def _qwen(facts: _Facts, values: Values) -> _Layout:
         changes = {name: (_by_group(groups, heads),) for name in names}
         for name in ("attn_qkv.weight", "ssm_conv1d.weight"):
             changes[name] = (_by_group(groups, heads, 2 * keys),)
-        changes["ssm_out.weight"] = (_by_group(groups, heads, columns=True),)
+        changes["ssm_out.weight"] = (_by_group(groups, heads, columns=inner // heads),)
     of_norms = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
     for name in (*of_norms, "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"):
         changes[f"{name}.weight"] = (_MINUS_ONE,)

@@ -104,7 +104,13 @@ def _open_part(file: Path, kinds: Counter[str]) -> tuple[dict[str, Any], dict[st
                 raise ValueError(f"{size} bytes are too few for {name!r:.80}; download it again")
             end += -(-num_bytes // align) * align
             read = functools.partial(_read, file, kind, shape, start + offset, num_bytes)
-            tensors[name] = Tensor(shape, np.dtype(_PLAIN.get(kind.name, "<f4")), read)
+            tensors[name] = Tensor(
+                shape,
+                np.dtype(_PLAIN.get(kind.name, "<f4")),
+                read,
+                four_bits=functools.partial(_four_bits, read) if kind.name == "Q4_0" else None,
+                bits=min(8, 8 * bytes_of_block // block),
+            )
             kinds[kind.name] += 1
     except (struct.error, OverflowError):
         raise ValueError(f"{file} is damaged: its header is cut off, or endless") from None
@@ -198,12 +204,26 @@ def _kind(number: int) -> Any:
     return kind
 
 
+def _raw(file: Path, start: int, size: int) -> np.ndarray:
+    raw = np.fromfile(file, np.uint8, size, offset=start)
+    require(raw.size == size, "the file has become shorter")
+    return raw
+
+
+def _four_bits(read: functools.partial) -> tuple[np.ndarray, np.ndarray]:
+    """See `Tensor`; of Q4_0, whose blocks are a scale and the low, then the high bits of bytes."""
+    file, _, shape, start, size = read.args
+    blocks = _raw(file, start, size).reshape(-1, 18)
+    scales, both = np.ascontiguousarray(blocks[:, :2]).view("<f2"), blocks[:, 2:]
+    values = np.concatenate([both & 15, both >> 4], axis=1).astype(np.int8) - np.int8(8)
+    return values.reshape(shape), np.repeat(scales, 32, axis=1).reshape(shape)
+
+
 def _read(file: Path, kind: Any, shape: tuple[int, ...], start: int, size: int) -> np.ndarray:
     """The numbers of a tensor, dequantised."""
     import gguf
 
-    raw = np.fromfile(file, np.uint8, size, offset=start)
-    require(raw.size == size, "the file has become shorter")
+    raw = _raw(file, start, size)
     if kind.name in _PLAIN:
         return raw.view(_PLAIN[kind.name]).reshape(shape)
     block, bytes_of_block = gguf.GGML_QUANT_SIZES[kind]

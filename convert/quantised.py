@@ -9,6 +9,7 @@ computed in float32 when it is read, so that nothing after this knows of scales:
     NVFP4          X * (X_scale * X_scale_2): two numbers of a byte, the first in its low bits, and
                    scales of 16 inputs in float8
     NVFP4, packed  X_packed * (X_scale / X_global_scale), the same otherwise
+    int4           (X_packed - 8) * X_scale: eight numbers of an int32, the first in its low bits
 
 That is the arithmetic of NVIDIA's ModelOpt, of DeepSeek's and Qwen's `fp8`, and of
 compressed-tensors. A product of 8 bits and a scale of bfloat16 is exact in float32: rounded to
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.matmul import GROUP
 from stree_jax.checkpoint.arrays import Tensor
 from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.messages import shown
@@ -47,10 +49,16 @@ _COMPRESSED = {
     "int-quantized": "int8",
     "naive-quantized": None,
     "nvfp4-pack-quantized": "NVFP4",
+    "pack-quantized": "int4",
     "dense": None,
     "mixed-precision": None,
 }
-_KINDS = (((8, "float"), "FP8"), ((8, "int"), "int8"), ((4, "float"), "NVFP4"))
+_KINDS = (
+    ((8, "float"), "FP8"),
+    ((8, "int"), "int8"),
+    ((4, "int"), "int4"),
+    ((4, "float"), "NVFP4"),
+)
 _ORDERS = (None, False, "weight", "static")  # values of `actorder` that move no column
 # Tensors for programs that quantise activations or caches.
 _OF_ACTIVATIONS = re.compile(
@@ -59,6 +67,7 @@ _OF_ACTIVATIONS = re.compile(
 
 _E4M3, _E5M2 = _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 _INT8, _UINT8 = _CODES = np.dtype(np.int8), np.dtype(np.uint8)
+_INT32 = np.dtype(np.int32)
 _SCALES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
 _MAX_GROUPS = 64  # of weights, that a config tells apart by patterns
 _GROUP = 16  # inputs that share a scale in NVFP4
@@ -81,7 +90,10 @@ _FP8_INV = _Form("FP8", {"": _FLOAT8, "_scale_inv": _SCALES})
 _INT = _Form("int8", {"": (_INT8,), "_scale": _SCALES, "_zero_point": (_INT8,)}, "_zero_point")
 _FP4 = _Form("NVFP4", {"": (_UINT8,), "_scale": (_E4M3,), "_scale_2": _SCALES})
 _PACKED = _Form("NVFP4", {"_packed": (_UINT8,), "_scale": (_E4M3,), "_global_scale": _SCALES})
-_ENDS = ("_packed", "_global_scale", "_scale_2", "_scale_inv", "_scale", "_zero_point")
+_INT4 = _Form(
+    "int4", {"_packed": (_INT32,), "_scale": _SCALES, "_shape": (_INT32, np.dtype(np.int64))}
+)
+_ENDS = ("_packed", "_shape", "_global_scale", "_scale_2", "_scale_inv", "_scale", "_zero_point")
 
 
 class _Group(NamedTuple):
@@ -304,7 +316,9 @@ def _ends_of(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
 def _form(base: str, parts: Mapping[str, Tensor]) -> _Form:
     """The form of a quantised weight, whose tensors have the right types."""
     dtype = parts[""].dtype if "" in parts else None
-    if "_packed" in parts or "_global_scale" in parts:
+    if "_packed" in parts and parts["_packed"].dtype == _INT32:
+        form = _INT4
+    elif "_packed" in parts or "_global_scale" in parts:
         form = _PACKED
     elif "_scale_2" in parts or dtype == _UINT8:
         form = _FP4
@@ -353,7 +367,9 @@ def _one(base: str, parts: Mapping[str, Tensor], scheme: Scheme) -> tuple[str, T
     if len(shape) < 2 or 0 in shape:
         raise ValueError(f"{base + weight!r:.120} has shape {shape!s:.80}, and is no matrix")
     of_others = [numbers]
-    if form.name == "NVFP4":
+    if form is _INT4:
+        shape, of_others = (*shape[:-1], 8 * shape[-1]), [(len(shape),)]
+    elif form.name == "NVFP4":
         shape = (*shape[:-1], 2 * shape[-1])
         of_others = [(), (1,)]
     for end in others:
@@ -372,13 +388,35 @@ def _one(base: str, parts: Mapping[str, Tensor], scheme: Scheme) -> tuple[str, T
             f"{base + scale!r:.120} has shape {numbers!s:.80}; those of a weight {shape!s:.80} are"
             f" {grids or 'not said':.200}"
         )
-    read = functools.partial(_read, form, base, parts, shape, fitting[0])
-    return form.name, Tensor(shape, np.dtype(ml_dtypes.bfloat16), read)
+    block, four_bits = fitting[0], None
+    read = functools.partial(_read, form, base, parts, shape, block)
+    if form is _INT4 and block[0] == 1 and block[1] % GROUP == 0:
+        four_bits = functools.partial(_four_bits, base, parts, shape, block)
+    bits = 4 if form.name in ("NVFP4", "int4") else 8
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    return form.name, Tensor(shape, dtype, read, four_bits=four_bits, bits=bits)
 
 
 def _grid(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scales of all blocks; the last ones may be smaller."""
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+
+
+def _nibbles(base: str, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> np.ndarray:
+    """The values of a weight in int4, int8."""
+    if parts["_shape"].read().tolist() != [*shape]:
+        raise ValueError(f"{base + '_shape'!r:.120} is not {shape!s:.80}")
+    packed = np.ascontiguousarray(parts["_packed"].read()).view(np.uint8)
+    both = np.stack([packed & 15, packed >> 4], axis=-1).reshape(shape)
+    return both.astype(np.int8) - np.int8(8)
+
+
+def _four_bits(
+    base: str, parts: Mapping[str, Tensor], shape: tuple[int, ...], block: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `Tensor`."""
+    scale = _scale(base + "_scale", parts["_scale"]).astype(np.float16)
+    return _nibbles(base, parts, shape), np.broadcast_to(_spread(scale, shape, block), shape)
 
 
 def _read(
@@ -391,7 +429,9 @@ def _read(
     """The values of a quantised weight, float32."""
     weight, end, *others = (end for end in form.types if end in parts)
     values, scale = parts[weight].read(), _scale(base + end, parts[end])
-    if form.name == "NVFP4":
+    if form is _INT4:
+        values = _nibbles(base, parts, shape).astype(np.float32)
+    elif form.name == "NVFP4":
         values = _PAIRS[values].view(np.float32)
         of_all = _scale(base + others[0], parts[others[0]]).reshape(())
         if of_all == 0:

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from pallas_kernels.matmul import GROUP, QuantizedMatrix
 from stree_jax.checkpoint.arrays import CHECKSUMS, Tensor
 from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.checkpoint.load import (
@@ -102,6 +103,23 @@ class Checkpoint(NamedTuple):
         """The multi-token prediction head beside the model; None: there is none."""
         return self.description.mtp
 
+    def kinds(self, quantize: str, keep: Collection[str] = ()) -> dict[str, str]:
+        """The kinds of the matrices of its model by name, see `from_pretrained`.
+
+        What the file has in fewer than 8 bits and in other groups than "int4" becomes "int8".
+        """
+        kinds = to_quantize(nnx.merge(*HybridLM.abstract(self.config)), quantize, keep)
+        for rule in self.rules:
+            is_few = any(self.tensors[name].bits < 8 for name in rule.sources)
+            if is_few and rule.target in kinds and not self.has_four_bits(rule):
+                kinds[rule.target] = "int8"
+        return kinds
+
+    def has_four_bits(self, rule: Rule) -> bool:
+        """Whether a matrix in "int4" has the numbers of the file."""
+        readers = [self.tensors[name].four_bits for name in rule.sources]
+        return rule.transform.keeps_groups and None not in readers
+
     def load_head(self, target: HybridLM) -> Any:
         """Reads this head for its model, in the model's dtype.
 
@@ -111,7 +129,14 @@ class Checkpoint(NamedTuple):
         return part_of(FOLDER, "conversion").of_checkpoint(self, target)
 
     def values(self, rule: Rule, wanted: Any) -> Any:
-        """The values of an abstract weight by its rule."""
+        """The values of an abstract weight by its rule, in the file's 4 bits if both have them."""
+        if getattr(wanted, "kind", None) == "int4" and self.has_four_bits(rule):
+            parts = zip(
+                *(read_tensor(self, name, "four_bits") for name in rule.sources), strict=True
+            )
+            values, scales = (rule.transform.apply(*part) for part in parts)
+            of_groups = np.moveaxis(np.moveaxis(scales, wanted.axis, 0)[::GROUP], 0, wanted.axis)
+            return QuantizedMatrix(values.astype(jnp.int4), of_groups, wanted.axis)
         return rule.transform.apply(*(read_tensor(self, name) for name in rule.sources))
 
     def facts(self) -> Iterator[tuple[str, str]]:
@@ -275,7 +300,7 @@ def load_model(
         implementation: kernel implementation, see `pallas_kernels.dispatch`.
         progress: callback after each weight.
         partition: partition of the model.
-        quantize: "int8" for matrices in 8 bits, made of the values in the file; None: none.
+        quantize: "int8" or "int4" for matrices in few bits, see `from_pretrained`; None: none.
         keep: names of matrices that stay, see `from_pretrained`.
 
     Raises:
@@ -284,21 +309,21 @@ def load_model(
     """
     for line in checkpoint.assumed:
         warnings.warn(f"{checkpoint.path}: {line}", stacklevel=3)
-    config, names = checkpoint.config, quantized_in(checkpoint.tensors)
+    config, kinds = checkpoint.config, quantized_in(checkpoint.tensors)
     if quantize is not None:  # tracing takes time
-        model = nnx.merge(*HybridLM.abstract(config))
-        wanted_names = to_quantize(model, quantize, keep)
-        if late := sorted(names & (to_quantize(model, quantize) - wanted_names)):
+        wanted_kinds = checkpoint.kinds(quantize, keep)
+        if late := sorted(name for name in kinds if kinds[name] != wanted_kinds.get(name)):
             raise ValueError(
-                f"{checkpoint.path} has {late[0]} in 8 bits already; keep it where they are made"
+                f"{checkpoint.path} has {late[0]} in {kinds[late[0]][3:]} bits already; keep it, or"
+                " choose its bits, where they are made"
             )
-        names |= wanted_names
+        kinds = wanted_kinds
     structure, wanted = HybridLM.abstract(
         config,
         dtype=checkpoint.dtype if dtype is None else dtype,
         implementation=implementation,
         partition=partition,
-        quantized=names,
+        quantized=kinds,
     )
     place = placer(checkpoint.path, config.cuts(partition.shards), partition)
     targets = flatten(wanted)
@@ -412,7 +437,7 @@ def _check_tied(checkpoint: Checkpoint, name: str, embedding: Any) -> None:
             stored = np.asarray(embedding)
         else:  # in 8 bits; or all processes must get the same answer
             (rule,) = (rule for rule in checkpoint.rules if rule.target == "embedding")
-            stored = checkpoint.values(rule, embedding).astype(embedding.dtype)
+            stored = checkpoint.values(rule, None).astype(embedding.dtype)
         rows = range(0, len(head), 1024)  # in blocks, to save memory
         same = all(
             np.array_equal(head[i : i + 1024].astype(stored.dtype), stored[i : i + 1024])
@@ -424,10 +449,10 @@ def _check_tied(checkpoint: Checkpoint, name: str, embedding: Any) -> None:
         )
 
 
-def read_tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """A tensor; ValueError: it cannot be read."""
+def read_tensor(checkpoint: Checkpoint, name: str, how: str = "read") -> Any:
+    """A tensor, or its "four_bits"; ValueError: it cannot be read."""
     try:
-        return checkpoint.tensors[name].read()
+        return getattr(checkpoint.tensors[name], how)()
     except Exception as error:  # for example, a file truncated since it was opened
         raise ValueError(f"{checkpoint.path}: cannot read {name}: {first_line(error)}") from error
 

@@ -21,6 +21,7 @@ class Transform(NamedTuple):
     apply: Callable[..., np.ndarray]  # source arrays -> weight
     invert: Callable[[np.ndarray], Sequence[np.ndarray]]
     source_shapes: Callable[[Shape], Sequence[Shape]]  # weight's shape -> source shapes
+    keeps_groups: bool = True  # of numbers in a source's last axis, as inputs of a matrix
 
 
 def _swapped(x: np.ndarray) -> np.ndarray:
@@ -153,6 +154,7 @@ def of_heads(before: int, size: int, behind: int, *, transposed: bool) -> Transf
         part,
         whole,
         lambda shape: [(shape[0] * channels, shape[1 if transposed else 2])],
+        keeps_groups=transposed,
     )
 
 

@@ -19,7 +19,7 @@ from stree_jax.models import AttentionConfig, GatedDeltaConfig, LayerConfig, Mam
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.draft_head import DraftHead
 from stree_jax.models.lm import HybridLM, check_on_one_device
-from stree_jax.models.matrices import named_weights, quantized_names
+from stree_jax.models.matrices import named_weights, quantized_kinds
 
 _SHARD = 1 << 30  # bytes; one shard is in memory next to the model
 _NO_PLACE = "has no place for this multi-token prediction head"
@@ -38,9 +38,9 @@ def write_as(model: HybridLM, directory: Path, target: str, head: DraftHead | No
     them when it loads.
     """
     check_on_one_device(model, "write_as")
-    if quantized_names(model):
+    if quantized_kinds(model):
         raise ValueError(
-            f"{directory}: matrices in 8 bits are stored natively only; convert the original"
+            f"{directory}: matrices in few bits are stored natively only; convert the original"
         )
     of_head = None if head is None else head.config
     written = written_as(model.config, target, jnp.dtype(model.dtype).name, directory, of_head)

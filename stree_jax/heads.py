@@ -4,8 +4,8 @@ A kind of head is a room: a package of `extensions` with its weights, its drafte
 files (`conversion.py`) and its training (`training.py`). What the library needs to know of it is
 its `KIND`, and before the room is imported its line of `HEADS`. A new kind is these two.
 
-A native checkpoint of a head is for one target, and for the same in 8 bits. Its config.json has the
-`kind`, the head's config and identities of the target's weights; the other files are those of
+A native checkpoint of a head is for one target, and for the same in few bits. Its config.json has
+the `kind`, the head's config and identities of the target's weights; the other files are those of
 `stree_jax.checkpoint`.
 """
 
@@ -26,7 +26,7 @@ from stree_jax.checks import require
 from stree_jax.messages import shown
 from stree_jax.models.identity import identity_of
 from stree_jax.models.lm import HybridLM, check_on_one_device
-from stree_jax.models.matrices import named_weights, quantized_names
+from stree_jax.models.matrices import named_weights, quantized_kinds
 
 # What an extension may use.
 __all__ = [
@@ -229,7 +229,7 @@ def load_native_head(kind: str, path: str | os.PathLike[str], target: HybridLM) 
             f"{path} was saved by an older version, which knew targets in another way; convert or"
             " train the head again"
         )
-    matrices = not quantized_names(target)  # the others are the same in 8 bits
+    matrices = not quantized_kinds(target)  # the others are the same in few bits
     known_by = IDENTITY if matrices else IDENTITY_BUT_MATRICES
     if header.get(known_by) != _identity(target, matrices=matrices):
         raise ValueError(f"the {known.misfit.format(path=path)}")

@@ -59,10 +59,12 @@ def from_pretrained(
         mesh: a mesh from `make_mesh`: each of its devices gets its shard of the model. This host
             holds one weight at a time, and the shards of its own devices.
         replicate: give every device of the mesh the whole model, as draft models need it.
-        quantize: "int8": matrices get 8 bits a weight and a scale for 32 inputs of a column, made
-            of the values in the file; norms, convolutions and routers stay. That is another model:
-            speculative decoding gives its text, which may differ from the original's. None: what
-            the checkpoint has.
+        quantize: "int8" or "int4": matrices get 8 or 4 bits a weight and a scale for 32 inputs of a
+            column, made of the values in the file; norms, convolutions and routers stay. That is
+            another model: speculative decoding gives its text, which may differ from the
+            original's. With "int4" the embedding and the output head have 8 bits, unless
+            "int4:embedding,head" names them, and so has a matrix whose inputs are not a multiple
+            of 32. None: what the checkpoint has.
         keep: names of matrices that stay too, such as "embedding", or patterns of names with stars;
             `inspect --tensors` lists the names.
 
@@ -105,7 +107,7 @@ def load_draft(
 
     There half the bytes make it faster, and whatever a draft computes the text is the target's.
     Other arguments and errors are those of `from_pretrained`; of a draft that keeps some matrices
-    in 8 bits, `convert` one with `keep`.
+    in few bits, `convert` one with `keep`.
     """
     mesh, dtype = target.partition.mesh, draft_dtype(target)
     return from_pretrained(
@@ -131,7 +133,7 @@ def load_head(
             their files, and names on the hub.
         target: the model that it is for, on one device.
         ignore: names of unknown config fields to ignore, see `from_pretrained`.
-        quantize: "int8": its matrices get 8 bits; None: what the checkpoint has.
+        quantize: "int8" or "int4": its matrices get so many bits; None: what the checkpoint has.
 
     Raises:
         ValueError: the checkpoint is missing, damaged, unsupported or of another kind, or the head

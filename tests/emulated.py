@@ -16,7 +16,8 @@ import numpy as np
 
 from pallas_kernels import native
 
-TYPES = {"bool": 1, "int8": 2, "int32": 4, "float32": 11, "bfloat16": 16}  # XLA_FFI_DataType
+# XLA_FFI_DataType
+TYPES = {"bool": 1, "int8": 2, "int32": 4, "uint8": 6, "float16": 10, "float32": 11, "bfloat16": 16}
 COUNTS = collections.Counter()
 COMMAND = shlex.split(os.environ["STREE_JAX_EMULATED"])
 LOCK = threading.Lock()  # XLA may call several functions at once

@@ -2,6 +2,6 @@
 
 from pallas_kernels.matmul.api import matmul, partial_sums, rows
 from pallas_kernels.matmul.packed import PackedMatrix
-from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
+from pallas_kernels.matmul.quantized import GROUP, KINDS, QuantizedMatrix
 
-__all__ = ["GROUP", "PackedMatrix", "QuantizedMatrix", "matmul", "partial_sums", "rows"]
+__all__ = ["GROUP", "KINDS", "PackedMatrix", "QuantizedMatrix", "matmul", "partial_sums", "rows"]

@@ -2,7 +2,8 @@
 //
 // Every output is summed in one fixed order, whatever the number of rows and of threads: parts of
 // 256 inputs, each in order from zero, and the parts in order. So a row's product is the same to
-// the bit alone and among others. Rows of weights in 8 bits are rounded to 8 bits: `rounded.h`.
+// the bit alone and among others. For weights in 8 or 4 bits rows are rounded to 8 bits:
+// `rounded.h`.
 //
 // Tiles of few rows take several blocks at once, because one block would give too few independent
 // sums to hide the latency of a multiply-add. Large products are cut into tasks of some blocks and
@@ -135,35 +136,38 @@ struct Task {
   int64_t matrix, row, rows, first, last;
 };
 
+// Weights of 8 bits, int8, or of 4 bits, two in a uint8.
 template <typename T>
-constexpr bool kIsInt8 = std::is_same_v<T, int8_t>;
+constexpr bool kIsNarrow = sizeof(T) == 1;
 
 // The call's arrays after all checks.
 template <typename T>
 struct Call {
+  typedef typename Form<T>::Scale Scale;
   const float* x;  // [rows, inputs]
-  const T*
-      weights;  // [matrices, blocks, inputs, 32], or int8 [matrices, blocks, groups, 16, 32, 2]
-  const float* scales;  // of int8: [matrices, blocks, groups, 32]
+  // [matrices, blocks, inputs, 32], or [matrices, blocks, groups, 16, 32, 2] of 8 bits, or
+  // [matrices, blocks, groups, 4, 32, 4] of 4.
+  const T* weights;
+  const Scale* scales;  // of few bits: [matrices, blocks, groups, 32]
   float* y;             // [rows, columns]
   int64_t inputs, blocks, groups, first_block, columns;
-  Rounded rounded = {};  // of int8: the rows
+  Rounded<T> rounded = {};  // of few bits: the rows
 
-  int64_t block_size() const { return (kIsInt8<T> ? groups * kGroup : inputs) * kColumns; }
+  int64_t block_size() const { return kIsNarrow<T> ? groups * Form<T>::kBytes : inputs * kColumns; }
 
   void run(const Task& task) const {
     const int64_t first = task.matrix * blocks + first_block;
-    if constexpr (kIsInt8<T>)
+    if constexpr (kIsNarrow<T>)
       run(task, weights + first * block_size(), scales + first * groups * kColumns);
     else
       run(task, Matrix<T>{weights + first * block_size(), inputs});
   }
 
-  void run(const Task& task, const T* own, const float* own_scales) const {
+  void run(const Task& task, const T* own, const Scale* own_scales) const {
     float block[kTaskRows * kColumns];
     for (int64_t b = task.first; b < task.last; ++b) {
-      product(rounded, task.row, task.rows, own + b * block_size(),
-              own_scales + b * groups * kColumns, block);
+      product<T>(rounded, task.row, task.rows, own + b * block_size(),
+                 own_scales + b * groups * kColumns, block);
       copy(block, task, b);
     }
   }
@@ -189,7 +193,7 @@ struct Call {
   }
 
   void run(ffi::ThreadPool& pool, const std::vector<Segment>& segments, int64_t rows) {
-    if constexpr (kIsInt8<T>) {
+    if constexpr (kIsNarrow<T>) {
       rounded = {rows, groups};
       for_each_row(pool, rows, inputs, kRowTask,
                    [&](int64_t row) { rounded.round(x + row * inputs, row, inputs); });
@@ -284,6 +288,9 @@ bool with_weights(ffi::AnyBuffer blocks, const Run& run) {
     case ffi::S8:
       run(static_cast<const int8_t*>(blocks.untyped_data()));
       return true;
+    case ffi::U8:
+      run(static_cast<const uint8_t*>(blocks.untyped_data()));
+      return true;
     default:
       return false;
   }
@@ -297,9 +304,17 @@ float widened1(uint16_t weight) {
   return value;
 }
 
-// True for blocks [*several, inputs, 32], or int8 [*several, groups, 16, 32, 2] with scales
-// [*several, groups, 32].
-bool fit(ffi::AnyBuffer blocks, F32 scales, size_t several, int64_t inputs) {
+// Input k of a column [groups, 16, 32, 2] in 8 bits, or [groups, 4, 32, 4] in 4.
+float input(const int8_t* column, int64_t k) { return column[k / 2 * 2 * kColumns + k % 2]; }
+float input(const uint8_t* column, int64_t k) {
+  const int64_t byte = k / kGroup * kGroup / 2 + k % (kGroup / 2);
+  const int both = column[byte / 4 * 4 * kColumns + byte % 4];
+  return (k % kGroup < kGroup / 2 ? both & 15 : both >> 4) - 8;
+}
+
+// True for blocks [*several, inputs, 32], or with scales [*several, groups, 32] int8 [*several,
+// groups, 16, 32, 2] or uint8 [*several, groups, 4, 32, 4].
+bool fit(ffi::AnyBuffer blocks, ffi::AnyBuffer scales, size_t several, int64_t inputs) {
   const int64_t groups = (inputs + kGroup - 1) / kGroup;
   const auto bs = blocks.dimensions(), ss = scales.dimensions();
   const auto ends_in = [&](auto shape, std::initializer_list<int64_t> end) {
@@ -308,12 +323,16 @@ bool fit(ffi::AnyBuffer blocks, F32 scales, size_t several, int64_t inputs) {
            std::equal(end.begin(), end.end(), shape.begin() + several);
   };
   if (blocks.element_type() == ffi::S8)
-    return ends_in(bs, {groups, kGroup / 2, kColumns, 2}) && ends_in(ss, {groups, kColumns});
+    return ends_in(bs, {groups, kGroup / 2, kColumns, 2}) && ends_in(ss, {groups, kColumns}) &&
+           scales.element_type() == ffi::F32;
+  if (blocks.element_type() == ffi::U8)
+    return ends_in(bs, {groups, 4, kColumns, 4}) && ends_in(ss, {groups, kColumns}) &&
+           scales.element_type() == ffi::F16;
   return ends_in(bs, {inputs, kColumns}) && scales.element_count() == 0;
 }
 
 // Columns [first + index] of some blocks, of `columns` from `first` on.
-ffi::Error Rows(ffi::AnyBuffer blocks, F32 scales, S32 index, Result rows, int64_t first,
+ffi::Error Rows(ffi::AnyBuffer blocks, ffi::AnyBuffer scales, S32 index, Result rows, int64_t first,
                 int64_t columns) {
   const auto bs = blocks.dimensions(), is_ = index.dimensions(), rs = rows->dimensions();
   if (is_.size() != 1 || rs.size() != 2 || rs[0] != is_[0] || !fit(blocks, scales, 1, rs[1]) ||
@@ -325,11 +344,13 @@ ffi::Error Rows(ffi::AnyBuffer blocks, F32 scales, S32 index, Result rows, int64
       const int64_t at = first + std::clamp<int64_t>(index.typed_data()[r], 0, columns - 1);
       const int64_t block = at / kColumns, column = at % kColumns;
       float* to = rows->typed_data() + r * inputs;
-      if constexpr (kIsInt8<std::decay_t<decltype(*weights)>>) {
-        const int8_t* from = weights + block * groups * kGroup * kColumns + 2 * column;
-        const float* scale = scales.typed_data() + block * groups * kColumns + column;
+      using T = std::decay_t<decltype(*weights)>;
+      if constexpr (kIsNarrow<T>) {
+        const T* from = weights + block * groups * Form<T>::kBytes + column * Form<T>::kTogether;
+        const auto* scale = static_cast<const typename Form<T>::Scale*>(scales.untyped_data()) +
+                            block * groups * kColumns + column / kLanes * kLanes;
         for (int64_t k = 0; k < inputs; ++k)
-          to[k] = from[k / 2 * 2 * kColumns + k % 2] * scale[k / kGroup * kColumns];
+          to[k] = input(from, k) * load_scales(scale + k / kGroup * kColumns)[column % kLanes];
       } else {
         const auto* from = weights + block * inputs * kColumns + column;
         for (int64_t k = 0; k < inputs; ++k) to[k] = widened1(from[k * kColumns]);
@@ -337,13 +358,13 @@ ffi::Error Rows(ffi::AnyBuffer blocks, F32 scales, S32 index, Result rows, int64
     }
   });
   return is_known ? ffi::Error::Success()
-                  : refused("matmul", "matrices are float32, bfloat16 or int8");
+                  : refused("matmul", "matrices are float32, bfloat16, int8 or uint8");
 }
 
 // x [rows, inputs] times the blocks of matrices from `first_block` on, with the matrix of each row
 // [rows] or [0] if there is one.
-ffi::Error Matmul(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer blocks, F32 scales, S32 which,
-                  Result y, int64_t first_block) {
+ffi::Error Matmul(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer blocks, ffi::AnyBuffer scales,
+                  S32 which, Result y, int64_t first_block) {
   const auto xs = x.dimensions(), bs = blocks.dimensions(), ws = which.dimensions(),
              ys = y->dimensions();
   if (xs.size() != 2 || ys.size() != 2 || ys[0] != xs[0] || !fit(blocks, scales, 2, xs[1]))
@@ -367,13 +388,13 @@ ffi::Error Matmul(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer blocks, F32 scales
   }
   const bool is_known = with_weights(blocks, [&](auto* weights) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(weights)>>;
-    Call<T> call{x.typed_data(),  weights,     scales.typed_data(),
-                 y->typed_data(), inputs,      bs[1],
-                 groups,          first_block, ys[1]};
+    const auto* factors = static_cast<const typename Form<T>::Scale*>(scales.untyped_data());
+    Call<T> call{x.typed_data(), weights,     factors, y->typed_data(), inputs, bs[1],
+                 groups,         first_block, ys[1]};
     matmul(pool, call, chosen, rows, bs[0]);
   });
   return is_known ? ffi::Error::Success()
-                  : refused("matmul", "matrices are float32, bfloat16 or int8");
+                  : refused("matmul", "matrices are float32, bfloat16, int8 or uint8");
 }
 
 }  // namespace
@@ -387,7 +408,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_matmul, stree::Matmul,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<stree::F32>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<stree::F32>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<stree::S32>()
                                   .Ret<stree::F32>()
                                   .Attr<int64_t>("first_block"));
@@ -395,7 +416,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_matmul, stree::Matmul,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(stree_jax_rows, stree::Rows,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<stree::F32>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<stree::S32>()
                                   .Ret<stree::F32>()
                                   .Attr<int64_t>("first")

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
-from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix, in_groups
+from pallas_kernels.matmul.quantized import GROUP, KINDS, QuantizedMatrix, in_groups
 
 COLUMNS = 32  # of a block
 _ALIGNMENT, _LARGE_PAGE = 64, 1 << 21  # bytes
@@ -22,9 +22,11 @@ class PackedMatrix:
 
     Attributes:
         blocks: `[*E, blocks, I, 32]`, float32 or bfloat16; of 8-bit weights int8 `[*E, blocks,
-            ceil(I / 32), 16, 32, 2]`: pairs of inputs. What is missing is zeros.
-        scales: float32 factors of 8-bit weights `[*E, blocks, ceil(I / 32), 32]`: one for 32
-            inputs of a column; None: none.
+            ceil(I / 32), 16, 32, 2]`: pairs of inputs; of 4-bit weights uint8 `[*E, blocks,
+            ceil(I / 32), 4, 32, 4]`: byte `[q, :, i]` of a group is input 4 q + i in its low bits
+            and input 16 + 4 q + i in its high bits, each plus 8. What is missing is zeros.
+        scales: factors of 8-bit weights, float32, or 4-bit weights, float16, `[*E, blocks,
+            ceil(I / 32), 32]`: one for 32 inputs of a column; None: none.
         inputs: I.
         columns: O.
         first: the first column; a multiple of 32 unless the matrix is `cut`.
@@ -41,26 +43,32 @@ class PackedMatrix:
         """Packs a matrix on the host.
 
         Args:
-            matrix: `[I, O]` or `[E, I, O]`, or one in 8 bits.
-            dtype: float32, bfloat16 or int8; None: that of the matrix.
+            matrix: `[I, O]` or `[E, I, O]`, or one in 8 or 4 bits.
+            dtype: float32, bfloat16, int8 or int4; None: that of the matrix.
 
         Raises:
             ValueError: another shape or dtype.
         """
         if isinstance(matrix, QuantizedMatrix):
-            grouped = in_groups(_blocks(np.asarray(matrix.values)))
-            pairs = grouped.reshape(*grouped.shape[:-2], GROUP // 2, 2, COLUMNS).swapaxes(-1, -2)
-            wide = jnp.asarray(_blocks(np.asarray(matrix.scales)).astype(np.float32))
-            return cls(_on_large_pages(pairs, np.int8), wide, *matrix.shape[-2:])
+            grouped = in_groups(_blocks(np.asarray(matrix.values).astype(np.int8)))
+            scales, shape = _blocks(np.asarray(matrix.scales)), grouped.shape[:-2]
+            if matrix.kind == "int4":
+                halves = (grouped + 8).astype(np.uint8).reshape(*shape, 2, 4, 4, COLUMNS)
+                nibbles = halves[..., 0, :, :, :] | halves[..., 1, :, :, :] << 4
+                blocks = _on_large_pages(nibbles.swapaxes(-1, -2), np.uint8)
+            else:
+                pairs = grouped.reshape(*shape, GROUP // 2, 2, COLUMNS).swapaxes(-1, -2)
+                blocks, scales = _on_large_pages(pairs, np.int8), scales.astype(np.float32)
+            return cls(blocks, jnp.asarray(scales), *matrix.shape[-2:])
         host = np.asarray(matrix)
         dtype = jnp.dtype(host.dtype if dtype is None else dtype)
-        if host.ndim not in (2, 3) or dtype.name not in ("float32", "bfloat16", "int8"):
+        if host.ndim not in (2, 3) or dtype.name not in ("float32", "bfloat16", *KINDS):
             raise ValueError(
-                f"a matrix [I, O] or [E, I, O] is packed as float32, bfloat16 or int8, got"
+                f"a matrix [I, O] or [E, I, O] is packed as float32, bfloat16, int8 or int4, got"
                 f" {host.shape} as {dtype.name}"
             )
-        if dtype == jnp.int8:
-            return cls.pack(QuantizedMatrix.of(host))
+        if dtype.name in KINDS:
+            return cls.pack(QuantizedMatrix.of(host, kind=dtype.name))
         return cls(_on_large_pages(_blocks(host), dtype), None, *host.shape[-2:])
 
     @property
@@ -68,6 +76,11 @@ class PackedMatrix:
         """That of the matrix, `[*E, I, O]`."""
         several = self.blocks.shape[: -3 if self.scales is None else -5]
         return (*several, self.inputs, self.columns)
+
+    @property
+    def kind(self) -> str | None:
+        """Of weights in few bits: "int8" or "int4". None: they have a float type."""
+        return {"int8": "int8", "uint8": "int4"}.get(jnp.dtype(self.blocks.dtype).name)
 
     @property
     def dtype(self) -> Any:
@@ -89,20 +102,20 @@ class PackedMatrix:
         blocks = slice(self.first // COLUMNS, -(-(self.first + self.columns) // COLUMNS))
         if self.scales is None:
             return self.blocks[..., blocks, :, :], None
-        pairs = self.blocks[..., blocks, :, :, :, :]
-        size = GROUP * pairs.shape[-4]
-        whole = pairs.swapaxes(-1, -2).reshape(*pairs.shape[:-4], size, COLUMNS)
+        parts = self.blocks[..., blocks, :, :, :, :]
+        *several, groups, _, _, _ = parts.shape
+        whole = numbers(parts, axis=-4).swapaxes(-1, -2).reshape(*several, GROUP * groups, COLUMNS)
         return whole[..., : self.inputs, :], self.scales[..., blocks, :, :]
 
     def canonical(self) -> Num[Array, "*E I O"]:
-        """The matrix `[*E, I, O]`, 8-bit weights as float32."""
+        """The matrix `[*E, I, O]`, weights of few bits as float32."""
         blocks, scales = self.used()
         return self._columns(blocks if scales is None else scaled(blocks, scales))
 
     def quantized(self) -> QuantizedMatrix:
-        """The matrix of 8-bit weights `[*E, I, O]`."""
+        """The matrix `[*E, I, O]` of weights in 8 or 4 bits."""
         values, scales = map(self._columns, self.used())
-        return QuantizedMatrix(values, scales.astype(jnp.bfloat16))
+        return QuantizedMatrix(values.astype(self.kind), scales.astype(KINDS[self.kind or ""]))
 
     def _columns(self, blocks: Any) -> Num[Array, "*E I O"]:
         """Its columns of an array in blocks."""
@@ -134,6 +147,13 @@ def _on_large_pages(values: np.ndarray, dtype: DTypeLike) -> Array:
     copy = raw[start : start + count].view(dtype).reshape(values.shape)
     copy[...] = values
     return jax.device_put(copy)
+
+
+def numbers(parts: Array, axis: int) -> Array:
+    """The int8 values of a part of blocks of few bits; halves of 4-bit ones on a new axis."""
+    if parts.dtype == jnp.int8:
+        return parts
+    return jnp.stack([parts & 15, parts >> 4], axis).astype(jnp.int8) - 8
 
 
 def scaled(blocks: Array, scales: Array) -> Array:

@@ -16,9 +16,9 @@ inputs, and any instruction, warps and stages (a trial of this algorithm in bflo
 on the number of parts. So `parts_of` knows the shape of the matrix alone, and `block_sizes` may
 choose whatever is fast.
 
-Refuses float32, which a GPU multiplies as TF32; inputs that are not a multiple of `SMALLEST_BLOCK`,
-or of a group of 8-bit weights; several matrices; and 2^31 weights or more. Columns and rows may
-have any number: what is beyond the last is masked off. Derivatives are XLA's.
+Refuses 4 bits; float32, which a GPU multiplies as TF32; inputs that are not a multiple of
+`SMALLEST_BLOCK`, or of a group of 8-bit weights; several matrices; and 2^31 weights or more.
+Columns and rows may have any number: what is beyond the last is masked off. Derivatives are XLA's.
 """
 
 import dataclasses
@@ -91,6 +91,8 @@ def unsupported(x: jax.Array, matrix: Any, axis: int) -> str | None:
     dtype = jnp.dtype(matrix.dtype)
     if len(matrix.shape) != 2:
         return f"several matrices {matrix.shape} are XLA's"
+    if is_quantized and matrix.kind == "int4":
+        return f"a matrix {matrix.shape} in 4 bits is XLA's"
     if not x.dtype == dtype == jnp.bfloat16:
         return (
             f"rows in {x.dtype} and a matrix in {dtype}: only bfloat16 runs, since a GPU multiplies"

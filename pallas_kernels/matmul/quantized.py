@@ -1,4 +1,4 @@
-"""Matrices in 8 bits, with a scale for 32 inputs of a column."""
+"""Matrices in 8 or 4 bits, with a scale for 32 inputs of a column."""
 
 import dataclasses
 from typing import Any
@@ -9,21 +9,26 @@ import numpy as np
 from jaxtyping import Array, Float
 
 GROUP = 32  # inputs with one scale, of a column and of a row
+KINDS = {"int8": jnp.bfloat16, "int4": jnp.float16}  # of values, and their scales
 _BYTES = 64 << 20  # of columns that are quantised at once
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix `[I, O]`, several `[E, I, O]`, or a table `[V, M]`, in 8 bits.
+    """A matrix `[I, O]`, several `[E, I, O]`, or a table `[V, M]`, in 8 or 4 bits.
 
-    A weight is its value times the scale of its group, the largest weight of a group 126 or 127
-    times. A scale is rounded up to bfloat16: then that product is exact in float32, and in bfloat16
-    rounded once.
+    A weight is its value times the scale of its group. That product is exact in float32, and in
+    bfloat16 rounded once.
+
+    In 8 bits the largest weight of a group is 126 or 127 times its scale, which is rounded up to
+    bfloat16. In 4 bits it is -8 times its scale, which may be negative and is rounded to float16:
+    the numbers of llama.cpp's Q4_0.
 
     Attributes:
-        values: int8, in the shape of the matrix.
-        scales: bfloat16, in this shape with `ceil(I / 32)` instead of `I`.
+        values: int8 or int4, in the shape of the matrix. A CPU has a byte for an int4, too.
+        scales: bfloat16 for int8, float16 for int4, in this shape with `ceil(I / 32)` instead of
+            `I`.
         axis: the axis of inputs: -2, or -1 of a table, whose rows are multiplied.
         dtype: float32 or bfloat16, of what it is widened to.
     """
@@ -34,31 +39,36 @@ class QuantizedMatrix:
     dtype: Any = dataclasses.field(default=np.dtype(np.float32), metadata={"static": True})
 
     @classmethod
-    def of(cls, matrix: Any, axis: int = -2) -> "QuantizedMatrix":
-        """The nearest 8-bit values of a matrix, on the host; of an abstract one abstract.
+    def of(cls, matrix: Any, axis: int = -2, kind: str = "int8") -> "QuantizedMatrix":
+        """The nearest values of a matrix in a kind, on the host; of an abstract one abstract.
 
         NaN and infinity give such scales.
         """
         shape = list(matrix.shape)
         shape[axis] = -(-shape[axis] // GROUP)
         if isinstance(matrix, jax.ShapeDtypeStruct):
-            abstract = jax.ShapeDtypeStruct(matrix.shape, jnp.int8)
-            return cls(abstract, jax.ShapeDtypeStruct(shape, jnp.bfloat16), axis, matrix.dtype)
+            abstract = jax.ShapeDtypeStruct(matrix.shape, jnp.dtype(kind))
+            return cls(abstract, jax.ShapeDtypeStruct(shape, KINDS[kind]), axis, matrix.dtype)
         host = np.asarray(matrix)
-        values, scales = np.empty(host.shape, np.int8), np.empty(shape, jnp.bfloat16)
+        values, scales = np.empty(host.shape, jnp.dtype(kind)), np.empty(shape, KINDS[kind])
         # Views with the inputs second to last.
         source, into, steps = (np.moveaxis(each, axis, -2) for each in (host, values, scales))
         rows = source.size // max(source.shape[-1], 1)
         width = max(_BYTES // (4 * max(rows, 1)), 1)
         for start in range(0, source.shape[-1], width):  # float32 copies take memory
             part = np.s_[..., start : start + width]
-            into[part], steps[part] = _rounded(source[part].astype(np.float32))
+            into[part], steps[part] = _rounded(source[part].astype(np.float32), kind)
         return cls(values, scales, axis, host.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the matrix."""
         return self.values.shape
+
+    @property
+    def kind(self) -> str:
+        """The type of its values, "int8" or "int4"."""
+        return jnp.dtype(self.values.dtype).name
 
     @property
     def T(self) -> "QuantizedMatrix":
@@ -74,9 +84,10 @@ class QuantizedMatrix:
     def wide(self) -> Float[Array, "..."]:
         """The matrix in its `dtype`."""
         size = self.shape[self.axis]
-        scales = jnp.repeat(self.scales.astype(self.dtype), GROUP, axis=self.axis)
+        wide = jnp.promote_types(self.dtype, self.scales.dtype)  # float32 for float16 * bfloat16
+        scales = jnp.repeat(self.scales.astype(wide), GROUP, axis=self.axis)
         scales = jax.lax.slice_in_dim(scales, 0, size, axis=self.axis % scales.ndim)
-        return self.values.astype(self.dtype) * scales
+        return (self.values.astype(wide) * scales).astype(self.dtype)
 
     def wide_for(self, x: Array) -> tuple[Array, Array]:
         """The rows of a product and the matrix in its `dtype`.
@@ -95,15 +106,22 @@ def in_groups(matrix: np.ndarray) -> np.ndarray:
     return matrix.reshape(*several, -(-size // GROUP), GROUP, columns)
 
 
-def _rounded(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _rounded(matrix: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """The values and scales of a float32 `[*E, I, O]`."""
     *several, size, columns = matrix.shape
     grouped = in_groups(matrix)
-    scales = _up_to_bfloat16(np.abs(grouped).max(axis=-2) / np.float32(127))
-    with np.errstate(invalid="ignore"):  # NaN and infinity, which the scales tell
-        grouped = grouped / np.where(scales > 0, scales, 1)[..., None, :]
-        # A scale of few bits, as of tiny numbers, would give more than 127.
-        whole = np.clip(np.rint(grouped, out=grouped), -127, 127, out=grouped).astype(np.int8)
+    most, least = grouped.max(axis=-2), grouped.min(axis=-2)
+    with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity, which the scales tell
+        if kind == "int4":
+            bounds = -8, 7
+            scales = (np.where(most > -least, most, least) / np.float32(-8)).astype(np.float16)
+        else:
+            bounds = -127, 127
+            scales = _up_to_bfloat16(np.maximum(most, -least) / np.float32(127))
+        steps = scales.astype(np.float32)
+        grouped = grouped / np.where(steps != 0, steps, 1)[..., None, :]
+        # A scale of few bits, as of tiny numbers, would give more.
+        whole = np.clip(np.rint(grouped, out=grouped), *bounds, out=grouped).astype(np.int8)
     return whole.reshape(*several, -(-size // GROUP) * GROUP, columns)[..., :size, :], scales
 
 

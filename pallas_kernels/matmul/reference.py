@@ -1,7 +1,7 @@
 """Specification of `matmul`: every row times its matrix.
 
-In any float type without scales. With them, weights and rows have 8 bits, the sums of a group are
-of integers, and what is rounded to float32 is written out.
+In any float type without scales. With them, weights have 8 or 4 bits and rows have 8 bits, the sums
+of a group are of integers, and what is rounded to float32 is written out.
 """
 
 import numpy as np
@@ -12,9 +12,10 @@ GROUP = 32
 def matmul(x, blocks, scales, columns, which=None):
     """The products `[rows, columns]` of rows `[rows, I]` with blocks.
 
-    Blocks are `[*E, blocks, I, 32]`; with `scales [*E, blocks, groups, 32]` they are pairs of
-    inputs `[*E, blocks, groups, 16, 32, 2]`. `which [rows]` is the matrix of each row, or None:
-    there is one. The last block may have more columns.
+    Blocks are `[*E, blocks, I, 32]`; with `scales [*E, blocks, groups, 32]` they are int8 pairs of
+    inputs `[*E, blocks, groups, 16, 32, 2]`, or uint8 `[*E, blocks, groups, 4, 32, 4]` of two
+    4-bit weights. `which [rows]` is the matrix of each row, or None: there is one. The last block
+    may have more columns.
     """
     y = np.zeros((len(x), columns), x.dtype)
     for r, row in enumerate(x):
@@ -33,8 +34,11 @@ def matmul(x, blocks, scales, columns, which=None):
 def in_eight_bits(row, blocks, factors):
     """The products of a row with all columns: a fused multiply-add for each group, in order."""
     groups, columns = blocks.shape[1], 32 * len(blocks)
+    if blocks.dtype == np.uint8:  # inputs 0 to 15 of a group in the low bits, each weight plus 8
+        low_and_high = blocks & 15, blocks >> 4
+        blocks = np.concatenate(low_and_high, axis=2).astype(np.int32) - 8
     weights = blocks.transpose(1, 2, 4, 0, 3).reshape(groups, GROUP, columns).astype(np.int32)
-    factors = factors.swapaxes(0, 1).reshape(groups, columns)
+    factors = factors.swapaxes(0, 1).reshape(groups, columns).astype(np.float32)
     total = np.zeros(columns, np.float32)
     for group, (values, scale) in enumerate(zip(*rounded(row), strict=True)):
         sums = (values @ weights[group]).astype(np.longdouble)

@@ -1,8 +1,11 @@
-// Rows rounded to 8 bits, and their products with weights in 8 bits.
+// Rows rounded to 8 bits, and their products with weights in 8 or 4 bits.
 //
 // Sums of a group of 32 inputs are of integers, at most 32 * 127 * 128 of them together, so they
 // are exact in int32 and in float32 whatever their order. What is rounded is written in
 // `reference.py`: the row's scale, its values, and a multiply-add for each group.
+//
+// 4-bit weights are 0 to 15, so the products of 8 of a group's pairs are at most 8 * 2 * 15 * 127
+// together: without dot products they are added in int16, exactly.
 #pragma once
 
 #include <algorithm>
@@ -82,17 +85,66 @@ STREE_INLINE void keep(VecI32& sum) {
 #endif
 }
 
+// Weights of a type: values of rows for them, what they have more, bytes of 32 x 32 of
+// them, and bytes of a column that lie together.
+template <typename W>
+struct Form {  // 8 bits
+  typedef Value Input;
+  typedef float Scale;
+  static constexpr int32_t kMore = stree::kMore;
+  static constexpr int64_t kBytes = kGroup * kColumns, kTogether = 2;
+};
+template <>
+struct Form<uint8_t> {  // 4 bits
+  typedef int8_t Input;
+  typedef uint16_t Scale;
+  static constexpr int32_t kMore = 8;
+  static constexpr int64_t kBytes = kGroup / 2 * kColumns, kTogether = 4;
+};
+STREE_INLINE Vec load_scales(const float* from) { return load(from); }
+STREE_INLINE Vec load_scales(const uint16_t* from) { return load_half(from); }
+
+// Sums of products of four 4-bit weights, 0 to 15, and inputs a lane; and what they are in int32.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+STREE_INLINE VecI32 added4(VecI32 sum, VecI32 a, VecI32 b) { return added(sum, a, b); }
+STREE_INLINE VecI32 widened4(VecI32 sum) { return sum; }
+#elif defined(__AVX512F__)
+STREE_INLINE VecI32 added4(VecI32 sum, VecI32 a, VecI32 b) {
+  return (VecI32)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)b, (__m512i)a));
+}
+STREE_INLINE VecI32 widened4(VecI32 sum) {
+  return (VecI32)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+}
+#elif defined(__AVX2__)
+STREE_INLINE VecI32 added4(VecI32 sum, VecI32 a, VecI32 b) {
+  return (VecI32)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)b, (__m256i)a));
+}
+STREE_INLINE VecI32 widened4(VecI32 sum) {
+  return (VecI32)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+}
+#else
+STREE_INLINE VecI32 added4(VecI32 sum, VecI32 a, VecI32 b) {
+  const int8x16_t c = (int8x16_t)a, d = (int8x16_t)b;
+  return (VecI32)vaddq_s16(
+      (int16x8_t)sum, vpaddq_s16(vmull_s8(vget_low_s8(c), vget_low_s8(d)), vmull_high_s8(c, d)));
+}
+STREE_INLINE VecI32 widened4(VecI32 sum) { return (VecI32)vpaddlq_s16((int16x8_t)sum); }
+#endif
+
 // A group of a row.
+template <typename Input>
 struct Piece {
-  Value values[kGroup];
+  Input values[kGroup];
   float scale;
   int32_t start;  // of its sums
 };
 
-// Rows `[groups, rows]`: those of a group are neighbours.
+// Rows `[groups, rows]` for weights of a type: those of a group are neighbours.
+template <typename W>
 struct Rounded {
+  typedef typename Form<W>::Input Input;
   int64_t rows, groups;
-  std::vector<Piece> pieces = std::vector<Piece>(rows * groups);
+  std::vector<Piece<Input>> pieces = std::vector<Piece<Input>>(rows * groups);
 
   // Rounds a row, with zeros after its last input.
   void round(const float* from, int64_t row, int64_t inputs) {
@@ -118,7 +170,7 @@ struct Rounded {
     for (int i = 1; i < kLanes; ++i) bits = std::max(bits, most[i]);
     float largest;
     std::memcpy(&largest, &bits, sizeof largest);
-    Piece& piece = pieces[group * rows + row];
+    Piece<Input>& piece = pieces[group * rows + row];
     if (bits < kLeast || bits >= kInfinite) {
       piece = {{}, bits < kLeast ? 0.0f : NAN, 0};
       return;
@@ -130,69 +182,113 @@ struct Rounded {
       const Vec shifted = load(from + v * kLanes) / splat(piece.scale) + magic;
       const VecI32 whole = (VecI32)shifted - (VecI32)magic;
       for (int i = 0; i < kLanes; ++i) {
-        piece.values[v * kLanes + i] = static_cast<Value>(whole[i]);
+        piece.values[v * kLanes + i] = static_cast<Input>(whole[i]);
         sum += whole[i];
       }
     }
-    piece.start = -kMore * sum;
+    piece.start = -Form<W>::kMore * sum;
   }
 };
 
-// Adds the products of R rows with a group of a block [16, 32, 2] to y [R, 32]. Inlined, gcc 12
-// keeps the sums in memory.
+// Sums of R rows with V vectors of columns of a group of 8 bits [16, 32, 2].
 template <int R, int V>
-__attribute__((noinline)) void group(const Piece* __restrict x, const int8_t* __restrict weights,
-                                     const float* __restrict scales, float* __restrict y) {
-  for (int column = 0; column < kColumns; column += V * kLanes) {
-    VecI32 sums[R][V];
+STREE_INLINE void sums_of(VecI32 (&sums)[R][V], const Piece<Value>* __restrict x,
+                          const int8_t* __restrict weights, int column) {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
+  for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sums[r][v] = x[r].start - VecI32{};
+    for (int v = 0; v < V; ++v) sums[r][v] = x[r].start - VecI32{};
 #pragma GCC unroll 16
-    for (int64_t k = 0; k < kGroup; k += kLaneInputs) {
-      VecI32 w[V];
+  for (int64_t k = 0; k < kGroup; k += kLaneInputs) {
+    VecI32 w[V];
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v)
-        w[v] = weights_of(weights + k * kColumns + (column + v * kLanes) * 2);
+    for (int v = 0; v < V; ++v)
+      w[v] = weights_of(weights + k * kColumns + (column + v * kLanes) * 2);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        int32_t values;
-        std::memcpy(&values, x[r].values + k, sizeof values);
-        const VecI32 input = values - VecI32{};
+    for (int r = 0; r < R; ++r) {
+      int32_t values;
+      std::memcpy(&values, x[r].values + k, sizeof values);
+      const VecI32 input = values - VecI32{};
 #pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) {
-          sums[r][v] = added(sums[r][v], input, w[v]);
-          keep(sums[r][v]);
-        }
+      for (int v = 0; v < V; ++v) {
+        sums[r][v] = added(sums[r][v], input, w[v]);
+        keep(sums[r][v]);
       }
     }
+  }
+}
+
+// The same of a group of 4 bits [4, 32, 4]: inputs 0 to 15 in the low bits of bytes.
+template <int R, int V>
+STREE_INLINE void sums_of(VecI32 (&sums)[R][V], const Piece<int8_t>* __restrict x,
+                          const uint8_t* __restrict weights, int column) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[r][v] = VecI32{};
+#pragma GCC unroll 8
+  for (int64_t k = 0; k < kGroup; k += 4) {
+    const int shift = k < kGroup / 2 ? 0 : 4;
+    const uint8_t* at = weights + (k % (kGroup / 2) * kColumns + column * 4);
+    VecI32 w[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v)
+      w[v] = (VecI32)((VecU32)load((const float*)(at + v * kLanes * 4)) >> shift & 0x0f0f0f0fu);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      int32_t values;
+      std::memcpy(&values, x[r].values + k, sizeof values);
+      const VecI32 input = values - VecI32{};
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        sums[r][v] = added4(sums[r][v], input, w[v]);
+        keep(sums[r][v]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) sums[r][v] = widened4(sums[r][v]) + x[r].start;
+}
+
+// Adds the products of R rows with a group of a block to y [R, 32]. Inlined, gcc 12 keeps the sums
+// in memory.
+template <int R, int V, typename W>
+__attribute__((noinline)) void group(const Piece<typename Form<W>::Input>* __restrict x,
+                                     const W* __restrict weights,
+                                     const typename Form<W>::Scale* __restrict scales,
+                                     float* __restrict y) {
+  for (int column = 0; column < kColumns; column += V * kLanes) {
+    VecI32 sums[R][V];
+    sums_of<R, V>(sums, x, weights, column);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         float* out = y + r * kColumns + column + v * kLanes;
-        const Vec scale = splat(x[r].scale) * load(scales + column + v * kLanes);
+        const Vec scale = splat(x[r].scale) * load_scales(scales + column + v * kLanes);
         store(out, fused(__builtin_convertvector(sums[r][v], Vec), scale, load(out)));
       }
   }
 }
 
-// Some of the rows times a block [groups, 16, 32, 2] with scales [groups, 32], into y [rows, 32].
-inline void product(const Rounded& x, int64_t first, int64_t rows, const int8_t* weights,
-                    const float* scales, float* y) {
+// Some of the rows times a block of groups with scales [groups, 32], into y [rows, 32].
+template <typename W>
+inline void product(const Rounded<W>& x, int64_t first, int64_t rows, const W* weights,
+                    const typename Form<W>::Scale* scales, float* y) {
   constexpr int64_t kAhead = 4096;  // bytes
   std::fill(y, y + rows * kColumns, 0.0f);
   for (int64_t g = 0; g < x.groups; ++g) {
-    for (int64_t byte = 0; byte < kGroup * kColumns; byte += 64)
+    for (int64_t byte = 0; byte < Form<W>::kBytes; byte += 64)
       __builtin_prefetch(weights + kAhead + byte);
     for_each_tile(rows, [&](int64_t row, auto height) {
       constexpr int R = decltype(height)::value;
       // One or two rows take all columns at once.
-      group<R, R <= 2 ? kColumns / kLanes : kVectors>(&x.pieces[g * x.rows + first + row], weights,
-                                                      scales, y + row * kColumns);
+      group<R, R <= 2 ? kColumns / kLanes : kVectors, W>(&x.pieces[g * x.rows + first + row],
+                                                         weights, scales, y + row * kColumns);
     });
-    weights += kGroup * kColumns;
+    weights += Form<W>::kBytes;
     scales += kColumns;
   }
 }

@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Num
 
 from pallas_kernels import dispatch
-from pallas_kernels.matmul.packed import COLUMNS, PackedMatrix, scaled
-from pallas_kernels.matmul.quantized import QuantizedMatrix
+from pallas_kernels.matmul.packed import COLUMNS, PackedMatrix, numbers, scaled
+from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
 from pallas_kernels.numerics import gated
 
 _MOST_ROWS = 256  # that are multiplied by blocks; more are multiplied by the whole matrix
@@ -74,10 +74,11 @@ def rows(matrix: PackedMatrix, index: Int[Array, "*rows"]) -> Float32[Array, "*r
     block, column = index // COLUMNS, index % COLUMNS
     if matrix.scales is None:
         return matrix.blocks[block, :, column].astype(jnp.float32)
-    found = matrix.blocks[block, :, :, column].astype(jnp.float32)
-    factors = matrix.scales[block, :, column, None, None]
-    whole = (found * factors).reshape(*index.shape, math.prod(found.shape[index.ndim :]))
-    return whole[..., : matrix.inputs]
+    # [*rows, groups, pairs or quarters, 2 or 4]
+    values = numbers(matrix.blocks[block, :, :, column], axis=-3)
+    grouped = values.reshape(*index.shape, values.shape[index.ndim], GROUP).astype(jnp.float32)
+    whole = grouped * matrix.scales[block, :, column, None]
+    return whole.reshape(*index.shape, math.prod(whole.shape[-2:]))[..., : matrix.inputs]
 
 
 def _of_choice(matrix: PackedMatrix, row: jax.Array, index: jax.Array) -> jax.Array:

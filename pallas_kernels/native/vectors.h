@@ -54,6 +54,16 @@ STREE_INLINE VecU32 widened(const uint16_t* from) {
 
 // bfloat16: the upper half of a float32.
 STREE_INLINE Vec load(const uint16_t* from) { return (Vec)(widened(from) << 16); }
+// float16, which all have: not as weights, which may be bfloat16 of the same size.
+STREE_INLINE Vec load_half(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__x86_64__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+  return (Vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+#endif
+}
 STREE_INLINE void store(float* to, Vec values) { *(unaligned::F32*)to = values; }
 STREE_INLINE Vec splat(float value) { return value - Vec{}; }
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
+from pallas_kernels.matmul import KINDS
 from stree_jax.checkpoint.directories import plain_path
 from stree_jax.checkpoint.files import has_file, read_json
 from stree_jax.messages import first_line
@@ -29,12 +29,20 @@ _MOST_COMPRESSED = 1000
 
 @dataclasses.dataclass(frozen=True)  # a leaf of pytrees; a NamedTuple would be a node
 class Tensor:
-    """An array in a file, read on demand; with `scales` a quantised matrix's values."""
+    """An array in a file, read on demand; with `scales` a quantised matrix's values.
+
+    Attributes:
+        four_bits: reads the int8 values of 4-bit numbers, and the float16 scale of each, which 32
+            neighbours in the last axis share; None: the file has others.
+        bits: of a number in the file, if they are fewer than 8.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray]  # may return a read-only view of the file
     scales: "Tensor | None" = None
+    four_bits: Callable[[], tuple[np.ndarray, np.ndarray]] | None = None
+    bits: int = 8
 
 
 def write_checksums(path: Path, weights: Mapping[str, jax.Array | np.ndarray]) -> None:
@@ -88,8 +96,8 @@ def open_arrays(path: Path) -> dict[str, Tensor]:
         tensors[name] = Tensor(tuple(store.shape), np.dtype(store.dtype.numpy_dtype), read)
     for name in [name.removesuffix(SCALES) for name in tensors if name.endswith(SCALES)]:
         values, scales = tensors.pop(name + VALUES, None), tensors.pop(name + SCALES)
-        if values is None or (values.dtype, scales.dtype) != (np.int8, ml_dtypes.bfloat16):
-            raise ValueError(f"{path} is damaged: {name:.80} has scales, but no 8-bit values")
+        if values is None or scales.dtype != KINDS.get(values.dtype.name):
+            raise ValueError(f"{path} is damaged: {name:.80} has scales, but no values for them")
         tensors[name] = dataclasses.replace(values, scales=scales)
     return tensors
 

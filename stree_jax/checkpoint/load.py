@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels.matmul import QuantizedMatrix
+from pallas_kernels.matmul import KINDS, QuantizedMatrix
 from stree_jax.checkpoint.arrays import Tensor, open_arrays
 from stree_jax.checkpoint.directories import recover
 from stree_jax.checkpoint.files import checked_path, has_directory, has_file, read_json
@@ -24,8 +24,8 @@ from stree_jax.names import flatten, unflatten
 
 FORMAT = "stree-jax"
 VERSION = 2
-QUANTIZED_VERSION = 3  # with matrices in 8 bits
-READABLE = (1, 2, 3)  # 1 stores one config for all layers of a kind
+QUANTIZED_VERSIONS = {"int8": 3, "int4": 4}  # with such matrices
+READABLE = (1, 2, 3, 4)  # 1 stores one config for all layers of a kind
 _Module = TypeVar("_Module", bound=nnx.Module)
 _NOT_NATIVE = f"is not a native checkpoint: config.json does not say format = {FORMAT!r}"
 _SMALL = 1 << 22  # numbers that numpy checks as fast as a program does
@@ -97,9 +97,9 @@ def open_native(path: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, dic
     return config, stored
 
 
-def quantized_in(stored: Mapping[str, Tensor]) -> frozenset[str]:
-    """The names of the matrices in 8 bits."""
-    return frozenset(name for name, tensor in stored.items() if tensor.scales is not None)
+def quantized_in(stored: Mapping[str, Tensor]) -> dict[str, str]:
+    """The kinds of the matrices in few bits, by name."""
+    return {name: x.dtype.name for name, x in stored.items() if x.scales is not None}
 
 
 def _check_weights(path: Path, wanted: dict[str, Any], stored: dict[str, Tensor]) -> None:
@@ -117,7 +117,7 @@ def _check_weights(path: Path, wanted: dict[str, Any], stored: dict[str, Tensor]
 
 
 def read_values(path: Path, name: str, tensor: Tensor, wanted: Any) -> Any:
-    """A stored array, or the matrix in 8 bits; ValueError: it cannot be read."""
+    """A stored array, or the matrix in few bits; ValueError: it cannot be read."""
     try:
         if tensor.scales is None:
             return tensor.read()
@@ -127,7 +127,7 @@ def read_values(path: Path, name: str, tensor: Tensor, wanted: Any) -> Any:
 
 
 def placer(path: Path, cuts: Mapping[str, Cut], partition: Partition = ONE_DEVICE) -> Place:
-    """A function that puts a weight on its devices, in 8 bits if that is wanted.
+    """A function that puts a weight on its devices, in few bits if that is wanted.
 
     It raises a ValueError for a weight that is not finite.
     """
@@ -135,7 +135,7 @@ def placer(path: Path, cuts: Mapping[str, Cut], partition: Partition = ONE_DEVIC
     @np.errstate(all="ignore")  # what is not finite is refused by name
     def place(name: str, values: Any, wanted: Any, sources: str) -> Any:
         if isinstance(wanted, QuantizedMatrix) and not isinstance(values, QuantizedMatrix):
-            values = QuantizedMatrix.of(values, wanted.axis)
+            values = QuantizedMatrix.of(values, wanted.axis, wanted.kind)
         weight = spread(name, values, cuts, partition, wanted.dtype)
         if not is_finite(name, weight):
             raise ValueError(
@@ -179,9 +179,9 @@ def load_header(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
 
 
 def matrix_dtype(weights: Iterable[Any]) -> jnp.dtype:
-    """bfloat16 if all matrices that have no 8 bits are bfloat16, else float32: lossless."""
+    """bfloat16 if all matrices that have a float type are bfloat16, else float32: lossless."""
     dtypes = {jnp.dtype(weight.dtype) for weight in weights if len(weight.shape) == 2}
-    dtypes -= {jnp.dtype(jnp.int8)}
+    dtypes -= {*map(jnp.dtype, KINDS)}
     return jnp.dtype(jnp.bfloat16 if dtypes == {jnp.dtype(jnp.bfloat16)} else jnp.float32)
 
 

@@ -17,13 +17,13 @@ from pallas_kernels.matmul import QuantizedMatrix
 from stree_jax.checkpoint.arrays import SCALES, VALUES, check_written, write_checksums
 from stree_jax.checkpoint.directories import is_plain, new_directory, plain_path
 from stree_jax.checkpoint.files import checked_path
-from stree_jax.checkpoint.load import FORMAT, QUANTIZED_VERSION, VERSION
+from stree_jax.checkpoint.load import FORMAT, QUANTIZED_VERSIONS, VERSION
 from stree_jax.checks import require
 from stree_jax.mesh.hosts import by_first
 from stree_jax.mesh.partition import ONE_DEVICE
 from stree_jax.mesh.weights import canonical_weights
 from stree_jax.models.lm import HybridLM, check_model
-from stree_jax.models.matrices import in_first, quantized_names
+from stree_jax.models.matrices import in_first, quantized_kinds
 from stree_jax.names import flatten, unflatten
 
 
@@ -87,7 +87,8 @@ def write_checkpoint(
                 f"several processes cannot save to {target}: use a path without any of []*?\\",
             )
             partial = stack.enter_context(new_directory(target, overwrite))
-            version = QUANTIZED_VERSION if quantized_names(weights) else VERSION
+            kinds = quantized_kinds(weights).values()
+            version = max([VERSION, *(QUANTIZED_VERSIONS[kind] for kind in kinds)])
             full_header = {"format": FORMAT, "version": version} | header
             (partial / "config.json").write_text(json.dumps(full_header, indent=2) + "\n")
             if model_card is not None:
@@ -116,7 +117,7 @@ def write_checkpoint(
 
 
 def _canonical_arrays(weights: nnx.Module) -> dict[str, Any]:
-    """The arrays to store, two for a matrix in 8 bits; values in process 0 only."""
+    """The arrays to store, two for a matrix in few bits; values in process 0 only."""
 
     def kept(values: Any) -> Any:
         if jax.process_index() == 0:

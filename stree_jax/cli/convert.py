@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pallas_kernels import dispatch
+from pallas_kernels.matmul import KINDS
 from stree_jax import LayerConfig
 from stree_jax.checkpoint.load import quantized_in
 from stree_jax.cli.options import Convert, Inspect
@@ -81,14 +83,28 @@ def _facts(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     padded = f", padded to {config.num_embeddings:,}" if is_padded else ""
     yield "vocabulary", f"{config.vocab_size:,}{padded}"
     yield "head", "tied to the embedding" if config.tie_embeddings else "untied"
-    count = len(quantized_in(checkpoint.tensors))
-    yield "stored as", checkpoint.dtype.name + f", {count} matrices in 8 bits" * bool(count)
+    stored = Counter(quantized_in(checkpoint.tensors).values())
+    few = [f"{stored[kind]} matrices in {kind[3:]} bits" for kind in KINDS if stored[kind]]
+    yield "stored as", ", ".join([checkpoint.dtype.name, *few])
+    if not few:
+        yield "in int4", _four_bits(checkpoint)
     if head is not None:
         yield f"{FOLDER.upper()} head", _head_fact(head)
     for line in checkpoint.assumed:
         yield "assumed", line
     for line in checkpoint.ignored:
         yield "ignored", line
+
+
+def _four_bits(checkpoint: Checkpoint) -> str:
+    """What `quantize="int4"` makes of its matrices."""
+    kinds = checkpoint.kinds("int4")
+    eight = [name for name, kind in kinds.items() if kind == "int8"]
+    as_stored = [rule for rule in checkpoint.rules if kinds.get(rule.target) == "int4"]
+    count = sum(map(checkpoint.has_four_bits, as_stored))
+    of_file = f", {count} of them as in the file" if count else ""
+    more = f" and {len(eight) - 3} others" if len(eight) > 3 else ""
+    return f"{len(as_stored)} matrices{of_file}; in 8 bits {', '.join(eight[:3])}{more}"
 
 
 def _layer_fact(layer: LayerConfig) -> str:

@@ -20,7 +20,7 @@ from stree_jax.messages import shown
 
 flag = functools.partial(Option, False, metavar=" ")  # without the type that help would show
 _DTYPE = Option("float32", help="float32 or bfloat16 weights.")
-_QUANTIZE = Option(None, help="int8: the target's matrices in 8 bits.")
+_QUANTIZE = Option(None, help="int8 or int4: the target's matrices in 8 or 4 bits.")
 _ADAPTER = Option(
     None, help="LoRA adapter (PEFT) to merge into the checkpoint: directory or hub name."
 )
@@ -69,7 +69,8 @@ class DraftModels(_of_drafts()):  # type: ignore[misc]
     """Draft models and heads."""
 
     draft_quantize: str | None = Option(
-        None, help="int8: matrices of the draft or of the heads in 8 bits, which changes no text."
+        None,
+        help="int8 or int4: the same of the draft or the heads, which changes no text.",
     )
     ignore_field: list[str] = _IGNORE_FIELD
 
@@ -235,7 +236,7 @@ class Convert:
     destination: Path = Argument(metavar="DST", help="Directory to create.")
     dtype: str | None = Option(None, help="float32 or bfloat16; by default the source's.")
     to: str = Option("native", help="native, hf (the matching family), or a family's name.")
-    quantize: str | None = Option(None, help="int8: matrices in 8 bits.")
+    quantize: str | None = Option(None, help="int8 or int4: matrices in 8 or 4 bits.")
     keep: list[str] = Option(
         [], help='With --quantize: a matrix that stays, such as "embedding"; may be repeated.'
     )

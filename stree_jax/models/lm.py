@@ -3,7 +3,8 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import conv_gather_index, dispatch, replay_gather_index
 from pallas_kernels.numerics import scaled
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
-from stree_jax.checks import check_ids, check_names, require
+from stree_jax.checks import check_ids, require
 from stree_jax.mesh.partition import ONE_DEVICE, Partition, Partitioned, Shard
 from stree_jax.messages import shown
 from stree_jax.models import matrices
@@ -153,7 +154,7 @@ class HybridLM(Partitioned):
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         partition: Partition = ONE_DEVICE,
-        quantized: Collection[str] = (),
+        quantized: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[nnx.GraphDef, dict]:
         """A model without weights: its structure, and the shape and dtype of each weight by name.
 
@@ -161,7 +162,8 @@ class HybridLM(Partitioned):
         then copied: tracing all of them takes a time quadratic in their number.
 
         The shapes are those of one shard of the `partition`; the whole weights are the shards'
-        weights concatenated. The matrices named in `quantized` have 8 bits.
+        weights concatenated. The matrices in `quantized` have these kinds, "int8"
+        or "int4".
 
         Raises:
             ValueError: the sizes of the model do not fit the partition, or no matrix has a name.
@@ -195,8 +197,8 @@ class HybridLM(Partitioned):
 
     def on(self, partition: Partition) -> tuple[nnx.GraphDef, dict]:
         options: dict[str, Any] = dict(dtype=self.dtype, implementation=self.implementation)
-        names = matrices.quantized_names(self)
-        return self.abstract(self.config, partition=partition, quantized=names, **options)
+        kinds = matrices.quantized_kinds(self)
+        return self.abstract(self.config, partition=partition, quantized=kinds, **options)
 
     @jax.transfer_guard("allow")
     def in_first(self) -> "HybridLM":
@@ -222,22 +224,25 @@ class HybridLM(Partitioned):
         return model
 
     @jax.transfer_guard("allow")
-    def quantized(self, *, keep: Collection[str] = ()) -> "HybridLM":
-        """This model with its matrices in 8 bits and a scale for 32 inputs of a column.
+    def quantized(self, quantize: str = "int8", *, keep: Collection[str] = ()) -> "HybridLM":
+        """This model with its matrices in 8 or 4 bits and a scale for 32 inputs of a column.
 
         Norms, convolutions and routers stay. It is packed if this one is: `model.packed()` and
         `model.quantized()` in either order are a model for a CPU. Speculative decoding of a packed
         one gives its own text token for token, which is not that of the float32 model.
 
         Args:
+            quantize: "int8" or "int4", see `from_pretrained`.
             keep: names of matrices that stay too, or patterns of names with stars.
 
         Raises:
-            ValueError: it is on a mesh, or there is no such matrix.
+            ValueError: it is on a mesh, there is no such matrix or kind, or a matrix is in another
+                kind already.
         """
         check_on_one_device(self, "quantized()")
+        matrices.check_quantize(quantize, keep)
         model = nnx.clone(self)
-        matrices.quantize_named(model, matrices.to_quantize(model, keep=check_names("keep", keep)))
+        matrices.quantize_named(model, matrices.to_quantize(model, quantize, keep))
         return model.packed() if self.output_head.storage.is_packed else model
 
     @property

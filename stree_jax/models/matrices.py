@@ -5,10 +5,10 @@ model that is loaded on a CPU has them packed: in blocks of columns, which our o
 order (`pallas_kernels.matmul`). Those products take and give float32, so the activations of a
 packed model are float32 whatever the type of its weights.
 
-A quantised matrix has 8 bits a weight and a scale for 32 inputs of a column. A CPU has it packed
-too, and rounds rows to 8 bits when it multiplies. A GPU reads the 8 bits in our own product, which
-multiplies bfloat16 too. Elsewhere it is widened inside the program, where it is multiplied. Routers
-stay as they are: another expert is another text.
+A quantised matrix has 8 or 4 bits a weight and a scale for 32 inputs of a column. A CPU has it
+packed too, and rounds rows to 8 bits when it multiplies. A GPU reads the 8 bits in our own product,
+which multiplies bfloat16 too. Elsewhere it is widened inside the program, where it is multiplied.
+Routers stay as they are: another expert is another text.
 
 Everything that reads weights by name gets the order of unpacked models, from `in_first`. A new
 storage is a pytree with arrays, and here a class of answers and a line of `STORAGES`.
@@ -17,7 +17,7 @@ storage is a pytree with arrays, and here a class of answers and a line of `STOR
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -26,7 +26,15 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import dispatch
-from pallas_kernels.matmul import PackedMatrix, QuantizedMatrix, matmul, partial_sums, rows
+from pallas_kernels.matmul import (
+    GROUP,
+    KINDS,
+    PackedMatrix,
+    QuantizedMatrix,
+    matmul,
+    partial_sums,
+    rows,
+)
 from pallas_kernels.numerics import Product, contract, gated, total
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_names
@@ -102,9 +110,9 @@ class Storage:
     sums_in_one_order: ClassVar[bool] = False
 
     @property
-    def is_quantized(self) -> bool:
-        """True if its weights have 8 bits."""
-        return any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(self.values))
+    def kind(self) -> str | None:
+        """Of weights in so many bits: "int8" or "int4". None: they have a float type."""
+        return None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -172,15 +180,19 @@ class Storage:
         """What is stored on a CPU."""
         return PackedMatrix.pack(_turned(self.values, self.axis))
 
-    def quantized(self) -> QuantizedMatrix:
-        """The matrix in 8 bits, on the default device; of an abstract one abstract."""
-        matrix = QuantizedMatrix.of(self.values, self.axis)
+    def quantized(self, kind: str) -> QuantizedMatrix:
+        """The matrix in a kind, on the default device; of an abstract one abstract."""
+        matrix = QuantizedMatrix.of(self.values, self.axis, kind)
         is_abstract = isinstance(self.values, jax.ShapeDtypeStruct)
         return matrix if is_abstract else jax.tree.map(jnp.asarray, matrix)
 
 
-class EightBits(Storage):
+class FewBits(Storage):
     """A `QuantizedMatrix`, which is widened inside the program."""
+
+    @property
+    def kind(self) -> str:
+        return self.values.kind
 
     def array(self) -> Array:
         return self.values.wide()
@@ -188,7 +200,9 @@ class EightBits(Storage):
     def operand(self, x: Array) -> tuple[Array, Array]:
         return self.values.wide_for(x)
 
-    def quantized(self) -> QuantizedMatrix:
+    def quantized(self, kind: str) -> QuantizedMatrix:
+        if kind != self.kind:
+            raise ValueError(f"it is {self.kind} already, not {kind}: start from the original")
         return self.values
 
 
@@ -199,6 +213,10 @@ class Packed(Storage):
     """
 
     is_packed = sums_in_one_order = True
+
+    @property
+    def kind(self) -> str | None:
+        return self.values.kind
 
     def norms_of_sequences(self, implementation: str | None) -> str | None:
         return implementation
@@ -239,14 +257,14 @@ class Packed(Storage):
         return Packed(self.values.cut(start, self.values.columns), self.axis)
 
     def unpacked(self) -> Any:
-        values = self.values.quantized() if self.is_quantized else self.values.canonical()
+        values = self.values.quantized() if self.kind else self.values.canonical()
         return jax.tree.map(_copied, _turned(values, self.axis))
 
     def packed(self) -> Any:
         return self.values
 
 
-STORAGES: dict[type, type[Storage]] = {QuantizedMatrix: EightBits, PackedMatrix: Packed}
+STORAGES: dict[type, type[Storage]] = {QuantizedMatrix: FewBits, PackedMatrix: Packed}
 
 
 def _turned(matrix: Any, axis: int) -> Any:
@@ -285,46 +303,65 @@ def _matrices(module: nnx.Module) -> dict[str, tuple[nnx.Module, str, Matrix]]:
 
 
 def check_quantize(quantize: str | Any, keep: Collection[str] | Any = ()) -> None:
-    """Refuses other ways to quantise than "int8" and None, and names to keep without one."""
-    if quantize not in (None, "int8"):
-        raise ValueError(f'quantize must be "int8" or None, got {shown(quantize)}')
+    """Refuses unknown ways to quantise, and names to keep without one."""
+    kind, colon, _ = quantize.partition(":") if isinstance(quantize, str) else (quantize, "", "")
+    if kind not in (None, *KINDS) or (colon and kind != "int4"):
+        raise ValueError(
+            f'quantize must be "int8", "int4", "int4:NAME,NAME" or None, got {shown(quantize)}'
+        )
     if check_names("keep", keep) and quantize is None:
         raise ValueError(f"keep = {shown(keep)} goes with quantize: without it all weights stay")
 
 
 def to_quantize(
     module: nnx.Module, quantize: str | None = "int8", keep: Collection[str] = ()
-) -> frozenset[str]:
-    """The names of the matrices that can have 8 bits, but for routers, gates and what is kept."""
-    if quantize is None:
-        return frozenset()
+) -> dict[str, str]:
+    """The kinds of the matrices that can have few bits, but for routers, gates and what is kept.
+
+    In "int4" embeddings and output heads have 8 bits unless they are named behind a colon, and so
+    have matrices whose inputs are no groups of 32.
+    """
+    kind, _, listed = (quantize or "").partition(":")
     routes = "router", "shared_gate"
-    names = [name for name in _matrices(module) if name.rpartition(".")[2] not in routes]
-    for pattern in keep:
-        if not fnmatch.filter(names, pattern):
-            raise ValueError(
-                f"keep = {shown(pattern)} is none of the matrices, such as {names[0]} and"
-                f' {names[-1]}; "*.in_proj.kernel" is all of that name'
-            )
-    kept = {name for pattern in keep for name in fnmatch.filter(names, pattern)}
-    return frozenset(names) - kept
+    matrices = {name: matrix.storage for name, (*_, matrix) in _matrices(module).items()}
+    names = [name for name in matrices if name.rpartition(".")[2] not in routes if kind]
+
+    def chosen(what: str, patterns: Collection[str]) -> set[str]:
+        for pattern in patterns:
+            if not fnmatch.filter(names, pattern):
+                raise ValueError(
+                    f"{what} = {shown(pattern)} is none of the matrices, such as {names[0]} and"
+                    f' {names[-1]}; "*.in_proj.kernel" is all of that name'
+                )
+        return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+
+    kept, named = chosen("keep", keep), chosen(kind, listed.split(",") if listed else ())
+
+    def fits(name: str) -> bool:
+        storage, is_table = matrices[name], name.rpartition(".")[2] in ("embedding", "head")
+        return storage.shape[storage.axis] % GROUP == 0 and (name in named or not is_table)
+
+    return {name: kind if fits(name) else "int8" for name in names if name not in kept}
 
 
-def quantize_named(module: nnx.Module, names: Collection[str]) -> None:
-    """Gives these matrices of a module, which is changed, 8 bits, one at a time; not packed."""
+def quantize_named(module: nnx.Module, kinds: Mapping[str, str]) -> None:
+    """Gives matrices of a module, which is changed, their kinds, one at a time; not packed."""
     matrices = _matrices(module)
-    if strange := sorted(set(names) - matrices.keys()):
-        raise ValueError(f"{strange[0]:.80} is no matrix, and cannot have 8 bits")
-    for name in names:
+    if strange := sorted(kinds.keys() - matrices.keys()):
+        raise ValueError(f"{strange[0]:.80} is no matrix, and cannot have few bits")
+    for name, kind in kinds.items():
         part, attribute, matrix = matrices[name]
         unpacked = matrix.replace(matrix.storage.unpacked())
-        setattr(part, attribute, matrix.replace(unpacked.storage.quantized()))
+        try:
+            setattr(part, attribute, matrix.replace(unpacked.storage.quantized(kind)))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
 
-def quantized_names(module: nnx.Module) -> frozenset[str]:
-    """The names of the matrices that have 8 bits."""
+def quantized_kinds(module: nnx.Module) -> dict[str, str]:
+    """The kinds of the matrices that have few bits, by name."""
     matrices = _matrices(module).items()
-    return frozenset(name for name, (*_, matrix) in matrices if matrix.storage.is_quantized)
+    return {name: kind for name, (*_, matrix) in matrices if (kind := matrix.storage.kind)}
 
 
 def loaded_for(target: Any, head: _Module, quantize: str | None = None) -> _Module:

@@ -317,7 +317,7 @@ def perturbed(model: HybridLM, amount: float, seed: int = 0) -> HybridLM:
     leaves, structure = jax.tree.flatten(state)
     key, new = jax.random.key(seed, impl="threefry2x32"), []
     for i, leaf in enumerate(leaves):
-        if leaf.dtype == jnp.int8:  # the scales of such a matrix get noise
+        if jnp.issubdtype(leaf.dtype, jnp.integer):  # the scales of such a matrix get noise
             new.append(leaf)
             continue
         factor = (1 + amount * _drawn("normal", key, i, leaf.shape)).astype(leaf.dtype)

@@ -21,7 +21,7 @@ from stree_jax.checkpoint.directories import plain_path
 from stree_jax.checkpoint.load import check_shapes
 from stree_jax.models.layers import Projection
 from stree_jax.models.lm import HybridLM
-from stree_jax.models.matrices import Matrix, in_first, quantized_names
+from stree_jax.models.matrices import Matrix, in_first, quantized_kinds
 from stree_jax.training.recipe import Training
 
 # (model, tokens, extra) -> scalar loss; the model is a HybridLM or Medusa heads. `extra` is the
@@ -131,8 +131,8 @@ def fit(
 
 
 def _check_trainable(model: nnx.Module) -> None:
-    if quantized_names(model):
-        raise ValueError("matrices in 8 bits cannot be trained; start from the original checkpoint")
+    if quantized_kinds(model):
+        raise ValueError("matrices in few bits cannot be trained; start from the original")
 
 
 def multiplying(model: nnx.Module, products: str) -> nnx.Module:

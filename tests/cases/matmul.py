@@ -15,7 +15,7 @@ from pallas_kernels.matmul.reference import matmul as reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
 
-DTYPES = ("float32", "bfloat16", "int8")
+DTYPES = ("float32", "bfloat16", "int8", "int4")
 CASES = base.table(
     {
         "some rows": {},
@@ -39,17 +39,24 @@ CASES = base.table(
         "bf16, 512 rows": dict(rows=512, columns=33, bf16=True),
         "bf16, several": dict(rows=9, matrices=4, bf16=True),
         "bf16, cut in blocks": dict(cut=(5, 69), bf16=True),
-        "int8": dict(int8=True),
-        "int8, one row": dict(rows=1, int8=True),
-        "int8, one input": dict(inputs=1, int8=True),
-        "int8, no inputs": dict(inputs=0, int8=True),
-        "int8, 13 rows": dict(rows=13, inputs=384, int8=True),
-        "int8, 512 rows": dict(rows=512, columns=33, int8=True),
-        "int8, several": dict(rows=9, matrices=4, int8=True),
-        "int8, several, cut in blocks": dict(rows=9, matrices=4, cut=(37, 69), int8=True),
         **{
-            f"unpacked {kind}{name}": dict(axis=axis, bf16=True, int8=kind == "int8") | changes
-            for kind in ("bf16", "int8")
+            f"{narrow}{name}": dict(narrow=narrow) | changes
+            for narrow in ("int8", "int4")
+            for name, changes in {
+                "": {},
+                ", one row": dict(rows=1),
+                ", one input": dict(inputs=1),
+                ", no inputs": dict(inputs=0),
+                ", 13 rows": dict(rows=13, inputs=384),
+                ", 512 rows": dict(rows=512, columns=33),
+                ", several": dict(rows=9, matrices=4),
+                ", several, cut in blocks": dict(rows=9, matrices=4, cut=(37, 69)),
+            }.items()
+        },
+        **{
+            f"unpacked {narrow or 'bf16'}{name}": dict(axis=axis, bf16=True, narrow=narrow)
+            | changes
+            for narrow in (None, "int8", "int4")
             for axis, name, changes in (
                 (-2, "", dict(inputs=96)),
                 (
@@ -67,7 +74,7 @@ CASES = base.table(
     columns=70,
     matrices=0,  # 0: one, and no index of it
     cut=None,
-    int8=False,
+    narrow=None,  # weights in few bits
     axis=None,  # of the inputs of an unpacked matrix
 )
 
@@ -83,17 +90,16 @@ def inputs(case):
 
 def packed(case):
     """The matrix before it is cut."""
-    dtype = "int8" if case.int8 else case.kind
-    return PackedMatrix.pack(inputs(case)[1].astype(np.float32), dtype)
+    return PackedMatrix.pack(inputs(case)[1].astype(np.float32), case.narrow or case.kind)
 
 
 def unpacked(case):
-    """An array, or one in 8 bits, which is widened to the case's type."""
+    """An array, or one in 8 or 4 bits, which is widened to the case's type."""
     dense = inputs(case)[1].astype(case.kind)
     dense = dense.T if case.axis == -1 else dense
-    return jax.tree.map(
-        base.on_device, QuantizedMatrix.of(dense, case.axis) if case.int8 else dense
-    )
+    if case.narrow:
+        dense = QuantizedMatrix.of(dense, case.axis, case.narrow)
+    return jax.tree.map(base.on_device, dense)
 
 
 def on_device(case):
@@ -111,7 +117,8 @@ def truth(case, rounds_rows):
     x, dense, which = inputs(case)
     if case.axis is not None:
         dense = dense.astype(np.float32)
-        return x @ np.asarray(QuantizedMatrix.of(dense).wide() if case.int8 else dense, np.float64)
+        dense = QuantizedMatrix.of(dense, kind=case.narrow).wide() if case.narrow else dense
+        return x @ np.asarray(dense, np.float64)
     whole = packed(case)
     if not rounds_rows:  # widened weights
         whole = PackedMatrix.pack(np.asarray(whole.canonical(), np.float32))
@@ -124,7 +131,7 @@ def truth(case, rounds_rows):
 def errors(case, implementation):
     options = dict(axis=case.axis or -2, implementation=implementation)
     run = jax.jit(functools.partial(matmul, **options))
-    rounds_rows = case.int8 and implementation == "native"
+    rounds_rows = case.narrow is not None and implementation == "native"
     with dispatch.to_the_bit(True):  # with many rows too
         got = run(*on_device(case))
     wanted = truth(case, rounds_rows)
@@ -139,20 +146,28 @@ def errors(case, implementation):
 
 
 def budgets(case):
-    """XLA rounds 8-bit weights to bfloat16."""
-    return {"output": Budget(base.OUTPUT[True] if case.bf16 and case.int8 else 5e-7, 2.0)}
+    """XLA rounds weights of few bits to bfloat16."""
+    return {"output": Budget(base.OUTPUT[True] if case.bf16 and case.narrow else 5e-7, 2.0)}
 
 
 def lacks(case, implementation):
-    """Native code is for packed matrices, and kernels are for the others."""
-    return implementation != "xla" and (case.axis is None) != (implementation == "native")
+    """Native code is for packed matrices, and kernels are for the others but 4 bits."""
+    if implementation == "xla":
+        return False
+    is_packed = case.axis is None
+    return is_packed != (implementation == "native") or (not is_packed and case.narrow == "int4")
 
 
 MATMUL = Op(CASES, errors, budgets, base.WITH_NATIVE, lacks=lacks)
 ROW_CASES = base.table(
     {
-        f"{kind}: {name}": changes | ({} if kind == "float32" else {kind: True})
-        for kind in ("float32", "bf16", "int8")
+        f"{kind}: {name}": changes | of_kind
+        for kind, of_kind in {
+            "float32": {},
+            "bf16": dict(bf16=True),
+            "int8": dict(narrow="int8"),
+            "int4": dict(narrow="int4"),
+        }.items()
         for name, changes in {
             "all columns": {},
             "a part": dict(cut=(5, 60)),
@@ -161,7 +176,7 @@ ROW_CASES = base.table(
             "no inputs": dict(inputs=0),
         }.items()
     },
-    **dict(rows=0, inputs=33, columns=70, matrices=0, cut=None, int8=False, axis=None),
+    **dict(rows=0, inputs=33, columns=70, matrices=0, cut=None, narrow=None, axis=None),
     index=(0, 31, 40, 2, 40, 54),
 )
 
@@ -171,7 +186,8 @@ def row_errors(case, implementation):
     """Columns are exact, of a part of a part too; one that there is not is its nearest."""
     whole, (first, last) = packed(case), case.cut or (0, case.columns)
     dense = inputs(case)[1].astype(np.float32)
-    dense = np.asarray(QuantizedMatrix.of(dense).wide()) if case.int8 else dense
+    if case.narrow:
+        dense = np.asarray(QuantizedMatrix.of(dense, kind=case.narrow).wide())
     index = np.array(case.index, np.int32).reshape(-1, 1)
     run = jax.jit(functools.partial(rows, implementation=implementation))
     part = whole.cut(first // 2, last).cut(first - first // 2, last - first // 2)

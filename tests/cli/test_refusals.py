@@ -66,7 +66,7 @@ LINES = {  # one that begins with an option is of `generate TARGET`
     "bench {target} --draft {draft} --verifier fast": "unknown verifier 'fast'",
     "bench {target} --prompts empty.txt": "--prompts empty.txt has no prompts",
     "-p x --draft-quantize int8": "is for a draft model or heads: give one",
-    "-p x --quantize int4": "quantize must be \"int8\" or None, got 'int4'",
+    "-p x --quantize int3": 'quantize must be "int8", "int4", "int4:NAME,NAME" or None, got',
     "convert {target} new --keep head": "goes with quantize: without it all weights stay",
     "generate x --prompts y --show": "--show is not for --prompts: its texts are written as",
     "-p x --chat-template y": "--chat-template is not for --prompt: it is a text, not messages",

@@ -69,6 +69,19 @@ def int8(block, zeros=False):
     return make
 
 
+def int4(block):
+    def make(rng, shape):
+        size, grid = blocked(shape, block)
+        scale = rng.uniform(0.01, 0.1, grid).astype(BFLOAT16)
+        codes = rng.integers(0, 16, shape)
+        words = sum(codes[..., i::8] << 4 * i for i in range(8))
+        parts = {"_packed": words.astype(np.uint32).view(np.int32), "_scale": scale}
+        values = products(shape, size, lambda i, _: int(codes[i]) - 8, scale)
+        return parts | {"_shape": np.array(shape)}, values
+
+    return make
+
+
 def nvfp4(packed):
     """In the names of compressed-tensors, whose global scale divides, or in those of ModelOpt."""
 
@@ -115,7 +128,7 @@ def ints(strategy, symmetric=True, **more):
 FLOATS = compressed("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True)
 
 KINDS = {"float8_e4m3fn": "F8_E4M3", "bfloat16": "BF16", "float32": "F32", "int8": "I8"}
-KINDS |= {"float8_e5m2": "F8_E5M2", "uint8": "U8"}
+KINDS |= {"float8_e5m2": "F8_E5M2", "uint8": "U8", "int32": "I32", "int64": "I64"}
 
 
 def write(path, config, tensors, name="model.safetensors"):

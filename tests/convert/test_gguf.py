@@ -7,16 +7,18 @@ import struct
 import sys
 import warnings
 
+import jax
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import stree_jax as st
 from benchmarks.llama_cpp import write_gguf
+from pallas_kernels.matmul import QuantizedMatrix
 from stree_jax.convert import convert, find, open_checkpoint
 from stree_jax.convert.gguf_file import open_parts
 from stree_jax.convert.writing import write_as
-from stree_jax.models.matrices import named_weights
+from stree_jax.models.matrices import named_weights, quantized_kinds
 from tests.convert import checkpoints, configs, gguf_files
 from tests.convert.gguf_files import gguf, original, write
 from tests.extensions import dflash_files, mtp_files, qwen_files
@@ -161,7 +163,7 @@ def test_a_head_of_dflash(form, size, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
 def test_blocks(name, tmp_path, monkeypatch):
     """Random bytes, as the package reads them, a row at once."""
     monkeypatch.setattr("stree_jax.convert.gguf_file._AT_ONCE", 1)
@@ -174,6 +176,33 @@ def test_blocks(name, tmp_path, monkeypatch):
     assert (tensors["x"].shape, tensors["x"].dtype) == ((3, 2 * size), np.float32)
     assert_array_equal(tensors["x"].read(), gguf.dequantize(data, KINDS[name]))
     assert stored == f"1 tensors {name}"
+    assert (tensors["x"].four_bits is not None) is (name == "Q4_0")
+    if tensors["x"].four_bits:
+        values, scales = tensors["x"].four_bits()
+        assert (values.dtype, scales.dtype) == (np.int8, np.float16)
+        assert_array_equal(values * scales.astype(np.float32), tensors["x"].read())
+
+
+def test_q4_0_is_not_widened(tmp_path, monkeypatch):
+    """Its numbers become the model's, without rounding; other few bits become 8."""
+    _, values, tensors = original(tmp_path / "hf", "mamba2")
+    file = write(tmp_path / "model.gguf", values, tensors, KINDS["Q4_0"])
+    assert "4 matrices, 4 of them as in the file" in " ".join(checkpoints.inspected(file).split())
+    want = dict(named_weights(st.from_pretrained(file)))
+
+    def abstract_only(matrix, *more):
+        assert isinstance(matrix, jax.ShapeDtypeStruct)
+        return of(matrix, *more)
+
+    of = QuantizedMatrix.of
+    with monkeypatch.context() as patch:
+        patch.setattr(QuantizedMatrix, "of", abstract_only)
+        loaded = st.from_pretrained(file, quantize="int4:embedding,head")
+    assert {*quantized_kinds(loaded).values()} == {"int4"}
+    for name, weight in named_weights(loaded):
+        assert_array_equal(weight, want[name])
+    file = write(tmp_path / "five.gguf", values, tensors, KINDS["Q5_0"])
+    assert {*open_checkpoint(file).kinds("int4").values()} == {"int8"}
 
 
 @pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0"])

@@ -26,6 +26,7 @@ from tests.convert.quantised_files import (
     both,
     compressed,
     fp8,
+    int4,
     int8,
     ints,
     nvfp4,
@@ -37,6 +38,14 @@ OF_BLOCKS = compressed("float-quantized", block_structure=[4, 8])
 OF_FIVE = ints("group", False, group_size=5, actorder="weight")
 E4, E5 = ({"quant_method": "fp8", "fmt": fmt} for fmt in ("e4m3", "e5m2"))
 # What a config says, how a weight is made, and the shapes of weights.
+
+
+def words(size):
+    """As compressed-tensors writes it of integers of 4 bits."""
+    said = dict(num_bits=4, type="int", strategy="group", group_size=size, symmetric=True)
+    return compressed("pack-quantized", **said)
+
+
 FORMS = {
     "blocks": (FINE, fp8((8, 6), "_scale_inv"), [(16, 18), (9, 7), (3, 4), (2, 9, 13)]),
     "blocks, bfloat16": (FINE, fp8((8, 6), "_scale_inv", dtype=BFLOAT16), [(20, 13)]),
@@ -50,6 +59,9 @@ FORMS = {
     "compressed blocks": (OF_BLOCKS, fp8((4, 8)), [(6, 9)]),
     "NVFP4": (MODELOPT | {"quant_algo": "NVFP4"}, nvfp4(False), [(3, 32), (2, 3, 48)]),
     "NVFP4, packed": (compressed("nvfp4-pack-quantized"), nvfp4(True), [(5, 40)]),
+    "int4": (words(32), int4((1, 32)), [(3, 96), (5, 32)]),
+    "int4, groups of 64": (words(64), int4((1, 64)), [(3, 128)]),
+    "int4, groups of 8": (words(8), int4((1, 8)), [(3, 40)]),
     "int8": (ints("channel"), int8("row"), [(5, 4)]),
     "int8, weights": (ints("tensor", False), int8("weight", zeros=True), [(5, 4)]),
     "int8, groups": (OF_FIVE, int8((1, 5), zeros=True), [(6, 15), (5, 5), (15, 6)]),
@@ -83,6 +95,12 @@ def test_values_are_those_of_the_format(form, tmp_path):
             have = tensor.read()
             assert have.dtype == np.float32
             assert_array_equal(have, want)
+            assert (tensor.bits < 8) is form.startswith(("int4", "NVFP4"))
+            assert (tensor.four_bits is not None) is (form in ("int4", "int4, groups of 64"))
+            if tensor.four_bits:
+                values, scales = tensor.four_bits()
+                assert (values.dtype, scales.dtype) == (np.int8, np.float16)
+                assert_array_equal(values * scales.astype(np.float32), want)
 
 
 @pytest.mark.slow  # imports it
@@ -146,7 +164,7 @@ CONFIGS = [
     ("fp4", "the scheme 'fp4' is not read"),
     (MODELOPT | {"quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ' is not read"),
     (MIXED | {"quantized_layers": {"a": {"quant_algo": "MXFP8"}}}, "'MXFP8' is not read"),
-    (compressed("pack-quantized"), "'pack-quantized' is not read"),
+    (compressed("marlin-24"), "'marlin-24' is not read"),
     (FLOATS | {"transform_config": {"config_groups": {"R1": {}}}}, "'transform_config' is not"),
     (FLOATS | {"config_groups": {"a": {"format": "mxfp4-pack-quantized"}}}, "'mxfp4-pack-quant"),
     (FINE | {"weight_block_size": [128]}, r"a scale cannot be of a block [128]"),

@@ -59,8 +59,8 @@ CASES = some.builds(
 def model_of(family, kind="float32", seed=0, **sizes):
     """A model in sizes that native code takes, packed for a CPU."""
     config = dataclasses.replace(in_native_sizes(CONFIGS[family]), **sizes)
-    if kind == "int8":
-        return random_model(config, seed).quantized().packed()
+    if kind.startswith("int"):
+        return random_model(config, seed).quantized(kind).packed()
     return random_model(config, seed, dtype=kind).packed()
 
 

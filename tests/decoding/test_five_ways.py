@@ -25,7 +25,7 @@ from tests.decoding.five_ways import MUCH, ROWS, TREE, holds, skip_gelu
 pytestmark = pytest.mark.skipif(native.obstacle() is not None, reason="native code does not run")
 
 NODES = TREE.num_nodes
-KINDS = ("float32", "bfloat16", "int8")
+KINDS = ("float32", "bfloat16", "int8", "int4")
 # Of each of 22 families in one type; 334 in all types are 22,000.
 EXAMPLES = int(os.environ.get("STREE_JAX_EXAMPLES", 11))
 
@@ -35,7 +35,7 @@ def cells():
     for number, family in enumerate(CONFIGS):
         for kind in KINDS:
             marks = [] if family == "nemotron_h hybrid" else [pytest.mark.thorough]
-            is_usual = kind == KINDS[number % 3]
+            is_usual = kind == KINDS[number % len(KINDS)]
             yield pytest.param(family, kind, marks=marks if is_usual else [pytest.mark.slow])
 
 

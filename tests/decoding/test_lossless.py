@@ -79,6 +79,7 @@ TABLE = [
     ("nemotron_h hybrid", "mtp head, dynamic", "zero"),
     ("plain", "ragged", "ruled"),
     ("qwen3_5 hybrid, int8", "ragged", "mixed"),
+    ("qwen3_5 hybrid, int4", "ragged", "mixed"),
 ]
 # More of the same, run by `make test-slow`.
 SLOW = [
@@ -96,6 +97,7 @@ SLOW = [
     *((f"{family} hybrid", "paper A", "zero") for family in HYBRIDS),
     *(("qwen3_5 hybrid", method, "mixed") for method in OF_EACH_DRAFTER),
     *((f"{family} hybrid, int8", "ragged", "mixed") for family in HYBRIDS if family != "qwen3_5"),
+    *((f"{family} hybrid, int4", "ragged", "mixed") for family in HYBRIDS if family != "qwen3_5"),
     *(("plain, int8", method, "mixed") for method in OF_EACH_DRAFTER),
     ("nemotron_h hybrid, int8", "ragged", "ruled"),
     # All trees but "ragged" have a shape that the loop has to find out.
@@ -212,7 +214,7 @@ def test_a_single_key_is_folded_with_the_index_of_the_row():
 
 
 def test_every_family_and_every_method_is_in_the_table():
-    assert {family for family, _, _ in TABLE if ", int8" not in family} == {*CONFIGS}
+    assert {family for family, _, _ in TABLE if ", int" not in family} == {*CONFIGS}
     assert {method for _, method, _ in TABLE + SLOW} == {*METHODS}
     assert len({*TABLE} | {*SLOW}) == len(TABLE + SLOW)
 

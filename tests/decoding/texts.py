@@ -96,11 +96,11 @@ def in_native_sizes(config):
 
 @functools.cache
 def model_of(family, seed=0):
-    """A tiny model; with ", int8" behind its name in 8 bits, as a CPU loads it, to the bit."""
-    name, comma, _ = family.partition(", int8")
-    if not comma:
+    """A tiny model; with ", int8" or ", int4" behind its name as a CPU loads that, to the bit."""
+    name, _, kind = family.partition(", ")
+    if not kind:
         return tiny_model(name, seed)
-    return random_model(in_native_sizes(CONFIGS[name]), seed).quantized().packed()
+    return random_model(in_native_sizes(CONFIGS[name]), seed).quantized(kind).packed()
 
 
 @functools.cache

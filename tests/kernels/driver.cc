@@ -28,6 +28,7 @@ namespace {
 
 using Shape = std::vector<int64_t>;
 constexpr auto kBool = XLA_FFI_DataType_PRED, kInt8 = XLA_FFI_DataType_S8,
+               kByte = XLA_FFI_DataType_U8, kHalf = XLA_FFI_DataType_F16,
                kInt32 = XLA_FFI_DataType_S32, kInt64 = XLA_FFI_DataType_S64,
                kFloat = XLA_FFI_DataType_F32, kBfloat16 = XLA_FFI_DataType_BF16;
 
@@ -49,8 +50,8 @@ struct Array {
     return count;
   }
   size_t bytes() const {
-    const bool is_byte = dtype == kBool || dtype == kInt8;
-    return count() * (is_byte ? 1 : dtype == kBfloat16 ? 2 : 4);
+    const bool is_byte = dtype == kBool || dtype == kInt8 || dtype == kByte;
+    return count() * (is_byte ? 1 : dtype == kBfloat16 || dtype == kHalf ? 2 : 4);
   }
   template <typename T>
   T* of() const {
@@ -121,11 +122,14 @@ struct Draw {
       whole.insert(whole.end(), end);
       return whole;
     };
-    const int64_t kind = of({0, 1, 2}), groups = (inputs + 31) / 32;
+    const int64_t kind = of({0, 1, 2, 3}), groups = (inputs + 31) / 32;
     if (kind == 0) return {f(shape({inputs, 32})), none()};
     if (kind == 1)
       return {filled<uint16_t>(kBfloat16, shape({inputs, 32}), [&] { return 0x3f00 + below(256); }),
               none()};
+    if (kind == 2)
+      return {filled<uint8_t>(kByte, shape({groups, 4, 32, 4}), [&] { return below(256); }),
+              filled<uint16_t>(kHalf, shape({groups, 32}), [&] { return 0x2000 + below(0x2000); })};
     const Shape pairs = shape({groups, 16, 32, 2});
     return {filled<int8_t>(kInt8, pairs, [&] { return below(256) - 128; }), f(shape({groups, 32}))};
   }

@@ -86,7 +86,7 @@ def embedded(name):
 
 
 UNPACKED = ("unpacked bf16", "unpacked int8")
-PRODUCTS = ("some rows", "one row", "bf16", "int8", "several", "cut in blocks")
+PRODUCTS = ("some rows", "one row", "bf16", "int8", "int4", "several", "cut in blocks")
 KERNELS = {
     **{f"gated_rms_norm, {norm}": functools.partial(gated, norm) for norm in NORMS},
     "add_rms_norm": functools.partial(added, 0),

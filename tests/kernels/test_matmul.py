@@ -16,7 +16,7 @@ from pallas_kernels.matmul import native as version
 from pallas_kernels.matmul import pallas_triton as kernel
 from pallas_kernels.matmul.api import matmul, partial_sums
 from pallas_kernels.matmul.packed import PackedMatrix
-from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
+from pallas_kernels.matmul.quantized import GROUP, KINDS, QuantizedMatrix
 from pallas_kernels.matmul.reference import matmul as reference
 from pallas_kernels.matmul.reference import rounded
 from pallas_kernels.native import build_backend
@@ -144,6 +144,7 @@ def problems(draw):
 @example((3, 600, 0, 70, 0, 70, "float32"))
 @example((1, 600, 2, 140, 0, 140, "bfloat16"))
 @example((16, 600, 0, 33, 1, 33, "int8"))
+@example((1, 600, 2, 140, 0, 140, "int4"))
 @example((300, 290, 3, 131, 0, 131, "float32"))
 @example((300, 290, 6, 131, 0, 131, "bfloat16"))
 @example((300, 290, 6, 131, 0, 131, "int8"))
@@ -161,7 +162,7 @@ def test_sums_are_in_order(problem):
         which = rng.integers(max(several - 1, 1), size=rows) * (rng.random(rows) < 0.4)
         which = which.astype(np.int32)
     y = np.asarray(run(x, matrix, which))
-    if dtype == "int8":
+    if dtype in KINDS:
         whole = reference(x, np.asarray(matrix.blocks), np.asarray(matrix.scales), columns, which)
         assert_same_bits(y, whole[:, start:stop])
         return
@@ -179,7 +180,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row_and_column(dtype):
     x[3, 7], dense[9, 69] = np.inf, np.nan
     y = np.asarray(run(x, PackedMatrix.pack(dense, dtype)))
     assert np.isnan(y[:, 69]).all()
-    assert (np.isnan if dtype == "int8" else np.isinf)(y[3, :69]).all()
+    assert (np.isnan if dtype in KINDS else np.isinf)(y[3, :69]).all()
     assert_same_bits(np.delete(y, 3, 0)[:, :69], np.delete(finite, 3, 0)[:, :69])
 
 
@@ -187,12 +188,13 @@ def of_bytes(values):
     """A matrix with these weights, times a scale of each group and column."""
     groups = -(-values.shape[0] // GROUP)
     scales = np.abs(normal(groups, values.shape[1], seed=2)) / 100 + 0.01
-    return PackedMatrix.pack(QuantizedMatrix(values, scales.astype(jnp.bfloat16)))
+    return PackedMatrix.pack(QuantizedMatrix(values, scales.astype(KINDS[values.dtype.name])))
 
 
 @NEEDS_NATIVE
-def test_extreme_rows_in_8_bits():
-    """Weights of -128 too: 32 of them times a row of 127 are the largest sum of integers."""
+@pytest.mark.parametrize(("kind", "least"), [("int8", -128), ("int4", -8)])
+def test_extreme_rows_in_8_bits(kind, least):
+    """The least weight too: 32 of them times a row of 127 are the largest sum of integers."""
     x = normal(13, 70)
     x[1], x[2, :32] = 0, 0
     x[3, 40] = 1e34
@@ -201,9 +203,9 @@ def test_extreme_rows_in_8_bits():
     x[9], x[10] = 1, -1
     x[11, :] = np.arange(70) + 0.5  # halves
     x[11, [0, 40, 69]] = 127
-    values = np.random.default_rng(1).integers(-128, 128, size=(70, 40)).astype(np.int8)
-    values[:, 0], values[:, 1] = -128, 127
-    matrix = of_bytes(values)
+    values = np.random.default_rng(2).integers(least, -least, size=(70, 40))
+    values[:, 0], values[:, 1] = least, -least - 1
+    matrix = of_bytes(values.astype(jnp.dtype(kind)))
     wanted = reference(x, np.asarray(matrix.blocks), np.asarray(matrix.scales), 40)
     assert np.isnan(wanted[4:7]).all()
     assert np.isfinite(np.delete(wanted, [4, 5, 6], 0)).all()

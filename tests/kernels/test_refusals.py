@@ -64,6 +64,7 @@ REFUSED_BY_KERNELS = [
         "width 1 has no state; use 'xla'",
     ),
     (of_case("matmul", "unpacked bf16", bf16=False), "in float32: only bfloat16 runs.* as TF32"),
+    (of_case("matmul", "unpacked int4"), r"a matrix \(96, 70\) in 4 bits is XLA's; use"),
     (of_case("matmul", "unpacked int8", inputs=48), "inputs = 48 of .* not a multiple of 32; use"),
     (experts_of(width=24), "width = 24 is not a multiple of 16; use 'xla'"),
     (experts_of(hidden=20), "hidden size = 20 is not a multiple of 16; use 'xla'"),
@@ -217,7 +218,7 @@ REFUSED_BY_FUNCTIONS = [
     (dict(first_block=-1), "there are fewer columns"),
     (dict(first_block=1.5), "Wrong scalar data type"),
     (dict(scales=jnp.ones((2, 3, 2, 32))), "shapes do not fit"),
-    (dict(blocks=BLOCKS.astype(jnp.float16)), "are float32, bfloat16 or int8"),
+    (dict(blocks=BLOCKS.astype(jnp.float16)), "are float32, bfloat16, int8 or uint8"),
     (dict(rows=ROWS.astype(jnp.bfloat16)), "Wrong buffer dtype"),
 ]
 
