@@ -187,20 +187,12 @@ CHECKPOINTS = {
     ),
     "Nemotron-3 of ModelOpt": (
         mtp_files.saved,
-        {
-            "producer": {"name": "modelopt"},
-            "quantization": {
-                "quant_algo": "MIXED_PRECISION",
-                "kv_cache_quant_algo": "FP8",
-                "quantized_layers": {
-                    "backbone.layers.3.mixer.experts.0.up_proj": {
-                        "quant_algo": "NVFP4",
-                        "group_size": 16,
-                    },
-                    "backbone.layers.0.mixer.in_proj": {"quant_algo": "FP8"},
-                },
-            },
-        },
+        json.loads("""{
+          "producer": {"name": "modelopt"},
+          "quantization": {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8",
+          "quantized_layers": {"backbone.layers.3.mixer.experts.0.up_proj": {"quant_algo": "NVFP4",
+          "group_size": 16}, "backbone.layers.0.mixer.in_proj": {"quant_algo": "FP8"}}}
+        }"""),
         [
             (r"backbone.*\.experts\..*weight", nvfp4(False)),
             ("lm_head|embeddings", nvfp4(False)),

@@ -8,46 +8,28 @@ from tests.convert import checkpoints
 from tests.extensions.eagle3_files import SIZES, VOCAB, WIDTH, layer_shapes
 
 RANK = 6
-CONFIG = SIZES | dict(
-    architectures=["DFlashDraftModel"],
-    model_type="qwen3",
-    num_hidden_layers=2,
-    rope_scaling=None,
-    num_target_layers=4,
-    block_size=9,
-    dflash_config={"mask_token_id": 36, "target_layer_ids": [0, 2]},
-    layer_types=["full_attention"] * 2,
-    sliding_window=None,
-)
+CONFIG = SIZES | json.loads("""{
+  "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
+  "rope_scaling": null, "num_target_layers": 4, "block_size": 9, "sliding_window": null,
+  "dflash_config": {"mask_token_id": 36, "target_layer_ids": [0, 2]},
+  "layer_types": ["full_attention", "full_attention"]
+}""")
 # One with all that DSpark has, whose first layer has a window.
-DSPARK = dict(
-    architectures=["Qwen3DSparkModel"],
-    dflash_config="absent",
-    block_size=8,
-    mask_token_id=3,
-    target_layer_ids=[1],
-    layer_types=["sliding_attention", "full_attention"],
-    sliding_window=6,
-    markov_rank=RANK,
-    markov_head_type="vanilla",
-    enable_confidence_head=True,
-    confidence_head_with_markov=True,
-    num_anchors=512,
-)
-
-
+DSPARK = json.loads("""{
+  "architectures": ["Qwen3DSparkModel"], "dflash_config": "absent", "block_size": 8,
+  "mask_token_id": 3, "target_layer_ids": [1], "layer_types": ["sliding_attention",
+  "full_attention"], "sliding_window": 6, "markov_rank": 6, "markov_head_type": "vanilla",
+  "enable_confidence_head": true, "confidence_head_with_markov": true, "num_anchors": 512
+}""")
 # One of DFlash 2, whose block sees itself, and whose windows are shorter than the texts.
-SECOND = dict(
-    architectures=["DFlash2DraftModel"],
-    is_causal=False,
-    dflash_config=CONFIG["dflash_config"]
-    | dict(
-        block_size=6, conv_kernel_size=3, conv_group_size=4, selector_rank=RANK, selector_top_k=5
-    ),
-    block_size="absent",
-    layer_types=["sliding_attention"] * 2,
-    sliding_window=7,
-)
+SECOND = json.loads("""{
+  "architectures": ["DFlash2DraftModel"], "is_causal": false, "block_size": "absent",
+  "dflash_config": {"mask_token_id": 36, "target_layer_ids": [0, 2], "block_size": 6,
+  "conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5},
+  "layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 7
+}""")
+
+
 # Published heads for Qwen3.8-27B, as their readers quote them; no file was opened.
 Z_LAB = json.loads("""{
   "architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "is_causal": false,

@@ -1,6 +1,7 @@
 """EAGLE-3 heads in files, with random weights."""
 
 import functools
+import json
 
 import numpy as np
 
@@ -9,23 +10,14 @@ from tests.convert import checkpoints
 WIDTH, VOCAB, OWN = 16, 37, 20
 LAYERS = (1, 2, 4)
 # Of a layer, as DFlash heads have several.
-SIZES = dict(
-    hidden_size=WIDTH,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-3,
-    rope_theta=50.0,
-    hidden_act="silu",
-)
-CONFIG = SIZES | dict(
-    architectures=["LlamaForCausalLMEagle3"],
-    model_type="llama",
-    num_hidden_layers=1,
-    draft_vocab_size=OWN,
-    tie_word_embeddings=False,
-)
+SIZES = json.loads("""{
+  "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+  "head_dim": 8, "rms_norm_eps": 0.001, "rope_theta": 50.0, "hidden_act": "silu"
+}""")
+CONFIG = SIZES | json.loads("""{
+  "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+  "draft_vocab_size": 20, "tie_word_embeddings": false
+}""")
 
 
 def layer_shapes(inputs=WIDTH):

@@ -204,15 +204,8 @@ def test_published_heads_have_their_number_of_parameters(values, count):
 
 UNSURE = dict(enable_confidence_head=False)
 IDS = {"mask_token_id": 36}
-
-
-def said(**changes):
-    """The config of speculators, with other layers."""
-    layers = SPECULATORS["transformer_layer_config"] | changes
-    return SPECULATORS | {"transformer_layer_config": layers}
-
-
-ROPE = {"rope_theta": 50.0, "partial_rotary_factor": 0.25}
+LAYER = SPECULATORS["transformer_layer_config"]
+ROPE = LAYER | {"rope_parameters": {"partial_rotary_factor": 0.25}}
 REFUSED = [
     (False, dict(architectures=["DFlash3DraftModel"]), {}, "no DFlash head: its architectures are"),
     (False, dict(architectures=["DFlash2DraftModel"]), {}, "conv_kernel_size is missing"),
@@ -239,9 +232,18 @@ REFUSED = [
     (False, dict(vocab=40), {}, "width 16 and tokens 40, and the target"),
     (True, SPECULATORS | {"speculators_model_type": "dflash"}, {}, "type is 'dflash', not one of"),
     (True, SPECULATORS | {"sample_from_anchor": "absent"}, {}, "is missing, and readers disagree"),
-    (True, SPECULATORS | {"draft_vocab_size": 20}, {}, "draft_vocab_size = 20, elsewhere 37"),
-    (True, said(block=3), {}, "unknown fields .'block'."),
-    (True, said(rope_parameters=ROPE), {}, "partial_rotary_factor = 0.25, elsewhere 1"),
+    (
+        True,
+        SPECULATORS | {"transformer_layer_config": LAYER | {"block": 3}},
+        {},
+        "unknown fields .'block'.",
+    ),
+    (
+        True,
+        SPECULATORS | {"transformer_layer_config": ROPE},
+        {},
+        "partial_rotary_factor = 0.25, elsewhere 1",
+    ),
     (False, {}, {"fc.weight": None}, "fc.weight .* is missing"),
     (False, {}, {"markov_head.markov_w1.weight": np.zeros((37, 6), np.float32)}, "markov_w1"),
 ]

@@ -74,12 +74,11 @@ def _flattened(fields: Fields, target: HybridLM) -> dict[str, Any]:
     left_out = {"partial_rotary_factor", "mrope_section"}  # the second is of images alone
     fields.ignore("of training", "speculators_config", "speculators_version", "max_anchors")
     both_ways = fields.flag("sliding_window_non_causal", False)
+    after = fields.indices("aux_hidden_state_layer_ids", num_layers)
     return layer.values | {
         "rope_parameters": {name: rope.values[name] for name in rope.values.keys() - left_out},
         "num_target_layers": num_layers,
-        "target_layer_ids": [
-            after - 1 for after in fields.indices("aux_hidden_state_layer_ids", num_layers)
-        ],
+        "target_layer_ids": [number - 1 for number in after],
         **({"is_causal": False} if both_ways else {}),
     }
 
