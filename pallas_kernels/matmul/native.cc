@@ -143,13 +143,12 @@ constexpr bool kIsNarrow = sizeof(T) == 1;
 // The call's arrays after all checks.
 template <typename T>
 struct Call {
-  typedef typename Form<T>::Scale Scale;
   const float* x;  // [rows, inputs]
   // [matrices, blocks, inputs, 32], or [matrices, blocks, groups, 16, 32, 2] of 8 bits, or
   // [matrices, blocks, groups, 4, 32, 4] of 4.
   const T* weights;
-  const Scale* scales;  // of few bits: [matrices, blocks, groups, 32]
-  float* y;             // [rows, columns]
+  const uint16_t* scales;  // of few bits: [matrices, blocks, groups, 32]
+  float* y;                // [rows, columns]
   int64_t inputs, blocks, groups, first_block, columns;
   Rounded<T> rounded = {};  // of few bits: the rows
 
@@ -163,7 +162,7 @@ struct Call {
       run(task, Matrix<T>{weights + first * block_size(), inputs});
   }
 
-  void run(const Task& task, const T* own, const Scale* own_scales) const {
+  void run(const Task& task, const T* own, const uint16_t* own_scales) const {
     float block[kTaskRows * kColumns];
     for (int64_t b = task.first; b < task.last; ++b) {
       product<T>(rounded, task.row, task.rows, own + b * block_size(),
@@ -324,7 +323,7 @@ bool fit(ffi::AnyBuffer blocks, ffi::AnyBuffer scales, size_t several, int64_t i
   };
   if (blocks.element_type() == ffi::S8)
     return ends_in(bs, {groups, kGroup / 2, kColumns, 2}) && ends_in(ss, {groups, kColumns}) &&
-           scales.element_type() == ffi::F32;
+           scales.element_type() == ffi::BF16;
   if (blocks.element_type() == ffi::U8)
     return ends_in(bs, {groups, 4, kColumns, 4}) && ends_in(ss, {groups, kColumns}) &&
            scales.element_type() == ffi::F16;
@@ -347,10 +346,10 @@ ffi::Error Rows(ffi::AnyBuffer blocks, ffi::AnyBuffer scales, S32 index, Result 
       using T = std::decay_t<decltype(*weights)>;
       if constexpr (kIsNarrow<T>) {
         const T* from = weights + block * groups * Form<T>::kBytes + column * Form<T>::kTogether;
-        const auto* scale = static_cast<const typename Form<T>::Scale*>(scales.untyped_data()) +
-                            block * groups * kColumns + column / kLanes * kLanes;
+        const uint16_t* scale = static_cast<const uint16_t*>(scales.untyped_data()) +
+                                block * groups * kColumns + column / kLanes * kLanes;
         for (int64_t k = 0; k < inputs; ++k)
-          to[k] = input(from, k) * load_scales(scale + k / kGroup * kColumns)[column % kLanes];
+          to[k] = input(from, k) * Form<T>::scales(scale + k / kGroup * kColumns)[column % kLanes];
       } else {
         const auto* from = weights + block * inputs * kColumns + column;
         for (int64_t k = 0; k < inputs; ++k) to[k] = widened1(from[k * kColumns]);
@@ -388,7 +387,7 @@ ffi::Error Matmul(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer blocks, ffi::AnyBu
   }
   const bool is_known = with_weights(blocks, [&](auto* weights) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(weights)>>;
-    const auto* factors = static_cast<const typename Form<T>::Scale*>(scales.untyped_data());
+    const uint16_t* factors = static_cast<const uint16_t*>(scales.untyped_data());
     Call<T> call{x.typed_data(), weights,     factors, y->typed_data(), inputs, bs[1],
                  groups,         first_block, ys[1]};
     matmul(pool, call, chosen, rows, bs[0]);

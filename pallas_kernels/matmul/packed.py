@@ -25,7 +25,7 @@ class PackedMatrix:
             ceil(I / 32), 16, 32, 2]`: pairs of inputs; of 4-bit weights uint8 `[*E, blocks,
             ceil(I / 32), 4, 32, 4]`: byte `[q, :, i]` of a group is input 4 q + i in its low bits
             and input 16 + 4 q + i in its high bits, each plus 8. What is missing is zeros.
-        scales: factors of 8-bit weights, float32, or 4-bit weights, float16, `[*E, blocks,
+        scales: factors of 8-bit weights, bfloat16, or 4-bit weights, float16, `[*E, blocks,
             ceil(I / 32), 32]`: one for 32 inputs of a column; None: none.
         inputs: I.
         columns: O.
@@ -58,7 +58,7 @@ class PackedMatrix:
                 blocks = _on_large_pages(nibbles.swapaxes(-1, -2), np.uint8)
             else:
                 pairs = grouped.reshape(*shape, GROUP // 2, 2, COLUMNS).swapaxes(-1, -2)
-                blocks, scales = _on_large_pages(pairs, np.int8), scales.astype(np.float32)
+                blocks = _on_large_pages(pairs, np.int8)
             return cls(blocks, jnp.asarray(scales), *matrix.shape[-2:])
         host = np.asarray(matrix)
         dtype = jnp.dtype(host.dtype if dtype is None else dtype)

@@ -86,23 +86,21 @@ STREE_INLINE void keep(VecI32& sum) {
 }
 
 // Weights of a type: values of rows for them, what they have more, bytes of 32 x 32 of
-// them, and bytes of a column that lie together.
+// them, and bytes of a column that lie together. Scales have 16 bits.
 template <typename W>
 struct Form {  // 8 bits
   typedef Value Input;
-  typedef float Scale;
   static constexpr int32_t kMore = stree::kMore;
   static constexpr int64_t kBytes = kGroup * kColumns, kTogether = 2;
+  static Vec scales(const uint16_t* from) { return load(from); }  // bfloat16
 };
 template <>
 struct Form<uint8_t> {  // 4 bits
   typedef int8_t Input;
-  typedef uint16_t Scale;
   static constexpr int32_t kMore = 8;
   static constexpr int64_t kBytes = kGroup / 2 * kColumns, kTogether = 4;
+  static Vec scales(const uint16_t* from) { return load_half(from); }
 };
-STREE_INLINE Vec load_scales(const float* from) { return load(from); }
-STREE_INLINE Vec load_scales(const uint16_t* from) { return load_half(from); }
 
 // Sums of products of four 4-bit weights, 0 to 15, and inputs a lane; and what they are in int32.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
@@ -256,8 +254,7 @@ STREE_INLINE void sums_of(VecI32 (&sums)[R][V], const Piece<int8_t>* __restrict 
 // in memory.
 template <int R, int V, typename W>
 __attribute__((noinline)) void group(const Piece<typename Form<W>::Input>* __restrict x,
-                                     const W* __restrict weights,
-                                     const typename Form<W>::Scale* __restrict scales,
+                                     const W* __restrict weights, const uint16_t* __restrict scales,
                                      float* __restrict y) {
   for (int column = 0; column < kColumns; column += V * kLanes) {
     VecI32 sums[R][V];
@@ -267,7 +264,7 @@ __attribute__((noinline)) void group(const Piece<typename Form<W>::Input>* __res
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         float* out = y + r * kColumns + column + v * kLanes;
-        const Vec scale = splat(x[r].scale) * load_scales(scales + column + v * kLanes);
+        const Vec scale = splat(x[r].scale) * Form<W>::scales(scales + column + v * kLanes);
         store(out, fused(__builtin_convertvector(sums[r][v], Vec), scale, load(out)));
       }
   }
@@ -276,7 +273,7 @@ __attribute__((noinline)) void group(const Piece<typename Form<W>::Input>* __res
 // Some of the rows times a block of groups with scales [groups, 32], into y [rows, 32].
 template <typename W>
 inline void product(const Rounded<W>& x, int64_t first, int64_t rows, const W* weights,
-                    const typename Form<W>::Scale* scales, float* y) {
+                    const uint16_t* scales, float* y) {
   constexpr int64_t kAhead = 4096;  // bytes
   std::fill(y, y + rows * kColumns, 0.0f);
   for (int64_t g = 0; g < x.groups; ++g) {

@@ -77,7 +77,7 @@ def rows(matrix: PackedMatrix, index: Int[Array, "*rows"]) -> Float32[Array, "*r
     # [*rows, groups, pairs or quarters, 2 or 4]
     values = numbers(matrix.blocks[block, :, :, column], axis=-3)
     grouped = values.reshape(*index.shape, values.shape[index.ndim], GROUP).astype(jnp.float32)
-    whole = grouped * matrix.scales[block, :, column, None]
+    whole = grouped * matrix.scales[block, :, column, None].astype(jnp.float32)
     return whole.reshape(*index.shape, math.prod(whole.shape[-2:]))[..., : matrix.inputs]
 
 

@@ -10,8 +10,8 @@ tree that promises the most tokens for its time:
   the machine changes both. Medians of the ratios of pairs count, and a guess a little.
 
 Now and then another tree is tried for a few steps, after a run that was timed: the one that is
-worth most if its time is overestimated. The time until the next trial doubles while trials change nothing. A run takes time
-beside its steps, so runs are long where steps are fast.
+worth most if its time is overestimated. The time until the next trial doubles while trials change
+nothing. A run takes time beside its steps, so runs are long where steps are fast.
 """
 
 import collections

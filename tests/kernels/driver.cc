@@ -131,7 +131,8 @@ struct Draw {
       return {filled<uint8_t>(kByte, shape({groups, 4, 32, 4}), [&] { return below(256); }),
               filled<uint16_t>(kHalf, shape({groups, 32}), [&] { return 0x2000 + below(0x2000); })};
     const Shape pairs = shape({groups, 16, 32, 2});
-    return {filled<int8_t>(kInt8, pairs, [&] { return below(256) - 128; }), f(shape({groups, 32}))};
+    return {filled<int8_t>(kInt8, pairs, [&] { return below(256) - 128; }),
+            filled<uint16_t>(kBfloat16, shape({groups, 32}), [&] { return 0x3c00 + below(256); })};
   }
 };
 
