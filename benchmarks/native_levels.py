@@ -32,7 +32,7 @@ from stree_jax.measuring.report import Table
 OPTIONS = {"--rounds": 9, "--types": names(("float32", "bfloat16", "int8", "int4"))}
 SHAPE, LAYERS = "mamba2-370m", 8
 TREES = {1: st.TreeTopology.chain(0), 5: st.TreeTopology.default()}
-STEPS = 4  # of a timed call
+STEPS = 16  # of a timed call, so that the call itself takes little of it
 COLUMNS = {
     "type": "{type}",
     "level": "{level}",
