@@ -97,7 +97,7 @@ def add_rms_norm(
 def gated_rms_norm(
     y: Float[Array, "*rows M"],
     gate: Float[Array, "*rows X"] | PartialSums,
-    weight: Float[Array, " M"] | None,
+    weight: Float[Array, " _"] | None,
     *,
     norm: str = "gate_then_norm",
     epsilon: float = 1e-5,
@@ -111,7 +111,7 @@ def gated_rms_norm(
     Args:
         y: outputs of the scan.
         gate: input of the activation; may be columns of a wider array, as of an input projection.
-        weight: scale of the norm; None if and only if `norm` is "none".
+        weight: scale of the norm `[M]`, or of every group; None if and only if `norm` is "none".
         norm: "gate_then_norm" (Mamba-2), "norm_then_gate" (an option of Falcon-H1) or "none".
         epsilon: constant added to the mean square.
         num_groups: number of equal groups of channels, each normed alone.
@@ -125,7 +125,8 @@ def gated_rms_norm(
 
     Raises:
         ValueError: an unknown norm or activation, a weight without a norm or a norm without a
-            weight, groups that do not divide a row, too few columns of gates.
+            weight, groups that do not divide a row, a weight of neither a row nor a group, too few
+            columns of gates.
     """
     if norm not in NORMS:
         raise ValueError(f"norm = {norm!r} is not one of {NORMS}")
@@ -143,6 +144,10 @@ def gated_rms_norm(
             f"{y.shape[-1]} gates from column {gate_start} on, of {gate.shape[-1]} columns"
         )
     size = y.shape[-1] // num_groups
+    if weight is not None and weight.shape[0] not in (size, y.shape[-1]):
+        raise ValueError(
+            f"weight {weight.shape} is neither of {size} nor of {y.shape[-1]} channels"
+        )
     return dispatch.run(
         "gated_rms_norm",
         {"xla": xla, "native": native, "pallas": pallas_triton},

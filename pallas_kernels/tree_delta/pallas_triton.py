@@ -36,6 +36,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import triton as tb
 from pallas_kernels import walk
+from pallas_kernels.tree_delta.gates import Decays, StepSizes
 from pallas_kernels.tree_delta.xla import EPSILON
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks
 from pallas_kernels.triton import Ref
@@ -64,13 +65,13 @@ def tree_delta(*arrays: Any, interpret: bool) -> tuple[Array, Array]:
     return results["y"], u if prefix_u is None else jnp.concatenate([prefix_u, u], axis=1)
 
 
-def replay_delta(*arrays: Array, interpret: bool) -> Array:
+def replay_delta(*arrays: Any, interpret: bool) -> Array:
     """See `api.replay_delta`, whose arrays these are."""
     k, u, g, state, path = arrays
     return _run("replay_delta", interpret, state, previous=(k, u, g, path))["state"]
 
 
-def replay_tree_delta(*arrays: Array, interpret: bool) -> tuple[Array, Array, Array]:
+def replay_tree_delta(*arrays: Any, interpret: bool) -> tuple[Array, Array, Array]:
     """See `api.replay_tree_delta`, whose arrays these are."""
     previous, (*nodes, state, mask) = arrays[:4], arrays[4:]
     tree = (*nodes, mask)
@@ -84,8 +85,8 @@ def _run(
     interpret: bool,
     state: Array,
     *,
-    previous: tuple[Array, ...] | None = None,
-    tree: tuple[Array, ...] | None = None,
+    previous: tuple[Any, ...] | None = None,
+    tree: tuple[Any, ...] | None = None,
     prefix_u: Array | None = None,
 ) -> dict[str, Array]:
     """The kernel with a previous tree, a new one, or both; returns what these give by name.
@@ -96,7 +97,14 @@ def _run(
     some_k = previous[0] if previous else tree[1]  # type: ignore[index]
     part = HeadBlocks(_CHANNELS, num_heads // some_k.shape[2])
 
+    def of_decays(g: Any, before: str = "") -> dict[str, tuple[Any, pl.BlockSpec]]:
+        if not isinstance(g, Decays):
+            return {before + "g": part.of(g, "b.h.")}
+        dt, A_log = part.of(g.dt[..., None], "b.h."), part.of(g.A_log, "h")
+        return {before + "g": dt, before + "A_log": A_log}
+
     inputs = {"state": part.of(state, "bhp.")}
+    beta_scale = None
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
     if previous is not None:
         k, u, g, path = previous
@@ -104,8 +112,8 @@ def _run(
         inputs |= {
             "prev k": part.of(k, "b.g."),
             "prev u": part.of(u, "b.hp"),
-            "prev g": part.of(g, "b.h."),
             "steps": part.of(steps, "b."),
+            **of_decays(g, "prev "),
         }
         outputs["state"] = inputs["state"]
     if tree is not None:
@@ -114,9 +122,13 @@ def _run(
             "q": part.of(q, "b.g."),
             "k": part.of(k, "b.g."),
             "v": part.of(v, "b.hp"),
-            "g": part.of(g, "b.h."),
-            "beta": part.of(beta, "b.h"),
+            **of_decays(g),
         }
+        if isinstance(beta, StepSizes):
+            beta_scale = beta.scale
+            inputs["beta"] = part.of(beta.projected, "b.h", first_head=beta.start)
+        else:
+            inputs["beta"] = part.of(beta, "b.h")
         visits = walk.visits(mask, q.shape[1])
         inputs["visits"] = part.of(visits, "b.")
         new_u = jax.ShapeDtypeStruct(v.shape, jnp.float32)
@@ -124,7 +136,7 @@ def _run(
     if prefix_u is not None and prefix_u.size:
         inputs["prefix u"] = part.of(prefix_u, "b.hp")
     return tb.call_by_name(
-        functools.partial(_kernel, interpret=interpret),
+        functools.partial(_kernel, beta_scale=beta_scale, interpret=interpret),
         inputs,
         outputs,
         name=name,
@@ -135,16 +147,25 @@ def _run(
     )
 
 
-def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool) -> None:
+def _kernel(
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    *,
+    beta_scale: float | None,
+    interpret: bool,
+) -> None:
     """Refs by name, of one row and one head; p channels of it.
 
     inputs: state [p, S]; of a previous tree prev k [O, S], prev u [O, p], prev g [O, 1 or S] and
     steps [O + 2]; of a new tree q [Q, S], k [N, S], v [Q, p], g [N, 1 or S], beta [Q], visits
-    [N + 2], and perhaps prefix u [N - Q, p].
+    [N + 2], and perhaps prefix u [N - Q, p]. With A_log [] (and prev A_log), g are time steps; with
+    `beta_scale`, beta is before the sigmoid.
     outputs: state [p, S] after the path; y and u [Q, p].
     """
     multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
     has_channels = inputs["g" if "g" in inputs else "prev g"].shape[-1] > 1
+    logs = {name: inputs[name] for name in ("A_log", "prev A_log") if name in inputs}
+    rates = {name: -jnp.exp(log[...].astype(jnp.float32)) for name, log in logs.items()}
 
     def product(left: State, right: State) -> Array:
         """Sums of products over S `[p]`."""
@@ -165,8 +186,10 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
         )
         return blocks, lax.rsqrt(product(blocks, blocks) + EPSILON)
 
-    def decays(g: State, state: State) -> list[tuple[Array, Array]]:
+    def decays(g: State, state: State, rate: str = "A_log") -> list[tuple[Array, Array]]:
         """See `_decay`; of each block, for all of it or for each channel."""
+        if rate in rates:
+            g = (multiply_add(g[0], rates[rate]),)
         if not has_channels:
             return [_decay(g[0][None, :], multiply_add)] * len(state)
         pairs = zip(state, g, strict=True)
@@ -193,7 +216,7 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
             return _blocks(k_ref, node), u_ref[node, :], _blocks(g_ref, node)
 
         def advance(state: State, k: State, u: Array, g: State) -> State:
-            return advanced(state, decays(g, state), *wide(k, state), u)
+            return advanced(state, decays(g, state, "prev A_log"), *wide(k, state), u)
 
         state = walk.along(steps, load, advance, state)
         for part, block in zip(_parts(k_ref), state, strict=True):
@@ -234,7 +257,10 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
                 one, more = decay[0]
                 kept = multiply_add(read(state, k, scale), (one + more)[0])
             error = now["v"].astype(jnp.float32) - kept
-            return multiply_add(error, now["beta"][None])
+            beta = now["beta"]
+            if beta_scale is not None:
+                beta = beta_scale * jax.nn.sigmoid(beta.astype(jnp.float32))
+            return multiply_add(error, beta[None])
 
         if first_query:
             u = lax.cond(node < first_query, lambda: now["prefix u"], solved)
