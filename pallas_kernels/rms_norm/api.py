@@ -125,8 +125,7 @@ def gated_rms_norm(
 
     Raises:
         ValueError: an unknown norm or activation, a weight without a norm or a norm without a
-            weight, groups that do not divide a row, a weight of neither a row nor a group, too few
-            columns of gates.
+            weight, groups that do not divide a row, too few columns of gates.
     """
     if norm not in NORMS:
         raise ValueError(f"norm = {norm!r} is not one of {NORMS}")
@@ -144,10 +143,6 @@ def gated_rms_norm(
             f"{y.shape[-1]} gates from column {gate_start} on, of {gate.shape[-1]} columns"
         )
     size = y.shape[-1] // num_groups
-    if weight is not None and weight.shape[0] not in (size, y.shape[-1]):
-        raise ValueError(
-            f"weight {weight.shape} is neither of {size} nor of {y.shape[-1]} channels"
-        )
     return dispatch.run(
         "gated_rms_norm",
         {"xla": xla, "native": native, "pallas": pallas_triton},

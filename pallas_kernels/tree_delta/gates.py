@@ -1,6 +1,7 @@
 """Gates of the delta rule that a kernel computes while it loads what they are made of."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,14 @@ class Decays(Deferred):
 
     def total(self) -> Array:
         """The log-decays."""
-        return rounded(-jnp.exp(self.A_log.astype(jnp.float32))[None, None] * self.dt)[..., None]
+        return rounded(-jnp.exp(self.A_log)[None, None] * self.dt)[..., None]
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["projected"],
+    meta_fields=["start", "num_heads", "scale"],
+)
 @dataclasses.dataclass(frozen=True)
 class StepSizes(Deferred):
     """Step sizes beta `[B, N, H]`: `scale sigmoid(b)`, of columns b of an input projection.
@@ -40,9 +45,9 @@ class StepSizes(Deferred):
     """
 
     projected: Float[Array, "B N X"] | PartialSums
-    start: int = dataclasses.field(metadata={"static": True})
-    num_heads: int = dataclasses.field(metadata={"static": True})
-    scale: float = dataclasses.field(metadata={"static": True})
+    start: int
+    num_heads: int
+    scale: float
 
     def total(self) -> Array:
         """The step sizes, float32."""

@@ -36,6 +36,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import triton as tb
 from pallas_kernels import walk
+from pallas_kernels.numerics import totals
 from pallas_kernels.tree_delta.gates import Decays, StepSizes
 from pallas_kernels.tree_delta.xla import EPSILON
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks
@@ -73,6 +74,8 @@ def replay_delta(*arrays: Any, interpret: bool) -> Array:
 
 def replay_tree_delta(*arrays: Any, interpret: bool) -> tuple[Array, Array, Array]:
     """See `api.replay_tree_delta`, whose arrays these are."""
+    if isinstance(arrays[2], Decays) != isinstance(arrays[7], Decays):
+        arrays = totals(arrays)
     previous, (*nodes, state, mask) = arrays[:4], arrays[4:]
     tree = (*nodes, mask)
     results = _run("replay_tree_delta", interpret, state, previous=previous, tree=tree)
@@ -97,14 +100,14 @@ def _run(
     some_k = previous[0] if previous else tree[1]  # type: ignore[index]
     part = HeadBlocks(_CHANNELS, num_heads // some_k.shape[2])
 
-    def of_decays(g: Any, before: str = "") -> dict[str, tuple[Any, pl.BlockSpec]]:
-        if not isinstance(g, Decays):
-            return {before + "g": part.of(g, "b.h.")}
-        dt, A_log = part.of(g.dt[..., None], "b.h."), part.of(g.A_log, "h")
-        return {before + "g": dt, before + "A_log": A_log}
+    def of_decays(g: Any) -> tuple[Any, pl.BlockSpec]:
+        if isinstance(g, Decays):
+            inputs["A_log"] = part.of(g.A_log, "h")
+            g = g.dt[..., None]
+        return part.of(g, "b.h.")
 
     inputs = {"state": part.of(state, "bhp.")}
-    beta_scale = None
+    first_beta, beta_scale = 0, None
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
     if previous is not None:
         k, u, g, path = previous
@@ -113,22 +116,20 @@ def _run(
             "prev k": part.of(k, "b.g."),
             "prev u": part.of(u, "b.hp"),
             "steps": part.of(steps, "b."),
-            **of_decays(g, "prev "),
+            "prev g": of_decays(g),
         }
         outputs["state"] = inputs["state"]
     if tree is not None:
         q, k, v, g, beta, mask = tree
+        if isinstance(beta, StepSizes):
+            beta, first_beta, beta_scale = beta.projected, beta.start, beta.scale
         inputs |= {
             "q": part.of(q, "b.g."),
             "k": part.of(k, "b.g."),
             "v": part.of(v, "b.hp"),
-            **of_decays(g),
+            "g": of_decays(g),
+            "beta": part.of(beta, "b.h", first_beta),
         }
-        if isinstance(beta, StepSizes):
-            beta_scale = beta.scale
-            inputs["beta"] = part.of(beta.projected, "b.h", first_head=beta.start)
-        else:
-            inputs["beta"] = part.of(beta, "b.h")
         visits = walk.visits(mask, q.shape[1])
         inputs["visits"] = part.of(visits, "b.")
         new_u = jax.ShapeDtypeStruct(v.shape, jnp.float32)
@@ -158,14 +159,13 @@ def _kernel(
 
     inputs: state [p, S]; of a previous tree prev k [O, S], prev u [O, p], prev g [O, 1 or S] and
     steps [O + 2]; of a new tree q [Q, S], k [N, S], v [Q, p], g [N, 1 or S], beta [Q], visits
-    [N + 2], and perhaps prefix u [N - Q, p]. With A_log [] (and prev A_log), g are time steps; with
-    `beta_scale`, beta is before the sigmoid.
+    [N + 2], and perhaps prefix u [N - Q, p]. With A_log [] both g are time steps, and with
+    `beta_scale` beta is before the sigmoid.
     outputs: state [p, S] after the path; y and u [Q, p].
     """
     multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
     has_channels = inputs["g" if "g" in inputs else "prev g"].shape[-1] > 1
-    logs = {name: inputs[name] for name in ("A_log", "prev A_log") if name in inputs}
-    rates = {name: -jnp.exp(log[...].astype(jnp.float32)) for name, log in logs.items()}
+    rate = -jnp.exp(inputs["A_log"][...]) if "A_log" in inputs else None
 
     def product(left: State, right: State) -> Array:
         """Sums of products over S `[p]`."""
@@ -186,10 +186,10 @@ def _kernel(
         )
         return blocks, lax.rsqrt(product(blocks, blocks) + EPSILON)
 
-    def decays(g: State, state: State, rate: str = "A_log") -> list[tuple[Array, Array]]:
+    def decays(g: State, state: State) -> list[tuple[Array, Array]]:
         """See `_decay`; of each block, for all of it or for each channel."""
-        if rate in rates:
-            g = (multiply_add(g[0], rates[rate]),)
+        if rate is not None:
+            g = (multiply_add(g[0], rate),)
         if not has_channels:
             return [_decay(g[0][None, :], multiply_add)] * len(state)
         pairs = zip(state, g, strict=True)
@@ -216,7 +216,7 @@ def _kernel(
             return _blocks(k_ref, node), u_ref[node, :], _blocks(g_ref, node)
 
         def advance(state: State, k: State, u: Array, g: State) -> State:
-            return advanced(state, decays(g, state, "prev A_log"), *wide(k, state), u)
+            return advanced(state, decays(g, state), *wide(k, state), u)
 
         state = walk.along(steps, load, advance, state)
         for part, block in zip(_parts(k_ref), state, strict=True):
