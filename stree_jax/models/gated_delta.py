@@ -181,8 +181,8 @@ class GatedDeltaMixer(MixerModule):
     ) -> tuple[Product, Mamba2Cache]:
         projected = self.in_proj(u)
         (v, dt, k, conv_input), q = convolved(self, projected, self._step_bias(), cache.conv, valid)
-        dt = self._decays_of_channels(projected) if self.config.by_channel else dt
-        arrays = q, k, v, *self._gates(projected, dt), cache.ssm, valid
+        gates = self._gates(projected, self._recorded(projected, dt))
+        arrays = q, k, v, *gates, cache.ssm, valid
         y, state = self.run(delta_chunks, *arrays, chunk_size=self.config.chunk_size)
         output = self._output(y, projected, self.norms_of_sequences())
         return output, Mamba2Cache(state, conv_state_after(cache.conv, conv_input, lengths))
@@ -212,11 +212,9 @@ class GatedDeltaMixer(MixerModule):
             previous=previous,
         )
         new = slice(nodes.x.shape[1] - u.shape[1], None)  # behind the nodes before
-        dt = nodes.dt
-        if c.by_channel:
-            dt = self._decays_of_channels(projected)
-            if prefix_pending is not None:
-                dt = jnp.concatenate([prefix_pending.dt, dt], axis=1)
+        dt = self._recorded(projected, nodes.dt)
+        if prefix_pending is not None and c.by_channel:
+            dt = jnp.concatenate([prefix_pending.dt, dt], axis=1)
         arrays = (q, nodes.B, nodes.x[:, new], *self._gates(projected, dt), cache.ssm)
         mask = tree.ancestor_mask
         if replay is None:
@@ -252,9 +250,11 @@ class GatedDeltaMixer(MixerModule):
         """Logarithms of the decays of a record."""
         return dt if self.config.by_channel else Decays(dt, self.A_log[...])
 
-    def _decays_of_channels(self, projected: Product) -> Float32[Array, "B T H S"]:
-        """Logarithms of decays."""
+    def _recorded(self, projected: Product, dt: Array) -> Float32[Array, "B T H ..."]:
+        """What a record holds of decays: time steps of heads, or logarithms of channels."""
         c = self.config
+        if not c.by_channel:
+            return dt
         a = total(projected)[..., : c.gate_rank or c.decay_size]
         a = a if c.gate_rank is None else self.a_up(a)
         a = c.by_head(a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)[None, None])
