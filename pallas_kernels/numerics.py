@@ -188,14 +188,20 @@ def added_in_pairs(parts: Sequence[Array]) -> Array:
     return sums[0]
 
 
-def total(array: Any) -> Any:
-    """An array that is no longer deferred; all else stays what it is."""
-    return array.total() if isinstance(array, Deferred) else array
+def total(product: Product) -> Array:
+    """A product whose parts are added up."""
+    return totals(product)
 
 
 def totals(tree: Any) -> Any:
-    """A pytree whose arrays are not deferred."""
-    return jax.tree.map(total, tree, is_leaf=lambda node: isinstance(node, Deferred))
+    """A pytree whose arrays are not deferred; its other leaves stay what they are."""
+
+    def is_deferred(node: Any) -> bool:
+        return isinstance(node, Deferred)
+
+    return jax.tree.map(
+        lambda leaf: leaf.total() if is_deferred(leaf) else leaf, tree, is_leaf=is_deferred
+    )
 
 
 @jax.tree_util.register_dataclass

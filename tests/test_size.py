@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[1]
 # Tokens of code by folder, and lines of results: folding two lines into one changes nothing.
 # A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 180_700,
-    "pallas_kernels/*.py": 56_950,  # 55,000 when the series of issues ends
+    "stree_jax/*.py": 180_800,
+    "pallas_kernels/*.py": 57_550,  # 55,000 when the series of issues ends
     "convert/*.py": 46_200,
-    "tests/*.py": 236_000,
+    "tests/*.py": 236_200,
     "benchmarks/*.py": 38_650,
     "examples/*.py": 10_500,
     "*.cc *.h": 31_000,

@@ -122,7 +122,7 @@ def _run(
     if tree is not None:
         q, k, v, g, beta, mask = tree
         if isinstance(beta, StepSizes):
-            beta, first_beta, beta_scale = beta.projected, beta.start, beta.scale
+            first_beta, beta_scale, beta = beta.start, beta.scale, beta.projected
         inputs |= {
             "q": part.of(q, "b.g."),
             "k": part.of(k, "b.g."),
