@@ -58,11 +58,13 @@ from pallas_kernels.tree_conv1d.api import (
 )
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 from pallas_kernels.tree_delta.api import delta_chunks, replay_delta, replay_tree_delta, tree_delta
+from pallas_kernels.tree_delta.gates import Decays, StepSizes
 from pallas_kernels.tree_scan.api import replay, replay_tree_scan, tree_scan
 from pallas_kernels.tree_scan.gate import Gate
 
 __all__ = [
     "AttentionLayout",
+    "Decays",
     "DeferredRMSNorm",
     "Gate",
     "KVCache",
@@ -72,6 +74,7 @@ __all__ = [
     "PackedMatrix",
     "PartialSums",
     "QuantizedMatrix",
+    "StepSizes",
     "add_rms_norm",
     "conv_gather_index",
     "delta_chunks",

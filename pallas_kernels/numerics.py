@@ -143,13 +143,21 @@ def rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
     return (normed * lax.broadcast_to_rank(scale.astype(jnp.float32), x.ndim)).astype(x.dtype)
 
 
+class Deferred:
+    """An array that a kernel computes while it loads, so that it takes no launch of its own.
+
+    All other readers call `total`.
+    """
+
+    def total(self) -> Array:
+        """The array."""
+        raise NotImplementedError
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PartialSums:
+class PartialSums(Deferred):
     """A product as the sums of parts of its inputs, which its reader adds up.
-
-    A kernel that reads it adds them while it loads, so the sum takes no launch of its own. All
-    other readers call `total`.
 
     Attributes:
         parts: `[P, *rows, M]` float32, P a power of two.
@@ -163,6 +171,10 @@ class PartialSums:
     def shape(self) -> tuple[int, ...]:
         """Shape of the product."""
         return self.parts.shape[1:]
+
+    def total(self) -> Array:
+        """The product."""
+        return added_in_pairs(list(self.parts)).astype(self.dtype)
 
 
 Product: TypeAlias = Array | PartialSums
@@ -178,19 +190,17 @@ def added_in_pairs(parts: Sequence[Array]) -> Array:
 
 def total(product: Product) -> Array:
     """A product whose parts are added up."""
-    if not isinstance(product, PartialSums):
-        return product
-    return added_in_pairs(list(product.parts)).astype(product.dtype)
+    return totals(product)
 
 
 def totals(tree: Any) -> Any:
-    """A pytree whose products are added up; its other leaves stay what they are."""
+    """A pytree whose arrays are not deferred; its other leaves stay what they are."""
 
-    def is_in_parts(node: Any) -> bool:
-        return isinstance(node, PartialSums)
+    def is_deferred(node: Any) -> bool:
+        return isinstance(node, Deferred)
 
     return jax.tree.map(
-        lambda leaf: total(leaf) if is_in_parts(leaf) else leaf, tree, is_leaf=is_in_parts
+        lambda leaf: leaf.total() if is_deferred(leaf) else leaf, tree, is_leaf=is_deferred
     )
 
 

@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[1]
 # Tokens of code by folder, and lines of results: folding two lines into one changes nothing.
 # A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 181_160,
-    "pallas_kernels/*.py": 57_380,  # 55,000 when the series of issues ends
-    "convert/*.py": 47_270,
-    "tests/*.py": 237_190,
+    "stree_jax/*.py": 181_700,
+    "pallas_kernels/*.py": 58_000,  # 55,000 when the series of issues ends
+    "convert/*.py": 47_400,
+    "tests/*.py": 238_500,
     "benchmarks/*.py": 38_650,
     "examples/*.py": 10_500,
     "*.cc *.h": 31_890,

@@ -97,7 +97,7 @@ def add_rms_norm(
 def gated_rms_norm(
     y: Float[Array, "*rows M"],
     gate: Float[Array, "*rows X"] | PartialSums,
-    weight: Float[Array, " M"] | None,
+    weight: Float[Array, " _"] | None,
     *,
     norm: str = "gate_then_norm",
     epsilon: float = 1e-5,
@@ -111,7 +111,7 @@ def gated_rms_norm(
     Args:
         y: outputs of the scan.
         gate: input of the activation; may be columns of a wider array, as of an input projection.
-        weight: scale of the norm; None if and only if `norm` is "none".
+        weight: scale of the norm `[M]`, or of every group; None if and only if `norm` is "none".
         norm: "gate_then_norm" (Mamba-2), "norm_then_gate" (an option of Falcon-H1) or "none".
         epsilon: constant added to the mean square.
         num_groups: number of equal groups of channels, each normed alone.

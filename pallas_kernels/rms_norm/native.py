@@ -61,12 +61,14 @@ def gated_rms_norm(
 ) -> jax.Array:
     """See `api.gated_rms_norm`."""
     rows = native.rows_of(y)
+    if weight is not None:
+        weight = jnp.tile(weight.astype(jnp.float32), y.shape[-1] // len(weight))
     result = native.call(
         "gated_rms_norm",
         jax.ShapeDtypeStruct(rows.shape, jnp.float32),
         rows,
         native.rows_of(gate),
-        None if weight is None else weight.astype(jnp.float32),
+        weight,
         epsilon=float(epsilon),
         groups=num_groups,
         gate_start=gate_start,

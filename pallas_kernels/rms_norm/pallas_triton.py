@@ -165,7 +165,11 @@ def gated_rms_norm(
     if gate is not None:
         inputs["gate"] = _in_rows(gate, "rg")
     if weight is not None:
-        inputs["weight"] = weight, pl.BlockSpec((group_size,), lambda row, g: (g,))
+        is_shared = weight.size == group_size
+        inputs["weight"] = (
+            weight,
+            pl.BlockSpec((group_size,), lambda row, g: (g * (not is_shared),)),
+        )
     results = tb.call_by_name(
         functools.partial(
             _gated_kernel,

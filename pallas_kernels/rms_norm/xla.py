@@ -44,8 +44,8 @@ def gated_rms_norm(
         grouped = value.reshape(*y.shape[:-1], num_groups, -1)
         mean_square = jnp.mean(jnp.square(grouped), axis=-1, keepdims=True)
         normed = grouped * lax.rsqrt(mean_square + epsilon)
-        weight = lax.broadcast_to_rank(weight.astype(jnp.float32), y.ndim)
-        value = normed.reshape(y.shape) * weight
+        weight = jnp.tile(weight.astype(jnp.float32), y.shape[-1] // len(weight))
+        value = normed.reshape(y.shape) * lax.broadcast_to_rank(weight, y.ndim)
     if norm == "norm_then_gate":
         value = value * gate
     return value.astype(y.dtype)

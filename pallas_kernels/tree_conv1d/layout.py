@@ -17,7 +17,7 @@ class Mamba2Pending(NamedTuple):
     """Pending record of a Mamba-2 layer: it can advance along any path of a tree of N nodes."""
 
     x: Float[Array, "B N H P"]
-    dt: Float32[Array, "B N H"]  # of a delta rule the log-decays, or `[B, N, H, S]`
+    dt: Float32[Array, "B N H"]  # of KDA the log-decays `[B, N, H, S]`
     B: Float[Array, "B N G S"]
     conv_input: Float[Array, "B N C"]
 

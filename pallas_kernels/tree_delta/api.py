@@ -42,14 +42,15 @@ from jaxtyping import Array, Bool, Float, Float32
 from pallas_kernels import dispatch
 from pallas_kernels import native as cpu
 from pallas_kernels.tree_delta import native, pallas_triton, xla
+from pallas_kernels.tree_delta.gates import Decays, StepSizes
 
 
 def tree_delta(
     q: Float[Array, "B Q G S"],
     k: Float[Array, "B N G S"],
     v: Float[Array, "B Q H P"],
-    g: Float32[Array, "B N H *S"],
-    beta: Float32[Array, "B Q H"],
+    g: Float32[Array, "B N H *S"] | Decays,
+    beta: Float32[Array, "B Q H"] | StepSizes,
     state: Float32[Array, "B H P S"],
     mask: Bool[Array, "B N N"],
     *,
@@ -64,8 +65,9 @@ def tree_delta(
         q: queries of the query nodes, before the norm. Head h uses group `h // (H / G)`.
         k: keys of all nodes so far, before the norm, parents before children.
         v: values of the query nodes.
-        g: log-decays of all nodes, at most 0: one a head, or `S`.
-        beta: step sizes of the query nodes, 0 to 1, or to 2 (negative eigenvalues).
+        g: log-decays of all nodes, at most 0: one a head, or `S`; or what a kernel makes them of.
+        beta: step sizes of the query nodes, 0 to 1, or to 2 (negative eigenvalues); or what a
+            kernel makes them of.
         state: the state before the root.
         mask: ancestors-or-self of each node; `mask[b, i, j]` is False for `j > i`, and
             `mask[b, i, i]` says whether node i exists. Rows of nodes that do not exist are
@@ -91,7 +93,7 @@ def tree_delta(
 def replay_delta(
     k: Float[Array, "B N G S"],
     u: Float32[Array, "B N H P"],
-    g: Float32[Array, "B N H *S"],
+    g: Float32[Array, "B N H *S"] | Decays,
     state: Float32[Array, "B H P S"],
     path: Bool[Array, "B N"],
     *,
@@ -126,13 +128,13 @@ def replay_delta(
 def replay_tree_delta(
     prev_k: Float[Array, "B O G S"],
     prev_u: Float32[Array, "B O H P"],
-    prev_g: Float32[Array, "B O H *S"],
+    prev_g: Float32[Array, "B O H *S"] | Decays,
     prev_path: Bool[Array, "B O"],
     q: Float[Array, "B N G S"],
     k: Float[Array, "B N G S"],
     v: Float[Array, "B N H P"],
-    g: Float32[Array, "B N H *S"],
-    beta: Float32[Array, "B N H"],
+    g: Float32[Array, "B N H *S"] | Decays,
+    beta: Float32[Array, "B N H"] | StepSizes,
     state: Float32[Array, "B H P S"],
     ancestor_mask: Bool[Array, "B N N"],
     *,
@@ -164,8 +166,8 @@ def delta_chunks(
     q: Float[Array, "B T G S"],
     k: Float[Array, "B T G S"],
     v: Float[Array, "B T H P"],
-    g: Float32[Array, "B T H *S"],
-    beta: Float32[Array, "B T H"],
+    g: Float32[Array, "B T H *S"] | Decays,
+    beta: Float32[Array, "B T H"] | StepSizes,
     state: Float32[Array, "B H P S"],
     valid: Bool[Array, "B T"],
     *,
@@ -203,9 +205,9 @@ def delta_chunks(
     )
 
 
-def _by_channel(g: jax.Array) -> jax.Array:
+def _by_channel(g: Any) -> Any:
     """Decays `[B, N, H, 1]`, or `[B, N, H, S]`."""
-    return g if g.ndim == 4 else g[..., None]
+    return g if len(g.shape) == 4 else g[..., None]
 
 
 def _run(
@@ -222,7 +224,7 @@ def _run(
     )
 
 
-def _unsupported(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> dict[str, str | None]:
+def _unsupported(q: jax.Array, k: jax.Array, v: jax.Array, g: Any) -> dict[str, str | None]:
     """Why versions cannot run these shapes; a ValueError if no version can."""
     if v.shape[2] % k.shape[2]:
         raise ValueError(f"{k.shape[2]} groups do not divide {v.shape[2]} heads")

@@ -36,6 +36,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import triton as tb
 from pallas_kernels import walk
+from pallas_kernels.numerics import totals
+from pallas_kernels.tree_delta.gates import Decays, StepSizes
 from pallas_kernels.tree_delta.xla import EPSILON
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks
 from pallas_kernels.triton import Ref
@@ -64,14 +66,16 @@ def tree_delta(*arrays: Any, interpret: bool) -> tuple[Array, Array]:
     return results["y"], u if prefix_u is None else jnp.concatenate([prefix_u, u], axis=1)
 
 
-def replay_delta(*arrays: Array, interpret: bool) -> Array:
+def replay_delta(*arrays: Any, interpret: bool) -> Array:
     """See `api.replay_delta`, whose arrays these are."""
     k, u, g, state, path = arrays
     return _run("replay_delta", interpret, state, previous=(k, u, g, path))["state"]
 
 
-def replay_tree_delta(*arrays: Array, interpret: bool) -> tuple[Array, Array, Array]:
+def replay_tree_delta(*arrays: Any, interpret: bool) -> tuple[Array, Array, Array]:
     """See `api.replay_tree_delta`, whose arrays these are."""
+    if isinstance(arrays[2], Decays) != isinstance(arrays[7], Decays):
+        arrays = totals(arrays)
     previous, (*nodes, state, mask) = arrays[:4], arrays[4:]
     tree = (*nodes, mask)
     results = _run("replay_tree_delta", interpret, state, previous=previous, tree=tree)
@@ -84,8 +88,8 @@ def _run(
     interpret: bool,
     state: Array,
     *,
-    previous: tuple[Array, ...] | None = None,
-    tree: tuple[Array, ...] | None = None,
+    previous: tuple[Any, ...] | None = None,
+    tree: tuple[Any, ...] | None = None,
     prefix_u: Array | None = None,
 ) -> dict[str, Array]:
     """The kernel with a previous tree, a new one, or both; returns what these give by name.
@@ -96,7 +100,14 @@ def _run(
     some_k = previous[0] if previous else tree[1]  # type: ignore[index]
     part = HeadBlocks(_CHANNELS, num_heads // some_k.shape[2])
 
+    def of_decays(g: Any) -> tuple[Any, pl.BlockSpec]:
+        if isinstance(g, Decays):
+            inputs["A_log"] = part.of(g.A_log, "h")
+            g = g.dt[..., None]
+        return part.of(g, "b.h.")
+
     inputs = {"state": part.of(state, "bhp.")}
+    first_beta, beta_scale = 0, None
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
     if previous is not None:
         k, u, g, path = previous
@@ -104,18 +115,20 @@ def _run(
         inputs |= {
             "prev k": part.of(k, "b.g."),
             "prev u": part.of(u, "b.hp"),
-            "prev g": part.of(g, "b.h."),
             "steps": part.of(steps, "b."),
+            "prev g": of_decays(g),
         }
         outputs["state"] = inputs["state"]
     if tree is not None:
         q, k, v, g, beta, mask = tree
+        if isinstance(beta, StepSizes):
+            first_beta, beta_scale, beta = beta.start, beta.scale, beta.projected
         inputs |= {
             "q": part.of(q, "b.g."),
             "k": part.of(k, "b.g."),
             "v": part.of(v, "b.hp"),
-            "g": part.of(g, "b.h."),
-            "beta": part.of(beta, "b.h"),
+            "g": of_decays(g),
+            "beta": part.of(beta, "b.h", first_beta),
         }
         visits = walk.visits(mask, q.shape[1])
         inputs["visits"] = part.of(visits, "b.")
@@ -124,7 +137,7 @@ def _run(
     if prefix_u is not None and prefix_u.size:
         inputs["prefix u"] = part.of(prefix_u, "b.hp")
     return tb.call_by_name(
-        functools.partial(_kernel, interpret=interpret),
+        functools.partial(_kernel, beta_scale=beta_scale, interpret=interpret),
         inputs,
         outputs,
         name=name,
@@ -135,16 +148,24 @@ def _run(
     )
 
 
-def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool) -> None:
+def _kernel(
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    *,
+    beta_scale: float | None,
+    interpret: bool,
+) -> None:
     """Refs by name, of one row and one head; p channels of it.
 
     inputs: state [p, S]; of a previous tree prev k [O, S], prev u [O, p], prev g [O, 1 or S] and
     steps [O + 2]; of a new tree q [Q, S], k [N, S], v [Q, p], g [N, 1 or S], beta [Q], visits
-    [N + 2], and perhaps prefix u [N - Q, p].
+    [N + 2], and perhaps prefix u [N - Q, p]. With A_log [] both g are time steps, and with
+    `beta_scale` beta is before the sigmoid.
     outputs: state [p, S] after the path; y and u [Q, p].
     """
     multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
     has_channels = inputs["g" if "g" in inputs else "prev g"].shape[-1] > 1
+    rate = -jnp.exp(inputs["A_log"][...]) if "A_log" in inputs else None
 
     def product(left: State, right: State) -> Array:
         """Sums of products over S `[p]`."""
@@ -167,6 +188,8 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
 
     def decays(g: State, state: State) -> list[tuple[Array, Array]]:
         """See `_decay`; of each block, for all of it or for each channel."""
+        if rate is not None:
+            g = (multiply_add(g[0], rate),)
         if not has_channels:
             return [_decay(g[0][None, :], multiply_add)] * len(state)
         pairs = zip(state, g, strict=True)
@@ -234,7 +257,10 @@ def _kernel(inputs: dict[str, Ref], outputs: dict[str, Ref], *, interpret: bool)
                 one, more = decay[0]
                 kept = multiply_add(read(state, k, scale), (one + more)[0])
             error = now["v"].astype(jnp.float32) - kept
-            return multiply_add(error, now["beta"][None])
+            beta = now["beta"]
+            if beta_scale is not None:
+                beta = beta_scale * jax.nn.sigmoid(beta.astype(jnp.float32))
+            return multiply_add(error, beta[None])
 
         if first_query:
             u = lax.cond(node < first_query, lambda: now["prefix u"], solved)

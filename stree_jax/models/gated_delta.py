@@ -17,9 +17,9 @@ Kimi Delta Attention (KDA: Kimi Team 2025, arXiv:2510.26692) has a decay for eac
 
 where a has as many numbers as all keys, and a and z may come from projections of low rank.
 
-A pending record holds w, the corrections of the nodes, in the place of x, and g in that of dt. The
-corrections depend on the state that the tree was run from: a record advances the cache that it was
-made from, and no other.
+A pending record holds w, the corrections of the nodes, in the place of x, and of KDA g in the place
+of dt. The corrections depend on the state that the tree was run from: a record advances the cache
+that it was made from, and no other.
 """
 
 import dataclasses
@@ -31,8 +31,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import (
+    Decays,
     Mamba2Layout,
     Mamba2Pending,
+    StepSizes,
     delta_chunks,
     gated_rms_norm,
     replay_conv_state,
@@ -179,7 +181,8 @@ class GatedDeltaMixer(MixerModule):
     ) -> tuple[Product, Mamba2Cache]:
         projected = self.in_proj(u)
         (v, dt, k, conv_input), q = convolved(self, projected, self._step_bias(), cache.conv, valid)
-        arrays = q, k, v, *self._gates(projected, dt), cache.ssm, valid
+        gates = self._gates(projected, self._recorded(projected, dt))
+        arrays = q, k, v, *gates, cache.ssm, valid
         y, state = self.run(delta_chunks, *arrays, chunk_size=self.config.chunk_size)
         output = self._output(y, projected, self.norms_of_sequences())
         return output, Mamba2Cache(state, conv_state_after(cache.conv, conv_input, lengths))
@@ -191,11 +194,11 @@ class GatedDeltaMixer(MixerModule):
         c, width = self.config, self.config.conv_width
         projected = self.in_proj.in_parts(u)
         previous = replay and (replay.pending, replay.conv_gather_index[width])
-        # Of the nodes before, the convolution's op copies corrections in the dtype of v, and a
-        # number a head, for nothing.
+        # Of the nodes before, the convolution's op copies corrections in the dtype of v, and of KDA
+        # a number a head, for nothing.
         prefix = prefix_pending and prefix_pending._replace(
             x=prefix_pending.x.astype(u.dtype),
-            dt=jnp.zeros(prefix_pending.dt.shape[:3], jnp.float32),
+            dt=prefix_pending.dt[..., 0] if c.by_channel else prefix_pending.dt,
         )
         nodes, q, conv_state = self.run(
             tree_conv1d_layer,
@@ -209,10 +212,10 @@ class GatedDeltaMixer(MixerModule):
             previous=previous,
         )
         new = slice(nodes.x.shape[1] - u.shape[1], None)  # behind the nodes before
-        g, beta = self._gates(projected, nodes.dt[:, new])
-        if prefix_pending is not None:
-            g = jnp.concatenate([prefix_pending.dt, g], axis=1)
-        arrays = (q, nodes.B, nodes.x[:, new], g, beta, cache.ssm)
+        dt = self._recorded(projected, nodes.dt)
+        if prefix_pending is not None and c.by_channel:
+            dt = jnp.concatenate([prefix_pending.dt, dt], axis=1)
+        arrays = (q, nodes.B, nodes.x[:, new], *self._gates(projected, dt), cache.ssm)
         mask = tree.ancestor_mask
         if replay is None:
             above = None if prefix_pending is None else prefix_pending.x
@@ -220,14 +223,14 @@ class GatedDeltaMixer(MixerModule):
             state = cache.ssm
         else:
             old = replay.pending
-            record = old.B, old.x, old.dt, replay.path.mask
+            record = old.B, old.x, self._decays(old.dt), replay.path.mask
             y, w, state = self.run(replay_tree_delta, *record, *arrays, mask)
         output = self._output(y, projected, self.implementation)
-        return output, nodes._replace(x=w, dt=g), Mamba2Cache(state, conv_state)
+        return output, nodes._replace(x=w, dt=dt), Mamba2Cache(state, conv_state)
 
     def replay(self, cache: Mamba2Cache, along: Replay) -> Mamba2Cache:
-        w, g, k, conv_input = along.pending
-        state = self.run(replay_delta, k, w, g, cache.ssm, along.path.mask)
+        w, dt, k, conv_input = along.pending
+        state = self.run(replay_delta, k, w, self._decays(dt), cache.ssm, along.path.mask)
         window = along.conv_gather_index[self.config.conv_width]
         return Mamba2Cache(state, replay_conv_state(conv_input, cache.conv, window))
 
@@ -237,22 +240,28 @@ class GatedDeltaMixer(MixerModule):
             return jnp.zeros(self.config.num_heads, jnp.float32)
         return self.dt_bias[...]
 
-    def _gates(self, projected: Product, dt: Float32[Array, "B T H"]) -> tuple[Array, Array]:
-        """Logarithms of decays, and how much of the error each token corrects; float32."""
-        c, columns = self.config, total(projected)
-        rates = jnp.exp(self.A_log[...].astype(jnp.float32))[None, None]
-        if c.by_channel:
-            a, b = columns[..., : c.gate_rank or c.decay_size], columns[..., c.layout.columns[4] :]
-            a = a if c.gate_rank is None else self.a_up(a)
-            a = c.by_head(a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)[None, None])
-            if c.lower_bound is None:
-                g = -rates[..., None] * jax.nn.softplus(a)
-            else:
-                g = c.lower_bound * jax.nn.sigmoid(rounded(rates[..., None] * a))
-            g = rounded(g)
-        else:
-            g, b = -rates * dt, columns[..., : c.num_heads]
-        return g, c.beta_scale * jax.nn.sigmoid(b.astype(jnp.float32))
+    def _gates(self, projected: Product, dt: Array) -> tuple[Array | Decays, StepSizes]:
+        """Logarithms of decays, and how much of the error each token corrects."""
+        c = self.config
+        first_beta = c.layout.columns[4] if c.by_channel else 0
+        return self._decays(dt), StepSizes(projected, first_beta, c.num_heads, c.beta_scale)
+
+    def _decays(self, dt: Array) -> Array | Decays:
+        """Logarithms of the decays of a record."""
+        return dt if self.config.by_channel else Decays(dt, self.A_log[...])
+
+    def _recorded(self, projected: Product, dt: Array) -> Float32[Array, "B T H ..."]:
+        """What a record holds of decays: time steps of heads, or logarithms of channels."""
+        c = self.config
+        if not c.by_channel:
+            return dt
+        a = total(projected)[..., : c.gate_rank or c.decay_size]
+        a = a if c.gate_rank is None else self.a_up(a)
+        a = c.by_head(a.astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)[None, None])
+        rates = jnp.exp(self.A_log[...].astype(jnp.float32))[None, None, :, None]
+        if c.lower_bound is None:
+            return rounded(-rates * jax.nn.softplus(a))
+        return rounded(c.lower_bound * jax.nn.sigmoid(rounded(rates * a)))
 
     def _output(self, y: Array, projected: Product, implementation: str | None) -> Product:
         """Norm of each head, gate and output projection of `[B, T, H, P]`."""
@@ -263,7 +272,7 @@ class GatedDeltaMixer(MixerModule):
         rows = gated_rms_norm(
             y.reshape(*y.shape[:2], -1),
             gate,
-            jnp.tile(self.norm_scale[...], c.num_heads),
+            self.norm_scale[...],
             norm="norm_then_gate",
             epsilon=c.norm_eps,
             num_groups=c.num_heads,

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import delta_chunks, native, replay_delta, replay_tree_delta, tree_delta
+from pallas_kernels import (
+    Decays,
+    PartialSums,
+    StepSizes,
+    delta_chunks,
+    native,
+    replay_delta,
+    replay_tree_delta,
+    tree_delta,
+)
 from pallas_kernels.tree_delta import reference
 from tests.cases import base
 from tests.cases.base import Budget, Op, relative_error
@@ -57,6 +66,7 @@ CASES = base.table(
         "bf16": dict(bf16=True),
         "star": dict(shape="star"),
         "decays to a bound": dict(decays="to a bound", nodes=64, batch=1, shape="chain", heads=2),
+        "gates in the op": dict(deferred=True),
     },
     **SIZES,
     groups=2,
@@ -65,6 +75,7 @@ CASES = base.table(
     betas="random",
     decays="moderate",
     apart=False,  # each channel of a key has a decay
+    deferred=False,  # gates are `Decays` and `StepSizes`
     fill=np.nan,  # all that nodes hold that do not exist
     strays=False,  # their rows of the mask are nonsense
     holes=False,  # positions of a sequence that are not valid are anywhere
@@ -180,6 +191,13 @@ def on_device(case, values, u=None):
         arrays["u"] = base.on_device(u, jnp.float32)
     if case.padded:
         arrays = {name: x.at[:, -case.padded :].set(case.fill) for name, x in arrays.items()}
+    if case.deferred:
+        logs = jnp.arange(case.heads) * jnp.log(2.0)
+        arrays["g"] = Decays(-arrays["g"] / jnp.exp2(jnp.arange(case.heads)), logs)
+        half = base.on_device(values.beta / 2)
+        columns = jnp.pad(jnp.log(half / (1 - half)), ((0, 0), (0, 0), (2, 1)))
+        columns = PartialSums(jnp.stack([columns - 1, jnp.ones_like(columns)]), jnp.float32)
+        arrays["beta"] = StepSizes(columns, 2, case.heads, 2.0)
     kept = {name: base.on_device(getattr(values, name)) for name in ("mask", "path", "valid")}
     state = base.on_device(values.state, jnp.float32)
     return SimpleNamespace(**arrays, **kept, state=state)
@@ -215,13 +233,14 @@ def tree_errors(case, implementation):
 
     def grown(array, axis=1, fill=np.nan):
         """With places for nodes that are not there yet."""
-        return jnp.insert(array, jnp.full(case.missing, gap, int), fill, axis=axis)
+        places = jnp.full(case.missing, gap, int)
+        return jnp.insert(array, places, fill, axis=axis) if case.missing else array
 
     prefix_u = grown(base.on_device(true_u[:, :first], jnp.float32)) if first else None
     run = base.jitted(tree_delta, implementation)
     y, u = run(
         *(given.q[:, first:], grown(given.k), given.v[:, first:], grown(given.g)),
-        *(given.beta[:, first:], given.state),
+        *(given.beta[:, first:] if first else given.beta, given.state),
         grown(grown(given.mask, 1, False), 2, False),
         prefix_u=prefix_u,
     )
@@ -335,12 +354,13 @@ FUSED = (
     *("root only", "tree", "chain", "a group a head", "padded nodes", "64 nodes"),
     *("three rows, one with an empty path", "decays of -100 among 0", "bf16"),
     *("channels, tree", "channels, padded nodes that see others", "channels, decays to a bound"),
+    "gates in the op",
 )
 REPLAY_TREE_DELTA = Op(
     *({name: CASES[name] for name in FUSED}, fused_errors, budgets("y", "u", "state")),
     base.WITH_NATIVE,
     lacks=lacks,
-    interpreted=("root only", "padded nodes", "bf16", "channels, tree"),
+    interpreted=("root only", "padded nodes", "bf16", "channels, tree", "gates in the op"),
 )
 SEQUENCES = (
     *("root only", "tree", "one group", "padded nodes", "64 nodes", "betas to 2"),

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
+from stree_jax.decoding.drafters import levels
 from stree_jax.testing import perturbed, tiny_model
 from tests.decoding.texts import log_probs_after, proposed, steps
 from tests.helpers import some
@@ -12,17 +13,21 @@ NARROW = st.TreeTopology.from_branching((2, 1))
 # One path, with leaves and branches of several widths beside it.
 DEEP = st.TreeTopology.from_parents([*range(-1, 10), 0, 2, 2, 4, 14, 15, 6, 6, 8]).level_order()
 
+FEW_LEVELS = st.TreeTopology.from_parents([-1, 0, 0, 1, 2, 2, 4, 4, 5]).level_order()
+
 
 @pytest.mark.parametrize(
     "children", some(["top_k", "iid", "without_replacement"], "without_replacement")
 )
 @pytest.mark.parametrize(
     "topology",
-    some([st.TreeTopology.from_branching((2, 1, 1)), DEEP], DEEP),
-    ids=["even", "uneven"],
+    some([st.TreeTopology.from_branching((2, 1, 1)), DEEP, FEW_LEVELS], DEEP, FEW_LEVELS),
+    ids=["even", "uneven", "one by one"],
 )
-def test_drafts_come_from_the_draft_model_given_their_whole_path(topology, children):
+def test_drafts_come_from_the_draft_model_given_their_whole_path(topology, children, monkeypatch):
     """Over several steps, which include replay and the catch-up token."""
+    if topology == FEW_LEVELS:  # as on a GPU
+        monkeypatch.setitem(levels.MOST_ONE_BY_ONE, "cpu", 5)
     target = tiny_model()
     draft_model = perturbed(target, 0.1)
     temperature = 0.0 if children == "top_k" else 0.7

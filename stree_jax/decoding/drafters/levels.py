@@ -1,7 +1,9 @@
-"""Growing a tree level by level: the root's, then all others in one loop.
+"""Growing a tree level by level: the root's, then all others, many of them in one loop.
 
-Unrolled levels take as long to run, and longer to compile: 40 of a small model took minutes. So
-below the root's level a tree is grown by `lax.scan`, whose levels are padded to the widest.
+In the loop, `lax.scan`, levels are padded to the widest, and each is written into the record of
+all: on a GPU that is four launches a Mamba-2 layer, beside its five. So there the few levels of a
+whole model are one by one. They take longer to compile, 40 of a small model minutes, and on a CPU
+as long to run.
 """
 
 import itertools
@@ -13,8 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import dispatch
 from stree_jax.array_types import Array
+from stree_jax.decoding.draft_model import WholeModelState
 from stree_jax.tree import KnownNodes, LevelNodes, TreeTopology
+
+MOST_ONE_BY_ONE = {"gpu": 5}  # levels, by platform
 
 
 class Level(NamedTuple):
@@ -53,10 +59,16 @@ def grow_levels(
     widths: Sequence[int],
 ) -> tuple[Any, list[Any]]:
     """Calls `grow` for each level, top down, and stacks the results of the loop."""
-    root, below = levels[0], levels[1:]
-    arrays = Level(root.depth, *(np.array(part, np.int32) for part in root[1:]))
-    tree, result = grow(start, arrays._replace(read=KnownNodes(0, 1)), widths[0])
-    results = [jax.tree.map(lambda leaf: leaf[None], result)]
+    most = MOST_ONE_BY_ONE.get(dispatch.default_device().platform, 1)
+    is_whole = isinstance(start.model_state, WholeModelState)  # heads may know the root alone
+    num_alone = len(levels) if is_whole and len(levels) <= most else 1
+    tree, results = start, []
+    for level, width in zip(levels[:num_alone], widths, strict=False):
+        arrays = Level(level.depth, *(np.array(part, np.int32) for part in level[1:]))
+        nodes = KnownNodes(level.read[0], len(level.read))
+        tree, result = grow(tree, arrays._replace(read=nodes), width)
+        results.append(jax.tree.map(lambda leaf: leaf[None], result))
+    below = levels[num_alone:]
     if not below:
         return tree, results
 
