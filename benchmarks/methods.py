@@ -74,7 +74,7 @@ def auto(pair: Pair, at: float, options: argparse.Namespace) -> Iterator[Method]
     """Is a choice of trees as fast as the best fixed one, and never slower than none?"""
     drafters = {
         "draft model": st.ModelDrafter(pair.draft),
-        "random draft": st.ModelDrafter(perturbed(pair.draft, 30.0, 1)),
+        "random draft": st.ModelDrafter(perturbed(pair.draft, 10.0, 1)),
         "prompt lookup": st.NgramDrafter(),
         "Medusa": medusa_drafter(pair, options),
     }

@@ -103,12 +103,13 @@ def _open_part(file: Path, kinds: Counter[str]) -> tuple[dict[str, Any], dict[st
             if start + offset + num_bytes > size:
                 raise ValueError(f"{size} bytes are too few for {name!r:.80}; download it again")
             end += -(-num_bytes // align) * align
-            read = functools.partial(_read, file, kind, shape, start + offset, num_bytes)
+            place = shape, start + offset, num_bytes
+            in_four = functools.partial(_four_bits, file, *place)
             tensors[name] = Tensor(
                 shape,
                 np.dtype(_PLAIN.get(kind.name, "<f4")),
-                read,
-                four_bits=functools.partial(_four_bits, read) if kind.name == "Q4_0" else None,
+                functools.partial(_read, file, kind, *place),
+                four_bits=in_four if kind.name == "Q4_0" else None,
                 bits=min(8, 8 * bytes_of_block // block),
             )
             kinds[kind.name] += 1
@@ -210,9 +211,10 @@ def _raw(file: Path, start: int, size: int) -> np.ndarray:
     return raw
 
 
-def _four_bits(read: functools.partial) -> tuple[np.ndarray, np.ndarray]:
+def _four_bits(
+    file: Path, shape: tuple[int, ...], start: int, size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """See `Tensor`; of Q4_0, whose blocks are a scale and the low, then the high bits of bytes."""
-    file, _, shape, start, size = read.args
     blocks = _raw(file, start, size).reshape(-1, 18)
     scales, both = np.ascontiguousarray(blocks[:, :2]).view("<f2"), blocks[:, 2:]
     values = np.concatenate([both & 15, both >> 4], axis=1).astype(np.int8) - np.int8(8)

@@ -2,7 +2,8 @@
 
 The config says by which schemes a checkpoint was quantised and how many numbers share a scale, its
 tensors which weights are, and how. A weight X and its scales become one tensor X, whose values are
-computed in float32 when it is read, so that nothing after this knows of scales:
+computed in float32 when it is read. Nothing after this knows of scales, but where a model in 4 bits
+takes such numbers as they are:
 
     FP8            X * X_scale, or X * X_scale_inv
     int8           (X - X_zero_point) * X_scale; most have no zero point
@@ -390,7 +391,9 @@ def _one(base: str, parts: Mapping[str, Tensor], scheme: Scheme) -> tuple[str, T
         )
     block, four_bits = fitting[0], None
     read = functools.partial(_read, form, base, parts, shape, block)
-    if form is _INT4 and block[0] == 1 and block[1] % GROUP == 0:
+    # Float32 scales may have no float16.
+    has_half = form is _INT4 and parts["_scale"].dtype.itemsize == 2
+    if has_half and block[0] == 1 and block[1] % GROUP == 0:
         four_bits = functools.partial(_four_bits, base, parts, shape, block)
     bits = 4 if form.name in ("NVFP4", "int4") else 8
     dtype = np.dtype(ml_dtypes.bfloat16)
@@ -405,7 +408,10 @@ def _grid(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
 def _nibbles(base: str, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> np.ndarray:
     """The values of a weight in int4, int8."""
     if parts["_shape"].read().tolist() != [*shape]:
-        raise ValueError(f"{base + '_shape'!r:.120} is not {shape!s:.80}")
+        raise ValueError(
+            f"{base + '_shape'!r:.120} is {parts['_shape'].read().tolist()!s:.80}, and numbers are"
+            f" packed for {shape!s:.80}; inputs must be a multiple of 8"
+        )
     packed = np.ascontiguousarray(parts["_packed"].read()).view(np.uint8)
     both = np.stack([packed & 15, packed >> 4], axis=-1).reshape(shape)
     return both.astype(np.int8) - np.int8(8)

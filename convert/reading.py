@@ -1,5 +1,6 @@
 """Opening a checkpoint, and reading it into a model or a head, one weight at a time."""
 
+import operator
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -53,6 +54,8 @@ from stree_jax.names import flatten, unflatten
 
 # A callback with the bytes read so far and the total.
 ProgressCallback = Callable[[int, int], None]
+# What may be read of a tensor.
+WHOLE, FOUR_BITS = operator.methodcaller("read"), operator.methodcaller("four_bits")
 
 
 _LISTED = 8  # tensors that are ignored for one reason; of more, their number is said
@@ -130,11 +133,10 @@ class Checkpoint(NamedTuple):
 
     def values(self, rule: Rule, wanted: Any) -> Any:
         """The values of an abstract weight by its rule, in the file's 4 bits if both have them."""
-        if getattr(wanted, "kind", None) == "int4" and self.has_four_bits(rule):
-            parts = zip(
-                *(read_tensor(self, name, "four_bits") for name in rule.sources), strict=True
-            )
-            values, scales = (rule.transform.apply(*part) for part in parts)
+        in_four_bits = isinstance(wanted, QuantizedMatrix) and wanted.kind == "int4"
+        if in_four_bits and self.has_four_bits(rule):
+            tensors = [read_tensor(self, name, FOUR_BITS) for name in rule.sources]
+            values, scales = (rule.transform.apply(*part) for part in zip(*tensors, strict=True))
             of_groups = np.moveaxis(np.moveaxis(scales, wanted.axis, 0)[::GROUP], 0, wanted.axis)
             return QuantizedMatrix(values.astype(jnp.int4), of_groups, wanted.axis)
         return rule.transform.apply(*(read_tensor(self, name) for name in rule.sources))
@@ -435,7 +437,7 @@ def _check_tied(checkpoint: Checkpoint, name: str, embedding: Any) -> None:
         head = read_tensor(checkpoint, name)
         if isinstance(embedding, jax.Array) and embedding.is_fully_addressable:
             stored = np.asarray(embedding)
-        else:  # in 8 bits; or all processes must get the same answer
+        else:  # in few bits; or all processes must get the same answer
             (rule,) = (rule for rule in checkpoint.rules if rule.target == "embedding")
             stored = checkpoint.values(rule, None).astype(embedding.dtype)
         rows = range(0, len(head), 1024)  # in blocks, to save memory
@@ -449,10 +451,10 @@ def _check_tied(checkpoint: Checkpoint, name: str, embedding: Any) -> None:
         )
 
 
-def read_tensor(checkpoint: Checkpoint, name: str, how: str = "read") -> Any:
-    """A tensor, or its "four_bits"; ValueError: it cannot be read."""
+def read_tensor(checkpoint: Checkpoint, name: str, read: Callable[[Tensor], Any] = WHOLE) -> Any:
+    """What a tensor of a file holds; ValueError: it cannot be read."""
     try:
-        return getattr(checkpoint.tensors[name], how)()
+        return read(checkpoint.tensors[name])
     except Exception as error:  # for example, a file truncated since it was opened
         raise ValueError(f"{checkpoint.path}: cannot read {name}: {first_line(error)}") from error
 

@@ -40,9 +40,9 @@ def matmul(
 
     Returns:
         "native" adds in one order: a row's product is the same to the bit for any number of rows,
-        and rows of zeros, as padding is, take no time. For 8-bit weights it rounds rows to 8 bits
-        in groups of 32 inputs; a row with NaN or infinity gives NaN. "xla" rounds rows to bfloat16
-        for a packed bfloat16 matrix, and an unpacked 8-bit matrix to its `dtype`.
+        and rows of zeros, as padding is, take no time. For weights in 8 or 4 bits it rounds rows to
+        8 bits in groups of 32 inputs; a row with NaN or infinity gives NaN. "xla" rounds rows to
+        bfloat16 for a packed bfloat16 matrix, and an unpacked matrix of few bits to its `dtype`.
         "pallas" multiplies bfloat16 rows, and adds in one order too. More than 64 rows are XLA's,
         which is faster then, but for traces inside of `dispatch.to_the_bit(True)`.
         Derivatives are XLA's in all implementations.

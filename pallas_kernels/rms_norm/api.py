@@ -111,7 +111,8 @@ def gated_rms_norm(
     Args:
         y: outputs of the scan.
         gate: input of the activation; may be columns of a wider array, as of an input projection.
-        weight: scale of the norm `[M]`, or of every group; None if and only if `norm` is "none".
+        weight: scale of the norm, `[M]`, or `[M / num_groups]` for all groups; None if and only if
+            `norm` is "none".
         norm: "gate_then_norm" (Mamba-2), "norm_then_gate" (an option of Falcon-H1) or "none".
         epsilon: constant added to the mean square.
         num_groups: number of equal groups of channels, each normed alone.
@@ -125,7 +126,8 @@ def gated_rms_norm(
 
     Raises:
         ValueError: an unknown norm or activation, a weight without a norm or a norm without a
-            weight, groups that do not divide a row, too few columns of gates.
+            weight, groups that do not divide a row, a weight of another size, too few columns of
+            gates.
     """
     if norm not in NORMS:
         raise ValueError(f"norm = {norm!r} is not one of {NORMS}")
@@ -143,6 +145,8 @@ def gated_rms_norm(
             f"{y.shape[-1]} gates from column {gate_start} on, of {gate.shape[-1]} columns"
         )
     size = y.shape[-1] // num_groups
+    if weight is not None and weight.shape[0] not in (sizes := (y.shape[-1], size)):
+        raise ValueError(f"a weight of {weight.shape[0]} channels, not of {sizes[0]} or {sizes[1]}")
     return dispatch.run(
         "gated_rms_norm",
         {"xla": xla, "native": native, "pallas": pallas_triton},

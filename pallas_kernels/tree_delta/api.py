@@ -143,7 +143,8 @@ def replay_tree_delta(
     """`replay_delta` along the previous tree's path, then `tree_delta` of a whole new tree.
 
     Args:
-        prev_k, prev_u, prev_g: the record of the previous tree of `O` nodes.
+        prev_k, prev_u, prev_g: the record of the previous tree of `O` nodes. If `prev_g` and `g`
+            are both `Decays`, they have one `A_log`: that of the layer.
         prev_path: accepted path of the previous tree; all False (a first step) is a no-op.
         q, k, v, g, beta, ancestor_mask: the new tree of `N` nodes, as in `tree_delta`.
         state: the state before the root of the previous tree.

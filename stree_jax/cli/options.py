@@ -70,7 +70,7 @@ class DraftModels(_of_drafts()):  # type: ignore[misc]
 
     draft_quantize: str | None = Option(
         None,
-        help="int8 or int4: the same of the draft or the heads, which changes no text.",
+        help="int8 or int4 for the draft or the heads, which changes no text.",
     )
     ignore_field: list[str] = _IGNORE_FIELD
 

@@ -60,15 +60,16 @@ class Quanta:
         if not request.trees:
             return
         leaves, structure = jax.tree.flatten((model, request.drafter))
-        shapes = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
-        texts = request.trees, num_rows, request.sampling.temperature_is_zero
-        self._pair = _pair(*texts, model.partition, shapes)
+        shapes = structure, *((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+        kind = request.trees, num_rows, request.sampling.temperature_is_zero
+        self._pair = _pair(*kind, model.partition, dispatch.device_of(leaves), shapes)
         self._programs = self._pair.programs
         self._pair.texts += 1
         # A later pair whose arrays have these ids only begins with another's choice.
-        self._choice = request.choice or _choice(*texts, *map(id, leaves))
+        self._choice = request.choice or _choice(*kind, *map(id, leaves))
         self._choice.begin(num_rows)
         self._next: tuple[int, ...] = 0, 0  # the tree of the next run, and its steps
+        self._beside = 0.0  # seconds of these runs beside their steps
         self._ran: Any = None  # what `TreeChoice.told` is told of the runs that it stands for
         self.by_tree = np.zeros((num_rows, len(request.trees), self._sizes[0].depth + 1), int)
         self._may_rest = inner_layers(request.drafter) is None  # it reads tokens alone
@@ -118,14 +119,18 @@ class Quanta:
             # A program that is compiled, now or beside, takes the time of all.
             is_timed = program in self._programs and None not in self._programs.values()
             self._programs.setdefault(program, True)
+            began = time.perf_counter()
             drafter, state, drafts = self._parts(number, state, ~seen.done)
+            jax.block_until_ready(state)
             parts = decoders[number], drafter, limits, sampling, to_end
-            if is_timed and program not in self._pair.empty:
-                empty = []
+            # Runs that are timed alone: processes of a mesh might not agree on them.
+            if is_timed and program not in self._pair.empty and state.done.is_fully_addressable:
+                times = []
                 for _ in range(EMPTY_RUNS):
                     state, _, seconds = self._timed(*parts, state, 0)
-                    empty.append(seconds)
-                self._pair.empty[program], counted = min(empty), time.perf_counter()
+                    times.append(seconds)
+                self._pair.empty[program] = min(times)
+            counted += time.perf_counter() - began  # what a draft model missed has a price itself
             state, new, seconds = self._timed(*parts, state, min(steps, left))
             of_steps = self._pair.seconds_of_steps(program, seconds, is_timed)
             if drafter is None and self._may_miss:
@@ -198,13 +203,14 @@ class Quanta:
         ends = counts.path_ends[:, : self._choice.trees[number].num_nodes]
         taken = max(1, int((new.step - seen.step).max()))
         if self._ran is None:
-            self._ran = number, 0, 0.0, 0, 0.0
-        _, steps, before, ends_before, beside = self._ran
+            self._ran, self._beside = (number, 0, 0.0, 0), 0.0
+        _, steps, before, ends_before = self._ran
         if seconds is not None:
-            beside += in_all - seconds
+            self._beside += in_all - seconds
         seconds = None if None in (seconds, before) else before + seconds
-        self._ran = number, steps + taken, seconds, ends_before + ends, beside
+        self._ran = number, steps + taken, seconds, ends_before + ends
         if new.done.all() or self._next[1] <= taken:
+            self._choice.beside = self._beside
             self._choice.told(*self._ran)
             self._ran = None
         return taken
@@ -223,7 +229,7 @@ class Quanta:
         ready = np.array([is_known is True for is_known in known])
         if not ready.all() and self._pair.pays_to_compile:
             tried = np.array([is_known is not None for is_known in known])
-            wanted = self._choice.wanted(active, left, tried)
+            wanted = self._choice.wanted(active, left, ready, tried)
             if wanted is not None and self._model.partition == ONE_DEVICE:
                 compile_beside(
                     self._programs,
@@ -357,7 +363,7 @@ class _Pair:
         """Counts a run; the seconds of its steps, None: unknown."""
         if is_timed:
             self.running += seconds
-            return max(seconds - self.empty[program], 0.25 * seconds)
+            return max(seconds - self.empty.get(program, 0.0), 0.25 * seconds)
         self.compiling = self.compiling or seconds
         return None
 

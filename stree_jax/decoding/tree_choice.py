@@ -43,7 +43,7 @@ FEW = 3  # times of a pair of trees, up to which trials wait for the shortest ti
 GUESSED = 0.25  # of a time, which a guess counts
 AGED = 5.0  # drafts before a trial that count in it, of each depth and rank
 SHORTEST, LONGEST = 16, 1024  # steps until the next trial
-QUANTUM = 16, 64  # steps of a run with drafts, at first and at most
+QUANTUM = 16, 64  # steps of a run with drafts, at first and then, where steps are slow
 READING = 3.0  # steps without drafts in the time in which a draft model reads a piece of a text
 
 
@@ -56,6 +56,7 @@ class TreeChoice:
     Attributes:
         trees: what it chooses from; the first is the root alone, no drafts.
         costs: `[K]`, the time of a step with each tree, relative to no drafts.
+        beside: seconds that the run took beside its steps which is told next.
 
     Args:
         trees: the draft trees; the first run takes `TreeTopology.default()`, or the first of them.
@@ -81,7 +82,7 @@ class TreeChoice:
         # By pairs of trees, the larger number first: logarithms.
         self._ratios: dict[tuple[int, int], collections.deque[float]] = {}
         self._last: Any = None  # tree, steps and seconds of the last run
-        self._beside = 0.0  # what a run takes beside its steps, in steps
+        self.beside = self._beside = 0.0  # the same in steps
         self._taken, self._steps = -1, QUANTUM[0]
         self._wait = self._pause = 0  # steps until the next trial, and how many they were
 
@@ -120,14 +121,7 @@ class TreeChoice:
         else:
             self.tried[rows], self.accepted[rows] = new
 
-    def told(
-        self,
-        number: int,
-        steps: int,
-        seconds: float | None,
-        ends: np.ndarray,
-        beside: float = 0.0,
-    ) -> None:
+    def told(self, number: int, steps: int, seconds: float | None, ends: np.ndarray) -> None:
         """A run has ended.
 
         Args:
@@ -135,7 +129,6 @@ class TreeChoice:
             steps: how many.
             seconds: of all of them; None: unknown, since a program was compiled.
             ends: `[B, N]`, how many steps of each row had a path that ended at each node.
-            beside: seconds that the run took beside its steps.
         """
         tried, accepted = (np.tensordot(ends, part, 1) for part in self._paths[number])
         kept = KEPT**tried
@@ -145,7 +138,7 @@ class TreeChoice:
             self._last = None
             return
         last, self._last = self._last, (number, max(seconds / steps, 1e-9))
-        self._beside = max(beside, 0) / self._last[1]
+        self._beside = max(self.beside, 0) / self._last[1]
         if last is not None and last[0] != number:
             (second, slow), (first, fast) = sorted([last, self._last], reverse=True)
             ratios = self._ratios.setdefault((second, first), collections.deque(maxlen=15))
@@ -191,7 +184,7 @@ class TreeChoice:
             self._taken, self._steps = best, QUANTUM[0]
             self._wait = self._pause = pause
         elif self._wait == 0 and (trial == best or self._last is None):
-            self._wait = SHORTEST
+            self._wait = TRIAL[0] if self._last is None else SHORTEST
         elif self._wait == 0:
             self._pause = pause
             self._wait = self._pause + steps
@@ -205,18 +198,25 @@ class TreeChoice:
             steps, self._steps = min(steps, longest), min(2 * self._steps, QUANTUM[1])
         return best, steps
 
-    def wanted(self, active: np.ndarray, left: np.ndarray | None, ready: np.ndarray) -> int | None:
+    def wanted(
+        self,
+        active: np.ndarray,
+        left: np.ndarray | None,
+        ready: np.ndarray,
+        tried: np.ndarray | None = None,
+    ) -> int | None:
         """The tree to compile next: it may be faster than all that are; None: no tree may be.
 
         No drafts come first: how slow drafts are, a guess does not tell. Others come when those
-        that are compiled were timed.
+        that are compiled were timed. `tried` are those and trees whose programs failed.
         """
-        if not ready[0]:
+        tried = ready if tried is None else tried
+        if not tried[0]:
             return 0
         values = self.values(active, left)
         best = int(np.where(ready, values, 0).argmax())
         *_, is_open = self._trial(best, values, ready)
-        hopes = np.where(ready | is_open, 0, self._hopes(best, values))
+        hopes = np.where(tried | is_open, 0, self._hopes(best, values))
         return int(hopes.argmax()) if hopes.max() > WORTH * values[best] else None
 
     def values(self, active: np.ndarray, left: np.ndarray | None = None) -> np.ndarray:

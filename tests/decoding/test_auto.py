@@ -155,7 +155,7 @@ def test_a_good_draft_gets_a_long_tree_and_a_bad_one_nothing(noise, often, model
     drafter = st.ModelDrafter(perturbed(model, noise, 1) if noise else model)
     told = st.TreeChoice.told
 
-    def simulated(choice, number, steps, seconds, ends, beside):
+    def simulated(choice, number, steps, seconds, ends):
         told(choice, number, steps, steps * (1 + 0.15 * choice.trees[number].num_nodes), ends)
 
     monkeypatch.setattr(st.TreeChoice, "told", simulated)

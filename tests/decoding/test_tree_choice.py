@@ -34,7 +34,8 @@ class Clock:
                     left[row] -= tree.depths[node] + 1
                 steps += 1
             taken = steps * self.costs[number] * np.exp(self.noise * self.draws.normal())
-            self.choice.told(number, steps, taken / 400, counts, self.beside / 400)
+            self.choice.beside = self.beside / 400
+            self.choice.told(number, steps, taken / 400, counts)
             seconds += taken + self.beside
             runs.append((number, steps))
         return new / seconds, runs
@@ -110,6 +111,8 @@ def test_a_tree_whose_program_is_not_there_is_not_taken():
     assert good.choice.wanted(active, None, ready) == NONE
     ready[NONE] = True
     assert good.choice.wanted(active, None, ready) == LONG
+    failed = np.array([True, True, True, False])
+    assert good.choice.wanted(active, None, ready, failed) == LONG
     doubtful = Clock(noise=0.0)
     doubtful.text(0.5, ready=np.array([False, False, True, False]))
     assert doubtful.choice.wanted(active, None, ready) is None  # it was not timed beside none
