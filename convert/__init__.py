@@ -32,7 +32,7 @@ from stree_jax.convert.reading import (
     read_head,
     read_tensor,
 )
-from stree_jax.convert.rules import AS_IS, PLUS_ONE, TRANSPOSED, Rule
+from stree_jax.convert.rules import AS_IS, PLUS_ONE, TRANSPOSED, Rule, Transform
 from stree_jax.convert.tables import hf_attention, nemotron_experts, split_mlp, within
 from stree_jax.convert.writing import write_weights
 
@@ -50,6 +50,7 @@ __all__ = [
     "HeadDescription",
     "Rule",
     "Source",
+    "Transform",
     "convert",
     "find",
     "formats",

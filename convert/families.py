@@ -82,7 +82,11 @@ FAMILIES = {
     "falcon_h1": Family(bamba.read_falcon_h1, bamba.write_falcon_h1),
     "granitemoehybrid": Family(granite.read_granite, granite.write_granite),
     "kimi_linear": Family(kimi.read_kimi_linear, kimi.write_kimi_linear),
-    "bailing_hybrid": Family(kimi.read_bailing_hybrid, kimi.write_bailing_hybrid),
+    "bailing_hybrid": Family(
+        kimi.read_bailing_hybrid,
+        kimi.write_bailing_hybrid,
+        head={"num_nextn_predict_layers": 1},
+    ),
     "lfm2": Family(lfm2.read_lfm2, lfm2.write_lfm2),
     "lfm2_moe": Family(lfm2.read_lfm2_moe, lfm2.write_lfm2_moe),
     "lfm3": Family(lfm2.read_lfm3, lfm2.write_lfm3),

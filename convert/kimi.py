@@ -17,7 +17,6 @@ from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import rules as transforms
 from stree_jax.convert.description import (
     Description,
-    HeadDescription,
     Source,
     hf_values,
     of_head,
@@ -33,6 +32,7 @@ from stree_jax.convert.tables import (
     split_mlp,
     within,
 )
+from stree_jax.heads import FOLDER, part_of
 from stree_jax.models import (
     GatedDeltaConfig,
     LatentAttentionConfig,
@@ -94,6 +94,8 @@ _K3 |= {"routed_expert_hidden_size", "gate_lower_bound", "use_full_rank_gate"}
 # Fields of KDA in Ling's files, and Ling 3's architectures.
 _OF_KDA = {"kda_safe_gate", "kda_lower_bound", "no_kda_lora", "short_conv_kernel_size"}
 _LING_3 = ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM")
+# Around the layer of Ling's head, see `layer_rules` of heads.
+_OUTSIDE = ("enorm", "hnorm", "final_layernorm", "eh_proj")
 # Parts of names in Kimi's files, and in Ling's.
 _TO_LING = {
     "embed_tokens": "word_embeddings",
@@ -160,12 +162,9 @@ def read_bailing_hybrid(source: Source) -> Description:
     table.finish()
     _only(fields, {"use_mla_nope": False})
     bound, is_safe = fields.number("kda_lower_bound", -5.0), fields.flag("kda_safe_gate", True)
-    has_head = fields.integer("num_nextn_predict_layers", 0, least=0)
     of_latent = {"rope_theta": theta, "output_gate": True}
     of_kda = {"lower_bound": bound if is_safe else None}
-    described = _read("bailing_hybrid", source, of_latent, of_kda)
-    problem = "Ling 3's multi-token prediction layer is not supported; draft by prompt lookup"
-    return described._replace(mtp=HeadDescription(None, [], problem) if has_head else None)
+    return _read("bailing_hybrid", source, of_latent, of_kda)
 
 
 def _only(fields: Fields, values: Mapping[str, Any]) -> None:
@@ -186,7 +185,7 @@ def _read(
     fields.values = _DEFAULTS | fields.values
     _only(fields, _ONLY)
     count = fields.integer("num_hidden_layers", most=MAX_LAYERS)
-    kinds = fields.layer_kinds("layer_types", _KINDS, count)
+    kinds = [*fields.layer_kinds("layer_types", _KINDS, count), "latent_attention"]
 
     def integers(names: Mapping[str, str]) -> Any:
         return {ours: fields.integer(name) for name, ours in names.items()}
@@ -223,10 +222,12 @@ def _read(
     fields.values.setdefault("mlp_layer_types", dense + ["sparse"] * (count - len(dense)))
     limits = {field: _limits(fields, name, count) for name, field in _LIMITS.items()}
     layers: list[LayerConfig] = []
-    for i, after in enumerate(fields.layer_kinds("mlp_layer_types", _AFTER, count)):
+    kinds_after = fields.layer_kinds("mlp_layer_types", _AFTER, count)
+    for i, after in enumerate([*kinds_after, "moe"]):  # the last is a head's
         of_layer: Any = {field: values[i] for field, values in limits.items() if values[i]}
         fields.check(after == "moe" or not of_layer, f"layer {i} has {of_layer} and no experts")
         layers += [parts[kinds[i]], replace(parts[after], **of_layer)]
+    *layers, attention, experts = layers
     fields.ignore("of training, or said by other fields", *_UNUSED)
     config = ModelConfig(
         layers=tuple(layers),
@@ -248,13 +249,26 @@ def _read(
 
     norms = dict(mlp_norm="post_attention_layernorm", final_norm="norm")
     rules = in_pairs(config, functools.partial(_rules, tensors), **norms)
-    head = of_head(name for name in tensors if name.startswith(f"model.layers.{count}."))
     rules = transforms.renamed(rules, named)
-    return hybrid.described(f"transformers {family}", fields, config, rules, head)
+    heads, number = part_of(FOLDER, "conversion"), "num_nextn_predict_layers"
+    head_layer = f"model.layers.{count}"
+    head_tensors = {name: x for name, x in tensors.items() if name.startswith(f"{head_layer}.")}
+
+    def head_and_rules() -> tuple[Any, list[Rule]]:
+        head = heads.MtpConfig(config.d_model, attention, experts, norm_eps)
+        outside = [f"{head_layer}.{name}" for name in _OUTSIDE]
+        table = heads.layer_rules(head, head_layer, outside, functools.partial(_rules, tensors))
+        return head, transforms.renamed(table, named)
+
+    of_fields = number, fields.integer(number, 0, least=0)
+    mtp = heads.described(fields, tensors, head_tensors, *of_fields, head_and_rules)
+    skipped = of_head(head_tensors)
+    described = hybrid.described(f"transformers {family}", fields, config, rules, skipped)
+    return described._replace(mtp=mtp)
 
 
 def _limits(fields: Fields, name: str, count: int) -> Sequence[float | None]:
-    """Limits by layer; those of a head's layers follow; 0 and null: there is none."""
+    """Limits by layer, the head's last; 0, null and the end of the list: there is none."""
     values = fields.take(name, [None] * count)
     fields.check(
         isinstance(values, list)
@@ -262,7 +276,7 @@ def _limits(fields: Fields, name: str, count: int) -> Sequence[float | None]:
         and {*map(type, values)} <= {int, float, type(None)},
         f"{name} must have a number or null for each layer, got {values!r:.80}",
     )
-    return [float(value) if value else None for value in values]
+    return [float(value) if value else None for value in [*values, None]]
 
 
 def _rules(tensors: Mapping[str, Tensor], layer: LayerConfig) -> list[Rule]:

@@ -33,6 +33,12 @@ def parameters(model):
 def logits(model, tokens):
     """Logits `[T, V]` of one sequence of token ids."""
     config, p = model.config, parameters(model)
+    head = p["embedding"] if config.tie_embeddings else p["head"]
+    return hidden_of(config, p, tokens) @ head.T * config.logits_multiplier
+
+
+def hidden_of(config, p, tokens):
+    """States `[T, M]` after the final norm, by a config and parameters."""
     embedded = p["embedding"][np.asarray(tokens)] * config.embedding_multiplier
     hidden, extra, num_shared = embedded, 0.0, 0
     for i, layer in enumerate(config.layers):
@@ -71,9 +77,7 @@ def logits(model, tokens):
         elif config.sandwich_norms:
             out = rms_norm(out, block["post_norm_scale"], config.norm_eps)
         hidden, extra = hidden + config.residual_multiplier * out, 0.0
-    hidden = rms_norm(hidden, p["final_norm_scale"], config.norm_eps)
-    head = p["embedding"] if config.tie_embeddings else p["head"]
-    return hidden @ head.T * config.logits_multiplier
+    return rms_norm(hidden, p["final_norm_scale"], config.norm_eps)
 
 
 def log_probs(model, tokens):

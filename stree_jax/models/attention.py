@@ -436,14 +436,18 @@ class AttentionMixer(MixerModule):
 
     def entries(self, u: Float[Array, "B T I"], positions: Int[Array, "B T"]) -> NodeKV:
         """Keys and values alone, for heads whose layers have no branch and no convolution."""
-        projection, first = self.in_proj, self.config.gate_size + self.config.projected_sizes[0]
-        kernel = projection.kernel.storage  # its columns after the queries
+        projected = self._columns(u, self.config.gate_size + self.config.projected_sizes[0])
+        layout = dataclasses.replace(self._layout, num_heads=0)
+        return NodeKV(*layout.split(self.normed(projected, 0), positions)[1:])
+
+    def _columns(self, u: Array, first: int) -> Array:
+        """Columns of the input projection from `first` on."""
+        projection, kernel = self.in_proj, self.in_proj.kernel.storage
         # A kernel would have them copied first.
         projected = total(kernel.cut(first).product(u, True, "xla")).astype(kernel.dtype)
         if projection.bias is not None:
             projected += projection.bias[first:]
-        layout = dataclasses.replace(self._layout, num_heads=0)
-        return NodeKV(*layout.split(self.normed(projected, 0), positions)[1:])
+        return projected
 
     def normed(self, qkv: Float[Array, "B T _"], num_heads: int) -> Float[Array, "B T _"]:
         """Queries of so many heads, keys and values, with norms of the queries and keys."""

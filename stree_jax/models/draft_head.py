@@ -57,8 +57,9 @@ class TargetHead(nnx.Module):
         """Returns the head's part of a native checkpoint's config.json; JSON values."""
         values = dataclasses.asdict(self.config)
         for field in dataclasses.fields(self.config):
-            if field.type is LayerConfig:  # of any kind
-                values[field.name]["kind"] = getattr(self.config, field.name).kind
+            part = getattr(self.config, field.name)
+            if isinstance(part, LayerConfig) and field.type is not type(part):  # of several kinds
+                values[field.name]["kind"] = part.kind
         return {"head": values}
 
     @classmethod

@@ -164,24 +164,33 @@ class LatentAttentionMixer(AttentionMixer):
     ) -> tuple[Float[Array, "B T W E"], NodeKV]:
         """Queries in the space of entries; entries as keys, and as values nothing."""
         c = self.config
-
-        def norm(x: Array, scale: nnx.Param) -> Array:
-            kernel = self.norms_of_sequences()
-            y = rms_norm(x, scale[...], epsilon=c.norm_eps, implementation=kernel)
-            return y.astype(x.dtype)
-
         _, queries, _ = c.column_sizes
         query, latents, key = jnp.split(qkv, [queries, queries + c.latent_size], axis=-1)
         if c.query_rank is not None:
-            query = self.query_up(norm(query, self.query_norm_scale))
+            query = self.query_up(self._norm(query, self.query_norm_scale))
         query = query.reshape(*positions.shape, c.num_heads, -1)
         query, to_rotate = jnp.split(query, [c.head_dim], axis=-1)
         to_rotate = jnp.concatenate([to_rotate.reshape(*positions.shape, -1), key], axis=-1)
         rotated, key, _ = self._layout.split(to_rotate, positions)
         query = jnp.concatenate([self.key_up.by_head(query), rotated], axis=-1)
-        latents = norm(latents, self.latent_norm_scale)[:, :, None]
+        return query, self._entries(latents, key)
+
+    def entries(self, u: Float[Array, "B T I"], positions: Int[Array, "B T"]) -> NodeKV:
+        gates, queries, _ = self.config.column_sizes
+        columns = self._columns(u, gates + queries)
+        latents, key = jnp.split(columns, [self.config.latent_size], axis=-1)
+        _, key, _ = dataclasses.replace(self._layout, num_heads=0).split(key, positions)
+        return self._entries(latents, key)
+
+    def _entries(self, latents: Array, key: Array) -> NodeKV:
+        """Entries as keys, and as values nothing."""
+        latents = self._norm(latents, self.latent_norm_scale)[:, :, None]
         entries = jnp.concatenate([latents, key], axis=-1)
-        return query, NodeKV(entries, entries[..., :0])
+        return NodeKV(entries, entries[..., :0])
+
+    def _norm(self, x: Array, scale: nnx.Param) -> Array:
+        epsilon, kernel = self.config.norm_eps, self.norms_of_sequences()
+        return rms_norm(x, scale[...], epsilon=epsilon, implementation=kernel).astype(x.dtype)
 
     def _attend(self, query: Array, nodes: NodeKV, cache: KVCache, *others: Any) -> Array:
         # Sums over the shared key too, which are dropped: a copy of the latents would cost more.

@@ -145,8 +145,11 @@ def test_which_layers_have_experts_and_limits(tmp_path):
     assert kinds[1::2] == ("mlp", "moe", "mlp", "mlp", "mlp", "moe")
     limits = dict(expert_swiglu_limit_list=[0, 4, 7.0], share_expert_swiglu_limit_list=[None] * 2)
     config = target_files(HYBRIDS["bailing_hybrid"], "hf")[0] | limits
-    experts = describe(tmp_path / "config.json", config, {}).config.layers[3]
+    config |= {"num_nextn_predict_layers": 1}
+    described = describe(tmp_path / "config.json", config, {})
+    experts, after = described.config.layers[3], described.mtp.config.feed_forward
     assert (experts.limit, experts.shared_limit) == (4, None)
+    assert (after.limit, after.shared_limit) == (7, None)
 
 
 QWEN = model_config()

@@ -1,4 +1,4 @@
-"""Multi-token prediction heads beside Nemotron-3 and Qwen targets: read, written, refused."""
+"""Multi-token prediction heads of Nemotron-3, Qwen and Ling 3: read, written, refused."""
 
 import re
 from functools import partial
@@ -10,11 +10,10 @@ from flax import nnx
 import stree_jax as st
 from stree_jax.checkpoint.arrays import CHECKSUMS
 from stree_jax.convert import convert, open_checkpoint
-from stree_jax.testing import HYBRIDS
 from tests.convert import checkpoints
 from tests.convert.checkpoints import inspected
-from tests.extensions import qwen_files
-from tests.extensions.mtp_files import KEYS, files, saved, target_files
+from tests.extensions import ling_files, qwen_files
+from tests.extensions.mtp_files import KEYS, files, saved
 from tests.helpers import assert_same_model, by_message, refusal, some
 
 
@@ -36,6 +35,7 @@ def test_other_names_and_keys_are_the_same_head(tmp_path):
 # How a checkpoint is saved, the tensors of its head, and a family beside "hf" that holds both.
 CARRIED = {
     "nemotron": (saved, files, ()),
+    "ling": (ling_files.saved, ling_files.files, ()),
     "qwen": (qwen_files.saved, qwen_files.files, ("qwen3_5_text",)),
     "qwen, experts": (
         *(partial(each, experts=True) for each in (qwen_files.saved, qwen_files.files)),
@@ -140,21 +140,16 @@ OF_QWEN = [
 ]
 
 
-def ling_saved(path, changes, head):
-    """A checkpoint of Ling 3, with fields and tensors beside it."""
-    values, tensors = target_files(HYBRIDS["bailing_hybrid"], "hf")
-    return checkpoints.write_safetensors(path, values | changes, tensors | head)
-
-
-OF_LING = (
-    dict(num_nextn_predict_layers=1),
-    {"model.layers.2.enorm.weight": (16,)},
-    "Ling 3's multi-.*layer is not supported; draft by prompt lookup",
-)
+OF_LING = [
+    (dict(num_nextn_predict_layers=2), {}, "num_nextn_predict_layers = 2 with .* only .* one head"),
+    ({}, {"model.layers.2.eh_proj.weight": None}, r"2.eh_proj.weight .16, 32. is missing"),
+    ({}, {"model.layers.2.embed_tokens.weight": (37, 16)}, "2.embed_tokens.* is not expected"),
+    ({}, "all", "this copy has no multi-token prediction head .transformers drops it .*original"),
+]
 HEADS = {
     "nemotron": (files, saved, REFUSED),
     "qwen": (qwen_files.files, qwen_files.wrapped, OF_QWEN),
-    "ling": (lambda: [{}] * 3, ling_saved, [OF_LING]),
+    "ling": (ling_files.files, ling_files.saved, OF_LING),
 }
 
 

@@ -11,7 +11,14 @@ import numpy as np
 
 import stree_jax as st
 from stree_jax.testing import apply, tiny_model
-from tests.extensions import dflash_files, eagle3_files, mtp_files, numpy_heads, qwen_files
+from tests.extensions import (
+    dflash_files,
+    eagle3_files,
+    ling_files,
+    mtp_files,
+    numpy_heads,
+    qwen_files,
+)
 from tests.helpers import heads_of
 
 
@@ -57,16 +64,14 @@ def mtp(name, **options):
     return Parts("mtp", target, head, st.MtpDrafter, exact)
 
 
-def qwen(name=None, **options):
-    """Qwen's head, for the target of its own checkpoint or another one."""
-    values, _, weights = qwen_files.files(**options)
+def beside(files, exact, name=None, **options):
+    """A head of such files, for the target of its own checkpoint or another one."""
+    values, _, weights = files.files(**options)
     with tempfile.TemporaryDirectory() as folder:
-        path = qwen_files.saved(Path(folder), **options)
+        path = files.saved(Path(folder), **options)
         target = tiny_model(name) if name else st.from_pretrained(path)
         head = st.load_mtp(path, target)
-    return Parts(
-        "mtp", target, head, st.MtpDrafter, numpy_heads.Qwen(values, weights | of_target(target))
-    )
+    return Parts("mtp", target, head, st.MtpDrafter, exact(values, weights | of_target(target)))
 
 
 def eagle3(embeds=False):
@@ -96,8 +101,9 @@ HEADS = {
     "medusa, padded": lambda: medusa("groups"),
     "mtp": lambda: mtp("plain", latent=False),
     "mtp, latent": lambda: mtp("falcon_h1 hybrid"),
-    "mtp, qwen": qwen,
-    "mtp, qwen, experts": lambda: qwen("plain", experts=True),
+    "mtp, qwen": lambda: beside(qwen_files, numpy_heads.Qwen),
+    "mtp, qwen, experts": lambda: beside(qwen_files, numpy_heads.Qwen, "plain", experts=True),
+    "mtp, ling": lambda: beside(ling_files, numpy_heads.Ling),
     "eagle3": eagle3,
     "eagle3, its own embedding": lambda: eagle3(embeds=True),
     "dflash": dflash,

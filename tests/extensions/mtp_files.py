@@ -49,9 +49,13 @@ def files(latent=True):
     return values, tensors, head
 
 
+def written(path, files, fields, tensors):
+    """Writes a checkpoint of such files, with some fields, and maybe other tensors of the head."""
+    values, target, head = files
+    tensors = target | (head if tensors is None else tensors)
+    return checkpoints.write_safetensors(path, values | fields, tensors)
+
+
 def saved(path, changes=(), tensors=None, latent=True):
     """Writes the checkpoint, with some fields changed, and other tensors of the head."""
-    values, target, head = files(latent)
-    tensors = target | (head if tensors is None else tensors)
-    config = values | KEYS | IGNORED | dict(changes)
-    return checkpoints.write_safetensors(path, config, tensors)
+    return written(path, files(latent), KEYS | IGNORED | dict(changes), tensors)

@@ -1,8 +1,13 @@
 """Heads in NumPy float64, from the format page alone."""
 
+import dataclasses
+
 import numpy as np
 
 from pallas_kernels.tree_attention.reference import tree_attention
+from stree_jax.testing import HYBRIDS
+from tests import oracle
+from tests.convert import checkpoints
 from tests.convert.numpy_nemotron_h import moe
 from tests.numpy_parts import (
     attend,
@@ -38,16 +43,22 @@ class Head:
     def qkv(self, entries):
         return [self.projected(name, entries) for name in "qkv"]
 
+    def layer(self, entries, residual):
+        """The head's output at the last entry."""
+        y = attend(*self.qkv(entries), self.config["head_dim"] ** -0.5)[-1].ravel()
+        y = self.w[f"{self.attention}.o_proj.weight"] @ (y * self.gate(entries[-1]))
+        return self.after(residual + y)
+
     def gate(self, entry):
         """What scales the attention's outputs."""
         return 1.0
 
     def entry(self, token, state):
         """A product with [norm(embedding) ; norm(h)], the embedding first; and before its norm."""
-        of_token, of_state, joined, after = self.names
+        of_token, of_state, joined, *after = self.names
         parts = self.norm(self.w["embedding"][token], of_token), self.norm(state, of_state)
         x = self.w[f"{joined}.weight"] @ np.concatenate(parts)
-        return self.norm(x, after), x
+        return self.norm(x, *after) if after else x, x
 
     def mlp(self, u, part):
         """Of one row or several."""
@@ -69,9 +80,7 @@ class Head:
         for token in [text[-1], *path]:
             entry, residual = self.entry(token, above)
             entries.append(entry)
-            y = attend(*self.qkv(np.array(entries)), self.config["head_dim"] ** -0.5)[-1].ravel()
-            y = self.w[f"{self.attention}.o_proj.weight"] @ (y * self.gate(entry))
-            above = self.after(residual + y)
+            above = self.layer(np.array(entries), residual)
             out.append(self.output(above))
         return np.array(out)
 
@@ -133,6 +142,30 @@ class Qwen(Head):
             x = x + share * (w["experts.down_proj"][expert] @ (silu(gate) * up))
         opened = sigmoid(w["shared_expert_gate.weight"] @ u)
         return self.norm(x + opened * self.mlp(u, f"{part}.shared_expert"), "mtp.norm")
+
+
+class Ling(Head):
+    """A head of Ling 3, whose layer has the weights of the target's last one."""
+
+    names = ("enorm", "hnorm", "eh_proj")
+
+    def __init__(self, config, weights):
+        layer = f"model.layers.{config['num_hidden_layers']}."
+        super().__init__(config, within(layer, weights) | weights)
+        target = checkpoints.random_model(HYBRIDS["bailing_hybrid"])
+        blocks = [*oracle.parameters(target)["blocks"].values()][-2:]
+        self.p = {"blocks": blocks, "final_norm_scale": self.w["final_layernorm.weight"]}
+        attention, experts = target.config.layers[-2:]  # whose limits the head does not have
+        experts = dataclasses.replace(experts, limit=None, shared_limit=None)
+        self.layers = target.config.with_layers((attention, experts))
+
+    def qkv(self, entries):
+        """They are compared by what follows from them."""
+        return ()
+
+    def layer(self, entries, residual):
+        p = self.p | {"embedding": entries}
+        return oracle.hidden_of(self.layers, p, range(len(entries)))[-1]
 
 
 class Eagle3(Head):

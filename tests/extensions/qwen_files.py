@@ -8,7 +8,7 @@ import numpy as np
 import stree_jax as st
 from stree_jax.testing import HYBRIDS
 from tests.convert import checkpoints, configs
-from tests.extensions.mtp_files import target_files
+from tests.extensions.mtp_files import target_files, written
 from tests.numpy_parts import attention_shapes
 
 KEYS = {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
@@ -76,9 +76,7 @@ def files(experts=False, config=None):
 
 def saved(path, changes=(), tensors=None, experts=False):
     """Writes the checkpoint, with some fields changed, and other tensors of the head."""
-    values, target, head = files(experts)
-    tensors = target | (head if tensors is None else tensors)
-    return checkpoints.write_safetensors(path, values | KEYS | dict(changes), tensors)
+    return written(path, files(experts), KEYS | dict(changes), tensors)
 
 
 def wrapped(path, changes=(), tensors=None, experts=False, config=None):

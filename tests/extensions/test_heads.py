@@ -34,7 +34,14 @@ TREE = st.TreeTopology.from_parents([-1, 0, 0, 1, 1, 2, 3])
 # One path, with branches beside it.
 DEEP = st.TreeTopology.from_parents([*range(-1, 9), 0, 2, 2]).level_order()
 MARKS = dict.fromkeys(("mtp, latent", "mtp, qwen, experts", "medusa, padded"), slow)
-OTHERS = ("medusa, multipliers", "mtp", "eagle3", "eagle3, its own embedding", "dflash")
+OTHERS = (
+    "medusa, multipliers",
+    "mtp",
+    "mtp, ling",
+    "eagle3",
+    "eagle3, its own embedding",
+    "dflash",
+)
 OTHERS += ("dflash, dspark, filled in",)
 MARKS |= dict.fromkeys(OTHERS, thorough)
 
@@ -116,7 +123,7 @@ def test_drafts_come_from_the_head_in_float64(name, topology):
     [
         *(("dflash", None), ("dflash, dspark", None), ("dflash, dspark", st.BeamDrafter)),
         *(("dflash, second", kind) for kind in (None, st.DynamicDrafter)),
-        pytest.param("eagle3", None, marks=thorough),
+        *(pytest.param(name, None, marks=thorough) for name in ("eagle3", "mtp, ling")),
         pytest.param("dflash, dspark", st.DynamicDrafter, marks=slow),
         pytest.param("eagle3", st.BeamDrafter, marks=slow),
         pytest.param("eagle3", st.DynamicDrafter, marks=slow),
@@ -155,8 +162,8 @@ def assert_same_state(got, want, length):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[slow] * (kind in ("eagle3", "mtp, qwen", "dflash")))
-        for kind in (*KINDS, "mtp, qwen", "dflash, dspark", "dflash, second")
+        pytest.param(kind, marks=[slow] * (kind in ("eagle3", "mtp, qwen", "mtp, ling", "dflash")))
+        for kind in (*KINDS, "mtp, qwen", "mtp, ling", "dflash, dspark", "dflash, second")
     ],
 )
 def test_the_next_chain_depends_on_the_text_alone(kind):

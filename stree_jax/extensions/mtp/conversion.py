@@ -1,19 +1,21 @@
 """Published multi-token-prediction heads: `mtp.*` beside the target's tensors.
 
-The format here is Nemotron-3's; that of Qwen is in `qwen`.
+The format here is Nemotron-3's; Qwen's is in `qwen`, and Ling 3's with its target's.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stree_jax import AttentionConfig, HybridLM, MoeConfig
+from stree_jax import AttentionConfig, HybridLM, LayerConfig, MoeConfig
 from stree_jax.convert import (
+    AS_IS,
     TRANSPOSED,
     Checkpoint,
     Fields,
     HeadDescription,
     Rule,
+    Transform,
     head_rules,
     hf_attention,
     load_head_weights,
@@ -26,6 +28,7 @@ from stree_jax.heads import abstract_head, check_fits
 
 PREFIXES = ("mtp.", "backbone.mtp.", "model.mtp.")
 _MERGED = "layers.1.mixer.experts.up_proj"  # all experts in one tensor
+_NORMS = ("attention", "feed_forward", "embedding", "hidden", "final")
 # Fields of training only.
 TRAINING = ("mtp_use_repeated_layer", "keep_mtp_spec_in_bf16", "mtp_loss_scaling_factor")
 _OF_PUZZLE = ("mtp_block_configs", "mtp_n_routed_experts")
@@ -42,7 +45,7 @@ def of_checkpoint(checkpoint: Checkpoint, target: HybridLM) -> MtpHead:
     head, path = checkpoint.description.mtp, checkpoint.path
     if head is None:
         raise ValueError(
-            f"{path} has no multi-token prediction head: it has no tensors mtp.*, and its config"
+            f"{path} has no multi-token prediction head: it has no tensors of one, and its config"
             " does not say num_nextn_predict_layers = 1 or mtp_num_hidden_layers = 1; take a"
             " checkpoint with one (copies that transformers saved have lost theirs), or train one:"
             " stree-jax train-mtp RECIPE TARGET OUTPUT"
@@ -129,7 +132,7 @@ def described(
         )
         fields.check(
             bool(head_tensors) or not tensors,
-            f"{key} = 1, but the files have no tensors mtp.*: this copy has no multi-token"
+            f"{key} = 1, but the files have no tensors of one: this copy has no multi-token"
             " prediction head (transformers drops it when it saves); take the original",
         )
         config, rules = config_and_rules()
@@ -140,8 +143,30 @@ def described(
     return HeadDescription(config, rules)
 
 
+def layer_rules(
+    config: MtpConfig,
+    layer: str,
+    outside: Sequence[str],
+    rules_of: Callable[[LayerConfig], Iterable[Rule]],
+    norm: Transform = AS_IS,
+) -> list[Rule]:
+    """Returns rules for a head that is one more layer of its target, with Llama's names.
+
+    `outside` are the names of the norms of the embedding, of the state and after the layer, and of
+    the product before it; `rules_of` gives a part's rules by names within the layer.
+    """
+    *norms, product = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", *outside
+    rules = [Rule(f"{product}.weight", "in_proj.kernel", TRANSPOSED)]
+    for name, part in zip(norms, _NORMS, strict=True):
+        rules.append(Rule(f"{name}.weight", f"{part}_norm_scale", norm))
+    for part in _NORMS[:2]:
+        rules += within(rules_of(getattr(config, part)), layer, part)
+    return rules
+
+
 def rules_of(config: MtpConfig, prefix: str = "mtp.", *, merged: bool = False) -> list[Rule]:
     """Returns rules for a head's attention and experts, by names of `MtpHead`."""
+    assert isinstance(config.attention, AttentionConfig)
     assert isinstance(config.feed_forward, MoeConfig)
     first, last = f"{prefix}layers.0", f"{prefix}layers.1"
     experts = nemotron_experts(config.feed_forward, merged=merged)

@@ -8,8 +8,9 @@ The head of Nemotron-3 (Super, Ultra, 3.5 Lightning), which its checkpoints stor
 
 h_p is the target's state after token t_p *after* its final norm, and the target's output head maps
 g_p to the logits of t_{p+2}. Further tokens come from the same head: the next one's input is
-(draft token, g_p). Nemotron's does not depend on positions. That of Qwen3-Next and Qwen3.5 has the
-target's own attention, with rotation, norms of heads and a gate, and its MLP or experts.
+(draft token, g_p). Nemotron's does not depend on positions. The heads of Qwen3-Next, Qwen3.5 and
+Ling 3 are one more layer of their targets: Qwen's attention with rotation, norms of heads and a
+gate, and an MLP or experts; Ling's latent attention and experts.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import dataclasses
 import jax.numpy as jnp
 from flax import nnx
 
-from stree_jax import AttentionConfig, LayerConfig
+from stree_jax import AttentionConfig, LatentAttentionConfig, LayerConfig
 from stree_jax.array_types import Array
 from stree_jax.checks import require, require_integer
 from stree_jax.models import DraftHead
@@ -42,14 +43,15 @@ class MtpConfig:
 
     Attributes:
         d_model: width of the target.
-        attention: the attention layer, without biases, convolution, window or multipliers.
+        attention: the attention layer, without biases, convolution, window or multipliers; or a
+            latent attention.
         feed_forward: the layer after it, an MLP or a mixture of experts.
         norm_eps: epsilon of all norms.
         norm_float32: keep the scales of its norms in float32, see `ModelConfig`.
     """
 
     d_model: int
-    attention: AttentionConfig
+    attention: AttentionConfig | LatentAttentionConfig
     feed_forward: LayerConfig
     norm_eps: float = 1e-5
     norm_float32: bool = False
@@ -58,11 +60,14 @@ class MtpConfig:
         require_integer(self, "d_model", 1)
         attention = self.attention
         require(
-            isinstance(attention, AttentionConfig)
-            and attention
-            == AttentionConfig(**{name: getattr(attention, name) for name in _OPTIONS}),
-            f"attention of a head is an AttentionConfig with no options but {', '.join(_OPTIONS)},"
-            f" got {attention!r:.200}",
+            isinstance(attention, LatentAttentionConfig)
+            or (
+                isinstance(attention, AttentionConfig)
+                and attention
+                == AttentionConfig(**{name: getattr(attention, name) for name in _OPTIONS})
+            ),
+            "attention of a head is a LatentAttentionConfig, or an AttentionConfig with no options"
+            f" but {', '.join(_OPTIONS)}, got {attention!r:.200}",
         )
         require(
             isinstance(self.feed_forward, LayerConfig)

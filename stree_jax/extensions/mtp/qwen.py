@@ -1,23 +1,23 @@
 """Multi-token-prediction heads of Qwen3-Next and Qwen3.5 checkpoints: one more attention layer."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from stree_jax import ModelConfig
 from stree_jax.convert import (
     PLUS_ONE,
-    TRANSPOSED,
     Fields,
     HeadDescription,
     Rule,
     qwen_layer_rules,
-    within,
 )
-from stree_jax.extensions.mtp.conversion import described
+from stree_jax.extensions.mtp.conversion import described, layer_rules
 from stree_jax.extensions.mtp.head import MtpConfig
 
 PREFIX = "mtp."
 _MERGED = f"{PREFIX}layers.0.mlp.experts.gate_up_proj"
+_OUTSIDE = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.fc")
 _NUMBER, _DEDICATED = "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"
 
 
@@ -37,24 +37,9 @@ def read(
         fields.check(attention is not None, "no attention layer says how the head's is made")
         assert attention is not None
         head = MtpConfig(config.d_model, attention, last, config.norm_eps, norm_float32=True)
-        return head, _rules_of(head, merged=_MERGED in head_tensors if head_tensors else merged)
+        in_one = _MERGED in head_tensors if head_tensors else merged
+        rules_of = functools.partial(qwen_layer_rules, by_group=False, merged=in_one)
+        return head, layer_rules(head, f"{PREFIX}layers.0", _OUTSIDE, rules_of, PLUS_ONE)
 
     number = fields.values.get(_NUMBER, int(bool(head_tensors)))  # Qwen3-Next does not say it
     return described(fields, tensors, head_tensors, _NUMBER, number, config_and_rules)
-
-
-def _rules_of(config: MtpConfig, *, merged: bool) -> list[Rule]:
-    """The tensors of a head, by the names of `MtpHead`."""
-    layer = f"{PREFIX}layers.0"
-    norms = {
-        f"{PREFIX}pre_fc_norm_embedding": "embedding_norm_scale",
-        f"{PREFIX}pre_fc_norm_hidden": "hidden_norm_scale",
-        f"{layer}.input_layernorm": "attention_norm_scale",
-        f"{layer}.post_attention_layernorm": "feed_forward_norm_scale",
-        f"{PREFIX}norm": "final_norm_scale",
-    }
-    rules = [Rule(f"{name}.weight", target, PLUS_ONE) for name, target in norms.items()]
-    rules.append(Rule(f"{PREFIX}fc.weight", "in_proj.kernel", TRANSPOSED))
-    for target, part in (("attention", config.attention), ("feed_forward", config.feed_forward)):
-        rules += within(qwen_layer_rules(part, by_group=False, merged=merged), layer, target)
-    return rules
