@@ -21,7 +21,7 @@ CEILINGS = {
     "benchmarks/*.py": 38_650,
     "examples/*.py": 10_500,
     "*.cc *.h": 31_890,
-    "benchmarks/results": 11_179,
+    "benchmarks/results": 11_225,
 }
 # Names that say nothing of a value. A commit that finds better ones lowers the number.
 VAGUE = {"own", "found", "each", "given", "asked", "made", "other", "rest", "rests"}

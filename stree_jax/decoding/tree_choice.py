@@ -266,7 +266,7 @@ class TreeChoice:
         hopes = np.where(ready, self._hopes(best, values), 0)
         hopes[best] = 0
         trial = int(hopes.argmax()) if hopes.any() else best
-        return trial, hopes[trial] > values[best] and self._timed(best, trial) < FEW
+        return trial, bool(hopes[trial] > values[best]) and self._timed(best, trial) < FEW
 
 
 def _drafts(tree: TreeTopology) -> list[tuple[int, int, int]]:
