@@ -176,8 +176,7 @@ class LatentAttentionMixer(AttentionMixer):
         return query, self._entries(latents, key)
 
     def entries(self, u: Float[Array, "B T I"], positions: Int[Array, "B T"]) -> NodeKV:
-        gates, queries, _ = self.config.column_sizes
-        columns = self._columns(u, gates + queries)
+        columns = self._columns(u, sum(self.config.column_sizes[:2]))
         latents, key = jnp.split(columns, [self.config.latent_size], axis=-1)
         _, key, _ = dataclasses.replace(self._layout, num_heads=0).split(key, positions)
         return self._entries(latents, key)

@@ -31,6 +31,7 @@ KIND = HeadKind(
 def load_mtp(path: Any, target: HybridLM | Any, **options: Any) -> MtpHead:
     """Loads a multi-token-prediction head, with the options of `load_head`.
 
-    Also from a checkpoint of Nemotron-3 with its head, or a native one whose folder `mtp` has it.
+    Also from a checkpoint of Nemotron-3, Qwen or Ling 3 with its head, or a native one whose folder
+    `mtp` has it.
     """
     return load_head("mtp", path, target, **options)
