@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[1]
 # Tokens of code by folder, and lines of results: folding two lines into one changes nothing.
 # A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 181_700,
-    "pallas_kernels/*.py": 58_000,  # 55,000 when the series of issues ends
-    "convert/*.py": 47_400,
-    "tests/*.py": 238_500,
-    "benchmarks/*.py": 38_650,
+    "stree_jax/*.py": 182_450,
+    "pallas_kernels/*.py": 58_050,  # 55,000 when the series of issues ends
+    "convert/*.py": 47_600,
+    "tests/*.py": 239_200,
+    "benchmarks/*.py": 38_700,
     "examples/*.py": 10_500,
     "*.cc *.h": 31_890,
-    "benchmarks/results": 11_225,
+    "benchmarks/results": 11_179,
 }
 # Names that say nothing of a value. A commit that finds better ones lowers the number.
 VAGUE = {"own", "found", "each", "given", "asked", "made", "other", "rest", "rests"}
