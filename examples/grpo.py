@@ -64,12 +64,13 @@ def learner(model, objective, rate):
     return learn
 
 
-def main(steps=40, samples=4, new_tokens=96, rate=1e-3, topology=None):
+def main(steps=40, samples=4, new_tokens=96, rate=1e-3):
     """Trains the embedded model, and compares steps with and without drafts."""
     model, draft = (st.from_pretrained(st.demo_path(name)) for name in ("target", "draft"))
     tokenizer = st.load_tokenizer(st.demo_path("target"))
     prompt = tokenizer.encode("Question: Ann has 3 pens.").ids
-    way = st.Way(st.ModelDrafter(draft), topology or st.TreeChoice())
+    # A choice of its own keeps what it learns while weights change.
+    way = st.Way(st.ModelDrafter(draft), st.TreeChoice())
     learn, follow = learner(model, loss, rate), learner(draft, imitation, rate)
     seconds, rewards, ratios = collections.defaultdict(list), [], []
 
