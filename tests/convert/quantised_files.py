@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.convert import checkpoints
-from tests.extensions import mtp_files, qwen_files
+from tests.extensions import ling_files, mtp_files, qwen_files
 
 E4M3, E5M2, BFLOAT16 = (
     np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e5m2", "bfloat16")
@@ -184,6 +184,13 @@ CHECKPOINTS = {
         [(EXPERTS, fp8((8, 6), "_scale_inv"))],
         (),
         "26 weights in FP8",
+    ),
+    "Ling 3, with its head": (
+        ling_files.saved,
+        {"quantization_config": FINE},
+        [(r"(experts|self_attn|attention).*(_proj|_a|_b)\.weight$", fp8((8, 6), "_scale_inv"))],
+        (),
+        "45 weights in FP8",
     ),
     "Nemotron-3 of ModelOpt": (
         mtp_files.saved,
