@@ -158,5 +158,5 @@ def numbers(parts: Array, axis: int) -> Array:
 
 def scaled(blocks: Array, scales: Array) -> Array:
     """The blocks in float32, times the scales."""
-    scales = jnp.repeat(scales, GROUP, axis=-2)[..., : blocks.shape[-2], :]
+    scales = jnp.repeat(scales.astype(jnp.float32), GROUP, axis=-2)[..., : blocks.shape[-2], :]
     return blocks.astype(jnp.float32) * scales

@@ -84,7 +84,7 @@ class QuantizedMatrix:
     def wide(self) -> Float[Array, "..."]:
         """The matrix in its `dtype`."""
         size = self.shape[self.axis]
-        wide = jnp.promote_types(self.dtype, self.scales.dtype)  # float32 for float16 * bfloat16
+        wide = self.dtype if self.kind == "int8" else jnp.float32  # a float16 is no bfloat16
         scales = jnp.repeat(self.scales.astype(wide), GROUP, axis=self.axis)
         scales = jax.lax.slice_in_dim(scales, 0, size, axis=self.axis % scales.ndim)
         return (self.values.astype(wide) * scales).astype(self.dtype)
