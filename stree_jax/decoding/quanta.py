@@ -12,11 +12,12 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -59,14 +60,17 @@ class Quanta:
         self.by_tree: Any = None
         if not request.trees:
             return
-        leaves, structure = jax.tree.flatten((model, request.drafter))
-        shapes = structure, *((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
         kind = request.trees, num_rows, request.sampling.temperature_is_zero
-        self._pair = _pair(*kind, model.partition, dispatch.device_of(leaves), shapes)
-        self._programs = self._pair.programs
+        # A later pair whose arrays have these ids begins with another's choice, and may wait for
+        # its programs. Flattening a model takes as long as some steps of a small one.
+        weights = model.final_norm_scale[...], *jax.tree.leaves(request.drafter)
+        known = _known(*kind, id(model), *map(id, weights))
+        if known.pair is None:
+            leaves, structure = jax.tree.flatten((model, request.drafter))
+            where = model.partition, dispatch.device_of(leaves)
+            known.pair = _pair(*kind, *where, structure, *map(jax.typeof, leaves))
+        self._pair, self._choice = known.pair, request.choice or known.choice
         self._pair.texts += 1
-        # A later pair whose arrays have these ids only begins with another's choice.
-        self._choice = request.choice or _choice(*kind, *map(id, leaves))
         self._choice.begin(num_rows)
         self._next: tuple[int, ...] = 0, 0  # the tree of the next run, and its steps
         self._beside = 0.0  # seconds of these runs beside their steps
@@ -106,8 +110,7 @@ class Quanta:
         left, to_end = MAX_STEPS if max_steps is None else max_steps, stop_after_ended
         leaves, structure = jax.tree.flatten((state._replace(drafter=None), limits, sampling))
         shapes = structure, *((leaf.shape, leaf.dtype) for leaf in leaves), to_end is None
-        decoders = [dataclasses.replace(decoder, topology=tree) for tree in self._choice.trees]
-        programs = [(one, shapes) for one in decoders]
+        programs = self._pair.programs_of(decoder, self._choice.trees, shapes)
         most, seen = on_host(limits.max_new_tokens), _Seen.of(state)  # waits for the device
         counted = time.perf_counter()
         while left > 0 and not seen.done.all() and to_end != 0:
@@ -115,30 +118,30 @@ class Quanta:
             if self._next[1] <= 0:
                 self._next = self._chosen(programs, state, settings, seen, most)
             number, steps = self._next
-            program = programs[number]
             # A program that is compiled, now or beside, takes the time of all.
-            is_timed = program in self._programs and None not in self._programs.values()
-            self._programs.setdefault(program, True)
+            is_timed = number in programs.compiled and not self._pair.is_compiling
+            programs.compiled.setdefault(number, True)
             began = time.perf_counter()
             drafter, state, drafts = self._parts(number, state, ~seen.done)
-            jax.block_until_ready(state)
-            parts = decoders[number], drafter, limits, sampling, to_end
+            parts = programs.decoders[number], drafter, limits, sampling, to_end
             # Runs that are timed alone: processes of a mesh might not agree on them.
-            if is_timed and program not in self._pair.empty and state.done.is_fully_addressable:
+            if is_timed and number not in programs.empty and state.done.is_fully_addressable:
                 times = []
                 for _ in range(EMPTY_RUNS):
                     state, _, seconds = self._timed(*parts, state, 0)
                     times.append(seconds)
-                self._pair.empty[program] = min(times)
+                programs.empty[number] = min(times)
             counted += time.perf_counter() - began  # what a draft model missed has a price itself
             state, new, seconds = self._timed(*parts, state, min(steps, left))
-            of_steps = self._pair.seconds_of_steps(program, seconds, is_timed)
+            of_steps = max(seconds - programs.empty.get(number, 0.0), 0.25 * seconds)
+            self._pair.count(seconds, is_timed)
             if drafter is None and self._may_miss:
                 state = state._replace(drafter=drafts)
             else:
                 self._read = np.where(seen.done, self._read, new.length - 1)
             before, counted = counted, time.perf_counter()
-            taken = self._count(number, seen, new, of_steps, counted - before)
+            steps_seconds = of_steps if is_timed else None
+            taken = self._count(number, seen, new, steps_seconds, counted - before)
             left, self._next = left - taken, (number, steps - taken)
             if to_end is not None:
                 to_end = max(0, to_end - int((new.done & ~seen.done).sum()))
@@ -173,10 +176,15 @@ class Quanta:
         missed = self._missed(on_host(context.length)) * (True if rows is None else rows)
         if state.drafter is not None and not missed.any():
             return state
-        while missed.any():
+        began, pieces = time.perf_counter(), -(-int(missed.max()) // PIECE)
+        for _ in range(pieces):
             count, first = np.minimum(missed, PIECE), self._read
             drafts = _after_piece(self._drafter, drafts, context, first, count)
             self._read, missed = first + count, missed - count
+        jax.block_until_ready(drafts)
+        if pieces:
+            seconds = (time.perf_counter() - began) / pieces
+            self._choice.reading = self._pair.reading = min(seconds, self._pair.reading)
         return owned(state._replace(drafter=drafts), (self._model, self._drafter))
 
     def _missed(self, length: np.ndarray) -> np.ndarray:
@@ -216,7 +224,7 @@ class Quanta:
         return taken
 
     def _chosen(
-        self, programs: Any, state: DecodeState, settings: Any, seen: "_Seen", most: Any
+        self, programs: "_Programs", state: DecodeState, settings: Any, seen: "_Seen", most: Any
     ) -> tuple[int, ...]:
         """The tree of the next steps, the same in all processes; compiles another one beside."""
         active, unread = ~seen.done, 0
@@ -224,24 +232,21 @@ class Quanta:
         if self._may_miss:
             missed = seen.length if state.drafter is None else self._missed(seen.length)
             unread = -(-int(missed[active].max()) // PIECE)
-        # True: compiled; False: it has failed; None: neither.
-        known = [self._programs.get(program) for program in programs]
+        known = [programs.compiled.get(number) for number in range(len(self._choice.trees))]
         ready = np.array([is_known is True for is_known in known])
-        if not ready.all() and self._pair.pays_to_compile:
+        may_compile = self._pair.pays_to_compile and not self._pair.is_compiling
+        if not ready.all() and may_compile:
             tried = np.array([is_known is not None for is_known in known])
             wanted = self._choice.wanted(active, left, ready, tried)
             if wanted is not None and self._model.partition == ONE_DEVICE:
-                compile_beside(
-                    self._programs,
-                    programs[wanted],
-                    self._compiler(wanted, programs, state, settings),
-                )
+                compiler = self._compiler(wanted, programs.decoders[wanted], state, settings)
+                self._pair.beside = compile_beside(programs.compiled, wanted, compiler)
             elif wanted is not None:
                 ready[wanted] = True
         return of_first(self._choice.next(active, left, ready, unread), state.done)
 
     def _compiler(
-        self, number: int, programs: Any, state: DecodeState, settings: Any
+        self, number: int, decoder: SpeculativeDecoder, state: DecodeState, settings: Any
     ) -> Callable[[], Any]:
         """A function that compiles a program, and what a drafter needs to read what it missed."""
         limits, sampling, to_end = settings
@@ -250,7 +255,7 @@ class Quanta:
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), state
         )
-        decoder, model, drafter = programs[number][0], self._model, self._drafter
+        model, drafter = self._model, self._drafter
 
         def compiled() -> Any:
             part = shapes
@@ -283,25 +288,20 @@ class _Seen(NamedTuple):
         return cls(*jax.tree.map(np.array, on_host(arrays)))
 
 
-def compile_beside(programs: dict[Any, Any], name: Any, compiled: Callable[[], Any]) -> None:
-    """Compiles a program in a thread, unless another one is.
-
-    It is None meanwhile, then True, or False if it failed.
-    """
-    if None in programs.values():
-        return
-    programs[name] = None
+def compile_beside(compiled: dict[Any, Any], name: Any, compiler: Callable[[], Any]) -> Future:
+    """Compiles a program in a thread. `compiled[name]` is None meanwhile, False if it fails."""
+    compiled[name] = None
 
     def work() -> None:
         try:
             with _short_waits():
-                compiled()
-            programs[name] = True
+                compiler()
+            compiled[name] = True
         except Exception as error:
-            programs[name] = False
+            compiled[name] = False
             warnings.warn(f"a tree is left out: its program failed: {error}", stacklevel=1)
 
-    BESIDE.submit(work)
+    return BESIDE.submit(work)
 
 
 @contextlib.contextmanager
@@ -338,34 +338,61 @@ def _ones(shapes: Any, where: Any) -> Any:
 
 
 @dataclasses.dataclass
+class _Programs:
+    """Programs for a decoder and states of one shape: one for each tree, by its number.
+
+    Attributes:
+        decoders: the decoder with each tree.
+        compiled: True: it is there; False: it has failed; None: a thread compiles it.
+        empty: seconds of the fastest of some runs of no steps.
+    """
+
+    decoders: list[SpeculativeDecoder]
+    compiled: dict[int, bool | None] = dataclasses.field(default_factory=dict)
+    empty: dict[int, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
 class _Pair:
     """What texts of pairs of one shape compiled, and how long it took.
 
     Another program is worth compiling from the second text on, or in a text that takes as long as
     the first run, which compiled.
-
-    Attributes:
-        empty: seconds of the fastest of some runs of no steps, with each program.
     """
 
-    programs: dict[Any, bool] = dataclasses.field(default_factory=dict)
-    empty: dict[Any, float] = dataclasses.field(default_factory=dict)
+    programs: dict[Any, _Programs] = dataclasses.field(default_factory=dict)
+    beside: Future | None = None  # the last program that a thread compiles
     has_drafts: bool | None = None  # whether the drafter has a state
+    reading: float = math.inf  # seconds in which the drafter reads a piece of a text
     texts: int = 0
     compiling: float = 0.0  # seconds of the first run
     running: float = 0.0  # of all others
 
+    def programs_of(
+        self, decoder: SpeculativeDecoder, trees: tuple[TreeTopology, ...], shapes: Any
+    ) -> _Programs:
+        """The programs for a decoder and states of these shapes."""
+        if (decoder, shapes) not in self.programs:
+            decoders = [dataclasses.replace(decoder, topology=tree) for tree in trees]
+            self.programs[decoder, shapes] = _Programs(decoders)
+        return self.programs[decoder, shapes]
+
+    @property
+    def is_compiling(self) -> bool:
+        """True while a thread compiles."""
+        return self.beside is not None and not self.beside.done()
+
     @property
     def pays_to_compile(self) -> bool:
+        """True if another program is worth it."""
         return self.texts > 1 or self.running >= max(self.compiling, LEAST_RUNNING)
 
-    def seconds_of_steps(self, program: Any, seconds: float, is_timed: bool) -> float | None:
-        """Counts a run; the seconds of its steps, None: unknown."""
+    def count(self, seconds: float, is_timed: bool) -> None:
+        """Counts the time of a run."""
         if is_timed:
             self.running += seconds
-            return max(seconds - self.empty.get(program, 0.0), 0.25 * seconds)
-        self.compiling = self.compiling or seconds
-        return None
+        else:
+            self.compiling = self.compiling or seconds
 
 
 @functools.lru_cache(maxsize=64)
@@ -373,7 +400,14 @@ def _pair(*names: Any) -> _Pair:
     return _Pair()
 
 
+@dataclasses.dataclass
+class _Known:
+    """Of texts of the same weights."""
+
+    choice: TreeChoice  # what they taught
+    pair: _Pair | None = None
+
+
 @functools.lru_cache(maxsize=64)
-def _choice(trees: tuple[TreeTopology, ...], *names: Any) -> TreeChoice:
-    """What texts of a pair before taught."""
-    return TreeChoice(trees[1:])
+def _known(trees: tuple[TreeTopology, ...], *names: Any) -> _Known:
+    return _Known(TreeChoice(trees[1:]))

@@ -42,7 +42,7 @@ TRIAL = 4, 8.0  # steps, and times what a run takes beside its steps, which blur
 FEW = 3  # times of a pair of trees, up to which trials wait for the shortest time only
 GUESSED = 0.25  # of a time, which a guess counts
 AGED = 5.0  # drafts before a trial that count in it, of each depth and rank
-SHORTEST, LONGEST = 16, 1024  # steps until the next trial
+SHORTEST, LONGEST = 16, 1024  # steps until the next trial; more if one costs more
 QUANTUM = 16, 64  # steps of a run with drafts, at first and then, where steps are slow
 READING = 3.0  # steps without drafts in the time in which a draft model reads a piece of a text
 
@@ -57,6 +57,7 @@ class TreeChoice:
         trees: what it chooses from; the first is the root alone, no drafts.
         costs: `[K]`, the time of a step with each tree, relative to no drafts.
         beside: seconds that the run took beside its steps which is told next.
+        reading: seconds in which a draft model reads a piece of a text, once that is known.
 
     Args:
         trees: the draft trees; the first run takes `TreeTopology.default()`, or the first of them.
@@ -81,8 +82,11 @@ class TreeChoice:
         self.tried = self.accepted = np.zeros((1, depth, widest))
         # By pairs of trees, the larger number first: logarithms.
         self._ratios: dict[tuple[int, int], collections.deque[float]] = {}
+        self.costs = self._solved()
         self._last: Any = None  # tree, steps and seconds of the last run
         self.beside = self._beside = 0.0  # the same in steps
+        self.reading: float | None = None
+        self._reading = READING
         self._taken, self._steps = -1, QUANTUM[0]
         self._wait = self._pause = 0  # steps until the next trial, and how many they were
 
@@ -95,20 +99,6 @@ class TreeChoice:
     def rests(self) -> bool:
         """True if the next text begins without drafts."""
         return self._taken == 0 and self._wait > 0
-
-    @property
-    def costs(self) -> np.ndarray:
-        """See the class."""
-        guesses = [
-            np.log(1 + 0.06 * (tree.num_nodes - 1) + 0.15 * tree.depth) for tree in self.trees
-        ]
-        # Logarithms: least squares of their differences, and of a guess.
-        matrix, right = GUESSED * np.eye(len(guesses)), GUESSED * np.array(guesses)
-        for pair, ratios in self._ratios.items():
-            matrix[np.ix_(pair, pair)] += len(ratios) * np.array([[1, -1], [-1, 1]])
-            right[[*pair]] += len(ratios) * statistics.median(ratios) * np.array([1, -1])
-        without = np.linalg.solve(matrix[1:, 1:], right[1:])
-        return np.maximum(1, np.exp([0.0, *without]))
 
     def begin(self, num_rows: int, rows: Sequence[int] | None = None) -> None:
         """Texts begin in these rows of all, knowing what texts before did; None: in all rows."""
@@ -136,13 +126,17 @@ class TreeChoice:
         self._wait = max(0, self._wait - steps)
         if seconds is None or steps < TRIAL[0]:
             self._last = None
+            self._wait = max(self._wait, SHORTEST if seconds is None else 0)  # nothing to compare
             return
         last, self._last = self._last, (number, max(seconds / steps, 1e-9))
         self._beside = max(self.beside, 0) / self._last[1]
+        if self.reading is not None:
+            self._reading = self.reading / self._last[1]
         if last is not None and last[0] != number:
             (second, slow), (first, fast) = sorted([last, self._last], reverse=True)
             ratios = self._ratios.setdefault((second, first), collections.deque(maxlen=15))
             ratios.append(float(np.log(slow / fast)))
+            self.costs = self._solved()
 
     def next(
         self,
@@ -178,8 +172,9 @@ class TreeChoice:
             pause = SHORTEST
         else:  # a trial makes two runs more
             loss = steps * max(values[best] / values[trial] - 1, 0) + 2 * self._beside
-            loss += READING * unread * (best == 0)
-            pause = int(np.clip(max(2 * self._pause, loss / SHARE), SHORTEST, LONGEST))
+            loss += self._reading * unread * (best == 0)
+            pause = int(np.clip(2 * self._pause, SHORTEST, LONGEST))
+            pause = max(pause, int(min(loss / SHARE, 4 * LONGEST)))
         if best != self._taken:
             self._taken, self._steps = best, QUANTUM[0]
             self._wait = self._pause = pause
@@ -247,6 +242,19 @@ class TreeChoice:
                 reached.append(reached[parent] * rates[depth][:, rank])
             totals.append(np.sum(reached, axis=0))
         return np.stack(totals, axis=1)
+
+    def _solved(self) -> np.ndarray:
+        """The costs."""
+        guesses = [
+            np.log(1 + 0.06 * (tree.num_nodes - 1) + 0.15 * tree.depth) for tree in self.trees
+        ]
+        # Logarithms: least squares of their differences, and of a guess.
+        matrix, right = GUESSED * np.eye(len(guesses)), GUESSED * np.array(guesses)
+        for pair, ratios in self._ratios.items():
+            matrix[np.ix_(pair, pair)] += len(ratios) * np.array([[1, -1], [-1, 1]])
+            right[[*pair]] += len(ratios) * statistics.median(ratios) * np.array([1, -1])
+        without = np.linalg.solve(matrix[1:, 1:], right[1:])
+        return np.maximum(1, np.exp([0.0, *without]))
 
     def _hopes(self, best: int, values: np.ndarray) -> np.ndarray:
         """What trees are worth if their times are wrong: the less they were timed, the more."""

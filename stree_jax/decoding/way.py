@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -120,7 +121,13 @@ def _choice_of(topology: Any, drafter: Drafter, model: HybridLM, **how: Any) -> 
         with contextlib.suppress(ValueError):
             drafter.check(model, tree, **how)
             fitting.append(tree)
-    return TreeChoice(fitting or [drafter.default_topology()])
+    return _among(*fitting or [drafter.default_topology()])
+
+
+@functools.lru_cache(maxsize=64)
+def _among(*trees: TreeTopology) -> TreeChoice:
+    """A choice that is told nothing: its trees are asked for once a text."""
+    return TreeChoice(trees)
 
 
 def _check_drafter(drafter: Drafter | None) -> None:

@@ -54,7 +54,7 @@ def model():
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered():
     quanta._pair.cache_clear()
-    quanta._choice.cache_clear()
+    quanta._known.cache_clear()
 
 
 def drafters(model):
@@ -229,7 +229,7 @@ def test_a_good_draft_learns_nothing_from_a_bad_one(model):
     nnx.update(drafter.model, nnx.state(model))
     good = begun(drafter)
     assert good._choice is not bad._choice
-    assert good._programs is bad._programs
+    assert good._pair is bad._pair
 
 
 @pytest.mark.parametrize("name", ONE_TREE)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from stree_jax.decoding.tree_choice import TRIAL
+from stree_jax.decoding.tree_choice import LONGEST, TRIAL
 
 NONE, SHORT, DEFAULT, LONG = range(4)
 COSTS = np.array([1.0, 1.4, 1.7, 1.9])
@@ -94,7 +94,7 @@ def test_trials_come_less_and_less_often_and_find_out_that_drafts_pay_again():
     at = np.cumsum([steps for _, steps in runs])[[number > 0 for number, _ in runs]]
     pauses = np.diff(at[1:])
     assert pauses[-1] > 2 * pauses[0]
-    assert pauses.max() <= 1024 + TRIAL[0]
+    assert pauses.max() <= LONGEST + TRIAL[0]
     speeds = [clock.text(0.95)[0] for _ in range(16)]
     assert speeds[-1] > 1.5
 
