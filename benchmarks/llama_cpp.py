@@ -8,14 +8,22 @@ brings along, for this machine; a C++ compiler must be there (some 10 minutes on
         -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF" \
         pip install --no-binary llama-cpp-python "llama-cpp-python==0.3.36"
 
+Where its products by AMX crash, build it without them, with this before the same command:
+
+    export CFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16" CXXFLAGS="$CFLAGS"
+
+Each model runs in a process of its own, so a crash costs only what that model was to do.
+
 Tested with that version, which has llama.cpp at 0c1e57098. `versions` in the results say for which
 instructions it was built.
 """
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import json
+import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -320,33 +328,82 @@ def drafted(
     return np.array(new[: new.index(eos) + 1] if eos in new else new)
 
 
-def loaded(write: Callable[[Path], Any], precision: str, num_places: int, threads: int) -> Model:
-    """A model in llama.cpp, of a checkpoint in transformers' format that `write` makes."""
-    with tempfile.TemporaryDirectory() as directory:
-        checkpoint, path = Path(directory) / "model", Path(directory) / "model.gguf"
-        write(checkpoint)
-        write_gguf(checkpoint, path, precision)
-        return Model(path, num_places, threads, float32=precision == "float32")
+def calls(model: Model, size: int, *, count: int) -> None:
+    """Calls that read as many tokens each, one after the other."""
+    model.clear()
+    for number in range(count):
+        model.read([0] * size, number * size, every=True)
 
 
-def calls(
+def serve(pipe: Any, files: Sequence[Path], num_places: int, threads: int, float32: bool) -> None:
+    """Loads models; then runs functions of them that it is sent, as long as someone sends."""
+    models = [Model(path, num_places, threads, float32=float32) for path in files]
+    pipe.send(models[0].api.llama_print_system_info().decode())
+    with contextlib.suppress(EOFError):
+        while True:
+            function, arguments, settings = pipe.recv()
+            pipe.send(function(*models, *arguments, **settings))
+
+
+class Process:
+    """Models that llama.cpp has loaded in another process, which ends with this object.
+
+    Attributes:
+        built_with: the instructions for which llama.cpp was built.
+    """
+
+    def __init__(
+        self,
+        writes: Sequence[Callable[[Path], Any]],
+        precision: str,
+        num_places: int,
+        threads: int,
+    ):
+        """Each of `writes` makes a checkpoint in transformers' format. RuntimeError: a crash."""
+        spawning = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawning.Pipe()
+        with tempfile.TemporaryDirectory() as directory:
+            files = []
+            for number, write in enumerate(writes):
+                checkpoint, path = Path(directory) / f"{number}", Path(directory) / f"{number}.gguf"
+                write(checkpoint)
+                write_gguf(checkpoint, path, precision)
+                files.append(path)
+            arguments = theirs, files, num_places, threads, precision == "float32"
+            self._process = spawning.Process(target=serve, args=arguments, daemon=True)
+            self._process.start()
+            theirs.close()  # so that a crash is the end of the pipe
+            self.built_with = self._received()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        """The function of the models and of these arguments. RuntimeError: a crash."""
+        self._pipe.send((function, arguments, settings))
+        return self._received()
+
+    def _received(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise RuntimeError(f"llama.cpp's process has ended with {code}") from None
+
+
+def timed_calls_of(
     model: st.HybridLM, precision: str, threads: int, count: int, sizes: Sequence[int]
 ) -> dict[int, Callable[[], None]]:
-    """By number of tokens, `count` calls that read as many, one after the other."""
+    """By number of tokens, `count` calls that read as many. RuntimeError: a crash."""
     from stree_jax.convert.writing import write_as
 
     def write(checkpoint: Path) -> None:
         checkpoint.mkdir()
         write_as(model, checkpoint, "hf")
 
-    theirs = loaded(write, precision, count * max(sizes), threads)
-
-    def read(size: int) -> None:
-        theirs.clear()
-        for number in range(count):
-            theirs.read([0] * size, number * size, every=True)
-
-    return {size: functools.partial(read, size) for size in sizes}
+    there = Process([write], precision, count * max(sizes), threads)
+    reads = {size: functools.partial(there.run, calls, size, count=count) for size in sizes}
+    for read in reads.values():
+        read()
+    return reads
 
 
 def decoders(
@@ -354,30 +411,47 @@ def decoders(
 ) -> tuple[dict[float, dict[str, Decode]], dict[str, Any]]:
     """Decoding of the embedded pair by llama.cpp, by temperature, and the versions.
 
-    Its own speculation is compared at temperature 0 only. An ImportError names a missing package.
+    Its own speculation is compared at temperature 0 only. Each way decodes the first prompt before
+    it counts: one that crashes is left out, with a line. An ImportError names a missing package.
     """
     import gguf  # noqa: F401  both are missed before anything is made
     import llama_cpp
 
     from stree_jax.convert import convert
 
-    def embedded(name: str, precision: str) -> Model:
-        write = functools.partial(convert, st.demo_path(name), dtype="float32", to="hf")
-        return loaded(write, precision, max(map(len, pair.prompts)) + tokens, threads)
+    writes = [
+        functools.partial(convert, st.demo_path(name), dtype="float32", to="hf")
+        for name in ("target", "draft")
+    ]
+    versions = {"llama-cpp-python": llama_cpp.__version__}
+    ways: dict[float, dict[str, Decode]] = {temperature: {} for temperature in temperatures}
+    how: dict[str, Any] = {"tokens": tokens, "eos": pair.target.config.eos_token}
+    most = max(map(len, pair.prompts)) + tokens
 
-    targets = {precision: embedded("target", precision) for precision in PRECISIONS}
-    draft, given = embedded("draft", "float32"), {"eos": pair.target.config.eos_token}
-    ways: dict[float, dict[str, Decode]] = {}
-    for temperature in temperatures:
-        these = ways[temperature] = {}
-        for precision, model in targets.items():
-            name = NAME if precision == "float32" else f"{NAME}, {precision}"
-            these[name] = functools.partial(
-                plain, model, temperature=temperature, tokens=tokens, **given
-            )
-        for num in () if temperature else DRAFTS:
-            these[f"{NAME}, chain of {num}"] = functools.partial(
-                drafted, targets["float32"], draft, num_drafts=num, tokens=tokens, **given
-            )
-    built = llama_cpp.llama_print_system_info().decode()
-    return ways, {"llama-cpp-python": llama_cpp.__version__, "llama.cpp was built with": built}
+    def add(precision: str, parts: Any, of_ways: dict[tuple[float, str], Any]) -> None:
+        """Ways that decode with these models: functions of them, by temperature and name."""
+        try:
+            process = Process(parts, precision, most, threads)
+            for (temperature, name), function in of_ways.items():
+                decode = functools.partial(process.run, function, **how)
+                decode(pair.prompts[0])
+                ways[temperature][name] = decode
+        except RuntimeError as error:
+            print(f"{', '.join(name for _, name in of_ways)}: left out, {error}")
+        else:
+            versions["llama.cpp was built with"] = process.built_with
+
+    for precision in PRECISIONS:
+        name = name_of(precision)
+        plainly = {(at, name): functools.partial(plain, temperature=at) for at in temperatures}
+        add(precision, writes[:1], plainly)
+    if 0 in ways:
+        drafting = {num: functools.partial(drafted, num_drafts=num) for num in DRAFTS}
+        named = {(0, f"{NAME}, chain of {num}"): decode for num, decode in drafting.items()}
+        add("float32", writes, named)
+    return ways, versions
+
+
+def name_of(precision: str) -> str:
+    """What tables call its plain decoding in a type."""
+    return NAME if precision == "float32" else f"{NAME}, {precision}"

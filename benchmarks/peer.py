@@ -46,6 +46,13 @@ CALL_COLUMNS = {
     llama_cpp.NAME: "{there[median]:.1f}",
     "ratio": "{times[median]:.2f}",
 }
+RATIO_COLUMNS = {
+    "type": "{type}",
+    "temperature": "{temperature:g}",
+    "no drafts": "{plain:.2f}x",
+    "drafts": "{drafted:.2f}x",
+    "with": "{tree}",
+}
 CALLED = {tree.num_nodes: tree for tree in map(st.TreeTopology.chain, (0, 4, 12))}
 
 
@@ -59,12 +66,13 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         (llama_cpp.NAME, llama_cpp.decoders, llama_cpp.INSTALL),
     ):
         try:
-            found, used = decoders(pair, options.temperatures, options.tokens, options.threads)
+            theirs, used = decoders(pair, options.temperatures, options.tokens, options.threads)
         except ImportError as error:
             print(f"Not compared with {name} ({error}): {install}")
         else:
-            peers.append(name)
-            ways = {each: found[each] | ours for each, ours in ways.items()}
+            if all(name in named for named in theirs.values()):
+                peers.append(name)
+            ways = {at: theirs[at] | ours for at, ours in ways.items()}
             versions |= used
     if not peers:
         raise SystemExit("there is nothing to compare with")
@@ -72,6 +80,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     for temperature, these in ways.items():
         rows += compared(pair, these, peers, temperature, options.rounds)
     sizes = real_sizes(options) if llama_cpp.NAME in peers and options.calls else []
+    ratios = over_llama_cpp(rows)
     yield Found(
         pair.settings() | {"versions": versions, "methods": rows, "sizes": sizes},
         [
@@ -86,6 +95,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
                 for temperature in ways
             ),
             *([Table("A call of the target, ms", sizes, CALL_COLUMNS)] if sizes else []),
+            *([Table("Over llama.cpp in the same type", ratios, RATIO_COLUMNS)] if ratios else []),
         ],
         wrong=[
             f"{row['method']}, temperature {row['temperature']:g}"
@@ -93,8 +103,8 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
             if row["must_be_identical"] and row["identical_prompts"] < len(pair.prompts)
         ],
         line={
-            f"{row['method']}, {row['temperature']:g}": round(row[_times(peers[0])]["median"], 2)
-            for row in rows
+            f"{row['type']}, {row['temperature']:g}": [row["plain"], row["drafted"]]
+            for row in ratios
         },
     )
 
@@ -112,6 +122,12 @@ def compared(
     outputs, seconds = timed(title, ways, pair.prompts, rounds)
     tokens = {name: sum(map(len, texts)) for name, texts in outputs.items()}
     relative = {_times(peer): speeds(tokens, seconds, peer) for peer in peers}
+    in_type = {
+        name: speeds(tokens, seconds, there)[name]["speed_up"]
+        for name in ways
+        if (there := llama_cpp.name_of(type_of(name))) in ways
+        and not name.startswith((PEER, llama_cpp.NAME))
+    }
     return [
         {
             "method": name,
@@ -122,8 +138,28 @@ def compared(
             and not (temperature and name.startswith(tuple(peers))),
         }
         | {field: found[name]["speed_up"] for field, found in relative.items()}
+        | ({"over_llama_cpp": in_type[name]} if name in in_type else {})
         for name, speed in speeds(tokens, seconds, PLAIN).items()
     ]
+
+
+def type_of(name: str) -> str:
+    """The type of the weights, from the name of a way."""
+    return next((kind for kind in ROUNDED if name.endswith(kind)), "float32")
+
+
+def over_llama_cpp(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Our speed over llama.cpp's in each type: without drafts, and with the best tree."""
+    records = []
+    for (kind, temperature), group in itertools.groupby(
+        (row for row in rows if "over_llama_cpp" in row),
+        lambda row: (type_of(row["method"]), row["temperature"]),
+    ):
+        plain, *drafted = ((row["over_llama_cpp"]["median"], row["method"]) for row in group)
+        best, name = max(drafted)
+        record = {"type": kind, "temperature": temperature, "plain": plain[0], "drafted": best}
+        records.append(record | {"tree": name.removesuffix(f", {kind}")})
+    return records
 
 
 def our_decoders(
@@ -194,7 +230,11 @@ def real_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
     for size, dtype in itertools.product(SHAPES, llama_cpp.PRECISIONS):
         kind = {"8 bits": "int8", "4 bits": "int4"}.get(dtype)
         model = random_model(st.ModelConfig.preset(size), "float32" if kind else dtype)
-        theirs = llama_cpp.calls(model, dtype, options.threads, count, [*CALLED])
+        try:
+            theirs = llama_cpp.timed_calls_of(model, dtype, options.threads, count, [*CALLED])
+        except RuntimeError as error:
+            print(f"calls of {size}, {dtype}: left out, {error}")
+            continue
         model = model.quantized(kind) if kind else model
         calls: dict[tuple[str, int], Callable[[], Any]] = {}
         for nodes, tree in CALLED.items():

@@ -61,6 +61,7 @@ OPTIONS = {
     "--weights": {"nargs": "+", "choices": [*WEIGHTS], "default": ["bfloat16"]},
     "--whole": {"action": "store_true"},
     "--loop-nodes": NUMBERS | {"default": [64]},
+    "--draft": None,
     "--one-graph": {"action": "store_true"},
     "--most-launches": LIMITS,
     "--most-outside": LIMITS,
@@ -70,10 +71,11 @@ HELP = {
     "--prompts": "numbers of tokens to prefill",
     "--whole": "also compile whole models",
     "--loop-nodes": "nodes of the trees of loops whose launches outside of layers are counted",
+    "--draft": "preset of a draft model, whose layers are counted in a call with a chain of 4",
     "--one-graph": "the body of each loop must be one graph that XLA captures, so that nothing in a"
     " step waits for the host",
     "--most-launches": "limits for a layer with our kernels, products whole, such as mamba2=5"
-    " attention=5; prompt-mamba2=11 for the prefill of a prompt",
+    " attention=5; prompt-mamba2=11 for the prefill of a prompt, draft-mamba2=20 for a draft model",
     "--most-outside": "limits for a step of the loop outside of layers, such as greedy=30"
     " sampled=40",
     "--most-growth": "limit for the memory of a whole step (arguments, results and temporary"
@@ -111,6 +113,19 @@ def loop_of(
     return Program.of(compiled, Thunks.parse(compiled.thunks).inside, STEPS)
 
 
+def call_of(
+    compiler: Compiler, implementation: str, target: st.ModelConfig, draft: st.ModelConfig
+) -> Program:
+    """A step of the loop with a chain of 4 of a draft model."""
+    models = (
+        abstract_model(config, implementation, compiler.weights) for config in (target, draft)
+    )
+    target_model, draft_model = models
+    drafter, chain = st.ModelDrafter(draft_model), st.TreeTopology.chain(4)
+    compiled = compiler(*decode_loop(target_model, drafter, chain, sampled=False))
+    return Program.of(compiled, Thunks.parse(compiled.thunks).inside, STEPS)
+
+
 def main() -> None:
     """Compiles everything asked for, prints its rows and writes JSON; exit code 1 at a limit."""
     parser = common.parser_of(__doc__.splitlines()[0], OPTIONS, HELP)
@@ -121,7 +136,7 @@ def main() -> None:
         Compiler(*each)
         for each in itertools.product(options.gpus, options.products, options.weights)
     ]
-    tables: dict[str, report.Rows] = {"steps": [], "prompts": [], "outside": []}
+    tables: dict[str, report.Rows] = {"steps": [], "prompts": [], "calls": [], "outside": []}
 
     def add(table: str, row: dict[str, Any]) -> None:
         tables[table].append(row)
@@ -150,6 +165,11 @@ def main() -> None:
                     row["whole"] = build(config).as_row()
                 add(table, which | {unit: size} | row)
         short = shortened(config)
+        if options.draft:
+            build = functools.partial(call_of, compiler, implementation, short)
+            row, programs = by_layer(st.ModelConfig.preset(options.draft), build)
+            row["spills"] = any(program.spills for program in programs)
+            add("calls", which | {"draft": options.draft} | row)
         for nodes, sampled in itertools.product(options.loop_nodes, (False, True)):
             build = functools.partial(loop_of, compiler, implementation, nodes, sampled=sampled)
             kernels, programs = outside_of_layers(short, build)
@@ -162,10 +182,10 @@ def main() -> None:
                 "spills": any(each.spills for each in programs),
             }
             add("outside", which | row)
-    steps, prompts, outside = tables.values()
+    *passes, outside = tables.values()
+    passes = list(itertools.chain(*passes))
     settings = {"dtype": "bfloat16", "batch": 1, "cache_positions": MAX_LENGTH}
     path = report.write(__doc__.splitlines()[0], settings, tables, options.output / "static.json")
-    passes = [*steps, *prompts]
     programs = (*passes, *outside, *(row["whole"] for row in passes if "whole" in row))
     spilled = sum(program["spills"] for program in programs)
     launches = gates.most_launches([*passes, *outside])

@@ -16,12 +16,13 @@ def limit(text: str) -> tuple[str, float]:
 def most_launches(rows: Sequence[Row]) -> dict[str, float]:
     """The most launches of each kind, with our kernels and products whole.
 
-    Kinds are those of layers, which in a prefill are called `prompt-KIND`; and "greedy" and
+    Kinds are those of layers, which in a prefill are called `prompt-KIND`, and `draft-KIND` in a
+    draft model for all levels of a call; and "greedy" and
     "sampled" for a step of the loop outside of layers.
     """
     most: dict[str, float] = {}
     for row in _gated(rows):
-        prefix = "prompt-" if "positions" in row else ""
+        prefix = "prompt-" if "positions" in row else "draft-" if "draft" in row else ""
         layers = row.get("layers", {}).items()
         counts = {prefix + kind: layer["launches"] for kind, layer in layers}
         if "launches_a_step" in row:

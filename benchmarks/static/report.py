@@ -14,7 +14,7 @@ Rows = list[dict[str, Any]]
 # The keys of a row of the results; steps have nodes, prompts positions.
 ROW = (
     *("preset", "gpu", "tpu", "implementation", "products", "weights"),
-    *("nodes", "positions", "loop_nodes", "sampled", "loop", "mesh"),
+    *("nodes", "positions", "loop_nodes", "sampled", "draft", "loop", "mesh"),
 )
 
 

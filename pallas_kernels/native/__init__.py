@@ -43,11 +43,18 @@ _INSTALL = "`pip install .` builds it, in a checkout `pip install -e .`"
 
 @functools.cache
 def obstacle() -> str | None:
-    """Why the library cannot run here, or None; a wrong `STREE_JAX_NATIVE` is an error."""
+    """Why the library cannot run here, or None.
+
+    Raises:
+        ValueError: `STREE_JAX_NATIVE` names instructions that are none, or whose library is not
+            there or older than its sources.
+    """
     try:
         library()
         register("stree_jax_matmul")  # XLA refuses all of the library's functions, or none
     except OSError as error:
+        if (chosen := _wanted()) not in ("", "off"):
+            raise ValueError(f"STREE_JAX_NATIVE={chosen}: {error}") from None
         return str(error)
     return None
 
@@ -136,10 +143,14 @@ def _check(file: Path) -> None:
             raise OSError(f"{file} is cut short")
 
 
+def _wanted() -> str:
+    return os.environ.get("STREE_JAX_NATIVE", "").lower()
+
+
 def chosen_level() -> str:
     """Returns the chosen instructions, or the best of this processor's that were built."""
     lacking = {name: build_backend.lacks(name) for name in build_backend.levels()}
-    chosen = os.environ.get("STREE_JAX_NATIVE", "").lower()
+    chosen = _wanted()
     if chosen == "off":
         raise OSError("STREE_JAX_NATIVE=off")
     if chosen:

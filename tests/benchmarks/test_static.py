@@ -176,9 +176,11 @@ def test_launches_are_those_of_our_kernels_with_products_whole():
         row(mamba2=20.0) | {"implementation": "xla"},
         row(mamba2=30.0) | {"products": "split"},
         PROGRAM | {"positions": 512, "layers": {"mamba2": {"launches": 11.0}}},
+        PROGRAM | {"draft": "d", "layers": {"mamba2": {"launches": 21.0}}},
     ]
     rows += [PROGRAM | {"sampled": n > 1, "launches_a_step": 29.5 + n} for n in range(4)]
-    most = {"mamba2": 6.0, "mlp": 5.0, "prompt-mamba2": 11.0, "greedy": 30.5, "sampled": 32.5}
+    most = {"mamba2": 6.0, "mlp": 5.0, "prompt-mamba2": 11.0, "draft-mamba2": 21.0}
+    most |= {"greedy": 30.5, "sampled": 32.5}
     assert gates.most_launches(rows) == most
 
 

@@ -73,7 +73,8 @@ def made(path, code):
     subprocess.run(command, input=code, text=True, check=True)
 
 
-def test_without_a_library_xla_runs_and_says_so(folder):
+def test_without_a_library_xla_runs_and_says_so(folder, monkeypatch):
+    """Unless the user named its instructions."""
     assert obstacle() == (
         "the native library is not built: `pip install .` builds it, in a checkout"
         " `pip install -e .`"
@@ -81,6 +82,9 @@ def test_without_a_library_xla_runs_and_says_so(folder):
     assert native.level() is None
     assert dispatch.explain().startswith("xla: ")
     assert dispatch.explain().endswith(obstacle())
+    monkeypatch.setenv("STREE_JAX_NATIVE", "v3")
+    refusal("STREE_JAX_NATIVE=v3: the native library is not built", obstacle)
+    monkeypatch.setenv("STREE_JAX_NATIVE", "")
     build_backend.failure().write_text("g++ failed: no space left\n")
     assert obstacle() == "the native library is not built: g++ failed: no space left"
 
