@@ -166,10 +166,11 @@ def test_what_is_asked_for_and_cannot_run_is_refused(name, native_runs):
 
 @pytest.mark.parametrize("name", ["native", "pallas_interpret", "own"])
 def test_versions_may_have_the_derivatives_of_xla(name, native_runs):
-    """Then the value beside a derivative is of XLA too; otherwise both are the version's own."""
+    """Of any order, and the value beside one; otherwise the version's own."""
     with_derivatives = functools.partial(run, name, xla_derivatives=True)
     assert with_derivatives() == run(name) != run("xla")
     assert jax.value_and_grad(lambda x: with_derivatives(x=x))(1.0) == (2.0, 6.0)
+    assert jax.grad(jax.grad(lambda x: with_derivatives(x=x)))(1.0) == 12.0
     assert jax.value_and_grad(lambda x: run(name, x=x))(1.0) == (run(name), 6.0)
 
 
