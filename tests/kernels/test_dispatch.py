@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, native, triton
-from tests.cases.tree_scan import small_replay
 from tests.helpers import python, refusal
 
 
@@ -189,8 +188,3 @@ def test_a_jax_without_triton():
     explain = "from pallas_kernels import dispatch; print(dispatch.explain())"
     shown = python("-c", f"{without}; {explain}", JAX_PLATFORMS="cpu", STREE_JAX_NATIVE="off")
     assert "has no Pallas-Triton backend" in shown
-
-
-def test_ops_run_where_their_arrays_are(default_is_a_gpu):
-    here = jax.device_put(jnp.zeros((1, 1, 16, 16)), default_is_a_gpu)
-    assert small_replay(state=here).devices() == {default_is_a_gpu}

@@ -1,4 +1,4 @@
-"""Ops of trees: the documented index arithmetic, and what their tables do not say."""
+"""Ops of trees: what their tables do not say."""
 
 import functools
 
@@ -9,15 +9,7 @@ import pytest
 from pallas_kernels import replay_delta, tree_delta
 from pallas_kernels.tree_delta import reference as delta
 from tests.cases import tree_delta as deltas
-from tests.cases.base import MARKS, conv_gather_index, relative_error
-
-
-def test_the_documented_window():
-    parents = jnp.array([[-1, 0, 0, 1, 1, 2]], jnp.int32)
-    window = conv_gather_index(parents, 4)[0]
-    assert window[0].tolist() == [0, 1, 2, 3]
-    assert window[2].tolist() == [1, 2, 3, 5]
-    assert window[5].tolist() == [2, 3, 5, 8]
+from tests.cases.base import MARKS, relative_error
 
 
 @pytest.mark.parametrize(
