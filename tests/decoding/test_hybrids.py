@@ -1,4 +1,4 @@
-"""Hybrids beyond the table of test_lossless.py: gradients, long prompts, full caches."""
+"""Hybrids beyond the table of test_lossless.py: gradients, limits of length, full caches."""
 
 import dataclasses
 

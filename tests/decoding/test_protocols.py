@@ -1,4 +1,4 @@
-"""Drafters and verifiers that users write, and what the abilities of a drafter do."""
+"""Drafters that users write, and what the abilities of a drafter do."""
 
 import jax
 import jax.numpy as jnp
