@@ -37,17 +37,6 @@ class Echo(st.Drafter):
         return {"seen": state["seen"] + 1}
 
 
-class Recording(Echo):
-    """Keeps what `commit` gets."""
-
-    def init(self, batch, topology, max_length):
-        hidden = jnp.zeros((batch, topology.num_nodes, 16))
-        return {"hidden": hidden, "last": jnp.zeros(batch, jnp.int32)}
-
-    def commit(self, state, draft, verdict, hidden, topology):
-        return {"hidden": hidden, "last": verdict.last}
-
-
 class Sharing(Echo):
     """Its state is arrays that are not its own, and one array twice."""
 

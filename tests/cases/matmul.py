@@ -1,7 +1,6 @@
 """`matmul`, rows times matrices, and `rows`, columns of a packed one."""
 
 import functools
-import hashlib
 
 import jax
 import jax.numpy as jnp
@@ -198,26 +197,3 @@ def row_errors(case, implementation):
 
 
 ROWS = Op(ROW_CASES, row_errors, lambda case: {"rows": Budget(1e-9)}, ("xla", "native"))
-
-
-@jax.jit
-def _products(x, matrices, which):
-    whole, several = matrices
-    many = [matmul(x[:rows], whole, implementation="native") for rows in (1, 2, 3, 5, 13, 29, 300)]
-    cut = matmul(x[:3], whole.cut(100, 900), implementation="native")
-    return *many, cut, matmul(x[: len(which)], several, which, implementation="native")
-
-
-def digest():
-    """Of native products in all types, for processes that must compute the same to the bit."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(300, 390)).astype(np.float32)
-    dense = rng.normal(size=(390, 1676)).astype(np.float32)
-    several = rng.normal(size=(5, 390, 70)).astype(np.float32)
-    which = rng.integers(5, size=40).astype(np.int32)
-    found = hashlib.sha256()
-    for dtype in DTYPES:
-        matrices = tuple(PackedMatrix.pack(each, dtype) for each in (dense, several))
-        for y in _products(x, matrices, which):
-            found.update(np.asarray(y).tobytes())
-    return found.hexdigest()

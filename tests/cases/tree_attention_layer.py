@@ -44,11 +44,13 @@ CASES = base.table(
         "columns behind that are no heads": dict(layout=PARTLY, nodes=3, extra_columns=7),
         "full to the last place, and over": dict(capacity=24, lengths=(21, 3, 23, 30)),
         "bf16": dict(nodes=20, splits=2, bf16=True),
+        "prefix before the path is written": dict(prefix=5, late=True),
     },
     layout=PLAIN,
     nodes=13,
     replayed=6,
     prefix=0,  # nodes that a first call runs, before a second call runs the others
+    late=False,  # that one writes the path, too: what the first call wrote is dropped
     capacity=40,
     lengths=(23, 0, 34),
     extra_columns=0,
@@ -86,15 +88,17 @@ def run_with(case, function):
     projected, cache, depth, mask, previous = on_device(case)
     first, options = case.prefix or case.nodes, dict(layout=case.layout)
     early = mask[:, :first, :first]
-    y, nodes, cache = jax.jit(functools.partial(function, prefix_pending=None, **options))(
+    y, nodes, after = jax.jit(functools.partial(function, prefix_pending=None, **options))(
         projected[:, :first], cache, depth[:, :first], early, previous=previous
     )
     if case.prefix:
-        more, nodes, cache = jax.jit(functools.partial(function, previous=None, **options))(
-            projected[:, first:], cache, depth[:, first:], mask[:, first:], prefix_pending=nodes
+        cache, previous = (cache, previous) if case.late else (after, None)
+        newest = projected[:, first:], cache, depth[:, first:], mask[:, first:]
+        more, nodes, after = jax.jit(functools.partial(function, **options))(
+            *newest, prefix_pending=nodes, previous=previous
         )
         y = jnp.concatenate([y, more], axis=1)
-    return y, nodes, cache
+    return y, nodes, after
 
 
 @functools.cache

@@ -227,7 +227,10 @@ def test_sampling_depends_on_the_seed_alone(tiny_pair, output):
     assert first == again != other
 
 
-def check_demo(text):
+@thorough
+def test_demo_of_a_pair(tiny_pair, output):
+    pair = ["--target", tiny_pair / "target", "--draft", tiny_pair / "draft"]
+    text = output("demo", "--max-new-tokens", 8, *pair)
     names = ["no drafts", "prompt lookup, chain of 4", "chain of 4", "tree of 5"]
     cells = [line.split("│") for line in text.splitlines() if line[:1] == "│"]
     cells = [row for row in cells if len(row) > 7]  # not those of what was accepted
@@ -238,20 +241,6 @@ def check_demo(text):
     assert f"runs as {dispatch.explain()}\n" in text
     taus = [float(rows[name][2]) for name in (names[0], *names[2:])]
     assert taus[0] == 1 < min(taus[1:])
-
-
-@thorough
-def test_demo_of_a_pair(tiny_pair, output):
-    pair = ["--target", tiny_pair / "target", "--draft", tiny_pair / "draft"]
-    check_demo(output("demo", "--max-new-tokens", 8, *pair))
-
-
-@pytest.mark.slow
-def test_demo_of_the_embedded_pair(output):
-    """The chain of 4 is what was tuned for it."""
-    tuned = parse_tree(f"@{st.demo_path('target').with_name('tree.json')}")
-    assert tuned == st.TreeTopology.chain(4)
-    check_demo(output("demo", "--max-new-tokens", 24))
 
 
 @thorough

@@ -61,9 +61,6 @@ def test_a_tuned_tree_is_used(tiny_pair, output, refused, quick_tuning, tmp_path
         assert output("generate", *models, *options, "--tree", spec).startswith(plain[0])
 
 
-PROMPTS = ("Once upon a time", "The train was late")
-
-
 @pytest.fixture(scope="module")
 def native(tmp_path_factory):
     """It repeats its words, having tied embeddings; that is what the head predicts untrained."""
@@ -88,19 +85,10 @@ def test_inspect_and_convert_name_the_head(native, output, tmp_path):
     assert st.from_pretrained(tmp_path / "hf").config == st.from_pretrained(native).config
 
 
-def test_generate_and_a_tuned_tree(native, output, quick_tuning, tmp_path):
-    common = ["generate", native, "-p", PROMPTS[0], "--max-new-tokens", 12]
+def test_generate_with_the_head(native, output):
+    common = ["generate", native, "-p", "Once upon a time", "--max-new-tokens", 12]
     plain = output(*common).splitlines()
     drafted = output(*common, "--mtp", "--tree", "chain:1").splitlines()
     assert drafted[:-1] == plain[:-1]
     assert "12 tokens, 12 target calls" in plain[-1]
     assert "tau 1.00" not in drafted[-1]
-
-    prompts, tree = tmp_path / "prompts.txt", tmp_path / "tree"
-    prompts.write_text("\n".join(PROMPTS))
-    options = ["--mtp", "--prompts", prompts, "--output", tree, *quick_tuning]
-    shown = output("tune-tree", native, *options)
-    result = json.loads(tree.read_text())
-    assert result["advice"] in shown
-    assert result["draft"] == str(native)
-    assert result["decoded"]["chain of 1"]["tau"] > 1

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from numpy.testing import assert_allclose, assert_array_equal
 
 import stree_jax as st
@@ -21,15 +20,6 @@ from tests.helpers import rows, with_weight
 from tests.methods import KEY, PROMPTS, SAMPLED, TREE, drafts
 
 thorough = pytest.mark.thorough
-
-
-def test_streaming_yields_what_generate_returns():
-    options = dict(max_new_tokens=13, **drafts(tiny_model()))
-    want = st.generate(tiny_model(), PROMPTS, **options)
-    pieces = [*st.stream(tiny_model(), PROMPTS, **options)]
-    assert [of_rows(pieces, row) for row in range(3)] == want.tokens.tolist()
-    assert all(len(new) <= 3 for piece in pieces for new in piece)
-    assert len(pieces) == want.stats.target_calls_per_row.max()
 
 
 def test_statistics_add_up():
@@ -194,7 +184,7 @@ def test_a_failure_in_the_first_of_two_steps_is_reported():
     assert state.emitted[1] == 0
 
 
-def test_streaming_copies_new_tokens_only_to_the_host(monkeypatch):
+def test_streaming_yields_what_generate_returns_and_copies_no_more(monkeypatch):
     copied = []
 
     def recorded(tree, *rows):
@@ -202,21 +192,13 @@ def test_streaming_copies_new_tokens_only_to_the_host(monkeypatch):
         copied.append(sum(np.size(leaf) for leaf in jax.tree.leaves(arrays)))
         return arrays
 
+    options = dict(max_new_tokens=13, **drafts(tiny_model()))
+    want = st.generate(tiny_model(), PROMPTS, **options)
     monkeypatch.setattr("stree_jax.decoding.generate.on_host", recorded)
-    steps = st.stream(tiny_model(), PROMPTS, max_new_tokens=13, **drafts(tiny_model()))
-    next(steps)
-    next(steps)
+    pieces = [*st.stream(tiny_model(), PROMPTS, **options)]
+    assert [of_rows(pieces, row) for row in range(3)] == want.tokens.tolist()
+    assert len(pieces) == want.stats.target_calls_per_row.max()
     assert max(copied) == 3 * (TREE.depth + 1) + 3  # tokens and lengths, not the buffers of 64
-
-
-def test_the_end_of_sequence_is_the_configs_unless_told_otherwise():
-    free = st.generate(tiny_model(), PROMPTS, max_new_tokens=9).tokens[0].tolist()
-    model = nnx.clone(tiny_model())
-    model.config = dataclasses.replace(model.config, eos_token=free[4])
-    first = free.index(free[4]) + 1
-    assert st.generate(model, PROMPTS, max_new_tokens=9).lengths[0] == first
-    assert st.generate(model, PROMPTS, max_new_tokens=9, eos_token=()).lengths[0] == 9
-    assert len(of_rows(st.stream(model, PROMPTS, max_new_tokens=9), 0)) == first
 
 
 def ways():

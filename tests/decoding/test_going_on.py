@@ -8,12 +8,11 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import stree_jax as st
-from stree_jax.decoding import WholeModel, slots
+from stree_jax.decoding import WholeModel
 from stree_jax.decoding.plan import plan
 from stree_jax.testing import assert_same_text, perturbed, tiny_model
-from tests.decoding.five_ways import numpys
 from tests.drafters import Plain
-from tests.helpers import assert_same_model, refusal, rows
+from tests.helpers import refusal, rows
 from tests.methods import KEY, PROMPTS, SAMPLED, drafts
 
 thorough = pytest.mark.thorough
@@ -166,17 +165,3 @@ def test_one_row_serves_many_prompts():
     want = st.generate(model, [[*PROMPTS[0][:4], *new] for new in MORE], **options)
     assert_array_equal(got.tokens, want.tokens)
     assert got.stats.num_accepted == want.stats.num_accepted
-
-
-def test_states_and_weights_may_be_numpys():
-    model = tiny_model()
-    prefix = st.generate(model, PROMPTS, max_new_tokens=3, return_prefix=True).prefix
-    assert_same_model(perturbed(numpys(model), 0.1), perturbed(model, 0.1))
-    decoder = st.SpeculativeDecoder(st.TreeTopology.chain(0), "greedy", max_length=64)
-    limits = st.Limits(jnp.full(3, 4), jnp.full((3, 1), -1))
-    sampling, texts = st.Sampling(jnp.zeros(3), temperature_is_zero=True), []
-    for form in (lambda tree: tree, numpys):
-        state = decoder.start_from(model, form(prefix), jax.random.split(KEY, 3))
-        state = form(slots.end(form(state), [1]))
-        texts.append(decoder.run(model, None, state, limits, sampling).context.tokens)
-    assert_array_equal(*texts)

@@ -1,4 +1,4 @@
-"""Hybrids beyond the table of test_lossless.py: gradients, long prompts, full caches."""
+"""Hybrids beyond the table of test_lossless.py: gradients, limits of length, full caches."""
 
 import dataclasses
 
@@ -9,10 +9,9 @@ import pytest
 from flax import nnx
 
 import stree_jax as st
-from stree_jax.testing import HYBRIDS, assert_lossless, random_model, tiny_model
+from stree_jax.testing import HYBRIDS, random_model, tiny_model
 from stree_jax.training.objective import next_token_loss
 from tests.helpers import refusal, some
-from tests.methods import TREE
 
 # Their layers are those of others.
 OF_OTHERS = {"bamba", "mamba_in_llama", "granite_moe", "qwen3_5", "mixed"}
@@ -32,19 +31,6 @@ def test_gradients_are_finite_and_reach_all_weights(name):
         assert np.isfinite(leaf).all(), path
         # A router's correction affects which experts are chosen, not their weights.
         assert np.abs(leaf).max() > 0 or "correction" in jax.tree_util.keystr(path), path
-
-
-@pytest.mark.thorough
-def test_a_long_prompt():
-    """8,000 tokens, read in pieces, next to a shorter row; positions continue from there."""
-    model = tiny_model("bamba hybrid")
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(37, size=8000).tolist(), [4, 2]]
-    options = dict(topology=TREE, temperatures=(0.0,), prompts=prompts, max_new_tokens=8)
-    (tree,) = assert_lossless(model, st.ModelDrafter(model), **options)
-    assert tree.stats.tau > 2
-    (attention,) = (layer for layer in tree.cache if hasattr(layer, "kv"))
-    assert attention.kv.length.tolist() == [8007, 9]
 
 
 def test_the_models_length_is_a_limit_that_max_length_lifts():

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import stree_jax as st
 from stree_jax.decoding.score import scored
-from stree_jax.testing import bits_obstacle, perturbed, random_model, tiny_model
+from stree_jax.testing import CONFIGS, bits_obstacle, perturbed, random_model, tiny_model
 from tests import oracle
 from tests.decoding.texts import broken_at
 from tests.helpers import refusal
@@ -176,25 +176,17 @@ def scores_of(model, text):
     return oracle.log_probs(model, text)[np.arange(len(text) - 1), text[1:]]
 
 
-@pytest.mark.parametrize(
-    ("family", "rows"),
-    [("groups", 3), pytest.param("mamba2attn hybrid", 8, marks=thorough)],
-)
-def test_scores_are_the_models_own(family, rows):
-    """`groups` has padded rows of the embedding; three rows a time leave one for a second call."""
-    model = tiny_model(family)
-    scores = st.score(model, TEXTS, rows=rows)
-    for text, got in zip(TEXTS, scores, strict=True):
-        assert got.shape == (len(text) - 1,)
-        assert_allclose(got, scores_of(model, text), atol=1e-4)
-
-
 def test_the_last_token_may_come_right_after_the_context():
-    """Nothing reads it. Of each token also: is it the best?"""
-    model = random_model(dataclasses.replace(st.ModelConfig.tiny(), max_length=10))
+    """Nothing reads it. Of each token also: is it the best?
+
+    The embedding has padded rows; three rows a time leave some for a second call.
+    """
+    model = random_model(dataclasses.replace(CONFIGS["groups"], max_length=10))
     new = st.generate(model, [[5]], max_new_tokens=4, eos_token=()).tokens[0].tolist()
     texts = [*TEXTS, [5, *new]]
+    scores = st.score(model, texts, rows=3)
     for row, log_probs, is_best in scored(model, texts, 3):
+        assert_array_equal(scores[row], log_probs)
         assert_allclose(log_probs, scores_of(model, texts[row]), atol=1e-4)
         best = oracle.log_probs(model, texts[row]).argmax(-1)[:-1]
         assert_array_equal(is_best, best == texts[row][1:])
@@ -235,17 +227,13 @@ def test_in_chunks_of_places_and_of_the_vocabulary(monkeypatch):
 @thorough
 def test_the_differentiable_form():
     model = random_model(st.ModelConfig.tiny(num_layers=1))
-    text = TEXTS[0]
-    padded = jnp.array([[*text, 1, 1]])
-    got = jax.jit(st.text_log_probs)(model, padded)[0, : len(text) - 1]
-    assert_allclose(got, scores_of(model, text), atol=1e-4)
-
     structure, weights = nnx.split(model)
 
     @jax.jit
     def total(weights):
-        return st.text_log_probs(nnx.merge(structure, weights), padded[:, : len(text)]).sum()
+        return st.text_log_probs(nnx.merge(structure, weights), jnp.array(TEXTS[:1])).sum()
 
+    assert_allclose(total(weights), scores_of(model, TEXTS[0]).sum(), rtol=1e-5)
     slope = jax.jit(jax.grad(total))(weights)
     norm = optax.tree.norm(slope)
     up, down = (

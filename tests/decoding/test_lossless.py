@@ -239,16 +239,6 @@ def test_no_drafts_after_a_step_that_accepted_several():
     assert_array_equal(tokens, want)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 9])
-def test_the_limit_inside_an_accepted_path(limit):
-    """`limit` is not part of the program: nothing compiles for it."""
-    options = dict(drafter=st.ModelDrafter(tiny_model()), topology=METHODS["chain of 6"].topology)
-    out = st.generate(tiny_model(), PROMPTS, max_new_tokens=limit, **options)
-    assert out.tokens.tolist() == greedy().tokens[:, :limit].tolist()
-    assert out.stats.num_tokens == limit * len(PROMPTS)
-    assert out.stats.num_target_calls == -(-limit // 7) * len(PROMPTS)
-
-
 @pytest.mark.gpu
 def test_on_the_gpu_with_kernels():
     """Greedy losslessness in float32 with the Pallas kernels, on the device."""

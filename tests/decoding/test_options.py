@@ -14,7 +14,7 @@ import stree_jax as st
 from stree_jax.decoding.plan import plan
 from stree_jax.testing import PROMPTS, tiny_model
 from tests.helpers import refusal, rows
-from tests.methods import KEY, drafts
+from tests.methods import KEY
 
 
 @jax.tree_util.register_dataclass
@@ -93,49 +93,6 @@ def test_a_filter_is_a_rule_or_a_function():
 def test_a_way_is_keywords():
     assert {**st.Way()} == {}
     assert {**st.Way(verifier="typical", lossy=True)} == dict(verifier="typical", lossy=True)
-    model, options = tiny_model(), dict(max_new_tokens=6)
-    way = st.Way(st.NgramDrafter(), "chain:2")
-    out = st.generate(model, PROMPTS, **way, **options)
-    assert_array_equal(out.tokens, st.generate(model, PROMPTS, **options).tokens)
-
-
-ROWS = [
-    dict(temperature=0.0, max_new_tokens=7, key=1),
-    dict(temperature=0.7, top_k=5, key=2, filters=(AtLeast(0.5),)),
-    dict(temperature=1.0, min_p=0.1, key=3, filters=(AtLeast(2.0),)),
-    dict(temperature=1.3, key=4, stop=[[7], [3, 1]], eos_token=(), max_new_tokens=20),
-    dict(temperature=1.0, key=5, eos_token=[1, 2, 9], min_new_tokens=4),
-    dict(temperature=0.0, key=2**32 - 1, eos_token=11, processors=[st.BannedTokens([4, 5])]),
-    dict(temperature=1.0, top_p=0.8, key=3, processors=[st.BannedTokens([6, 7])]),
-]
-TEXTS = [PROMPTS[i % 3] for i in range(len(ROWS))]
-DEFAULTS = dict(max_new_tokens=12)
-
-
-@pytest.mark.thorough
-def test_each_row_has_its_own():
-    """Options of rows give what a request with these options gives."""
-    model, options = tiny_model(), drafts(tiny_model())
-    own = [st.Options(log_probs=True, **{**DEFAULTS, **row}) for row in ROWS]
-    out = st.generate(model, TEXTS, options=own, **options)
-    assert out.tokens.shape == (len(ROWS), 20)
-    scheduler = st.Scheduler(model, rows=3, max_length=40)
-    for text, row in zip(TEXTS, ROWS, strict=True):
-        scheduler.submit(st.Request(text, **{**DEFAULTS, **row}))
-    for refused, message in (
-        (dict(filters=(AtLeast(1.0), st.TopK(2)), max_new_tokens=3), "wait or run have .*another"),
-        (dict(max_new_tokens=10, max_length=12), "in all 13, and the limit is 12"),
-    ):
-        refusal(message, scheduler.submit, st.Request([1] * 3, **refused))
-    for done in scheduler.completions():
-        i = done.request_id
-        count = out.lengths[i]
-        assert out.tokens[i, :count].tolist() == done.tokens, ROWS[i]
-        assert out.finish_reasons[i] == done.finish_reason
-        assert np.isfinite(out.log_probs[i, :count]).all()
-    assert out.stats.num_accepted > 0
-    assert len({*out.finish_reasons}) > 1
-    assert len({*out.lengths.tolist()}) > 2
 
 
 def test_keys_of_all_kinds_are_the_same():

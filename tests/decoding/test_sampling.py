@@ -26,27 +26,6 @@ def sampling(temperature=1.0, top_k=0, top_p=1.0):
 LOGITS = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
 
 
-def probs(**options):
-    return np.exp(token_log_probs(LOGITS[None], sampling(**options)))[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "want"),
-    [
-        ({}, [0.1, 0.4, 0.2, 0.3]),
-        ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
-        ({"top_k": 9}, [0.1, 0.4, 0.2, 0.3]),
-        ({"top_p": 0.4}, [0, 1, 0, 0]),
-        ({"top_p": 0.41}, [0, 4 / 7, 0, 3 / 7]),
-        ({"top_p": 1e-6}, [0, 1, 0, 0]),
-        ({"top_k": 3, "top_p": 0.7}, [0, 4 / 7, 0, 3 / 7]),  # of the top 3: 4/9, 3/9, 2/9
-        ({"temperature": 0.5}, np.array([1, 16, 4, 9]) / 30),
-    ],
-)
-def test_filters(options, want):
-    assert_allclose(probs(**options), want, atol=1e-6)
-
-
 def test_filters_apply_in_their_order():
     """Of 4/9, 3/9 and 2/9 two reach 0.75; of 0.4, 0.3, 0.2 and 0.1 three do."""
     p, k = st.TopP(jnp.full(1, 0.75)), st.TopK(jnp.full(1, 3))

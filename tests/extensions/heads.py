@@ -57,15 +57,8 @@ def medusa(name):
     return Parts("medusa", target, head, st.MedusaDrafter, numpy_heads.Medusa(weights))
 
 
-def mtp(name, **options):
-    target, (values, _, weights) = tiny_model(name), mtp_files.files(**options)
-    head = from_files(mtp_files.saved, st.load_mtp, target, **options)
-    exact = numpy_heads.Mtp(values, weights | of_target(target))
-    return Parts("mtp", target, head, st.MtpDrafter, exact)
-
-
-def beside(files, exact, name=None, **options):
-    """A head of such files, for the target of its own checkpoint or another one."""
+def mtp(files, exact, name=None, **options):
+    """A head of such files, for the target of their checkpoint or another one."""
     values, _, weights = files.files(**options)
     with tempfile.TemporaryDirectory() as folder:
         path = files.saved(Path(folder), **options)
@@ -99,11 +92,11 @@ HEADS = {
     "medusa": lambda: medusa("plain"),
     "medusa, multipliers": lambda: medusa("falcon_h1 hybrid"),
     "medusa, padded": lambda: medusa("groups"),
-    "mtp": lambda: mtp("plain", latent=False),
-    "mtp, latent": lambda: mtp("falcon_h1 hybrid"),
-    "mtp, qwen": lambda: beside(qwen_files, numpy_heads.Qwen),
-    "mtp, qwen, experts": lambda: beside(qwen_files, numpy_heads.Qwen, "plain", experts=True),
-    "mtp, ling": lambda: beside(ling_files, numpy_heads.Ling),
+    "mtp": lambda: mtp(mtp_files, numpy_heads.Mtp, "plain", latent=False),
+    "mtp, latent": lambda: mtp(mtp_files, numpy_heads.Mtp, "falcon_h1 hybrid"),
+    "mtp, qwen": lambda: mtp(qwen_files, numpy_heads.Qwen),
+    "mtp, qwen, experts": lambda: mtp(qwen_files, numpy_heads.Qwen, "plain", experts=True),
+    "mtp, ling": lambda: mtp(ling_files, numpy_heads.Ling),
     "eagle3": eagle3,
     "eagle3, its own embedding": lambda: eagle3(embeds=True),
     "dflash": dflash,

@@ -210,18 +210,6 @@ def test_the_next_chain_depends_on_the_text_alone(kind):
         assert_same_state(kept(prefix.drafter), kept(want.drafter), len(words))
         assert next_chain(prefix, words) == next_chain(want, words)
 
-    # Other trees, and other drafters with the head, go on with what was read.
-    others = [drafter]
-    if kind != "medusa":
-        others += [st.BeamDrafter(drafter.model), st.DynamicDrafter(drafter.model)]
-    for other in others:
-        tree = dataclasses.replace(decoder, topology=st.TreeTopology.budget(4, 3))
-        own = taken.drafter
-        if other is not drafter:
-            own = other.init(1, tree.topology, tree.max_length)._replace(model_state=kept(own))
-        switched = tree.read(target, other, taken.context, taken._replace(drafter=own))
-        assert_same_state(kept(switched.drafter), kept(taken.drafter), length)
-
 
 @thorough
 @pytest.mark.parametrize(

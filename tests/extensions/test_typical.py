@@ -63,6 +63,3 @@ def test_it_is_never_used_unasked():
     exact = st.generate(tiny_model(), [[1]], **common)
     assert exact.lossless
     assert {*LOSSY_VERIFIERS}.isdisjoint(st.VERIFIERS)
-    for rule in LOSSY_VERIFIERS.values():
-        assert rule.lossless is False
-        assert "LOSSY" in type(rule).__doc__

@@ -267,28 +267,24 @@ def test_the_headers_are_of_the_oldest_jax_that_is_supported():
 @pytest.mark.slow
 @needs_sources
 def test_an_install_whose_compiler_fails_warns(tmp_path):
-    """And one that works: both build a wheel, without pip and its network."""
+    """And builds a wheel, without pip and its network."""
     pytest.importorskip("setuptools", minversion="77")
-    clone = tmp_path / "clone"
+    clone, wheels = tmp_path / "clone", tmp_path / "wheels"
     ignored = shutil.ignore_patterns(".git", ".venv*", "build", "*.so", "failure.txt", "*.run")
     shutil.copytree(ROOT, clone, ignore=ignored)
     code = "import build_backend as b, sys; b.build_wheel(sys.argv[1])"
-
-    libraries = {build_backend.library(level).name for level in build_backend.levels()}
-    for number, compiler in enumerate(({}, {"CXX": "/bin/false"})):
-        wheels = tmp_path / str(number)
-        environment = os.environ | {"PYTHONPATH": str(clone / "pallas_kernels/native")} | compiler
-        command = [sys.executable, "-c", code, str(wheels)]
-        options = dict(cwd=clone, env=environment, capture_output=True, text=True, check=True)
-        said = subprocess.run(command, **options).stderr
-        (wheel,) = wheels.iterdir()
-        assert re.search("-py3-none-(?!any)", wheel.name)  # for a platform and any Python
-        with zipfile.ZipFile(wheel) as opened:
-            names = {Path(name).name for name in opened.namelist()}
-        assert names & libraries == (set() if compiler else libraries)
-        assert names & {"failure.txt", "native.cc"} == ({"failure.txt"} if compiler else set())
-        failed = "so XLA runs instead: /bin/false failed: exit status 1"
-        assert ("is not built" in said, failed in said) == (bool(compiler),) * 2
+    path = str(clone / "pallas_kernels/native")
+    environment = os.environ | {"PYTHONPATH": path, "CXX": "/bin/false"}
+    options = dict(cwd=clone, env=environment, capture_output=True, text=True, check=True)
+    said = subprocess.run([sys.executable, "-c", code, str(wheels)], **options).stderr
+    (wheel,) = wheels.iterdir()
+    assert re.search("-py3-none-(?!any)", wheel.name)  # for a platform and any Python
+    with zipfile.ZipFile(wheel) as opened:
+        names = {Path(name).name for name in opened.namelist()}
+    assert "failure.txt" in names
+    assert not [name for name in names if name.endswith((".so", ".cc"))]
+    assert "is not built" in said
+    assert "so XLA runs instead: /bin/false failed: exit status 1" in said
 
 
 @pytest.mark.thorough

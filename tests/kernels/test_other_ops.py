@@ -1,7 +1,6 @@
 """Experts and shared numerics, beyond their tables."""
 
 import contextlib
-import dataclasses
 import functools
 
 import jax
@@ -93,17 +92,6 @@ def test_kernels_are_in_programs_and_do_not_count_them(op, monkeypatch):
     jax.clear_caches()
     assert are_traced
     assert all(are_traced)
-
-
-@pytest.mark.parametrize("nodes", [3, 13])
-def test_two_grids_of_one_kernel(nodes):
-    """Heads of several blocks after heads of one, and blocks of one size (jax #40847)."""
-    case = mamba2_layer.CASES["gate, no norm"].but(batch=1, nodes=nodes)
-    for size in (16, 128, 64):
-        layout = dataclasses.replace(
-            mamba2_layer.PLAIN, num_heads=2, x_heads=2, head_dim=size, state_size=128
-        )
-        OPS["mamba2_layer"].check(case.but(layout=layout), "pallas_interpret")
 
 
 def test_heads_are_kept_out_of_the_projection_on_a_tpu(monkeypatch):

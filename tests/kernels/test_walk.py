@@ -1,4 +1,4 @@
-"""The order in which kernels visit trees and paths."""
+"""The order in which kernels visit trees."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,8 +32,3 @@ def test_every_node_follows_its_parent(nodes):
         assert sorted(visited) == np.flatnonzero(mask[tree][is_query].any(axis=0)).tolist()
         left_out = [node for node, _, _ in codes[count:]]
         assert sorted([*visited, *left_out]) == [0, *range(nodes)]
-
-
-def test_steps_of_paths():
-    path = np.array([[1, 0, 1, 1], [0, 0, 0, 0]], bool)
-    np.testing.assert_array_equal(walk.steps(jnp.asarray(path)), [[3, 0, 2, 3, 0, 0], [0] * 6])

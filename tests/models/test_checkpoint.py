@@ -97,7 +97,8 @@ def test_a_checkpoint_of_format_1_loads():
 def test_the_type_is_chosen_when_loading(saved):
     loaded = st.from_pretrained(saved, dtype="bfloat16")
     assert loaded.embedding.dtype == jnp.bfloat16
-    assert loaded.blocks[0].mixer.A_log.dtype == jnp.float32
+    mixer = loaded.blocks[0].mixer
+    assert mixer.A_log.dtype == mixer.dt_bias.dtype == mixer.D.dtype == jnp.float32
     refusal("float32 or bfloat16, got float16", st.from_pretrained, saved, dtype="float16")
 
 

@@ -189,41 +189,6 @@ def test_kernels_multiply_the_root_of_a_tree_as_a_single_node(eight_bits):
     np.testing.assert_array_equal(*roots)
 
 
-def test_hidden_states_and_logits_are_two_halves_of_a_forward():
-    model = random_model(SIXTEENS)
-    cache = prefill(model, random_tokens(model, BATCH, 5), [5, 3])[1]
-    drafts, tree = jnp.asarray(random_tokens(model, BATCH, TREE.num_nodes)), whole_tree(TREE)
-    hidden, pending, after = jax.jit(lambda model, *arguments: model.tree(*arguments))(
-        model, drafts, tree, cache
-    )
-    assert hidden.shape == (BATCH, TREE.num_nodes, model.config.d_model)
-    # After the norm and before its weight each row has a mean square of 1.
-    scale = model.final_norm_scale[...]
-    mean_square = np.square(np.asarray(hidden / scale)).mean(axis=-1)
-    assert_allclose(mean_square, 1.0, atol=1e-3)
-    logits, *rest = tree_forward(model, drafts, tree, cache)
-    assert_close(model.logits(hidden), logits)
-    jax.tree.map(assert_close, rest, [pending, after])
-    last, _, _ = jax.jit(lambda model, *arguments: model.tree_forward(*arguments, num_logits=3))(
-        model, drafts, tree, cache
-    )
-    assert_allclose(last, logits[:, -3:], atol=1e-5)
-
-
-@pytest.mark.thorough
-def test_bfloat16_keeps_state_and_logits_in_float32():
-    model = tiny_model("plain", dtype="bfloat16")
-    tokens = random_tokens(model, BATCH, LENGTH)
-    logits, cache = prefill(model, tokens, [LENGTH, 4])
-    assert logits.dtype == jnp.float32
-    assert {layer.ssm.dtype.name for layer in cache} == {"float32"}
-    assert {layer.conv.dtype.name for layer in cache} == {"bfloat16"}
-    mixer = model.blocks[0].mixer
-    assert mixer.A_log.dtype == mixer.dt_bias.dtype == mixer.D.dtype == jnp.float32
-    exact = oracle.logits(model, tokens[0])[-1]
-    assert np.abs(np.asarray(logits)[0] - exact).max() < 0.05 * np.abs(exact).max()
-
-
 @pytest.mark.parametrize(
     ("weight", "wide"),
     [

@@ -121,10 +121,6 @@ def test_prefixes_of_others_are_refused_when_they_are_submitted():
         (larger.read([3, 1, 4]), too_large),
     ):
         refusal(message, own.submit, dataclasses.replace(request, after=after))
-    refusal("after was read with another model", st.generate, other, [[1]], after=whole)
-
-    # Equal weights are the same model.
-    assert st.generate(nnx.clone(model), [[]], after=whole, max_new_tokens=3).lengths == [3]
 
 
 def test_new_weights_forget_what_the_old_ones_have_read():
@@ -179,6 +175,11 @@ def test_new_weights_forget_what_the_old_ones_have_read():
         (dict(prefix_cache_bytes=-1), "prefix_cache_bytes must be an integer, at least 0"),
         # Requests: the last one is refused, and waits for nothing.
         (dict(request=dict(prompt=[1] * 30, max_new_tokens=11)), "in all 41, and the limit is 40"),
+        (dict(request=dict(max_new_tokens=11, max_length=12)), "in all 13, and the limit is 12"),
+        (
+            dict(before=dict(filters=[st.TopK(2)]), request=dict(filters=[st.TopP(0.9)])),
+            "requests that wait or run have .*use another scheduler",
+        ),
         (dict(drafter="iid", topology=TREE, before=SAMPLED, request={}), "needs temperature > 0"),
         (dict(verifier="greedy", before={}, request=SAMPLED), "exact at temperature 0 only"),
         (dict(request=[1, 2]), r"must be a Request, got \[1, 2\]; submit\(st.Request\(\[1, 2, 3\]"),

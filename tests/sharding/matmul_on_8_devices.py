@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 
@@ -18,18 +18,18 @@ from tests.cases.matmul import DTYPES
 pytestmark = NEEDS_NATIVE
 run = functools.partial(matmul, implementation="native")
 COLUMNS = 512
-DENSE = np.random.default_rng(0).normal(size=(3, 300, COLUMNS)).astype(np.float32)
+DENSE = np.random.default_rng(0).normal(size=(300, COLUMNS)).astype(np.float32)
 X = np.random.default_rng(1).normal(size=(16, 300)).astype(np.float32)
 
 
-def mesh_of(*sizes):
-    return Mesh(np.array(jax.devices()).reshape(sizes), ("rows", "columns")[: len(sizes)])
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("rows", "columns"))
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_device_multiplies_its_rows_and_columns(dtype, check_vma):
-    matrix = PackedMatrix.pack(DENSE[0], dtype)
+    matrix = PackedMatrix.pack(DENSE, dtype)
 
     def local(x, blocks, scales):
         return run(x, PackedMatrix(blocks, scales, 300, COLUMNS // 4))
@@ -37,7 +37,7 @@ def test_each_device_multiplies_its_rows_and_columns(dtype, check_vma):
     of_blocks = P("columns")
     sharded = jax.shard_map(
         local,
-        mesh=mesh_of(2, 4),
+        mesh=mesh(),
         in_specs=(P("rows"), of_blocks, None if matrix.scales is None else of_blocks),
         out_specs=P("rows", "columns"),
         check_vma=check_vma,
@@ -49,40 +49,22 @@ def test_each_device_multiplies_its_rows_and_columns(dtype, check_vma):
 
 def test_each_device_runs_the_kernel_on_its_columns():
     """Of a matrix that is not packed; replication cannot be checked, as in programs of models."""
-    x, matrix = (jnp.asarray(array[..., :64, :64], jnp.bfloat16) for array in (X, DENSE[0]))
+    x, matrix = (jnp.asarray(array[:64, :64], jnp.bfloat16) for array in (X, DENSE))
     product = functools.partial(matmul, implementation="pallas_interpret")
     options = dict(in_specs=(P("rows"), P(None, "columns")), out_specs=P("rows", "columns"))
-    sharded = jax.shard_map(product, mesh=mesh_of(2, 4), check_vma=False, **options)
+    sharded = jax.shard_map(product, mesh=mesh(), check_vma=False, **options)
     assert_array_equal(jax.jit(sharded)(x, matrix), product(x, matrix))
-
-
-def test_each_device_has_rows_of_several_matrices():
-    matrix = PackedMatrix.pack(DENSE, "int8")
-    which = np.random.default_rng(2).integers(3, size=16).astype(np.int32)
-    sharded = jax.shard_map(
-        run, mesh=mesh_of(8), in_specs=(P("rows"), P(), P("rows")), out_specs=P("rows")
-    )
-    got = jax.jit(sharded)(X, matrix, which)
-    assert_array_equal(got, run(jnp.asarray(X), matrix, jnp.asarray(which)))
-
-
-def test_xla_may_cut_the_rows():
-    """It brings them together: the product is one call."""
-    matrix = PackedMatrix.pack(DENSE[0], "bfloat16")
-    x = jax.device_put(X, NamedSharding(mesh_of(8), P("rows")))
-    y = jax.jit(run)(x, matrix)
-    assert_array_equal(y, run(jnp.asarray(X), matrix))
 
 
 def test_devices_at_once():
     """Each calls from its own thread."""
-    matrix = PackedMatrix.pack(DENSE[0])
+    matrix = PackedMatrix.pack(DENSE)
     want = run(jnp.asarray(X), matrix)
     placed = {device: jax.device_put((X, matrix), device) for device in jax.devices()}
     for device, y in [(d, jax.jit(run)(*each)) for _ in range(20) for d, each in placed.items()]:
         assert y.devices() == {device}
         assert_array_equal(y, want)
     with jax.default_device(jax.devices()[3]):
-        y = jax.jit(run)(X, PackedMatrix.pack(DENSE[0]))
+        y = jax.jit(run)(X, PackedMatrix.pack(DENSE))
         assert y.devices() == {jax.devices()[3]}
         assert_array_equal(y, want)

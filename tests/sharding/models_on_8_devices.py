@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import stree_jax as st
@@ -13,15 +12,11 @@ from stree_jax.mesh.partition import ONE_DEVICE, ROWS
 from stree_jax.mesh.programs import over_mesh
 from stree_jax.models.cache import path_to
 from stree_jax.models.identity import identity
-from stree_jax.testing import HYBRIDS, random_model
+from stree_jax.testing import random_model
 from tests.helpers import assert_same_model
 from tests.sharding.configs import CONFIGS
 from tests.sharding.meshes import (
-    PROMPTS,
     TREE,
-    assert_same,
-    decode,
-    drafts,
     mesh_of,
     model_of,
     sharded,
@@ -144,18 +139,3 @@ def test_each_device_has_its_part():
     kernel = model.blocks[1].mixer.in_proj.kernel[...]
     assert kernel.shape == (16, 48)
     assert {shard.data.shape for shard in kernel.addressable_shards} == {(16, 12)}
-
-
-def test_weights_may_be_sharded_by_hand():
-    """Without `shard`: XLA inserts the collectives."""
-    model = random_model(HYBRIDS["bamba"].with_layers(("mamba2", "attention")))
-    mesh = Mesh(np.array(jax.devices()[:2]), ("m",))
-
-    def placed(leaf):
-        axes = [None] * (leaf.ndim - 1) + ["m" if leaf.shape[-1] % 2 == 0 else None]
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
-
-    graph, weights = nnx.split(model)
-    by_hand = nnx.merge(graph, jax.tree.map(placed, weights))
-    want = decode(model, PROMPTS[:2])
-    assert_same(decode(by_hand, PROMPTS[:2], **drafts("chain", by_hand)), want)

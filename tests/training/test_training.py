@@ -310,8 +310,8 @@ def test_the_recipe_of_an_embedded_model(name):
 
 
 @thorough
-def test_the_loss_of_medusa_heads(tmp_path):
-    """Against a loop over heads and positions; multipliers and padding count. It can be learned."""
+def test_the_loss_of_medusa_heads():
+    """Against a loop over heads and positions; multipliers and padding count."""
     for name in ("falcon_h1 hybrid", "groups"):
         target = tiny_model(name)
         heads = st.MedusaHeads(target, num_heads=2, rngs=nnx.Rngs(0))
@@ -329,29 +329,3 @@ def test_the_loss_of_medusa_heads(tmp_path):
             want += weight * np.mean(terms) / 1.8
         got = jax.jit(medusa_loss)(heads, target, tokens)
         assert_allclose(got, want, rtol=1e-4)
-
-    def loss(heads, tokens, target):
-        return medusa_loss(heads, target, tokens)
-
-    reports = fit(heads, loss, lambda step: batch(0), TRAINING, tmp_path / "steps", target)
-    losses = [report.loss for report in reports]
-    assert losses[-1] < 0.97 * losses[0]
-
-
-@thorough
-def test_a_failed_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    from orbax.checkpoint import v1 as ocp
-
-    save = ocp.training.Checkpointer.save
-
-    def fail_at_six(self, step, state, **options):
-        if step == 6:
-            raise OSError("disk full")
-        return save(self, step, state, **options)
-
-    monkeypatch.setattr(ocp.training.Checkpointer, "save", fail_at_six)
-    with pytest.raises(OSError, match="disk full"):
-        fitted(tmp_path / "run")
-    monkeypatch.undo()
-    rest = fitted(tmp_path / "run")
-    assert rest[0].step == 4

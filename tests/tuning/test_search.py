@@ -43,14 +43,9 @@ def expected(forest, accept, depth=0):
     return total
 
 
-def tau(topology, accept):
-    """Of a topology whose children are in the order of rank."""
-    odds = [1.0] * topology.num_nodes
-    for node, parent in enumerate(topology.parents):
-        if parent >= 0:
-            rank = topology.children[parent].index(node)
-            odds[node] = odds[parent] * accept[topology.depths[parent], rank]
-    return sum(odds)
+def forest_of(topology, node=0):
+    """Its children are in the order of rank."""
+    return tuple(forest_of(topology, child) for child in topology.children[node])
 
 
 def costs(target=1.0, level=0.0):
@@ -64,8 +59,8 @@ def test_best_trees_are_the_best_of_all_ordered_trees(seed, max_depth):
     accept = -np.sort(-rng.dirichlet(np.ones(8), size=6)[:, :7], axis=1)
     found = best_trees(accept, costs(), 7, max_depth)
     for nodes in range(2, 8):
-        best = max(1 + expected(forest, accept[:max_depth]) for forest in forests(nodes - 1))
-        ours = max(tau(t, accept) for t in found if t.num_nodes == nodes)
+        best = max(expected(forest, accept[:max_depth]) for forest in forests(nodes - 1))
+        ours = max(expected(forest_of(t), accept) for t in found if t.num_nodes == nodes)
         assert ours == pytest.approx(best, abs=1e-12)
     assert all(t.depth <= max_depth for t in found)
 
