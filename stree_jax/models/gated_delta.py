@@ -45,7 +45,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.numerics import Product, rounded, total
 from stree_jax.array_types import Array, Float, Float32, Lengths
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import require, require_integer, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import Nodes, Replay, mixer_cuts, register
 from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
@@ -88,14 +88,12 @@ class GatedDeltaConfig(RecurrentConfig):
     shared_sizes: ClassVar[tuple[str, ...]] = ("num_groups",)
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "head_dim", "num_groups", "state_size", "chunk_size"):
-            require_integer(self, name, 1)
         require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
+        require_integers(self)
         require(
             self.num_heads % self.num_groups == 0,
             f"num_groups = {self.num_groups} does not divide num_heads = {self.num_heads}",
         )
-        require_integer(self, "gate_rank", 1, optional=True)
         require(
             self.lower_bound is None or self.lower_bound < 0,
             f"lower_bound must be below 0, or None; got {self.lower_bound}",

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import KVCache, NodeKV, rms_norm
 from pallas_kernels.numerics import Product
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import require, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.attention import (
     AttentionCache,
@@ -79,9 +79,7 @@ class LatentAttentionConfig(LayerConfig):
     equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "latent_size", "head_dim", "value_dim", "rotary_dim"):
-            require_integer(self, name, 1)
-        require_integer(self, "query_rank", 1, optional=True)
+        require_integers(self)
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
         self.rotation()  # which refuses channels that cannot be rotated
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pallas_kernels.numerics import Product, activate, gated
 from stree_jax.array_types import Array, Float
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import require, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, NoCache, mixer_cuts, register, require_activation
 from stree_jax.models.layers import MixerModule, New
@@ -41,7 +41,7 @@ class MlpConfig(LayerConfig):
     equal_sizes: ClassVar[tuple[str, ...]] = ("hidden_size",)
 
     def __post_init__(self) -> None:
-        require_integer(self, "hidden_size", 1)
+        require_integers(self)
         require_activation(self)
         require(
             self.limit is None or (self.limit > 0 and self.gated),

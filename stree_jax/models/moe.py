@@ -11,7 +11,7 @@ from jax import lax
 from pallas_kernels import expert_mlps
 from pallas_kernels.numerics import rounded, sum_in_order, total
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import require, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Sizes, register, share, within
 from stree_jax.models.layers import New
@@ -64,12 +64,7 @@ class MoeConfig(LayerConfig):
     equal_to_the_bit: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_active", "hidden_size"):
-            require_integer(self, name, 1)
-        for name in ("num_router_groups", "num_active_groups"):
-            require_integer(self, name, 1)
-        require_integer(self, "latent_size", 1, optional=True)
-        require_integer(self, "shared_size", 0)
+        require_integers(self)
         for limit in (self.limit, self.shared_limit):
             self._mlp(1, limit)  # which checks the fields of both
         routers = ("softmax", "sigmoid")

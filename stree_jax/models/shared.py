@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import rms_norm
 from pallas_kernels.numerics import Product, total
 from stree_jax.array_types import Array, Float, Lengths
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import require, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.attention import (
     AttentionCache,
@@ -56,8 +56,7 @@ class SharedConfig(LayerConfig):
     is_shared: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require_integer(self, "num_blocks", 1)
-        require_integer(self, "adapter_rank", 1)
+        require_integers(self)
 
     @property
     def blocks(self) -> tuple[AttentionConfig, MlpConfig]:
