@@ -19,7 +19,6 @@ in chunks of 512. But a prompt would then have other bits than a tree, so nothin
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -38,7 +37,6 @@ from stree_jax.models.attention import (
 )
 from stree_jax.models.layer import LayerConfig, mixer_cuts, register
 from stree_jax.models.layers import New
-from stree_jax.models.matrices import Matrix
 
 
 @register("latent_attention")
@@ -138,19 +136,13 @@ class LatentAttentionMixer(AttentionMixer):
     def make(self, d_model: int, new: New) -> None:
         c = self.config
         self._layout = c.rotation().layout
-
-        def of_heads(inputs: int, outputs: int) -> Matrix:
-            shape = (c.num_heads, inputs, outputs)
-            normal = jax.random.normal(new.rngs.params(), shape, new.dtype)
-            return Matrix(inputs**-0.5 * normal)
-
         self.in_proj = new.linear(d_model, sum(c.column_sizes), False)
         self.latent_norm_scale = nnx.Param(jnp.ones(c.latent_size, new.dtype))
         if c.query_rank is not None:
             self.query_norm_scale = nnx.Param(jnp.ones(c.query_rank, new.dtype))
             self.query_up = new.linear(c.query_rank, c.query_size, False)
-        self.key_up = of_heads(c.head_dim, c.latent_size)
-        self.value_up = of_heads(c.latent_size, c.value_dim)
+        self.key_up = new.matrix(c.num_heads, c.head_dim, c.latent_size)
+        self.value_up = new.matrix(c.num_heads, c.latent_size, c.value_dim)
         self.out_proj = new.linear(c.num_heads * c.value_dim, d_model, False, new.out_scale)
 
     def _project(self, u: Array, adapter: Array | None) -> Projected:

@@ -105,6 +105,16 @@ class New:
         options["implementation"] = self.implementation
         return linear(in_size, out_size, bias=bias, **options)
 
+    def matrix(self, *shape: int, scale: float = 1.0) -> Matrix:
+        """A matrix `[I, O]`, or several `[E, I, O]`, without a layer around it."""
+        normal = jax.random.normal(self.rngs.params(), shape, self.dtype)
+        return Matrix(scale * shape[-2] ** -0.5 * normal)
+
+    def layer(self, config: Any, d_model: int, scale: float = 1.0) -> Any:
+        """A layer inside of the layer; `scale` is that of its last weights."""
+        options: dict[str, Any] = dict(dtype=self.dtype, rngs=self.rngs, out_scale=scale)
+        return config.build(d_model, implementation=self.implementation, **options)
+
     def conv(self, width: int, channels: int, bias: bool) -> tuple[nnx.Param, nnx.Param | None]:
         """Weight and bias of a depthwise convolution over tokens, as torch draws them."""
         bound = width**-0.5

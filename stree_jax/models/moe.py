@@ -15,8 +15,7 @@ from stree_jax.checks import require, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Sizes, register, share, within
 from stree_jax.models.layers import New
-from stree_jax.models.matrices import Matrix
-from stree_jax.models.mlp import Mlp, MlpConfig, Pointwise
+from stree_jax.models.mlp import MlpConfig, Pointwise
 
 _NARROWEST = 16  # fewest channels of an expert that a kernel multiplies
 
@@ -154,27 +153,19 @@ class MixtureOfExperts(Pointwise):
     config: MoeConfig
 
     def make(self, d_model: int, new: New) -> None:
-        c, rngs, dtype = self.config, new.rngs, new.dtype
+        c = self.config
         width = d_model if c.latent_size is None else c.latent_size
-
-        def drawn(*shape: int, scale: float = 1.0) -> Matrix:
-            normal = jax.random.normal(rngs.params(), shape, dtype)
-            return Matrix(scale * shape[-2] ** -0.5 * normal)
-
-        self.router = drawn(d_model, c.num_experts)
+        self.router = new.matrix(d_model, c.num_experts)
         self.correction = (
             nnx.Param(jnp.zeros(c.num_experts, jnp.float32)) if c.router == "sigmoid" else None
         )
-        self.experts_in = drawn(c.experts_held, width, (1 + c.gated) * c.hidden_size)
-        self.experts_out = drawn(c.experts_held, c.hidden_size, width, scale=new.out_scale)
+        self.experts_in = new.matrix(c.experts_held, width, (1 + c.gated) * c.hidden_size)
+        self.experts_out = new.matrix(c.experts_held, c.hidden_size, width, scale=new.out_scale)
         self.latent_in = None if c.latent_size is None else new.linear(d_model, width, False)
         self.latent_out = None if c.latent_size is None else new.linear(width, d_model, False)
         shared = c.shared_mlp
-        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs, implementation=self.implementation)
-        self.shared = (
-            Mlp(shared, d_model, out_scale=new.out_scale, **options) if c.shared_size else None
-        )
-        self.shared_gate = drawn(d_model, 1) if c.shared_gate else None
+        self.shared = new.layer(shared, d_model, new.out_scale) if c.shared_size else None
+        self.shared_gate = new.matrix(d_model, 1) if c.shared_gate else None
 
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """The function of one position."""

@@ -20,13 +20,12 @@ from stree_jax.mesh.partition import Cut
 from stree_jax.models.attention import (
     AttentionCache,
     AttentionConfig,
-    AttentionMixer,
     AttentionPending,
 )
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, register
 from stree_jax.models.layers import Made, New
 from stree_jax.models.mamba2 import Mamba2Config
-from stree_jax.models.mlp import Mlp, MlpConfig
+from stree_jax.models.mlp import MlpConfig
 
 
 @register("shared")
@@ -101,11 +100,9 @@ class SharedTransformer(Made):
     def make(self, d_model: int, new: New) -> None:
         attention, mlp = self.config.blocks
         self.norm_scale = nnx.Param(jnp.ones(attention.input_multiple * d_model, new.dtype))
-        options: dict[str, Any] = dict(dtype=new.dtype, rngs=new.rngs)
-        options["implementation"] = self.implementation
-        self.attention = AttentionMixer(attention, d_model, **options)
+        self.attention = new.layer(attention, d_model)
         self.mlp_norm_scale = nnx.Param(jnp.ones(d_model, new.dtype))
-        self.mlp = Mlp(mlp, d_model, **options)
+        self.mlp = new.layer(mlp, d_model)
 
 
 class Adapter(nnx.Module):
