@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import DeferredRMSNorm
-from pallas_kernels.numerics import ACTIVATIONS
 from stree_jax.array_types import Array, Bool, Int, Lengths
 from stree_jax.checks import require
 from stree_jax.mesh.partition import DATA, ROWS, Cut, Segments
@@ -239,11 +238,3 @@ def mixer_cuts(
 def share(units: int, shards: int) -> int:
     """Units of one shard; at least one if there are any, which neighbours then share."""
     return 0 if units == 0 else max(1, units // shards)
-
-
-def require_activation(config: Any) -> None:
-    """A field `activation` must be known."""
-    require(
-        config.activation in ACTIVATIONS,
-        f"activation must be one of {ACTIVATIONS}, got {config.activation!r:.80}",
-    )

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from pallas_kernels.numerics import Product, activate, gated
+from pallas_kernels.numerics import ACTIVATIONS, Product, activate, gated
 from stree_jax.array_types import Array, Float
 from stree_jax.checks import require, require_integers
 from stree_jax.mesh.partition import Cut
-from stree_jax.models.layer import LayerConfig, NoCache, mixer_cuts, register, require_activation
+from stree_jax.models.layer import LayerConfig, NoCache, mixer_cuts, register
 from stree_jax.models.layers import MixerModule, New
 
 
@@ -42,7 +42,10 @@ class MlpConfig(LayerConfig):
 
     def __post_init__(self) -> None:
         require_integers(self)
-        require_activation(self)
+        require(
+            self.activation in ACTIVATIONS,
+            f"activation must be one of {ACTIVATIONS}, got {self.activation!r:.80}",
+        )
         require(
             self.limit is None or (self.limit > 0 and self.gated),
             f"limit must be above 0, in a gated MLP, or None; got {self.limit}",
