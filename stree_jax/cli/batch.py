@@ -15,11 +15,11 @@ from rich.console import Console
 import stree_jax as st
 from stree_jax.checkpoint.directories import named_errors
 from stree_jax.checks import check_int
-from stree_jax.cli.loading import Loaded
 from stree_jax.cli.options import Generate, wanted
 from stree_jax.cli.prompts import SOURCE, prompt_of, read_lines, source_of
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.prompts import MAX_TOKENS, typed_key
+from stree_jax.loading import Loaded
 from stree_jax.measuring.report import progress_bar
 from stree_jax.messages import shown
 
