@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -367,7 +366,6 @@ class HybridLM(Partitioned):
                 return mixer.tree(u, Nodes(tree, gather_index, cache[i], prefixes[i], replays[i]))
 
             hidden, pendings, caches = self._layers(stream, run, inner)
-            self._check_pending(pendings, *tree.parents.shape)
             return hidden, pendings, caches
 
     def logits(self, hidden: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
@@ -467,18 +465,6 @@ class HybridLM(Partitioned):
         hidden_states = jnp.concatenate(hidden, axis=-1) if states else hidden[0]
         return hidden_states, *zip(*records, strict=True)
 
-    def _check_pending(self, pending: Pending, batch: int, num_nodes: int) -> None:
-        """Refuses records that `init_pending` does not announce: the loop could not carry them."""
-        for layer, record in dict(zip(self._own_config().layers, pending, strict=True)).items():
-            sizes = batch, num_nodes, self.activation_dtype
-            wanted = _shapes(jax.eval_shape(functools.partial(layer.init_pending, *sizes)))
-            have = _shapes(record)
-            if have != wanted:
-                raise ValueError(
-                    f"a {layer.kind!r} mixer returns a pending record {shown(have)}, but its"
-                    f" config's `init_pending` gives {shown(wanted)}"
-                )
-
     def _stream(
         self, tokens: Array, implementation: str | None, valid: Array | None = None
     ) -> ResidualStream:
@@ -521,10 +507,6 @@ class HybridLM(Partitioned):
             else:
                 mixers.append(block.mixer)
         return mixers
-
-
-def _shapes(arrays: Any) -> Any:
-    return jax.tree.map(lambda array: f"{array.dtype}{[*array.shape]}", arrays)
 
 
 def embedded_tokens(
