@@ -134,7 +134,6 @@ class AttentionConfig(LayerConfig):
     rotary_pairs: int | None = None
     gate_per_head: bool = False
 
-    has_memory: ClassVar[bool] = True
     equal_to_the_bit: ClassVar[bool] = True
     equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads", "mlp_dim")
     shared_sizes: ClassVar[tuple[str, ...]] = ("num_kv_heads",)

@@ -72,7 +72,6 @@ class LatentAttentionConfig(LayerConfig):
     window: ClassVar[None] = None  # as its mixer's base asks
     has_kernel: ClassVar[bool] = False
     output_multiplier: ClassVar[float] = 1.0
-    has_memory: ClassVar[bool] = True
     equal_to_the_bit: ClassVar[bool] = True
     equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
 

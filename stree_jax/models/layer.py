@@ -105,7 +105,6 @@ class LayerConfig:
     """
 
     kind: ClassVar[str]
-    has_memory: ClassVar[bool] = False
     is_shared: ClassVar[bool] = False  # its output goes to the next layer's input, see `shared.py`
     # Whether outputs of packed models are equal to the bit in trees, batches and chunks, where XLA
     # chooses the order of no sum.
@@ -115,6 +114,11 @@ class LayerConfig:
     equal_sizes: ClassVar[tuple[str, ...]] = ()
     shared_sizes: ClassVar[tuple[str, ...]] = ()
     norm_after = False  # its norm is that of its output (Olmo), not of its input
+
+    @property
+    def has_memory(self) -> bool:
+        """True if a token depends on others: it has a cache."""
+        return type(self).init_cache is not LayerConfig.init_cache
 
     def build(self, d_model: int, **options: Any) -> Any:
         """The mixer, with new weights; options are those of `layers.Made`."""

@@ -29,7 +29,6 @@ class ParallelConfig(LayerConfig):
     mamba2: Mamba2Config
     attention: AttentionConfig
 
-    has_memory: ClassVar[bool] = True
     equal_to_the_bit: ClassVar[bool] = True
 
     def check_next(self, below: LayerConfig | None) -> None:

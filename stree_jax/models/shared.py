@@ -50,7 +50,6 @@ class SharedConfig(LayerConfig):
     attention: AttentionConfig | None = None
     mlp: MlpConfig | None = None
 
-    has_memory: ClassVar[bool] = True
     equal_to_the_bit: ClassVar[bool] = True
     is_shared: ClassVar[bool] = True
 

@@ -36,7 +36,6 @@ class ShortConvConfig(LayerConfig):
     conv_width: int = 3
     bias: bool = False
 
-    has_memory: ClassVar[bool] = True
     equal_to_the_bit: ClassVar[bool] = True
     equal_sizes: ClassVar[tuple[str, ...]] = ("num_channels",)
 
