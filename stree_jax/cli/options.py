@@ -43,6 +43,11 @@ class Demo:
     """Decode with the embedded models: without drafts, with a chain, with a tree."""
 
     max_new_tokens: int = Option(64, help="Maximum number of new tokens per prompt.")
+    target: str | None = Option(
+        None, help="Target model instead of the embedded one: directory or hub name."
+    )
+    draft: str | None = Option(None, help="Draft model of --target.")
+    ignore_field: list[str] = _IGNORE_FIELD
 
 
 def _of_drafts() -> Any:

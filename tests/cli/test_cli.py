@@ -241,9 +241,9 @@ def check_demo(text):
 
 
 @thorough
-def test_demo_of_a_pair(tiny_pair, output, monkeypatch):
-    monkeypatch.setattr(st, "demo_path", lambda name: tiny_pair / name)
-    check_demo(output("demo", "--max-new-tokens", 8))
+def test_demo_of_a_pair(tiny_pair, output):
+    pair = ["--target", tiny_pair / "target", "--draft", tiny_pair / "draft"]
+    check_demo(output("demo", "--max-new-tokens", 8, *pair))
 
 
 @pytest.mark.slow
