@@ -23,7 +23,6 @@ from stree_jax.models.parallel import ParallelConfig as ParallelConfig  # regist
 from stree_jax.models.presets import PRESETS
 
 _MAX_LAYERS = 8192  # a damaged or hostile file may claim any number
-_MAX_WIDTH = 2**31 - 1
 # The others' outputs may have a norm that is not computed yet.
 _SANDWICHED = ("short_conv", "attention", "mlp", "moe")
 _MOST_SHARDS = 256  # suggested by error messages
@@ -264,9 +263,9 @@ class ModelConfig:
             ValueError: `head_dim` does not divide `expand * d_model`, or `attention_layers` has an
                 index out of range.
         """
-        check_int("d_model", d_model, 1, _MAX_WIDTH)
+        check_int("d_model", d_model, 1)
         check_int("num_layers", num_layers, 1, _MAX_LAYERS)
-        check_int("expand", expand, 1, _MAX_WIDTH)
+        check_int("expand", expand, 1)
         check_int("head_dim", head_dim, 1)
         require(
             expand * d_model % head_dim == 0,
