@@ -14,7 +14,7 @@ values.
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,9 +134,9 @@ class AttentionConfig(LayerConfig):
     rotary_pairs: int | None = None
     gate_per_head: bool = False
 
-    equal_to_the_bit: ClassVar[bool] = True
-    equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads", "mlp_dim")
-    shared_sizes: ClassVar[tuple[str, ...]] = ("num_kv_heads",)
+    equal_to_the_bit = True
+    equal_sizes = ("num_heads", "mlp_dim")
+    shared_sizes = ("num_kv_heads",)
 
     def __post_init__(self) -> None:
         require_integers(self)

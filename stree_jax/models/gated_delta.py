@@ -23,7 +23,7 @@ that it was made from, and no other.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +83,9 @@ class GatedDeltaConfig(RecurrentConfig):
     gate_rank: int | None = None
     lower_bound: float | None = None
 
-    dtype_of_x: ClassVar[DTypeLike | None] = jnp.float32  # corrections enter the state as they are
-    equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
-    shared_sizes: ClassVar[tuple[str, ...]] = ("num_groups",)
+    dtype_of_x = jnp.float32  # corrections enter the state as they are
+    equal_sizes = ("num_heads",)
+    shared_sizes = ("num_groups",)
 
     def __post_init__(self) -> None:
         require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)

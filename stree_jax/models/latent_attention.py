@@ -17,7 +17,7 @@ in chunks of 512. But a prompt would then have other bits than a tree, so nothin
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -69,11 +69,11 @@ class LatentAttentionConfig(LayerConfig):
     output_gate: bool = False
     norm_eps: float = 1e-6
 
-    window: ClassVar[None] = None  # as its mixer's base asks
-    has_kernel: ClassVar[bool] = False
-    output_multiplier: ClassVar[float] = 1.0
-    equal_to_the_bit: ClassVar[bool] = True
-    equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
+    window = None  # as its mixer's base asks
+    has_kernel = False
+    output_multiplier = 1.0
+    equal_to_the_bit = True
+    equal_sizes = ("num_heads",)
 
     def __post_init__(self) -> None:
         require_integers(self)

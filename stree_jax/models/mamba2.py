@@ -66,7 +66,7 @@ class RecurrentConfig(LayerConfig):
     """A layer with a state for each head, and a convolution before it."""
 
     conv_width: int
-    equal_to_the_bit: ClassVar[bool] = True
+    equal_to_the_bit = True
     dtype_of_x: ClassVar[DTypeLike | None] = None  # in pending records; None: that of the others
 
     @property

@@ -1,7 +1,7 @@
 """MLPs with the interface of a mixer: a separate layer of the stack."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from pallas_kernels.numerics import ACTIVATIONS, Product, activate, gated
 from stree_jax.array_types import Array, Float
@@ -37,8 +37,8 @@ class MlpConfig(LayerConfig):
     output_multiplier: float = 1.0
     norm_after: bool = False
     limit: float | None = None
-    equal_to_the_bit: ClassVar[bool] = True
-    equal_sizes: ClassVar[tuple[str, ...]] = ("hidden_size",)
+    equal_to_the_bit = True
+    equal_sizes = ("hidden_size",)
 
     def __post_init__(self) -> None:
         require_integers(self)

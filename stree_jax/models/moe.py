@@ -1,7 +1,7 @@
 """A mixture of experts as a layer (Granite, Nemotron-H, LFM2)."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class MoeConfig(LayerConfig):
     norm_eps: float = 1e-20
     limit: float | None = None
     shared_limit: float | None = None
-    equal_to_the_bit: ClassVar[bool] = True
+    equal_to_the_bit = True
 
     def __post_init__(self) -> None:
         require_integers(self)

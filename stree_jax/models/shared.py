@@ -6,7 +6,7 @@ out_proj(y)                          added to the next layer's input
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -50,8 +50,8 @@ class SharedConfig(LayerConfig):
     attention: AttentionConfig | None = None
     mlp: MlpConfig | None = None
 
-    equal_to_the_bit: ClassVar[bool] = True
-    is_shared: ClassVar[bool] = True
+    equal_to_the_bit = True
+    is_shared = True
 
     def __post_init__(self) -> None:
         require_integers(self)

@@ -7,7 +7,7 @@ The model is Liquid AI's LFM2 (Amini et al. 2025, arXiv:2511.23404). Its cache i
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -36,8 +36,8 @@ class ShortConvConfig(LayerConfig):
     conv_width: int = 3
     bias: bool = False
 
-    equal_to_the_bit: ClassVar[bool] = True
-    equal_sizes: ClassVar[tuple[str, ...]] = ("num_channels",)
+    equal_to_the_bit = True
+    equal_sizes = ("num_channels",)
 
     def __post_init__(self) -> None:
         require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
