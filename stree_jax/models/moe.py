@@ -163,19 +163,18 @@ class MixtureOfExperts(Pointwise):
         self.experts_out = new.matrix(c.experts_held, c.hidden_size, width, scale=new.out_scale)
         self.latent_in = None if c.latent_size is None else new.linear(d_model, width, False)
         self.latent_out = None if c.latent_size is None else new.linear(width, d_model, False)
-        shared = c.shared_mlp
-        self.shared = new.layer(shared, d_model, new.out_scale) if c.shared_size else None
+        self.shared = new.layer(c.shared_mlp, d_model, new.out_scale) if c.shared_size else None
         self.shared_gate = new.matrix(d_model, 1) if c.shared_gate else None
 
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """The function of one position."""
+        c = self.config
         weights, chosen = self._route(u.reshape(-1, u.shape[-1]))
-        if self.config.experts_held < self.config.num_experts:
-            weights, chosen = self.shard.own_choices(weights, chosen, self.config.experts_held)
+        if c.experts_held < c.num_experts:
+            weights, chosen = self.shard.own_choices(weights, chosen, c.experts_held)
         x = u if self.latent_in is None else self.latent_in(u)
         rows, into = self.experts_in.storage.operand(x.reshape(-1, x.shape[-1]))
         rows, out = self.experts_out.storage.operand(rows)
-        c = self.config
         how: dict[str, Any] = dict(activation=c.activation, gated=c.gated, limit=c.limit)
         y = self.run(expert_mlps, rows, weights, chosen, into, out, **how).reshape(x.shape)
         y = y if self.latent_out is None else self.latent_out(y)
