@@ -134,9 +134,10 @@ class HybridLM(Partitioned):
             Block(layer, config, dtype=dtype, rngs=rngs, implementation=implementation)
             for layer in config.layers
         )
-        options: dict[str, Any] = dict(dtype=dtype, implementation=implementation)
         self.shared = nnx.List(
-            SharedTransformer(shared, config.d_model, rngs=rngs, **options)
+            SharedTransformer(
+                shared, config.d_model, dtype=dtype, rngs=rngs, implementation=implementation
+            )
             for shared in filter(None, [config.shared])
             for _ in range(shared.num_blocks)
         )
@@ -193,9 +194,13 @@ class HybridLM(Partitioned):
         return structure, nnx.to_pure_dict(weights)
 
     def on(self, partition: Partition) -> tuple[nnx.GraphDef, dict]:
-        options: dict[str, Any] = dict(dtype=self.dtype, implementation=self.implementation)
-        kinds = matrices.quantized_kinds(self)
-        return self.abstract(self.config, partition=partition, quantized=kinds, **options)
+        return self.abstract(
+            self.config,
+            dtype=self.dtype,
+            implementation=self.implementation,
+            partition=partition,
+            quantized=matrices.quantized_kinds(self),
+        )
 
     @jax.transfer_guard("allow")
     def in_first(self) -> "HybridLM":

@@ -175,8 +175,17 @@ class MixtureOfExperts(Pointwise):
         x = u if self.latent_in is None else self.latent_in(u)
         rows, into = self.experts_in.storage.operand(x.reshape(-1, x.shape[-1]))
         rows, out = self.experts_out.storage.operand(rows)
-        how: dict[str, Any] = dict(activation=c.activation, gated=c.gated, limit=c.limit)
-        y = self.run(expert_mlps, rows, weights, chosen, into, out, **how).reshape(x.shape)
+        y = self.run(
+            expert_mlps,
+            rows,
+            weights,
+            chosen,
+            into,
+            out,
+            activation=c.activation,
+            gated=c.gated,
+            limit=c.limit,
+        ).reshape(x.shape)
         y = y if self.latent_out is None else self.latent_out(y)
         if self.shared is not None:
             shared = total(self.shared.apply(u))

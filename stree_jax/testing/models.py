@@ -95,8 +95,7 @@ def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
 
 def _of_layers(*layers: Any) -> ModelConfig:
     """A small hybrid of these layers, some of which have one kind and differ."""
-    sizes: dict[str, Any] = dict(tie_embeddings=False, residual_float32=False)
-    return ModelConfig(vocab_size=37, d_model=16, layers=layers, **sizes)
+    return ModelConfig(37, 16, layers, tie_embeddings=False, residual_float32=False)
 
 
 _EXPERTS = MoeConfig(num_experts=4, num_active=2, hidden_size=12, shared_size=10)
