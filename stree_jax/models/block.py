@@ -19,7 +19,8 @@ class Block(nnx.Module):
     def __init__(
         self, layer: LayerConfig, config: ModelConfig, *, dtype: DTypeLike, **options: Any
     ):
-        self.is_shared, self.norm_after = layer.is_shared, layer.norm_after
+        self.kind, self.is_shared = layer.kind, layer.is_shared
+        self.norm_after = layer.norm_after
         # A "shared" layer has its norm among the weights that it shares.
         scale = jnp.ones(config.d_model, jnp.float32 if config.norm_float32 else dtype)
         self.norm_scale = None if self.is_shared else nnx.Param(scale)
