@@ -12,7 +12,7 @@ trees.
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,6 @@ class RecurrenceConfig(LayerConfig):
     """A layer with `width` channels of state."""
 
     width: int
-
-    has_memory: ClassVar[bool] = True
 
     def build(self, d_model, *, dtype, rngs, **_):
         return Recurrence(self, d_model, dtype, rngs)

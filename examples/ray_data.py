@@ -19,7 +19,7 @@ import ray
 
 import stree_jax as st
 from stree_jax.cli.batch import opened, prepared, records, write_record
-from stree_jax.cli.loading import load
+from stree_jax.cli.generate import load
 from stree_jax.cli.options import Generate
 from stree_jax.cli.prompts import read_lines
 

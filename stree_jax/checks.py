@@ -98,6 +98,17 @@ def require_integer(
     require(value < 1 << bits, f"{name} must be below 2**{bits}, got {shown(value)}")
 
 
+def require_integers(config: Any) -> None:
+    """Each field of type int must be an integer: from 0 on if that is its default, else from 1 on.
+
+    A field of type `int | None` may be None.
+    """
+    for field in dataclasses.fields(config):
+        if field.type in (int, int | None):
+            least, optional = int(field.default != 0), field.type is not int
+            require_integer(config, field.name, least, optional=optional)
+
+
 def plain_fields(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a table as a dataclass has it: with floats where it has floats."""
     fields = dict(values)

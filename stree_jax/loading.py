@@ -39,19 +39,18 @@ class Chosen(NamedTuple):
 
     option: str | None = None  # "draft", "ngram" or a kind of head
     path: str | None = None
-    ignore: Sequence[str] = ()  # unknown config fields, of all checkpoints of the command
     quantize: str | None = None
 
 
 def chosen(target: str | None, words: Mapping[str, Any]) -> Chosen:
     """The drafter of the words, for a target; None: the embedded one."""
-    drafters, ignore = all_chosen(target, words), words.get("ignore_field", ())
+    drafters = all_chosen(target, words)
     if words.get("ngram"):
-        drafters.append(Chosen("ngram", ignore=ignore))
+        drafters.append(Chosen("ngram"))
     if len(drafters) > 1:
         options = " and ".join(f"--{drafter.option}" for drafter in drafters)
         raise ValueError(f"{options} each select a drafter; choose one")
-    return drafters[0] if drafters else Chosen(ignore=ignore)
+    return drafters[0] if drafters else Chosen()
 
 
 def all_chosen(target: str | None, words: Mapping[str, Any]) -> list[Chosen]:
@@ -69,9 +68,7 @@ def all_chosen(target: str | None, words: Mapping[str, Any]) -> list[Chosen]:
         paths["draft"] = str(st.demo_path("draft"))
     quantize = words.get("draft_quantize")
     drafters = [
-        Chosen(option, path, words.get("ignore_field", ()), quantize)
-        for option, path in paths.items()
-        if path is not None
+        Chosen(option, path, quantize) for option, path in paths.items() if path is not None
     ]
     if not drafters and quantize is not None:
         raise ValueError(
@@ -110,13 +107,14 @@ def check_drafter(option: str | None, trees: Sequence[str], mesh: str | None) ->
 def load_models(
     target: str | Path,
     drafter: Chosen,
+    ignore: Sequence[str] = (),
     *,
     kind: str = "",
     sharpness: float | None = None,
     **options: Any,
 ) -> tuple[st.HybridLM, st.Drafter | None]:
     """Loads a target, and its drafter for a kind of tree."""
-    model, (draft,) = load_all(target, [drafter], drafter.ignore, **options)
+    model, (draft,) = load_all(target, [drafter], ignore, **options)
     return model, drafter_of(drafter, draft, kind, sharpness)
 
 
@@ -130,7 +128,10 @@ def load_all(
     quantize: str | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[st.HybridLM, list[Any]]:
-    """Loads a target, and what `drafter_of` makes each drafter of."""
+    """Loads a target, and what `drafter_of` makes each drafter of.
+
+    `ignore` are unknown config fields, each of one of the checkpoints or of several.
+    """
     changes = None if adapter is None else find(adapter, adapter=True)
     paths = (drafter.path for drafter in drafters)
     of_target, of_adapter, *of_drafters = _ignored_fields(ignore, target, changes, *paths)
@@ -240,7 +241,7 @@ def load(
     drafter = chosen(checkpoint, drafts)
     topology = None if tree is None else parse_tree(tree)
     if tree is not None and topology is None:  # the tuned result: do not draft
-        drafter = Chosen(ignore=drafter.ignore)
+        drafter = Chosen()
     kind = "" if tree is None else kind_of(tree)
     if mesh is None and distributed:
         raise ValueError("--distributed goes with --mesh, such as --mesh data=2,model=4")
@@ -255,6 +256,7 @@ def load(
     model, loaded = load_models(
         checkpoint,
         drafter,
+        drafts.get("ignore_field", ()),
         adapter=adapter,
         dtype=dtype,
         quantize=quantize,
@@ -293,14 +295,12 @@ def parse_mesh(spec: str) -> Mesh:
 
 def join_processes() -> None:
     """Joins the other processes of this command; must be the first use of jax."""
-    numbers: list[int | None] = []
-    for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
-        value = os.environ.get(name)
-        if value is not None and not re.fullmatch("[0-9]{1,6}", value, re.ASCII):
-            raise ValueError(f"{name} must be a number, got {value:.80}")
-        numbers.append(None if value is None else int(value))
+    count, number = map(os.environ.get, ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
     try:
-        jax.distributed.initialize(num_processes=numbers[0], process_id=numbers[1])
+        jax.distributed.initialize(
+            num_processes=None if count is None else int(count),
+            process_id=None if number is None else int(number),
+        )
     except Exception as error:  # jax raises many types
         raise ValueError(
             f"--distributed found no other processes ({first_line(error)}); start one on each host"

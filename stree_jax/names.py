@@ -9,8 +9,7 @@ from pallas_kernels.matmul import QuantizedMatrix
 
 def dotted(path: tuple[Any, ...]) -> str:
     """A path of `jax.tree` as a name."""
-    keys = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))) for key in path)
-    return ".".join(map(str, keys))
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def flatten(tree: object) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.style import Style
 
 import stree_jax as st
+from stree_jax import loading
 from stree_jax.cli.batch import run_batch
-from stree_jax.cli.loading import Loaded, load
 from stree_jax.cli.options import Generate, wanted
 from stree_jax.decoding.options import Options
 from stree_jax.decoding.verifiers import LOSSY_VERIFIERS
-from stree_jax.loading import sampling
+from stree_jax.loading import WORDS, Loaded, sampling
 
 _OF_PROMPTS = {
     "output": "its text is written to the terminal",
@@ -28,6 +28,12 @@ _OF_PROMPT = {
     "show": "its texts are written as JSON lines",
     "distributed": "a file has one process",
 }
+
+
+def load(command: Generate) -> Loaded:
+    """Loads models and tokenizer."""
+    words = {name: value for name, value in vars(command).items() if name in WORDS}
+    return loading.load(command.checkpoint, **words)
 
 
 def run_generate(command: Generate) -> int:

@@ -38,7 +38,12 @@ def run_tune_tree(command: TuneTree) -> None:
     if any(question.is_plain for question in questions):
         console.print(PLAIN_TURNS)
     models = load_models(
-        target, drafter, adapter=command.adapter, dtype=command.dtype, quantize=command.quantize
+        target,
+        drafter,
+        command.ignore_field,
+        adapter=command.adapter,
+        dtype=command.dtype,
+        quantize=command.quantize,
     )
     with progress_bar(console) as show:
         report = st.tune(

@@ -14,7 +14,7 @@ values.
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.numerics import Product, activate, scaled, total
 from stree_jax.array_types import Array, Bool, Float, Int, Lengths
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import require, require_integer, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, mixer_cuts, register
 from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
@@ -71,7 +71,7 @@ class RopeScaling:
     original_length: int
 
     def __post_init__(self) -> None:
-        require_integer(self, "original_length", 1)
+        require_integers(self)
         require(
             self.factor > 0 and 0 < self.low_freq_factor < self.high_freq_factor,
             "need factor > 0 and 0 < low_freq_factor < high_freq_factor, got"
@@ -134,18 +134,13 @@ class AttentionConfig(LayerConfig):
     rotary_pairs: int | None = None
     gate_per_head: bool = False
 
-    has_memory: ClassVar[bool] = True
-    equal_to_the_bit: ClassVar[bool] = True
-    equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads", "mlp_dim")
-    shared_sizes: ClassVar[tuple[str, ...]] = ("num_kv_heads",)
+    equal_to_the_bit = True
+    equal_sizes = ("num_heads", "mlp_dim")
+    shared_sizes = ("num_kv_heads",)
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim", "input_multiple"):
-            require_integer(self, name, 1)
-        for name in ("rotary_dim", "mlp_dim"):
-            require_integer(self, name, 0)
+        require_integers(self)
         require_integer(self, "conv_width", 0, bits=CONV_WIDTH_BITS)
-        require_integer(self, "window", 1, optional=True)
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}",
@@ -155,7 +150,6 @@ class AttentionConfig(LayerConfig):
             f"rotary_dim must be even and at most head_dim = {self.head_dim},"
             f" got {self.rotary_dim}",
         )
-        require_integer(self, "rotary_pairs", 0, optional=True)
         require(
             self.rotary_pairs is None or self.rotary_pairs <= self.rotary_dim // 2,
             f"rotary_pairs must be at most rotary_dim / 2 = {self.rotary_dim // 2},"

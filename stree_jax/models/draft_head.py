@@ -85,8 +85,14 @@ class TargetHead(nnx.Module):
 
     def linear(self, in_size: int, out_size: int, rngs: nnx.Rngs, bias: bool = False) -> Projection:
         """A linear layer."""
-        options: dict[str, Any] = dict(dtype=self.dtype, rngs=rngs)
-        return linear(in_size, out_size, bias=bias, implementation=self.implementation, **options)
+        return linear(
+            in_size,
+            out_size,
+            bias=bias,
+            dtype=self.dtype,
+            rngs=rngs,
+            implementation=self.implementation,
+        )
 
     def scale(self) -> nnx.Param:
         """The weight of a norm."""

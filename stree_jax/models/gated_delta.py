@@ -23,7 +23,7 @@ that it was made from, and no other.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.numerics import Product, rounded, total
 from stree_jax.array_types import Array, Float, Float32, Lengths
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import require, require_integer, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import Nodes, Replay, mixer_cuts, register
 from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
@@ -83,19 +83,17 @@ class GatedDeltaConfig(RecurrentConfig):
     gate_rank: int | None = None
     lower_bound: float | None = None
 
-    dtype_of_x: ClassVar[DTypeLike | None] = jnp.float32  # corrections enter the state as they are
-    equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
-    shared_sizes: ClassVar[tuple[str, ...]] = ("num_groups",)
+    dtype_of_x = jnp.float32  # corrections enter the state as they are
+    equal_sizes = ("num_heads",)
+    shared_sizes = ("num_groups",)
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "head_dim", "num_groups", "state_size", "chunk_size"):
-            require_integer(self, name, 1)
         require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
+        require_integers(self)
         require(
             self.num_heads % self.num_groups == 0,
             f"num_groups = {self.num_groups} does not divide num_heads = {self.num_heads}",
         )
-        require_integer(self, "gate_rank", 1, optional=True)
         require(
             self.lower_bound is None or self.lower_bound < 0,
             f"lower_bound must be below 0, or None; got {self.lower_bound}",

@@ -17,9 +17,8 @@ in chunks of 512. But a prompt would then have other bits than a tree, so nothin
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -27,7 +26,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import KVCache, NodeKV, rms_norm
 from pallas_kernels.numerics import Product
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import require, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.attention import (
     AttentionCache,
@@ -38,7 +37,6 @@ from stree_jax.models.attention import (
 )
 from stree_jax.models.layer import LayerConfig, mixer_cuts, register
 from stree_jax.models.layers import New
-from stree_jax.models.matrices import Matrix
 
 
 @register("latent_attention")
@@ -71,17 +69,14 @@ class LatentAttentionConfig(LayerConfig):
     output_gate: bool = False
     norm_eps: float = 1e-6
 
-    window: ClassVar[None] = None  # as its mixer's base asks
-    has_kernel: ClassVar[bool] = False
-    output_multiplier: ClassVar[float] = 1.0
-    has_memory: ClassVar[bool] = True
-    equal_to_the_bit: ClassVar[bool] = True
-    equal_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)
+    window = None  # as its mixer's base asks
+    has_kernel = False
+    output_multiplier = 1.0
+    equal_to_the_bit = True
+    equal_sizes = ("num_heads",)
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "latent_size", "head_dim", "value_dim", "rotary_dim"):
-            require_integer(self, name, 1)
-        require_integer(self, "query_rank", 1, optional=True)
+        require_integers(self)
         require(self.norm_eps > 0, f"norm_eps must be above 0, got {self.norm_eps}")
         self.rotation()  # which refuses channels that cannot be rotated
 
@@ -140,19 +135,13 @@ class LatentAttentionMixer(AttentionMixer):
     def make(self, d_model: int, new: New) -> None:
         c = self.config
         self._layout = c.rotation().layout
-
-        def of_heads(inputs: int, outputs: int) -> Matrix:
-            shape = (c.num_heads, inputs, outputs)
-            normal = jax.random.normal(new.rngs.params(), shape, new.dtype)
-            return Matrix(inputs**-0.5 * normal)
-
         self.in_proj = new.linear(d_model, sum(c.column_sizes), False)
         self.latent_norm_scale = nnx.Param(jnp.ones(c.latent_size, new.dtype))
         if c.query_rank is not None:
             self.query_norm_scale = nnx.Param(jnp.ones(c.query_rank, new.dtype))
             self.query_up = new.linear(c.query_rank, c.query_size, False)
-        self.key_up = of_heads(c.head_dim, c.latent_size)
-        self.value_up = of_heads(c.latent_size, c.value_dim)
+        self.key_up = new.matrix(c.num_heads, c.head_dim, c.latent_size)
+        self.value_up = new.matrix(c.num_heads, c.latent_size, c.value_dim)
         self.out_proj = new.linear(c.num_heads * c.value_dim, d_model, False, new.out_scale)
 
     def _project(self, u: Array, adapter: Array | None) -> Projected:

@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_kernels import DeferredRMSNorm
-from pallas_kernels.numerics import ACTIVATIONS
 from stree_jax.array_types import Array, Bool, Int, Lengths
 from stree_jax.checks import require
 from stree_jax.mesh.partition import DATA, ROWS, Cut, Segments
@@ -106,7 +105,6 @@ class LayerConfig:
     """
 
     kind: ClassVar[str]
-    has_memory: ClassVar[bool] = False
     is_shared: ClassVar[bool] = False  # its output goes to the next layer's input, see `shared.py`
     # Whether outputs of packed models are equal to the bit in trees, batches and chunks, where XLA
     # chooses the order of no sum.
@@ -116,6 +114,11 @@ class LayerConfig:
     equal_sizes: ClassVar[tuple[str, ...]] = ()
     shared_sizes: ClassVar[tuple[str, ...]] = ()
     norm_after = False  # its norm is that of its output (Olmo), not of its input
+
+    @property
+    def has_memory(self) -> bool:
+        """True if a token depends on others: it has a cache."""
+        return type(self).init_cache is not LayerConfig.init_cache
 
     def build(self, d_model: int, **options: Any) -> Any:
         """The mixer, with new weights; options are those of `layers.Made`."""
@@ -239,11 +242,3 @@ def mixer_cuts(
 def share(units: int, shards: int) -> int:
     """Units of one shard; at least one if there are any, which neighbours then share."""
     return 0 if units == 0 else max(1, units // shards)
-
-
-def require_activation(config: Any) -> None:
-    """A field `activation` must be known."""
-    require(
-        config.activation in ACTIVATIONS,
-        f"activation must be one of {ACTIVATIONS}, got {config.activation!r:.80}",
-    )

@@ -44,8 +44,11 @@ class Projection(nnx.Module):
         """The first half of the outputs, activated, times the second half."""
         if self.bias is not None:
             return gated(activation, self(inputs))
-        options: dict[str, Any] = dict(gate=activation, implementation=self.implementation)
-        return total(self.kernel.product_in_parts(inputs, **options))
+        return total(
+            self.kernel.product_in_parts(
+                inputs, gate=activation, implementation=self.implementation
+            )
+        )
 
     def wide(self, inputs: Float[Array, "*rows inputs"]) -> Float32[Array, "*rows outputs"]:
         """The product in float32, without the bias."""
@@ -101,9 +104,30 @@ class New:
 
     def linear(self, in_size: int, out_size: int, bias: bool, scale: float = 1.0) -> Projection:
         """A linear layer."""
-        options: dict[str, Any] = dict(dtype=self.dtype, rngs=self.rngs, scale=scale)
-        options["implementation"] = self.implementation
-        return linear(in_size, out_size, bias=bias, **options)
+        return linear(
+            in_size,
+            out_size,
+            bias=bias,
+            dtype=self.dtype,
+            rngs=self.rngs,
+            scale=scale,
+            implementation=self.implementation,
+        )
+
+    def matrix(self, *shape: int, scale: float = 1.0) -> Matrix:
+        """A matrix `[I, O]`, or several `[E, I, O]`, without a layer around it."""
+        normal = jax.random.normal(self.rngs.params(), shape, self.dtype)
+        return Matrix(scale * shape[-2] ** -0.5 * normal)
+
+    def layer(self, config: Any, d_model: int, scale: float = 1.0) -> Any:
+        """A layer inside of the layer; `scale` is that of its last weights."""
+        return config.build(
+            d_model,
+            dtype=self.dtype,
+            rngs=self.rngs,
+            out_scale=scale,
+            implementation=self.implementation,
+        )
 
     def conv(self, width: int, channels: int, bias: bool) -> tuple[nnx.Param, nnx.Param | None]:
         """Weight and bias of a depthwise convolution over tokens, as torch draws them."""

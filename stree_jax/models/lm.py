@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -135,9 +134,10 @@ class HybridLM(Partitioned):
             Block(layer, config, dtype=dtype, rngs=rngs, implementation=implementation)
             for layer in config.layers
         )
-        options: dict[str, Any] = dict(dtype=dtype, implementation=implementation)
         self.shared = nnx.List(
-            SharedTransformer(shared, config.d_model, rngs=rngs, **options)
+            SharedTransformer(
+                shared, config.d_model, dtype=dtype, rngs=rngs, implementation=implementation
+            )
             for shared in filter(None, [config.shared])
             for _ in range(shared.num_blocks)
         )
@@ -153,7 +153,7 @@ class HybridLM(Partitioned):
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         partition: Partition = ONE_DEVICE,
-        quantized: Mapping[str, str] | Collection[str] = (),
+        quantized: Mapping[str, str] | None = None,
     ) -> tuple[nnx.GraphDef, dict]:
         """A model without weights: its structure, and the shape and dtype of each weight by name.
 
@@ -161,8 +161,7 @@ class HybridLM(Partitioned):
         then copied: tracing all of them takes a time quadratic in their number.
 
         The shapes are those of one shard of the `partition`; the whole weights are the shards'
-        weights concatenated. The matrices in `quantized` have these kinds, "int8" or "int4"; "int8"
-        if it has names alone.
+        weights concatenated. The matrices in `quantized` have these kinds, "int8" or "int4".
 
         Raises:
             ValueError: the sizes of the model do not fit the partition, or no matrix has a name.
@@ -190,16 +189,18 @@ class HybridLM(Partitioned):
         model.config = config
         model.blocks = nnx.List(nnx.clone(block_of[layer]) for layer in config.layers)
         if quantized:
-            if not isinstance(quantized, Mapping):
-                quantized = dict.fromkeys(quantized, "int8")
             matrices.quantize_named(model, quantized)
         structure, weights = nnx.split(model)
         return structure, nnx.to_pure_dict(weights)
 
     def on(self, partition: Partition) -> tuple[nnx.GraphDef, dict]:
-        options: dict[str, Any] = dict(dtype=self.dtype, implementation=self.implementation)
-        kinds = matrices.quantized_kinds(self)
-        return self.abstract(self.config, partition=partition, quantized=kinds, **options)
+        return self.abstract(
+            self.config,
+            dtype=self.dtype,
+            implementation=self.implementation,
+            partition=partition,
+            quantized=matrices.quantized_kinds(self),
+        )
 
     @jax.transfer_guard("allow")
     def in_first(self) -> "HybridLM":
@@ -370,7 +371,6 @@ class HybridLM(Partitioned):
                 return mixer.tree(u, Nodes(tree, gather_index, cache[i], prefixes[i], replays[i]))
 
             hidden, pendings, caches = self._layers(stream, run, inner)
-            self._check_pending(pendings, *tree.parents.shape)
             return hidden, pendings, caches
 
     def logits(self, hidden: Float[Array, "B T M"]) -> Float32[Array, "B T V"]:
@@ -470,18 +470,6 @@ class HybridLM(Partitioned):
         hidden_states = jnp.concatenate(hidden, axis=-1) if states else hidden[0]
         return hidden_states, *zip(*records, strict=True)
 
-    def _check_pending(self, pending: Pending, batch: int, num_nodes: int) -> None:
-        """Refuses records that `init_pending` does not announce: the loop could not carry them."""
-        for layer, record in dict(zip(self._own_config().layers, pending, strict=True)).items():
-            sizes = batch, num_nodes, self.activation_dtype
-            wanted = _shapes(jax.eval_shape(functools.partial(layer.init_pending, *sizes)))
-            have = _shapes(record)
-            if have != wanted:
-                raise ValueError(
-                    f"a {layer.kind!r} mixer returns a pending record {shown(have)}, but its"
-                    f" config's `init_pending` gives {shown(wanted)}"
-                )
-
     def _stream(
         self, tokens: Array, implementation: str | None, valid: Array | None = None
     ) -> ResidualStream:
@@ -524,10 +512,6 @@ class HybridLM(Partitioned):
             else:
                 mixers.append(block.mixer)
         return mixers
-
-
-def _shapes(arrays: Any) -> Any:
-    return jax.tree.map(lambda array: f"{array.dtype}{[*array.shape]}", arrays)
 
 
 def embedded_tokens(

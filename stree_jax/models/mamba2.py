@@ -41,7 +41,7 @@ from pallas_kernels import (
 from pallas_kernels.numerics import Product, activate, scaled, total
 from pallas_kernels.rms_norm.xla import activated
 from stree_jax.array_types import Array, Bool, Float, Float32, Lengths
-from stree_jax.checks import is_number, require, require_integer
+from stree_jax.checks import is_number, require, require_integer, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.messages import shown
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, mixer_cuts, register, share
@@ -66,8 +66,7 @@ class RecurrentConfig(LayerConfig):
     """A layer with a state for each head, and a convolution before it."""
 
     conv_width: int
-    has_memory: ClassVar[bool] = True
-    equal_to_the_bit: ClassVar[bool] = True
+    equal_to_the_bit = True
     dtype_of_x: ClassVar[DTypeLike | None] = None  # in pending records; None: that of the others
 
     @property
@@ -146,12 +145,8 @@ class Mamba2Config(RecurrentConfig):
     chunk_size: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "head_dim", "state_size", "num_groups", "chunk_size"):
-            require_integer(self, name, 1)
-        for name in ("num_x_heads", "num_b_groups", "norm_groups"):
-            require_integer(self, name, 1, optional=True)
         require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
-        require_integer(self, "mlp_dim", 0)
+        require_integers(self)
         for name in ("num_groups", "num_x_heads", "num_b_groups"):
             value = getattr(self, name)
             require(

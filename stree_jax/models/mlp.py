@@ -1,13 +1,13 @@
 """MLPs with the interface of a mixer: a separate layer of the stack."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
-from pallas_kernels.numerics import Product, activate, gated
+from pallas_kernels.numerics import ACTIVATIONS, Product, activate, gated
 from stree_jax.array_types import Array, Float
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import require, require_integers
 from stree_jax.mesh.partition import Cut
-from stree_jax.models.layer import LayerConfig, NoCache, mixer_cuts, register, require_activation
+from stree_jax.models.layer import LayerConfig, NoCache, mixer_cuts, register
 from stree_jax.models.layers import MixerModule, New
 
 
@@ -37,12 +37,15 @@ class MlpConfig(LayerConfig):
     output_multiplier: float = 1.0
     norm_after: bool = False
     limit: float | None = None
-    equal_to_the_bit: ClassVar[bool] = True
-    equal_sizes: ClassVar[tuple[str, ...]] = ("hidden_size",)
+    equal_to_the_bit = True
+    equal_sizes = ("hidden_size",)
 
     def __post_init__(self) -> None:
-        require_integer(self, "hidden_size", 1)
-        require_activation(self)
+        require_integers(self)
+        require(
+            self.activation in ACTIVATIONS,
+            f"activation must be one of {ACTIVATIONS}, got {self.activation!r:.80}",
+        )
         require(
             self.limit is None or (self.limit > 0 and self.gated),
             f"limit must be above 0, in a gated MLP, or None; got {self.limit}",

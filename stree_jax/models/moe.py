@@ -1,7 +1,7 @@
 """A mixture of experts as a layer (Granite, Nemotron-H, LFM2)."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,11 @@ from jax import lax
 from pallas_kernels import expert_mlps
 from pallas_kernels.numerics import rounded, sum_in_order, total
 from stree_jax.array_types import Array, Float, Int
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import require, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Sizes, register, share, within
 from stree_jax.models.layers import New
-from stree_jax.models.matrices import Matrix
-from stree_jax.models.mlp import Mlp, MlpConfig, Pointwise
+from stree_jax.models.mlp import MlpConfig, Pointwise
 
 _NARROWEST = 16  # fewest channels of an expert that a kernel multiplies
 
@@ -61,15 +60,10 @@ class MoeConfig(LayerConfig):
     norm_eps: float = 1e-20
     limit: float | None = None
     shared_limit: float | None = None
-    equal_to_the_bit: ClassVar[bool] = True
+    equal_to_the_bit = True
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_active", "hidden_size"):
-            require_integer(self, name, 1)
-        for name in ("num_router_groups", "num_active_groups"):
-            require_integer(self, name, 1)
-        require_integer(self, "latent_size", 1, optional=True)
-        require_integer(self, "shared_size", 0)
+        require_integers(self)
         for limit in (self.limit, self.shared_limit):
             self._mlp(1, limit)  # which checks the fields of both
         routers = ("softmax", "sigmoid")
@@ -159,39 +153,39 @@ class MixtureOfExperts(Pointwise):
     config: MoeConfig
 
     def make(self, d_model: int, new: New) -> None:
-        c, rngs, dtype = self.config, new.rngs, new.dtype
+        c = self.config
         width = d_model if c.latent_size is None else c.latent_size
-
-        def drawn(*shape: int, scale: float = 1.0) -> Matrix:
-            normal = jax.random.normal(rngs.params(), shape, dtype)
-            return Matrix(scale * shape[-2] ** -0.5 * normal)
-
-        self.router = drawn(d_model, c.num_experts)
+        self.router = new.matrix(d_model, c.num_experts)
         self.correction = (
             nnx.Param(jnp.zeros(c.num_experts, jnp.float32)) if c.router == "sigmoid" else None
         )
-        self.experts_in = drawn(c.experts_held, width, (1 + c.gated) * c.hidden_size)
-        self.experts_out = drawn(c.experts_held, c.hidden_size, width, scale=new.out_scale)
+        self.experts_in = new.matrix(c.experts_held, width, (1 + c.gated) * c.hidden_size)
+        self.experts_out = new.matrix(c.experts_held, c.hidden_size, width, scale=new.out_scale)
         self.latent_in = None if c.latent_size is None else new.linear(d_model, width, False)
         self.latent_out = None if c.latent_size is None else new.linear(width, d_model, False)
-        shared = c.shared_mlp
-        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs, implementation=self.implementation)
-        self.shared = (
-            Mlp(shared, d_model, out_scale=new.out_scale, **options) if c.shared_size else None
-        )
-        self.shared_gate = drawn(d_model, 1) if c.shared_gate else None
+        self.shared = new.layer(c.shared_mlp, d_model, new.out_scale) if c.shared_size else None
+        self.shared_gate = new.matrix(d_model, 1) if c.shared_gate else None
 
     def apply(self, u: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         """The function of one position."""
+        c = self.config
         weights, chosen = self._route(u.reshape(-1, u.shape[-1]))
-        if self.config.experts_held < self.config.num_experts:
-            weights, chosen = self.shard.own_choices(weights, chosen, self.config.experts_held)
+        if c.experts_held < c.num_experts:
+            weights, chosen = self.shard.own_choices(weights, chosen, c.experts_held)
         x = u if self.latent_in is None else self.latent_in(u)
         rows, into = self.experts_in.storage.operand(x.reshape(-1, x.shape[-1]))
         rows, out = self.experts_out.storage.operand(rows)
-        c = self.config
-        how: dict[str, Any] = dict(activation=c.activation, gated=c.gated, limit=c.limit)
-        y = self.run(expert_mlps, rows, weights, chosen, into, out, **how).reshape(x.shape)
+        y = self.run(
+            expert_mlps,
+            rows,
+            weights,
+            chosen,
+            into,
+            out,
+            activation=c.activation,
+            gated=c.gated,
+            limit=c.limit,
+        ).reshape(x.shape)
         y = y if self.latent_out is None else self.latent_out(y)
         if self.shared is not None:
             shared = total(self.shared.apply(u))

@@ -1,7 +1,7 @@
 """Mamba-2 and attention in parallel, as in Falcon-H1: same input, outputs summed."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 from jax.typing import DTypeLike
@@ -29,8 +29,7 @@ class ParallelConfig(LayerConfig):
     mamba2: Mamba2Config
     attention: AttentionConfig
 
-    has_memory: ClassVar[bool] = True
-    equal_to_the_bit: ClassVar[bool] = True
+    equal_to_the_bit = True
 
     def check_next(self, below: LayerConfig | None) -> None:
         self.attention.check_next(below)

@@ -23,8 +23,13 @@ Preset = dict[str, Any]
 
 def _hybrid(vocab_size: int, d_model: int, layers: Iterable[Any], **options: Any) -> Preset:
     """A model whose residual stream has the dtype of its weights."""
-    sizes = dict(vocab_size=vocab_size, d_model=d_model, residual_float32=False)
-    return sizes | dict(layers=tuple(layers)) | options
+    return dict(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        layers=tuple(layers),
+        residual_float32=False,
+        **options,
+    )
 
 
 def _mixers(num_layers: int, attention_layers: Collection[int], kind: str = "mamba2") -> list[str]:

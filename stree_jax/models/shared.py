@@ -6,7 +6,7 @@ out_proj(y)                          added to the next layer's input
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,18 +15,17 @@ from jax.typing import DTypeLike
 from pallas_kernels import rms_norm
 from pallas_kernels.numerics import Product, total
 from stree_jax.array_types import Array, Float, Lengths
-from stree_jax.checks import require, require_integer
+from stree_jax.checks import require, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.attention import (
     AttentionCache,
     AttentionConfig,
-    AttentionMixer,
     AttentionPending,
 )
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, register
 from stree_jax.models.layers import Made, New
 from stree_jax.models.mamba2 import Mamba2Config
-from stree_jax.models.mlp import Mlp, MlpConfig
+from stree_jax.models.mlp import MlpConfig
 
 
 @register("shared")
@@ -51,13 +50,11 @@ class SharedConfig(LayerConfig):
     attention: AttentionConfig | None = None
     mlp: MlpConfig | None = None
 
-    has_memory: ClassVar[bool] = True
-    equal_to_the_bit: ClassVar[bool] = True
-    is_shared: ClassVar[bool] = True
+    equal_to_the_bit = True
+    is_shared = True
 
     def __post_init__(self) -> None:
-        require_integer(self, "num_blocks", 1)
-        require_integer(self, "adapter_rank", 1)
+        require_integers(self)
 
     @property
     def blocks(self) -> tuple[AttentionConfig, MlpConfig]:
@@ -102,11 +99,9 @@ class SharedTransformer(Made):
     def make(self, d_model: int, new: New) -> None:
         attention, mlp = self.config.blocks
         self.norm_scale = nnx.Param(jnp.ones(attention.input_multiple * d_model, new.dtype))
-        options: dict[str, Any] = dict(dtype=new.dtype, rngs=new.rngs)
-        options["implementation"] = self.implementation
-        self.attention = AttentionMixer(attention, d_model, **options)
+        self.attention = new.layer(attention, d_model)
         self.mlp_norm_scale = nnx.Param(jnp.ones(d_model, new.dtype))
-        self.mlp = Mlp(mlp, d_model, **options)
+        self.mlp = new.layer(mlp, d_model)
 
 
 class Adapter(nnx.Module):

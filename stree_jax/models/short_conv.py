@@ -7,7 +7,7 @@ The model is Liquid AI's LFM2 (Amini et al. 2025, arXiv:2511.23404). Its cache i
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import replay_conv_state, tree_conv1d
 from pallas_kernels.numerics import Product
 from stree_jax.array_types import Array, Float, Lengths
-from stree_jax.checks import require_integer
+from stree_jax.checks import require_integer, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, mixer_cuts, register
 from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
@@ -36,13 +36,12 @@ class ShortConvConfig(LayerConfig):
     conv_width: int = 3
     bias: bool = False
 
-    has_memory: ClassVar[bool] = True
-    equal_to_the_bit: ClassVar[bool] = True
-    equal_sizes: ClassVar[tuple[str, ...]] = ("num_channels",)
+    equal_to_the_bit = True
+    equal_sizes = ("num_channels",)
 
     def __post_init__(self) -> None:
-        require_integer(self, "num_channels", 1)
         require_integer(self, "conv_width", 2, bits=CONV_WIDTH_BITS)
+        require_integers(self)
 
     def build(self, d_model: int, **options: Any) -> "ShortConvMixer":
         return ShortConvMixer(self, d_model, **options)

@@ -32,7 +32,7 @@ _Module = TypeVar("_Module", bound=nnx.Module)
 MOST_ARRAYS = 1024  # of a model
 
 _SECTIONS = (1.1, 0.9, 1.2, 0.8, 1.3)
-_FEW: Any = dict(expand=1, head_dim=4, state_size=4, num_groups=4, num_x_heads=2, num_b_groups=2)
+_FEW: Any = dict(head_dim=4, state_size=4, num_groups=4, num_x_heads=2, num_b_groups=2)
 # One config for each group of options of Mamba-2. With tied embeddings a random model repeats
 # itself; that of "plain", which most tests of decoding use, is untied.
 CONFIGS: dict[str, ModelConfig] = {
@@ -48,8 +48,8 @@ CONFIGS: dict[str, ModelConfig] = {
         tie_embeddings=False,
         padded_vocab_size=40,
     ),
-    "mamba_in_llama": ModelConfig.tiny(**_FEW),
-    "repeated_first": ModelConfig.tiny(**_FEW, repeat_before_conv=True, norm_groups=2),
+    "mamba_in_llama": ModelConfig.tiny(expand=1, **_FEW),
+    "repeated_first": ModelConfig.tiny(expand=1, **_FEW, repeat_before_conv=True, norm_groups=2),
     "branch": ModelConfig.tiny(
         mlp_dim=6,
         norm="none",
@@ -61,9 +61,7 @@ CONFIGS: dict[str, ModelConfig] = {
 
 
 _MAMBA2 = Mamba2Config(num_heads=4, head_dim=8, state_size=8, chunk_size=8)
-_SMALL = dataclasses.replace(
-    _MAMBA2, head_dim=4, state_size=4, num_groups=4, num_x_heads=2, num_b_groups=2
-)
+_SMALL = dataclasses.replace(_MAMBA2, **_FEW)
 _DELTA = GatedDeltaConfig(num_heads=4, head_dim=8, num_groups=2, state_size=12, chunk_size=8)
 _ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
 _NORMED = dataclasses.replace(_ATTENTION, rotary_dim=8, qk_norm_eps=1e-5)
@@ -97,8 +95,7 @@ def _hybrid(layers: tuple[str, ...], **parts: Any) -> ModelConfig:
 
 def _of_layers(*layers: Any) -> ModelConfig:
     """A small hybrid of these layers, some of which have one kind and differ."""
-    sizes: dict[str, Any] = dict(tie_embeddings=False, residual_float32=False)
-    return ModelConfig(vocab_size=37, d_model=16, layers=layers, **sizes)
+    return ModelConfig(37, 16, layers, tie_embeddings=False, residual_float32=False)
 
 
 _EXPERTS = MoeConfig(num_experts=4, num_active=2, hidden_size=12, shared_size=10)

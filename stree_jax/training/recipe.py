@@ -82,15 +82,21 @@ class Training:
         if self.decay_steps is not None:
             decay = check_int("decay_steps", self.decay_steps, 1)
             most = self.steps - self.warmup_steps
-            at_most = f"decay_steps must be at most steps - warmup_steps = {most}, got {decay}"
-            require(decay <= most, at_most)
+            require(
+                decay <= most,
+                f"decay_steps must be at most steps - warmup_steps = {most}, got {decay}",
+            )
         for name in ("learning_rate", "weight_decay", "clip_norm", "generated"):
             value = getattr(self, name)
             require(value >= 0, f"{name} must be a number >= 0, got {value!r}")
-        known = f"products must be one of {_PRODUCTS}, got {shown(self.products)}"
-        require(self.products in _PRODUCTS, known)
-        fraction = f"generated must be a fraction from 0 to 1, got {self.generated}"
-        require(self.generated <= 1, fraction)
+        require(
+            self.products in _PRODUCTS,
+            f"products must be one of {_PRODUCTS}, got {shown(self.products)}",
+        )
+        require(
+            self.generated <= 1,
+            f"generated must be a fraction from 0 to 1, got {self.generated}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +179,7 @@ def _build(cls: Any, values: Any, where: str) -> Any:
     fields = [field for field in dataclasses.fields(cls) if field.compare]
     known = sorted(field.name for field in fields)
     for name in _table(values, where):
-        unknown = f"{where} has no field {shown(name)}; known: {', '.join(known)}"
-        require(name in known, unknown)
+        require(name in known, f"{where} has no field {shown(name)}; known: {', '.join(known)}")
     for field in fields:
         is_there = field.default is not dataclasses.MISSING or field.name in values
         require(is_there, f"{where} lacks {field.name!r}")
@@ -189,6 +194,5 @@ def _text(values: Any, recipe: Path, number: int) -> Text:
     where = f"{recipe}, [[text]] {number}"
     text = _build(Text, values, where)
     path = recipe.parent / text.path
-    absent = f"{where}: path = {shown(str(path))}, which does not exist"
-    require(os.path.isfile(path), absent)
+    require(os.path.isfile(path), f"{where}: path = {shown(str(path))}, which does not exist")
     return dataclasses.replace(text, path=str(path))

@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.numerics import Product, gated
 from stree_jax.array_types import Array
 from stree_jax.checkpoint.directories import plain_path
-from stree_jax.checkpoint.load import check_shapes
 from stree_jax.models.layers import Projection
 from stree_jax.models.lm import HybridLM
 from stree_jax.models.matrices import Matrix, in_first, quantized_kinds
@@ -104,12 +103,7 @@ def fit(
         if checkpointer.latest is not None:
             start = checkpointer.latest.step
             try:
-                stored = checkpointer.metadata(start).metadata
-                check_shapes(checkpoints, state["params"], stored["params"])
-                abstract = jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-                )
-                state = checkpointer.load(start, abstract_state=abstract)
+                state = checkpointer.load(start, abstract_state=state)  # of its types and places
             except Exception as error:  # Orbax raises many kinds
                 raise ValueError(
                     f"the run in {checkpoints} is damaged or has other shapes;"

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from stree_jax import HybridLM, ModelConfig, demo_path, generate
+from stree_jax import HybridLM, ModelConfig, demo_path
 from stree_jax.models import (
     AttentionConfig,
     GatedDeltaConfig,
@@ -124,24 +124,6 @@ REFUSED = [
 @by_message(("call", "message"), REFUSED)
 def test_refused(call, message):
     refusal(message, call)
-
-
-class Announcing(AttentionConfig):
-    """Announces a record of another type."""
-
-    def init_pending(self, batch, num_nodes, dtype):
-        return super().init_pending(batch, num_nodes, jnp.bfloat16)
-
-
-def test_a_record_that_is_not_announced_is_refused():
-    config = ModelConfig(**SMALL, layers=(Announcing(1, 1, 4),))
-    refusal(
-        "'attention' mixer returns .* `init_pending` gives",
-        generate,
-        model(config)(),
-        [[1, 2]],
-        max_new_tokens=2,
-    )
 
 
 def test_integers_in_fields_of_floats_are_floats():
