@@ -153,7 +153,7 @@ class HybridLM(Partitioned):
         dtype: DTypeLike = jnp.float32,
         implementation: str | None = None,
         partition: Partition = ONE_DEVICE,
-        quantized: Mapping[str, str] | None = None,
+        quantized: Mapping[str, str] | Collection[str] = (),
     ) -> tuple[nnx.GraphDef, dict]:
         """A model without weights: its structure, and the shape and dtype of each weight by name.
 
@@ -161,7 +161,8 @@ class HybridLM(Partitioned):
         then copied: tracing all of them takes a time quadratic in their number.
 
         The shapes are those of one shard of the `partition`; the whole weights are the shards'
-        weights concatenated. The matrices in `quantized` have these kinds, "int8" or "int4".
+        weights concatenated. The matrices in `quantized` have these kinds, "int8" or "int4"; "int8"
+        if it has names alone.
 
         Raises:
             ValueError: the sizes of the model do not fit the partition, or no matrix has a name.
@@ -189,6 +190,8 @@ class HybridLM(Partitioned):
         model.config = config
         model.blocks = nnx.List(nnx.clone(block_of[layer]) for layer in config.layers)
         if quantized:
+            if not isinstance(quantized, Mapping):
+                quantized = dict.fromkeys(quantized, "int8")
             matrices.quantize_named(model, quantized)
         structure, weights = nnx.split(model)
         return structure, nnx.to_pure_dict(weights)
