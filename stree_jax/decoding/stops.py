@@ -83,12 +83,9 @@ def stopping_of(stop: Any, tokenizer: Any, vocab_size: int) -> Stopping:
 
     Special tokens are no text: a string that is one is a stop of that token too.
     """
-    stops = listed_stops(stop)
+    stops = listed_stops(stop, vocab_size - 1)
     texts = tuple(stop for stop in stops if isinstance(stop, str))
     tokens = tuple(stop for stop in stops if not isinstance(stop, str))
-    for sequence in tokens:
-        for token in sequence:
-            check_int("a token of stop", token, 0, vocab_size - 1)
     if tokenizer is not None:
         tokenizer = as_tokenizer(tokenizer)
     if texts:
@@ -112,8 +109,8 @@ def stopping_of(stop: Any, tokenizer: Any, vocab_size: int) -> Stopping:
     return Stopping(tokens, texts, tokenizer)
 
 
-def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:
-    """The stops of a row: strings, and tuples of token ids."""
+def listed_stops(stop: Any, last: int | None = None) -> list[str | tuple[int, ...]]:
+    """The stops of a row: strings, and tuples of token ids, up to the last one if it is known."""
     if stop is None:
         return []
     if isinstance(stop, str):
@@ -130,7 +127,7 @@ def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:
         if isinstance(entry, str):
             checked.append(entry)
         else:
-            checked.append(tuple(check_int("a token of stop", token, 0) for token in entry))
+            checked.append(tuple(check_int("a token of stop", token, 0, last) for token in entry))
     return checked
 
 
@@ -143,17 +140,15 @@ def stops_of(
     machines: tuple["Machine", ...], min_new_tokens: tuple[int, ...], sizes: tuple[int, int]
 ) -> Stops:
     """The automata of a batch, padded to one size: at least these numbers of states and classes."""
-    different = [*dict.fromkeys(machines)]
-    of_all = zip(sizes, *(machine.sizes for machine in different), strict=True)
+    of_all = zip(sizes, *(machine.sizes for machine in machines), strict=True)
     states, classes = map(max, of_all)
-    tables = np.zeros((len(different), states, classes), np.int32)
-    for table, machine in zip(tables, different, strict=True):
+    tables = np.zeros((len(machines), states, classes), np.int32)
+    for table, machine in zip(tables, machines, strict=True):
         num_states, num_classes = machine.next_state.shape
         table[:num_states, :num_classes] = machine.next_state
-    rows = [different.index(machine) for machine in machines]
     return Stops(
         class_of=jnp.asarray(np.stack([machine.class_of for machine in machines])),
-        next_state=jnp.asarray(tables[rows]),
+        next_state=jnp.asarray(tables),
         min_new_tokens=jnp.asarray(np.array(min_new_tokens, np.int32)),
     )
 
