@@ -53,20 +53,19 @@ class Stopping:
                 kept = min(kept, len(tokens) - len(stop))
         if self.tokenizer is None:
             return kept, None
-        if not self.texts:
-            return kept, self.tokenizer.decode([*tokens[:kept]])
-        pieces = [*map(self._piece, tokens)]
-        ends = np.cumsum([len(piece) for piece in pieces])
-        data, before = b"".join(pieces), int(ends[-1]) - len(pieces[-1])
-        stops = map(str.encode, self.texts)
-        starts = [data.find(stop, max(0, before + 1 - len(stop))) for stop in stops]
-        start = min((start for start in starts if start >= 0), default=len(data))
-        kept = min(kept, int(np.searchsorted(ends, start, side="right")))
-        inside = start - (int(ends[kept - 1]) if kept else 0)
-        if kept == len(tokens) or not 0 < inside < len(pieces[kept]):
-            return kept, self.tokenizer.decode([*tokens[:kept]])
-        text = self.tokenizer.decode([*tokens[: kept + 1]])
-        beyond = pieces[kept][inside:].decode(errors="replace")
+        num_decoded, beyond = kept, ""
+        if self.texts:
+            pieces = [*map(self._piece, tokens)]
+            ends = np.cumsum([len(piece) for piece in pieces])
+            data, before = b"".join(pieces), int(ends[-1]) - len(pieces[-1])
+            stops = map(str.encode, self.texts)
+            starts = [data.find(stop, max(0, before + 1 - len(stop))) for stop in stops]
+            start = min((start for start in starts if start >= 0), default=len(data))
+            num_decoded = kept = min(kept, int(np.searchsorted(ends, start, side="right")))
+            inside = start - (int(ends[kept - 1]) if kept else 0)
+            if kept < len(tokens) and 0 < inside < len(pieces[kept]):
+                num_decoded, beyond = kept + 1, pieces[kept][inside:].decode(errors="replace")
+        text = self.tokenizer.decode([*tokens[:num_decoded]])
         return kept, text[: len(text) - len(beyond)]
 
     def size(self, token: int) -> int:
