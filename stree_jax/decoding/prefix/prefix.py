@@ -7,7 +7,7 @@ fits, or padded with zeros.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -208,30 +208,25 @@ def _cache_shapes(
 
 def same_rows(left: Any, right: Any) -> bool:
     """True if the arrays of two states differ in the number of rows only."""
-
-    def shapes(arrays: Any) -> tuple[Any, Any]:
-        leaves, structure = jax.tree.flatten(arrays)
-        return [(leaf.shape[1:], leaf.dtype) for leaf in leaves], structure
-
-    return shapes(left) == shapes(right)
+    return _kind(left, lambda shape: shape[1:]) == _kind(right, lambda shape: shape[1:])
 
 
 def is_alike(arrays: Any, wanted: Any) -> bool:
     """True if arrays differ from the wanted ones in the sizes of axes only."""
-    structure: Any = jax.tree.structure(arrays)
-    return structure == jax.tree.structure(wanted) and all(
-        leaf.dtype == example.dtype and leaf.ndim == example.ndim
-        for leaf, example in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
-    )
+    return _kind(arrays, len) == _kind(wanted, len)
 
 
 def fits(arrays: Any, wanted: Any) -> bool:
     """True if arrays are like the wanted ones, and no axis is larger."""
+    pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=False)
     return is_alike(arrays, wanted) and all(
-        size <= most
-        for leaf, example in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
-        for size, most in zip(leaf.shape, example.shape, strict=True)
+        np.less_equal(leaf.shape, example.shape).all() for leaf, example in pairs
     )
+
+
+def _kind(arrays: Any, of_shape: Callable[[tuple[int, ...]], Any]) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten(arrays)
+    return structure, [(leaf.dtype, of_shape(leaf.shape)) for leaf in leaves]
 
 
 def with_capacity(arrays: Any, wanted: Any) -> Any:
