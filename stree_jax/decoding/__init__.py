@@ -1,7 +1,7 @@
 """Drafters, verifiers and the one loop that runs them."""
 
 from stree_jax.decoding.draft_model import DraftModel, WholeModel, WholeModelState
-from stree_jax.decoding.head_model import HeadModel, HeadState
+from stree_jax.decoding.head_model import HeadModel, HeadState, with_last
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.prefix import slots
 from stree_jax.decoding.prompts import buffer_size, list_size
@@ -35,4 +35,5 @@ __all__ = [
     "position_noise",
     "slots",
     "token_bytes",
+    "with_last",
 ]

@@ -170,11 +170,14 @@ class HeadModel(DraftModel):
         kept = read & (state.known[:, None] | ~first)
         positions = state.kv.length[:, None] + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
         entries = self.head.entries(self.embedded(tokens), above, positions)
-        has_read = last >= 0
-        place = jnp.maximum(last, 0)[:, None, None]
-        new = jnp.take_along_axis(hidden, place, axis=1)[:, 0].astype(state.hidden.dtype)
-        return HeadState(
-            kv=replay_kv(state.kv, entries, kept),
-            hidden=jnp.where(has_read[:, None], new, state.hidden),
-            known=state.known | has_read,
-        )
+        return with_last(state, hidden, last)._replace(kv=replay_kv(state.kv, entries, kept))
+
+
+def with_last(state: Any, hidden: Float[Array, "B _ M"], last: Int[Array, " B"]) -> Any:
+    """A state with the target's at node `last` as `hidden`; rows where that is -1 keep theirs."""
+    is_active = last >= 0
+    place = jnp.maximum(last, 0)[:, None, None]
+    new = jnp.take_along_axis(hidden, place, axis=1)[:, 0].astype(state.hidden.dtype)
+    return state._replace(
+        hidden=jnp.where(is_active[:, None], new, state.hidden), known=state.known | is_active
+    )

@@ -183,9 +183,7 @@ class Options:
         return [field.name for field in dataclasses.fields(Options)]
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self.keys():
-            raise KeyError(name)
-        return getattr(self, name)
+        return vars(self)[name]
 
 
 def options_of_rows(options: Options | Sequence[Options] | Any, batch: int) -> list[Options]:

@@ -53,20 +53,19 @@ class Stopping:
                 kept = min(kept, len(tokens) - len(stop))
         if self.tokenizer is None:
             return kept, None
-        if not self.texts:
-            return kept, self.tokenizer.decode([*tokens[:kept]])
-        pieces = [*map(self._piece, tokens)]
-        ends = np.cumsum([len(piece) for piece in pieces])
-        data, before = b"".join(pieces), int(ends[-1]) - len(pieces[-1])
-        stops = map(str.encode, self.texts)
-        starts = [data.find(stop, max(0, before + 1 - len(stop))) for stop in stops]
-        start = min((start for start in starts if start >= 0), default=len(data))
-        kept = min(kept, int(np.searchsorted(ends, start, side="right")))
-        inside = start - (int(ends[kept - 1]) if kept else 0)
-        if kept == len(tokens) or not 0 < inside < len(pieces[kept]):
-            return kept, self.tokenizer.decode([*tokens[:kept]])
-        text = self.tokenizer.decode([*tokens[: kept + 1]])
-        beyond = pieces[kept][inside:].decode(errors="replace")
+        num_decoded, beyond = kept, ""
+        if self.texts:
+            pieces = [*map(self._piece, tokens)]
+            ends = np.cumsum([len(piece) for piece in pieces])
+            data, before = b"".join(pieces), int(ends[-1]) - len(pieces[-1])
+            stops = map(str.encode, self.texts)
+            starts = [data.find(stop, max(0, before + 1 - len(stop))) for stop in stops]
+            start = min((start for start in starts if start >= 0), default=len(data))
+            num_decoded = kept = min(kept, int(np.searchsorted(ends, start, side="right")))
+            inside = start - (int(ends[kept - 1]) if kept else 0)
+            if kept < len(tokens) and 0 < inside < len(pieces[kept]):
+                num_decoded, beyond = kept + 1, pieces[kept][inside:].decode(errors="replace")
+        text = self.tokenizer.decode([*tokens[:num_decoded]])
         return kept, text[: len(text) - len(beyond)]
 
     def size(self, token: int) -> int:
@@ -83,12 +82,9 @@ def stopping_of(stop: Any, tokenizer: Any, vocab_size: int) -> Stopping:
 
     Special tokens are no text: a string that is one is a stop of that token too.
     """
-    stops = listed_stops(stop)
+    stops = listed_stops(stop, vocab_size - 1)
     texts = tuple(stop for stop in stops if isinstance(stop, str))
     tokens = tuple(stop for stop in stops if not isinstance(stop, str))
-    for sequence in tokens:
-        for token in sequence:
-            check_int("a token of stop", token, 0, vocab_size - 1)
     if tokenizer is not None:
         tokenizer = as_tokenizer(tokenizer)
     if texts:
@@ -112,8 +108,8 @@ def stopping_of(stop: Any, tokenizer: Any, vocab_size: int) -> Stopping:
     return Stopping(tokens, texts, tokenizer)
 
 
-def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:
-    """The stops of a row: strings, and tuples of token ids."""
+def listed_stops(stop: Any, last: int | None = None) -> list[str | tuple[int, ...]]:
+    """The stops of a row: strings, and tuples of token ids, up to the last one if it is known."""
     if stop is None:
         return []
     if isinstance(stop, str):
@@ -130,7 +126,7 @@ def listed_stops(stop: Any) -> list[str | tuple[int, ...]]:
         if isinstance(entry, str):
             checked.append(entry)
         else:
-            checked.append(tuple(check_int("a token of stop", token, 0) for token in entry))
+            checked.append(tuple(check_int("a token of stop", token, 0, last) for token in entry))
     return checked
 
 
@@ -143,17 +139,15 @@ def stops_of(
     machines: tuple["Machine", ...], min_new_tokens: tuple[int, ...], sizes: tuple[int, int]
 ) -> Stops:
     """The automata of a batch, padded to one size: at least these numbers of states and classes."""
-    different = [*dict.fromkeys(machines)]
-    of_all = zip(sizes, *(machine.sizes for machine in different), strict=True)
+    of_all = zip(sizes, *(machine.sizes for machine in machines), strict=True)
     states, classes = map(max, of_all)
-    tables = np.zeros((len(different), states, classes), np.int32)
-    for table, machine in zip(tables, different, strict=True):
+    tables = np.zeros((len(machines), states, classes), np.int32)
+    for table, machine in zip(tables, machines, strict=True):
         num_states, num_classes = machine.next_state.shape
         table[:num_states, :num_classes] = machine.next_state
-    rows = [different.index(machine) for machine in machines]
     return Stops(
         class_of=jnp.asarray(np.stack([machine.class_of for machine in machines])),
-        next_state=jnp.asarray(tables[rows]),
+        next_state=jnp.asarray(tables),
         min_new_tokens=jnp.asarray(np.array(min_new_tokens, np.int32)),
     )
 

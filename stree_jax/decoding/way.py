@@ -55,7 +55,7 @@ class Way:
         return [f.name for f in fields if getattr(self, f.name) is not f.default]
 
     def __getitem__(self, name: str) -> Any:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}[name]
+        return vars(self)[name]
 
     def fitted(self, model: HybridLM, *, temperature_is_zero: bool) -> FittedWay:
         """The drafter, tree and verifier with which a target is decoded.

@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from stree_jax.decoding.prefix.prefix import Prefix
 
 
@@ -21,7 +19,7 @@ class PrefixCacheStats:
         hits: lookups that found an entry.
         tokens_reused: tokens that entries saved.
         tokens_prefilled: tokens of prompts that were prefilled, with or without a cache.
-        nbytes: bytes of the entries' arrays now; an array that several have counts once.
+        nbytes: bytes of the entries' arrays now.
         num_entries: entries now.
         evictions: entries removed because the budget was spent.
         sizes: tokens and bytes of each entry now, the least recently used first.
@@ -45,7 +43,6 @@ class PrefixCache:
         # By their tokens, the least recently used first; and the tokens of all in order.
         self._entries: collections.OrderedDict[tuple[int, ...], Prefix] = collections.OrderedDict()
         self._sorted: list[tuple[int, ...]] = []
-        self._uses: collections.Counter[int] = collections.Counter()  # of arrays, by their id
         self._nbytes = self._evictions = 0
 
     @property
@@ -83,23 +80,18 @@ class PrefixCache:
     def keep(self, tokens: Sequence[int], prefix: Prefix) -> None:
         """Adds an entry unless it exceeds the budget; evicts others for it."""
         changed = copy.copy(self)
-        changed._entries, changed._uses = self._entries.copy(), self._uses.copy()
-        changed._sorted = [*self._sorted]
+        changed._entries, changed._sorted = self._entries.copy(), [*self._sorted]
         changed._keep(tuple(tokens), prefix)
         vars(self).update(vars(changed))  # all at once, or nothing if an interrupt came before
 
     def _keep(self, key: tuple[int, ...], prefix: Prefix) -> None:
         if key in self._entries:
             self._remove(key)
-        arrays = _arrays(prefix)
-        if sum(arrays[name].nbytes for name in arrays) > self._budget:
+        if prefix.nbytes > self._budget:
             return
         self._entries[key] = prefix
         bisect.insort(self._sorted, key)
-        for name, array in arrays.items():
-            if not self._uses[name]:
-                self._nbytes += array.nbytes
-            self._uses[name] += 1
+        self._nbytes += prefix.nbytes
         while self._nbytes > self._budget:
             self._remove(next(iter(self._entries)))
             self._evictions += 1
@@ -119,16 +111,7 @@ class PrefixCache:
 
     def _remove(self, key: tuple[int, ...]) -> None:
         del self._sorted[bisect.bisect_left(self._sorted, key)]
-        for name, array in _arrays(self._entries.pop(key)).items():
-            self._uses[name] -= 1
-            if not self._uses[name]:
-                del self._uses[name]
-                self._nbytes -= array.nbytes
-
-
-def _arrays(prefix: Prefix) -> dict[int, Any]:
-    """Returns a prefix's arrays by id, each once."""
-    return {id(leaf): leaf for leaf in jax.tree.leaves(prefix)}
+        self._nbytes -= self._entries.pop(key).nbytes
 
 
 def num_shared(first: Sequence[int], second: Sequence[int]) -> int:

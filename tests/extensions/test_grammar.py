@@ -256,6 +256,8 @@ def test_which_tokens_end(tokenizer):
 
 BAD_PATTERNS = [
     ("(", "missing ), unterminated subpattern at position 0"),
+    ("a{2}{3}", "{ that begins no number of repeats"),
+    ("a+*", "nothing to repeat at position 2"),
     ("a{,3}", "{ that begins no number of repeats, such as {2,3}; write \\{ for it"),
     ("a{3,2}", "the repeats 3 to 2"),
     ("(?i)a", "a group that begins with (? and is no (?:...) or (?<name>...)"),

@@ -56,14 +56,3 @@ def test_the_least_recently_used_go():
     cache.keep([1, 2], prefix(500))  # in the place of the old one
     assert (counts(cache).nbytes, counts(cache).evictions) == (900, 2)
     assert cache.find([1, 2])[1].cache[0].nbytes == 500
-
-
-def test_an_array_that_entries_share_counts_once():
-    cache, one = PrefixCache(1000), prefix(600)
-    for text in ([1], [2]):
-        cache.keep(text, one)
-    cache.keep([3], one._replace(cache=(*one.cache, *one.cache, *prefix(400).cache)))
-    assert (counts(cache).nbytes, counts(cache).num_entries) == (1000, 3)
-    cache.keep([4], prefix(600))
-    assert (counts(cache).nbytes, counts(cache).num_entries) == (600, 1)
-    assert cache.has([4])

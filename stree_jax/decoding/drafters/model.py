@@ -203,6 +203,15 @@ class ModelDrafter(RunsModel):
         return tree, jnp.broadcast_to(place, draft.tokens.shape)
 
 
+class HeadDrafter(ModelDrafter):
+    """A head on the target's states that fills a static tree, by the draft model that it makes."""
+
+    draft_model_of: type[Any]  # of a target and its head
+
+    def __init__(self, target: HybridLM, head: Any, *, child_sampling: str = "auto"):
+        super().__init__(self.draft_model_of(target, head), child_sampling=child_sampling)
+
+
 class PartialTree(NamedTuple):
     """A draft tree while it grows; nodes below those grown so far are not valid."""
 

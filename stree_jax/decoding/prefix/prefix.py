@@ -7,14 +7,12 @@ fits, or padded with zeros.
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from stree_jax.array_types import Array, Int, Lengths, Tokens
 from stree_jax.decoding.drafters.base import Drafter, first_state, inner_layers
@@ -22,7 +20,8 @@ from stree_jax.decoding.prefix.prefill import prefill, prefill_with_drafter, unr
 from stree_jax.decoding.prompts import Context
 from stree_jax.decoding.traced_checks import check_like
 from stree_jax.mesh.hosts import on_host
-from stree_jax.mesh.partition import MODEL, ROWS, Partition
+from stree_jax.mesh.partition import ROWS, Partition
+from stree_jax.mesh.programs import in_every_shard, over_mesh
 from stree_jax.mesh.rows import placed_like
 from stree_jax.messages import shown
 from stree_jax.models.cache import Cache, cache_specs, init_cache
@@ -193,54 +192,41 @@ def for_rows(after: Prefix, num_rows: int, model: HybridLM, drafter: Any) -> Pre
 
 def cache_shapes(model: HybridLM, rows: int, size: int) -> Any:
     """Shapes and dtypes of the model's cache of `size` places, on a mesh in all."""
-    return _cache_shapes(model.config, model.activation_dtype, model.partition.shards, rows, size)
+    return _cache_shapes(model.config, model.activation_dtype, model.partition, rows, size)
 
 
 @functools.lru_cache(maxsize=256)  # asked for with each chunk of a text, and traced anew
-def _cache_shapes(config: ModelConfig, dtype: Any, shards: int, rows: int, size: int) -> Any:
-    local = config.local(shards)
-    of_shard = jax.eval_shape(lambda: init_cache(local, rows, size, dtype))
-    if shards == 1:
-        return of_shard
+def _cache_shapes(
+    config: ModelConfig, dtype: Any, partition: Partition, rows: int, size: int
+) -> Any:
+    def of_shard() -> Cache:
+        return init_cache(config.local(partition.shards), rows, size, dtype)
 
-    def of_all(spec: PartitionSpec, arrays: Any) -> Any:
-        times = [shards if name == MODEL else 1 for name in spec]
-
-        def whole(leaf: Any) -> Any:
-            sizes = itertools.zip_longest(leaf.shape, times, fillvalue=1)
-            return jax.ShapeDtypeStruct([size * n for size, n in sizes], leaf.dtype)
-
-        return jax.tree.map(whole, arrays)
-
-    return jax.tree.map(of_all, cache_specs(config, MODEL), of_shard)
+    specs = in_every_shard(cache_specs(config, partition.axis))
+    return jax.eval_shape(lambda: over_mesh(partition, of_shard, (), (), (), specs))
 
 
 def same_rows(left: Any, right: Any) -> bool:
     """True if the arrays of two states differ in the number of rows only."""
-
-    def shapes(arrays: Any) -> tuple[Any, Any]:
-        leaves, structure = jax.tree.flatten(arrays)
-        return [(leaf.shape[1:], leaf.dtype) for leaf in leaves], structure
-
-    return shapes(left) == shapes(right)
+    return _kind(left, lambda shape: shape[1:]) == _kind(right, lambda shape: shape[1:])
 
 
 def is_alike(arrays: Any, wanted: Any) -> bool:
     """True if arrays differ from the wanted ones in the sizes of axes only."""
-    structure: Any = jax.tree.structure(arrays)
-    return structure == jax.tree.structure(wanted) and all(
-        leaf.dtype == example.dtype and leaf.ndim == example.ndim
-        for leaf, example in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
-    )
+    return _kind(arrays, len) == _kind(wanted, len)
 
 
 def fits(arrays: Any, wanted: Any) -> bool:
     """True if arrays are like the wanted ones, and no axis is larger."""
+    pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=False)
     return is_alike(arrays, wanted) and all(
-        size <= most
-        for leaf, example in zip(jax.tree.leaves(arrays), jax.tree.leaves(wanted), strict=True)
-        for size, most in zip(leaf.shape, example.shape, strict=True)
+        np.less_equal(leaf.shape, example.shape).all() for leaf, example in pairs
     )
+
+
+def _kind(arrays: Any, of_shape: Callable[[tuple[int, ...]], Any]) -> tuple[Any, Any]:
+    leaves, structure = jax.tree.flatten(arrays)
+    return structure, [(leaf.dtype, of_shape(leaf.shape)) for leaf in leaves]
 
 
 def with_capacity(arrays: Any, wanted: Any) -> Any:

@@ -9,9 +9,10 @@ from jax import lax
 from jax.nn import logsumexp
 
 from pallas_kernels import KVCache, replay_kv
-from stree_jax import DraftTree, HybridLM, ModelDrafter, Tree, Verdict
+from stree_jax import DraftTree, HybridLM, Tree, Verdict
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
 from stree_jax.decoding import DraftModel, KnownNodes, LevelNodes
+from stree_jax.decoding.drafters import HeadDrafter
 from stree_jax.extensions.dflash.head import DFlashHead
 from stree_jax.heads import check_head
 from stree_jax.models import embedded_tokens, output_logits
@@ -195,11 +196,10 @@ def _at_depth(table: Any, tree: Tree, nodes: KnownNodes | LevelNodes) -> Array:
     return jnp.take_along_axis(table, depths, axis=1)
 
 
-class DFlashDrafter(ModelDrafter):
+class DFlashDrafter(HeadDrafter):
     """Fills a static tree from the block of a DFlash head.
 
     `child_sampling` is that of `ModelDrafter`, and all else that of `DFlashModel`.
     """
 
-    def __init__(self, target: HybridLM, head: DFlashHead, *, child_sampling: str = "auto"):
-        super().__init__(DFlashModel(target, head), child_sampling=child_sampling)
+    draft_model_of = DFlashModel

@@ -1,8 +1,9 @@
 """Drafting with an EAGLE-3 head: a draft model, and the drafter of static trees."""
 
-from stree_jax import HybridLM, ModelDrafter
+from stree_jax import HybridLM
 from stree_jax.array_types import Array, Float, Float32, Int
 from stree_jax.decoding import HeadModel
+from stree_jax.decoding.drafters import HeadDrafter
 from stree_jax.extensions.eagle3.head import Eagle3Head
 from stree_jax.heads import check_head
 
@@ -38,11 +39,10 @@ class Eagle3Model(HeadModel):
         return self.head.logits(outputs)
 
 
-class Eagle3Drafter(ModelDrafter):
+class Eagle3Drafter(HeadDrafter):
     """Fills a static tree level by level by an EAGLE-3 head.
 
     `child_sampling` is that of `ModelDrafter`, and all else that of `Eagle3Model`.
     """
 
-    def __init__(self, target: HybridLM, head: Eagle3Head, *, child_sampling: str = "auto"):
-        super().__init__(Eagle3Model(target, head), child_sampling=child_sampling)
+    draft_model_of = Eagle3Model

@@ -160,15 +160,14 @@ class _Parser:
 
     def repeated(self, part: Expression) -> Expression:
         """Reads how often a part comes."""
-        while True:
-            if sign := self.take("*", "+", "?"):
-                counts = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
-            elif self.take("{"):
-                counts = self.counts()
-            else:
-                return part
-            part = Repeat(part, *counts)
-            self.take("?")  # which of the texts that match comes first makes no difference
+        if sign := self.take("*", "+", "?"):
+            counts = {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
+        elif self.take("{"):
+            counts = self.counts()
+        else:
+            return part
+        self.take("?")  # which of the texts that match comes first makes no difference
+        return Repeat(part, *counts)
 
     def counts(self) -> tuple[int, int | None]:
         match = re.compile(r"([0-9]*)(,?)([0-9]*)\}").match(self.text, self.at)

@@ -108,17 +108,15 @@ def _logic(at: Located) -> Iterator[list[Shape]]:
 def _may_exist(shape: Shape, depth: int = 4) -> bool:
     """True if a shape may have a value, as far as easily seen."""
     texts = (parts for parts in (shape.number, shape.string) if parts is not None)
-    if depth == 0 or shape.null or shape.booleans or any(map(have_a_text, texts)):
+    has_one = shape.null or shape.booleans or shape.array is not None
+    if depth == 0 or has_one or any(map(have_a_text, texts)):
         return True
-    kinds: list[list[list[Shape]]] = []  # of what has to be inside, by type
-    if shape.object is not None:
-        kinds.append([shapes_of(schemas_of(shape.object.rules, n)) for n in shape.object.required])
-    if shape.array is not None:
-        first = range(min(shape.array.least, 8))
-        kinds.append([shapes_of(schemas_of(shape.array.rules, i)) for i in first])
-    return any(
-        all(any(_may_exist(inner, depth - 1) for inner in shapes) for shapes in parts)
-        for parts in kinds
+    return shape.object is not None and all(
+        any(
+            _may_exist(inner, depth - 1)
+            for inner in shapes_of(schemas_of(shape.object.rules, name))
+        )
+        for name in shape.object.required
     )
 
 

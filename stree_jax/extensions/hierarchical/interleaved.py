@@ -86,15 +86,17 @@ class InterleavedDrafter(Drafter):
         self, batch: int, topology: TreeTopology, max_length: int
     ) -> dict[str, WholeModelState]:
         return {
-            self._key(letter): model.init(batch, self._num_read(letter), max_length)
-            for letter, model in self._models().items()
+            name: model.init(batch, topology.num_nodes - model.num_catch_up, max_length)
+            for name, model in self._models().items()
         }
 
     def read(
         self, state: dict[str, WholeModelState], tokens: Array, hidden: Any, lengths: Array
     ) -> dict[str, WholeModelState]:
-        models = {self._key(letter): model for letter, model in self._models().items()}
-        return {key: model.read(state[key], tokens, None, lengths) for key, model in models.items()}
+        return {
+            name: model.read(state[name], tokens, None, lengths)
+            for name, model in self._models().items()
+        }
 
     def propose(
         self, state: dict[str, WholeModelState], step: Step, topology: TreeTopology
@@ -102,21 +104,23 @@ class InterleavedDrafter(Drafter):
         is_zero = step.sampling.temperature_is_zero
         drawing = self.child_sampling(topology, temperature_is_zero=is_zero)
         models = self._models()
+        names = {name[0]: name for name in models}
         tokens = root_token(step.context)
         valid = jnp.ones_like(tokens, bool)
         read = dict.fromkeys(models, 0)  # nodes of the chain that a model has run
         log_probs: list[Any] = []
         rules = step.processors.room(1)
         for depth, letter in enumerate(self.pattern):
-            logits, reader = models[letter].run(
-                state[self._key(letter)],
-                tokens[:, read[letter] :],
+            name = names[letter]
+            logits, reader = models[name].run(
+                state[name],
+                tokens[:, read[name] :],
                 TreeTopology.chain(depth).tree(valid),
-                KnownNodes(read[letter], depth + 1 - read[letter]),
+                KnownNodes(read[name], depth + 1 - read[name]),
                 num_logits=1,
             )
-            read[letter] = depth + 1
-            state = state | {self._key(letter): reader}
+            read[name] = depth + 1
+            state = state | {name: reader}
             logits = step.processors.masked(logits, rules)
             keys = jax.vmap(jax.random.fold_in, (0, None))(step.keys, depth)
             drawn, exists, law = drawn_children(drawing.kind, logits, 1, step, depth, keys)
@@ -146,29 +150,22 @@ class InterleavedDrafter(Drafter):
     ) -> dict[str, WholeModelState]:
         nodes = np.arange(topology.num_nodes, dtype=np.int32)
 
-        def committed(letter: str, model: WholeModel) -> WholeModelState:
-            num_read = self._num_read(letter)
+        def committed(name: str, model: WholeModel) -> WholeModelState:
+            num_read = topology.num_nodes - model.num_catch_up
             place = jnp.broadcast_to(np.where(nodes < num_read, nodes, -1), draft.tokens.shape)
             chain = TreeTopology.chain(num_read - 1).tree(draft.tree.valid[:, :num_read])
-            return model.commit(state[self._key(letter)], chain, place, draft, verdict)
+            return model.commit(state[name], chain, place, draft, verdict)
 
-        return {
-            self._key(letter): committed(letter, model) for letter, model in self._models().items()
-        }
+        return {name: committed(name, model) for name, model in self._models().items()}
 
     def _models(self) -> dict[str, WholeModel]:
-        """Returns models with slots for tokens that they have not run."""
+        """Returns the models, named by letter and number of slots for tokens that they do not run.
+
+        So states of another number of slots have other names, and are not taken for these.
+        """
         models = {"q": self.medium, "s": self.small}
-        length = 1 + len(self.pattern)
+        slots = {letter: len(self.pattern) - self.pattern.rindex(letter) for letter in models}
         return {
-            letter: WholeModel(model, length - self._num_read(letter))
+            f"{letter} with {slots[letter]} slots": WholeModel(model, slots[letter])
             for letter, model in models.items()
         }
-
-    def _key(self, letter: str) -> str:
-        """Returns a model's name by its number and its slots."""
-        return f"{letter} with {len(self.pattern) + 1 - self._num_read(letter)} slots"
-
-    def _num_read(self, letter: str) -> int:
-        """Nodes of the chain that a model runs, root included."""
-        return 1 + self.pattern.rindex(letter)

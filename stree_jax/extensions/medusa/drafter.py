@@ -13,6 +13,7 @@ import numpy as np
 
 from stree_jax import Drafter, DraftTree, Drawn, HybridLM, Step, TreeTopology, Verdict
 from stree_jax.array_types import Array, Bool, Float, Float32, Int
+from stree_jax.decoding import with_last
 from stree_jax.decoding.drafters import check_child_sampling, drawn_children, root_token
 from stree_jax.extensions.medusa.head import MedusaHeads
 from stree_jax.heads import check_fits
@@ -122,10 +123,10 @@ class MedusaDrafter(Drafter):
         hidden: Float[Array, "B N M"],
         topology: TreeTopology,
     ) -> MedusaState:
-        return _after(state, hidden, verdict.last)
+        return with_last(state, hidden, verdict.last)
 
     def read(self, state: MedusaState, tokens: Array, hidden: Array, lengths: Array) -> MedusaState:
-        return _after(state, hidden, lengths - 1)
+        return with_last(state, hidden, lengths - 1)
 
     def outputs_ahead(
         self, tokens: Int[Array, "B T"], hidden: Float[Array, "B T M"], depth: int
@@ -138,13 +139,3 @@ class MedusaDrafter(Drafter):
         """Logits over the target's vocabulary, by the target's output head."""
         logits = output_logits(outputs, self.output_head, self.multiplier, self.implementation)
         return logits[..., : self.vocab_size]
-
-
-def _after(
-    state: MedusaState, hidden: Float[Array, "B _ M"], last: Int[Array, " B"]
-) -> MedusaState:
-    """Returns the state at `last`; rows where it is -1 keep theirs."""
-    is_active = last >= 0
-    node = jnp.maximum(last, 0)[:, None, None]
-    new = jnp.take_along_axis(hidden, node, axis=1)[:, 0]
-    return MedusaState(jnp.where(is_active[:, None], new, state.hidden), state.known | is_active)

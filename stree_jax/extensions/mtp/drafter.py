@@ -1,8 +1,9 @@
 """Drafting with a multi-token-prediction head: a draft model, and the drafter of static trees."""
 
-from stree_jax import HybridLM, ModelDrafter
+from stree_jax import HybridLM
 from stree_jax.array_types import Array, Float, Float32
 from stree_jax.decoding import HeadModel
+from stree_jax.decoding.drafters import HeadDrafter
 from stree_jax.extensions.mtp.head import MtpHead
 from stree_jax.heads import check_fits
 from stree_jax.models import check_on_one_device, output_logits
@@ -44,7 +45,7 @@ class MtpModel(HeadModel):
         return logits[..., : self.config.vocab_size]
 
 
-class MtpDrafter(ModelDrafter):
+class MtpDrafter(HeadDrafter):
     """A multi-token-prediction head that fills a static tree level by level.
 
     The head reads the prompt's states through `read`, so that the first step drafts; only a prompt
@@ -53,5 +54,4 @@ class MtpDrafter(ModelDrafter):
     `child_sampling` is that of `ModelDrafter`, and all else that of `MtpModel`.
     """
 
-    def __init__(self, target: HybridLM, head: MtpHead, *, child_sampling: str = "auto"):
-        super().__init__(MtpModel(target, head), child_sampling=child_sampling)
+    draft_model_of = MtpModel

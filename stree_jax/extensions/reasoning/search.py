@@ -178,89 +178,84 @@ def render(thoughts: Sequence[Thought], width: int = 100) -> str:
 
 
 class _Ask(NamedTuple):
-    """A request of a search, with its place in the current level."""
+    """A text to be generated, for a thought of the current level."""
 
     thought: int  # index in the level
-    role: str
-    part: int
+    where: str  # what messages say
+    key: jax.Array  # depends on its place alone
     stage: Stage
 
 
 _Texts = Generator[_Ask, tuple[str, Completion], Thought]
+_Levels = Generator[tuple[list[_Ask], list[Thought]], tuple[int, str, Completion], None]
 
 
-class _Search:
-    """The search of one problem, from texts to the next requests."""
+def _levels(task: Task, number: int, problem: Any, key: jax.Array) -> _Levels:
+    """The search of one problem: gets the text of a thought, and yields what follows from it.
 
-    def __init__(self, task: Task, number: int, problem: Any, key: jax.Array):
-        self.task, self.number, self.problem = task, number, problem
-        self.key = key
-        self.level = 0
-        self.growing: list[_Texts] = []
-        self.states: list[State] = []  # above each thought of the level
-        self.complete: dict[int, Thought] = {}  # of the level, by index
-
-    def next_level(self, above: Sequence[tuple[int | None, State]] = ((None, ()),)) -> list[_Ask]:
-        """The first requests of a level, below these thoughts and their states."""
-        self.level += 1
-        times = 1 if self.level == self.task.depth else self.task.thoughts
+    These are the next requests, and the thoughts of a level that is complete.
+    """
+    above: list[tuple[int | None, State]] = [(None, ())]
+    level_thoughts: list[Thought] = []
+    for level in range(1, task.depth + 1):
+        times = 1 if level == task.depth else task.thoughts
         places = [place for place in above for _ in range(times)]
-        self.growing = [self._texts(i, *place) for i, place in enumerate(places)]
-        self.states = [state for _, state in places]
-        self.complete = {}
-        return [next(texts) for texts in self.growing]
-
-    def _texts(self, index: int, parent: int | None, state: State) -> _Texts:
-        """Asks for the texts of a thought, one after the other."""
-        task, problem = self.task, self.problem
-        parts: Parts = ()
-        written: list[Written] = []
-        value = solved = None
-
-        def text_of(role: str, stage: Stage) -> Generator[_Ask, tuple[str, Completion], str]:
-            part = len(parts) if role == GENERATOR else 0
-            text, completion = yield _Ask(index, role, part, stage)
-            written.append(Written(role, stage.prompt, text, completion))
-            return text
-
-        if self.level == task.depth:
-            parts = ((yield from text_of(GENERATOR, task.answer(problem, state))),)
-            solved = task.solved(problem, state, parts[0])
-        else:
-            while (stage := task.generator(problem, state, parts)) is not None:
-                parts += ((yield from text_of(GENERATOR, stage)),)
-            stage = task.evaluator(problem, state, parts)
-            value = task.value((yield from text_of(EVALUATOR, stage)))
-        place = self.number, self.level, index, parent
-        return Thought(*place, parts, value, False, solved, tuple(written))
-
-    def key_of(self, ask: _Ask) -> jax.Array:
-        """Returns a text's random key, which depends on its place alone."""
-        key = self.key
-        for number in (self.level, ask.thought, int(ask.role == EVALUATOR), ask.part):
-            key = jax.random.fold_in(key, number)
-        return key
-
-    def feed(
-        self, ask: _Ask, text: str, completion: Completion
-    ) -> tuple[list[_Ask], list[Thought]]:
-        """Adds a text; returns the next requests, and a complete level."""
-        try:
-            return [self.growing[ask.thought].send((text, completion))], []
-        except StopIteration as done:
-            self.complete[ask.thought] = done.value
-        if len(self.complete) < len(self.growing):
-            return [], []
-        level = [self.complete[i] for i in range(len(self.complete))]
-        ranked = sorted(range(len(level)), key=lambda i: (-(level[i].value or 0.0), i))
-        kept = sorted(ranked[: self.task.keep])
-        level = [dataclasses.replace(thought, kept=thought.index in kept) for thought in level]
-        if self.level == self.task.depth:
-            return [], level
-        if self.level + 1 == self.task.depth:
+        level_key = jax.random.fold_in(key, level)
+        growing = [
+            _texts(task, problem, jax.random.fold_in(level_key, i), (number, level, i), *place)
+            for i, place in enumerate(places)
+        ]
+        asks = [next(texts) for texts in growing]
+        complete: dict[int, Thought] = {}
+        while len(complete) < len(growing):
+            index, text, completion = yield asks, level_thoughts
+            asks, level_thoughts = [], []
+            try:
+                asks = [growing[index].send((text, completion))]
+            except StopIteration as done:
+                complete[index] = done.value
+        ranked = sorted(complete, key=lambda i: (-(complete[i].value or 0.0), i))
+        kept = sorted(ranked[: task.keep])
+        level_thoughts = [
+            dataclasses.replace(complete[i], kept=i in kept) for i in range(len(complete))
+        ]
+        if level + 1 == task.depth:
             kept = ranked[:1]
-        above = [(i, (*self.states[i], level[i].parts)) for i in kept]
-        return self.next_level(above), level
+        above = [(i, (*places[i][1], complete[i].parts)) for i in kept]
+    yield [], level_thoughts
+
+
+def _texts(
+    task: Task,
+    problem: Any,
+    key: jax.Array,
+    place: tuple[int, int, int],
+    parent: int | None,
+    state: State,
+) -> _Texts:
+    """Asks for the texts of a thought, one after the other; `place` is as a `Thought` has it."""
+    number, level, index = place
+    parts: Parts = ()
+    written: list[Written] = []
+    value = solved = None
+
+    def text_of(role: str, stage: Stage) -> Generator[_Ask, tuple[str, Completion], str]:
+        part = len(parts) if role == GENERATOR else 0
+        text_key = jax.random.fold_in(jax.random.fold_in(key, int(role == EVALUATOR)), part)
+        where = f"problem {number}, level {level}, {role}"
+        text, completion = yield _Ask(index, where, text_key, stage)
+        written.append(Written(role, stage.prompt, text, completion))
+        return text
+
+    if level == task.depth:
+        parts = ((yield from text_of(GENERATOR, task.answer(problem, state))),)
+        solved = task.solved(problem, state, parts[0])
+    else:
+        while (stage := task.generator(problem, state, parts)) is not None:
+            parts += ((yield from text_of(GENERATOR, stage)),)
+        stage = task.evaluator(problem, state, parts)
+        value = task.value((yield from text_of(EVALUATOR, stage)))
+    return Thought(*place, parent, parts, value, False, solved, tuple(written))
 
 
 def _check(scheduler: Scheduler, task: Task, temperature: float) -> None:
@@ -294,10 +289,10 @@ def _run(
     temperature: float,
 ) -> Iterator[Thought]:
     pairs = enumerate(zip(problems, keys, strict=True))
-    waiting = collections.deque(_Search(task, number, *pair) for number, pair in pairs)
-    in_flight: dict[int, tuple[_Search, _Ask]] = {}
+    waiting = collections.deque(_levels(task, number, *pair) for number, pair in pairs)
+    in_flight: dict[int, tuple[_Levels, _Ask]] = {}
 
-    def submit(search: _Search, asks: list[_Ask]) -> None:
+    def submit(search: _Levels, asks: list[_Ask]) -> None:
         times = collections.Counter(ask.stage.prompt for ask in asks)
         prefixes: dict[str, Any] = {}
         for ask in asks:
@@ -313,18 +308,16 @@ def _run(
                     temperature=temperature,
                     stop=[] if ask.stage.stop is None else [ask.stage.stop],
                     tokenizer=tokenizer,
-                    key=search.key_of(ask),
+                    key=ask.key,
                 )
                 number = scheduler.submit(request)
             except ValueError as error:
-                raise ValueError(
-                    f"problem {search.number}, level {search.level}, {ask.role}: {error}"
-                ) from error
+                raise ValueError(f"{ask.where}: {error}") from error
             in_flight[number] = search, ask
 
     def begin() -> None:
         search = waiting.popleft()
-        submit(search, search.next_level())
+        submit(search, next(search)[0])
 
     for _ in range(min(at_once, len(waiting))):
         begin()
@@ -336,11 +329,9 @@ def _run(
             )
         search, ask = in_flight.pop(completion.request_id)
         if completion.error is not None:
-            raise FloatingPointError(
-                f"problem {search.number}, level {search.level}, {ask.role}: {completion.error}"
-            )
+            raise FloatingPointError(f"{ask.where}: {completion.error}")
         assert completion.text is not None  # there is a tokenizer
-        asks, level = search.feed(ask, completion.text.strip(), completion)
+        asks, level = search.send((ask.thought, completion.text.strip(), completion))
         submit(search, asks)
         if level and level[0].level == task.depth and waiting:
             begin()
