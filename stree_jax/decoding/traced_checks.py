@@ -77,15 +77,21 @@ def check_keys(keys: Any, batch: int) -> None:
 
 
 def checked_settings(limits: Any, sampling: Any, batch: int) -> tuple[Limits, Sampling]:
-    """Limits and sampling settings of the rows."""
+    """Limits and sampling settings of the rows, or of one for all."""
     for name, value, kind in (("limits", limits, Limits), ("sampling", sampling, Sampling)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be a {kind.__name__}, got {kind_of(value)}")
+
+    def rows(values: Any) -> int:
+        return 1 if getattr(values, "shape", ())[:1] == (1,) else batch
+
+    most, ends = rows(limits.max_new_tokens), rows(limits.eos_tokens)
     example = limits._replace(
-        max_new_tokens=some(jnp.int32, batch), eos_tokens=some(jnp.int32, batch, None)
+        max_new_tokens=some(jnp.int32, most), eos_tokens=some(jnp.int32, ends, None)
     )
+    heat = some(jnp.float32, rows(sampling.temperature))
     sampling = jax.tree.map(_narrowed, sampling)
-    heat = check_like("sampling.temperature", sampling.temperature, some(jnp.float32, batch))
+    heat = check_like("sampling.temperature", sampling.temperature, heat)
     return check_like("limits", limits, example), dataclasses.replace(sampling, temperature=heat)
 
 
