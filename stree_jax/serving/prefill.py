@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import sys
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from stree_jax.models.lm import HybridLM
 from stree_jax.serving.prefix_cache import PrefixCache, PrefixCacheStats, num_shared
 
 _TOGETHER = 4  # texts that one call reads; others are read alone, so that few programs are compiled
-_SMALLEST = 64  # tokens of a chunk that follows others: a buffer has as many at least
+_SMALLEST = 64  # tokens of a buffer, see `buffer_size`
 _WORTH = 16  # shared tokens from which on a prefix is kept, and a text waits for another
 
 
@@ -107,12 +106,13 @@ class Prefiller:
         """
         for prefill in prefills:
             prefill.earlier = [pair for pair in prefill.earlier if pair[0] in prefills]
-        left = budget = sys.maxsize if budget is None else budget
-        while left >= (1 if left == budget else _SMALLEST):
+        left = budget
+        while left is None or left >= (1 if left == budget else _SMALLEST):
             waiting = [prefill for prefill in prefills if not (prefill.is_done or prefill.waits)]
             if not waiting:
                 return
-            left -= self._read(waiting, left)
+            reads = self._read(waiting, left)
+            left = None if left is None else left - reads
 
     def prefix(self, prefill: Prefill) -> Prefix:
         """The prefix of a text that is done, for the pool."""
@@ -149,15 +149,15 @@ class Prefiller:
         with dispatch.on(self._model):
             return decoder.read(self._model, self._drafter, context, before)
 
-    def _read(self, waiting: Sequence[Prefill], left: int) -> int:
+    def _read(self, waiting: Sequence[Prefill], left: int | None) -> int:
         """Reads a chunk of texts; returns the number of tokens."""
         first = waiting[0]
         alike = [text for text in waiting if (text.prefix is None) == (first.prefix is None)]
-        share = min(left // self._together, PREFILL_CHUNK)
+        share = PREFILL_CHUNK if left is None else min(left // self._together, PREFILL_CHUNK)
         if len(alike) >= self._together and share >= _SMALLEST:
             group, most = alike[: self._together], share
         else:
-            group, most = [first], left
+            group, most = [first], len(first.tokens) if left is None else _whole_buffer(left)
         ends = [text.end(most) for text in group]
         before = [text.length for text in group]
         chunks = [text.tokens[:end] for text, end in zip(group, ends, strict=True)]
@@ -187,3 +187,13 @@ class Prefiller:
 
     def _context(self, texts: Sequence[Sequence[int]], width: int | None = None) -> Context:
         return self._model.partition.put_rows(in_buffers(texts, width))
+
+
+def _whole_buffer(left: int) -> int:
+    """Returns the largest buffer that `left` tokens fill, or `left`."""
+    size = _SMALLEST
+    if left < size:
+        return left
+    while (larger := buffer_size(size + 1)) <= left:
+        size = larger
+    return size
