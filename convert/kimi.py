@@ -25,7 +25,7 @@ from stree_jax.convert.description import (
 from stree_jax.convert.fields import MAX_LAYERS, Fields
 from stree_jax.convert.rules import Rule
 from stree_jax.convert.tables import (
-    concatenated,
+    GATED_BY_NUMBER,
     in_pairs,
     linear,
     split_experts,
@@ -290,7 +290,7 @@ def _rules(tensors: Mapping[str, Tensor], layer: LayerConfig) -> list[Rule]:
             return within(split_mlp(layer), "mlp")
     assert isinstance(layer, MoeConfig)
     table = [
-        *split_experts(layer.num_experts, ("w1", "w3", "w2")),
+        *split_experts(layer.num_experts, GATED_BY_NUMBER),
         Rule("gate.weight", "router", transforms.TRANSPOSED),
         Rule("gate.e_score_correction_bias", "correction"),
         *within(split_mlp(layer.shared_mlp), "shared_experts", "shared"),
@@ -305,12 +305,13 @@ def _kda(layer: GatedDeltaConfig, tensors: Mapping[str, Tensor]) -> list[Rule]:
     sizes = (rank or size, rank or size, size, size, size, heads)
     axes = {len(x.shape) for name, x in tensors.items() if name.endswith("A_log")}
     rates = (1, 1, heads, 1) if axes <= {4} and (axes or rank) else (heads,)
-    in_order = transforms.conv_gathered([size] * 3, lambda: np.arange(3 * size))
+    convolved = transforms.conv_gathered([size] * 3)
+    names = (*gates, "v_proj", "k_proj", "q_proj", "b_proj")
     return [
-        *concatenated((*gates, "v_proj", "k_proj", "q_proj", "b_proj"), "in_proj", sizes),
+        *linear(names, "in_proj", transforms.gathered(sizes)),
         *linear("f_b_proj", "a_up"),
         *linear("g_b_proj", "z_up"),
-        Rule(tuple(f"{name}_conv1d.weight" for name in "vkq"), "conv_weight", in_order),
+        Rule(tuple(f"{name}_conv1d.weight" for name in "vkq"), "conv_weight", convolved),
         Rule("A_log", "A_log", transforms.reshaped(rates)),
         Rule("dt_bias", "dt_bias"),
         Rule("o_norm.weight", "norm_scale"),

@@ -12,7 +12,15 @@ from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert.description import Description, Source, hf_values, required
 from stree_jax.convert.fields import MAX_LAYERS, Fields
 from stree_jax.convert.rules import CONV, TRANSPOSED, Rule
-from stree_jax.convert.tables import concatenated, in_pairs, linear, split_experts, within
+from stree_jax.convert.tables import (
+    GATED_BY_NUMBER,
+    hf_attention,
+    in_pairs,
+    linear,
+    split_experts,
+    split_mlp,
+    within,
+)
 from stree_jax.models import AttentionConfig, LayerConfig, MlpConfig, MoeConfig, ShortConvConfig
 from stree_jax.models.config import ModelConfig
 
@@ -169,18 +177,11 @@ def _rules(layer: LayerConfig, out: str = "out_proj", norm: str = "layernorm") -
             projections = [*linear("in_proj", "in_proj"), *linear("out_proj", "out_proj")]
             return within([*conv, *projections], "conv")
         case AttentionConfig():
-            names, sizes = ("q_proj", "k_proj", "v_proj"), layer.projected_sizes
-            norms = [Rule(f"{name}_{norm}.weight", f"{name}_norm_scale") for name in "qk"]
-            if layer.output_gate:
-                table = concatenated(("gate_proj", *names), "in_proj", (layer.gate_size, *sizes))
-            else:
-                table = concatenated(names, "in_proj", sizes)
-            return within([*table, *linear(out, "out_proj"), *norms], "self_attn")
+            return within(hf_attention(layer, out=out, norm=norm), "self_attn")
         case MlpConfig():
-            table = concatenated(("w1", "w3"), "in_proj", (layer.hidden_size, layer.hidden_size))
-            return within([*table, *linear("w2", "out_proj")], "feed_forward")
+            return within(split_mlp(layer, GATED_BY_NUMBER), "feed_forward")
     assert isinstance(layer, MoeConfig)
-    experts = split_experts(layer.num_experts, ("w1", "w3", "w2"))
+    experts = split_experts(layer.num_experts, GATED_BY_NUMBER)
     router = [Rule("gate.weight", "router", TRANSPOSED), Rule("expert_bias", "correction")]
     return within([*experts, *router], "feed_forward")
 

@@ -22,6 +22,7 @@ from stree_jax.convert.rules import (
     conv_gathered,
     gathered,
     renamed,
+    sections,
 )
 from stree_jax.convert.tables import (
     hf_attention,
@@ -148,8 +149,7 @@ def _read_pairs(
             case GatedDeltaConfig():
                 return within(delta, "linear_attn")
             case AttentionConfig():
-                of_heads = [Rule(f"{name}_norm.weight", f"{name}_norm_scale") for name in "qk"]
-                return within([*hf_attention(layer), *of_heads], "self_attn")
+                return within(hf_attention(layer, norm="norm"), "self_attn")
             case MlpConfig():
                 return within(split_mlp(layer), "mlp")
         assert isinstance(layer, MoeConfig)
@@ -309,21 +309,15 @@ def _delta(
     sizes: Sequence[int] = of[len(names)]
     convs = convs or {"conv1d": sum(own[:3])}
 
-    def columns() -> np.ndarray:
-        if len(names) == 2:
-            of_group = np.arange(sizes[0]).reshape(groups, -1)
-            in_group = (layer.state_size, layer.state_size, values // groups)
-            q, k, v, z = np.split(of_group, np.cumsum(in_group), axis=1)
-            b, a = np.split(sizes[0] + np.arange(sizes[1]).reshape(groups, -1), 2, axis=1)
-        else:
-            q, k, v, z, b, a = np.split(np.arange(sum(sizes)), np.cumsum(own[:-1]))
+    def by_group() -> np.ndarray:
+        of_group = np.arange(sizes[0]).reshape(groups, -1)
+        in_group = (layer.state_size, layer.state_size, values // groups)
+        q, k, v, z = np.split(of_group, np.cumsum(in_group), axis=1)
+        b, a = np.split(sizes[0] + np.arange(sizes[1]).reshape(groups, -1), 2, axis=1)
         return np.concatenate([part.reshape(-1) for part in (b, z, v, k, q, a)])
 
-    def channels() -> np.ndarray:
-        q, k, v = np.split(np.arange(2 * keys + values), [keys, 2 * keys])
-        return np.concatenate([v, k, q])
-
-    convolved = conv_gathered([*convs.values()], channels)
+    columns = by_group if len(names) == 2 else sections(own, (4, 3, 2, 1, 0, 5))
+    convolved = conv_gathered([*convs.values()], sections(own[:3], (2, 1, 0)))
     return [
         Rule(tuple(f"{name}.weight" for name in names), "in_proj.kernel", gathered(sizes, columns)),
         Rule(tuple(f"{name}.weight" for name in convs), "conv_weight", convolved),
@@ -344,11 +338,8 @@ def _gated_attention(layer: AttentionConfig) -> list[Rule]:
         order = [by_head[:, 1], by_head[:, 0], 2 * queries + np.arange(keys + values)]
         return np.concatenate([part.reshape(-1) for part in order])
 
-    transform = gathered(sizes, columns)
-    projections = [
-        Rule(tuple(f"{name}_proj.{part}" for name in "qkv"), f"in_proj.{own}", transform)
-        for part, own in (("weight", "kernel"), ("bias", "bias"))
-    ]
+    names = ("q_proj", "k_proj", "v_proj")
+    projections = linear(names, "in_proj", gathered(sizes, columns))
     norms = [Rule(f"{name}_norm.weight", f"{name}_norm_scale", PLUS_ONE) for name in "qk"]
     return [*projections, *norms, *linear("o_proj", "out_proj")]
 
@@ -361,7 +352,7 @@ def _experts(layer: MoeConfig, *, merged: bool) -> list[Rule]:
             Rule("experts.down_proj", "experts_out", EACH_TRANSPOSED),
         ]
     else:
-        own = split_experts(layer.num_experts, ("gate_proj", "up_proj", "down_proj"))
+        own = split_experts(layer.num_experts)
     shared = MlpConfig(layer.shared_size)
     return [
         *own,
