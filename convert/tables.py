@@ -54,7 +54,8 @@ def hf_attention(
 
     A gate is LFM3's.
     """
-    names, sizes = ("q_proj", "k_proj", "v_proj"), config.projected_sizes
+    names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    sizes: tuple[int, ...] = config.projected_sizes
     if config.output_gate:
         names, sizes = ("gate_proj", *names), (config.gate_size, *sizes)
     norms = [] if norm is None else [Rule(f"{x}_{norm}.weight", f"{x}_norm_scale") for x in "qk"]
