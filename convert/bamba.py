@@ -5,7 +5,7 @@ from typing import Any
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, norm_kind, required
-from stree_jax.convert.fields import MAX_LAYERS
+from stree_jax.convert.fields import Table, values_of
 from stree_jax.convert.rules import Rule
 from stree_jax.models.config import ModelConfig
 
@@ -26,7 +26,7 @@ def read_bamba(source: Source) -> Description:
     fields.same(
         "attn_rotary_emb", attention.head_dim // 2
     )  # present in the first conversions of Bamba
-    num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
+    num_layers = fields.num_layers(32)
     with_attention = fields.indices("attn_layer_indices", num_layers)
     kinds = tuple("attention" if i in with_attention else "mamba2" for i in range(num_layers))
     fields.alias(layer_types="layers_block_type")
@@ -65,14 +65,27 @@ def write_bamba(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return (
         hybrid.usual_values(config, attention, *names, partial_rotary_factor=0.5)
         | hybrid.mixer_values(config)
+        | hybrid.mlp_values(config)
         | {
-            "num_hidden_layers": len(config.layers) // 2,
             "attn_layer_indices": hybrid.positions_of(config.kinds[::2], "attention"),
-            "intermediate_size": hybrid.required(config, "mlp").hidden_size,
-            "hidden_act": hybrid.required(config, "mlp").activation,
-            "mlp_bias": hybrid.required(config, "mlp").bias,
         }
     )
+
+
+_OF_MIXER: Table = dict(
+    out_proj_bias=("projectors_bias", False),
+    input_multiplier=("ssm_in_multiplier", 1.0),
+    output_multiplier=("ssm_out_multiplier", 1.0),
+)
+_OF_ATTENTION: Table = dict(
+    input_multiplier=("attention_in_multiplier", 1.0),
+    key_multiplier=("key_multiplier", 1.0),
+    output_multiplier=("attention_out_multiplier", 1.0),
+)
+_OF_MODEL: Table = dict(
+    embedding_multiplier=("embedding_multiplier", 1.0),
+    logits_multiplier=("lm_head_multiplier", 1.0),
+)
 
 
 def read_falcon_h1(source: Source) -> Description:
@@ -88,27 +101,18 @@ def read_falcon_h1(source: Source) -> Description:
         fields,
         inner=fields.integer("mamba_d_ssm", 1024),
         norm=norm,
-        out_proj_bias=fields.flag("projectors_bias", False),
-        input_multiplier=fields.number("ssm_in_multiplier", 1.0),
-        output_multiplier=fields.number("ssm_out_multiplier", 1.0),
+        **fields.read(_OF_MIXER),
         section_multipliers=fields.numbers("ssm_multipliers", 5),
     )
-    attention = hybrid.read_attention(
-        fields,
-        d_model,
-        input_multiplier=fields.number("attention_in_multiplier", 1.0),
-        key_multiplier=fields.number("key_multiplier", 1.0),
-        output_multiplier=fields.number("attention_out_multiplier", 1.0),
-    )
+    attention = hybrid.read_attention(fields, d_model, **fields.read(_OF_ATTENTION))
     gate, down = fields.numbers("mlp_multipliers", 2)
-    num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
+    num_layers = fields.num_layers(32)
     config = ModelConfig(
         layers=("parallel", "mlp") * num_layers,
         mamba2=mamba2,
         attention=hybrid.rotated(fields, attention),
         mlp=hybrid.read_mlp(fields, gate_multiplier=gate, output_multiplier=down),
-        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
-        logits_multiplier=fields.number("lm_head_multiplier", 1.0),
+        **fields.read(_OF_MODEL),
         max_length=hybrid.read_max_length(fields),
         **hybrid.model_fields(fields, d_model),
     )
@@ -129,23 +133,16 @@ def write_falcon_h1(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return (
         hybrid.usual_values(config, a, dtype, "falcon_h1", "FalconH1ForCausalLM")
         | hybrid.mixer_values(config)
+        | hybrid.mlp_values(config)
+        | values_of(m, _OF_MIXER)
+        | values_of(a, _OF_ATTENTION)
+        | values_of(config, _OF_MODEL)
         | {
-            "num_hidden_layers": len(config.layers) // 2,
             "mamba_d_ssm": m.inner_size,
             "mamba_rms_norm": m.norm != "none",
             "mamba_norm_before_gate": m.norm == "norm_then_gate",
-            "projectors_bias": m.out_proj_bias,
+            "mamba_proj_bias": m.in_proj_bias,
             "head_dim": a.head_dim,
-            "intermediate_size": mlp.hidden_size,
-            "hidden_act": mlp.activation,
-            "mlp_bias": mlp.bias,
-            "embedding_multiplier": config.embedding_multiplier,
-            "lm_head_multiplier": config.logits_multiplier,
-            "key_multiplier": a.key_multiplier,
-            "attention_in_multiplier": a.input_multiplier,
-            "attention_out_multiplier": a.output_multiplier,
-            "ssm_in_multiplier": m.input_multiplier,
-            "ssm_out_multiplier": m.output_multiplier,
             "ssm_multipliers": list(m.section_multipliers),
             "mlp_multipliers": [mlp.gate_multiplier, mlp.output_multiplier],
         }

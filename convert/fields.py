@@ -34,6 +34,14 @@ TRANSFORMERS = (
 _MISSING = object()
 MAX_LAYERS = 4096
 
+# Fields by the names of the config here: a field's name, and its default if it has one.
+Table = dict[str, tuple[Any, ...]]
+
+
+def values_of(config: Any, table: Table) -> dict[str, Any]:
+    """The inverse of `Fields.read`."""
+    return {field: getattr(config, name) for name, (field, *_) in table.items()}
+
 
 class Fields:
     """A table of config fields. `finish` refuses fields that were neither taken nor ignored.
@@ -112,6 +120,25 @@ class Fields:
             f"{self.path}: {self._prefix}{name}", self.take(name, default), least, most
         )
 
+    def read(self, table: Table) -> dict[str, Any]:
+        """What fields say of a config here: flags, numbers and integers, by their defaults.
+
+        An integer is at least 1, or 0 where 0 is its default.
+        """
+
+        def value(name: str, default: Any = _MISSING) -> Any:
+            if isinstance(default, bool):
+                return self.flag(name, default)
+            if isinstance(default, float):
+                return self.number(name, default)
+            return self.integer(name, default, least=int(default != 0))
+
+        return {name: value(*row) for name, row in table.items()}
+
+    def num_layers(self, *default: int) -> int:
+        """`num_hidden_layers`, of which there are not too many to be real."""
+        return self.integer("num_hidden_layers", *default, most=MAX_LAYERS)
+
     def positive(self, name: str, default: float) -> float:
         """A finite number above 0."""
         value = self.number(name, default)
@@ -144,10 +171,14 @@ class Fields:
         return known[value]
 
     def layer_kinds(
-        self, name: str, known: Mapping[str, str], num_layers: int | None = None
+        self,
+        name: str,
+        known: Mapping[str, str],
+        num_layers: int | None = None,
+        default: Any = _MISSING,
     ) -> tuple[str, ...]:
         """A list with the kind of each layer, mapped to the library's names."""
-        value = self.take(name)
+        value = self.take(name, default)
         is_good = isinstance(value, list) and 0 < len(value) <= MAX_LAYERS
         self._must(is_good, name, "be a list with a kind for each layer", value)
         unknown = sorted(

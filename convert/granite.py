@@ -5,7 +5,6 @@ from typing import Any
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source
-from stree_jax.convert.fields import MAX_LAYERS
 from stree_jax.models import MlpConfig, MoeConfig
 from stree_jax.models.config import ModelConfig
 
@@ -24,11 +23,9 @@ def read_granite(source: Source) -> Description:
     rotated = hybrid.rotated(fields, attention)
     positions = fields.choice("position_embedding_type", "nope", {"rope": "rope", "nope": "nope"})
     has_rope = positions == "rope"
-    num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
+    num_layers = fields.num_layers(32)
     fields.alias(layer_types="layers_block_type")
-    kinds: tuple[str, ...] = ("mamba2",) * num_layers
-    if fields.has("layer_types"):
-        kinds = fields.layer_kinds("layer_types", hybrid.KINDS, num_layers)
+    kinds = fields.layer_kinds("layer_types", hybrid.KINDS, num_layers, ["mamba"] * num_layers)
     num_experts = fields.integer("num_local_experts", 8, least=0)
     shared_size = fields.integer("shared_intermediate_size", 1024)
     num_active = fields.integer("num_experts_per_tok", 2, least=0)
@@ -80,7 +77,6 @@ def write_granite(config: ModelConfig, dtype: str) -> dict[str, Any]:
         | hybrid.mixer_values(config)
         | experts
         | {
-            "num_hidden_layers": len(config.layers) // 2,
             "layer_types": [hybrid.NAMES.get(kind, kind) for kind in config.kinds[::2]],
             "shared_intermediate_size": shared,
             "hidden_act": after.activation,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from stree_jax.convert.description import Description, hf_values, limits, required, tied_head
-from stree_jax.convert.fields import TRANSFORMERS, Fields
+from stree_jax.convert.fields import TRANSFORMERS, Fields, Table, values_of
 from stree_jax.convert.rules import Ignored, Rule
 from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, MoeConfig, RopeScaling
 from stree_jax.models.config import ModelConfig
@@ -22,6 +22,16 @@ KINDS = {
 }
 NAMES = {"mamba2": "linear_attention", "attention": "full_attention", "mlp": "mlp", "moe": "moe"}
 SILU = {"silu": "silu", "swish": "silu"}
+_MIXER: Table = dict(
+    num_heads=("mamba_n_heads", 128),
+    state_size=("mamba_d_state", 256),
+    num_groups=("mamba_n_groups", 1),
+    conv_width=("mamba_d_conv", 4),
+    conv_bias=("mamba_conv_bias", True),
+    in_proj_bias=("mamba_proj_bias", False),
+    out_proj_bias=("mamba_proj_bias", False),
+    chunk_size=("mamba_chunk_size", 256),
+)
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 
@@ -35,7 +45,8 @@ def read_mixer(
     d_model = fields.integer("hidden_size", 4096)
     if inner is None:
         inner = fields.integer("mamba_expand", 2) * d_model
-    num_heads = fields.integer("mamba_n_heads", 128)
+    values = fields.read(_MIXER)
+    num_heads = values["num_heads"]
     head_dim = fields.take("mamba_d_head", "auto")
     if head_dim == "auto":
         fields.check(inner % num_heads == 0, f"mamba_n_heads = {num_heads} does not divide {inner}")
@@ -46,20 +57,11 @@ def read_mixer(
         num_heads * head_dim == inner,
         f"mamba_n_heads * mamba_d_head = {num_heads} * {head_dim} is not {inner}",
     )
-    bias = fields.flag("mamba_proj_bias", False)
     fields.ignore("used in training only", "initializer_range")
-    values: dict[str, Any] = dict(
-        num_heads=num_heads,
+    values |= dict(
         head_dim=head_dim,
-        state_size=fields.integer("mamba_d_state", 256),
-        num_groups=fields.integer("mamba_n_groups", 1),
-        conv_width=fields.integer("mamba_d_conv", 4),
-        conv_bias=fields.flag("mamba_conv_bias", True),
-        in_proj_bias=bias,
-        out_proj_bias=bias,
         dt_limit=fields.limits("time_step_limit"),
         norm_eps=fields.positive("rms_norm_eps", eps_default),
-        chunk_size=fields.integer("mamba_chunk_size", 256),
     )
     return Mamba2Config(**(values | more)), d_model
 
@@ -67,16 +69,9 @@ def read_mixer(
 def mixer_values(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `read_mixer`."""
     m = required(config, "mamba2")
-    return {
-        "mamba_n_heads": m.num_heads,
+    return values_of(m, _MIXER) | {
         "mamba_d_head": m.head_dim,
-        "mamba_d_state": m.state_size,
-        "mamba_n_groups": m.num_groups,
-        "mamba_d_conv": m.conv_width,
         "mamba_expand": max(1, m.inner_size // config.d_model),
-        "mamba_conv_bias": m.conv_bias,
-        "mamba_proj_bias": m.in_proj_bias,
-        "mamba_chunk_size": m.chunk_size,
         "time_step_limit": limits(m),
         "rms_norm_eps": config.norm_eps,
     }
@@ -163,6 +158,16 @@ def read_mlp(fields: Fields, **more: Any) -> MlpConfig:
     )
 
 
+def mlp_values(config: ModelConfig) -> dict[str, Any]:
+    """The inverse of `read_mlp`."""
+    mlp = required(config, "mlp")
+    return {
+        "intermediate_size": mlp.hidden_size,
+        "hidden_act": mlp.activation,
+        "mlp_bias": mlp.bias,
+    }
+
+
 def model_fields(
     fields: Fields,
     d_model: int,
@@ -171,13 +176,14 @@ def model_fields(
     eps_default: float = 1e-5,
     tied: bool = False,
     residual_float32: bool = False,
+    vocab_size: int = 32000,
 ) -> dict[str, Any]:
     """Fields of `ModelConfig` that all families have.
 
     `norm_eps` None: that of `rms_norm_eps`, by default `eps_default`. `tied` is the default of
-    `tie_word_embeddings`.
+    `tie_word_embeddings`, `vocab_size` its own.
     """
-    vocab_size = fields.integer("vocab_size", 32000)
+    vocab_size = fields.integer("vocab_size", vocab_size)
     return dict(
         vocab_size=vocab_size,
         d_model=d_model,
@@ -207,9 +213,10 @@ def read_max_length(fields: Fields) -> int | None:
 def usual_values(
     config: ModelConfig, attention: AttentionConfig, *names: str, **of_rope: Any
 ) -> dict[str, Any]:
-    """The fields of most families: those of `hf_values`, which gets the names, and of attention."""
+    """The fields of models of a mixer and an MLP a layer; `hf_values` gets the names."""
     return (
         hf_values(config, *names)
+        | {"num_hidden_layers": len(config.layers) // 2}
         | attention_values(attention)
         | rope_values(attention, **of_rope)
         | max_length_values(config)

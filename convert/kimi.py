@@ -22,10 +22,10 @@ from stree_jax.convert.description import (
     of_head,
     required,
 )
-from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.fields import Fields, Table, values_of
 from stree_jax.convert.rules import Rule
 from stree_jax.convert.tables import (
-    concatenated,
+    GATED_BY_NUMBER,
     in_pairs,
     linear,
     split_experts,
@@ -55,22 +55,21 @@ _NAMES = {
     "num_nextn_predict_layers": "num_mtp_layers",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
-# Integers by the same names, and those of the configs here.
-_LATENT = {
-    "num_attention_heads": "num_heads",
-    "kv_lora_rank": "latent_size",
-    "qk_nope_head_dim": "head_dim",
-    "v_head_dim": "value_dim",
-    "qk_rope_head_dim": "rotary_dim",
-}
-_EXPERTS = {
-    "num_experts": "num_experts",
-    "num_experts_per_token": "num_active",
-    "num_expert_group": "num_router_groups",
-    "topk_group": "num_active_groups",
-    "moe_intermediate_size": "hidden_size",
-}
-_DEFAULTS = {"num_expert_group": 1, "topk_group": 1, "linear_conv_kernel_dim": 4}
+_LATENT: Table = dict(
+    num_heads=("num_attention_heads",),
+    latent_size=("kv_lora_rank",),
+    head_dim=("qk_nope_head_dim",),
+    value_dim=("v_head_dim",),
+    rotary_dim=("qk_rope_head_dim",),
+)
+_EXPERTS: Table = dict(
+    num_experts=("num_experts",),
+    num_active=("num_experts_per_token",),
+    num_router_groups=("num_expert_group", 1),
+    num_active_groups=("topk_group", 1),
+    hidden_size=("moe_intermediate_size",),
+    normalise=("moe_renormalize", True),
+)
 _LIMITS = {"expert_swiglu_limit_list": "limit", "share_expert_swiglu_limit_list": "shared_limit"}
 # Fields with one supported value.
 _FALSE = (
@@ -118,7 +117,7 @@ def read_kimi_linear(source: Source) -> Description:
     names = {"linear_num_heads": "num_heads", "linear_head_dim": "head_dim"}
     fields.alias(table, **names, linear_conv_kernel_dim="short_conv_kernel_size")
     lists = zip(_KINDS, ("kda_layers", "full_attn_layers"), strict=True)
-    count = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    count = fields.num_layers()
     kind_of = {i: kind for kind, name in lists for i in table.indices(name, count + 1)}
     table.finish()
     if kind_of:
@@ -181,14 +180,11 @@ def _read(
     """The description of a model of these layers, given what the family alone has."""
     fields, tensors, is_kimi = source.fields, source.tensors, family == "kimi_linear"
     fields.null("q_lora_rank", "mlp_layer_types", "model_max_length", *_NAMES.values(), *_LIMITS)
+    fields.null("num_expert_group", "topk_group", "linear_conv_kernel_dim")
     fields.alias(**_NAMES)
-    fields.values = _DEFAULTS | fields.values
     _only(fields, _ONLY)
-    count = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    count = fields.num_layers()
     kinds = [*fields.layer_kinds("layer_types", _KINDS, count), "latent_attention"]
-
-    def integers(names: Mapping[str, str]) -> Any:
-        return {ours: fields.integer(name) for name, ours in names.items()}
 
     def optional(name: str) -> int | None:
         return fields.integer(name) if fields.has(name) else None
@@ -199,7 +195,7 @@ def _read(
     fields.same("moe_shared_expert_intermediate_size", width)
     parts: dict[str, LayerConfig] = {
         "gated_delta": GatedDeltaConfig(
-            *(heads, size, heads, size, fields.integer("linear_conv_kernel_dim")),
+            *(heads, size, heads, size, fields.integer("linear_conv_kernel_dim", 4)),
             norm_eps=norm_eps,
             chunk_size=16,
             by_channel=True,
@@ -207,22 +203,21 @@ def _read(
             **of_kda,
         ),
         "latent_attention": LatentAttentionConfig(
-            **integers(_LATENT), query_rank=optional("q_lora_rank"), **of_latent
+            **fields.read(_LATENT), query_rank=optional("q_lora_rank"), **of_latent
         ),
         "mlp": MlpConfig(fields.integer("intermediate_size")),
         "moe": MoeConfig(
-            **integers(_EXPERTS),
+            **fields.read(_EXPERTS),
             router="sigmoid",
-            normalise=fields.flag("moe_renormalize", True),
             scale=fields.number("routed_scaling_factor"),
             shared_size=width * fields.integer("num_shared_experts", 1, least=0),
         ),
     }
     dense = ["dense"] * min(count, fields.integer("first_k_dense_replace", 1, least=0))
-    fields.values.setdefault("mlp_layer_types", dense + ["sparse"] * (count - len(dense)))
+    default = dense + ["sparse"] * (count - len(dense))
     limits = {field: _limits(fields, name, count) for name, field in _LIMITS.items()}
     layers: list[LayerConfig] = []
-    kinds_after = fields.layer_kinds("mlp_layer_types", _AFTER, count)
+    kinds_after = fields.layer_kinds("mlp_layer_types", _AFTER, count, default)
     for i, after in enumerate([*kinds_after, "moe"]):  # the last is a head's
         of_layer: Any = {field: values[i] for field, values in limits.items() if values[i]}
         fields.check(after == "moe" or not of_layer, f"layer {i} has {of_layer} and no experts")
@@ -290,7 +285,7 @@ def _rules(tensors: Mapping[str, Tensor], layer: LayerConfig) -> list[Rule]:
             return within(split_mlp(layer), "mlp")
     assert isinstance(layer, MoeConfig)
     table = [
-        *split_experts(layer.num_experts, ("w1", "w3", "w2")),
+        *split_experts(layer.num_experts, GATED_BY_NUMBER),
         Rule("gate.weight", "router", transforms.TRANSPOSED),
         Rule("gate.e_score_correction_bias", "correction"),
         *within(split_mlp(layer.shared_mlp), "shared_experts", "shared"),
@@ -305,12 +300,13 @@ def _kda(layer: GatedDeltaConfig, tensors: Mapping[str, Tensor]) -> list[Rule]:
     sizes = (rank or size, rank or size, size, size, size, heads)
     axes = {len(x.shape) for name, x in tensors.items() if name.endswith("A_log")}
     rates = (1, 1, heads, 1) if axes <= {4} and (axes or rank) else (heads,)
-    in_order = transforms.conv_gathered([size] * 3, lambda: np.arange(3 * size))
+    convolved = transforms.conv_gathered([size] * 3)
+    names = (*gates, "v_proj", "k_proj", "q_proj", "b_proj")
     return [
-        *concatenated((*gates, "v_proj", "k_proj", "q_proj", "b_proj"), "in_proj", sizes),
+        *linear(names, "in_proj", transforms.gathered(sizes)),
         *linear("f_b_proj", "a_up"),
         *linear("g_b_proj", "z_up"),
-        Rule(tuple(f"{name}_conv1d.weight" for name in "vkq"), "conv_weight", in_order),
+        Rule(tuple(f"{name}_conv1d.weight" for name in "vkq"), "conv_weight", convolved),
         Rule("A_log", "A_log", transforms.reshaped(rates)),
         Rule("dt_bias", "dt_bias"),
         Rule("o_norm.weight", "norm_scale"),
@@ -391,12 +387,10 @@ def write_bailing_hybrid(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:
     """The fields that the families share, as Kimi calls them."""
     latent, moe = required(config, "latent_attention"), required(config, "moe")
-    of_latent = {name: getattr(latent, ours) for name, ours in _LATENT.items()}
-    of_experts = {name: getattr(moe, ours) for name, ours in _EXPERTS.items()}
     return (
         hf_values(config, dtype, name, architecture)
-        | of_latent
-        | of_experts
+        | values_of(latent, _LATENT)
+        | values_of(moe, _EXPERTS)
         | {
             "rms_norm_eps": config.norm_eps,
             "hidden_act": "silu",
@@ -404,7 +398,6 @@ def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> di
             "q_lora_rank": latent.query_rank,
             "intermediate_size": required(config, "mlp").hidden_size,
             "first_k_dense_replace": config.kinds.count("mlp"),
-            "moe_renormalize": moe.normalise,
             "routed_scaling_factor": moe.scale,
             "num_shared_experts": moe.shared_size // moe.hidden_size,
         }

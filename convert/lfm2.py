@@ -10,14 +10,29 @@ from typing import Any
 
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert.description import Description, Source, hf_values, required
-from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.fields import Fields, Table, values_of
 from stree_jax.convert.rules import CONV, TRANSPOSED, Rule
-from stree_jax.convert.tables import concatenated, in_pairs, linear, split_experts, within
+from stree_jax.convert.tables import (
+    GATED_BY_NUMBER,
+    hf_attention,
+    in_pairs,
+    linear,
+    split_experts,
+    split_mlp,
+    within,
+)
 from stree_jax.models import AttentionConfig, LayerConfig, MlpConfig, MoeConfig, ShortConvConfig
 from stree_jax.models.config import ModelConfig
 
 _KINDS = {"conv": "short_conv", "full_attention": "attention"}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
+_EXPERTS: Table = dict(
+    num_experts=("num_experts", 32),
+    num_active=("num_experts_per_tok", 4),
+    hidden_size=("moe_intermediate_size", 1792),
+    normalise=("norm_topk_prob", True),
+    scale=("routed_scaling_factor", 1.0),
+)
 _ROPE: dict[str, dict[str, Any]] = {  # LFM3's
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6}
@@ -34,7 +49,7 @@ _OF_TRAINING = (
 def read_lfm2(source: Source) -> Description:
     """`Lfm2Config`: MLPs, whose size the config may say before an adjustment."""
     fields = source.fields
-    num_layers = fields.integer("num_hidden_layers", 32, most=MAX_LAYERS)
+    num_layers = fields.num_layers(32)
     fields.null("layer_types")
     if fields.has("layer_types"):
         kinds = fields.layer_kinds("layer_types", _KINDS, num_layers)
@@ -58,15 +73,7 @@ def read_lfm2_moe(source: Source) -> Description:
     kinds = fields.layer_kinds("layer_types", _KINDS)
     fields.same("num_hidden_layers", len(kinds))
     fields.check(fields.flag("use_expert_bias", True), "use_expert_bias = false is not supported")
-    experts = MoeConfig(
-        fields.integer("num_experts", 32),
-        fields.integer("num_experts_per_tok", 4),
-        fields.integer("moe_intermediate_size", 1792),
-        router="sigmoid",
-        normalise=fields.flag("norm_topk_prob", True),
-        norm_eps=1e-6,
-        scale=fields.number("routed_scaling_factor", 1.0),
-    )
+    experts = MoeConfig(**fields.read(_EXPERTS), router="sigmoid", norm_eps=1e-6)
     mlp = MlpConfig(fields.integer("intermediate_size", 7168))
     dense = fields.integer("num_dense_layers", 2, least=0)
     after = [mlp if i < dense else experts for i in range(len(kinds))]
@@ -114,12 +121,11 @@ def read_lfm3(source: Source) -> Description:
 
 def _lfm3_kinds(fields: Fields) -> tuple[str, ...]:
     """The mixers by transformers' names."""
-    num_layers = fields.integer("num_hidden_layers", 24, most=MAX_LAYERS)
+    num_layers = fields.num_layers(24)
     fields.null("layer_types")
-    if fields.has("layer_types"):
-        return fields.layer_kinds("layer_types", {k: k for k in ("conv", *_ROPE)}, num_layers)
     four = ("sliding_attention", "conv", "full_attention", "conv")
-    return tuple(four[i % 4] if i else "conv" for i in range(num_layers))
+    default = [four[i % 4] if i else "conv" for i in range(num_layers)]
+    return fields.layer_kinds("layer_types", {name: name for name in four}, num_layers, default)
 
 
 def _turned(table: Fields, attention: AttentionConfig) -> AttentionConfig:
@@ -169,18 +175,11 @@ def _rules(layer: LayerConfig, out: str = "out_proj", norm: str = "layernorm") -
             projections = [*linear("in_proj", "in_proj"), *linear("out_proj", "out_proj")]
             return within([*conv, *projections], "conv")
         case AttentionConfig():
-            names, sizes = ("q_proj", "k_proj", "v_proj"), layer.projected_sizes
-            norms = [Rule(f"{name}_{norm}.weight", f"{name}_norm_scale") for name in "qk"]
-            if layer.output_gate:
-                table = concatenated(("gate_proj", *names), "in_proj", (layer.gate_size, *sizes))
-            else:
-                table = concatenated(names, "in_proj", sizes)
-            return within([*table, *linear(out, "out_proj"), *norms], "self_attn")
+            return within(hf_attention(layer, out=out, norm=norm), "self_attn")
         case MlpConfig():
-            table = concatenated(("w1", "w3"), "in_proj", (layer.hidden_size, layer.hidden_size))
-            return within([*table, *linear("w2", "out_proj")], "feed_forward")
+            return within(split_mlp(layer, GATED_BY_NUMBER), "feed_forward")
     assert isinstance(layer, MoeConfig)
-    experts = split_experts(layer.num_experts, ("w1", "w3", "w2"))
+    experts = split_experts(layer.num_experts, GATED_BY_NUMBER)
     router = [Rule("gate.weight", "router", TRANSPOSED), Rule("expert_bias", "correction")]
     return within([*experts, *router], "feed_forward")
 
@@ -198,11 +197,7 @@ def write_lfm2_moe(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return _values(config, dtype, "lfm2_moe", "Lfm2MoeForCausalLM") | {
         "intermediate_size": 7168 if mlp is None else mlp.hidden_size,
         "num_dense_layers": config.kinds.count("mlp"),
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.num_active,
-        "moe_intermediate_size": moe.hidden_size,
-        "norm_topk_prob": moe.normalise,
-        "routed_scaling_factor": moe.scale,
+        **values_of(moe, _EXPERTS),
     }
 
 

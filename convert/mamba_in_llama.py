@@ -8,7 +8,8 @@ from typing import Any
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, limits, required
-from stree_jax.convert.fields import MAX_LAYERS
+from stree_jax.convert.fields import values_of
+from stree_jax.convert.pure import SSM
 from stree_jax.convert.rules import Ignored
 from stree_jax.models import Mamba2Config, MlpConfig
 from stree_jax.models.config import ModelConfig
@@ -37,16 +38,12 @@ def read_mamba_in_llama(source: Source) -> Description:
         num_x_heads=x_size // state_size,
         num_b_groups=x_size // state_size,
         repeat_before_conv=ssm.flag("repeat_kv_before_conv", False),
-        conv_width=ssm.integer("d_conv", 4),
-        conv_bias=ssm.flag("conv_bias", True),
-        in_proj_bias=ssm.flag("bias", False),
-        out_proj_bias=ssm.flag("bias", False),
+        **ssm.read(SSM),
         dt_limit=ssm.limits("dt_limit"),
         norm_eps=1e-5,  # hard-coded in the mixer
-        chunk_size=ssm.integer("chunk_size", 256),
     )
     ssm.ignore("overridden by upstream code", "expand", "headdim")
-    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    num_layers = fields.num_layers()
     mamba.check(
         mamba.integer("n_layer") == num_layers, "n_layer is not config.json's num_hidden_layers"
     )
@@ -76,7 +73,7 @@ def read_mamba_in_llama(source: Source) -> Description:
     fields.ignore("used in training only", "initializer_range")
     rules = tables.llama_like(
         config,
-        mlp=tables.within(tables.split_mlp(hybrid.required(config, "mlp")), "mlp"),
+        mlp=tables.within(tables.split_mlp(required(config, "mlp")), "mlp"),
         mlp_norm="post_attention_layernorm",
         final_norm="norm",
     )
@@ -95,16 +92,13 @@ _LLAMA_ATTENTION = ("num_attention_heads", "num_key_value_heads", "head_dim", "a
 
 def write_mamba_in_llama(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """config.json of MambaInLlama."""
-    a, mlp = config.attention, hybrid.required(config, "mlp")
+    a = config.attention
     values = hf_values(config, dtype, "llama", "LlamaForCausalLM") | {
         "num_hidden_layers": len(config.layers) // 2,
         "num_attention_heads": required(config, "mamba2").num_heads,
         "rms_norm_eps": config.norm_eps,
-        "intermediate_size": mlp.hidden_size,
-        "hidden_act": mlp.activation,
-        "mlp_bias": mlp.bias,
     }
-    values |= hybrid.max_length_values(config)
+    values |= hybrid.mlp_values(config) | hybrid.max_length_values(config)
     if a is not None:
         values |= hybrid.attention_values(a) | {
             "head_dim": a.head_dim,
@@ -116,7 +110,7 @@ def write_mamba_in_llama(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def write_mamba_config(config: ModelConfig) -> dict[str, Any]:
     """mamba_config.json of MambaInLlama."""
-    m = required(config, "mamba2")
+    m, mlp = required(config, "mamba2"), required(config, "mlp")
     return {
         "d_model": config.d_model,
         "ssm_cfg": {
@@ -124,18 +118,15 @@ def write_mamba_config(config: ModelConfig) -> dict[str, Any]:
             "ngroups": m.num_heads,
             "d_state": m.state_size,
             "repeat_kv_before_conv": m.repeat_before_conv,
-            "d_conv": m.conv_width,
-            "conv_bias": m.conv_bias,
-            "bias": m.in_proj_bias,
+            **values_of(m, SSM),
             "dt_limit": limits(m),
-            "chunk_size": m.chunk_size,
         },
         "rms_norm_eps": config.norm_eps,
         "vocab_size": None,
         "d_inner": m.inner_size,
         "d_xb": m.x_heads * m.head_dim,
-        "intermediate_size": hybrid.required(config, "mlp").hidden_size,
-        "hidden_act": hybrid.required(config, "mlp").activation,
+        "intermediate_size": mlp.hidden_size,
+        "hidden_act": mlp.activation,
         "n_layer": len(config.layers) // 2,
         "attn_layers": hybrid.positions_of(config.kinds[::2], "attention"),
     }

@@ -6,11 +6,32 @@ from typing import Any
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, limits, of_head, required
-from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.fields import MAX_LAYERS, Fields, Table, values_of
 from stree_jax.heads import FOLDER, part_of
 from stree_jax.models import AttentionConfig, LayerConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.models.config import ModelConfig
 
+_MIXER: Table = dict(
+    num_heads=("mamba_num_heads", 128),
+    head_dim=("mamba_head_dim", 64),
+    state_size=("ssm_state_size", 128),
+    num_groups=("n_groups", 8),
+    conv_width=("conv_kernel", 4),
+    conv_bias=("use_conv_bias", True),
+    in_proj_bias=("use_bias", False),
+    out_proj_bias=("use_bias", False),
+    chunk_size=("chunk_size", 128),
+)
+_EXPERTS: Table = dict(
+    num_experts=("n_routed_experts", 8),
+    num_active=("num_experts_per_tok", 2),
+    hidden_size=("moe_intermediate_size", 7688),
+    num_router_groups=("n_group", 1),
+    num_active_groups=("topk_group", 1),
+    normalise=("norm_topk_prob", True),
+    scale=("routed_scaling_factor", 1.0),
+    shared_size=("moe_shared_expert_intermediate_size", 7688),
+)
 _PATTERN = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 
 
@@ -97,21 +118,12 @@ def _layer(kind: str, fields: Fields, source: Source) -> LayerConfig:
 
 
 def _mixer(fields: Fields, source: Source) -> Mamba2Config:
-    bias = fields.flag("use_bias", False)
     floor = fields.number("time_step_min", 1e-3)
     fields.choice("mamba_hidden_act", "silu", hybrid.SILU)  # there is no other
     mixer = Mamba2Config(
-        num_heads=fields.integer("mamba_num_heads", 128),
-        head_dim=fields.integer("mamba_head_dim", 64),
-        state_size=fields.integer("ssm_state_size", 128),
-        num_groups=fields.integer("n_groups", 8),
-        conv_width=fields.integer("conv_kernel", 4),
-        conv_bias=fields.flag("use_conv_bias", True),
-        in_proj_bias=bias,
-        out_proj_bias=bias,
+        **fields.read(_MIXER),
         dt_limit=hybrid.read_dt_limit(fields, floor, source.quirks),
         norm_eps=_epsilon(fields),
-        chunk_size=fields.integer("chunk_size", 128),
     )
     fields.same("mamba_num_groups", mixer.num_groups)
     fields.same("mamba_state_dim", mixer.state_size)
@@ -167,7 +179,8 @@ def _config(source: Source, layers: Sequence[LayerConfig]) -> ModelConfig:
     fields.flag("mlp_bias", False)
     fields.ignore("transformers reads use_bias instead", "mamba_proj_bias")
     fields.ignore("d_ssm is mamba_num_heads * mamba_head_dim", "expand")
-    fields.ignore("no layer has it", *_NEMOTRON_EXPERTS, "intermediate_size")
+    of_experts = (*(name for name, *_ in _EXPERTS.values()), "n_shared_experts", "moe_latent_size")
+    fields.ignore("no layer has it", *of_experts, "intermediate_size")
     fields.ignore("without RoPE there is no limit", "max_position_embeddings", *hybrid.ROPE)
     fields.ignore(
         "used in training only",
@@ -197,13 +210,6 @@ def _described(family: str, source: Source, config: ModelConfig) -> Description:
     return hybrid.described(family, fields, config, rules, skipped)._replace(mtp=head)
 
 
-_NEMOTRON_EXPERTS = (
-    *("n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
-    *("moe_shared_expert_intermediate_size", "moe_latent_size", "num_experts_per_tok"),
-    *("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"),
-)
-
-
 def _nemotron_layers(fields: Fields) -> tuple[str, ...]:
     """The kind of each layer, from a list or a string of letters."""
     if fields.has("layers_block_type"):
@@ -229,19 +235,11 @@ def _nemotron_layers(fields: Fields) -> tuple[str, ...]:
 
 def _nemotron_experts(fields: Fields, activation: str) -> MoeConfig:
     """The mixture of experts, with one shared expert."""
-    shared = fields.integer("moe_shared_expert_intermediate_size", 7688)
     fields.ignore("there is one shared expert", "n_shared_experts")
     return MoeConfig(
-        num_experts=fields.integer("n_routed_experts", 8),
-        num_active=fields.integer("num_experts_per_tok", 2),
-        hidden_size=fields.integer("moe_intermediate_size", 7688),
+        **fields.read(_EXPERTS),
         router="sigmoid",
-        num_router_groups=fields.integer("n_group", 1),
-        num_active_groups=fields.integer("topk_group", 1),
-        normalise=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0),
         latent_size=fields.integer("moe_latent_size") if fields.has("moe_latent_size") else None,
-        shared_size=shared,
         activation=activation,
         gated=False,
     )
@@ -252,15 +250,8 @@ def write_nemotron_h(config: ModelConfig, dtype: str) -> dict[str, Any]:
     m, a, mlp, moe = required(config, "mamba2"), config.attention, config.mlp, config.moe
     values = hf_values(config, dtype, "nemotron_h", "NemotronHForCausalLM") | {
         "layers_block_type": [hybrid.NAMES.get(kind, kind) for kind in config.kinds],
-        "mamba_num_heads": m.num_heads,
-        "mamba_head_dim": m.head_dim,
-        "ssm_state_size": m.state_size,
-        "n_groups": m.num_groups,
-        "conv_kernel": m.conv_width,
-        "use_conv_bias": m.conv_bias,
-        "use_bias": m.in_proj_bias,
+        **values_of(m, _MIXER),
         "time_step_limit": limits(m),
-        "chunk_size": m.chunk_size,
         "mamba_hidden_act": "silu",
         "layer_norm_epsilon": config.norm_eps,
         "residual_in_fp32": config.residual_float32,
@@ -274,16 +265,8 @@ def write_nemotron_h(config: ModelConfig, dtype: str) -> dict[str, Any]:
             "mlp_hidden_act": mlp.activation,
         }
     if moe is not None:
-        values |= {
+        values |= values_of(moe, _EXPERTS) | {
             "mlp_hidden_act": moe.activation,
-            "n_routed_experts": moe.num_experts,
-            "num_experts_per_tok": moe.num_active,
-            "moe_intermediate_size": moe.hidden_size,
-            "moe_shared_expert_intermediate_size": moe.shared_size,
-            "n_group": moe.num_router_groups,
-            "topk_group": moe.num_active_groups,
-            "norm_topk_prob": moe.normalise,
-            "routed_scaling_factor": moe.scale,
             "moe_latent_size": moe.latent_size,
         }
     return values

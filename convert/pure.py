@@ -7,6 +7,7 @@ Mistral's `params.json`.
 import dataclasses
 from typing import Any
 
+from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
 from stree_jax.convert.description import (
     Description,
@@ -17,9 +18,43 @@ from stree_jax.convert.description import (
     required,
     tied_head,
 )
-from stree_jax.convert.fields import MAX_LAYERS, TRANSFORMERS, Fields
+from stree_jax.convert.fields import MAX_LAYERS, Fields, Table, values_of
 from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig
 from stree_jax.models.config import ModelConfig
+
+# Of mamba_ssm's `ssm_cfg`, whatever the sizes of heads are.
+SSM: Table = dict(
+    conv_width=("d_conv", 4),
+    conv_bias=("conv_bias", True),
+    in_proj_bias=("bias", False),
+    out_proj_bias=("bias", False),
+    chunk_size=("chunk_size", 256),
+)
+_SSM: Table = SSM | dict(
+    head_dim=("headdim", 64),
+    state_size=("d_state", 128),
+    num_groups=("ngroups", 1),
+    d_per_channel=("D_has_hdim", False),
+)
+_ATTENTION: Table = dict(
+    num_heads=("num_heads",),
+    rotary_dim=("rotary_emb_dim", 0),
+    rope_theta=("rotary_emb_base", 10000.0),
+    qkv_bias=("qkv_proj_bias", True),
+    out_bias=("out_proj_bias", True),
+    conv_width=("d_conv", 0),
+)
+_MIXER: Table = dict(
+    num_heads=("num_heads", 128),
+    head_dim=("head_dim", 64),
+    state_size=("state_size", 128),
+    num_groups=("n_groups", 8),
+    conv_width=("conv_kernel", 4),
+    conv_bias=("use_conv_bias", True),
+    in_proj_bias=("use_bias", False),
+    out_proj_bias=("use_bias", False),
+    chunk_size=("chunk_size", 256),
+)
 
 
 def read_mamba_ssm(source: Source) -> Description:
@@ -40,24 +75,17 @@ def read_mamba_ssm(source: Source) -> Description:
     d_model = fields.integer("d_model")
     inner = ssm.integer("expand", 2) * d_model
     d_ssm = ssm.integer("d_ssm", inner)
-    head_dim = ssm.integer("headdim", 64)
+    sizes = ssm.read(_SSM)
+    head_dim = sizes["head_dim"]
     fields.check(d_ssm % head_dim == 0, f"headdim = {head_dim} does not divide d_ssm = {d_ssm}")
     fields.check(d_ssm <= inner, f"d_ssm = {d_ssm} is larger than expand * d_model = {inner}")
     norm_first = ssm.flag("norm_before_gate", False)
     mixer = Mamba2Config(
+        **sizes,
         num_heads=d_ssm // head_dim,
-        head_dim=head_dim,
-        state_size=ssm.integer("d_state", 128),
-        num_groups=ssm.integer("ngroups", 1),
-        conv_width=ssm.integer("d_conv", 4),
-        conv_bias=ssm.flag("conv_bias", True),
-        in_proj_bias=ssm.flag("bias", False),
-        out_proj_bias=ssm.flag("bias", False),
         mlp_dim=inner - d_ssm,
-        d_per_channel=ssm.flag("D_has_hdim", False),
         dt_limit=ssm.limits("dt_limit"),
         norm=norm_kind(ssm.flag("rmsnorm", True), norm_first),
-        chunk_size=ssm.integer("chunk_size", 256),
     )
     ssm.ignore("initialisation", "conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor")
     ssm.ignore("a choice of kernels", "use_mem_eff_path")
@@ -100,7 +128,8 @@ def _mamba_ssm_attention(fields: Fields, d_model: int) -> AttentionConfig:
         not fields.flag("rotary_emb_interleaved", False),
         "attn_cfg.rotary_emb_interleaved = true is not supported",
     )
-    num_heads = fields.integer("num_heads")
+    sizes = fields.read(_ATTENTION)
+    num_heads = sizes["num_heads"]
     if not fields.has("head_dim"):
         fields.check(
             d_model % num_heads == 0,
@@ -109,15 +138,10 @@ def _mamba_ssm_attention(fields: Fields, d_model: int) -> AttentionConfig:
     # mlp_dim counts both halves of the gated branch and is rounded up to a multiple of 256.
     mlp_width = -(-fields.integer("mlp_dim", 0, least=0) // 256) * 256
     config = AttentionConfig(
-        num_heads=num_heads,
+        **sizes,
         num_kv_heads=fields.integer("num_heads_kv", num_heads),
         head_dim=fields.integer("head_dim", d_model // num_heads),
         scale=fields.number("softmax_scale") if fields.has("softmax_scale") else None,
-        rotary_dim=fields.integer("rotary_emb_dim", 0, least=0),
-        rope_theta=fields.number("rotary_emb_base", 10000.0),
-        qkv_bias=fields.flag("qkv_proj_bias", True),
-        out_bias=fields.flag("out_proj_bias", True),
-        conv_width=fields.integer("d_conv", 0, least=0),
         mlp_dim=mlp_width // 2,
     )
     fields.finish()
@@ -134,19 +158,12 @@ def write_mamba_ssm(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "ssm_cfg": {
             "layer": "Mamba2",
-            "d_state": m.state_size,
-            "headdim": m.head_dim,
+            **values_of(m, _SSM),
             "d_ssm": m.inner_size,
             "expand": (m.inner_size + m.mlp_dim) // config.d_model,
-            "ngroups": m.num_groups,
-            "d_conv": m.conv_width,
-            "conv_bias": m.conv_bias,
-            "bias": m.in_proj_bias,
             "rmsnorm": m.norm != "none",
             "norm_before_gate": m.norm == "norm_then_gate",
-            "D_has_hdim": m.d_per_channel,
             "dt_limit": limits(m),
-            "chunk_size": m.chunk_size,
         },
         "attn_layer_idx": [],
         "attn_cfg": {},
@@ -160,17 +177,12 @@ def write_mamba_ssm(config: ModelConfig, dtype: str) -> dict[str, Any]:
         mixers = [kind for kind in config.kinds if kind != "mlp"]
         values["attn_layer_idx"] = [i for i, kind in enumerate(mixers) if kind == "attention"]
         values["attn_cfg"] = {
+            **values_of(a, _ATTENTION),
             "causal": True,
-            "num_heads": a.num_heads,
             "num_heads_kv": a.num_kv_heads,
             "head_dim": a.head_dim,
             "mlp_dim": 2 * a.mlp_dim,
-            "qkv_proj_bias": a.qkv_bias,
-            "out_proj_bias": a.out_bias,
             "softmax_scale": a.scale,
-            "d_conv": a.conv_width,
-            "rotary_emb_dim": a.rotary_dim,
-            "rotary_emb_base": a.rope_theta,
             "rotary_emb_interleaved": False,
         }
     return values
@@ -208,11 +220,10 @@ def read_codestral(source: Source) -> Description:
 def read_mamba2(source: Source) -> Description:
     """`Mamba2Config` of transformers."""
     fields = source.fields
-    fields.take("model_type", "mamba2")
-    activation = fields.take("hidden_act", "silu")
-    fields.check(activation in ("silu", "swish"), f"hidden_act is {activation!r:.80}, not 'silu'")
+    fields.choice("hidden_act", "silu", hybrid.SILU)
     d_model = fields.integer("hidden_size", 4096)
-    num_heads, head_dim = fields.integer("num_heads", 128), fields.integer("head_dim", 64)
+    sizes = fields.read(_MIXER)
+    num_heads, head_dim = sizes["num_heads"], sizes["head_dim"]
     expand = fields.number("expand", 2)
     fields.check(
         expand * d_model == num_heads * head_dim,
@@ -220,29 +231,16 @@ def read_mamba2(source: Source) -> Description:
         f" {num_heads} * {head_dim}",
     )
     epsilon = fields.positive("layer_norm_epsilon", 1e-5)
-    bias = fields.flag("use_bias", False)
-    vocab_size = fields.integer("vocab_size", 32768)
     config = ModelConfig(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        layers=("mamba2",) * fields.integer("num_hidden_layers", 64, most=MAX_LAYERS),
-        mamba2=Mamba2Config(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            state_size=fields.integer("state_size", 128),
-            num_groups=fields.integer("n_groups", 8),
-            conv_width=fields.integer("conv_kernel", 4),
-            conv_bias=fields.flag("use_conv_bias", True),
-            in_proj_bias=bias,
-            out_proj_bias=bias,
-            dt_limit=fields.limits("time_step_limit"),
+        layers=("mamba2",) * fields.num_layers(64),
+        mamba2=Mamba2Config(**sizes, dt_limit=fields.limits("time_step_limit"), norm_eps=epsilon),
+        **hybrid.model_fields(
+            fields,
+            d_model,
             norm_eps=epsilon,
-            chunk_size=fields.integer("chunk_size", 256),
+            residual_float32=fields.flag("residual_in_fp32", True),
+            vocab_size=32768,
         ),
-        norm_eps=epsilon,
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
-        residual_float32=fields.flag("residual_in_fp32", True),
-        eos_token=fields.tokens("eos_token_id", vocab_size),
     )
     fields.ignore(
         "initialisation",
@@ -253,14 +251,10 @@ def read_mamba2(source: Source) -> Description:
     fields.ignore("transformers never read it; its mixer gates first", "norm_before_gate")
     fields.ignore("transformers never read it; its mixer always norms", "rms_norm")
     fields.ignore("derived from expand * hidden_size", "intermediate_size")
-    fields.ignore("of transformers, not of the model", *TRANSFORMERS)
-    notes = fields.finish()
     # The oldest conversions have mamba_ssm's name of the embedding, which transformers renames.
     old = "backbone.embedding.weight" in source.tensors
     rules = tables.mamba_ssm(config, embedding="embedding" if old else "embeddings")
-    return Description(
-        "transformers mamba2", config, rules, tied_head(config, "lm_head.weight"), notes
-    )
+    return hybrid.described("transformers mamba2", fields, config, rules)
 
 
 def _vocabulary(fields: Fields, *, default_multiple: int) -> dict[str, Any]:
@@ -278,18 +272,11 @@ def write_mamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`Mamba2Config` of transformers."""
     m = required(config, "mamba2")
     return hf_values(config, dtype, "mamba2", "Mamba2ForCausalLM") | {
+        **values_of(m, _MIXER),
         "num_hidden_layers": len(config.layers),
-        "num_heads": m.num_heads,
-        "head_dim": m.head_dim,
         "expand": m.inner_size // config.d_model,
-        "state_size": m.state_size,
-        "n_groups": m.num_groups,
-        "conv_kernel": m.conv_width,
-        "use_conv_bias": m.conv_bias,
-        "use_bias": m.in_proj_bias,
         "hidden_act": "silu",
         "layer_norm_epsilon": config.norm_eps,
         "time_step_limit": limits(m),
         "residual_in_fp32": config.residual_float32,
-        "chunk_size": m.chunk_size,
     }

@@ -13,7 +13,7 @@ import numpy as np
 
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert.description import Description, Source, of_head
-from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.fields import Fields, Table, values_of
 from stree_jax.convert.rules import (
     EACH_TRANSPOSED,
     PLUS_ONE,
@@ -22,6 +22,7 @@ from stree_jax.convert.rules import (
     conv_gathered,
     gathered,
     renamed,
+    sections,
 )
 from stree_jax.convert.tables import (
     hf_attention,
@@ -37,6 +38,19 @@ from stree_jax.models.config import ModelConfig
 
 _KINDS = {"linear_attention": "gated_delta", "full_attention": "attention"}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
+_DELTA: Table = dict(
+    num_heads=("linear_num_value_heads", 32),
+    head_dim=("linear_value_head_dim", 128),
+    num_groups=("linear_num_key_heads", 16),
+    state_size=("linear_key_head_dim", 128),
+    conv_width=("linear_conv_kernel_dim", 4),
+)
+_EXPERTS: Table = dict(
+    num_experts=("num_experts",),
+    num_active=("num_experts_per_tok",),
+    hidden_size=("moe_intermediate_size", 512),
+    shared_size=("shared_expert_intermediate_size", 512),
+)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 _OWN = {"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"}  # names
 _OF_TRAINING = (
@@ -95,7 +109,7 @@ def read_olmo_hybrid(source: Source) -> Description:
     mlp = MlpConfig(fields.integer("intermediate_size", 11008))
     scale = 1.0 + fields.flag("linear_allow_neg_eigval", True)
     # transformers' norm of the outputs of delta layers has an epsilon of its own.
-    linear = _delta_config(fields, beta_scale=scale, norm_eps=1e-5)
+    linear = GatedDeltaConfig(**fields.read(_DELTA), beta_scale=scale, norm_eps=1e-5)
     keys = linear.num_groups * linear.state_size
     convs = [keys, keys, linear.num_heads * linear.head_dim]
     tensors = source.tensors
@@ -121,7 +135,7 @@ def read_lara_mini(source: Source) -> Description:
     attention = hybrid.read_attention(fields, d_model, qk_norm_eps=norm_eps)
     local = replace(hybrid.rotated(fields, attention), window=fields.integer("sliding_window", 512))
     experts = replace(_moe_config(fields, 128, 4), shared_gate=False)
-    linear = _delta_config(fields, norm_eps=norm_eps)
+    linear = GatedDeltaConfig(**fields.read(_DELTA), norm_eps=norm_eps)
     mixers = {"linear_attention": linear, "sliding_attention": local, "full_attention": attention}
     own = renamed(_delta(linear, ["in_proj"]), lambda name: name.replace("norm.", "out_norm."))
     pairs = {kind: (mixer, experts) for kind, mixer in mixers.items()}
@@ -148,8 +162,7 @@ def _read_pairs(
             case GatedDeltaConfig():
                 return within(delta, "linear_attn")
             case AttentionConfig():
-                of_heads = [Rule(f"{name}_norm.weight", f"{name}_norm_scale") for name in "qk"]
-                return within([*hf_attention(layer), *of_heads], "self_attn")
+                return within(hf_attention(layer, norm="norm"), "self_attn")
             case MlpConfig():
                 return within(split_mlp(layer), "mlp")
         assert isinstance(layer, MoeConfig)
@@ -165,23 +178,11 @@ def _read_pairs(
 def _kinds(fields: Fields, num_layers: int) -> tuple[str, ...]:
     """The kinds of the mixers."""
     fields.null("layer_types", "mlp_only_layers")
-    num_layers = fields.integer("num_hidden_layers", num_layers, most=MAX_LAYERS)
+    num_layers = fields.num_layers(num_layers)
     every = fields.integer("full_attention_interval", 4)
-    if fields.has("layer_types"):
-        return fields.layer_kinds("layer_types", _KINDS, num_layers)
-    return tuple("gated_delta" if (i + 1) % every else "attention" for i in range(num_layers))
-
-
-def _delta_config(fields: Fields, **more: Any) -> GatedDeltaConfig:
-    """The delta layers; `more` are fields of `GatedDeltaConfig`."""
-    return GatedDeltaConfig(
-        num_heads=fields.integer("linear_num_value_heads", 32),
-        head_dim=fields.integer("linear_value_head_dim", 128),
-        num_groups=fields.integer("linear_num_key_heads", 16),
-        state_size=fields.integer("linear_key_head_dim", 128),
-        conv_width=fields.integer("linear_conv_kernel_dim", 4),
-        **more,
-    )
+    linear, full = _KINDS
+    default = [linear if (i + 1) % every else full for i in range(num_layers)]
+    return fields.layer_kinds("layer_types", _KINDS, num_layers, default)
 
 
 def _moe_config(fields: Fields, count: int, active: int) -> MoeConfig:
@@ -190,13 +191,8 @@ def _moe_config(fields: Fields, count: int, active: int) -> MoeConfig:
         fields.flag("norm_topk_prob", True),
         "norm_topk_prob = false is not supported: no release has it",
     )
-    return MoeConfig(
-        fields.integer("num_experts", count),
-        fields.integer("num_experts_per_tok", active),
-        fields.integer("moe_intermediate_size", 512),
-        shared_size=fields.integer("shared_expert_intermediate_size", 512),
-        shared_gate=True,
-    )
+    sizes = dict(num_experts=("num_experts", count), num_active=("num_experts_per_tok", active))
+    return MoeConfig(**fields.read({**_EXPERTS, **sizes}), shared_gate=True)
 
 
 def _read(
@@ -211,7 +207,7 @@ def _read(
     d_model = fields.integer("hidden_size", d_model)
     norm_eps = fields.positive("rms_norm_eps", 1e-6)
     attention = _attention(fields, norm_eps, kv_heads=4 if family == "qwen3_5" else 2)
-    delta = _delta_config(fields, norm_eps=norm_eps)
+    delta = GatedDeltaConfig(**fields.read(_DELTA), norm_eps=norm_eps)
     fields.choice("hidden_act", "silu", hybrid.SILU)
     for name in ("layer_scale", "use_sliding_window"):
         fields.check(not fields.flag(name, False), f"{name} = true is not supported")
@@ -309,21 +305,15 @@ def _delta(
     sizes: Sequence[int] = of[len(names)]
     convs = convs or {"conv1d": sum(own[:3])}
 
-    def columns() -> np.ndarray:
-        if len(names) == 2:
-            of_group = np.arange(sizes[0]).reshape(groups, -1)
-            in_group = (layer.state_size, layer.state_size, values // groups)
-            q, k, v, z = np.split(of_group, np.cumsum(in_group), axis=1)
-            b, a = np.split(sizes[0] + np.arange(sizes[1]).reshape(groups, -1), 2, axis=1)
-        else:
-            q, k, v, z, b, a = np.split(np.arange(sum(sizes)), np.cumsum(own[:-1]))
+    def by_group() -> np.ndarray:
+        of_group = np.arange(sizes[0]).reshape(groups, -1)
+        in_group = (layer.state_size, layer.state_size, values // groups)
+        q, k, v, z = np.split(of_group, np.cumsum(in_group), axis=1)
+        b, a = np.split(sizes[0] + np.arange(sizes[1]).reshape(groups, -1), 2, axis=1)
         return np.concatenate([part.reshape(-1) for part in (b, z, v, k, q, a)])
 
-    def channels() -> np.ndarray:
-        q, k, v = np.split(np.arange(2 * keys + values), [keys, 2 * keys])
-        return np.concatenate([v, k, q])
-
-    convolved = conv_gathered([*convs.values()], channels)
+    columns = by_group if len(names) == 2 else sections(own, (4, 3, 2, 1, 0, 5))
+    convolved = conv_gathered([*convs.values()], sections(own[:3], (2, 1, 0)))
     return [
         Rule(tuple(f"{name}.weight" for name in names), "in_proj.kernel", gathered(sizes, columns)),
         Rule(tuple(f"{name}.weight" for name in convs), "conv_weight", convolved),
@@ -344,11 +334,8 @@ def _gated_attention(layer: AttentionConfig) -> list[Rule]:
         order = [by_head[:, 1], by_head[:, 0], 2 * queries + np.arange(keys + values)]
         return np.concatenate([part.reshape(-1) for part in order])
 
-    transform = gathered(sizes, columns)
-    projections = [
-        Rule(tuple(f"{name}_proj.{part}" for name in "qkv"), f"in_proj.{own}", transform)
-        for part, own in (("weight", "kernel"), ("bias", "bias"))
-    ]
+    names = ("q_proj", "k_proj", "v_proj")
+    projections = linear(names, "in_proj", gathered(sizes, columns))
     norms = [Rule(f"{name}_norm.weight", f"{name}_norm_scale", PLUS_ONE) for name in "qk"]
     return [*projections, *norms, *linear("o_proj", "out_proj")]
 
@@ -361,7 +348,7 @@ def _experts(layer: MoeConfig, *, merged: bool) -> list[Rule]:
             Rule("experts.down_proj", "experts_out", EACH_TRANSPOSED),
         ]
     else:
-        own = split_experts(layer.num_experts, ("gate_proj", "up_proj", "down_proj"))
+        own = split_experts(layer.num_experts)
     shared = MlpConfig(layer.shared_size)
     return [
         *own,
@@ -376,7 +363,7 @@ def write_qwen3_next(config: ModelConfig, dtype: str) -> dict[str, Any]:
     after = config.layers[1::2]
     dense = [i for i, layer in enumerate(after) if isinstance(layer, MlpConfig)]
     values = _values(config, dtype, "qwen3_next", "Qwen3NextForCausalLM")
-    values |= _moe_values(config) | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+    values |= _expert_values(config) | {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     values["norm_topk_prob"] = True
     return values | (_mlp_values(config) if dense else {"intermediate_size": 5632})
 
@@ -389,7 +376,7 @@ def write_qwen3_5(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def write_qwen3_5_moe(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`Qwen3_5MoeTextConfig`."""
     name, architecture = "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"
-    return _values(config, dtype, name, architecture) | _moe_values(config)
+    return _values(config, dtype, name, architecture) | _expert_values(config)
 
 
 def write_olmo_hybrid(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -409,22 +396,15 @@ def write_lara_mini(config: ModelConfig, dtype: str) -> dict[str, Any]:
     attention = local or hybrid.required(config, "attention")
     fields = _common(config, attention, dtype, "lara_mini", "LaraMiniForCausalLM")
     fields |= {"sliding_window": attention.window or 512, "norm_topk_prob": True}
-    return fields | _moe_values(config)
+    return fields | _expert_values(config)
 
 
 def _mlp_values(config: ModelConfig) -> dict[str, Any]:
     return {"intermediate_size": hybrid.required(config, "mlp").hidden_size}
 
 
-def _moe_values(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `_moe_config`."""
-    experts = hybrid.required(config, "moe")
-    return {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_active,
-        "moe_intermediate_size": experts.hidden_size,
-        "shared_expert_intermediate_size": experts.shared_size,
-    }
+def _expert_values(config: ModelConfig) -> dict[str, Any]:
+    return values_of(hybrid.required(config, "moe"), _EXPERTS)
 
 
 def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:
@@ -450,11 +430,6 @@ def _common(
         "head_dim": attention.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "num_hidden_layers": len(kinds),
         "layer_types": kinds,
-        "linear_num_value_heads": delta.num_heads,
-        "linear_value_head_dim": delta.head_dim,
-        "linear_num_key_heads": delta.num_groups,
-        "linear_key_head_dim": delta.state_size,
-        "linear_conv_kernel_dim": delta.conv_width,
+        **values_of(delta, _DELTA),
     }

@@ -57,55 +57,46 @@ PLUS_ONE = Transform(
 )
 
 
-def joined(*sizes: int) -> Transform:
-    """Transposes matrices (or biases) of widths `sizes` and concatenates them."""
-    ends = np.cumsum(sizes)[:-1]
-    return Transform(
-        "transposed, concatenated",
-        lambda *parts: np.concatenate([part.T for part in parts], axis=-1),
-        lambda x: [part.T for part in np.split(x, ends, axis=-1)],
-        lambda shape: [(size, *shape[:-1]) for size in sizes],
-    )
+def gathered(sizes: Sequence[int], order: Callable[[], np.ndarray] | None = None) -> Transform:
+    """Concatenates matrices (or biases) of `sizes` rows, and transposes.
 
-
-def reordered(sizes: Sequence[int], order: Sequence[int]) -> Transform:
-    """Transposes a fused matrix (or bias) of such sections, and puts them in this order."""
-
-    def permuted(x: np.ndarray, sizes: Sequence[int], order: Sequence[int]) -> np.ndarray:
-        parts = np.split(x, np.cumsum(sizes)[:-1])
-        return np.concatenate([parts[i] for i in order])
-
-    ours = [sizes[i] for i in order]
-    back = [list(order).index(i) for i in range(len(order))]
-    return Transform(
-        "sections reordered and transposed",
-        lambda x: permuted(x, sizes, order).T,  # .T is a no-op for a bias
-        lambda x: [permuted(x.T, ours, back)],
-        lambda shape: [shape[::-1]],
-    )
-
-
-def gathered(sizes: Sequence[int], order: Callable[[], np.ndarray]) -> Transform:
-    """Concatenates matrices (or biases) of `sizes` rows, reorders the rows, and transposes.
-
-    `order` gives for each column of the weight its row in the sources. It is called when tensors
-    are read, since a config alone may say any size.
+    `order` gives for each column of the weight its row in the sources; None: it is the same. It is
+    called when tensors are read, since a config alone may say any size.
     """
     ends = np.cumsum(sizes)[:-1]
+
+    def apply(*parts: np.ndarray) -> np.ndarray:
+        rows = np.concatenate(parts)
+        return (rows if order is None else rows[order()]).T
+
+    def invert(x: np.ndarray) -> list[np.ndarray]:
+        return np.split(x.T if order is None else x.T[np.argsort(order())], ends)
+
     return Transform(
         "rows gathered and transposed",
-        lambda *parts: np.concatenate(parts)[order()].T,
-        lambda x: np.split(x.T[np.argsort(order())], ends),
+        apply,
+        invert,
         lambda shape: [(size, *shape[:-1]) for size in sizes],
     )
 
 
-def conv_gathered(sizes: Sequence[int], order: Callable[[], np.ndarray]) -> Transform:
-    """`CONV` of sources of `sizes` channels, reordered: for each of the weight's its source's."""
+def sections(sizes: Sequence[int], order: Sequence[int]) -> Callable[[], np.ndarray]:
+    """The order of rows, for `gathered`, that puts sections of these sizes in an order."""
+
+    def rows() -> np.ndarray:
+        parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+        return np.concatenate([parts[i] for i in order])
+
+    return rows
+
+
+def conv_gathered(sizes: Sequence[int], order: Callable[[], np.ndarray] | None = None) -> Transform:
+    """`CONV` of sources of `sizes` channels, see `gathered`."""
+    matrix = gathered(sizes, order)
     return Transform(
-        "depthwise convolutions, channels reordered",
-        lambda *parts: CONV.apply(np.concatenate(parts)[order()]),
-        lambda x: np.split(CONV.invert(x)[0][np.argsort(order())], np.cumsum(sizes)[:-1]),
+        "depthwise convolutions, channels gathered",
+        lambda *parts: matrix.apply(*(part[:, 0] for part in parts)),
+        lambda x: [channels[:, None] for channels in matrix.invert(x)],
         lambda shape: [(size, 1, shape[0]) for size in sizes],
     )
 

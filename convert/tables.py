@@ -9,27 +9,13 @@ from stree_jax.convert.rules import (
     TRANSPOSED,
     Rule,
     Transform,
-    joined,
-    reordered,
+    gathered,
+    sections,
     stacked,
     stacked_pairs,
 )
 from stree_jax.models import AttentionConfig, LayerConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.models.config import ModelConfig
-
-# The Mamba-2 mixer has the same names in all families.
-MIXER = (
-    Rule("in_proj.weight", "in_proj.kernel", TRANSPOSED),
-    Rule("in_proj.bias", "in_proj.bias"),
-    Rule("conv1d.weight", "conv_weight", CONV),
-    Rule("conv1d.bias", "conv_bias"),
-    Rule("A_log", "A_log"),
-    Rule("D", "D"),
-    Rule("dt_bias", "dt_bias"),
-    Rule("norm.weight", "norm_scale"),
-    Rule("out_proj.weight", "out_proj.kernel", TRANSPOSED),
-    Rule("out_proj.bias", "out_proj.bias"),
-)
 
 
 def within(rules: Iterable[Rule], source: str, target: str = "") -> list[Rule]:
@@ -37,38 +23,50 @@ def within(rules: Iterable[Rule], source: str, target: str = "") -> list[Rule]:
     return [rule.within(source, target) for rule in rules]
 
 
-def linear(source: str, target: str) -> list[Rule]:
-    """A projection with an optional bias."""
+def linear(
+    source: str | tuple[str, ...], target: str, transform: Transform = TRANSPOSED
+) -> list[Rule]:
+    """A projection with an optional bias; several of one input are fused by their transform."""
+    names = (source,) if isinstance(source, str) else source
     return [
-        Rule(f"{source}.weight", f"{target}.kernel", TRANSPOSED),
-        Rule(f"{source}.bias", f"{target}.bias"),
+        Rule(tuple(f"{name}.{there}" for name in names), f"{target}.{here}", transform)
+        for there, here in (("weight", "kernel"), ("bias", "bias"))
     ]
 
 
-def concatenated(sources: Iterable[str], target: str, sizes: Iterable[int]) -> list[Rule]:
-    """Several projections of one input, fused into one, with optional biases."""
-    names, transform = tuple(sources), joined(*sizes)
-    return [
-        Rule(tuple(f"{name}.weight" for name in names), f"{target}.kernel", transform),
-        Rule(tuple(f"{name}.bias" for name in names), f"{target}.bias", transform),
-    ]
+# The Mamba-2 mixer has the same names in all families.
+MIXER = (
+    *linear("in_proj", "in_proj"),
+    Rule("conv1d.weight", "conv_weight", CONV),
+    Rule("conv1d.bias", "conv_bias"),
+    Rule("A_log", "A_log"),
+    Rule("D", "D"),
+    Rule("dt_bias", "dt_bias"),
+    Rule("norm.weight", "norm_scale"),
+    *linear("out_proj", "out_proj"),
+)
 
 
-def hf_attention(config: AttentionConfig) -> list[Rule]:
-    """Attention in the format of transformers."""
-    return [
-        *concatenated(("q_proj", "k_proj", "v_proj"), "in_proj", config.projected_sizes),
-        *linear("o_proj", "out_proj"),
-    ]
+def hf_attention(
+    config: AttentionConfig, *, out: str = "o_proj", norm: str | None = None
+) -> list[Rule]:
+    """Attention in the format of transformers; `norm` ends the names of its norms, if it has any.
+
+    A gate is LFM3's.
+    """
+    names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    sizes: tuple[int, ...] = config.projected_sizes
+    if config.output_gate:
+        names, sizes = ("gate_proj", *names), (config.gate_size, *sizes)
+    norms = [] if norm is None else [Rule(f"{x}_{norm}.weight", f"{x}_norm_scale") for x in "qk"]
+    return [*linear(names, "in_proj", gathered(sizes)), *linear(out, "out_proj"), *norms]
 
 
 def mamba_ssm_attention(config: AttentionConfig) -> list[Rule]:
     """mamba_ssm's MHA has rows q, k, v, up, gate; ours are q, k, v, gate, up."""
     sizes = (sum(config.projected_sizes), config.mlp_dim, config.mlp_dim)
-    transform = reordered(sizes, (0, 2, 1))
     return [
-        Rule("in_proj.weight", "in_proj.kernel", transform),
-        Rule("in_proj.bias", "in_proj.bias", transform),
+        *linear("in_proj", "in_proj", gathered([sum(sizes)], sections(sizes, (0, 2, 1)))),
         Rule("conv1d.weight", "conv_weight", CONV),
         Rule("conv1d.bias", "conv_bias"),
         *linear("out_proj", "out_proj"),
@@ -77,24 +75,26 @@ def mamba_ssm_attention(config: AttentionConfig) -> list[Rule]:
 
 def mamba_ssm_mlp(config: MlpConfig) -> list[Rule]:
     """mamba_ssm's gated MLP: its rows are up, gate; ours are gate, up."""
-    halves = (config.hidden_size, config.hidden_size)
+    halves = sections((config.hidden_size, config.hidden_size), (1, 0))
     return [
-        Rule("fc1.weight", "in_proj.kernel", reordered(halves, (1, 0))),
-        Rule("fc2.weight", "out_proj.kernel", TRANSPOSED),
+        *linear("fc1", "in_proj", gathered([2 * config.hidden_size], halves)),
+        *linear("fc2", "out_proj"),
     ]
 
 
-def split_mlp(config: MlpConfig) -> list[Rule]:
-    """A gated MLP with separate gate and up projections (Llama, Bamba, Falcon-H1)."""
-    halves = (config.hidden_size, config.hidden_size)
-    return [
-        *concatenated(("gate_proj", "up_proj"), "in_proj", halves),
-        *linear("down_proj", "out_proj"),
-    ]
+# Names of gated projections: gate, up and down.
+GATED = ("gate_proj", "up_proj", "down_proj")
+GATED_BY_NUMBER = ("w1", "w3", "w2")
 
 
-def split_experts(count: int, names: tuple[str, str, str]) -> list[Rule]:
-    """Gated experts, stored one by one: their gate, up and down projections."""
+def split_mlp(config: MlpConfig, names: tuple[str, str, str] = GATED) -> list[Rule]:
+    """A gated MLP with separate gate and up projections."""
+    halves = gathered((config.hidden_size, config.hidden_size))
+    return [*linear(names[:2], "in_proj", halves), *linear(names[2], "out_proj")]
+
+
+def split_experts(count: int, names: tuple[str, str, str] = GATED) -> list[Rule]:
+    """Gated experts, stored one by one."""
     gate, up, down = (tuple(f"experts.{i}.{name}.weight" for i in range(count)) for name in names)
     return [
         Rule((*gate, *up), "experts_in", stacked_pairs(count)),

@@ -5,10 +5,17 @@ from typing import Any
 from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, required
-from stree_jax.convert.fields import MAX_LAYERS, Fields
+from stree_jax.convert.fields import Fields, Table, values_of
 from stree_jax.models import AttentionConfig, Mamba2Config, MlpConfig, SharedConfig
 from stree_jax.models.config import ModelConfig
 
+_MIXER: Table = dict(
+    num_heads=("n_mamba_heads", 8),
+    state_size=("mamba_d_state", 64),
+    num_groups=("mamba_ngroups", 1),
+    conv_width=("mamba_d_conv", 4),
+    chunk_size=("chunk_size", 256),
+)
 _KINDS = {"mamba": "mamba2", "linear_attention": "mamba2", "hybrid": "shared"}
 
 
@@ -26,7 +33,7 @@ def read_zamba2(source: Source) -> Description:
         "use_long_context = true is not supported: transformers 4 and 5 disagree on its RoPE",
     )
     fields.alias(layers_block_type="layer_types")
-    num_layers = fields.integer("num_hidden_layers", 54, most=MAX_LAYERS)
+    num_layers = fields.num_layers(54)
     kinds = fields.layer_kinds("layers_block_type", _KINDS, num_layers)
     num_uses = kinds.count("shared")
     fields.check(num_uses > 0, "no layer of layers_block_type is 'hybrid'; use mamba2")
@@ -74,20 +81,17 @@ def read_zamba2(source: Source) -> Description:
 def _mixer(source: Source, d_model: int, bias: bool) -> Mamba2Config:
     fields = source.fields
     inner = fields.integer("mamba_expand", 2) * d_model
-    num_heads = fields.integer("n_mamba_heads", 8)
+    sizes = fields.read(_MIXER)
+    num_heads = sizes["num_heads"]
     fields.check(inner % num_heads == 0, f"n_mamba_heads = {num_heads} does not divide {inner}")
     return Mamba2Config(
-        num_heads=num_heads,
+        **sizes,
         head_dim=inner // num_heads,
-        state_size=fields.integer("mamba_d_state", 64),
-        num_groups=fields.integer("mamba_ngroups", 1),
-        conv_width=fields.integer("mamba_d_conv", 4),
         conv_bias=True,
         in_proj_bias=bias,
         out_proj_bias=bias,
         dt_limit=hybrid.read_dt_limit(fields, fields.number("time_step_min", 1e-3), source.quirks),
         norm_eps=1e-5,  # hard-coded in transformers; rms_norm_eps does not change it
-        chunk_size=fields.integer("chunk_size", 256),
     )
 
 
@@ -111,7 +115,9 @@ def _attention(fields: Fields, d_model: int, has_rope: bool) -> AttentionConfig:
 
 def write_zamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`Zamba2Config`."""
-    m, a, shared = (required(config, kind) for kind in ("mamba2", "attention", "shared"))
+    m, a, mlp, shared = (
+        required(config, kind) for kind in ("mamba2", "attention", "mlp", "shared")
+    )
     kinds = []
     for above, kind in zip((None, *config.kinds), config.kinds, strict=False):
         if kind != "shared":
@@ -120,6 +126,7 @@ def write_zamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
         hf_values(config, dtype, "zamba2", "Zamba2ForCausalLM")
         | hybrid.rope_values(a)
         | hybrid.head_values(a)
+        | values_of(m, _MIXER)
         | {
             "num_hidden_layers": len(kinds),
             "layers_block_type": kinds,
@@ -127,15 +134,10 @@ def write_zamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
             "adapter_rank": shared.adapter_rank,
             "use_shared_attention_adapter": shared.attention_adapters,
             "use_mem_rope": a.rotary_dim > 0,
-            "intermediate_size": hybrid.required(config, "mlp").hidden_size,
-            "hidden_act": hybrid.required(config, "mlp").activation,
+            "intermediate_size": mlp.hidden_size,
+            "hidden_act": mlp.activation,
             "add_bias_linear": m.in_proj_bias,
-            "n_mamba_heads": m.num_heads,
             "mamba_expand": m.inner_size // config.d_model,
-            "mamba_d_state": m.state_size,
-            "mamba_ngroups": m.num_groups,
-            "mamba_d_conv": m.conv_width,
-            "chunk_size": m.chunk_size,
             "rms_norm_eps": config.norm_eps,
             "max_position_embeddings": config.max_length or 1 << 12,
         }
