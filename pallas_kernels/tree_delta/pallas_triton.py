@@ -36,7 +36,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import triton as tb
 from pallas_kernels import walk
-from pallas_kernels.numerics import totals
+from pallas_kernels.numerics import total
 from pallas_kernels.tree_delta.gates import Decays, StepSizes
 from pallas_kernels.tree_delta.xla import EPSILON
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks
@@ -75,7 +75,7 @@ def replay_delta(*arrays: Any, interpret: bool) -> Array:
 def replay_tree_delta(*arrays: Any, interpret: bool) -> tuple[Array, Array, Array]:
     """See `api.replay_tree_delta`, whose arrays these are."""
     if isinstance(arrays[2], Decays) != isinstance(arrays[7], Decays):
-        arrays = totals(arrays)
+        arrays = total(arrays)
     previous, (*nodes, state, mask) = arrays[:4], arrays[4:]
     tree = (*nodes, mask)
     results = _run("replay_tree_delta", interpret, state, previous=previous, tree=tree)

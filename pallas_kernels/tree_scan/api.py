@@ -107,13 +107,14 @@ def replay(
         The new state, float32.
     """
     unsupported = _unsupported(x, B, None)
+    if implementation == "jax_triton":
+        unsupported["jax_triton"] = jax_triton_versions.obstacle() or unsupported["pallas"]
     return dispatch.run(
         "replay",
         {"xla": xla, "pallas": pallas_triton, "native": native, "jax_triton": _jax_triton_replay},
         (x, dt, A, B, state, path),
         requested=implementation,
-        unsupported=unsupported | {"jax_triton": unsupported["pallas"]},
-        others={"jax_triton": jax_triton_versions.obstacle},
+        unsupported=unsupported,
         xla_derivatives=("native",),
         A_is_log=A_is_log,
     )
