@@ -60,30 +60,25 @@ class BlockSizes:
     num_warps: int  # Triton's
 
 
-# By type of the inputs. The first are the fastest on an H200 (`benchmarks/results`). On sm_80 to
-# sm_89 a `tree_scan` of over 32 nodes spills with them; the second spill nowhere. All but the first
-# were compiled, not timed. Full float32 products need many registers.
-BEFORE_HOPPER = "bfloat16, before sm_90"
-LARGE_HEAD = "bfloat16, large heads"
 _USUAL_HEAD = 64 * 128  # elements of its state
-DEFAULTS = {
-    "bfloat16": BlockSizes(queries=64, keys=64, state=32 * 128, part=128, num_warps=4),
-    BEFORE_HOPPER: BlockSizes(queries=64, keys=32, state=32 * 128, part=128, num_warps=4),
-    LARGE_HEAD: BlockSizes(queries=32, keys=32, state=128 * 128, part=128, num_warps=8),
-    "float32": BlockSizes(queries=16, keys=16, state=32 * 128, part=64, num_warps=8),
-}
 # In a trial on an H200 both ways were even for 5 nodes of one row; for 16 the closed form was twice
 # as fast.
 MOST_NODES = 8
 
 
-def case(dtype: DTypeLike, numbers: int) -> str:
-    """The case of `DEFAULTS` on this device, by type and state elements of a head."""
-    name = tb.dtype_case(dtype)
-    if name == "bfloat16" and numbers > _USUAL_HEAD:
-        return LARGE_HEAD
-    is_old = name == "bfloat16" and (dispatch.generation() or 9) < 9
-    return BEFORE_HOPPER if is_old else name
+def closed_form_blocks(dtype: DTypeLike, numbers: int) -> BlockSizes:
+    """Block sizes on this device, by type and state elements of a head.
+
+    Those of bfloat16 inputs and usual heads are the fastest on an H200 (`benchmarks/results`). On
+    sm_80 to sm_89 a `tree_scan` of over 32 nodes spills with them, but not with fewer keys. All
+    others were compiled, not timed.
+    """
+    if tb.dtype_case(dtype) == "float32":  # full products need many registers
+        return BlockSizes(queries=16, keys=16, state=32 * 128, part=64, num_warps=8)
+    if numbers > _USUAL_HEAD:
+        return BlockSizes(queries=32, keys=32, state=128 * 128, part=128, num_warps=8)
+    keys = 32 if (dispatch.generation() or 9) < 9 else 64
+    return BlockSizes(queries=64, keys=keys, state=32 * 128, part=128, num_warps=4)
 
 
 # Float32 inputs with larger states spill registers on an H100 with all block sizes that were tried.
@@ -150,7 +145,7 @@ def _run(
         blocks = BlockSizes(queries=1, keys=1, state=0, part=32, num_warps=warps)
         name += "_recurrence" if tree is not None else ""
     else:
-        blocks = DEFAULTS[case(some_x.dtype, head_dim * state_size)]
+        blocks = closed_form_blocks(some_x.dtype, head_dim * state_size)
     channels = channels_of(blocks.state, head_dim, state_size)
     num_blocks = head_dim // channels
     part = HeadBlocks(channels, num_heads // some_B.shape[2])
