@@ -91,50 +91,31 @@ def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
     return tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
 
 
-def tree_scan(*arguments: Any, **options: Any) -> jax.Array | DeferredRMSNorm:
-    """See `api.tree_scan`, whose arrays and gate these are; options are those of `_run`."""
-    x, dt, A, B, C, D, state, mask, *gate = arguments
-    tree = (x, dt, B, C, D, mask)
-    return _run("tree_scan", A, state, None, tree, *gate, **_way(x), **options)[0]
+def scan(
+    previous: Sequence[jax.Array] | None,
+    tree: Sequence[jax.Array] | None,
+    *arguments: Any,
+    **options: Any,
+) -> tuple[Any, jax.Array]:
+    """See `api._run`, whose arrays these are; options are those of `_run`."""
+    is_recurrence = tree is None or tree[0].shape[1] <= MOST_NODES or dispatch.wants_bits()
+    return _run(previous, tree, *arguments, is_recurrence=is_recurrence, **options)
 
 
-def replay(*arguments: jax.Array, **options: Any) -> jax.Array:
-    """See `api.replay`."""
-    x, dt, A, B, state, path = arguments
-    return _run("replay", A, state, (x, dt, B, path), is_recurrence=True, **options)[1]
-
-
-def replay_tree_scan(
-    *arguments: Any, **options: Any
-) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
-    """See `api.replay_tree_scan`, whose arrays and gate these are; options are those of `_run`."""
-    previous, (x, dt, A, B, C, D, state, mask, *gate) = arguments[:4], arguments[4:]
-    tree = (x, dt, B, C, D, mask)
-    return _run("replay_tree_scan", A, state, previous, tree, *gate, **_way(x), **options)
-
-
-def _way(x: jax.Array) -> dict[str, bool]:
-    """Whether the nodes of a new tree are scanned by the recurrence: an option of `_run`."""
-    return {"is_recurrence": x.shape[1] <= MOST_NODES or dispatch.wants_bits()}
-
-
-@functools.partial(jax.jit, static_argnames=("name", "is_recurrence", "A_is_log", "interpret"))
+@functools.partial(jax.jit, static_argnames=("is_recurrence", "A_is_log", "interpret"))
 def _run(
-    name: str,
+    previous: Sequence[jax.Array] | None,
+    tree: Sequence[jax.Array] | None,
     A: jax.Array,
     state: jax.Array,
-    previous: Sequence[jax.Array] | None = None,
-    tree: Sequence[jax.Array] | None = None,
-    gate: Gate | None = None,
+    gate: Gate | None,
     *,
     is_recurrence: bool,
-    A_is_log: bool = False,
-    interpret: bool = False,
+    A_is_log: bool,
+    interpret: bool,
 ) -> tuple[Any, jax.Array]:
-    """The kernel with a previous tree, a new one, or both: the outputs, if any, and the state.
-
-    `previous` is x, dt, B and path; `tree` is x, dt, B, C, D and mask.
-    """
+    """The kernel with a previous tree, a new one, or both: the outputs, if any, and the state."""
+    name = "tree_scan" if previous is None else "replay_tree_scan"
     some_x, _, some_B, *_ = previous or tree or ()
     batch, num_heads, head_dim, state_size = state.shape
     if is_recurrence:
@@ -143,7 +124,7 @@ def _run(
         # of 256 are for 8 warps: with 4, 64 nodes spill.
         warps = 4 if state_size <= 128 else 8
         blocks = BlockSizes(queries=1, keys=1, state=0, part=32, num_warps=warps)
-        name += "_recurrence" if tree is not None else ""
+        name = "replay" if tree is None else f"{name}_recurrence"
     else:
         blocks = closed_form_blocks(some_x.dtype, head_dim * state_size)
     channels = channels_of(blocks.state, head_dim, state_size)
