@@ -55,21 +55,19 @@ def run(
     *,
     requested: str | None,
     unsupported: Mapping[str, str | None] = _NONE,
-    scope: str | None = None,
     xla_derivatives: Literal[True] | Collection[str] = (),
     **settings: Any,
 ) -> Any:
     """Runs an op in the implementation that `choose` says, on the device of its arguments.
 
     Args:
-        op: name of the op in messages.
+        op: name of the op in messages and profiles.
         versions: functions of the arguments and settings, or modules with one of the op's name, by
             implementation: "xla", which every op has; "native"; "pallas", which also takes
             `interpret`; and others that run only on request.
         arguments: pytrees of arrays, or None.
         requested: a name from `IMPLEMENTATIONS` or `versions`; None: the fastest that runs here.
         unsupported: why versions cannot take these arguments, or None, by implementation.
-        scope: name of the op in profiles; None: `op`.
         xla_derivatives: versions in whose place "xla" runs under differentiation, see
             `with_gradients_of`; True: all. Settings must then not be arrays.
         **settings: keyword arguments of all versions.
@@ -78,7 +76,7 @@ def run(
         ValueError: the requested implementation does not exist or cannot run.
     """
     versions = {name: getattr(each, op, each) for name, each in versions.items()}
-    with jax.named_scope(scope or op), on(arguments):
+    with jax.named_scope(op), on(arguments):
         chosen = choose(op, requested, unsupported, versions)
         version = _version(chosen)
         xla, fast = (functools.partial(versions[name], **settings) for name in ("xla", version))

@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, triton
 from pallas_kernels import native as cpu
 from pallas_kernels.tree_delta import native, pallas_triton, xla
 from pallas_kernels.tree_delta.gates import Decays, StepSizes
@@ -243,5 +243,5 @@ def _unsupported(q: jax.Array, k: jax.Array, v: jax.Array, g: Any) -> dict[str, 
     sizes = dict(head_dim=v.shape[-1], state_size=k.shape[-1])
     return {
         "native": cpu.unsupported(q, k, v, **sizes),
-        "pallas": pallas_triton.unsupported(**sizes, dtype=k.dtype),
+        "pallas": triton.unsupported_state(**sizes, dtype=k.dtype, most=pallas_triton.MOST_STATE),
     }

@@ -32,7 +32,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from pallas_kernels import triton as tb
 from pallas_kernels import walk
@@ -50,11 +49,6 @@ _CHANNELS = 16  # of the head, per program
 # Numbers of the S axis that are added up across threads at once. The bits of a sum depend on it.
 _BLOCK = 32
 _NUM_WARPS = 4
-
-
-def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
-    """Why these shapes cannot run, or None."""
-    return tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, triton
 from pallas_kernels import native as cpu
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.tree_scan import jax_triton_versions, native, pallas_triton, xla
@@ -156,10 +156,10 @@ def _run(op: str, arrays: tuple[Any, ...], implementation: str | None, A_is_log:
     x, _, B, *_ = tree or previous
     if gate is not None:
         gate.check(*x.shape[2:])
-    head_dim, state_size = x.shape[-1], B.shape[-1]
+    sizes = dict(head_dim=x.shape[-1], state_size=B.shape[-1])
     unsupported = {
-        "pallas": pallas_triton.unsupported(head_dim, state_size, x.dtype),
-        "native": cpu.unsupported(x, head_dim=head_dim, state_size=state_size),
+        "pallas": triton.unsupported_state(**sizes, dtype=x.dtype, most=pallas_triton.MOST_STATE),
+        "native": cpu.unsupported(x, **sizes),
     }
     versions: dict[str, Any] = {
         "xla": xla.scan,

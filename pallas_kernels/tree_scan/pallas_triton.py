@@ -86,11 +86,6 @@ def closed_form_blocks(dtype: DTypeLike, numbers: int) -> BlockSizes:
 MOST_STATE = {"float32": 128, "bfloat16": 256}
 
 
-def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
-    """Why these shapes cannot run, or None."""
-    return tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
-
-
 def scan(
     previous: Sequence[jax.Array] | None,
     tree: Sequence[jax.Array] | None,

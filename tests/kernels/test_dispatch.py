@@ -171,12 +171,8 @@ def test_versions_may_have_the_derivatives_of_xla(name, native_runs):
 
 
 def test_an_op_has_its_name_in_profiles():
-    def names(**options):
-        lowered = jax.jit(lambda x: run("xla", x=x, **options)).lower(1.0)
-        return lowered.as_text(debug_info=True)
-
-    assert "op/mul" in names()
-    assert "layer/mul" in names(scope="layer")
+    lowered = jax.jit(lambda x: run("xla", x=x)).lower(1.0)
+    assert "op/mul" in lowered.as_text(debug_info=True)
 
 
 def test_a_jax_without_triton():
