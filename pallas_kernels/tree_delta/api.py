@@ -220,7 +220,7 @@ def _run(op: str, arrays: tuple[Any, ...], implementation: str | None) -> Any:
     of them.
     """
     previous, tree, *_ = arrays
-    q, k, v, g = tree[:4] if previous is None or tree else (previous[0], *previous[:3])
+    q, k, v, g = tree[:4] if tree else (previous[0], *previous[:3])
     return dispatch.run(
         op,
         {"xla": xla.scan, "native": native.scan, "pallas": pallas_triton.scan},
