@@ -38,7 +38,7 @@ from typing import Any, Literal
 import jax
 
 from pallas_kernels import native, triton
-from pallas_kernels.numerics import total
+from pallas_kernels.numerics import totals
 
 IMPLEMENTATIONS = ("xla", "native", "pallas", "pallas_interpret")
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -83,10 +83,10 @@ def run(
         if version == "pallas":
             fast = functools.partial(fast, interpret=chosen == "pallas_interpret")
         else:  # only kernels add up parts while they load
-            arguments = total(arguments)
+            arguments = totals(arguments)
         derived = versions if xla_derivatives is True else xla_derivatives
         if chosen != "xla" and version in derived:
-            return with_gradients_of(lambda *sums: xla(*total(sums)), fast)(*arguments)
+            return with_gradients_of(lambda *sums: xla(*totals(sums)), fast)(*arguments)
         return fast(*arguments)
 
 

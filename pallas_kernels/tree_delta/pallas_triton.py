@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
 from pallas_kernels import walk
-from pallas_kernels.numerics import total
+from pallas_kernels.numerics import totals
 from pallas_kernels.tree_delta.gates import Decays, StepSizes
 from pallas_kernels.tree_delta.xla import EPSILON
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks
@@ -62,7 +62,7 @@ def scan(
 ) -> tuple[Array | None, Array | None, Array]:
     """See `api._run`, whose arrays these are."""
     if previous and tree and isinstance(previous[2], Decays) != isinstance(tree[3], Decays):
-        previous, tree = total((previous, tree))
+        previous, tree = totals((previous, tree))
     batch, num_heads, head_dim, _ = state.shape
     some_k = previous[0] if previous else tree[1]  # type: ignore[index]
     part = HeadBlocks(_CHANNELS, num_heads // some_k.shape[2])

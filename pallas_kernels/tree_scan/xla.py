@@ -24,22 +24,22 @@ def scan(
     """See `api._run`, whose arrays these are. One tree after the other."""
     A = rates(A, A_is_log)
     if previous is not None:
-        state = _replayed(*previous, A, state)
+        state = _replayed(A, state, *previous)
     if tree is None:
         return None, state
-    y = _outputs(*tree, A, state)
+    y = _outputs(A, state, *tree)
     return y if gate is None else gated(y, gate), state
 
 
 def _outputs(
+    A: jax.Array,
+    state: jax.Array,
     x: jax.Array,
     dt: jax.Array,
     B: jax.Array,
     C: jax.Array,
     D: jax.Array,
     mask: jax.Array,
-    A: jax.Array,
-    state: jax.Array,
 ) -> jax.Array:
     """The outputs of a tree's queries, in the dtype of x."""
     batch, num_nodes, num_heads, head_dim = x.shape
@@ -77,7 +77,7 @@ def _outputs(
 
 
 def _replayed(
-    x: jax.Array, dt: jax.Array, B: jax.Array, path: jax.Array, A: jax.Array, state: jax.Array
+    A: jax.Array, state: jax.Array, x: jax.Array, dt: jax.Array, B: jax.Array, path: jax.Array
 ) -> jax.Array:
     """The state after a path. One contraction over the nodes."""
     x, B = x.astype(jnp.float32), B.astype(jnp.float32)
