@@ -9,7 +9,7 @@ device. `explain` says which.
     "pallas_interpret"  the same kernel in the Pallas interpreter, on any device; for tests
 
 A model is made with one of these names for all of its ops, so an op without that version runs
-XLA's. An op may know further names (`replay` knows "jax_triton").
+XLA's. An op may have further versions, which run on request only (`replay` has "jax_triton").
 
 The device is the one that jax will run the op on:
 
@@ -55,24 +55,19 @@ def run(
     *,
     requested: str | None,
     unsupported: Mapping[str, str | None] = _NONE,
-    others: Mapping[str, Callable[[], str | None]] = _NONE,
-    scope: str | None = None,
     xla_derivatives: Literal[True] | Collection[str] = (),
     **settings: Any,
 ) -> Any:
     """Runs an op in the implementation that `choose` says, on the device of its arguments.
 
     Args:
-        op: name of the op in messages.
+        op: name of the op in messages and profiles.
         versions: functions of the arguments and settings, or modules with one of the op's name, by
             implementation: "xla", which every op has; "native"; "pallas", which also takes
-            `interpret`; and names in `others`.
+            `interpret`; and others that run only on request.
         arguments: pytrees of arrays, or None.
-        requested: a name from `IMPLEMENTATIONS` or `others`; None: the fastest that runs here.
+        requested: a name from `IMPLEMENTATIONS` or `versions`; None: the fastest that runs here.
         unsupported: why versions cannot take these arguments, or None, by implementation.
-        others: implementations that only this op has and that run only on request, with a function
-            that returns why each cannot run on this machine, or None.
-        scope: name of the op in profiles; None: `op`.
         xla_derivatives: versions in whose place "xla" runs under differentiation, see
             `with_gradients_of`; True: all. Settings must then not be arrays.
         **settings: keyword arguments of all versions.
@@ -81,8 +76,8 @@ def run(
         ValueError: the requested implementation does not exist or cannot run.
     """
     versions = {name: getattr(each, op, each) for name, each in versions.items()}
-    with jax.named_scope(scope or op), on(arguments):
-        chosen = choose(op, requested, unsupported, others=others, versions=versions)
+    with jax.named_scope(op), on(arguments):
+        chosen = choose(op, requested, unsupported, versions)
         version = _version(chosen)
         xla, fast = (functools.partial(versions[name], **settings) for name in ("xla", version))
         if version == "pallas":
@@ -113,26 +108,24 @@ def with_gradients_of(twin: Callable[..., Any], fast: Callable[..., Any]) -> Cal
 def choose(
     op: str,
     requested: str | None,
-    unsupported: Mapping[str, str | None] | None,
-    *,
-    others: Mapping[str, Callable[[], str | None]] = _NONE,
+    unsupported: Mapping[str, str | None] = _NONE,
     versions: Collection[str] = ("xla", "pallas"),
 ) -> str:
     """The implementation to run on the default device; a ValueError if the requested one cannot.
 
     Arguments are those of `run`; "xla" stands in for those of `IMPLEMENTATIONS` that the op lacks.
     """
-    known = (*IMPLEMENTATIONS, *others)
+    known = tuple(dict.fromkeys((*IMPLEMENTATIONS, *versions)))
     if requested not in (None, *known):
         raise ValueError(f"unknown implementation {requested!r} of {op}; known: {known}")
     device = default_device()
     elsewhere = "native" if device.platform == "cpu" else "xla"
     chosen = requested or ("pallas" if device_obstacle(device) is None else elsewhere)
     version = _version(chosen)
-    obstacle = _machine_obstacle(version, others) or (unsupported or {}).get(version)
+    obstacle = _machine_obstacle(version) or unsupported.get(version)
     if requested and obstacle:
         raise ValueError(f"{op} cannot run as {requested!r}: {obstacle}; use 'xla'")
-    taken = "xla" if obstacle or version not in {*versions, *others} else chosen
+    taken = "xla" if obstacle or version not in versions else chosen
     if taken == "pallas":
         _warn_of_old_jax(jax.__version_info__)
     record = _RECORD.get()
@@ -225,16 +218,14 @@ def on_tpu() -> bool:
     return default_device().platform == "tpu"
 
 
-def _machine_obstacle(version: str, others: Mapping[str, Callable[[], str | None]]) -> str | None:
+def _machine_obstacle(version: str) -> str | None:
     """Why a version cannot run on this machine, whatever the op and its arguments, or None."""
     platform = default_device().platform
     if version == "native" and platform != "cpu":
         return f"the device is a {platform.upper()}, native code is for CPUs"
     if version == "native":
         return native.obstacle()
-    if version == "pallas":
-        return triton.UNAVAILABLE
-    return others[version]() if version in others else None
+    return triton.UNAVAILABLE if version == "pallas" else None
 
 
 def _version(implementation: str) -> str:

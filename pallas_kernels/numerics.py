@@ -13,6 +13,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 
+def static(default: Any = dataclasses.MISSING) -> Any:
+    """A field of a registered dataclass that is no array: programs are compiled for its value."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
 def contract(spec: str, left: Array, right: Array) -> Array:
     """`einsum` with float32 products and float32 accumulation.
 
@@ -165,7 +170,7 @@ class PartialSums(Deferred):
     """
 
     parts: Array
-    dtype: DTypeLike = dataclasses.field(metadata={"static": True})
+    dtype: DTypeLike = static()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -189,7 +194,7 @@ def added_in_pairs(parts: Sequence[Array]) -> Array:
 
 
 def total(product: Product) -> Array:
-    """A product whose parts are added up."""
+    """A product whose parts are added up: `totals`, for type checkers."""
     return totals(product)
 
 
@@ -223,7 +228,7 @@ class DeferredRMSNorm:
 
     value: Any
     mean_squares: Array
-    epsilon: float = dataclasses.field(metadata={"static": True})
+    epsilon: float = static()
 
     def scaled(self) -> Array:
         """The scaled rows `[..., M]`, float32."""

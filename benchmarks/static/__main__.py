@@ -38,7 +38,7 @@ from benchmarks import common
 from benchmarks.static import gates, report
 from benchmarks.static.layers import by_layer, outside_of_layers, shortened
 from benchmarks.static.programs import (
-    MAX_LENGTH,
+    SETTINGS,
     STEPS,
     GivenDrafts,
     abstract_model,
@@ -49,22 +49,20 @@ from benchmarks.static.programs import (
 from benchmarks.static.thunks import Program, Thunks, num_loops
 from benchmarks.steps import binary_tree
 
-NUMBERS = {"type": int, "nargs": "*", "default": []}
-LIMITS = {"nargs": "+", "type": gates.limit, "default": [], "metavar": "KIND=NUMBER"}
 OPTIONS = {
     "--presets": ("mamba2-2.7b",),
     "--gpus": common.names(GPUS),
-    "--nodes": NUMBERS | {"default": [16, 64]},
-    "--prompts": NUMBERS,
+    "--nodes": gates.NUMBERS | {"default": [16, 64]},
+    "--prompts": gates.NUMBERS,
     "--implementations": common.names(("xla", "pallas")),
     "--products": common.names(PRODUCTS),
     "--weights": {"nargs": "+", "choices": [*WEIGHTS], "default": ["bfloat16"]},
     "--whole": {"action": "store_true"},
-    "--loop-nodes": NUMBERS | {"default": [64]},
+    "--loop-nodes": gates.NUMBERS | {"default": [64]},
     "--draft": None,
     "--one-graph": {"action": "store_true"},
-    "--most-launches": LIMITS,
-    "--most-outside": LIMITS,
+    "--most-launches": gates.LIMITS,
+    "--most-outside": gates.LIMITS,
     "--most-growth": {"type": float, "default": math.inf, "metavar": "PERCENT"},
 }
 HELP = {
@@ -182,27 +180,25 @@ def main() -> None:
                 "spills": any(each.spills for each in programs),
             }
             add("outside", which | row)
-    *passes, outside = tables.values()
-    passes = list(itertools.chain(*passes))
-    settings = {"dtype": "bfloat16", "batch": 1, "cache_positions": MAX_LENGTH}
-    path = report.write(__doc__.splitlines()[0], settings, tables, options.output / "static.json")
+    *of_models, outside = tables.values()
+    passes = list(itertools.chain(*of_models))
+    path = report.write(__doc__.splitlines()[0], SETTINGS, tables, options.output / "static.json")
     programs = (*passes, *outside, *(row["whole"] for row in passes if "whole" in row))
     spilled = sum(program["spills"] for program in programs)
     launches = gates.most_launches([*passes, *outside])
     growth = gates.growth_of_memory(passes)
-    line = {
-        "programs": len(passes),
-        "with_spills": spilled,
-        "most_launches": launches,
-        "growth_of_memory_percent": growth,
-        "results": str(path),
-    }
-    print(json.dumps({"static": line}))
+    common.conclude(
+        "static",
+        programs=len(passes),
+        with_spills=spilled,
+        most_launches=launches,
+        growth_of_memory_percent=growth,
+        results=str(path),
+    )
     limits = [*options.most_launches, *options.most_outside]
     failures = gates.failures(launches, limits, growth, options.most_growth, spilled)
     failures += gates.not_one_graph(outside) if options.one_graph else []
-    if failures:
-        raise SystemExit("\n".join(failures))
+    gates.conclude(failures)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,23 @@ from typing import Any
 Row = Mapping[str, Any]
 
 
+# Options of a command line: numbers, and limits of kinds.
+NUMBERS: dict[str, Any] = {"type": int, "nargs": "*", "default": []}
+
+
 def limit(text: str) -> tuple[str, float]:
     """Parses `KIND=NUMBER`."""
     kind, _, number = text.partition("=")
     return kind, float(number)
+
+
+LIMITS: dict[str, Any] = {"nargs": "+", "type": limit, "default": [], "metavar": "KIND=NUMBER"}
+
+
+def conclude(failures: Sequence[str]) -> None:
+    """Ends the process with what failed, if anything did."""
+    if failures:
+        raise SystemExit("\n".join(failures))
 
 
 def most_launches(rows: Sequence[Row]) -> dict[str, float]:

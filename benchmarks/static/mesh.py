@@ -31,6 +31,7 @@ from flax import nnx
 
 import stree_jax as st
 from benchmarks.common import parser_of
+from benchmarks.static import gates
 from benchmarks.static.collectives import collectives, problems
 from benchmarks.static.layers import shortened
 from benchmarks.static.programs import STEPS, abstract_requests
@@ -118,8 +119,7 @@ def main() -> None:
         }
         print(json.dumps(row), flush=True)
         failures += [f"{preset}: {problem}" for problem in wrong]
-    if failures:
-        raise SystemExit("\n".join(failures))
+    gates.conclude(failures)
 
 
 if __name__ == "__main__":

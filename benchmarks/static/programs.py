@@ -17,6 +17,7 @@ from stree_jax.decoding.types import Context, Limits, Sampling, Step
 from stree_jax.models.cache import init_cache, path_to
 
 MAX_LENGTH = 1024  # positions of KV caches
+SETTINGS = {"dtype": "bfloat16", "batch": 1, "cache_positions": MAX_LENGTH}  # for results
 STEPS = 2  # in one program, as `SpeculativeDecoder.steps_per_sync` on a GPU
 
 Call = tuple[Any, ...]  # a jitted function, and its arguments

@@ -34,7 +34,7 @@ from benchmarks.static import gates, report
 from benchmarks.static.hlo import Program
 from benchmarks.static.layers import by_layer, shortened, with_layers
 from benchmarks.static.programs import (
-    MAX_LENGTH,
+    SETTINGS,
     Call,
     abstract_model,
     decode_loop,
@@ -47,11 +47,11 @@ LARGE = 2**20  # numbers of a weight that no copy must be made of
 OPTIONS = {
     "--presets": ("mamba2-2.7b",),
     "--tpus": {"nargs": "+", "choices": [*TPUS], "default": ["v5e"]},
-    "--nodes": {"type": int, "nargs": "*", "default": [1, 16]},
-    "--prompts": {"type": int, "nargs": "*", "default": []},
+    "--nodes": gates.NUMBERS | {"default": [1, 16]},
+    "--prompts": gates.NUMBERS,
     "--loops": {"nargs": "*", "choices": LOOPS, "default": [*LOOPS]},
     "--whole": {"action": "store_true"},
-    "--most": {"nargs": "+", "type": gates.limit, "default": [], "metavar": "KIND-COUNT=NUMBER"},
+    "--most": gates.LIMITS | {"metavar": "KIND-COUNT=NUMBER"},
 }
 HELP = {
     "--prompts": "numbers of tokens to prefill",
@@ -134,15 +134,12 @@ def main() -> None:
             step = compiled(tpu, loop(shortened(config), how), in_loop=True)
             row = which | {"loop": how} | whole(step) | {"kernels": dict(step.kernels)}
             add("loops", row, (step,), time.monotonic() - start)
-    settings = {"dtype": "bfloat16", "batch": 1, "cache_positions": MAX_LENGTH}
-    settings["libtpu"] = importlib.metadata.version("libtpu")
+    settings = SETTINGS | {"libtpu": importlib.metadata.version("libtpu")}
     path = options.output / "static-tpu.json"
     report.write(__doc__.splitlines()[0], settings, tables, path)
-    line = {"programs": sum(map(len, tables.values())), "most": most, "results": str(path)}
-    print(json.dumps({"static.tpu": line}))
-    failures += gates.failures(most, options.most, {}, math.inf, 0)
-    if failures:
-        raise SystemExit("\n".join(failures))
+    programs = sum(map(len, tables.values()))
+    common.conclude("static.tpu", programs=programs, most=most, results=str(path))
+    gates.conclude(failures + gates.failures(most, options.most, {}, math.inf, 0))
 
 
 if __name__ == "__main__":

@@ -64,17 +64,15 @@ def matmul(
     count = math.prod(x.shape[:-1])
     if isinstance(matrix, PackedMatrix):
         rows = x.reshape(count, x.shape[-1]).astype("float32")
-        arguments = (rows, matrix) if which is None else (rows, matrix, which)
         y = dispatch.run(
             "matmul",
             {"xla": xla, "native": native},
-            arguments,
+            (rows, matrix, which),
             requested=implementation,
             xla_derivatives=True,
         )
         return y.reshape(*x.shape[:-1], matrix.columns)
-    options: dict[str, Any] = dict(axis=axis, dtype=dtype, implementation=implementation)
-    return total(partial_sums(x, matrix, **options))
+    return total(partial_sums(x, matrix, axis=axis, dtype=dtype, implementation=implementation))
 
 
 def partial_sums(
@@ -94,8 +92,8 @@ def partial_sums(
     axis, count = getattr(matrix, "axis", axis), math.prod(x.shape[:-1])
     dtype = jnp.dtype(dtype)
     if gate is not None and not pallas_triton.gates(x.shape[-1], matrix.shape[-3 - axis]):
-        options: dict[str, Any] = dict(axis=axis, dtype=dtype, implementation=implementation)
-        return gated(gate, total(partial_sums(x, matrix, **options)))
+        y = matmul(x, matrix, axis=axis, dtype=dtype, implementation=implementation)
+        return gated(gate, y)
     versions: dict[str, Any] = {"xla": xla.unpacked}
     if 0 < count <= pallas_triton.MOST_ROWS or (count and dispatch.wants_bits()):
         versions["pallas"] = pallas_triton.matmul

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from pallas_kernels.matmul.quantized import GROUP, KINDS, QuantizedMatrix, in_groups
+from pallas_kernels.numerics import static
 
 COLUMNS = 32  # of a block
 _ALIGNMENT, _LARGE_PAGE = 64, 1 << 21  # bytes
@@ -34,9 +35,9 @@ class PackedMatrix:
 
     blocks: Any  # an array, or what jax puts in its place
     scales: Any
-    inputs: int = dataclasses.field(metadata={"static": True})
-    columns: int = dataclasses.field(metadata={"static": True})
-    first: int = dataclasses.field(default=0, metadata={"static": True})
+    inputs: int = static()
+    columns: int = static()
+    first: int = static(0)
 
     @classmethod
     def pack(cls, matrix: Any, dtype: DTypeLike | None = None) -> "PackedMatrix":

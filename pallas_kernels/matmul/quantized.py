@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from pallas_kernels.numerics import static
+
 GROUP = 32  # inputs with one scale, of a column and of a row
 KINDS = {"int8": jnp.bfloat16, "int4": jnp.float16}  # of values, and their scales
 _BYTES = 64 << 20  # of columns that are quantised at once
@@ -35,8 +37,8 @@ class QuantizedMatrix:
 
     values: Any  # an array, or what jax puts in its place
     scales: Any
-    axis: int = dataclasses.field(default=-2, metadata={"static": True})
-    dtype: Any = dataclasses.field(default=np.dtype(np.float32), metadata={"static": True})
+    axis: int = static(-2)
+    dtype: Any = static(np.dtype(np.float32))
 
     @classmethod
     def of(cls, matrix: Any, axis: int = -2, kind: str = "int8") -> "QuantizedMatrix":

@@ -8,13 +8,13 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, triton
 from pallas_kernels import native as cpu
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.ssd import pallas_triton, xla
 from pallas_kernels.tree_scan import native
 from pallas_kernels.tree_scan.gate import Gate
-from pallas_kernels.tree_scan.pallas_triton import unsupported
+from pallas_kernels.tree_scan.pallas_triton import MOST_STATE
 from pallas_kernels.tree_scan.xla import gated, rates
 
 
@@ -80,7 +80,7 @@ def ssd(
         requested=implementation,
         unsupported={
             "native": cpu.unsupported(x, **sizes),
-            "pallas": unsupported(**sizes, dtype=x.dtype),
+            "pallas": triton.unsupported_state(**sizes, dtype=x.dtype, most=MOST_STATE),
         },
         xla_derivatives=True,
     )

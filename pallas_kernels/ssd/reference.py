@@ -1,6 +1,8 @@
-"""Specification of `ssd`: the Mamba-2 recurrence, one token at a time."""
+"""Specification of `ssd`: a sequence is a tree whose nodes are a chain."""
 
 import numpy as np
+
+from pallas_kernels.tree_scan.reference import tree_scan
 
 
 def ssd(x, dt, A, B, C, D, state):
@@ -9,14 +11,7 @@ def ssd(x, dt, A, B, C, D, state):
     From x `[B, T, H, P]`, dt `[B, T, H]` (0 leaves the state unchanged), A `[H]`, negative, B, C
     `[B, T, G, S]`, D `[H, P]` and the state before.
     """
-    batch, length, num_heads, _ = x.shape
-    heads_per_group = num_heads // B.shape[2]
-    outputs, state = np.zeros_like(x), np.array(state)
-    for b in range(batch):
-        for t in range(length):
-            for h in range(num_heads):
-                g = h // heads_per_group
-                written = dt[b, t, h] * np.outer(x[b, t, h], B[b, t, g])
-                state[b, h] = np.exp(dt[b, t, h] * A[h]) * state[b, h] + written
-                outputs[b, t, h] = state[b, h] @ C[b, t, g] + D[h] * x[b, t, h]
-    return outputs, state
+    batch, length = dt.shape[:2]
+    parents = np.broadcast_to(np.arange(-1, length - 1), (batch, length))
+    outputs, states = tree_scan(x, dt, A, B, C, D, state, parents)
+    return outputs, states[:, -1]

@@ -6,7 +6,6 @@ sequence. `tree_attention_layer` is a layer between its projections.
 """
 
 import functools
-from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -57,21 +56,24 @@ def tree_attention(
         "pallas": pallas_triton.unsupported(query.shape[-1]),
         "native": cpu.unsupported(query, keys, head_dim=query.shape[-1]),
     }
-    settings: dict[str, Any] = dict(scale=scale)
     if window is not None:
-        settings["window"] = window
         unsupported["pallas"] = "the kernel has no windows"
         if is_block:
-            settings["is_block"], unsupported["native"] = True, "the code has no blocks"
-    kernel = functools.partial(pallas_triton.tree_attention, to_the_bit=dispatch.wants_bits())
+            unsupported["native"] = "the code has no blocks"
     return dispatch.run(
         "tree_attention",
-        {"xla": xla, "pallas": kernel, "native": native},
+        {
+            "xla": functools.partial(xla.tree_attention, window=window, is_block=is_block),
+            "pallas": functools.partial(
+                pallas_triton.tree_attention, to_the_bit=dispatch.wants_bits()
+            ),
+            "native": functools.partial(native.tree_attention, window=window),
+        },
         (query, node_keys, node_values, keys, values, length, mask),
         requested=implementation,
         unsupported=unsupported,
         xla_derivatives=True,
-        **settings,
+        scale=scale,
     )
 
 

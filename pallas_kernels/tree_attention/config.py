@@ -1,6 +1,6 @@
 """Block sizes of the `tree_attention` and `tree_attention_layer` kernels.
 
-The defaults are chosen to avoid register spills on sm_80 to sm_90; a few float32 programs still
+They are chosen to avoid register spills on sm_80 to sm_90; a few float32 programs still
 spill (`benchmarks/results/spills.json`). They were timed on no GPU yet.
 """
 
@@ -34,22 +34,6 @@ _NARROW_HEAD = 64
 _MANY_ROWS = 256
 # A batch that leaves nothing to split, for blocks that are the same in all batches.
 ANY_BATCH: dict[str, Any] = dict(num_rows=_MANY_ROWS, num_groups=1 << 20, capacity=1 << 20)
-# By dtype, number of rows and size of heads. Full float32 products need many registers.
-DEFAULTS = {
-    "bfloat16, to 32 rows": BlockSizes(rows=32, keys=32, num_warps=8),
-    "bfloat16": BlockSizes(rows=64, keys=64, num_warps=8),
-    "float32": BlockSizes(rows=16, keys=32, num_warps=4),
-    "bfloat16, wide heads": BlockSizes(rows=16, keys=32, num_warps=4),
-    "float32, wide heads": BlockSizes(rows=16, keys=16, num_warps=4),
-}
-
-
-def case(dtype: DTypeLike, num_rows: int, head_dim: int) -> str:
-    """The case of `DEFAULTS` for these inputs."""
-    name = tb.dtype_case(dtype)
-    if head_dim > _WIDE_HEAD:
-        return f"{name}, wide heads"
-    return f"{name}, to 32 rows" if name == "bfloat16" and num_rows <= 32 else name
 
 
 def block_sizes(
@@ -61,22 +45,21 @@ def block_sizes(
     costs a small reduction, spills cost more. A group is a row's key head; its rows are queries
     times the query heads that share it.
     """
-    blocks = DEFAULTS[case(dtype, num_rows, head_dim)]
+    float32, is_wide = tb.dtype_case(dtype) == "float32", head_dim > _WIDE_HEAD
+    if float32:  # full products need many registers
+        blocks = BlockSizes(rows=16, keys=16 if is_wide else 32, num_warps=4)
+    elif is_wide:
+        blocks = BlockSizes(rows=16, keys=32, num_warps=4)
+    else:
+        size = 32 if num_rows <= 32 else 64
+        blocks = BlockSizes(rows=size, keys=size, num_warps=8)
     programs = num_groups * -(-num_rows // blocks.rows)
     enough = _BUSY_WARPS // (blocks.num_warps * programs)
     splits = min(enough, -(-capacity // blocks.keys) // 2)
-    float32 = tb.dtype_case(dtype) == "float32"
-    one_fits = not capacity or not (float32 or (num_rows <= _MANY_ROWS and head_dim <= _WIDE_HEAD))
+    one_fits = not capacity or not (float32 or (num_rows <= _MANY_ROWS and not is_wide))
     return dataclasses.replace(blocks, splits=max(splits, 1 if one_fits else 2))
 
 
-# Of `tree_attention_layer`, for any number of rows.
-LAYER_DEFAULTS = DEFAULTS | {
-    "bfloat16, narrow heads": BlockSizes(rows=64, keys=32, num_warps=8),
-    "bfloat16": BlockSizes(rows=32, keys=32, num_warps=8),
-    "float32": BlockSizes(rows=16, keys=16, num_warps=8),
-    "float32, wide heads": BlockSizes(rows=16, keys=16, num_warps=8),
-}
 _MOST_SPLITS = 32  # more only write more parts of the softmax
 
 
@@ -88,10 +71,12 @@ def layer_block_sizes(
     Keys and splits decide the order of sums. So they depend on nothing that a step may change, such
     as rows, batch or capacity.
     """
-    name = case(dtype, _MANY_ROWS, head_dim)
-    if name == "bfloat16" and head_dim <= _NARROW_HEAD:  # would spill with fewer rows
-        name = "bfloat16, narrow heads"
-    blocks = LAYER_DEFAULTS[name]
+    if tb.dtype_case(dtype) == "float32":
+        blocks = BlockSizes(rows=16, keys=16, num_warps=8)
+    elif head_dim > _WIDE_HEAD:
+        blocks = BlockSizes(rows=16, keys=32, num_warps=4)
+    else:  # narrow heads would spill with fewer rows
+        blocks = BlockSizes(rows=64 if head_dim <= _NARROW_HEAD else 32, keys=32, num_warps=8)
     splits = min(_MOST_SPLITS, -(-_BUSY_WARPS // (blocks.num_warps * num_groups)))
     rows = min(blocks.rows, tb.padded_size(num_rows))
     return dataclasses.replace(blocks, rows=rows, splits=splits)

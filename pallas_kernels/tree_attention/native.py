@@ -1,7 +1,5 @@
 """`tree_attention` by our own code, `native.cc`."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -12,7 +10,5 @@ def tree_attention(*arguments: jax.Array, scale: float, window: int | None = Non
     """See `api.tree_attention`, whose arrays these are. Reads the cache up to its length."""
     *arrays, length, mask = arguments
     result = jax.ShapeDtypeStruct(arrays[0].shape, jnp.float32)
-    settings: dict[str, Any] = dict(scale=float(scale), window=window or 0)
-    return native.call(
-        "tree_attention", result, *arrays, length.astype(jnp.int32), mask, **settings
-    )
+    arrays += [length.astype(jnp.int32), mask]
+    return native.call("tree_attention", result, *arrays, scale=float(scale), window=window or 0)

@@ -164,7 +164,6 @@ def tree_conv1d_layer(
             "native": native.unsupported_layer(projected, layout, width),
         },
         xla_derivatives=("native",),
-        scope="tree_conv1d",
         layout=layout,
     )
 

@@ -37,9 +37,10 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, triton
 from pallas_kernels import native as cpu
 from pallas_kernels.tree_delta import native, pallas_triton, xla
 from pallas_kernels.tree_delta.gates import Decays, StepSizes
@@ -86,8 +87,9 @@ def tree_delta(
     prefix = 0 if prefix_u is None else prefix_u.shape[1]
     if prefix + q.shape[1] != k.shape[1]:
         raise ValueError(f"{prefix} prefix and {q.shape[1]} query nodes are not {k.shape[1]} nodes")
-    arrays = (q, k, v, _by_channel(g), beta, state, mask, prefix_u)
-    return _run("tree_delta", arrays, arrays[:4], implementation)
+    tree = (q, k, v, _by_channel(g), beta, mask)
+    y, u, _ = _run("tree_delta", (None, tree, state, prefix_u), implementation)
+    return y, u if prefix_u is None else jnp.concatenate([prefix_u, u], axis=1)
 
 
 def replay_delta(
@@ -121,8 +123,8 @@ def replay_delta(
         ValueError: groups that do not divide the heads, decays that are neither of heads nor of
             channels.
     """
-    arrays = (k, u, _by_channel(g), state, path)
-    return _run("replay_delta", arrays, (k, *arrays[:3]), implementation)
+    previous = (k, u, _by_channel(g), path)
+    return _run("replay_delta", (previous, None, state, None), implementation)[2]
 
 
 def replay_tree_delta(
@@ -158,9 +160,8 @@ def replay_tree_delta(
             channels.
     """
     previous = (prev_k, prev_u, _by_channel(prev_g), prev_path)
-    nodes = (q, k, v, _by_channel(g))
-    arrays = (*previous, *nodes, beta, state, ancestor_mask)
-    return _run("replay_tree_delta", arrays, nodes, implementation)
+    tree = (q, k, v, _by_channel(g), beta, ancestor_mask)
+    return _run("replay_tree_delta", (previous, tree, state, None), implementation)
 
 
 def delta_chunks(
@@ -211,16 +212,21 @@ def _by_channel(g: Any) -> Any:
     return g if len(g.shape) == 4 else g[..., None]
 
 
-def _run(
-    name: str, arrays: tuple[Any, ...], nodes: tuple[Any, ...], implementation: str | None
-) -> Any:
-    """An op of trees, `nodes` of whose arrays are queries, keys, values and decays."""
+def _run(op: str, arrays: tuple[Any, ...], implementation: str | None) -> Any:
+    """Outputs and u of a new tree's queries, or None, and the state before the tree.
+
+    Arrays are k, u, g and path of a previous tree, or None; q, k, v, g, beta and mask of a new one,
+    or None; the state, and u of the nodes before the queries or None. Each version has one function
+    of them.
+    """
+    previous, tree, *_ = arrays
+    q, k, v, g = tree[:4] if tree else (previous[0], *previous[:3])
     return dispatch.run(
-        name,
-        {"xla": xla, "native": native, "pallas": pallas_triton},
+        op,
+        {"xla": xla.scan, "native": native.scan, "pallas": pallas_triton.scan},
         arrays,
         requested=implementation,
-        unsupported=_unsupported(*nodes),
+        unsupported=_unsupported(q, k, v, g),
         xla_derivatives=True,
     )
 
@@ -237,5 +243,5 @@ def _unsupported(q: jax.Array, k: jax.Array, v: jax.Array, g: Any) -> dict[str, 
     sizes = dict(head_dim=v.shape[-1], state_size=k.shape[-1])
     return {
         "native": cpu.unsupported(q, k, v, **sizes),
-        "pallas": pallas_triton.unsupported(**sizes, dtype=k.dtype),
+        "pallas": triton.unsupported_state(**sizes, dtype=k.dtype, most=pallas_triton.MOST_STATE),
     }

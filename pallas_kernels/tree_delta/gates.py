@@ -1,13 +1,12 @@
 """Gates of the delta rule that a kernel computes while it loads what they are made of."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.numerics import Deferred, PartialSums, rounded, total
+from pallas_kernels.numerics import Deferred, PartialSums, rounded, static, total
 
 
 @jax.tree_util.register_dataclass
@@ -28,11 +27,7 @@ class Decays(Deferred):
         return rounded(-jnp.exp(self.A_log)[None, None] * self.dt)[..., None]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["projected"],
-    meta_fields=["start", "num_heads", "scale"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepSizes(Deferred):
     """Step sizes beta `[B, N, H]`: `scale sigmoid(b)`, of columns b of an input projection.
@@ -45,9 +40,9 @@ class StepSizes(Deferred):
     """
 
     projected: Float[Array, "B N X"] | PartialSums
-    start: int
-    num_heads: int
-    scale: float
+    start: int = static()
+    num_heads: int = static()
+    scale: float = static()
 
     def total(self) -> Array:
         """The step sizes, float32."""

@@ -32,7 +32,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from pallas_kernels import triton as tb
 from pallas_kernels import walk
@@ -52,50 +51,18 @@ _BLOCK = 32
 _NUM_WARPS = 4
 
 
-def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
-    """Why these shapes cannot run, or None."""
-    return tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
-
-
-def tree_delta(*arrays: Any, interpret: bool) -> tuple[Array, Array]:
-    """See `api.tree_delta`, whose arrays these are."""
-    q, k, v, g, beta, state, mask, prefix_u = arrays
-    tree = (q, k, v, g, beta, mask)
-    results = _run("tree_delta", interpret, state, tree=tree, prefix_u=prefix_u)
-    u = results["u"]
-    return results["y"], u if prefix_u is None else jnp.concatenate([prefix_u, u], axis=1)
-
-
-def replay_delta(*arrays: Any, interpret: bool) -> Array:
-    """See `api.replay_delta`, whose arrays these are."""
-    k, u, g, state, path = arrays
-    return _run("replay_delta", interpret, state, previous=(k, u, g, path))["state"]
-
-
-def replay_tree_delta(*arrays: Any, interpret: bool) -> tuple[Array, Array, Array]:
-    """See `api.replay_tree_delta`, whose arrays these are."""
-    if isinstance(arrays[2], Decays) != isinstance(arrays[7], Decays):
-        arrays = totals(arrays)
-    previous, (*nodes, state, mask) = arrays[:4], arrays[4:]
-    tree = (*nodes, mask)
-    results = _run("replay_tree_delta", interpret, state, previous=previous, tree=tree)
-    return results["y"], results["u"], results["state"]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(
-    name: str,
-    interpret: bool,
+@functools.partial(jax.jit, static_argnames="interpret")
+def scan(
+    previous: tuple[Any, ...] | None,
+    tree: tuple[Any, ...] | None,
     state: Array,
+    prefix_u: Array | None,
     *,
-    previous: tuple[Any, ...] | None = None,
-    tree: tuple[Any, ...] | None = None,
-    prefix_u: Array | None = None,
-) -> dict[str, Array]:
-    """The kernel with a previous tree, a new one, or both; returns what these give by name.
-
-    `previous` is k, u, g and path; `tree` is q, k, v, g, beta and mask.
-    """
+    interpret: bool,
+) -> tuple[Array | None, Array | None, Array]:
+    """See `api._run`, whose arrays these are."""
+    if previous and tree and isinstance(previous[2], Decays) != isinstance(tree[3], Decays):
+        previous, tree = totals((previous, tree))
     batch, num_heads, head_dim, _ = state.shape
     some_k = previous[0] if previous else tree[1]  # type: ignore[index]
     part = HeadBlocks(_CHANNELS, num_heads // some_k.shape[2])
@@ -136,16 +103,18 @@ def _run(
         outputs |= {"y": inputs["v"], "u": part.of(new_u, "b.hp")}
     if prefix_u is not None and prefix_u.size:
         inputs["prefix u"] = part.of(prefix_u, "b.hp")
-    return tb.call_by_name(
+    name = "replay_delta" if tree is None else "tree_delta"
+    results = tb.call_by_name(
         functools.partial(_kernel, beta_scale=beta_scale, interpret=interpret),
         inputs,
         outputs,
-        name=name,
+        name="replay_tree_delta" if previous and tree else name,
         num_warps=_NUM_WARPS,
         interpret=interpret,
         in_one_order=True,
         grid=(batch, num_heads, head_dim // _CHANNELS),
     )
+    return results.get("y"), results.get("u"), results.get("state", state)
 
 
 def _kernel(

@@ -35,9 +35,17 @@ class Pairs(NamedTuple):
     solution: Array  # the inverse of one plus the last Q columns of `system` `[B, H, Q, Q]`
 
 
-def tree_delta(*arrays: Any) -> tuple[Array, Array]:
-    """See `api.tree_delta`, whose arrays these are."""
-    q, k, v, g, beta, state, mask, prefix_u = arrays
+def scan(
+    previous: Any, tree: Any, state: Array, prefix_u: Array | None
+) -> tuple[Array | None, Array | None, Array]:
+    """See `api._run`, whose arrays these are. One tree after the other."""
+    if previous is not None:
+        k, u, g, path = previous
+        ends = to_the_end(kept_where(path, g))
+        state = at_the_end(state, normed(kept_where(path, k)), kept_where(path, u), *ends)
+    if tree is None:
+        return None, None, state
+    q, k, v, g, beta, mask = tree
     first = mask.shape[1] - q.shape[1]
     exists = jnp.diagonal(mask, axis1=1, axis2=2)
     nodes = pairs(q, k, g, beta, mask)
@@ -45,24 +53,8 @@ def tree_delta(*arrays: Any) -> tuple[Array, Array]:
     above = None
     if prefix_u is not None:
         above = kept_where(exists[:, :first], prefix_u).transpose(0, 2, 1, 3)
-    y, u = outputs(nodes, values, state, above)
-    y, u = (each.transpose(0, 2, 1, 3) for each in (y, u))
-    u = u if prefix_u is None else jnp.concatenate([prefix_u, u], axis=1)
-    return y.astype(v.dtype), u
-
-
-def replay_delta(*arrays: Array) -> Array:
-    """See `api.replay_delta`, whose arrays these are. One contraction over the nodes."""
-    k, u, g, state, path = arrays
-    ends = to_the_end(kept_where(path, g))
-    return at_the_end(state, normed(kept_where(path, k)), kept_where(path, u), *ends)
-
-
-def replay_tree_delta(*arrays: Array) -> tuple[Array, Array, Array]:
-    """See `api.replay_tree_delta`, whose arrays these are. One after the other."""
-    prev_k, prev_u, prev_g, prev_path, q, k, v, g, beta, state, mask = arrays
-    state = replay_delta(prev_k, prev_u, prev_g, state, prev_path)
-    return *tree_delta(q, k, v, g, beta, state, mask, None), state
+    y, u = (x.transpose(0, 2, 1, 3) for x in outputs(nodes, values, state, above))
+    return y.astype(v.dtype), u, state
 
 
 def delta_chunks(*arrays: Array, chunk_size: int) -> tuple[Array, Array]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, triton
 from pallas_kernels import native as cpu
 from pallas_kernels.numerics import DeferredRMSNorm
 from pallas_kernels.tree_scan import jax_triton_versions, native, pallas_triton, xla
@@ -64,15 +64,8 @@ def tree_scan(
     Raises:
         ValueError: a gate that does not fit.
     """
-    return dispatch.run(
-        "tree_scan",
-        {"xla": xla, "pallas": pallas_triton, "native": native},
-        (x, dt, A, B, C, D, state, mask, gate),
-        requested=implementation,
-        unsupported=_unsupported(x, B, gate),
-        xla_derivatives=("native",),
-        A_is_log=A_is_log,
-    )
+    tree = (x, dt, B, C, D, mask)
+    return _run("tree_scan", (None, tree, A, state, gate), implementation, A_is_log)[0]
 
 
 def replay(
@@ -106,17 +99,8 @@ def replay(
     Returns:
         The new state, float32.
     """
-    unsupported = _unsupported(x, B, None)
-    return dispatch.run(
-        "replay",
-        {"xla": xla, "pallas": pallas_triton, "native": native, "jax_triton": _jax_triton_replay},
-        (x, dt, A, B, state, path),
-        requested=implementation,
-        unsupported=unsupported | {"jax_triton": unsupported["pallas"]},
-        others={"jax_triton": jax_triton_versions.obstacle},
-        xla_derivatives=("native",),
-        A_is_log=A_is_log,
-    )
+    previous = (x, dt, B, path)
+    return _run("replay", (previous, None, A, state, None), implementation, A_is_log)[1]
 
 
 def replay_tree_scan(
@@ -157,32 +141,50 @@ def replay_tree_scan(
     Raises:
         ValueError: a gate that does not fit.
     """
-    previous = (prev_x, prev_dt, prev_B, prev_path)
+    previous, tree = (prev_x, prev_dt, prev_B, prev_path), (x, dt, B, C, D, ancestor_mask)
+    arrays = (previous, tree, A, state, gate)
+    return _run("replay_tree_scan", arrays, implementation, A_is_log)
+
+
+def _run(op: str, arrays: tuple[Any, ...], implementation: str | None, A_is_log: bool) -> Any:
+    """The outputs of a new tree, or None, and the state before it; a ValueError for a wrong gate.
+
+    Arrays are x, dt, B and path of a previous tree, or None; x, dt, B, C, D and mask of a new one,
+    or None; A, the state, and the gate. Each version has one function of them.
+    """
+    previous, tree, _, _, gate = arrays
+    x, _, B, *_ = tree or previous
+    if gate is not None:
+        gate.check(*x.shape[2:])
+    sizes = dict(head_dim=x.shape[-1], state_size=B.shape[-1])
+    unsupported = {
+        "pallas": triton.unsupported_state(**sizes, dtype=x.dtype, most=pallas_triton.MOST_STATE),
+        "native": cpu.unsupported(x, **sizes),
+    }
+    versions: dict[str, Any] = {
+        "xla": xla.scan,
+        "pallas": pallas_triton.scan,
+        "native": native.scan,
+    }
+    if tree is None:
+        versions["jax_triton"] = _jax_triton_replay
+    if implementation == "jax_triton":
+        unsupported["jax_triton"] = jax_triton_versions.obstacle() or unsupported["pallas"]
     return dispatch.run(
-        "replay_tree_scan",
-        {"xla": xla, "pallas": pallas_triton, "native": native},
-        (*previous, x, dt, A, B, C, D, state, ancestor_mask, gate),
+        op,
+        versions,
+        arrays,
         requested=implementation,
-        unsupported=_unsupported(x, B, gate),
+        unsupported=unsupported,
         xla_derivatives=("native",),
         A_is_log=A_is_log,
     )
 
 
-def _unsupported(x: jax.Array, B: jax.Array, gate: Gate | None) -> dict[str, str | None]:
-    """Why versions cannot scan these nodes; a ValueError if the gate does not fit."""
-    if gate is not None:
-        gate.check(*x.shape[2:])
-    head_dim, state_size = x.shape[-1], B.shape[-1]
-    return {
-        "pallas": pallas_triton.unsupported(head_dim, state_size, x.dtype),
-        "native": cpu.unsupported(x, head_dim=head_dim, state_size=state_size),
-    }
-
-
 def _jax_triton_replay(
-    x: jax.Array, dt: jax.Array, A: jax.Array, *rest: Any, A_is_log: bool
-) -> Any:
+    previous: Any, _tree: None, A: jax.Array, state: jax.Array, _gate: None, *, A_is_log: bool
+) -> tuple[None, jax.Array]:
     from pallas_kernels.tree_scan import jax_triton  # needs triton
 
-    return jax_triton.replay(x, dt, xla.rates(A, A_is_log), *rest)
+    x, dt, B, path = previous
+    return None, jax_triton.replay(x, dt, xla.rates(A, A_is_log), B, state, path)

@@ -1,16 +1,11 @@
 """The gate and norm that a scan can fuse into its output."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.numerics import PartialSums
-
-
-def _static(default: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"static": True})
+from pallas_kernels.numerics import PartialSums, static
 
 
 @jax.tree_util.register_dataclass
@@ -31,10 +26,10 @@ class Gate:
 
     projected: Float[Array, "B Q X"] | PartialSums
     norm_weight: Float[Array, " HP"] | None = None
-    start: int = _static(0)
-    multiplier: float = _static(1.0)
-    norm_epsilon: float = _static(1e-5)
-    norm_per_head: bool = _static(False)
+    start: int = static(0)
+    multiplier: float = static(1.0)
+    norm_epsilon: float = static(1e-5)
+    norm_per_head: bool = static(False)
 
     @property
     def defers_norm(self) -> bool:

@@ -60,30 +60,25 @@ class BlockSizes:
     num_warps: int  # Triton's
 
 
-# By type of the inputs. The first are the fastest on an H200 (`benchmarks/results`). On sm_80 to
-# sm_89 a `tree_scan` of over 32 nodes spills with them; the second spill nowhere. All but the first
-# were compiled, not timed. Full float32 products need many registers.
-BEFORE_HOPPER = "bfloat16, before sm_90"
-LARGE_HEAD = "bfloat16, large heads"
 _USUAL_HEAD = 64 * 128  # elements of its state
-DEFAULTS = {
-    "bfloat16": BlockSizes(queries=64, keys=64, state=32 * 128, part=128, num_warps=4),
-    BEFORE_HOPPER: BlockSizes(queries=64, keys=32, state=32 * 128, part=128, num_warps=4),
-    LARGE_HEAD: BlockSizes(queries=32, keys=32, state=128 * 128, part=128, num_warps=8),
-    "float32": BlockSizes(queries=16, keys=16, state=32 * 128, part=64, num_warps=8),
-}
 # In a trial on an H200 both ways were even for 5 nodes of one row; for 16 the closed form was twice
 # as fast.
 MOST_NODES = 8
 
 
-def case(dtype: DTypeLike, numbers: int) -> str:
-    """The case of `DEFAULTS` on this device, by type and state elements of a head."""
-    name = tb.dtype_case(dtype)
-    if name == "bfloat16" and numbers > _USUAL_HEAD:
-        return LARGE_HEAD
-    is_old = name == "bfloat16" and (dispatch.generation() or 9) < 9
-    return BEFORE_HOPPER if is_old else name
+def closed_form_blocks(dtype: DTypeLike, numbers: int) -> BlockSizes:
+    """Block sizes on this device, by type and state elements of a head.
+
+    Those of bfloat16 inputs and usual heads are the fastest on an H200 (`benchmarks/results`). On
+    sm_80 to sm_89 a `tree_scan` of over 32 nodes spills with them, but not with fewer keys. All
+    others were compiled, not timed.
+    """
+    if tb.dtype_case(dtype) == "float32":  # full products need many registers
+        return BlockSizes(queries=16, keys=16, state=32 * 128, part=64, num_warps=8)
+    if numbers > _USUAL_HEAD:
+        return BlockSizes(queries=32, keys=32, state=128 * 128, part=128, num_warps=8)
+    keys = 32 if (dispatch.generation() or 9) < 9 else 64
+    return BlockSizes(queries=64, keys=keys, state=32 * 128, part=128, num_warps=4)
 
 
 # Float32 inputs with larger states spill registers on an H100 with all block sizes that were tried.
@@ -91,55 +86,31 @@ def case(dtype: DTypeLike, numbers: int) -> str:
 MOST_STATE = {"float32": 128, "bfloat16": 256}
 
 
-def unsupported(head_dim: int, state_size: int, dtype: DTypeLike) -> str | None:
-    """Why these shapes cannot run, or None."""
-    return tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
+def scan(
+    previous: Sequence[jax.Array] | None,
+    tree: Sequence[jax.Array] | None,
+    *arguments: Any,
+    **options: Any,
+) -> tuple[Any, jax.Array]:
+    """See `api._run`, whose arrays these are; options are those of `_run`."""
+    is_recurrence = tree is None or tree[0].shape[1] <= MOST_NODES or dispatch.wants_bits()
+    return _run(previous, tree, *arguments, is_recurrence=is_recurrence, **options)
 
 
-def tree_scan(*arguments: Any, **options: Any) -> jax.Array | DeferredRMSNorm:
-    """See `api.tree_scan`, whose arrays and gate these are; options are those of `_run`."""
-    x, dt, A, B, C, D, state, mask, *gate = arguments
-    tree = (x, dt, B, C, D, mask)
-    return _run("tree_scan", A, state, None, tree, *gate, **_way(x), **options)[0]
-
-
-def replay(*arguments: jax.Array, **options: Any) -> jax.Array:
-    """See `api.replay`."""
-    x, dt, A, B, state, path = arguments
-    return _run("replay", A, state, (x, dt, B, path), is_recurrence=True, **options)[1]
-
-
-def replay_tree_scan(
-    *arguments: Any, **options: Any
-) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
-    """See `api.replay_tree_scan`, whose arrays and gate these are; options are those of `_run`."""
-    previous, (x, dt, A, B, C, D, state, mask, *gate) = arguments[:4], arguments[4:]
-    tree = (x, dt, B, C, D, mask)
-    return _run("replay_tree_scan", A, state, previous, tree, *gate, **_way(x), **options)
-
-
-def _way(x: jax.Array) -> dict[str, bool]:
-    """Whether the nodes of a new tree are scanned by the recurrence: an option of `_run`."""
-    return {"is_recurrence": x.shape[1] <= MOST_NODES or dispatch.wants_bits()}
-
-
-@functools.partial(jax.jit, static_argnames=("name", "is_recurrence", "A_is_log", "interpret"))
+@functools.partial(jax.jit, static_argnames=("is_recurrence", "A_is_log", "interpret"))
 def _run(
-    name: str,
+    previous: Sequence[jax.Array] | None,
+    tree: Sequence[jax.Array] | None,
     A: jax.Array,
     state: jax.Array,
-    previous: Sequence[jax.Array] | None = None,
-    tree: Sequence[jax.Array] | None = None,
-    gate: Gate | None = None,
+    gate: Gate | None,
     *,
     is_recurrence: bool,
-    A_is_log: bool = False,
-    interpret: bool = False,
+    A_is_log: bool,
+    interpret: bool,
 ) -> tuple[Any, jax.Array]:
-    """The kernel with a previous tree, a new one, or both: the outputs, if any, and the state.
-
-    `previous` is x, dt, B and path; `tree` is x, dt, B, C, D and mask.
-    """
+    """The kernel with a previous tree, a new one, or both: the outputs, if any, and the state."""
+    name = "tree_scan" if previous is None else "replay_tree_scan"
     some_x, _, some_B, *_ = previous or tree or ()
     batch, num_heads, head_dim, state_size = state.shape
     if is_recurrence:
@@ -148,9 +119,9 @@ def _run(
         # of 256 are for 8 warps: with 4, 64 nodes spill.
         warps = 4 if state_size <= 128 else 8
         blocks = BlockSizes(queries=1, keys=1, state=0, part=32, num_warps=warps)
-        name += "_recurrence" if tree is not None else ""
+        name = "replay" if tree is None else f"{name}_recurrence"
     else:
-        blocks = DEFAULTS[case(some_x.dtype, head_dim * state_size)]
+        blocks = closed_form_blocks(some_x.dtype, head_dim * state_size)
     channels = channels_of(blocks.state, head_dim, state_size)
     num_blocks = head_dim // channels
     part = HeadBlocks(channels, num_heads // some_B.shape[2])

@@ -3,6 +3,11 @@
 import numpy as np
 
 
+def advanced(before, x, dt, A, B):
+    """The state `[P, S]` of a head after one more node, from x `[P]`, dt, A and B `[S]`."""
+    return np.exp(dt * A) * before + dt * np.outer(x, B)
+
+
 def tree_scan(x, dt, A, B, C, D, state, parents):
     """Outputs `[B, N, H, P]` and the state after each node `[B, N, H, P, S]`, no closed form.
 
@@ -14,16 +19,12 @@ def tree_scan(x, dt, A, B, C, D, state, parents):
     heads_per_group = num_heads // B.shape[2]
     outputs = np.zeros_like(x)
     states = np.zeros((batch, num_nodes, *state.shape[1:]), state.dtype)
-    for b in range(batch):
-        for node in range(num_nodes):
-            above = parents[b, node]
-            before = states[b, above] if above >= 0 else state[b]
-            for h in range(num_heads):
-                g = h // heads_per_group
-                decay = np.exp(dt[b, node, h] * A[h])
-                written = dt[b, node, h] * np.outer(x[b, node, h], B[b, node, g])
-                states[b, node, h] = decay * before[h] + written
-                outputs[b, node, h] = states[b, node, h] @ C[b, node, g] + D[h] * x[b, node, h]
+    for b, node, h in np.ndindex(batch, num_nodes, num_heads):
+        above, group = parents[b, node], h // heads_per_group
+        before = states[b, above, h] if above >= 0 else state[b, h]
+        after = advanced(before, x[b, node, h], dt[b, node, h], A[h], B[b, node, group])
+        outputs[b, node, h] = after @ C[b, node, group] + D[h] * x[b, node, h]
+        states[b, node, h] = after
     return outputs, states
 
 
@@ -35,14 +36,12 @@ def replay(x, dt, A, B, state, path):
     batch, num_nodes, num_heads, _ = x.shape
     heads_per_group = num_heads // B.shape[2]
     new_state = np.array(state)
-    for b in range(batch):
-        for node in range(num_nodes):
-            if not path[b, node]:
-                continue
-            for h in range(num_heads):
-                decay = np.exp(dt[b, node, h] * A[h])
-                written = np.outer(x[b, node, h], B[b, node, h // heads_per_group])
-                new_state[b, h] = decay * new_state[b, h] + dt[b, node, h] * written
+    for b, node, h in np.ndindex(batch, num_nodes, num_heads):
+        if path[b, node]:
+            group = h // heads_per_group
+            new_state[b, h] = advanced(
+                new_state[b, h], x[b, node, h], dt[b, node, h], A[h], B[b, node, group]
+            )
     return new_state
 
 

@@ -18,10 +18,30 @@ from pallas_kernels.rms_norm.xla import activated
 from pallas_kernels.tree_scan.gate import Gate
 
 
-def tree_scan(*arguments: Any, A_is_log: bool = False) -> jax.Array | DeferredRMSNorm:
-    """See `api.tree_scan`, whose arrays and gate these are."""
-    x, dt, A, B, C, D, state, mask, *some_gate = arguments
+def scan(
+    previous: Any, tree: Any, A: jax.Array, state: jax.Array, gate: Gate | None, *, A_is_log: bool
+) -> tuple[Any, jax.Array]:
+    """See `api._run`, whose arrays these are. One tree after the other."""
     A = rates(A, A_is_log)
+    if previous is not None:
+        state = _replayed(A, state, *previous)
+    if tree is None:
+        return None, state
+    y = _outputs(A, state, *tree)
+    return y if gate is None else gated(y, gate), state
+
+
+def _outputs(
+    A: jax.Array,
+    state: jax.Array,
+    x: jax.Array,
+    dt: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array,
+    mask: jax.Array,
+) -> jax.Array:
+    """The outputs of a tree's queries, in the dtype of x."""
     batch, num_nodes, num_heads, head_dim = x.shape
     num_queries, num_groups = C.shape[1:3]
     first_query = num_nodes - num_queries
@@ -53,17 +73,16 @@ def tree_scan(*arguments: Any, A_is_log: bool = False) -> jax.Array | DeferredRM
     carried = carried.transpose(0, 2, 1, 3, 4).reshape(y.shape)
     y = y + carried * jnp.exp(query_decay)[..., None]
 
-    y = (y + D.reshape(1, 1, num_heads, -1) * x[:, first_query:]).astype(dtype)
-    gate = some_gate[0] if some_gate else None
-    return y if gate is None else gated(y, gate)
+    return (y + D.reshape(1, 1, num_heads, -1) * x[:, first_query:]).astype(dtype)
 
 
-def replay(*arrays: jax.Array, A_is_log: bool = False) -> jax.Array:
-    """See `api.replay`, whose arrays these are. One contraction over the nodes."""
-    x, dt, A, B, state, path = arrays
+def _replayed(
+    A: jax.Array, state: jax.Array, x: jax.Array, dt: jax.Array, B: jax.Array, path: jax.Array
+) -> jax.Array:
+    """The state after a path. One contraction over the nodes."""
     x, B = x.astype(jnp.float32), B.astype(jnp.float32)
     dt = jnp.where(path[..., None], dt, 0.0)
-    weight, total = to_the_end(dt * rates(A, A_is_log)[None, None])
+    weight, total = to_the_end(dt * A[None, None])
     return advanced(total[..., None, None] * state, B, x * (weight * dt)[..., None])
 
 
@@ -82,15 +101,6 @@ def advanced(state: jax.Array, k: jax.Array, u: jax.Array) -> jax.Array:
     grouped = u.reshape(*k.shape[:3], -1, u.shape[-1])
     written = contract("bjgkp,bjgs->bgkps", grouped, k)
     return state + written.reshape(state.shape)
-
-
-def replay_tree_scan(
-    *arguments: Any, A_is_log: bool = False
-) -> tuple[jax.Array | DeferredRMSNorm, jax.Array]:
-    """See `api.replay_tree_scan`, whose arrays and gate these are. One after the other."""
-    prev_x, prev_dt, prev_B, prev_path, x, dt, A, B, C, D, state, *mask_and_gate = arguments
-    state = replay(prev_x, prev_dt, A, prev_B, state, prev_path, A_is_log=A_is_log)
-    return tree_scan(x, dt, A, B, C, D, state, *mask_and_gate, A_is_log=A_is_log), state
 
 
 def rates(A: jax.Array, A_is_log: bool) -> jax.Array:

@@ -41,7 +41,6 @@ def test_where_it_is_refused(monkeypatch):
         dispatch.choose,
         "tree_conv1d",
         "jax_triton",
-        None,
     )
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "1")
     monkeypatch.setattr(jax_triton_versions, "incompatible", lambda *versions: None)
