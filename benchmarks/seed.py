@@ -33,7 +33,7 @@ import stree_jax as st
 from benchmarks.common import Found, forget_programs, main, names, timed
 from benchmarks.models import Pair, embedded_pair
 from benchmarks.prompts import SHARED
-from benchmarks.seed_tasks import TASKS, Arrangement, Blocksworld
+from benchmarks.seed_tasks import TASKS, Arrangement, Blocksworld, Question
 from stree_jax.extensions import reasoning
 from stree_jax.measuring.clock import speeds
 from stree_jax.measuring.methods import PLAIN
@@ -51,7 +51,7 @@ ALL = 10**6  # problems at once
 # Used in turn if there are no data sets.
 BUILT_IN: dict[str, list[Any]] = {
     "gsm8k": [
-        "Ines picks 14 pears from each of 6 trees and sells 50. How many are left?",
+        Question("Ines picks 14 pears from each of 6 trees and sells 50. How many are left?", "34")
     ],
     "creative writing": [
         "The lamp went out. Nobody had asked the cook. It rained until Monday. The key was in the"
@@ -152,6 +152,7 @@ def measure(
             "tau": tokens[name] / sum(each.stats.num_target_calls for each in done[name]),
             "bytes_of_rows": found[name][0][1],
             "identical": values[name] == values[PLAIN] if way.same else None,
+            "solved": sum(bool(thought.solved) for thought in runs[name]),
             "speed_up": speed[name]["speed_up"],
         }
         for name, way in ways.items()
