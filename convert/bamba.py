@@ -1,5 +1,6 @@
 """Bamba and Falcon-H1: transformers' `BambaConfig` and `FalconH1Config`."""
 
+from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert import hybrid_parts as hybrid
@@ -23,9 +24,8 @@ def read_bamba(source: Source) -> Description:
     )
     fields.ignore("always 0.5", "partial_rotary_factor")
     table.finish()
-    fields.same(
-        "attn_rotary_emb", attention.head_dim // 2
-    )  # present in the first conversions of Bamba
+    rotary_dim = attention.head_dim // 2
+    fields.same("attn_rotary_emb", rotary_dim)  # present in the first conversions of Bamba
     num_layers = fields.num_layers(32)
     with_attention = fields.indices("attn_layer_indices", num_layers)
     kinds = tuple("attention" if i in with_attention else "mamba2" for i in range(num_layers))
@@ -40,9 +40,8 @@ def read_bamba(source: Source) -> Description:
     config = ModelConfig(
         layers=hybrid.with_mlps(kinds),
         mamba2=mamba2,
-        attention=hybrid.with_rope(attention, attention.head_dim // 2, theta, scaling),
+        attention=replace(attention, rotary_dim=rotary_dim, rope_theta=theta, rope_scaling=scaling),
         mlp=hybrid.read_mlp(fields),
-        max_length=hybrid.read_max_length(fields),
         **hybrid.model_fields(fields, d_model),
     )
     return hybrid.described("transformers bamba", fields, config, _rules(config))
@@ -113,7 +112,6 @@ def read_falcon_h1(source: Source) -> Description:
         attention=hybrid.rotated(fields, attention),
         mlp=hybrid.read_mlp(fields, gate_multiplier=gate, output_multiplier=down),
         **fields.read(_OF_MODEL),
-        max_length=hybrid.read_max_length(fields),
         **hybrid.model_fields(fields, d_model),
     )
     fields.ignore("all layers are alike", "layers_block_type", "layer_types", "attn_layer_indices")

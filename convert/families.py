@@ -4,6 +4,7 @@ A new family is one module and one entry of `FAMILIES`.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -270,9 +271,7 @@ def _read_wrapped(source: Source, name: str) -> Description:
         else:
             others.append(tensor)
 
-    def outside(own: str) -> str:
-        return _outside(wrapper, own)
-
+    outside = functools.partial(_outside, wrapper)
     fields = source.fields.table(tables[0])
     fields.values.setdefault("model_type", wrapper.model_type)  # transformers' default
     outer = {field: source.fields.values.get(field) for field in wrapper.outer}

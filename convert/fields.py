@@ -28,6 +28,7 @@ TRANSFORMERS = (
     *("sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss"),
     *("tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript"),
     *("transformers_version", "typical_p", "use_bfloat16", "use_cache", "attention_dropout"),
+    "initializer_range",
     *("num_logits_to_keep", "router_aux_loss_coef", "output_router_logits", "pretraining_tp"),
 )
 

@@ -266,12 +266,14 @@ def _mixer(within: str) -> dict[str, str]:
 
 
 def _attention(within: str) -> dict[str, str]:
-    names = "attn_q q_proj, attn_k k_proj, attn_v v_proj, attn_output o_proj"
+    names = (
+        "attn_q q_proj, attn_k k_proj, attn_v v_proj, attn_output o_proj,"
+        " attn_q_norm q_norm, attn_k_norm k_norm"
+    )
     return _table(names, within)
 
 
 _MLP = "ffn_gate gate_proj, ffn_up up_proj, ffn_down down_proj"
-_OF_HEADS = "attn_q_norm q_norm, attn_k_norm k_norm"
 
 
 def _outside(embedding: str, norm: str) -> dict[str, str]:
@@ -425,7 +427,6 @@ def _qwen(facts: _Facts, values: Values) -> _Layout:
     inside = (
         _table(norms)
         | _attention("self_attn")
-        | _table(_OF_HEADS, "self_attn")
         | _table(mlp, "mlp")
         | {
             "ffn_gate_exps.weight+ffn_up_exps.weight": "mlp.experts.gate_up_proj",
@@ -469,8 +470,8 @@ def _dflash(facts: _Facts, values: Values) -> _Layout:
         "attn_norm input_layernorm, ffn_norm post_attention_layernorm,"
         " attn_conv_proj attention_conv.kernel_projection, ffn_conv_proj mlp_conv.kernel_projection"
     )
-    inside = _table(names) | _attention("self_attn") | _table(_OF_HEADS, "self_attn")
-    inside |= _table(_MLP, "mlp") | {"attn_conv_base": "attention_conv.base_kernel"}
+    inside = _table(names) | _attention("self_attn") | _table(_MLP, "mlp")
+    inside |= {"attn_conv_base": "attention_conv.base_kernel"}
     inside["ffn_conv_base"] = "mlp_conv.base_kernel"
     tables = {
         f"selector_{name}.weight": f"candidate_selector.{name}_codebook"

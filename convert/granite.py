@@ -44,10 +44,8 @@ def read_granite(source: Source) -> Description:
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),
         logits_multiplier=1 / fields.positive("logits_scaling", 1.0),
-        max_length=hybrid.read_max_length(fields) if has_rope else None,
-        **hybrid.model_fields(fields, d_model, eps_default=1e-6),
+        **hybrid.model_fields(fields, d_model, eps_default=1e-6, limited=has_rope),
     )
-    fields.ignore("without RoPE there is no limit", "max_position_embeddings")
     fields.ignore("never read by transformers", "normalization_function", "init_method", "mlp_bias")
     in_memory = any(name.endswith(tables.GRANITE_NAMES[1]) for name in source.tensors)
     experts = tables.granite_experts(tables.GRANITE_NAMES[in_memory])

@@ -57,7 +57,6 @@ def read_mixer(
         num_heads * head_dim == inner,
         f"mamba_n_heads * mamba_d_head = {num_heads} * {head_dim} is not {inner}",
     )
-    fields.ignore("used in training only", "initializer_range")
     values |= dict(
         head_dim=head_dim,
         dt_limit=fields.limits("time_step_limit"),
@@ -112,22 +111,15 @@ def attention_values(attention: AttentionConfig) -> dict[str, Any]:
     return head_values(attention) | {"attention_bias": attention.qkv_bias}
 
 
-def with_rope(
-    attention: AttentionConfig, rotary_dim: int, theta: float, scaling: RopeScaling | None
-) -> AttentionConfig:
-    """The same attention with RoPE on the first `rotary_dim` channels."""
-    return dataclasses.replace(
-        attention, rotary_dim=rotary_dim, rope_theta=theta, rope_scaling=scaling
-    )
-
-
 def rotated(
     fields: Fields, attention: AttentionConfig, *default: float, plain: bool = False
 ) -> AttentionConfig:
     """The same attention with RoPE on all channels, as `Fields.rope` reads it."""
     theta, scaling, table = fields.rope(*default, plain=plain)
     table.finish()
-    return with_rope(attention, attention.head_dim, theta, scaling)
+    return dataclasses.replace(
+        attention, rotary_dim=attention.head_dim, rope_theta=theta, rope_scaling=scaling
+    )
 
 
 def rope_values(attention: AttentionConfig, **more: Any) -> dict[str, Any]:
@@ -177,12 +169,17 @@ def model_fields(
     tied: bool = False,
     residual_float32: bool = False,
     vocab_size: int = 32000,
+    limited: bool = True,
 ) -> dict[str, Any]:
     """Fields of `ModelConfig` that all families have.
 
     `norm_eps` None: that of `rms_norm_eps`, by default `eps_default`. `tied` is the default of
-    `tie_word_embeddings`, `vocab_size` its own.
+    `tie_word_embeddings`, `vocab_size` its own. A model whose length is not `limited` has no RoPE.
     """
+    length = "max_position_embeddings"
+    fields.null(length)
+    if not limited:
+        fields.ignore("without RoPE there is no limit", length)
     vocab_size = fields.integer("vocab_size", vocab_size)
     return dict(
         vocab_size=vocab_size,
@@ -190,6 +187,7 @@ def model_fields(
         norm_eps=fields.positive("rms_norm_eps", eps_default) if norm_eps is None else norm_eps,
         tie_embeddings=fields.flag("tie_word_embeddings", tied),
         residual_float32=residual_float32,
+        max_length=fields.integer(length) if limited and fields.has(length) else None,
         eos_token=fields.tokens("eos_token_id", vocab_size),
     )
 
@@ -201,13 +199,6 @@ def check_experts(fields: Fields, config: ModelConfig, tensors: Collection[str])
         not tensors or count <= len(tensors),
         f"{count} experts in all layers, but there are only {len(tensors)} tensors",
     )
-
-
-def read_max_length(fields: Fields) -> int | None:
-    """The context length; None means no limit."""
-    name = "max_position_embeddings"
-    fields.null(name)
-    return fields.integer(name) if fields.has(name) else None
 
 
 def usual_values(
@@ -224,7 +215,7 @@ def usual_values(
 
 
 def max_length_values(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_max_length`."""
+    """The context length, which some models have not."""
     return {} if config.max_length is None else {"max_position_embeddings": config.max_length}
 
 
@@ -274,8 +265,7 @@ def llama_parts(
     fields.ignore(
         "of transformers, not of the head",
         *TRANSFORMERS,
-        *("model_type", "max_position_embeddings", "initializer_range", "tie_word_embeddings"),
-        "eos_token_id",
+        *("model_type", "max_position_embeddings", "tie_word_embeddings", "eos_token_id"),
     )
     activation = fields.choice("hidden_act", "silu", {"silu": "silu"})
     mlp = MlpConfig(fields.integer("intermediate_size"), activation=activation)

@@ -51,7 +51,7 @@ _NAMES = {
     "num_expert_group": "n_group",
     "moe_renormalize": "norm_topk_prob",
     "num_shared_experts": "n_shared_experts",
-    "model_max_length": "max_position_embeddings",
+    "max_position_embeddings": "model_max_length",
     "num_nextn_predict_layers": "num_mtp_layers",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
@@ -83,7 +83,7 @@ _ONLY |= dict.fromkeys(("group_norm_size", "moe_layer_freq"), 1)
 _ONLY |= {"gated_attention_proj_granularity_type": "head_wise", "hidden_act": "silu"}
 _ONLY |= {"linear_attention": "kda"}
 _UNUSED = (
-    *("aux_loss_alpha", "head_dim", "initializer_range", "layer_group_size", "qk_head_dim"),
+    *("aux_loss_alpha", "head_dim", "layer_group_size", "qk_head_dim"),
     *("embedding_dropout", "max_window_layers", "output_dropout", "rotary_dim", "use_qk_norm"),
     *("mtp_loss_scaling_factor", "num_key_value_heads", "router_dtype", "seq_aux"),
 )
@@ -179,18 +179,16 @@ def _read(
 ) -> Description:
     """The description of a model of these layers, given what the family alone has."""
     fields, tensors, is_kimi = source.fields, source.tensors, family == "kimi_linear"
-    fields.null("q_lora_rank", "mlp_layer_types", "model_max_length", *_NAMES.values(), *_LIMITS)
+    fields.null("q_lora_rank", "mlp_layer_types", *_NAMES.values(), *_LIMITS)
     fields.null("num_expert_group", "topk_group", "linear_conv_kernel_dim")
     fields.alias(**_NAMES)
     _only(fields, _ONLY)
     count = fields.num_layers()
     kinds = [*fields.layer_kinds("layer_types", _KINDS, count), "latent_attention"]
 
-    def optional(name: str) -> int | None:
-        return fields.integer(name) if fields.has(name) else None
-
     norm_eps = fields.positive("rms_norm_eps", 1e-5 if is_kimi else 1e-6)
     heads, size = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
+    query_rank = fields.integer("q_lora_rank") if fields.has("q_lora_rank") else None
     width = fields.integer("moe_intermediate_size")
     fields.same("moe_shared_expert_intermediate_size", width)
     parts: dict[str, LayerConfig] = {
@@ -203,7 +201,7 @@ def _read(
             **of_kda,
         ),
         "latent_attention": LatentAttentionConfig(
-            **fields.read(_LATENT), query_rank=optional("q_lora_rank"), **of_latent
+            **fields.read(_LATENT), query_rank=query_rank, **of_latent
         ),
         "mlp": MlpConfig(fields.integer("intermediate_size")),
         "moe": MoeConfig(
@@ -226,7 +224,6 @@ def _read(
     fields.ignore("of training, or said by other fields", *_UNUSED)
     config = ModelConfig(
         layers=tuple(layers),
-        max_length=optional("model_max_length"),
         **hybrid.model_fields(fields, fields.integer("hidden_size"), norm_eps=norm_eps),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from stree_jax.convert import hybrid_parts as hybrid
-from stree_jax.convert.description import Description, Source, hf_values, required
+from stree_jax.convert.description import Description, Source, required
 from stree_jax.convert.fields import Fields, Table, values_of
 from stree_jax.convert.rules import CONV, TRANSPOSED, Rule
 from stree_jax.convert.tables import (
@@ -42,7 +42,7 @@ _AFTER = ("post_operator_norm", "post_ffn_norm")
 _NORMS = {"mixer_norm": "operator_norm", "mlp_norm": "ffn_norm", "final_norm": "embedding_norm"}
 _OF_TRAINING = (
     *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init"),
-    *("conv_use_xavier_init", "initializer_range"),
+    "conv_use_xavier_init",
 )
 
 
@@ -107,12 +107,10 @@ def read_lfm3(source: Source) -> Description:
     rope.ignore("no layer is of this kind", *absent)
     rope.finish()
     fields.ignore("no layer has a window", "sliding_window")
-    fields.ignore("used in training only", "initializer_range")
     mlp = MlpConfig(fields.integer("intermediate_size", 7680))
     config = ModelConfig(
         layers=tuple(layer for kind in kinds for layer in (mixers[kind], mlp)),
         sandwich_norms=fields.flag("use_sandwich_norm", True),
-        max_length=hybrid.read_max_length(fields),
         **hybrid.model_fields(fields, d_model, norm_eps=norm_eps, tied=True),
     )
     rules = in_pairs(config, lambda layer: _rules(layer, "o_proj", "norm"), after=_AFTER, **_NORMS)
@@ -135,8 +133,7 @@ def _turned(table: Fields, attention: AttentionConfig) -> AttentionConfig:
     if table.choice("rope_type", "default", types) == "proportional":
         pairs = int(table.number("partial_rotary_factor", 1.0) * attention.head_dim // 2)
     table.finish()
-    attention = hybrid.with_rope(attention, attention.head_dim, theta, None)
-    return replace(attention, rotary_pairs=pairs)
+    return replace(attention, rotary_dim=attention.head_dim, rotary_pairs=pairs, rope_theta=theta)
 
 
 def _read(
@@ -162,7 +159,7 @@ def _read(
     mixers = {"short_conv": conv, "attention": attention}
     layers = [part for kind, mlp in zip(kinds, after, strict=True) for part in (mixers[kind], mlp)]
     sizes = hybrid.model_fields(fields, d_model, norm_eps=norm_eps, tied=True)
-    config = ModelConfig(layers=tuple(layers), max_length=hybrid.read_max_length(fields), **sizes)
+    config = ModelConfig(layers=tuple(layers), **sizes)
     rules = in_pairs(config, _rules, **_NORMS)
     return hybrid.described(f"transformers {family}", fields, config, rules)
 
@@ -213,7 +210,6 @@ def write_lfm3(config: ModelConfig, dtype: str) -> dict[str, Any]:
             kinds.append(_NAMES.get(layer.kind, layer.kind))
     attention = required(config, "attention")
     return _values(config, dtype, "lfm3", "Lfm3ForCausalLM") | {
-        "attention_bias": attention.qkv_bias,
         "intermediate_size": required(config, "mlp").hidden_size,
         "layer_types": kinds,
         "rope_parameters": rope,
@@ -235,17 +231,10 @@ def _rope_values(attention: AttentionConfig) -> dict[str, Any]:
 def _values(config: ModelConfig, dtype: str, name: str, architecture: str) -> dict[str, Any]:
     """The fields that the families share."""
     attention, conv = (required(config, kind) for kind in ("attention", "short_conv"))
-    return (
-        hf_values(config, dtype, name, architecture)
-        | hybrid.head_values(attention)
-        | hybrid.rope_values(attention)
-        | hybrid.max_length_values(config)
-        | {
-            "head_dim": attention.head_dim,
-            "norm_eps": config.norm_eps,
-            "num_hidden_layers": len(config.layers) // 2,
-            "layer_types": [_NAMES.get(kind, kind) for kind in config.kinds[::2]],
-            "conv_L_cache": conv.conv_width,
-            "conv_bias": conv.bias,
-        }
-    )
+    return hybrid.usual_values(config, attention, dtype, name, architecture) | {
+        "head_dim": attention.head_dim,
+        "norm_eps": config.norm_eps,
+        "layer_types": [_NAMES.get(kind, kind) for kind in config.kinds[::2]],
+        "conv_L_cache": conv.conv_width,
+        "conv_bias": conv.bias,
+    }

@@ -66,11 +66,8 @@ def read_mamba_in_llama(source: Source) -> Description:
         mamba2=mamba2,
         attention=attention,
         mlp=MlpConfig(hidden, activation=activation, bias=fields.flag("mlp_bias", False)),
-        max_length=hybrid.read_max_length(fields) if with_attention else None,
-        **hybrid.model_fields(fields, d_model, norm_eps=epsilon),
+        **hybrid.model_fields(fields, d_model, norm_eps=epsilon, limited=bool(with_attention)),
     )
-    fields.ignore("without RoPE there is no limit", "max_position_embeddings")
-    fields.ignore("used in training only", "initializer_range")
     rules = tables.llama_like(
         config,
         mlp=tables.within(tables.split_mlp(required(config, "mlp")), "mlp"),

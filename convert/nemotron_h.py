@@ -168,6 +168,7 @@ def _config(source: Source, layers: Sequence[LayerConfig]) -> ModelConfig:
             fields.integer("hidden_size", 4096),
             norm_eps=_epsilon(fields),
             residual_float32=fields.flag("residual_in_fp32", False),
+            limited=False,
         ),
     )
     # Fields of layers that the model does not have are read too, so that a wrong value is refused.
@@ -181,10 +182,10 @@ def _config(source: Source, layers: Sequence[LayerConfig]) -> ModelConfig:
     fields.ignore("d_ssm is mamba_num_heads * mamba_head_dim", "expand")
     of_experts = (*(name for name, *_ in _EXPERTS.values()), "n_shared_experts", "moe_latent_size")
     fields.ignore("no layer has it", *of_experts, "intermediate_size")
-    fields.ignore("without RoPE there is no limit", "max_position_embeddings", *hybrid.ROPE)
+    fields.ignore("nothing is rotated", *hybrid.ROPE)
     fields.ignore(
         "used in training only",
-        *("hidden_dropout", "initializer_range", "rescale_prenorm_residual"),
+        *("hidden_dropout", "rescale_prenorm_residual"),
         *("time_step_max", "time_step_floor", "time_step_rank"),
     )
     fields.ignore("a choice of kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap")

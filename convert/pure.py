@@ -240,11 +240,12 @@ def read_mamba2(source: Source) -> Description:
             norm_eps=epsilon,
             residual_float32=fields.flag("residual_in_fp32", True),
             vocab_size=32768,
+            limited=False,
         ),
     )
     fields.ignore(
         "initialisation",
-        *("initializer_range", "rescale_prenorm_residual", "time_step_rank"),
+        *("rescale_prenorm_residual", "time_step_rank"),
         *("time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme"),
         "time_step_scale",
     )

@@ -17,7 +17,6 @@ compressed-tensors. A product of 8 bits and a scale of bfloat16 is exact in floa
 bfloat16, it is what programs compute that multiply in bfloat16.
 """
 
-import functools
 import math
 import re
 from collections import Counter
@@ -155,8 +154,10 @@ def without_scheme(
     values: Mapping[str, Any], tables: Collection[str] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A config without what it says about quantisation; and that, by field."""
-    config = {name: dict(x) if _is_table(x) else x for name, x in values.items()}
-    inside = [(f"{name}.", config[name]) for name in tables if _is_table(config.get(name))]
+    config = {name: dict(x) if isinstance(x, Mapping) else x for name, x in values.items()}
+    inside = [
+        (f"{name}.", config[name]) for name in tables if isinstance(config.get(name), Mapping)
+    ]
     schemes = {
         f"{prefix}{name}": said
         for prefix, table in [("", config), *inside]
@@ -166,19 +167,15 @@ def without_scheme(
     return config, schemes
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
 def _table(value: Any) -> dict[str, Any]:
     """A table; empty, if it is none."""
-    return dict(value) if _is_table(value) else {}
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _groups(said: Any) -> Iterator[list[_Group]]:
     """Groups of weights; each weight is in one of each list."""
     table = _table(said)
-    method = table.get("quant_method", None if _is_table(said) else said)
+    method = table.get("quant_method", None if isinstance(said, Mapping) else said)
     if method == "modelopt":
         yield _of_modelopt(table)
         yield _of_config(table)
@@ -389,15 +386,14 @@ def _one(base: str, parts: Mapping[str, Tensor], scheme: Scheme) -> tuple[str, T
             f"{base + scale!r:.120} has shape {numbers!s:.80}; those of a weight {shape!s:.80} are"
             f" {grids or 'not said':.200}"
         )
-    block, four_bits = fitting[0], None
-    read = functools.partial(_read, form, base, parts, shape, block)
+    block = fitting[0]
+    stored = _Weight(form, base, parts, shape, block)
     # Float32 scales may have no float16.
     has_half = form is _INT4 and parts["_scale"].dtype.itemsize == 2
-    if has_half and block[0] == 1 and block[1] % GROUP == 0:
-        four_bits = functools.partial(_four_bits, base, parts, shape, block)
+    four_bits = stored.four_bits if has_half and block[0] == 1 and block[1] % GROUP == 0 else None
     bits = 4 if form.name in ("NVFP4", "int4") else 8
     dtype = np.dtype(ml_dtypes.bfloat16)
-    return form.name, Tensor(shape, dtype, read, four_bits=four_bits, bits=bits)
+    return form.name, Tensor(shape, dtype, stored.read, four_bits=four_bits, bits=bits)
 
 
 def _grid(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
@@ -405,65 +401,65 @@ def _grid(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
 
 
-def _nibbles(base: str, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> np.ndarray:
-    """The values of a weight in int4, int8."""
-    if parts["_shape"].read().tolist() != [*shape]:
-        raise ValueError(
-            f"{base + '_shape'!r:.120} is {parts['_shape'].read().tolist()!s:.80}, and numbers are"
-            f" packed for {shape!s:.80}; inputs must be a multiple of 8"
-        )
-    packed = np.ascontiguousarray(parts["_packed"].read()).view(np.uint8)
-    both = np.stack([packed & 15, packed >> 4], axis=-1).reshape(shape)
-    return both.astype(np.int8) - np.int8(8)
+class _Weight(NamedTuple):
+    """A quantised weight, whose numbers have not been read."""
 
+    form: _Form
+    base: str
+    parts: Mapping[str, Tensor]  # by the ends of their names
+    shape: tuple[int, ...]
+    block: tuple[int, ...]  # that shares a scale
 
-def _four_bits(
-    base: str, parts: Mapping[str, Tensor], shape: tuple[int, ...], block: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    """See `Tensor`."""
-    scale = _scale(base + "_scale", parts["_scale"]).astype(np.float16)
-    return _nibbles(base, parts, shape), np.broadcast_to(_spread(scale, shape, block), shape)
+    def read(self) -> np.ndarray:
+        """The values, float32."""
+        weight, end, *others = (end for end in self.form.types if end in self.parts)
+        scale = self._scale(end)
+        if self.form is _INT4:
+            values = self._nibbles().astype(np.float32)
+        elif self.form.name == "NVFP4":
+            values = _PAIRS[self.parts[weight].read()].view(np.float32)
+            of_all = self._scale(others[0]).reshape(())
+            if of_all == 0:
+                raise ValueError(f"{self.base + others[0]!r:.120} is 0")
+            scale = scale / of_all if self.form is _PACKED else scale * of_all
+        else:
+            values = self.parts[weight].read().astype(np.float32)
+            for zero_point in others:
+                values -= self._spread(self.parts[zero_point].read().astype(np.float32))
+        values *= self._spread(scale)
+        return values
 
+    def four_bits(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `Tensor`."""
+        scale = self._scale("_scale").astype(np.float16)
+        return self._nibbles(), np.broadcast_to(self._spread(scale), self.shape)
 
-def _read(
-    form: _Form,
-    base: str,
-    parts: Mapping[str, Tensor],
-    shape: tuple[int, ...],
-    block: tuple[int, ...],
-) -> np.ndarray:
-    """The values of a quantised weight, float32."""
-    weight, end, *others = (end for end in form.types if end in parts)
-    values, scale = parts[weight].read(), _scale(base + end, parts[end])
-    if form is _INT4:
-        values = _nibbles(base, parts, shape).astype(np.float32)
-    elif form.name == "NVFP4":
-        values = _PAIRS[values].view(np.float32)
-        of_all = _scale(base + others[0], parts[others[0]]).reshape(())
-        if of_all == 0:
-            raise ValueError(f"{base + others[0]!r:.120} is 0")
-        scale = scale / of_all if form is _PACKED else scale * of_all
-    else:
-        values = values.astype(np.float32)
-        for zero_point in others:
-            values -= _spread(parts[zero_point].read().astype(np.float32), shape, block)
-    values *= _spread(scale, shape, block)
-    return values
+    def _nibbles(self) -> np.ndarray:
+        """The values in int4, int8."""
+        shape = self.parts["_shape"].read().tolist()
+        if shape != [*self.shape]:
+            raise ValueError(
+                f"{self.base + '_shape'!r:.120} is {shape!s:.80}, and numbers are packed for"
+                f" {self.shape!s:.80}; inputs must be a multiple of 8"
+            )
+        packed = np.ascontiguousarray(self.parts["_packed"].read()).view(np.uint8)
+        both = np.stack([packed & 15, packed >> 4], axis=-1).reshape(shape)
+        return both.astype(np.int8) - np.int8(8)
 
+    def _scale(self, end: str) -> np.ndarray:
+        """Scales, float32."""
+        values = self.parts[end].read().astype(np.float32)
+        if not (np.isfinite(values) & (values >= 0)).all():
+            raise ValueError(f"{self.base + end!r:.120} holds NaN, infinity or a negative number")
+        return values
 
-def _scale(name: str, tensor: Tensor) -> np.ndarray:
-    """Scales, float32."""
-    values = tensor.read().astype(np.float32)
-    if not (np.isfinite(values) & (values >= 0)).all():
-        raise ValueError(f"{name!r:.120} holds NaN, infinity or a negative number")
-    return values
-
-
-def _spread(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, ...]) -> np.ndarray:
-    """One number for each block, as an array that multiplies the weight."""
-    if scale.size == 1:
-        return scale.reshape(())
-    scale = scale.reshape(_grid(shape, block))
-    rows = np.repeat(scale, block[0], axis=-2)[..., : shape[-2], :]
-    of_rows = block[1] == shape[-1]
-    return rows if of_rows else np.repeat(rows, block[1], axis=-1)[..., : shape[-1]]
+    def _spread(self, scale: np.ndarray) -> np.ndarray:
+        """One number for each block, as an array that multiplies the weight."""
+        if scale.size == 1:
+            return scale.reshape(())
+        scale = scale.reshape(_grid(self.shape, self.block))
+        rows, columns = self.shape[-2:]
+        of_rows = np.repeat(scale, self.block[0], axis=-2)[..., :rows, :]
+        if self.block[1] == columns:
+            return of_rows
+        return np.repeat(of_rows, self.block[1], axis=-1)[..., :columns]

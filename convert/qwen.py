@@ -54,8 +54,8 @@ _EXPERTS: Table = dict(
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 _OWN = {"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"}  # names
 _OF_TRAINING = (
-    *("initializer_range", "linear_a_log_min", "linear_a_log_max", "linear_dt_min"),
-    *("linear_dt_max", "linear_dt_init_floor"),
+    *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max"),
+    "linear_dt_init_floor",
 )
 
 
@@ -158,19 +158,15 @@ def _read_pairs(
     fields.ignore("used in training only", *_OF_TRAINING)
 
     def own(layer: LayerConfig) -> list[Rule]:
-        match layer:
-            case GatedDeltaConfig():
-                return within(delta, "linear_attn")
-            case AttentionConfig():
-                return within(hf_attention(layer, norm="norm"), "self_attn")
-            case MlpConfig():
-                return within(split_mlp(layer), "mlp")
-        assert isinstance(layer, MoeConfig)
-        return within(_experts(layer, merged=True), "mlp")
+        if isinstance(layer, GatedDeltaConfig):
+            return within(delta, "linear_attn")
+        if isinstance(layer, AttentionConfig):
+            return within(hf_attention(layer, norm="norm"), "self_attn")
+        return layer_rules(layer, by_group=False, merged=True)
 
     sizes = hybrid.model_fields(fields, d_model, eps_default=1e-6, tied=family == "lara_mini")
     layers = tuple(layer for kind in kinds for layer in pairs[kind])
-    config = ModelConfig(layers=layers, max_length=hybrid.read_max_length(fields), **sizes)
+    config = ModelConfig(layers=layers, **sizes)
     rules = in_pairs(config, own, final_norm="norm", **norms)
     return hybrid.described(f"transformers {family}", fields, config, rules)
 
@@ -211,13 +207,11 @@ def _read(
     fields.choice("hidden_act", "silu", hybrid.SILU)
     for name in ("layer_scale", "use_sliding_window"):
         fields.check(not fields.flag(name, False), f"{name} = true is not supported")
-    fields.ignore("used in training only", "initializer_range")
     fields.ignore("states are always float32", "mamba_ssm_dtype")
     mixers: list[LayerConfig] = [delta if kind == "gated_delta" else attention for kind in kinds]
     config = ModelConfig(
         layers=tuple(layer for pair in zip(mixers, feed_forward, strict=True) for layer in pair),
         norm_float32=True,
-        max_length=hybrid.read_max_length(fields),
         **hybrid.model_fields(fields, d_model, norm_eps=norm_eps),
     )
     # Released merged by Qwen3.5, and saved one by one by transformers, whatever they were.

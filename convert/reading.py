@@ -342,25 +342,6 @@ def load_model(
     return nnx.merge(structure, unflatten(loaded, wanted))
 
 
-def _open_published_head(
-    kind: str, path: Path, ignore: Collection[str] | Any
-) -> tuple[Fields, Checkpoint]:
-    """The config and the tensors of a head that is a checkpoint of its own, still without rules."""
-    config, values, file, plain, _ = _open(path)
-    architectures, head = values.get("architectures"), HEADS[kind]
-    if (
-        not isinstance(architectures, list)
-        or not architectures
-        or not all(map(head.is_named, architectures))
-    ):
-        raise ValueError(
-            f"{path} is no {head.title} head: its architectures are {architectures!r:.80}; a head"
-            " of a target's own checkpoint is for load_mtp"
-        )
-    fields = Fields(config, values, asked=dict.fromkeys(check_names("ignore", ignore), False))
-    return fields, Checkpoint(path, file, None, plain.tensors, [], plain.quantised)
-
-
 def read_head(
     kind: str,
     path: Path,
@@ -376,7 +357,16 @@ def read_head(
     `read` makes its config, told whether it has an embedding, and `rules_of` the rules; tensors
     that begin with one of `left_out` have none, and `others` makes the weights without one.
     """
-    fields, checkpoint = _open_published_head(kind, path, ignore)
+    file, values, weights, plain, _ = _open(path)
+    architectures, head = values.get("architectures"), HEADS[kind]
+    named = architectures if isinstance(architectures, list) else []
+    if not named or not all(map(head.is_named, named)):
+        raise ValueError(
+            f"{path} is no {head.title} head: its architectures are {architectures!r:.80}; a head"
+            " of a target's own checkpoint is for load_mtp"
+        )
+    fields = Fields(file, values, asked=dict.fromkeys(check_names("ignore", ignore), False))
+    checkpoint = Checkpoint(path, weights, None, plain.tensors, [], plain.quantised)
     config = read(fields, target, "embed_tokens.weight" in checkpoint.tensors)
     fields.finish()
     fields.refuse_asked()
@@ -432,20 +422,13 @@ def _convert(checkpoint: Checkpoint, rule: Rule, wanted: Any, place: Place) -> A
 
 @np.errstate(all="ignore")
 def _check_tied(checkpoint: Checkpoint, name: str, embedding: Any) -> None:
-    same = checkpoint.tensors[name].shape == embedding.shape
-    if same:
-        head = read_tensor(checkpoint, name)
-        if isinstance(embedding, jax.Array) and embedding.is_fully_addressable:
-            stored = np.asarray(embedding)
-        else:  # in few bits; or all processes must get the same answer
-            (rule,) = (rule for rule in checkpoint.rules if rule.target == "embedding")
-            stored = checkpoint.values(rule, None).astype(embedding.dtype)
-        rows = range(0, len(head), 1024)  # in blocks, to save memory
-        same = all(
-            np.array_equal(head[i : i + 1024].astype(stored.dtype), stored[i : i + 1024])
-            for i in rows
-        )
-    if not same:
+    (rule,) = (rule for rule in checkpoint.rules if rule.target == "embedding")
+    head, stored = read_tensor(checkpoint, name), checkpoint.values(rule, None)
+    blocks = range(0, len(head), 1024)  # to save memory
+    if head.shape != stored.shape or not all(
+        np.array_equal(*(rows[i : i + 1024].astype(embedding.dtype) for rows in (head, stored)))
+        for i in blocks
+    ):
         raise ValueError(
             f"{checkpoint.path}: the config ties the head to the embedding, but {name} is different"
         )

@@ -62,10 +62,8 @@ def read_zamba2(source: Source) -> Description:
         shared=SharedConfig(
             min(num_blocks, num_uses), fields.integer("adapter_rank", 128), adapters
         ),
-        max_length=hybrid.read_max_length(fields) if has_rope else None,
-        **hybrid.model_fields(fields, d_model, tied=True),
+        **hybrid.model_fields(fields, d_model, tied=True, limited=has_rope),
     )
-    fields.ignore("without RoPE there is no limit", "max_position_embeddings")
     fields.ignore(
         "derived from other fields",
         *("attention_head_dim", "attention_hidden_size", "head_dim"),
@@ -73,7 +71,7 @@ def read_zamba2(source: Source) -> Description:
     )
     fields.ignore("never read: the convolution has a bias", "use_conv_bias")
     fields.ignore("a choice of kernels", "use_mem_eff_path")
-    fields.ignore("used in training only", "initializer_range", "time_step_max", "time_step_floor")
+    fields.ignore("used in training only", "time_step_max", "time_step_floor")
     fields.check(not fields.has("sliding_window"), "sliding_window is not supported")
     return hybrid.described("transformers zamba2", fields, config, tables.zamba2(config))
 

@@ -32,20 +32,12 @@ def test_a_model_that_transformers_cannot_hold(tmp_path):
     )
     path = tmp_path / "x"
     checkpoints.described_checkpoint(path, numpy_mamba_ssm, config)
-    message = (
-        r"mamba2 has no place for layers = .*'mlp'.*; mamba2.d_per_channel = True \(only False"
-    )
-    refusal(message, convert, path, tmp_path / "out", to="mamba2")
-    refusal(
-        "no family of transformers can hold this model", convert, path, tmp_path / "out", to="hf"
-    )
-    refusal(
-        r"to must be one of \('native', 'hf', 'mamba2', 'bamba'",
-        convert,
-        path,
-        tmp_path / "out",
-        to="gguf",
-    )
+    for to, message in (
+        ("mamba2", r"has no place for layers = .*'mlp'.*; mamba2.d_per_channel = True .only False"),
+        ("hf", "no family of transformers can hold this model"),
+        ("gguf", r"to must be one of \('native', 'hf', 'mamba2', 'bamba'"),
+    ):
+        refusal(message, convert, path, tmp_path / "out", to=to)
     assert os.listdir(tmp_path) == ["x"]
 
 
@@ -185,14 +177,8 @@ NO_PLACE = [
 @by_message(("config", "after", "family", "message"), NO_PLACE)
 def test_what_a_family_has_no_place_for(config, after, family, message, tmp_path):
     head = after and st.MtpConfig(config.d_model, SMALL, after)
-    refusal(message, written_as, config, family, "float32", tmp_path, head)
+    said = {family: message}
     if NO_HEAD in message:
-        refusal(
-            f"nearest: transformers' {message}|{NO_HEAD}",
-            written_as,
-            config,
-            "hf",
-            "float32",
-            tmp_path,
-            head,
-        )
+        said["hf"] = f"nearest: transformers' {message}|{NO_HEAD}"
+    for to, words in said.items():
+        refusal(words, written_as, config, to, "float32", tmp_path, head)

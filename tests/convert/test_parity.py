@@ -2,15 +2,12 @@
 
 import re
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import stree_jax as st
 from stree_jax.convert import convert, open_checkpoint
-from stree_jax.models.cache import path_to
 from tests.convert import checkpoints, configs, numpy_mamba_in_llama, numpy_mamba_ssm
 from tests.helpers import apply, assert_same_model, some
 
@@ -31,54 +28,32 @@ def assert_close(have, want):
     assert_allclose(have, want, rtol=0, atol=2e-5 * np.abs(want).max())
 
 
-@jax.jit
-def prefill_then_decode(model, tokens, lengths, rest):
-    """Logits after a ragged prefill, then after each token of `rest` `[B, R]`."""
-    cache = model.init_cache(len(tokens), tokens.shape[1] + rest.shape[1])
-    first, cache = model.prefill(tokens, lengths, cache)
-    tree = st.TreeTopology.chain(0).tree(jnp.ones((len(tokens), 1), bool))
-    path = path_to(tree, jnp.zeros(len(tokens), jnp.int32))
-
-    def decode(cache, token):
-        logits, pending, cache = model.tree_forward(token[:, None], tree, cache)
-        return model.replay(cache, pending, path), logits[:, 0]
-
-    _, others = jax.lax.scan(decode, cache, rest.T)
-    return jnp.concatenate([first[:, None], others.swapaxes(0, 1)], axis=1)
-
-
 def in_memory(hf, path):
     """The config that transformers saved of a model, and the tensors that it has in memory."""
     tensors = {name: value.detach().numpy() for name, value in hf.state_dict().items()}
     return checkpoints.read(path)[0], tensors
 
 
-def assert_decodes_alike(model, want):
-    """Prefills 9 and 13 TOKENS, then decodes four more; `want` is computed without padding."""
-    lengths = np.array([9, 13], np.int32)
-    padded = np.where(np.arange(13) < lengths[:, None], TOKENS[:, :13], 0)
-    rest = np.stack([TOKENS[i, n : n + 4] for i, n in enumerate(lengths)])
-    have = prefill_then_decode(model, padded, lengths, rest)
-    for row, length in enumerate(lengths):
-        assert_close(have[row], want[row, length - 1 : length + 4])
+def assert_decodes_alike(model, hf):
+    """24 greedy tokens of a ragged batch, drafted in trees, are the best by logits in float64."""
+    prompts = [TOKENS[0, :13].tolist(), TOKENS[1].tolist()]
+    drafter = st.NgramDrafter()
+    out = st.generate(model, prompts, drafter=drafter, max_new_tokens=24, eos_token=[])
+    for prompt, tokens in zip(prompts, out.tokens, strict=True):
+        logits = checkpoints.hf_logits(hf, [[*prompt, *tokens]])[0]
+        assert_array_equal(tokens, logits[len(prompt) - 1 : -1].argmax(axis=-1))
 
 
 @pytest.mark.parametrize("name", some(configs.TRANSFORMERS_CONFIGS, *QUICK))
 def test_transformers_there_and_back(name, tmp_path):
-    """Forward pass, ragged prefill, decoding; and transformers with our copy."""
+    """Forward pass, decoding, and transformers with our copy."""
     model_type, changes = name.split(",")[0], configs.TRANSFORMERS_CONFIGS[name]
     hf = checkpoints.hf_checkpoint(tmp_path / "hf", model_type, **changes)
     want = checkpoints.hf_logits(hf, TOKENS)
     model = st.from_pretrained(tmp_path / "hf")
     assert_close(apply(model, TOKENS), want)
-    if name == model_type or model_type.startswith(("qwen3", "lfm2")):
-        assert_decodes_alike(model, want)
-    if model_type.startswith(("lfm3", "kimi", "bailing")):
-        # 24 greedy tokens, drafted in trees: each is the best by its logits, in float64.
-        drafter = st.NgramDrafter()
-        out = st.generate(model, TOKENS.tolist(), drafter=drafter, max_new_tokens=24, eos_token=[])
-        logits = checkpoints.hf_logits(hf, np.concatenate([TOKENS, out.tokens], axis=1))
-        assert_array_equal(out.tokens, logits[:, -25:-1].argmax(axis=-1))
+    if name == model_type or model_type.startswith(("qwen3", "lfm", "kimi", "bailing")):
+        assert_decodes_alike(model, hf)
 
     convert(tmp_path / "hf", tmp_path / "native")
     convert(tmp_path / "native", tmp_path / "back", to=model_type)
@@ -233,17 +208,11 @@ def test_mamba_ssm_as_it_is_released(tmp_path):
     weights = checkpoints.described_checkpoint(path, numpy_mamba_ssm, config)
     want = apply(st.from_pretrained(path), TOKENS)
     (path / "model.safetensors").unlink()
-    state = {name: torch.from_numpy(value) for name, value in weights.items()}
+    state = torch.nn.Module().state_dict()  # an OrderedDict with _metadata
+    assert state._metadata
+    state |= {name: torch.from_numpy(value) for name, value in weights.items()}
     state["lm_head.weight"] = state["backbone.embedding.weight"]
-    module = torch.nn.Module()
-    for name, value in state.items():
-        module.register_buffer(name.replace(".", "/"), value)
-    # An OrderedDict with _metadata, as `model.state_dict()` gives.
-    saved = module.state_dict()
-    for name in list(saved):
-        saved[name.replace("/", ".")] = saved.pop(name)
-    assert saved._metadata
-    torch.save(saved, path / "pytorch_model.bin")
+    torch.save(state, path / "pytorch_model.bin")
     assert_array_equal(apply(st.from_pretrained(path), TOKENS), want)
 
 

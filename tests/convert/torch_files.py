@@ -26,38 +26,27 @@ class Storage:
         self.pid = pid
 
 
+class Pickler(pickle._Pickler):
+    """Writes these as they are, where pickle would import the names."""
+
+    def persistent_id(self, item):
+        return item.pid if isinstance(item, Storage) else None
+
+    def save_named(self, item):
+        self.write(b"c" + f"{item.module}\n{item.name}\n".encode())
+
+    def save_call(self, item):
+        self.save(item.function)
+        self.save(item.arguments)
+        self.write(pickle.REDUCE)
+
+    dispatch = pickle._Pickler.dispatch | {Named: save_named, Call: save_call}
+
+
 def pickled(value):
-    """Protocol 2, opcode by opcode, because pickle would import the names."""
+    """Protocol 2, as torch writes it."""
     out = io.BytesIO()
-
-    def write(item):
-        match item:
-            case Named():
-                out.write(b"c" + f"{item.module}\n{item.name}\n".encode())
-            case Call():
-                write(item.function)
-                write(item.arguments)
-                out.write(b"R")
-            case Storage():
-                write(item.pid)
-                out.write(b"Q")
-            case tuple():
-                out.write(b"(")
-                for part in item:
-                    write(part)
-                out.write(b"t")
-            case dict():
-                out.write(b"}(")
-                for key, part in item.items():
-                    write(key)
-                    write(part)
-                out.write(b"u")
-            case _:
-                out.write(pickle.dumps(item, protocol=2)[2:-1])
-
-    out.write(b"\x80\x02")
-    write(value)
-    out.write(b".")
+    Pickler(out, protocol=2).dump(value)
     return out.getvalue()
 
 
