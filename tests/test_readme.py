@@ -98,6 +98,8 @@ def test_the_table_is_the_measured_one():
     assert len(rows) == 7
     for name, cells in rows:
         method = names.get(name, name.removeprefix("here, "))
-        for kind, cell in zip(("", ", bfloat16", ", 8 bits", ", 4 bits"), cells.split("|"), strict=True):
+        for kind, cell in zip(
+            ("", ", bfloat16", ", 8 bits", ", 4 bits"), cells.split("|"), strict=True
+        ):
             for temperature, speed in enumerate(filter(None, cell.strip().split(" / "))):
                 assert speed == measured[method + kind, temperature], (name, kind, temperature)
