@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[1]
 # Tokens of code by folder, and lines of results: folding two lines into one changes nothing.
 # A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 182_450,
-    "pallas_kernels/*.py": 58_050,  # 55,000 when the series of issues ends
-    "convert/*.py": 47_600,
-    "tests/*.py": 239_200,
-    "benchmarks/*.py": 38_700,
-    "examples/*.py": 10_500,
-    "*.cc *.h": 31_890,
-    "benchmarks/results": 11_179,
+    "stree_jax/*.py": 180_760,
+    "pallas_kernels/*.py": 56_850,  # 55,000 when the series of issues ends
+    "convert/*.py": 46_490,
+    "tests/*.py": 233_000,
+    "benchmarks/*.py": 39_640,
+    "examples/*.py": 10_490,
+    "*.cc *.h": 31_880,
+    "benchmarks/results": 10_320,
 }
 # Names that say nothing of a value. A commit that finds better ones lowers the number.
 VAGUE = {"own", "found", "each", "given", "asked", "made", "other", "rest", "rests"}
