@@ -295,12 +295,14 @@ def parse_mesh(spec: str) -> Mesh:
 
 def join_processes() -> None:
     """Joins the other processes of this command; must be the first use of jax."""
-    count, number = map(os.environ.get, ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+    numbers: list[int | None] = []
+    for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        value = os.environ.get(name)
+        if value is not None and not re.fullmatch("[0-9]{1,6}", value, re.ASCII):
+            raise ValueError(f"{name} must be a number, got {value:.80}")
+        numbers.append(None if value is None else int(value))
     try:
-        jax.distributed.initialize(
-            num_processes=None if count is None else int(count),
-            process_id=None if number is None else int(number),
-        )
+        jax.distributed.initialize(num_processes=numbers[0], process_id=numbers[1])
     except Exception as error:  # jax raises many types
         raise ValueError(
             f"--distributed found no other processes ({first_line(error)}); start one on each host"

@@ -21,6 +21,7 @@ from stree_jax.decoding.plan import plan
 from stree_jax.decoding.prompts import MAX_TOKENS, typed_key
 from stree_jax.loading import Loaded
 from stree_jax.measuring.report import progress_bar
+from stree_jax.messages import shown
 
 Record = dict[str, Any]
 _BEGINS = b'{"line": '  # each record
@@ -106,6 +107,8 @@ def _parsed(loaded: Loaded, number: int, line: bytes, seed: int, settings: dict[
         text_settings = wanted(settings, content)
         seed = check_int("seed", content.get("seed", seed), 0, 2**32 - 1)
         chat = content.get("chat")
+        if chat is not None and not isinstance(chat, dict):
+            raise ValueError(f"chat must be an object, the template's variables, got {shown(chat)}")
         place = check_int("number", content.get("number", number), 0, 2**32 - 1)
         key: Any = jax.random.fold_in(typed_key(seed), place)
         first = st.Request(

@@ -19,7 +19,7 @@ _HELD_OUT = 0.01  # fraction at the end of each file, for evaluation only
 class Corpus(NamedTuple):
     """The token streams of one split, one per file."""
 
-    streams: tuple[np.ndarray, ...]  # uint32
+    streams: tuple[np.ndarray, ...]  # uint16 or uint32
     weights: tuple[float, ...]
 
 
@@ -42,11 +42,13 @@ def train_tokenizer(texts: Sequence[Text], vocab_size: int) -> Tokenizer:
 def load_corpus(texts: Sequence[Text], tokenizer: Tokenizer, window: int) -> tuple[Corpus, Corpus]:
     """Tokenizes the files and returns the training split and the held-out split."""
     end = tokenizer.token_to_id(END_OF_TEXT)
+    small = tokenizer.get_vocab_size() <= np.iinfo(np.uint16).max + 1
     train, held_out = [], []
     for text in texts:
         pieces = tokenizer.encode_batch_fast(list(_documents(text)), add_special_tokens=False)
         after = [] if text.document_start is None else [end]
-        stream = np.concatenate([np.asarray(piece.ids + after, np.uint32) for piece in pieces])
+        dtype = np.uint16 if small else np.uint32
+        stream = np.concatenate([np.asarray(piece.ids + after, dtype) for piece in pieces])
         split = int(len(stream) * (1 - _HELD_OUT))
         if min(split, len(stream) - split) < window:
             raise ValueError(
