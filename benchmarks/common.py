@@ -5,6 +5,7 @@ import contextlib
 import gc
 import itertools
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -115,6 +116,44 @@ def timed_calls(
     }
     seconds = timed(title, ways, [None], rounds)[1]
     return {name: unit * taken[:, 0] for name, taken in seconds.items()}
+
+
+class Worker:
+    """Things in a process of their own, which ends with this object.
+
+    What crashes there ends nothing here: it is a RuntimeError.
+    """
+
+    def __init__(self, make: Callable[..., Iterable[Any]], *arguments: Any):
+        """Waits until `make` has made them there, a function that a module has."""
+        spawning = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawning.Pipe()
+        self._process = spawning.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()  # so that a crash is the end of the pipe
+        self._received()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        """The function of the things and of these arguments."""
+        self._pipe.send((function, arguments, settings))
+        return self._received()
+
+    def _received(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise RuntimeError(f"the process has ended with {code}") from None
+
+
+def _serve(pipe: Any, make: Callable[..., Iterable[Any]], arguments: Sequence[Any]) -> None:
+    things = make(*arguments)
+    pipe.send(None)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, more, settings = pipe.recv()
+            pipe.send(function(*things, *more, **settings))
 
 
 def forget_programs() -> None:

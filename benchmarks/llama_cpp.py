@@ -18,12 +18,10 @@ Tested with that version, which has llama.cpp at 0c1e57098. `versions` in the re
 instructions it was built.
 """
 
-import contextlib
 import ctypes
 import functools
 import itertools
 import json
-import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -33,6 +31,7 @@ from typing import Any
 import numpy as np
 
 import stree_jax as st
+from benchmarks.common import Worker
 from benchmarks.models import Pair
 from stree_jax.convert.gguf import TURNED
 
@@ -328,79 +327,47 @@ def drafted(
     return np.array(new[: new.index(eos) + 1] if eos in new else new)
 
 
-def calls(model: Model, size: int, *, count: int) -> None:
-    """Calls that read as many tokens each, one after the other."""
+def load(files: Sequence[Path], num_places: int, threads: int, float32: bool) -> list[Model]:
+    """The models of GGUF files, for texts of at most `num_places` tokens."""
+    return [Model(path, num_places, threads, float32=float32) for path in files]
+
+
+def loaded(
+    writes: Sequence[Callable[[Path], Any]], precision: str, num_places: int, threads: int
+) -> Worker:
+    """A worker with models in llama.cpp, of checkpoints in transformers' format.
+
+    Each of `writes` makes one.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        files = []
+        for number, write in enumerate(writes):
+            checkpoint, path = Path(directory) / f"{number}", Path(directory) / f"{number}.gguf"
+            write(checkpoint)
+            write_gguf(checkpoint, path, precision)
+            files.append(path)
+        return Worker(load, files, num_places, threads, precision == "float32")
+
+
+def read_repeatedly(model: Model, size: int, count: int) -> None:
+    """As many calls, one after the other, that read so many tokens each."""
     model.clear()
     for number in range(count):
         model.read([0] * size, number * size, every=True)
 
 
-def serve(pipe: Any, files: Sequence[Path], num_places: int, threads: int, float32: bool) -> None:
-    """Loads models; then runs functions of them that it is sent, as long as someone sends."""
-    models = [Model(path, num_places, threads, float32=float32) for path in files]
-    pipe.send(models[0].api.llama_print_system_info().decode())
-    with contextlib.suppress(EOFError):
-        while True:
-            function, arguments, settings = pipe.recv()
-            pipe.send(function(*models, *arguments, **settings))
-
-
-class Process:
-    """Models that llama.cpp has loaded in another process, which ends with this object.
-
-    Attributes:
-        built_with: the instructions for which llama.cpp was built.
-    """
-
-    def __init__(
-        self,
-        writes: Sequence[Callable[[Path], Any]],
-        precision: str,
-        num_places: int,
-        threads: int,
-    ):
-        """Each of `writes` makes a checkpoint in transformers' format. RuntimeError: a crash."""
-        spawning = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawning.Pipe()
-        with tempfile.TemporaryDirectory() as directory:
-            files = []
-            for number, write in enumerate(writes):
-                checkpoint, path = Path(directory) / f"{number}", Path(directory) / f"{number}.gguf"
-                write(checkpoint)
-                write_gguf(checkpoint, path, precision)
-                files.append(path)
-            arguments = theirs, files, num_places, threads, precision == "float32"
-            self._process = spawning.Process(target=serve, args=arguments, daemon=True)
-            self._process.start()
-            theirs.close()  # so that a crash is the end of the pipe
-            self.built_with = self._received()
-
-    def run(self, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-        """The function of the models and of these arguments. RuntimeError: a crash."""
-        self._pipe.send((function, arguments, settings))
-        return self._received()
-
-    def _received(self) -> Any:
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            self._process.join()
-            code = self._process.exitcode
-            raise RuntimeError(f"llama.cpp's process has ended with {code}") from None
-
-
-def timed_calls_of(
+def calls(
     model: st.HybridLM, precision: str, threads: int, count: int, sizes: Sequence[int]
 ) -> dict[int, Callable[[], None]]:
-    """By number of tokens, `count` calls that read as many. RuntimeError: a crash."""
+    """By number of tokens, `count` calls that read as many. Each has run once."""
     from stree_jax.convert.writing import write_as
 
     def write(checkpoint: Path) -> None:
         checkpoint.mkdir()
         write_as(model, checkpoint, "hf")
 
-    there = Process([write], precision, count * max(sizes), threads)
-    reads = {size: functools.partial(there.run, calls, size, count=count) for size in sizes}
+    worker = loaded([write], precision, count * max(sizes), threads)
+    reads = {size: functools.partial(worker.run, read_repeatedly, size, count) for size in sizes}
     for read in reads.values():
         read()
     return reads
@@ -423,7 +390,8 @@ def decoders(
         functools.partial(convert, st.demo_path(name), dtype="float32", to="hf")
         for name in ("target", "draft")
     ]
-    versions = {"llama-cpp-python": llama_cpp.__version__}
+    built = llama_cpp.llama_print_system_info().decode()
+    versions = {"llama-cpp-python": llama_cpp.__version__, "llama.cpp was built with": built}
     ways: dict[float, dict[str, Decode]] = {temperature: {} for temperature in temperatures}
     how: dict[str, Any] = {"tokens": tokens, "eos": pair.target.config.eos_token}
     most = max(map(len, pair.prompts)) + tokens
@@ -431,15 +399,13 @@ def decoders(
     def add(precision: str, parts: Any, of_ways: dict[tuple[float, str], Any]) -> None:
         """Ways that decode with these models: functions of them, by temperature and name."""
         try:
-            process = Process(parts, precision, most, threads)
+            worker = loaded(parts, precision, most, threads)
             for (temperature, name), function in of_ways.items():
-                decode = functools.partial(process.run, function, **how)
+                decode = functools.partial(worker.run, function, **how)
                 decode(pair.prompts[0])
                 ways[temperature][name] = decode
         except RuntimeError as error:
             print(f"{', '.join(name for _, name in of_ways)}: left out, {error}")
-        else:
-            versions["llama.cpp was built with"] = process.built_with
 
     for precision in PRECISIONS:
         name = name_of(precision)

@@ -9,11 +9,10 @@ them is the speed at which XLA adds up a large array.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import multiprocessing
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import stree_jax as st
-from benchmarks.common import Found, main, names, timed_calls
+from benchmarks.common import Found, Worker, main, names, timed_calls
 from benchmarks.models import random_model
 from benchmarks.steps import run_steps
 from pallas_kernels import native
@@ -51,15 +50,20 @@ def model_of(type_name: str) -> st.HybridLM:
     return model.quantized(type_name) if is_few else model
 
 
-def serve(pipe: Any, level: str, types: list[str]) -> None:
-    """Runs the steps that it is asked for, at one level; sends the bytes of weights first."""
+def models_at(level: str, types: Sequence[str]) -> list[dict[str, st.HybridLM]]:
+    """The models by type, in a process that takes this level."""
     os.environ["STREE_JAX_NATIVE"] = level
-    models = {name: model_of(name) for name in types}
-    pipe.send({name: num_bytes(nnx.state(model)) for name, model in models.items()})
-    while (wanted := pipe.recv()) is not None:
-        name, nodes = wanted
-        run_steps(models[name], TREES[nodes], STEPS).block_until_ready()
-        pipe.send(None)
+    return [{name: model_of(name) for name in types}]
+
+
+def sizes_of(models: dict[str, st.HybridLM]) -> dict[str, int]:
+    """Bytes of weights by type."""
+    return {name: num_bytes(nnx.state(model)) for name, model in models.items()}
+
+
+def step(models: dict[str, st.HybridLM], name: str, nodes: int) -> None:
+    """Steps of a model."""
+    run_steps(models[name], TREES[nodes], STEPS).block_until_ready()
 
 
 def levels() -> list[str]:
@@ -70,25 +74,17 @@ def levels() -> list[str]:
 
 def run(options: argparse.Namespace) -> Iterator[Found]:
     """All levels in all types."""
-    spawning, pipes = multiprocessing.get_context("spawn"), {}
-    with contextlib.ExitStack() as stack:
-        for level in levels():
-            pipes[level], theirs = spawning.Pipe()
-            process = spawning.Process(target=serve, args=(theirs, level, options.types))
-            process.start()
-            stack.callback(process.join)
-            stack.callback(pipes[level].send, None)
-        sizes = {level: pipe.recv() for level, pipe in pipes.items()}
-
-        def step(name: str, level: str, nodes: int) -> None:
-            pipes[level].send((name, nodes))
-            pipes[level].recv()
-
-        keys = [(name, level, n) for name in options.types for level in pipes for n in TREES]
-        calls: dict[Any, Any] = {key: lambda key=key: step(*key) for key in keys}
-        array, add_up = jnp.ones((1 << 27,), jnp.float32), jax.jit(jnp.sum)
-        calls["read"] = lambda: [add_up(array) for _ in range(STEPS)]
-        taken = timed_calls("steps", calls, options.rounds, 1e3 / STEPS)
+    workers = {level: Worker(models_at, level, options.types) for level in levels()}
+    sizes = {level: worker.run(sizes_of) for level, worker in workers.items()}
+    calls: dict[Any, Any] = {
+        (name, level, nodes): functools.partial(worker.run, step, name, nodes)
+        for name in options.types
+        for level, worker in workers.items()
+        for nodes in TREES
+    }
+    array, add_up = jnp.ones((1 << 27,), jnp.float32), jax.jit(jnp.sum)
+    calls["read"] = lambda: [add_up(array) for _ in range(STEPS)]
+    taken = timed_calls("steps", calls, options.rounds, 1e3 / STEPS)
     times = {key: summary(milliseconds) for key, milliseconds in taken.items()}
     rows = [
         {
@@ -98,11 +94,11 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
             "gigabytes_per_second": sizes[level][name] / times[name, level, 1]["median"] / 1e6,
         }
         for name in options.types
-        for level in pipes
+        for level in workers
     ]
     read = array.nbytes / times["read"]["median"] / 1e6
     best = {
-        name: min(pipes, key=lambda level: times[name, level, 1]["median"])
+        name: min(workers, key=lambda level: times[name, level, 1]["median"])
         for name in options.types
     }
     line = {"by_default": native.level(), "fastest": best, "read_gigabytes_per_second": read}

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     for temperature, these in ways.items():
         rows += compared(pair, these, peers, temperature, options.rounds)
     sizes = real_sizes(options) if llama_cpp.NAME in peers and options.calls else []
-    ratios = over_llama_cpp(rows)
+    ratios = best_ratios(rows)
     yield Found(
         pair.settings() | {"versions": versions, "methods": rows, "sizes": sizes},
         [
@@ -123,11 +123,16 @@ def compared(
     tokens = {name: sum(map(len, texts)) for name, texts in outputs.items()}
     relative = {_times(peer): speeds(tokens, seconds, peer) for peer in peers}
     in_type = {
-        name: speeds(tokens, seconds, there)[name]["speed_up"]
-        for name in ways
-        if (there := llama_cpp.name_of(type_of(name))) in ways
-        and not name.startswith((PEER, llama_cpp.NAME))
+        kind: speeds(tokens, seconds, there)
+        for kind in llama_cpp.PRECISIONS
+        if (there := llama_cpp.name_of(kind)) in ways
     }
+
+    def over_llama_cpp(name: str) -> dict[str, Any]:
+        found = in_type.get(type_of(name))
+        is_ours = not name.startswith((PEER, llama_cpp.NAME))
+        return {"over_llama_cpp": found[name]["speed_up"]} if found and is_ours else {}
+
     return [
         {
             "method": name,
@@ -138,7 +143,7 @@ def compared(
             and not (temperature and name.startswith(tuple(peers))),
         }
         | {field: found[name]["speed_up"] for field, found in relative.items()}
-        | ({"over_llama_cpp": in_type[name]} if name in in_type else {})
+        | over_llama_cpp(name)
         for name, speed in speeds(tokens, seconds, PLAIN).items()
     ]
 
@@ -148,7 +153,7 @@ def type_of(name: str) -> str:
     return next((kind for kind in ROUNDED if name.endswith(kind)), "float32")
 
 
-def over_llama_cpp(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def best_ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Our speed over llama.cpp's in each type: without drafts, and with the best tree."""
     records = []
     for (kind, temperature), group in itertools.groupby(
@@ -231,7 +236,7 @@ def real_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
         kind = {"8 bits": "int8", "4 bits": "int4"}.get(dtype)
         model = random_model(st.ModelConfig.preset(size), "float32" if kind else dtype)
         try:
-            theirs = llama_cpp.timed_calls_of(model, dtype, options.threads, count, [*CALLED])
+            theirs = llama_cpp.calls(model, dtype, options.threads, count, [*CALLED])
         except RuntimeError as error:
             print(f"calls of {size}, {dtype}: left out, {error}")
             continue

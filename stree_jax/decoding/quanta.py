@@ -133,15 +133,16 @@ class Quanta:
                 programs.empty[number] = min(times)
             counted += time.perf_counter() - began  # what a draft model missed has a price itself
             state, new, seconds = self._timed(*parts, state, min(steps, left))
-            of_steps = max(seconds - programs.empty.get(number, 0.0), 0.25 * seconds)
             self._pair.count(seconds, is_timed)
+            of_steps = None
+            if is_timed:
+                of_steps = max(seconds - programs.empty.get(number, 0.0), 0.25 * seconds)
             if drafter is None and self._may_miss:
                 state = state._replace(drafter=drafts)
             else:
                 self._read = np.where(seen.done, self._read, new.length - 1)
             before, counted = counted, time.perf_counter()
-            steps_seconds = of_steps if is_timed else None
-            taken = self._count(number, seen, new, steps_seconds, counted - before)
+            taken = self._count(number, seen, new, of_steps, counted - before)
             left, self._next = left - taken, (number, steps - taken)
             if to_end is not None:
                 to_end = max(0, to_end - int((new.done & ~seen.done).sum()))
