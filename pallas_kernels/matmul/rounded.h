@@ -32,10 +32,19 @@ constexpr int kLaneInputs = 4 / sizeof(Value);
 constexpr int32_t kMore = kLaneInputs == 4 && kLanes > 4 ? 128 : 0;
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__)
+// Of two pairs and 32 columns. Pairs come together within 128 bits, so columns are turned.
+STREE_INLINE void weights_of(const int8_t* from, VecI32 (&w)[2]) {
+  const __m512i first = _mm512_loadu_si512(from), second = _mm512_loadu_si512(from + 2 * kColumns);
+  w[0] = (VecI32)_mm512_unpacklo_epi16(first, second) ^ 0x80808080u;
+  w[1] = (VecI32)_mm512_unpackhi_epi16(first, second) ^ 0x80808080u;
+}
+#else
 STREE_INLINE VecI32 weights_of(const int8_t* from) {  // of two pairs
   const uint16_t* pairs = (const uint16_t*)from;
   return (VecI32)((widened(pairs) | widened(pairs + kColumns) << 16) ^ 0x80808080u);
 }
+#endif
 STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
 #if defined(__AVX512VNNI__)
   return (VecI32)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)b, (__m512i)a);
@@ -75,6 +84,14 @@ STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
 }
 #endif
 
+#if !defined(__AVX512VNNI__)
+template <int V>
+STREE_INLINE void weights_of(const int8_t* from, VecI32 (&w)[V]) {
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) w[v] = weights_of(from + v * kLanes * 2);
+}
+#endif
+
 // Keeps a sum in its register and the order of loads. gcc 12 would load and multiply all inputs of
 // a tile before it adds them, in memory, and take twice the time.
 STREE_INLINE void keep(VecI32& sum) {
@@ -93,6 +110,14 @@ struct Form {  // 8 bits
   static constexpr int32_t kMore = stree::kMore;
   static constexpr int64_t kBytes = kGroup * kColumns, kTogether = 2;
   static Vec scales(const uint16_t* from) { return load(from); }  // bfloat16
+  // Four columns each from 0, 8, 16 and 24 on, as in sums, and the others. A third turn undoes two.
+  static void turn(Vec& a, Vec& b) {
+#if defined(__AVX512VNNI__)
+    const __m512 first = (__m512)a, second = (__m512)b;
+    a = (Vec)_mm512_shuffle_f32x4(first, second, 0x88);
+    b = (Vec)_mm512_shuffle_f32x4(first, second, 0xdd);
+#endif
+  }
 };
 template <>
 struct Form<uint8_t> {  // 4 bits
@@ -100,6 +125,7 @@ struct Form<uint8_t> {  // 4 bits
   static constexpr int32_t kMore = 8;
   static constexpr int64_t kBytes = kGroup / 2 * kColumns, kTogether = 4;
   static Vec scales(const uint16_t* from) { return load_half(from); }
+  static void turn(Vec&, Vec&) {}
 };
 
 // Sums of products of four 4-bit weights, 0 to 15, and inputs a lane; and what they are in int32.
@@ -199,9 +225,7 @@ STREE_INLINE void sums_of(VecI32 (&sums)[R][V], const Piece<Value>* __restrict x
 #pragma GCC unroll 16
   for (int64_t k = 0; k < kGroup; k += kLaneInputs) {
     VecI32 w[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v)
-      w[v] = weights_of(weights + k * kColumns + (column + v * kLanes) * 2);
+    weights_of(weights + k * kColumns + column * 2, w);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       int32_t values;
@@ -259,12 +283,16 @@ __attribute__((noinline)) void group(const Piece<typename Form<W>::Input>* __res
   for (int column = 0; column < kColumns; column += V * kLanes) {
     VecI32 sums[R][V];
     sums_of<R, V>(sums, x, weights, column);
+    Vec factors[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) factors[v] = Form<W>::scales(scales + column + v * kLanes);
+    Form<W>::turn(factors[0], factors[1]);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         float* out = y + r * kColumns + column + v * kLanes;
-        const Vec scale = splat(x[r].scale) * Form<W>::scales(scales + column + v * kLanes);
+        const Vec scale = splat(x[r].scale) * factors[v];
         store(out, fused(__builtin_convertvector(sums[r][v], Vec), scale, load(out)));
       }
   }
@@ -287,6 +315,13 @@ inline void product(const Rounded<W>& x, int64_t first, int64_t rows, const W* w
     });
     weights += Form<W>::kBytes;
     scales += kColumns;
+  }
+  for (float* row = y; row < y + rows * kColumns; row += kColumns) {
+    Vec a = load(row), b = load(row + kLanes);
+    Form<W>::turn(a, b);
+    Form<W>::turn(a, b);
+    store(row, a);
+    store(row + kLanes, b);
   }
 }
 
