@@ -31,7 +31,6 @@ constexpr int kTileColumns = kVectors * kLanes;
 constexpr int64_t kTaskBytes = 64 << 10;   // weights of a task
 constexpr int64_t kAloneBytes = 64 << 10;  // weights that do not pay for a second thread
 constexpr int64_t kTaskRows = 20 * kRows;
-constexpr int64_t kPrefetch = 4096;  // bytes ahead
 
 // Blocks of one matrix.
 template <typename T>
@@ -86,23 +85,19 @@ void tiles(const float* x, int64_t x_stride, const Matrix<T>& matrix, int64_t bl
                   begin == 0);
 }
 
-template <typename T, int B>
-void part(const float* x, int64_t rows, const Matrix<T>& matrix, int64_t block, int64_t begin,
-          float* y, int64_t y_stride) {
-  const int64_t count = std::min(matrix.inputs - begin, kPart);
-  for_each_tile(rows, [&](int64_t row, auto height) {
-    constexpr int R = decltype(height)::value;
-    if constexpr (R * B <= kRows)
-      tiles<T, R, B>(x + row * matrix.inputs, matrix.inputs, matrix, block, begin, count,
-                     y + row * y_stride, y_stride);
-  });
-}
-
+// All rows times B blocks.
 template <typename T, int B>
 void blocks(const float* x, int64_t rows, const Matrix<T>& matrix, int64_t block, float* y,
             int64_t y_stride) {
-  for (int64_t begin = 0; begin < matrix.inputs; begin += kPart)
-    part<T, B>(x, rows, matrix, block, begin, y, y_stride);
+  for (int64_t begin = 0; begin < matrix.inputs; begin += kPart) {
+    const int64_t count = std::min(matrix.inputs - begin, kPart);
+    for_each_tile(rows, [&](int64_t row, auto height) {
+      constexpr int R = decltype(height)::value;
+      if constexpr (R * B <= kRows)
+        tiles<T, R, B>(x + row * matrix.inputs, matrix.inputs, matrix, block, begin, count,
+                       y + row * y_stride, y_stride);
+    });
+  }
 }
 
 // Rows times blocks [first, last); y is the output at the first of these blocks.
@@ -110,19 +105,11 @@ template <typename T>
 void product(const float* x, int64_t rows, const Matrix<T>& matrix, int64_t first, int64_t last,
              float* y, int64_t y_stride) {
   const int64_t at_once = 4 * rows <= kRows ? 4 : 2 * rows <= kRows ? 2 : 1;
-  for (int64_t block = first; block < last;) {
+  for (int64_t block = first, count; block < last; block += count) {
     const int64_t left = std::min(at_once, last - block);
-    float* out = y + (block - first) * kColumns;
-    if (left >= 4) {
-      blocks<T, 4>(x, rows, matrix, block, out, y_stride);
-      block += 4;
-    } else if (left >= 2) {
-      blocks<T, 2>(x, rows, matrix, block, out, y_stride);
-      block += 2;
-    } else {
-      blocks<T, 1>(x, rows, matrix, block, out, y_stride);
-      block += 1;
-    }
+    count = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    const auto run = count == 4 ? blocks<T, 4> : count == 2 ? blocks<T, 2> : blocks<T, 1>;
+    run(x, rows, matrix, block, y + (block - first) * kColumns, y_stride);
   }
 }
 
@@ -156,31 +143,29 @@ struct Call {
 
   void run(const Task& task) const {
     const int64_t first = task.matrix * blocks + first_block;
-    if constexpr (kIsNarrow<T>)
-      run(task, weights + first * block_size(), scales + first * groups * kColumns);
-    else
-      run(task, Matrix<T>{weights + first * block_size(), inputs});
-  }
-
-  void run(const Task& task, const T* own, const uint16_t* own_scales) const {
-    float block[kTaskRows * kColumns];
-    for (int64_t b = task.first; b < task.last; ++b) {
-      product<T>(rounded, task.row, task.rows, own + b * block_size(),
-                 own_scales + b * groups * kColumns, block);
-      copy(block, task, b);
+    const T* matrix = weights + first * block_size();
+    if constexpr (kIsNarrow<T>) {
+      float block[kTaskRows * kColumns];
+      for (int64_t b = task.first; b < task.last; ++b) {
+        product<T>(rounded, task.row, task.rows, matrix + b * block_size(),
+                   scales + (first + b) * groups * kColumns, block);
+        copy(block, task, b);
+      }
+    } else {
+      run(task, {matrix, inputs});
     }
   }
 
-  void run(const Task& task, const Matrix<T>& own) const {
+  void run(const Task& task, const Matrix<T>& matrix) const {
     const int64_t whole = columns / kColumns;  // blocks without missing columns
     const float* rows = x + task.row * inputs;
     float* out = y + task.row * columns;
     const int64_t end = std::min(task.last, whole);
     if (task.first < end)
-      product(rows, task.rows, own, task.first, end, out + task.first * kColumns, columns);
+      product(rows, task.rows, matrix, task.first, end, out + task.first * kColumns, columns);
     if (task.last <= whole) return;
     std::vector<float> block(task.rows * kColumns);
-    product(rows, task.rows, own, whole, task.last, block.data(), kColumns);
+    product(rows, task.rows, matrix, whole, task.last, block.data(), kColumns);
     copy(block.data(), task, whole);
   }
 
@@ -274,25 +259,26 @@ void matmul(ffi::ThreadPool& pool, Call<T>& call, const int32_t* which, int64_t 
     call.run(pool, {{0, 0, rows}}, rows);
 }
 
-// Runs the function with the weights in their own type; false: matrices have no such type.
+// Runs the function with the weights in their own type.
 template <typename Run>
-bool with_weights(ffi::AnyBuffer blocks, const Run& run) {
+ffi::Error with_weights(ffi::AnyBuffer blocks, const Run& run) {
   switch (blocks.element_type()) {
     case ffi::F32:
       run(static_cast<const float*>(blocks.untyped_data()));
-      return true;
+      break;
     case ffi::BF16:
       run(static_cast<const uint16_t*>(blocks.untyped_data()));
-      return true;
+      break;
     case ffi::S8:
       run(static_cast<const int8_t*>(blocks.untyped_data()));
-      return true;
+      break;
     case ffi::U8:
       run(static_cast<const uint8_t*>(blocks.untyped_data()));
-      return true;
+      break;
     default:
-      return false;
+      return refused("matmul", "matrices are float32, bfloat16, int8 or uint8");
   }
+  return ffi::Error::Success();
 }
 
 float widened1(float weight) { return weight; }
@@ -338,7 +324,7 @@ ffi::Error Rows(ffi::AnyBuffer blocks, ffi::AnyBuffer scales, S32 index, Result 
       first < 0 || columns < 1 || first > bs[0] * kColumns - columns)
     return refused("matmul", "shapes do not fit");
   const int64_t inputs = rs[1], groups = (inputs + kGroup - 1) / kGroup;
-  const bool is_known = with_weights(blocks, [&](auto* weights) {
+  return with_weights(blocks, [&](auto* weights) {
     for (int64_t r = 0; r < is_[0]; ++r) {
       const int64_t at = first + std::clamp<int64_t>(index.typed_data()[r], 0, columns - 1);
       const int64_t block = at / kColumns, column = at % kColumns;
@@ -356,8 +342,6 @@ ffi::Error Rows(ffi::AnyBuffer blocks, ffi::AnyBuffer scales, S32 index, Result 
       }
     }
   });
-  return is_known ? ffi::Error::Success()
-                  : refused("matmul", "matrices are float32, bfloat16, int8 or uint8");
 }
 
 // x [rows, inputs] times the blocks of matrices from `first_block` on, with the matrix of each row
@@ -385,15 +369,13 @@ ffi::Error Matmul(ffi::ThreadPool pool, F32 x, ffi::AnyBuffer blocks, ffi::AnyBu
     std::memset(y->untyped_data(), 0, y->size_bytes());
     return ffi::Error::Success();
   }
-  const bool is_known = with_weights(blocks, [&](auto* weights) {
+  return with_weights(blocks, [&](auto* weights) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(weights)>>;
     const uint16_t* factors = static_cast<const uint16_t*>(scales.untyped_data());
     Call<T> call{x.typed_data(), weights,     factors, y->typed_data(), inputs, bs[1],
                  groups,         first_block, ys[1]};
     matmul(pool, call, chosen, rows, bs[0]);
   });
-  return is_known ? ffi::Error::Success()
-                  : refused("matmul", "matrices are float32, bfloat16, int8 or uint8");
 }
 
 }  // namespace

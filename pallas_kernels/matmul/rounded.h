@@ -28,14 +28,14 @@ typedef int8_t Value;
 #else
 typedef int16_t Value;
 #endif
-constexpr int kLaneInputs = 4 / sizeof(Value);
-constexpr int32_t kMore = kLaneInputs == 4 && kLanes > 4 ? 128 : 0;
+constexpr int32_t kMore = sizeof(Value) == 1 && kLanes > 4 ? 128 : 0;
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #if defined(__AVX512VNNI__)
-// Of two pairs and 32 columns. Pairs come together within 128 bits, so columns are turned.
-STREE_INLINE void weights_of(const int8_t* from, VecI32 (&w)[2]) {
-  const __m512i first = _mm512_loadu_si512(from), second = _mm512_loadu_si512(from + 2 * kColumns);
+// Two pairs of all columns come together within 128 bits, so columns are turned.
+STREE_INLINE void weights_of(const int8_t* group, int64_t k, int, VecI32 (&w)[2]) {
+  const __m512i first = _mm512_loadu_si512(group + k * kColumns),
+                second = _mm512_loadu_si512(group + (k + 2) * kColumns);
   w[0] = (VecI32)_mm512_unpacklo_epi16(first, second) ^ 0x80808080u;
   w[1] = (VecI32)_mm512_unpackhi_epi16(first, second) ^ 0x80808080u;
 }
@@ -84,13 +84,23 @@ STREE_INLINE VecI32 added(VecI32 sum, VecI32 a, VecI32 b) {
 }
 #endif
 
+// Weights of a lane's inputs from input k on, in vectors of a group's columns [16, 32, 2].
 #if !defined(__AVX512VNNI__)
 template <int V>
-STREE_INLINE void weights_of(const int8_t* from, VecI32 (&w)[V]) {
+STREE_INLINE void weights_of(const int8_t* group, int64_t k, int column, VecI32 (&w)[V]) {
 #pragma GCC unroll 8
-  for (int v = 0; v < V; ++v) w[v] = weights_of(from + v * kLanes * 2);
+  for (int v = 0; v < V; ++v) w[v] = weights_of(group + k * kColumns + (column + v * kLanes) * 2);
 }
 #endif
+// The same of a group of 4 bits [4, 32, 4]: inputs 0 to 15 in the low bits of bytes.
+template <int V>
+STREE_INLINE void weights_of(const uint8_t* group, int64_t k, int column, VecI32 (&w)[V]) {
+  const int shift = k < kGroup / 2 ? 0 : 4;
+  const uint8_t* from = group + k % (kGroup / 2) * kColumns + column * 4;
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v)
+    w[v] = (VecI32)((VecU32)load((const float*)(from + v * kLanes * 4)) >> shift & 0x0f0f0f0fu);
+}
 
 // Keeps a sum in its register and the order of loads. gcc 12 would load and multiply all inputs of
 // a tile before it adds them, in memory, and take twice the time.
@@ -102,13 +112,14 @@ STREE_INLINE void keep(VecI32& sum) {
 #endif
 }
 
-// Weights of a type: values of rows for them, what they have more, bytes of 32 x 32 of
-// them, and bytes of a column that lie together. Scales have 16 bits.
+// Weights of a type: values of rows for them, what they have more, bytes of 32 x 32 of them, bytes
+// of a column that lie together, and whether sums begin in int16. Scales have 16 bits.
 template <typename W>
 struct Form {  // 8 bits
   typedef Value Input;
   static constexpr int32_t kMore = stree::kMore;
   static constexpr int64_t kBytes = kGroup * kColumns, kTogether = 2;
+  static constexpr bool kInHalves = false;
   static Vec scales(const uint16_t* from) { return load(from); }  // bfloat16
   // Four columns each from 0, 8, 16 and 24 on, as in sums, and the others. A third turn undoes two.
   static void turn(Vec& a, Vec& b) {
@@ -124,35 +135,34 @@ struct Form<uint8_t> {  // 4 bits
   typedef int8_t Input;
   static constexpr int32_t kMore = 8;
   static constexpr int64_t kBytes = kGroup / 2 * kColumns, kTogether = 4;
+  static constexpr bool kInHalves = sizeof(Value) == 2;
   static Vec scales(const uint16_t* from) { return load_half(from); }
   static void turn(Vec&, Vec&) {}
 };
 
-// Sums of products of four 4-bit weights, 0 to 15, and inputs a lane; and what they are in int32.
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
-STREE_INLINE VecI32 added4(VecI32 sum, VecI32 a, VecI32 b) { return added(sum, a, b); }
-STREE_INLINE VecI32 widened4(VecI32 sum) { return sum; }
-#elif defined(__AVX512F__)
-STREE_INLINE VecI32 added4(VecI32 sum, VecI32 a, VecI32 b) {
+// Without dot products: sums of products of four 4-bit weights, 0 to 15, and inputs, in two int16 a
+// lane; and their sums.
+#if defined(__AVX512F__)
+STREE_INLINE VecI32 added_in_halves(VecI32 sum, VecI32 a, VecI32 b) {
   return (VecI32)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)b, (__m512i)a));
 }
-STREE_INLINE VecI32 widened4(VecI32 sum) {
+STREE_INLINE VecI32 of_halves(VecI32 sum) {
   return (VecI32)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
 }
 #elif defined(__AVX2__)
-STREE_INLINE VecI32 added4(VecI32 sum, VecI32 a, VecI32 b) {
+STREE_INLINE VecI32 added_in_halves(VecI32 sum, VecI32 a, VecI32 b) {
   return (VecI32)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)b, (__m256i)a));
 }
-STREE_INLINE VecI32 widened4(VecI32 sum) {
+STREE_INLINE VecI32 of_halves(VecI32 sum) {
   return (VecI32)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
 }
 #else
-STREE_INLINE VecI32 added4(VecI32 sum, VecI32 a, VecI32 b) {
+STREE_INLINE VecI32 added_in_halves(VecI32 sum, VecI32 a, VecI32 b) {
   const int8x16_t c = (int8x16_t)a, d = (int8x16_t)b;
   return (VecI32)vaddq_s16(
       (int16x8_t)sum, vpaddq_s16(vmull_s8(vget_low_s8(c), vget_low_s8(d)), vmull_high_s8(c, d)));
 }
-STREE_INLINE VecI32 widened4(VecI32 sum) { return (VecI32)vpaddlq_s16((int16x8_t)sum); }
+STREE_INLINE VecI32 of_halves(VecI32 sum) { return (VecI32)vpaddlq_s16((int16x8_t)sum); }
 #endif
 
 // A group of a row.
@@ -187,11 +197,10 @@ struct Rounded {
     VecI32 most = {};
     for (int64_t v = 0; v < kVecs; ++v) {
       const VecI32 bits = (VecI32)load(from + v * kLanes) & 0x7fffffff;
-      const VecI32 larger = bits > most;
-      most = (larger & bits) | (~larger & most);
+      most = bits > most ? bits : most;
     }
-    int32_t bits = most[0];
-    for (int i = 1; i < kLanes; ++i) bits = std::max(bits, most[i]);
+    int32_t bits = 0;
+    for (int i = 0; i < kLanes; ++i) bits = std::max(bits, most[i]);
     float largest;
     std::memcpy(&largest, &bits, sizeof largest);
     Piece<Input>& piece = pieces[group * rows + row];
@@ -214,18 +223,19 @@ struct Rounded {
   }
 };
 
-// Sums of R rows with V vectors of columns of a group of 8 bits [16, 32, 2].
-template <int R, int V>
-STREE_INLINE void sums_of(VecI32 (&sums)[R][V], const Piece<Value>* __restrict x,
-                          const int8_t* __restrict weights, int column) {
+// Sums of R rows with V vectors of columns of a group.
+template <int R, int V, typename W>
+STREE_INLINE void sums_of(VecI32 (&sums)[R][V], const Piece<typename Form<W>::Input>* __restrict x,
+                          const W* __restrict weights, int column) {
+  constexpr bool kInHalves = Form<W>::kInHalves;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sums[r][v] = x[r].start - VecI32{};
+    for (int v = 0; v < V; ++v) sums[r][v] = (kInHalves ? 0 : x[r].start) - VecI32{};
 #pragma GCC unroll 16
-  for (int64_t k = 0; k < kGroup; k += kLaneInputs) {
+  for (int64_t k = 0; k < kGroup; k += 4 / sizeof x->values[0]) {
     VecI32 w[V];
-    weights_of(weights + k * kColumns + column * 2, w);
+    weights_of(weights, k, column, w);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       int32_t values;
@@ -233,45 +243,19 @@ STREE_INLINE void sums_of(VecI32 (&sums)[R][V], const Piece<Value>* __restrict x
       const VecI32 input = values - VecI32{};
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
-        sums[r][v] = added(sums[r][v], input, w[v]);
+        if constexpr (kInHalves)
+          sums[r][v] = added_in_halves(sums[r][v], input, w[v]);
+        else
+          sums[r][v] = added(sums[r][v], input, w[v]);
         keep(sums[r][v]);
       }
     }
   }
-}
-
-// The same of a group of 4 bits [4, 32, 4]: inputs 0 to 15 in the low bits of bytes.
-template <int R, int V>
-STREE_INLINE void sums_of(VecI32 (&sums)[R][V], const Piece<int8_t>* __restrict x,
-                          const uint8_t* __restrict weights, int column) {
+  if constexpr (kInHalves)
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sums[r][v] = VecI32{};
-#pragma GCC unroll 8
-  for (int64_t k = 0; k < kGroup; k += 4) {
-    const int shift = k < kGroup / 2 ? 0 : 4;
-    const uint8_t* at = weights + (k % (kGroup / 2) * kColumns + column * 4);
-    VecI32 w[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v)
-      w[v] = (VecI32)((VecU32)load((const float*)(at + v * kLanes * 4)) >> shift & 0x0f0f0f0fu);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      int32_t values;
-      std::memcpy(&values, x[r].values + k, sizeof values);
-      const VecI32 input = values - VecI32{};
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) {
-        sums[r][v] = added4(sums[r][v], input, w[v]);
-        keep(sums[r][v]);
-      }
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sums[r][v] = widened4(sums[r][v]) + x[r].start;
+      for (int v = 0; v < V; ++v) sums[r][v] = of_halves(sums[r][v]) + x[r].start;
 }
 
 // Adds the products of R rows with a group of a block to y [R, 32]. Inlined, gcc 12 keeps the sums
@@ -302,11 +286,10 @@ __attribute__((noinline)) void group(const Piece<typename Form<W>::Input>* __res
 template <typename W>
 inline void product(const Rounded<W>& x, int64_t first, int64_t rows, const W* weights,
                     const uint16_t* scales, float* y) {
-  constexpr int64_t kAhead = 4096;  // bytes
   std::fill(y, y + rows * kColumns, 0.0f);
   for (int64_t g = 0; g < x.groups; ++g) {
     for (int64_t byte = 0; byte < Form<W>::kBytes; byte += 64)
-      __builtin_prefetch(weights + kAhead + byte);
+      __builtin_prefetch(weights + kPrefetch + byte);
     for_each_tile(rows, [&](int64_t row, auto height) {
       constexpr int R = decltype(height)::value;
       // One or two rows take all columns at once.

@@ -18,6 +18,8 @@ constexpr int kVectors = 2, kRows = 6;
 constexpr int kVectors = 4, kRows = 6;
 #endif
 
+constexpr int64_t kPrefetch = 4096;  // bytes ahead
+
 // Calls run(row, height) for tiles of nearly equal height, a type's value: 13 rows are 5, 4 and 4.
 template <typename Run>
 STREE_INLINE void for_each_tile(int64_t rows, const Run& run) {
