@@ -42,10 +42,10 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
     """Modules in a row share programs until there are many."""
-    from tests.helpers import forget_many_programs
+    from stree_jax.decoding.programs import free_programs
 
     yield
-    forget_many_programs()
+    free_programs(25_000)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Shared by several tests, beyond `stree_jax.testing`."""
 
 import errno
-import gc
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from flax import nnx
 
 import stree_jax as st
 from pallas_kernels.native import build_backend
+from stree_jax.decoding.programs import COMPILE
 from stree_jax.testing import apply, perturbed, random_model  # noqa: F401
 from stree_jax.testing import random_mtp_head as mtp_head_of  # noqa: F401
 
@@ -32,13 +32,9 @@ def disk_is_full(*_, files=(), **__):
 
 # An entry for each program that XLA has compiled in this process.
 COMPILED: list[str] = []
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 jax.monitoring.register_event_duration_secs_listener(
-    lambda event, seconds, **_: COMPILED.append(event) if event == COMPILE_EVENT else None
+    lambda event, seconds, **_: COMPILED.append(event) if event == COMPILE else None
 )
-# Linux allows a process 65,530 memory mappings, and a compiled program has up to some 400: XLA's
-# compiler crashed in processes that held the programs of hundreds of tests.
-MOST_MAPPINGS = 25_000
 
 
 def linked_driver(library, folder, flags=(), compiler=None):
@@ -74,19 +70,6 @@ def emulated_tests(library, folder, chosen, compiler=None, runs=()):
     counts = re.search(r"^\{.*\}$", done.stdout, re.MULTILINE)
     assert counts, done.stdout + done.stderr
     return re.findall("^FAILED (.*)$", done.stdout, re.MULTILINE), json.loads(counts[0])
-
-
-def num_mappings():
-    """Of this process; None: the system does not say."""
-    mappings = Path("/proc/self/maps")
-    return mappings.read_bytes().count(b"\n") if mappings.is_file() else None
-
-
-def forget_many_programs():
-    """Drops all compiled programs if they are many; compiling them again takes long."""
-    if (num_mappings() or MOST_MAPPINGS) >= MOST_MAPPINGS:
-        jax.clear_caches()
-        gc.collect()
 
 
 def saved_model(folder, tokenizer, **options):

@@ -41,7 +41,6 @@ from tests.decoding.texts import (
     steps,
 )
 from tests.drafters import KnownText
-from tests.helpers import forget_many_programs
 from tests.methods import DEEP, KEY, METHODS, RAGGED, Topology, drafts, of_target
 
 
@@ -139,12 +138,6 @@ def cells():
         marks = [pytest.mark.slow] if cell in left else []
         marks += [pytest.mark.thorough] if cell not in QUICK else []
         yield pytest.param(*cell, id=" | ".join(cell), marks=marks)
-
-
-@pytest.fixture(autouse=True)
-def _forget_programs_of_other_families():
-    """The table has more programs than a process may hold."""
-    forget_many_programs()
 
 
 def full_depth(topology):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import stree_jax as st
+from stree_jax.decoding import programs
 from stree_jax.decoding.plan import plan
 from stree_jax.decoding.prompts import buffer_size, list_size
 from stree_jax.testing import perturbed, tiny_model
@@ -145,3 +146,13 @@ def test_a_profile_names_the_parts_of_a_step(way, temperature):
         if way == "branching":  # as XLA keeps them
             names = re.findall(r'op_name="([^"]*)"', lowered.compile().as_text())
         assert {part for name in names for part in name.split("/")} >= SCOPES
+
+
+@pytest.mark.skipif(not programs.MOST.is_file(), reason="the system has no such limit")
+def test_programs_are_freed_before_a_process_has_no_room(monkeypatch):
+    request = dict(prompts=[[1, 2, 3]], max_new_tokens=5)
+    programs_of(**request)
+    assert programs_of(**request) == 0
+    monkeypatch.setattr(programs, "num_mappings", lambda: 1_000_000)
+    jax.jit(lambda number: number + 1)(0)
+    assert programs_of(**request) > 0

@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 import stree_jax as st
+from stree_jax.decoding.programs import num_mappings
 from stree_jax.testing import CONFIGS, tiny_model
-from tests.helpers import num_mappings
 from tests.serving.requests import WAYS, drafting
 
 ROWS = 8
@@ -40,7 +40,6 @@ class Soaked(NamedTuple):
     compared: int
     cache: st.PrefixCacheStats
     megabytes: list[int]
-    mappings: list[int]
     seconds: float
 
 
@@ -84,7 +83,7 @@ def soak(model, *, requests, seed, samples, tell=lambda line: None):
     caching = dict(prefix_cache_bytes=2**20, prefix_every=16)
     scheduler = st.Scheduler(model, **sizes, **caching, **options)
     kept, alive, pieces, cancelled = collections.deque(maxlen=8), {}, {}, set()
-    reasons, compared, memory, mappings = collections.Counter(), 0, [], []
+    reasons, compared, memory = collections.Counter(), 0, []
     began, submitted = time.monotonic(), 0
     chosen = {*rng.choice(requests, size=min(samples, requests), replace=False).tolist()}
     while submitted < requests or alive:
@@ -95,10 +94,9 @@ def soak(model, *, requests, seed, samples, tell=lambda line: None):
                 submitted += 1
                 if submitted % max(1, requests // MEASURED) == 0:
                     memory.append(megabytes())
-                    mappings.append(num_mappings())
                     tell(
                         f"{submitted:,} requests in {time.monotonic() - began:,.0f} s:"
-                        f" {memory[-1]} MB, {mappings[-1]:,} mappings, {compared} compared"
+                        f" {memory[-1]} MB, {num_mappings():,} mappings, {compared} compared"
                     )
         if alive and rng.random() < 0.1:
             unlucky = int(rng.choice([*alive]))
@@ -123,7 +121,7 @@ def soak(model, *, requests, seed, samples, tell=lambda line: None):
     assert not [*scheduler.events(), *scheduler.completions()]
     assert reasons.total() == requests
     cache, seconds = scheduler.prefix_cache_stats, time.monotonic() - began
-    return Soaked(reasons, compared, cache, memory, mappings, seconds)
+    return Soaked(reasons, compared, cache, memory, seconds)
 
 
 def compare(model, request, before, done, options):
