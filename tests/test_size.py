@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # Tokens of code by folder, and lines of results: folding two lines into one changes nothing.
 # A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 181_010,
+    "stree_jax/*.py": 181_040,
     "pallas_kernels/*.py": 56_850,  # 55,000 when the series of issues ends
     "convert/*.py": 46_490,
     "tests/*.py": 233_000,

@@ -9,6 +9,7 @@ import jax
 MAPPINGS, MOST = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 COMPILE = "/jax/core/compile/backend_compile_duration"  # jax's event
 _COMPILED = threading.Event()  # since `free_programs` looked
+_LEFT = [0]  # mappings that it left, which are not of programs
 
 
 def num_mappings() -> int:
@@ -17,18 +18,19 @@ def num_mappings() -> int:
 
 
 def free_programs(most: int | None = None) -> None:
-    """Frees all compiled programs if this process has more mappings of memory than `most`.
+    """Frees all compiled programs if they take three quarters of the mappings of memory.
 
-    Linux allows a number of them, and XLA ends a process that takes more. None: three quarters of
-    that number.
+    XLA ends a process that takes more than `most`; None: what Linux allows.
     """
     if not _COMPILED.is_set():
         return
     _COMPILED.clear()
-    mappings = num_mappings()
-    if mappings and mappings > (most or int(MOST.read_text()) * 3 // 4):
-        jax.clear_caches()
-        gc.collect()
+    if mappings := num_mappings():
+        room = (most or int(MOST.read_text())) - _LEFT[0]
+        if mappings - _LEFT[0] > room * 3 // 4:
+            jax.clear_caches()
+            gc.collect()
+            _LEFT[0] = num_mappings()
 
 
 jax.monitoring.register_event_duration_secs_listener(
