@@ -21,7 +21,7 @@ CEILINGS = {
     "benchmarks/*.py": 39_640,
     "examples/*.py": 10_490,
     "*.cc *.h": 31_880,
-    "benchmarks/results": 10_320,
+    "benchmarks/results": 10_410,
 }
 # Names that say nothing of a value. A commit that finds better ones lowers the number.
 VAGUE = {"own", "found", "each", "given", "asked", "made", "other", "rest", "rests"}
