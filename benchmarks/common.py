@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import gc
 import itertools
 import json
 import multiprocessing
@@ -154,15 +153,6 @@ def _serve(pipe: Any, make: Callable[..., Iterable[Any]], arguments: Sequence[An
         while True:
             function, more, settings = pipe.recv()
             pipe.send(function(*things, *more, **settings))
-
-
-def forget_programs() -> None:
-    """Frees compiled programs; jax dies without a message when a process has too many.
-
-    A CPU program has some 400 memory mappings, and Linux allows a process 65,530 in all.
-    """
-    jax.clear_caches()
-    gc.collect()
 
 
 def conclude(name: str, *, passed: bool = True, **line: Any) -> None:

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 
 import stree_jax as st
 from benchmarks import methods, steps
-from benchmarks.common import Found, forget_programs, main
+from benchmarks.common import Found, main
 from benchmarks.methods import CHAIN_OF_4, COMPARED, DEEP_TREE, PAPER_TREES, TUNED_TREES, trees
 from benchmarks.models import CHECKPOINTS, chosen_pair, random_model
+from stree_jax.decoding.programs import free_programs
 from stree_jax.measuring.methods import LOOKUP, PLAIN, Method, different
 from stree_jax.measuring.report import Table, method_tables
 
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
     for temperature in options.temperatures:
         these = [*ways, tested] if temperature else ways
         records += methods.compare(pair, these, temperature, options)
-        forget_programs()
+        free_programs()
     name = options.name or "embedded"
     larger = random_model(st.ModelConfig.preset("mamba2-130m"), "float32")
     calls = [

@@ -30,10 +30,11 @@ from typing import Any, NamedTuple
 import jax
 
 import stree_jax as st
-from benchmarks.common import Found, forget_programs, main, names, timed
+from benchmarks.common import Found, main, names, timed
 from benchmarks.models import Pair, embedded_pair
 from benchmarks.prompts import SHARED
 from benchmarks.seed_tasks import TASKS, Arrangement, Blocksworld, Question
+from stree_jax.decoding.programs import free_programs
 from stree_jax.extensions import reasoning
 from stree_jax.measuring.clock import speeds
 from stree_jax.measuring.methods import PLAIN
@@ -171,7 +172,7 @@ def run(options: argparse.Namespace) -> Iterator[Found]:
         ways = ways_of(pair.draft, name, options.chain, options.rows, task.thoughts)
         found = measure(pair, tokenizer, task, problems, ways, options.rounds)
         rows += [{"task": name, "problems": len(problems)} | row for row in found]
-        forget_programs()
+        free_programs()
         tables.append(Table(name, found, columns | {"same thoughts": "{identical}"}))
         best[name] = max(found, key=lambda row: row["speed_up"]["median"])["way"]
         yield Found(

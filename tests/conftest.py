@@ -45,7 +45,7 @@ def _forget_programs():
     from stree_jax.decoding.programs import free_programs
 
     yield
-    free_programs(33_000)
+    free_programs(25_000)
 
 
 @pytest.fixture(scope="session")

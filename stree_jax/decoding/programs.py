@@ -8,8 +8,8 @@ import jax
 
 MAPPINGS, MOST = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 COMPILE = "/jax/core/compile/backend_compile_duration"  # jax's event
-_COMPILED = threading.Event()  # since `free_programs` looked
-_LEFT = [0]  # mappings that it left, which are not of programs
+_COMPILED = threading.Event()  # since `keep_room` looked
+_LEFT = [0]  # mappings that freeing left, which are not of programs
 
 
 def num_mappings() -> int:
@@ -17,20 +17,22 @@ def num_mappings() -> int:
     return MAPPINGS.read_bytes().count(b"\n") if MAPPINGS.is_file() else 0
 
 
-def free_programs(most: int | None = None) -> None:
-    """Frees all compiled programs if they take three quarters of the mappings of memory.
+def free_programs(most: int = 0) -> None:
+    """Frees all compiled programs if this process has so many mappings of memory, or if unknown."""
+    if (num_mappings() or most) >= most:
+        jax.clear_caches()
+        gc.collect()
+        _LEFT[0] = num_mappings()
 
-    XLA ends a process that takes more than `most`; None: what Linux allows.
+
+def keep_room() -> None:
+    """Frees all programs if, with one compiled since, they take three quarters of the room.
+
+    Linux allows a process some mappings of memory, and XLA ends one that takes more.
     """
-    if not _COMPILED.is_set():
-        return
-    _COMPILED.clear()
-    if mappings := num_mappings():
-        room = (most or int(MOST.read_text())) - _LEFT[0]
-        if mappings - _LEFT[0] > room * 3 // 4:
-            jax.clear_caches()
-            gc.collect()
-            _LEFT[0] = num_mappings()
+    if _COMPILED.is_set() and MOST.is_file():
+        _COMPILED.clear()
+        free_programs((_LEFT[0] + 3 * int(MOST.read_text())) // 4)
 
 
 jax.monitoring.register_event_duration_secs_listener(

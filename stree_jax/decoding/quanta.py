@@ -29,7 +29,7 @@ from stree_jax.decoding.drafters.base import Drafter, first_state, inner_layers
 from stree_jax.decoding.loop import MAX_STEPS, SpeculativeDecoder, owned
 from stree_jax.decoding.plan import Plan
 from stree_jax.decoding.prefix.prefill import tokens_from
-from stree_jax.decoding.programs import free_programs
+from stree_jax.decoding.programs import keep_room
 from stree_jax.decoding.tree_choice import TreeChoice
 from stree_jax.decoding.types import Context, DecodeState, Limits, Sampling, Statistics
 from stree_jax.mesh.hosts import of_first, on_host
@@ -54,7 +54,7 @@ class Quanta:
 
     def __init__(self, request: Plan, model: HybridLM, num_rows: int, *, ends: bool):
         """`ends`: the batch ends with its last row; else other texts take the places of some."""
-        free_programs()
+        keep_room()
         self._model, self._ends = model, ends
         self._drafter: Any = request.drafter
         self._sizes = request.decoder.topology, request.decoder.max_length
@@ -92,7 +92,7 @@ class Quanta:
 
     def begin(self, row: int) -> None:
         """A text begins in a row of a pool, and the drafter has read it."""
-        free_programs()
+        keep_room()
         if self._choice is not None:
             self.by_tree[row], self._read[row] = 0, -1
             self._choice.begin(len(self._read), [row])
