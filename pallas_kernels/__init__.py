@@ -8,6 +8,7 @@ accepted path. The ops are the parts of that step which XLA cannot fuse well:
     tree_scan           outputs of the Mamba-2 recurrence at tree nodes, from one state at the root
     replay              the state after one path of a tree
     replay_tree_scan    both in one pass over the state, with gate and norm
+    tree_scan_layer     the same from the input projection on: convolution, replay and scan
     tree_delta          outputs of the gated delta rule at tree nodes, and the record for replay
     replay_delta        the state after one path of such a tree
     replay_tree_delta   both, one after the other
@@ -59,7 +60,7 @@ from pallas_kernels.tree_conv1d.api import (
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 from pallas_kernels.tree_delta.api import delta_chunks, replay_delta, replay_tree_delta, tree_delta
 from pallas_kernels.tree_delta.gates import Decays, StepSizes
-from pallas_kernels.tree_scan.api import replay, replay_tree_scan, tree_scan
+from pallas_kernels.tree_scan.api import replay, replay_tree_scan, tree_scan, tree_scan_layer
 from pallas_kernels.tree_scan.gate import Gate
 
 __all__ = [
@@ -99,5 +100,6 @@ __all__ = [
     "tree_conv1d_layer",
     "tree_delta",
     "tree_scan",
+    "tree_scan_layer",
     "write_kv",
 ]

@@ -134,6 +134,13 @@ def choose(
     return taken
 
 
+def kernels_run(requested: str | None, arrays: Any) -> bool:
+    """Whether ops of these arrays run as kernels, unless a kernel refuses them."""
+    if requested is not None:
+        return _version(requested) == "pallas"
+    return not (triton.UNAVAILABLE or device_obstacle(device_of(arrays)))
+
+
 @functools.cache
 def _warn_of_old_jax(version: tuple[int, ...]) -> None:
     """Once: graphs of such a jax leave our kernels out, so that each is launched by the host."""

@@ -140,14 +140,7 @@ def tree_conv1d_layer(
     Raises:
         ValueError: a projection or weights that do not fit the layout.
     """
-    if projected.shape[-1] != layout.num_columns:
-        raise ValueError(
-            f"the projection has {projected.shape[-1]} columns, {layout} has {layout.num_columns}"
-        )
-    if conv_weight.shape[-1] != layout.num_channels:
-        raise ValueError(
-            f"conv_weight has {conv_weight.shape[-1]} channels, {layout} has {layout.num_channels}"
-        )
+    layout.check(projected.shape[-1], conv_weight.shape[-1])
     arguments = (
         *(projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index),
         *(prefix_pending, previous),

@@ -89,6 +89,13 @@ class Mamba2Layout:
         """Channels of the convolution."""
         return self.channels[2] + self.num_groups * self.state_size
 
+    def check(self, columns: int, channels: int) -> None:
+        """Raises a ValueError unless a projection has these columns, and a convolution channels."""
+        if columns != self.num_columns:
+            raise ValueError(f"the projection has {columns} columns, {self} has {self.num_columns}")
+        if channels != self.num_channels:
+            raise ValueError(f"conv_weight has {channels} channels, {self} has {self.num_channels}")
+
     def gate(self, projected: Product) -> tuple[Product, int]:
         """An array with the gate z, and z's first column; a slice only if z has a multiplier."""
         if self.multipliers[0] == 1.0:

@@ -85,56 +85,72 @@ def tree_conv1d_layer(
     interpret: bool = False,
 ) -> tuple[Mamba2Pending, jax.Array, jax.Array]:
     """See `api.tree_conv1d_layer`, whose arrays these are."""
-    projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index, *trees = arrays
-    prefix_pending, previous = trees
+    of_row, of_layer, outputs = arrays_of_layer(*arrays, layout=layout)
+
+    def in_columns(array: Any) -> Any:
+        """Heads and groups as neighbouring columns."""
+        if len(array.shape) < 4:
+            return array
+        shape = (*array.shape[:2], math.prod(array.shape[2:]))
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, array.dtype)
+        return array.reshape(shape)
+
+    results = _call(
+        {name: in_columns(array) for name, array in of_row.items()},
+        of_layer,
+        {name: in_columns(shape) for name, shape in outputs.items()},
+        sections=sections_of(layout),
+        layout=layout,
+        activation="silu",
+        interpret=interpret,
+    )
+    results = {name: array.reshape(outputs[name].shape) for name, array in results.items()}
+    pending = Mamba2Pending(*(results[name] for name in Mamba2Pending._fields))
+    return pending, results["C"], results.get("conv_state", of_row["conv_state"])
+
+
+Arrays = dict[str, Any]
+
+
+def arrays_of_layer(
+    projected: Any,
+    conv_weight: jax.Array,
+    conv_bias: jax.Array | None,
+    dt_bias: jax.Array,
+    conv_state: jax.Array,
+    conv_gather_index: jax.Array,
+    prefix_pending: Mamba2Pending | None,
+    previous: Any,
+    *,
+    layout: Mamba2Layout,
+) -> tuple[Arrays, Arrays, Arrays]:
+    """Inputs of rows and of the layer, and the shapes of outputs, by the kernel's names."""
     batch, num_queries, _ = projected.shape
     num_nodes = num_queries + (0 if prefix_pending is None else prefix_pending.x.shape[1])
 
     def like(*shape: int, dtype: Any = projected.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, *shape), dtype)
 
-    def flat(heads: jax.Array) -> jax.Array:
-        return heads.reshape(*heads.shape[:2], -1)
-
     in_groups = (layout.num_groups, layout.state_size)
     of_row = {"inputs": projected, "conv_state": conv_state, "index": conv_gather_index}
+    of_layer = {"weight": conv_weight, "bias": conv_bias, "dt_bias": dt_bias}
     outputs = {
-        "x": like(num_nodes, layout.num_heads * layout.head_dim),
+        "x": like(num_nodes, layout.num_heads, layout.head_dim),
         "dt": like(num_nodes, layout.num_heads, dtype=jnp.float32),
-        "B": like(num_nodes, layout.num_groups * layout.state_size),
-        "C": like(num_queries, layout.num_groups * layout.state_size),
+        "B": like(num_nodes, *in_groups),
+        "C": like(num_queries, *in_groups),
         "conv_input": like(num_nodes, layout.num_channels),
     }
     if prefix_pending is not None:
-        x, dt, B, conv_input = prefix_pending
-        of_row |= {
-            "prefix x": flat(x),
-            "prefix dt": dt,
-            "prefix B": flat(B),
-            "prefix conv_input": conv_input,
-        }
+        named = zip(prefix_pending._fields, prefix_pending, strict=True)
+        of_row |= {f"prefix {name}": array for name, array in named}
     if previous is not None:
         old, replay_index = previous
         index = index_before(conv_gather_index, replay_index, old.conv_input.shape[1])
         of_row |= {"index": index, "replay_index": replay_index, "old conv_input": old.conv_input}
         outputs["conv_state"] = jax.typeof(conv_state)
-    results = _call(
-        of_row,
-        {"weight": conv_weight, "bias": conv_bias, "dt_bias": dt_bias},
-        outputs,
-        sections=sections_of(layout),
-        layout=layout,
-        activation="silu",
-        interpret=interpret,
-    )
-    pending = Mamba2Pending(
-        results["x"].reshape(batch, num_nodes, layout.num_heads, layout.head_dim),
-        results["dt"],
-        results["B"].reshape(batch, num_nodes, *in_groups),
-        results["conv_input"],
-    )
-    C = results["C"].reshape(batch, num_queries, *in_groups)
-    return pending, C, results.get("conv_state", conv_state)
+    return of_row, of_layer, outputs
 
 
 def index_before(index: jax.Array, replay_index: jax.Array, num_replayed: int) -> jax.Array:
@@ -198,6 +214,51 @@ def _call(
     )
 
 
+def convolved(
+    inputs: dict[str, Ref],
+    query: jax.Array,  # [n]
+    channels: pl.Slice,
+    columns: pl.Slice,
+    multiplied: Callable[[jax.Array], jax.Array],
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Some channels `[n, c]` of some queries, float32 before the activation; and their inputs."""
+    # The index counts through the rows of these arrays.
+    names = ("conv_state", "old conv_input", "prefix conv_input", "inputs")
+    refs = [inputs[name] for name in names if name in inputs]
+    starts = itertools.accumulate((ref.shape[0] for ref in refs), initial=0)
+    ranges = list(itertools.pairwise(starts))
+    weight, dtype = inputs["weight"], refs[-1].dtype
+    total = jnp.zeros((query.shape[0], channels.size), jnp.float32)
+    if "bias" in inputs:
+        total = total + inputs["bias"][channels].astype(jnp.float32)[None, :]
+    for tap in range(weight.shape[0]):
+        row = inputs["index"][query, tap]
+        value = jnp.zeros(total.shape, dtype)
+        for ref, (start, end) in zip(refs, ranges, strict=True):
+            there = ((row >= start) & (row < end))[:, None]
+            is_new = ref is refs[-1]
+            index = jnp.clip(row, start, end - 1) - start, columns if is_new else channels
+            loaded = tb.masked_load(ref, index, there, interpret=interpret).astype(dtype)
+            value = jnp.where(there, multiplied(loaded) if is_new else loaded, value)
+        of_tap = weight[tap, channels].astype(jnp.float32)[None, :]
+        total = tb.multiply_add(value.astype(jnp.float32), of_tap, total, interpret=interpret)
+    return total, value  # the newest tap is of the node itself
+
+
+def replay_conv_state(inputs: dict[str, Ref], outputs: dict[str, Ref], channels: pl.Slice) -> None:
+    """Writes some channels of the conv state after the previous tree's path."""
+    state, old = inputs["conv_state"], inputs["old conv_input"]
+    num_before = state.shape[0]
+    place, _ = tb.rows(0, tb.padded_size(num_before), num_before)
+    row = inputs["replay_index"][place]
+    kept = state[jnp.minimum(row, num_before - 1), channels]
+    new = old[jnp.clip(row - num_before, 0, old.shape[0] - 1), channels]
+    value = jnp.where((row < num_before)[:, None], kept, new.astype(kept.dtype))
+    outputs["conv_state"][place, channels] = value
+
+
 def _kernel(
     inputs: dict[str, Ref],
     outputs: dict[str, Ref],
@@ -254,32 +315,12 @@ def _kernel(
         return (value.astype(jnp.float32) * multiplier).astype(value.dtype)
 
     def convolve() -> None:
-        # The index counts through the rows of these arrays.
-        names = ("conv_state", "old conv_input", "prefix conv_input", "inputs")
-        refs = [inputs[name] for name in names if name in inputs]
-        starts = itertools.accumulate((ref.shape[0] for ref in refs), initial=0)
-        ranges = list(itertools.pairwise(starts))
-        weight, dtype = inputs["weight"], refs[-1].dtype
-        total = jnp.zeros((block_nodes, block_channels), jnp.float32)
-        if "bias" in inputs:
-            total = total + inputs["bias"][channels].astype(jnp.float32)[None, :]
-        for tap in range(weight.shape[0]):
-            row = inputs["index"][query, tap]
-            value = jnp.zeros(total.shape, dtype)
-            for ref, (start, end) in zip(refs, ranges, strict=True):
-                there = ((row >= start) & (row < end))[:, None]
-                is_new = ref is refs[-1]
-                index = jnp.clip(row, start, end - 1) - start, columns if is_new else channels
-                loaded = tb.masked_load(ref, index, there, interpret=interpret).astype(dtype)
-                value = jnp.where(there, multiplied(loaded) if is_new else loaded, value)
-            of_tap = weight[tap, channels].astype(jnp.float32)[None, :]
-            total = tb.multiply_add(value.astype(jnp.float32), of_tap, total, interpret=interpret)
+        total, newest = convolved(inputs, query, channels, columns, multiplied, interpret=interpret)
         write(query, lambda *_: jax.nn.silu(total) if activation == "silu" else total)
         if "conv_input" in outputs:
-            value = multiplied(inputs["inputs"][query, columns])
-            outputs["conv_input"][num_prefix + query, channels] = value
+            outputs["conv_input"][num_prefix + query, channels] = newest
         if "conv_state" in outputs:
-            pl.when(node_block == 0)(replay_conv_state)
+            pl.when(node_block == 0)(lambda: replay_conv_state(inputs, outputs, channels))
 
     def copy_prefix() -> None:
         outputs["conv_input"][prefix, channels] = inputs["prefix conv_input"][prefix, channels]
@@ -301,17 +342,6 @@ def _kernel(
                 value = values(section.output, copies[0]).astype(output.dtype)
                 for copy in copies:
                     output[row, copy] = value
-
-    def replay_conv_state() -> None:
-        """Writes the conv state after the previous tree's path."""
-        state, old = inputs["conv_state"], inputs["old conv_input"]
-        num_before = state.shape[0]
-        place, _ = tb.rows(0, tb.padded_size(num_before), num_before)
-        row = inputs["replay_index"][place]
-        kept = state[jnp.minimum(row, num_before - 1), channels]
-        new = old[jnp.clip(row - num_before, 0, old.shape[0] - 1), channels]
-        value = jnp.where((row < num_before)[:, None], kept, new.astype(kept.dtype))
-        outputs["conv_state"][place, channels] = value
 
     for_block(block < num_channel_blocks, convolve, copy_prefix)
     if layout is None:

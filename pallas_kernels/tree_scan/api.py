@@ -8,12 +8,15 @@ state.
 from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels import dispatch, triton
 from pallas_kernels import native as cpu
-from pallas_kernels.numerics import DeferredRMSNorm
+from pallas_kernels.numerics import DeferredRMSNorm, PartialSums
+from pallas_kernels.tree_conv1d.api import tree_conv1d_layer
+from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 from pallas_kernels.tree_scan import jax_triton_versions, native, pallas_triton, xla
+from pallas_kernels.tree_scan.convolution import Convolution
 from pallas_kernels.tree_scan.gate import Gate
 
 
@@ -144,6 +147,80 @@ def replay_tree_scan(
     previous, tree = (prev_x, prev_dt, prev_B, prev_path), (x, dt, B, C, D, ancestor_mask)
     arrays = (previous, tree, A, state, gate)
     return _run("replay_tree_scan", arrays, implementation, A_is_log)
+
+
+def tree_scan_layer(
+    projected: Float[Array, "B Q X"] | PartialSums,
+    conv_weight: Float[Array, "K C"],
+    conv_bias: Float[Array, " C"] | None,
+    dt_bias: Float32[Array, " H"],
+    A_log: Float32[Array, " H"],
+    D: Float[Array, "H P"] | Float[Array, " H"],
+    state: Float[Array, "B H P S"],
+    conv_state: Float[Array, "B J C"],
+    conv_gather_index: Int[Array, "B Q K"],
+    mask: Bool[Array, "B N N"],
+    *,
+    layout: Mamba2Layout,
+    gate: Gate | None = None,
+    prefix_pending: Mamba2Pending | None = None,
+    previous: tuple[Mamba2Pending, Bool[Array, "B O"], Int[Array, "B J"]] | None = None,
+    implementation: str | None = None,
+) -> tuple[Any, Mamba2Pending, Float[Array, "B H P S"], Float[Array, "B J C"]]:
+    """Everything between the projections of a Mamba-2 layer, over a tree.
+
+    It is `tree_conv1d_layer`, and then `tree_scan` or, after a previous tree, `replay_tree_scan`.
+    Of few nodes both kernels are one, with the same bits.
+
+    Args:
+        projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index, layout,
+            prefix_pending: as in `tree_conv1d_layer`.
+        A_log: `log(-A)`, float32.
+        D, mask, gate: as in `tree_scan`.
+        state: of the scan before the root: of the previous tree if there is one, otherwise of this
+            tree.
+        previous: the previous tree's pending record, its accepted path, and `replay_gather_index`
+            of the path; both states advance along it first. None: they are up to date.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+
+    Returns:
+        The outputs as `tree_scan` returns them, the pending record of all `N` nodes, and the states
+        of the scan and of the convolution before this tree's root.
+
+    Raises:
+        ValueError: a projection, weights or a gate that do not fit the layout.
+    """
+    replayed, conv_replay = None, None
+    if previous is not None:
+        old, path, replay_gather_index = previous
+        replayed, conv_replay = (old.x, old.dt, old.B, path), (old, replay_gather_index)
+    arrays = projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index
+    convolution = Convolution((*arrays, prefix_pending, conv_replay), layout)
+    is_kernel = dispatch.kernels_run(implementation, state)
+    if is_kernel and pallas_triton.convolves(convolution, mask.shape[1], state, projected.dtype):
+        layout.check(projected.shape[-1], conv_weight.shape[-1])
+        if gate is not None:
+            gate.check(layout.num_heads, layout.head_dim)
+        with jax.named_scope("tree_scan_layer"), dispatch.on(state):
+            chosen = dispatch.choose("tree_scan_layer", implementation)
+            return pallas_triton.tree_scan_layer(
+                *(replayed, (D, mask), A_log, state, gate, convolution),
+                interpret=chosen == "pallas_interpret",
+            )
+    options = dict(gate=gate, A_is_log=True, implementation=implementation)
+    pending, C, conv_state = tree_conv1d_layer(
+        *arrays,
+        layout=layout,
+        prefix_pending=prefix_pending,
+        previous=conv_replay,
+        implementation=implementation,
+    )
+    tree = pending.x, pending.dt, A_log, pending.B, C, D, state, mask
+    if replayed is None:
+        y = tree_scan(*tree, **options)
+    else:
+        y, state = replay_tree_scan(*replayed, *tree, **options)
+    return y, pending, state, conv_state
 
 
 def _run(op: str, arrays: tuple[Any, ...], implementation: str | None, A_is_log: bool) -> Any:

@@ -43,7 +43,9 @@ from pallas_kernels import dispatch, walk
 from pallas_kernels import triton as tb
 from pallas_kernels.numerics import DeferredRMSNorm, scaled
 from pallas_kernels.rms_norm.pallas_triton import gated_rms_norm
+from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 from pallas_kernels.tree_scan import head, recurrence
+from pallas_kernels.tree_scan.convolution import Convolution, convolve
 from pallas_kernels.tree_scan.gate import Gate
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.triton import Ref
@@ -93,8 +95,35 @@ def scan(
     **options: Any,
 ) -> tuple[Any, jax.Array]:
     """See `api._run`, whose arrays these are; options are those of `_run`."""
-    is_recurrence = tree is None or tree[0].shape[1] <= MOST_NODES or dispatch.wants_bits()
-    return _run(previous, tree, *arguments, is_recurrence=is_recurrence, **options)
+    is_recurrence = tree is None or _is_recurrence(tree[0].shape[1])
+    y, state, _ = _run(previous, tree, *arguments, is_recurrence=is_recurrence, **options)
+    return y, state
+
+
+def _is_recurrence(num_nodes: int) -> bool:
+    return num_nodes <= MOST_NODES or dispatch.wants_bits()
+
+
+def convolves(convolution: Convolution, num_nodes: int, state: jax.Array, dtype: DTypeLike) -> bool:
+    """Whether one kernel convolves and scans a tree."""
+    _, num_heads, head_dim, state_size = state.shape
+    obstacle = tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
+    if obstacle or not _is_recurrence(num_nodes):
+        return False
+    channels = channels_of(0, head_dim, state_size)
+    return convolution.obstacle(num_heads * head_dim // channels, channels) is None
+
+
+def tree_scan_layer(
+    previous: Sequence[jax.Array] | None, tree: Sequence[jax.Array], *arguments: Any, **options: Any
+) -> tuple[Any, Mamba2Pending, jax.Array, jax.Array]:
+    """See `api.tree_scan_layer`, for a tree that this `convolves`; given are its D and mask."""
+    y, state, results = _run(
+        previous, tree, *arguments, is_recurrence=True, A_is_log=True, **options
+    )
+    convolution = arguments[-1]
+    conv_state = results.get("conv_state", convolution.arrays[4])
+    return y, Mamba2Pending(*(results[name] for name in Mamba2Pending._fields)), state, conv_state
 
 
 @functools.partial(jax.jit, static_argnames=("is_recurrence", "A_is_log", "interpret"))
@@ -104,14 +133,17 @@ def _run(
     A: jax.Array,
     state: jax.Array,
     gate: Gate | None,
+    convolution: Convolution | None = None,
     *,
     is_recurrence: bool,
     A_is_log: bool,
     interpret: bool,
-) -> tuple[Any, jax.Array]:
-    """The kernel with a previous tree, a new one, or both: the outputs, if any, and the state."""
+) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
+    """The kernel with a previous tree, a new one, or both: outputs, if any, state, all results.
+
+    With a convolution a new tree is D and mask alone.
+    """
     name = "tree_scan" if previous is None else "replay_tree_scan"
-    some_x, _, some_B, *_ = previous or tree or ()
     batch, num_heads, head_dim, state_size = state.shape
     if is_recurrence:
         # One node and 16 channels at a time. The fastest of nine for 5 nodes, in a trial on an
@@ -119,12 +151,18 @@ def _run(
         # of 256 are for 8 warps: with 4, 64 nodes spill.
         warps = 4 if state_size <= 128 else 8
         blocks = BlockSizes(queries=1, keys=1, state=0, part=32, num_warps=warps)
-        name = "replay" if tree is None else f"{name}_recurrence"
+        way = "recurrence" if convolution is None else "layer"
+        name = "replay" if tree is None else f"{name}_{way}"
     else:
+        some_x = (previous or tree or ())[0]
         blocks = closed_form_blocks(some_x.dtype, head_dim * state_size)
     channels = channels_of(blocks.state, head_dim, state_size)
     num_blocks = head_dim // channels
-    part = HeadBlocks(channels, num_heads // some_B.shape[2])
+    if convolution is None:
+        num_groups = (previous or tree or ())[2].shape[2]
+    else:
+        num_groups = convolution.layout.num_groups
+    part = HeadBlocks(channels, num_heads // num_groups)
 
     inputs = {"A": part.of(A, "h"), "state": part.of(state, "bhp.")}
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
@@ -139,15 +177,21 @@ def _run(
         }
         outputs["state"] = inputs["state"]
     if tree is not None:
-        x, dt, B, C, D, mask = tree
+        *nodes, D, mask = tree
+        if convolution is None:
+            x, dt, B, C = nodes
+            inputs |= {
+                "x": part.of(x, "b.hp"),
+                "dt": part.of(dt, "b.h"),
+                "B": part.of(B, "b.g."),
+                "C": part.of(C, "b.g."),
+            }
+        else:
+            more = convolution.blocked(part)
+            inputs, outputs = inputs | more[0], outputs | more[1]
+            x, C = outputs["x"][0], outputs["C"][0]
+        inputs["D"] = part.of(D, "hp"[: D.ndim])
         num_nodes, num_queries = x.shape[1], C.shape[1]
-        inputs |= {
-            "x": part.of(x, "b.hp"),
-            "dt": part.of(dt, "b.h"),
-            "B": part.of(B, "b.g."),
-            "C": part.of(C, "b.g."),
-            "D": part.of(D, "hp"[: D.ndim]),
-        }
         if not is_recurrence:
             inputs["mask"] = part.of(mask, "b..")
         elif num_nodes > 1:
@@ -180,6 +224,7 @@ def _run(
             num_blocks=num_blocks,
             A_is_log=A_is_log,
             gate=static_gate,
+            layout=None if convolution is None else convolution.layout,
             interpret=interpret,
         ),
         inputs,
@@ -193,13 +238,13 @@ def _run(
     state, y = results.get("state", state), results.get("y")
     if gate is not None and gate.defers_norm:
         rows = results["y"].reshape(batch, num_queries, -1)
-        return DeferredRMSNorm(rows, results["mean_squares"], gate.norm_epsilon), state
+        return DeferredRMSNorm(rows, results["mean_squares"], gate.norm_epsilon), state, results
     if gate is not None and later_weight is not None:
         rows = results["y"].reshape(batch, num_queries, -1)
         options = dict(norm="gate_then_norm", epsilon=gate.norm_epsilon, num_groups=num_heads)
         rows = gated_rms_norm(rows, None, later_weight, interpret=interpret, **options)
         y = rows.reshape(results["y"].shape)
-    return y, state
+    return y, state, results
 
 
 def _kernel(
@@ -211,6 +256,7 @@ def _kernel(
     num_blocks: int,
     A_is_log: bool,
     gate: tuple[int, float, int, float] | None,
+    layout: Mamba2Layout | None,
     interpret: bool,
 ) -> None:
     """Refs by name, of one row and one head; p channels of it, one of `num_blocks`.
@@ -219,8 +265,13 @@ def _kernel(
     steps [O + 2]; of a new tree x [N, p], dt [N], B [N, S], C [Q, S], D [p] or [], mask [N, N] or,
     for a recurrence of several nodes, visits [N + 2], and perhaps gate [Q, X] and norm_weight [p].
     outputs: state [p, S] after the path; y [Q, p] and perhaps mean_squares [Q].
+    With a layout the program convolves x, dt, B and C first, which are outputs; see `convolve`.
     gate: first column, multiplier, and of the norm the size of a row and epsilon.
     """
+    if layout is not None:
+        place = pl.program_id(1), pl.program_id(2)
+        convolve(inputs, outputs, layout, *place, interpret=interpret)
+        inputs = inputs | {name: outputs[name] for name in ("x", "dt", "B", "C")}
     state_size = inputs["state"].shape[1]
     parts = tb.parts(state_size, blocks.part)
     A = inputs["A"][...]
@@ -268,7 +319,7 @@ def _kernel(
         outputs["y"][query, :] = y.astype(outputs["y"].dtype)
 
     def leave_out(query: jax.Array) -> None:
-        for name in outputs.keys() - {"state"}:
+        for name in outputs.keys() & {"y", "mean_squares"}:
             ref = outputs[name]
             ref[query] = jnp.zeros(ref.shape[1:], ref.dtype)
 

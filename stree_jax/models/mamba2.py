@@ -9,12 +9,12 @@ The model is Mamba-2's (Dao and Gu 2024, arXiv:2405.21060). The same algebra run
 (`__call__`) and over a tree (`tree`), and both read the projection through one `Mamba2Layout`, so
 that a clamp or a multiplier cannot differ between prefill and decode.
 
-Over a tree there are two kernels between the projections: `tree_conv1d_layer` (convolution, time
-steps, pending record) and `replay_tree_scan` with the gate. A norm after the gate is deferred if
-possible: the scan applies its weight and writes partial sums of the mean square, and the kernel
-that adds the output to the residual stream scales the rows. A per-head norm (MambaInLlama) is done
-in the scan. Norms of groups of heads (Nemotron-H), norms before the gate and norms next to other
-terms of the output projection take a separate launch.
+Over a tree there is one op between the projections, `tree_scan_layer`: convolution, time steps and
+pending record, then replay, scan and gate. It is one kernel for few nodes, and two for more. A norm
+after the gate is deferred if possible: the scan applies its weight and writes partial sums of the
+mean square, and the kernel that adds the output to the residual stream scales the rows. A per-head
+norm (MambaInLlama) is done in the scan. Norms of groups of heads (Nemotron-H), norms before the
+gate and norms next to other terms of the output projection take a separate launch.
 """
 
 import dataclasses
@@ -33,10 +33,9 @@ from pallas_kernels import (
     gated_rms_norm,
     replay,
     replay_conv_state,
-    replay_tree_scan,
     ssd,
     tree_conv1d_layer,
-    tree_scan,
+    tree_scan_layer,
 )
 from pallas_kernels.numerics import Product, activate, scaled, total
 from pallas_kernels.rms_norm.xla import activated
@@ -339,32 +338,20 @@ class Mamba2Mixer(MixerModule):
         tree, conv_gather_index, cache, prefix_pending, replay = at
         c, layout, width = self.config, self.config.layout, self.config.conv_width
         projected = self.in_proj.in_parts(scaled(u, c.input_multiplier))
-        previous = replay and (replay.pending, replay.conv_gather_index[width])
-        pending, C, conv_state = self.run(
-            tree_conv1d_layer,
-            projected,
-            *self.conv(),
-            self.dt_bias[...],
-            cache.conv,
-            conv_gather_index[width],
-            layout=layout,
-            prefix_pending=prefix_pending,
-            previous=previous,
-        )
         D = self.D[...]
-        D = D.reshape(c.num_heads, c.head_dim) if c.d_per_channel else D
         gate = self._gate(projected)
-        nodes = (pending.x, pending.dt, self.A_log[...], pending.B, C, D)
-        arguments = (*nodes, cache.ssm, tree.ancestor_mask)
-        y: Array | DeferredRMSNorm
-        if replay is None:
-            y = self.run(tree_scan, *arguments, gate=gate, A_is_log=True)
-            ssm = cache.ssm
-        else:
-            old = (replay.pending.x, replay.pending.dt, replay.pending.B, replay.path.mask)
-            y, ssm = self.run(replay_tree_scan, *old, *arguments, gate=gate, A_is_log=True)
+        y, pending, *states = self.run(
+            tree_scan_layer,
+            *(projected, *self.conv(), self.dt_bias[...], self.A_log[...]),
+            D.reshape(c.num_heads, c.head_dim) if c.d_per_channel else D,
+            *(*cache, conv_gather_index[width], tree.ancestor_mask),
+            layout=layout,
+            gate=gate,
+            prefix_pending=prefix_pending,
+            previous=replay and (replay.pending, replay.path.mask, replay.conv_gather_index[width]),
+        )
         output = self._finish(y, gate, projected, self.implementation)
-        return output, pending, Mamba2Cache(ssm, conv_state)
+        return output, pending, Mamba2Cache(*states)
 
     def replay(self, cache: Mamba2Cache, along: Replay) -> Mamba2Cache:
         x, dt, B, conv_input = along.pending

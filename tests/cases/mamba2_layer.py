@@ -1,4 +1,4 @@
-"""The two kernels between the projections of a Mamba-2 layer."""
+"""The kernels between the projections of a Mamba-2 layer, one or two."""
 
 import dataclasses
 import functools
@@ -14,9 +14,7 @@ from pallas_kernels import (
     Gate,
     Mamba2Layout,
     Mamba2Pending,
-    replay_tree_scan,
-    tree_conv1d_layer,
-    tree_scan,
+    tree_scan_layer,
 )
 from pallas_kernels.tree_conv1d import reference as conv_reference
 from pallas_kernels.tree_scan import reference as scan_reference
@@ -38,6 +36,8 @@ CASES = base.table(
         "bf16": dict(bf16=True),
         "bf16, wide states": dict(layout=dataclasses.replace(PLAIN, state_size=256), bf16=True),
         "bf16, gate, no norm": dict(normed=False, bf16=True),
+        "one query, two groups": dict(nodes=7, prefix=6, d_per_channel=True),
+        "one query, bf16, blocks of channels": dict(layout=WIDE, nodes=3, prefix=2, bf16=True),
         "prefix, blocks of nodes": dict(nodes=40, replayed=18, prefix=21, bf16=True),
         "blocks of channels": dict(layout=WIDE, nodes=3),
         "repeated after the convolution": dict(
@@ -50,6 +50,9 @@ CASES = base.table(
         "heads normed alone": dict(nodes=20, per_head=True),
         "parts of heads normed alone": dict(layout=WIDE, nodes=3, per_head=True),
         "all knobs": dict(layout=dataclasses.replace(PLAIN, **KNOBS), width=2),
+        "all knobs, one query": dict(
+            layout=dataclasses.replace(PLAIN, **KNOBS), width=2, nodes=4, prefix=3
+        ),
     },
     layout=PLAIN,
     batch=2,
@@ -136,29 +139,23 @@ def layer(
     per_head=False,
 ):
     """`Mamba2Mixer.tree` between its projections."""
-    conv_weight, conv_bias, dt_bias, A_log, D = weights
-    ssm, conv_state = states
-    pending, C, conv_state = tree_conv1d_layer(
-        *(projected, conv_weight, conv_bias, dt_bias, conv_state, index),
-        layout=layout,
-        prefix_pending=prefix,
-        previous=None if previous is None else (previous[0], previous[2]),
-        implementation=implementation,
-    )
+    *weights, D = weights
     gate = None
     if gated:
         options = dict(start=layout.columns[0], multiplier=layout.multipliers[0])
         options |= dict(norm_epsilon=norm_epsilon, norm_per_head=per_head)
         gate = Gate(projected, norm_weight, **options)
-    D = D if D.shape[0] == layout.num_heads else D.reshape(layout.num_heads, -1)
-    tree = (pending.x, pending.dt, A_log, pending.B, C, D, ssm, mask)
-    options = dict(gate=gate, A_is_log=True, implementation=implementation)
-    if previous is None:
-        y = tree_scan(*tree, **options)
-    else:
-        old, path, _ = previous
-        y, ssm = replay_tree_scan(old.x, old.dt, old.B, path, *tree, **options)
-    return y, pending, (ssm, conv_state)
+    y, pending, *states = tree_scan_layer(
+        *(projected, *weights),
+        D if D.shape[0] == layout.num_heads else D.reshape(layout.num_heads, -1),
+        *(*states, index, mask),
+        layout=layout,
+        gate=gate,
+        prefix_pending=prefix,
+        previous=previous,
+        implementation=implementation,
+    )
+    return y, pending, states
 
 
 @functools.cache
@@ -198,7 +195,7 @@ def errors(case, implementation):
         implementation=implementation,
     )
     y, record, states = run(
-        *(projected[:, :first], weights, (exact(inputs.ssm), small(inputs.conv_state))),
+        *(projected[:, :first], weights, [exact(inputs.ssm), small(inputs.conv_state)]),
         *(index[:, :first], mask[:, :first, :first], None),
         (pending, base.on_device(inputs.path), back),
     )

@@ -1,0 +1,123 @@
+"""The convolution of a Mamba-2 layer at the beginning of its scan: one launch for both.
+
+A program convolves what it scans: its channels of x, and B and C of its group. So all programs of a
+group convolve B and C, and write the same numbers: those of `tree_conv1d_layer`, to the bit. After
+a barrier a program reads what it wrote.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import triton as tb
+from pallas_kernels.numerics import scaled, static
+from pallas_kernels.tree_conv1d import pallas_triton as conv
+from pallas_kernels.tree_conv1d.layout import Mamba2Layout, time_step
+from pallas_kernels.tree_conv1d.sections import Section, sections_of
+from pallas_kernels.tree_scan.head_blocks import HeadBlocks
+from pallas_kernels.triton import Ref
+
+# Of the taps of all programs, from the L2 cache of a GPU: by arithmetic a microsecond. A launch of
+# the convolution took 3 on an H200. Nobody has timed both ways.
+MOST_BYTES = 4 << 20
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """What a scan convolves itself.
+
+    Attributes:
+        arrays: those of `tree_conv1d_layer`, in its order.
+        layout: the columns of the projection.
+    """
+
+    arrays: tuple[Any, ...]
+    layout: Mamba2Layout = static()
+
+    def obstacle(self, programs: int, channels: int) -> str | None:
+        """Why this is a launch of its own, or None; by programs of a row, and channels of x."""
+        layout, (projected, weight, *_) = self.layout, self.arrays
+        batch, num_queries, _ = projected.shape
+        numbers = batch * num_queries * programs * (channels + 2 * layout.state_size)
+        if 8 * len(weight) * numbers > MOST_BYTES:
+            return f"{num_queries} queries of {batch} rows are convolved faster alone"
+        if (layout.x_heads, layout.b_groups) != (layout.num_heads, layout.num_groups):
+            return "heads of x or groups of B are repeated"
+        return conv.unsupported_layer(layout, len(weight))
+
+    def blocked(self, part: HeadBlocks) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Inputs and outputs of `convolve`."""
+        of_row, of_layer, shapes = conv.arrays_of_layer(*self.arrays, layout=self.layout)
+        axes = {"x": "b.hp", "dt": "b.h", "B": "b.g.", "C": "b.g."}
+
+        def of_program(name: str, array: Any, others: str) -> tuple[Any, pl.BlockSpec]:
+            default = others[: len(array.shape)]
+            return part.of(array, axes.get(name.removeprefix("prefix "), default))
+
+        inputs = {name: of_program(name, array, "b..") for name, array in of_row.items()}
+        inputs |= {
+            name: of_program(name, array, "..")
+            for name, array in of_layer.items()
+            if array is not None
+        }
+        return inputs, {name: of_program(name, shape, "b..") for name, shape in shapes.items()}
+
+
+def convolve(
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    layout: Mamba2Layout,
+    head: jax.Array,
+    block: jax.Array,  # of the head's channels
+    *,
+    interpret: bool,
+) -> None:
+    """Writes x, dt, B and C of all nodes, their conv inputs, and the conv state before the root.
+
+    Refs are those of `tree_conv1d`, but of prefix x and B, and of outputs x, dt, B and C, a program
+    has its head, channels and group.
+    """
+    num_nodes, num_queries = outputs["dt"].shape[0], inputs["index"].shape[0]
+    num_prefix = num_nodes - num_queries
+    query, _ = tb.rows(0, 1 << (num_queries - 1).bit_length(), num_queries)
+    group = lax.div(head, layout.num_heads // layout.num_groups) * layout.state_size
+    channels = outputs["x"].shape[1]
+    sizes = (head * layout.head_dim + block * channels, channels), (group, layout.state_size)
+
+    def copy(name: str, places: Any) -> None:
+        if num_prefix:
+            node, _ = tb.rows(0, 1 << (num_prefix - 1).bit_length(), num_prefix)
+            outputs[name][node, *places] = inputs[f"prefix {name}"][node, *places]
+
+    def of_section(section: Section, first: jax.Array, size: int) -> None:
+        places = pl.ds(section.channel + first, size)
+        total, newest = conv.convolved(
+            inputs,
+            query,
+            places,
+            pl.ds(section.column + first, size),
+            lambda value: scaled(value, section.multiplier),
+            interpret=interpret,
+        )
+        output, before = outputs[section.output], num_prefix * section.pending
+        output[before + query, :] = jax.nn.silu(total).astype(output.dtype)
+        outputs["conv_input"][num_prefix + query, places] = newest
+        copy("conv_input", [places])
+        if section.pending:
+            copy(section.output, [slice(None)])
+        if "conv_state" in outputs:
+            conv.replay_conv_state(inputs, outputs, places)
+
+    x, *B_and_C = sections_of(layout)
+    of_section(x, *sizes[0])
+    for section in B_and_C:
+        of_section(section, *sizes[1])
+    raw = inputs["inputs"][query, layout.columns[4] + head]
+    raw, bias = scaled(raw, layout.multipliers[4]), inputs["dt_bias"][head]
+    outputs["dt"][num_prefix + query] = time_step(raw, bias, layout.dt_limit)
+    copy("dt", [])
+    tb.barrier(interpret)
