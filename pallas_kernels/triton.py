@@ -35,6 +35,10 @@ Ref: TypeAlias = Any
 # A dot's operands have at least this many rows and columns.
 SMALLEST_BLOCK = 16
 
+# What all programs of a kernel read again, rather than have a launch of its own compute it once: by
+# arithmetic a microsecond of the L2 cache. A launch took 3 to 4 on an H200. Nobody has timed both.
+MOST_REPEATED_BYTES = 6 << 20
+
 # Names of kernels that add up a row in one order, whatever the tree and the other rows are.
 IN_ONE_ORDER: set[str] = set()
 

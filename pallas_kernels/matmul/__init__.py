@@ -1,7 +1,16 @@
 """Products of rows with matrices."""
 
-from pallas_kernels.matmul.api import matmul, partial_sums, rows
+from pallas_kernels.matmul.api import matmul, normed_product, partial_sums, rows
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.quantized import GROUP, KINDS, QuantizedMatrix
 
-__all__ = ["GROUP", "KINDS", "PackedMatrix", "QuantizedMatrix", "matmul", "partial_sums", "rows"]
+__all__ = [
+    "GROUP",
+    "KINDS",
+    "PackedMatrix",
+    "QuantizedMatrix",
+    "matmul",
+    "normed_product",
+    "partial_sums",
+    "rows",
+]

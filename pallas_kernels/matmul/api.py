@@ -6,6 +6,7 @@ On a CPU of packed matrices in every type, on a GPU of unpacked ones in bfloat16
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Num
@@ -14,7 +15,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.matmul import native, pallas_triton, xla
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.quantized import QuantizedMatrix
-from pallas_kernels.numerics import Product, gated, total
+from pallas_kernels.numerics import DeferredRMSNorm, PartialSums, Product, gated, total
 
 
 def matmul(
@@ -107,6 +108,48 @@ def partial_sums(
         dtype=dtype,
         gate=gate,
     )
+
+
+def normed_product(
+    residual: Float[Array, "*rows I"],
+    output: Float[Array, "*rows I"] | PartialSums | DeferredRMSNorm,
+    weight: Float[Array, " I"],
+    matrix: QuantizedMatrix | Num[Array, "..."],
+    *,
+    epsilon: float,
+    multiplier: float = 1.0,
+    axis: int = -2,
+    gate: str | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*rows I"], Float[Array, "*rows I"], Product] | None:
+    """`add_rms_norm` and `partial_sums` of the norm as one kernel, for few rows of small models.
+
+    Args:
+        residual, output, weight, epsilon, multiplier: as in `add_rms_norm`.
+        matrix, axis, gate, implementation: as in `partial_sums`.
+
+    Returns:
+        The sum, its norm, and the product in the dtype of the norm, with the bits of the two ops.
+        None if they have to be two: their kernels do not run here, or each program of the product
+        would have too much to norm.
+    """
+    x = pallas_triton.NormedSum(residual, output, weight, epsilon, multiplier)
+    axis = getattr(matrix, "axis", axis)
+    if not (
+        dispatch.kernels_run(implementation, residual)
+        and (gate is None or pallas_triton.gates(residual.shape[-1], matrix.shape[-3 - axis]))
+        and pallas_triton.norms(x, matrix, axis, gate)
+    ):
+        return None
+    with jax.named_scope("normed_product"), dispatch.on(residual):
+        return pallas_triton.normed_product(
+            x,
+            matrix,
+            axis=axis,
+            dtype=x.dtype,
+            gate=gate,
+            interpret=dispatch.choose("normed_product", implementation) == "pallas_interpret",
+        )
 
 
 def rows(

@@ -31,16 +31,42 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from pallas_kernels import dispatch
 from pallas_kernels import triton as tb
 from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
 from pallas_kernels.matmul.xla import unpacked
-from pallas_kernels.numerics import PartialSums, Product, activate
+from pallas_kernels.numerics import PartialSums, Product, activate, static
+from pallas_kernels.rms_norm import pallas_triton as rms_norm
 from pallas_kernels.triton import Ref
 
 MOST_ROWS = 64  # of a block; more are XLA's where nobody wants bits
+MOST_NORMED = 4  # rows, one after the other, where the product norms them
 GATED_COLUMNS = 64  # of a block of each half of a gated product
+NUM_WARPS = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NormedSum:
+    """Rows that a product adds up and norms first, by the arguments of `add_rms_norm`."""
+
+    residual: jax.Array
+    output: Any
+    weight: jax.Array
+    epsilon: float = static()
+    multiplier: float = static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows."""
+        return self.residual.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Of their norms."""
+        return getattr(self.output, "value", self.output).dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +111,22 @@ def gates(inputs: int, columns: int) -> bool:
     return parts_of(inputs, columns) == 1 and columns % (2 * GATED_COLUMNS) == 0
 
 
-def unsupported(x: jax.Array, matrix: Any, axis: int) -> str | None:
+def norms(x: NormedSum, matrix: Any, axis: int, gate: str | None) -> bool:
+    """Whether every program of a product norms the rows again, which saves a launch."""
+    count, size = math.prod(x.shape[:-1]), x.shape[-1]
+    if unsupported(x, matrix, axis) or rms_norm.unsupported("row size", size):
+        return False
+    columns = matrix.shape[-3 - axis]
+    blocks = columns // (2 * GATED_COLUMNS)
+    if gate is None:
+        blocks = parts_of(size, columns) * -(-columns // block_sizes(size, columns, count).columns)
+    arrays = jax.tree.leaves((x.residual, x.output))
+    read = sum(array.size * array.dtype.itemsize for array in arrays)
+    fits = blocks * read <= tb.MOST_REPEATED_BYTES and count <= MOST_NORMED
+    return fits and rms_norm.warps(size) == NUM_WARPS  # so that it adds up in the same order
+
+
+def unsupported(x: Any, matrix: Any, axis: int) -> str | None:
     """Why this product cannot run, or None."""
     is_quantized = isinstance(matrix, QuantizedMatrix)
     dtype = jnp.dtype(matrix.dtype)
@@ -108,7 +149,7 @@ def unsupported(x: jax.Array, matrix: Any, axis: int) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("axis", "dtype", "gate", "interpret", "blocks"))
 def _partial_sums(
-    x: jax.Array,
+    x: Any,
     matrix: Any,
     *,
     axis: int,
@@ -116,8 +157,8 @@ def _partial_sums(
     gate: str | None = None,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
-) -> Product:
-    """See `api.partial_sums`; `blocks` None: those of `block_sizes`."""
+) -> Any:
+    """See `api.partial_sums` and `api.normed_product`; `blocks` None: those of `block_sizes`."""
     inputs, columns = matrix.shape[axis], matrix.shape[-3 - axis]
     blocks = blocks or block_sizes(inputs, columns, math.prod(x.shape[:-1]))
     parts = parts_of(inputs, columns)
@@ -128,7 +169,8 @@ def _partial_sums(
         # As much shared memory as twice the columns.
         blocks = BlockSizes(blocks.rows, columns=GATED_COLUMNS, inner=64, num_stages=4)
         firsts = [0, columns // GATED_COLUMNS]
-    x, shape = x.reshape(-1, inputs), (*x.shape[:-1], columns)
+    shape, count = (*x.shape[:-1], columns), math.prod(x.shape[:-1])
+    num_blocks = -(-columns // blocks.columns)
 
     def of_columns(inner: int, first: int) -> pl.BlockSpec:
         """A block of an array that has the axes of the matrix."""
@@ -136,35 +178,60 @@ def _partial_sums(
             return pl.BlockSpec((blocks.columns, inner), lambda r, c, p: (first + c, p))
         return pl.BlockSpec((inner, blocks.columns), lambda r, c, p: (p, first + c))
 
-    arrays = [(matrix, size)]
+    outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
+    norm = None
+    if isinstance(x, NormedSum):
+        arrays, outputs, epsilon = rms_norm.arrays_of_sum(x.residual, x.output, x.weight, "bcp")
+        norm = dict(epsilon=x.epsilon, multiplier=x.multiplier, output_epsilon=epsilon)
+        outputs["x"] = (
+            jax.ShapeDtypeStruct((num_blocks, parts, blocks.rows, inputs), x.dtype),
+            pl.BlockSpec((None, None, blocks.rows, inputs), lambda r, c, p: (c, p, 0, 0)),
+        )
+    else:
+        rows = x.reshape(-1, inputs)
+        arrays = {"x": (rows, pl.BlockSpec((blocks.rows, size), lambda r, c, p: (r, p)))}
+    weights = {"weights": (matrix, size)}
     if isinstance(matrix, QuantizedMatrix):
-        arrays = [(matrix.values, size), (matrix.scales, size // GROUP)]
-    specs = [of_columns(inner, first) for first in firsts for _, inner in arrays]
-    sums = tb.call(
+        weights = {"weights": (matrix.values, size), "scales": (matrix.scales, size // GROUP)}
+    for half, first in enumerate(firsts):
+        for name, (array, inner) in weights.items():
+            arrays[f"{name} {half}"] = array, of_columns(inner, first)
+    outputs["y"] = (
+        jax.ShapeDtypeStruct((parts, count, columns), dtype if parts == 1 else jnp.float32),
+        pl.BlockSpec((None, blocks.rows, blocks.columns), lambda r, c, p: (p, r, c)),
+    )
+    results = tb.call_by_name(
         functools.partial(
             _kernel,
-            rows=len(x),
+            rows=count,
             columns=columns,
+            size=size,
             inner=math.gcd(size, blocks.inner),
             axis=axis,
             gate=gate,
+            norm=norm,
             interpret=interpret,
         ),
-        name="matmul",
-        num_warps=4,
+        arrays,
+        outputs,
+        name="matmul" if norm is None else "normed_matmul",
+        num_warps=NUM_WARPS,
         num_stages=blocks.num_stages,
         interpret=interpret,
         in_one_order=True,
         # Programs that read the same weights are neighbours.
-        grid=(-(-len(x) // blocks.rows), -(-columns // blocks.columns), parts),
-        in_specs=[pl.BlockSpec((blocks.rows, size), lambda r, c, p: (r, p)), *specs],
-        out_specs=pl.BlockSpec((None, blocks.rows, blocks.columns), lambda r, c, p: (p, r, c)),
-        out_shape=jax.ShapeDtypeStruct(
-            (parts, len(x), columns), dtype if parts == 1 else jnp.float32
-        ),
-    )(x, *[array for array, _ in arrays] * len(firsts))
-    sums = sums.reshape(parts, *shape)
-    return sums[0] if parts == 1 else PartialSums(sums, dtype)
+        grid=(-(-count // blocks.rows), num_blocks, parts),
+    )
+    sums = results["y"].reshape(parts, *shape)
+    product = sums[0] if parts == 1 else PartialSums(sums, dtype)
+    if norm is None:
+        return product
+    return results["sum"].reshape(x.shape), results["normed"].reshape(x.shape), product
+
+
+def normed_product(x: NormedSum, matrix: Any, **options: Any) -> tuple[Array, Array, Product]:
+    """See `api.normed_product`."""
+    return _partial_sums(x, matrix, **options)
 
 
 def matmul(x: jax.Array, matrix: Any, **options: Any) -> Product:
@@ -184,22 +251,48 @@ def matmul(x: jax.Array, matrix: Any, **options: Any) -> Product:
 
 
 def _kernel(
-    x_ref: Ref,  # [r, K], K the inputs of a part
-    # The matrix [K, c], of a table [c, K]; scales of 8-bit weights [K / 32, c], of a table
-    # [c, K / 32]; both of the second half of a gated product; output [r, c].
-    *refs: Ref,
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    *,
     rows: int,
     columns: int,
+    size: int,
     inner: int,
     axis: int,
     gate: str | None,
+    norm: dict[str, float] | None,
     interpret: bool,
 ) -> None:
-    *weight_refs, output_ref = refs
-    middle = len(weight_refs) // 2
-    halves = [weight_refs] if gate is None else [weight_refs[:middle], weight_refs[middle:]]
+    """Refs by name; K are the inputs of a part, `size` in number.
+
+    inputs: x [r, K], or those of `rms_norm.pallas_triton.added_and_normed`; weights 0 [K, c], of a
+    table [c, K]; scales 0 of 8-bit weights [K / 32, c], of a table [c, K / 32]; weights 1 and
+    scales 1 of the second half of a gated product.
+    outputs: y [r, c]; of a norm sum and normed [R, M], and x [r, M] for the program alone.
+    """
+    x_ref, first_input = inputs.get("x", outputs.get("x")), 0
+    if norm is not None:
+        first_input = pl.program_id(2) * size
+        is_first = (pl.program_id(1) == 0) & (pl.program_id(2) == 0)
+        for row in range(rows):
+            parts = rms_norm.added_and_normed(inputs, (row,), **norm)
+            for part, _, normed in parts:
+                x_ref[row, part] = normed.astype(x_ref.dtype)
+
+            @pl.when(is_first)
+            def _(row: int = row, parts: Any = parts) -> None:
+                for part, total, normed in parts:
+                    outputs["sum"][row, part] = total
+                    outputs["normed"][row, part] = normed.astype(outputs["normed"].dtype)
+
+        tb.barrier(interpret)
+    output_ref = outputs["y"]
+    halves = [
+        [inputs[f"{name} {half}"] for name in ("weights", "scales") if f"{name} 0" in inputs]
+        for half in range(1 if gate is None else 2)
+    ]
     is_quantized = len(halves[0]) == 2
-    (block_rows, size), block_columns = x_ref.shape, output_ref.shape[1]
+    block_rows, block_columns = output_ref.shape
     row_mask = _mask(0, block_rows, rows, 0)
     column_mask = _mask(1, block_columns, columns, -1 - axis)
     load = functools.partial(tb.masked_load, interpret=interpret)
@@ -229,7 +322,7 @@ def _kernel(
 
     def step(i: jax.Array, carry: list[Any]) -> list[Any]:
         for first in (i * inner + offset for offset in range(0, inner, width)):
-            x = load(x_ref, (pl.ds(0, block_rows), pl.ds(first, width)), row_mask)
+            x = load(x_ref, (pl.ds(0, block_rows), pl.ds(first_input + first, width)), row_mask)
             carry = [add(half, sums, first, x) for half, sums in zip(halves, carry, strict=True)]
         return carry
 

@@ -41,7 +41,7 @@ def unsupported(name: str, size: int) -> str | None:
     return tb.unsupported_in_parts(name, size)
 
 
-def _warps(size: int) -> int:
+def warps(size: int) -> int:
     """Of a program, which holds a group (`add_rms_norm`: a row) in registers.
 
     With these nothing spills on sm_80 to sm_90 (`benchmarks/results/spills.json`).
@@ -60,27 +60,38 @@ def add_rms_norm(
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """See `api.add_rms_norm`."""
-    inputs = {"residual": _in_rows(residual, "r"), "weight": tb.blocked(weight, ".", "r")}
-    output_epsilon = 0.0
-    if isinstance(output, DeferredRMSNorm):
-        inputs["mean_squares"] = _in_rows(output.mean_squares, "r")
-        output_epsilon, output = output.epsilon, output.value
-    inputs["output"] = _in_rows(output, "r")
-    residuals = inputs["residual"]
-    normed = jax.ShapeDtypeStruct(residuals[0].shape, output.dtype)
+    inputs, outputs, output_epsilon = arrays_of_sum(residual, output, weight, "r")
     results = tb.call_by_name(
         functools.partial(
             _add_kernel, epsilon=epsilon, multiplier=multiplier, output_epsilon=output_epsilon
         ),
         inputs,
-        {"sum": residuals, "normed": (normed, residuals[1])},
+        outputs,
         name="add_rms_norm",
-        num_warps=_warps(residual.shape[-1]),
+        num_warps=warps(residual.shape[-1]),
         interpret=interpret,
         in_one_order=True,
-        grid=normed.shape[:1],
+        grid=inputs["residual"][0].shape[:1],
     )
-    return results["sum"].reshape(residual.shape), results["normed"].reshape(output.shape)
+    return results["sum"].reshape(residual.shape), results["normed"].reshape(residual.shape)
+
+
+def arrays_of_sum(
+    residual: Array, output: Any, weight: Array, grid: str
+) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Inputs and outputs of `added_and_normed`, for a grid with or without rows "r".
+
+    And the epsilon of a deferred norm, or 0.
+    """
+    inputs = {"residual": _in_rows(residual, grid), "norm_weight": tb.blocked(weight, ".", grid)}
+    epsilon = 0.0
+    if isinstance(output, DeferredRMSNorm):
+        inputs["mean_squares"] = _in_rows(output.mean_squares, grid)
+        epsilon, output = output.epsilon, output.value
+    inputs["output"] = _in_rows(output, grid)
+    rows, block = inputs["residual"]
+    normed = jax.ShapeDtypeStruct(rows.shape, output.dtype)
+    return inputs, {"sum": (rows, block), "normed": (normed, block)}, epsilon
 
 
 def _in_rows(array: Product, grid: str) -> tuple[Any, pl.BlockSpec]:
@@ -99,29 +110,46 @@ def _add_kernel(
     multiplier: float,
     output_epsilon: float,
 ) -> None:
-    """Refs by name: residual, output and weight [M], mean_squares [J] of a deferred norm.
+    """Refs by name: see `added_and_normed`; outputs: sum and normed [M]."""
+    options = dict(epsilon=epsilon, multiplier=multiplier, output_epsilon=output_epsilon)
+    for part, total, normed in added_and_normed(inputs, **options):
+        outputs["sum"][part] = total
+        outputs["normed"][part] = normed.astype(outputs["normed"].dtype)
 
-    outputs: sum and normed [M].
+
+def added_and_normed(
+    inputs: dict[str, Ref],
+    row: tuple[int, ...] = (),
+    *,
+    epsilon: float,
+    multiplier: float,
+    output_epsilon: float,
+) -> list[tuple[pl.Slice, Array, Array]]:
+    """The parts of a row, with their sums and norms in the type of the residual.
+
+    Refs by name: residual and output [M], mean_squares [J] of a deferred norm, or these of several
+    rows; norm_weight [M].
     """
     dtype = inputs["residual"].dtype
-    parts = tb.parts(inputs["residual"].shape[0], _BLOCK)
-    added = [inputs["output"][part] for part in parts]
+    parts = tb.parts(inputs["residual"].shape[-1], _BLOCK)
+    added = [inputs["output"][*row, part] for part in parts]
     if "mean_squares" in inputs:
-        count = inputs["mean_squares"].shape[0]
+        count = inputs["mean_squares"].shape[-1]
         place, exists = tb.rows(0, tb.padded_size(count), count)
-        total = jnp.sum(jnp.where(exists, inputs["mean_squares"][place], 0.0))
+        total = jnp.sum(jnp.where(exists, inputs["mean_squares"][*row, place], 0.0))
         output_scale = lax.rsqrt(total + output_epsilon)
         added = [value.astype(jnp.float32) * output_scale for value in added]
     added = [scaled(value, multiplier).astype(jnp.float32) for value in added]
     sums = [
-        (inputs["residual"][part].astype(jnp.float32) + value).astype(dtype)
+        (inputs["residual"][*row, part].astype(jnp.float32) + value).astype(dtype)
         for part, value in zip(parts, added, strict=True)
     ]
     wide = [value.astype(jnp.float32) for value in sums]
-    normed = _normed(wide, inputs["weight"], parts, epsilon)
-    for part, total, value in zip(parts, sums, normed, strict=True):
-        outputs["sum"][part] = total
-        outputs["normed"][part] = value.astype(dtype).astype(outputs["normed"].dtype)
+    normed = _normed(wide, inputs["norm_weight"], parts, epsilon)
+    return [
+        (part, total, value.astype(dtype))
+        for part, total, value in zip(parts, sums, normed, strict=True)
+    ]
 
 
 def _normed(
@@ -181,7 +209,7 @@ def gated_rms_norm(
         inputs,
         {"output": inputs["y"]},
         name="rms_norm" if gate is None else "gated_rms_norm",
-        num_warps=_warps(group_size),
+        num_warps=warps(group_size),
         interpret=interpret,
         in_one_order=True,
         grid=(len(rows), num_groups),

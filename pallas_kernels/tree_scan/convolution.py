@@ -20,10 +20,6 @@ from pallas_kernels.tree_conv1d.sections import Section, sections_of
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks
 from pallas_kernels.triton import Ref
 
-# Of the taps of all programs, from the L2 cache of a GPU: by arithmetic a microsecond. A launch of
-# the convolution took 3 on an H200. Nobody has timed both ways.
-MOST_BYTES = 4 << 20
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +38,10 @@ class Convolution:
         """Why this is a launch of its own, or None; by programs of a row, and channels of x."""
         layout, (projected, weight, *_) = self.layout, self.arrays
         batch, num_queries, _ = projected.shape
-        numbers = batch * num_queries * programs * (channels + 2 * layout.state_size)
-        if 8 * len(weight) * numbers > MOST_BYTES:
-            return f"{num_queries} queries of {batch} rows are convolved faster alone"
+        # A tap reads two float32 parts of a product.
+        taps = batch * num_queries * len(weight) * programs * (channels + 2 * layout.state_size)
+        if 8 * taps > tb.MOST_REPEATED_BYTES:
+            return f"{num_queries} queries of {batch} rows have too many taps"
         if (layout.x_heads, layout.b_groups) != (layout.num_heads, layout.num_groups):
             return "heads of x or groups of B are repeated"
         return conv.unsupported_layer(layout, len(weight))

@@ -7,10 +7,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import DeferredRMSNorm, add_rms_norm, rms_norm
+from pallas_kernels.matmul import normed_product
 from pallas_kernels.numerics import Product, total
 from stree_jax.array_types import Array
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import LayerConfig
+from stree_jax.models.layers import LayerInput
+from stree_jax.models.matrices import Matrix
 
 
 class Block(nnx.Module):
@@ -20,7 +23,7 @@ class Block(nnx.Module):
         self, layer: LayerConfig, config: ModelConfig, *, dtype: DTypeLike, **options: Any
     ):
         self.kind, self.is_shared = layer.kind, layer.is_shared
-        self.norm_after = layer.norm_after
+        self.norm_after, self.norms_input = layer.norm_after, layer.norms_input
         # A "shared" layer has its norm among the weights that it shares.
         scale = jnp.ones(config.d_model, jnp.float32 if config.norm_float32 else dtype)
         self.norm_scale = None if self.is_shared else nnx.Param(scale)
@@ -32,6 +35,27 @@ class Block(nnx.Module):
             out_scale=len(config.layers) ** -0.5,
             **options,
         )
+
+
+class _Normed(LayerInput):
+    """The norm of a stream, with a scale."""
+
+    def __init__(self, stream: "ResidualStream", scale: Array):
+        self._stream, self._scale = stream, scale
+        self._array: Array | None = None
+
+    def total(self) -> Array:
+        if self._array is None:
+            self._array = self._stream.normed(self._scale)
+        return self._array
+
+    def product(self, matrix: Matrix, gate: str | None, implementation: str | None) -> Product:
+        if self._array is None:
+            results = self._stream.normed_product(self._scale, matrix, gate, implementation)
+            if results is not None:
+                self._array, product = results
+                return product
+        return matrix.product_in_parts(self.total(), gate=gate, implementation=implementation)
 
 
 class ResidualStream:
@@ -46,14 +70,18 @@ class ResidualStream:
         self._output: Product | DeferredRMSNorm | None = None
         self._extra: Array | None = None
 
-    def read(self, block: Block) -> Array:
-        """The input of a layer `[B, T, M]`; for a shared layer `[B, T, 2 M]`, not normed."""
+    def read(self, block: Block) -> Array | LayerInput:
+        """The input of a layer `[B, T, M]`; for a shared layer `[B, T, 2 M]`, not normed.
+
+        A `LayerInput` has to be read before `write`.
+        """
         if block.norm_scale is None:
             both = [self.hidden(), self._embedded]
             return jnp.concatenate(both, axis=-1).astype(self._dtype)
         if block.norm_after:
             return self.hidden().astype(self._dtype)
-        return self.normed(block.norm_scale[...])
+        normed = _Normed(self, block.norm_scale[...])
+        return normed if block.norms_input else normed.total()
 
     def write(self, block: Block, output: Product | DeferredRMSNorm) -> None:
         """Takes the output of the layer that read last."""
@@ -97,3 +125,27 @@ class ResidualStream:
         )
         self._output = None
         return normed
+
+    def normed_product(
+        self, scale: Array, matrix: Matrix, gate: str | None, implementation: str | None
+    ) -> tuple[Array, Product] | None:
+        """`normed` and its product in one kernel, or None if these are two."""
+        storage = matrix.storage
+        if self._output is None or storage.is_packed:
+            return None
+        results = normed_product(
+            self._hidden,
+            self._output,
+            scale,
+            storage.values,
+            epsilon=self._config.norm_eps,
+            multiplier=self._config.residual_multiplier,
+            axis=storage.axis,
+            gate=gate,
+            implementation=implementation,
+        )
+        if results is None:
+            return None
+        self._hidden, *normed_and_product = results
+        self._output = None
+        return tuple(normed_and_product)

@@ -116,6 +116,11 @@ class LayerConfig:
     norm_after = False  # its norm is that of its output (Olmo), not of its input
 
     @property
+    def norms_input(self) -> bool:
+        """Whether its mixer's `tree` gets a `LayerInput` instead of an array."""
+        return False
+
+    @property
     def has_memory(self) -> bool:
         """True if a token depends on others: it has a cache."""
         return type(self).init_cache is not LayerConfig.init_cache

@@ -13,13 +13,21 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import tree_conv1d
-from pallas_kernels.numerics import Product, gated, rounded, scaled, total
+from pallas_kernels.numerics import Deferred, Product, gated, rounded, scaled, total
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths
 from stree_jax.mesh.partition import WHOLE, Part
 from stree_jax.models.matrices import Matrix
 
 CONV_WIDTH_BITS = 10  # published convolutions have a width of 4, and every tap is an operation
 _Output = TypeVar("_Output")
+
+
+class LayerInput(Deferred):
+    """The normed stream `[B, T, M]`, as a layer reads it: its first product may norm it."""
+
+    def product(self, matrix: Matrix, gate: str | None, implementation: str | None) -> Product:
+        """See `Matrix.product_in_parts`."""
+        raise NotImplementedError
 
 
 class Projection(nnx.Module):
@@ -30,25 +38,27 @@ class Projection(nnx.Module):
         self.bias = bias
         self.implementation = implementation
 
-    def __call__(self, inputs: Float[Array, "*rows inputs"]) -> Float[Array, "*rows outputs"]:
+    def __call__(
+        self, inputs: Float[Array, "*rows inputs"] | LayerInput
+    ) -> Float[Array, "*rows outputs"]:
         """The product, in the dtype that the matrix gives."""
-        return self.biased(self.kernel.product(inputs, implementation=self.implementation))
+        return self.biased(total(self._product(inputs)))
 
-    def in_parts(self, inputs: Float[Array, "*rows inputs"]) -> Product:
+    def in_parts(self, inputs: Float[Array, "*rows inputs"] | LayerInput) -> Product:
         """The product for a kernel, which adds up its parts while it loads them."""
-        if self.bias is not None:
-            return self(inputs)
-        return self.kernel.product_in_parts(inputs, implementation=self.implementation)
+        return self(inputs) if self.bias is not None else self._product(inputs)
 
-    def gated(self, inputs: Float[Array, "*rows inputs"], activation: str) -> Array:
+    def gated(self, inputs: Float[Array, "*rows inputs"] | LayerInput, activation: str) -> Array:
         """The first half of the outputs, activated, times the second half."""
         if self.bias is not None:
             return gated(activation, self(inputs))
-        return total(
-            self.kernel.product_in_parts(
-                inputs, gate=activation, implementation=self.implementation
-            )
-        )
+        return total(self._product(inputs, activation))
+
+    def _product(self, inputs: Any, gate: str | None = None) -> Product:
+        if isinstance(inputs, LayerInput):
+            return inputs.product(self.kernel, gate, self.implementation)
+        options = dict(gate=gate, implementation=self.implementation)
+        return self.kernel.product_in_parts(inputs, **options)
 
     def wide(self, inputs: Float[Array, "*rows inputs"]) -> Float32[Array, "*rows outputs"]:
         """The product in float32, without the bias."""

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import conv_gather_index, dispatch, replay_gather_index
-from pallas_kernels.numerics import scaled
+from pallas_kernels.numerics import scaled, total
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths, Tokens
 from stree_jax.checks import check_ids, require
 from stree_jax.mesh.partition import ONE_DEVICE, Partition, Partitioned, Shard
@@ -21,7 +21,7 @@ from stree_jax.models.block import Block, ResidualStream
 from stree_jax.models.cache import Cache, Pending, conv_widths, init_cache, init_pending
 from stree_jax.models.config import ModelConfig
 from stree_jax.models.layer import ConvGatherIndex, Nodes, Path, Replay
-from stree_jax.models.layers import output_logits
+from stree_jax.models.layers import LayerInput, output_logits
 from stree_jax.models.matrices import Matrix
 from stree_jax.models.shared import AdaptedTransformer, SharedLayer, SharedTransformer
 from stree_jax.tree import Tree
@@ -370,7 +370,7 @@ class HybridLM(Partitioned):
             prefixes = (None,) * num_layers if prefix_pending is None else prefix_pending
             stream = self._stream(tokens, self.implementation)
 
-            def run(i: int, mixer: Any, u: Array) -> Any:
+            def run(i: int, mixer: Any, u: Array | LayerInput) -> Any:
                 return mixer.tree(u, Nodes(tree, gather_index, cache[i], prefixes[i], replays[i]))
 
             hidden, pendings, caches = self._layers(stream, run, inner)
@@ -446,14 +446,14 @@ class HybridLM(Partitioned):
         norms = self.output_head.storage.norms_of_sequences(self.implementation)
         stream = self._stream(tokens, norms, valid)
 
-        def run(i: int, mixer: Any, u: Array) -> Any:
-            return mixer(u, cache[i], valid, lengths)
+        def run(i: int, mixer: Any, u: Array | LayerInput) -> Any:
+            return mixer(total(u), cache[i], valid, lengths)
 
         hidden, caches = self._layers(stream, run, inner)
         return hidden, caches
 
     def _layers(
-        self, stream: ResidualStream, run: Callable[[int, Any, Array], Any], inner: tuple[int, ...]
+        self, stream: ResidualStream, run: Callable[[int, Any, Any], Any], inner: tuple[int, ...]
     ) -> tuple[Any, ...]:
         """Runs the layers.
 

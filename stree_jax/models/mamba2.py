@@ -46,6 +46,7 @@ from stree_jax.messages import shown
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, mixer_cuts, register, share
 from stree_jax.models.layers import (
     CONV_WIDTH_BITS,
+    LayerInput,
     MixerModule,
     New,
     causal_conv1d,
@@ -216,6 +217,10 @@ class Mamba2Config(RecurrentConfig):
         )
 
     @property
+    def norms_input(self) -> bool:
+        return self.input_multiplier == 1.0
+
+    @property
     def norm_spans_shards(self) -> bool:
         """True if the gated norm spans the heads of all shards."""
         return self.norm != "none" and self.gate_groups == 1
@@ -333,7 +338,7 @@ class Mamba2Mixer(MixerModule):
         return output, Mamba2Cache(state, conv_state)
 
     def tree(
-        self, u: Float[Array, "B Q M"], at: Nodes
+        self, u: Float[Array, "B Q M"] | LayerInput, at: Nodes
     ) -> tuple[Product | DeferredRMSNorm, Mamba2Pending, Mamba2Cache]:
         tree, conv_gather_index, cache, prefix_pending, replay = at
         c, layout, width = self.config, self.config.layout, self.config.conv_width

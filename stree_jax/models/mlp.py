@@ -51,6 +51,10 @@ class MlpConfig(LayerConfig):
             f"limit must be above 0, in a gated MLP, or None; got {self.limit}",
         )
 
+    @property
+    def norms_input(self) -> bool:
+        return True
+
     def build(self, d_model: int, **options: Any) -> "Mlp":
         return Mlp(self, d_model, **options)
 
