@@ -99,10 +99,11 @@ def rounded(x: Array) -> Array:
     return jnp.where(jnp.isnan(x), jnp.nan, x)
 
 
-def scaled(x: Array, multiplier: float) -> Array:
-    """`multiplier * x` in the dtype of `x`; only the product is rounded to it."""
+def scaled(x: Any, multiplier: float) -> Any:
+    """`multiplier * x` in the dtype of `x`, deferred or not; only the product is rounded to it."""
     if multiplier == 1.0:
         return x
+    x = total(x)
     return rounded(x.astype(jnp.float32) * multiplier).astype(x.dtype)
 
 

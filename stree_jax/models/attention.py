@@ -40,7 +40,13 @@ from stree_jax.array_types import Array, Bool, Float, Int, Lengths
 from stree_jax.checks import require, require_integer, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, Sizes, mixer_cuts, register
-from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
+from stree_jax.models.layers import (
+    CONV_WIDTH_BITS,
+    LayerInput,
+    MixerModule,
+    New,
+    conv_state_after,
+)
 
 
 class AttentionCache(NamedTuple):
@@ -134,7 +140,7 @@ class AttentionConfig(LayerConfig):
     rotary_pairs: int | None = None
     gate_per_head: bool = False
 
-    equal_to_the_bit = True
+    equal_to_the_bit = norms_input = True
     equal_sizes = ("num_heads", "mlp_dim")
     shared_sizes = ("num_kv_heads",)
 
@@ -339,7 +345,7 @@ class AttentionMixer(MixerModule):
 
     def tree(
         self,
-        u: Float[Array, "B Q I"],
+        u: Float[Array, "B Q I"] | LayerInput,
         at: Nodes,
         adapter: Array | None = None,
         *,
@@ -357,7 +363,7 @@ class AttentionMixer(MixerModule):
             if replay is not None:
                 conv_state = self._replay_conv(conv_state, replay)
             qkv = self.run(tree_conv1d, conv_input, conv_state, *self.conv(), window)
-        depth, mask = (array[:, -u.shape[1] :] for array in (tree.depth, tree.ancestor_mask))
+        depth, mask = (array[:, -qkv.shape[1] :] for array in (tree.depth, tree.ancestor_mask))
         prefix = None if prefix_pending is None else prefix_pending.kv
         previous = None if replay is None else (replay.pending.kv, replay.path.mask)
         if c.has_kernel:
@@ -418,7 +424,7 @@ class AttentionMixer(MixerModule):
         window = along.conv_gather_index[self.config.conv_width]
         return replay_conv_state(along.pending.conv_input, conv, window)
 
-    def _project(self, u: Array, adapter: Array | None) -> Projected:
+    def _project(self, u: Array | LayerInput, adapter: Array | None) -> Projected:
         c = self.config
         projected = self.in_proj(scaled(u, c.input_multiplier))
         ends = np.cumsum([c.gate_size, sum(c.projected_sizes), c.mlp_dim]).tolist()

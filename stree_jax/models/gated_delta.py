@@ -48,7 +48,13 @@ from stree_jax.array_types import Array, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import Nodes, Replay, mixer_cuts, register
-from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
+from stree_jax.models.layers import (
+    CONV_WIDTH_BITS,
+    LayerInput,
+    MixerModule,
+    New,
+    conv_state_after,
+)
 from stree_jax.models.mamba2 import Mamba2Cache, RecurrentConfig, convolved
 
 
@@ -186,7 +192,7 @@ class GatedDeltaMixer(MixerModule):
         return output, Mamba2Cache(state, conv_state_after(cache.conv, conv_input, lengths))
 
     def tree(
-        self, u: Float[Array, "B Q M"], at: Nodes
+        self, u: Float[Array, "B Q M"] | LayerInput, at: Nodes
     ) -> tuple[Product, Mamba2Pending, Mamba2Cache]:
         tree, conv_gather_index, cache, prefix_pending, replay = at
         c, width = self.config, self.config.conv_width
@@ -195,7 +201,7 @@ class GatedDeltaMixer(MixerModule):
         # Of the nodes before, the convolution's op copies corrections in the dtype of v, and of KDA
         # a number a head, for nothing.
         prefix = prefix_pending and prefix_pending._replace(
-            x=prefix_pending.x.astype(u.dtype),
+            x=prefix_pending.x.astype(projected.dtype),
             dt=prefix_pending.dt[..., 0] if c.by_channel else prefix_pending.dt,
         )
         nodes, q, conv_state = self.run(
@@ -209,7 +215,7 @@ class GatedDeltaMixer(MixerModule):
             prefix_pending=prefix,
             previous=previous,
         )
-        new = slice(nodes.x.shape[1] - u.shape[1], None)  # behind the nodes before
+        new = slice(nodes.x.shape[1] - q.shape[1], None)  # behind the nodes before
         dt = self._recorded(projected, nodes.dt)
         if prefix_pending is not None and c.by_channel:
             dt = jnp.concatenate([prefix_pending.dt, dt], axis=1)

@@ -114,11 +114,7 @@ class LayerConfig:
     equal_sizes: ClassVar[tuple[str, ...]] = ()
     shared_sizes: ClassVar[tuple[str, ...]] = ()
     norm_after = False  # its norm is that of its output (Olmo), not of its input
-
-    @property
-    def norms_input(self) -> bool:
-        """Whether its mixer's `tree` gets a `LayerInput` instead of an array."""
-        return False
+    norms_input: ClassVar[bool] = False  # its mixer's `tree` gets a `LayerInput` for an array
 
     @property
     def has_memory(self) -> bool:

@@ -223,8 +223,7 @@ class MixerModule(Made):
     ) -> Product:
         """The output projection `[*rows, M]`; on a mesh, an all-reduce of the shards' products."""
         if self.shard.shards == 1:
-            output = self.out_proj.in_parts(inputs)
-            return output if multiplier == 1.0 else scaled(total(output), multiplier)
+            return scaled(self.out_proj.in_parts(inputs), multiplier)
         output = self.shard.total(self.out_proj.wide(inputs)).astype(inputs.dtype)
         return scaled(self.out_proj.biased(output), multiplier)  # a bias once, not by each shard
 

@@ -66,7 +66,7 @@ class RecurrentConfig(LayerConfig):
     """A layer with a state for each head, and a convolution before it."""
 
     conv_width: int
-    equal_to_the_bit = True
+    equal_to_the_bit = norms_input = True
     dtype_of_x: ClassVar[DTypeLike | None] = None  # in pending records; None: that of the others
 
     @property
@@ -215,10 +215,6 @@ class Mamba2Config(RecurrentConfig):
             multipliers=self.section_multipliers,
             dt_limit=self.dt_limit,
         )
-
-    @property
-    def norms_input(self) -> bool:
-        return self.input_multiplier == 1.0
 
     @property
     def norm_spans_shards(self) -> bool:

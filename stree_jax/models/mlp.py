@@ -37,7 +37,7 @@ class MlpConfig(LayerConfig):
     output_multiplier: float = 1.0
     norm_after: bool = False
     limit: float | None = None
-    equal_to_the_bit = True
+    equal_to_the_bit = norms_input = True
     equal_sizes = ("hidden_size",)
 
     def __post_init__(self) -> None:
@@ -50,10 +50,6 @@ class MlpConfig(LayerConfig):
             self.limit is None or (self.limit > 0 and self.gated),
             f"limit must be above 0, in a gated MLP, or None; got {self.limit}",
         )
-
-    @property
-    def norms_input(self) -> bool:
-        return True
 
     def build(self, d_model: int, **options: Any) -> "Mlp":
         return Mlp(self, d_model, **options)

@@ -18,7 +18,13 @@ from stree_jax.array_types import Array, Float, Lengths
 from stree_jax.checks import require_integer, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, Nodes, Replay, mixer_cuts, register
-from stree_jax.models.layers import CONV_WIDTH_BITS, MixerModule, New, conv_state_after
+from stree_jax.models.layers import (
+    CONV_WIDTH_BITS,
+    LayerInput,
+    MixerModule,
+    New,
+    conv_state_after,
+)
 
 
 @register("short_conv")
@@ -36,7 +42,7 @@ class ShortConvConfig(LayerConfig):
     conv_width: int = 3
     bias: bool = False
 
-    equal_to_the_bit = True
+    equal_to_the_bit = norms_input = True
     equal_sizes = ("num_channels",)
 
     def __post_init__(self) -> None:
@@ -77,7 +83,7 @@ class ShortConvMixer(MixerModule):
         return self._output(gate, y), conv_state_after(cache, inputs, lengths)
 
     def tree(
-        self, u: Float[Array, "B Q M"], at: Nodes
+        self, u: Float[Array, "B Q M"] | LayerInput, at: Nodes
     ) -> tuple[Product, Float[Array, "B N C"], Float[Array, "B J C"]]:
         _, conv_gather_index, cache, prefix_pending, replay = at
         gate, inputs = self._project(u)
@@ -93,7 +99,7 @@ class ShortConvMixer(MixerModule):
         window = along.conv_gather_index[self.config.conv_width]
         return replay_conv_state(along.pending, cache, window)
 
-    def _project(self, u: Array) -> tuple[Array, Array]:
+    def _project(self, u: Array | LayerInput) -> tuple[Array, Array]:
         """The gate of the outputs, and the inputs of the convolution."""
         b, gate, x = jnp.split(self.in_proj(u), 3, axis=-1)
         return gate, b * x
