@@ -12,6 +12,7 @@ accepted path. The ops are the parts of that step which XLA cannot fuse well:
     tree_delta          outputs of the gated delta rule at tree nodes, and the record for replay
     replay_delta        the state after one path of such a tree
     replay_tree_delta   both, one after the other
+    tree_delta_layer    the same from the input projection on, for few nodes on a GPU
     delta_chunks        the gated delta rule over a whole sequence, in chunks
     tree_attention      attention of tree nodes to a cache and to their ancestors; also of prompts
     tree_attention_layer  the same from the input projection on, with rotary embedding and replay
@@ -58,7 +59,13 @@ from pallas_kernels.tree_conv1d.api import (
     tree_conv1d_layer,
 )
 from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
-from pallas_kernels.tree_delta.api import delta_chunks, replay_delta, replay_tree_delta, tree_delta
+from pallas_kernels.tree_delta.api import (
+    delta_chunks,
+    replay_delta,
+    replay_tree_delta,
+    tree_delta,
+    tree_delta_layer,
+)
 from pallas_kernels.tree_delta.gates import Decays, StepSizes
 from pallas_kernels.tree_scan.api import replay, replay_tree_scan, tree_scan, tree_scan_layer
 from pallas_kernels.tree_scan.gate import Gate
@@ -99,6 +106,7 @@ __all__ = [
     "tree_conv1d",
     "tree_conv1d_layer",
     "tree_delta",
+    "tree_delta_layer",
     "tree_scan",
     "tree_scan_layer",
     "write_kv",

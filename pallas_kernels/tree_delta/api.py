@@ -38,12 +38,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels import dispatch, triton
 from pallas_kernels import native as cpu
+from pallas_kernels.numerics import PartialSums
+from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
 from pallas_kernels.tree_delta import native, pallas_triton, xla
 from pallas_kernels.tree_delta.gates import Decays, StepSizes
+from pallas_kernels.tree_scan.convolution import Convolution
 
 
 def tree_delta(
@@ -162,6 +165,67 @@ def replay_tree_delta(
     previous = (prev_k, prev_u, _by_channel(prev_g), prev_path)
     tree = (q, k, v, _by_channel(g), beta, ancestor_mask)
     return _run("replay_tree_delta", (previous, tree, state, None), implementation)
+
+
+def tree_delta_layer(
+    projected: Float[Array, "B Q X"] | PartialSums,
+    conv_weight: Float[Array, "K C"],
+    conv_bias: Float[Array, " C"] | None,
+    dt_bias: Float32[Array, " H"],
+    A_log: Float32[Array, " H"],
+    beta: StepSizes,
+    state: Float32[Array, "B H P S"],
+    conv_state: Float[Array, "B J C"],
+    conv_gather_index: Int[Array, "B Q K"],
+    mask: Bool[Array, "B N N"],
+    *,
+    layout: Mamba2Layout,
+    prefix_pending: Mamba2Pending | None = None,
+    previous: tuple[Mamba2Pending, Bool[Array, "B O"], Int[Array, "B J"]] | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Mamba2Pending, Array, Array] | None:
+    """A layer with decays of heads, from the input projection to the outputs, as one kernel.
+
+    It is `tree_conv1d_layer`, and then `tree_delta` or, after a previous tree, `replay_tree_delta`.
+
+    Args:
+        projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index, layout: as in
+            `tree_conv1d_layer`.
+        A_log: of the `Decays`, whose time steps the convolution's op makes.
+        beta, state, mask: as in `tree_delta`.
+        prefix_pending, previous: as in `tree_scan_layer`; a record's x is u.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+
+    Returns:
+        The outputs, the record, and both states before the root, with the bits of the two ops.
+        None if they have to be two: their kernels do not run here, or there are too many nodes.
+    """
+    replayed, conv_replay, prefix_u = None, None, None
+    if previous is not None:
+        old, path, replay_gather_index = previous
+        replayed, conv_replay = (
+            (old.B, old.x, Decays(old.dt, A_log), path),
+            (old, replay_gather_index),
+        )
+    if prefix_pending is not None:
+        prefix_u = prefix_pending.x
+    arrays = projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index
+    convolution = Convolution((*arrays, prefix_pending, conv_replay), layout, records_x=False)
+    if not (
+        dispatch.kernels_run(implementation, state)
+        and pallas_triton.convolves(convolution, state, projected.dtype)
+    ):
+        return None
+    with jax.named_scope("tree_delta_layer"), dispatch.on(state):
+        chosen = dispatch.choose("tree_delta_layer", implementation)
+        results = pallas_triton.tree_delta_layer(
+            *(replayed, A_log, beta, mask, state, prefix_u, convolution),
+            interpret=chosen == "pallas_interpret",
+        )
+    u = results["u"] if prefix_u is None else jnp.concatenate([prefix_u, results["u"]], axis=1)
+    record = Mamba2Pending(u, *(results[name] for name in Mamba2Pending._fields[1:]))
+    states = results.get("state", state), results.get("conv_state", conv_state)
+    return results["y"], record, *states
 
 
 def delta_chunks(

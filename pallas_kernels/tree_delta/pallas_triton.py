@@ -36,8 +36,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton as tb
 from pallas_kernels import walk
 from pallas_kernels.numerics import totals
+from pallas_kernels.tree_conv1d.layout import Mamba2Layout
 from pallas_kernels.tree_delta.gates import Decays, StepSizes
 from pallas_kernels.tree_delta.xla import EPSILON
+from pallas_kernels.tree_scan.convolution import Convolution, convolve
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks
 from pallas_kernels.triton import Ref
 from pallas_kernels.walk import State
@@ -49,6 +51,7 @@ _CHANNELS = 16  # of the head, per program
 # Numbers of the S axis that are added up across threads at once. The bits of a sum depend on it.
 _BLOCK = 32
 _NUM_WARPS = 4
+_CONVOLVED = ("x", "dt", "B", "C")
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -61,11 +64,58 @@ def scan(
     interpret: bool,
 ) -> tuple[Array | None, Array | None, Array]:
     """See `api._run`, whose arrays these are."""
-    if previous and tree and isinstance(previous[2], Decays) != isinstance(tree[3], Decays):
+    results = _run(previous, tree, state, prefix_u, None, interpret=interpret)
+    return results.get("y"), results.get("u"), results.get("state", state)
+
+
+def convolves(convolution: Convolution, state: Array, dtype: Any) -> bool:
+    """Whether one kernel convolves and runs the delta rule."""
+    _, num_heads, head_dim, state_size = state.shape
+    programs = num_heads * head_dim // _CHANNELS
+    obstacle = tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
+    return (obstacle or convolution.obstacle(programs, _CHANNELS)) is None
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def tree_delta_layer(
+    previous: tuple[Any, ...] | None,
+    A_log: Array,
+    beta: StepSizes,
+    mask: Array,
+    state: Array,
+    prefix_u: Array | None,
+    convolution: Convolution,
+    *,
+    interpret: bool,
+) -> dict[str, Array]:
+    """All results by name, see `api.tree_delta_layer`."""
+    tree = (A_log, beta, mask)
+    return _run(previous, tree, state, prefix_u, convolution, interpret=interpret)
+
+
+def _run(
+    previous: tuple[Any, ...] | None,
+    tree: tuple[Any, ...] | None,
+    state: Array,
+    prefix_u: Array | None,
+    convolution: Convolution | None,
+    *,
+    interpret: bool,
+) -> dict[str, Array]:
+    """The results by their names in the kernel; with a convolution a tree is A_log, beta, mask."""
+    if (
+        convolution is None
+        and previous
+        and tree
+        and isinstance(previous[2], Decays) != isinstance(tree[3], Decays)
+    ):
         previous, tree = totals((previous, tree))
     batch, num_heads, head_dim, _ = state.shape
-    some_k = previous[0] if previous else tree[1]  # type: ignore[index]
-    part = HeadBlocks(_CHANNELS, num_heads // some_k.shape[2])
+    if convolution is None:
+        num_groups = (previous[0] if previous else tree[1]).shape[2]  # type: ignore[index]
+    else:
+        num_groups = convolution.layout.num_groups
+    part = HeadBlocks(_CHANNELS, num_heads // num_groups)
 
     def of_decays(g: Any) -> tuple[Any, pl.BlockSpec]:
         if isinstance(g, Decays):
@@ -87,34 +137,45 @@ def scan(
         }
         outputs["state"] = inputs["state"]
     if tree is not None:
-        q, k, v, g, beta, mask = tree
+        *nodes, beta, mask = tree
         if isinstance(beta, StepSizes):
             first_beta, beta_scale, beta = beta.start, beta.scale, beta.projected
-        inputs |= {
-            "q": part.of(q, "b.g."),
-            "k": part.of(k, "b.g."),
-            "v": part.of(v, "b.hp"),
-            "g": of_decays(g),
-            "beta": part.of(beta, "b.h", first_beta),
-        }
-        visits = walk.visits(mask, q.shape[1])
-        inputs["visits"] = part.of(visits, "b.")
+        if convolution is None:
+            q, k, v, g = nodes
+            inputs |= {
+                "q": part.of(q, "b.g."),
+                "k": part.of(k, "b.g."),
+                "v": part.of(v, "b.hp"),
+                "g": of_decays(g),
+            }
+        else:
+            inputs["A_log"] = part.of(nodes[0], "h")
+            more = convolution.blocked(part)
+            inputs, outputs = inputs | more[0], outputs | more[1]
+            v = outputs["x"][0]
+        inputs["beta"] = part.of(beta, "b.h", first_beta)
+        inputs["visits"] = part.of(walk.visits(mask, v.shape[1]), "b.")
         new_u = jax.ShapeDtypeStruct(v.shape, jnp.float32)
-        outputs |= {"y": inputs["v"], "u": part.of(new_u, "b.hp")}
+        outputs |= {"y": part.of(v, "b.hp"), "u": part.of(new_u, "b.hp")}
     if prefix_u is not None and prefix_u.size:
         inputs["prefix u"] = part.of(prefix_u, "b.hp")
     name = "replay_delta" if tree is None else "tree_delta"
-    results = tb.call_by_name(
-        functools.partial(_kernel, beta_scale=beta_scale, interpret=interpret),
+    name = "replay_tree_delta" if previous and tree else name
+    return tb.call_by_name(
+        functools.partial(
+            _kernel,
+            beta_scale=beta_scale,
+            layout=None if convolution is None else convolution.layout,
+            interpret=interpret,
+        ),
         inputs,
         outputs,
-        name="replay_tree_delta" if previous and tree else name,
+        name=name if convolution is None else f"{name}_layer",
         num_warps=_NUM_WARPS,
         interpret=interpret,
         in_one_order=True,
         grid=(batch, num_heads, head_dim // _CHANNELS),
     )
-    return results.get("y"), results.get("u"), results.get("state", state)
 
 
 def _kernel(
@@ -122,6 +183,7 @@ def _kernel(
     outputs: dict[str, Ref],
     *,
     beta_scale: float | None,
+    layout: Mamba2Layout | None,
     interpret: bool,
 ) -> None:
     """Refs by name, of one row and one head; p channels of it.
@@ -131,9 +193,16 @@ def _kernel(
     [N + 2], and perhaps prefix u [N - Q, p]. With A_log [] both g are time steps, and with
     `beta_scale` beta is before the sigmoid.
     outputs: state [p, S] after the path; y and u [Q, p].
+    With a layout the program convolves v, g (time steps), k and q first, which are outputs x, dt, B
+    and C; see `convolve`.
     """
+    if layout is not None:
+        place = pl.program_id(1), pl.program_id(2)
+        convolve(inputs, outputs, layout, *place, interpret=interpret)
+        inputs = inputs | {name: outputs[to] for name, to in zip("vgkq", _CONVOLVED, strict=True)}
     multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
-    has_channels = inputs["g" if "g" in inputs else "prev g"].shape[-1] > 1
+    some_g = inputs["prev g" if "prev g" in inputs else "g"]
+    has_channels = layout is None and some_g.shape[-1] > 1
     rate = -jnp.exp(inputs["A_log"][...]) if "A_log" in inputs else None
 
     def product(left: State, right: State) -> Array:
@@ -206,7 +275,7 @@ def _kernel(
             "q": _blocks(inputs["q"], query),
             "k": _blocks(inputs["k"], node),
             "v": inputs["v"][query, :],
-            "g": _blocks(inputs["g"], node),
+            "g": _blocks(inputs["g"], node) if layout is None else (inputs["g"][node][None],),
             "beta": inputs["beta"][query],
         }
         if first_query:

@@ -29,10 +29,12 @@ class Convolution:
     Attributes:
         arrays: those of `tree_conv1d_layer`, in its order.
         layout: the columns of the projection.
+        records_x: whether x is recorded, and so of all nodes; otherwise it is of the queries.
     """
 
     arrays: tuple[Any, ...]
     layout: Mamba2Layout = static()
+    records_x: bool = static(True)
 
     def obstacle(self, programs: int, channels: int) -> str | None:
         """Why this is a launch of its own, or None; by programs of a row, and channels of x."""
@@ -49,6 +51,9 @@ class Convolution:
     def blocked(self, part: HeadBlocks) -> tuple[dict[str, Any], dict[str, Any]]:
         """Inputs and outputs of `convolve`."""
         of_row, of_layer, shapes = conv.arrays_of_layer(*self.arrays, layout=self.layout)
+        if not self.records_x:
+            of_row.pop("prefix x", None)
+            shapes["x"] = shapes["x"].update(shape=(*shapes["C"].shape[:2], *shapes["x"].shape[2:]))
         axes = {"x": "b.hp", "dt": "b.h", "B": "b.g.", "C": "b.g."}
 
         def of_program(name: str, array: Any, others: str) -> tuple[Any, pl.BlockSpec]:
@@ -86,7 +91,7 @@ def convolve(
     sizes = (head * layout.head_dim + block * channels, channels), (group, layout.state_size)
 
     def copy(name: str, places: Any) -> None:
-        if num_prefix:
+        if f"prefix {name}" in inputs:
             node, _ = tb.rows(0, 1 << (num_prefix - 1).bit_length(), num_prefix)
             outputs[name][node, *places] = inputs[f"prefix {name}"][node, *places]
 
@@ -100,12 +105,11 @@ def convolve(
             lambda value: scaled(value, section.multiplier),
             interpret=interpret,
         )
-        output, before = outputs[section.output], num_prefix * section.pending
-        output[before + query, :] = jax.nn.silu(total).astype(output.dtype)
+        output = outputs[section.output]
+        output[output.shape[0] - num_queries + query, :] = jax.nn.silu(total).astype(output.dtype)
         outputs["conv_input"][num_prefix + query, places] = newest
         copy("conv_input", [places])
-        if section.pending:
-            copy(section.output, [slice(None)])
+        copy(section.output, [slice(None)])
         if "conv_state" in outputs:
             conv.replay_conv_state(inputs, outputs, places)
 

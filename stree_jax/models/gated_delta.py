@@ -42,6 +42,7 @@ from pallas_kernels import (
     replay_tree_delta,
     tree_conv1d_layer,
     tree_delta,
+    tree_delta_layer,
 )
 from pallas_kernels.numerics import Product, rounded, total
 from stree_jax.array_types import Array, Float, Float32, Lengths
@@ -197,6 +198,21 @@ class GatedDeltaMixer(MixerModule):
         tree, conv_gather_index, cache, prefix_pending, replay = at
         c, width = self.config, self.config.conv_width
         projected = self.in_proj.in_parts(u)
+        if not c.by_channel:
+            one = self.run(
+                tree_delta_layer,
+                *(projected, *self.conv(), self.dt_bias[...], self.A_log[...]),
+                *(self._step_sizes(projected), *cache, conv_gather_index[width]),
+                tree.ancestor_mask,
+                layout=c.layout,
+                prefix_pending=prefix_pending,
+                previous=replay
+                and (replay.pending, replay.path.mask, replay.conv_gather_index[width]),
+            )
+            if one is not None:
+                y, pending, *states = one
+                output = self._output(y, projected, self.implementation)
+                return output, pending, Mamba2Cache(*states)
         previous = replay and (replay.pending, replay.conv_gather_index[width])
         # Of the nodes before, the convolution's op copies corrections in the dtype of v, and of KDA
         # a number a head, for nothing.
@@ -246,9 +262,12 @@ class GatedDeltaMixer(MixerModule):
 
     def _gates(self, projected: Product, dt: Array) -> tuple[Array | Decays, StepSizes]:
         """Logarithms of decays, and how much of the error each token corrects."""
+        return self._decays(dt), self._step_sizes(projected)
+
+    def _step_sizes(self, projected: Product) -> StepSizes:
         c = self.config
         first_beta = c.layout.columns[4] if c.by_channel else 0
-        return self._decays(dt), StepSizes(projected, first_beta, c.num_heads, c.beta_scale)
+        return StepSizes(projected, first_beta, c.num_heads, c.beta_scale)
 
     def _decays(self, dt: Array) -> Array | Decays:
         """Logarithms of the decays of a record."""

@@ -1,20 +1,14 @@
 """Kernels that begin with the op before them, which saves its launch: the bits are those of two."""
 
-import functools
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-import stree_jax as st
 from pallas_kernels import DeferredRMSNorm, PartialSums, add_rms_norm, triton
 from pallas_kernels.matmul import QuantizedMatrix, normed_product, partial_sums
 from pallas_kernels.numerics import totals
-from stree_jax.models.cache import path_to
-from stree_jax.testing.models import HYBRIDS
 
 LIMITS = {"two kernels": 0, "one": 1 << 40}
 
