@@ -7,7 +7,8 @@ Parts, each with its own process and a share of the time; time that one leaves g
 - device: the bandwidth of its memory, from which the floors of steps follow;
 - bits: how many log-probabilities with drafts equal those without to the bit, asked for or not;
 - steps: a call of the target on trees of 1 to 16 nodes, in batches of 1 and 8 rows, in bfloat16 and
-  8 bits; with the kernels, also where equal bits are asked for, and by XLA;
+  8 bits; with the kernels, also where equal bits are asked for or no kernel begins with the op
+  before it, and by XLA;
 - models: logits of real widths, few layers, by XLA and by the kernels against XLA in float32;
 - loops: whole texts without drafts and with trees.
 
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +44,7 @@ from benchmarks import common, steps
 from benchmarks.methods import TWO_TREES
 from benchmarks.models import Pair, embedded_pair, on_gpu
 from benchmarks.tree_size import tree_of
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, triton
 from stree_jax.measuring.clock import num_bytes, summary
 from stree_jax.measuring.report import write_json
 from stree_jax.models.cache import path_to
@@ -252,10 +254,19 @@ def of_steps(sizes: Sizes) -> Rows:
         programs = {name: {"milliseconds": summary(times)} for name, times in taken.items()}
         return {"bytes": num_bytes(nnx.state(model)) + 2 * states, "programs": programs}
 
+    def alone(measured: Callable[[], Row]) -> Row:
+        """Without kernels that begin with the op before; the caches know nothing of the limit."""
+        jax.clear_caches()
+        with mock.patch.object(triton, "MOST_REPEATED_BYTES", 0):
+            return measured()
+
     every = (sizes.kernel, "xla"), sizes.batches, sizes.weights, sizes.models
     for implementation, batch, weights, name in itertools.product(*every):
         measured = functools.partial(measure, sizes.models[name], weights, batch, implementation)
-        yield f"{name}, {weights}, rows: {batch}, {implementation}", measured
+        row = f"{name}, {weights}, rows: {batch}, {implementation}"
+        yield row, measured
+        if (implementation, batch, weights) == (sizes.kernel, 1, "bfloat16"):
+            yield f"{row}, each op alone", functools.partial(alone, measured)
 
 
 def of_loops(sizes: Sizes) -> Rows:

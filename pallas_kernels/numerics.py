@@ -194,8 +194,8 @@ def added_in_pairs(parts: Sequence[Array]) -> Array:
     return sums[0]
 
 
-def total(product: Product) -> Array:
-    """A product whose parts are added up: `totals`, for type checkers."""
+def total(product: Array | Deferred) -> Array:
+    """An array that is not deferred: `totals`, for type checkers."""
     return totals(product)
 
 

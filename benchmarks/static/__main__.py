@@ -73,7 +73,7 @@ HELP = {
     "--one-graph": "the body of each loop must be one graph that XLA captures, so that nothing in a"
     " step waits for the host",
     "--most-launches": "limits for a layer with our kernels, products whole, such as mamba2=5"
-    " attention=5; prompt-mamba2=11 for the prefill of a prompt, draft-mamba2=20 for a draft model",
+    " attention=5; prompt-mamba2=11 for the prefill of a prompt, draft-mamba2=12 for a draft model",
     "--most-outside": "limits for a step of the loop outside of layers, such as greedy=30"
     " sampled=40",
     "--most-growth": "limit for the memory of a whole step (arguments, results and temporary"

@@ -270,9 +270,10 @@ def _kernel(
     scales 1 of the second half of a gated product.
     outputs: y [r, c]; of a norm sum and normed [R, M], and x [r, M] for the program alone.
     """
-    x_ref, first_input = inputs.get("x", outputs.get("x")), 0
+    x_ref: Ref = inputs.get("x")
+    first_input: Any = 0
     if norm is not None:
-        first_input = pl.program_id(2) * size
+        x_ref, first_input = outputs["x"], pl.program_id(2) * size
         is_first = (pl.program_id(1) == 0) & (pl.program_id(2) == 0)
         for row in range(rows):
             parts = rms_norm.added_and_normed(inputs, (row,), **norm)

@@ -112,14 +112,14 @@ def _add_kernel(
 ) -> None:
     """Refs by name: see `added_and_normed`; outputs: sum and normed [M]."""
     options = dict(epsilon=epsilon, multiplier=multiplier, output_epsilon=output_epsilon)
-    for part, total, normed in added_and_normed(inputs, **options):
+    for part, total, normed in added_and_normed(inputs, (), **options):
         outputs["sum"][part] = total
         outputs["normed"][part] = normed.astype(outputs["normed"].dtype)
 
 
 def added_and_normed(
     inputs: dict[str, Ref],
-    row: tuple[int, ...] = (),
+    row: tuple[int, ...],
     *,
     epsilon: float,
     multiplier: float,

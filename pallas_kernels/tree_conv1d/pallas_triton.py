@@ -107,7 +107,7 @@ def tree_conv1d_layer(
     )
     results = {name: array.reshape(outputs[name].shape) for name, array in results.items()}
     pending = Mamba2Pending(*(results[name] for name in Mamba2Pending._fields))
-    return pending, results["C"], results.get("conv_state", of_row["conv_state"])
+    return pending, results["C"], results.get("conv_state", arrays[4])
 
 
 Arrays = dict[str, Any]
@@ -217,8 +217,8 @@ def _call(
 def convolved(
     inputs: dict[str, Ref],
     query: jax.Array,  # [n]
-    channels: pl.Slice,
-    columns: pl.Slice,
+    channels: Any,  # slices
+    columns: Any,
     multiplied: Callable[[jax.Array], jax.Array],
     *,
     interpret: bool,
@@ -247,7 +247,7 @@ def convolved(
     return total, value  # the newest tap is of the node itself
 
 
-def replay_conv_state(inputs: dict[str, Ref], outputs: dict[str, Ref], channels: pl.Slice) -> None:
+def replay_conv_state(inputs: dict[str, Ref], outputs: dict[str, Ref], channels: Any) -> None:
     """Writes some channels of the conv state after the previous tree's path."""
     state, old = inputs["conv_state"], inputs["old conv_input"]
     num_before = state.shape[0]

@@ -207,7 +207,6 @@ def tree_scan_layer(
                 *(replayed, (D, mask), A_log, state, gate, convolution),
                 interpret=chosen == "pallas_interpret",
             )
-    options = dict(gate=gate, A_is_log=True, implementation=implementation)
     pending, C, conv_state = tree_conv1d_layer(
         *arrays,
         layout=layout,
@@ -216,10 +215,10 @@ def tree_scan_layer(
         implementation=implementation,
     )
     tree = pending.x, pending.dt, A_log, pending.B, C, D, state, mask
+    options: dict[str, Any] = dict(gate=gate, A_is_log=True, implementation=implementation)
     if replayed is None:
-        y = tree_scan(*tree, **options)
-    else:
-        y, state = replay_tree_scan(*replayed, *tree, **options)
+        return tree_scan(*tree, **options), pending, state, conv_state
+    y, state = replay_tree_scan(*replayed, *tree, **options)
     return y, pending, state, conv_state
 
 

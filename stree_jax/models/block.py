@@ -146,6 +146,6 @@ class ResidualStream:
         )
         if results is None:
             return None
-        self._hidden, *normed_and_product = results
+        self._hidden, normed, product = results
         self._output = None
-        return tuple(normed_and_product)
+        return normed, product

@@ -144,7 +144,7 @@ class LatentAttentionMixer(AttentionMixer):
         self.value_up = new.matrix(c.num_heads, c.latent_size, c.value_dim)
         self.out_proj = new.linear(c.num_heads * c.value_dim, d_model, False, new.out_scale)
 
-    def _project(self, u: Array, adapter: Array | None) -> Projected:
+    def _project(self, u: Any, adapter: Array | None) -> Projected:
         gates, columns = jnp.split(self.in_proj(u), [self.config.column_sizes[0]], axis=-1)
         return Projected(gates, columns, None)
 

@@ -57,8 +57,7 @@ class Projection(nnx.Module):
     def _product(self, inputs: Any, gate: str | None = None) -> Product:
         if isinstance(inputs, LayerInput):
             return inputs.product(self.kernel, gate, self.implementation)
-        options = dict(gate=gate, implementation=self.implementation)
-        return self.kernel.product_in_parts(inputs, **options)
+        return self.kernel.product_in_parts(inputs, gate=gate, implementation=self.implementation)
 
     def wide(self, inputs: Float[Array, "*rows inputs"]) -> Float32[Array, "*rows outputs"]:
         """The product in float32, without the bias."""

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import stree_jax as st
-from pallas_kernels import dispatch, native, triton
+from pallas_kernels import dispatch, native
 from pallas_kernels.numerics import PartialSums, total
 from stree_jax.models.bits import sums_in_other_orders
-from stree_jax.models.cache import empty_path, path_to
+from stree_jax.models.cache import empty_path
 from stree_jax.models.layer import Path
 from stree_jax.models.layers import Projection
 from stree_jax.models.moe import MoeConfig
@@ -149,43 +149,6 @@ def test_kernels_add_up_parts_of_products(family, monkeypatch):
     wanted = model.tree_forward(*arguments)
     assert any(isinstance(product, PartialSums) for product in products)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("family", "layer"),
-    [
-        ("granite_moe hybrid", "tree_scan_layer"),
-        ("qwen3_5 hybrid", "tree_delta_layer"),
-        ("lfm2 hybrid", "normed_product"),
-    ],
-)
-def test_kernels_begin_with_the_op_before(family, layer, monkeypatch):
-    """The last node of a chain, and one that replays it, have the bits of more launches."""
-    model = random_model(
-        in_kernel_sizes(CONFIGS[family]), dtype="bfloat16", implementation="pallas_interpret"
-    )
-    chain = TREES["chain"].tree(jnp.ones((1, 5), bool))
-    nodes, root = jnp.arange(5)[None], TREES["single tokens"].tree(jnp.ones((1, 1), bool))
-
-    def steps(limit):
-        monkeypatch.setattr(triton, "MOST_REPEATED_BYTES", limit)
-        cache = model.init_cache(1, 8)
-        first = jax.tree.map(lambda array: array[..., :4], chain._replace(ancestor_mask=None))
-        first = first._replace(ancestor_mask=chain.ancestor_mask[:, :4, :4])
-        _, prefix, _ = model.tree(nodes[:, :4], first, cache)
-        with dispatch.recorded() as ran:
-            level = model.tree(nodes[:, 4:], chain, cache, prefix_pending=prefix)
-            path = path_to(chain, jnp.array([4]))
-            after = model.tree(nodes[:, :1], root, cache, replay=(level[1], path))
-        return (level, after), ran
-
-    one, ran = steps(1 << 40)
-    two, ran_apart = steps(0)
-    jax.tree.map(np.testing.assert_array_equal, one, two)
-    assert ran["normed_product"] == "pallas_interpret"
-    assert ran[layer] == "pallas_interpret"
-    assert not {"normed_product", layer} & ran_apart.keys()
 
 
 @pytest.mark.parametrize("family", some(CONFIGS, "mixed hybrid"))

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from pallas_kernels import DeferredRMSNorm, PartialSums, add_rms_norm, triton
+import stree_jax as st
+from pallas_kernels import DeferredRMSNorm, PartialSums, add_rms_norm, dispatch, triton
 from pallas_kernels.matmul import QuantizedMatrix, normed_product, partial_sums
 from pallas_kernels.numerics import totals
+from stree_jax.models.cache import path_to
+from stree_jax.testing import random_model
 
 LIMITS = {"two kernels": 0, "one": 1 << 40}
 
@@ -17,6 +20,9 @@ def draw(*shape, seed=0, dtype=jnp.bfloat16):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
+@pytest.mark.parametrize(
+    "implementation", ["pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize(
     ("rows", "inputs", "columns", "options"),
     [
@@ -28,7 +34,7 @@ def draw(*shape, seed=0, dtype=jnp.bfloat16):
         ((2,), 64, 33, dict(narrow="int8")),
     ],
 )
-def test_a_product_norms_its_rows(rows, inputs, columns, options, monkeypatch):
+def test_a_product_norms_its_rows(rows, inputs, columns, options, implementation, monkeypatch):
     monkeypatch.setattr(triton, "MOST_REPEATED_BYTES", LIMITS["one"])
     axis, parts = options.get("axis", -2), options.get("parts", 1)
     matrix = draw(*((inputs, columns) if axis == -2 else (columns, inputs)), seed=1)
@@ -40,7 +46,7 @@ def test_a_product_norms_its_rows(rows, inputs, columns, options, monkeypatch):
         output = PartialSums(draw(parts, *rows, inputs, dtype="float32"), output.dtype)
     if "deferred" in options:
         output = DeferredRMSNorm(output, jnp.square(draw(*rows, 5, dtype="float32")), 1e-3)
-    weight, implementation = draw(inputs, seed=3), "pallas_interpret"
+    weight = draw(inputs, seed=3)
     norm = dict(epsilon=1e-5, multiplier=options.get("multiplier", 1.0))
     product = dict(axis=axis, gate=options.get("gate"), implementation=implementation)
 
@@ -58,3 +64,50 @@ def test_a_product_norms_its_rows(rows, inputs, columns, options, monkeypatch):
     jax.tree.map(assert_array_equal, totals(one(*arrays)), totals(two(*arrays)))
     monkeypatch.setattr(triton, "MOST_REPEATED_BYTES", LIMITS["two kernels"])
     assert normed_product(*arrays, matrix, **norm, **product) is None
+
+
+# Of sizes that kernels take.
+MAMBA2 = st.Mamba2Config(num_heads=4, head_dim=16, state_size=16, num_groups=2)
+LAYERS = {
+    "tree_scan_layer": (MAMBA2, st.MlpConfig(32), st.AttentionConfig(2, 1, 16), MAMBA2),
+    "tree_delta_layer": (
+        st.GatedDeltaConfig(4, 16, 2, 16),
+        st.MlpConfig(32),
+        st.ShortConvConfig(32),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param("pallas_interpret", marks=pytest.mark.thorough),
+        pytest.param("pallas", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_steps_of_few_nodes(layer, implementation, monkeypatch):
+    """The last node of a chain, and then one that replays it."""
+    config = st.ModelConfig(37, 32, LAYERS[layer], tie_embeddings=False)
+    model = random_model(config, dtype="bfloat16", implementation=implementation)
+    chain, root = (
+        st.TreeTopology.chain(depth).tree(jnp.ones((1, depth + 1), bool)) for depth in (4, 0)
+    )
+    before = st.TreeTopology.chain(3).tree(jnp.ones((1, 4), bool))
+    nodes = jnp.arange(5)[None]
+
+    def steps(limit):
+        monkeypatch.setattr(triton, "MOST_REPEATED_BYTES", limit)
+        cache = model.init_cache(1, 8)
+        _, prefix, _ = model.tree(nodes[:, :4], before, cache)
+        with dispatch.recorded() as ran:
+            level = model.tree(nodes[:, 4:], chain, cache, prefix_pending=prefix)
+            path = path_to(chain, jnp.array([4]))
+            after = model.tree(nodes[:, :1], root, cache, replay=(level[1], path))
+        return (level, after), ran
+
+    one, ran = steps(LIMITS["one"])
+    two, ran_apart = steps(LIMITS["two kernels"])
+    jax.tree.map(assert_array_equal, one, two)
+    assert {ran["normed_product"], ran[layer]} == {implementation}
+    assert not {"normed_product", layer} & ran_apart.keys()
