@@ -134,11 +134,21 @@ def choose(
     return taken
 
 
-def kernels_run(requested: str | None, arrays: Any) -> bool:
-    """Whether ops of these arrays run as kernels, unless a kernel refuses them."""
-    if requested is not None:
-        return _version(requested) == "pallas"
-    return not (triton.UNAVAILABLE or device_obstacle(device_of(arrays)))
+@contextlib.contextmanager
+def kernel(
+    op: str, requested: str | None, fits: Callable[[], bool], arrays: Any
+) -> Iterator[bool | None]:
+    """Yields whether a kernel of these arrays is interpreted; None: it does not run, or fits not.
+
+    For ops that are several others where their kernel does not run.
+    """
+    with on(arrays):
+        runs = not (triton.UNAVAILABLE or device_obstacle())
+        if not ((_version(requested) == "pallas" if requested else runs) and fits()):
+            yield None
+            return
+        with jax.named_scope(op):
+            yield choose(op, requested) == "pallas_interpret"
 
 
 @functools.cache

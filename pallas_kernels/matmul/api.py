@@ -6,7 +6,6 @@ On a CPU of packed matrices in every type, on a GPU of unpacked ones in bfloat16
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Num
@@ -135,21 +134,15 @@ def normed_product(
     """
     x = pallas_triton.NormedSum(residual, output, weight, epsilon, multiplier)
     axis = getattr(matrix, "axis", axis)
-    if not (
-        dispatch.kernels_run(implementation, residual)
-        and (gate is None or pallas_triton.gates(residual.shape[-1], matrix.shape[-3 - axis]))
-        and pallas_triton.norms(x, matrix, axis, gate)
-    ):
-        return None
-    with jax.named_scope("normed_product"), dispatch.on(residual):
-        return pallas_triton.normed_product(
-            x,
-            matrix,
-            axis=axis,
-            dtype=x.dtype,
-            gate=gate,
-            interpret=dispatch.choose("normed_product", implementation) == "pallas_interpret",
-        )
+
+    def fits() -> bool:
+        return pallas_triton.norms(x, matrix, axis, gate)
+
+    with dispatch.kernel("normed_product", implementation, fits, (x, matrix)) as interpret:
+        if interpret is None:
+            return None
+        options = dict(axis=axis, dtype=x.dtype, gate=gate, interpret=interpret)
+        return pallas_triton.partial_sums(x, matrix, **options)
 
 
 def rows(

@@ -6,6 +6,9 @@ by inputs by rows: so a matrix unit has the few rows on its narrow side. Each pa
 sums. The reader adds them up: the next kernel while it loads, or XLA in a launch. A product of one
 part is written in its final type.
 
+Of few rows of a small model, every program also adds up the residual stream and norms it, into
+memory of its own, which it reads after a barrier (`NormedSum`). The first program writes both.
+
 Numerics: products of bfloat16 numbers are exact, and are added in float32: inputs in order, then
 parts in pairs. 8-bit weights are exact in bfloat16 too. So the sum of a group of 32 inputs is
 multiplied by its scale, by one fused multiply-add: no weight is rounded, as widening would do, and
@@ -31,13 +34,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
-from jaxtyping import Array
 
 from pallas_kernels import dispatch
 from pallas_kernels import triton as tb
 from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
 from pallas_kernels.matmul.xla import unpacked
-from pallas_kernels.numerics import PartialSums, Product, activate, static
+from pallas_kernels.numerics import DeferredRMSNorm, PartialSums, Product, activate, static
 from pallas_kernels.rms_norm import pallas_triton as rms_norm
 from pallas_kernels.triton import Ref
 
@@ -66,7 +68,8 @@ class NormedSum:
     @property
     def dtype(self) -> Any:
         """Of their norms."""
-        return getattr(self.output, "value", self.output).dtype
+        output = self.output
+        return (output.value if isinstance(output, DeferredRMSNorm) else output).dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,16 +117,19 @@ def gates(inputs: int, columns: int) -> bool:
 def norms(x: NormedSum, matrix: Any, axis: int, gate: str | None) -> bool:
     """Whether every program of a product norms the rows again, which saves a launch."""
     count, size = math.prod(x.shape[:-1]), x.shape[-1]
-    if unsupported(x, matrix, axis) or rms_norm.unsupported("row size", size):
+    refused = unsupported(x, matrix, axis) or rms_norm.unsupported("row size", size)
+    # With as many warps as `add_rms_norm` has, sums have its order.
+    if refused or size != matrix.shape[axis] or rms_norm.warps(size) != NUM_WARPS:
         return False
     columns = matrix.shape[-3 - axis]
     blocks = columns // (2 * GATED_COLUMNS)
     if gate is None:
         blocks = parts_of(size, columns) * -(-columns // block_sizes(size, columns, count).columns)
+    elif not gates(size, columns):
+        return False
     arrays = jax.tree.leaves((x.residual, x.output))
     read = sum(array.size * array.dtype.itemsize for array in arrays)
-    fits = blocks * read <= tb.MOST_REPEATED_BYTES and count <= MOST_NORMED
-    return fits and rms_norm.warps(size) == NUM_WARPS  # so that it adds up in the same order
+    return 0 < count <= MOST_NORMED and blocks * read <= tb.MOST_REPEATED_BYTES
 
 
 def unsupported(x: Any, matrix: Any, axis: int) -> str | None:
@@ -148,7 +154,7 @@ def unsupported(x: Any, matrix: Any, axis: int) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "dtype", "gate", "interpret", "blocks"))
-def _partial_sums(
+def partial_sums(
     x: Any,
     matrix: Any,
     *,
@@ -184,7 +190,7 @@ def _partial_sums(
         arrays, outputs, epsilon = rms_norm.arrays_of_sum(x.residual, x.output, x.weight, "bcp")
         norm = dict(epsilon=x.epsilon, multiplier=x.multiplier, output_epsilon=epsilon)
         outputs["x"] = (
-            jax.ShapeDtypeStruct((num_blocks, parts, blocks.rows, inputs), x.dtype),
+            jax.ShapeDtypeStruct((num_blocks, parts, count, inputs), x.dtype),
             pl.BlockSpec((None, None, blocks.rows, inputs), lambda r, c, p: (c, p, 0, 0)),
         )
     else:
@@ -229,11 +235,6 @@ def _partial_sums(
     return results["sum"].reshape(x.shape), results["normed"].reshape(x.shape), product
 
 
-def normed_product(x: NormedSum, matrix: Any, **options: Any) -> tuple[Array, Array, Product]:
-    """See `api.normed_product`."""
-    return _partial_sums(x, matrix, **options)
-
-
 def matmul(x: jax.Array, matrix: Any, **options: Any) -> Product:
     """See `api.partial_sums`; derivatives are XLA's."""
 
@@ -247,7 +248,7 @@ def matmul(x: jax.Array, matrix: Any, **options: Any) -> Product:
         sums = jnp.zeros((parts, *product.shape), jnp.float32)
         return PartialSums(sums.at[0].set(product.astype(jnp.float32)), product.dtype)
 
-    return dispatch.with_gradients_of(twin, functools.partial(_partial_sums, **options))(x, matrix)
+    return dispatch.with_gradients_of(twin, functools.partial(partial_sums, **options))(x, matrix)
 
 
 def _kernel(

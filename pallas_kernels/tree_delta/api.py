@@ -199,6 +199,9 @@ def tree_delta_layer(
     Returns:
         The outputs, the record, and both states before the root, with the bits of the two ops.
         None if they have to be two: their kernels do not run here, or there are too many nodes.
+
+    Raises:
+        ValueError: a projection or weights that do not fit the layout.
     """
     replayed, conv_replay, prefix_u = None, None, None
     if previous is not None:
@@ -211,17 +214,16 @@ def tree_delta_layer(
         prefix_u = prefix_pending.x
     arrays = projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index
     convolution = Convolution((*arrays, prefix_pending, conv_replay), layout, records_x=False)
-    if not (
-        dispatch.kernels_run(implementation, state)
-        and pallas_triton.convolves(convolution, state, projected.dtype)
-    ):
-        return None
-    with jax.named_scope("tree_delta_layer"), dispatch.on(state):
-        chosen = dispatch.choose("tree_delta_layer", implementation)
-        results = pallas_triton.tree_delta_layer(
-            *(replayed, A_log, beta, mask, state, prefix_u, convolution),
-            interpret=chosen == "pallas_interpret",
-        )
+    layout.check(projected.shape[-1], conv_weight.shape[-1])
+
+    def fits() -> bool:
+        return pallas_triton.convolves(convolution, state, projected.dtype)
+
+    whole = replayed, (A_log, beta, mask), state, prefix_u, convolution
+    with dispatch.kernel("tree_delta_layer", implementation, fits, (projected, whole)) as interpret:
+        if interpret is None:
+            return None
+        results = pallas_triton.run(*whole, interpret=interpret)
     u = results["u"] if prefix_u is None else jnp.concatenate([prefix_u, results["u"]], axis=1)
     record = Mamba2Pending(u, *(results[name] for name in Mamba2Pending._fields[1:]))
     states = results.get("state", state), results.get("conv_state", conv_state)

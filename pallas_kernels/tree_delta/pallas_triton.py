@@ -1,5 +1,7 @@
 """`tree_delta`, `replay_delta` and `replay_tree_delta` as one Pallas-Triton kernel: a recurrence.
 
+For few nodes `tree_delta_layer` is this kernel too, which begins with `convolve` then.
+
 Passes: a program handles one row, one value head and 16 of its channels. It reads its part of the
 state once and keeps it in registers. It goes along the path of the previous tree and writes the
 state once (input and output are one buffer). Then it visits the new tree in the order of `walk`,
@@ -51,54 +53,28 @@ _CHANNELS = 16  # of the head, per program
 # Numbers of the S axis that are added up across threads at once. The bits of a sum depend on it.
 _BLOCK = 32
 _NUM_WARPS = 4
-_CONVOLVED = ("x", "dt", "B", "C")
 
 
-@functools.partial(jax.jit, static_argnames="interpret")
-def scan(
-    previous: tuple[Any, ...] | None,
-    tree: tuple[Any, ...] | None,
-    state: Array,
-    prefix_u: Array | None,
-    *,
-    interpret: bool,
-) -> tuple[Array | None, Array | None, Array]:
-    """See `api._run`, whose arrays these are."""
-    results = _run(previous, tree, state, prefix_u, None, interpret=interpret)
-    return results.get("y"), results.get("u"), results.get("state", state)
+def scan(*arrays: Any, interpret: bool) -> tuple[Array | None, Array | None, Array]:
+    """See `api._run`, whose arrays these are: previous and new tree, state, u of a prefix."""
+    results = run(*arrays, interpret=interpret)
+    return results.get("y"), results.get("u"), results.get("state", arrays[2])
 
 
 def convolves(convolution: Convolution, state: Array, dtype: Any) -> bool:
     """Whether one kernel convolves and runs the delta rule."""
     _, num_heads, head_dim, state_size = state.shape
-    programs = num_heads * head_dim // _CHANNELS
-    obstacle = tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
-    return (obstacle or convolution.obstacle(programs, _CHANNELS)) is None
+    refused = tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
+    return not refused and convolution.fits(num_heads * head_dim // _CHANNELS, _CHANNELS)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
-def tree_delta_layer(
-    previous: tuple[Any, ...] | None,
-    A_log: Array,
-    beta: StepSizes,
-    mask: Array,
-    state: Array,
-    prefix_u: Array | None,
-    convolution: Convolution,
-    *,
-    interpret: bool,
-) -> dict[str, Array]:
-    """All results by name, see `api.tree_delta_layer`."""
-    tree = (A_log, beta, mask)
-    return _run(previous, tree, state, prefix_u, convolution, interpret=interpret)
-
-
-def _run(
+def run(
     previous: tuple[Any, ...] | None,
     tree: tuple[Any, ...] | None,
     state: Array,
     prefix_u: Array | None,
-    convolution: Convolution | None,
+    convolution: Convolution | None = None,
     *,
     interpret: bool,
 ) -> dict[str, Array]:
@@ -111,10 +87,9 @@ def _run(
     ):
         previous, tree = totals((previous, tree))
     batch, num_heads, head_dim, _ = state.shape
-    if convolution is None:
-        num_groups = (previous[0] if previous else tree[1]).shape[2]  # type: ignore[index]
-    else:
-        num_groups = convolution.layout.num_groups
+    layout = None if convolution is None else convolution.layout
+    some_k = previous[0] if previous else tree[1]  # type: ignore[index]
+    num_groups = layout.num_groups if layout else some_k.shape[2]
     part = HeadBlocks(_CHANNELS, num_heads // num_groups)
 
     def of_decays(g: Any) -> tuple[Any, pl.BlockSpec]:
@@ -165,7 +140,7 @@ def _run(
         functools.partial(
             _kernel,
             beta_scale=beta_scale,
-            layout=None if convolution is None else convolution.layout,
+            layout=layout,
             interpret=interpret,
         ),
         inputs,
@@ -199,7 +174,9 @@ def _kernel(
     if layout is not None:
         place = pl.program_id(1), pl.program_id(2)
         convolve(inputs, outputs, layout, *place, interpret=interpret)
-        inputs = inputs | {name: outputs[to] for name, to in zip("vgkq", _CONVOLVED, strict=True)}
+        inputs = inputs | {
+            name: outputs[to] for name, to in zip("vgkq", ("x", "dt", "B", "C"), strict=True)
+        }
     multiply_add = functools.partial(tb.multiply_add, interpret=interpret)
     some_g = inputs["prev g" if "prev g" in inputs else "g"]
     has_channels = layout is None and some_g.shape[-1] > 1

@@ -196,17 +196,17 @@ def tree_scan_layer(
         replayed, conv_replay = (old.x, old.dt, old.B, path), (old, replay_gather_index)
     arrays = projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index
     convolution = Convolution((*arrays, prefix_pending, conv_replay), layout)
-    is_kernel = dispatch.kernels_run(implementation, state)
-    if is_kernel and pallas_triton.convolves(convolution, mask.shape[1], state, projected.dtype):
-        layout.check(projected.shape[-1], conv_weight.shape[-1])
-        if gate is not None:
-            gate.check(layout.num_heads, layout.head_dim)
-        with jax.named_scope("tree_scan_layer"), dispatch.on(state):
-            chosen = dispatch.choose("tree_scan_layer", implementation)
-            return pallas_triton.tree_scan_layer(
-                *(replayed, (D, mask), A_log, state, gate, convolution),
-                interpret=chosen == "pallas_interpret",
-            )
+
+    def fits() -> bool:
+        return pallas_triton.convolves(convolution, mask.shape[1], state, projected.dtype)
+
+    layout.check(projected.shape[-1], conv_weight.shape[-1])
+    if gate is not None:
+        gate.check(layout.num_heads, layout.head_dim)
+    whole = replayed, (D, mask), A_log, state, gate, convolution
+    with dispatch.kernel("tree_scan_layer", implementation, fits, (projected, whole)) as interpret:
+        if interpret is not None:
+            return pallas_triton.tree_scan_layer(*whole, interpret=interpret)
     pending, C, conv_state = tree_conv1d_layer(
         *arrays,
         layout=layout,

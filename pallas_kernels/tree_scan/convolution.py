@@ -36,17 +36,15 @@ class Convolution:
     layout: Mamba2Layout = static()
     records_x: bool = static(True)
 
-    def obstacle(self, programs: int, channels: int) -> str | None:
-        """Why this is a launch of its own, or None; by programs of a row, and channels of x."""
+    def fits(self, programs: int, channels: int) -> bool:
+        """Whether the programs of a row, each with some channels of x, can and should do this."""
         layout, (projected, weight, *_) = self.layout, self.arrays
         batch, num_queries, _ = projected.shape
         # A tap reads two float32 parts of a product.
         taps = batch * num_queries * len(weight) * programs * (channels + 2 * layout.state_size)
-        if 8 * taps > tb.MOST_REPEATED_BYTES:
-            return f"{num_queries} queries of {batch} rows have too many taps"
-        if (layout.x_heads, layout.b_groups) != (layout.num_heads, layout.num_groups):
-            return "heads of x or groups of B are repeated"
-        return conv.unsupported_layer(layout, len(weight))
+        repeats = (layout.x_heads, layout.b_groups) != (layout.num_heads, layout.num_groups)
+        refused = repeats or conv.unsupported_layer(layout, len(weight))
+        return not refused and 8 * taps <= tb.MOST_REPEATED_BYTES
 
     def blocked(self, part: HeadBlocks) -> tuple[dict[str, Any], dict[str, Any]]:
         """Inputs and outputs of `convolve`."""
@@ -81,7 +79,8 @@ def convolve(
     """Writes x, dt, B and C of all nodes, their conv inputs, and the conv state before the root.
 
     Refs are those of `tree_conv1d`, but of prefix x and B, and of outputs x, dt, B and C, a program
-    has its head, channels and group.
+    has its head, channels and group; x may be of the queries alone. Programs of a group, or of a
+    head, write the same numbers to the same places.
     """
     num_nodes, num_queries = outputs["dt"].shape[0], inputs["index"].shape[0]
     num_prefix = num_nodes - num_queries

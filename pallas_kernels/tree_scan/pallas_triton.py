@@ -1,5 +1,7 @@
 """`tree_scan`, `replay` and `replay_tree_scan` as one Pallas-Triton kernel, in two ways.
 
+For few nodes `tree_scan_layer` is this kernel too, as a recurrence that begins with `convolve`.
+
 Passes: a program handles one row, one head and one block of its channels. It reads its part of the
 state once and keeps it in registers. `replay` goes along the path of the previous tree, node by
 node, and writes the state once (input and output are one buffer). `tree_scan` writes the outputs
@@ -107,11 +109,10 @@ def _is_recurrence(num_nodes: int) -> bool:
 def convolves(convolution: Convolution, num_nodes: int, state: jax.Array, dtype: DTypeLike) -> bool:
     """Whether one kernel convolves and scans a tree."""
     _, num_heads, head_dim, state_size = state.shape
-    obstacle = tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
-    if obstacle or not _is_recurrence(num_nodes):
-        return False
+    refused = tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
     channels = channels_of(0, head_dim, state_size)
-    return convolution.obstacle(num_heads * head_dim // channels, channels) is None
+    fits = convolution.fits(num_heads * head_dim // channels, channels)
+    return not refused and _is_recurrence(num_nodes) and fits
 
 
 def tree_scan_layer(
@@ -158,10 +159,8 @@ def _run(
         blocks = closed_form_blocks(some_x.dtype, head_dim * state_size)
     channels = channels_of(blocks.state, head_dim, state_size)
     num_blocks = head_dim // channels
-    if convolution is None:
-        num_groups = (previous or tree or ())[2].shape[2]
-    else:
-        num_groups = convolution.layout.num_groups
+    layout = None if convolution is None else convolution.layout
+    num_groups = layout.num_groups if layout else (previous or tree or ())[2].shape[2]
     part = HeadBlocks(channels, num_heads // num_groups)
 
     inputs = {"A": part.of(A, "h"), "state": part.of(state, "bhp.")}
@@ -224,7 +223,7 @@ def _run(
             num_blocks=num_blocks,
             A_is_log=A_is_log,
             gate=static_gate,
-            layout=None if convolution is None else convolution.layout,
+            layout=layout,
             interpret=interpret,
         ),
         inputs,

@@ -44,6 +44,11 @@ class _Normed(LayerInput):
         self._stream, self._scale = stream, scale
         self._array: Array | None = None
 
+    @property
+    def is_read(self) -> bool:
+        """So the stream has the output before."""
+        return self._array is not None
+
     def total(self) -> Array:
         if self._array is None:
             self._array = self._stream.normed(self._scale)
@@ -69,6 +74,7 @@ class ResidualStream:
         # The last layer's output, not added yet; a shared layer's, for the next layer's input only.
         self._output: Product | DeferredRMSNorm | None = None
         self._extra: Array | None = None
+        self._input: _Normed | None = None
 
     def read(self, block: Block) -> Array | LayerInput:
         """The input of a layer `[B, T, M]`; for a shared layer `[B, T, 2 M]`, not normed.
@@ -80,11 +86,12 @@ class ResidualStream:
             return jnp.concatenate(both, axis=-1).astype(self._dtype)
         if block.norm_after:
             return self.hidden().astype(self._dtype)
-        normed = _Normed(self, block.norm_scale[...])
-        return normed if block.norms_input else normed.total()
+        self._input = _Normed(self, block.norm_scale[...])
+        return self._input if block.norms_input else self._input.total()
 
     def write(self, block: Block, output: Product | DeferredRMSNorm) -> None:
         """Takes the output of the layer that read last."""
+        assert self._input is None or self._input.is_read
         if block.is_shared:
             assert not isinstance(output, DeferredRMSNorm)
             self._output, self._extra = None, total(output).astype(self._hidden.dtype)

@@ -8,7 +8,7 @@ from stree_jax.array_types import Array, Float
 from stree_jax.checks import require, require_integers
 from stree_jax.mesh.partition import Cut
 from stree_jax.models.layer import LayerConfig, NoCache, mixer_cuts, register
-from stree_jax.models.layers import MixerModule, New
+from stree_jax.models.layers import LayerInput, MixerModule, New
 
 
 @register("mlp")
@@ -62,8 +62,8 @@ class MlpConfig(LayerConfig):
 class Pointwise(MixerModule):
     """A mixer that computes each position alone: no mask, an empty cache, replay is a no-op."""
 
-    def apply(self, u: Float[Array, "B T M"]) -> Product:
-        """The function of one position."""
+    def apply(self, u: Any) -> Product:
+        """The function of one position, of `[B, T, M]`."""
         raise NotImplementedError
 
     def __call__(
@@ -71,7 +71,9 @@ class Pointwise(MixerModule):
     ) -> tuple[Product, NoCache]:
         return self.apply(u), cache
 
-    def tree(self, u: Float[Array, "B Q M"], at: Any = None) -> tuple[Product, NoCache, NoCache]:
+    def tree(
+        self, u: Float[Array, "B Q M"] | LayerInput, at: Any = None
+    ) -> tuple[Product, NoCache, NoCache]:
         return self.apply(u), NoCache(), NoCache()
 
     def replay(self, cache: NoCache, along: object) -> NoCache:
@@ -89,7 +91,7 @@ class Mlp(Pointwise):
         self.in_proj = new.linear(d_model, width, c.bias)
         self.out_proj = new.linear(c.hidden_size, d_model, c.bias, new.out_scale)
 
-    def apply(self, u: Float[Array, "B T M"], adapter: Array | None = None) -> Product:
+    def apply(self, u: Float[Array, "B T M"] | LayerInput, adapter: Array | None = None) -> Product:
         """The function of one position; `adapter` is added to gate and up (Zamba2)."""
         c = self.config
         is_plain = c.gate_multiplier == 1.0 and c.limit is None

@@ -32,6 +32,8 @@ def draw(*shape, seed=0, dtype=jnp.bfloat16):
         ((1,), 64, 48, dict(deferred=True, multiplier=0.7, residual="float32")),
         ((4,), 96, 40, dict(deferred=True, parts=8, axis=-1)),
         ((2,), 64, 33, dict(narrow="int8")),
+        ((2,), 2560, 64, dict(parts=8, residual="float32", deferred=True)),
+        ((3,), 1024, 64, dict(parts=2)),
     ],
 )
 def test_a_product_norms_its_rows(rows, inputs, columns, options, implementation, monkeypatch):
@@ -87,22 +89,22 @@ LAYERS = {
 )
 @pytest.mark.parametrize("layer", LAYERS)
 def test_steps_of_few_nodes(layer, implementation, monkeypatch):
-    """The last node of a chain, and then one that replays it."""
+    """The last node of a chain, and then one that replays it, some of it or nothing."""
     config = st.ModelConfig(37, 32, LAYERS[layer], tie_embeddings=False)
     model = random_model(config, dtype="bfloat16", implementation=implementation)
-    chain, root = (
-        st.TreeTopology.chain(depth).tree(jnp.ones((1, depth + 1), bool)) for depth in (4, 0)
+    exists = jnp.ones((3, 5), bool).at[1, 4].set(False)
+    chain, root, before = (
+        st.TreeTopology.chain(depth).tree(exists[:, : depth + 1]) for depth in (4, 0, 3)
     )
-    before = st.TreeTopology.chain(3).tree(jnp.ones((1, 4), bool))
-    nodes = jnp.arange(5)[None]
+    nodes = jnp.arange(15).reshape(3, 5)
 
     def steps(limit):
         monkeypatch.setattr(triton, "MOST_REPEATED_BYTES", limit)
-        cache = model.init_cache(1, 8)
+        cache = model.init_cache(3, 8)
         _, prefix, _ = model.tree(nodes[:, :4], before, cache)
         with dispatch.recorded() as ran:
             level = model.tree(nodes[:, 4:], chain, cache, prefix_pending=prefix)
-            path = path_to(chain, jnp.array([4]))
+            path = path_to(chain, jnp.array([4, -1, 2]))
             after = model.tree(nodes[:, :1], root, cache, replay=(level[1], path))
         return (level, after), ran
 
