@@ -58,7 +58,7 @@ from pallas_kernels.tree_conv1d.api import (
     tree_conv1d,
     tree_conv1d_layer,
 )
-from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
+from pallas_kernels.tree_conv1d.layout import Convolution, Mamba2Layout, Mamba2Pending
 from pallas_kernels.tree_delta.api import (
     delta_chunks,
     replay_delta,
@@ -72,6 +72,7 @@ from pallas_kernels.tree_scan.gate import Gate
 
 __all__ = [
     "AttentionLayout",
+    "Convolution",
     "Decays",
     "DeferredRMSNorm",
     "Gate",

@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[1]
 # Tokens of code by folder, and lines of results: folding two lines into one changes nothing.
 # A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 181_040,
-    "pallas_kernels/*.py": 56_850,  # 55,000 when the series of issues ends
+    "stree_jax/*.py": 181_580,
+    "pallas_kernels/*.py": 60_890,  # three launches of a layer took 4,000
     "convert/*.py": 46_490,
-    "tests/*.py": 233_000,
-    "benchmarks/*.py": 39_640,
+    "tests/*.py": 234_210,
+    "benchmarks/*.py": 39_710,
     "examples/*.py": 10_490,
     "*.cc *.h": 31_880,
     "benchmarks/results": 10_410,

@@ -5,6 +5,8 @@ continues into the conv state. The rows to read depend on the tree alone, so the
 (`conv_gather_index`) is computed once per step and shared by all layers.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
@@ -12,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels import dispatch
 from pallas_kernels.numerics import PartialSums
 from pallas_kernels.tree_conv1d import native, pallas_triton, xla
-from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
+from pallas_kernels.tree_conv1d.layout import Convolution, Mamba2Layout, Mamba2Pending
 
 ACTIVATIONS = (None, "silu")
 
@@ -140,21 +142,23 @@ def tree_conv1d_layer(
     Raises:
         ValueError: a projection or weights that do not fit the layout.
     """
-    layout.check(projected.shape[-1], conv_weight.shape[-1])
-    arguments = (
-        *(projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index),
-        *(prefix_pending, previous),
-    )
-    width = conv_weight.shape[0]
+    arrays = projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index
+    return convolved_nodes(Convolution(*arrays, prefix_pending, previous, layout), implementation)
+
+
+def convolved_nodes(convolution: Convolution, implementation: str | None) -> Any:
+    """`tree_conv1d_layer` of these arguments."""
+    convolution.check()
+    layout, width = convolution.layout, len(convolution.conv_weight)
     reason = pallas_triton.unsupported_layer(layout, width)
     return dispatch.run(
         "tree_conv1d_layer",
         {"xla": xla, "pallas": pallas_triton, "native": native},
-        arguments,
+        convolution.arrays,
         requested=implementation,
         unsupported={
             "pallas": reason,
-            "native": native.unsupported_layer(projected, layout, width),
+            "native": native.unsupported_layer(convolution.projected, layout, width),
         },
         xla_derivatives=("native",),
         layout=layout,

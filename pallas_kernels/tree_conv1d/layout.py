@@ -3,14 +3,14 @@
 import dataclasses
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.numerics import Product, scaled, total
+from pallas_kernels.numerics import PartialSums, Product, scaled, static, total
 
 
 class Mamba2Pending(NamedTuple):
@@ -20,6 +20,39 @@ class Mamba2Pending(NamedTuple):
     dt: Float32[Array, "B N H"]  # of KDA the log-decays `[B, N, H, S]`
     B: Float[Array, "B N G S"]
     conv_input: Float[Array, "B N C"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """The arguments of `tree_conv1d_layer`, for an op that may begin with it."""
+
+    projected: Float[Array, "B Q X"] | PartialSums
+    conv_weight: Float[Array, "K C"]
+    conv_bias: Float[Array, " C"] | None
+    dt_bias: Float32[Array, " H"]
+    conv_state: Float[Array, "B J C"]
+    conv_gather_index: Int[Array, "B Q K"]
+    prefix_pending: Mamba2Pending | None
+    previous: tuple[Mamba2Pending, Int[Array, "B J"]] | None
+    layout: "Mamba2Layout" = static()
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """All of them but the layout, in the order of the op."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self)[:-1])
+
+    def check(self) -> None:
+        """Raises a ValueError unless projection and weights fit the layout."""
+        layout, columns = self.layout, self.projected.shape[-1]
+        if columns != layout.num_columns:
+            raise ValueError(
+                f"the projection has {columns} columns, {layout} has {layout.num_columns}"
+            )
+        if (channels := self.conv_weight.shape[-1]) != layout.num_channels:
+            raise ValueError(
+                f"conv_weight has {channels} channels, {layout} has {layout.num_channels}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +121,6 @@ class Mamba2Layout:
     def num_channels(self) -> int:
         """Channels of the convolution."""
         return self.channels[2] + self.num_groups * self.state_size
-
-    def check(self, columns: int, channels: int) -> None:
-        """Raises a ValueError unless a projection has these columns, and a convolution channels."""
-        if columns != self.num_columns:
-            raise ValueError(f"the projection has {columns} columns, {self} has {self.num_columns}")
-        if channels != self.num_channels:
-            raise ValueError(f"conv_weight has {channels} channels, {self} has {self.num_channels}")
 
     def gate(self, projected: Product) -> tuple[Product, int]:
         """An array with the gate z, and z's first column; a slice only if z has a multiplier."""

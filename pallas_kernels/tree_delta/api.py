@@ -38,15 +38,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32
 
 from pallas_kernels import dispatch, triton
 from pallas_kernels import native as cpu
-from pallas_kernels.numerics import PartialSums
-from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
+from pallas_kernels.tree_conv1d.layout import Convolution, Mamba2Pending
 from pallas_kernels.tree_delta import native, pallas_triton, xla
 from pallas_kernels.tree_delta.gates import Decays, StepSizes
-from pallas_kernels.tree_scan.convolution import Convolution
 
 
 def tree_delta(
@@ -168,20 +166,13 @@ def replay_tree_delta(
 
 
 def tree_delta_layer(
-    projected: Float[Array, "B Q X"] | PartialSums,
-    conv_weight: Float[Array, "K C"],
-    conv_bias: Float[Array, " C"] | None,
-    dt_bias: Float32[Array, " H"],
+    convolution: Convolution,
     A_log: Float32[Array, " H"],
     beta: StepSizes,
     state: Float32[Array, "B H P S"],
-    conv_state: Float[Array, "B J C"],
-    conv_gather_index: Int[Array, "B Q K"],
     mask: Bool[Array, "B N N"],
+    path: Bool[Array, "B O"] | None = None,
     *,
-    layout: Mamba2Layout,
-    prefix_pending: Mamba2Pending | None = None,
-    previous: tuple[Mamba2Pending, Bool[Array, "B O"], Int[Array, "B J"]] | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Mamba2Pending, Array, Array] | None:
     """A layer with decays of heads, from the input projection to the outputs, as one kernel.
@@ -189,11 +180,10 @@ def tree_delta_layer(
     It is `tree_conv1d_layer`, and then `tree_delta` or, after a previous tree, `replay_tree_delta`.
 
     Args:
-        projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index, layout: as in
-            `tree_conv1d_layer`.
-        A_log: of the `Decays`, whose time steps the convolution's op makes.
-        beta, state, mask: as in `tree_delta`.
-        prefix_pending, previous: as in `tree_scan_layer`; a record's x is u.
+        convolution: the arguments of `tree_conv1d_layer`; x of its records is u.
+        A_log: of the `Decays`, whose time steps the convolution makes.
+        beta, mask: as in `tree_delta`.
+        state, path: as in `tree_scan_layer`.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
@@ -203,31 +193,26 @@ def tree_delta_layer(
     Raises:
         ValueError: a projection or weights that do not fit the layout.
     """
-    replayed, conv_replay, prefix_u = None, None, None
-    if previous is not None:
-        old, path, replay_gather_index = previous
-        replayed, conv_replay = (
-            (old.B, old.x, Decays(old.dt, A_log), path),
-            (old, replay_gather_index),
-        )
-    if prefix_pending is not None:
-        prefix_u = prefix_pending.x
-    arrays = projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index
-    convolution = Convolution((*arrays, prefix_pending, conv_replay), layout, records_x=False)
-    layout.check(projected.shape[-1], conv_weight.shape[-1])
+    previous, prefix_u = None, None
+    if convolution.previous is not None:
+        old, _ = convolution.previous
+        previous = old.B, old.x, Decays(old.dt, A_log), path
+    if convolution.prefix_pending is not None:
+        prefix_u = convolution.prefix_pending.x
+    convolution.check()
 
     def fits() -> bool:
-        return pallas_triton.convolves(convolution, state, projected.dtype)
+        return pallas_triton.convolves(convolution, state)
 
-    whole = replayed, (A_log, beta, mask), state, prefix_u, convolution
-    with dispatch.kernel("tree_delta_layer", implementation, fits, (projected, whole)) as interpret:
+    arrays = previous, (A_log, beta, mask), state, prefix_u, convolution
+    with dispatch.kernel("tree_delta_layer", implementation, fits, arrays[::-1]) as interpret:
         if interpret is None:
             return None
-        results = pallas_triton.run(*whole, interpret=interpret)
+        results = pallas_triton.run(*arrays, interpret=interpret)
     u = results["u"] if prefix_u is None else jnp.concatenate([prefix_u, results["u"]], axis=1)
     record = Mamba2Pending(u, *(results[name] for name in Mamba2Pending._fields[1:]))
-    states = results.get("state", state), results.get("conv_state", conv_state)
-    return results["y"], record, *states
+    conv_state = results.get("conv_state", convolution.conv_state)
+    return results["y"], record, results.get("state", state), conv_state
 
 
 def delta_chunks(

@@ -38,10 +38,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels import triton as tb
 from pallas_kernels import walk
 from pallas_kernels.numerics import totals
-from pallas_kernels.tree_conv1d.layout import Mamba2Layout
+from pallas_kernels.tree_conv1d.layout import Convolution, Mamba2Layout
 from pallas_kernels.tree_delta.gates import Decays, StepSizes
 from pallas_kernels.tree_delta.xla import EPSILON
-from pallas_kernels.tree_scan.convolution import Convolution, convolve
+from pallas_kernels.tree_scan.convolution import blocked, convolve, fits
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks
 from pallas_kernels.triton import Ref
 from pallas_kernels.walk import State
@@ -61,11 +61,12 @@ def scan(*arrays: Any, interpret: bool) -> tuple[Array | None, Array | None, Arr
     return results.get("y"), results.get("u"), results.get("state", arrays[2])
 
 
-def convolves(convolution: Convolution, state: Array, dtype: Any) -> bool:
+def convolves(convolution: Convolution, state: Array) -> bool:
     """Whether one kernel convolves and runs the delta rule."""
     _, num_heads, head_dim, state_size = state.shape
+    dtype = convolution.projected.dtype
     refused = tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
-    return not refused and convolution.fits(num_heads * head_dim // _CHANNELS, _CHANNELS)
+    return not refused and fits(convolution, num_heads * head_dim // _CHANNELS, _CHANNELS)
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -125,7 +126,7 @@ def run(
             }
         else:
             inputs["A_log"] = part.of(nodes[0], "h")
-            more = convolution.blocked(part)
+            more = blocked(convolution, part, records_x=False)
             inputs, outputs = inputs | more[0], outputs | more[1]
             v = outputs["x"][0]
         inputs["beta"] = part.of(beta, "b.h", first_beta)

@@ -8,15 +8,14 @@ state.
 from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32
 
 from pallas_kernels import dispatch, triton
 from pallas_kernels import native as cpu
-from pallas_kernels.numerics import DeferredRMSNorm, PartialSums
-from pallas_kernels.tree_conv1d.api import tree_conv1d_layer
-from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
+from pallas_kernels.numerics import DeferredRMSNorm
+from pallas_kernels.tree_conv1d.api import convolved_nodes
+from pallas_kernels.tree_conv1d.layout import Convolution, Mamba2Pending
 from pallas_kernels.tree_scan import jax_triton_versions, native, pallas_triton, xla
-from pallas_kernels.tree_scan.convolution import Convolution
 from pallas_kernels.tree_scan.gate import Gate
 
 
@@ -150,21 +149,14 @@ def replay_tree_scan(
 
 
 def tree_scan_layer(
-    projected: Float[Array, "B Q X"] | PartialSums,
-    conv_weight: Float[Array, "K C"],
-    conv_bias: Float[Array, " C"] | None,
-    dt_bias: Float32[Array, " H"],
+    convolution: Convolution,
     A_log: Float32[Array, " H"],
     D: Float[Array, "H P"] | Float[Array, " H"],
     state: Float[Array, "B H P S"],
-    conv_state: Float[Array, "B J C"],
-    conv_gather_index: Int[Array, "B Q K"],
     mask: Bool[Array, "B N N"],
+    path: Bool[Array, "B O"] | None = None,
     *,
-    layout: Mamba2Layout,
     gate: Gate | None = None,
-    prefix_pending: Mamba2Pending | None = None,
-    previous: tuple[Mamba2Pending, Bool[Array, "B O"], Int[Array, "B J"]] | None = None,
     implementation: str | None = None,
 ) -> tuple[Any, Mamba2Pending, Float[Array, "B H P S"], Float[Array, "B J C"]]:
     """Everything between the projections of a Mamba-2 layer, over a tree.
@@ -173,14 +165,12 @@ def tree_scan_layer(
     Of few nodes both kernels are one, with the same bits.
 
     Args:
-        projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index, layout,
-            prefix_pending: as in `tree_conv1d_layer`.
+        convolution: the arguments of `tree_conv1d_layer`.
         A_log: `log(-A)`, float32.
         D, mask, gate: as in `tree_scan`.
-        state: of the scan before the root: of the previous tree if there is one, otherwise of this
-            tree.
-        previous: the previous tree's pending record, its accepted path, and `replay_gather_index`
-            of the path; both states advance along it first. None: they are up to date.
+        state: of the scan, as old as the convolution's.
+        path: accepted path of the previous tree, whose record the convolution has; None: there is
+            no previous tree.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
@@ -190,35 +180,25 @@ def tree_scan_layer(
     Raises:
         ValueError: a projection, weights or a gate that do not fit the layout.
     """
-    replayed, conv_replay = None, None
-    if previous is not None:
-        old, path, replay_gather_index = previous
-        replayed, conv_replay = (old.x, old.dt, old.B, path), (old, replay_gather_index)
-    arrays = projected, conv_weight, conv_bias, dt_bias, conv_state, conv_gather_index
-    convolution = Convolution((*arrays, prefix_pending, conv_replay), layout)
+    replayed = None
+    if convolution.previous is not None:
+        old, _ = convolution.previous
+        replayed = old.x, old.dt, old.B, path
+    convolution.check()
+    if gate is not None:
+        gate.check(convolution.layout.num_heads, convolution.layout.head_dim)
 
     def fits() -> bool:
-        return pallas_triton.convolves(convolution, mask.shape[1], state, projected.dtype)
+        return pallas_triton.convolves(convolution, mask.shape[1], state)
 
-    layout.check(projected.shape[-1], conv_weight.shape[-1])
-    if gate is not None:
-        gate.check(layout.num_heads, layout.head_dim)
-    whole = replayed, (D, mask), A_log, state, gate, convolution
-    with dispatch.kernel("tree_scan_layer", implementation, fits, (projected, whole)) as interpret:
+    arrays: Any = replayed, (D, mask), A_log, state, gate, convolution
+    with dispatch.kernel("tree_scan_layer", implementation, fits, arrays[::-1]) as interpret:
         if interpret is not None:
-            return pallas_triton.tree_scan_layer(*whole, interpret=interpret)
-    pending, C, conv_state = tree_conv1d_layer(
-        *arrays,
-        layout=layout,
-        prefix_pending=prefix_pending,
-        previous=conv_replay,
-        implementation=implementation,
-    )
-    tree = pending.x, pending.dt, A_log, pending.B, C, D, state, mask
-    options: dict[str, Any] = dict(gate=gate, A_is_log=True, implementation=implementation)
-    if replayed is None:
-        return tree_scan(*tree, **options), pending, state, conv_state
-    y, state = replay_tree_scan(*replayed, *tree, **options)
+            return pallas_triton.tree_scan_layer(*arrays, interpret=interpret)
+    pending, C, conv_state = convolved_nodes(convolution, implementation)
+    tree = pending.x, pending.dt, pending.B, C, D, mask
+    op = "tree_scan" if replayed is None else "replay_tree_scan"
+    y, state = _run(op, (replayed, tree, A_log, state, gate), implementation, A_is_log=True)
     return y, pending, state, conv_state
 
 

@@ -5,7 +5,6 @@ group convolve B and C, and write the same numbers: those of `tree_conv1d_layer`
 a barrier a program reads what it wrote.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -13,58 +12,44 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
-from pallas_kernels.numerics import scaled, static
+from pallas_kernels.numerics import scaled
 from pallas_kernels.tree_conv1d import pallas_triton as conv
-from pallas_kernels.tree_conv1d.layout import Mamba2Layout, time_step
+from pallas_kernels.tree_conv1d.layout import Convolution, Mamba2Layout, time_step
 from pallas_kernels.tree_conv1d.sections import Section, sections_of
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks
 from pallas_kernels.triton import Ref
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Convolution:
-    """What a scan convolves itself.
+def fits(convolution: Convolution, programs: int, channels: int) -> bool:
+    """Whether the programs of a row, each with some channels of x, can and should do this."""
+    layout, width = convolution.layout, len(convolution.conv_weight)
+    batch, num_queries, _ = convolution.projected.shape
+    # A tap reads two float32 parts of a product.
+    taps = batch * num_queries * width * programs * (channels + 2 * layout.state_size)
+    repeats = (layout.x_heads, layout.b_groups) != (layout.num_heads, layout.num_groups)
+    refused = repeats or conv.unsupported_layer(layout, width)
+    return not refused and 8 * taps <= tb.MOST_REPEATED_BYTES
 
-    Attributes:
-        arrays: those of `tree_conv1d_layer`, in its order.
-        layout: the columns of the projection.
-        records_x: whether x is recorded, and so of all nodes; otherwise it is of the queries.
-    """
 
-    arrays: tuple[Any, ...]
-    layout: Mamba2Layout = static()
-    records_x: bool = static(True)
+def blocked(
+    convolution: Convolution, part: HeadBlocks, *, records_x: bool = True
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Inputs and outputs of `convolve`; x is recorded, and so of all nodes, or of the queries."""
+    of_row, of_layer, shapes = conv.arrays_of_layer(*convolution.arrays, layout=convolution.layout)
+    if not records_x:
+        of_row.pop("prefix x", None)
+        shapes["x"] = shapes["x"].update(shape=(*shapes["C"].shape[:2], *shapes["x"].shape[2:]))
+    axes = {"x": "b.hp", "dt": "b.h", "B": "b.g.", "C": "b.g."}
 
-    def fits(self, programs: int, channels: int) -> bool:
-        """Whether the programs of a row, each with some channels of x, can and should do this."""
-        layout, (projected, weight, *_) = self.layout, self.arrays
-        batch, num_queries, _ = projected.shape
-        # A tap reads two float32 parts of a product.
-        taps = batch * num_queries * len(weight) * programs * (channels + 2 * layout.state_size)
-        repeats = (layout.x_heads, layout.b_groups) != (layout.num_heads, layout.num_groups)
-        refused = repeats or conv.unsupported_layer(layout, len(weight))
-        return not refused and 8 * taps <= tb.MOST_REPEATED_BYTES
+    def of_program(name: str, array: Any, others: str) -> tuple[Any, pl.BlockSpec]:
+        default = others[: len(array.shape)]
+        return part.of(array, axes.get(name.removeprefix("prefix "), default))
 
-    def blocked(self, part: HeadBlocks) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Inputs and outputs of `convolve`."""
-        of_row, of_layer, shapes = conv.arrays_of_layer(*self.arrays, layout=self.layout)
-        if not self.records_x:
-            of_row.pop("prefix x", None)
-            shapes["x"] = shapes["x"].update(shape=(*shapes["C"].shape[:2], *shapes["x"].shape[2:]))
-        axes = {"x": "b.hp", "dt": "b.h", "B": "b.g.", "C": "b.g."}
-
-        def of_program(name: str, array: Any, others: str) -> tuple[Any, pl.BlockSpec]:
-            default = others[: len(array.shape)]
-            return part.of(array, axes.get(name.removeprefix("prefix "), default))
-
-        inputs = {name: of_program(name, array, "b..") for name, array in of_row.items()}
-        inputs |= {
-            name: of_program(name, array, "..")
-            for name, array in of_layer.items()
-            if array is not None
-        }
-        return inputs, {name: of_program(name, shape, "b..") for name, shape in shapes.items()}
+    inputs = {name: of_program(name, array, "b..") for name, array in of_row.items()}
+    inputs |= {
+        name: of_program(name, array, "..") for name, array in of_layer.items() if array is not None
+    }
+    return inputs, {name: of_program(name, shape, "b..") for name, shape in shapes.items()}
 
 
 def convolve(

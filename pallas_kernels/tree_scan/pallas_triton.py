@@ -45,9 +45,9 @@ from pallas_kernels import dispatch, walk
 from pallas_kernels import triton as tb
 from pallas_kernels.numerics import DeferredRMSNorm, scaled
 from pallas_kernels.rms_norm.pallas_triton import gated_rms_norm
-from pallas_kernels.tree_conv1d.layout import Mamba2Layout, Mamba2Pending
+from pallas_kernels.tree_conv1d.layout import Convolution, Mamba2Layout, Mamba2Pending
 from pallas_kernels.tree_scan import head, recurrence
-from pallas_kernels.tree_scan.convolution import Convolution, convolve
+from pallas_kernels.tree_scan.convolution import blocked, convolve, fits
 from pallas_kernels.tree_scan.gate import Gate
 from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.triton import Ref
@@ -106,13 +106,14 @@ def _is_recurrence(num_nodes: int) -> bool:
     return num_nodes <= MOST_NODES or dispatch.wants_bits()
 
 
-def convolves(convolution: Convolution, num_nodes: int, state: jax.Array, dtype: DTypeLike) -> bool:
+def convolves(convolution: Convolution, num_nodes: int, state: jax.Array) -> bool:
     """Whether one kernel convolves and scans a tree."""
     _, num_heads, head_dim, state_size = state.shape
+    dtype = convolution.projected.dtype
     refused = tb.unsupported_state(head_dim, state_size, dtype, MOST_STATE)
     channels = channels_of(0, head_dim, state_size)
-    fits = convolution.fits(num_heads * head_dim // channels, channels)
-    return not refused and _is_recurrence(num_nodes) and fits
+    is_cheap = fits(convolution, num_heads * head_dim // channels, channels)
+    return not refused and _is_recurrence(num_nodes) and is_cheap
 
 
 def tree_scan_layer(
@@ -123,7 +124,7 @@ def tree_scan_layer(
         previous, tree, *arguments, is_recurrence=True, A_is_log=True, **options
     )
     convolution = arguments[-1]
-    conv_state = results.get("conv_state", convolution.arrays[4])
+    conv_state = results.get("conv_state", convolution.conv_state)
     return y, Mamba2Pending(*(results[name] for name in Mamba2Pending._fields)), state, conv_state
 
 
@@ -186,7 +187,7 @@ def _run(
                 "C": part.of(C, "b.g."),
             }
         else:
-            more = convolution.blocked(part)
+            more = blocked(convolution, part)
             inputs, outputs = inputs | more[0], outputs | more[1]
             x, C = outputs["x"][0], outputs["C"][0]
         inputs["D"] = part.of(D, "hp"[: D.ndim])

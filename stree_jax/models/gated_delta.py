@@ -40,11 +40,11 @@ from pallas_kernels import (
     replay_conv_state,
     replay_delta,
     replay_tree_delta,
-    tree_conv1d_layer,
     tree_delta,
     tree_delta_layer,
 )
 from pallas_kernels.numerics import Product, rounded, total
+from pallas_kernels.tree_conv1d.api import convolved_nodes
 from stree_jax.array_types import Array, Float, Float32, Lengths
 from stree_jax.checks import require, require_integer, require_integers
 from stree_jax.mesh.partition import Cut
@@ -56,7 +56,7 @@ from stree_jax.models.layers import (
     New,
     conv_state_after,
 )
-from stree_jax.models.mamba2 import Mamba2Cache, RecurrentConfig, convolved
+from stree_jax.models.mamba2 import Mamba2Cache, RecurrentConfig, convolution_of, convolved
 
 
 @register("gated_delta")
@@ -195,42 +195,28 @@ class GatedDeltaMixer(MixerModule):
     def tree(
         self, u: Float[Array, "B Q M"] | LayerInput, at: Nodes
     ) -> tuple[Product, Mamba2Pending, Mamba2Cache]:
-        tree, conv_gather_index, cache, prefix_pending, replay = at
-        c, width = self.config, self.config.conv_width
+        tree, _, cache, prefix_pending, replay = at
+        c = self.config
         projected = self.in_proj.in_parts(u)
+        convolution = convolution_of(self, projected, self._step_bias(), at)
         if not c.by_channel:
             one = self.run(
                 tree_delta_layer,
-                *(projected, *self.conv(), self.dt_bias[...], self.A_log[...]),
-                *(self._step_sizes(projected), *cache, conv_gather_index[width]),
-                tree.ancestor_mask,
-                layout=c.layout,
-                prefix_pending=prefix_pending,
-                previous=replay
-                and (replay.pending, replay.path.mask, replay.conv_gather_index[width]),
+                *(convolution, self.A_log[...], self._step_sizes(projected), cache.ssm),
+                *(tree.ancestor_mask, replay and replay.path.mask),
             )
             if one is not None:
                 y, pending, *states = one
                 output = self._output(y, projected, self.implementation)
                 return output, pending, Mamba2Cache(*states)
-        previous = replay and (replay.pending, replay.conv_gather_index[width])
         # Of the nodes before, the convolution's op copies corrections in the dtype of v, and of KDA
         # a number a head, for nothing.
         prefix = prefix_pending and prefix_pending._replace(
             x=prefix_pending.x.astype(projected.dtype),
             dt=prefix_pending.dt[..., 0] if c.by_channel else prefix_pending.dt,
         )
-        nodes, q, conv_state = self.run(
-            tree_conv1d_layer,
-            projected,
-            *self.conv(),
-            self._step_bias(),
-            cache.conv,
-            conv_gather_index[width],
-            layout=c.layout,
-            prefix_pending=prefix,
-            previous=previous,
-        )
+        convolution = dataclasses.replace(convolution, prefix_pending=prefix)
+        nodes, q, conv_state = convolved_nodes(convolution, self.implementation)
         new = slice(nodes.x.shape[1] - q.shape[1], None)  # behind the nodes before
         dt = self._recorded(projected, nodes.dt)
         if prefix_pending is not None and c.by_channel:

@@ -26,6 +26,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import (
+    Convolution,
     DeferredRMSNorm,
     Gate,
     Mamba2Layout,
@@ -288,6 +289,17 @@ def convolved(
     return Mamba2Pending(x, layout.time_steps(projected, dt_bias), B, conv_input), queries
 
 
+def convolution_of(
+    mixer: Any, projected: Product, dt_bias: Float32[Array, " H"], at: Nodes
+) -> Convolution:
+    """What a mixer convolves at nodes of a tree."""
+    layout, width = mixer.config.layout, mixer.config.conv_width
+    previous = at.replay and (at.replay.pending, at.replay.conv_gather_index[width])
+    weight, bias = mixer.conv()
+    before = at.cache.conv, at.conv_gather_index[width], at.prefix_pending, previous
+    return Convolution(projected, weight, bias, dt_bias, *before, layout)
+
+
 class Mamba2Mixer(MixerModule):
     """One Mamba-2 mixer; `A_log`, `D` and `dt_bias` are float32 whatever the dtype."""
 
@@ -336,20 +348,17 @@ class Mamba2Mixer(MixerModule):
     def tree(
         self, u: Float[Array, "B Q M"] | LayerInput, at: Nodes
     ) -> tuple[Product | DeferredRMSNorm, Mamba2Pending, Mamba2Cache]:
-        tree, conv_gather_index, cache, prefix_pending, replay = at
-        c, layout, width = self.config, self.config.layout, self.config.conv_width
+        c = self.config
         projected = self.in_proj.in_parts(scaled(u, c.input_multiplier))
         D = self.D[...]
         gate = self._gate(projected)
         y, pending, *states = self.run(
             tree_scan_layer,
-            *(projected, *self.conv(), self.dt_bias[...], self.A_log[...]),
+            convolution_of(self, projected, self.dt_bias[...], at),
+            self.A_log[...],
             D.reshape(c.num_heads, c.head_dim) if c.d_per_channel else D,
-            *(*cache, conv_gather_index[width], tree.ancestor_mask),
-            layout=layout,
+            *(at.cache.ssm, at.tree.ancestor_mask, at.replay and at.replay.path.mask),
             gate=gate,
-            prefix_pending=prefix_pending,
-            previous=replay and (replay.pending, replay.path.mask, replay.conv_gather_index[width]),
         )
         output = self._finish(y, gate, projected, self.implementation)
         return output, pending, Mamba2Cache(*states)

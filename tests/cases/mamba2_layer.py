@@ -10,6 +10,7 @@ import numpy as np
 from numpy.testing import assert_array_equal
 
 from pallas_kernels import (
+    Convolution,
     DeferredRMSNorm,
     Gate,
     Mamba2Layout,
@@ -139,20 +140,24 @@ def layer(
     per_head=False,
 ):
     """`Mamba2Mixer.tree` between its projections."""
-    *weights, D = weights
+    conv_weight, conv_bias, dt_bias, A_log, D = weights
+    ssm, conv_state = states
+    path = None if previous is None else previous[1]
+    convolution = Convolution(
+        *(projected, conv_weight, conv_bias, dt_bias, conv_state, index, prefix),
+        None if previous is None else previous[::2],
+        layout,
+    )
     gate = None
     if gated:
         options = dict(start=layout.columns[0], multiplier=layout.multipliers[0])
         options |= dict(norm_epsilon=norm_epsilon, norm_per_head=per_head)
         gate = Gate(projected, norm_weight, **options)
     y, pending, *states = tree_scan_layer(
-        *(projected, *weights),
+        *(convolution, A_log),
         D if D.shape[0] == layout.num_heads else D.reshape(layout.num_heads, -1),
-        *(*states, index, mask),
-        layout=layout,
+        *(ssm, mask, path),
         gate=gate,
-        prefix_pending=prefix,
-        previous=previous,
         implementation=implementation,
     )
     return y, pending, states
