@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 # A commit that removes some lowers the number.
 CEILINGS = {
     "stree_jax/*.py": 181_580,
-    "pallas_kernels/*.py": 60_890,  # three launches of a layer took 4,000
+    "pallas_kernels/*.py": 61_800,  # three launches a layer took 4,000, segments of prompts 900
     "convert/*.py": 46_490,
-    "tests/*.py": 234_210,
+    "tests/*.py": 234_470,
     "benchmarks/*.py": 39_710,
     "examples/*.py": 10_490,
     "*.cc *.h": 31_880,

@@ -24,7 +24,7 @@ def ssd(
     A: Float[Array, " H"],
     B: Float[Array, "B T G S"],
     C: Float[Array, "B T G S"],
-    D: Float[Array, "H P"],
+    D: Float[Array, "H P"] | Float[Array, " H"],
     state: Float[Array, "B H P S"],
     *,
     gate: Gate | None = None,
@@ -40,7 +40,7 @@ def ssd(
             leave the state unchanged.
         A: negative, float32.
         B, C: head h uses group `h // (H / G)`.
-        D: the skip weight of each channel, float32.
+        D: skip weight per channel or per head, float32.
         state: the state before the sequence, float32.
         gate: as in `tree_scan`.
         A_is_log: whether A holds `log(-A)`, as models store it.
@@ -64,17 +64,20 @@ def ssd(
     sizes = dict(head_dim=x.shape[-1], state_size=B.shape[-1])
 
     def ungated(scan: Any, *arguments: Any, **options: Any) -> Any:
-        """A scan of rates, and the gate after it."""
-        x, dt, A, *others, gate = arguments
-        y, state = scan(x, dt, rates(A, A_is_log), *others, **options)
+        """A scan, and the gate after it."""
+        *others, gate = arguments
+        y, state = scan(*others, **options)
         return y if gate is None else gated(y, gate), state
+
+    def of_rates(x: Any, dt: Any, A: Any, *others: Any, **options: Any) -> Any:
+        return xla.ssd(x, dt, rates(A, A_is_log), *others, **options)
 
     return dispatch.run(
         "ssd",
         {
-            "xla": functools.partial(ungated, xla.ssd, chunk_size=chunk_size),
+            "xla": functools.partial(ungated, of_rates, chunk_size=chunk_size),
             "native": functools.partial(native.ssd, A_is_log=A_is_log),
-            "pallas": functools.partial(ungated, pallas_triton.ssd),
+            "pallas": functools.partial(ungated, pallas_triton.ssd, A_is_log=A_is_log),
         },
         (x, dt, A, B, C, D, state, gate),
         requested=implementation,

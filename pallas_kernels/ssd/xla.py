@@ -17,7 +17,7 @@ def ssd(
     """See `api.ssd`."""
     batch, length, num_heads, head_dim = x.shape
     num_groups = B.shape[2]
-    dtype, skip = x.dtype, D[None, None] * x.astype(jnp.float32)
+    dtype, skip = x.dtype, D.reshape(num_heads, -1)[None, None] * x.astype(jnp.float32)
     chunk_size = min(chunk_size, length)
 
     # Padding with dt = 0 leaves the state unchanged.

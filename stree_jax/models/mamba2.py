@@ -321,13 +321,12 @@ class Mamba2Mixer(MixerModule):
     def __call__(
         self, u: Array, cache: Mamba2Cache, valid: Array, lengths: Lengths
     ) -> tuple[Product | DeferredRMSNorm, Mamba2Cache]:
-        c, layout = self.config, self.config.layout
+        c = self.config
         projected = self.in_proj(scaled(u, c.input_multiplier))
         in_one_order = self.in_proj.kernel.storage.sums_in_one_order
         (x, dt, B, conv_input), C = convolved(self, projected, self.dt_bias[...], cache.conv, valid)
         dt = jnp.where(valid[..., None], dt, 0.0)
         gate = self._gate(projected) if in_one_order or self.norm_spans_shards else None
-        D = jnp.broadcast_to(self.D[...].reshape(layout.num_heads, -1), x.shape[2:])
         y, state = self.run(
             ssd,
             x,
@@ -335,11 +334,11 @@ class Mamba2Mixer(MixerModule):
             self.A_log[...],
             B,
             C,
-            D,
+            self._skip(),
             cache.ssm,
             gate=gate,
             A_is_log=True,
-            chunk_size=self.config.chunk_size,
+            chunk_size=c.chunk_size,
         )
         conv_state = conv_state_after(cache.conv, conv_input, lengths)
         output = self._finish(y, gate, projected, self.norms_of_sequences())
@@ -350,13 +349,12 @@ class Mamba2Mixer(MixerModule):
     ) -> tuple[Product | DeferredRMSNorm, Mamba2Pending, Mamba2Cache]:
         c = self.config
         projected = self.in_proj.in_parts(scaled(u, c.input_multiplier))
-        D = self.D[...]
         gate = self._gate(projected)
         y, pending, *states = self.run(
             tree_scan_layer,
             convolution_of(self, projected, self.dt_bias[...], at),
             self.A_log[...],
-            D.reshape(c.num_heads, c.head_dim) if c.d_per_channel else D,
+            self._skip(),
             *(at.cache.ssm, at.tree.ancestor_mask, at.replay and at.replay.path.mask),
             gate=gate,
         )
@@ -369,6 +367,11 @@ class Mamba2Mixer(MixerModule):
         ssm = self.run(replay, *arrays, A_is_log=True)
         window = along.conv_gather_index[self.config.conv_width]
         return Mamba2Cache(ssm, replay_conv_state(conv_input, cache.conv, window))
+
+    def _skip(self) -> Float32[Array, "H P"] | Float32[Array, " H"]:
+        """D by channels or by heads."""
+        c, D = self.config, self.D[...]
+        return D.reshape(c.num_heads, c.head_dim) if c.d_per_channel else D
 
     def _gate(self, projected: Product) -> Gate | None:
         """The gate for the scan, with the norm after it; None if the scan cannot do the norm."""

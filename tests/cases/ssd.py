@@ -19,6 +19,8 @@ CASES = base.table(
         "many blocks": dict(batch=1, length=85, groups=1, chunk=16),
         "blocks of channels": dict(batch=1, length=18, heads=2, head_dim=64, state=128, groups=1),
         "padded positions": dict(length=24, padded=9),
+        "three segments": dict(length=290, padded=20, groups=1),
+        "bf16, two segments": dict(batch=1, length=256, head_dim=64, state=128, bf16=True),
         "large time steps": dict(dt_scale=100.0),
         "bf16": dict(length=40, bf16=True),
         "bf16, parts of states": dict(

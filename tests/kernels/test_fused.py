@@ -1,4 +1,4 @@
-"""Kernels that begin with the op before them, which saves its launch: the bits are those of two."""
+"""Kernels that are one for several ops, or several for one: bits."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
+import pallas_kernels as pk
 import stree_jax as st
 from pallas_kernels import DeferredRMSNorm, PartialSums, add_rms_norm, dispatch, triton
 from pallas_kernels.matmul import QuantizedMatrix, normed_product, partial_sums
 from pallas_kernels.numerics import totals
 from stree_jax.models.cache import path_to
 from stree_jax.testing import random_model
+from tests.cases import ssd as ssd_cases
 
 LIMITS = {"two kernels": 0, "one": 1 << 40}
 
@@ -113,3 +115,20 @@ def test_steps_of_few_nodes(layer, implementation, monkeypatch):
     jax.tree.map(assert_array_equal, one, two)
     assert {ran["normed_product"], ran[layer]} == {implementation}
     assert not {"normed_product", layer} & ran_apart.keys()
+
+
+@pytest.mark.parametrize(
+    "implementation", ["pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+def test_segments_of_a_sequence_know_nothing_of_its_padding(implementation):
+    """A sequence of one segment and a rest, in buffers of two segments and of three."""
+    *inputs, state = ssd_cases.on_device(ssd_cases.CASES["three segments"])
+    results = []
+    for length in (190, 256, 290):
+        x, dt, A, B, C, D = inputs
+        dt = dt.at[:, 190:].set(0)
+        x, dt, B, C = (array[:, :length] for array in (x, dt, B, C))
+        y, after = pk.ssd(x, dt, A, B, C, D, state, implementation=implementation)
+        results.append((y[:, :190], after))
+    jax.tree.map(assert_array_equal, *results[:2])
+    jax.tree.map(assert_array_equal, *results[1:])

@@ -81,6 +81,7 @@ CASES = [
     ("replay_tree_delta", "channels, tree"),
     ("replay_tree_delta", "three rows, one with an empty path"),
     ("ssd", "blocks of channels"),
+    ("ssd", "three segments"),
     ("expert_mlps", "blocks of rows"),
     ("expert_mlps", "experts that nobody chooses"),
     ("tree_attention", "a piece of a prompt"),
