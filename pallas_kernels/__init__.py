@@ -45,12 +45,12 @@ from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.quantized import QuantizedMatrix
 from pallas_kernels.moe.api import expert_mlps
 from pallas_kernels.numerics import DeferredRMSNorm, PartialSums
-from pallas_kernels.rms_norm.api import add_rms_norm, gated_rms_norm, rms_norm
+from pallas_kernels.rms_norm.api import GatedNorm, add_rms_norm, gated_rms_norm, rms_norm
 from pallas_kernels.ssd.api import ssd
 from pallas_kernels.threshold.api import largest_threshold
 from pallas_kernels.tree_attention.api import tree_attention, tree_attention_layer
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv, write_kv
-from pallas_kernels.tree_attention.layout import AttentionLayout
+from pallas_kernels.tree_attention.layout import AttentionLayout, HeadNorms
 from pallas_kernels.tree_conv1d.api import (
     conv_gather_index,
     replay_conv_state,
@@ -76,6 +76,8 @@ __all__ = [
     "Decays",
     "DeferredRMSNorm",
     "Gate",
+    "GatedNorm",
+    "HeadNorms",
     "KVCache",
     "Mamba2Layout",
     "Mamba2Pending",

@@ -15,6 +15,7 @@ from pallas_kernels.matmul import native, pallas_triton, xla
 from pallas_kernels.matmul.packed import PackedMatrix
 from pallas_kernels.matmul.quantized import QuantizedMatrix
 from pallas_kernels.numerics import DeferredRMSNorm, PartialSums, Product, gated, total
+from pallas_kernels.rms_norm.api import GatedNorm
 
 
 def matmul(
@@ -76,7 +77,7 @@ def matmul(
 
 
 def partial_sums(
-    x: Float[Array, "*rows I"],
+    x: Float[Array, "*rows I"] | GatedNorm,
     matrix: QuantizedMatrix | Num[Array, "..."],
     *,
     axis: int = -2,
@@ -86,13 +87,14 @@ def partial_sums(
 ) -> Product:
     """`matmul` of an unpacked matrix for a kernel that adds up parts while it loads them.
 
-    It returns `PartialSums` where "pallas" multiplies in parts. With a `gate`, an activation, it
-    returns `numerics.gated` of the product. Other arguments are those of `matmul`.
+    A kernel of few rows computes a `GatedNorm` itself. It returns `PartialSums` where "pallas"
+    multiplies in parts. With a `gate`, an activation, it returns `numerics.gated` of the product.
+    Other arguments are those of `matmul`.
     """
     axis, count = getattr(matrix, "axis", axis), math.prod(x.shape[:-1])
     dtype = jnp.dtype(dtype)
     if gate is not None and not pallas_triton.gates(x.shape[-1], matrix.shape[-3 - axis]):
-        y = matmul(x, matrix, axis=axis, dtype=dtype, implementation=implementation)
+        y = matmul(total(x), matrix, axis=axis, dtype=dtype, implementation=implementation)
         return gated(gate, y)
     versions: dict[str, Any] = {"xla": xla.unpacked}
     if 0 < count <= pallas_triton.MOST_ROWS or (count and dispatch.wants_bits()):
@@ -136,7 +138,7 @@ def normed_product(
     axis = getattr(matrix, "axis", axis)
 
     def fits() -> bool:
-        return pallas_triton.norms(x, matrix, axis, gate)
+        return pallas_triton.begins_with(x, matrix, axis, gate)
 
     with dispatch.kernel("normed_product", implementation, fits, (x, matrix)) as interpret:
         if interpret is None:

@@ -6,8 +6,9 @@ by inputs by rows: so a matrix unit has the few rows on its narrow side. Each pa
 sums. The reader adds them up: the next kernel while it loads, or XLA in a launch. A product of one
 part is written in its final type.
 
-Of few rows of a small model, every program also adds up the residual stream and norms it, into
-memory of its own, which it reads after a barrier (`NormedSum`). The first program writes both.
+Of few rows, every program may also compute its inputs, into memory of its own, which it reads
+after a barrier. It adds up the residual stream and norms it, and the first program writes both
+(`NormedSum`). Or it gates and norms its part of the rows (`GatedNorm`).
 
 Numerics: products of bfloat16 numbers are exact, and are added in float32: inputs in order, then
 parts in pairs. 8-bit weights are exact in bfloat16 too. So the sum of a group of 32 inputs is
@@ -26,7 +27,9 @@ Columns and rows may have any number: what is beyond the last is masked off. Der
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,12 +42,21 @@ from pallas_kernels import dispatch
 from pallas_kernels import triton as tb
 from pallas_kernels.matmul.quantized import GROUP, QuantizedMatrix
 from pallas_kernels.matmul.xla import unpacked
-from pallas_kernels.numerics import DeferredRMSNorm, PartialSums, Product, activate, static
+from pallas_kernels.numerics import (
+    DeferredRMSNorm,
+    PartialSums,
+    Product,
+    activate,
+    static,
+    totals,
+)
 from pallas_kernels.rms_norm import pallas_triton as rms_norm
+from pallas_kernels.rms_norm.api import GatedNorm
 from pallas_kernels.triton import Ref
 
 MOST_ROWS = 64  # of a block; more are XLA's where nobody wants bits
 MOST_NORMED = 4  # rows, one after the other, where the product norms them
+MOST_GROUPS = 8  # of a part of a row, likewise
 GATED_COLUMNS = 64  # of a block of each half of a gated product
 NUM_WARPS = 4
 
@@ -114,22 +126,31 @@ def gates(inputs: int, columns: int) -> bool:
     return parts_of(inputs, columns) == 1 and columns % (2 * GATED_COLUMNS) == 0
 
 
-def norms(x: NormedSum, matrix: Any, axis: int, gate: str | None) -> bool:
-    """Whether every program of a product norms the rows again, which saves a launch."""
+def begins_with(x: NormedSum | GatedNorm, matrix: Any, axis: int, gate: str | None) -> bool:
+    """Whether every program of a product computes its rows again, which saves a launch."""
     count, size = math.prod(x.shape[:-1]), x.shape[-1]
-    refused = unsupported(x, matrix, axis) or rms_norm.unsupported("row size", size)
-    # With as many warps as `add_rms_norm` has, sums have its order.
-    if refused or size != matrix.shape[axis] or rms_norm.warps(size) != NUM_WARPS:
+    if unsupported(x, matrix, axis) or size != matrix.shape[axis]:
         return False
     columns = matrix.shape[-3 - axis]
-    blocks = columns // (2 * GATED_COLUMNS)
-    if gate is None:
-        blocks = parts_of(size, columns) * -(-columns // block_sizes(size, columns, count).columns)
-    elif not gates(size, columns):
-        return False
-    arrays = jax.tree.leaves((x.residual, x.output))
-    read = sum(array.size * array.dtype.itemsize for array in arrays)
-    return 0 < count <= MOST_NORMED and blocks * read <= tb.MOST_REPEATED_BYTES
+    parts = parts_of(size, columns)
+    blocks = parts * -(-columns // block_sizes(size, columns, count).columns)
+    if gate is not None:
+        blocks = columns // (2 * GATED_COLUMNS)
+    if isinstance(x, NormedSum):
+        group, read = size, _bytes((x.residual, x.output))
+        fits = gate is None or gates(size, columns)
+    else:
+        part = size // parts
+        group = part if x.norm == "none" else size // x.num_groups
+        read = (_bytes(x.y) + _bytes(x.gate) * size // x.gate.shape[-1]) // parts
+        fits = gate is None and part % group == 0 and part // group <= MOST_GROUPS
+    # With as many warps as the norms' own kernels have, sums have their order.
+    fits &= not rms_norm.unsupported("group size", group) and rms_norm.warps(group) == NUM_WARPS
+    return fits and 0 < count <= MOST_NORMED and blocks * read <= tb.MOST_REPEATED_BYTES
+
+
+def _bytes(arrays: Any) -> int:
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
 
 
 def unsupported(x: Any, matrix: Any, axis: int) -> str | None:
@@ -185,17 +206,28 @@ def partial_sums(
         return pl.BlockSpec((inner, blocks.columns), lambda r, c, p: (p, first + c))
 
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {}
-    norm = None
+    begin, width = None, inputs  # of the rows that a program computes
     if isinstance(x, NormedSum):
         arrays, outputs, epsilon = rms_norm.arrays_of_sum(x.residual, x.output, x.weight, "bcp")
-        norm = dict(epsilon=x.epsilon, multiplier=x.multiplier, output_epsilon=epsilon)
-        outputs["x"] = (
-            jax.ShapeDtypeStruct((num_blocks, parts, count, inputs), x.dtype),
-            pl.BlockSpec((None, None, blocks.rows, inputs), lambda r, c, p: (c, p, 0, 0)),
-        )
+        multiplier = x.multiplier
+        options: Any = dict(epsilon=x.epsilon, multiplier=multiplier, output_epsilon=epsilon)
+        begin = functools.partial(_write_sums, options)
+    elif isinstance(x, GatedNorm):
+        x.check()
+        arrays = {"y": rms_norm.in_rows(x.y, "bcp"), "gate": rms_norm.in_rows(x.gate, "bcp")}
+        if x.weight is not None:
+            arrays["weight"] = tb.blocked(x.weight, ".", "bcp")
+        options = dict(norm=x.norm, epsilon=x.epsilon, activation=x.activation)
+        group = size if x.norm == "none" else inputs // x.num_groups
+        begin, width = functools.partial(_write_gated, options, group, x.gate_start), size
     else:
         rows = x.reshape(-1, inputs)
         arrays = {"x": (rows, pl.BlockSpec((blocks.rows, size), lambda r, c, p: (r, p)))}
+    if begin is not None:
+        outputs["x"] = (
+            jax.ShapeDtypeStruct((num_blocks, parts, count, width), x.dtype),
+            pl.BlockSpec((None, None, blocks.rows, width), lambda r, c, p: (c, p, 0, 0)),
+        )
     weights = {"weights": (matrix, size)}
     if isinstance(matrix, QuantizedMatrix):
         weights = {"weights": (matrix.values, size), "scales": (matrix.scales, size // GROUP)}
@@ -215,12 +247,12 @@ def partial_sums(
             inner=math.gcd(size, blocks.inner),
             axis=axis,
             gate=gate,
-            norm=norm,
+            begin=begin,
             interpret=interpret,
         ),
         arrays,
         outputs,
-        name="matmul" if norm is None else "normed_matmul",
+        name="matmul" if begin is None else "normed_matmul",
         num_warps=NUM_WARPS,
         num_stages=blocks.num_stages,
         interpret=interpret,
@@ -230,18 +262,20 @@ def partial_sums(
     )
     sums = results["y"].reshape(parts, *shape)
     product = sums[0] if parts == 1 else PartialSums(sums, dtype)
-    if norm is None:
+    if not isinstance(x, NormedSum):
         return product
     return results["sum"].reshape(x.shape), results["normed"].reshape(x.shape), product
 
 
-def matmul(x: jax.Array, matrix: Any, **options: Any) -> Product:
+def matmul(x: Any, matrix: Any, **options: Any) -> Product:
     """See `api.partial_sums`; derivatives are XLA's."""
+    if isinstance(x, GatedNorm) and not begins_with(x, matrix, options["axis"], options["gate"]):
+        x = x.total()
 
-    def twin(x: jax.Array, matrix: Any) -> Product:
+    def twin(x: Any, matrix: Any) -> Product:
         """XLA's product as the first of as many parts."""
         settings = {name: options[name] for name in ("axis", "dtype", "gate")}
-        product = unpacked(x, matrix, **settings)
+        product = unpacked(totals(x), matrix, **settings)
         parts = parts_of(x.shape[-1], matrix.shape[-3 - options["axis"]])
         if parts == 1:
             return product
@@ -261,32 +295,19 @@ def _kernel(
     inner: int,
     axis: int,
     gate: str | None,
-    norm: dict[str, float] | None,
+    begin: Callable[..., Any] | None,
     interpret: bool,
 ) -> None:
     """Refs by name; K are the inputs of a part, `size` in number.
 
-    inputs: x [r, K], or those of `rms_norm.pallas_triton.added_and_normed`; weights 0 [K, c], of a
-    table [c, K]; scales 0 of 8-bit weights [K / 32, c], of a table [c, K / 32]; weights 1 and
-    scales 1 of the second half of a gated product.
-    outputs: y [r, c]; of a norm sum and normed [R, M], and x [r, M] for the program alone.
+    inputs: x [r, K], or those of `begin`; weights 0 [K, c], of a table [c, K]; scales 0 of 8-bit
+    weights [K / 32, c], of a table [c, K / 32]; weights 1 and scales 1 of the second half of a
+    gated product.
+    outputs: y [r, c]; those of `begin`, which writes x for the program alone.
     """
-    x_ref: Ref = inputs.get("x")
-    first_input: Any = 0
-    if norm is not None:
-        x_ref, first_input = outputs["x"], pl.program_id(2) * size
-        is_first = (pl.program_id(1) == 0) & (pl.program_id(2) == 0)
-        for row in range(rows):
-            parts = rms_norm.added_and_normed(inputs, (row,), **norm)
-            for part, _, normed in parts:
-                x_ref[row, part] = normed.astype(x_ref.dtype)
-
-            @pl.when(is_first)
-            def _(row: int = row, parts: Any = parts) -> None:
-                for part, total, normed in parts:
-                    outputs["sum"][row, part] = total
-                    outputs["normed"][row, part] = normed.astype(outputs["normed"].dtype)
-
+    x_ref, first_input = inputs.get("x"), 0
+    if begin is not None:
+        x_ref, first_input = outputs["x"], begin(inputs, outputs, rows, size)
         tb.barrier(interpret)
     output_ref = outputs["y"]
     halves = [
@@ -335,6 +356,54 @@ def _kernel(
         total = activate(gate, total) * up
     masks = row_mask, _mask(1, block_columns, columns, 1)
     tb.masked_store(output_ref, total.T.astype(output_ref.dtype), masks, interpret=interpret)
+
+
+def _write_sums(
+    options: dict[str, float], inputs: dict[str, Ref], outputs: dict[str, Ref], rows: int, size: int
+) -> Any:
+    """Adds up and norms rows, and says where the inputs of the part begin in x [r, M].
+
+    inputs: those of `rms_norm.pallas_triton.added_and_normed`; outputs: sum and normed [R, M].
+    """
+    is_first = (pl.program_id(1) == 0) & (pl.program_id(2) == 0)
+    for row in range(rows):
+        parts = rms_norm.added_and_normed(inputs, (row,), **options)
+        for part, _, normed in parts:
+            outputs["x"][row, part] = normed.astype(outputs["x"].dtype)
+
+        @pl.when(is_first)
+        def _(row: int = row, parts: Any = parts) -> None:
+            for part, total, normed in parts:
+                outputs["sum"][row, part] = total
+                outputs["normed"][row, part] = normed.astype(outputs["normed"].dtype)
+
+    return pl.program_id(2) * size
+
+
+def _write_gated(
+    options: dict[str, Any],
+    group: int,
+    gate_start: int,
+    inputs: dict[str, Ref],
+    outputs: dict[str, Ref],
+    rows: int,
+    size: int,
+) -> int:
+    """Gates and norms the groups of a part, and says where its inputs begin in x [r, K].
+
+    inputs: those of `rms_norm.pallas_triton.gated_and_normed`, of all rows.
+    """
+    x_ref, first = outputs["x"], pl.program_id(2) * size
+    is_shared = "weight" in inputs and inputs["weight"].shape[0] == group
+    normed = []
+    for row, offset in itertools.product(range(rows), range(0, size, group)):
+        place = first + offset
+        starts = place, gate_start + place, 0 if is_shared else place
+        parts = rms_norm.gated_and_normed(inputs, (row,), group, *starts, **options)
+        normed += [(row, pl.ds(offset + part.start, part.size), value) for part, value in parts]
+    for row, part, value in normed:  # behind all loads, which a store would hold up
+        x_ref[row, part] = value.astype(x_ref.dtype)
+    return 0
 
 
 def _mask(program: int, size: int, limit: int, axis: int) -> jax.Array | None:

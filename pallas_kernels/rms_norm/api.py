@@ -4,11 +4,15 @@
 `gated_rms_norm` is the gate and the norm between the scan and the output projection of Mamba-2.
 """
 
+import dataclasses
+from typing import Any
+
+import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, numerics
 from pallas_kernels import native as cpu
-from pallas_kernels.numerics import DeferredRMSNorm, PartialSums
+from pallas_kernels.numerics import Deferred, DeferredRMSNorm, PartialSums, static
 from pallas_kernels.rms_norm import native, pallas_triton, xla
 
 NORMS = ("gate_then_norm", "norm_then_gate", "none")
@@ -129,37 +133,74 @@ def gated_rms_norm(
             weight, groups that do not divide a row, a weight of another size, too few columns of
             gates.
     """
-    if norm not in NORMS:
-        raise ValueError(f"norm = {norm!r} is not one of {NORMS}")
-    if activation not in xla.ACTIVATIONS:
-        raise ValueError(f"activation = {activation!r} is not one of {tuple(xla.ACTIVATIONS)}")
-    if (weight is None) != (norm == "none"):
-        given = "None" if weight is None else f"of {weight.shape[0]} channels"
-        raise ValueError(
-            f"norm = {norm!r} with weight = {given}: every norm but 'none' needs a weight"
+    options = epsilon, num_groups, gate_start, activation, implementation
+    return GatedNorm(y, gate, weight, norm, *options).total()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatedNorm(Deferred):
+    """`gated_rms_norm` of these arguments, which the product of a few such rows computes first."""
+
+    y: Float[Array, "*rows M"]
+    gate: Float[Array, "*rows X"] | PartialSums
+    weight: Float[Array, " _"] | None
+    norm: str = static("gate_then_norm")
+    epsilon: float = static(1e-5)
+    num_groups: int = static(1)
+    gate_start: int = static(0)
+    activation: str = static("silu")
+    implementation: str | None = static(None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the rows."""
+        return self.y.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the rows."""
+        return self.y.dtype
+
+    def total(self) -> Array:
+        """The rows, by the op."""
+        self.check()
+        size = self.y.shape[-1] // self.num_groups
+        return dispatch.run(
+            "gated_rms_norm",
+            {"xla": xla, "native": native, "pallas": pallas_triton},
+            (self.y, self.gate, self.weight),
+            requested=self.implementation,
+            unsupported={
+                "native": cpu.unsupported(self.y, self.gate, channels=size),
+                "pallas": pallas_triton.unsupported("group size", size),
+            },
+            xla_derivatives=True,
+            norm=self.norm,
+            epsilon=self.epsilon,
+            num_groups=self.num_groups,
+            gate_start=self.gate_start,
+            activation=self.activation,
         )
-    if y.shape[-1] % num_groups:
-        raise ValueError(f"{num_groups} groups do not divide rows of {y.shape[-1]}")
-    if not 0 <= gate_start <= gate.shape[-1] - y.shape[-1]:
-        raise ValueError(
-            f"{y.shape[-1]} gates from column {gate_start} on, of {gate.shape[-1]} columns"
-        )
-    size = y.shape[-1] // num_groups
-    if weight is not None and weight.shape[0] not in (sizes := (y.shape[-1], size)):
-        raise ValueError(f"a weight of {weight.shape[0]} channels, not of {sizes[0]} or {sizes[1]}")
-    return dispatch.run(
-        "gated_rms_norm",
-        {"xla": xla, "native": native, "pallas": pallas_triton},
-        (y, gate, weight),
-        requested=implementation,
-        unsupported={
-            "native": cpu.unsupported(y, gate, channels=size),
-            "pallas": pallas_triton.unsupported("group size", size),
-        },
-        xla_derivatives=True,
-        norm=norm,
-        epsilon=epsilon,
-        num_groups=num_groups,
-        gate_start=gate_start,
-        activation=activation,
-    )
+
+    def check(self) -> None:
+        """Raises the ValueError of `gated_rms_norm`."""
+        if self.norm not in NORMS:
+            raise ValueError(f"norm = {self.norm!r} is not one of {NORMS}")
+        if self.activation not in xla.ACTIVATIONS:
+            names = tuple(xla.ACTIVATIONS)
+            raise ValueError(f"activation = {self.activation!r} is not one of {names}")
+        size, weight = self.y.shape[-1], self.weight
+        if (weight is None) != (self.norm == "none"):
+            given = "None" if weight is None else f"of {weight.shape[0]} channels"
+            raise ValueError(
+                f"norm = {self.norm!r} with weight = {given}: every norm but 'none' needs a weight"
+            )
+        if size % self.num_groups:
+            raise ValueError(f"{self.num_groups} groups do not divide rows of {size}")
+        columns = self.gate.shape[-1]
+        if not 0 <= self.gate_start <= columns - size:
+            raise ValueError(f"{size} gates from column {self.gate_start} on, of {columns} columns")
+        of_group = size // self.num_groups
+        if weight is not None and weight.shape[0] not in (size, of_group):
+            raise ValueError(f"a weight of {weight.shape[0]} channels, not of {size} or {of_group}")

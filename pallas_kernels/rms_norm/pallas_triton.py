@@ -16,7 +16,6 @@ above `MOST_NUMBERS`.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -83,18 +82,18 @@ def arrays_of_sum(
 
     And the epsilon of a deferred norm, or 0.
     """
-    inputs = {"residual": _in_rows(residual, grid), "norm_weight": tb.blocked(weight, ".", grid)}
+    inputs = {"residual": in_rows(residual, grid), "norm_weight": tb.blocked(weight, ".", grid)}
     epsilon = 0.0
     if isinstance(output, DeferredRMSNorm):
-        inputs["mean_squares"] = _in_rows(output.mean_squares, grid)
+        inputs["mean_squares"] = in_rows(output.mean_squares, grid)
         epsilon, output = output.epsilon, output.value
-    inputs["output"] = _in_rows(output, grid)
+    inputs["output"] = in_rows(output, grid)
     rows, block = inputs["residual"]
     normed = jax.ShapeDtypeStruct(rows.shape, output.dtype)
     return inputs, {"sum": (rows, block), "normed": (normed, block)}, epsilon
 
 
-def _in_rows(array: Product, grid: str) -> tuple[Any, pl.BlockSpec]:
+def in_rows(array: Product, grid: str) -> tuple[Any, pl.BlockSpec]:
     """All rows of an array, of which a program sees one."""
     if isinstance(array, PartialSums):
         parts = array.parts.reshape(len(array.parts), -1, array.shape[-1])
@@ -145,22 +144,21 @@ def added_and_normed(
         for part, value in zip(parts, added, strict=True)
     ]
     wide = [value.astype(jnp.float32) for value in sums]
-    normed = _normed(wide, inputs["norm_weight"], parts, epsilon)
+    weights = [inputs["norm_weight"][part] for part in parts]
+    normed = _normed(wide, weights, inputs["norm_weight"].shape[0], epsilon)
     return [
         (part, total, value.astype(dtype))
         for part, total, value in zip(parts, sums, normed, strict=True)
     ]
 
 
-def _normed(
-    values: list[Array], weight_ref: Ref, parts: list[pl.Slice], epsilon: float
-) -> list[Array]:
-    """The norm of the parts of a row or group, float32."""
+def _normed(values: list[Array], weights: list[Array], size: int, epsilon: float) -> list[Array]:
+    """The norm of the parts of a row or group of this size, float32."""
     squares = functools.reduce(jnp.add, [jnp.sum(value * value) for value in values])
-    scale = lax.rsqrt(squares / weight_ref.shape[0] + epsilon)
+    scale = lax.rsqrt(squares / size + epsilon)
     return [
-        value * scale * weight_ref[part].astype(jnp.float32)
-        for value, part in zip(values, parts, strict=True)
+        value * scale * weight.astype(jnp.float32)
+        for value, weight in zip(values, weights, strict=True)
     ]
 
 
@@ -191,7 +189,7 @@ def gated_rms_norm(
     group = pl.BlockSpec((None, group_size), lambda row, g: (row, g))
     inputs = {"y": (rows, group)}
     if gate is not None:
-        inputs["gate"] = _in_rows(gate, "rg")
+        inputs["gate"] = in_rows(gate, "rg")
     if weight is not None:
         is_shared = weight.size == group_size
         inputs["weight"] = (
@@ -204,7 +202,7 @@ def gated_rms_norm(
             norm=norm,
             epsilon=epsilon,
             gate_start=gate_start,
-            activation=ACTIVATIONS[activation],
+            activation=activation,
         ),
         inputs,
         {"output": inputs["y"]},
@@ -221,33 +219,51 @@ def _gated_kernel(
     inputs: dict[str, Ref],
     outputs: dict[str, Ref],
     *,
+    gate_start: int,
+    **options: Any,
+) -> None:
+    """Refs by name: see `gated_and_normed`, y of a group alone; outputs: output [group size]."""
+    size = inputs["y"].shape[0]
+    first_gate = gate_start + pl.program_id(1) * size
+    for part, value in gated_and_normed(inputs, (), size, 0, first_gate, 0, **options):
+        outputs["output"][part] = value.astype(outputs["output"].dtype)
+
+
+def gated_and_normed(
+    inputs: dict[str, Ref],
+    row: tuple[int, ...],
+    size: int,
+    first: Any,
+    first_gate: Any,
+    first_weight: Any,
+    *,
     norm: str,
     epsilon: float,
-    gate_start: int,
-    activation: Callable[[Array], Array],
-) -> None:
-    """Refs by name: y [group size], gate [X] or none, weight [group size] unless norm is "none".
+    activation: str,
+) -> list[tuple[pl.Slice, Array]]:
+    """The parts of a group of a row with their gated norms, float32.
 
-    outputs: output [group size].
+    Refs by name: y [M], of which the group begins at `first`; gate [X] or none; weight [M] unless
+    norm is "none". Or y and gate of several rows.
     """
-    group_size = inputs["y"].shape[0]
-    parts = tb.parts(group_size, _BLOCK)
+    parts = tb.parts(size, _BLOCK)
 
-    first_gate = gate_start + pl.program_id(1) * group_size
+    def load(name: str, start: Any, row: tuple[int, ...] = ()) -> list[Array]:
+        return [inputs[name][*row, pl.ds(start + part.start, part.size)] for part in parts]
 
     def gated(values: list[Array]) -> list[Array]:
         if "gate" not in inputs:
             return values
-        places = [pl.ds(first_gate + part.start, part.size) for part in parts]
-        gates = [activation(inputs["gate"][place].astype(jnp.float32)) for place in places]
+        gates = [
+            ACTIVATIONS[activation](x.astype(jnp.float32)) for x in load("gate", first_gate, row)
+        ]
         return [value * gate for value, gate in zip(values, gates, strict=True)]
 
-    values = [inputs["y"][part].astype(jnp.float32) for part in parts]
+    values = [value.astype(jnp.float32) for value in load("y", first, row)]
     if norm != "norm_then_gate":
         values = gated(values)
     if "weight" in inputs:
-        values = _normed(values, inputs["weight"], parts, epsilon)
+        values = _normed(values, load("weight", first_weight), size, epsilon)
     if norm == "norm_then_gate":
         values = gated(values)
-    for part, value in zip(parts, values, strict=True):
-        outputs["output"][part] = value.astype(outputs["output"].dtype)
+    return list(zip(parts, values, strict=True))

@@ -11,9 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels import native as cpu
+from pallas_kernels.numerics import PartialSums
 from pallas_kernels.tree_attention import native, pallas_triton, pallas_triton_layer, xla
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV
-from pallas_kernels.tree_attention.layout import AttentionLayout
+from pallas_kernels.tree_attention.layout import AttentionLayout, HeadNorms
 
 
 def tree_attention(
@@ -78,20 +79,21 @@ def tree_attention(
 
 
 def tree_attention_layer(
-    projected: Float[Array, "B Q X"],
+    projected: Float[Array, "B Q X"] | PartialSums,
     cache: KVCache,
     depth: Int[Array, "B Q"],
     mask: Bool[Array, "B Q N"],
     *,
     layout: AttentionLayout,
+    norms: HeadNorms | None = None,
     prefix_pending: NodeKV | None = None,
     previous: tuple[NodeKV, Bool[Array, "B O"]] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B Q W E"], NodeKV, KVCache]:
     """An attention layer between its projections, at the last `Q` of `N` tree nodes.
 
-    Rotates queries and keys, appends the accepted path of the previous tree to the cache, and
-    attends. On a GPU that is one kernel, and a small reduction of what its programs add up.
+    Norms and rotates queries and keys, appends the accepted path of the previous tree to the cache,
+    and attends. On a GPU that is one kernel, and a small reduction of what its programs add up.
     Donate the cache: the kernel writes it in place, and XLA copies it first if it is not donated.
 
     Args:
@@ -101,6 +103,7 @@ def tree_attention_layer(
             length of the cache after the path is appended.
         mask: ancestors of the query nodes, self included.
         layout: the columns of the projection.
+        norms: of the heads of queries and keys; None: they have none.
         prefix_pending: keys and values of the first `N - Q` nodes; None if `Q == N`.
         previous: keys and values of the previous tree of `O` nodes, and its accepted path.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
@@ -121,7 +124,9 @@ def tree_attention_layer(
         )
     # The attention chooses for itself: its kernel may run where that of the layer cannot.
     attention = functools.partial(tree_attention, implementation=implementation)
-    by_xla = functools.partial(xla.tree_attention_layer, attention=attention)
+    by_xla = functools.partial(
+        xla.tree_attention_layer, attention=attention, implementation=implementation
+    )
     reason = pallas_triton_layer.unsupported(layout, cache.keys.shape[2])
     return dispatch.run(
         "tree_attention_layer",
@@ -130,6 +135,7 @@ def tree_attention_layer(
         requested=implementation,
         unsupported={"pallas": reason},
         layout=layout,
+        norms=norms,
         prefix_pending=prefix_pending,
         previous=previous,
     )

@@ -13,10 +13,10 @@ softmax, which a reduction puts together; see `online_softmax.combined`.
   depth have one position. A program has one query and one block. It gathers the keys from the
   cache, from the accepted path in the previous tree's pending record, and from the nodes above.
 
-Each program rotates its queries, and those of the tail the keys they need, into the pending record;
-both go through memory (mostly the L1 cache). At the end one program for each batch row and key
-head appends the path to the cache. No program waits for another: several may write the same
-numbers to one place, and none reads what only another one writes.
+Each program norms and rotates its queries, and those of the tail the keys they need, into the
+pending record; both go through memory (mostly the L1 cache). At the end one program for each batch
+row and key head appends the path to the cache. No program waits for another: several may write the
+same numbers to one place, and none reads what only another one writes.
 
 Numerics: see `online_softmax`. Angles, cosines and sines are float32. Rotated queries and keys
 are rounded to the dtype of the inputs, as they are in the pending record.
@@ -25,6 +25,7 @@ Refuses what `tree_attention` refuses, and caches of capacity 0. Any number of n
 pairs.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -36,11 +37,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
 from pallas_kernels import walk
-from pallas_kernels.numerics import scaled
+from pallas_kernels.numerics import PartialSums, scaled
 from pallas_kernels.tree_attention import online_softmax, pallas_triton
 from pallas_kernels.tree_attention.config import NUM_STAGES, BlockSizes, layer_block_sizes
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV
-from pallas_kernels.tree_attention.layout import AttentionLayout
+from pallas_kernels.tree_attention.layout import AttentionLayout, HeadNorms
 from pallas_kernels.tree_attention.online_softmax import channels, load, store
 from pallas_kernels.triton import Ref
 
@@ -56,12 +57,13 @@ def unsupported(layout: AttentionLayout, capacity: int) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("layout", "interpret", "blocks"))
 def tree_attention_layer(
-    projected: jax.Array,
+    projected: jax.Array | PartialSums,
     cache: KVCache,
     depth: jax.Array,
     mask: jax.Array,
     *,
     layout: AttentionLayout,
+    norms: HeadNorms | None,
     prefix_pending: NodeKV | None,
     previous: tuple[NodeKV, jax.Array] | None,
     interpret: bool = False,
@@ -82,16 +84,35 @@ def tree_attention_layer(
     tails = pl.cdiv(blocks.keys - 1 + num_old + num_nodes, blocks.keys)
     parts = blocks.splits + tails
 
-    # Columns as heads. Further columns that are not whole heads are dropped, which is a copy.
-    if num_columns % head_dim:
-        projected = projected[..., : layout.num_columns]
-    heads = projected.reshape(batch, num_queries, -1, head_dim)
+    # Columns as heads. Columns around them that are not whole heads are dropped, which is a copy.
+    first_column = layout.first_column
+    is_copied = num_columns % head_dim or first_column % (per_group * head_dim)
+
+    def in_heads(array: jax.Array) -> jax.Array:
+        if is_copied:
+            array = array[..., first_column : first_column + layout.num_columns]
+        return array.reshape(*array.shape[:-1], -1, head_dim)
+
+    if isinstance(projected, PartialSums):
+        heads: Any = dataclasses.replace(projected, parts=in_heads(projected.parts))
+    else:
+        heads = in_heads(projected)
+    first_head = 0 if is_copied else first_column // head_dim
+
+    def of_heads(count: int | None, first: int) -> tuple[Any, pl.BlockSpec]:
+        """Heads of a program's key head, so many or one, from a first head of all on."""
+        block = (None, num_queries, count, head_dim)
+        place = first // (count or 1)
+        if isinstance(heads, PartialSums):
+            parts = len(heads.parts)
+            return heads, pl.BlockSpec((parts, *block), lambda i, u, b: (0, b, 0, place + u, 0))
+        return heads, pl.BlockSpec(block, lambda i, u, b: (b, 0, place + u, 0))
 
     def of_row(array: Any) -> tuple[Any, pl.BlockSpec]:
         return tb.blocked(array, "b..."[: array.ndim], "iub")
 
-    def of_group(length: int, first: int = 0) -> pl.BlockSpec:
-        return pl.BlockSpec((None, length, None, head_dim), lambda i, u, b: (b, 0, first + u, 0))
+    def of_group(length: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, length, None, head_dim), lambda i, u, b: (b, 0, u, 0))
 
     def of_nodes(kind: str, nodes: NodeKV) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
         names = f"{kind} key", f"{kind} value"
@@ -100,9 +121,9 @@ def tree_attention_layer(
     of_queries = online_softmax.query_block(num_queries, per_group, head_dim)
 
     inputs = {
-        "query": (heads, of_queries),
-        "node key": (heads, of_group(num_queries, num_heads)),
-        "node value": (heads, of_group(num_queries, num_heads + num_groups)),
+        "query": of_heads(per_group, first_head),
+        "node key": of_heads(None, first_head + num_heads),
+        "node value": of_heads(None, first_head + num_heads + num_groups),
         "key": tb.blocked(cache.keys, "bu..", "iub"),
         "value": tb.blocked(cache.values, "bu..", "iub"),
         "length": of_row(cache.length),
@@ -112,6 +133,9 @@ def tree_attention_layer(
     if layout.frequencies:
         frequencies = jnp.asarray(layout.frequencies, jnp.float32)
         inputs["frequencies"] = tb.blocked(frequencies, ".", "iub")
+    if norms is not None:
+        inputs["query norm"] = tb.blocked(norms.query_weight, ".", "iub")
+        inputs["node key norm"] = tb.blocked(norms.key_weight, ".", "iub")
     if prefix_pending is not None:
         inputs |= of_nodes("prefix", prefix_pending)
     if previous is not None:
@@ -126,15 +150,22 @@ def tree_attention_layer(
         "node value": (pending, of_group(num_nodes)),
         **results,
     }
-    if layout.frequencies:
-        # Rotated queries: each program reads back what it wrote.
+    if layout.frequencies or norms is not None:
+        # Normed and rotated queries: each program reads back what it wrote.
         outputs["query"] = (jax.ShapeDtypeStruct(shape, projected.dtype), of_queries)
     if previous is not None:
         outputs |= {name: inputs[name] for name in ("key", "value")}
         outputs["length"] = of_row(jax.typeof(cache.length))  # others read the old
     of_tail = num_queries * pl.cdiv(per_group, tb.SMALLEST_BLOCK) * tails
     got = tb.call_by_name(
-        functools.partial(_kernel, layout=layout, blocks=blocks, tails=tails, interpret=interpret),
+        functools.partial(
+            _kernel,
+            layout=layout,
+            epsilon=0.0 if norms is None else norms.epsilon,
+            blocks=blocks,
+            tails=tails,
+            interpret=interpret,
+        ),
         inputs,
         outputs,
         name="tree_attention_layer",
@@ -163,6 +194,7 @@ def _kernel(
     outputs: dict[str, Ref],
     *,
     layout: AttentionLayout,
+    epsilon: float,
     blocks: BlockSizes,
     tails: int,
     interpret: bool,
@@ -172,11 +204,12 @@ def _kernel(
     Inputs:
         "query" [Q, W/U, E]; "node key", "node value" [Q, E]; "key", "value" [L, E]; "length" [];
         "depth" [Q]; "ancestors" [Q, N + 2], see `walk.steps`; "frequencies" [R], if any;
+        "query norm", "node key norm" [E], if any;
         "prefix key", "prefix value" [N - Q, E], if any;
         "old key", "old value" [O, E], "path" [O + 2], if there is a previous tree.
 
     Outputs:
-        "node key", "node value" [N, E]; "query" [Q, W/U, E], if rotated; those of
+        "node key", "node value" [N, E]; "query" [Q, W/U, E], if normed or rotated; those of
         `online_softmax.outputs`; "key", "value" [L, E], "length" [], if there is a previous tree.
     """
     num_queries, per_group, head_dim = inputs["query"].shape
@@ -215,7 +248,7 @@ def _kernel(
         blocks.rows // BLOCK_MOVED
     )
     for_nodes = is_tail.astype(jnp.int32) * (lax.div(below - above, BLOCK_MOVED) + 1)
-    rotated = outputs["query"] if layout.frequencies else inputs["query"]
+    rotated = outputs.get("query", inputs["query"])
     half = len(layout.frequencies)
     fused = functools.partial(tb.multiply_add, interpret=interpret)
 
@@ -237,12 +270,22 @@ def _kernel(
                 angles.append((pairs, jnp.cos(angle), jnp.sin(angle)))
 
         def turn(name: str, source: tuple, target: tuple, multiplier: float) -> None:
-            """Multiplies rows of heads, rotates them and writes them."""
+            """Norms and multiplies rows of heads, rotates them and writes them."""
             ref, kind = outputs[name], outputs[name].dtype
+            weight: Ref = inputs.get(f"{name} norm")
+            scale = None
+            if weight is not None:
+                parts = [part.astype(jnp.float32) for part in load(inputs[name], *source)]
+                squares = [jnp.sum(part * part, axis=1) for part in parts]
+                scale = lax.rsqrt(functools.reduce(jnp.add, squares) / head_dim + epsilon)
 
             def read(start: Any, size: Any) -> tuple[tuple, jax.Array]:
                 part = pl.ds(start, size)
-                return (*target, part), scaled(inputs[name][(*source, part)], multiplier)
+                value = inputs[name][(*source, part)]
+                if scale is not None:
+                    normed = value.astype(jnp.float32) * scale[:, None]
+                    value = (normed * weight[part].astype(jnp.float32)[None, :]).astype(kind)
+                return (*target, part), scaled(value, multiplier)
 
             for pairs, cos, sin in angles:
                 (left, first), (right, second) = (
@@ -255,7 +298,7 @@ def _kernel(
                 place, value = read(2 * half + behind.start, behind.size)
                 ref[place] = value
 
-        if layout.frequencies:
+        if "query" in outputs:
             at = of_row, head
             pl.when(is_query)(lambda: turn("query", at, at, 1.0))
 

@@ -37,7 +37,7 @@ def tree_attention(
     return output
 
 
-def tree_attention_layer(projected, cache, depth, mask, *, layout, previous):
+def tree_attention_layer(projected, cache, depth, mask, *, layout, norms, previous):
     """Outputs `[B, N, W, E]` of a tree, its keys and values `[B, N, U, E]`, and the cache before.
 
     `cache` is keys, values and length before the previous tree's root, and `previous` its keys,
@@ -53,10 +53,14 @@ def tree_attention_layer(projected, cache, depth, mask, *, layout, previous):
                 values[b, :, length[b]] = old_values[b, node]
             length[b] += 1
 
-    heads = projected[..., : layout.num_columns].reshape(*projected.shape[:2], -1, layout.head_dim)
+    columns = slice(layout.first_column, layout.first_column + layout.num_columns)
+    heads = projected[..., columns].reshape(*projected.shape[:2], -1, layout.head_dim)
     first_value = layout.num_heads + layout.num_groups
-    query = heads[:, :, : layout.num_heads]
-    node_keys = heads[:, :, layout.num_heads : first_value] * layout.key_multiplier
+    query, node_keys = heads[:, :, : layout.num_heads], heads[:, :, layout.num_heads : first_value]
+    if norms is not None:
+        query = normed(query, norms.query_weight, norms.epsilon)
+        node_keys = normed(node_keys, norms.key_weight, norms.epsilon)
+    node_keys = node_keys * layout.key_multiplier
     node_values = heads[:, :, first_value:]
     positions = length[:, None] + depth
     query, node_keys = rotated(query, positions, layout), rotated(node_keys, positions, layout)
@@ -68,6 +72,11 @@ def tree_attention_layer(projected, cache, depth, mask, *, layout, previous):
     )
     y[full] = np.nan
     return y, (node_keys, node_values), (keys, values, length)
+
+
+def normed(x, weight, epsilon):
+    """Root-mean-square norm of each head."""
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon) * weight
 
 
 def rotated(x, positions, layout):

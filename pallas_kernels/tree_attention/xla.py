@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.numerics import batched_product
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv
-from pallas_kernels.tree_attention.layout import AttentionLayout
+from pallas_kernels.tree_attention.layout import AttentionLayout, HeadNorms
 
 # Score of masked keys. Finite, so that a fully masked query gives no NaN, which would
 # spread to others as 0 * NaN. Far below any score: next to one that is seen, exp gives exactly 0.
@@ -117,13 +117,15 @@ def tree_attention_layer(
     layout: AttentionLayout,
     prefix_pending: NodeKV | None,
     previous: tuple[NodeKV, jax.Array] | None,
+    norms: HeadNorms | None,
+    implementation: str | None,
     attention: Callable[..., jax.Array],
 ) -> tuple[jax.Array, NodeKV, KVCache]:
-    """See `api.tree_attention_layer`; `attention` is `tree_attention` in some implementation."""
+    """See `api.tree_attention_layer`; `attention` is `tree_attention`, in this implementation."""
     if previous is not None:
         cache = replay_kv(cache, *previous)
     keys, values, length = cache
-    query, *new = layout.split(projected, length[:, None] + depth)
+    query, *new = layout.split(projected, length[:, None] + depth, norms, implementation)
     if prefix_pending is not None:
         new = [jnp.concatenate(both, axis=1) for both in zip(prefix_pending, new, strict=True)]
     y = attention(query, *new, keys, values, length, mask, scale=layout.scale)

@@ -3,8 +3,8 @@
     q, k, v = conv(in_proj(u));   q, k = rope(norm(q), norm(k))
     out_proj(softmax(q k scale) v)
 
-The norms of heads, and a gate on the outputs (Qwen3.5), stay outside of the op between the
-projections: they come before it and after it, and its kernel is the same.
+A gate on the outputs (Qwen3.5) comes after the op between the projections: the output projection
+may begin with it.
 
 The cache has a fixed capacity. A forward pass over a tree does not write the tree to it: nodes
 attend to the cached tokens and to their ancestors, at positions that follow from their *depth*.
@@ -25,6 +25,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import (
     AttentionLayout,
+    GatedNorm,
+    HeadNorms,
     KVCache,
     NodeKV,
     replay_conv_state,
@@ -234,6 +236,7 @@ class AttentionConfig(LayerConfig):
             scale=self.score_scale,
             frequencies=self.rotary_frequencies,
             key_multiplier=self.key_multiplier,
+            first_column=self.gate_size,
         )
 
     def check_next(self, below: LayerConfig | None) -> None:
@@ -288,9 +291,10 @@ class AttentionConfig(LayerConfig):
 class Projected(NamedTuple):
     """Outputs of the input projection at each position."""
 
-    gate: Array  # of the outputs [B, T, W E], or of heads [B, T, W]; without one [B, T, 0]
-    qkv: Array  # before the convolution [B, T, (W + 2 U) E]
-    branch: Array | None  # output of the gated branch beside the attention [B, T, mlp_dim]
+    gate: Product | None  # of heads [B, T, W], or in the first W E columns one of each channel
+    qkv: Product  # before the convolution, columns of the layout [B, T, X]
+    layout: AttentionLayout
+    branch: Array | None = None  # output of the gated branch beside the attention [B, T, mlp_dim]
 
 
 class AttentionMixer(MixerModule):
@@ -321,11 +325,10 @@ class AttentionMixer(MixerModule):
         lengths: Lengths,
         adapter: Array | None = None,
     ) -> tuple[Product, AttentionCache]:
-        projected = self._project(u, adapter)
-        qkv, conv_state = projected.qkv, cache.conv
+        projected, conv_state = self._project(u, adapter), cache.conv
         if conv_state is not None:
-            conv_input = jnp.where(valid[..., None], qkv, 0)
-            qkv = self.conv_sequence(conv_input, conv_state)
+            conv_input = jnp.where(valid[..., None], total(projected.qkv), 0)
+            projected = projected._replace(qkv=self.conv_sequence(conv_input, conv_state))
             conv_state = conv_state_after(conv_state, conv_input, lengths)
         steps = jnp.arange(u.shape[1], dtype=jnp.int32)[None]
         everywhere = jnp.broadcast_to(steps, valid.shape)
@@ -333,7 +336,7 @@ class AttentionMixer(MixerModule):
         # For an empty cache this is a constant, and XLA would spend seconds folding the masked
         # scores.
         before = cache.kv._replace(length=lax.optimization_barrier(cache.kv.length))
-        query, new = self._split(qkv, before.length[:, None] + steps)
+        query, new = self._split(projected, before.length[:, None] + steps)
         ring = self.config.window is not None
         kv = write_kv(before, new, valid, everywhere, ring=ring)
         if not ring:
@@ -341,7 +344,8 @@ class AttentionMixer(MixerModule):
             before = kv._replace(length=before.length)
         y = self._attend(query, new, before, causal)
         y = self.in_proj.kernel.storage.cleared(y, valid[..., None, None])
-        return self._finish(y, projected), AttentionCache(kv, conv_state)
+        output = self._finish(y, projected, self.norms_of_sequences())
+        return output, AttentionCache(kv, conv_state)
 
     def tree(
         self,
@@ -353,47 +357,59 @@ class AttentionMixer(MixerModule):
     ) -> tuple[Product, AttentionPending, AttentionCache]:
         tree, conv_gather_index, cache, prefix_pending, replay = at
         c = self.config
-        projected = self._project(u, adapter)
-        qkv, conv_input, conv_state = projected.qkv, None, cache.conv
+        projected, conv_input, conv_state = self._project(u, adapter), None, cache.conv
         if conv_state is not None:
-            conv_input, window = qkv, conv_gather_index[c.conv_width]
+            conv_input, window = total(projected.qkv), conv_gather_index[c.conv_width]
             if prefix_pending is not None:
                 assert prefix_pending.conv_input is not None
-                conv_input = jnp.concatenate([prefix_pending.conv_input, qkv], axis=1)
+                conv_input = jnp.concatenate([prefix_pending.conv_input, conv_input], axis=1)
             if replay is not None:
                 conv_state = self._replay_conv(conv_state, replay)
-            qkv = self.run(tree_conv1d, conv_input, conv_state, *self.conv(), window)
-        depth, mask = (array[:, -qkv.shape[1] :] for array in (tree.depth, tree.ancestor_mask))
+            convolved = self.run(tree_conv1d, conv_input, conv_state, *self.conv(), window)
+            projected = projected._replace(qkv=convolved)
+        num_queries = projected.qkv.shape[1]
+        depth, mask = (array[:, -num_queries:] for array in (tree.depth, tree.ancestor_mask))
         prefix = None if prefix_pending is None else prefix_pending.kv
         previous = None if replay is None else (replay.pending.kv, replay.path.mask)
         if c.has_kernel:
             y, nodes, kv = self.run(
-                *(tree_attention_layer, qkv, cache.kv, depth, mask),
-                layout=self._layout,
+                *(tree_attention_layer, projected.qkv, cache.kv, depth, mask),
+                layout=projected.layout,
+                norms=self._norms,
                 prefix_pending=prefix,
                 previous=previous,
             )
         else:
             ring = c.window is not None
             kv = cache.kv if previous is None else replay_kv(cache.kv, *previous, ring=ring)
-            query, nodes = self._split(qkv, kv.length[:, None] + depth)
+            query, nodes = self._split(projected, kv.length[:, None] + depth)
             if prefix is not None:
                 both = zip(prefix, nodes, strict=True)
                 nodes = NodeKV(*(jnp.concatenate(pair, axis=1) for pair in both))
             y = self._attend(query, nodes, kv, mask, is_block)
         pending = AttentionPending(nodes, conv_input)
-        return self._finish(y, projected), pending, AttentionCache(kv, conv_state)
+        output = self._finish(y, projected, self.implementation)
+        return output, pending, AttentionCache(kv, conv_state)
 
     def replay(self, cache: AttentionCache, along: Replay) -> AttentionCache:
         ring = self.config.window is not None
         kv = replay_kv(cache.kv, along.pending.kv, along.path.mask, ring=ring)
         return AttentionCache(kv, self._replay_conv(cache.conv, along))
 
+    @property
+    def _norms(self) -> HeadNorms | None:
+        """Norms of each head."""
+        c = self.config
+        if c.qk_norm_eps is None or c.qk_norm_spans:
+            return None
+        return HeadNorms(self.q_norm_scale[...], self.k_norm_scale[...], c.qk_norm_eps)
+
     def _split(
-        self, qkv: Array, positions: Int[Array, "B T"]
+        self, projected: Projected, positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T W E"], NodeKV]:
         """Queries, keys and values at these positions."""
-        query, *nodes = self._layout.split(qkv, positions)
+        kernel, qkv = self.norms_of_sequences(), total(projected.qkv)
+        query, *nodes = projected.layout.split(qkv, positions, self._norms, kernel)
         return query, NodeKV(*nodes)
 
     def _attend(
@@ -425,20 +441,28 @@ class AttentionMixer(MixerModule):
         return replay_conv_state(along.pending.conv_input, conv, window)
 
     def _project(self, u: Array | LayerInput, adapter: Array | None) -> Projected:
-        c = self.config
-        projected = self.in_proj(scaled(u, c.input_multiplier))
-        ends = np.cumsum([c.gate_size, sum(c.projected_sizes), c.mlp_dim]).tolist()
-        output_gate, qkv, gate, up = jnp.split(projected, ends, axis=-1)
+        c, layout = self.config, self._layout
+        product = self.in_proj.in_parts(scaled(u, c.input_multiplier))
+        gate = product if c.output_gate else None
+        is_changed = adapter is not None or c.conv_width or c.qk_norm_spans
+        if not (is_changed or c.mlp_dim or c.gate_per_head):
+            return Projected(gate, product, layout)
+        ends = np.cumsum([c.gate_size, layout.num_columns, c.mlp_dim]).tolist()
+        gate, qkv, branch_gate, up = jnp.split(total(product), ends, axis=-1)
         if adapter is not None:
             qkv = qkv + adapter
-        branch = activate("silu", gate) * up if c.mlp_dim else None
-        return Projected(output_gate, self.normed(qkv, c.num_heads), branch)
+        branch = activate("silu", branch_gate) * up if c.mlp_dim else None
+        layout = dataclasses.replace(layout, first_column=0)
+        return Projected(
+            gate if c.output_gate else None, self._spanned(qkv, c.num_heads), layout, branch
+        )
 
     def entries(self, u: Float[Array, "B T I"], positions: Int[Array, "B T"]) -> NodeKV:
         """Keys and values alone, for heads whose layers have no branch and no convolution."""
-        projected = self._columns(u, self.config.gate_size + self.config.projected_sizes[0])
-        layout = dataclasses.replace(self._layout, num_heads=0)
-        return NodeKV(*layout.split(self.normed(projected, 0), positions)[1:])
+        columns = self._columns(u, self.config.gate_size + self.config.projected_sizes[0])
+        layout = dataclasses.replace(self._layout, num_heads=0, first_column=0)
+        keys = Projected(None, self._spanned(columns, 0), layout)
+        return self._split(keys, positions)[1]
 
     def _columns(self, u: Array, first: int) -> Array:
         """Columns of the input projection from `first` on."""
@@ -449,31 +473,34 @@ class AttentionMixer(MixerModule):
             projected += projection.bias[first:]
         return projected
 
-    def normed(self, qkv: Float[Array, "B T _"], num_heads: int) -> Float[Array, "B T _"]:
-        """Queries of so many heads, keys and values, with norms of the queries and keys."""
-        c, epsilon = self.config, self.config.qk_norm_eps
-        if epsilon is None:
+    def _spanned(self, qkv: Float[Array, "B T _"], num_heads: int) -> Float[Array, "B T _"]:
+        """Queries of so many heads, keys and values, with norms over all heads if it has such."""
+        c = self.config
+        if not c.qk_norm_spans:
             return qkv
-        kernel = self.norms_of_sequences()
         first, end = num_heads * c.head_dim, (num_heads + c.num_kv_heads) * c.head_dim
         query, keys, values = jnp.split(qkv, (first, end), axis=-1)
 
         def norm(x: Array, scale: nnx.Param) -> Array:
-            if c.qk_norm_spans and self.shard.shards > 1:
-                return self.spanning_norm(x, scale, epsilon).astype(x.dtype)
-            heads = x.reshape(*x.shape[:-1], -1, scale.shape[-1])
-            heads = rms_norm(heads, scale[...], epsilon=epsilon, implementation=kernel)
-            return heads.astype(x.dtype).reshape(x.shape)
+            if self.shard.shards > 1:
+                return self.spanning_norm(x, scale, c.qk_norm_eps).astype(x.dtype)
+            kernel = self.norms_of_sequences()
+            normed = rms_norm(x, scale[...], epsilon=c.qk_norm_eps, implementation=kernel)
+            return normed.astype(x.dtype)
 
-        normed = norm(query, self.q_norm_scale), norm(keys, self.k_norm_scale)
-        return jnp.concatenate([*normed, values], axis=-1)
+        normed = query if num_heads == 0 else norm(query, self.q_norm_scale)
+        return jnp.concatenate([normed, norm(keys, self.k_norm_scale), values], axis=-1)
 
-    def _finish(self, y: Array, projected: Projected) -> Product:
-        if projected.gate.shape[-1]:
-            gate = jax.nn.sigmoid(projected.gate.astype(jnp.float32))
-            gate = gate.reshape(*y.shape[:3], -1)
-            y = (y.astype(jnp.float32) * gate).astype(y.dtype)
-        y = y.reshape(*y.shape[:2], -1)
+    def _finish(self, y: Array, projected: Projected, implementation: str | None) -> Product:
+        """Gate and output projection; the implementation is that of gates of channels."""
+        gate, in_one = projected.gate, y.reshape(*y.shape[:2], -1)
+        rows: Array | GatedNorm = in_one
+        if gate is not None and gate.shape[-1] == y.shape[2]:
+            of_heads = jax.nn.sigmoid(total(gate).astype(jnp.float32))[..., None]
+            rows = (y.astype(jnp.float32) * of_heads).astype(y.dtype).reshape(in_one.shape)
+        elif gate is not None:
+            options: Any = dict(activation="sigmoid", implementation=implementation)
+            rows = GatedNorm(in_one, gate, None, norm="none", **options)
         if projected.branch is not None:
-            y = jnp.concatenate([y, projected.branch], axis=-1)
-        return self.row_parallel(y, self.config.output_multiplier)
+            rows = jnp.concatenate([total(rows), projected.branch], axis=-1)
+        return self.row_parallel(rows, self.config.output_multiplier)

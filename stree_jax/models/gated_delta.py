@@ -32,11 +32,11 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import (
     Decays,
+    GatedNorm,
     Mamba2Layout,
     Mamba2Pending,
     StepSizes,
     delta_chunks,
-    gated_rms_norm,
     replay_conv_state,
     replay_delta,
     replay_tree_delta,
@@ -278,7 +278,7 @@ class GatedDeltaMixer(MixerModule):
         gate, start = c.layout.gate(projected)
         if rank is not None:
             gate, start = self.z_up(total(projected)[..., rank : 2 * rank]), 0
-        rows = gated_rms_norm(
+        rows = GatedNorm(
             y.reshape(*y.shape[:2], -1),
             gate,
             self.norm_scale[...],

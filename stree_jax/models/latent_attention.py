@@ -24,7 +24,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from pallas_kernels import KVCache, NodeKV, rms_norm
-from pallas_kernels.numerics import Product
+from pallas_kernels.numerics import Product, total
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import require, require_integers
 from stree_jax.mesh.partition import Cut
@@ -69,7 +69,7 @@ class LatentAttentionConfig(LayerConfig):
     output_gate: bool = False
     norm_eps: float = 1e-6
 
-    window = None  # as its mixer's base asks
+    window = qk_norm_eps = None  # as its mixer's base asks
     has_kernel = False
     output_multiplier = 1.0
     equal_to_the_bit = True
@@ -146,15 +146,17 @@ class LatentAttentionMixer(AttentionMixer):
 
     def _project(self, u: Any, adapter: Array | None) -> Projected:
         gates, columns = jnp.split(self.in_proj(u), [self.config.column_sizes[0]], axis=-1)
-        return Projected(gates, columns, None)
+        return Projected(gates if self.config.output_gate else None, columns, self._layout)
 
     def _split(
-        self, qkv: Array, positions: Int[Array, "B T"]
+        self, projected: Projected, positions: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T W E"], NodeKV]:
         """Queries in the space of entries; entries as keys, and as values nothing."""
         c = self.config
         _, queries, _ = c.column_sizes
-        query, latents, key = jnp.split(qkv, [queries, queries + c.latent_size], axis=-1)
+        query, latents, key = jnp.split(
+            total(projected.qkv), [queries, queries + c.latent_size], axis=-1
+        )
         if c.query_rank is not None:
             query = self.query_up(self._norm(query, self.query_norm_scale))
         query = query.reshape(*positions.shape, c.num_heads, -1)
@@ -185,5 +187,5 @@ class LatentAttentionMixer(AttentionMixer):
         nodes, cache = nodes._replace(values=nodes.keys), cache._replace(values=cache.keys)
         return super()._attend(query, nodes, cache, *others)[..., : self.config.latent_size]
 
-    def _finish(self, y: Array, projected: Projected) -> Product:
-        return super()._finish(self.value_up.by_head(y), projected)
+    def _finish(self, y: Array, *others: Any) -> Product:
+        return super()._finish(self.value_up.by_head(y), *others)

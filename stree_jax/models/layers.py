@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels import tree_conv1d
+from pallas_kernels import GatedNorm, tree_conv1d
 from pallas_kernels.numerics import Deferred, Product, gated, rounded, scaled, total
 from stree_jax.array_types import Array, Float, Float32, Int, Lengths
 from stree_jax.mesh.partition import WHOLE, Part
@@ -39,12 +39,12 @@ class Projection(nnx.Module):
         self.implementation = implementation
 
     def __call__(
-        self, inputs: Float[Array, "*rows inputs"] | LayerInput
+        self, inputs: Float[Array, "*rows inputs"] | Deferred
     ) -> Float[Array, "*rows outputs"]:
         """The product, in the dtype that the matrix gives."""
         return self.biased(total(self._product(inputs)))
 
-    def in_parts(self, inputs: Float[Array, "*rows inputs"] | LayerInput) -> Product:
+    def in_parts(self, inputs: Float[Array, "*rows inputs"] | Deferred) -> Product:
         """The product for a kernel, which adds up its parts while it loads them."""
         return self(inputs) if self.bias is not None else self._product(inputs)
 
@@ -59,7 +59,9 @@ class Projection(nnx.Module):
             return inputs.product(self.kernel, gate, self.implementation)
         return self.kernel.product_in_parts(inputs, gate=gate, implementation=self.implementation)
 
-    def wide(self, inputs: Float[Array, "*rows inputs"]) -> Float32[Array, "*rows outputs"]:
+    def wide(
+        self, inputs: Float[Array, "*rows inputs"] | Deferred
+    ) -> Float32[Array, "*rows outputs"]:
         """The product in float32, without the bias."""
         return self.kernel.product(inputs, wide=True, implementation=self.implementation)
 
@@ -218,7 +220,7 @@ class MixerModule(Made):
         return self.run(tree_conv1d, inputs, conv_state, weight, bias, index)
 
     def row_parallel(
-        self, inputs: Float[Array, "*rows inputs"], multiplier: float = 1.0
+        self, inputs: Float[Array, "*rows inputs"] | GatedNorm, multiplier: float = 1.0
     ) -> Product:
         """The output projection `[*rows, M]`; on a mesh, an all-reduce of the shards' products."""
         if self.shard.shards == 1:

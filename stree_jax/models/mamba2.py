@@ -29,9 +29,9 @@ from pallas_kernels import (
     Convolution,
     DeferredRMSNorm,
     Gate,
+    GatedNorm,
     Mamba2Layout,
     Mamba2Pending,
-    gated_rms_norm,
     replay,
     replay_conv_state,
     ssd,
@@ -406,17 +406,16 @@ class Mamba2Mixer(MixerModule):
         if isinstance(y, DeferredRMSNorm):
             return self._project_deferred(y, projected)
         y = y.reshape(*y.shape[:2], -1)
-        if gate is None:
-            y = self._gated_norm(y, projected, kernel)
-        return self._project_out(y, projected)
+        rows = self._gated_norm(y, projected, kernel) if gate is None else y
+        return self._project_out(rows, projected)
 
-    def _gated_norm(self, y: Array, projected: Product, kernel: str | None) -> Array:
+    def _gated_norm(self, y: Array, projected: Product, kernel: str | None) -> Array | GatedNorm:
         """Gate and norm of the scan's output `[B, T, H * P]`."""
         c = self.config
         gate, gate_start = self.config.layout.gate(projected)
         if self.norm_spans_shards:
             return self._spanning_norm(y, activated(total(gate), gate_start, y.shape[-1]))
-        return gated_rms_norm(
+        return GatedNorm(
             y,
             gate,
             None if self.norm_scale is None else self.norm_scale[...],
@@ -444,10 +443,10 @@ class Mamba2Mixer(MixerModule):
         y = y.unpacked(self.shard.total(product.packed()), self.shard.shards)
         return dataclasses.replace(y, value=scaled(y.value, self.config.output_multiplier))
 
-    def _project_out(self, y: Array, projected: Product) -> Product:
+    def _project_out(self, y: Array | GatedNorm, projected: Product) -> Product:
         """The output projection, including the gated branch if there is one."""
         c = self.config
         if c.mlp_dim:
             gate, branch, _ = jnp.split(total(projected), (c.mlp_dim, 2 * c.mlp_dim), axis=-1)
-            y = jnp.concatenate([activate("silu", gate) * branch, y], axis=-1)
+            y = jnp.concatenate([activate("silu", gate) * branch, total(y)], axis=-1)
         return self.row_parallel(y, c.output_multiplier)

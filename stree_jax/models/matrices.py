@@ -35,7 +35,7 @@ from pallas_kernels.matmul import (
     partial_sums,
     rows,
 )
-from pallas_kernels.numerics import Product, contract, gated, total
+from pallas_kernels.numerics import Deferred, Product, contract, gated, total
 from stree_jax.array_types import Array, Float, Int
 from stree_jax.checks import check_names
 from stree_jax.mesh.partition import WHOLE, Part
@@ -63,7 +63,7 @@ class Matrix(nnx.Param):
 
     def product(
         self,
-        x: Float[Array, "*rows I"],
+        x: Float[Array, "*rows I"] | Deferred,
         *,
         wide: bool = False,
         implementation: str | None = None,
@@ -77,7 +77,7 @@ class Matrix(nnx.Param):
 
     def product_in_parts(
         self,
-        x: Float[Array, "*rows I"],
+        x: Float[Array, "*rows I"] | Deferred,
         *,
         wide: bool = False,
         gate: str | None = None,
@@ -133,10 +133,12 @@ class Storage:
         return x, self.values
 
     def product(
-        self, x: Array, wide: bool, implementation: str | None, gate: str | None = None
+        self, x: Any, wide: bool, implementation: str | None, gate: str | None = None
     ) -> Product:
         """See `Matrix`; float32 rows and several matrices are XLA's."""
-        dtype, x = self.dtype, x if wide else x.astype(self.dtype)
+        dtype = self.dtype
+        if not wide and x.dtype != dtype:
+            x = total(x).astype(dtype)
         is_narrow = x.dtype == dtype == jnp.bfloat16 and len(self.shape) == 2
         return partial_sums(
             x,
@@ -236,10 +238,11 @@ class Packed(Storage):
         return _turned(self.values.canonical(), self.axis)
 
     def product(
-        self, x: Array, wide: bool, implementation: str | None, gate: str | None = None
+        self, x: Any, wide: bool, implementation: str | None, gate: str | None = None
     ) -> Array:
         if gate is not None:
             return gated(gate, self.product(x, wide, implementation))
+        x = total(x)
         if len(self.values.shape) == 2:
             return matmul(x, self.values)
         return self.by_head(jnp.repeat(x[..., None, :], self.values.shape[0], axis=-2))

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_kernels.numerics import Product, gated
+from pallas_kernels.numerics import Deferred, Product, gated, total
 from stree_jax.array_types import Array
 from stree_jax.checkpoint.directories import plain_path
 from stree_jax.models.layers import Projection
@@ -144,11 +144,11 @@ class _BFloat16Products(Matrix):
     """A matrix whose products have bfloat16 factors."""
 
     def product_in_parts(
-        self, x: Array, *, wide: bool = False, gate: str | None = None, **options: Any
+        self, x: Array | Deferred, *, wide: bool = False, gate: str | None = None, **options: Any
     ) -> Product:
         if wide:
             return super().product_in_parts(x, wide=True, **options)
-        product = bfloat16_product(x, self[...])
+        product = bfloat16_product(total(x), self[...])
         return product if gate is None else gated(gate, product)
 
 

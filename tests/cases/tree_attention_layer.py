@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import AttentionLayout, KVCache, NodeKV, tree_attention_layer
+from pallas_kernels import AttentionLayout, HeadNorms, KVCache, NodeKV, tree_attention_layer
 from pallas_kernels.tree_attention import pallas_triton_layer
 from pallas_kernels.tree_attention.reference import tree_attention_layer as reference
 from tests.cases import base
@@ -43,6 +43,13 @@ CASES = base.table(
         "a long way": dict(nodes=3, capacity=4010, lengths=(3990,)),
         "columns behind that are no heads": dict(layout=PARTLY, nodes=3, extra_columns=7),
         "full to the last place, and over": dict(capacity=24, lengths=(21, 3, 23, 30)),
+        "normed, a gate before": dict(
+            layout=dataclasses.replace(ODD, first_column=192), nodes=5, norms=True, splits=2
+        ),
+        "normed, not rotated, columns around": dict(
+            layout=dataclasses.replace(FIXED, first_column=5), extra_columns=3, norms=True
+        ),
+        "bf16, normed": dict(nodes=3, bf16=True, norms=True),
         "bf16": dict(nodes=20, splits=2, bf16=True),
         "prefix before the path is written": dict(prefix=5, late=True),
     },
@@ -54,6 +61,7 @@ CASES = base.table(
     capacity=40,
     lengths=(23, 0, 34),
     extra_columns=0,
+    norms=False,
     splits=1,
 )
 
@@ -69,12 +77,16 @@ def problem(case):
     mask = base.ancestor_mask(base.random_parents(rng, batch, case.nodes))
     path = base.ancestor_mask(base.random_parents(rng, batch, case.replayed))[:, -1].copy()
     path[1:2] = False
-    projected = draw(case.nodes, layout.num_columns + case.extra_columns)
+    projected = draw(case.nodes, layout.first_column + layout.num_columns + case.extra_columns)
     keys, values = (unseen_behind(case.lengths, draw(*cached)) for _ in range(2))
     cache = KVCache(keys, values, np.array(case.lengths, np.int32))
     depth = (mask.sum(axis=2) - 1).astype(np.int32)
     old = NodeKV(draw(case.replayed, *heads), draw(case.replayed, *heads))
-    return projected, cache, depth, mask, (old, path)
+    norms = None
+    if case.norms:
+        weights = draw(2, layout.head_dim)[0]
+        norms = HeadNorms(*weights, epsilon=1e-3)
+    return projected, cache, depth, mask, (old, path), norms
 
 
 def on_device(case):
@@ -85,8 +97,8 @@ def on_device(case):
 
 def run_with(case, function):
     """Runs the whole tree, or its first nodes and then the others."""
-    projected, cache, depth, mask, previous = on_device(case)
-    first, options = case.prefix or case.nodes, dict(layout=case.layout)
+    projected, cache, depth, mask, previous, norms = on_device(case)
+    first, options = case.prefix or case.nodes, dict(layout=case.layout, norms=norms)
     early = mask[:, :first, :first]
     y, nodes, after = jax.jit(functools.partial(function, prefix_pending=None, **options))(
         projected[:, :first], cache, depth[:, :first], early, previous=previous
@@ -112,9 +124,12 @@ def errors(case, implementation):
             blocks=dataclasses.replace(SMALL, splits=case.splits),
         )
     y, nodes, cache = run_with(case, function)
-    projected, before, depth, mask, (old, path) = problem(case)
+    projected, before, depth, mask, (old, path), norms = problem(case)
     want_y, want_nodes, want_cache = reference(
-        projected, before, depth, mask, layout=case.layout, previous=(*old, path)
+        *(projected, before, depth, mask),
+        layout=case.layout,
+        norms=norms,
+        previous=(*old, path),
     )
     assert y.dtype == nodes.keys.dtype == cache.keys.dtype == case.kind
     full = want_cache[2] > case.capacity

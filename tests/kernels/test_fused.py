@@ -8,7 +8,7 @@ from numpy.testing import assert_array_equal
 
 import pallas_kernels as pk
 import stree_jax as st
-from pallas_kernels import DeferredRMSNorm, PartialSums, add_rms_norm, dispatch, triton
+from pallas_kernels import DeferredRMSNorm, GatedNorm, PartialSums, add_rms_norm, dispatch, triton
 from pallas_kernels.matmul import QuantizedMatrix, normed_product, partial_sums
 from pallas_kernels.numerics import totals
 from stree_jax.models.cache import path_to
@@ -70,6 +70,74 @@ def test_a_product_norms_its_rows(rows, inputs, columns, options, implementation
     assert normed_product(*arrays, matrix, **norm, **product) is None
 
 
+@pytest.mark.parametrize(
+    "implementation", ["pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "columns", "options"),
+    [
+        ((1,), 64, 70, dict(norm="norm_then_gate", num_groups=4, gate_start=5)),
+        ((1, 3), 1024, 64, dict(num_groups=8, parts=4)),  # the product is in 4 parts, too
+        ((2, 2), 512, 40, dict(norm="none", activation="sigmoid", axis=-1)),
+        ((4,), 256, 33, dict(num_groups=2, narrow="int8", is_shared=False)),
+    ],
+)
+def test_a_product_gates_its_rows(rows, inputs, columns, options, implementation, monkeypatch):
+    options = dict(options)
+    axis, parts, narrow = (options.pop(name, 0) for name in ("axis", "parts", "narrow"))
+    axis = axis or -2
+    matrix = draw(*((inputs, columns) if axis == -2 else (columns, inputs)), seed=1)
+    if narrow:
+        matrix = jax.tree.map(jnp.asarray, QuantizedMatrix.of(np.asarray(matrix), axis, narrow))
+    gate, weight = draw(*rows, inputs + 9, seed=2), None
+    if parts:
+        gate = PartialSums(draw(parts, *gate.shape, dtype="float32"), gate.dtype)
+    if options.get("norm") != "none":
+        is_shared = options.pop("is_shared", True)
+        weight = draw(inputs // options["num_groups"] if is_shared else inputs, seed=3)
+    value = GatedNorm(draw(*rows, inputs), gate, weight, implementation=implementation, **options)
+
+    def product(limit):
+        monkeypatch.setattr(triton, "MOST_REPEATED_BYTES", limit)
+
+        @jax.jit
+        def run(value):
+            kind = dict(axis=axis, dtype=value.dtype, implementation=implementation)
+            return partial_sums(value, matrix, **kind)
+
+        with dispatch.recorded() as ran:
+            return totals(run(value)), ran
+
+    one, ran = product(LIMITS["one"])
+    two, ran_apart = product(LIMITS["two kernels"])
+    assert_array_equal(one, two)
+    assert ran.keys() == {"matmul"}
+    assert ran_apart.keys() == {"matmul", "gated_rms_norm"}
+
+
+@pytest.mark.parametrize(
+    "implementation", ["pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("norms", [False, True])
+def test_attention_adds_up_the_parts_of_a_projection(norms, implementation):
+    layout = pk.AttentionLayout(4, 2, 16, 0.25, frequencies=(1.0, 0.1), first_column=64)
+    parts = PartialSums(draw(4, 2, 3, layout.num_columns + 64, dtype="float32"), jnp.bfloat16)
+    cache = pk.KVCache(*draw(2, 2, 2, 40, 16, seed=1), jnp.array([30, 2], jnp.int32))
+    depth = jnp.tile(jnp.arange(3, dtype=jnp.int32), (2, 1))
+    of_heads = pk.HeadNorms(*draw(2, 16, seed=2), epsilon=1e-5) if norms else None
+
+    @jax.jit
+    def run(projected):
+        return pk.tree_attention_layer(
+            *(projected, cache, depth, jnp.tile(jnp.tri(3, dtype=bool), (2, 1, 1))),
+            layout=layout,
+            norms=of_heads,
+            implementation=implementation,
+        )
+
+    jax.tree.map(assert_array_equal, run(parts), run(parts.total()))
+
+
 # Of sizes that kernels take.
 MAMBA2 = st.Mamba2Config(num_heads=4, head_dim=16, state_size=16, num_groups=2)
 LAYERS = {
@@ -78,6 +146,7 @@ LAYERS = {
         st.GatedDeltaConfig(4, 16, 2, 16),
         st.MlpConfig(32),
         st.ShortConvConfig(32),
+        st.AttentionConfig(2, 1, 16, output_gate=True, qk_norm_eps=1e-6),
     ),
 }
 
