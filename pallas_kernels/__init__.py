@@ -5,6 +5,7 @@ accepted path. The ops are the parts of that step which XLA cannot fuse well:
 
     tree_conv1d         depthwise causal convolution along the paths of a tree
     tree_conv1d_layer   the same from the input projection on, with time steps and pending record
+    short_conv_layer    a gated short convolution (LFM2) between its projections
     tree_scan           outputs of the Mamba-2 recurrence at tree nodes, from one state at the root
     replay              the state after one path of a tree
     replay_tree_scan    both in one pass over the state, with gate and norm
@@ -55,6 +56,7 @@ from pallas_kernels.tree_conv1d.api import (
     conv_gather_index,
     replay_conv_state,
     replay_gather_index,
+    short_conv_layer,
     tree_conv1d,
     tree_conv1d_layer,
 )
@@ -103,6 +105,7 @@ __all__ = [
     "replay_tree_delta",
     "replay_tree_scan",
     "rms_norm",
+    "short_conv_layer",
     "ssd",
     "tree_attention",
     "tree_attention_layer",

@@ -19,7 +19,7 @@ NORMS = ("gate_then_norm", "norm_then_gate", "none")
 
 
 def rms_norm(
-    x: Float[Array, "*rows M"],
+    x: Float[Array, "*rows M"] | PartialSums,
     weight: Float[Array, " M"],
     *,
     epsilon: float,

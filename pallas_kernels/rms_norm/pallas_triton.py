@@ -162,7 +162,7 @@ def _normed(values: list[Array], weights: list[Array], size: int, epsilon: float
     ]
 
 
-def rms_norm(x: Array, weight: Array, **options: Any) -> Array:
+def rms_norm(x: Product, weight: Array, **options: Any) -> Array:
     """See `api.rms_norm`."""
     return gated_rms_norm(x, None, weight, norm="gate_then_norm", num_groups=1, **options)
 
@@ -172,7 +172,7 @@ def rms_norm(x: Array, weight: Array, **options: Any) -> Array:
     static_argnames=("norm", "epsilon", "num_groups", "gate_start", "activation", "interpret"),
 )
 def gated_rms_norm(
-    y: Array,
+    y: Product,
     gate: Product | None,
     weight: Array | None,
     *,
@@ -185,9 +185,12 @@ def gated_rms_norm(
 ) -> Array:
     """See `api.gated_rms_norm`; without a gate, a norm alone."""
     group_size = y.shape[-1] // num_groups
-    rows = native.rows_of(y)
+    rows, _ = in_rows(y, "rg")
     group = pl.BlockSpec((None, group_size), lambda row, g: (row, g))
     inputs = {"y": (rows, group)}
+    if isinstance(rows, PartialSums):
+        of_parts = (len(rows.parts), None, group_size)
+        inputs["y"] = rows, pl.BlockSpec(of_parts, lambda row, g: (0, row, g))
     if gate is not None:
         inputs["gate"] = in_rows(gate, "rg")
     if weight is not None:
@@ -205,12 +208,12 @@ def gated_rms_norm(
             activation=activation,
         ),
         inputs,
-        {"output": inputs["y"]},
+        {"output": (jax.ShapeDtypeStruct(rows.shape, rows.dtype), group)},
         name="rms_norm" if gate is None else "gated_rms_norm",
         num_warps=warps(group_size),
         interpret=interpret,
         in_one_order=True,
-        grid=(len(rows), num_groups),
+        grid=(rows.shape[0], num_groups),
     )
     return results["output"].reshape(y.shape)
 

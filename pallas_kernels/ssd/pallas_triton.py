@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels import triton as tb
-from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
+from pallas_kernels.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.triton import Ref
 
 

@@ -113,7 +113,8 @@ def tree_attention_layer(
         nodes; the cache before this tree's root.
 
     Raises:
-        ValueError: prefix and query nodes are not the nodes of the mask.
+        ValueError: prefix and query nodes are not the nodes of the mask, or the projection has
+            fewer columns than the layout.
     """
     num_prefix = 0 if prefix_pending is None else prefix_pending.keys.shape[1]
     if num_prefix + projected.shape[1] != mask.shape[2]:
@@ -122,6 +123,9 @@ def tree_attention_layer(
             f" {mask.shape[2]} nodes of the mask; `prefix_pending` must have the keys and values of"
             " all nodes before the query nodes"
         )
+    end = layout.first_column + layout.num_columns
+    if projected.shape[-1] < end:
+        raise ValueError(f"the projection has {projected.shape[-1]} columns, {layout} needs {end}")
     # The attention chooses for itself: its kernel may run where that of the layer cannot.
     attention = functools.partial(tree_attention, implementation=implementation)
     by_xla = functools.partial(

@@ -45,6 +45,7 @@ from pallas_kernels.tree_attention.layout import AttentionLayout, HeadNorms
 from pallas_kernels.tree_attention.online_softmax import channels, load, store
 from pallas_kernels.triton import Ref
 
+_CHANNELS_MOVED = 32  # at a time, of parts of a product, which take registers
 BLOCK_MOVED = 16  # rows that are rotated or copied at a time; few, for cosines take registers
 
 
@@ -265,7 +266,7 @@ def _kernel(
         if layout.frequencies:
             position = length + inputs["depth"][jnp.where(is_query, of_row, node)]
             position = position.astype(jnp.float32)[:, None]
-            for pairs in channels(half):
+            for pairs in tb.parts(half, _CHANNELS_MOVED):
                 angle = fused(position, inputs["frequencies"][pairs][None, :])
                 angles.append((pairs, jnp.cos(angle), jnp.sin(angle)))
 
@@ -306,7 +307,9 @@ def _kernel(
         def write_node() -> None:
             target = (num_prefix + node,)
             turn("node key", (node,), target, layout.key_multiplier)
-            store(outputs["node value"], target, load(inputs["node value"], node))
+            for part in tb.parts(head_dim, _CHANNELS_MOVED):
+                value = inputs["node value"][node, part]
+                outputs["node value"][(*target, part)] = value
 
     lax.fori_loop(0, for_queries + for_nodes, write_rows, None)
 

@@ -5,6 +5,7 @@ continues into the conv state. The rows to read depend on the tree alone, so the
 (`conv_gather_index`) is computed once per step and shared by all layers.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -162,6 +163,57 @@ def convolved_nodes(convolution: Convolution, implementation: str | None) -> Any
         },
         xla_derivatives=("native",),
         layout=layout,
+    )
+
+
+def short_conv_layer(
+    projected: Float[Array, "B Q X"] | PartialSums,
+    weight: Float[Array, "K C"],
+    bias: Float[Array, " C"] | None,
+    conv_state: Float[Array, "B J C"],
+    conv_gather_index: Int[Array, "B Q K"],
+    *,
+    prefix_pending: Float[Array, "B _ C"] | None = None,
+    previous: tuple[Float[Array, "B O C"], Int[Array, "B J"]] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B Q C"], Float[Array, "B N C"], Float[Array, "B J C"]]:
+    """A gated short convolution (LFM2) between its projections, over a tree: `c conv(b x)`.
+
+    Args:
+        projected: the input projection at the last `Q` of the `N` nodes, columns `[b | c | x]`.
+        weight, bias, conv_gather_index: see `tree_conv1d`.
+        conv_state: the `J = K - 1` products `b x` before the root: of the previous tree if there is
+            one, otherwise of this tree.
+        prefix_pending: the products of the first `N - Q` nodes; None if `Q == N`.
+        previous: the products of the previous tree, and `replay_gather_index` of its accepted path;
+            the conv state advances along it first. None: it is up to date.
+        implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
+
+    Returns:
+        Outputs at the query nodes; the products `b x` of all `N` nodes, which are the pending
+        record; and the conv state before this tree's root. The convolution is rounded before it is
+        gated.
+
+    Raises:
+        ValueError: a projection that does not have three columns for each channel.
+    """
+    width, channels = weight.shape
+    if projected.shape[-1] != 3 * channels:
+        raise ValueError(
+            f"{projected.shape[-1]} columns of the projection are not b, c and x of {channels}"
+            " channels"
+        )
+    # The convolution chooses for itself: it has native code.
+    convolve = functools.partial(tree_conv1d, implementation=implementation)
+    return dispatch.run(
+        "short_conv_layer",
+        {
+            "xla": functools.partial(xla.short_conv_layer, convolve=convolve),
+            "pallas": pallas_triton,
+        },
+        (projected, weight, bias, conv_state, conv_gather_index, prefix_pending, previous),
+        requested=implementation,
+        unsupported={"pallas": pallas_triton.unsupported(channels, width)},
     )
 
 

@@ -1,4 +1,4 @@
-"""`tree_conv1d` and `tree_conv1d_layer` as one Pallas-Triton kernel.
+"""`tree_conv1d`, `tree_conv1d_layer` and `short_conv_layer` as one Pallas-Triton kernel.
 
 Passes: a program handles one row, one block of nodes and one block of channels. For each tap it
 gathers one input row per node, from the array that holds it (conv state, previous tree, prefix of
@@ -10,7 +10,8 @@ writes all copies. The result is written once.
 `tree_conv1d` has one output. A layer has several: a block of channels belongs to x, B or C, one
 more block of columns holds the time steps, and the first block of nodes also writes its channels
 of the conv state before the root. Blocks of prefix nodes copy their part of the pending record. No
-program reads what another one writes.
+program reads what another one writes. A gated short convolution multiplies its inputs while it
+loads them, and its output before it writes it.
 
 Numerics: float32 from load to store, activation included, rounded once. The conv state is rounded
 to the type of the inputs first, which is the type it had before it was stored. Taps are added from
@@ -110,7 +111,35 @@ def tree_conv1d_layer(
     return pending, results["C"], results.get("conv_state", arrays[4])
 
 
-Arrays = dict[str, Any]
+@functools.partial(jax.jit, static_argnames="interpret")
+def short_conv_layer(*arrays: Any, interpret: bool = False) -> tuple[jax.Array, ...]:
+    """See `api.short_conv_layer`, whose arrays these are."""
+    projected, weight, bias, conv_state, index, prefix, previous = arrays
+    batch, num_queries, _ = projected.shape
+    num_nodes, channels = num_queries, weight.shape[-1]
+    of_row = {"inputs": projected, "conv_state": conv_state}
+    if prefix is not None:
+        of_row["prefix conv_input"] = prefix
+        num_nodes += prefix.shape[1]
+    nodes = jax.ShapeDtypeStruct((batch, num_nodes, channels), projected.dtype)
+    outputs = {"conv_input": nodes, "output": nodes.update(shape=(batch, num_queries, channels))}
+    if previous is not None:
+        old, replay_index = previous
+        index = index_before(index, replay_index, old.shape[1])
+        of_row |= {"replay_index": replay_index, "old conv_input": old}
+        outputs["conv_state"] = jax.typeof(conv_state)
+    results = _call(
+        of_row | {"index": index},
+        {"weight": weight, "bias": bias},
+        outputs,
+        # After the gates of the inputs and of the outputs.
+        sections=(Section("output", 0, 2 * channels, channels, 1, 1, 1, 1.0, pending=False),),
+        layout=None,
+        activation=None,
+        is_gated=True,
+        interpret=interpret,
+    )
+    return results["output"], results["conv_input"], results.get("conv_state", conv_state)
 
 
 def arrays_of_layer(
@@ -124,7 +153,7 @@ def arrays_of_layer(
     previous: Any,
     *,
     layout: Mamba2Layout,
-) -> tuple[Arrays, Arrays, Arrays]:
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Inputs of rows and of the layer, and the shapes of outputs, by the kernel's names."""
     batch, num_queries, _ = projected.shape
     num_nodes = num_queries + (0 if prefix_pending is None else prefix_pending.x.shape[1])
@@ -173,11 +202,12 @@ def _call(
     sections: Sequence[Section],
     layout: Mamba2Layout | None,
     activation: str | None,
+    is_gated: bool = False,
     interpret: bool,
 ) -> dict[str, jax.Array]:
     """Runs the kernel; programs see whole arrays, arrays of a row without their batch axis."""
     batch, num_queries, _ = of_row["index"].shape
-    num_prefix = of_row["prefix dt"].shape[1] if "prefix dt" in of_row else 0
+    num_prefix = of_row["prefix conv_input"].shape[1] if "prefix conv_input" in of_row else 0
     block_nodes = min(_BLOCK_NODES, 1 << (max(num_queries, num_prefix) - 1).bit_length())
     channels = math.gcd(_BLOCK_CHANNELS, *(section.largest_block for section in sections))
     num_channel_blocks = sum(section.size for section in sections) // channels
@@ -198,6 +228,7 @@ def _call(
             block_nodes=block_nodes,
             block_channels=channels,
             activation=activation,
+            is_gated=is_gated,
             interpret=interpret,
         ),
         inputs,
@@ -217,13 +248,15 @@ def _call(
 def convolved(
     inputs: dict[str, Ref],
     query: jax.Array,  # [n]
-    channels: Any,  # slices
-    columns: Any,
-    multiplied: Callable[[jax.Array], jax.Array],
+    channels: Any,  # a slice
+    new: Callable[[jax.Array, jax.Array], jax.Array],
     *,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Some channels `[n, c]` of some queries, float32 before the activation; and their inputs."""
+    """Some channels `[n, c]` of some queries, float32 before the activation; and their inputs.
+
+    `new` gives inputs of query nodes, by their numbers and whether they are ones.
+    """
     # The index counts through the rows of these arrays.
     names = ("conv_state", "old conv_input", "prefix conv_input", "inputs")
     refs = [inputs[name] for name in names if name in inputs]
@@ -238,10 +271,12 @@ def convolved(
         value = jnp.zeros(total.shape, dtype)
         for ref, (start, end) in zip(refs, ranges, strict=True):
             there = ((row >= start) & (row < end))[:, None]
-            is_new = ref is refs[-1]
-            index = jnp.clip(row, start, end - 1) - start, columns if is_new else channels
-            loaded = tb.masked_load(ref, index, there, interpret=interpret).astype(dtype)
-            value = jnp.where(there, multiplied(loaded) if is_new else loaded, value)
+            place = jnp.clip(row, start, end - 1) - start
+            if ref is refs[-1]:
+                loaded = new(place, there)
+            else:
+                loaded = tb.masked_load(ref, (place, channels), there, interpret=interpret)
+            value = jnp.where(there, loaded.astype(dtype), value)
         of_tap = weight[tap, channels].astype(jnp.float32)[None, :]
         total = tb.multiply_add(value.astype(jnp.float32), of_tap, total, interpret=interpret)
     return total, value  # the newest tap is of the node itself
@@ -269,19 +304,21 @@ def _kernel(
     block_nodes: int,
     block_channels: int,
     activation: str | None,
+    is_gated: bool,
     interpret: bool,
 ) -> None:
     """Refs by name, without the batch axis.
 
-    inputs: inputs [Q, X] (or [N, C]), conv_state [K - 1, C], index [Q, K], weight [K, C], bias [C],
-    dt_bias [H], replay_index [K - 1], old conv_input [O, C]; and of the first N - Q nodes
-    prefix x [., HP], prefix dt [., H], prefix B [., G S], prefix conv_input [., C].
-    outputs: output [Q, C]; or x [N, HP], dt [N, H], B [N, G S], C [Q, G S], conv_input [N, C],
+    inputs: inputs [Q, X] (or [N, C]; gated [Q, 3 C]), conv_state [K - 1, C], index [Q, K],
+    weight [K, C], bias [C], dt_bias [H], replay_index [K - 1], old conv_input [O, C]; and of the
+    first N - Q nodes prefix x [., HP], prefix dt [., H], prefix B [., G S], prefix conv_input
+    [., C].
+    outputs: output [Q, C]; or x [N, HP], dt [N, H], B [N, G S], C [Q, G S]; conv_input [N, C],
     conv_state [K - 1, C].
     """
     block, node_block = pl.program_id(0), pl.program_id(1)
     num_queries = inputs["index"].shape[0]
-    num_prefix = inputs["prefix dt"].shape[0] if "prefix dt" in inputs else 0
+    num_prefix = inputs["prefix conv_input"].shape[0] if "prefix conv_input" in inputs else 0
     num_query_blocks = pl.cdiv(num_queries, block_nodes)
     query, _ = tb.rows(node_block * block_nodes, block_nodes, num_queries)
     prefix, _ = tb.rows((node_block - num_query_blocks) * block_nodes, block_nodes, num_prefix)
@@ -289,6 +326,10 @@ def _kernel(
     # All channels of a block are of one section.
     channel = block * block_channels
     channels = pl.ds(channel, block_channels)
+    num_channels = inputs["weight"].shape[1]
+
+    def product(left: jax.Array, right: jax.Array) -> jax.Array:
+        return (left.astype(jnp.float32) * right.astype(jnp.float32)).astype(left.dtype)
 
     def of_section(values: Sequence[Any]) -> jax.Array:
         """The value of the block's section. One code for all sections: a third of the program."""
@@ -307,15 +348,25 @@ def _kernel(
         if num_prefix:
             pl.when(here & ~is_query)(old)
 
-    def multiplied(value: jax.Array) -> jax.Array:
-        """Inputs times the section's multiplier, rounded."""
+    def new(node: jax.Array, there: jax.Array) -> jax.Array:
+        """Inputs times their gates, or times the section's multiplier, rounded."""
+
+        def load(columns: Any) -> jax.Array:
+            return tb.masked_load(inputs["inputs"], (node, columns), there, interpret=interpret)
+
+        value = load(columns)
+        if is_gated:
+            return product(load(channels), value)
         if set(multipliers) == {1.0}:
             return value
         multiplier = of_section([jnp.float32(number) for number in multipliers])
         return (value.astype(jnp.float32) * multiplier).astype(value.dtype)
 
     def convolve() -> None:
-        total, newest = convolved(inputs, query, channels, columns, multiplied, interpret=interpret)
+        total, newest = convolved(inputs, query, channels, new, interpret=interpret)
+        if is_gated:
+            gate = inputs["inputs"][query, pl.ds(num_channels + channel, block_channels)]
+            total = product(gate, total.astype(gate.dtype))
         write(query, lambda *_: jax.nn.silu(total) if activation == "silu" else total)
         if "conv_input" in outputs:
             outputs["conv_input"][num_prefix + query, channels] = newest

@@ -64,6 +64,19 @@ def tree_conv1d_layer(
     return (x, dt, B, conv_input), C, conv_state
 
 
+def short_conv_layer(projected, weight, bias, conv_state, parents, *, previous):
+    """Outputs `[B, N, C]`, products `[B, N, C]` and the conv state before the root.
+
+    The projection `[B, N, 3 C]` has gates of inputs, gates of outputs, and inputs; `previous` as of
+    `tree_conv1d_layer`.
+    """
+    of_inputs, of_outputs, x = np.split(projected, 3, axis=-1)
+    old, old_parents, last = previous
+    conv_state = replay_conv_state(old, conv_state, old_parents, last)
+    conv = tree_conv1d(of_inputs * x, conv_state, weight, bias, parents)
+    return of_outputs * conv, of_inputs * x, conv_state
+
+
 def sections(projected, layout):
     """z, x, B, C and dt of the projection, each with its multiplier."""
     ends = [*layout.columns[1:], projected.shape[-1]]

@@ -1,5 +1,6 @@
 """`tree_conv1d` as one gather per tap by a shared index: XLA fuses the taps into one loop."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,6 +47,22 @@ def tree_conv1d_layer(
     if prefix_pending is not None:
         x, dt, B = map(_after, prefix_pending[:3], (x, dt, B))
     return Mamba2Pending(x, dt, B, conv_input), C, conv_state
+
+
+def short_conv_layer(
+    *arrays: Any, convolve: Callable[..., jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `api.short_conv_layer`, whose arrays these are; `convolve` is `tree_conv1d`."""
+    projected, weight, bias, conv_state, conv_gather_index, prefix_pending, previous = arrays
+    if previous is not None:
+        old, replay_gather_index = previous
+        conv_state = replay_conv_state(old, conv_state, replay_gather_index)
+    of_inputs, of_outputs, x = jnp.split(projected, 3, axis=-1)
+    conv_input = of_inputs * x
+    if prefix_pending is not None:
+        conv_input = _after(prefix_pending, conv_input)
+    y = convolve(conv_input, conv_state, weight, bias, conv_gather_index)
+    return of_outputs * y, conv_input, conv_state
 
 
 def replay_conv_state(

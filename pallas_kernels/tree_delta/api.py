@@ -199,7 +199,6 @@ def tree_delta_layer(
         previous = old.B, old.x, Decays(old.dt, A_log), path
     if convolution.prefix_pending is not None:
         prefix_u = convolution.prefix_pending.x
-    convolution.check()
 
     def fits() -> bool:
         return pallas_triton.convolves(convolution, state)
@@ -208,6 +207,7 @@ def tree_delta_layer(
     with dispatch.kernel("tree_delta_layer", implementation, fits, arrays[::-1]) as interpret:
         if interpret is None:
             return None
+        convolution.check()
         results = pallas_triton.run(*arrays, interpret=interpret)
     u = results["u"] if prefix_u is None else jnp.concatenate([prefix_u, results["u"]], axis=1)
     record = Mamba2Pending(u, *(results[name] for name in Mamba2Pending._fields[1:]))

@@ -37,12 +37,12 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
 from pallas_kernels import walk
+from pallas_kernels.head_blocks import HeadBlocks
 from pallas_kernels.numerics import totals
+from pallas_kernels.tree_conv1d.begins import blocked, convolve, fits
 from pallas_kernels.tree_conv1d.layout import Convolution, Mamba2Layout
 from pallas_kernels.tree_delta.gates import Decays, StepSizes
 from pallas_kernels.tree_delta.xla import EPSILON
-from pallas_kernels.tree_scan.convolution import blocked, convolve, fits
-from pallas_kernels.tree_scan.head_blocks import HeadBlocks
 from pallas_kernels.triton import Ref
 from pallas_kernels.walk import State
 

@@ -184,9 +184,6 @@ def tree_scan_layer(
     if convolution.previous is not None:
         old, _ = convolution.previous
         replayed = old.x, old.dt, old.B, path
-    convolution.check()
-    if gate is not None:
-        gate.check(convolution.layout.num_heads, convolution.layout.head_dim)
 
     def fits() -> bool:
         return pallas_triton.convolves(convolution, mask.shape[1], state)
@@ -194,6 +191,9 @@ def tree_scan_layer(
     arrays: Any = replayed, (D, mask), A_log, state, gate, convolution
     with dispatch.kernel("tree_scan_layer", implementation, fits, arrays[::-1]) as interpret:
         if interpret is not None:
+            convolution.check()
+            if gate is not None:
+                gate.check(convolution.layout.num_heads, convolution.layout.head_dim)
             return pallas_triton.tree_scan_layer(*arrays, interpret=interpret)
     pending, C, conv_state = convolved_nodes(convolution, implementation)
     tree = pending.x, pending.dt, pending.B, C, D, mask

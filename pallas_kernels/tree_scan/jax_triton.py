@@ -12,7 +12,7 @@ import triton.language as tl
 from jax_triton import triton_call
 
 from pallas_kernels import walk
-from pallas_kernels.tree_scan.head_blocks import channels_of
+from pallas_kernels.head_blocks import channels_of
 
 _STATE = 32 * 128  # numbers of the state that a program owns
 

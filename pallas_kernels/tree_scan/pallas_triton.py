@@ -43,13 +43,13 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch, walk
 from pallas_kernels import triton as tb
+from pallas_kernels.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.numerics import DeferredRMSNorm, scaled
 from pallas_kernels.rms_norm.pallas_triton import gated_rms_norm
+from pallas_kernels.tree_conv1d.begins import blocked, convolve, fits
 from pallas_kernels.tree_conv1d.layout import Convolution, Mamba2Layout, Mamba2Pending
 from pallas_kernels.tree_scan import head, recurrence
-from pallas_kernels.tree_scan.convolution import blocked, convolve, fits
 from pallas_kernels.tree_scan.gate import Gate
-from pallas_kernels.tree_scan.head_blocks import HeadBlocks, channels_of
 from pallas_kernels.triton import Ref
 
 

@@ -99,7 +99,6 @@ class ResidualStream:
         scale = block.norm_scale if block.norm_after else block.post_norm_scale
         if scale is not None:
             assert not isinstance(output, DeferredRMSNorm)
-            output = total(output)
             normed = rms_norm(
                 output,
                 scale[...],

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import replay_conv_state, tree_conv1d
+from pallas_kernels import replay_conv_state, short_conv_layer
 from pallas_kernels.numerics import Product
 from stree_jax.array_types import Array, Float, Lengths
 from stree_jax.checks import require_integer, require_integers
@@ -77,32 +77,24 @@ class ShortConvMixer(MixerModule):
     def __call__(
         self, u: Array, cache: Float[Array, "B J C"], valid: Array, lengths: Lengths
     ) -> tuple[Product, Float[Array, "B J C"]]:
-        gate, inputs = self._project(u)
-        inputs = jnp.where(valid[..., None], inputs, 0)
-        y = self.conv_sequence(inputs, cache)
-        return self._output(gate, y), conv_state_after(cache, inputs, lengths)
+        b, c, x = jnp.split(self.in_proj(u), 3, axis=-1)
+        inputs = jnp.where(valid[..., None], b * x, 0)
+        y = c * self.conv_sequence(inputs, cache)
+        return self.row_parallel(y), conv_state_after(cache, inputs, lengths)
 
     def tree(
         self, u: Float[Array, "B Q M"] | LayerInput, at: Nodes
     ) -> tuple[Product, Float[Array, "B N C"], Float[Array, "B J C"]]:
         _, conv_gather_index, cache, prefix_pending, replay = at
-        gate, inputs = self._project(u)
-        if prefix_pending is not None:
-            inputs = jnp.concatenate([prefix_pending, inputs], axis=1)
-        if replay is not None:
-            cache = self.replay(cache, replay)
-        window = conv_gather_index[self.config.conv_width]
-        y = self.run(tree_conv1d, inputs, cache, *self.conv(), window)
-        return self._output(gate, y), inputs, cache
+        width = self.config.conv_width
+        y, inputs, cache = self.run(
+            *(short_conv_layer, self.in_proj.in_parts(u), *self.conv(), cache),
+            conv_gather_index[width],
+            prefix_pending=prefix_pending,
+            previous=replay and (replay.pending, replay.conv_gather_index[width]),
+        )
+        return self.row_parallel(y), inputs, cache
 
     def replay(self, cache: Float[Array, "B J C"], along: Replay) -> Float[Array, "B J C"]:
         window = along.conv_gather_index[self.config.conv_width]
         return replay_conv_state(along.pending, cache, window)
-
-    def _project(self, u: Array | LayerInput) -> tuple[Array, Array]:
-        """The gate of the outputs, and the inputs of the convolution."""
-        b, gate, x = jnp.split(self.in_proj(u), 3, axis=-1)
-        return gate, b * x
-
-    def _output(self, gate: Array, y: Array) -> Product:
-        return self.row_parallel(gate * y)

@@ -5,6 +5,7 @@ from tests.cases.mamba2_layer import MAMBA2_LAYER
 from tests.cases.matmul import MATMUL, ROWS
 from tests.cases.moe import EXPERT_MLPS
 from tests.cases.rms_norm import ADD_RMS_NORM, GATED_RMS_NORM
+from tests.cases.short_conv import SHORT_CONV_LAYER
 from tests.cases.ssd import SSD
 from tests.cases.threshold import LARGEST_THRESHOLD
 from tests.cases.tree_attention import TREE_ATTENTION
@@ -23,6 +24,7 @@ OPS = {
     "delta_chunks": DELTA_CHUNKS,
     "tree_conv1d": TREE_CONV1D,
     "mamba2_layer": MAMBA2_LAYER,
+    "short_conv_layer": SHORT_CONV_LAYER,
     "tree_attention": TREE_ATTENTION,
     "tree_attention_layer": TREE_ATTENTION_LAYER,
     "gated_rms_norm": GATED_RMS_NORM,

@@ -75,6 +75,8 @@ CASES = [
     ("mamba2_layer", "repeated, prefix"),
     ("tree_attention_layer", "shared, more nodes than a block"),
     ("tree_attention_layer", "prefix, blocks of nodes"),
+    ("tree_attention_layer", "normed, a gate before"),
+    ("short_conv_layer", "prefix, blocks of nodes"),
     ("replay_tree_scan", "groups"),
     ("replay", "groups"),
     ("replay_tree_delta", "padded nodes"),

@@ -43,6 +43,7 @@ def experts_of(*changed, activation="silu", **sizes):
 
 
 ONE_WIDE = (jnp.ones((1, 2, 16)), jnp.ones((1, 0, 16)), jnp.ones((1, 16)), None)
+NO_NODES = jnp.zeros((1, 0, 1), jnp.int32)
 NO_TOKENS = (jnp.ones((0, 32)), jnp.ones((0, 2)), jnp.zeros((0, 2), jnp.int32))
 sequence_of = functools.partial(of_case, "ssd", "chunks and a rest", length=3)
 REFUSED_BY_KERNELS = [
@@ -100,11 +101,13 @@ def gated_scan(**gate):
     return pk.tree_scan(x, dt, A, B, B, A, state, mask, gate=pk.Gate(jnp.ones((1, 1, 40)), **gate))
 
 
-def attention_of_the_last_nodes():
-    _, cache, depth, mask, _ = attention_cases.on_device(CASE)
-    projected = jnp.ones((len(depth), 4, attention_cases.PLAIN.num_columns))
+def attention_layer(first=0, columns=0):
+    """Of nodes from a first one on, with some columns fewer than the layout has."""
+    _, cache, depth, mask, *_ = attention_cases.on_device(CASE)
+    layout = attention_cases.PLAIN
+    projected = jnp.ones((len(depth), depth[:, first:].shape[1], layout.num_columns - columns))
     return pk.tree_attention_layer(
-        projected, cache, depth[:, 9:], mask[:, 9:], layout=attention_cases.PLAIN
+        projected, cache, depth[:, first:], mask[:, first:], layout=layout
     )
 
 
@@ -176,6 +179,11 @@ REFUSED = [
         "activation = 'relu'",
     ),
     (lambda: conv_layer(columns=1), "the projection has 195 columns, .* has 196"),
+    (lambda: attention_layer(columns=1), "has 127 columns, .* needs 128"),
+    (
+        lambda: pk.short_conv_layer(ONE_WIDE[0], *ONE_WIDE[2:], ONE_WIDE[1], NO_NODES),
+        "16 columns of the projection are not b, c and x of 16 channels",
+    ),
     (lambda: conv_layer(channels=1), "conv_weight has 127 channels, .* has 128"),
     (lambda: gated_scan(start=9), "32 gates from column 9 on, of 40 columns"),
     (lambda: gated_scan(norm_weight=jnp.ones(16)), r"norm_weight \(16,\) is not of 32 channels"),
@@ -185,7 +193,7 @@ REFUSED = [
         ),
         "the kernel has no windows",
     ),
-    (attention_of_the_last_nodes, "0 prefix and 4 query nodes are not the 13 nodes"),
+    (lambda: attention_layer(first=9), "0 prefix and 4 query nodes are not the 13 nodes"),
     (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], norm="norm"), "'norm' is not one of"),
     (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], norm="none"), "'none' with weight = "),
     (lambda: pk.gated_rms_norm(ROW, ROW, ROW[0], activation="gelu"), "activation = 'gelu' is not"),

@@ -1,4 +1,4 @@
-"""The convolution of a Mamba-2 layer at the beginning of its scan: one launch for both.
+"""The convolution at the beginning of a scan or of a delta rule: one launch for both.
 
 A program convolves what it scans: its channels of x, and B and C of its group. So all programs of a
 group convolve B and C, and write the same numbers: those of `tree_conv1d_layer`, to the bit. After
@@ -12,11 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import triton as tb
+from pallas_kernels.head_blocks import HeadBlocks
 from pallas_kernels.numerics import scaled
 from pallas_kernels.tree_conv1d import pallas_triton as conv
 from pallas_kernels.tree_conv1d.layout import Convolution, Mamba2Layout, time_step
 from pallas_kernels.tree_conv1d.sections import Section, sections_of
-from pallas_kernels.tree_scan.head_blocks import HeadBlocks
 from pallas_kernels.triton import Ref
 
 
@@ -80,15 +80,16 @@ def convolve(
             outputs[name][node, *places] = inputs[f"prefix {name}"][node, *places]
 
     def of_section(section: Section, first: jax.Array, size: int) -> None:
-        places = pl.ds(section.channel + first, size)
-        total, newest = conv.convolved(
-            inputs,
-            query,
-            places,
-            pl.ds(section.column + first, size),
-            lambda value: scaled(value, section.multiplier),
-            interpret=interpret,
+        places, columns = (
+            pl.ds(start + first, size) for start in (section.channel, section.column)
         )
+
+        def new(node: jax.Array, there: jax.Array) -> jax.Array:
+            index = node, columns
+            loaded = tb.masked_load(inputs["inputs"], index, there, interpret=interpret)
+            return scaled(loaded, section.multiplier)
+
+        total, newest = conv.convolved(inputs, query, places, new, interpret=interpret)
         output = outputs[section.output]
         output[output.shape[0] - num_queries + query, :] = jax.nn.silu(total).astype(output.dtype)
         outputs["conv_input"][num_prefix + query, places] = newest
