@@ -41,7 +41,8 @@ def tree_attention_layer(projected, cache, depth, mask, *, layout, norms, previo
     """Outputs `[B, N, W, E]` of a tree, its keys and values `[B, N, U, E]`, and the cache before.
 
     `cache` is keys, values and length before the previous tree's root, and `previous` its keys,
-    values `[B, O, U, E]` and path `[B, O]`. The outputs of a row whose cache is overfull are NaN.
+    values `[B, O, U, E]` and path `[B, O]`. Norms are weights `[E]` of queries and of keys, and an
+    epsilon; or None. The outputs of a row whose cache is overfull are NaN.
     """
     keys, values, length = (np.copy(array) for array in cache)
     old_keys, old_values, path = previous
@@ -58,8 +59,8 @@ def tree_attention_layer(projected, cache, depth, mask, *, layout, norms, previo
     first_value = layout.num_heads + layout.num_groups
     query, node_keys = heads[:, :, : layout.num_heads], heads[:, :, layout.num_heads : first_value]
     if norms is not None:
-        query = normed(query, norms.query_weight, norms.epsilon)
-        node_keys = normed(node_keys, norms.key_weight, norms.epsilon)
+        of_query, of_keys, epsilon = norms
+        query, node_keys = normed(query, of_query, epsilon), normed(node_keys, of_keys, epsilon)
     node_keys = node_keys * layout.key_multiplier
     node_values = heads[:, :, first_value:]
     positions = length[:, None] + depth

@@ -55,9 +55,7 @@ def errors(case, implementation):
     )
     weights = on_device(weight), None if bias is None else on_device(bias)
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def run(first, end, state, prefix, previous):
-        nodes = slice(first, end)
+    def layer(nodes, state, prefix, previous):
         new = on_device(projected[:, nodes])
         if case.parts:  # whose sum is exact
             wide = new.astype(jnp.float32)
@@ -68,6 +66,9 @@ def errors(case, implementation):
             previous=previous,
             implementation=implementation,
         )
+
+    def run(first, end, *arrays):
+        return jax.jit(functools.partial(layer, slice(first, end)))(*arrays)
 
     first, previous = case.prefix or case.nodes, (on_device(old), back)
     y, products, after = run(0, first, on_device(state), None, previous)

@@ -85,19 +85,25 @@ def problem(case):
     norms = None
     if case.norms:
         weights = draw(2, layout.head_dim)[0]
-        norms = HeadNorms(*weights, epsilon=1e-3)
+        norms = (*weights, 1e-3)
     return projected, cache, depth, mask, (old, path), norms
 
 
 def on_device(case):
     return jax.tree.map(
-        lambda x: base.on_device(x, case.kind if x.dtype == np.float64 else None), problem(case)
+        lambda x: (
+            x
+            if isinstance(x, float)
+            else base.on_device(x, case.kind if x.dtype == np.float64 else None)
+        ),
+        problem(case),
     )
 
 
 def run_with(case, function):
     """Runs the whole tree, or its first nodes and then the others."""
     projected, cache, depth, mask, previous, norms = on_device(case)
+    norms = norms and HeadNorms(*norms)
     first, options = case.prefix or case.nodes, dict(layout=case.layout, norms=norms)
     early = mask[:, :first, :first]
     y, nodes, after = jax.jit(functools.partial(function, prefix_pending=None, **options))(

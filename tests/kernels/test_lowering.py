@@ -71,6 +71,7 @@ def operands(shape, dtype):
     mask, path = struct(2, nodes, nodes, dtype="bool"), struct(2, nodes, dtype="bool")
     channels = heads * head_dim + 2 * groups * state
     conv = (small(2, nodes, channels), small(2, 3, channels), small(4, channels), small(channels))
+    index = struct(2, queries, 4, dtype="int32")
     y, weight = small(2, queries, heads * head_dim), small(heads * head_dim)
     v, u = small(2, queries, heads, head_dim), struct(2, nodes, heads, head_dim)
     delta = (C, B, v, dt, struct(2, queries, heads), h, mask)
@@ -87,7 +88,8 @@ def operands(shape, dtype):
         "replay": (x, dt, A, B, h, path),
         "replay_tree_scan": (x, dt, B, path, x, dt, A, B, C, D, h, mask),
         "ssd": (x, dt, A, B, B, D, h),
-        "tree_conv1d": (*conv, struct(2, queries, 4, dtype="int32")),
+        "tree_conv1d": (*conv, index),
+        "short_conv_layer": (small(2, queries, 3 * channels), *conv[2:], conv[1], index),
         "rms_norm": (y, weight),
         "log_softmax": (struct(2, queries, 50280),),
         "gated_rms_norm": (y, y, weight),
@@ -223,7 +225,7 @@ def test_a_whole_attention_layer_lowers_to_kernels(shape, rotated, dtype, capabi
     queries, nodes, heads, groups, head_dim, capacity = shape
     small = functools.partial(struct, dtype=dtype)
     layout = pk.AttentionLayout(heads, groups, head_dim, 0.1, (1.0,) * rotated, key_multiplier=0.5)
-    in_cache = small(2, groups, capacity, head_dim)
+    in_cache, weight = small(2, groups, capacity, head_dim), struct(head_dim)
 
     def keys(count):
         return pk.NodeKV(*[small(2, count, groups, head_dim)] * 2)
@@ -234,13 +236,15 @@ def test_a_whole_attention_layer_lowers_to_kernels(shape, rotated, dtype, capabi
         options = {"previous": (keys(nodes), struct(2, nodes, dtype="bool"))}
 
     def run(*arguments):
-        *arguments, options = arguments
+        *arguments, weight, options = arguments
+        if rotated == 16:
+            options["norms"] = pk.HeadNorms(weight, weight, 1e-6)
         options |= dict(layout=layout, implementation="pallas")
         return pk.tree_attention_layer(*arguments, **options)
 
     cache = pk.KVCache(in_cache, in_cache, struct(2, dtype="int32"))
     depth, mask = struct(2, queries, dtype="int32"), struct(2, queries, nodes, dtype="bool")
-    arguments = (small(2, queries, layout.num_columns), cache, depth, mask, options)
+    arguments = (small(2, queries, layout.num_columns), cache, depth, mask, weight, options)
     without = ("pad", "transpose")
     options = dict(in_place=queries == nodes, without=without)
     check(run, arguments, capability, kernels=2, **options)  # one adds up the parts
