@@ -205,8 +205,8 @@ def how_picture(step: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def decoded_steps(count: int = 8) -> list[dict[str, Any]]:
-    """The first steps of the embedded models on the README's prompt."""
+def decoded_steps() -> list[dict[str, Any]]:
+    """The first eight steps of the embedded models on the README's prompt."""
     target, draft = (st.from_pretrained(st.demo_path(name)) for name in ("target", "draft"))
     drafter, tokenizer = st.ModelDrafter(draft), st.load_tokenizer(st.demo_path("target"))
     prompt, topology = tokenizer.encode(PROMPT).ids, drafter.default_topology()
@@ -219,7 +219,7 @@ def decoded_steps(count: int = 8) -> list[dict[str, Any]]:
             "path": topology.ancestor_mask[int(verdict.last[0])].nonzero()[0].tolist(),
             "next": tokenizer.decode([int(verdict.next_token[0])]),
         }
-        for drafts, verdict in itertools.islice(steps, count)
+        for drafts, verdict in itertools.islice(steps, 8)
     ]
 
 

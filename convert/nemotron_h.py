@@ -7,19 +7,15 @@ from stree_jax.convert import hybrid_parts as hybrid
 from stree_jax.convert import tables
 from stree_jax.convert.description import Description, Source, hf_values, limits, of_head, required
 from stree_jax.convert.fields import MAX_LAYERS, Fields, Table, values_of
+from stree_jax.convert.pure import MIXER
 from stree_jax.heads import FOLDER, part_of
 from stree_jax.models import AttentionConfig, LayerConfig, Mamba2Config, MlpConfig, MoeConfig
 from stree_jax.models.config import ModelConfig
 
-_MIXER: Table = dict(
+_MIXER: Table = MIXER | dict(
     num_heads=("mamba_num_heads", 128),
     head_dim=("mamba_head_dim", 64),
     state_size=("ssm_state_size", 128),
-    num_groups=("n_groups", 8),
-    conv_width=("conv_kernel", 4),
-    conv_bias=("use_conv_bias", True),
-    in_proj_bias=("use_bias", False),
-    out_proj_bias=("use_bias", False),
     chunk_size=("chunk_size", 128),
 )
 _EXPERTS: Table = dict(
@@ -114,7 +110,7 @@ def _layer(kind: str, fields: Fields, source: Source) -> LayerConfig:
             fields.check(
                 not fields.flag("mlp_bias", False), "mlp_bias = true with experts is not supported"
             )
-            return _nemotron_experts(fields, _activation(fields))
+            return _nemotron_experts(fields)
 
 
 def _mixer(fields: Fields, source: Source) -> Mamba2Config:
@@ -201,7 +197,7 @@ def _described(family: str, source: Source, config: ModelConfig) -> Description:
         config.d_model,
         config.norm_eps,
         lambda: _attention(fields),
-        lambda: _nemotron_experts(fields, _activation(fields)),
+        lambda: _nemotron_experts(fields),
     )
     merged = any(name.endswith("mixer.experts.up_proj") for name in source.tensors)
     if not merged:
@@ -234,14 +230,14 @@ def _nemotron_layers(fields: Fields) -> tuple[str, ...]:
     return tuple(_PATTERN[letter] for letter in pattern)
 
 
-def _nemotron_experts(fields: Fields, activation: str) -> MoeConfig:
+def _nemotron_experts(fields: Fields) -> MoeConfig:
     """The mixture of experts, with one shared expert."""
     fields.ignore("there is one shared expert", "n_shared_experts")
     return MoeConfig(
         **fields.read(_EXPERTS),
         router="sigmoid",
         latent_size=fields.integer("moe_latent_size") if fields.has("moe_latent_size") else None,
-        activation=activation,
+        activation=_activation(fields),
         gated=False,
     )
 

@@ -44,7 +44,8 @@ _ATTENTION: Table = dict(
     out_bias=("out_proj_bias", True),
     conv_width=("d_conv", 0),
 )
-_MIXER: Table = dict(
+# Of transformers.
+MIXER: Table = dict(
     num_heads=("num_heads", 128),
     head_dim=("head_dim", 64),
     state_size=("state_size", 128),
@@ -222,7 +223,7 @@ def read_mamba2(source: Source) -> Description:
     fields = source.fields
     fields.choice("hidden_act", "silu", hybrid.SILU)
     d_model = fields.integer("hidden_size", 4096)
-    sizes = fields.read(_MIXER)
+    sizes = fields.read(MIXER)
     num_heads, head_dim = sizes["num_heads"], sizes["head_dim"]
     expand = fields.number("expand", 2)
     fields.check(
@@ -273,7 +274,7 @@ def write_mamba2(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """`Mamba2Config` of transformers."""
     m = required(config, "mamba2")
     return hf_values(config, dtype, "mamba2", "Mamba2ForCausalLM") | {
-        **values_of(m, _MIXER),
+        **values_of(m, MIXER),
         "num_hidden_layers": len(config.layers),
         "expand": m.inner_size // config.d_model,
         "hidden_act": "silu",

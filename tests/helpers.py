@@ -131,12 +131,12 @@ def with_weight(model, name, change):
     return copy
 
 
-def heads_of(model, num_heads=4, amount=0.3, seed=0):
+def heads_of(model, num_heads=4):
     """Heads with random weights."""
     heads = st.MedusaHeads(model, num_heads=num_heads, rngs=nnx.Rngs(0))
-    keys = jax.random.split(jax.random.key(seed))
+    keys = jax.random.split(jax.random.key(0))
     for key, weight in zip(keys, (heads.kernel, heads.bias), strict=True):
-        weight[...] = amount * jax.random.normal(key, weight.shape)
+        weight[...] = 0.3 * jax.random.normal(key, weight.shape)
     return heads
 
 

@@ -158,13 +158,13 @@ def replay_budgets(case):
     return {"state": Budget(base.STATE[case.bf16])}
 
 
-def small_replay(implementation=None, state_size=16, state=None):
-    """A call without a case: two nodes, one head."""
+def small_replay(state_size=16):
+    """A call of jax-triton's kernel without a case: two nodes, one head."""
     x, dt = jnp.ones((1, 2, 1, 16)), jnp.ones((1, 2, 1))
     B = jnp.ones((1, 2, 1, state_size))
-    state = jnp.zeros((1, 1, 16, state_size)) if state is None else state
+    state = jnp.zeros((1, 1, 16, state_size))
     return replay(
-        x, dt, -jnp.ones(1), B, state, jnp.ones((1, 2), bool), implementation=implementation
+        x, dt, -jnp.ones(1), B, state, jnp.ones((1, 2), bool), implementation="jax_triton"
     )
 
 

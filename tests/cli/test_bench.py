@@ -185,10 +185,10 @@ def test_what_the_options_ask_for(tiny_pair, command, clock, tmp_path):
     assert "NO" in str(found)
 
 
-def record(name, speed, nodes=1, depth=0, tau=2.0, *, spread=1.0, identical=True):
+def record(name, speed, nodes=1, depth=0, tau=2.0, *, identical=True):
     """Of a way whose speed without drafts would be 10."""
     speed, tau = float(speed), float(tau)
-    rates = {"median": speed, "low": speed - spread, "high": speed + spread}
+    rates = {"median": speed, "low": speed - 1, "high": speed + 1}
     speed_up = {key: rate / 10 for key, rate in rates.items()}
     lists = {key: [] for key in ("tau_by_prompt", "seconds_by_prompt", "accepted_of_reached")}
     unmeasured = ["milliseconds_of_call", "milliseconds_to_first_token", "draft_share"]

@@ -30,14 +30,14 @@ DESCRIBED = {
 }
 
 
-def described_weights(module, *files, seed=0):
+def described_weights(module, *files):
     """Random float32 weights under the names of a described model."""
-    return random_weights(module.shapes(*files), np.random.default_rng(seed))
+    return random_weights(module.shapes(*files), np.random.default_rng(0))
 
 
-def described_checkpoint(path, module, config, *beside, seed=0):
+def described_checkpoint(path, module, config, *beside):
     """Writes a random checkpoint of a described model; returns its weights by name."""
-    weights = described_weights(module, config, *beside, seed=seed)
+    weights = described_weights(module, config, *beside)
     write_safetensors(path, config, weights)
     for values in beside:
         (path / "mamba_config.json").write_text(json.dumps(values))

@@ -38,21 +38,9 @@ class Models:
             scaled = np.maximum(scaled, -600)  # float64 has them
             self.draft = np.exp(scaled) / np.exp(scaled).sum(-1, keepdims=True)
 
-    @classmethod
-    def of(cls, target, draft):
-        """With these two tables."""
-        models = cls(0)
-        models.target, models.draft = target, draft
-        return models
-
     @staticmethod
     def at(table, prefix):
         return table[tuple([*prefix, VOCAB, VOCAB][:2])]
-
-
-def three_tables(seed):
-    """Of a target, a medium and a small model."""
-    return Models(seed).target, Models(seed).draft, Models(seed + 100).draft
 
 
 def draft_outcomes(models, topology, children):

@@ -12,8 +12,8 @@ from tests.helpers import by_message, refusal
 
 
 @st.composite
-def parents_of_trees(draw, max_nodes=12):
-    nodes = draw(st.integers(1, max_nodes))
+def parents_of_trees(draw):
+    nodes = draw(st.integers(1, 12))
     return (-1, *(draw(st.integers(0, i - 1)) for i in range(1, nodes)))
 
 

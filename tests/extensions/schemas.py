@@ -66,14 +66,14 @@ def schemas(seed, count):
         yield schema
 
 
-def texts_of(automaton, count, seed=0, most=300):
+def texts_of(automaton, count, seed=0):
     """Texts of random walks through an automaton over bytes, those that end."""
     rng = np.random.default_rng(seed)
     likely = np.ones(256)
     likely[[*b'"}]']], likely[128:] = 20, 0.05
     for _ in range(count):
         state, text = 0, bytearray()
-        while len(text) < most:
+        while len(text) < 300:
             after = automaton.table[state, automaton.class_of]
             possible = np.flatnonzero(after >= 0)
             if automaton.accepts[state] and (possible.size == 0 or rng.random() < 0.3):

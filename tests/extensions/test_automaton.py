@@ -111,8 +111,9 @@ def walk(tables, states, tokens):
     return tables.after(states, tokens), tables.mask(states, tables.vocab_size)
 
 
-def texts_of_tokens(automaton, texts, end, most):
-    """All texts up to a length, with every way to spell them; no way may lead nowhere."""
+def texts_of_tokens(automaton, texts):
+    """All texts of up to 5 bytes, with every way to spell them; token 0 ends one, and no way may
+    lead nowhere."""
     tables, tokens = automaton.next_state, np.arange(len(texts))
     found, waiting = [], [(automaton.start, ())]
     for state, path in waiting:
@@ -122,9 +123,9 @@ def texts_of_tokens(automaton, texts, end, most):
         assert_array_equal(allowed, after >= 0)
         assert allowed.any()
         for token in np.flatnonzero(allowed):
-            if token == end:
+            if token == 0:
                 found.append(path)
-            elif len(b"".join(texts[each] for each in (*path, token))) <= most:
+            elif len(b"".join(texts[each] for each in (*path, token))) <= 5:
                 waiting.append((after[token], (*path, int(token))))
     return found
 
@@ -157,7 +158,7 @@ def test_tokens_spell_the_texts(name):
     """All spellings of all texts, each once, and no token leads nowhere."""
     pattern, words = SPELLINGS[name]
     of_bytes, texts = automaton_of_pattern(pattern), [None, *words]
-    found = texts_of_tokens(TokenTree(texts, [0]).automaton(of_bytes), texts, 0, 5)
+    found = texts_of_tokens(TokenTree(texts, [0]).automaton(of_bytes), texts)
     assert len(found) == len(set(found))
     wanted = set()
     waiting = [((), b"")]
@@ -190,7 +191,7 @@ def test_grammars_with_counts_are_joined():
     tree = TokenTree(texts, [0])
     alone = [tree.automaton(automaton_of_pattern(p)) for p in ("[ab]{0,3}c", "b*c", "[ab]{2}c?")]
     for one, joined in zip(alone, st.Automaton.joined(alone), strict=True):
-        assert texts_of_tokens(joined, texts, 0, 5) == texts_of_tokens(one, texts, 0, 5)
+        assert texts_of_tokens(joined, texts) == texts_of_tokens(one, texts)
 
 
 def test_lists_and_states_that_allow_nothing():

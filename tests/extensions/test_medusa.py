@@ -14,31 +14,11 @@ from tests.helpers import heads_of, refusal, some
 KINDS = ("iid", "without_replacement")
 
 
-def shared_outcomes(models, topology, children):
-    """Drafts whose nodes of one depth and rank are one draw, and their probabilities."""
-    tokens, _ = en.draft_outcomes(models, topology, children)
-    rank = [0] * topology.num_nodes
-    for below in topology.children:
-        for at, child in enumerate(below):
-            rank[child] = at
-    place = [*zip(topology.depths, rank, strict=True)]
-    first = [place.index(p) for p in place]
-    shared = (tokens == tokens[:, first]).all(axis=1)
-    # One draw for all: the probability of the first nodes alone.
-    weights = np.ones(len(tokens))
-    for node, below in enumerate(topology.children):
-        if not below or node != next(
-            n for n, c in enumerate(topology.children)
-            if c and topology.depths[n] == topology.depths[node]
-        ):  # fmt: skip
-            continue
-        law = models.laws[topology.depths[node]]
-        left = np.ones(len(tokens))
-        for child in below:
-            weights *= law[tokens[:, child]] / left
-            if children == "without_replacement":
-                left -= law[tokens[:, child]]
-    return tokens[shared], weights[shared]
+def shared_outcomes(models, children):
+    """Drafts of two and two children whose depths are one draw each, and their probabilities."""
+    one_branch = st.TreeTopology.from_parents([-1, 0, 0, 1, 1])
+    tokens, weights = en.draft_outcomes(models, one_branch, children)
+    return tokens[:, [0, 1, 2, 3, 4, 3, 4]], weights
 
 
 class ByDepth(en.Models):
@@ -55,7 +35,7 @@ class ByDepth(en.Models):
 @pytest.mark.parametrize("children", some(KINDS, "iid"))
 def test_walks_are_exact_with_draws_that_a_depth_shares(children):
     topology, models = st.TreeTopology.from_branching((2, 2)), ByDepth(3)
-    drafts = shared_outcomes(models, topology, children)
+    drafts = shared_outcomes(models, children)
     np.testing.assert_allclose(drafts[1].sum(), 1.0)
     options = dict(replace=children == "iid")
     assert en.distance(models, topology, drafts, **options) < en.EXACT

@@ -35,7 +35,7 @@ def test_where_it_is_refused(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    refusal("jax-triton is not installed; use 'xla'", small_replay, "jax_triton")
+    refusal("jax-triton is not installed; use 'xla'", small_replay)
     refusal(
         "unknown implementation 'jax_triton' of tree_conv1d",
         dispatch.choose,
@@ -44,7 +44,7 @@ def test_where_it_is_refused(monkeypatch):
     )
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "1")
     monkeypatch.setattr(jax_triton_versions, "incompatible", lambda *versions: None)
-    refusal("state_size = 12 is not a power of two", small_replay, "jax_triton", state_size=12)
+    refusal("state_size = 12 is not a power of two", small_replay, state_size=12)
 
 
 def run(what, **environment):

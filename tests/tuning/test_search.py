@@ -48,8 +48,8 @@ def forest_of(topology, node=0):
     return tuple(forest_of(topology, child) for child in topology.children[node])
 
 
-def costs(target=1.0, level=0.0):
-    return Costs({1: target, 64: target}, level, {1: level})
+def costs(level=0.0):
+    return Costs({1: 1.0, 64: 1.0}, level, {1: level})
 
 
 @pytest.mark.parametrize("seed", range(4))
