@@ -52,6 +52,7 @@ from pallas_kernels.threshold.api import largest_threshold
 from pallas_kernels.tree_attention.api import tree_attention, tree_attention_layer
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV, replay_kv, write_kv
 from pallas_kernels.tree_attention.layout import AttentionLayout, HeadNorms
+from pallas_kernels.tree_attention.online_softmax import SoftmaxParts
 from pallas_kernels.tree_conv1d.api import (
     conv_gather_index,
     replay_conv_state,
@@ -87,6 +88,7 @@ __all__ = [
     "PackedMatrix",
     "PartialSums",
     "QuantizedMatrix",
+    "SoftmaxParts",
     "StepSizes",
     "add_rms_norm",
     "conv_gather_index",

@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[1]
 # Tokens of code by folder, and lines of results: folding two lines into one changes nothing.
 # A commit that removes some lowers the number.
 CEILINGS = {
-    "stree_jax/*.py": 181_810,
-    "pallas_kernels/*.py": 64_500,  # three launches a layer took 6,700, segments of prompts 900
+    "stree_jax/*.py": 181_840,
+    "pallas_kernels/*.py": 65_240,  # three launches a layer took 7,400, segments of prompts 900
     "convert/*.py": 46_450,
-    "tests/*.py": 235_950,
+    "tests/*.py": 236_370,
     "benchmarks/*.py": 39_700,
     "examples/*.py": 10_490,
     "*.cc *.h": 31_880,

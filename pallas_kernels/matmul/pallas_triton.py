@@ -8,7 +8,8 @@ part is written in its final type.
 
 Of few rows, every program may also compute its inputs, into memory of its own, which it reads
 after a barrier. It adds up the residual stream and norms it, and the first program writes both
-(`NormedSum`). Or it gates and norms its part of the rows (`GatedNorm`).
+(`NormedSum`). Or it gates and norms its part of the rows, which may be outputs of attention as
+parts of a softmax (`GatedNorm`).
 
 Numerics: products of bfloat16 numbers are exact, and are added in float32: inputs in order, then
 parts in pairs. 8-bit weights are exact in bfloat16 too. So the sum of a group of 32 inputs is
@@ -52,6 +53,7 @@ from pallas_kernels.numerics import (
 )
 from pallas_kernels.rms_norm import pallas_triton as rms_norm
 from pallas_kernels.rms_norm.api import GatedNorm
+from pallas_kernels.tree_attention.online_softmax import SoftmaxParts, channels
 from pallas_kernels.triton import Ref
 
 MOST_ROWS = 64  # of a block; more are XLA's where nobody wants bits
@@ -140,13 +142,22 @@ def begins_with(x: NormedSum | GatedNorm, matrix: Any, axis: int, gate: str | No
         group, read = size, _bytes((x.residual, x.output))
         fits = gate is None or gates(size, columns)
     else:
-        part = size // parts
-        group = part if x.norm == "none" else size // x.num_groups
-        read = (_bytes(x.y) + _bytes(x.gate) * size // x.gate.shape[-1]) // parts
+        part, group = size // parts, _group(x, size // parts)
+        read = _bytes(x.y)
+        if x.gate is not None:
+            read += _bytes(x.gate) * size // x.gate.shape[-1]
+        read //= parts
         fits = gate is None and part % group == 0 and part // group <= MOST_GROUPS
     # With as many warps as the norms' own kernels have, sums have their order.
     fits &= not rms_norm.unsupported("group size", group) and rms_norm.warps(group) == NUM_WARPS
     return fits and 0 < count <= MOST_NORMED and blocks * read <= tb.MOST_REPEATED_BYTES
+
+
+def _group(x: GatedNorm, part: int) -> int:
+    """Columns of a part of a row that are computed at once."""
+    if isinstance(x.y, SoftmaxParts):
+        return x.y.arrays["sums"].shape[-1]
+    return part if x.norm == "none" else x.shape[-1] // x.num_groups
 
 
 def _bytes(arrays: Any) -> int:
@@ -214,12 +225,18 @@ def partial_sums(
         begin = functools.partial(_write_sums, options)
     elif isinstance(x, GatedNorm):
         x.check()
-        arrays = {"y": rms_norm.in_rows(x.y, "bcp"), "gate": rms_norm.in_rows(x.gate, "bcp")}
+        arrays, read = {}, _of_array
+        if isinstance(x.y, SoftmaxParts):
+            arrays, read = x.y.blocked("rcp"), functools.partial(_of_softmax, x.y.put_together)
+        else:
+            arrays["y"] = rms_norm.in_rows(x.y, "bcp")
+        if x.gate is not None:
+            arrays["gate"] = rms_norm.in_rows(x.gate, "bcp")
         if x.weight is not None:
             arrays["weight"] = tb.blocked(x.weight, ".", "bcp")
         options = dict(norm=x.norm, epsilon=x.epsilon, activation=x.activation)
-        group = size if x.norm == "none" else inputs // x.num_groups
-        begin, width = functools.partial(_write_gated, options, group, x.gate_start), size
+        group = _group(x, size)
+        begin, width = functools.partial(_write_gated, read, options, group, x.gate_start), size
     else:
         rows = x.reshape(-1, inputs)
         arrays = {"x": (rows, pl.BlockSpec((blocks.rows, size), lambda r, c, p: (r, p)))}
@@ -380,7 +397,29 @@ def _write_sums(
     return pl.program_id(2) * size
 
 
+def _of_array(
+    inputs: dict[str, Ref], row: int, first: Any, size: int
+) -> tuple[list[pl.Slice], list[jax.Array]]:
+    """So many columns of a row of y [R, M], in parts."""
+    parts = tb.parts(size, rms_norm.BLOCK)
+    return parts, [inputs["y"][row, pl.ds(first + part.start, part.size)] for part in parts]
+
+
+def _of_softmax(
+    put_together: Callable[..., list[jax.Array]],
+    inputs: dict[str, Ref],
+    row: int,
+    first: Any,
+    size: int,
+) -> tuple[list[pl.Slice], list[jax.Array]]:
+    """A head of so many channels, in parts; the outputs of attention are parts of a softmax."""
+    queries = inputs["sums"].shape[2]
+    head = lax.div(first, size)
+    return channels(size), put_together(inputs, (row // queries,), (row % queries,), (head,))
+
+
 def _write_gated(
+    read: Callable[..., tuple[list[pl.Slice], list[jax.Array]]],
     options: dict[str, Any],
     group: int,
     gate_start: int,
@@ -391,16 +430,21 @@ def _write_gated(
 ) -> int:
     """Gates and norms the groups of a part, and says where its inputs begin in x [r, K].
 
-    inputs: those of `rms_norm.pallas_triton.gated_and_normed`, of all rows.
+    inputs: those of `read`, and of `rms_norm.pallas_triton.gated_and_normed`, of all rows.
     """
     x_ref, first = outputs["x"], pl.program_id(2) * size
     is_shared = "weight" in inputs and inputs["weight"].shape[0] == group
     normed = []
     for row, offset in itertools.product(range(rows), range(0, size, group)):
         place = first + offset
-        starts = place, gate_start + place, 0 if is_shared else place
-        parts = rms_norm.gated_and_normed(inputs, (row,), group, *starts, **options)
-        normed += [(row, pl.ds(offset + part.start, part.size), value) for part, value in parts]
+        starts = gate_start + place, 0 if is_shared else place
+        parts, values = read(inputs, row, place, group)
+        values = [value.astype(x_ref.dtype) for value in values]
+        values = rms_norm.gated_and_normed(inputs, values, parts, (row,), *starts, **options)
+        normed += [
+            (row, pl.ds(offset + part.start, part.size), value)
+            for part, value in zip(parts, values, strict=True)
+        ]
     for row, part, value in normed:  # behind all loads, which a store would hold up
         x_ref[row, part] = value.astype(x_ref.dtype)
     return 0

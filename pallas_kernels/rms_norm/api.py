@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, numerics
 from pallas_kernels import native as cpu
-from pallas_kernels.numerics import Deferred, DeferredRMSNorm, PartialSums, static
+from pallas_kernels.numerics import Deferred, DeferredRMSNorm, PartialSums, static, total
 from pallas_kernels.rms_norm import native, pallas_triton, xla
 
 NORMS = ("gate_then_norm", "norm_then_gate", "none")
@@ -140,10 +140,13 @@ def gated_rms_norm(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GatedNorm(Deferred):
-    """`gated_rms_norm` of these arguments, which the product of a few such rows computes first."""
+    """`gated_rms_norm` of these arguments, which the product of a few such rows computes first.
 
-    y: Float[Array, "*rows M"]
-    gate: Float[Array, "*rows X"] | PartialSums
+    Without a gate and a norm they are outputs that are deferred.
+    """
+
+    y: Any  # [*rows, M], an array or one that is deferred
+    gate: Float[Array, "*rows X"] | PartialSums | None
     weight: Float[Array, " _"] | None
     norm: str = static("gate_then_norm")
     epsilon: float = static(1e-5)
@@ -165,14 +168,16 @@ class GatedNorm(Deferred):
     def total(self) -> Array:
         """The rows, by the op."""
         self.check()
-        size = self.y.shape[-1] // self.num_groups
+        y, size = total(self.y), self.y.shape[-1] // self.num_groups
+        if self.gate is None:
+            return y
         return dispatch.run(
             "gated_rms_norm",
             {"xla": xla, "native": native, "pallas": pallas_triton},
-            (self.y, self.gate, self.weight),
+            (y, self.gate, self.weight),
             requested=self.implementation,
             unsupported={
-                "native": cpu.unsupported(self.y, self.gate, channels=size),
+                "native": cpu.unsupported(y, self.gate, channels=size),
                 "pallas": pallas_triton.unsupported("group size", size),
             },
             xla_derivatives=True,
@@ -198,7 +203,7 @@ class GatedNorm(Deferred):
             )
         if size % self.num_groups:
             raise ValueError(f"{self.num_groups} groups do not divide rows of {size}")
-        columns = self.gate.shape[-1]
+        columns = size if self.gate is None else self.gate.shape[-1]
         if not 0 <= self.gate_start <= columns - size:
             raise ValueError(f"{size} gates from column {self.gate_start} on, of {columns} columns")
         of_group = size // self.num_groups

@@ -10,7 +10,7 @@ the stream, and norms the rounded sum in float32. A program's code depends on th
 or group alone, so each has one order of sums.
 
 Triton's blocks are powers of two, and rows of 5120 or 2688 are not: a group is read as a few
-blocks, the largest first. Refuses groups (rows) whose size is not a multiple of `SMALLEST_BLOCK` or
+blocks, the largest first. Refuses groups (rows) whose size is not a multiple of `SMALLESTBLOCK` or
 above `MOST_NUMBERS`.
 """
 
@@ -29,7 +29,7 @@ from pallas_kernels.numerics import DeferredRMSNorm, PartialSums, Product, scale
 from pallas_kernels.rms_norm.xla import ACTIVATIONS
 from pallas_kernels.triton import Ref
 
-_BLOCK = 4096  # the most numbers that are loaded at once
+BLOCK = 4096  # the most numbers that are loaded at once
 MOST_NUMBERS = 1 << 14  # 64 registers of each of 256 threads
 
 
@@ -130,7 +130,7 @@ def added_and_normed(
     rows; norm_weight [M].
     """
     dtype = inputs["residual"].dtype
-    parts = tb.parts(inputs["residual"].shape[-1], _BLOCK)
+    parts = tb.parts(inputs["residual"].shape[-1], BLOCK)
     added = [inputs["output"][*row, part] for part in parts]
     if "mean_squares" in inputs:
         count = inputs["mean_squares"].shape[-1]
@@ -228,28 +228,30 @@ def _gated_kernel(
     """Refs by name: see `gated_and_normed`, y of a group alone; outputs: output [group size]."""
     size = inputs["y"].shape[0]
     first_gate = gate_start + pl.program_id(1) * size
-    for part, value in gated_and_normed(inputs, (), size, 0, first_gate, 0, **options):
+    parts = tb.parts(size, BLOCK)
+    values = [inputs["y"][part] for part in parts]
+    for part, value in zip(
+        parts, gated_and_normed(inputs, values, parts, (), first_gate, 0, **options), strict=True
+    ):
         outputs["output"][part] = value.astype(outputs["output"].dtype)
 
 
 def gated_and_normed(
     inputs: dict[str, Ref],
+    values: list[Array],
+    parts: list[pl.Slice],
     row: tuple[int, ...],
-    size: int,
-    first: Any,
     first_gate: Any,
     first_weight: Any,
     *,
     norm: str,
     epsilon: float,
     activation: str,
-) -> list[tuple[pl.Slice, Array]]:
-    """The parts of a group of a row with their gated norms, float32.
+) -> list[Array]:
+    """The gated norms of the parts of a group, float32.
 
-    Refs by name: y [M], of which the group begins at `first`; gate [X] or none; weight [M] unless
-    norm is "none". Or y and gate of several rows.
+    Refs by name: gate [X], or of several rows, or none; weight [M] unless norm is "none".
     """
-    parts = tb.parts(size, _BLOCK)
 
     def load(name: str, start: Any, row: tuple[int, ...] = ()) -> list[Array]:
         return [inputs[name][*row, pl.ds(start + part.start, part.size)] for part in parts]
@@ -262,11 +264,10 @@ def gated_and_normed(
         ]
         return [value * gate for value, gate in zip(values, gates, strict=True)]
 
-    values = [value.astype(jnp.float32) for value in load("y", first, row)]
+    values = [value.astype(jnp.float32) for value in values]
     if norm != "norm_then_gate":
         values = gated(values)
     if "weight" in inputs:
+        size: Any = sum(part.size for part in parts)
         values = _normed(values, load("weight", first_weight), size, epsilon)
-    if norm == "norm_then_gate":
-        values = gated(values)
-    return list(zip(parts, values, strict=True))
+    return gated(values) if norm == "norm_then_gate" else values

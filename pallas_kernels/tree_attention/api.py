@@ -15,6 +15,7 @@ from pallas_kernels.numerics import PartialSums
 from pallas_kernels.tree_attention import native, pallas_triton, pallas_triton_layer, xla
 from pallas_kernels.tree_attention.kv_cache import KVCache, NodeKV
 from pallas_kernels.tree_attention.layout import AttentionLayout, HeadNorms
+from pallas_kernels.tree_attention.online_softmax import SoftmaxParts
 
 
 def tree_attention(
@@ -88,8 +89,9 @@ def tree_attention_layer(
     norms: HeadNorms | None = None,
     prefix_pending: NodeKV | None = None,
     previous: tuple[NodeKV, Bool[Array, "B O"]] | None = None,
+    in_parts: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B Q W E"], NodeKV, KVCache]:
+) -> tuple[Float[Array, "B Q W E"] | SoftmaxParts, NodeKV, KVCache]:
     """An attention layer between its projections, at the last `Q` of `N` tree nodes.
 
     Norms and rotates queries and keys, appends the accepted path of the previous tree to the cache,
@@ -106,6 +108,7 @@ def tree_attention_layer(
         norms: of the heads of queries and keys; None: they have none.
         prefix_pending: keys and values of the first `N - Q` nodes; None if `Q == N`.
         previous: keys and values of the previous tree of `O` nodes, and its accepted path.
+        in_parts: the outputs may be `SoftmaxParts`, for a product that puts them together.
         implementation: a name from `dispatch.IMPLEMENTATIONS`; None: the fastest that runs here.
 
     Returns:
@@ -131,10 +134,11 @@ def tree_attention_layer(
     by_xla = functools.partial(
         xla.tree_attention_layer, attention=attention, implementation=implementation
     )
+    by_pallas = functools.partial(pallas_triton_layer.tree_attention_layer, in_parts=in_parts)
     reason = pallas_triton_layer.unsupported(layout, cache.keys.shape[2])
     return dispatch.run(
         "tree_attention_layer",
-        {"xla": by_xla, "pallas": pallas_triton_layer},
+        {"xla": by_xla, "pallas": by_pallas},
         (projected, cache, depth, mask),
         requested=implementation,
         unsupported={"pallas": reason},

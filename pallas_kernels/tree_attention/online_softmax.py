@@ -3,7 +3,7 @@
 A program holds one block of rows: queries times the query heads that share a key head. For these
 rows it keeps, over all keys so far, the weighted sums of the values, the sum of the weights and the
 maximum of the scores (Milakov and Gimelshein 2018, arXiv:1805.02867). Programs that split a cache
-write these three, and `combined` reduces them.
+write these three, and `put_together` reduces them.
 
 One order: a block of keys has a softmax alone, and blocks are merged number by number. Sums over
 the keys of a block are products, whose order does not depend on the rows beside a row. So it is the
@@ -13,6 +13,7 @@ Numerics: scores, weights and sums in float32; products as `triton.dot` says. We
 rounded to bf16. Scores are masked before exp; a fully masked query gets zeros.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,8 +25,10 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from pallas_kernels import triton as tb
+from pallas_kernels.numerics import Deferred, static
 from pallas_kernels.triton import Ref
 
+NUM_WARPS = 4  # of what puts parts together
 _LARGEST_PART = 128  # channels of a head in one product
 
 # Maximum of no scores. Finite, so that the difference of two of them is not NaN.
@@ -169,74 +172,102 @@ def write(output_refs: dict[str, Ref], part: Array, row: tuple, softmax: Softmax
         output_refs["maximum"][(part, *row)] = softmax.maximum
 
 
-def combined(
-    results: dict[str, Array],
-    dtype: DTypeLike,
-    *,
-    splits: int,
-    tails: dict[str, Array],
-    block: int = 0,
-    capacity: int = 0,
-    interpret: bool,
-) -> Array:
-    """The normalised softmax over all parts `[B, Q, W, E]`, from what `outputs` lists.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SoftmaxParts(Deferred):
+    """Outputs of attention `[B, Q, W E]` as parts of a softmax, which the reader puts together.
 
-    A separate kernel, because every part must have ended. A program reduces one query and head. It
-    first adds the blocks of the tail to their splits, and then pairs of splits, pairs of pairs, and
-    so on: the sum of two numbers has one order.
+    A separate kernel does, because every part must have ended; or the product after it, of few
+    rows. The blocks of the tail are added to their splits, and then pairs of splits, pairs of
+    pairs, and so on: the sum of two numbers has one order.
 
-    Args:
-        results: the parts; or `y`, which is returned.
-        dtype: of the output.
+    Attributes:
+        arrays: "sums", "total" and "maximum", see `outputs`; and with a tail "length", "path" if
+            any, and "ancestors", see `pallas_triton_layer`.
+        dtype: of the outputs.
         splits: how many of the parts are splits; the others are blocks of a tail.
-        tails: "length", "path" if any, and "ancestors": see `pallas_triton_layer`. Empty: no tail.
         block: positions of a block, if there is a tail.
         capacity: of the cache; the outputs of rows that are longer are NaN.
+        interpret: whether the kernel is interpreted.
     """
-    if "y" in results:
-        return results["y"]
-    axes = {"sums": "b.qw.", "total": "b.qw", "maximum": "b.qw", "y": "bqw."}
-    axes |= {"length": "b", "path": "b.", "ancestors": "bq."}
-    batch, _, *shape = results["sums"].shape
-    y = jax.ShapeDtypeStruct((batch, *shape), dtype)
 
-    def named(arrays: dict[str, Any]) -> dict[str, Any]:
-        return {name: tb.blocked(x, axes[name], "bqw") for name, x in arrays.items()}
+    arrays: dict[str, Array]
+    dtype: DTypeLike = static()
+    splits: int = static()
+    block: int = static(0)
+    capacity: int = static(0)
+    interpret: bool = static(False)
 
-    return tb.call_by_name(
-        functools.partial(
-            _combine, splits=splits, block=block, capacity=capacity, interpret=interpret
-        ),
-        named(results | tails),
-        named({"y": y}),
-        name="tree_attention_combine",
-        num_warps=4,
-        interpret=interpret,
-        in_one_order=True,
-        grid=y.shape[:3],
-    )["y"]
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the outputs."""
+        batch, _, queries, heads, head_dim = self.arrays["sums"].shape
+        return batch, queries, heads * head_dim
+
+    def blocked(self, grid: str) -> dict[str, Any]:
+        """The arrays and their blocks, for a grid with or without rows "b", queries "q", heads."""
+        axes = {"sums": "b.qw.", "total": "b.qw", "maximum": "b.qw"}
+        axes |= {"length": "b", "path": "b.", "ancestors": "bq."}
+        return {name: tb.blocked(x, axes[name], grid) for name, x in self.arrays.items()}
+
+    def total(self) -> Array:
+        batch, _, *shape = self.arrays["sums"].shape
+        y = jax.ShapeDtypeStruct((batch, *shape), self.dtype)
+        results = tb.call_by_name(
+            functools.partial(_combine, put_together=self.put_together),
+            self.blocked("bqw"),
+            {"y": tb.blocked(y, "bqw.", "bqw")},
+            name="tree_attention_combine",
+            num_warps=NUM_WARPS,
+            interpret=self.interpret,
+            in_one_order=True,
+            grid=y.shape[:3],
+        )
+        return results["y"].reshape(self.shape)
+
+    @property
+    def put_together(self) -> Callable[..., list[Array]]:
+        """`put_together` for a kernel of these parts."""
+        return functools.partial(
+            put_together,
+            splits=self.splits,
+            block=self.block,
+            capacity=self.capacity,
+            interpret=self.interpret,
+        )
 
 
 def _combine(
+    inputs: dict[str, Ref], outputs: dict[str, Ref], *, put_together: Callable[..., list[Array]]
+) -> None:
+    """A program of one query and head. Inputs: see `put_together`; output: "y" [E]."""
+    store(outputs["y"], (), put_together(inputs))
+
+
+def put_together(
     inputs: dict[str, Ref],
-    outputs: dict[str, Ref],
+    row: tuple[Any, ...] = (),
+    query: tuple[Any, ...] = (),
+    head: tuple[Any, ...] = (),
     *,
     splits: int,
     block: int,
     capacity: int,
     interpret: bool,
-) -> None:
-    """A program of one query and head.
+) -> list[Array]:
+    """The normalised softmax of a query's head, float32, in the parts `channels`.
 
     Inputs: "sums" [parts, E]; "total", "maximum" [parts]; with a tail "length" [], "path" [O + 2]
-    if any, "ancestors" [N + 2]. Output: "y" [E].
+    if any, "ancestors" [N + 2]. Or those of all rows, queries and heads, and which are meant.
     """
-    num_parts, head_dim = inputs["sums"].shape
+    head_dim = inputs["sums"].shape[-1]
+    num_parts = inputs["sums"].shape[len(row)]
 
     def part(index: Array, exists: Array) -> Softmax:
         def masked(name: str, *columns: pl.Slice) -> Array:
             mask = exists[:, None] if columns else exists
-            return tb.masked_load(inputs[name], (index, *columns), mask, interpret=interpret)
+            place = (*row, index, *query, *head, *columns)
+            return tb.masked_load(inputs[name], place, mask, interpret=interpret)
 
         sums = [masked("sums", some) for some in channels(head_dim)]
         return Softmax(sums, masked("total"), jnp.where(exists, masked("maximum"), _NO_SCORE))
@@ -245,10 +276,10 @@ def _combine(
     if num_parts == splits:
         softmax = part(split, exists)
     else:
-        old_length = inputs["length"][...]
-        length = old_length + (inputs["path"][0] if "path" in inputs else 0)
+        old_length = inputs["length"][row or ...]
+        length = old_length + (inputs["path"][*row, 0] if "path" in inputs else 0)
         first = lax.div(old_length, block)  # of the blocks of the tail
-        end = lax.div(length + inputs["ancestors"][0] + block - 1, block)
+        end = lax.div(length + inputs["ancestors"][*row, *query, 0] + block - 1, block)
         softmax = part(split, exists & (split < first))
         # Block i belongs to split `i % splits`.
         turn = lax.rem(split - lax.rem(first, splits) + splits, splits)
@@ -265,7 +296,7 @@ def _combine(
     if capacity:
         # The cache is overfull: tokens are dropped, so no output is right.
         y = [jnp.where(length > capacity, jnp.nan, value) for value in y]
-    store(outputs["y"], (), y)
+    return y
 
 
 def _sum(values: Array) -> Array:

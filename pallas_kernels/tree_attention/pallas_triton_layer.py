@@ -5,7 +5,7 @@ depend on the model's shapes alone. So the position of a key decides when it is 
 output depends, to the bit, on nothing but the tokens that it sees.
 
 Passes: there are two kinds of programs, for each batch row and key head. They write parts of the
-softmax, which a reduction puts together; see `online_softmax.combined`.
+softmax, which a reduction puts together; see `online_softmax.SoftmaxParts`.
 
 - A program of a split adds its *whole* blocks, which were in the cache before, to a block of rows:
   queries times the query heads that share a key head.
@@ -56,7 +56,7 @@ def unsupported(layout: AttentionLayout, capacity: int) -> str | None:
     return pallas_triton.unsupported(layout.head_dim)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "interpret", "blocks"))
+@functools.partial(jax.jit, static_argnames=("layout", "in_parts", "interpret", "blocks"))
 def tree_attention_layer(
     projected: jax.Array | PartialSums,
     cache: KVCache,
@@ -67,9 +67,10 @@ def tree_attention_layer(
     norms: HeadNorms | None,
     prefix_pending: NodeKV | None,
     previous: tuple[NodeKV, jax.Array] | None,
+    in_parts: bool = False,
     interpret: bool = False,
     blocks: BlockSizes | None = None,
-) -> tuple[jax.Array, NodeKV, KVCache]:
+) -> tuple[Any, NodeKV, KVCache]:
     """See `api.tree_attention_layer`; `blocks` None: those of `config`."""
     batch, num_queries, num_columns = projected.shape
     num_nodes, capacity = mask.shape[2], cache.keys.shape[2]
@@ -178,15 +179,16 @@ def tree_attention_layer(
     )
     if previous is not None:
         cache = KVCache(got["key"], got["value"], got["length"])
-    y = online_softmax.combined(
-        {name: got[name] for name in results},
+    tail = {name: inputs[name][0] for name in ("length", "path", "ancestors") if name in inputs}
+    y: Any = online_softmax.SoftmaxParts(
+        {name: got[name] for name in results} | tail,
         projected.dtype,
         splits=blocks.splits,
-        tails={name: inputs[name][0] for name in ("length", "path", "ancestors") if name in inputs},
         block=blocks.keys,
         capacity=capacity,
         interpret=interpret,
     )
+    y = y if in_parts else y.total().reshape(shape)
     return y, NodeKV(got["node key"], got["node value"]), cache
 
 

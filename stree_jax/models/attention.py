@@ -29,6 +29,7 @@ from pallas_kernels import (
     HeadNorms,
     KVCache,
     NodeKV,
+    SoftmaxParts,
     replay_conv_state,
     replay_kv,
     rms_norm,
@@ -378,6 +379,7 @@ class AttentionMixer(MixerModule):
                 norms=self._norms,
                 prefix_pending=prefix,
                 previous=previous,
+                in_parts=True,
             )
         else:
             ring = c.window is not None
@@ -491,16 +493,19 @@ class AttentionMixer(MixerModule):
         normed = query if num_heads == 0 else norm(query, self.q_norm_scale)
         return jnp.concatenate([normed, norm(keys, self.k_norm_scale), values], axis=-1)
 
-    def _finish(self, y: Array, projected: Projected, implementation: str | None) -> Product:
+    def _finish(
+        self, y: Array | SoftmaxParts, projected: Projected, implementation: str | None
+    ) -> Product:
         """Gate and output projection; the implementation is that of gates of channels."""
-        gate, in_one = projected.gate, y.reshape(*y.shape[:2], -1)
-        rows: Array | GatedNorm = in_one
-        if gate is not None and gate.shape[-1] == y.shape[2]:
+        gate, heads = projected.gate, self.config.num_heads
+        if gate is not None and gate.shape[-1] == heads:
+            y = total(y).reshape(*y.shape[:2], heads, -1)
             of_heads = jax.nn.sigmoid(total(gate).astype(jnp.float32))[..., None]
-            rows = (y.astype(jnp.float32) * of_heads).astype(y.dtype).reshape(in_one.shape)
-        elif gate is not None:
-            options: Any = dict(activation="sigmoid", implementation=implementation)
-            rows = GatedNorm(in_one, gate, None, norm="none", **options)
+            y, gate = (y.astype(jnp.float32) * of_heads).astype(y.dtype), None
+        if not isinstance(y, SoftmaxParts):
+            y = y.reshape(*y.shape[:2], -1)
+        options: Any = dict(activation="sigmoid", implementation=implementation)
+        rows: Array | GatedNorm = GatedNorm(y, gate, None, norm="none", **options)
         if projected.branch is not None:
             rows = jnp.concatenate([total(rows), projected.branch], axis=-1)
         return self.row_parallel(rows, self.config.output_multiplier)

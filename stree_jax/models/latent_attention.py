@@ -187,5 +187,5 @@ class LatentAttentionMixer(AttentionMixer):
         nodes, cache = nodes._replace(values=nodes.keys), cache._replace(values=cache.keys)
         return super()._attend(query, nodes, cache, *others)[..., : self.config.latent_size]
 
-    def _finish(self, y: Array, *others: Any) -> Product:
+    def _finish(self, y: Any, *others: Any) -> Product:
         return super()._finish(self.value_up.by_head(y), *others)

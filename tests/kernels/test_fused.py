@@ -138,6 +138,40 @@ def test_attention_adds_up_the_parts_of_a_projection(norms, implementation):
     jax.tree.map(assert_array_equal, run(parts), run(parts.total()))
 
 
+@pytest.mark.parametrize(
+    "implementation", ["pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_product_puts_attention_together(gated, implementation, monkeypatch):
+    """In 2 parts of 2 heads; of two rows, the second of which has an overfull cache."""
+    layout = pk.AttentionLayout(4, 2, 128, 0.1, frequencies=(1.0, 0.1))
+    cache = pk.KVCache(*draw(2, 2, 2, 40, 128, seed=1), jnp.array([39, 41], jnp.int32))
+    projected, matrix = draw(2, 2, layout.num_columns), draw(512, 48, seed=2)
+    gate = draw(2, 2, 512, seed=3) if gated else None
+
+    def product(limit):
+        monkeypatch.setattr(triton, "MOST_REPEATED_BYTES", limit)
+
+        @jax.jit
+        def run(projected):
+            depth = jnp.tile(jnp.arange(2, dtype=jnp.int32), (2, 1))
+            mask = jnp.tile(jnp.tri(2, dtype=bool), (2, 1, 1))
+            kernel = dict(implementation=implementation)
+            options = dict(layout=layout, in_parts=True, **kernel)
+            y, *_ = pk.tree_attention_layer(projected, cache, depth, mask, **options)
+            value = GatedNorm(y, gate, None, norm="none", activation="sigmoid", **kernel)
+            return partial_sums(value, matrix, dtype=value.dtype, **kernel)
+
+        return run(projected), str(jax.make_jaxpr(run)(projected))
+
+    one, program = product(LIMITS["one"])
+    two, program_of_two = product(LIMITS["two kernels"])
+    one, two = (np.asarray(totals(y), np.float32) for y in (one, two))
+    assert_array_equal(one, two)
+    assert np.isnan(one[1]).all()
+    assert ["tree_attention_combine" in text for text in (program, program_of_two)] == [False, True]
+
+
 # Of sizes that kernels take.
 MAMBA2 = st.Mamba2Config(num_heads=4, head_dim=16, state_size=16, num_groups=2)
 LAYERS = {
