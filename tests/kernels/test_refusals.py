@@ -43,7 +43,7 @@ def experts_of(*changed, activation="silu", **sizes):
 
 
 ONE_WIDE = (jnp.ones((1, 2, 16)), jnp.ones((1, 0, 16)), jnp.ones((1, 16)), None)
-NO_NODES = jnp.zeros((1, 0, 1), jnp.int32)
+TWO_NODES = jnp.zeros((1, 2, 1), jnp.int32)
 NO_TOKENS = (jnp.ones((0, 32)), jnp.ones((0, 2)), jnp.zeros((0, 2), jnp.int32))
 sequence_of = functools.partial(of_case, "ssd", "chunks and a rest", length=3)
 REFUSED_BY_KERNELS = [
@@ -181,7 +181,7 @@ REFUSED = [
     (lambda: conv_layer(columns=1), "the projection has 195 columns, .* has 196"),
     (lambda: attention_layer(columns=1), "has 127 columns, .* needs 128"),
     (
-        lambda: pk.short_conv_layer(ONE_WIDE[0], *ONE_WIDE[2:], ONE_WIDE[1], NO_NODES),
+        lambda: pk.short_conv_layer(ONE_WIDE[0], *ONE_WIDE[2:], ONE_WIDE[1], TWO_NODES),
         "16 columns of the projection are not b, c and x of 16 channels",
     ),
     (lambda: conv_layer(channels=1), "conv_weight has 127 channels, .* has 128"),
